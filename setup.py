@@ -28,9 +28,9 @@ class BuildPackage(build_py):
         folder = Path(self.build_lib, "longdraft/native", build.CARRIED)
         shutil.rmtree(folder, ignore_errors=True)
         try:
-            for level in build.machine_levels():
+            for level in build.platform_levels():
                 print(f"compiling kernels for {level}")
-                build.make(level, folder)
+                build.compile_kernels(level, folder)
             self.carried = True
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)

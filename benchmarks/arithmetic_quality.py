@@ -25,7 +25,7 @@ import torch
 
 import longdraft
 from longdraft.bench import machine
-from longdraft.bench.data import read
+from longdraft.bench.data import read_samples
 from longdraft.model.chat import encode
 from longdraft.model.runner import TargetRunner
 
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
 def windows_of(args: Any, tokenizer: Any) -> torch.Tensor:
     """Windows of token ids as llama-perplexity cuts them, each with the BOS token first where the tokenizer adds it: as
     many from the beginning of each text, and one more against what joining the texts loses."""
-    samples = [read([file])[row] for file in args.texts for row in args.rows]
+    samples = [read_samples([file])[row] for file in args.texts for row in args.rows]
     each = -(-(args.windows + 1) // len(samples)) * args.window
     pieces = [tokenizer.decode(encode(tokenizer, s.document)[:each], skip_special_tokens=True) for s in samples]
     ids = encode(tokenizer, "\n\n".join(pieces))

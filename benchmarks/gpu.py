@@ -45,10 +45,10 @@ from longdraft.drafters.longspec import LongSpecBlock, LongSpecShape
 from longdraft.drafts import draft_folder
 from longdraft.drafts.eagle_formats import Eagle3Shape
 from longdraft.engine import loop
-from longdraft.engine.schedule import verify_trees
-from longdraft.model.gpu import side_by_side
+from longdraft.engine.verifier import verify_trees
+from longdraft.model.gpu import merged_linear
 from longdraft.model.runner import TargetRunner
-from longdraft.model.shared_parts import describe
+from longdraft.model.shared_parts import describe_target
 from longdraft.trees.tree import TokenTree
 
 EIGHT_B = {
@@ -156,13 +156,13 @@ def random_model(shape: dict[str, int], context: int) -> PreTrainedModel:
     with torch.device(DEVICE):
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval().requires_grad_(False)
     if GPU:
-        side_by_side.join(model)
+        merged_linear.join(model)
     return model
 
 
 def random_drafts(model: PreTrainedModel, folder: Path) -> dict[str, Path]:
     """Folders of a LongSpec and an EAGLE-3 draft of random weights, of the sizes that their papers train."""
-    c, target = model.config, describe(model)
+    c, target = model.config, describe_target(model)
     sizes = (c.hidden_size, c.intermediate_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim)
     layers = [2, c.num_hidden_layers // 2, c.num_hidden_layers - 3]
     vocabulary = min(32000, c.vocab_size)
@@ -182,7 +182,7 @@ def random_drafts(model: PreTrainedModel, folder: Path) -> dict[str, Path]:
             weight.detach().normal_(0, 0.02) if "norm" not in name else weight.detach().fill_(1.0)
         weights = {name: t.cpu() for name, t in block.to(torch.bfloat16).state_dict().items()}
         config = asdict(block.shape) | more
-        draft_folder.save(folder / kind, draft_folder.trained(kind, config, weights, kept, target))
+        draft_folder.save(folder / kind, draft_folder.from_training(kind, config, weights, kept, target))
     return {kind: folder / kind for kind in ("longspec", "eagle3")}
 
 
@@ -213,8 +213,8 @@ def steps(model: PreTrainedModel, context: int, kv_dtype: torch.dtype | None = N
             for layer in tensor:
                 layer.normal_()
     store.lengths[0] = context
-    found: dict[str, Any] = {"path": runner.attention_path, "recorded": runner.graphs.recording}
-    found["fused"] = bool(runner.twin.fused.layers)
+    found: dict[str, Any] = {"path": runner.attention_path, "recorded": runner.graphs.enabled}
+    found["fused"] = bool(runner.execution_model.fused.layers)
     for rows in ROWS:
         found[f"rows_{rows}_ms"] = median_ms(lambda rows=rows: verify_trees(runner, store, [0], [star(rows)]))  # type: ignore[misc]
     return found

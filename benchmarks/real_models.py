@@ -46,10 +46,10 @@ from rich.table import Table
 import longdraft
 from longdraft import LoadedModel, PromptCache, Speculator
 from longdraft.bench import machine
-from longdraft.bench.tasks import read
-from longdraft.engine.schedule import verify_trees
-from longdraft.figures import average
+from longdraft.bench.tasks import load_samples
+from longdraft.engine.verifier import verify_trees
 from longdraft.memory.store import KVStore
+from longdraft.metrics import average
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.tree import chain
 
@@ -116,7 +116,7 @@ class Model:
     def prompts(self, file: str) -> list[list[int]]:
         """Prompts of a file that have a length that was asked for and fit the context."""
         shortest, longest = self.args.prompt_tokens
-        longest, samples = min(longest, self.runner.context_length - self.args.new_tokens), read([file])
+        longest, samples = min(longest, self.runner.context_length - self.args.new_tokens), load_samples([file])
         rows = [samples[i] for i in self.args.data_rows if i < len(samples)]
         found = [list(sample.encode(self.loaded.tokenizer)) for sample in rows]
         return [tokens for tokens in found if shortest <= len(tokens) <= longest]
@@ -131,7 +131,7 @@ class Model:
                 self.runner.forward(store.block([0], [rows], prompt=True), store, logits="none")
             else:
                 kv = torch.randn(2, shape.layers, shape.kv_heads, len(rows), shape.head_dim).to(shape.dtype)
-                store.put_rows(0, start, *kv)
+                store.write_entries(0, start, *kv)
             store.commit(0, range(len(rows)))
         return store
 

@@ -34,7 +34,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from longdraft.attention import fixed_order_kernel, scaled_kernel, tree_kernel
+from longdraft.attention import fixed_order_kernel, int8_kv_kernel, tree_attention_kernel
 from longdraft.model.gpu import kernels as gpu_kernels
 
 KIB = 1024
@@ -106,7 +106,7 @@ class Offline:
 
 recorded: list[Launch] = []
 for module, names in {
-    gpu_kernels: ("norm", "rope", "silu"), tree_kernel: ("tree",), scaled_kernel: ("unpack",),
+    gpu_kernels: ("norm", "rope", "silu"), tree_attention_kernel: ("tree",), int8_kv_kernel: ("unpack",),
     fixed_order_kernel: ("prefix_sums", "path_sums", "join"),
 }.items():  # fmt: skip
     for name in names:
@@ -137,16 +137,18 @@ def _layer(
     x, weight, head = empty(1, rows, hidden), empty(hidden), empty(d) if normed else None
     gpu_kernels.rms_norm(x, weight, 1e-5)
     gpu_kernels.add_rms_norm(x, x, weight, 1e-5)
-    gpu_kernels.silu_times(*empty(1, rows, 2 * mlp).split(mlp, dim=-1))
+    gpu_kernels.silu_and_mul(*empty(1, rows, 2 * mlp).split(mlp, dim=-1))
     keys, numbers = empty(1, kv_heads, CAPACITY, d), empty(1, dtype=torch.int32)
     qkv = empty(1, rows, (heads + 2 * kv_heads) * d).split([heads * d, kv_heads * d, kv_heads * d], dim=-1)
     cos = empty(1, rows, d)
-    q = gpu_kernels.rope_write(*qkv, cos, cos, head, head, 1e-6, keys, keys, numbers, numbers, 0)
+    q = gpu_kernels.rope_and_write_kv(*qkv, cos, cos, head, head, 1e-6, keys, keys, numbers, numbers, 0)
     if dtype == torch.float32:  # not launched
         return
     lse, hidden_rows = empty(1, heads, rows, dtype=torch.float32), empty(1, 1, 1, rows, rows, dtype=torch.float32)
-    tree_kernel.with_tree(q, keys, keys, q, lse, empty(rows, dtype=torch.int32), hidden_rows, d**-0.5)
-    scaled_kernel.unpack_rows(
+    tree_attention_kernel.merge_tree_attention(
+        q, keys, keys, q, lse, empty(rows, dtype=torch.int32), hidden_rows, d**-0.5
+    )
+    int8_kv_kernel.dequantize_kv(
         empty(1, kv_heads, CAPACITY, d, dtype=torch.int8),
         empty(1, kv_heads, CAPACITY, dtype=torch.float32),
         numbers,

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 import longdraft
-from longdraft.bench.data import Sample, fitted
+from longdraft.bench.data import Sample, encode_truncated
 from longdraft.memory.prompt_cache import PromptCache
 
 
@@ -32,7 +32,7 @@ def main() -> None:
     specs = {name: longdraft.Speculator(name, target=model, plan="fixed") for name in args.methods.split(",")}
     table = Table("prompt", "method", "accepted length", "")
     for length in map(int, args.lengths.split(",")):
-        prompt = fitted(text, tokenizer, length)
+        prompt = encode_truncated(text, tokenizer, length)
         layers = {layer for spec in specs.values() for layer in spec.feature_layers()}
         cache = PromptCache(tuple(sorted(layers)))  # the prompt is read once for all
         for name, spec in specs.items():

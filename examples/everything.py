@@ -9,15 +9,15 @@ and asks the small model only where the lookups are not sure.
 """
 
 from longdraft import compose
+from longdraft.drafters.combined import CombinedDrafter
 from longdraft.drafters.small_lm import SmallLMDrafter
 from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.drafters.tokenswift import ReuseDrafter
-from longdraft.drafters.united import UnitedDrafter
 
 
 def drafter(draft):
     model = SmallLMDrafter(draft, view="retrieval")  # an OPT-Tree on a view of its own KV
-    return UnitedDrafter(SuffixDrafter(), UnitedDrafter(ReuseDrafter(), model))
+    return CombinedDrafter(SuffixDrafter(), CombinedDrafter(ReuseDrafter(), model))
 
 
 compose("everything", drafter, draft="small-lm", summary="lookups, phrases of the output and SpecExtend in one tree")

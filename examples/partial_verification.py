@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 import longdraft
-from longdraft.bench.data import Sample, fitted
+from longdraft.bench.data import Sample, encode_truncated
 from longdraft.bench.scores import rouge_l
 from longdraft.memory.prompt_cache import PromptCache
 
@@ -32,7 +32,7 @@ def main() -> None:
     console = Console(highlight=False, markup=False)
     model, tokenizer = longdraft.load(args.model)
     text = Sample(args.file.read_text(encoding="utf-8"), "Summarise the text above.", "text", str(args.file))
-    prompt, cache = fitted(text, tokenizer, args.context), PromptCache()
+    prompt, cache = encode_truncated(text, tokenizer, args.context), PromptCache()
 
     def answer(method: str, **options) -> longdraft.Result:
         spec = longdraft.Speculator(method, target=model, tokenizer=tokenizer, **options)

@@ -10,13 +10,13 @@ import torch
 from ray import train
 from ray.train.torch import TorchTrainer
 
-from longdraft.training.config import TrainConfig, read_config
+from longdraft.training.config import LongSpecConfig, read_config
 from longdraft.training.longspec import train_longspec
 
 
 def work(loop: dict[str, list[str]]) -> None:
     """Trains in each worker. A killed run that is started again continues from its last checkpoint in ``out``."""
-    for report in train_longspec(read_config(None, loop["settings"], TrainConfig)):
+    for report in train_longspec(read_config(None, loop["settings"], LongSpecConfig)):
         train.report({"step": report.step, "loss": report.loss, "tokens_per_second": report.tokens_per_second})
 
 

@@ -31,9 +31,9 @@ from longdraft.engine.drafter import Drafter
 from longdraft.engine.sequence import Sequence as Text
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
-from longdraft.model.sharded import product
+from longdraft.model.tensor_parallel import parallel_linear
 from longdraft.training.losses import soft_cross_entropy
-from longdraft.training.trainee import StepOutput, Trainee
+from longdraft.training.trainer import DraftTrainer, StepOutput
 from longdraft.trees.tree import NodeLimit, TokenTree
 
 NAME, LEVELS = "recurrent", 4
@@ -75,7 +75,7 @@ class RecurrentDraft(TrainedDraft[Bound]):
 
     def make(self, runner: TargetRunner) -> Bound:
         head, ids = self.head(runner)  # a matrix, or one as a GGUF file stores it
-        return Bound(self.placed(runner), runner.parts.embedding, product(head), ids)
+        return Bound(self.load_module(runner), runner.parts.embedding, parallel_linear(head), ids)
 
 
 # 3. The drafter: it proposes a chain. Whatever it proposes, the output stays the target's.
@@ -91,54 +91,54 @@ class RecurrentDrafter(Drafter):
         return (runner.kv_shape.layers - 1,)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
-        self._bound, self._store = self.draft.bound(runner), store
+        self._bound, self._store = self.draft.bind(runner), store
 
     @torch.inference_mode()
     def propose(self, sequences: list[Text], limit: NodeLimit | None = None) -> list[TokenTree]:
-        bound, features = self._bound, self._store.features
+        bind, features = self._bound, self._store.features
         assert features is not None
         # The root has no state yet: start from the state of the row before it.
-        state = bound.cell.begin(torch.stack([features[s.slot, len(s.tokens) - 2] for s in sequences]))
+        state = bind.cell.begin(torch.stack([features[s.slot, len(s.token_ids) - 2] for s in sequences]))
         last = torch.tensor([s.output[-1] for s in sequences], device=state.device)
-        tokens, scores = [last], [torch.zeros(len(sequences), device=state.device)]
+        token_ids, scores = [last], [torch.zeros(len(sequences), device=state.device)]
         for _ in range(self.max_nodes if limit is None else min(self.max_nodes, limit.nodes)):
             self.forwards += 1
-            state = bound.cell.step(bound.embedding(last), state)
-            logits = bound.head(bound.cell.norm(state))
+            state = bind.cell.step(bind.embedding(last), state)
+            logits = bind.head(bind.cell.norm(state))
             best, chosen = logits.float().log_softmax(-1).max(-1)
-            last = chosen if bound.ids is None else bound.ids[chosen]
-            tokens.append(last)
+            last = chosen if bind.ids is None else bind.ids[chosen]
+            token_ids.append(last)
             scores.append(best)
-        chains = zip(torch.stack(tokens, 1).tolist(), torch.stack(scores, 1).tolist(), sequences, strict=True)
+        chains = zip(torch.stack(token_ids, 1).tolist(), torch.stack(scores, 1).tolist(), sequences, strict=True)
         return [_chain(chain[: s.remaining], score[: s.remaining]) for chain, score, s in chains]
 
 
-def _chain(tokens: Sequence[int], log_probs: Sequence[float]) -> TokenTree:
-    return TokenTree(tuple(tokens), tuple(range(-1, len(tokens) - 1)), tuple(log_probs))
+def _chain(token_ids: Sequence[int], logprobs: Sequence[float]) -> TokenTree:
+    return TokenTree(tuple(token_ids), tuple(range(-1, len(token_ids) - 1)), tuple(logprobs))
 
 
 # 4. The training: one step, from documents' features to a loss; the project's loop does the rest. Modules that
 #    need the extra `train` are imported when a run begins.
-class CellTrainee(Trainee):
+class CellTrainer(DraftTrainer):
     """The cell, reading the text's tokens from every learned state on, as deep as it will draft."""
 
     block: Cell
-    ahead = 2  # the token after a row's is the root, which the target predicts itself
+    label_shift = 2  # the token after a row's is the root, which the target predicts itself
 
     def forward(self, documents: Sequence[Any], shifts: Sequence[int] = (), levels: int = LEVELS) -> StepOutput:
         device = self.device
         hidden: list[list[torch.Tensor]] = [[] for _ in range(levels)]
         truth: list[list[torch.Tensor]] = [[] for _ in range(levels)]
         for document in documents:
-            tokens, first = document.tokens.to(device), document.start - 1
+            token_ids, first = document.token_ids.to(device), document.start - 1
             with torch.no_grad():
-                embedded = self.parts.embedding(tokens).float()
-            state = self.block.begin(document.hidden[first : len(tokens) - 2].to(device).float())
+                embedded = self.parts.embedding(token_ids).float()
+            state = self.block.begin(document.hidden[first : len(token_ids) - 2].to(device).float())
             for level in range(levels):
-                rows = len(tokens) - 2 - first - level  # rows that have a token this far ahead
+                rows = len(token_ids) - 2 - first - level  # rows that have a token this far ahead
                 state = self.block.step(embedded[first + 1 + level :][:rows], state[:rows])
                 hidden[level].append(self.block.norm(state))
-                truth[level].append(self.to_draft[tokens[first + 2 + level :]])
+                truth[level].append(self.target_to_draft[token_ids[first + 2 + level :]])
         depths = [torch.full((sum(map(len, each)),), i + 1) for i, each in enumerate(truth)]
         wanted = torch.cat([t for each in truth for t in each])
         states = torch.cat([h for each in hidden for h in each])
@@ -149,20 +149,20 @@ class CellTrainee(Trainee):
 
 def train(config: Any, progress: Callable[..., None] = lambda *_: None, stop: Callable[[], bool] = lambda: False):
     """Trains a cell; yields a report a step. ``config`` is a :class:`longdraft.training.config.RunConfig`."""
-    from longdraft.training.features import rows_of
-    from longdraft.training.loop import Loop
-    from longdraft.training.session import Session
+    from longdraft.training.features import head_rows
+    from longdraft.training.loop import TrainingLoop
+    from longdraft.training.session import TrainingSession
 
-    session = Session(config, LEVELS, progress, stop)
+    session = TrainingSession(config, LEVELS, progress, stop)
     runner, kept = session.runner, session.vocabulary()
     torch.manual_seed(config.seed)
     cell = Cell(runner.parts.hidden_size)
     # Logits of unit size at first: a fresh cell is then unsure, not sure and wrong.
-    nn.init.constant_(cell.norm.weight, 1 / float(rows_of(runner.parts.head, None).float().norm(dim=-1).median()))
+    nn.init.constant_(cell.norm.weight, 1 / float(head_rows(runner.parts.head, None).float().norm(dim=-1).median()))
     sizes = {"hidden_size": runner.parts.hidden_size, "trained_length": config.max_length}
-    trainee = CellTrainee(cell, runner.parts, kept)
+    trainer = CellTrainer(cell, runner.parts, kept)
     layers = (runner.kv_shape.layers - 1,)  # whose output it reads
-    yield from Loop(session, trainee, layers, NAME, sizes, levels=LEVELS, measured=LEVELS).run()
+    yield from TrainingLoop(session, trainer, layers, NAME, sizes, levels=LEVELS, eval_levels=LEVELS).run()
 
 
 # 5. From here on it is a method like any other, with or without --draft, under specpv, on the command line.

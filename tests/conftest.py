@@ -124,37 +124,39 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> Forwards:
 @pytest.fixture
 def free_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """``free_memory(a, b)``: a bytes are free when it is asked first, b from then on."""
-    from longdraft.memory import sizes
+    from longdraft.memory import memory_info
 
     def put(*left: int) -> None:
         answers = list(left)
-        monkeypatch.setattr(sizes, "available_bytes", lambda device: answers.pop(0) if answers[1:] else answers[0])
+        monkeypatch.setattr(
+            memory_info, "available_bytes", lambda device: answers.pop(0) if answers[1:] else answers[0]
+        )
 
     return put
 
 
 @pytest.fixture(scope="session")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def spec_factory(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The table of methods on a tiny target, made once a test process."""
-    from tests.support.methods import Workshop
+    from tests.support.methods import SpeculatorFactory
 
-    return Workshop(tmp_path_factory.mktemp("drafts"))
+    return SpeculatorFactory(tmp_path_factory.mktemp("drafts"))
 
 
 @pytest.fixture(scope="session")
 def specs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """And on one of 61 tokens."""
-    from tests.support.methods import Specs
+    from tests.support.methods import SpeculatorsByMethod
 
-    return Specs(tmp_path_factory.mktemp("drafts"))
+    return SpeculatorsByMethod(tmp_path_factory.mktemp("drafts"))
 
 
 @pytest.fixture
-def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A simulated GPU."""
-    from tests.support.nominal import card
+    from tests.support.nominal import simulate_gpu
 
-    with card(monkeypatch) as found:
+    with simulate_gpu(monkeypatch) as found:
         yield found
 
 
@@ -178,7 +180,7 @@ def shipped_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
 
 
 @pytest.fixture
-def as_before() -> Iterator[None]:
+def restored_registries() -> Iterator[None]:
     """Methods and kinds of drafts that a test registers are forgotten."""
     from longdraft.drafts.kinds import KINDS
     from longdraft.methods import METHODS
@@ -226,7 +228,7 @@ def free_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
 def cpu_offloads(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU offloads to the host as a GPU does, with copies as late as possible: ``offload="host:1"``."""
     from longdraft.memory import offload
-    from tests.support.lazy_side import LazySide
+    from tests.support.lazy_side import LazyCopyStream
 
     monkeypatch.setattr(offload, "check", lambda *_: None)
-    monkeypatch.setattr(offload, "Side", lambda device: LazySide())
+    monkeypatch.setattr(offload, "Side", lambda device: LazyCopyStream())

@@ -12,7 +12,7 @@ from functools import partial
 from longdraft.cli.method_options import CATALOGUE
 from longdraft.drafts.kinds import KINDS
 from longdraft.engine.method import LookupOptions, Method
-from longdraft.methods import DEFAULTS, METHODS
+from longdraft.methods import DEFAULT_METHODS, METHODS
 from longdraft.options import Option, Options, declared
 
 PAGE = CATALOGUE.with_name("options.md")
@@ -24,10 +24,10 @@ HEAD = (
 
 def groups_of(method: Method) -> list[type[Options]]:
     """The option dataclasses of a method's own drafter, schedule and wrapper."""
-    factories = [method.drafter, method.schedule]
+    factories = [method.drafter, method.verifier]
     plain = [factory.func if isinstance(factory, partial) else factory for factory in factories]
     found = [group for factory in plain for group in getattr(factory, "options", ())]
-    return found + ([LookupOptions] if method.needs_draft or method.joined else [])
+    return found + ([LookupOptions] if method.needs_draft or method.accepts_lookup else [])
 
 
 def bases_of(group: type[Options]) -> list[type[Options]]:
@@ -65,7 +65,7 @@ def catalogue() -> str:
     trained = [(kind.training.command or kind.name, kind.training.summary) for kind in KINDS.values() if kind.training]
     rows = ",\n".join(map(json.dumps, options))
     by_name = ",\n".join(f"{json.dumps(name)}: {json.dumps(own)}" for name, own in methods.items())
-    rest = f'"defaults": {json.dumps(DEFAULTS)},\n"trainings": {json.dumps(dict(trained), indent=0)}'
+    rest = f'"defaults": {json.dumps(DEFAULT_METHODS)},\n"trainings": {json.dumps(dict(trained), indent=0)}'
     return f'{{"options": [\n{rows}\n],\n"methods": {{\n{by_name}\n}},\n{rest}}}\n'
 
 

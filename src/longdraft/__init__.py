@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from longdraft import errors
 from longdraft.errors import LongdraftError
-from longdraft.model.collector import paused
+from longdraft.model.gc_pause import gc_paused
 
 if TYPE_CHECKING:
     from longdraft.engine.request import Request
@@ -52,7 +52,7 @@ _WHERE = {name: room for room, names in _ROOMS.items() for name in names.split()
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with paused():
+    with gc_paused():
         room = import_module(f"longdraft.{_WHERE[name]}")
     return room if name == "methods" else getattr(room, name)
 

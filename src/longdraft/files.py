@@ -20,7 +20,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 # Bytes of a configuration, and of other files of text, such as the words of a tokenizer.
-CONFIGURATION, TEXT = 10 << 20, 200 << 20
+MAX_CONFIG_BYTES, MAX_TEXT_BYTES = 10 << 20, 200 << 20
 # Sizes that are believed without a tensor that has them, and items of a list in a configuration.
 _SIZES = _ITEMS = 1 << 16
 # Names of numbers, in configurations of transformers, of drafts and in GGUF files -> least and largest value; None: the
@@ -43,8 +43,8 @@ _RANGES: tuple[tuple[str, float, float | None], ...] = (
 )  # fmt: skip
 
 
-def regular(path: Path, most: int | None = None) -> Path:
-    """The path, unless a device, a pipe or a socket is there, or a file of more than ``most`` bytes.
+def require_regular(path: Path, max_bytes: int | None = None) -> Path:
+    """The path, unless a device, a pipe or a socket is there, or a file of more than ``max_bytes`` bytes.
 
     Raises:
         CheckpointError: one of these is there.
@@ -55,45 +55,47 @@ def regular(path: Path, most: int | None = None) -> Path:
         return path  # whoever opens it says why that fails
     if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
         raise CheckpointError(f"{path} is a device, a pipe or a socket: give a file.")
-    if most is not None and found.st_size > most and stat.S_ISREG(found.st_mode):
-        raise CheckpointError(f"{path} has {found.st_size:,} bytes, where at most {most:,} are read: fetch it again.")
+    if max_bytes is not None and found.st_size > max_bytes and stat.S_ISREG(found.st_mode):
+        raise CheckpointError(
+            f"{path} has {found.st_size:,} bytes, where at most {max_bytes:,} are read: fetch it again."
+        )
     return path
 
 
-def read_json(path: Path, most: int = CONFIGURATION) -> dict[str, Any]:
+def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     """Reads the JSON object that a file holds.
 
     Raises:
-        CheckpointError: it holds none in UTF-8, is no regular file, or has more than ``most`` bytes.
+        CheckpointError: it holds none in UTF-8, is no regular file, or has more than ``max_bytes`` bytes.
         FileNotFoundError: there is none.
     """
     if not path.exists():
         raise FileNotFoundError(errno.ENOENT, "There is no such file", str(path))
-    with naming(path, f"{path} is not a valid JSON file", "Fetch it again."):
-        found = json.loads(regular(path, most).read_bytes().decode("utf-8"))
+    with file_errors(path, f"{path} is not a valid JSON file", "Fetch it again."):
+        found = json.loads(require_regular(path, max_bytes).read_bytes().decode("utf-8"))
         if not isinstance(found, dict):
             raise ValueError("it holds no JSON object")
         return found
 
 
-def read_index(path: Path) -> dict[str, Path]:
+def read_weight_index(path: Path) -> dict[str, Path]:
     """The file of each tensor, by the tensor's name, of a weight index: they lie in the index's folder.
 
     Raises:
         CheckpointError: it is no weight index, or names files elsewhere.
     """
-    with naming(path, f"{path} is not a weight index", "Fetch it again."):
-        found = {name: path.parent / file for name, file in read_json(path, TEXT)["weight_map"].items()}
+    with file_errors(path, f"{path} is not a weight index", "Fetch it again."):
+        found = {name: path.parent / file for name, file in read_json(path, MAX_TEXT_BYTES)["weight_map"].items()}
         if outside := [file for file in found.values() if ".." in file.parts or not file.is_relative_to(path.parent)]:
             raise ValueError(f"it names {outside[0]}, which is not in its folder")
         return found
 
 
-def check_numbers(values: Any, file: Path | str, largest: int = 1 << 24) -> None:
+def check_numbers(values: Any, file: Path | str, max_size: int = 1 << 24) -> None:
     """Checks numbers of a configuration, those within lists and mappings too, before anything is built of them.
 
     Args:
-        largest: the largest size of a tensor of its weights.
+        max_size: the largest size of a tensor of its weights.
 
     Raises:
         CheckpointError: a number is outside of its range, or not finite; a list is too long.
@@ -109,7 +111,7 @@ def check_numbers(values: Any, file: Path | str, largest: int = 1 << 24) -> None
             left += [(name, each) for each in value]
         elif isinstance(value, int | float):
             low, high = _range(name.rpartition(".")[2])
-            high = max(largest, _SIZES) if high is None else high
+            high = max(max_size, _SIZES) if high is None else high
             if not low <= value <= high:
                 shown = f"{value:g}" if isinstance(value, float) else str(value)[:40]
                 raise CheckpointError(f"{file} has {name[:99]} {shown}, which is not from {low:g} to {high:g}.")
@@ -121,7 +123,7 @@ def _range(name: str) -> tuple[float, float | None]:
 
 
 @contextmanager
-def named(file: Path | str) -> Iterator[None]:
+def errors_name(file: Path | str) -> Iterator[None]:
     """Has the errors of longdraft that are raised inside name a file."""
     try:
         yield
@@ -132,7 +134,7 @@ def named(file: Path | str) -> Iterator[None]:
 
 
 @contextmanager
-def naming(
+def file_errors(
     file: Path | str, failure: str, remedy: str = "", kind: type[LongdraftError] = CheckpointError
 ) -> Iterator[None]:
     """The boundary of a reader: any error that a bad file sets off inside becomes an error of longdraft's own.
@@ -142,7 +144,7 @@ def naming(
         failure, remedy: beginning and end of the message of the ``kind``; the reason comes between them.
     """
     try:
-        with named(file):
+        with errors_name(file):
             yield
     except LongdraftError:
         raise
@@ -157,13 +159,13 @@ def naming(
 
 
 def reads(what: str, remedy: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator of a function that reads a file or folder, its first argument (or its class's): :func:`naming`."""
+    """Decorator of a function that reads a file or folder, its first argument (or its class's): :func:`file_errors`."""
 
     def bounded(read: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(read)
         def reading(*args: P.args, **kwargs: P.kwargs) -> R:
             file = next(str(each) for each in (*args, *kwargs.values()) if isinstance(each, str | os.PathLike))
-            with naming(file, f"{what} {file} cannot be read", remedy):
+            with file_errors(file, f"{what} {file} cannot be read", remedy):
                 return read(*args, **kwargs)
 
         return reading
@@ -172,16 +174,16 @@ def reads(what: str, remedy: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 @contextmanager
-def opened(path: Path, remedy: str) -> Iterator[Any]:
-    """An open safetensors file, and the boundary of what is read from it: :func:`naming`."""
+def open_safetensors(path: Path, remedy: str) -> Iterator[Any]:
+    """An open safetensors file, and the boundary of what is read from it: :func:`file_errors`."""
     from safetensors import safe_open
 
-    with naming(path, f"{path} cannot be read", remedy), safe_open(regular(path), framework="pt") as file:
+    with file_errors(path, f"{path} cannot be read", remedy), safe_open(require_regular(path), framework="pt") as file:
         yield file
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """A path to write to, which then takes the place of ``path``: the file appears whole or not at all.
 
     Raises:

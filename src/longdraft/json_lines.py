@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from longdraft.errors import CheckpointError
-from longdraft.files import naming, regular
+from longdraft.files import file_errors, require_regular
 
 
 class JsonLines:
@@ -25,25 +25,25 @@ class JsonLines:
         seconds: between two calls of fsync; 0: a row is on the disk once :meth:`append` returns.
 
     Attributes:
-        count: lines of the file.
+        num_lines: lines of the file.
 
     Raises:
-        CheckpointError: it cannot be read, or has a line that is damaged or none of this file's. What ``take`` raises
+        CheckpointError: it cannot be read, or has a line that is damaged or none of this file's. What ``on_line`` raises
             of longdraft's own.
     """
 
-    def __init__(self, path: Path, take: Callable[[int, Any], object], seconds: float = 0.0) -> None:
-        self.path, self.count = path, 0
-        self._end, self._seconds, self._synced = 0, seconds, time.monotonic()
+    def __init__(self, path: Path, on_line: Callable[[int, Any], object], fsync_seconds: float = 0.0) -> None:
+        self.path, self.num_lines = path, 0
+        self._end, self._seconds, self._synced = 0, fsync_seconds, time.monotonic()
         if not path.exists():
             return
-        with naming(path, f"{path} cannot be read"), regular(path).open("rb") as file:
+        with file_errors(path, f"{path} cannot be read"), require_regular(path).open("rb") as file:
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
                     break
-                with naming(path, f"{path}:{number} is damaged, or none of this file's", _ADVICE):
-                    take(number, json.loads(line))
-                self.count, self._end = number, self._end + len(line)
+                with file_errors(path, f"{path}:{number} is damaged, or none of this file's", _ADVICE):
+                    on_line(number, json.loads(line))
+                self.num_lines, self._end = number, self._end + len(line)
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Adds a row.
@@ -53,7 +53,7 @@ class JsonLines:
         """
         line = json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
         try:
-            with regular(self.path).open("ab", buffering=0) as file:
+            with require_regular(self.path).open("ab", buffering=0) as file:
                 if file.tell() > self._end:
                     file.truncate(self._end)
                 left = memoryview(line)
@@ -66,10 +66,10 @@ class JsonLines:
             with suppress(OSError):
                 os.truncate(self.path, self._end)
             raise CheckpointError(
-                f"{self.path} cannot be written: {error.strerror}. Its {self.count} lines are whole: make room, and "
+                f"{self.path} cannot be written: {error.strerror}. Its {self.num_lines} lines are whole: make room, and "
                 "run the same command again to go on."
             ) from error
-        self.count, self._end = self.count + 1, self._end + len(line)
+        self.num_lines, self._end = self.num_lines + 1, self._end + len(line)
 
 
 _ADVICE = "Cut the file off before that line, or name another, and run again."

@@ -16,16 +16,23 @@ from typing import Any
 from longdraft import drafters
 from longdraft.drafts import draft_folder, kinds, shipped
 from longdraft.drafts.kinds import KINDS
-from longdraft.engine import partial  # noqa: F401 - it registers specpv
+from longdraft.engine import specpv  # noqa: F401 - it registers specpv
 from longdraft.engine.drafter import Drafter
-from longdraft.engine.method import DEFAULTS, DRAFTING, METHODS, Method, method_named
+from longdraft.engine.method import DEFAULT_DRAFTERS, DEFAULT_METHODS, METHODS, Method, get_method
 from longdraft.engine.method import register as _register
-from longdraft.engine.schedule import Schedule
+from longdraft.engine.verifier import Verifier
 from longdraft.errors import values_checked
 from longdraft.options import options_of
 
 __all__ = [
-    "DEFAULTS", "DRAFTING", "METHODS", "Method", "compose", "method_named", "methods", "register",
+    "DEFAULT_DRAFTERS",
+    "DEFAULT_METHODS",
+    "METHODS",
+    "Method",
+    "compose",
+    "get_method",
+    "methods",
+    "register",
 ]  # fmt: skip
 
 for _module in pkgutil.iter_modules(drafters.__path__):
@@ -41,7 +48,7 @@ def methods() -> list[dict[str, Any]]:
 
     One that needs a draft is available if such a draft comes with the package; with a draft folder it always works.
     """
-    held = {draft_folder.kind(folder) for folder in shipped.folders()}
+    held = {draft_folder.detect_kind(folder) for folder in shipped.folders()}
     return [
         {
             "name": m.name,
@@ -58,7 +65,7 @@ def methods() -> list[dict[str, Any]]:
 def compose(
     name: str,
     drafter: Callable[..., Drafter],
-    schedule: Callable[..., Schedule] = Schedule,
+    schedule: Callable[..., Verifier] = Verifier,
     draft: str | None = None,
     summary: str = "a composition of one's own",
     paper: str = "",
@@ -91,7 +98,7 @@ def compose(
         raise ValueError(f"the drafter of {name} {wanted}")
     if both := {*own} & {*other}:
         raise ValueError(f"drafter and schedule of {name} both have an option {', '.join(sorted(both))}")
-    return _register(Method(name, drafter, summary, paper, draft_kind=draft, schedule=schedule))
+    return _register(Method(name, drafter, summary, paper, draft_kind=draft, verifier=schedule))
 
 
 @values_checked(instead_of=(ValueError, TypeError))

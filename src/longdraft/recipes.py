@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from longdraft.drafters.autoregressive import NoDrafter
+from longdraft.drafters.combined import CombinedDrafter
 from longdraft.drafters.self_drafter import SelfDrafter
-from longdraft.drafters.shared.suffixes import Earlier
+from longdraft.drafters.shared.suffix_matches import RequestHistory
 from longdraft.drafters.suffix import SuffixDrafter
-from longdraft.drafters.united import UnitedDrafter
 from longdraft.drafts import hub, shipped
 from longdraft.drafts.draft import Draft
 from longdraft.drafts.kinds import KINDS, kind_of
 from longdraft.engine.drafter import Drafter
-from longdraft.engine.schedule import Schedule
+from longdraft.engine.verifier import Verifier
 from longdraft.errors import CapabilityError, CheckpointError, UnsupportedModelError
 from longdraft.folders import is_gguf
-from longdraft.methods import DEFAULTS, DRAFTING, METHODS, Method, method_named
-from longdraft.model.companions import origin_of
+from longdraft.methods import DEFAULT_DRAFTERS, DEFAULT_METHODS, METHODS, Method, get_method
+from longdraft.model.draft_models import origin_of
 from longdraft.model.runner import TargetRunner
 from longdraft.options import listed, no_option
 
@@ -34,40 +34,40 @@ class Recipe:
     """A method with its options, settled for a target.
 
     Attributes:
-        drafting: the method whose drafter it takes; usually itself.
+        drafting_method: the method whose drafter it takes; usually itself.
         options: the method's own and the drafter's, with a loaded draft if one is needed.
-        avoid_forks: its drafter proposes chains, unless the options shape a tree.
+        use_chains: its drafter proposes chains, unless the options shape a tree.
     """
 
     method: Method
-    drafting: Method
+    drafting_method: Method
     options: Mapping[str, Any]
-    avoid_forks: bool = False
+    use_chains: bool = False
 
     def drafter(self) -> Drafter:
         """A fresh drafter, for one run."""
-        assert self.drafting.drafter is not None
-        options = self._of(self.drafting.drafter_options)
+        assert self.drafting_method.drafter is not None
+        options = self._of(self.drafting_method.drafter_options)
         lookup, earlier = False, 0
-        if "lookup" in self.drafting.drafter_options:
+        if "lookup" in self.drafting_method.drafter_options:
             lookup, earlier = options.pop("lookup", lookup), options.pop("earlier", earlier)
             if earlier and not lookup:
                 raise ValueError("earlier is for lookups: give lookup=true too, or leave it out")
-        drafter = self.drafting.drafter(**options)
+        drafter = self.drafting_method.drafter(**options)
         if lookup:
-            drafter = UnitedDrafter(SuffixDrafter(earlier=earlier), drafter)
-        if self.avoid_forks:
-            drafter.avoid_forks()
+            drafter = CombinedDrafter(SuffixDrafter(earlier=earlier), drafter)
+        if self.use_chains:
+            drafter.use_chains()
         return drafter
 
-    def schedule(self) -> Schedule:
+    def verifier(self) -> Verifier:
         """A fresh schedule, for one run."""
-        return self.method.schedule(**self._of(self.method.schedule_options))
+        return self.method.verifier(**self._of(self.method.verifier_options))
 
     @property
-    def can_be_planned(self) -> bool:
+    def is_plannable(self) -> bool:
         """True if a planner can size its trees, that is, if anything drafts."""
-        return self.drafting.drafter is not NoDrafter
+        return self.drafting_method.drafter is not NoDrafter
 
     def _of(self, known: Iterable[str]) -> dict[str, Any]:
         return {name: self.options[name] for name in known if name in self.options}
@@ -90,9 +90,9 @@ def resolve(name: str | Path | Method | None, options: Mapping[str, Any]) -> tup
     if method is None:
         for each in _able(options):
             if not each.needs_draft:
-                _built(each, each, each.checked(options))
+                _built(each, each, each.check_options(options))
         return None, options
-    options = method.checked(options)
+    options = method.check_options(options)
     if method.takes_draft and isinstance(options.get("draft"), str | Path):
         kind = KINDS[method.draft_kind] if method.draft_kind else kind_of(options["draft"])
         options["draft"] = kind.load(options["draft"])
@@ -113,7 +113,7 @@ def _method_of(name: str | Path | Method | None, options: dict[str, Any]) -> Met
     if isinstance(name, Method):
         return name
     if isinstance(name, str) and (not name or name in METHODS or not (Path(name).is_dir() or is_gguf(name))):
-        return method_named(name)
+        return get_method(name)
     if isinstance(name, str | Path):
         options.setdefault("draft", name)
         return kind_of(name)
@@ -125,8 +125,8 @@ def _method_of(name: str | Path | Method | None, options: dict[str, Any]) -> Met
     if draft is None:
         return None
     if isinstance(draft, Draft):
-        return method_named(draft.kind)
-    options["draft"] = hub.local(draft)
+        return get_method(draft.kind)
+    options["draft"] = hub.local_folder(draft)
     return kind_of(options["draft"])
 
 
@@ -146,19 +146,19 @@ def recipe_for(method: Method | None, options: Mapping[str, Any], runner: Target
     if method is None:
         able = _able(options)
         # Self-drafting is worth its forwards if a planner sizes the drafts.
-        suitable = [m for m in able if m.drafter is not SelfDrafter or (lookup and m.pays(runner))]
+        suitable = [m for m in able if m.drafter is not SelfDrafter or (lookup and m.is_worthwhile(runner))]
         method = next((m for m in suitable if _ready(m, options, runner)), able[-1])
         if lookup and "lookup" in method.options:
             options = {"lookup": True, **options}
-    options = method.checked(options)
+    options = method.check_options(options)
     drafting = _drafting(method, options, runner)
     if drafting.needs_draft:
         if options.get("draft") is None:
             options["draft"] = KINDS[drafting.draft_kind or ""].load(_needed(drafting, runner))
-        options["draft"].bound(runner)  # refuses a target that the draft was not made for
+        options["draft"].bind(runner)  # refuses a target that the draft was not made for
     if options.get("earlier"):  # kept for all runs with this target
-        options["earlier"] = Earlier(options["earlier"])
-    return replace(_built(method, drafting, options), avoid_forks=runner.forks_cost)
+        options["earlier"] = RequestHistory(options["earlier"])
+    return replace(_built(method, drafting, options), use_chains=runner.branching_is_expensive)
 
 
 def _able(options: Mapping[str, Any]) -> list[Method]:
@@ -167,11 +167,11 @@ def _able(options: Mapping[str, Any]) -> list[Method]:
     Raises:
         ValueError: none of them has, or a value that an option does not take.
     """
-    defaults = [METHODS[name] for name in DEFAULTS]
+    defaults = [METHODS[name] for name in DEFAULT_METHODS]
     known = [{name: m for each in m.options.values() for name in (each.name, *each.aliases)} for m in defaults]
     able = [m for m, names in zip(defaults, known, strict=True) if set(options) <= set(names)]
     for m in able:
-        m.checked(options)
+        m.check_options(options)
     if able:
         return able
     names = dict.fromkeys(name for each in known for name in each)
@@ -187,7 +187,7 @@ def _built(method: Method, drafting: Method, options: Mapping[str, Any]) -> Reci
     Raises:
         ValueError: an option that neither method nor drafter has, or a value it cannot use.
     """
-    known = {*drafting.drafter_options, *method.schedule_options, "drafter"}
+    known = {*drafting.drafter_options, *method.verifier_options, "drafter"}
     if unknown := sorted(set(options) - known):
         raise ValueError(
             f"Method {method.name} drafts as {drafting.name} does, which has no option {', '.join(unknown)}. "
@@ -195,7 +195,7 @@ def _built(method: Method, drafting: Method, options: Mapping[str, Any]) -> Reci
         )
     found = Recipe(method, drafting, options)
     found.drafter()
-    found.schedule()
+    found.verifier()
     return found
 
 
@@ -212,17 +212,17 @@ def _drafting(method: Method, options: Mapping[str, Any], runner: TargetRunner |
         return method
     draft = options.get("draft")
     kind = None if draft is None else draft.kind
-    name, choices = options.get("drafter") or kind, method.choices
+    name, choices = options.get("drafter") or kind, method.drafter_choices
     if name is not None:
         if name not in choices:
             raise ValueError(f"drafter must be one of {', '.join(choices)}, got {name!r}")
         if kind is not None and kind != choices[name].draft_kind:
             raise ValueError(f"the draft is for {kind}, not for {name}: leave drafter out, or name another draft")
         return choices[name]
-    own = set(options) - set(method.schedule_options) - {"drafter"}
+    own = set(options) - set(method.verifier_options) - {"drafter"}
     able = [m for m in choices.values() if own <= set(m.drafter_options)]
     ready = (m for m in able if runner is None or _ready(m, options, runner))
-    return next(ready, METHODS[DRAFTING[-1]])
+    return next(ready, METHODS[DEFAULT_DRAFTERS[-1]])
 
 
 def _ready(m: Method, options: Mapping[str, Any], runner: TargetRunner) -> bool:
@@ -234,7 +234,7 @@ def _needed(method: Method, runner: TargetRunner) -> Path:
     """The draft of a method that comes with longdraft or with the target's checkpoint."""
     folder = _shipped(method, runner)
     kind = KINDS[method.draft_kind or ""]
-    if folder is None and kind.inside is not None and kind.training is None:
+    if folder is None and kind.in_checkpoint is not None and kind.training is None:
         name = getattr(runner.model, "name_or_path", "") or "this model, which was not loaded from a folder,"
         raise CapabilityError(
             f"Method {method.name} drafts with a part of the model's checkpoint, and {name} has no such part: many "
@@ -242,7 +242,7 @@ def _needed(method: Method, runner: TargetRunner) -> Path:
             "self or prompt-lookup, which need none."
         )
     if folder is None:
-        model = runner.parts.description["model_type"]
+        model = runner.shared_parts.description["model_type"]
         raise CapabilityError(
             f"Method {method.name} needs a draft that was trained for the model, and none comes with longdraft for "
             f"this {model}. Name a draft folder (draft=, or --draft DIR), train one (`longdraft train`), or use "
@@ -254,10 +254,10 @@ def _needed(method: Method, runner: TargetRunner) -> Path:
 def _shipped(method: Method, runner: TargetRunner) -> Path | None:
     """The draft of a method that comes with longdraft, or with the target's checkpoint; None without one."""
     try:
-        found = shipped.fitting(runner.parts.description, method.draft_kind)
+        found = shipped.find_draft(runner.shared_parts.description, method.draft_kind)
     except UnsupportedModelError:
         return None
-    holds = KINDS[method.draft_kind].inside if method.draft_kind else None
+    holds = KINDS[method.draft_kind].in_checkpoint if method.draft_kind else None
     if found is not None or holds is None:
         return found
     origin = origin_of(runner.model)

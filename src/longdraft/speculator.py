@@ -16,26 +16,26 @@ import torch
 
 from longdraft.drafts.draft import Draft
 from longdraft.engine.loop import Engine
-from longdraft.engine.request import Prompt, Request, Settings, requests_of
-from longdraft.engine.session import Generation, Session, batch_for
+from longdraft.engine.request import Prompt, Request, RequestSettings, make_requests
+from longdraft.engine.session import Generation, Session, default_batch_size
 from longdraft.engine.stats import Result
-from longdraft.engine.texts import Texts
+from longdraft.engine.text_codec import TextCodec
 from longdraft.errors import ArgumentError, RequestError, UnsupportedModelError, memory_checked, values_checked
 from longdraft.integration import decoding
-from longdraft.integration.handover import Given, HandedOver
+from longdraft.integration.generate_arguments import CustomGenerateSignature, GenerateArguments
 from longdraft.memory import offload as offloading
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.methods import METHODS, Method
 from longdraft.model import support
 from longdraft.model.checkpoints import Progress
+from longdraft.model.execution_model import model_lock
 from longdraft.model.runner import TargetRunner
-from longdraft.model.twin import lock_of
 from longdraft.options import whole_number
-from longdraft.planning.costs import stages
+from longdraft.planning.costs import fraction_reporter
 from longdraft.planning.planner import Planner
-from longdraft.planning.plans import PlanChoice, checked, planned, planner_for
+from longdraft.planning.plans import PlanChoice, check_plan, is_planned, make_planner
 from longdraft.recipes import Recipe, recipe_for, resolve
-from longdraft.views.view import dtype_of
+from longdraft.views.view import parse_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -47,7 +47,7 @@ logger = logging.getLogger("longdraft")
 Prompts = Prompt | Request | SequenceOf[Prompt | Request]
 
 
-class Running(Settings, total=False):
+class Running(RequestSettings, total=False):
     """Arguments of :meth:`Speculator.stream` beside the prompts."""
 
     batch: int | None
@@ -142,8 +142,8 @@ class Speculator:
         with values_checked():
             self._named, self.options = resolve(method, options)  # wrong ones are refused now
             self.offload = offloading.parse(offload)
-            self._kv_dtype = None if kv_dtype is None else dtype_of(kv_dtype, "kv_dtype")
-            self._plan = checked(plan)
+            self._kv_dtype = None if kv_dtype is None else parse_dtype(kv_dtype, "kv_dtype")
+            self._plan = check_plan(plan)
         if not isinstance(deterministic, bool):
             raise RequestError(f"deterministic is True or False, got {deterministic!r}")
         self.deterministic = deterministic
@@ -186,7 +186,7 @@ class Speculator:
         targets = list(self._targets.values())
         found = targets[0].recipe if targets else None
         method, options = (self._named, self.options) if found is None else (found.method, found.options)
-        plan = "auto" if planned(self._plan, options, method is None or method.exact) else "fixed"
+        plan = "auto" if is_planned(self._plan, options, method is None or method.exact) else "fixed"
         said = [repr(method.name) if method else "method of the target's", f"plan={plan}"]
         said += [f"{name}={value!r}" for name, value in options.items()]
         said += [f"target={type(each.runner.model).__name__}" for each in targets]
@@ -207,7 +207,7 @@ class Speculator:
         if target.recipe is None:
             with target.runner.lock:
                 # Lookups cost nothing where a planner weighs them; fixed trees are the papers'.
-                lookup = planned(self._plan, self.options, self._named is None or self._named.exact)
+                lookup = is_planned(self._plan, self.options, self._named is None or self._named.exact)
                 with values_checked(), torch.device("cpu"):  # whatever the user's default device is
                     target.recipe = target.recipe or recipe_for(self._named, self.options, target.runner, lookup)
         return target.recipe
@@ -219,7 +219,7 @@ class Speculator:
             UnsupportedModelError: a named method drafts, and they rule it out.
         """
         chosen = self.recipe(runner)
-        if not chosen.drafter().max_nodes or (reason := support.against_drafts(runner)) is None:
+        if not chosen.drafter().max_nodes or (reason := support.reason_against_drafts(runner)) is None:
             return chosen
         if self._named is not None:
             raise UnsupportedModelError(reason)
@@ -242,10 +242,10 @@ class Speculator:
         Raises:
             MemoryBudgetError: there is no room for one text of ``context`` tokens.
         """
-        if not self.runner().graphs.recording:
+        if not self.runner().graphs.enabled:
             return 0
-        done = stages("Recording verifications as CUDA graphs", progress)
-        return self._engine(batch, None, None, context)[1].record(done)
+        done = fraction_reporter("Recording verifications as CUDA graphs", progress)
+        return self._engine(batch, None, None, context)[1].capture_graphs(done)
 
     def planner(self, progress: Progress | None = None, runner: TargetRunner | None = None) -> Planner | None:
         """The planner of its rounds; None with fixed trees. The first call may measure the cost of verifications.
@@ -257,12 +257,12 @@ class Speculator:
         target = self._target(runner)
         with target.runner.lock:  # also while it is measured what verifications cost: others would be measured too
             if not target.weighed:
-                chosen, share = self.recipe(target.runner), target.runner.share
+                chosen, share = self.recipe(target.runner), target.runner.tp_rank
                 if share is not None:
                     share.check_plan(self._plan)
-                wanted = planned(self._plan, self.options, chosen.method.exact) and chosen.can_be_planned
+                wanted = is_planned(self._plan, self.options, chosen.method.exact) and chosen.is_plannable
                 if wanted and self.offload is None and share is None:
-                    target.planner = planner_for(self._plan, target.runner, progress)
+                    target.planner = make_planner(self._plan, target.runner, progress)
                 target.weighed = True
             return target.planner
 
@@ -274,18 +274,18 @@ class Speculator:
         model = next(self._targets.keys()) if target is None else target
         support.check_model(model)
         if (found := self._known(model)) is None:
-            with lock_of(model):
+            with model_lock(model):
                 if (found := self._known(model)) is None:
                     found = TargetRunner(model, self.offload, self._kv_dtype, self.deterministic)
-                    found.kept = before.runner.kept if (before := self._targets.get(model)) else None
+                    found.held_model = before.runner.held_model if (before := self._targets.get(model)) else None
                     with self._changing:
                         self._targets = self._targets | {model: _Target(found)}  # an older one's place stays
-        found.kept = model if kept and target is not None else found.kept
+        found.held_model = model if kept and target is not None else found.held_model
         return found
 
     def _known(self, model: PreTrainedModel) -> TargetRunner | None:
         target = self._targets.get(model)
-        return None if target is None or target.runner.outdated else target.runner
+        return None if target is None or target.runner.is_stale else target.runner
 
     def _target(self, runner: TargetRunner | None = None) -> _Target:
         """The record of a target, by default the first."""
@@ -309,9 +309,9 @@ class Speculator:
         return found
 
     @property
-    def texts(self) -> Texts:
+    def texts(self) -> TextCodec:
         """Encodes prompts and decodes tokens."""
-        return Texts(self.tokenizer)
+        return TextCodec(self.tokenizer)
 
     def decode(self, tokens: list[int]) -> str:
         """Token ids to text, without special tokens."""
@@ -333,7 +333,7 @@ class Speculator:
         cache: PromptCache | None = None,
         cancelled: Callable[[], bool] = lambda: False,
         piece: int | None = None,
-        **settings: Unpack[Settings],
+        **settings: Unpack[RequestSettings],
     ) -> Generation:
         """Starts decoding prompts, step by step. Nothing is computed before the first step is asked for.
 
@@ -356,7 +356,7 @@ class Speculator:
             MemoryBudgetError: there is no room for even one prompt, before any work.
         """
         _check_places("generate(prompts", settings)
-        requests = requests_of(prompts, settings)
+        requests = make_requests(prompts, settings)
         if not callable(cancelled):
             raise RequestError(f"cancelled is a function that is asked between forwards, got {cancelled!r}")
         chosen, engine = self._engine(batch, cache, len(requests), piece=piece)
@@ -389,25 +389,25 @@ class Speculator:
         if cache is not None and not isinstance(cache, PromptCache):
             raise RequestError(f"cache takes a longdraft.PromptCache(), got {cache!r}")
         runner = self.runner()
-        slots = batch_for(runner.device.type) if batch is None else whole_number("batch", batch, 1)
+        slots = default_batch_size(runner.device.type) if batch is None else whole_number("batch", batch, 1)
         chosen = self._settled(runner)
         return chosen, Engine(
             runner,
             chosen.drafter(),
-            chosen.schedule(),
+            chosen.verifier(),
             cache,
             self.planner(runner=runner),
             slots=slots if most is None else min(slots, most),
             capacity=whole_number("context", context, 0),
-            chunk=None if piece is None else whole_number("piece", piece, 1),
+            chunk_size=None if piece is None else whole_number("piece", piece, 1),
         )
 
     # --- transformers: model.generate(**inputs, custom_generate=speculator) ---
 
-    __signature__ = HandedOver(decoding.decode, __init__)
+    __signature__ = CustomGenerateSignature(decoding.decode, __init__)
 
     def __call__(
-        self, model: PreTrainedModel, input_ids: torch.Tensor, *, given: Given | None = None, **call: Any
+        self, model: PreTrainedModel, input_ids: torch.Tensor, *, given: GenerateArguments | None = None, **call: Any
     ) -> Any:
         """The decoding loop that ``generate`` calls in place of its own. See :mod:`longdraft.integration`.
 
@@ -415,7 +415,7 @@ class Speculator:
             given: what ``generate`` would keep to itself, such as a streamer.
             call: as of :func:`longdraft.integration.decoding.decode`.
         """
-        given = given or Given()
+        given = given or GenerateArguments()
         try:
             runner = self.runner(model, kept=False)
             chosen = self._settled(runner)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from longdraft.attention import reference
-from longdraft.attention.block import PLAIN, Block, Scoring
+from longdraft.attention.forward_batch import NO_MODIFIERS, ForwardBatch, ScoreModifiers
 
 # float32: another order of summation. 16 bits: the output's own rounding (2^-8 and 2^-11 of values up to about 4), and
 # that of the softmax weights before they meet V in paths that use a 16-bit kernel.
@@ -39,7 +39,7 @@ def case(
     window: int | None = None,
     device: str = "cpu",
     seed: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Block, float]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, ForwardBatch, float]:
     """Arguments of an attend function. Slots are shuffled, and rows that nobody may see are NaN.
 
     Args:
@@ -67,23 +67,23 @@ def case(
         keys = keys.transpose(-1, -2).contiguous().transpose(-1, -2)
     if tree and mask is None:
         mask = torch.stack([random_tree(width, generator)[behind:] for _ in lengths])
-    block = Block.make(slots, lengths, size, mask, device, behind)
+    block = ForwardBatch.make(slots, lengths, size, mask, device, behind)
     if window is not None:
-        ends = block.lengths_t.unsqueeze(1) + block.depths(block.lengths_t.device) + 1
-        block = replace(block, begins=(ends - window).clamp(min=0).int())
+        ends = block.prefix_lens_t.unsqueeze(1) + block.depths(block.prefix_lens_t.device) + 1
+        block = replace(block, window_starts=(ends - window).clamp(min=0).int())
     return q, keys, values, block, 1.3 * head_dim**-0.5
 
 
-def scored(softcap: float | None, sinks: bool, heads: int, device: str = "cpu") -> Scoring:
+def scored(softcap: float | None, sinks: bool, heads: int, device: str = "cpu") -> ScoreModifiers:
     """A soft cap, and sinks of some size."""
     if softcap is None and not sinks:
-        return PLAIN
+        return NO_MODIFIERS
     found = torch.randn(heads, generator=torch.Generator().manual_seed(heads)) + 1
-    return Scoring(softcap, found.to(device) if sinks else None)
+    return ScoreModifiers(softcap, found.to(device) if sinks else None)
 
 
-def assert_like_reference(attend, q, keys, values, block, scale, scoring=PLAIN, tolerance=None):
-    more = () if scoring is PLAIN else (scoring,)  # paths without windows take none
+def assert_like_reference(attend, q, keys, values, block, scale, scoring=NO_MODIFIERS, tolerance=None):
+    more = () if scoring is NO_MODIFIERS else (scoring,)  # paths without windows take none
     expected = reference.attend(q, keys, values, block, scale, *more)
     output = attend(q, keys, values, block, scale, *more)
     assert output.shape == q.shape and output.dtype == q.dtype

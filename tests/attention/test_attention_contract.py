@@ -78,8 +78,10 @@ def test_prefix_attention(path, lengths, size, heads, dtype, transposed):
     elif dtype == torch.float16:
         dtype = torch.bfloat16
     q, keys, values, block, scale = case(lengths, size, heads=heads, tree=False, transposed=transposed, dtype=dtype)
-    for slot, n in zip(block.slots, block.lengths, strict=True):
+    for slot, n in zip(block.slots, block.prefix_lens, strict=True):
         keys[slot, :, n:], values[slot, :, n:] = math.nan, math.nan
-    found, expected = (prefix.before(dispatch.PATHS[p])(q, keys, values, block, scale) for p in (path, "reference"))
+    found, expected = (
+        prefix.make_prefix_attention(dispatch.PATHS[p])(q, keys, values, block, scale) for p in (path, "reference")
+    )
     assert found.dtype == dtype
     torch.testing.assert_close(found.float(), expected.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])

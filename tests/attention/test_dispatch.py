@@ -36,6 +36,6 @@ def test_a_path_is_chosen_by_device_dtype_and_head_size(caplog, device, dtype, h
 
 @pytest.mark.parametrize("name", ["turbo", "triton", "hybrid"])
 def test_a_forced_path_that_cannot_run_is_an_error_not_another_path(monkeypatch, name):
-    monkeypatch.setenv(dispatch.ENVIRONMENT, name)
+    monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, name)
     with pytest.raises(CapabilityError, match=name):
         dispatch.choose(CPU, torch.bfloat16, 64)

@@ -14,9 +14,9 @@ if not CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are decorated, so before the import
 
 from longdraft.attention import fixed_order  # noqa: E402
-from longdraft.attention.block import PLAIN, Block, Scoring  # noqa: E402
+from longdraft.attention.forward_batch import NO_MODIFIERS, ForwardBatch, ScoreModifiers  # noqa: E402
 from longdraft.errors import CapabilityError  # noqa: E402
-from longdraft.native.scaled import Scaled  # noqa: E402
+from longdraft.native.int8_kv import Int8KV  # noqa: E402
 from tests.attention.cases import TOLERANCE, assert_like_reference, case, random_tree  # noqa: E402
 from tests.support.quick import slow  # noqa: E402
 
@@ -39,7 +39,7 @@ def attend(request, monkeypatch):
 
     def path(q, keys, values, block, scale, scoring=None):
         bound = max(block.lengths) + block.width
-        rows = block.slots_t, block.lengths_t, *fixed_order.paths_of(block, q.device)
+        rows = block.slots_t, block.lengths_t, *fixed_order.ancestor_lists(block, q.device)
         return compute(q, keys, values, *rows, bound, scale)
 
     return path
@@ -67,7 +67,7 @@ def test_a_row_of_a_tree_has_the_bits_of_a_plain_step(attend, before, dtype):
             x[block.slots[0], :, before : before + len(path)] = old[block.slots[0], :, before + path]
         n = before + len(path) - 1
         own = [torch.nn.functional.pad(x, (0, 0, 0, size)) for x in own]
-        alone = Block.make(block.slots, [n], size, torch.eye(size, dtype=torch.bool)[None])
+        alone = ForwardBatch.make(block.slots, [n], size, torch.eye(size, dtype=torch.bool)[None])
         moved = torch.cat([q[:, :, i : i + 1], torch.randn(q[:, :, 1:].shape).to(dtype)], dim=2)
         assert torch.equal(attend(moved, *own, alone, scale)[:, :, 0], together[:, :, i])
 
@@ -77,23 +77,23 @@ def test_rows_beside_a_row_and_bounds_change_nothing(attend):
     expected = attend(q, keys, values, block, scale)
     larger = torch.cat([q[:, :, :2], 100 * q[:, :, 2:]], dim=2)
     assert torch.equal(attend(larger, keys, values, block, scale)[:, :, :2], expected[:, :, :2])
-    captured = replace(block, slots=(-1, -1), lengths=(40, 40), captured=True)
-    assert torch.equal(attend(q, keys, values, captured, scale), expected)
+    is_captured = replace(block, slots=(-1, -1), lengths=(40, 40), is_captured=True)
+    assert torch.equal(attend(q, keys, values, is_captured, scale), expected)
 
 
 def test_the_check_at_the_start_passes_and_finds_another_order(monkeypatch):
-    fixed_order.check.cache_clear()
-    fixed_order.check(torch.device("cpu"), torch.float32, 16, 2)
+    fixed_order.check_batch_invariance.cache_clear()
+    fixed_order.check_batch_invariance(torch.device("cpu"), torch.float32, 16, 2)
     by_rank = fixed_order.attend
     monkeypatch.setattr(fixed_order, "attend", lambda *inputs: by_rank(*inputs) + 1e-6 * inputs[3].lengths[0])
-    fixed_order.check.cache_clear()
+    fixed_order.check_batch_invariance.cache_clear()
     with pytest.raises(CapabilityError, match="deterministic"):
-        fixed_order.check(torch.device("cpu"), torch.float32, 16, 2)
+        fixed_order.check_batch_invariance(torch.device("cpu"), torch.float32, 16, 2)
 
 
 @pytest.mark.parametrize("rounded", [False, True])
 def test_other_layers_and_rows_in_eight_bits_are_refused(rounded):
     q, keys, values, block, scale = case([5], 3)
-    keys, values = (Scaled.of(x) for x in (keys, values)) if rounded else (keys, values)
+    keys, values = (Int8KV.quantize(x) for x in (keys, values)) if rounded else (keys, values)
     with pytest.raises(CapabilityError, match="deterministic=True"):
-        fixed_order.attend(q, keys, values, block, scale, PLAIN if rounded else Scoring(softcap=5.0))
+        fixed_order.attend(q, keys, values, block, scale, NO_MODIFIERS if rounded else ScoreModifiers(softcap=5.0))

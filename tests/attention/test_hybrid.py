@@ -9,8 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longdraft.attention import hybrid, reference
-from longdraft.attention.block import Block
-from longdraft.attention.prefix import before
+from longdraft.attention.forward_batch import ForwardBatch
+from longdraft.attention.prefix import make_prefix_attention
 from tests.attention.cases import TOLERANCE, assert_like_reference, case
 from tests.support import torch_kernels
 
@@ -23,7 +23,7 @@ def kernels():
 
 @pytest.mark.parametrize("behind", [0, 3])
 def test_a_long_chain_is_one_causal_call(behind):
-    size = hybrid.CAUSAL_ROWS
+    size = hybrid.MIN_CAUSAL_QUERY_LEN
     assert_like_reference(hybrid.attend, *case([0, 40, 3], size, tree=False, dtype=torch.bfloat16, behind=behind))
     assert torch_kernels.calls == [(3 * size, 2, size, 40 + size + behind, True)]
 
@@ -54,10 +54,10 @@ def test_windows_begin_where_they_begin():
     """Rows [begin, begin + length) of a slot, and the tree behind them."""
     q, keys, values, block, scale = case([12, 20], 4, dtype=torch.bfloat16)
     begins = torch.tensor([5, 13], dtype=torch.int32)
-    places = hybrid.Places.of(keys, block.slots_t, block.lengths_t - begins, 20, block.mask, begins)
-    got = hybrid.attend_at(q, keys, values, places, scale)
-    for b, (slot, n, begin) in enumerate(zip(block.slots, block.lengths, begins.tolist(), strict=True)):
-        part = Block.make([0], [n - begin], 4, block.mask[b : b + 1])
+    places = hybrid.HybridMetadata.build(keys, block.slots_t, block.prefix_lens_t - begins, 20, block.mask, begins)
+    got = hybrid.attend_prefix_and_tree(q, keys, values, places, scale)
+    for b, (slot, n, begin) in enumerate(zip(block.slots, block.prefix_lens, begins.tolist(), strict=True)):
+        part = ForwardBatch.make([0], [n - begin], 4, block.mask[b : b + 1])
         own = (x[slot : slot + 1, :, begin:] for x in (keys, values))
         expected = reference.attend(q[b : b + 1], *own, part, scale)
         torch.testing.assert_close(got[b : b + 1].float(), expected.float(), atol=3e-2, rtol=3e-2)
@@ -72,6 +72,8 @@ def test_on_a_gpu_nothing_is_read_back(dtype, size, tree):
         keys, values = (torch.empty(4, 2, 500, 64, dtype=dtype, device="cuda") for _ in range(2))
         slots, lengths = (torch.empty(3, dtype=torch.int32, device="cuda") for _ in range(2))
         mask = torch.empty(3, size, size, dtype=torch.bool, device="cuda") if tree else None
-        block = Block((-1,) * 3, (300,) * 3, size, mask, slots, lengths, captured=True)
-        found = [attend(q, keys, values, block, 0.1) for attend in (hybrid.attend, before(hybrid.attend))]
+        block = ForwardBatch((-1,) * 3, (300,) * 3, size, mask, slots, lengths, is_captured=True)
+        found = [
+            attend(q, keys, values, block, 0.1) for attend in (hybrid.attend, make_prefix_attention(hybrid.attend))
+        ]
     assert all(o.shape == q.shape and o.dtype == dtype and o.device.type == "cuda" for o in found)

@@ -17,7 +17,7 @@ from tests.attention.cases import case
 def test_the_reference_is_attention_under_an_explicit_mask(tree):
     q, keys, values, block, scale = case([0, 5, 13], 6, tree=tree)
     got = reference.attend(q, keys, values, block, scale)
-    for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
+    for b, (slot, n) in enumerate(zip(block.slots, block.prefix_lens, strict=True)):
         own = block.mask[b] if tree else torch.ones(6, 6, dtype=torch.bool).tril()
         mask = torch.cat([torch.ones(6, n, dtype=torch.bool), own], dim=1)
         k, v = (t[slot, :, : n + 6].repeat_interleave(3, dim=0) for t in (keys, values))

@@ -7,9 +7,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from longdraft.attention import dispatch, prefix, scaled
-from longdraft.attention.scaled import or_scaled
-from longdraft.native.scaled import Scaled
+from longdraft.attention import dispatch, int8_kv, prefix
+from longdraft.attention.int8_kv import accept_int8_kv
+from longdraft.native.int8_kv import Int8KV
 from tests.attention.cases import case
 from tests.support import torch_kernels
 
@@ -22,11 +22,11 @@ pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []  # one is to be seen 
 def test_rows_are_unpacked_as_far_as_a_text_goes_and_others_take_the_path_as_they_are(path, lengths):
     with torch_kernels.registered() if path == "hybrid" else nullcontext():
         q, keys, values, block, scale = case(lengths, 4)
-        small, behind = (Scaled.of(keys), Scaled.of(values)), max(lengths) + 4
+        small, behind = (Int8KV.quantize(keys), Int8KV.quantize(values)), max(lengths) + 4
         for x in small:  # rows behind the texts may hold anything
             x.scales[:, :, behind:] = torch.nan
-        for way in (lambda attend: attend, prefix.before):
-            attend, either = (way(each) for each in (dispatch.PATHS[path], or_scaled(dispatch.PATHS[path])))
+        for way in (lambda attend: attend, prefix.make_prefix_attention):
+            attend, either = (way(each) for each in (dispatch.PATHS[path], accept_int8_kv(dispatch.PATHS[path])))
             found = either(q, *small, block, scale)
             assert torch.equal(found, attend(q, *(x.to(q.dtype) for x in small), block, scale))
             own = either(q, keys, values, block, scale)
@@ -37,12 +37,12 @@ def test_rows_are_unpacked_as_far_as_a_text_goes_and_others_take_the_path_as_the
 @pytest.mark.parametrize("d", [24, 128])
 def test_the_kernel_unpacks_what_its_definition_says(dtype, d):
     """In Triton's interpreter, and on a GPU by ``make test-gpu``."""
-    kernel = pytest.importorskip("longdraft.attention.scaled_kernel")
+    kernel = pytest.importorskip("longdraft.attention.int8_kv_kernel")
     rows = torch.randn(3, 2, 90, d, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    small, slots = Scaled.of(rows), torch.tensor([2, 0], dtype=torch.int32, device=DEVICE)
+    small, slots = Int8KV.quantize(rows), torch.tensor([2, 0], dtype=torch.int32, device=DEVICE)
     for each in (small, small.transpose(1, 2)[:, :80].transpose(1, 2)):
-        given = each.numbers, each.scales, slots, 77, dtype
-        found, expected = kernel.unpack_rows(*given), scaled.unpack_rows(*given)
+        given = each.quants, each.scales, slots, 77, dtype
+        found, expected = kernel.dequantize_kv(*given), int8_kv.dequantize_kv(*given)
         assert found.shape == (2, 2, 77, d) and found.dtype == dtype
         step = torch.finfo(dtype).eps  # Triton's interpreter cuts, where a GPU rounds
         torch.testing.assert_close(found, expected, rtol=step, atol=0)

@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from longdraft.attention import reference, tree_kernel, tree_part
-from longdraft.attention.hybrid import Places
+from longdraft.attention import reference, tree_attention, tree_attention_kernel
+from longdraft.attention.hybrid import HybridMetadata
 from tests.attention.cases import TOLERANCE, case
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -17,16 +17,16 @@ DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
 def arguments(lengths, size, **over):
-    """Arguments of with_tree, and the attention of the whole by its definition."""
+    """Arguments of merge_tree_attention, and the attention of the whole by its definition."""
     q, keys, values, block, scale = case(lengths, size, device=DEVICE, **over)
-    mask = torch.stack([block.block_mask(b, q.device) for b in range(block.batch)])
+    mask = torch.stack([block.tree_mask(b, q.device) for b in range(block.batch_size)])
     o, lse = torch.zeros_like(q), q.new_zeros(q.shape[:3], dtype=torch.float32)
-    for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
+    for b, (slot, n) in enumerate(zip(block.slots, block.prefix_lens, strict=True)):
         found = reference.partial_attention(q[b], keys[slot, :, :n], values[slot, :, :n], scale)
         o[b], lse[b] = found[0].to(q.dtype), found[1]
-    places = Places.of(keys, block.slots_t, block.lengths_t, max(lengths), mask)
+    places = HybridMetadata.build(keys, block.slots_t, block.prefix_lens_t, max(lengths), mask)
     whole = reference.attend(q, keys, values, block, scale)
-    return (q, keys, values, o, lse, places.tree, places.hidden, scale), whole
+    return (q, keys, values, o, lse, places.tree_indices, places.tree_bias, scale), whole
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -41,7 +41,7 @@ def arguments(lengths, size, **over):
 )
 def test_the_kernel_and_the_definition_are_attention_to_the_whole(dtype, lengths, size, over):
     given, whole = arguments(lengths, size, dtype=dtype, **over)
-    for found in (tree_kernel.with_tree(*given), tree_part.with_tree(*given)):
+    for found in (tree_attention_kernel.merge_tree_attention(*given), tree_attention.merge_tree_attention(*given)):
         assert found.dtype == dtype and found.transpose(1, 2).is_contiguous()  # as the next product reads it
         tolerance = TOLERANCE_OF[dtype]
         torch.testing.assert_close(found.float(), whole.float(), atol=tolerance, rtol=tolerance)

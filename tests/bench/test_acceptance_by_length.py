@@ -11,10 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft import LoadedModel, Sampling, Speculator
-from longdraft.bench import length as reports
-from longdraft.bench.acceptance import Acceptance, Accepted, Asked, by_default, stretches
+from longdraft.bench import length_reports as reports
+from longdraft.bench.acceptance import (
+    AcceptanceBench,
+    AcceptanceRun,
+    RunSettings,
+    default_methods,
+    lengths_by_rope_factor,
+)
 from longdraft.bench.data import Sample
-from longdraft.bench.prompts import texts
+from longdraft.bench.prompts import prompts_of_length
 from longdraft.bench.settings import Settings
 from longdraft.model.checkpoints import stretch_rope
 from longdraft.model.runner import TargetRunner
@@ -51,8 +57,8 @@ def drafts(load, tmp_path_factory):
 def measuring(load, drafts, temperatures=(0.0, 1.0)):
     own = {name: {"draft": drafts / name, "widths": (3, 3)} for name in ("longspec", "eagle3")}
     own["self"] = {"view": "snapkv", "budget": 64, "sink": 8, "window": 8, "chunk": 4}
-    settings = Settings(tuple(own), TOKENS, own_options=own, plan="fixed", ignore_eos=True)
-    return Acceptance(load, lambda target: settings, temperatures, "tiny")
+    settings = Settings(tuple(own), TOKENS, contender_options=own, plan="fixed", ignore_eos=True)
+    return AcceptanceBench(load, lambda target: settings, temperatures, "tiny")
 
 
 @pytest.mark.slow
@@ -67,11 +73,11 @@ def test_every_run_is_what_the_method_does_alone(load, drafts):
         loaded, found = load(factor), list(step.measure(step.keys, print))
         assert {run.asked for run in found} == set(step.keys)
         for run in found:
-            (text,), _ = texts(SAMPLES[1:2], run.asked.length, 10_000, loaded.tokenizer, "leave")
+            (text,), _ = prompts_of_length(SAMPLES[1:2], run.asked.length, 10_000, loaded.tokenizer, "leave")
             options = bench.settings.options(run.asked.method)
             spec = Speculator(run.asked.method, loaded.model, plan="fixed", **options)
             (alone,) = spec.generate(
-                [list(text.tokens)], max_new_tokens=TOKENS, sampling=Sampling(temperature=run.asked.temperature),
+                [list(text.token_ids)], max_new_tokens=TOKENS, sampling=Sampling(temperature=run.asked.temperature),
                 seed=text.seed, eos_token_ids=[],
             )  # fmt: skip
             assert run.prompt_tokens == run.asked.length
@@ -81,7 +87,7 @@ def test_every_run_is_what_the_method_does_alone(load, drafts):
 
 @given(st.lists(st.integers(1, 100_000), min_size=1), st.integers(1, 10_000))
 def test_each_length_has_the_least_factor_that_holds_it(lengths, context):
-    found = stretches(lengths, context)
+    found = lengths_by_rope_factor(lengths, context)
     assert sorted(length for own in found.values() for length in own) == sorted(set(lengths))
     for factor, own in found.items():
         for length in own:
@@ -92,48 +98,48 @@ def test_each_length_has_the_least_factor_that_holds_it(lengths, context):
 
 
 def cut(length, short, room=10_000):
-    return texts(SAMPLES, length, room, tiny_tokenizer(chat=True), short)
+    return prompts_of_length(SAMPLES, length, room, tiny_tokenizer(chat=True), short)
 
 
 def test_texts_that_are_too_short():
     found, said = cut(200, "leave")
-    assert [(t.sample.origin, len(t.tokens)) for t in found] == [("a:0", 200), ("a:1", 200)]
+    assert [(t.sample.origin, len(t.token_ids)) for t in found] == [("a:0", 200), ("a:1", 200)]
     assert "1 of 3 texts are not that long" in said[0] and "left out" in said[0]
     found, said = cut(200, "keep")
-    assert [len(t.tokens) for t in found] == [200, 200, 87] and "taken as they are" in said[0]
+    assert [len(t.token_ids) for t in found] == [200, 200, 87] and "taken as they are" in said[0]
     found, said = cut(200, "join")
-    assert [(len(t.tokens), t.joined) for t in found] == [(200, False), (200, False), (200, True)]
+    assert [(len(t.token_ids), t.joined) for t in found] == [(200, False), (200, False), (200, True)]
     assert "1 of 3 texts go on" in said[0]
     # Its own text comes first, and is cut as it would be alone.
     alone, _ = cut(80, "leave")
-    assert found[2].tokens[:60] == alone[2].tokens[:60]
+    assert found[2].token_ids[:60] == alone[2].token_ids[:60]
     assert cut(5000, "join")[0] == []
     assert "no text is that long" in cut(5000, "leave")[1][0]
-    assert [len(t.tokens) for t in cut(200, "leave", room=150)[0]] == [150, 150]
+    assert [len(t.token_ids) for t in cut(200, "leave", room=150)[0]] == [150, 150]
 
 
 def test_the_drafts_that_come_along(load, drafts, shipped_in):
     target = TargetRunner(load(None).model)
-    assert by_default(target) == ()
+    assert default_methods(target) == ()
     shipped_in(drafts)
     small_lm(drafts / "lm", vocab=61)
     config = json.loads((drafts / "longspec" / "config.json").read_text())
     (drafts / "lm" / "config.json").write_text(json.dumps({"drafter": "small-lm", "target": config["target"]}))
     # Not triforce, whose forwards of the model on a part of its KV would not be counted.
-    assert set(by_default(target)) == {"longspec", "eagle3", "specextend-eagle3", "small-lm", "specextend"}
+    assert set(default_methods(target)) == {"longspec", "eagle3", "specextend-eagle3", "small-lm", "specextend"}
 
 
 def run_of(new_tokens, verifications, sample="a:0", **over):
     own = {"method": "m", "options": "{}", "draft": "", "temperature": 0.0, "length": 64, "rope_factor": None,
            "dataset": "a", "sample": sample, "prompt": sample}  # fmt: skip
     accepted = ((new_tokens // verifications - 1, 9),) * verifications if verifications else ()
-    return Accepted(Asked(**own | over), 60, new_tokens, verifications, accepted)
+    return AcceptanceRun(RunSettings(**own | over), 60, new_tokens, verifications, accepted)
 
 
 @given(st.lists(st.integers(10, 40), min_size=2, max_size=9))
 def test_the_spread_of_prompts_that_weigh_alike_is_that_of_their_mean(tokens):
     runs = [run_of(n, 10, f"a:{i}") for i, n in enumerate(tokens)]
-    (row,) = reports.acceptance(runs, ("m",), (), True).document["rows"]
+    (row,) = reports.acceptance_report(runs, ("m",), (), True).document["rows"]
     each = [n / 10 for n in tokens]
     assert row["mean_accepted_length"] == pytest.approx(mean(each))
     assert row["standard_error"] == pytest.approx(stdev(each) / len(each) ** 0.5, abs=1e-9)
@@ -145,7 +151,7 @@ def test_rows_and_tables():
         run_of(20, 10), run_of(10, 2, "b:0", dataset="b"), run_of(8, 4, length=128, rope_factor=2.0),
         run_of(6, 6, "b:1", dataset="b", method="n", temperature=1.0), run_of(0, 0, "a:9"),
     ]  # fmt: skip
-    shown = reports.acceptance(runs, ("m", "n"), ["said"], False)
+    shown = reports.acceptance_report(runs, ("m", "n"), ["said"], False)
     found = shown.document
     rows = {(r["method"], r["temperature"], r["dataset"], r["length"]): r for r in found["rows"]}
     # Tokens over verifications of all prompts, not the mean of their ratios; an answer of one token has none.
@@ -159,4 +165,4 @@ def test_rows_and_tables():
     assert titles[0] == "Mean accepted length: all data sets, greedy"
     pytest.importorskip("matplotlib")
     for t in (0.0, 1.0):
-        assert reports.chart([row for row in found["rows"] if row["temperature"] == t]).startswith(b"<?xml")
+        assert reports.acceptance_chart([row for row in found["rows"] if row["temperature"] == t]).startswith(b"<?xml")

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from longdraft.bench import tasks
-from longdraft.bench.data import fitted
-from longdraft.bench.prompts import grid, prepare, texts
+from longdraft.bench.data import encode_truncated
+from longdraft.bench.prompts import encode_prompts, make_batches, prompts_of_length
 from longdraft.bench.run import Bench
 from longdraft.errors import ContextError, PromptError
 from tests.bench.measuring import measured, settings
@@ -46,20 +46,20 @@ def test_speed_bench(tmp_path, suffix):
         (tmp_path / split).mkdir()
         path = tmp_path / split / f"test.{suffix}"
         datasets.Dataset.from_list([row]).to_parquet(path) if suffix == "parquet" else lines(path, row)
-    found = tasks.read([f"speed-bench={tmp_path}"])
+    found = tasks.load_samples([f"speed-bench={tmp_path}"])
     assert [(s.dataset, s.text) for s in found] == [
         ("speed-bench/coding", "write"), ("speed-bench/throughput_8k/low_entropy", "long"),
     ]  # fmt: skip
     messages = {"question_id": "0" * 32, "category": "math", "messages": [{"role": "user", "content": "2 + 2"}]}
-    (one,) = tasks.read([f"speed-bench={lines(tmp_path / 'qualitative.jsonl', messages)}"])
+    (one,) = tasks.load_samples([f"speed-bench={lines(tmp_path / 'qualitative.jsonl', messages)}"])
     assert (one.dataset, one.text) == ("speed-bench/math", "2 + 2")
 
 
 def test_texts_that_speed_bench_may_not_publish_are_no_prompts(tmp_path):
     path = lines(tmp_path / "rows.jsonl", speed("coding", "write"), speed("multilingual", MASKED))
     with pytest.raises(PromptError, match=r"rows.jsonl:2.*prepare_data"):
-        tasks.read([f"speed-bench={path}"])
-    assert len(tasks.read([f"speed-bench={path}"], 1)) == 1
+        tasks.load_samples([f"speed-bench={path}"])
+    assert len(tasks.load_samples([f"speed-bench={path}"], 1)) == 1
 
 
 @pytest.mark.parametrize(
@@ -73,12 +73,12 @@ def test_texts_that_speed_bench_may_not_publish_are_no_prompts(tmp_path):
 )
 def test_every_answer_of_an_agent_is_a_sample(tmp_path, row):
     path = lines(tmp_path / "runs.jsonl", row)
-    first, second = tasks.read([f"trajectories={path}"])
+    first, second = tasks.load_samples([f"trajectories={path}"])
     assert [m["role"] for m in first.messages] == ["system", "user"]
     assert second.messages[:2] == first.messages and second.messages[-1]["content"] == "a.py b.py"
     assert second.messages[2]["tool_calls"][0]["function"]["arguments"] == {"command": "ls"}  # as templates want them
     assert (first.origin, second.origin) == (f"{path}:1.1", f"{path}:1.2")
-    assert not first.goes_on and second.goes_on and json.loads(second.tools) == TOOLS
+    assert not first.continues_previous and second.continues_previous and json.loads(second.tools) == TOOLS
 
 
 def test_a_chat_template_gets_the_messages_and_the_tools(tmp_path):
@@ -87,7 +87,7 @@ def test_a_chat_template_gets_the_messages_and_the_tools(tmp_path):
         "{% for t in tools or [] %}({{ t.function.name }}){% endfor %}{% for m in messages %}({{ m.role }}) "
         "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments.command }}{% endfor %}{% endfor %}"
     )
-    found = tasks.read([f"trajectories={lines(tmp_path / 'runs.jsonl', {'messages': DONE, 'tools': TOOLS})}"])
+    found = tasks.load_samples([f"trajectories={lines(tmp_path / 'runs.jsonl', {'messages': DONE, 'tools': TOOLS})}"])
     shown = [tokenizer.decode(sample.encode(tokenizer, system="not mine")) for sample in found]
     assert shown[0] == "(run)(system) you are an agent(user) mend it"
     assert shown[1] == shown[0] + "(assistant) ls(tool) a.py b.py"
@@ -96,14 +96,14 @@ def test_a_chat_template_gets_the_messages_and_the_tools(tmp_path):
 def test_a_long_conversation_loses_whole_messages(tmp_path):
     tokenizer = tiny_tokenizer(chat=True)
     said = [{"role": "user" if i % 2 == 0 else "assistant", "content": f"turn {i}"} for i in range(8)]
-    sample = tasks.read([f"trajectories={lines(tmp_path / 'rows.jsonl', {'messages': said})}"])[-1]
+    sample = tasks.load_samples([f"trajectories={lines(tmp_path / 'rows.jsonl', {'messages': said})}"])[-1]
     whole = sample.encode(tokenizer)
-    cut = fitted(sample, tokenizer, len(whole) - 1)
+    cut = encode_truncated(sample, tokenizer, len(whole) - 1)
     assert len(cut) < len(whole) - len("turn 5") and cut[-9:] == whole[-9:] and cut[:9] == whole[:9]
     with pytest.raises(ContextError, match=r"rows.jsonl:1"):
-        fitted(sample, tokenizer, 5)
-    found, notes = texts([sample], 50, 500, tokenizer, "join")
-    assert len(found) == 1 and len(found[0].tokens) <= 50 and not found[0].joined and not notes
+        encode_truncated(sample, tokenizer, 5)
+    found, notes = prompts_of_length([sample], 50, 500, tokenizer, "join")
+    assert len(found) == 1 and len(found[0].token_ids) <= 50 and not found[0].joined and not notes
 
 
 @pytest.mark.parametrize(
@@ -112,18 +112,18 @@ def test_a_long_conversation_loses_whole_messages(tmp_path):
 )
 def test_rows_without_turns_are_named(tmp_path, row):
     with pytest.raises(PromptError, match=r"runs.jsonl:1"):
-        tasks.read([f"trajectories={lines(tmp_path / 'runs.jsonl', row)}"])
+        tasks.load_samples([f"trajectories={lines(tmp_path / 'runs.jsonl', row)}"])
 
 
 def test_a_turn_starts_from_what_the_turn_before_has_read(tmp_path, loaded):
     path = lines(tmp_path / "runs.jsonl", {"messages": DONE}, {"messages": DONE[1:]})
-    samples = tasks.read([f"trajectories={path}"])
+    samples = tasks.load_samples([f"trajectories={path}"])
     asked = {"methods": ("prompt-lookup",), "ignore_eos": True, "max_tokens": 40, "plan": "fixed"}
     wanted = settings(**asked, cold=False)
     bench, kept, caches = Bench(loaded, wanted), [], []
-    for group in grid(prepare(samples, loaded, wanted), (1,))[0]:
+    for group in make_batches(encode_prompts(samples, loaded, wanted), (1,))[0]:
         kept.append(bench.measure(group))
-        caches.append(bench.ours["ar"].kept.cache)
+        caches.append(bench.methods["ar"].prefill.cache)
     assert [m.samples for m in kept] == [(f"{path}:{line}.{turn}",) for line in (1, 2) for turn in (1, 2)]
     assert caches[0] is caches[1] is not caches[2] is caches[3]  # each trajectory begins with nothing
     assert len(caches[3].tokens[0]) >= kept[3].prompt_tokens[0]

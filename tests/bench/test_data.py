@@ -7,7 +7,7 @@ import json
 import pytest
 
 from longdraft.bench import tasks
-from longdraft.bench.data import Sample, fitted, place, read
+from longdraft.bench.data import Sample, encode_truncated, insert_needles, read_samples
 from longdraft.errors import ContextError, PromptError
 from tests.support.tiny import tiny_tokenizer
 
@@ -31,12 +31,12 @@ def write(tmp_path):
 )
 def test_rows_of_a_file(write, row, document, instruction, dataset):
     path = write(row)
-    assert tasks.read([str(path)]) == [Sample(document, instruction, dataset, f"{path}:1")]
+    assert tasks.load_samples([str(path)]) == [Sample(document, instruction, dataset, f"{path}:1")]
 
 
 def test_blank_lines_are_passed_over_and_the_limit_is_each_files(write):
     rows = [{"text": "a"}, "", {"text": "b"}, {"text": "c"}]
-    found = read([write(*rows, name="x.jsonl"), write(*rows, name="y.jsonl")], limit=2)
+    found = read_samples([write(*rows, name="x.jsonl"), write(*rows, name="y.jsonl")], limit=2)
     assert [(s.document, s.dataset) for s in found] == [("a", "x"), ("b", "x"), ("a", "y"), ("b", "y")]
     assert found[1].origin.endswith("x.jsonl:3")
 
@@ -47,7 +47,7 @@ def test_blank_lines_are_passed_over_and_the_limit_is_each_files(write):
 def test_a_bad_line_is_named(write, line):
     path = write({"text": "fine"}, line)
     with pytest.raises(PromptError) as caught:
-        read([path])
+        read_samples([path])
     assert f"{path}:2" in str(caught.value)
 
 
@@ -55,7 +55,7 @@ def test_files_that_cannot_be_read(tmp_path, write):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\xfd")
     for path in (tmp_path / "none.jsonl", tmp_path, write(), tmp_path / "binary"):
         with pytest.raises(PromptError):
-            read([path])
+            read_samples([path])
 
 
 SAMPLE = Sample("one two three " * 30, "why?", "rows", "rows.jsonl:1", preface="hm.")
@@ -63,24 +63,29 @@ SAMPLE = Sample("one two three " * 30, "why?", "rows", "rows.jsonl:1", preface="
 
 def test_a_chat_prompt_has_document_then_instruction():
     tokenizer = tiny_tokenizer(chat=True)
-    text = tokenizer.decode(fitted(Sample("long", "why?", "rows", ""), tokenizer, None))
+    text = tokenizer.decode(encode_truncated(Sample("long", "why?", "rows", ""), tokenizer, None))
     assert "<user>long\n\nwhy?" in text
     assert "<assistant>" in text
-    assert tokenizer.decode(fitted(Sample("long", "why?", "rows", ""), tokenizer, None, raw=True)) == "long\n\nwhy?"
+    assert (
+        tokenizer.decode(encode_truncated(Sample("long", "why?", "rows", ""), tokenizer, None, raw=True))
+        == "long\n\nwhy?"
+    )
 
 
 @pytest.mark.parametrize("tokens", [30, 333])
 @pytest.mark.parametrize("raw", [False, True])
 def test_the_document_is_cut_and_what_stands_around_it_kept(tokens, raw):
     tokenizer = tiny_tokenizer(chat=True)
-    ids = fitted(SAMPLE, tokenizer, tokens, raw)
+    ids = encode_truncated(SAMPLE, tokenizer, tokens, raw)
     text = tokenizer.decode(ids, skip_special_tokens=True)
     assert len(ids) == tokens  # one token a character: it can be met exactly
     assert text.endswith("why?")
     assert text.startswith("hm.\n\none")
-    assert fitted(SAMPLE, tokenizer, 10_000, raw) == fitted(SAMPLE, tokenizer, None, raw)  # what fits is left whole
+    assert encode_truncated(SAMPLE, tokenizer, 10_000, raw) == encode_truncated(
+        SAMPLE, tokenizer, None, raw
+    )  # what fits is left whole
     with pytest.raises(ContextError, match=r"rows\.jsonl:1"):
-        fitted(SAMPLE, tokenizer, 5, raw)
+        encode_truncated(SAMPLE, tokenizer, 5, raw)
 
 
 @pytest.mark.parametrize(
@@ -93,4 +98,4 @@ def test_the_document_is_cut_and_what_stands_around_it_kept(tokens, raw):
     ],
 )
 def test_a_needle_lies_behind_a_sentence_or_a_word(text, depth, placed):
-    assert place(text, [(depth, "NEEDLE")]) == placed
+    assert insert_needles(text, [(depth, "NEEDLE")]) == placed

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longdraft import LoadedModel
-from longdraft.bench.needle import NeedleDrafts, haystacks, perplexity
+from longdraft.bench.needle import NeedleBench, make_haystacks, perplexity
 from longdraft.drafters.eagle3 import Eagle3Draft
 from longdraft.drafters.longspec import LongSpecDraft
 from longdraft.drafts.language_model import SmallLMDraft
@@ -40,31 +40,31 @@ def drafts(loaded, tmp_path_factory):
 
 
 def hay(loaded, text, depth=0.4, context=300):
-    (found,) = haystacks(text, context, loaded.tokenizer, 1, (depth,))
+    (found,) = make_haystacks(text, context, loaded.tokenizer, 1, (depth,))
     return found
 
 
 def measured(loaded, text, views, drafts=None):
-    asking = NeedleDrafts(loaded, views, drafts or {})
-    return asking.answer(one := hay(loaded, text)), asking.measure(one)
+    asking = NeedleBench(loaded, views, drafts or {})
+    return asking.needle_tokens(one := hay(loaded, text)), asking.measure(one)
 
 
 def test_haystacks(loaded, text):
     tokenizer = loaded.tokenizer
-    found = haystacks(text, 300, tokenizer, 2, (0.1, 0.8))
+    found = make_haystacks(text, 300, tokenizer, 2, (0.1, 0.8))
     assert [each.sample.needles[0][0] for each in found] == [0.8, 0.1, 0.8, 0.1]  # its beginning serves the next
     assert len({each.sample.answers for each in found}) == 4
     for each in found:
         (depth, _), (code,) = each.sample.needles[0], each.sample.answers
-        shown = tokenizer.decode(each.tokens)
+        shown = tokenizer.decode(each.token_ids)
         # Its share of the document: the question and the marks of the chat come behind.
-        assert 270 <= len(each.tokens) <= 300 and abs(shown.index(code) / shown.index("what is") - depth) < 0.2
+        assert 270 <= len(each.token_ids) <= 300 and abs(shown.index(code) / shown.index("what is") - depth) < 0.2
         assert shown.rstrip().endswith("door?<eos><assistant>")
-    (told,) = haystacks(text, 300, tokenizer, 1, (0.5,), system="the dog is red.")
-    assert len(told.tokens) <= 300 and tokenizer.decode(told.tokens).count("the dog is red.") == 1
+    (told,) = make_haystacks(text, 300, tokenizer, 1, (0.5,), system="the dog is red.")
+    assert len(told.token_ids) <= 300 and tokenizer.decode(told.token_ids).count("the dog is red.") == 1
     for path, context, error in ((text, 5000, PromptError), (text, 20, ContextError), (text / "no", 300, PromptError)):
         with pytest.raises(error):
-            haystacks(path, context, tokenizer)
+            make_haystacks(path, context, tokenizer)
 
 
 def small_lm(view, **options):
@@ -82,14 +82,14 @@ def test_the_views_of_a_small_language_model(loaded, text, tmp_path):
         "specextend": ("specextend", {**sizes, "chunks": 4, "every": 1}), "own few": RETRIEVED,
     }  # fmt: skip
     answer, found = measured(loaded, text, views, {"small-lm": SmallLMDraft.load(tmp_path)})
-    prompt = hay(loaded, text).tokens
+    prompt = hay(loaded, text).token_ids
     with torch.inference_mode():
         logits = loaded.model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) : -1].float()
     expected = logits.log_softmax(-1).gather(1, torch.tensor(answer[1:])[:, None])[:, 0].tolist()
-    rows = {name: [token.log_prob for token in own] for name, own in found.items()}
+    rows = {name: [token.logprob for token in own] for name, own in found.items()}
     for name in ("full", "wide", "most", "own"):
         assert rows[name] == pytest.approx(expected, abs=1e-5)
-        assert [token.right for token in found[name]] == (logits.argmax(-1) == torch.tensor(answer[1:])).tolist()
+        assert [token.is_top1 for token in found[name]] == (logits.argmax(-1) == torch.tensor(answer[1:])).tolist()
     for name in ("narrow", "few", "specextend", "own few"):
         assert rows[name] != pytest.approx(expected, abs=1e-2)
     assert rows["few"] == rows["specextend"] and rows["narrow"] != rows["few"]
@@ -99,9 +99,9 @@ def test_tokens_that_a_draft_does_not_know(loaded, text, drafts):
     """The tiny EAGLE draft's vocabulary ends before some of the digits."""
     answer, found = measured(loaded, text, {"eagle3": ("eagle3", {})}, drafts)
     known = [token in range(5, 40) for token in answer[1:]]
-    assert [t.log_prob is not None for t in found["eagle3"]] == known and not all(known)
+    assert [t.logprob is not None for t in found["eagle3"]] == known and not all(known)
     assert perplexity(found["eagle3"]) == pytest.approx(
-        math.exp(-sum(t.log_prob or 0.0 for t in found["eagle3"]) / sum(known))
+        math.exp(-sum(t.logprob or 0.0 for t in found["eagle3"]) / sum(known))
     )
 
 
@@ -113,5 +113,5 @@ def test_all_views_share_one_reading_of_the_prompt(loaded, text, drafts, forward
     # Alone, one says the same.
     _, own = measured(loaded, text, {"eagle3": ("eagle3", {})}, drafts)
     alone, beside = own["eagle3"], found["eagle3"]
-    assert [t.right for t in alone] == [t.right for t in beside]
-    assert [t.log_prob or 0 for t in alone] == pytest.approx([t.log_prob or 0 for t in beside])
+    assert [t.is_top1 for t in alone] == [t.is_top1 for t in beside]
+    assert [t.logprob or 0 for t in alone] == pytest.approx([t.logprob or 0 for t in beside])

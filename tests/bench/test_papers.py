@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from longdraft.bench import tasks
-from longdraft.bench.papers import PAPERS, paper_named, table_of
+from longdraft.bench.papers import PAPERS, get_paper, get_table
 from longdraft.bench.papers.table import FIGURES
 from longdraft.bench.peers import PEERS
 from longdraft.bench.quality import FULL
-from longdraft.bench.reproduce.scaled import Scaled
+from longdraft.bench.reproduce.scaled import ScaledTable
 from longdraft.errors import RequestError
 from longdraft.methods import METHODS
 
@@ -20,7 +20,7 @@ each_table = pytest.mark.parametrize(("paper", "table"), TABLES, ids=lambda x: g
 @each_table
 def test_a_table_names_what_exists(paper, table):
     known = {*METHODS, *PEERS, FULL}
-    assert {line.method for line in table.lines} <= known and set(table.data) <= tasks.TASKS.keys()
+    assert {line.method for line in table.lines} <= known and set(table.datasets) <= tasks.TASKS.keys()
     assert set(table.figures) <= FIGURES.keys()
     lines, columns = [line.name for line in table.lines], [column.name for column in table.columns]
     assert len({*lines}) == len(lines) and len({*columns}) == len(columns)
@@ -29,14 +29,14 @@ def test_a_table_names_what_exists(paper, table):
         assert line in lines and column in columns
     for line, column in table.cells():
         if table.kind in ("speed", "quality") and line.method in METHODS:
-            known, options = METHODS[line.method], Scaled(table, small=True).options(line, column)
-            known.checked(options)
-            known.schedule(**{name: options[name] for name in known.schedule_options if name in options})
+            known, options = METHODS[line.method], ScaledTable(table, small=True).options(line, column)
+            known.check_options(options)
+            known.verifier(**{name: options[name] for name in known.verifier_options if name in options})
 
 
 def test_figures_are_the_papers():
     def value(paper, table, *key):
-        return table_of(PAPERS[paper], table).published[key]
+        return get_table(PAPERS[paper], table).published[key]
 
     assert value("longspec", "1", "LC-13B", "LongSpec", "RepoBench-P", "tokens_per_second") == 96.96
     assert value("longspec", "4", "LC-7B", "LongSpec", "25k-32k", "rest_ms") == 6.28
@@ -48,23 +48,23 @@ def test_figures_are_the_papers():
 
 def test_the_papers_own_ratios_hold():
     """Figures that were copied wrongly would break the speed-ups that the papers' texts give."""
-    published = table_of(PAPERS["longspec"], "1").published
+    published = get_table(PAPERS["longspec"], "1").published
     assert published["LC-13B", "LongSpec", "RepoBench-P", "speedup"] == pytest.approx(3.26, abs=0.005)
     assert published["V-7B", "MagicDec", "GovReport", "speedup"] == pytest.approx(0.91, abs=0.005)
 
 
 def test_small_scale_shrinks_lengths_and_budgets():
-    scaled = Scaled(table_of(PAPERS["specpv"], "table 4"), small=True)
+    scaled = ScaledTable(get_table(PAPERS["specpv"], "table 4"), small=True)
     line, column = scaled.table.lines[0], scaled.table.columns[0]
     assert scaled.options(line, column) == {"drafter": "eagle3", "budget": 256, "reduction": "mean"}
-    assert scaled.tokens(column) == 2048 and Scaled(scaled.table, small=False).tokens(column) is None
-    assert any("are an eighth of the paper's" in text for text in scaled.differs())
+    assert scaled.prompt_tokens(column) == 2048 and ScaledTable(scaled.table, small=False).prompt_tokens(column) is None
+    assert any("are an eighth of the paper's" in text for text in scaled.differences())
 
 
 def test_names_are_forgiving():
-    assert table_of(paper_named("LongSpec"), "Figure 5").name == "fig5"
-    assert table_of(paper_named("specpv"), "table 2").name == "2"
+    assert get_table(get_paper("LongSpec"), "Figure 5").name == "fig5"
+    assert get_table(get_paper("specpv"), "table 2").name == "2"
     with pytest.raises(RequestError, match="Its tables: 1, 2, 3, 4"):
-        table_of(paper_named("specpv"), "9")
+        get_table(get_paper("specpv"), "9")
     with pytest.raises(RequestError, match="Papers: longspec"):
-        paper_named("medusa")
+        get_paper("medusa")

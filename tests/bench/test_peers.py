@@ -32,5 +32,5 @@ def test_generate_can_have_a_model_of_its_own(loaded):
     assert bench.notes == {"ar": "float32 weights", "hf": "bfloat16 weights", "hf-eager": "bfloat16 weights"}
     assert len(reads) == 1
     assert found[0].rounds["hf"][0].tokens != found[0].rounds["ar"][0].tokens
-    Bench(loaded, Settings(methods=("ar",)), unpacked=unpacked)
+    Bench(loaded, Settings(methods=("ar",)), load_dequantized=unpacked)
     assert len(reads) == 1

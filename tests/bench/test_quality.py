@@ -12,7 +12,7 @@ import torch
 from longdraft import LoadedModel, Speculator
 from longdraft.bench.data import Sample
 from longdraft.bench.prompts import Prompt
-from longdraft.bench.quality import FULL, Quality, QualitySettings, variants
+from longdraft.bench.quality import FULL, QualityBench, QualitySettings, make_variants
 from longdraft.cli import options
 from longdraft.cli.main import main
 from tests.support.drafts import random_draft, random_eagle3
@@ -124,26 +124,26 @@ def test_a_trained_draft_serves_all_and_the_prompt_is_read_once(kind, tmp_path, 
     draft = (random_draft if kind == "longspec" else random_eagle3)(tmp_path, model)
     tree = {"widths": (2, 2)} if kind == "longspec" else {"depth": 2, "top_k": 2, "nodes": 4}
     wanted = QualitySettings(
-        variants((8, 16), (6, 9), ("minmax",)), 24, True, options={**SIZES, **tree, "draft": draft}
+        make_variants((8, 16), (6, 9), ("minmax",)), 24, True, options={**SIZES, **tree, "draft": draft}
     )
-    quality = Quality(LoadedModel(model, tiny_tokenizer(chat=True)), wanted)
+    quality = QualityBench(LoadedModel(model, tiny_tokenizer(chat=True)), wanted)
     sample = Sample(TEXT, "", "cats", "cats.jsonl:1")
     one = Prompt(sample, tuple(sample.encode(tiny_tokenizer(chat=True))))
     runs = quality.measure(one)["runs"]
-    assert quality.drafter == kind and sum(f.rows >= len(one.tokens) - 1 for f in forwards) == 1
+    assert quality.drafter == kind and sum(f.rows >= len(one.token_ids) - 1 for f in forwards) == 1
     assert runs[FULL]["text"] == runs["ar"]["text"]
     assert len(wanted.variants) == 4 and all(runs[name]["partial_rounds"] for name in wanted.variants)
 
 
 def test_the_surprise_is_what_the_model_says_of_each_token(loaded):
-    wanted = QualitySettings(variants((8,), (6,), ("minmax",)), 40, True, options=SIZES)
-    sample = Sample(TEXT, "What sat?", "pets", "pets.jsonl:1", answers=("cat",), score="found")
+    wanted = QualitySettings(make_variants((8,), (6,), ("minmax",)), 40, True, options=SIZES)
+    sample = Sample(TEXT, "What sat?", "pets", "pets.jsonl:1", answers=("cat",), metric="found")
     asked = Prompt(sample, tuple(sample.encode(loaded.tokenizer)))
-    runs = Quality(loaded, wanted).measure(asked)["runs"]
+    runs = QualityBench(loaded, wanted).measure(asked)["runs"]
     plain = Speculator("ar", loaded.model, loaded.tokenizer)
-    (text,) = plain.generate(list(asked.tokens), max_new_tokens=40, eos_token_ids=[])
+    (text,) = plain.generate(list(asked.token_ids), max_new_tokens=40, eos_token_ids=[])
     assert runs["ar"]["text"] == text.text and runs["ar"]["score"] == float("cat" in text.text)
-    ids = torch.tensor([[*asked.tokens, *text.token_ids]])
+    ids = torch.tensor([[*asked.token_ids, *text.token_ids]])
     with torch.inference_mode():
         said = loaded.model(ids).logits[0, -41:-1].float().log_softmax(-1)
     expected = -said.gather(1, ids[0, -40:, None]).mean().item()
@@ -187,7 +187,7 @@ def test_what_is_refused(command, arguments, names):
 
 def test_a_run_that_was_stopped_goes_on(command, press_ctrl_c, tmp_path):
     given = ("--results", tmp_path / "q.jsonl", "--markdown", tmp_path / "q.md")
-    press_ctrl_c(Quality, "measure", 2)
+    press_ctrl_c(QualityBench, "measure", 2)
     code, out, err = command(*given, data=("rows", "short"))
     assert code == 130 and "Stopped after 1 of 2" in err and not json.loads(out.splitlines()[-1])["complete"]
     code, out, err = command(*given, data=("rows", "short"))

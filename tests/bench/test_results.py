@@ -10,10 +10,10 @@ import pytest
 from longdraft import LoadedModel
 from longdraft.bench.data import Sample
 from longdraft.bench.experiment import Experiment
-from longdraft.bench.prompts import grid, prepare
-from longdraft.bench.records import Records
-from longdraft.bench.results import header
-from longdraft.bench.run import Bench, Disagreement, Measured
+from longdraft.bench.prompts import encode_prompts, make_batches
+from longdraft.bench.records import RecordFile
+from longdraft.bench.results import bench_header
+from longdraft.bench.run import BatchResult, Bench, SampleDifference
 from longdraft.bench.settings import Settings
 from longdraft.errors import CheckpointError, ConfigError
 from tests.support.drafts import small_lm
@@ -29,12 +29,12 @@ class Session:
         made = {"methods": ("prompt-lookup",), "max_tokens": 6, "repeats": 1, "contexts": (40, 30), "batches": (1, 2)}
         self.settings = Settings(**(made | wanted))
         self.bench = Bench(loaded, self.settings)
-        prompts = prepare(samples, loaded, self.settings)
-        self.groups, _ = grid(prompts, self.settings.batches)
-        self.header = header(self.bench, prompts, "tiny", list(data), None)
+        prompts = encode_prompts(samples, loaded, self.settings)
+        self.groups, _ = make_batches(prompts, self.settings.batches)
+        self.header = bench_header(self.bench, prompts, "tiny", list(data), None)
 
     def open(self, path):
-        return Records(path, self.header, Measured)
+        return RecordFile(path, self.header, BatchResult)
 
 
 @pytest.fixture
@@ -46,8 +46,8 @@ def test_a_run_comes_back_and_goes_on_where_it_ended(session, tmp_path):
     path = tmp_path / "r.jsonl"
     first, last = (session.bench.measure(group) for group in (session.groups[0], session.groups[-1]))
     differences = [
-        Disagreement("prompt-lookup", "a", "a:0", 3, 5, 6, 0.25, True),
-        Disagreement("prompt-lookup", "a", "a:0", 1, None, 6, None, False),
+        SampleDifference("prompt-lookup", "a", "a:0", 3, 5, 6, 0.25, True),
+        SampleDifference("prompt-lookup", "a", "a:0", 1, None, 6, None, False),
     ]
     file = session.open(path)
     for one in (replace(first, differences=differences), last):
@@ -56,7 +56,7 @@ def test_a_run_comes_back_and_goes_on_where_it_ended(session, tmp_path):
         torn.write(b'{"dataset": "a", "conte')  # as a power cut leaves it
     assert session.open(path).records == file.records and file.records[0].differences == differences
     again = Experiment(session.bench.steps(session.groups), lambda measured: measured.key, session.open(path))
-    assert again.found == file.records and [record.key for record in again.found] == [again.keys[0], again.keys[-1]]
+    assert again.records == file.records and [record.key for record in again.records] == [again.keys[0], again.keys[-1]]
     made = [record.key for record in again.run(lambda what: lambda name: None)]
     assert made == again.keys[1:-1] and len(session.open(path).records) == len(session.groups)
 
@@ -78,9 +78,9 @@ def test_another_run_is_refused(session, loaded, tmp_path, monkeypatch):
     with pytest.raises(ConfigError):
         Session(LoadedModel(tiny_model(context=512, layers=2, seed=5), loaded.tokenizer)).open(path)
     with pytest.raises(ConfigError, match="4096 here"):
-        Records(path, {**session.header, "hardware": {**session.header["hardware"], "cores": 4096}}, Measured)
+        RecordFile(path, {**session.header, "hardware": {**session.header["hardware"], "cores": 4096}}, BatchResult)
     free = {**session.header["hardware"], "memory_available_bytes": 1}
-    Records(path, {**session.header, "hardware": free}, Measured)  # free memory changes by itself
+    RecordFile(path, {**session.header, "hardware": free}, BatchResult)  # free memory changes by itself
     monkeypatch.setenv("LONGDRAFT_NATIVE", "0")
     with pytest.raises(ConfigError):
         Session(loaded).open(path)

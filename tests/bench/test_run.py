@@ -9,9 +9,9 @@ import torch
 
 from longdraft import LoadedModel, PromptCache, Sampling, Speculator
 from longdraft.bench import report
-from longdraft.bench.contenders import Kept, Ours
+from longdraft.bench.contenders import MethodContender, SharedPrefill
 from longdraft.bench.data import Sample
-from longdraft.bench.prompts import grid, prepare
+from longdraft.bench.prompts import encode_prompts, make_batches
 from longdraft.bench.run import Bench
 from tests.bench import measuring
 from tests.bench.measuring import settings
@@ -36,7 +36,7 @@ def rows(loaded, wanted, samples=SAMPLES):
     return report.rows(bench.names, found)
 
 
-class Altered(Ours):
+class Altered(MethodContender):
     """``ar`` with some of its tokens replaced.
 
     Args:
@@ -45,11 +45,11 @@ class Altered(Ours):
 
     def __init__(self, loaded, alter):
         spec = Speculator("ar", target=loaded.model, tokenizer=loaded.tokenizer)
-        super().__init__("altered", spec, Kept(PromptCache()))
+        super().__init__("altered", spec, SharedPrefill(PromptCache()))
         self.alter = alter
 
-    def warm(self, job):
-        run = super().warm(job)
+    def decode_warm(self, job):
+        run = super().decode_warm(job)
         change = [tuple(t ^ self.alter.get(i, 0) for i, t in enumerate(tokens)) for tokens in run.tokens]
         return replace(run, tokens=tuple(change))
 
@@ -123,7 +123,7 @@ def test_mismatches_are_reported(loaded):
     assert (first["method"], first["sample"], first["position"]) == ("altered", "a.jsonl:1", 5)
     assert first["token"] == first["reference"] ^ 8
     assert first["gap"] > 1e-3
-    (line, *_) = report.shown(report_, loaded.tokenizer.decode).remarks
+    (line, *_) = report.make_report(report_, loaded.tokenizer.decode).remarks
     assert line.plain.startswith("MISMATCH: altered on a.jsonl:1, new token 6")
     assert all(r["mismatches"] == 0 for r in report_["rows"] if r["method"] == "ar")
 
@@ -135,30 +135,30 @@ def test_near_ties_are_counted_apart():
         head[1::2] = head[::2]
     report_, row = altered_report(LoadedModel(model, tiny_tokenizer(chat=True)), {2: 1})
     assert (row["mismatches"], row["near_ties"]) == (0, 3)
-    assert report.shown(report_).remarks[0].plain.startswith("near tie: altered")
+    assert report.make_report(report_).remarks[0].plain.startswith("near tie: altered")
 
 
 def test_the_order_turns_round_and_the_prompt_is_read_once_each(loaded, forwards):
     wanted = settings(methods=("prompt-lookup", "hf"), repeats=3)
-    prompts = prepare(SAMPLES[:1], loaded, wanted)
+    prompts = encode_prompts(SAMPLES[:1], loaded, wanted)
     bench, order = Bench(loaded, wanted), []
     bench.measure(prompts, order.append)
     names = ["ar", "prompt-lookup", "hf"]
     assert order == names + names + names[::-1] + names
     assert len(order) == bench.steps([prompts])[0].ticks
     read = [f.rows for f in forwards if f.logits != "all"]
-    assert read == [len(prompts[0].tokens)] * 2 + [1] * 6
+    assert read == [len(prompts[0].token_ids)] * 2 + [1] * 6
 
 
 def test_generate_starts_from_its_kept_prompt(loaded):
     wanted = settings(methods=("hf",), max_tokens=4, ignore_eos=True)
-    (prompt,) = prepare(SAMPLES[2:3], loaded, wanted)
+    (prompt,) = encode_prompts(SAMPLES[2:3], loaded, wanted)
     bench, lengths = Bench(loaded, wanted), []
-    peer, job = bench.contenders["hf"], bench.job([prompt.tokens], 4)
+    peer, job = bench.contenders["hf"], bench.make_job([prompt.token_ids], 4)
     embedding = loaded.model.get_input_embeddings()
     with embedding.register_forward_hook(lambda module, inputs, output: lengths.append(inputs[0].shape[1])):
-        runs = [peer.cold(job), peer.warm(job), peer.warm(job)]
-    assert runs[1].tokens == runs[2].tokens and lengths == [len(prompt.tokens)] + 11 * [1]
+        runs = [peer.decode_cold(job), peer.decode_warm(job), peer.decode_warm(job)]
+    assert runs[1].tokens == runs[2].tokens and lengths == [len(prompt.token_ids)] + 11 * [1]
     assert (runs[1].rounds, runs[1].counts) == ((3,), [(3, 3)])
 
 
@@ -190,7 +190,7 @@ def test_one_prefill_serves_all_of_ours(loaded, tmp_path):
     draft = random_eagle3(tmp_path, loaded.model, layers=(0, 1), feature_size=2 * loaded.model.config.hidden_size)
     wanted = settings(methods=("prompt-lookup", "eagle3", "hf"), cold=False, draft_options={"draft": draft})
     bench = Bench(loaded, wanted)
-    groups, _ = grid(prepare(SAMPLES[:2], loaded, wanted), (1,))
+    groups, _ = make_batches(encode_prompts(SAMPLES[:2], loaded, wanted), (1,))
     ticks = []
     measured = [bench.measure(group, ticks.append) for group in groups]
     assert len(ticks) == sum(step.ticks for step in bench.steps(groups)) == 2 * (2 + 4 * wanted.repeats)
@@ -210,7 +210,7 @@ def test_rows_say_how_much_a_draft_sees(loaded):
     assert [row["view"] for row in found] == [
         None, own_view, "64 = 16 + 2 x 8 + 32", f"{own_view}; {partial}", partial, None
     ]  # fmt: skip
-    (_, shown), *_ = report.shown({"rows": found, "differences": [], "notes": {}}).tables
+    (_, shown), *_ = report.make_report({"rows": found, "differences": [], "notes": {}}).tables
     assert "view" in [column.header for column in shown.columns]
 
 
@@ -230,8 +230,8 @@ def test_a_contender_may_round_its_kv_and_shares_it_with_those_that_round_alike(
     names = ("prompt-lookup", "ar:kv_dtype=int8", "prompt-lookup:kv_dtype=int8")
     wanted = settings(methods=names, own_options={name: {"kv_dtype": "int8"} for name in names[1:]}, cold=False)
     bench = Bench(loaded, wanted)
-    kept = [c.kept for c in bench.contenders.values()]
-    assert kept[0] is kept[1] and kept[2] is kept[3] and kept[0] is not kept[2]
+    prefill = [c.prefill for c in bench.contenders.values()]
+    assert prefill[0] is prefill[1] and prefill[2] is prefill[3] and prefill[0] is not prefill[2]
     found = rows(loaded, wanted, samples=SAMPLES[:1])
     assert [row["mismatches"] for row in found] == [0, 0, None, None]
     with pytest.raises(ValueError, match="kv_dtype"):

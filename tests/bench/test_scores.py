@@ -35,8 +35,8 @@ from longdraft.bench.data import Sample
     ],
 )
 def test_an_answer(score, text, answer, wanted):
-    sample = Sample("x", "", "any", "", answers=(answer,), score=score)
-    assert scores.score(sample, text) == pytest.approx(wanted)
+    sample = Sample("x", "", "any", "", answers=(answer,), metric=score)
+    assert scores.score_answer(sample, text) == pytest.approx(wanted)
 
 
 def test_scores_are_those_of_lm_eval():
@@ -56,36 +56,38 @@ def test_scores_are_those_of_lm_eval():
         assert scores.f1(own, answer) == pytest.approx(theirs.qa_f1_score(own, answer))
         assert scores.numbers(own, right) == theirs.count_score(own, right)
         assert scores.numbers(own, f"Paragraph {right}") == theirs.retrieval_score(own, f"Paragraph {right}")
-        assert scores.of_classes(own, name, classes) == theirs.classification_score(own, name, all_classes=classes)
+        assert scores.class_match(own, name, classes) == theirs.classification_score(own, name, all_classes=classes)
         assert scores.edit_similarity(code, answer) == pytest.approx(theirs.code_sim_score(code, answer))
 
 
 def test_several_references():
-    best = Sample("x", "", "any", "", answers=("cat", "dog"), score="f1")
-    assert scores.score(best, "dog") == 1
-    needles = Sample("x", "", "vt", "", answers=("ABC", "DEF"), score="found")
-    assert scores.score(needles, "abc, xyz") == 0.5
+    best = Sample("x", "", "any", "", answers=("cat", "dog"), metric="f1")
+    assert scores.score_answer(best, "dog") == 1
+    needles = Sample("x", "", "vt", "", answers=("ABC", "DEF"), metric="found")
+    assert scores.score_answer(needles, "abc, xyz") == 0.5
 
 
 def test_classes_and_first_lines():
     names = ("Animal", "Animal and plant", "City")
-    sample = Sample("x", "", "trec", "", answers=("Animal and plant",), score="classes", classes=names)
-    assert scores.score(sample, "\nAnimal and plant\nQuestion: City") == 1  # part of the answer's name; another line
-    assert scores.score(sample, "City or Animal and plant") == 0.5
-    assert scores.score(sample, "City") == 0
+    sample = Sample("x", "", "trec", "", answers=("Animal and plant",), metric="classes", classes=names)
+    assert (
+        scores.score_answer(sample, "\nAnimal and plant\nQuestion: City") == 1
+    )  # part of the answer's name; another line
+    assert scores.score_answer(sample, "City or Animal and plant") == 0.5
+    assert scores.score_answer(sample, "City") == 0
 
 
 def test_every_score_is_some_data_sets_or_can_be_asked_for():
-    assert {scores.of_dataset(n) for n in ("qmsum", "hotpotqa", "lcc", "longbench-v2", "aime24", "vt")} == {
+    assert {scores.metric_of_dataset(n) for n in ("qmsum", "hotpotqa", "lcc", "longbench-v2", "aime24", "vt")} == {
         "rouge_l", "f1", "edit_similarity", "choice", "number", "found",
     }  # fmt: skip
-    assert scores.of_dataset("mine") == ""
-    assert scores.score(Sample("x", "", "qmsum", ""), "text") is None
+    assert scores.metric_of_dataset("mine") == ""
+    assert scores.score_answer(Sample("x", "", "qmsum", ""), "text") is None
 
 
 def test_without_rouge(monkeypatch):
-    sample = Sample("x", "", "qmsum", "", answers=("a",), score="rouge_l")
-    assert scores.lacking([sample]) == ""
+    sample = Sample("x", "", "qmsum", "", answers=("a",), metric="rouge_l")
+    assert scores.missing_rouge_note([sample]) == ""
     monkeypatch.setitem(sys.modules, "rouge_score", None)
-    assert scores.score(sample, "a") is None
-    assert "qmsum" in scores.lacking([sample]) and "longdraft[bench]" in scores.lacking([sample])
+    assert scores.score_answer(sample, "a") is None
+    assert "qmsum" in scores.missing_rouge_note([sample]) and "longdraft[bench]" in scores.missing_rouge_note([sample])

@@ -9,9 +9,9 @@ import torch
 
 from longdraft import Sampling, Speculator
 from longdraft.bench.contenders import Job
-from longdraft.bench.standard import Standard, StandardJob, rejection
-from longdraft.engine.accept import accept
-from longdraft.trees.tree import TokenTree, union
+from longdraft.bench.rejection_sampling import RejectionSampler, RejectionSamplingJob, acceptance_probs
+from longdraft.engine.accept import accept_path
+from longdraft.trees.tree import TokenTree, tree_from_paths
 from tests.support.drafts import small_lm
 from tests.support.tiny import tiny_model
 
@@ -41,7 +41,7 @@ def test_what_is_emitted_has_the_targets_distribution(count, drawn):
         p, q = distribution(seed), distribution(seed + 100)
         emitted, accepted = torch.zeros(SIZE, dtype=torch.double), 0.0
         for tokens, chance in orders(q, count) if drawn else [(list(range(count)), 1.0)]:
-            chances, rest = rejection(p, tokens, q if drawn else None)
+            chances, rest = acceptance_probs(p, tokens, q if drawn else None)
             left = 1.0
             for token, own in zip(tokens, chances, strict=True):
                 emitted[token] += chance * left * own
@@ -59,25 +59,25 @@ def test_what_is_emitted_has_the_targets_distribution(count, drawn):
 
 def test_a_draft_that_is_the_target_is_always_right():
     p = distribution(3)
-    assert [rejection(p, [token], p)[0] for token in range(SIZE)] == [[1.0]] * SIZE
+    assert [acceptance_probs(p, [token], p)[0] for token in range(SIZE)] == [[1.0]] * SIZE
 
 
 def test_a_walk_has_the_targets_distribution():
     """Two tokens behind a root, 20,000 times, with trees whose candidates are drawn for every one."""
     table, g = torch.stack([distribution(i) for i in range(SIZE)]), torch.Generator().manual_seed(1)
     drafts = torch.stack([distribution(i + 50) for i in range(SIZE)])
-    sampler, root, times = Standard(Sampling(1.0), g), 2, 20_000
+    sampler, root, times = RejectionSampler(Sampling(1.0), g), 2, 20_000
     counts, right = torch.zeros(SIZE, SIZE), 0
     for _ in range(times):
         first = drafts[root].multinomial(2, generator=g).tolist()
         second = {token: drafts[token].multinomial(2, generator=g).tolist() for token in first}
-        sampler.drawn = {(): (first, drafts[root])} | {(t,): (second[t], drafts[t]) for t in first}
-        tree = union(root, [(a, b) for a in first for b in second[a]])
-        sampler.begin(tree)
+        sampler.candidates_by_path = {(): (first, drafts[root])} | {(t,): (second[t], drafts[t]) for t in first}
+        tree = tree_from_paths(root, [(a, b) for a in first for b in second[a]])
+        sampler.start_round(tree)
         logits = table[list(tree.tokens)].log()
-        tokens = list(accept(tree, logits, sampler, lambda: torch.tensor([root])).tokens[:2])
+        tokens = list(accept_path(tree, logits, sampler, lambda: torch.tensor([root])).token_ids[:2])
         right += len(tokens) == 2
-        sampler.begin(TokenTree((0,), (-1,)))
+        sampler.start_round(TokenTree((0,), (-1,)))
         if len(tokens) == 1:
             tokens.append(sampler.sample(torch.tensor([]), table[tokens[0]].log()))
         counts[tokens[0], tokens[1]] += 1
@@ -96,13 +96,13 @@ def models(tmp_path_factory):
     return target, folder
 
 
-def decoded(models, draft: str, job: type[Job] = StandardJob, tokens: int = 60, **options):
+def decoded(models, draft: str, job: type[Job] = RejectionSamplingJob, tokens: int = 60, **options):
     target, folder = models
     spec = Speculator("small-lm", target=target, draft=folder / draft, plan="fixed", view="full", **options)
     sampling = Sampling(1.0, foresee=False)
     runs = []
     for seed in range(3):
-        run = job(((3, 1, 4, 1, 5, 9, 2, 6),), tokens, sampling, seed, frozenset()).started(spec, None)
+        run = job(((3, 1, 4, 1, 5, 9, 2, 6),), tokens, sampling, seed, frozenset()).start(spec, None)
         steps = [step for step in run if step.tree is not None]
         runs.append((*run.results(), steps))
     return runs

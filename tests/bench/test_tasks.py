@@ -9,7 +9,7 @@ import zipfile
 import pytest
 
 from longdraft.bench import ruler, scores, tasks
-from longdraft.bench.data import Sample, fitted
+from longdraft.bench.data import Sample, encode_truncated
 from longdraft.errors import CapabilityError, PromptError
 from tests.support.tiny import tiny_tokenizer
 
@@ -52,24 +52,24 @@ def write(tmp_path):
 def test_a_row_of_every_layout(write, name):
     row, before, behind = LAYOUTS[name]
     path = write([row], ".parquet")
-    (first,) = tasks.read([f"{name}={path}"])
+    (first,) = tasks.load_samples([f"{name}={path}"])
     assert first.dataset.startswith(name) and first.origin == f"{path}:1"
-    texts = [row[c] for c in tasks.TASKS[name].document if c in row] or [row.get("input") or row["turns"][0]]
+    texts = [row[c] for c in tasks.TASKS[name].document_columns if c in row] or [row.get("input") or row["turns"][0]]
     assert first.document == texts[0]
     assert first.preface.startswith(before) and behind in first.instruction
-    assert bool(first.score) == bool(first.answers)
+    assert bool(first.metric) == bool(first.answers)
 
 
 def test_every_task_of_longbench_has_a_template_and_a_score(write):
     path = write([LONGBENCH[0] | {"all_classes": ["x", "y"]}])
     for name in [name for name, task in tasks.TASKS.items() if "data.zip" in str(task.hub)]:
-        (sample,) = tasks.read([f"{name}={path}"])
-        assert "{" not in sample.preface + sample.instruction and sample.score and sample.middle
+        (sample,) = tasks.load_samples([f"{name}={path}"])
+        assert "{" not in sample.preface + sample.instruction and sample.metric and sample.truncate_middle
 
 
 def test_parts_of_a_data_set(write):
     questions = [{"category": c, "turns": ["q"]} for c in ("writing", "translation")]
-    found = tasks.read([f"spec-bench={write(questions)}"])
+    found = tasks.load_samples([f"spec-bench={write(questions)}"])
     assert [s.dataset for s in found] == ["spec-bench/mt_bench", "spec-bench/translation"]
 
 
@@ -81,18 +81,21 @@ def test_folders_and_archives(tmp_path, write):
     (tmp_path / "unpacked").mkdir()
     (tmp_path / "unpacked" / "lcc.jsonl").write_text(rows)
     for place in ("data.zip", "unpacked"):
-        assert [s.document for s in tasks.read([f"lcc={tmp_path / place}"], 2)] == ["long text 0", "long text 1"]
+        assert [s.document for s in tasks.load_samples([f"lcc={tmp_path / place}"], 2)] == [
+            "long text 0",
+            "long text 1",
+        ]
     (tmp_path / "v2.json").write_text(json.dumps([LAYOUTS["longbench-v2"][0]]))
-    assert tasks.read([f"longbench-v2={tmp_path / 'v2.json'}"])[0].answers == ("B",)
+    assert tasks.load_samples([f"longbench-v2={tmp_path / 'v2.json'}"])[0].answers == ("B",)
     (tmp_path / "books").mkdir()
     for name in ("10", "11"):
         (tmp_path / "books" / f"{name}.txt").write_text(f"book {name}")
-    assert [s.document for s in tasks.read([f"pg19={tmp_path / 'books'}"])] == ["book 10", "book 11"]
-    assert len(tasks.read([f"pg19={tmp_path / 'books'}"], 1)) == 1
+    assert [s.document for s in tasks.load_samples([f"pg19={tmp_path / 'books'}"])] == ["book 10", "book 11"]
+    assert len(tasks.load_samples([f"pg19={tmp_path / 'books'}"], 1)) == 1
     for bad in ("v3.json", "v3.jsonl"):
         (tmp_path / bad).write_text("{")
         with pytest.raises(PromptError, match=bad):
-            tasks.read([f"longbench-v2={tmp_path / bad}"])
+            tasks.load_samples([f"longbench-v2={tmp_path / bad}"])
 
 
 @pytest.mark.parametrize("kind", ruler.KINDS)
@@ -100,19 +103,21 @@ def test_needles_stay_when_a_prompt_is_cut(tmp_path, kind):
     tokenizer = tiny_tokenizer(chat=True)
     (tmp_path / "essay.txt").write_text("it was a day in may. " * 500)
     for name in (kind, f"{kind}={tmp_path / 'essay.txt'}"):
-        sample = tasks.read([name], 1)[0]
-        text = tokenizer.decode(fitted(sample, tokenizer, 1500), skip_special_tokens=True)
+        sample = tasks.load_samples([name], 1)[0]
+        text = tokenizer.decode(encode_truncated(sample, tokenizer, 1500), skip_special_tokens=True)
         places = [text.index(sentence.lower()) for _, sentence in sample.needles]
         assert len(text) > 1400 and places == sorted(places)
-        assert scores.score(sample, " ".join(sample.answers)) == 1.0
-        assert scores.score(sample, sample.answers[0]) == 1 / len(sample.answers)
-    assert tasks.read([kind], 1) == tasks.read([kind], 1)
+        assert scores.score_answer(sample, " ".join(sample.answers)) == 1.0
+        assert scores.score_answer(sample, sample.answers[0]) == 1 / len(sample.answers)
+    assert tasks.load_samples([kind], 1) == tasks.load_samples([kind], 1)
 
 
 def test_a_middle_is_cut_out_as_longbench_does():
     tokenizer = tiny_tokenizer(chat=True)
-    sample = Sample("".join(f"{i} " for i in range(200)), "end", "x", "x:1", "begin ", joint="", middle=True)
-    text = tokenizer.decode(fitted(sample, tokenizer, 60), skip_special_tokens=True)
+    sample = Sample(
+        "".join(f"{i} " for i in range(200)), "end", "x", "x:1", "begin ", separator="", truncate_middle=True
+    )
+    text = tokenizer.decode(encode_truncated(sample, tokenizer, 60), skip_special_tokens=True)
     assert text.startswith("begin 0 1 2 ") and text.endswith("198 199 end")
 
 
@@ -127,20 +132,20 @@ def test_a_middle_is_cut_out_as_longbench_does():
 )
 def test_rows_of_another_format_are_named(write, row, message):
     with pytest.raises(PromptError, match=message):
-        tasks.read([f"qmsum={write([row])}"])
+        tasks.load_samples([f"qmsum={write([row])}"])
 
 
 def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "bad.parquet").write_bytes(b"nothing of the kind")
     for name in (f"lcc={tmp_path / 'none.parquet'}", f"lcc={tmp_path / 'bad.parquet'}", "none.jsonl", "govreport"):
         with pytest.raises(PromptError):
-            tasks.read([name])
+            tasks.load_samples([name])
 
 
 def test_no_hub():
     """Tests run offline."""
     with pytest.raises(CapabilityError, match="--data gov_report=FILE"):
-        tasks.read(["gov_report"])
+        tasks.load_samples(["gov_report"])
 
 
 def test_rows_from_the_hub(monkeypatch):
@@ -151,7 +156,7 @@ def test_rows_from_the_hub(monkeypatch):
         return iter(LONGBENCH)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    (found,) = tasks.read(["qmsum"], limit=1)
+    (found,) = tasks.load_samples(["qmsum"], limit=1)
     assert (found.document, found.origin, found.dataset) == ("long text 0", "qmsum:1", "qmsum")
     assert asked[0]["streaming"] is True
     assert asked[0]["data_files"].startswith("zip://data/qmsum.jsonl::hf://datasets/")
@@ -160,17 +165,17 @@ def test_rows_from_the_hub(monkeypatch):
 def test_without_the_library(write, monkeypatch):
     parquet = write(LONGBENCH, ".parquet")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert len(tasks.read([f"lcc={write(LONGBENCH)}"])) == 3
+    assert len(tasks.load_samples([f"lcc={write(LONGBENCH)}"])) == 3
     for name in ("gov_report", f"lcc={parquet}"):
         with pytest.raises(CapabilityError, match=r"longdraft\[data\]"):
-            tasks.read([name])
+            tasks.load_samples([name])
 
 
 def test_the_standard_library_is_always_there(monkeypatch):
-    found = tasks.read([tasks.BUILT_IN])
+    found = tasks.load_samples([tasks.BUILT_IN])
     assert {s.dataset for s in found} == {"stdlib-summary", "stdlib-quote"}
     assert all(len(s.document) > 10_000 for s in found)
-    assert len(tasks.read([tasks.BUILT_IN], limit=2)) == 2
+    assert len(tasks.load_samples([tasks.BUILT_IN], limit=2)) == 2
     monkeypatch.setattr(tasks.Path, "is_file", lambda path: False)
     with pytest.raises(PromptError, match="--data"):
-        tasks.built_in()
+        tasks.built_in_samples()

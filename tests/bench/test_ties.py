@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longdraft import PromptCache, Sampling, Speculator
-from longdraft.bench.ties import compare, first_difference, near_tie
+from longdraft.bench.ties import compare_outputs, first_difference, near_tie
 from longdraft.model.runner import TargetRunner
 from tests.support.tiny import tiny_model
 
@@ -25,8 +25,8 @@ def test_first_difference(a, b, at):
 
 def test_the_gap_is_that_of_the_models_logits_there():
     model = tiny_model()
-    assert compare(TargetRunner(model), PROMPT, [1, 2], [1, 2]) is None
-    found = compare(TargetRunner(model), PROMPT, [10, 11, 12], [10, 11, 13])
+    assert compare_outputs(TargetRunner(model), PROMPT, [1, 2], [1, 2]) is None
+    found = compare_outputs(TargetRunner(model), PROMPT, [10, 11, 12], [10, 11, 13])
     logits = model(torch.tensor([[*PROMPT, 10, 11]])).logits[0, -1].detach()
     assert (found.position, found.token, found.reference) == (2, 12, 13)
     assert found.gap == pytest.approx(float((logits[12] - logits[13]).abs()), abs=1e-4)
@@ -46,11 +46,11 @@ def test_a_near_tie():
     tokens = Speculator("ar", target=twins(0)).generate(PROMPT, max_new_tokens=6)[0].token_ids
     other = [*tokens[:4], tokens[4] ^ 1, 3]
     runner = TargetRunner(twins(0))
-    found = compare(runner, PROMPT, other, tokens)
+    found = compare_outputs(runner, PROMPT, other, tokens)
     assert found.position == 4
     assert found.gap < 1e-6
     assert found.near_tie
-    assert not compare(TargetRunner(twins(0.1)), PROMPT, other, tokens).near_tie
+    assert not compare_outputs(TargetRunner(twins(0.1)), PROMPT, other, tokens).near_tie
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_how_near_is_a_matter_of_the_dtypes_spacing(dtype, logit, gap, near):
 
 
 def test_an_end_is_no_near_tie():
-    found = compare(TargetRunner(tiny_model()), PROMPT, [10], [10, 11])
+    found = compare_outputs(TargetRunner(tiny_model()), PROMPT, [10], [10, 11])
     assert (found.position, found.token, found.reference, found.gap) == (1, None, 11, math.inf)
     assert not found.near_tie
 
@@ -79,8 +79,8 @@ def test_processors_are_applied_first():
     model = twins(0)
     sampling = Sampling(repetition_penalty=3.0)
     # 11's twin 10 has been said and is penalised, so what ties without the processor does not with it.
-    plain = compare(TargetRunner(model), [*PROMPT, 10], [10], [11])
-    penalised = compare(TargetRunner(model), [*PROMPT, 10], [10], [11], sampling)
+    plain = compare_outputs(TargetRunner(model), [*PROMPT, 10], [10], [11])
+    penalised = compare_outputs(TargetRunner(model), [*PROMPT, 10], [10], [11], sampling)
     assert plain.near_tie
     assert not penalised.near_tie
 
@@ -88,7 +88,7 @@ def test_processors_are_applied_first():
 def test_two_tokens_that_a_filter_ruled_out():
     model = tiny_model()
     worst = model(torch.tensor([PROMPT])).logits[0, -1].argsort()[:2].tolist()
-    found = compare(TargetRunner(model), PROMPT, worst[:1], worst[1:], Sampling(temperature=1.0, top_k=2))
+    found = compare_outputs(TargetRunner(model), PROMPT, worst[:1], worst[1:], Sampling(temperature=1.0, top_k=2))
     assert found.gap == math.inf
 
 
@@ -97,6 +97,6 @@ def test_a_cache_of_the_prompt_is_used_and_still_holds_it(forwards):
     spec = Speculator("ar", target=model)
     tokens = spec.generate(PROMPT, max_new_tokens=4, cache=cache)[0].token_ids
     forwards.clear()
-    compare(spec.runner(), PROMPT, [tokens[0], (tokens[1] + 1) % 61], tokens, cache=cache)
+    compare_outputs(spec.runner(), PROMPT, [tokens[0], (tokens[1] + 1) % 61], tokens, cache=cache)
     assert [f.rows for f in forwards] == [1]
     assert list(cache.tokens[0][: len(PROMPT)]) == PROMPT

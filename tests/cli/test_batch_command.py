@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from longdraft.batch.output import Output
+from longdraft.batch.output import OutputFile
 
 
 def prompts(path, count, tokens=4):
@@ -57,7 +57,7 @@ def test_a_run_that_ended_early_goes_on_with_every_row_once(shell, model_folder,
     """By Ctrl-C, and with what a process that is killed leaves of a line."""
     source, out, whole = prompts(tmp_path / "in", 200), tmp_path / "out", tmp_path / "whole"
     command = ["--model", model_folder, "--method", "prompt-lookup", "--slots", 4, "-t", 0.7]
-    press_ctrl_c(Output, "write", 21)
+    press_ctrl_c(OutputFile, "write", 21)
     ended = shell("batch", source, out, *command)
     there = len(found(out))
     assert ended.code == 130 and "the same command goes on" in ended.err and 20 <= there < 200

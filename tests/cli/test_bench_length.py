@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from longdraft.bench.length import doubled
+from longdraft.bench.length_reports import doubling_lengths
 
 
 @pytest.fixture
@@ -135,6 +135,6 @@ def test_break_even_here(measured, tmp_path):
 
 
 def test_lengths_double():
-    assert doubled(1024, 8192) == (1024, 2048, 4096, 8192)
-    assert doubled(1024, 5000) == (1024, 2048, 4096, 5000)
-    assert doubled(1024, 512) == (512,)
+    assert doubling_lengths(1024, 8192) == (1024, 2048, 4096, 8192)
+    assert doubling_lengths(1024, 5000) == (1024, 2048, 4096, 5000)
+    assert doubling_lengths(1024, 512) == (512,)

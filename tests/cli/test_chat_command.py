@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from longdraft import Speculator, load
-from longdraft.model.chat import conversation
+from longdraft.model.chat import encode_conversation
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def answers(model_folder, *questions, first=""):
     spec, messages, found = Speculator("ar", model, tokenizer, plan="fixed"), [], []
     for i, question in enumerate(questions):
         messages.append({"role": "user", "content": first + question if i == 0 else question})
-        found.append(spec.generate(conversation(tokenizer, messages), max_new_tokens=12)[0].text)
+        found.append(spec.generate(encode_conversation(tokenizer, messages), max_new_tokens=12)[0].text)
         messages.append({"role": "assistant", "content": found[-1]})
     return found
 

@@ -10,8 +10,8 @@ import pytest
 
 from longdraft.cli.display import TextOutput
 from longdraft.cli.main import main
-from longdraft.cli.progress import Counter
-from longdraft.engine.streaming import Piece
+from longdraft.cli.progress import ThroughputBar
+from longdraft.engine.streaming import TextDelta
 from longdraft.methods import METHODS
 
 
@@ -41,9 +41,9 @@ def terminal(monkeypatch):
 def test_drafted_tokens_are_coloured_on_a_terminal(terminal):
     screen = terminal()
     output = TextOutput()
-    output.write([Piece("one ", False), Piece("two", True)])
+    output.write([TextDelta("one ", False), TextDelta("two", True)])
     output.end()
-    assert output.coloured
+    assert output.colored
     assert screen.getvalue() == "one \x1b[32mtwo\x1b[0m\n"
 
 
@@ -52,8 +52,8 @@ def test_no_colour_where_it_is_not_wanted(terminal, monkeypatch, name, value):
     screen = terminal()
     monkeypatch.setenv(name, value)
     output = TextOutput()
-    output.write([Piece("two", True)])
-    assert not output.coloured
+    output.write([TextDelta("two", True)])
+    assert not output.colored
     assert "\x1b[32m" not in screen.getvalue()
 
 
@@ -66,28 +66,28 @@ def test_no_colour_where_it_is_not_wanted(terminal, monkeypatch, name, value):
 )
 def test_text_on_a_terminal_is_text(terminal, text, shown):
     screen = terminal()
-    TextOutput().write([Piece(text, False)])
+    TextOutput().write([TextDelta(text, False)])
     assert screen.getvalue() == (shown or text)
 
 
 @pytest.mark.parametrize(
     ("pieces", "silent", "shown"),
     [
-        ([Piece("[b]one ", False), Piece("two", True)], False, "[b]one two\n"),
-        ([Piece("one\n", False)], False, "one\n"),  # the line ends once
-        ([Piece("one", False)], True, ""),
+        ([TextDelta("[b]one ", False), TextDelta("two", True)], False, "[b]one two\n"),
+        ([TextDelta("one\n", False)], False, "one\n"),  # the line ends once
+        ([TextDelta("one", False)], True, ""),
     ],
 )
 def test_a_file_gets_the_text_alone(capsys, pieces, silent, shown):
     output = TextOutput(silent=silent)
     output.write(pieces)
     output.end()
-    assert capsys.readouterr() == (shown, "") and not output.coloured
+    assert capsys.readouterr() == (shown, "") and not output.colored
 
 
 def test_the_bar_leaves_nothing_behind(terminal):
     screen = terminal()
-    with Counter("Reading the prompt", "tokens", 1000) as bar:
+    with ThroughputBar("Reading the prompt", "tokens", 1000) as bar:
         bar.update(512, 512)
     shown = screen.getvalue()
     assert " 512/1000" in shown
@@ -96,9 +96,9 @@ def test_the_bar_leaves_nothing_behind(terminal):
 
 
 def test_no_bar_without_a_terminal(capsys):
-    with Counter("Reading the prompt", "tokens", 1000) as bar:
-        bar.tell("Reading the prompt", 512)
-        bar.tell("Reading the prompt", 513)
+    with ThroughputBar("Reading the prompt", "tokens", 1000) as bar:
+        bar.draw("Reading the prompt", 512)
+        bar.draw("Reading the prompt", 513)
     assert capsys.readouterr() == ("", "Reading the prompt: 512 of 1,000 tokens\n")
 
 

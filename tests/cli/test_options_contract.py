@@ -8,7 +8,7 @@ from dataclasses import fields
 
 import pytest
 
-from longdraft import Speculator, pages
+from longdraft import Speculator, huge_pages
 from longdraft.cli.method_options import CATALOGUE, DraftOptions, method_options
 from longdraft.cli.options import ModelOptions
 from longdraft.methods import METHODS
@@ -62,6 +62,6 @@ def test_the_file_of_the_command_line_is_that_of_the_catalogue_and_trees_have_a_
 )  # fmt: skip
 def test_memory_is_begun_for_weights_that_are_laid_out(chosen, begins, monkeypatch):
     begun = []
-    monkeypatch.setattr(pages, "begin", lambda path, free: begun.append(path))
-    ModelOptions(model="large.gguf", **chosen).begin()
+    monkeypatch.setattr(huge_pages, "begin", lambda path, free: begun.append(path))
+    ModelOptions(model="large.gguf", **chosen).preload()
     assert begun == ["large.gguf"] * begins

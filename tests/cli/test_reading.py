@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from longdraft.cli import reading
+from longdraft.cli import prompt_input
 from longdraft.errors import PromptError
 
 
@@ -39,13 +39,15 @@ def test_files_then_what_is_piped_in_then_the_instruction(stdin, tmp_path, promp
     for name, content in FILES.items():
         (tmp_path / name).write_bytes(content)
     stdin(piped)
-    assert reading.read(prompt, [name if name == "-" else str(tmp_path / name) for name in files]) == expected
+    assert (
+        prompt_input.read_prompt(prompt, [name if name == "-" else str(tmp_path / name) for name in files]) == expected
+    )
 
 
 def test_an_idle_device_on_standard_input_is_left_alone(stdin):
     with Path(os.devnull).open() as device:
         stdin(device)
-        assert reading.read("why?", []) == ("", "why?")
+        assert prompt_input.read_prompt("why?", []) == ("", "why?")
 
 
 def test_a_real_pipe_is_read(stdin):
@@ -54,14 +56,14 @@ def test_a_real_pipe_is_read(stdin):
     os.close(into)
     with os.fdopen(out, encoding="utf-8") as end:
         stdin(end)
-        assert reading.read(None, []).instruction == "café"
+        assert prompt_input.read_prompt(None, []).instruction == "café"
 
 
 @pytest.mark.parametrize(("prompt", "piped"), [(None, b""), ("  \n", b""), (None, b"\x89PNG\0")])
 def test_nothing_to_read(stdin, prompt, piped):
     stdin(piped)
     with pytest.raises(PromptError):
-        reading.read(prompt, [])
+        prompt_input.read_prompt(prompt, [])
 
 
 @pytest.mark.parametrize(
@@ -74,7 +76,7 @@ def test_files_that_cannot_be_used(tmp_path, content):
     elif content is not None:
         path.write_bytes(content)
     with pytest.raises(PromptError, match=re.escape(str(path))):
-        reading.read("why?", [str(path)])
+        prompt_input.read_prompt("why?", [str(path)])
 
 
 def pdf(text: str) -> bytes:
@@ -100,10 +102,10 @@ def test_a_pdf_is_read(tmp_path, monkeypatch):
     pytest.importorskip("pypdf")
     path = tmp_path / "a.pdf"
     path.write_bytes(pdf("one two"))
-    assert reading.read("why?", [str(path)]).document.strip() == "one two"
+    assert prompt_input.read_prompt("why?", [str(path)]).document.strip() == "one two"
     path.write_bytes(pdf(""))  # scanned pages
     with pytest.raises(PromptError):
-        reading.read("why?", [str(path)])
+        prompt_input.read_prompt("why?", [str(path)])
     monkeypatch.setitem(sys.modules, "pypdf", None)
     with pytest.raises(PromptError, match=r"longdraft\[pdf\]"):
-        reading.read("why?", [str(path)])
+        prompt_input.read_prompt("why?", [str(path)])

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from longdraft.cli.console import in_flags
+from longdraft.cli.console import with_flag_names
 from tests.support.drafts import random_draft, random_eagle3
 from tests.support.tiny import tiny_model
 
@@ -122,4 +122,4 @@ def test_words_that_are_no_command_line(shell, words, name):
     ],
 )
 def test_a_message_about_an_argument_names_its_flag(message, expected):
-    assert in_flags(message) == expected
+    assert with_flag_names(message) == expected

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from longdraft.bench.papers import PAPERS, table_of
+from longdraft.bench.papers import PAPERS, get_table
 from longdraft.bench.quality import FULL
 from tests.support.drafts import random_draft, random_eagle3, random_lm
 from tests.support.tiny import tiny_model
@@ -93,7 +93,7 @@ def test_a_table_of_quality(reproduce, drafts, tmp_path):
 
 
 def test_parts_of_a_round(reproduce, drafts, monkeypatch):
-    own = table_of(PAPERS["longspec"], "4")
+    own = get_table(PAPERS["longspec"], "4")
     own = replace(own, columns=own.columns[:1])
     monkeypatch.setitem(PAPERS, "longspec", replace(PAPERS["longspec"], tables=(own,)))
     found = last(reproduce("longspec", "4", "--draft", drafts["longspec"]))

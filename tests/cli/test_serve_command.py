@@ -34,7 +34,7 @@ def test_it_listens_answers_and_ends_when_asked_to(model_folder, tmp_path):
         assert status == 200 and json.loads(answer)["usage"]["completion_tokens"] == 5
         assert "POST /v1/chat/completions" in said.read_text()
         os.kill(run.pid, signal.SIGTERM)
-        assert elsewhere.ended(run, 30) == 0 and "All requests have ended" in said.read_text()
+        assert elsewhere.wait_for_exit(run, 30) == 0 and "All requests have ended" in said.read_text()
     finally:
         run.kill()
 

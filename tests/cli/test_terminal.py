@@ -26,7 +26,7 @@ class Terminal:
         self.columns, self.written = columns, ""
         self._ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-        self.process = elsewhere.at_terminal(os.ttyname(theirs), function, *arguments)
+        self.process = elsewhere.start_at_terminal(os.ttyname(theirs), function, *arguments)
         self._theirs = theirs
 
     def __enter__(self) -> Terminal:

@@ -169,7 +169,7 @@ def test_the_table_of_options_is_the_catalogue():
     assert text == options_page.HEAD + options_page.table(), "run: python -m tests.options_page"
 
 
-@pytest.mark.usefixtures("as_before")
+@pytest.mark.usefixtures("restored_registries")
 def test_the_drafter_of_your_own_decodes_as_the_target_does():
     runpy.run_path(str(ROOT / "examples" / "last_seen.py"))
     model, prompts = tiny_model(vocab=11), [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3]]

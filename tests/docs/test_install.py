@@ -127,7 +127,7 @@ def test_from_git(installed):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(native.kernels() is None, reason=f"no kernels here: {native.missing()}")
+@pytest.mark.skipif(native.kernels() is None, reason=f"no kernels here: {native.unavailable_reason()}")
 def test_as_a_wheel(installed):
     """What it holds is what the checkout holds, and its kernels serve where there is no compiler."""
     before = installed._git("ls-files", cwd=installed.checkout).split()
@@ -139,10 +139,10 @@ def test_as_a_wheel(installed):
     wanted = {name.removeprefix("src/") for name in before if name.startswith("src/")}
     assert wanted <= held
     carried = re.findall(rf"longdraft/native/{build.CARRIED}/kernels-(.*)-[0-9a-f]+\.so", "\n".join(held))
-    assert {*carried} == {*build.machine_levels()}
+    assert {*carried} == {*build.platform_levels()}
     for name in (name for name in held if name.endswith(".so")):
         # Of the C library no more than torch's own wheels need.
         assert max(int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", archive.read(name))) <= 28
     shutil.rmtree(installed.checkout)
     found = installed.works(**NO_COMPILER)
-    assert found["kernels"]["level"] == build.levels()[0] and not (installed.folder / "cache/native").exists()
+    assert found["kernels"]["level"] == build.supported_levels()[0] and not (installed.folder / "cache/native").exists()

@@ -8,8 +8,8 @@ import torch
 
 from longdraft import Speculator
 from longdraft.engine.sequence import Sequence
-from tests.support.definitions import Says, assert_defined
-from tests.support.events import begun, replaced
+from tests.support.definitions import DraftLogprobs, assert_matches_definition
+from tests.support.events import prefill_event, rewrite_event
 from tests.support.forwards import forward
 
 
@@ -21,7 +21,7 @@ class Decoding:
         says: the drafter's definition; given the rows that it sees of the text, where it does not see all.
     """
 
-    def __init__(self, spec: Speculator, text: list[int], prompt: int, says: Callable[..., Says]) -> None:
+    def __init__(self, spec: Speculator, text: list[int], prompt: int, says: Callable[..., DraftLogprobs]) -> None:
         self.says, self.runner = says, spec.runner()
         self.drafter = drafter = spec.recipe().drafter()
         self.store = self.runner.new_store(1, len(text) + 60, drafter.feature_layers(self.runner))
@@ -29,7 +29,7 @@ class Decoding:
         self.s = Sequence(0, text[:prompt], 80)
         self.read(text[:prompt])
         self.s.append(text[prompt])
-        drafter.observe(begun(self.s))
+        drafter.observe(prefill_event(self.s))
         self.go_on(*text[prompt + 1 :])
 
     def read(self, tokens: list[int]) -> None:
@@ -45,8 +45,8 @@ class Decoding:
     def check(self, *seen: list[int]) -> None:
         """What is proposed now is what the definition says."""
         (tree,) = self.drafter.propose([self.s])
-        assert tree.drafted
-        assert_defined(self.says(*seen), self.s.tokens, tree)
+        assert tree.num_draft_tokens
+        assert_matches_definition(self.says(*seen), self.s.tokens, tree)
 
     def draft_from_inexact_rows(self, back: int) -> int:
         """Drafts while the last rows are unverified and wrong; returns the first of them."""
@@ -54,8 +54,8 @@ class Decoding:
         kept = [x.clone() for x in (store.keys, store.values)]
         features = None if store.features is None else store.features.clone()
         start = store.lengths[0] - back
-        store.lengths[0], store.unverified[0] = start, back
-        self.drafter.observe(replaced(self.s, start))
+        store.lengths[0], store.num_unverified[0] = start, back
+        self.drafter.observe(rewrite_event(self.s, start))
         for x in (store.keys, store.values):
             x[:, 0, :, start:] = 7.0
         if features is not None:
@@ -65,5 +65,5 @@ class Decoding:
             x.copy_(exact)
         if features is not None:
             store.features.copy_(features)
-        store.unverified[0] = 0
+        store.num_unverified[0] = 0
         return start

@@ -3,17 +3,17 @@ from __future__ import annotations
 import pytest
 
 from longdraft.drafters import eagle3
-from longdraft.drafters.shared import neural, whole_level
+from longdraft.drafters.shared import block_drafter, fused_level
 
 
 @pytest.fixture
 def float32_weights(monkeypatch):
     """Drafts are computed with the weights as they are, as their definitions in these tests are."""
-    monkeypatch.setattr(whole_level, "light", lambda weights: weights)
+    monkeypatch.setattr(fused_level, "light", lambda weights: weights)
 
 
 @pytest.fixture
 def small_chunks(monkeypatch):
     """EAGLE-3 and one-pass drafts read 7 rows of a text at a time."""
-    for module in (eagle3, neural):
+    for module in (eagle3, block_drafter):
         monkeypatch.setattr(module, "CHUNK", 7)

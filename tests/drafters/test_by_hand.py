@@ -13,13 +13,13 @@ from longdraft import Speculator
 from longdraft.engine.sequence import Sequence
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.tree import NodeLimit
-from longdraft.views.draft_cache import SPARE
+from longdraft.views.draft_cache import SPARE_ENTRIES
 from tests.drafters.by_hand import Decoding
 from tests.drafters.test_definitions import target
 from tests.support import definitions as said
 from tests.support.definitions import weights_of
 from tests.support.drafts import random_draft, random_eagle3, random_onepass
-from tests.support.events import attended, begun, replaced
+from tests.support.events import prefill_event, query_event, rewrite_event
 from tests.support.forwards import forward
 from tests.support.tiny import tiny_model
 
@@ -69,7 +69,7 @@ def test_refreshed_rows_are_read_again(there):
     there.go_on(3, 1, 4, 1, 5)
     start = there.draft_from_inexact_rows(5)
     there.store.lengths[0] = start + 5
-    there.drafter.observe(replaced(there.s, start))
+    there.drafter.observe(rewrite_event(there.s, start))
     there.check()
 
 
@@ -97,10 +97,10 @@ def test_retrieved_rows_are_seen_as_if_they_stood_together(tmp_path, kind, setti
 
     there.check(gathered())  # nothing scored: the latest chunks
     there.go_on(2)
-    chosen, layer = [], there.runner.depth - 1
+    chosen, layer = [], there.runner.num_layers - 1
     for _ in range(3):
         for _ in range(RETRIEVAL["every"]):
-            there.drafter.observe(attended(s, {layer: 9 * torch.randn(6, 16)}))
+            there.drafter.observe(query_event(s, {layer: 9 * torch.randn(6, 16)}))
         chosen.append(retrieval.chosen(0))
         seen = gathered()
         assert len(seen) < len(s.tokens) - 10
@@ -113,7 +113,7 @@ def test_retrieved_rows_are_seen_as_if_they_stood_together(tmp_path, kind, setti
     start = there.draft_from_inexact_rows(5)
     there.store.lengths[0] = start + 5
     there.go_on(2)
-    there.drafter.observe(replaced(s, start))
+    there.drafter.observe(rewrite_event(s, start))
     there.check(gathered())
 
 
@@ -152,7 +152,7 @@ def test_windows_bound_the_memory(tmp_path):
             there = decoding(tmp_path / f"{length}", kind, text, length - 1, window=16)
             there.drafter.propose([there.s])
             # layers, slots, KV heads, window, the nodes that the draft is shown and nobody's row
-            assert there.drafter.cache.store.keys.shape[:4] == (1, 1, 2, 16 + SPARE + rows + 1)
+            assert there.drafter.cache.store.keys.shape[:4] == (1, 1, 2, 16 + SPARE_ENTRIES + rows + 1)
 
 
 def test_prefill_reads_the_last_window_alone(tmp_path):
@@ -172,7 +172,7 @@ def test_prefill_reads_the_last_window_alone(tmp_path):
     store.commit(0, range(900))
     s.append(5)
     rows.clear()
-    drafter.observe(begun(s))
+    drafter.observe(prefill_event(s))
     drafter.propose([s])
     assert rows == [16, 1, 2, 4]  # the window; then the root and each level that is expanded
 
@@ -180,10 +180,10 @@ def test_prefill_reads_the_last_window_alone(tmp_path):
 def test_the_targets_parts_are_shared_and_kept_between_runs(tmp_path):
     model = tiny_model()
     spec = Speculator(random_draft(tmp_path / "draft", model), target=model)
-    first = spec.draft().bound(spec.runner())
+    first = spec.draft().bind(spec.runner())
     assert first.embedding.weight is model.get_input_embeddings().weight
     spec.generate([[1, 2, 3]], max_new_tokens=4)
-    assert spec.draft().bound(spec.runner()) is first
+    assert spec.draft().bind(spec.runner()) is first
 
 
 def test_one_forward_a_round_whatever_the_depth_and_however_many_texts(tmp_path):
@@ -198,7 +198,7 @@ def test_one_forward_a_round_whatever_the_depth_and_however_many_texts(tmp_path)
         s.slot = s.index
         store.commit(s.slot, range(3))
         s.append(4)
-        drafter.observe(begun(s))
+        drafter.observe(prefill_event(s))
     trees = drafter.propose(sequences)
     assert drafter.forwards == 1 and [max(tree.depths) for tree in trees] == [4, 4] and trees[0] == trees[1]
     drafter.use_planner()  # who pays for the forward once, so that a level is nearly free

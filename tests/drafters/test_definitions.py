@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM
 
 from longdraft import Speculator
 from longdraft.drafters.onepass import CANDIDATES
-from longdraft.model.rotary import Rotary
+from longdraft.model.rotary import RotaryEmbedding
 from longdraft.native import kernels
 from tests.support import definitions as said
 from tests.support import published
-from tests.support.definitions import MASK, assert_defined, drafted, weights_of
+from tests.support.definitions import MASK, assert_matches_definition, drafted_rounds, weights_of
 from tests.support.drafts import random_draft, random_eagle3, random_heads, random_onepass, small_lm
-from tests.support.mtp_models import SPARSE, definition, with_further
+from tests.support.mtp_models import SPARSE, mtp_definition, save_with_mtp
 from tests.support.published import LAYER
 from tests.support.recurrent_models import some_prompt
 from tests.support.tiny import tiny_model
@@ -48,7 +48,7 @@ class Row:
     """
 
     folder: Callable[[Path, Any], Path]
-    says: Callable[[Any, Speculator, Path], said.Says]
+    says: Callable[[Any, Speculator, Path], said.DraftLogprobs]
     options: dict[str, Any] = field(default_factory=lambda: dict(NARROW))
     target: dict[str, Any] = field(default_factory=dict)
     ids: list[int] | None = None
@@ -259,7 +259,7 @@ ROWS = {
 }  # fmt: skip
 
 
-def own_forward(folder: Path) -> said.Says:
+def own_forward(folder: Path) -> said.DraftLogprobs:
     """What a small language model's own forward says."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
 
@@ -279,18 +279,23 @@ def plain(model: Any, prompts: tuple[tuple[int, ...], ...]) -> list[list[int]]:
 
 
 def compare(
-    spec: Speculator, says: said.Says, prompts: Any = PROMPTS, ids: Any = None, near: float = 3e-4, least: int = 1
+    spec: Speculator,
+    says: said.DraftLogprobs,
+    prompts: Any = PROMPTS,
+    ids: Any = None,
+    near: float = 3e-4,
+    least: int = 1,
 ) -> Any:
     """Rounds of a run, of which the first and the last are compared; the text is plain decoding's.
 
     Args:
         least: drafted tokens that are right, or nothing would say that those are emitted.
     """
-    rounds, results = drafted(spec, prompts, 12)
+    rounds, results = drafted_rounds(spec, prompts, 12)
     assert [r.token_ids for r in results] == plain(spec.runner().model, tuple(map(tuple, prompts)))
     assert sum(r.drafted for r in results) > sum(r.accepted for r in results) >= (least if ids is None else 0)
     for text, tree in rounds[:3] + rounds[-4:]:
-        assert_defined(says, text, tree, ids, 10, near)
+        assert_matches_definition(says, text, tree, ids, 10, near)
     return rounds
 
 
@@ -310,7 +315,8 @@ def test_chosen_chunks_of_a_text_that_outgrows_the_working_cache(tmp_path, name)
     model = target(**row.target)
     folder = row.folder(tmp_path / "draft", model)
     whole, few = (
-        drafted(Speculator(folder, target=model, **row.options | sizes), prompts, 12) for sizes in ({}, {"chunks": 3})
+        drafted_rounds(Speculator(folder, target=model, **row.options | sizes), prompts, 12)
+        for sizes in ({}, {"chunks": 3})
     )
     for _rounds, results in (whole, few):
         assert [r.token_ids for r in results] == plain(model, tuple(map(tuple, prompts)))
@@ -321,26 +327,24 @@ def test_chosen_chunks_of_a_text_that_outgrows_the_working_cache(tmp_path, name)
 @pytest.mark.parametrize("kind", SPARSE)
 def test_a_layer_that_predicts_further_tokens(tmp_path, kind):
     options = {"depth": 3, "window": 6, "tree": "chain"} if "moe" in kind else NARROW
-    model, layer = with_further(tmp_path / "model", kind)
+    model, layer = save_with_mtp(tmp_path / "model", kind)
     spec = Speculator("mtp", target=model, **options)
     prompts = [*PROMPTS[:2], some_prompt(40), PROMPTS[3]]
-    compare(
-        spec, said.further(model, layer, options.get("window")), prompts, near=2e-3, least=0 if "moe" in kind else 1
-    )
+    compare(spec, said.mtp(model, layer, options.get("window")), prompts, near=2e-3, least=0 if "moe" in kind else 1)
 
 
 def test_a_further_layer_in_bfloat16_stays_as_it_is_stored(tmp_path):
-    model, layer = with_further(tmp_path / "model", "qwen3_5_text", dtype=torch.bfloat16)
+    model, layer = save_with_mtp(tmp_path / "model", "qwen3_5_text", dtype=torch.bfloat16)
     spec = Speculator("mtp", target=model.float(), tree="chain", depth=3)
-    compare(spec, said.further(model, layer.float()), near=2e-3, least=0)
+    compare(spec, said.mtp(model, layer.float()), near=2e-3, least=0)
 
 
 def test_a_further_layer_past_what_it_was_trained_for_gets_a_window(tmp_path):
-    with_further(tmp_path / "model", "glm4_moe")
+    save_with_mtp(tmp_path / "model", "glm4_moe")
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "original_max_position_embeddings": 16}
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", rope_parameters=rope).eval()
     spec = Speculator("mtp", target=model, tree="chain", depth=2)
-    compare(spec, said.further(model, definition(model), 16), [some_prompt(40)], near=2e-3, least=0)
+    compare(spec, said.mtp(model, mtp_definition(model), 16), [some_prompt(40)], near=2e-3, least=0)
 
 
 def test_heads_that_lie_in_their_models_folder(tmp_path):
@@ -350,8 +354,8 @@ def test_heads_that_lie_in_their_models_folder(tmp_path):
     compare(Speculator("heads", target=model, widths=(3, 2, 2)), says, near=1e-4)
     # And saved as a folder of ours they are the same.
     Speculator(folder, target=model).draft().save(tmp_path / "heads")
-    rounds, found = drafted(Speculator(tmp_path / "heads", target=model, widths=(3, 2, 2)), PROMPTS)
-    again, own = drafted(Speculator(folder, target=model, widths=(3, 2, 2)), PROMPTS)
+    rounds, found = drafted_rounds(Speculator(tmp_path / "heads", target=model, widths=(3, 2, 2)), PROMPTS)
+    again, own = drafted_rounds(Speculator(folder, target=model, widths=(3, 2, 2)), PROMPTS)
     assert rounds == again and [r.accepted for r in found] == [r.accepted for r in own]
 
 
@@ -360,12 +364,12 @@ def test_a_window_is_the_same_as_positions_moved_back(tmp_path, caplog):
     model = target()
     folder = random_eagle3(tmp_path / "draft", model, settings={"trained_length": 12})
     spec = Speculator(folder, target=model, **NARROW)
-    rounds, _ = drafted(spec, PROMPTS)
+    rounds, _ = drafted_rounds(spec, PROMPTS)
     assert "sees the last 12 tokens" in caplog.text and max(len(text) for text, _ in rounds) > 40
     for text, tree in rounds[-6:]:
         rows = len(text) - 1
         seen = list(range(max(0, rows - 12), rows))
-        assert_defined(said.eagle3(model, spec.draft(), 12, seen), text, tree, limit=14)
+        assert_matches_definition(said.eagle3(model, spec.draft(), 12, seen), text, tree, limit=14)
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -389,7 +393,7 @@ def test_rounded_weights_say_nearly_the_same(tmp_path, monkeypatch):
 def test_a_tree_wider_than_there_are_candidates(tmp_path):
     model = target(vocab=61)
     spec = Speculator(random_onepass(tmp_path / "draft", model), target=model, widths=(2, 60, 9))
-    tree = drafted(spec, PROMPTS[:1], 6)[0][0][1]
+    tree = drafted_rounds(spec, PROMPTS[:1], 6)[0][0][1]
     assert [sum(depth == k for depth in tree.depths) for k in (1, 2, 3)] == [2, 2 * CANDIDATES, 9]
 
 
@@ -406,9 +410,11 @@ def test_a_tree_wider_than_there_are_candidates(tmp_path):
 )  # fmt: skip
 def test_frequencies_stay_those_of_the_trained_length(rope):
     """A draft sees a window of that length, wherever it lies."""
-    rotary = Rotary(16, rope)
+    rotary = RotaryEmbedding(16, rope)
     first = said.frequencies(16, 1e4)[0]
     for places in ([0, 5], [1000, 1005]):
         cos, sin = rotary(torch.tensor(places))
-        turned = torch.complex(cos[1, :8], sin[1, :8]) * torch.complex(cos[0, :8], -sin[0, :8]) / rotary.scale**2
+        turned = (
+            torch.complex(cos[1, :8], sin[1, :8]) * torch.complex(cos[0, :8], -sin[0, :8]) / rotary.attention_scaling**2
+        )
         assert torch.allclose(turned, torch.polar(torch.ones(8), 5 * first), atol=1e-3)

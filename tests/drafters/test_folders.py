@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from longdraft import Speculator
-from longdraft.drafts import draft_folder, packed, tensor_files
+from longdraft.drafts import draft_folder, packing, tensor_files
 from longdraft.drafts.kinds import kind_of
 from longdraft.drafts.speculators import to_speculators
 from longdraft.errors import CapabilityError, CheckpointError, UnsupportedModelError
@@ -34,9 +34,9 @@ from tests.support.drafts import (
     random_lm,
     random_mtp,
     random_onepass,
-    saved,
+    save_model,
 )
-from tests.support.mtp_models import with_further
+from tests.support.mtp_models import save_with_mtp
 from tests.support.published import KEPT, LAYER, LAYOUTS
 from tests.support.tiny import tiny_model
 
@@ -249,8 +249,8 @@ def test_other_weights_of_the_same_architecture_are_allowed(kind, tmp_path, capl
 
 
 def test_checkpoints_without_a_further_layer_or_with_a_damaged_one(tmp_path):
-    model, _ = with_further(tmp_path / "model", "glm4_moe")
-    saved(tmp_path / "bare", model)
+    model, _ = save_with_mtp(tmp_path / "model", "glm4_moe")
+    save_model(tmp_path / "bare", model)
     (file,) = (tmp_path / "model").glob("*.safetensors")
     whole = load_file(file)
     for change, name in (
@@ -265,7 +265,7 @@ def test_checkpoints_without_a_further_layer_or_with_a_damaged_one(tmp_path):
     with pytest.raises(CheckpointError):
         folder = random_mtp(tmp_path / "mtp", tiny_model())
         Speculator("mtp", target=tiny_model(hidden=96), draft=folder).generate([[1, 2]], max_new_tokens=4)
-    other, _ = with_further(tmp_path / "qwen", "qwen3_5_text", shards=2)
+    other, _ = save_with_mtp(tmp_path / "qwen", "qwen3_5_text", shards=2)
     assert len(list((tmp_path / "qwen").glob("*.safetensors"))) > 1
     assert kind_of(tmp_path / "qwen").name == "small-lm"  # where it drafts for another model
     (found,) = Speculator("mtp", target=other, plan="fixed").generate([[1, 2, 3] * 9], max_new_tokens=8)
@@ -484,7 +484,7 @@ def test_names_and_shapes_of_a_draft_for_a_model_of_8b(tmp_path, monkeypatch, la
     monkeypatch.setattr(tensor_files, "names", lambda folder: list(tensors))
     monkeypatch.setattr(tensor_files, "read", lambda folder: dict(tensors))
     draft = kind_of(tmp_path).load(tmp_path)
-    assert draft.kind == method and draft.made_for["vocab_size"] == 128256
+    assert draft.kind == method and draft.required_target["vocab_size"] == 128256
     dead = [f"cross_attn.{part}_proj.{x}" for part in "kv" for x in ("weight", "bias")]
     left = {"embed_tokens.weight", "d2t", "t2d", *(dead if method == "longspec" else [])}
     assert draft.parameters == sum(t.numel() for name, t in tensors.items() if name not in left)
@@ -543,7 +543,7 @@ def test_remarks_and_what_cannot_be_saved(tmp_path):
 # --- drafts in 8 and 4 bits ---
 
 
-@pytest.mark.parametrize("bits", [None, *packed.BITS])
+@pytest.mark.parametrize("bits", [None, *packing.BITS])
 @every_kind
 def test_every_kind_is_packed_and_read(kind, bits, tmp_path):
     model, out = target(), tmp_path / "packed"
@@ -551,7 +551,7 @@ def test_every_kind_is_packed_and_read(kind, bits, tmp_path):
     whole = kind_of(folder).load(folder)
     whole.save(out, bits=bits)
     found = kind_of(out).load(out)
-    assert found.config == whole.config and found.made_for == whole.made_for
+    assert found.config == whole.config and found.required_target == whole.required_target
     for name, weight in whole.weights.items():
         near = weight.abs().max() / {None: torch.inf, 8: 150, 4: 8}[bits]
         assert (found.weights[name].float() - weight.float()).abs().max() <= near
@@ -564,20 +564,20 @@ def test_every_kind_is_packed_and_read(kind, bits, tmp_path):
 
 def test_what_bits_are(tmp_path):
     weight = torch.randn(50, 96).bfloat16()
-    tensors = packed.packed({"a.weight": weight}, 8)
-    back = packed.unpacked(tensors, tmp_path)["a.weight"]
+    tensors = packing.pack({"a.weight": weight}, 8)
+    back = packing.unpack(tensors, tmp_path)["a.weight"]
     assert (tensors["a.weight"].dtype, tensors["a.weight.scales"].shape) == (torch.int8, (50, 1))
     assert bool(((back - weight).abs() <= weight.abs().amax(1, keepdim=True) / 253).all())
     # Four bits have a scale for 32 columns.
     weight = torch.arange(-8.0, 8.0).repeat(3, 6) * torch.tensor([0.5, 0.25, 2.0]).repeat_interleave(32)
-    tensors = packed.packed({"a.weight": weight, "b.weight": torch.zeros(4, 64), "c.weight": torch.ones(2, 33)}, 4)
+    tensors = packing.pack({"a.weight": weight, "b.weight": torch.zeros(4, 64), "c.weight": torch.ones(2, 33)}, 4)
     assert (tensors["a.weight"].shape, tensors["a.weight.scales"].shape) == ((3, 48), (3, 3))
     assert tensors["a.weight"][0, :8].tolist() == [0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]
     assert tensors["c.weight"].dtype == torch.int8  # no whole number of blocks
-    back = packed.unpacked(tensors, tmp_path)
+    back = packing.unpack(tensors, tmp_path)
     assert torch.equal(back["a.weight"], weight) and torch.equal(back["b.weight"], torch.zeros(4, 64))
     with pytest.raises(ValueError, match="5"):
-        packed.packed(tensors, 5)
+        packing.pack(tensors, 5)
 
 
 UP, SCALES = "mlp.up_proj.weight", "mlp.up_proj.weight.scales"

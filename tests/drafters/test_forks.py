@@ -46,7 +46,7 @@ def chains(spec: Speculator) -> list[bool]:
     text = [token for step in steps for token in step.token_ids]
     (plain,) = Speculator("ar", target=spec.runner().model).generate(PROMPT, max_new_tokens=16)
     assert text == plain.token_ids
-    found = [step.tree.is_chain for step in steps if step.tree is not None and step.tree.drafted]
+    found = [step.tree.is_chain for step in steps if step.tree is not None and step.tree.num_draft_tokens]
     assert found, "nothing was drafted"
     return found
 
@@ -70,11 +70,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("method", CHAINS)
-def test_a_method_drafts_chains_where_forks_cost_and_trees_where_they_do_not(workshop, method):
+def test_a_method_drafts_chains_where_forks_cost_and_trees_where_they_do_not(spec_factory, method):
     recurrent, case = whole_heads(), CHAINS[method]
-    assert all(chains(workshop.spec(case, recurrent, plan="fixed")))
-    assert not all(chains(workshop.spec(case, recurrent, plan="fixed", **SHAPES[method])))
-    assert not all(chains(workshop.spec(case, target(vocab=61, layers=4), plan="fixed")))
+    assert all(chains(spec_factory.spec(case, recurrent, plan="fixed")))
+    assert not all(chains(spec_factory.spec(case, recurrent, plan="fixed", **SHAPES[method])))
+    assert not all(chains(spec_factory.spec(case, target(vocab=61, layers=4), plan="fixed")))
 
 
 @pytest.mark.parametrize(("method", "instead"), [("specpv", "prompt-lookup")])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from longdraft import Sampling
 from longdraft.drafters.heads import HeadsDraft, HeadsDrafter
 from longdraft.drafters.self_drafter import SelfDrafter
-from longdraft.drafters.tokenswift import Phrases, ReuseDrafter, tokenswift
+from longdraft.drafters.tokenswift import PhraseTable, ReuseDrafter, tokenswift
 from longdraft.engine.loop import Engine
 from longdraft.engine.sampler import Sampler
 from longdraft.engine.sequence import Sequence
@@ -21,7 +21,7 @@ from longdraft.model.runner import TargetRunner
 from tests.drafters.watching import Watching
 from tests.support import definitions
 from tests.support.drafts import random_heads
-from tests.support.events import begun, decoded
+from tests.support.events import prefill_event, run_to_end
 from tests.support.tiny import tiny_model
 
 PROMPT = [3, 9, 4, 7, 2, 5, 1]
@@ -41,7 +41,7 @@ def proposals(model, drafter, n=12, limit=None, prompts=(PROMPT,)):
     """(text up to the root, tree) of every round of a greedy run."""
     watching = Watching(drafter, limit)
     sequences = [Sequence(i, list(p), n, sampler=Sampler(True, Sampling().processors())) for i, p in enumerate(prompts)]
-    decoded(Engine(TargetRunner(model), watching), sequences)
+    run_to_end(Engine(TargetRunner(model), watching), sequences)
     return watching.rounds
 
 
@@ -71,16 +71,16 @@ def test_states_of_the_roots_themselves(tmp_path, model, kept):
     rounds = proposals(model, drafter, prompts=(PROMPT, [4, 4]))
     right = 0
     for text, tree in rounds:
-        if tree.drafted < 40:
+        if tree.num_draft_tokens < 40:
             continue
         with torch.no_grad():
             first = int(model(torch.tensor([text])).logits[0, -1].argmax())
         right += tree.tokens[1] == first
-        log_probs = plain(model, draft, [*text, 0])
+        logprobs = plain(model, draft, [*text, 0])
         ids = torch.arange(11) if kept is None else torch.tensor(kept)
-        best = ids[log_probs[0, ids].topk(3).indices]
+        best = ids[logprobs[0, ids].topk(3).indices]
         assert {tree.tokens[i] for i in range(tree.size) if tree.depths[i] == 2} == set(best.tolist())
-    assert right == sum(t.drafted == 40 for _, t in rounds) if kept is None else right > 0
+    assert right == sum(t.num_draft_tokens == 40 for _, t in rounds) if kept is None else right > 0
     assert drafter.forwards == level.forwards > 0
 
 
@@ -91,32 +91,32 @@ texts = st.lists(st.integers(0, 3), max_size=60)
 
 @given(texts, st.integers(2, 4), st.integers(1, 5))
 def test_phrases_come_by_frequency_and_then_the_latest_first(text, n, k):
-    phrases = Phrases(n, k)
+    phrases = PhraseTable(n, k)
     for token in text:  # in pieces of any size: one by one is the hardest
         phrases.extend([token])
     every = [tuple(text[i : i + n]) for i in range(len(text) - n + 1)]
     counts, last = Counter(every), {phrase: i for i, phrase in enumerate(every)}
     for first in range(4):
         ranked = sorted((p for p in counts if p[0] == first), key=lambda p: (-counts[p], -last[p]))
-        assert phrases.after(first) == [p[1:] for p in ranked[:k]]
+        assert phrases.continuations(first) == [p[1:] for p in ranked[:k]]
         for phrase in ranked[:k]:
             seen = [sum(p[:i] == phrase[:i] for p in every) for i in range(1, n + 1)]
             wanted = [seen[i + 1] / (seen[i] + 1) for i in range(n - 1)]
-            assert [exp(x) for x in phrases.log_probs(first, phrase[1:])] == pytest.approx(wanted)
+            assert [exp(x) for x in phrases.logprobs(first, phrase[1:])] == pytest.approx(wanted)
 
 
 def test_what_repeats_in_the_output_is_proposed():
     drafter = ReuseDrafter(n=3, k=2)
     s = Sequence(0, [1, 2, 9, 9], 40)
-    drafter.observe(begun(s))
+    drafter.observe(prefill_event(s))
     for token in [5]:
         s.append(token)
-    assert drafter.propose([s])[0].drafted == 0  # the prompt does not count
+    assert drafter.propose([s])[0].num_draft_tokens == 0  # the prompt does not count
     for token in [6, 7, 5, 6, 8, 5, 6, 8, 5, 1, 1, 5]:
         s.append(token)
     (tree,) = drafter.propose([s])
     paths = [[tree.tokens[i] for i in tree.path(node)] for node in range(tree.size)]
     assert paths == [[5], [5, 6], [5, 6, 8], [5, 1], [5, 1, 1]]  # 5 6 8 twice; of 5 6 7 and 5 1 1 the later one
-    chance = sum(exp(p) for p, depth in zip(tree.log_probs, tree.depths, strict=True) if depth == 1)
+    chance = sum(exp(p) for p, depth in zip(tree.logprobs, tree.depths, strict=True) if depth == 1)
     assert chance == pytest.approx(4 / 5)  # 5 came four times with two tokens behind it, and one is a doubt
     drafter.release(s)

@@ -9,9 +9,9 @@ from longdraft import Speculator, load
 from longdraft.drafts import mtp_formats
 from longdraft.drafts.mtp_formats import read
 from longdraft.errors import CheckpointError
-from longdraft.native import Stored, kernels
+from longdraft.native import QuantizedMatrix, kernels
 from tests.support.gguf_architectures import write
-from tests.support.quick import few
+from tests.support.quick import slow_except
 
 pytest.importorskip("gguf")
 DELTA = {
@@ -41,16 +41,20 @@ def written(file, architecture, kind="Q8_0"):
 @pytest.mark.parametrize("architecture", DEEPER)
 def test_the_weights_are_those_that_the_file_stands_for(tmp_path, architecture):
     expected = written(tmp_path / "a.gguf", architecture)
-    assert mtp_formats.holds(tmp_path / "a.gguf")
+    assert mtp_formats.has_mtp_layer(tmp_path / "a.gguf")
     found = read(tmp_path / "a.gguf")
-    assert isinstance(found["eh_proj.weight"], Stored) and isinstance(found["layer.self_attn.q_proj.weight"], Stored)
+    assert isinstance(found["eh_proj.weight"], QuantizedMatrix) and isinstance(
+        found["layer.self_attn.q_proj.weight"], QuantizedMatrix
+    )
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
         given = found[name]
-        torch.testing.assert_close(given.floats() if isinstance(given, Stored) else given, weight, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            given.dequantize() if isinstance(given, QuantizedMatrix) else given, weight, rtol=1e-6, atol=1e-6
+        )
 
 
-@pytest.mark.parametrize("architecture", few(DEEPER, ["qwen35", "glm4moe"]))
+@pytest.mark.parametrize("architecture", slow_except(DEEPER, ["qwen35", "glm4moe"]))
 def test_a_file_drafts_for_itself(tmp_path, architecture):
     written(tmp_path / "a.gguf", architecture)
     prompt = (torch.arange(40) * 7 % 61 + 1).tolist()
@@ -67,6 +71,6 @@ def test_a_file_drafts_for_itself(tmp_path, architecture):
 
 def test_files_without_one_say_so(tmp_path):
     write(tmp_path / "a.gguf", "qwen35")
-    assert not mtp_formats.holds(tmp_path / "a.gguf")
+    assert not mtp_formats.has_mtp_layer(tmp_path / "a.gguf")
     with pytest.raises(CheckpointError, match="no layer that predicts"):
         read(tmp_path / "a.gguf")

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from longdraft import PromptCache, Sampling, Speculator
-from longdraft.drafters.self_drafter import SelfDrafter, self_view
+from longdraft.drafters.self_drafter import SelfDrafter, make_self_view
 from longdraft.engine.loop import Engine
-from longdraft.engine.partial import PartialOptions, SpecPV
 from longdraft.engine.sampler import Sampler
 from longdraft.engine.sequence import Sequence
+from longdraft.engine.specpv import SpecPV, SpecPVOptions
 from longdraft.errors import MemoryBudgetError
 from longdraft.model.runner import TargetRunner
-from tests.support.events import decoded
+from tests.support.events import run_to_end
 from tests.support.forwards import forward
 from tests.support.tiny import tiny_model
 
@@ -50,7 +50,7 @@ def test_a_view_of_everything_is_always_right(view):
 
 def run(drafter, model, prompts, n=30, cache=None, **engine):
     sequences = [Sequence(i, list(p), n, sampler=Sampler(True, Sampling().processors())) for i, p in enumerate(prompts)]
-    decoded(Engine(TargetRunner(model), drafter, cache=cache or PromptCache(), **engine), sequences)
+    run_to_end(Engine(TargetRunner(model), drafter, cache=cache or PromptCache(), **engine), sequences)
     return sequences
 
 
@@ -62,7 +62,7 @@ def test_only_verifications_write_to_the_full_store(view):
     (s,) = run(SelfDrafter(**view), model, [PROMPTS[2]], 40, cache)
     store, runner = cache.store, TargetRunner(model)
     n = store.lengths[0]
-    assert n >= len(s.tokens) - 1 and s.drafted > s.accepted > 0 and store.unverified == [0]
+    assert n >= len(s.tokens) - 1 and s.drafted > s.accepted > 0 and store.num_unverified == [0]
     other = runner.new_store(1, n)
     forward(runner, [s.tokens[:n]], other, [0], logits="none")
     for own, exact in ((store.keys, other.keys), (store.values, other.values)):
@@ -105,9 +105,9 @@ def test_specpv_takes_it_for_a_drafter(view):
 
     def watched(texts, limit=None):
         trees = propose(texts, limit)
-        own, full = drafter.cache.store, drafter.cache.full
+        own, full = drafter.cache.store, drafter.cache.full_store
         for slot in (s.slot for s in texts):
-            n, m = own.lengths[slot], full.readable(slot)
+            n, m = own.lengths[slot], full.readable_len(slot)
             rows.append(n)
             for ours, theirs in ((own.keys, full.keys), (own.values, full.values)):
                 distance = ours[:, slot, :, :n, None] - theirs[:, slot, :, None, :m]
@@ -116,7 +116,7 @@ def test_specpv_takes_it_for_a_drafter(view):
         return trees
 
     drafter.propose = watched
-    schedule = SpecPV(PartialOptions(24, margin=6, sink=4, recent=4, block=4).view())
+    schedule = SpecPV(SpecPVOptions(24, margin=6, sink=4, recent=4, block=4).view())
     texts = run(drafter, model, PROMPTS, 30, schedule=schedule)
     assert sum(s.drafted for s in texts) > sum(s.accepted for s in texts) > 0 and max(rows) >= 24
     assert [s.partial_rounds > 0 for s in texts] == [True, False, True, False]  # of the short ones none
@@ -148,5 +148,5 @@ def test_views_that_do_not_fit_the_memory(free_memory):
     ids=str,
 )
 def test_sizes_that_were_not_given(options, sizes):
-    view = self_view(*options)
-    assert (view.budget, view.sink, view.window) == sizes
+    view = make_self_view(*options)
+    assert (view.size, view.sink, view.window) == sizes

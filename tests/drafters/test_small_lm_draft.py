@@ -36,17 +36,17 @@ def test_ours_is_a_llama_around_the_targets_parts(tmp_path, kept):
     draft = SmallLMDraft.load(random_lm(tmp_path / "draft", model, kept=kept))
     assert isinstance(draft, TrainedLM) and (draft.kind, draft.trained_length) == ("small-lm", 64)
     assert draft.vocabulary == (kept and len(kept))
-    bound = draft.bound(runner)
-    assert draft.bound(runner) is bound
+    bound = draft.bind(runner)
+    assert draft.bind(runner) is bound
     inner = bound.runner.model
     assert inner.get_input_embeddings().weight is model.get_input_embeddings().weight
     assert all(weight.requires_grad for weight in model.parameters()) and not inner.lm_head.weight.requires_grad
     own = {n: p for n, p in inner.named_parameters() if "embed" not in n and "lm_head" not in n}
     assert draft.parameters == sum(p.numel() for p in own.values())
     if kept is None:
-        assert inner.lm_head.weight.data_ptr() == model.lm_head.weight.data_ptr() and bound.ids is None
+        assert inner.lm_head.weight.data_ptr() == model.lm_head.weight.data_ptr() and bound.draft_to_target_ids is None
     else:
-        assert bound.ids.tolist() == kept
+        assert bound.draft_to_target_ids.tolist() == kept
     assert bound.runner.vocab_size == len(kept or range(61)) and bound.runner.context_length == 64
     with torch.no_grad():
         expected = inner(torch.tensor([[5, 60, 7, 1]])).logits[0]
@@ -58,8 +58,8 @@ def test_ours_is_a_llama_around_the_targets_parts(tmp_path, kept):
 @pytest.mark.parametrize("make", [lambda runner: runner.new_store(3, 40), lambda runner: packed_store(runner)])
 def test_forwards_in_one_call_are_those_of_the_hosted_model(folder, make):
     """Two sequences: chains behind what was read, a level of each one's tree, and a level behind it."""
-    bound = TrainedLM.load(folder).bound(TargetRunner(tiny_model()))
-    whole, runner, slots = bound.whole, bound.runner, [2, 0]
+    bound = TrainedLM.load(folder).bind(TargetRunner(tiny_model()))
+    whole, runner, slots = bound.fused_lm, bound.runner, [2, 0]
     stores = [make(runner) for _ in range(2)]
     for store in stores:
         for slot, text in zip(slots, ([1, 2, 3, 4, 5, 6], [7, 8]), strict=True):
@@ -71,10 +71,10 @@ def test_forwards_in_one_call_are_those_of_the_hosted_model(folder, make):
         torch.testing.assert_close(found[0], wanted.values, rtol=1e-4, atol=1e-4)
         assert torch.equal(found[1], wanted.indices)
 
-    assert whole.takes(stores[1], 8) and not whole.takes(stores[1], 10_000)
+    assert whole.supports(stores[1], 8) and not whole.supports(stores[1], 10_000)
     chains = [[3, 9], [5, 1]]
     hosted = runner.forward(stores[0].block(slots, chains), stores[0], logits="last").logits
-    compare(whole.likeliest(stores[1].block(slots, chains), stores[1], 3, last=True), hosted)
+    compare(whole.topk(stores[1].block(slots, chains), stores[1], 3, last_only=True), hosted)
     for store in stores:
         for slot in slots:
             store.commit(slot, range(2))
@@ -88,7 +88,7 @@ def test_forwards_in_one_call_are_those_of_the_hosted_model(folder, make):
         }
         blocks = [store.block(slots, torch.tensor(tokens), bases=[7, 3], **sizes) for store in stores]
         hosted = runner.forward(blocks[0], stores[0]).logits
-        compare(whole.likeliest(blocks[1], stores[1], 3), hosted)
+        compare(whole.topk(blocks[1], stores[1], 3), hosted)
 
 
 def packed_store(runner):
@@ -119,8 +119,8 @@ def test_a_model_of_transformers(tmp_path):
     assert isinstance(draft, PublishedLM) and draft.vocabulary is None and draft.trained_length == 128
     assert draft.parameters == sum(p.numel() for p in small.parameters())
     runner = TargetRunner(tiny_model(dtype=torch.float64))
-    bound = draft.bound(runner)
-    assert draft.bound(runner) is bound and bound.ids is None
+    bound = draft.bind(runner)
+    assert draft.bind(runner) is bound and bound.draft_to_target_ids is None
     assert bound.runner.kv_shape.dtype == torch.float64
     with torch.no_grad():
         expected = small.double()(torch.tensor([[5, 60, 7, 1]])).logits[0].float()
@@ -130,7 +130,7 @@ def test_a_model_of_transformers(tmp_path):
 def test_another_vocabulary_is_refused(tmp_path):
     small = published(tmp_path / "small", tiny_model(layers=1, vocab=70))
     with pytest.raises(CheckpointError):
-        SmallLMDraft.load(small).bound(TargetRunner(tiny_model()))
+        SmallLMDraft.load(small).bind(TargetRunner(tiny_model()))
     target = load(published(tmp_path / "target", tiny_model(), tiny_tokenizer())).model
     other = published(tmp_path / "other", tiny_model(layers=1), shifted_tokenizer())
     with pytest.raises(CheckpointError, match="tokenizer"):
@@ -144,7 +144,7 @@ def test_heads_that_are_padded_to_other_sizes(tmp_path, size):
     target = load(published(tmp_path / "target", model, tiny_tokenizer())).model
     small = tiny_model(layers=1, vocab=size, tie=size == 80, seed=5)
     draft = SmallLMDraft.load(published(tmp_path / "small", small, tiny_tokenizer()))
-    bound = draft.bound(TargetRunner(target))
+    bound = draft.bind(TargetRunner(target))
     found = logits(bound, [3, 4, 5, 60])
     assert found.shape == (4, min(size, 72)) and bound.runner.vocab_size == min(size, 72)
     with torch.no_grad():

@@ -15,8 +15,8 @@ from longdraft.engine.sequence import Sequence
 from longdraft.model.runner import TargetRunner
 from longdraft.views import draft_cache
 from tests.drafters.watching import run
-from tests.support.drafts import saved, small_lm
-from tests.support.events import begun
+from tests.support.drafts import save_model, small_lm
+from tests.support.events import prefill_event
 from tests.support.tiny import tiny_model
 
 pytestmark = pytest.mark.usefixtures("small_sizes")
@@ -36,7 +36,7 @@ def rounds(spec: Speculator, new: int, prompts=PROMPTS) -> tuple[PreTrainedModel
 def seen(drafter: SmallLMDrafter, s: Sequence) -> list[int]:
     """The tokens in a drafter's cache, in its order, the root last."""
     cache, text = drafter.cache, s.tokens
-    assert s.remaining <= 1 or drafter.fed_text[s.slot] == text  # nothing is drafted for the last token
+    assert s.remaining <= 1 or drafter.fed_token_ids[s.slot] == text  # nothing is drafted for the last token
     if drafter.retrieval is None or cache.whole(s.slot):
         return text
     kept = cache.full.lengths[s.slot]
@@ -51,7 +51,7 @@ def assert_defined(model, tokens, tree, limit=14):
         with torch.no_grad():
             logits = model(torch.tensor([tokens + path]), use_cache=False).logits[0, -1]
         expected = torch.log_softmax(logits.float(), -1)[tree.tokens[node]]
-        assert tree.log_probs[node] == pytest.approx(float(expected), abs=3e-4)
+        assert tree.logprobs[node] == pytest.approx(float(expected), abs=3e-4)
 
 
 @pytest.mark.parametrize(("family", "view"), [("qwen2", STREAMING), ("llama", RETRIEVAL), ("mistral", {})], ids=str)
@@ -79,7 +79,7 @@ def test_a_working_cache_of_the_whole_text_proposes_what_the_full_view_does(tmp_
     assert accepted == also and len(full) == len(working) > 20
     for (text, a), (tokens, b) in zip(full, working, strict=True):
         assert text == tokens and (a.tokens, a.parents) == (b.tokens, b.parents)
-        assert a.log_probs == pytest.approx(b.log_probs, abs=1e-6)
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-6)
 
 
 def test_the_draft_meets_trained_positions_only(tmp_path, forwards):
@@ -99,12 +99,12 @@ class Decoding:
     def __init__(self, folder, text: list[int], prompt: int, **options) -> None:
         self.runner = TargetRunner(tiny_model(vocab=11))
         draft = SmallLMDraft.load(folder)
-        self.model = draft.bound(self.runner).runner.model
+        self.model = draft.bind(self.runner).runner.model
         self.drafter = SmallLMDrafter(draft, depth=3, top_k=3, **options)
         self.drafter.bind(self.runner, self.runner.new_store(1, len(text) + 60))
         self.s = Sequence(0, text[:prompt], 80)
         self.emit(text[prompt : prompt + 1])
-        self.drafter.observe(begun(self.s))
+        self.drafter.observe(prefill_event(self.s))
         self.emit(text[prompt + 1 :])
 
     def emit(self, tokens):
@@ -137,7 +137,7 @@ def test_defaults_are_the_papers_or_as_much_as_was_trained_for(tmp_path, monkeyp
     for draft, chunks, recent in ((long, 32, 1024), (short, 7, 408)):
         drafter = SmallLMDrafter(draft, view="retrieval")
         view = drafter.retrieval.view
-        assert (view.scorer, view.chunk, view.chunks, drafter.retrieval.refresh.interval) == (
+        assert (view.scorer, view.chunk_size, view.num_chunks, drafter.retrieval.timer.interval) == (
             "attention",
             32,
             chunks,
@@ -177,7 +177,7 @@ def test_a_text_that_outgrows_the_draft_is_seen_in_part(tmp_path, context, lengt
 def gpt2(tmp_path):
     """A draft with a table of 40 positions."""
     sizes = {"n_embd": 32, "n_head": 4, "n_layer": 1, "vocab_size": 11, "n_positions": 40}
-    return saved(tmp_path / "gpt2", GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)))
+    return save_model(tmp_path / "gpt2", GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)))
 
 
 def test_learned_positions_draft_as_far_as_they_go(gpt2):
@@ -195,11 +195,11 @@ def test_padding_has_no_position_beyond_the_last(gpt2):
     drafter.bind(runner, runner.new_store(2, 60))
     sequences = [Sequence(0, [5] * 37, 3), Sequence(1, [1, 2], 30)]
     for s, new in zip(sequences, (1, 8), strict=True):
-        drafter.observe(begun(s))
+        drafter.observe(prefill_event(s))
         for token in range(new):
             s.append(token)
     for s, tree in zip(sequences, drafter.propose(sequences), strict=True):
-        assert_defined(draft.bound(runner).runner.model, s.tokens, tree)
+        assert_defined(draft.bind(runner).runner.model, s.tokens, tree)
 
 
 # --- as a method ---

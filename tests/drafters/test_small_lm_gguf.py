@@ -48,7 +48,7 @@ def alone(model, tokens):
 
 def in_float32(model, tokens):
     """Logits by the model's own code, in float32 arithmetic from now on."""
-    stored_model.use_int8(model, False)
+    stored_model.set_int8(model, False)
     with torch.no_grad():
         return model(torch.tensor([tokens])).logits[0]
 
@@ -61,9 +61,9 @@ def test_it_is_read_as_it_is_stored(files):
     assert draft.vocabulary is None and draft.retrieval_layer is None
     written = write_gguf(small.with_name("again.gguf"), "qwen2", "Q4_0", layers=1, hidden=32, heads=2, seed=1)
     assert draft.parameters == sum(p.numel() for p in written.parameters())
-    bound = draft.bound(TargetRunner(load(target, device="cpu").model))
+    bound = draft.bind(TargetRunner(load(target, device="cpu").model))
     model = bound.runner.model
-    assert bound.ids is None
+    assert bound.draft_to_target_ids is None
     assert type(model.model.layers[0].self_attn.q_proj) is type(expected.model.layers[0].self_attn.q_proj)
     torch.testing.assert_close(logits(bound, [5, 60, 7, 1]), alone(expected, [5, 60, 7, 1]))
     torch.testing.assert_close(in_float32(model, [5, 60, 7, 1]), in_float32(expected, [5, 60, 7, 1]))
@@ -86,9 +86,13 @@ def test_a_head_of_the_first_tokens_alone(files, size):
     target, small = files
     model = load(target, device="cpu").model
     runner, draft = TargetRunner(model), SmallLMDraft.load(small)
-    trimmed = draft.lighter(size)
-    assert trimmed is draft.lighter(size) and trimmed.vocabulary == size and draft.lighter(64) is draft
-    assert torch.equal(logits(trimmed.bound(runner), [5, 60, 7]), logits(draft.bound(runner), [5, 60, 7])[:, :size])
+    trimmed = draft.with_trimmed_vocab(size)
+    assert (
+        trimmed is draft.with_trimmed_vocab(size)
+        and trimmed.vocabulary == size
+        and draft.with_trimmed_vocab(64) is draft
+    )
+    assert torch.equal(logits(trimmed.bind(runner), [5, 60, 7]), logits(draft.bind(runner), [5, 60, 7])[:, :size])
     spec = Speculator("small-lm", target=model, draft=small, vocabulary=size)
     expected = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=20)
     assert [r.token_ids for r in spec.generate(PROMPTS, max_new_tokens=20)] == [r.token_ids for r in expected]
@@ -107,7 +111,7 @@ def test_embeddings_that_are_padded_to_other_sizes(files, tmp_path, size, tie, w
     small = tmp_path / "small.gguf"
     written = write_gguf(small, words=words, layers=1, vocab=size, tie=tie, seed=5)
     model = load(files[0], device="cpu", dtype=dtype).model
-    bound = SmallLMDraft.load(small).bound(TargetRunner(model))
+    bound = SmallLMDraft.load(small).bind(TargetRunner(model))
     own = bound.runner.model
     if dtype == "auto" and isinstance(own.model.layers[0].self_attn.q_proj, StoredLinear):
         assert isinstance(own.lm_head, StoredLinear) and isinstance(own.model.embed_tokens, StoredEmbedding)

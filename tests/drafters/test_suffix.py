@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft import Speculator
-from longdraft.drafters.shared.suffixes import Earlier
-from longdraft.drafters.suffix import LEAST, SuffixDrafter, Trust, mixed
+from longdraft.drafters.shared.suffix_matches import RequestHistory
+from longdraft.drafters.suffix import MIN_PATH_PROBABILITY, OnlinePlattScaler, SuffixDrafter, mixed_match_probabilities
 from longdraft.engine.sequence import Sequence
 from longdraft.trees.tree import NodeLimit, TokenTree
-from tests.support.events import begun, verified
+from tests.support.events import prefill_event, verify_event
 from tests.support.tiny import tiny_model
 
 PLANNED = NodeLimit(15, 0.0)
@@ -35,7 +35,7 @@ def proposal(drafter: SuffixDrafter, s: Sequence, limit: NodeLimit | None = PLAN
 
 def started(drafter: SuffixDrafter, *args: object, **options: object) -> Sequence:
     s = sequence(*args, **options)  # type: ignore[arg-type]
-    drafter.observe(begun(s))
+    drafter.observe(prefill_event(s))
     return s
 
 
@@ -62,20 +62,20 @@ def reference(matches: list[tuple[int, int]], unknown: float) -> dict[int, float
 
 @given(found, st.sampled_from([0.5, 1.0, 3.0]))
 def test_probabilities_follow_the_formula(matches, unknown):
-    said = mixed(matches, unknown)
+    said = mixed_match_probabilities(matches, unknown)
     assert said == pytest.approx(reference(matches, unknown))
     assert all(0 < p < 1 for p in said.values()) and sum(said.values()) < 1
 
 
 def test_trust_learns_what_probabilities_are_worth():
-    trust = Trust()
-    assert trust.chance(0.8) == pytest.approx(0.8)
+    trust = OnlinePlattScaler()
+    assert trust.calibrate(0.8) == pytest.approx(0.8)
     for i in range(400):
-        trust.saw(0.8, i % 2 == 0)
-    assert trust.chance(0.8) == pytest.approx(0.5, abs=0.1)
+        trust.observe(0.8, i % 2 == 0)
+    assert trust.calibrate(0.8) == pytest.approx(0.5, abs=0.1)
     for _ in range(200):
-        trust.saw(0.8, True)
-    assert trust.chance(0.8) > 0.85
+        trust.observe(0.8, True)
+    assert trust.calibrate(0.8) > 0.85
 
 
 def test_trust_is_learned_without_verifying():
@@ -83,12 +83,12 @@ def test_trust_is_learned_without_verifying():
     drafter = SuffixDrafter(max_draft=3, branches=1)
     s = started(drafter, [1, 2, 3, 4] * 4, [1], 60)
     for i in range(12):
-        assert proposal(drafter, s).drafted == 3
+        assert proposal(drafter, s).num_draft_tokens == 3
         s.append([2, 3, 4, 1][i % 4])
-        drafter.observe(verified(s, TokenTree((s.tokens[-2],), (-1,)), 0))
+        drafter.observe(verify_event(s, TokenTree((s.tokens[-2],), (-1,)), 0))
     untaught = SuffixDrafter(max_draft=3, branches=1)
     found, before = proposal(drafter, s), proposal(untaught, started(untaught, s.prompt, s.output, 60))
-    assert found.tokens == before.tokens and found.log_probs[1] > before.log_probs[1]
+    assert found.tokens == before.tokens and found.logprobs[1] > before.logprobs[1]
 
 
 # --- the drafter ---
@@ -109,22 +109,22 @@ def test_what_is_proposed_for_a_text():
     for what, options, prompt, output, tokens in EXAMPLES:
         tree = proposal(drafter := SuffixDrafter(**options), started(drafter, prompt, output))
         assert tree.tokens[: len(tokens)] == tokens, what
-        assert list(tree.path_log_probs[1:3]) == sorted(tree.path_log_probs[1:3], reverse=True), what
+        assert list(tree.path_logprobs[1:3]) == sorted(tree.path_logprobs[1:3], reverse=True), what
     for nothing in (SuffixDrafter(), SuffixDrafter(min_n=2)):
         assert proposal(nothing, started(nothing, [1, 2, 3, 4], [5])) == TokenTree((5,), (-1,), (0.0,))
-    assert proposal(nothing, started(nothing, [1, 2, 3], [1], index=1)).drafted == 0  # shorter than the least
+    assert proposal(nothing, started(nothing, [1, 2, 3], [1], index=1)).num_draft_tokens == 0  # shorter than the least
 
 
 @given(small_texts, st.sampled_from([1, 2, 4, 15]), st.integers(1, 9), st.integers(1, 9), st.booleans())
 def test_a_proposal_keeps_to_its_limits(text, branches, max_draft, max_nodes, planned):
     drafter = SuffixDrafter(max_draft=max_draft, max_nodes=max_nodes, branches=branches)
     tree = proposal(drafter, started(drafter, [1, *text], [2]), PLANNED if planned else None)
-    assert tree.tokens[0] == 2 and tree.drafted <= max_nodes and max(tree.depths) <= max_draft
+    assert tree.tokens[0] == 2 and tree.num_draft_tokens <= max_nodes and max(tree.depths) <= max_draft
     leaves = set(range(tree.size)) - set(tree.parents)
     assert len(leaves) <= branches
-    assert len(paths(tree)) == tree.size and all(p <= 0 for p in tree.log_probs)
+    assert len(paths(tree)) == tree.size and all(p <= 0 for p in tree.logprobs)
     if not planned:
-        assert all(exp(p) >= LEAST * 0.999 for p in tree.path_log_probs)
+        assert all(exp(p) >= MIN_PATH_PROBABILITY * 0.999 for p in tree.path_logprobs)
 
 
 @given(small_texts, st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), max_size=6))
@@ -134,7 +134,7 @@ def test_a_text_that_grows_is_drafted_as_one_read_at_once(prompt, rounds):
     for emitted in rounds:
         for token in emitted:
             s.append(token)
-        grown.observe(verified(s, TokenTree((1,), (-1,)), 0))
+        grown.observe(verify_event(s, TokenTree((1,), (-1,)), 0))
     now = started(at_once, [0, *prompt], s.output)
     # Matches of a prompt's inside are not followed; all that can still matter are.
     assert paths(proposal(grown, s)) == paths(proposal(at_once, now))
@@ -144,10 +144,10 @@ def test_sequences_do_not_see_each_others_text():
     drafter = SuffixDrafter()
     one, two = started(drafter, [1, 2, 3, 1], [2]), started(drafter, [4, 5, 6, 1], [2], index=1)
     trees = drafter.propose([one, two], PLANNED)
-    assert trees[0].drafted > 0 and trees[1].drafted == 0
+    assert trees[0].num_draft_tokens > 0 and trees[1].num_draft_tokens == 0
     drafter.release(one)
-    assert proposal(drafter, two).drafted == 0
-    assert proposal(drafter, started(drafter, [4, 1], [2], index=2)).drafted == 0
+    assert proposal(drafter, two).num_draft_tokens == 0
+    assert proposal(drafter, started(drafter, [4, 1], [2], index=2)).num_draft_tokens == 0
 
 
 # --- earlier requests ---
@@ -156,7 +156,7 @@ def test_sequences_do_not_see_each_others_text():
 def test_earlier_requests_are_looked_up_when_asked_for():
     drafter = SuffixDrafter(branches=1, earlier=100)
     s = started(drafter, [1, 2], [3, 4, 5])
-    assert proposal(drafter, s).drafted == 0
+    assert proposal(drafter, s).num_draft_tokens == 0
     drafter.release(s)
     later = started(drafter, [9, 1, 2], [3], index=1)
     assert proposal(drafter, later).tokens == (3, 4, 5)
@@ -167,7 +167,7 @@ def test_what_is_kept_is_bounded(most, outputs):
     drafter = SuffixDrafter(earlier=most)
     for i, output in enumerate(outputs):
         drafter.release(started(drafter, [5, 6], [1, *output], index=i))
-    assert isinstance(drafter.earlier, Earlier) and len(drafter.earlier.suffixes.tokens) <= most
+    assert isinstance(drafter.earlier, RequestHistory) and len(drafter.earlier.index.token_ids) <= most
 
 
 @pytest.mark.parametrize("method", ["suffix", "prompt-lookup"])

@@ -5,29 +5,35 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longdraft.drafters.shared.suffixes import END, MOST, Earlier, Matches, Suffixes
+from longdraft.drafters.shared.suffix_matches import (
+    MAX_MATCHES,
+    SEPARATOR,
+    OccurrenceIndex,
+    RequestHistory,
+    SuffixMatches,
+)
 
 ALL = 10**6
 small_texts = st.lists(st.integers(0, 2), max_size=40)
 
 
-def index_of(text: list[int]) -> Suffixes:
-    suffixes = Suffixes()
+def index_of(text: list[int]) -> OccurrenceIndex:
+    suffixes = OccurrenceIndex()
     for token in text:
         suffixes.append(token)
     return suffixes
 
 
-def state(suffixes: Suffixes) -> tuple[object, ...]:
+def state(suffixes: OccurrenceIndex) -> tuple[object, ...]:
     """All that it keeps, positions counted from what it has not dropped."""
-    every = (*range(4), END)
-    return suffixes.tokens, [[p - suffixes.dropped for p in suffixes.occurrences(token, ALL)] for token in every]
+    every = (*range(4), SEPARATOR)
+    return suffixes.token_ids, [[p - suffixes.num_dropped for p in suffixes.occurrences(token, ALL)] for token in every]
 
 
-def followed(text: list[int], most: int = ALL, longest: int = ALL, resumed: int | None = None) -> Matches:
+def followed(text: list[int], most: int = ALL, longest: int = ALL, resumed: int | None = None) -> SuffixMatches:
     """Matches of a text's end in the text itself."""
-    suffixes = Suffixes()
-    matches = Matches(suffixes, longest, most, resumed)
+    suffixes = OccurrenceIndex()
+    matches = SuffixMatches(suffixes, longest, most, resumed)
     for token in text:
         matches.advance(token)
         suffixes.append(token)
@@ -60,7 +66,7 @@ def test_occurrences_are_the_latest_ones(text, token, most):
 @given(small_texts, st.integers(0, 40), small_texts)
 def test_dropped_tokens_are_gone(text, count, then):
     suffixes = index_of(text)
-    suffixes.drop(min(count, len(text)))
+    suffixes.drop_first(min(count, len(text)))
     for token in then:
         suffixes.append(token)
     assert state(suffixes) == state(index_of(text[count:] + then))
@@ -84,14 +90,14 @@ def test_with_a_bound_fewer_and_shorter_matches_are_found_and_always_the_latest(
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=12), min_size=1, max_size=6), small_texts)
 def test_matches_in_a_store_do_not_go_across_its_texts(texts, text):
-    earlier = Earlier(1000)
+    earlier = RequestHistory(1000)
     for each in texts:
         earlier.add(each)
-    matches = Matches(earlier.suffixes, ALL, ALL, None)
+    matches = SuffixMatches(earlier.index, ALL, ALL, None)
     for token in text:
         matches.advance(token)
-    store = [token for each in texts for token in (*each, END)]
-    assert earlier.suffixes.tokens == store
+    store = [token for each in texts for token in (*each, SEPARATOR)]
+    assert earlier.index.token_ids == store
     assert matches.lengths == search(text, store, len(store))
 
 
@@ -104,10 +110,10 @@ def test_a_long_match_goes_on_behind_a_token_that_differs():
 
 
 def test_a_text_is_not_resumed_behind_its_end():
-    earlier = Earlier(100)
+    earlier = RequestHistory(100)
     for text in ([1, 2, 3, 4], [5, 6]):
         earlier.add(text)
-    matches = Matches(earlier.suffixes, 8)
+    matches = SuffixMatches(earlier.index, 8)
     for token in (1, 2, 3, 4, 9):
         matches.advance(token)
     assert matches.lengths == {}
@@ -118,18 +124,18 @@ def test_a_text_is_not_resumed_behind_its_end():
 
 @given(st.integers(2, 30), st.lists(st.lists(st.integers(0, 3), max_size=20), max_size=12))
 def test_the_oldest_texts_go_first_and_leave_nothing(most, texts):
-    earlier = Earlier(most)
+    earlier = RequestHistory(most)
     for text in texts:
         earlier.add(text)
-        assert len(earlier.suffixes.tokens) <= most
+        assert len(earlier.index.token_ids) <= most
     kept: list[int] = []
     for text in reversed(texts):
-        ended = [*text[-(most - 1) :], END]
+        ended = [*text[-(most - 1) :], SEPARATOR]
         if len(kept) + len(ended) > most:
             break
         kept = ended + kept
-    assert state(earlier.suffixes) == state(index_of(kept))
+    assert state(earlier.index) == state(index_of(kept))
 
 
 def test_a_token_costs_the_same_in_a_text_that_repeats_for_ever():
-    assert len(followed([1] * 5000, MOST, 64, 4).lengths) <= 2 * MOST
+    assert len(followed([1] * 5000, MAX_MATCHES, 64, 4).lengths) <= 2 * MAX_MATCHES

@@ -9,7 +9,7 @@ import torch
 
 from longdraft import Speculator
 from longdraft.attention import hybrid
-from longdraft.drafters.shared import neural
+from longdraft.drafters.shared import block_drafter
 from longdraft.views import draft_cache
 from tests.support import torch_kernels
 from tests.support.drafts import random_draft, random_eagle3, random_onepass
@@ -33,7 +33,7 @@ def test_drafts_on_the_hybrid_path_propose_what_they_do_one_by_one(kind, monkeyp
     }[kind]  # fmt: skip
     draft = make(tmp_path / kind, model, window=12)
     prompts = [torch.randint(0, 61, (n,)).tolist() for n in (40, 3, 17)]
-    for module in (draft_cache, neural):
+    for module in (draft_cache, block_drafter):
         monkeypatch.setattr(module, "SPARE", 5)  # windows move after a few tokens
 
     def steps(method, **given):

@@ -12,13 +12,13 @@ from longdraft.drafters.small_lm import SmallLMDrafter
 from longdraft.drafters.triforce import TriForceDrafter
 from longdraft.drafts.language_model import SmallLMDraft
 from longdraft.engine.loop import Engine
-from longdraft.engine.sampler import Draws, Sampler
+from longdraft.engine.sampler import SampleNoise, Sampler
 from longdraft.engine.sequence import Sequence
 from longdraft.model.runner import TargetRunner
 from tests.drafters.watching import Watching
 from tests.support import chi_square
 from tests.support.drafts import small_lm
-from tests.support.events import decoded
+from tests.support.events import run_to_end
 from tests.support.forwards import forward
 from tests.support.tiny import tiny_model
 
@@ -36,7 +36,7 @@ class Read(SmallLMDrafter):
     """Has read tokens of the text alone, whatever the target refuted, whenever it drafts."""
 
     def new_tokens(self, s):
-        fed = self.fed_text[s.slot]
+        fed = self.fed_token_ids[s.slot]
         assert fed == s.tokens[: len(fed)]
         return super().new_tokens(s)
 
@@ -49,9 +49,9 @@ def run(drafter, model, prompts, n=30, cache=None, sampling=None):
     sampling = sampling or Sampling()
     sequences = [Sequence(i, list(p), n, greedy=sampling.greedy) for i, p in enumerate(prompts)]
     for i, s in enumerate(sequences):
-        draws = Draws(torch.Generator().manual_seed(i))
+        draws = SampleNoise(torch.Generator().manual_seed(i))
         s.sampler = Sampler(sampling.greedy, sampling.processors(), draws)
-    decoded(Engine(TargetRunner(model), drafter, cache=cache or PromptCache()), sequences)
+    run_to_end(Engine(TargetRunner(model), drafter, cache=cache or PromptCache()), sequences)
     return sequences
 
 
@@ -63,7 +63,7 @@ def test_nothing_of_a_level_is_left_in_the_full_store(tmp_path):
     expected = Speculator("ar", target=model).generate([PROMPTS[1]], max_new_tokens=40)
     assert s.output == expected[0].token_ids and s.drafted > s.accepted > 0
     store, runner, n = cache.store, TargetRunner(model), cache.store.lengths[0]
-    assert len(s.tokens) - 1 <= n <= len(s.tokens) and store.unverified == [0]
+    assert len(s.tokens) - 1 <= n <= len(s.tokens) and store.num_unverified == [0]
     other = runner.new_store(1, n)
     forward(runner, [s.tokens[:n]], other, [0], logits="none")
     for own, exact in ((store.keys, other.keys), (store.values, other.values)):

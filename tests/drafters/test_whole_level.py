@@ -9,13 +9,13 @@ from torch import nn
 from longdraft.attention.reference import partial_attention
 from longdraft.drafters.eagle3 import Eagle3Draft
 from longdraft.drafters.longspec import LongSpecDraft
-from longdraft.drafters.shared.rows import Rows
-from longdraft.drafters.shared.whole_level import WholeLevel
+from longdraft.drafters.shared.draft_batch import DraftBatch
+from longdraft.drafters.shared.fused_level import FusedLevel
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model.runner import TargetRunner
-from longdraft.model.stored import light
-from longdraft.native import Stored, build, kernels
-from longdraft.views.draft_cache import SPARE, DraftCache
+from longdraft.model.stored import quantize_for_draft
+from longdraft.native import QuantizedMatrix, build, kernels
+from longdraft.views.draft_cache import SPARE_ENTRIES, DraftCache
 from tests.native.levels import kernels_of
 from tests.support.drafts import random_block, random_draft, random_eagle3, random_eagle3_block
 from tests.support.tiny import tiny_model
@@ -37,9 +37,9 @@ class Desk:
             self.head = self.block.lm_head.weight.detach()
         self.hidden = model.config.hidden_size
         self.block.requires_grad_(False)
-        self.whole = WholeLevel(kernels_of(level), self.block, self.head)
+        self.whole = FusedLevel(kernels_of(level), self.block, self.head)
         shape = KVShape(1, KV_HEADS, D, torch.float32, padded=True)
-        self.caches = [DraftCache(KVStore(shape, 3, WINDOW + SPARE + 17), 16, WINDOW) for _ in range(2)]
+        self.caches = [DraftCache(KVStore(shape, 3, WINDOW + SPARE_ENTRIES + 17), 16, WINDOW) for _ in range(2)]
         self.text = torch.randn(3, KV_HEADS, D, 70).transpose(2, 3), torch.randn(3, KV_HEADS, 70, D), [70, 33]
 
     def inputs(self, rows: int) -> tuple[torch.Tensor | None, ...]:
@@ -48,7 +48,7 @@ class Desk:
         cos, sin = (torch.cat([x, x], -1) for x in (angles.cos(), angles.sin()))
         return torch.randn(rows, self.hidden), joined, cos, sin
 
-    def plain(self, rows: Rows, inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    def plain(self, rows: DraftBatch, inputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs and logits."""
         attends, going = rows.attends(self.caches[0]), rows.outputs("cpu")
 
@@ -64,11 +64,11 @@ class Desk:
     def read(self, slots: tuple[int, ...], width: int, best: int) -> None:
         for cache in self.caches:
             for slot in slots:
-                cache.ready(slot, width)
-                cache.extend(slot, width)
-        self.compare(Rows.new(self.caches[0], slots, width), best)
+                cache.make_room(slot, width)
+                cache.commit(slot, width)
+        self.compare(DraftBatch.new(self.caches[0], slots, width), best)
 
-    def compare(self, rows: Rows, best: int) -> None:
+    def compare(self, rows: DraftBatch, best: int) -> None:
         inputs = self.inputs(rows.width * len(rows.slots))
         near = {"rtol": 1e-4, "atol": 1e-3}
         out, logits = self.plain(rows, inputs)
@@ -85,7 +85,7 @@ class Desk:
 
 
 @pytest.mark.usefixtures("float32_weights")
-@pytest.mark.parametrize("level", build.levels())
+@pytest.mark.parametrize("level", build.supported_levels())
 @pytest.mark.parametrize("kind", ["longspec", "eagle3"])
 def test_a_level_is_what_the_module_says(kind, level):
     desk = Desk(kind, level)
@@ -94,10 +94,10 @@ def test_a_level_is_what_the_module_says(kind, level):
     desk.read((0,), 7, 3)
     desk.read((2, 0), 4, 131)
     first = torch.eye(5, dtype=torch.bool).expand(2, -1, -1)
-    desk.compare(Rows.nodes(desk.caches[0], (2, 0), 1, first), 1)
+    desk.compare(DraftBatch.nodes(desk.caches[0], (2, 0), 1, first), 1)
     chosen = torch.stack([first[0][[0, 0, 3]], first[1][[4, 1, 1]]])
     second = torch.cat([chosen, torch.eye(3, dtype=torch.bool).expand(2, -1, -1)], dim=2)
-    desk.compare(Rows.nodes(desk.caches[0], (2, 0), 2, second), 10)
+    desk.compare(DraftBatch.nodes(desk.caches[0], (2, 0), 2, second), 10)
 
 
 @pytest.mark.skipif(kernels() is None, reason="no kernels here")
@@ -107,7 +107,7 @@ def test_a_drafts_weights_are_rounded(tmp_path):
     one = LongSpecDraft.load(random_draft(tmp_path / "a", model, kept=[1, 2, 5]))
     two = Eagle3Draft.load(random_eagle3(tmp_path / "b", model, head_dim=16))
     runner = TargetRunner(model)
-    held = [draft.bound(runner).whole.block.products for draft in (one, two)]
-    assert all(isinstance(w, Stored) and w.int8 for products in held for w, _ in products.values())
-    wanted = light(model.get_output_embeddings().weight[[1, 2, 5]])
+    held = [draft.bind(runner).fused_level.block.projections for draft in (one, two)]
+    assert all(isinstance(w, QuantizedMatrix) and w.int8 for products in held for w, _ in products.values())
+    wanted = quantize_for_draft(model.get_output_embeddings().weight[[1, 2, 5]])
     assert torch.equal(held[0]["head"][0].data, wanted.data)

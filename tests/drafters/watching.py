@@ -11,7 +11,7 @@ from longdraft.engine.loop import Engine
 from longdraft.engine.sampler import Sampler
 from longdraft.engine.sequence import Sequence
 from longdraft.trees.tree import NodeLimit, TokenTree
-from tests.support.events import decoded
+from tests.support.events import run_to_end
 
 
 @dataclass
@@ -41,8 +41,8 @@ class Watching(Drafter):
         self.proposed += [(self.text_of(s), s.remaining, tree) for s, tree in zip(sequences, trees, strict=True)]
         return trees
 
-    def observe(self, event):
-        self.inner.observe(event)
+    def observe(self, round_result):
+        self.inner.observe(round_result)
 
     def release(self, sequence):
         self.inner.release(sequence)
@@ -57,7 +57,7 @@ class Watching(Drafter):
         return self.inner.query_layers(runner)
 
 
-for _name in ("max_nodes", "free", "forwards", "views", "query_window", "prior_acceptance", "forward_ratio"):
+for _name in ("max_nodes", "free", "forwards", "views", "num_prompt_queries", "prior_acceptance", "forward_cost_ratio"):
     setattr(Watching, _name, property(lambda self, name=_name: getattr(self.inner, name)))
 Watching.__abstractmethods__ = frozenset()
 
@@ -86,5 +86,5 @@ def run(
         watching.text_of = lambda s: text_of(drafter, s)
     sampler = Sampler(True, Sampling().processors())
     sequences = [Sequence(i, list(p), new, sampler=sampler) for i, p in enumerate(prompts)]
-    decoded(Engine(runner, watching, recipe.schedule()), sequences)
+    run_to_end(Engine(runner, watching, recipe.verifier()), sequences)
     return watching, sequences

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList
 
 from longdraft import Sampling
-from longdraft.engine.accept import Accepted, accept
-from longdraft.engine.sampler import Draws, Sampler
-from longdraft.trees.tree import TokenTree, chain, union
+from longdraft.engine.accept import AcceptedPath, accept_path
+from longdraft.engine.sampler import SampleNoise, Sampler
+from longdraft.trees.tree import TokenTree, chain_tree, tree_from_paths
 
 VOCABULARY = 5
 PREFIX = [1, 4, 4]
@@ -31,7 +31,7 @@ def verified(tree: TokenTree, prefix: list[int]) -> torch.Tensor:
 
 def sampler(sampling: Sampling | None = None, seed: int = 0) -> Sampler:
     sampling = sampling or Sampling()
-    return Sampler(sampling.greedy, sampling.processors(), Draws(torch.Generator().manual_seed(seed)))
+    return Sampler(sampling.greedy, sampling.processors(), SampleNoise(torch.Generator().manual_seed(seed)))
 
 
 def decode(tree_for, sampler: Sampler, n: int) -> list[int]:
@@ -46,7 +46,7 @@ def decode(tree_for, sampler: Sampler, n: int) -> list[int]:
             said.append(token)
             return len(said) == left
 
-        text += accept(tree, verified(tree, text), sampler, lambda text=text: torch.tensor(text), full).tokens
+        text += accept_path(tree, verified(tree, text), sampler, lambda text=text: torch.tensor(text), full).token_ids
     return text[len(PREFIX) :]
 
 
@@ -63,13 +63,13 @@ def trees(draw) -> TokenTree:
     return TokenTree((PREFIX[-1], *tokens), tuple(parents))
 
 
-def walk(tree: TokenTree, following: list[int]) -> Accepted:
+def walk(tree: TokenTree, following: list[int]) -> AcceptedPath:
     """By definition: from the root down to the child that carries the next token, while there is one."""
     path = [0]
     for count, token in enumerate(following, start=1):
         children = [i for i in range(tree.size) if tree.parents[i] == path[-1] and tree.tokens[i] == token]
         if not children:
-            return Accepted(tuple(path), tuple(following[:count]))
+            return AcceptedPath(tuple(path), tuple(following[:count]))
         path.append(children[0])
     raise AssertionError("the tree is deeper than the text")
 
@@ -84,16 +84,16 @@ def test_a_greedy_walk_follows_the_greedy_text_as_far_as_the_tree_has_it(penalty
 
     @given(trees())
     def check(tree):
-        got = accept(tree, verified(tree, PREFIX), sampler(sampling), lambda: torch.tensor(PREFIX))
+        got = accept_path(tree, verified(tree, PREFIX), sampler(sampling), lambda: torch.tensor(PREFIX))
         assert got == walk(tree, following)
 
     check()
 
 
 def test_rows_of_padding_behind_the_tree_are_not_read():
-    tree = chain(PREFIX[-1], [])
+    tree = chain_tree(PREFIX[-1], [])
     padded = torch.cat([verified(tree, PREFIX), torch.full((3, VOCABULARY), float("nan"))])
-    assert accept(tree, padded, sampler(), lambda: torch.tensor(PREFIX)).path == (0,)
+    assert accept_path(tree, padded, sampler(), lambda: torch.tensor(PREFIX)).nodes == (0,)
 
 
 # --- sampled ---
@@ -105,16 +105,16 @@ def test_rows_of_padding_behind_the_tree_are_not_read():
 @pytest.mark.parametrize("stop_after", [1, 2, 3])
 def test_the_walk_ends_where_it_is_told_to_and_accepts_nothing_more(stop_after):
     following = decode(autoregressive, sampler(), 4)
-    tree = chain(PREFIX[-1], following)
+    tree = chain_tree(PREFIX[-1], following)
     told: list[int] = []
 
     def stop(token: int) -> bool:
         told.append(token)
         return len(told) == stop_after
 
-    got = accept(tree, verified(tree, PREFIX), sampler(), lambda: torch.tensor(PREFIX), stop)
-    assert told == following[:stop_after] == list(got.tokens)
-    assert got.path == tuple(range(stop_after))
+    got = accept_path(tree, verified(tree, PREFIX), sampler(), lambda: torch.tensor(PREFIX), stop)
+    assert told == following[:stop_after] == list(got.token_ids)
+    assert got.nodes == tuple(range(stop_after))
 
 
 class Recorder:
@@ -132,9 +132,9 @@ class Recorder:
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
 def test_a_stateful_processor_sees_one_call_a_token_in_order_whatever_is_drafted(greedy):
     recorder = Recorder()
-    who = Sampler(greedy, LogitsProcessorList([recorder]), Draws(torch.Generator().manual_seed(3)))
+    who = Sampler(greedy, LogitsProcessorList([recorder]), SampleNoise(torch.Generator().manual_seed(3)))
     bushy = [[a, b, a] for a in range(VOCABULARY) for b in range(VOCABULARY)]
-    out = decode(lambda text: union(text[-1], bushy), who, 12)
+    out = decode(lambda text: tree_from_paths(text[-1], bushy), who, 12)
     assert recorder.texts == [PREFIX + out[:i] for i in range(12)]
 
 

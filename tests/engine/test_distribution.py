@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from longdraft import Sampling
-from longdraft.engine.accept import accept
+from longdraft.engine.accept import accept_path
 from longdraft.engine.sampler import Sampler
-from longdraft.trees.tree import TokenTree, chain, union
+from longdraft.trees.tree import TokenTree, chain_tree, tree_from_paths
 
 # Tokens whose joint distribution is compared: computed, and sampled.
 COMPUTED, SAMPLED = 3, 2
@@ -77,11 +77,11 @@ def random_trees(count: int) -> list[TokenTree]:
 
 # Each shape is a list of trees.
 TREES = {
-    "root only": [chain(5, [])],
-    "chain": [chain(5, [2, 6, 1])],
-    "binary": [union(5, itertools.product([2, 4], [6, 0], [1, 2]))],
-    "wide": [union(5, itertools.product(range(7), [1, 2, 3]))],
-    "beam": [union(5, [[2, 6, 1, 0], [2, 6, 4], [2, 3], [4, 4, 4], [1]])],
+    "root only": [chain_tree(5, [])],
+    "chain": [chain_tree(5, [2, 6, 1])],
+    "binary": [tree_from_paths(5, itertools.product([2, 4], [6, 0], [1, 2]))],
+    "wide": [tree_from_paths(5, itertools.product(range(7), [1, 2, 3]))],
+    "beam": [tree_from_paths(5, [[2, 6, 1, 0], [2, 6, 4], [2, 3], [4, 4, 4], [1]])],
     "equal siblings": [TokenTree((5, 2, 2, 2, 6, 6, 3), (-1, 0, 0, 0, 1, 2, 2))],
     "random": random_trees(60),
 }
@@ -102,7 +102,7 @@ class Scripted(Sampler):
         self.script, self.chance, self.position = script, 1.0, 0
 
     def sample(self, text: torch.Tensor, logits: torch.Tensor) -> int:
-        p = self.distribution(text, logits).double()
+        p = self.probabilities(text, logits).double()
         if self.position == len(self.script):
             raise Unscripted(p)
         token = self.script[self.position]
@@ -126,7 +126,7 @@ def written(tree: TokenTree, logits: torch.Tensor, sampler: Sampler, walk, count
     return emitted
 
 
-def accepted_distribution(tree: TokenTree, sampling: Sampling, walk=accept) -> torch.Tensor:
+def accepted_distribution(tree: TokenTree, sampling: Sampling, walk=accept_path) -> torch.Tensor:
     """(vocabulary,) * COMPUTED: how likely each text comes out."""
     logits, found, scripts = tree_logits(tree), torch.zeros([VOCABULARY] * COMPUTED, dtype=torch.double), [()]
     while scripts:
@@ -164,7 +164,7 @@ def forgets_the_path(tree, logits, sampler, text, stop):
     sample = sampler.sample
     sampler.sample = lambda upto, row: sample(upto[: len(PROMPT)], row)
     try:
-        return accept(tree, logits, sampler, text, stop)
+        return accept_path(tree, logits, sampler, text, stop)
     finally:
         sampler.sample = sample
 

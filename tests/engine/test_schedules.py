@@ -12,17 +12,17 @@ from longdraft.drafters.longspec import LongSpecDraft, LongSpecDrafter
 from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.loop import Engine
-from longdraft.engine.partial import PartialOptions, SpecPV
-from longdraft.engine.sampler import Draws, Sampler
-from longdraft.engine.schedule import Schedule
+from longdraft.engine.sampler import SampleNoise, Sampler
 from longdraft.engine.sequence import Sequence
 from longdraft.engine.session import eos_rule
+from longdraft.engine.specpv import SpecPV, SpecPVOptions
+from longdraft.engine.verifier import Verifier
 from longdraft.model.outputs import Taps
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.tree import TokenTree
 from longdraft.views.view import View
 from tests.support.drafts import random_draft, random_eagle3
-from tests.support.events import begun, decoded
+from tests.support.events import prefill_event, run_to_end
 from tests.support.forwards import forward
 from tests.support.tiny import tiny_model
 
@@ -31,16 +31,16 @@ PROMPTS = [[(7 * i * i + 3 * i) % 11 for i in range(n)] for n in (70, 33, 8)]
 
 
 def sizes(budget: int = 8, **over) -> View:
-    return PartialOptions(budget, **SMALL | over).view()
+    return SpecPVOptions(budget, **SMALL | over).view()
 
 
 def eager() -> SpecPV:
     """Verifies in part from the first token on, with a partial cache that holds all of a text."""
-    return SpecPV(sizes(200), start=0)
+    return SpecPV(sizes(200), min_context=0)
 
 
 SCHEDULES = {
-    "full": Schedule,
+    "full": Verifier,
     "specpv": lambda: SpecPV(sizes()),
     "eager": eager,
 }
@@ -52,10 +52,10 @@ def run(model, schedule, drafter=None, prompts=PROMPTS, n=28, sampling=None, eos
     sampling = sampling or Sampling()
     sequences = []
     for i, prompt in enumerate(prompts):
-        sampler = Sampler(sampling.greedy, sampling.processors(), Draws(torch.Generator().manual_seed(i)))
-        sequences.append(Sequence(i, list(prompt), n, sampler=sampler, rules=[eos_rule(frozenset(eos))]))
+        sampler = Sampler(sampling.greedy, sampling.processors(), SampleNoise(torch.Generator().manual_seed(i)))
+        sequences.append(Sequence(i, list(prompt), n, sampler=sampler, stop_rules=[eos_rule(frozenset(eos))]))
     engine = Engine(TargetRunner(model), drafter or NoDrafter(), schedule)
-    return sequences, decoded(engine, sequences), engine
+    return sequences, run_to_end(engine, sequences), engine
 
 
 def outputs(sequences) -> list[list[int]]:
@@ -90,7 +90,7 @@ def test_a_schedule_that_sees_all_rows_gives_the_tokens_of_plain_decoding(tmp_pa
     family, kind = drafted
     model = model_of(family)
     for n, eos in ((28, ()), (28, (3,)), (28, (10,)), (1, ()), (2, ()), (7, ())):
-        want, _, _ = run(model, Schedule(), n=n, eos=eos)
+        want, _, _ = run(model, Verifier(), n=n, eos=eos)
         got, steps, _ = run(model, SCHEDULES[name](), drafter(kind, model, tmp_path), n=n, eos=eos)
         assert outputs(got) == outputs(want)
         assert [s.finish_reason for s in got] == [s.finish_reason for s in want]
@@ -103,7 +103,7 @@ def test_after_a_run_the_cache_holds_exact_rows_alone(name):
     got, _, engine = run(model, SCHEDULES[name](), SuffixDrafter(), PROMPTS[:1], 13)
     store = engine.cache.store
     n = store.lengths[0]
-    assert store.unverified[0] == 0 and n <= len(got[0].tokens) - 1
+    assert store.num_unverified[0] == 0 and n <= len(got[0].tokens) - 1
     exact = computed(model, got[0].tokens[:n])
     torch.testing.assert_close(store.keys[:, :1, :, :n], exact.keys, atol=1e-4, rtol=1e-3)
     torch.testing.assert_close(store.values[:, :1, :, :n], exact.values, atol=1e-4, rtol=1e-3)
@@ -141,9 +141,9 @@ class Listening(Drafter):
 
     def observe(self, event):
         sequence, queries = event.sequence, {layer: q[:, -1] for layer, q in event.queries.items()}
-        if self.store.unverified[sequence.slot]:
+        if self.store.num_unverified[sequence.slot]:
             return  # the queries of a partial verification can be compared with nothing
-        text = sequence.tokens[: self.store.readable(sequence.slot)]
+        text = sequence.tokens[: self.store.readable_len(sequence.slot)]
         assert len(text) == len(sequence.tokens) - 1
         plain = self.runner.new_store(1, len(text))
         out = forward(self.runner, [text], plain, [0], logits="none", taps=Taps(queries=self.query_layers(self.runner)))
@@ -157,7 +157,7 @@ class Listening(Drafter):
 def test_drafters_get_the_queries_of_the_deepest_accepted_node(name):
     """In every mode: also where a chain stands before the tree."""
     model = model_of()
-    want, _, _ = run(model, Schedule())
+    want, _, _ = run(model, Verifier())
     listening = Listening(outputs(want))
     got, steps, _ = run(model, SCHEDULES[name](), listening)
     assert outputs(got) == outputs(want) or name == "specpv"
@@ -171,7 +171,7 @@ def test_drafters_get_the_queries_of_the_deepest_accepted_node(name):
 @pytest.mark.parametrize("kind", ["longspec", "ngram"])
 def test_a_budget_that_covers_the_context_gives_full_verification(tmp_path, kind):
     model = model_of()
-    want, _, _ = run(model, Schedule(), drafter(kind, model, tmp_path))
+    want, _, _ = run(model, Verifier(), drafter(kind, model, tmp_path))
     got, steps, _ = run(model, SpecPV(sizes(200)), drafter(kind, model, tmp_path))
     assert outputs(got) == outputs(want) and {s.mode for s in steps} == {"prefill", "full"}
 
@@ -180,7 +180,7 @@ def test_a_budget_that_covers_the_context_gives_full_verification(tmp_path, kind
 def test_partial_verification_on_a_cache_that_holds_everything_is_full_verification(tmp_path, kind, transposed):
     """Catches a rejected node whose KV survives, a gap before the window and a gather from a wrong offset."""
     model = model_of(dtype=torch.float32 if transposed else torch.float64)
-    want, _, _ = run(model, Schedule(), drafter(kind, model, tmp_path))
+    want, _, _ = run(model, Verifier(), drafter(kind, model, tmp_path))
     got, steps, _ = run(model, eager(), drafter(kind, model, tmp_path))
     assert outputs(got) == outputs(want)
     assert sum(s.mode == "partial" for s in steps) > 20
@@ -188,7 +188,7 @@ def test_partial_verification_on_a_cache_that_holds_everything_is_full_verificat
 
 def test_specpv_emits_from_partial_rounds_and_is_approximate():
     model = model_of()
-    want, _, _ = run(model, Schedule())
+    want, _, _ = run(model, Verifier())
     got, steps, _ = run(model, SpecPV(sizes()))
     assert any(s.token_ids for s in steps if s.mode == "partial")
     assert outputs(got) != outputs(want)  # random models attend everywhere
@@ -217,7 +217,7 @@ class Checked(Eagle3Drafter):
 
     def observe(self, event):
         super().observe(event)
-        self.fresh = self.fresh or event.replaced is not None
+        self.fresh = self.fresh or event.kv_rewritten_from is not None
 
     def propose(self, sequences, limit=None):
         found = super().propose(sequences, limit)
@@ -225,11 +225,11 @@ class Checked(Eagle3Drafter):
             twin = Eagle3Drafter(self.draft, widths=(2, 3))
             twin.bind(self.runner, self.store)
             for s in sequences:
-                twin.observe(begun(s))
+                twin.observe(prefill_event(s))
             again = twin.propose(sequences)
             assert [t.tokens for t in again] == [t.tokens for t in found]
             for own, other in zip(found, again, strict=True):
-                assert own.log_probs == pytest.approx(other.log_probs, abs=1e-4)
+                assert own.logprobs == pytest.approx(other.logprobs, abs=1e-4)
             self.checked += 1
             self.fresh = False
         return found

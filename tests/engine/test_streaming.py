@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longdraft.engine.streaming import Detokenizer, Piece, TextStream
+from longdraft.engine.streaming import Detokenizer, TextDelta, TextStream
 
 
 def decode_bytes(tokens: list[int]) -> str:
@@ -18,7 +18,7 @@ def decode_words(tokens: list[int]) -> str:
     return " ".join("abcdefghij"[t] * 2 for t in tokens)
 
 
-def text_of(pieces: list[Piece]) -> str:
+def text_of(pieces: list[TextDelta]) -> str:
     return "".join(piece.text for piece in pieces)
 
 

@@ -54,7 +54,7 @@ def cases(folder: Path) -> dict[str, Callable[[PreTrainedModel], Any]]:
 
 
 SHARED = ("ar", "prompt-lookup", "longspec", "eagle3", "eagle", "heads", "onepass", "small-lm")
-METHODS = {name: TABLE[name].with_its_own_tree() for name in SHARED} | {
+METHODS = {name: TABLE[name].with_default_tree() for name in SHARED} | {
     "longspec with lookups": Case("longspec", "longspec kept", {"lookup": True}), "quantspec": Case("quantspec"),
 }  # fmt: skip
 REFUSED = {name: TABLE[name] for name in (

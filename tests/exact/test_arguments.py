@@ -10,7 +10,7 @@ import torch
 
 import longdraft
 from longdraft import PromptCache, Request, Sampling, Speculator
-from longdraft.engine.request import Settings
+from longdraft.engine.request import RequestSettings
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 
@@ -39,7 +39,7 @@ def test_what_else_is_a_prompt(spec):
 
 
 def test_the_settings_of_a_call_are_typed_as_a_requests_are():
-    of_request, of_call = typing.get_type_hints(Request), typing.get_type_hints(Settings)
+    of_request, of_call = typing.get_type_hints(Request), typing.get_type_hints(RequestSettings)
     assert {name: of_request[name] for name in of_call} == of_call
     assert {*of_request} - {*of_call} == {"prompt", "processors", "tenant", "predicted", "reuse"}
 

@@ -26,7 +26,7 @@ from tests.support.forwards import forward
 from tests.support.gguf_files import write_gguf
 from tests.support.tiny import FAMILIES, tiny_model
 
-pytestmark = pytest.mark.skipif(not LEVELS, reason=f"no kernels here: {native.missing()}")
+pytestmark = pytest.mark.skipif(not LEVELS, reason=f"no kernels here: {native.unavailable_reason()}")
 
 VOCABULARY = 61
 
@@ -163,7 +163,7 @@ def test_int8_logits_are_those_of_every_instruction_set(length, prompt):
 @pytest.mark.parametrize("offload", [None, "host:1"])
 def test_wherever_the_cache_is_kept(offload, level, cpu_offloads):
     runner = runner_of(level, "llama")
-    assert runner.twin.fused.stack is not None  # all layers in one call
+    assert runner.execution_model.fused.stack is not None  # all layers in one call
     other = TargetRunner(runner.model, offload=offload)
     text, tokens = list(range(50)), [3, 1, 4, 1, 5]
     store = other.new_store(1, 64)

@@ -10,7 +10,7 @@ import pytest
 
 import longdraft
 from longdraft import Result, Speculator
-from tests.support.tiny import own_text, tiny_model
+from tests.support.tiny import generate_tokens, tiny_model
 
 ROOT = Path(__file__).parents[2]
 LENGTH, NEW = 5000, 64
@@ -28,7 +28,7 @@ def test_a_long_text_of_a_tiny_model_is_generates():
     model = tiny_model("qwen3", context=6000)
     prompt = [7 * i * i % 61 for i in range(LENGTH)]
     found = default(model, prompt, 96, "float32")
-    assert found.token_ids == own_text(model, prompt, 96)
+    assert found.token_ids == generate_tokens(model, prompt, 96)
 
 
 @pytest.mark.slow
@@ -43,7 +43,7 @@ def test_a_long_text_of_the_embedded_model_is_plain_decodings(arithmetic):
     prompt = [*tokenizer(pages)["input_ids"][: LENGTH - len(asked)], *asked]
     found = default(model, prompt, NEW, arithmetic)
     if arithmetic == "float32":
-        assert found.token_ids == own_text(model, prompt, NEW)
+        assert found.token_ids == generate_tokens(model, prompt, NEW)
     else:
         (plain,) = Speculator("ar", target=model).generate([prompt], max_new_tokens=NEW)
         assert found.token_ids == plain.token_ids

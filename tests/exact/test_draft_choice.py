@@ -70,7 +70,7 @@ def test_where_all_is_left_to_us_repeats_are_proposed_too(model, shipped, monkey
         spec = Speculator(*method, target=model, **options)
         return type(spec.recipe().drafter()).__name__
 
-    assert drafter(plan="auto") == "UnitedDrafter"
+    assert drafter(plan="auto") == "CombinedDrafter"
     assert drafter(plan="auto", lookup=False) == alone
     assert drafter(plan="fixed") == "LongSpecDrafter"  # the paper's
     assert drafter(plan=None, widths=(2, 2)) == "LongSpecDrafter"

@@ -25,7 +25,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from longdraft import Speculator
 from longdraft.errors import CapabilityError
-from tests.support.methods import EXACT, Specs
+from tests.support.methods import EXACT, SpeculatorsByMethod
 from tests.support.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
 PAD = 0
@@ -183,7 +183,7 @@ KINDS = ("ar", "prompt-lookup", "small-lm")
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_setting_of_generate(specs: Specs, forwards, case: str) -> None:
+def test_each_setting_of_generate(specs: SpeculatorsByMethod, forwards, case: str) -> None:
     wanted = CASES[case].run(specs.model)
     # It changes the text, so that a method that ignored it would be found out.
     if case not in ("greedy", "positions"):
@@ -196,14 +196,14 @@ def test_each_setting_of_generate(specs: Specs, forwards, case: str) -> None:
 
 
 @pytest.mark.parametrize("method", EXACT)
-def test_every_method(specs: Specs, method: str) -> None:
+def test_every_method(specs: SpeculatorsByMethod, method: str) -> None:
     for case in ("greedy", "eos", "several"):
         got = CASES[case].run(specs.model, custom_generate=specs.get(method))
         assert torch.equal(CASES[case].run(specs.model), got), case
 
 
 @pytest.mark.parametrize("case", ["sampled", "several", "joint"])
-def test_a_streamer_hears_what_generate_tells_it(specs: Specs, case: str) -> None:
+def test_a_streamer_hears_what_generate_tells_it(specs: SpeculatorsByMethod, case: str) -> None:
     alone = Heard()
     CASES[case].run(specs.model, streamer=alone)
     for method in ("ar", "small-lm"):
@@ -239,7 +239,7 @@ def test_several_return_sequences_differ_and_come_in_a_dictionary_on_request(spe
     assert got.shape[0] == 3 and len({tuple(r) for r in got.tolist()}) == 3
 
 
-def test_a_sampled_batch_is_the_same_each_time_whatever_is_drafted(specs: Specs) -> None:
+def test_a_sampled_batch_is_the_same_each_time_whatever_is_drafted(specs: SpeculatorsByMethod) -> None:
     case = Case(THREE, SAMPLED | {"eos_token_id": list(range(12)), "max_new_tokens": 20})
     found = [case.run(specs.model, custom_generate=specs.get(method)) for method in ("ar", *KINDS)]
     assert all(torch.equal(each, found[0]) for each in found)

@@ -33,11 +33,11 @@ RAGGED += zip(VARIANTS, cycle([GREEDY, DRAWN]), strict=False)
 
 
 @pytest.mark.parametrize(("name", "sampling"), RAGGED)
-def test_a_ragged_batch(workshop, name, sampling):
+def test_a_ragged_batch(spec_factory, name, sampling):
     case = CASES[name]
-    spec = workshop.spec(case)
+    spec = spec_factory.spec(case)
     together = generate(spec, sampling=sampling)
-    assert tokens(together) == workshop.plain(sampling=sampling)
+    assert tokens(together) == spec_factory.plain(sampling=sampling)
     assert {(r.method, r.exact) for r in together} == {(case.method, True)}
     drafted, accepted = sum(r.drafted for r in together), sum(r.accepted for r in together)
     assert drafted >= accepted > 0 or name == "ar"
@@ -47,20 +47,20 @@ def test_a_ragged_batch(workshop, name, sampling):
     for i in alone:
         (one,) = generate(spec, (PROMPTS[i],), sampling=sampling, seed=SEED + i)
         assert one.token_ids == together[i].token_ids
-        if case.alike:
+        if case.batch_invariant:
             assert rounds([one]) == rounds([together[i]])
 
 
 @pytest.mark.parametrize(("name", "family"), zip(METHODS, cycle(FAMILIES[1:]), strict=False))
-def test_other_families(workshop, name, family):
+def test_other_families(spec_factory, name, family):
     model = target(family)
-    results = generate(workshop.spec(METHODS[name], model))
-    assert tokens(results) == workshop.plain(model)
+    results = generate(spec_factory.spec(METHODS[name], model))
+    assert tokens(results) == spec_factory.plain(model)
     assert sum(r.drafted for r in results) > sum(r.accepted for r in results) or name == "ar"
 
 
 @every_method
-def test_penalties_see_a_nodes_own_path(workshop, name):
+def test_penalties_see_a_nodes_own_path(spec_factory, name):
     """Greedy with processors: no node's token is known before the walk comes there."""
-    results = generate(workshop.spec(METHODS[name]), sampling=PENALISED)
-    assert tokens(results) == workshop.plain(sampling=PENALISED)
+    results = generate(spec_factory.spec(METHODS[name]), sampling=PENALISED)
+    assert tokens(results) == spec_factory.plain(sampling=PENALISED)

@@ -91,11 +91,11 @@ def test_a_one_pass_drafts_text_has_the_targets_distribution(tmp_path):
 
 @pytest.mark.usefixtures("small_sizes")
 @pytest.mark.parametrize(("name", "setting"), zip(list(METHODS)[1:], cycle(["hot, top-k", "penalised"]), strict=False))
-def test_a_seed_gives_plain_decodings_text(workshop, name, setting):
+def test_a_seed_gives_plain_decodings_text(spec_factory, name, setting):
     """Many short texts, a seed each."""
     model, prompts = target(vocab=SIZE), (PROMPT * 2,) * 40
-    results = generate(workshop.spec(METHODS[name], model), prompts, 4, SAMPLINGS[setting])
-    assert tokens(results) == workshop.plain(model, prompts, 4, SAMPLINGS[setting])
+    results = generate(spec_factory.spec(METHODS[name], model), prompts, 4, SAMPLINGS[setting])
+    assert tokens(results) == spec_factory.plain(model, prompts, 4, SAMPLINGS[setting])
     assert sum(r.accepted for r in results) > 10, "the draft must have been taken for this to mean something"
 
 

@@ -13,8 +13,8 @@ from accelerate.state import AcceleratorState, GradientState
 
 from longdraft import Speculator, compose, load, register
 from longdraft.cli.main import main
+from longdraft.drafters.combined import CombinedDrafter
 from longdraft.drafters.suffix import SuffixDrafter
-from longdraft.drafters.united import UnitedDrafter
 from longdraft.drafts.kinds import KINDS, Kind
 from longdraft.errors import CheckpointError
 from longdraft.methods import METHODS
@@ -23,7 +23,7 @@ from longdraft.training.config import RunConfig
 from tests.support.drafts import random_heads
 from tests.support.tiny import tiny_folder, tiny_model
 
-pytestmark = pytest.mark.usefixtures("as_before")
+pytestmark = pytest.mark.usefixtures("restored_registries")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "recurrent_drafter.py"
 PROMPTS = [[7, 8, 9] * 6, [11, 5]]
 
@@ -76,7 +76,9 @@ def test_trained_saved_loaded_and_decoded_with(place, tmp_path):
 def test_composed_with_lookups(place):
     folder, example, _ = place
     runpy.run_path(str(EXAMPLE))
-    compose("both", lambda draft: UnitedDrafter(SuffixDrafter(), example["RecurrentDrafter"](draft)), draft="recurrent")
+    compose(
+        "both", lambda draft: CombinedDrafter(SuffixDrafter(), example["RecurrentDrafter"](draft)), draft="recurrent"
+    )
     model = load(str(folder / "target")).model
     found = Speculator("both", target=model, draft=folder / "run" / "last").generate(PROMPTS, max_new_tokens=30)
     want = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=30)

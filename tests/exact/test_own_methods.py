@@ -10,27 +10,27 @@ import torch
 
 from longdraft import Speculator, compose
 from longdraft.cli.main import main
+from longdraft.drafters.combined import CombinedDrafter
 from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.drafters.tokenswift import ReuseDrafter
-from longdraft.drafters.united import UnitedDrafter
-from longdraft.engine.partial import PartialOptions, SpecPV
+from longdraft.engine.specpv import SpecPV, SpecPVOptions
 from longdraft.methods import METHODS
 from longdraft.methods import methods as listed
 from longdraft.views.view import View
 from tests.support.drafts import small_lm
 from tests.support.tiny import tiny_model
 
-pytestmark = pytest.mark.usefixtures("as_before")
+pytestmark = pytest.mark.usefixtures("restored_registries")
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [(i * i) % 11 for i in range(130)]]
 EVERYTHING = Path(__file__).parents[2] / "examples" / "everything.py"
 
 
 def lookups(n: int = 3):
-    return UnitedDrafter(SuffixDrafter(), ReuseDrafter(n))
+    return CombinedDrafter(SuffixDrafter(), ReuseDrafter(n))
 
 
 def view() -> View:
-    return PartialOptions(16, margin=6, sink=4, recent=4, block=4).view()
+    return SpecPVOptions(16, margin=6, sink=4, recent=4, block=4).view()
 
 
 def test_what_is_composed_decodes_as_the_target_does():

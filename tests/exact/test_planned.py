@@ -19,17 +19,17 @@ TABLES = {
 }
 # With trees that nobody asked for.
 LOOKUPS = ("longspec lookup earlier", "eagle3 lookup", "small-lm lookup", "heads opt", "tokenswift no view")
-PLANNED = {name: CASES[name].with_its_own_tree() for name in (*METHODS, *LOOKUPS) if name != "ar"}
+PLANNED = {name: CASES[name].with_default_tree() for name in (*METHODS, *LOOKUPS) if name != "ar"}
 SITUATIONS = (("free", GREEDY), ("some", DRAWN), ("dear", GREEDY), ("some", GREEDY), ("free", DRAWN))
 
 
 @pytest.mark.parametrize(("name", "situation"), zip(PLANNED, cycle(SITUATIONS), strict=False))
-def test_the_output_is_plain_decodings(workshop, name, situation):
+def test_the_output_is_plain_decodings(spec_factory, name, situation):
     (table, sampling), n = situation, 24
-    spec = workshop.spec(PLANNED[name], plan=TABLES[table])
+    spec = spec_factory.spec(PLANNED[name], plan=TABLES[table])
     assert spec.planner() is not None
     together = generate(spec, n=n, sampling=sampling)
-    assert tokens(together) == workshop.plain(n=n, sampling=sampling)
+    assert tokens(together) == spec_factory.plain(n=n, sampling=sampling)
     drafted = sum(r.drafted for r in together)
     if table == "dear":
         assert drafted == 0 and all(r.rounds == n - 1 for r in together)
@@ -40,27 +40,27 @@ def test_the_output_is_plain_decodings(workshop, name, situation):
         assert alone.token_ids == together[0].token_ids
 
 
-def test_a_tree_that_was_asked_for_is_grown(workshop):
-    spec = workshop.spec(PLANNED["longspec"], widths=(2, 2))
+def test_a_tree_that_was_asked_for_is_grown(spec_factory):
+    spec = spec_factory.spec(PLANNED["longspec"], widths=(2, 2))
     assert spec.planner() is None
     (result,) = generate(spec, PROMPTS[:1])
     assert result.drafted >= 4 * (result.rounds - 2)
-    assert workshop.spec(PLANNED["magicdec"], depth=3).planner() is None
+    assert spec_factory.spec(PLANNED["magicdec"], depth=3).planner() is None
 
 
-def test_a_tree_that_was_asked_for_can_be_cut(workshop):
-    (result,) = generate(workshop.spec(PLANNED["longspec"], plan=TABLES["dear"], widths=(2, 2)), PROMPTS[:1])
-    assert result.drafted == 0 and result.token_ids == workshop.plain()[0]
+def test_a_tree_that_was_asked_for_can_be_cut(spec_factory):
+    (result,) = generate(spec_factory.spec(PLANNED["longspec"], plan=TABLES["dear"], widths=(2, 2)), PROMPTS[:1])
+    assert result.drafted == 0 and result.token_ids == spec_factory.plain()[0]
 
 
-def test_the_environment_chooses_where_nobody_asks(workshop, monkeypatch):
+def test_the_environment_chooses_where_nobody_asks(spec_factory, monkeypatch):
     for said, plans in (("auto", ("auto", "fixed", "auto")), ("fixed", ("fixed", "fixed", "auto"))):
         monkeypatch.setenv("LONGDRAFT_PLAN", said)
-        made = [workshop.spec(PLANNED["longspec"], **plan) for plan in ({}, {"plan": "fixed"}, {"plan": "auto"})]
+        made = [spec_factory.spec(PLANNED["longspec"], **plan) for plan in ({}, {"plan": "fixed"}, {"plan": "auto"})]
         assert [f"plan={plan}" in repr(spec) for spec, plan in zip(made, plans, strict=True)] == [True] * 3
     monkeypatch.setenv("LONGDRAFT_PLAN", "best")
     with pytest.raises(ValueError, match="plan"):
-        workshop.spec(PLANNED["longspec"]).planner()
+        spec_factory.spec(PLANNED["longspec"]).planner()
 
 
 @pytest.mark.parametrize("plan", ["best", {2: 1.0}, {1: 1.0, 3: -1.0}, {}], ids=str)
@@ -75,17 +75,17 @@ def test_what_is_never_planned(cpu_offloads):
     assert Speculator("prompt-lookup", target=target(), plan=TABLES["free"], offload="host:1").planner() is None
 
 
-def test_without_memory_to_measure_in_trees_are_fixed(workshop, free_memory):
-    spec = workshop.spec(PLANNED["prompt-lookup"], plan="auto")
+def test_without_memory_to_measure_in_trees_are_fixed(spec_factory, free_memory):
+    spec = spec_factory.spec(PLANNED["prompt-lookup"], plan="auto")
     free_memory(0)
     assert spec.planner() is None
     free_memory(10**12)
-    assert tokens(generate(spec)) == workshop.plain()
+    assert tokens(generate(spec)) == spec_factory.plain()
 
 
-def test_a_given_plan_knows_no_clock(workshop):
+def test_a_given_plan_knows_no_clock(spec_factory):
     """By these costs drafting is free, which takes thousands of times as long as what they say of a step."""
-    spec = workshop.spec(PLANNED["longspec"], plan={1: 1e-6, 64: 1.01e-6})
+    spec = spec_factory.spec(PLANNED["longspec"], plan={1: 1e-6, 64: 1.01e-6})
     results = generate(spec, n=40)
-    assert tokens(results) == workshop.plain(n=40)
+    assert tokens(results) == spec_factory.plain(n=40)
     assert sum(r.drafted for r in results) > 4 * sum(r.rounds for r in results)

@@ -36,9 +36,9 @@ SAMPLINGS = [GREEDY, GREEDY, DRAWN, PENALISED, Sampling(1.0), Sampling(0.7, min_
     plan=st.sampled_from(["fixed", "fixed", *TABLES]),
     cached=st.booleans(),
 )
-def test_any_of_it_is_plain_decoding(workshop, name, family, prompts, sampling, n, seed, eos, chunk, plan, cached):
+def test_any_of_it_is_plain_decoding(spec_factory, name, family, prompts, sampling, n, seed, eos, chunk, plan, cached):
     case, model = CASES[name], target(family)
     given = {"max_new_tokens": n, "sampling": sampling, "seed": seed, "eos_token_ids": eos}
-    spec = workshop.spec(case, model, plan=TABLES.get(plan, "fixed"))
+    spec = spec_factory.spec(case, model, plan=TABLES.get(plan, "fixed"))
     found = spec.generate(prompts, cache=PromptCache() if cached else None, piece=chunk, **given)
     assert tokens(found) == tokens(Speculator("ar", target=model).generate(prompts, **given))

@@ -38,7 +38,7 @@ from longdraft.errors import (
     UnknownMethodError,
     UnsupportedModelError,
 )
-from tests.support.drafts import random_draft, random_eagle3, random_heads, random_lm, saved, small_lm
+from tests.support.drafts import random_draft, random_eagle3, random_heads, random_lm, save_model, small_lm
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 model = cache(lambda **sizes: tiny_model(**{"vocab": 11, **sizes}))
@@ -202,7 +202,7 @@ def test_options(tmp_path):
 def gpt2(folder: Any) -> Any:
     """A model with a table of 40 positions."""
     sizes = {"n_embd": 32, "n_head": 4, "n_layer": 1, "vocab_size": 11, "n_positions": 40}
-    return saved(folder, GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)))
+    return save_model(folder, GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)))
 
 
 @pytest.mark.usefixtures("small_sizes")

@@ -37,9 +37,9 @@ def cut(written: list[int], eos: set[int]) -> list[int]:
 
 
 @every_method
-def test_it_ends_where_plain_decoding_ends(workshop, name):
+def test_it_ends_where_plain_decoding_ends(spec_factory, name):
     """At tokens that end the texts one after the other, in a batch that goes on."""
-    spec, plain = workshop.spec(METHODS[name]), workshop.plain()
+    spec, plain = spec_factory.spec(METHODS[name]), spec_factory.plain()
     for eos in ({plain[1][6], plain[2][4]}, {plain[0][9]}):
         results = generate(spec, eos_token_ids=sorted(eos))
         assert tokens(results) == [cut(written, eos) for written in plain]
@@ -47,8 +47,8 @@ def test_it_ends_where_plain_decoding_ends(workshop, name):
 
 
 @each_kind
-def test_budgets_smaller_than_a_tree_is_deep(workshop, name):
-    spec, plain = workshop.spec(METHODS[name]), workshop.plain()
+def test_budgets_smaller_than_a_tree_is_deep(spec_factory, name):
+    spec, plain = spec_factory.spec(METHODS[name]), spec_factory.plain()
     for n in (1, 2, 4):
         results = generate(spec, n=n)
         assert tokens(results) == [written[:n] for written in plain]
@@ -56,58 +56,60 @@ def test_budgets_smaller_than_a_tree_is_deep(workshop, name):
 
 
 @each_kind
-def test_up_to_the_last_position_of_the_context(workshop, name):
+def test_up_to_the_last_position_of_the_context(spec_factory, name):
     model = target(context=64)
     prompts = (tuple(i % VOCABULARY for i in range(50)),)
-    assert tokens(generate(workshop.spec(METHODS[name], model), prompts, 14)) == workshop.plain(model, prompts, 14)
+    assert tokens(generate(spec_factory.spec(METHODS[name], model), prompts, 14)) == spec_factory.plain(
+        model, prompts, 14
+    )
 
 
 @each_kind
-def test_a_stop_string_inside_a_draft(workshop, name):
+def test_a_stop_string_inside_a_draft(spec_factory, name):
     model, prompts = target(vocab=61), ((7, 8, 9), (1,))
-    spec = workshop.spec(METHODS[name], model, tokenizer=tiny_tokenizer())
-    whole = spec.decode(workshop.plain(model, prompts)[0])
+    spec = spec_factory.spec(METHODS[name], model, tokenizer=tiny_tokenizer())
+    whole = spec.decode(spec_factory.plain(model, prompts)[0])
     stop = whole[9:11]
     result = generate(spec, prompts, stop=[stop])[0]
     assert result.text == whole[: whole.index(stop)] and result.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("name", [*METHODS, "eagle3 lookup", "self chunks", "self tokens"])
-def test_a_kept_cache_is_taken_up_again(workshop, name):
+def test_a_kept_cache_is_taken_up_again(spec_factory, name):
     """Also one that plain decoding left, which has no hidden states in it."""
     case, cache = CASES[name], PromptCache()
-    spec, (first, *_) = workshop.spec(case), workshop.plain()
+    spec, (first, *_) = spec_factory.spec(case), spec_factory.plain()
     generate(Speculator("ar", target=target()), PROMPTS[:1], cache=cache)
     for prompt in ((*PROMPTS[0], *first, 4), (8, 9), PROMPTS[2], PROMPTS[2][:50]):
         (kept,) = generate(spec, (prompt,), 12, cache=cache)
-        assert [kept.token_ids] == workshop.plain(prompts=(prompt,), n=12)
-        if case.kept_alike:
+        assert [kept.token_ids] == spec_factory.plain(prompts=(prompt,), n=12)
+        if case.cache_invariant:
             assert rounds([kept]) == rounds(generate(spec, (prompt,), 12))
 
 
 @each_kind
-def test_kv_on_a_host(workshop, cpu_offloads, name):
+def test_kv_on_a_host(spec_factory, cpu_offloads, name):
     case = METHODS[name]
-    here = generate(workshop.spec(case), PROMPTS[1:], 16)
-    there = generate(workshop.spec(case, offload="host:1"), PROMPTS[1:], 16)
-    assert rounds(there) == rounds(here) and tokens(here) == [t[:16] for t in workshop.plain()[1:]]
+    here = generate(spec_factory.spec(case), PROMPTS[1:], 16)
+    there = generate(spec_factory.spec(case, offload="host:1"), PROMPTS[1:], 16)
+    assert rounds(there) == rounds(here) and tokens(here) == [t[:16] for t in spec_factory.plain()[1:]]
 
 
 @each_kind
-def test_a_prompt_that_is_read_in_pieces(workshop, name):
-    spec = workshop.spec(METHODS[name])
+def test_a_prompt_that_is_read_in_pieces(spec_factory, name):
+    spec = spec_factory.spec(METHODS[name])
     whole = generate(spec, PROMPTS[2:3])
     run = spec.stream([list(PROMPTS[2])], max_new_tokens=NEW, piece=32)
     read = [s.prefilled for s in run if s.mode == "prefill"]
     assert len(read) == 5 and read[-1] == 130  # a view's queries may need the last rows in one piece
-    assert rounds(run.results()) == rounds(whole) and tokens(whole) == workshop.plain()[2:3]
+    assert rounds(run.results()) == rounds(whole) and tokens(whole) == spec_factory.plain()[2:3]
 
 
 @each_kind
-def test_requests_that_join_and_leave(workshop, name):
+def test_requests_that_join_and_leave(spec_factory, name):
     """More of them than are decoded at a time, greedy and sampled; one leaves early."""
     case, n = METHODS[name], 14
-    spec = workshop.spec(case)
+    spec = spec_factory.spec(case)
     requests = [
         Request(list(prompt), n - 4 * (i % 3), sampling, seed=i)
         for i, (prompt, sampling) in enumerate([(p, s) for s in (GREEDY, DRAWN) for p in PROMPTS[:3]])
@@ -120,7 +122,7 @@ def test_requests_that_join_and_leave(workshop, name):
     session.abort(numbers[1])
     while session.busy:
         session.step()
-    ar = workshop.spec(METHODS["ar"])
+    ar = spec_factory.spec(METHODS["ar"])
     for i, (number, request) in enumerate(zip(numbers, requests, strict=True)):
         alone, found = ar.generate(request)[0].token_ids, session.take(number)
         assert found.token_ids == (alone[: found.new_tokens] if i == 1 else alone)
@@ -128,15 +130,15 @@ def test_requests_that_join_and_leave(workshop, name):
 
 
 @each_kind
-def test_a_closed_run_and_two_runs_at_once(workshop, name):
-    spec = workshop.spec(METHODS[name])
+def test_a_closed_run_and_two_runs_at_once(spec_factory, name):
+    spec = spec_factory.spec(METHODS[name])
     closed = spec.stream([list(PROMPTS[0])], max_new_tokens=NEW)
     next(iter(closed)), next(iter(closed))
     closed.close()
     one, two = (spec.stream([list(p)], max_new_tokens=NEW) for p in PROMPTS[1:3])
     for _ in range(4):  # step by step in turn: runs share a draft's weights and nothing else
         next(iter(one), None), next(iter(two), None)
-    assert [r.results()[0].token_ids for r in (one, two)] == workshop.plain()[1:3]
+    assert [r.results()[0].token_ids for r in (one, two)] == spec_factory.plain()[1:3]
 
 
 # With what a request could leave behind: windows, views, working caches.
@@ -147,10 +149,10 @@ USED = (
 
 
 @pytest.mark.parametrize("name", USED)
-def test_two_requests_equal_two_fresh_ones(workshop, name):
-    spec = workshop.spec(CASES[name])
+def test_two_requests_equal_two_fresh_ones(spec_factory, name):
+    spec = spec_factory.spec(CASES[name])
     for prompts in (PROMPTS[2:], PROMPTS[:2]):
-        again, fresh = generate(spec, prompts, 16), generate(workshop.spec(CASES[name]), prompts, 16)
+        again, fresh = generate(spec, prompts, 16), generate(spec_factory.spec(CASES[name]), prompts, 16)
         assert rounds(again) == rounds(fresh)
 
 
@@ -162,9 +164,9 @@ def drafts_weights(spec):
 
 
 @pytest.mark.parametrize("name", [name for name, case in METHODS.items() if case.draft is not None])
-def test_a_draft_that_overflows_only_costs_time(workshop, name):
+def test_a_draft_that_overflows_only_costs_time(spec_factory, name):
     model = tiny_model(vocab=VOCABULARY)  # its own: a draft is bound to it once
-    spec = workshop.spec(METHODS[name], model)
+    spec = spec_factory.spec(METHODS[name], model)
     with torch.no_grad():
         drafts_weights(spec)[-1].fill_(float("nan"))
-    assert tokens(generate(spec, n=12)) == [written[:12] for written in workshop.plain()]
+    assert tokens(generate(spec, n=12)) == [written[:12] for written in spec_factory.plain()]

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from longdraft.errors import CapabilityError
 from longdraft.memory.store import KVShape
-from longdraft.model.sharded import Share, share_of
+from longdraft.model.tensor_parallel import TPRank, tp_rank_of
 from tests.exact.tensor_parallel_cases import (
     FAMILIES,
     METHODS,
@@ -54,7 +54,7 @@ def shared(folder: Path) -> list[Found]:
 @slow
 def test_tokens_and_drafts_are_those_of_one_process(folder, shared, monkeypatch):
     # Our kernels round a draft's weights, and step aside where the target is shared out.
-    monkeypatch.setattr("longdraft.drafters.shared.whole_level.kernels", lambda: None)
+    monkeypatch.setattr("longdraft.drafters.shared.fused_level.kernels", lambda: None)
     model = AutoModelForCausalLM.from_pretrained(folder / "llama")
     alone = {name: decode(model) for name, decode in cases(folder).items()}
     for name, own in alone.items():
@@ -103,16 +103,16 @@ def test_what_cannot_be_shared_is_refused_by_all(shared, name, said):
 
 
 def test_a_model_of_one_process_has_no_share():
-    assert share_of(tiny_model()) is None
+    assert tp_rank_of(tiny_model()) is None
 
 
 def test_heads_are_shared_out_only_where_the_plan_does():
     whole = KVShape(3, 4, 16, torch.float32)
-    heads, none = (Share(1, 2, None, torch.device("cpu"), heads) for heads in (True, False))
-    assert heads.of_heads(whole).kv_heads == 2
-    assert none.of_heads(whole) == whole
+    heads, none = (TPRank(1, 2, None, torch.device("cpu"), heads) for heads in (True, False))
+    assert heads.local_kv_shape(whole).kv_heads == 2
+    assert none.local_kv_shape(whole) == whole
     with pytest.raises(CapabilityError):
-        Share(0, 3, None, torch.device("cpu"), True).of_heads(whole)
+        TPRank(0, 3, None, torch.device("cpu"), True).local_kv_shape(whole)
 
 
 @pytest.fixture
@@ -131,4 +131,4 @@ def test_other_ways_to_share_out_are_refused(group):
     weight = distribute_tensor(model.lm_head.weight.detach(), init_device_mesh("cpu", (1,)))
     model.lm_head.weight = torch.nn.Parameter(weight, requires_grad=False)
     with pytest.raises(CapabilityError):
-        share_of(model)
+        tp_rank_of(model)

@@ -13,8 +13,8 @@ import torch
 
 from longdraft import PromptCache, Sampling, Speculator
 from tests.support.drafts import random_draft
-from tests.support.methods import Specs
-from tests.support.tiny import own_text, tiny_model
+from tests.support.methods import SpeculatorsByMethod
+from tests.support.tiny import generate_tokens, tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 4, [1, 2, 3], [(i * i) % 61 for i in range(40)], [8, 8, 8, 8]]
 DRAWN = Sampling(temperature=0.9, top_k=8)
@@ -59,11 +59,11 @@ def decoded(spec: Speculator, prompt: list[int], **settings: Any) -> list[int]:
 
 
 def plain(model, prompt: list[int]) -> list[int]:
-    return own_text(model, prompt, NEW)
+    return generate_tokens(model, prompt, NEW)
 
 
 @pytest.mark.parametrize("method", ["ar", "longspec", "eagle3", "specextend", "self", "triforce"])
-def test_threads_on_one_speculator_write_what_they_write_alone(specs: Specs, method):
+def test_threads_on_one_speculator_write_what_they_write_alone(specs: SpeculatorsByMethod, method):
     """And generate beside them. The last one draws."""
     spec, model = specs.get(method), specs.model
     assert method == "ar" or all(r.drafted for r in spec.generate(PROMPTS, max_new_tokens=NEW))
@@ -160,7 +160,7 @@ def test_generate_with_a_speculator_and_without_at_once():
     spec = Speculator("prompt-lookup", min_n=1)
 
     def ours(prompt: list[int]) -> list[int]:
-        return own_text(model, prompt, NEW, custom_generate=spec)
+        return generate_tokens(model, prompt, NEW, custom_generate=spec)
 
     expected = [plain(model, prompt) for prompt in PROMPTS[:2]]
     works = [

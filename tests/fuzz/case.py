@@ -18,16 +18,16 @@ from tests.fuzz.formats import Format
 SECONDS, WAIT, ROOM = 10, 300, 6 << 30
 
 
-class Endless(BaseException):
+class EndlessCase(BaseException):
     """A case that does not end."""
 
 
 @contextmanager
-def bounded() -> Iterator[None]:
+def limited() -> Iterator[None]:
     """Limits of time and of memory."""
 
     def end(*_: object) -> None:
-        raise Endless
+        raise EndlessCase
 
     signals = {signal.SIGALRM: (signal.ITIMER_REAL, WAIT), signal.SIGPROF: (signal.ITIMER_PROF, SECONDS)}
     before = {each: signal.signal(each, end) for each in signals}
@@ -58,7 +58,7 @@ def verdict(name: str, form: Format, seed: int, whole: Path, place: Path) -> str
         return None  # not a change that the mutator can write
     right = form.right()
     try:
-        with bounded():
+        with limited():
             got = form.use(path)
     except MemoryBudgetError as error:
         return f"{name} {seed} {part}: {error}"

@@ -27,7 +27,7 @@ DTYPES = (torch.float8_e4m3fn, torch.complex64, torch.int64, torch.bool, torch.u
 NAMED = ("F16", "BF16", "F64", "I32", "U8", "BOOL", "F8_E4M3", "F4", "C64", "x")
 
 
-def bytes_of(r: Random, data: bytes) -> bytes:
+def damage_bytes(r: Random, data: bytes) -> bytes:
     """Flips, cuts, repeats, overwrites."""
     found = bytearray(data)
     at = r.randrange(len(found)) if r.random() < 0.4 else r.randrange(min(len(found), 2_000))
@@ -48,7 +48,7 @@ def bytes_of(r: Random, data: bytes) -> bytes:
     return bytes(found)
 
 
-def json_of(r: Random, data: bytes) -> bytes:
+def damage_json(r: Random, data: bytes) -> bytes:
     """Another value somewhere, or none, or another name."""
     if r.random() < 0.1:
         whole = (DEEP, "", "null", "[]", "7", '"x"', "{", "{}", '{"a":' * 50_000, "\ufeff" + data.decode())
@@ -76,7 +76,7 @@ def json_of(r: Random, data: bytes) -> bytes:
     return json.dumps(whole).encode()
 
 
-def lines_of(r: Random, data: bytes) -> bytes:
+def damage_lines(r: Random, data: bytes) -> bytes:
     """JSON lines: one of them damaged, swapped, doubled or left out."""
     lines = data.splitlines(keepends=True)
     at, kind = r.randrange(len(lines)), r.randrange(6)
@@ -85,18 +85,18 @@ def lines_of(r: Random, data: bytes) -> bytes:
     elif kind == 1:
         del lines[at]
     elif kind == 2:
-        lines[at] = bytes_of(r, lines[at])
+        lines[at] = damage_bytes(r, lines[at])
     else:
-        lines[at] = json_of(r, lines[at]) + b"\n"
+        lines[at] = damage_json(r, lines[at]) + b"\n"
     return b"".join(lines)
 
 
-def tensors_of(r: Random, path: Path) -> None:
+def damage_tensors(r: Random, path: Path) -> None:
     """A tensor of another type, shape or name, or without numbers; two in each other's place; or a damaged header."""
     data = path.read_bytes()
     kind = r.randrange(7)
     if kind == 0:
-        path.write_bytes(bytes_of(r, data))
+        path.write_bytes(damage_bytes(r, data))
         return
     if kind == 1:
         (size,) = struct.unpack_from("<Q", data)
@@ -104,7 +104,7 @@ def tensors_of(r: Random, path: Path) -> None:
         if r.random() < 0.3:
             head = head.replace(b'"F32"', f'"{r.choice(NAMED)}"'.encode(), r.randrange(1, 3))
         else:
-            head = json_of(r, head)
+            head = damage_json(r, head)
         path.write_bytes(struct.pack("<Q", len(head)) + head + data[8 + size :])
         return
     tensors = load_file(path)
@@ -128,7 +128,7 @@ def tensors_of(r: Random, path: Path) -> None:
     save_file(tensors, path, metadata=json.loads(data[8 : 8 + size]).get("__metadata__"))
 
 
-def gguf_of(r: Random, path: Path) -> None:
+def damage_gguf(r: Random, path: Path) -> None:
     """Another value, kind, name or length of a field; another place, size, type or name of a tensor."""
     reader = gguf.GGUFReader(path, "r+")  # its arrays are the file's memory
     if r.random() < 0.5:
@@ -161,7 +161,7 @@ def gguf_of(r: Random, path: Path) -> None:
     reader.data.flush()
 
 
-def replaced(r: Random, path: Path) -> None:
+def replace_file(r: Random, path: Path) -> None:
     """Something else in the file's place: a folder, a pipe, a device, a link to itself or elsewhere, or nothing."""
     path.unlink()
     kind = r.randrange(6)
@@ -173,7 +173,7 @@ def replaced(r: Random, path: Path) -> None:
         path.symlink_to((path.name, "/dev/zero", "/etc/passwd")[kind - 2])
 
 
-def rewritten(change: Callable[[Random, bytes], bytes]) -> Callable[[Random, Path], None]:
+def in_place(change: Callable[[Random, bytes], bytes]) -> Callable[[Random, Path], None]:
     """A change of a file's bytes as one of the file."""
 
     def changing(r: Random, path: Path) -> None:

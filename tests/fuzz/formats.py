@@ -11,10 +11,10 @@ from typing import Any
 
 import longdraft
 from longdraft import Speculator
-from longdraft.batch.output import Output
+from longdraft.batch.output import OutputFile
 from longdraft.bench.contenders import Run
-from longdraft.bench.records import Records
-from longdraft.bench.run import Measured
+from longdraft.bench.records import RecordFile
+from longdraft.bench.run import BatchResult
 from tests.fuzz import damage
 from tests.support import drafts
 from tests.support.gguf_files import write_gguf
@@ -70,9 +70,9 @@ def _as_draft(path: Path, *method: str) -> list[int]:
     return _text(Speculator(str(path), target=target(), tokenizer=tiny_tokenizer()))
 
 
-_JSON, _BYTES = damage.rewritten(damage.json_of), damage.rewritten(damage.bytes_of)
-_CONFIG = (*(_JSON,) * 5, _BYTES, damage.replaced)
-_TENSORS = (*(damage.tensors_of,) * 6, damage.replaced)
+_JSON, _BYTES = damage.in_place(damage.damage_json), damage.in_place(damage.damage_bytes)
+_CONFIG = (*(_JSON,) * 5, _BYTES, damage.replace_file)
+_TENSORS = (*(damage.damage_tensors,) * 6, damage.replace_file)
 _FOLDER: dict[str, tuple[Change, ...]] = {"config.json": _CONFIG, "model.safetensors": _TENSORS}
 
 
@@ -80,7 +80,7 @@ def _draft(make: Callable[[Path], object], **more: tuple[Change, ...]) -> Format
     return Format(make, _FOLDER | more, _as_draft, plain)
 
 
-_OF_GGUF = (*(damage.gguf_of,) * 5, _BYTES, _BYTES, damage.replaced)
+_OF_GGUF = (*(damage.damage_gguf,) * 5, _BYTES, _BYTES, damage.replace_file)
 
 
 def _gguf(family: Any, **over: Any) -> Format:
@@ -101,13 +101,13 @@ def _sharded(path: Path) -> None:
 
 def _report(path: Path) -> None:
     """A run that goes on."""
-    Records(path, _HEADER, Measured)
+    RecordFile(path, _HEADER, BatchResult)
 
 
 def _results(path: Path) -> None:
-    file, runs = Records(path, _HEADER, Measured), {"ar": Run(((1,) * 64,), 2.0, 4.0, (63,), ((0, 60),) * 63)}
+    file, runs = RecordFile(path, _HEADER, BatchResult), {"ar": Run(((1,) * 64,), 2.0, 4.0, (63,), ((0, 60),) * 63)}
     for i in range(3):
-        file.append(Measured("news", 1024, 1, (f"a:{i}",), (1024,), runs, {"ar": [runs["ar"]] * 2}, [], ("ar",)))
+        file.append(BatchResult("news", 1024, 1, (f"a:{i}",), (1024,), runs, {"ar": [runs["ar"]] * 2}, [], ("ar",)))
 
 
 _HEADER = {
@@ -121,13 +121,13 @@ _ORIGIN = {"input": "x", "rows": 5, "settings": {"seed": 0}}
 def _output(path: Path) -> None:
     """A file of answers beside the record of its run, in a folder."""
     path.mkdir()
-    with Output(path / "out.jsonl", _ORIGIN) as file:
+    with OutputFile(path / "out.jsonl", _ORIGIN) as file:
         for i in range(4):
             file.write({"line": i + 1, "id": i, "text": "a b"}, False)
 
 
 def _go_on(path: Path) -> None:
-    with Output(path / "out.jsonl", _ORIGIN) as file:
+    with OutputFile(path / "out.jsonl", _ORIGIN) as file:
         file.write({"line": file.rows + 1, "text": "c"}, False)
 
 
@@ -155,7 +155,7 @@ FORMATS: dict[str, Format] = {
         _model,
         _FOLDER
         | dict.fromkeys(("tokenizer.json", "tokenizer_config.json", "generation_config.json"), _CONFIG)
-        | {"chat_template.jinja": (_BYTES, damage.replaced)},
+        | {"chat_template.jinja": (_BYTES, damage.replace_file)},
         _as_target,
     ),
     "sharded": Format(_sharded, {"model.safetensors.index.json": _CONFIG, _SHARD: _TENSORS}, _as_target),
@@ -174,7 +174,7 @@ FORMATS: dict[str, Format] = {
     "small-lm": _draft(lambda path: drafts.small_lm(path, vocab=61)),
     "eagle": Format(
         lambda path: drafts.published_eagle(path, target()),
-        {"config.json": _CONFIG, "pytorch_model.bin": (_BYTES, _BYTES, damage.replaced)},
+        {"config.json": _CONFIG, "pytorch_model.bin": (_BYTES, _BYTES, damage.replace_file)},
         _as_draft,
         plain,
     ),
@@ -187,10 +187,10 @@ FORMATS: dict[str, Format] = {
         lambda path: _as_draft(path, "small-lm"),
         plain,
     ),
-    "bench.jsonl": Format(_results, {"": (damage.rewritten(damage.lines_of),)}, _report),
+    "bench.jsonl": Format(_results, {"": (damage.in_place(damage.damage_lines),)}, _report),
     "batch": Format(
         _output,
-        {"out.jsonl": (damage.rewritten(damage.lines_of),), "out.jsonl.run": (_JSON, _BYTES)},
+        {"out.jsonl": (damage.in_place(damage.damage_lines),), "out.jsonl.run": (_JSON, _BYTES)},
         _go_on,
     ),
     "mtp": Format(lambda path: drafts.random_mtp(path, target()), _FOLDER, lambda path: _as_draft(path, "mtp"), plain),

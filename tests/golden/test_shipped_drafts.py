@@ -19,7 +19,7 @@ import longdraft
 from longdraft import PromptCache, Result, Speculator
 from longdraft.methods import METHODS
 from longdraft.model.chat import chat_prompt
-from tests.support.quick import few
+from tests.support.quick import slow_except
 
 pytestmark = [
     pytest.mark.model,
@@ -68,7 +68,7 @@ AVAILABLE = [m for m in longdraft.methods() if m["available"]]
 EXACT = {m["name"] for m in AVAILABLE if m["exact"]}
 # Every shipped draft with its own method, and one that drafts without.
 QUICK = ("ar", "prompt-lookup", "longspec", "eagle3", "onepass", "small-lm", "heads")
-PLANNED = few(sorted(EXACT - {"ar"}), ("longspec", "small-lm"))
+PLANNED = slow_except(sorted(EXACT - {"ar"}), ("longspec", "small-lm"))
 
 
 class Desk:
@@ -99,7 +99,7 @@ def test_every_method_has_a_golden_run():
     assert set(GOLDEN) == {m["name"] for m in AVAILABLE}
 
 
-@pytest.mark.parametrize("method", few(GOLDEN, QUICK))
+@pytest.mark.parametrize("method", slow_except(GOLDEN, QUICK))
 def test_fixed_trees(desk, method):
     floor, options, tree = GOLDEN[method]
     results = desk.decode(method, **options, **tree)

@@ -11,17 +11,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longdraft import PromptCache, Speculator
-from longdraft.engine.schedule import verify_trees
+from longdraft.engine.verifier import verify_trees
 from longdraft.errors import CapabilityError
 from longdraft.model.gpu import deterministic
-from longdraft.model.gpu.graphs import Graphs
+from longdraft.model.gpu.cuda_graphs import CudaGraphs
 from longdraft.model.outputs import Taps
 from longdraft.model.runner import TargetRunner
-from longdraft.trees.masks import tree_block
+from longdraft.trees.masks import make_tree_batch
 from longdraft.trees.tree import TokenTree
-from tests.support.methods import Specs
-from tests.support.nominal import StandIn, moved
-from tests.support.quick import few
+from tests.support.methods import SpeculatorsByMethod
+from tests.support.nominal import SimulatedGraphs, to_simulated_gpu
+from tests.support.quick import slow_except
 from tests.support.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [8, 1, 1, 6] * 9]
@@ -49,7 +49,7 @@ class Shapes(TorchDispatchMode):
 def on_card(dtype: torch.dtype = torch.float32):
     model = tiny_model(layers=2, hidden=32, heads=4, dtype=dtype)
     TargetRunner(model)  # it is tried out on the host
-    return moved(model)
+    return to_simulated_gpu(model)
 
 
 def runner_of(dtype: torch.dtype = torch.float32) -> TargetRunner:
@@ -60,19 +60,19 @@ def with_text(runner: TargetRunner, slots: int = 1, length: int = 40):
     store = runner.new_store(slots, 200)
     for slot in range(slots):
         text = torch.randint(61, (length + slot,), generator=torch.Generator().manual_seed(slot)).tolist()
-        runner.forward(store.block([slot], [text], prompt=True), store, logits="none")
+        runner.forward(store.make_forward_batch([slot], [text], is_prefill=True), store, logits="none")
         store.commit(slot, range(len(text)))
     return store
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_plain_step_and_a_verification_ask_for_products_and_attention_of_one_shape(dtype, there):
+def test_a_plain_step_and_a_verification_ask_for_products_and_attention_of_one_shape(dtype, simulated_gpu):
     runner = runner_of(dtype)
     store = with_text(runner)
     found = []
     for tree in (TokenTree((5,), (-1,)), TREE, TokenTree((7,) * 64, tuple(range(-1, 63)))):
         with Shapes() as shapes:
-            runner.verify(tree_block(store, [0], [tree]), store)
+            runner.verify(make_tree_batch(store, [0], [tree]), store)
         found.append(shapes.found)
     assert found[0] == found[1] == found[2]
     assert {name for name, *_ in found[0]} >= {"fixed_order_attention"} and len(found[0]) >= 4
@@ -82,33 +82,33 @@ def test_a_plain_step_and_a_verification_ask_for_products_and_attention_of_one_s
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-def test_every_node_has_the_bits_of_a_plain_step(recorded, there):
+def test_every_node_has_the_bits_of_a_plain_step(recorded, simulated_gpu):
     """Alone, in a batch, and in a tree of more rows than the bucket."""
     runner = runner_of()
-    runner.graphs = Graphs(StandIn(there) if recorded else None, uses=0)
+    runner.graphs = CudaGraphs(SimulatedGraphs(simulated_gpu) if recorded else None, uses_before_capture=0)
     long = TokenTree(tuple(i % 61 for i in range(80)), (-1, *((i - 1) // 2 for i in range(1, 80))))
     for trees in ([TREE], [TREE, long, TREE]):
         store = with_text(runner, slots=3)
         taps = Taps(hidden=(1,), queries=(0,))
-        out = runner.verify(tree_block(store, list(range(len(trees))), trees), store, taps)
+        out = runner.verify(make_tree_batch(store, list(range(len(trees))), trees), store, taps)
         for b, tree in enumerate(trees):
             for node in [n for n in range(tree.size) if n not in tree.parents][:2]:
                 store = with_text(runner, slots=3)
                 for at in tree.path(node):
-                    plain = runner.verify(store.block([b], [[tree.tokens[at]]]), store, taps)
+                    plain = runner.verify(store.make_forward_batch([b], [[tree.tokens[at]]]), store, taps)
                     store.commit(b, [0])
                     assert torch.equal(plain.logits[0, 0].cpu(), out.logits[b, at].cpu())
                     assert torch.equal(plain.hidden[1][0, 0].cpu(), out.hidden[1][b, at].cpu())
                     assert torch.equal(plain.queries[0][0, :, 0].cpu(), out.queries[0][b, :, at].cpu())
 
 
-@pytest.mark.parametrize("method", few(("ar", "self", "prompt-lookup", "longspec"), ["self"]))
-def test_methods_decode_as_ar_does(method, tmp_path: Path, there):
+@pytest.mark.parametrize("method", slow_except(("ar", "self", "prompt-lookup", "longspec"), ["self"]))
+def test_methods_decode_as_ar_does(method, tmp_path: Path, simulated_gpu):
     """In bfloat16, where near ties are many: every token, and the rows that are kept."""
-    specs = Specs(tmp_path, torch.bfloat16)
+    specs = SpeculatorsByMethod(tmp_path, torch.bfloat16)
     options = specs.options(method)
     TargetRunner(specs.model)  # it is tried out on the host
-    model = moved(specs.model)
+    model = to_simulated_gpu(specs.model)
     results, rows = [], []
     for name, own in (("ar", {}), (method, options)):
         spec, cache = Speculator(name, target=model, plan="fixed", deterministic=True, **own), PromptCache()
@@ -120,7 +120,7 @@ def test_methods_decode_as_ar_does(method, tmp_path: Path, there):
     assert torch.equal(*rows)
 
 
-def test_a_tree_has_no_more_rows_than_the_bucket(there, monkeypatch):
+def test_a_tree_has_no_more_rows_than_the_bucket(simulated_gpu, monkeypatch):
     monkeypatch.setattr(deterministic, "ROWS", 4)
     model = on_card()
     spec = Speculator("prompt-lookup", target=model, plan="fixed", deterministic=True, min_n=1)
@@ -145,11 +145,11 @@ class ByNeighbours(torch.nn.Linear):
 def test_products_that_depend_on_a_rows_place_are_refused(kind):
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), kind(8, 16))
     with pytest.raises(CapabilityError, match="deterministic"):
-        deterministic.check_products(model, 64)
-    deterministic.check_products(model[:1], 64)
+        deterministic.check_linears(model, 64)
+    deterministic.check_linears(model[:1], 64)
 
 
-def test_where_it_cannot_be_kept_it_is_refused(there):
+def test_where_it_cannot_be_kept_it_is_refused(simulated_gpu):
     with pytest.raises(CapabilityError, match="deterministic=True cannot be kept"):
         Speculator("ar", target=on_card(), deterministic=True, offload="host")
 
@@ -163,6 +163,6 @@ def test_on_a_cpu_nothing_changes():
             Speculator("ar", target=model, deterministic=True)
         return
     plain, fixed = (Speculator("ar", target=model, deterministic=on) for on in (False, True))
-    assert fixed.runner().rows is None
+    assert fixed.runner().fixed_batch_rows is None
     outputs = [s.generate(PROMPTS, max_new_tokens=5, eos_token_ids=[])[0].token_ids for s in (plain, fixed)]
     assert outputs[0] == outputs[1]

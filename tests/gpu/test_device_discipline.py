@@ -13,13 +13,20 @@ import pytest
 import torch
 
 from longdraft import Speculator
-from longdraft.attention.transfer import on_device
-from longdraft.engine.prompts import prefill_chunk
-from longdraft.model.gpu.graphs import Graphs
+from longdraft.attention.transfer import to_device
+from longdraft.engine.prefill import default_chunk_size
+from longdraft.model.gpu.cuda_graphs import CudaGraphs
 from longdraft.model.runner import TargetRunner
-from tests.support.methods import EXACT, METHODS, Case, Specs
-from tests.support.nominal import DEVICE, Card, Mixed, OnCard, StandIn, moved
-from tests.support.quick import few, slow
+from tests.support.methods import EXACT, METHODS, Case, SpeculatorsByMethod
+from tests.support.nominal import (
+    DEVICE,
+    MixedDevicesError,
+    SimulatedGPU,
+    SimulatedGraphs,
+    SimulatedTensor,
+    to_simulated_gpu,
+)
+from tests.support.quick import slow, slow_except
 from tests.support.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [8, 1, 1, 6] * 9]
@@ -55,7 +62,7 @@ COUNTED = {
 }  # fmt: skip
 
 
-def options_of(specs: Specs, method: str) -> dict[str, Any]:
+def options_of(specs: SpeculatorsByMethod, method: str) -> dict[str, Any]:
     draft = (METHODS[method].draft or "").removesuffix(" window") or None
     draft = "target" if method == "small-lm" else draft
     return specs.given(Case(method, draft, COUNTED.get(method, {})), specs.model)
@@ -69,7 +76,7 @@ RECORDED = ("longspec", "eagle3", "eagle", "self", "magicdec", "tokenswift")
 
 
 def rounds(
-    spec: Speculator, found: Card, new: int = NEW, **settings: Any
+    spec: Speculator, found: SimulatedGPU, new: int = NEW, **settings: Any
 ) -> tuple[list[list[int]], list[dict[str, int]]]:
     """Tokens, and the waits of each round except the first: function -> count."""
     outputs: list[list[int]] = [[] for _ in PROMPTS]
@@ -85,19 +92,19 @@ def rounds(
 
 
 @pytest.fixture
-def specs(tmp_path: Path) -> Specs:
-    return Specs(tmp_path, torch.float32)
+def specs(tmp_path: Path) -> SpeculatorsByMethod:
+    return SpeculatorsByMethod(tmp_path, torch.float32)
 
 
-@pytest.mark.parametrize("method", few(EXACT, QUICK))
-def test_a_round_waits_for_the_device_as_seldom_as_it_can(method, specs, there):
+@pytest.mark.parametrize("method", slow_except(EXACT, QUICK))
+def test_a_round_waits_for_the_device_as_seldom_as_it_can(method, specs, simulated_gpu):
     options, new = options_of(specs, method), 14  # so many that chunks are chosen anew, and levels meet a second round
     expected = Speculator("ar", target=specs.model).generate(PROMPTS, max_new_tokens=new, eos_token_ids=[])
-    moved(specs.model)
+    to_simulated_gpu(specs.model)
     spec = Speculator(method, target=specs.model, plan="fixed", **options)
-    recorder = StandIn(there)
-    spec.runner().graphs = Graphs(recorder, uses=0)
-    outputs, waits = rounds(spec, there, new)
+    recorder = SimulatedGraphs(simulated_gpu)
+    spec.runner().graphs = CudaGraphs(recorder, uses_before_capture=0)
+    outputs, waits = rounds(spec, simulated_gpu, new)
     assert outputs == [list(r.token_ids) for r in expected]
     most = {place: max(found.get(place, 0) for found in waits) for place in {p for found in waits for p in found}}
     assert most == WAITS[method]
@@ -110,19 +117,19 @@ ASKED = {"ar": (23, 6), "longspec": (85, 15), "eagle3": (91, 13), "eagle": (91, 
 
 
 @pytest.mark.parametrize("method", ASKED)
-def test_a_round_asks_the_device_for_no_more_than_it_must(method, specs, there):
+def test_a_round_asks_the_device_for_no_more_than_it_must(method, specs, simulated_gpu):
     options = options_of(specs, method)
-    moved(specs.model)
+    to_simulated_gpu(specs.model)
     spec = Speculator(method, target=specs.model, plan="fixed", **options)
-    spec.runner().graphs = Graphs(StandIn(there), uses=0)
+    spec.runner().graphs = CudaGraphs(SimulatedGraphs(simulated_gpu), uses_before_capture=0)
     found: list[tuple[int, int]] = []
     for _ in range(2):  # in the second run everything is recorded
         found.clear()
         for step in spec.stream(PROMPTS, max_new_tokens=NEW, eos_token_ids=[]):
             if step.seconds and step.mode != "prefill":
-                found.append((there.launches, there.copies))
+                found.append((simulated_gpu.launches, simulated_gpu.copies))
             if step.seconds:
-                there.launches = there.copies = 0
+                simulated_gpu.launches = simulated_gpu.copies = 0
     launches, copies = (statistics.median(each) for each in zip(*found, strict=True))
     # Versions of torch differ in how many operations some of theirs are made of.
     assert launches <= 1.1 * ASKED[method][0] and copies <= ASKED[method][1]
@@ -141,16 +148,18 @@ FILTERED = {"top_k": 5, "top_p": 0.9, "min_p": 0.05}
     ],
     ids=str,
 )  # fmt: skip
-def test_sampled_tokens_are_read_together(method, sampling, specs, there):
+def test_sampled_tokens_are_read_together(method, sampling, specs, simulated_gpu):
     """The random numbers of coming samples are known, so the samples of all nodes are read at once."""
     settings = {"temperature": 0.8, "seed": 5, **sampling}
     options = options_of(specs, method)
     expected = Speculator("ar", target=specs.model).generate(PROMPTS, max_new_tokens=NEW, eos_token_ids=[], **settings)
-    moved(specs.model)
+    to_simulated_gpu(specs.model)
     with pytest.MonkeyPatch.context() as patch:
         generator = torch.Generator
         patch.setattr(torch, "Generator", lambda *_: generator())
-        outputs, waits = rounds(Speculator(method, target=specs.model, plan="fixed", **options), there, **settings)
+        outputs, waits = rounds(
+            Speculator(method, target=specs.model, plan="fixed", **options), simulated_gpu, **settings
+        )
     assert outputs == [list(r.token_ids) for r in expected]
     assert all(found[TOKENS] == 1 and "sample" not in found for found in waits[1:])
     assert not any("accept" in found for found in waits)
@@ -169,54 +178,54 @@ DYNAMIC, OPT = {"depth": 5, "top_k": 3}, {"tree": "opt", "threshold": 0.01, "dep
     ],
     ids=str,
 )  # fmt: skip
-def test_a_recorded_level_drafts_what_the_level_drafts(method, tree, specs, there):
+def test_a_recorded_level_drafts_what_the_level_drafts(method, tree, specs, simulated_gpu):
     """Levels of several widths and depths, of sequences that end at different times: the same tokens are accepted."""
     options = options_of(specs, method) | {"widths": None, "tree": "dynamic", "nodes": 20} | tree
-    moved(specs.model)
+    to_simulated_gpu(specs.model)
     found = []
-    for recorder in (None, StandIn(there)):
+    for recorder in (None, SimulatedGraphs(simulated_gpu)):
         spec = Speculator(method, target=specs.model, plan="fixed", **options)
-        spec.runner().graphs = Graphs(recorder, uses=0)
+        spec.runner().graphs = CudaGraphs(recorder, uses_before_capture=0)
         steps = spec.stream(PROMPTS, max_new_tokens=24, eos_token_ids=[4])
         found.append([(step.sequence, step.drafted, step.accepted, step.token_ids) for step in steps])
     assert found[0] == found[1] and recorder.replays > len(found[0])
 
 
-def test_a_gpu_reads_prompts_in_larger_pieces(there):
+def test_a_gpu_reads_prompts_in_larger_pieces(simulated_gpu):
     model, prompt = tiny_model(context=8192, layers=1), PROMPTS[0] * 90  # 4,320 tokens
-    assert prefill_chunk(TargetRunner(model)) == 1024
-    spec = Speculator("ar", target=moved(model))
+    assert default_chunk_size(TargetRunner(model)) == 1024
+    spec = Speculator("ar", target=to_simulated_gpu(model))
     steps = [step for step in spec.stream([prompt], max_new_tokens=1) if step.mode == "prefill"]
     assert [step.prefilled for step in steps] == [4096, len(prompt)]
 
 
 @pytest.mark.parametrize("method", ["longspec", "eagle3"])
-def test_an_opt_tree_never_leaves_the_device_idle(method, specs, there):
+def test_an_opt_tree_never_leaves_the_device_idle(method, specs, simulated_gpu):
     """Which trees go on is read while the next level is computed."""
     options = options_of(specs, method) | {"widths": None, "tree": "opt", "threshold": 0.0, "depth": 5, "nodes": 9}
     expected = Speculator("ar", target=specs.model).generate(PROMPTS, max_new_tokens=NEW, eos_token_ids=[])
-    moved(specs.model)
-    outputs, waits = rounds(Speculator(method, target=specs.model, plan="fixed", **options), there)
+    to_simulated_gpu(specs.model)
+    outputs, waits = rounds(Speculator(method, target=specs.model, plan="fixed", **options), simulated_gpu)
     assert outputs == [list(r.token_ids) for r in expected]
     assert all(set(found) <= {TOKENS, TREE} and sum(found.values()) <= 2 for found in waits)
-    assert there.overlapped > 0
+    assert simulated_gpu.overlapped > 0
 
 
 # --- the simulated GPU itself ---
 
 
 @torch.inference_mode()
-def test_what_a_gpu_would_refuse_is_refused(there):
-    x = OnCard(torch.ones(3))
+def test_what_a_gpu_would_refuse_is_refused(simulated_gpu):
+    x = SimulatedTensor(torch.ones(3))
     assert (x.device.type, (x + 1).device.type) == ("cuda", "cuda")
     assert torch.equal((x * torch.tensor(2.0)).cpu(), torch.full((3,), 2.0))  # a number may be mixed in
-    with pytest.raises(Mixed, match=r"\(3,\)"):
+    with pytest.raises(MixedDevicesError, match=r"\(3,\)"):
         x + torch.ones(3)
 
 
 @torch.inference_mode()
-def test_what_a_gpu_would_make_wait_is_counted(there):
-    x, rows = OnCard(torch.arange(3.0)), OnCard(torch.zeros(3))
+def test_what_a_gpu_would_make_wait_is_counted(simulated_gpu):
+    x, rows = SimulatedTensor(torch.arange(3.0)), SimulatedTensor(torch.zeros(3))
     for wait in (
         lambda: x.tolist(),
         lambda: float(x[0]),
@@ -227,25 +236,25 @@ def test_what_a_gpu_would_make_wait_is_counted(there):
         lambda: torch.tensor([1, 2], device=DEVICE),
         lambda: rows.copy_(torch.ones(3)),
         lambda: rows.__setitem__(1, 5),
-        lambda: rows.__setitem__(OnCard(torch.tensor([0, 2])), 1.0),
+        lambda: rows.__setitem__(SimulatedTensor(torch.tensor([0, 2])), 1.0),
     ):
-        there.waits.clear()
+        simulated_gpu.waits.clear()
         wait()
-        assert len(there.waits) == 1
-    there.waits.clear()
-    rows[1:] = x[OnCard(torch.tensor([0, 2]))]
+        assert len(simulated_gpu.waits) == 1
+    simulated_gpu.waits.clear()
+    rows[1:] = x[SimulatedTensor(torch.tensor([0, 2]))]
     rows[1:] = 3.0  # fills, which needs no copy
     rows[x > 1] = 1.0
     torch.ones(3).pin_memory().to(DEVICE, non_blocking=True)
-    assert not there.waits
+    assert not simulated_gpu.waits
     with pytest.raises(RuntimeError, match="single memory location"):
         torch.ones(1).expand(3).pin_memory()
-    assert on_device(torch.ones(1).expand(3), DEVICE).tolist() == [1, 1, 1]
+    assert to_device(torch.ones(1).expand(3), DEVICE).tolist() == [1, 1, 1]
 
 
 @torch.inference_mode()
-def test_what_may_not_be_recorded_is_found(there):
-    x = OnCard(torch.arange(3.0))
+def test_what_may_not_be_recorded_is_found(simulated_gpu):
+    x = SimulatedTensor(torch.arange(3.0))
     for wrong in (lambda: x.tolist(), lambda: torch.ones(3).pin_memory().to(DEVICE, non_blocking=True)):
         with pytest.raises(AssertionError, match="record"):
-            StandIn(there).capture(lambda wrong=wrong: there.recording and wrong())
+            SimulatedGraphs(simulated_gpu).capture(lambda wrong=wrong: simulated_gpu.recording and wrong())

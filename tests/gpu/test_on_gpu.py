@@ -16,16 +16,16 @@ import torch
 
 from longdraft import Request, Speculator
 from longdraft.attention import dispatch, reference
-from longdraft.bench.ties import compare
-from longdraft.engine.schedule import verify_trees
-from longdraft.model.gpu import side_by_side
+from longdraft.bench.ties import compare_outputs
+from longdraft.engine.verifier import verify_trees
+from longdraft.model.gpu import merged_linear
 from longdraft.model.outputs import Taps
 from longdraft.model.runner import TargetRunner
-from longdraft.training.config import TrainConfig
+from longdraft.training.config import LongSpecConfig
 from longdraft.training.longspec import train_longspec
 from longdraft.trees.tree import TokenTree
 from tests.attention.cases import case
-from tests.support.methods import EXACT, Specs
+from tests.support.methods import EXACT, SpeculatorsByMethod
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.gpu
@@ -47,7 +47,7 @@ def model_of(dtype: torch.dtype, family: Any = "llama", **over: Any) -> Any:
 
 def side_by_side_of(model: Any) -> Any:
     """With weights that get the same rows side by side, as longdraft loads models."""
-    side_by_side.join(model)
+    merged_linear.join(model)
     return model
 
 
@@ -65,7 +65,7 @@ def test_plain_decoding_equals_generate(dtype, family, record_property):
         )
         theirs = theirs[0, len(prompt) :].tolist()
         (ours,) = spec.generate([prompt], max_new_tokens=48)
-        difference = compare(spec.runner(), prompt, ours.token_ids, theirs)
+        difference = compare_outputs(spec.runner(), prompt, ours.token_ids, theirs)
         equal += difference is None
         assert difference is None or difference.near_tie, difference
     record_property("found", {"equal": equal, "of": len(PROMPTS), "path": spec.runner().attention_path})
@@ -74,7 +74,7 @@ def test_plain_decoding_equals_generate(dtype, family, record_property):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16] if GPU else [torch.float32], ids=str)
 def test_attention_is_the_definition(path, dtype, monkeypatch, record_property):
-    monkeypatch.setenv(dispatch.ENVIRONMENT, path)
+    monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, path)
     errors = {}
     for lengths in ((0, 1000, 5001), (40000,)) if GPU else ((0, 70), (130,)):
         for rows in (1, 8, 64):
@@ -91,14 +91,14 @@ def test_attention_is_the_definition(path, dtype, monkeypatch, record_property):
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 def test_recorded_forwards_equal_launched_ones(path, dtype, monkeypatch, record_property):
     """Logits, hidden states and queries of single rows, of a ragged batch of trees, and of a long chain."""
-    monkeypatch.setenv(dispatch.ENVIRONMENT, path)
+    monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, path)
     model, taps, found = model_of(dtype), Taps((1,), (0,)), []
     for switch in ("0", "1"):
         monkeypatch.setenv("LONGDRAFT_GRAPHS", switch)
         runner = TargetRunner(model)
         store = runner.new_store(3, 400)
         for slot, prompt in enumerate(PROMPTS):
-            runner.forward(store.block([slot], [prompt], prompt=True), store, logits="none")
+            runner.forward(store.make_forward_batch([slot], [prompt], is_prefill=True), store, logits="none")
             store.commit(slot, range(len(prompt)))
         outs = []
         for slots, trees in (
@@ -110,7 +110,7 @@ def test_recorded_forwards_equal_launched_ones(path, dtype, monkeypatch, record_
                 out = verify_trees(runner, store, slots, trees, taps=taps)
             outs += [out.logits.clone(), out.hidden[1].clone(), out.queries[0].clone()]
         found.append(outs)
-    assert runner.graphs.recording == GPU
+    assert runner.graphs.enabled == GPU
     errors = [float((a - b).abs().max() / a.abs().max()) for a, b in zip(*found, strict=True)]
     record_property("found", {"largest": f"{max(errors):.1e}"})
     assert max(errors) <= CLOSE[dtype]
@@ -121,23 +121,25 @@ def test_fused_layers_equal_the_models_own(fused, monkeypatch, record_property):
     monkeypatch.setenv("LONGDRAFT_FUSED", fused)
     if GPU:  # roundings of many layers add up
         deep = TargetRunner(side_by_side_of(model_of(HALF, layers=32, hidden=2048, heads=16, initializer_range=0.02)))
-        assert len(deep.twin.fused.layers) == 32 * (fused == "1")
+        assert len(deep.execution_model.fused.layers) == 32 * (fused == "1")
     for family in ("llama", "qwen3"):
         model = model_of(HALF, family, initializer_range=0.05)
         runner = TargetRunner(model)
         if GPU:
-            assert bool(runner.twin.fused.layers) == (fused == "1")
+            assert bool(runner.execution_model.fused.layers) == (fused == "1")
         store = runner.new_store(1, 400)
-        out = runner.forward(store.block([0], [PROMPTS[0]], prompt=True), store, logits="last").logits[0, -1]
+        out = runner.forward(store.make_forward_batch([0], [PROMPTS[0]], is_prefill=True), store, logits="last").logits[
+            0, -1
+        ]
         with torch.inference_mode():
             expected = model(torch.tensor([PROMPTS[0]], device=DEVICE)).logits[0, -1].float()
         assert float((out - expected).abs().max()) <= 2 * CLOSE[HALF] * float(expected.abs().max())
 
 
 @pytest.fixture(scope="module", params=[torch.float32, HALF] if GPU else [torch.float32], ids=str)
-def on_device(request, tmp_path_factory) -> Specs:
+def on_device(request, tmp_path_factory) -> SpeculatorsByMethod:
     """Drafts that are right now and then, for a tiny target on the GPU."""
-    specs = Specs(tmp_path_factory.mktemp("drafts"), request.param)
+    specs = SpeculatorsByMethod(tmp_path_factory.mktemp("drafts"), request.param)
     specs.model = specs.model.to(DEVICE)
     return specs
 
@@ -183,7 +185,7 @@ def test_kv_in_int8_is_that_of_a_slightly_different_model(record_property):
         runner = TargetRunner(model, kv_dtype=kv_dtype)
         store = runner.new_store(2, 400)
         for slot, prompt in enumerate(PROMPTS[:2]):
-            runner.forward(store.block([slot], [prompt], prompt=True), store, logits="none")
+            runner.forward(store.make_forward_batch([slot], [prompt], is_prefill=True), store, logits="none")
             store.commit(slot, range(len(prompt)))
         for _ in range(4):  # recorded at the third
             out = verify_trees(runner, store, [1, 0], [TREE, TREE]).logits.float()
@@ -195,7 +197,7 @@ def test_kv_in_int8_is_that_of_a_slightly_different_model(record_property):
     plain = Speculator("ar", target=model, kv_dtype="int8" if GPU else None)
     for prompt in PROMPTS:
         ours, theirs = (s.generate([prompt], max_new_tokens=48)[0] for s in (spec, plain))
-        difference = compare(spec.runner(), prompt, ours.token_ids, theirs.token_ids)
+        difference = compare_outputs(spec.runner(), prompt, ours.token_ids, theirs.token_ids)
         assert difference is None or difference.near_tie, difference
 
 
@@ -242,7 +244,7 @@ def test_training_learns(tmp_path: Path, record_property):
     tiny_tokenizer(eos=True).save_pretrained(tmp_path / "target")
     rows = [json.dumps({"text": f"the {i}th of many lines, which are all alike. " * 12}) for i in range(40)]
     (tmp_path / "data.jsonl").write_text("\n".join(rows))
-    config = TrainConfig(
+    config = LongSpecConfig(
         data=(str(tmp_path / "data.jsonl"),), out=str(tmp_path / "out"), target=str(tmp_path / "target"), device=DEVICE,
         held_out=0.0, max_length=256, rows=1024, max_steps=10, epochs=100.0, window=64, measure_every=0, save_every=0,
         target_dtype="bfloat16" if GPU else "auto", precision="bf16" if GPU else "no",
@@ -253,7 +255,7 @@ def test_training_learns(tmp_path: Path, record_property):
     spec = Speculator("longspec", target=model, draft=tmp_path / "out" / "last", plan="fixed")
     plain = Speculator("ar", target=model).generate(PROMPTS[:1], max_new_tokens=24)
     (difference,) = (
-        compare(spec.runner(), PROMPTS[0], r.token_ids, plain[0].token_ids)
+        compare_outputs(spec.runner(), PROMPTS[0], r.token_ids, plain[0].token_ids)
         for r in spec.generate(PROMPTS[:1], max_new_tokens=24)
     )
     assert difference is None or difference.near_tie

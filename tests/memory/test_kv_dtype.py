@@ -8,7 +8,7 @@ import torch
 from longdraft import PromptCache, Speculator
 from longdraft.errors import CapabilityError
 from tests.support.drafts import random_draft, small_lm
-from tests.support.quick import in_turn
+from tests.support.quick import rotate_pairs
 from tests.support.tiny import tiny_model
 from tests.zoo.tiny_models import tiny_model as zoo_model
 
@@ -33,7 +33,7 @@ METHODS = [
 ]
 
 
-@pytest.mark.parametrize(("case", "kv_dtype"), in_turn(METHODS, ["int8", "bfloat16"]), ids=str)
+@pytest.mark.parametrize(("case", "kv_dtype"), rotate_pairs(METHODS, ["int8", "bfloat16"]), ids=str)
 def test_every_method_writes_what_plain_decoding_on_that_kv_writes(tmp_path, case, kv_dtype):
     (method, options), model = case, tiny_model(vocab=11, dtype=torch.float32)
     drafts = {"specextend": lambda: small_lm(tmp_path, 11), "longspec": lambda: random_draft(tmp_path, model)}
@@ -51,9 +51,9 @@ def test_its_logits_are_near_the_models_own(kv_dtype, model_type):
     for kept in (None, kv_dtype):
         runner = Speculator("ar", target=model, kv_dtype=kept).runner()
         store = runner.new_store(1, 140)
-        runner.forward(store.block([0], [PROMPTS[2]], prompt=True), store, logits="none")
+        runner.forward(store.make_forward_batch([0], [PROMPTS[2]], is_prefill=True), store, logits="none")
         store.commit(0, range(130))
-        found.append(runner.forward(store.block([0], [[5]]), store).logits)
+        found.append(runner.forward(store.make_forward_batch([0], [[5]]), store).logits)
     difference = float((found[0] - found[1]).abs().max()) / float(found[0].std())
     assert 0 < difference < 0.1
 

@@ -10,10 +10,10 @@ import torch
 from longdraft import Speculator
 from longdraft.errors import CapabilityError
 from longdraft.memory.store import KVShape, KVStore
-from longdraft.model.gpu.graphs import Graphs
-from tests.support.methods import EXACT, Specs
-from tests.support.nominal import StandIn, moved
-from tests.support.quick import few, slow
+from longdraft.model.gpu.cuda_graphs import CudaGraphs
+from tests.support.methods import EXACT, SpeculatorsByMethod
+from tests.support.nominal import SimulatedGraphs, to_simulated_gpu
+from tests.support.quick import slow, slow_except
 from tests.support.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 4, [8, 1, 1, 6] * 5]
@@ -26,29 +26,29 @@ def tokens(spec: Speculator) -> list[list[int]]:
     return [list(r.token_ids) for r in spec.generate(PROMPTS, **SETTINGS)]
 
 
-@pytest.mark.parametrize("method", few((*EXACT, "quantspec"), QUICK))
-def test_every_method_writes_what_plain_decoding_on_that_kv_writes(method, tmp_path, there):
-    specs = Specs(tmp_path, torch.float32)
+@pytest.mark.parametrize("method", slow_except((*EXACT, "quantspec"), QUICK))
+def test_every_method_writes_what_plain_decoding_on_that_kv_writes(method, tmp_path, simulated_gpu):
+    specs = SpeculatorsByMethod(tmp_path, torch.float32)
     options = specs.options(method)
-    moved(specs.model)
+    to_simulated_gpu(specs.model)
     expected = tokens(Speculator("ar", target=specs.model, kv_dtype="int8"))
     spec = Speculator(method, target=specs.model, plan="fixed", kv_dtype="int8", **options)
-    recorder = StandIn(there)  # which refuses to record a wait
-    spec.runner().graphs = Graphs(recorder, uses=0)
-    there.waits.clear()
+    recorder = SimulatedGraphs(simulated_gpu)  # which refuses to record a wait
+    spec.runner().graphs = CudaGraphs(recorder, uses_before_capture=0)
+    simulated_gpu.waits.clear()
     assert tokens(spec) == expected and recorder.replays > 0
-    assert not [place for place in there.waits if "memory/" in place or "attention/" in place]
+    assert not [place for place in simulated_gpu.waits if "memory/" in place or "attention/" in place]
     if method in QUICK:  # others have other trees the next time, or recordings for one request
         captures = recorder.captures
         assert tokens(spec) == expected and recorder.captures == captures  # of the same memory
 
 
 @pytest.mark.parametrize("dtype", [slow(torch.float32), torch.bfloat16])
-def test_a_view_of_all_rows_in_eight_bits_drafts_for_a_target_that_keeps_its_own(dtype, there):
-    model = moved(tiny_model(layers=2, dtype=dtype))
+def test_a_view_of_all_rows_in_eight_bits_drafts_for_a_target_that_keeps_its_own(dtype, simulated_gpu):
+    model = to_simulated_gpu(tiny_model(layers=2, dtype=dtype))
     spec = Speculator("quantspec", target=model, plan="fixed")
-    recorder = StandIn(there)
-    spec.runner().graphs = Graphs(recorder, uses=0)
+    recorder = SimulatedGraphs(simulated_gpu)
+    spec.runner().graphs = CudaGraphs(recorder, uses_before_capture=0)
     found = spec.generate(PROMPTS, **SETTINGS)
     assert [list(r.token_ids) for r in found] == tokens(Speculator("ar", target=model))
     assert all(r.exact for r in found) and spec.runner().kv_dtype == dtype
@@ -65,8 +65,8 @@ def test_the_page_says_how_many_bytes_it_takes():
     assert row.format(*found) in GPU_PAGE.read_text(), found
 
 
-def test_what_a_gpu_does_not_keep_is_refused_with_what_serves_instead(there):
-    model = moved(tiny_model(layers=1))
+def test_what_a_gpu_does_not_keep_is_refused_with_what_serves_instead(simulated_gpu):
+    model = to_simulated_gpu(tiny_model(layers=1))
     with pytest.raises(CapabilityError, match="in int8"):
         Speculator("ar", target=model, kv_dtype="bfloat16")
     with pytest.raises(CapabilityError, match="not offloaded"):

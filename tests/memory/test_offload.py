@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from longdraft import PromptCache, Speculator
-from longdraft.attention.block import Block
+from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.errors import CapabilityError, RequestError
 from longdraft.memory import offload
-from longdraft.memory.offload import HostStore
+from longdraft.memory.offload import OffloadedKVStore
 from longdraft.memory.store import KVShape, KVStore
-from tests.support.lazy_side import LazySide
+from tests.support.lazy_side import LazyCopyStream
 from tests.support.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [i % 11 for i in range(40)], [8]]
@@ -26,8 +26,8 @@ def offloaded(request, monkeypatch):
     resident = cycle([2, 1] if request.param == "host:2" else [0])
 
     def new_store(option, shape, slots, capacity, device, transposed=False, layers=(), size=0, *rest):
-        more = {"side": LazySide(), "resident": next(resident)}
-        return HostStore(shape, slots, capacity, "cpu", layers, size, **more)
+        more = {"side": LazyCopyStream(), "resident": next(resident)}
+        return OffloadedKVStore(shape, slots, capacity, "cpu", layers, size, **more)
 
     return lambda: monkeypatch.setattr(offload, "new_store", new_store)
 
@@ -36,15 +36,18 @@ def offloaded(request, monkeypatch):
 def test_layers_that_the_device_keeps_do_not_travel(resident, ups, downs):
     """In the layers' rows: what goes up and down in a later round over a text that the stages do not hold."""
     shape, n, new = KVShape(8, 1, 2, torch.float32), 90, 4
-    plain, store = KVStore(shape, 1, 200), HostStore(shape, 1, 200, "cpu", side=(side := LazySide()), resident=resident)
+    plain, store = (
+        KVStore(shape, 1, 200),
+        OffloadedKVStore(shape, 1, 200, "cpu", copy_stream=(side := LazyCopyStream()), num_resident=resident),
+    )
     rows = torch.randn(8, 1, n, 2)
     for each in (plain, store):
-        each.put_rows(0, 0, rows, rows)
+        each.write_entries(0, 0, rows, rows)
         each.lengths[0] = n
     for path in ([0, 2, 3], [1, 3], [0, 1]):
-        side.settle()
+        side.synchronize()
         side.queue, side.done = [], 0
-        block = Block.make([0], store.lengths, new)
+        block = ForwardBatch.make([0], store.lengths, new)
         for layer in range(8):
             x = torch.randn(1, 1, new, 2)
             for each in (plain, store):
@@ -52,14 +55,14 @@ def test_layers_that_the_device_keeps_do_not_travel(resident, ups, downs):
             end = store.lengths[0] + new
             for kept, own in zip(plain.layer(layer), store.layer(layer), strict=True):
                 assert torch.equal(kept[:, :, :end], own[:, :, :end])
-        side.settle()
+        side.synchronize()
         moved = [len(to) for to, _ in side.queue]
         length = store.lengths[0]
         assert sum(size == new for size in moved) == 2 * ups
         assert sum(size > new for size in moved) <= 2 * (downs + 1) and max(moved, default=0) <= length
         for each in (plain, store):
             each.commit(0, path)
-    assert resident < 1 or 7 not in store.streamed  # drafts read the last layer
+    assert resident < 1 or 7 not in store.streamed_layers  # drafts read the last layer
 
 
 @pytest.mark.parametrize(("free", "kept"), [(0, 0), (9, 3), (13, 5), (100, 8)])
@@ -67,7 +70,10 @@ def test_as_many_layers_as_fit_stay_on_the_device(free, kept, free_memory):
     shape = KVShape(8, 1, 2, torch.float32)
     each = KVStore.bytes_for(shape, 1, 200) // 8
     free_memory(free * each, 1 << 40)
-    assert len(HostStore(shape, 1, 200, "cpu", side=LazySide(), resident=None).streamed) == 8 - kept
+    assert (
+        len(OffloadedKVStore(shape, 1, 200, "cpu", copy_stream=LazyCopyStream(), num_resident=None).streamed_layers)
+        == 8 - kept
+    )
 
 
 def test_a_prompt_cache_grows_and_is_taken_up_again(tmp_path, offloaded):

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft import PromptCache
-from longdraft.memory.prefix_tree import BLOCK, PrefixTree
-from longdraft.memory.store import KVStore, Rows
-from longdraft.memory.token_ids import common_prefix, packed
+from longdraft.memory.prefix_tree import BLOCK_SIZE, PrefixTree
+from longdraft.memory.store import KVEntries, KVStore
+from longdraft.memory.token_ids import common_prefix_len, to_array
 from tests.memory.test_prompt_cache import SHAPE, held, new_store, run
 
 ROW = 2 * torch.float32.itemsize
@@ -20,26 +20,26 @@ ROW = 2 * torch.float32.itemsize
 def rows_of(text: array[int]):
     """The KV of a token is the token itself."""
 
-    def read(start: int, end: int) -> Rows:
+    def read(start: int, end: int) -> KVEntries:
         tokens = torch.tensor(text[start:end], dtype=torch.float32)[None, None, :, None]
-        return Rows(tokens.clone(), tokens.clone())
+        return KVEntries(tokens.clone(), tokens.clone())
 
     return read
 
 
 def found(tree: PrefixTree, text: array[int], start: int = 0) -> list[int]:
     """The tokens of a text whose rows are there, from ``start`` on."""
-    end, out = tree.match(text), list[int]()
-    for at, rows in tree.rows(text, start, end):
+    end, out = tree.match_prefix(text), list[int]()
+    for at, rows in tree.read_entries(text, start, end):
         assert at == start + len(out)
         out += [int(x) for x in rows.keys[0, 0, :, 0]]
     return out
 
 
 # Texts that fork at, before and behind the ends of blocks.
-LENGTHS = st.sampled_from([1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 50])
+LENGTHS = st.sampled_from([1, 7, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 2 * BLOCK_SIZE, 2 * BLOCK_SIZE + 50])
 TEXTS = st.lists(LENGTHS, min_size=1, max_size=3).map(
-    lambda parts: packed([i for i, n in enumerate(parts) for _ in range(n)])
+    lambda parts: to_array([i for i, n in enumerate(parts) for _ in range(n)])
 )
 
 
@@ -47,33 +47,33 @@ TEXTS = st.lists(LENGTHS, min_size=1, max_size=3).map(
 def test_a_text_is_found_as_far_as_any_other_begins_like_it(texts, asked, start):
     tree = PrefixTree(1 << 30)
     for text in texts:
-        tree.put(text, rows_of(text))
-    shared = max(common_prefix(asked, text) for text in texts)
-    assert tree.match(asked) == shared and tree.match(asked, "another kind") == 0
+        tree.insert(text, rows_of(text))
+    shared = max(common_prefix_len(asked, text) for text in texts)
+    assert tree.match_prefix(asked) == shared and tree.match_prefix(asked, "another kind") == 0
     assert found(tree, asked, min(start, shared)) == list(asked[min(start, shared) : shared])
 
 
-@given(st.lists(TEXTS, min_size=1, max_size=8), st.integers(1, 5 * BLOCK))
+@given(st.lists(TEXTS, min_size=1, max_size=8), st.integers(1, 5 * BLOCK_SIZE))
 def test_the_limit_holds_and_what_is_kept_is_right(texts, rows):
     tree = PrefixTree(rows * ROW)
     for text in texts:
-        tree.put(text, rows_of(text))
+        tree.insert(text, rows_of(text))
         assert tree.nbytes <= tree.max_bytes
-        assert all(found(tree, each) == list(each[: tree.match(each)]) for each in texts)
-    tree.drop()
-    assert not tree.nbytes and not tree.match(texts[0])
+        assert all(found(tree, each) == list(each[: tree.match_prefix(each)]) for each in texts)
+    tree.reclaim()
+    assert not tree.nbytes and not tree.match_prefix(texts[0])
 
 
 def test_common_beginnings_are_kept_once_and_the_end_not_used_for_longest_goes_first():
-    document = packed(range(4 * BLOCK))
-    forks = [document + packed([-i] * BLOCK) for i in range(1, 5)]
-    tree = PrefixTree(7 * BLOCK * ROW)  # the document, and three of its forks
+    document = to_array(range(4 * BLOCK_SIZE))
+    forks = [document + to_array([-i] * BLOCK_SIZE) for i in range(1, 5)]
+    tree = PrefixTree(7 * BLOCK_SIZE * ROW)  # the document, and three of its forks
     for fork in forks[:3]:
-        tree.put(fork, rows_of(fork))
+        tree.insert(fork, rows_of(fork))
     assert tree.nbytes == tree.max_bytes
-    list(tree.rows(forks[0], 0, 5 * BLOCK))
-    tree.put(forks[3], rows_of(forks[3]))
-    assert [tree.match(fork) // BLOCK for fork in forks] == [5, 4, 5, 5]
+    list(tree.read_entries(forks[0], 0, 5 * BLOCK_SIZE))
+    tree.insert(forks[3], rows_of(forks[3]))
+    assert [tree.match_prefix(fork) // BLOCK_SIZE for fork in forks] == [5, 4, 5, 5]
 
 
 def test_a_text_whose_slot_was_taken_comes_back():
@@ -82,8 +82,8 @@ def test_a_text_whose_slot_was_taken_comes_back():
     run(cache, [[*document, 7, 7]], capacity=800)
     run(cache, [other], capacity=800)
     store = cache.open(new_store, 1, 800)
-    assert cache.begin(0, [*document, 8, 8]) == 600 and held(store, 0) == document
-    assert cache.begin(0, [*other, 1], piece=100) == 700 and held(store, 0) == other
+    assert cache.reuse_prefix(0, [*document, 8, 8]) == 600 and held(store, 0) == document
+    assert cache.reuse_prefix(0, [*other, 1], chunk_size=100) == 700 and held(store, 0) == other
 
 
 def test_hidden_states_come_back():
@@ -94,12 +94,12 @@ def test_hidden_states_come_back():
     store = cache.open(new_store, 1, 800, (0,))
 
     def read(prompt: list[int]) -> int:
-        start = cache.begin(0, prompt)
+        start = cache.reuse_prefix(0, prompt)
         new = torch.tensor(prompt[start:], dtype=torch.float32)[:, None]
         rows = new.expand(2, 1, -1, 4)
-        store.put_rows(0, start, rows, rows, new)
+        store.write_entries(0, start, rows, rows, new)
         store.commit(0, range(len(new)))
-        cache.remember(0, prompt)
+        cache.record_tokens(0, prompt)
         return start
 
     document = list(range(600))

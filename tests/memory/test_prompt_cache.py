@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from longdraft import PromptCache
 from longdraft.errors import CheckpointError, MemoryBudgetError
 from longdraft.memory.store import KVShape, KVStore
-from longdraft.memory.token_ids import common_prefix
+from longdraft.memory.token_ids import common_prefix_len
 
 SHAPE = KVShape(2, 1, 4, torch.float32)
 
@@ -23,7 +23,7 @@ def opened(cache: PromptCache, prompts: list[list[int]], capacity: int) -> KVSto
     """A store with room for these prompts, each slot with what is there of its own."""
     store = cache.open(new_store, len(prompts), capacity)
     for slot, prompt in enumerate(prompts):
-        cache.begin(slot, prompt)
+        cache.reuse_prefix(slot, prompt)
     return store
 
 
@@ -35,7 +35,7 @@ def run(cache: PromptCache, prompts: list[list[int]], capacity: int = 20) -> KVS
         for tensor in (store.keys, store.values):
             tensor[:, slot, :, n : len(prompt)] = torch.tensor(prompt[n:], dtype=torch.float32)[:, None]
         store.commit(slot, range(len(prompt) - n))
-        cache.remember(slot, prompt)
+        cache.record_tokens(slot, prompt)
     return store
 
 
@@ -54,7 +54,7 @@ def test_a_run_starts_where_its_prompt_first_differs_from_the_last_one(prompts, 
     """And computes its last token again; a run that was opened and never ran leaves the cache usable."""
     cache, last = PromptCache(), list[int]()
     for prompt in prompts:
-        n = common_prefix(last, prompt)
+        n = common_prefix_len(last, prompt)
         assert last[:n] == prompt[:n] and (n == min(len(last), len(prompt)) or last[n] != prompt[n])
         assert held(opened(cache, [prompt], 20), 0) == prompt[: min(n, len(prompt) - 1)]
         assert held(run(cache, [prompt]), 0) == prompt
@@ -102,18 +102,18 @@ def test_what_another_slot_has_is_copied_and_not_read_again():
     cache = PromptCache()
     run(cache, [[1, 2, 3, 4, 5], [9, 8]])
     store = cache.open(new_store, 2, 20)
-    assert cache.begin(1, [1, 2, 3, 7]) == 3
+    assert cache.reuse_prefix(1, [1, 2, 3, 7]) == 3
     assert held(store, 1) == [1, 2, 3] and held(store, 0) == [1, 2, 3, 4, 5]
-    assert cache.begin(1, [1, 2, 3, 4, 7], piece=2) == 4  # its own three, and one that was copied
-    assert cache.begin(1, [1, 2, 3, 7], piece=2) == 2
+    assert cache.reuse_prefix(1, [1, 2, 3, 4, 7], chunk_size=2) == 4  # its own three, and one that was copied
+    assert cache.reuse_prefix(1, [1, 2, 3, 7], chunk_size=2) == 2
 
 
 def test_a_prompt_is_given_the_slot_that_has_most_of_it():
     cache = PromptCache()
     run(cache, [[1, 2, 3], [1, 2], [5]])
-    assert [cache.choose(free, [1, 2, 3, 4]) for free in ([0, 1, 2], [1, 2], [2])] == [0, 1, 2]
-    assert cache.choose([0, 1, 2], [7]) == 2  # none has any: the one that holds the least
+    assert [cache.choose_slot(free, [1, 2, 3, 4]) for free in ([0, 1, 2], [1, 2], [2])] == [0, 1, 2]
+    assert cache.choose_slot([0, 1, 2], [7]) == 2  # none has any: the one that holds the least
     cache = PromptCache()  # a long text is not given up for a short beginning
     run(cache, [[1, 2, *range(50)], [1]], capacity=60)
-    assert cache.choose([0, 1], [1, 2, 9, 9]) == 1  # copies a row from the other one
-    assert cache.choose([0, 1], [1, 2, *range(40), 9]) == 0
+    assert cache.choose_slot([0, 1], [1, 2, 9, 9]) == 1  # copies a row from the other one
+    assert cache.choose_slot([0, 1], [1, 2, *range(40), 9]) == 0

@@ -30,7 +30,7 @@ def test_saving_replaces_an_older_snapshot_and_makes_the_folder(tmp_path):
     snapshot.save(saved, 1, TOKENS, "target", path)
     saved.truncate(1, 2)
     snapshot.save(saved, 1, TOKENS[:2], "target", path)
-    assert len(snapshot.known(path).tokens) == 2
+    assert len(snapshot.try_read_header(path).tokens) == 2
     assert [p.name for p in path.parent.iterdir()] == ["kv"]
 
 

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longdraft.attention.block import Block
+from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.errors import MemoryBudgetError
 from longdraft.memory import snapshot
-from longdraft.memory.offload import HostStore
+from longdraft.memory.offload import OffloadedKVStore
 from longdraft.memory.store import KVShape, KVStore
-from longdraft.native.scaled import Scaled
-from tests.support.lazy_side import LazySide
+from longdraft.native.int8_kv import Int8KV
+from tests.support.lazy_side import LazyCopyStream
 
 SHAPE = KVShape(layers=3, kv_heads=2, head_dim=16, dtype=torch.float32)
 KINDS = ["rows", "columns", "bfloat16", "int8", "host"]
@@ -25,7 +25,7 @@ def make(kind: str, slots: int = SLOTS, capacity: int = 200, shape: KVShape = SH
     """A store of a kind with two layers' features; its rows are noise or zeros."""
     features = {"feature_layers": (0, 2), "feature_size": FEATURES}
     if kind == "host":
-        return HostStore(shape, slots, capacity, "cpu", side=LazySide(), **features)
+        return OffloadedKVStore(shape, slots, capacity, "cpu", copy_stream=LazyCopyStream(), **features)
     if kind in ("bfloat16", "int8"):
         return KVStore(shape, slots, capacity, "cpu", True, **features, dtype=getattr(torch, kind))
     return KVStore(shape, slots, capacity, "cpu", kind == "columns", **features)
@@ -34,7 +34,7 @@ def make(kind: str, slots: int = SLOTS, capacity: int = 200, shape: KVShape = SH
 def random_rows(kind: str, *size: int) -> torch.Tensor:
     """Keys and values (2, layers, kv_heads, *size, head_dim) that the kind of store does not round any further."""
     x = torch.randn(2, SHAPE.layers, SHAPE.kv_heads, *size, SHAPE.head_dim)
-    return Scaled.of(x).to(x.dtype) if kind == "int8" else x.bfloat16().float()
+    return Int8KV.quantize(x).to(x.dtype) if kind == "int8" else x.bfloat16().float()
 
 
 def check(actual: tuple[torch.Tensor, torch.Tensor], slot: int, rows: list[torch.Tensor], layer: int) -> None:
@@ -70,7 +70,7 @@ def test_any_sequence_of_operations_leaves_the_rows_of_each_text(kind, operation
             rows, hidden = random_rows(kind, len(chosen), BLOCK), torch.randn(2, len(chosen), BLOCK, FEATURES)
             for offset in range(0, BLOCK, name):
                 level = slice(offset, offset + name)
-                block = Block.make(chosen, [store.lengths[s] for s in chosen], name, offset=offset)
+                block = ForwardBatch.make(chosen, [store.lengths[s] for s in chosen], name, tree_offset=offset)
                 for layer in range(SHAPE.layers):
                     k, v = rows[:, layer, :, :, level].transpose(1, 2)
                     store.write(layer, k, v, block)
@@ -92,29 +92,29 @@ def test_any_sequence_of_operations_leaves_the_rows_of_each_text(kind, operation
             texts[what], unverified[what], features[what] = texts[what][:length], [], features[what][:length]
         elif name == "put unverified rows":
             rows = random_rows(kind, more)
-            store.put_rows(what, store.lengths[what], *rows)
-            store.unverified[what] = more
+            store.write_entries(what, store.lengths[what], *rows)
+            store.num_unverified[what] = more
             unverified[what] = [*rows.unbind(3)]
         elif name == "copy from another slot":
             source = (what + 1) % SLOTS
             end = int(store.lengths[source] * more)
             start = min(end, store.lengths[what])
             store.truncate(what, start)
-            store.copy_rows(source, what, start, end)
+            store.copy_entries(source, what, start, end)
             texts[what] = texts[what][:start] + texts[source][start:end]
             features[what] = features[what][:start] + features[source][start:end]
             unverified[what] = []
         else:
             for slot in range(SLOTS):
                 check(store.layer(what), slot, texts[slot] + unverified[slot], what)
-        assert store.lengths == [*map(len, texts)] and store.unverified == [*map(len, unverified)]
+        assert store.lengths == [*map(len, texts)] and store.num_unverified == [*map(len, unverified)]
     for slot, text in enumerate(texts):
-        assert store.readable(slot) == len(text) + len(unverified[slot])
+        assert store.readable_len(slot) == len(text) + len(unverified[slot])
         for layer in range(SHAPE.layers):
             check(store.layer(layer), slot, text + unverified[slot], layer)
-        for layers in store.portions:
+        for layers in store.layer_groups:
             for i, layer in enumerate(range(SHAPE.layers)[layers]):
-                rows = tuple(x[i][None] for x in store.stored(slot, layers))
+                rows = tuple(x[i][None] for x in store.slot_kv(slot, layers))
                 check(rows, 0, text, layer)
         if text:
             assert torch.equal(store.features[slot, : len(text)], torch.stack(features[slot]))
@@ -125,7 +125,7 @@ def test_a_snapshot_goes_to_a_file_and_into_a_store_of_another_kind(kind, tmp_pa
     stores = [make(kind), make("columns", 2, 30)]
     for source, target in (stores, stores[::-1]):
         rows = random_rows(kind, 7)
-        source.put_rows(1, 0, *rows, features=torch.randn(7, 2 * FEATURES))
+        source.write_entries(1, 0, *rows, features=torch.randn(7, 2 * FEATURES))
         source.lengths[1] = 7
         snapshot.save(source, 1, range(7), "target", tmp_path / "kv")
         target.truncate(0, 0)
@@ -138,13 +138,13 @@ def test_a_snapshot_goes_to_a_file_and_into_a_store_of_another_kind(kind, tmp_pa
 @every_kind
 def test_wrong_rows_paths_and_lengths_are_refused(kind):
     store = make(kind, slots=2, capacity=24)
-    store.put_rows(1, 0, *random_rows(kind, 20))
+    store.write_entries(1, 0, *random_rows(kind, 20))
     store.commit(1, range(20))
-    store.check_room([0, 1], 4)
+    store.check_capacity([0, 1], 4)
     with pytest.raises(ValueError, match="slot 1 holds 20 rows; 5 more exceed the capacity 24"):
-        store.check_room([0, 1], 5)
+        store.check_capacity([0, 1], 5)
     with pytest.raises(ValueError, match=r"rows \[22, 25\) do not lie in a slot of 24 rows"):
-        store.put_rows(1, 22, *random_rows(kind, 3))
+        store.write_entries(1, 22, *random_rows(kind, 3))
     for path in ([1, 1], [2, 1], [-1, 0], [0, 3, 2]):
         with pytest.raises(ValueError, match="strictly increasing"):
             store.commit(1, path)

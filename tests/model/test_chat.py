@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from longdraft.errors import PromptError
-from longdraft.model.chat import chat_prompt, conversation, encode
+from longdraft.model.chat import chat_prompt, encode, encode_conversation
 from tests.support.tiny import tiny_tokenizer
 
 
@@ -63,7 +63,7 @@ def test_a_family_without_a_template_gets_its_published_one(name, caplog, tmp_pa
     tokenizer = with_first_token(chat=False)
     tokenizer.name_or_path, tokenizer.bos_token, tokenizer.eos_token = str(tmp_path / name), "<unk>", "<eos>"
     said = (("user", "hello"), ("assistant", "yes"), ("user", "so?"))
-    text = tokenizer.decode(conversation(tokenizer, [{"role": role, "content": text} for role, text in said]))
+    text = tokenizer.decode(encode_conversation(tokenizer, [{"role": role, "content": text} for role, text in said]))
     greeting = "polite answers to the user's questions. user: hello assistant: yes"
     assert text.startswith("<unk>a chat between") and text.endswith(f"{greeting}<eos>user: so? assistant:")
     assert "<unk>be brief. user: hello" in tokenizer.decode(chat_prompt(tokenizer, "hello", system="be brief."))

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from longdraft import load
-from longdraft.memory import sizes
-from longdraft.memory.windows import WindowStates
+from longdraft.memory import memory_info
+from longdraft.memory.windows import WindowKVCache
 from longdraft.model.runner import TargetRunner
 from tests.native.levels import needs_kernels
 from tests.support.forward_outputs import outputs
@@ -43,8 +43,8 @@ def test_the_same_as_the_models_own_code(name, monkeypatch):
         monkeypatch.setenv("LONGDRAFT_NATIVE", switch)
         runner = TargetRunner(model)
         found.append(outputs(runner, {2: 70, 0: 4}, WINDOW + 2))
-    assert bool(runner.twin.fused.layers) is (runner.twin.fused.stack is not None) is fused
-    close = 1e-3 if runner.recurrent else 2e-4
+    assert bool(runner.execution_model.fused.layers) is (runner.execution_model.fused.stack is not None) is fused
+    close = 1e-3 if runner.has_recurrent_layers else 2e-4
     for b, a in zip(*found, strict=True):
         most = float(b.abs().max()) if b.numel() else 0.0  # no layer may keep the whole text
         torch.testing.assert_close(a, b, rtol=1e-3, atol=close * max(1, most))
@@ -61,7 +61,7 @@ def test_a_prompt_with_stored_weights_is_read_as_by_the_models_own_code(family, 
         for layer in model.model.layers if own_code else ():
             layer.register_forward_hook(lambda *_: None)
         runner = TargetRunner(model)
-        assert bool(runner.twin.fused.layers) is not own_code
+        assert bool(runner.execution_model.fused.layers) is not own_code
         found.append(forward(runner, [tokens], runner.new_store(1, 80), [0], prompt=True).logits)
     exact = load(tmp_path / "a.gguf", device="cpu", arithmetic="float32").model(torch.tensor([tokens])).logits
     # A last bit of a float may move what is rounded to 8 bits, on processors without AMX: far less than 8 bits cost.
@@ -84,7 +84,7 @@ def test_a_forward_that_somebody_put_in_a_layers_place_is_called():
     runner = TargetRunner(model)
     calls.clear()  # it is tried out first
     logits = forward(runner, [[1, 2]], runner.new_store(1, 8), [0]).logits
-    assert len(calls) == 1 and not runner.twin.fused.layers
+    assert len(calls) == 1 and not runner.execution_model.fused.layers
     del layer.forward
     torch.testing.assert_close(logits, model(torch.tensor([[1, 2]])).logits, rtol=1e-4, atol=2e-4)
 
@@ -94,7 +94,7 @@ def test_hooks_of_a_layer_are_called_around_it_and_not_for_made_up_rows():
     model.model.layers[1].register_forward_hook(lambda module, inputs, output: seen.append(output.shape[1]))
     runner = TargetRunner(model)
     store = runner.new_store(1, 8)
-    assert not runner.twin.fused.layers and not seen
+    assert not runner.execution_model.fused.layers and not seen
     forward(runner, [[1, 2]], store, [0])
     assert seen == [2]
 
@@ -102,7 +102,7 @@ def test_hooks_of_a_layer_are_called_around_it_and_not_for_made_up_rows():
 def test_a_layer_with_hooks_inside_runs_by_its_own_code():
     model = recurrent_model("qwen3_5_text")
     model.model.layers[0].linear_attn.out_proj.register_forward_hook(lambda *_: None)
-    assert not TargetRunner(model).twin.fused.layers
+    assert not TargetRunner(model).execution_model.fused.layers
 
 
 # --- windows ---
@@ -120,7 +120,7 @@ def test_bits_do_not_depend_on_when_the_rows_of_windows_were_moved():
             store.commit(slot, range(len(piece)))
     forward(runner, [[1] * 300], store, [1], logits="none")
     (windows,) = store.states
-    assert isinstance(windows, WindowStates) and windows.starts[0] == 0 < windows.starts[1]
+    assert isinstance(windows, WindowKVCache) and windows.start_positions[0] == 0 < windows.start_positions[1]
     for token in range(4):
         one, other = forward(runner, [[token]] * 2, store, [0, 1]).logits
         assert torch.equal(one, other)
@@ -133,5 +133,5 @@ def test_a_model_that_drafts_for_itself_needs_memory_for_what_is_copied_alone(ki
     """Weights in so few bits already are read as they are stored."""
     write_gguf(tmp_path / "a.gguf", kind=kind, words=kind)
     runner = TargetRunner(load(tmp_path / "a.gguf", device="cpu", arithmetic="float32").model)
-    monkeypatch.setattr(sizes, "available_bytes", lambda device: 0)
-    assert (runner.twin.fused.draft_stack is None) is copied
+    monkeypatch.setattr(memory_info, "available_bytes", lambda device: 0)
+    assert (runner.execution_model.fused.draft_stack is None) is copied

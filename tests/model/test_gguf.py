@@ -16,7 +16,7 @@ from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.folders import cache_folder
 from longdraft.model.chat import chat_prompt
 from longdraft.model.runner import TargetRunner
-from longdraft.native.stored import FORMATS
+from longdraft.native.quantized_matrix import QUANT_SIZES
 from tests.support.gguf_files import ids, write_gguf
 
 gguf = pytest.importorskip("gguf")
@@ -50,7 +50,7 @@ def decoded(loaded, method: str = "prompt-lookup", prompt: list[int] | None = No
     return spec.generate([prompt or ids()[0].tolist()], max_new_tokens=n)[0].token_ids
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", QUANT_SIZES)
 def test_every_kind_of_blocks_stays_as_it_is_stored_and_decodes_as_unpacked_ones_do(kind, tmp_path):
     """To the bit where our kernels serve: the same products in the same order."""
     file, said = tmp_path / "a.gguf", list[str]()
@@ -170,7 +170,9 @@ def test_int8_arithmetic_is_the_default_of_files_in_8_bits_or_fewer(small):
     own, unpacked = (
         TargetRunner(load(small, device="cpu", weights=w, arithmetic="float32").model) for w in ("stored", "float32")
     )
-    assert own.arithmetic == "float32" and own.parts.description == unpacked.parts.description  # for drafts
+    assert (
+        own.arithmetic == "float32" and own.shared_parts.description == unpacked.shared_parts.description
+    )  # for drafts
 
 
 @pytest.mark.parametrize(

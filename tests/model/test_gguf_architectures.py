@@ -14,11 +14,11 @@ from transformers.integrations import ggml
 import longdraft
 from longdraft import load
 from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.model.stored_model import is_stored
+from longdraft.model.stored_model import has_stored_weights
 from longdraft.native import kernels
 from tests.support.gguf_architectures import ARCHITECTURES, write
 from tests.support.gguf_files import write_gguf
-from tests.support.quick import in_turn, slow
+from tests.support.quick import rotate_pairs, slow
 from tests.support.tiny import FAMILIES
 
 pytest.importorskip("gguf")
@@ -39,7 +39,7 @@ FILES: dict[str, Callable[[Path, str, int], PreTrainedModel]] = {
     "llama with a head of its own": partial(dense, "llama", tie=False),
     **{architecture: partial(other, architecture) for architecture in ARCHITECTURES},
 }
-CASES = [*in_turn(FILES, ["Q8_0", "Q4_1", "F16", "F32"]), ("gpt_oss", "MXFP4"), slow("qwen3moe", "Q6_K")]
+CASES = [*rotate_pairs(FILES, ["Q8_0", "Q4_1", "F16", "F32"]), ("gpt_oss", "MXFP4"), slow("qwen3moe", "Q6_K")]
 CASES += [slow(name, "Q4_K") for name in FILES]
 # Older versions of transformers (5.17) read no tokenizer of gpt-oss from a GGUF file.
 CONVERTERS = getattr(ggml, "GGUF_TO_FAST_CONVERTERS", ["gpt_oss"])
@@ -57,7 +57,7 @@ def test_the_file_is_its_model_and_drafts_write_what_plain_decoding_writes(name,
         expected, logits, models = written.state_dict(), written(PROMPT).logits, {}
         for weights in ("stored", "float32"):
             models[weights] = model = load(file, device="cpu", weights=weights, arithmetic="float32").model
-            assert type(model) is type(written) and is_stored(model) == (weights == "stored")
+            assert type(model) is type(written) and has_stored_weights(model) == (weights == "stored")
             found = model.state_dict()
             assert found.keys() == expected.keys()
             for key, weight in expected.items():  # a file has 1 + the weight of a norm, and minus exp of A_log
@@ -100,7 +100,7 @@ def test_in_other_dtypes_weights_are_unpacked(tmp_path):
     write(tmp_path / "a.gguf", "qwen35")
     said = list[str]()
     model = load(tmp_path / "a.gguf", device="cpu", dtype="bfloat16", progress=said.append).model
-    assert model.dtype is torch.bfloat16 and not is_stored(model) and "Unpacking" in said[-1]
+    assert model.dtype is torch.bfloat16 and not has_stored_weights(model) and "Unpacking" in said[-1]
 
 
 def test_words_are_split_as_the_file_says(tmp_path):
@@ -135,5 +135,5 @@ def test_without_kernels_stored_experts_are_unpacked_one_by_one(tmp_path, monkey
     monkeypatch.setenv("LONGDRAFT_NATIVE", "0")
     written = write(tmp_path / "a.gguf", "qwen3moe", "MXFP4")
     model = load(tmp_path / "a.gguf", device="cpu", weights="stored").model
-    assert is_stored(model)
+    assert has_stored_weights(model)
     torch.testing.assert_close(model(PROMPT).logits, written(PROMPT).logits, rtol=1e-3, atol=1e-2)

@@ -12,7 +12,7 @@ from longdraft import load
 from longdraft.errors import CapabilityError
 from longdraft.model.shared_parts import rotary_module
 from tests.support.gguf_files import write_gguf
-from tests.support.quick import in_turn
+from tests.support.quick import rotate_pairs
 
 pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
@@ -61,7 +61,7 @@ def decoded(model, tokenizer) -> list[int]:
     return plain
 
 
-@pytest.mark.parametrize(("kind", "family"), in_turn(SCALED, ["llama", "qwen2"]))
+@pytest.mark.parametrize(("kind", "family"), rotate_pairs(SCALED, ["llama", "qwen2"]))
 @torch.no_grad()
 def test_they_are_those_of_the_same_models_configuration(kind, family, tmp_path):
     rope, parameters = SCALED[kind]

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from longdraft.model.gpu import kernels as gpu_kernels
 from longdraft.model.gpu import operators as gpu_operators
-from tests.support.quick import in_turn
+from tests.support.quick import rotate_pairs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []  # one is to be seen with `-m gpu` alone
@@ -55,12 +55,12 @@ def test_silu_times(dtype, rows, size, together):
     gate, up = both.split(size, dim=-1)  # parts of one product
     if not together:
         gate, up = gate.contiguous(), up.contiguous()
-    assert_same(gpu_kernels.silu_times(3 * gate, up), gpu_operators.silu_times(3 * gate, up))
-    assert_same(gpu_kernels.silu_times(gate, up), gpu_operators.silu_times(gate, up))
+    assert_same(gpu_kernels.silu_and_mul(3 * gate, up), gpu_operators.silu_and_mul(3 * gate, up))
+    assert_same(gpu_kernels.silu_and_mul(gate, up), gpu_operators.silu_and_mul(gate, up))
 
 
 def of_rope(dtype, heads, kv_heads, d, rotary, size, normed, transposed, offset, together=True):
-    """Arguments of rope_write; keys and values are the store's, with other rows around."""
+    """Arguments of rope_and_write_kv; keys and values are the store's, with other rows around."""
     widths = [heads * d, kv_heads * d, kv_heads * d]
     parts = numbers(2, size, sum(widths), dtype=dtype).split(widths, dim=-1)
     if not together:
@@ -83,11 +83,11 @@ ROPES = [
 ]
 
 
-@pytest.mark.parametrize(("case", "dtype"), in_turn(ROPES, DTYPES))
+@pytest.mark.parametrize(("case", "dtype"), rotate_pairs(ROPES, DTYPES))
 def test_rope_write(case, dtype):
     heads, d, rotary, size, normed, transposed, offset, together = case
     found, expected = [], []
-    for results, function in ((found, gpu_kernels.rope_write), (expected, gpu_operators.rope_write)):
+    for results, function in ((found, gpu_kernels.rope_and_write_kv), (expected, gpu_operators.rope_and_write_kv)):
         arguments = of_rope(dtype, *heads, d, rotary, size, normed, transposed, offset, together)
         results += [function(*arguments), *arguments[8:10]]
     untouched = of_rope(dtype, *heads, d, rotary, size, normed, transposed, offset)[8]
@@ -107,9 +107,9 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(dtype, size, row):
         strict=True,
     ):
         assert torch.equal(whole[:, one], alone)
-    assert torch.equal(gpu_kernels.silu_times(x, delta)[:, one], gpu_kernels.silu_times(x[:, one], delta[:, one]))
+    assert torch.equal(gpu_kernels.silu_and_mul(x, delta)[:, one], gpu_kernels.silu_and_mul(x[:, one], delta[:, one]))
     of_all, of_one = (of_rope(dtype, 4, 2, 16, 16, size, True, False, 0) for _ in range(2))
     of_one[:5] = [part[:, one] for part in of_one[:5]]
     of_one[-1] = row
-    assert torch.equal(gpu_kernels.rope_write(*of_all)[:, :, one], gpu_kernels.rope_write(*of_one))
+    assert torch.equal(gpu_kernels.rope_and_write_kv(*of_all)[:, :, one], gpu_kernels.rope_and_write_kv(*of_one))
     assert torch.equal(of_all[8][2, :, 9 + row], of_one[8][2, :, 9 + row])

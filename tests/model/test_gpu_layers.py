@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from longdraft.model.gpu import layers as gpu_layers
-from longdraft.model.gpu import side_by_side
-from longdraft.model.gpu.graphs import Graphs
+from longdraft.model.gpu import merged_linear
+from longdraft.model.gpu.cuda_graphs import CudaGraphs
 from longdraft.model.runner import TargetRunner
 from tests.support.forward_outputs import outputs
 from tests.support.forwards import forward
-from tests.support.launches import Launches, watch
-from tests.support.nominal import StandIn, card, moved
-from tests.support.quick import in_turn
+from tests.support.launches import Launches, count_launches
+from tests.support.nominal import SimulatedGraphs, simulate_gpu, to_simulated_gpu
+from tests.support.quick import rotate_pairs
 from tests.support.tiny import FAMILIES, tiny_model
 
 pytest.importorskip("triton")
@@ -38,22 +38,22 @@ LAYERS = [
 ]
 
 
-@pytest.mark.parametrize(("case", "dtype_joined"), in_turn(LAYERS, list(product(DTYPES, (True, False)))), ids=str)
-def test_the_same_as_the_models_own_code(case, dtype_joined, there, monkeypatch):
+@pytest.mark.parametrize(("case", "dtype_joined"), rotate_pairs(LAYERS, list(product(DTYPES, (True, False)))), ids=str)
+def test_the_same_as_the_models_own_code(case, dtype_joined, simulated_gpu, monkeypatch):
     (family, over, fused), (dtype, joined) = case, dtype_joined
     model = tiny_model(family, dtype=dtype, **over)
     if joined:
-        side_by_side.join(model)
-    moved(model)
+        merged_linear.join(model)
+    to_simulated_gpu(model)
     found = []
     for switch in ("0", "1"):
         monkeypatch.setenv("LONGDRAFT_FUSED", switch)
         runner = TargetRunner(model)
-        assert switch == "1" or not runner.twin.fused.layers
+        assert switch == "1" or not runner.execution_model.fused.layers
         found.append([x.cpu().float() for x in outputs(runner, {2: 9, 0: 4}, 1)])
-    layers = runner.twin.fused.layers
-    assert bool(layers) is fused and runner.twin.fused.stack is None
-    assert all(products.joined is joined for layer in layers for products in (layer.qkv, layer.gate_up))
+    layers = runner.execution_model.fused.layers
+    assert bool(layers) is fused and runner.execution_model.fused.stack is None
+    assert all(products.is_merged is joined for layer in layers for products in (layer.qkv, layer.gate_up))
     for b, a in zip(*found, strict=True):
         # A bfloat16 number is rounded the other way now and then, and the model's later layers see it.
         near = 5e-4 if dtype == torch.float32 else 0.1
@@ -66,13 +66,13 @@ def launches(fused: bool, joined: bool, size: int, monkeypatch, family="llama") 
     monkeypatch.setenv("LONGDRAFT_FUSED", "1" if fused else "0")
     model = tiny_model(family, dtype=torch.bfloat16)
     if joined:
-        side_by_side.join(model)
+        merged_linear.join(model)
     counting = Launches()
-    watch(counting, model.model.layers[1])  # the first one computes places for all
-    with counting, card(monkeypatch) as found:
-        moved(model)
+    count_launches(counting, model.model.layers[1])  # the first one computes places for all
+    with counting, simulate_gpu(monkeypatch) as found:
+        to_simulated_gpu(model)
         runner = TargetRunner(model)
-        runner.graphs = Graphs(StandIn(found), uses=0)
+        runner.graphs = CudaGraphs(SimulatedGraphs(found), uses_before_capture=0)
         store = runner.new_store(2, 60)
         forward(runner, [[1, 2, 3], [3, 4, 5]], store, [0, 1], logits="none")
         for slot in (0, 1):
@@ -88,7 +88,7 @@ def test_the_page_says_what_a_layer_launches(monkeypatch):
     for way, (fused, joined) in ways.items():
         row = re.search(rf"^\| {way} \| (\d+) \| (\d+) \|$", GPU_PAGE.read_text(), re.M)
         assert row is not None, way
-        found = [launches(fused, joined, size, monkeypatch).of_a_layer for size in (8, 1)]
+        found = [launches(fused, joined, size, monkeypatch).per_forward for size in (8, 1)]
         assert [int(number) for number in row.groups()] == found, way
 
 
@@ -97,10 +97,10 @@ def test_parameters_become_views_of_one_matrix_and_keep_their_numbers(tmp_path):
     before, parameters = model.state_dict(), dict(model.named_parameters())
     before = {name: weight.clone() for name, weight in before.items()}
     expected = model(torch.tensor([[1, 2, 3]])).logits
-    side_by_side.join(model)
+    merged_linear.join(model)
     attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
     for layers in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
-        joined = side_by_side.whole([layer.weight for layer in layers])
+        joined = merged_linear.as_one_tensor([layer.weight for layer in layers])
         assert joined is not None
         assert joined.untyped_storage().nbytes() == joined.numel() * joined.itemsize  # nothing is kept twice
     assert all(p is parameters[name] and torch.equal(p, before[name]) for name, p in model.named_parameters())
@@ -110,42 +110,42 @@ def test_parameters_become_views_of_one_matrix_and_keep_their_numbers(tmp_path):
     assert all(torch.equal(p, before[name]) for name, p in read.named_parameters())
 
 
-def test_a_users_model_is_left_as_it_was(there):
-    model = moved(tiny_model(dtype=torch.bfloat16))
+def test_a_users_model_is_left_as_it_was(simulated_gpu):
+    model = to_simulated_gpu(tiny_model(dtype=torch.bfloat16))
     before = [(p, p.data_ptr()) for p in model.parameters()]
     runner = TargetRunner(model)
-    assert runner.twin.fused.layers and not runner.twin.fused.layers[0].qkv.joined
+    assert runner.execution_model.fused.layers and not runner.execution_model.fused.layers[0].qkv.is_merged
     assert all(p is q and p.data_ptr() == at for p, (q, at) in zip(model.parameters(), before, strict=True))
     assert "forward" not in vars(model.model.layers[0])
 
 
-def test_layers_with_hooks_inside_or_other_parts_run_by_their_own_code(there):
+def test_layers_with_hooks_inside_or_other_parts_run_by_their_own_code(simulated_gpu):
     hooked, strange, adapted = (tiny_model() for _ in range(3))
     hooked.model.layers[1].mlp.register_forward_hook(lambda *_: None)
     strange.model.layers[1].self_attn.scaling = 1.0
     strange.model.layers[1].extra = torch.nn.Linear(2, 2)
     adapted.model.layers[1].mlp.down_proj = torch.nn.Sequential(adapted.model.layers[1].mlp.down_proj)
     for model in (hooked, strange, adapted):
-        assert not TargetRunner(moved(model)).twin.fused.layers
+        assert not TargetRunner(to_simulated_gpu(model)).execution_model.fused.layers
 
 
-def test_a_layer_that_computes_more_than_its_parts_say_runs_by_its_own_code(there):
+def test_a_layer_that_computes_more_than_its_parts_say_runs_by_its_own_code(simulated_gpu):
     class Scaled(type(tiny_model().model.layers[0])):
         def forward(self, *given, **named):
             return 1.5 * super().forward(*given, **named)
 
     model = tiny_model(dtype=torch.bfloat16)
     model.model.layers[2].__class__ = Scaled
-    assert not TargetRunner(moved(model)).twin.fused.layers
+    assert not TargetRunner(to_simulated_gpu(model)).execution_model.fused.layers
 
 
-def test_many_layers_are_fused_though_their_roundings_grow_from_layer_to_layer(there, monkeypatch):
+def test_many_layers_are_fused_though_their_roundings_grow_from_layer_to_layer(simulated_gpu, monkeypatch):
     """As on a real GPU, where a product of joined weights adds up in another order."""
 
-    def silu_times(gate, up):
+    def silu_and_mul(gate, up):
         return (torch.nn.functional.silu(gate.float()) * up.float()).to(gate.dtype)
 
-    others = {name: getattr(gpu_layers.ops, name) for name in ("rms_norm", "add_rms_norm", "rope_write")}
-    monkeypatch.setattr(gpu_layers, "ops", SimpleNamespace(**others, silu_times=silu_times))
-    model = moved(tiny_model(layers=24, dtype=torch.bfloat16))
-    assert len(TargetRunner(model).twin.fused.layers) == 24
+    others = {name: getattr(gpu_layers.ops, name) for name in ("rms_norm", "add_rms_norm", "rope_and_write_kv")}
+    monkeypatch.setattr(gpu_layers, "ops", SimpleNamespace(**others, silu_and_mul=silu_and_mul))
+    model = to_simulated_gpu(tiny_model(layers=24, dtype=torch.bfloat16))
+    assert len(TargetRunner(model).execution_model.fused.layers) == 24

@@ -13,21 +13,27 @@ from hypothesis import strategies as st
 
 from longdraft import Request, Speculator
 from longdraft.attention import dispatch
-from longdraft.attention.block import Block
+from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.attention.reference import partial_attention
 from longdraft.errors import MemoryBudgetError
-from longdraft.memory.offload import HostStore
-from longdraft.model.gpu import graphs
-from longdraft.model.gpu.graphs import BUCKETS, Graphs, batches, padded, unavailable
+from longdraft.memory.offload import OffloadedKVStore
+from longdraft.model.gpu import cuda_graphs
+from longdraft.model.gpu.cuda_graphs import (
+    CAPTURE_SIZES,
+    CudaGraphs,
+    batch_sizes,
+    padded_batch_size,
+    unavailable_reason,
+)
 from longdraft.model.outputs import NO_TAPS, Taps
 from longdraft.model.runner import TargetRunner
-from longdraft.trees.masks import padded_mask
+from longdraft.trees.masks import padded_ancestor_mask
 from longdraft.trees.tree import TokenTree
 from tests.support import torch_kernels
 from tests.support.forwards import forward
-from tests.support.lazy_side import LazySide
-from tests.support.methods import Specs
-from tests.support.nominal import StandIn, moved
+from tests.support.lazy_side import LazyCopyStream
+from tests.support.methods import SpeculatorsByMethod
+from tests.support.nominal import SimulatedGraphs, to_simulated_gpu
 from tests.support.quick import slow
 from tests.support.tiny import tiny_model
 
@@ -35,15 +41,15 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 
 
-def static_attend(q, keys, values, block: Block, scale, scoring=None):
+def static_attend(q, keys, values, block: ForwardBatch, scale, scoring=None):
     """Attention that reads the block's tensors and nothing of its numbers on the host."""
-    slots, n = block.slots_t.long(), block.lengths_t.long()[:, None, None]
+    slots, n = block.slots_t.long(), block.prefix_lens_t.long()[:, None, None]
     k, v = (x[slots].nan_to_num() for x in (keys, values))
     place = torch.arange(keys.shape[2]) - n  # among the tree's rows
-    mask = torch.ones(q.shape[2], block.width, dtype=torch.bool).tril(block.offset)[None]
+    mask = torch.ones(q.shape[2], block.tree_len, dtype=torch.bool).tril(block.tree_offset)[None]
     mask = (mask if block.mask is None else block.mask).expand(len(slots), -1, -1)
-    at = place.clamp(0, block.width - 1).expand(-1, q.shape[2], -1)
-    seen = (place < 0) | ((place < block.width) & mask.gather(2, at))
+    at = place.clamp(0, block.tree_len - 1).expand(-1, q.shape[2], -1)
+    seen = (place < 0) | ((place < block.tree_len) & mask.gather(2, at))
     return partial_attention(q, k, v, scale, seen[:, None])[0].to(q.dtype)
 
 
@@ -65,12 +71,20 @@ class Target:
     """A runner with a store, and a twin without graphs on a store of its own."""
 
     def __init__(
-        self, attend=static_attend, slots=3, capacity=160, features=(), layers=2, recorder=StandIn, uses=0, most=99
+        self,
+        attend=static_attend,
+        slots=3,
+        capacity=160,
+        features=(),
+        layers=2,
+        recorder=SimulatedGraphs,
+        uses=0,
+        most=99,
     ) -> None:
         self.runner = TargetRunner(tiny_model(layers=layers))
         self.recorder = recorder()
         if attend is not None:
-            self.runner.attend, self.runner.graphs = attend, Graphs(self.recorder, uses, most)
+            self.runner.attend, self.runner.graphs = attend, CudaGraphs(self.recorder, uses, most)
         self.plain = TargetRunner(self.runner.model)
         self.stores = [r.new_store(slots, capacity, features) for r in (self.runner, self.plain)]
 
@@ -86,7 +100,7 @@ class Target:
         size = max(tree.size for tree in trees)
         chain = all(tree.is_chain for tree in trees)
         tokens = [tree.tokens + (0,) * (size - tree.size) for tree in trees]
-        shape = {} if chain else {"mask": padded_mask(trees, size)}
+        shape = {} if chain else {"mask": padded_ancestor_mask(trees, size)}
         if not chain:
             shape["depths"] = [tree.depths + (0,) * (size - tree.size) for tree in trees]
         pairs = zip((self.runner, self.plain), self.stores, strict=True)
@@ -129,7 +143,7 @@ def test_a_replay_is_the_forward_whatever_the_numbers_are(lengths, rounds, chain
     for number, (slots, batch, sizes) in enumerate(rounds):
         target.check(list(slots)[:batch], trees_of(*sizes[:batch], seed=seed + 7 * number, chain=chain), taps)
     # Every forward was a replay, and no size was recorded twice.
-    kinds = {(padded(batch, 3), (max(sizes[:batch]) - 1).bit_length()) for _, batch, sizes in rounds}
+    kinds = {(padded_batch_size(batch, 3), (max(sizes[:batch]) - 1).bit_length()) for _, batch, sizes in rounds}
     assert target.recorder.replays == len(rounds) and target.recorder.captures == len(kinds)
 
 
@@ -156,7 +170,7 @@ ALL, HIDDEN = Taps(), Taps((0,))
 # What a target is given, forwards (slots, size of the tree, taps), and the number of recordings after each.
 CAPTURES = {
     "a size is recorded once it has come up often enough": (
-        {"uses": graphs.USES}, [([0], 4, ALL)] * 5, [0, 0, 1, 1, 1],
+        {"uses": cuda_graphs.USES_BEFORE_CAPTURE}, [([0], 4, ALL)] * 5, [0, 0, 1, 1, 1],
     ),
     "another batch, other taps or other rows are another recording": (
         {},
@@ -214,14 +228,14 @@ def test_memory_that_is_kept_for_later_is_freed_when_it_is_needed(free_memory):
 
 
 @pytest.mark.parametrize("method", ["prompt-lookup", *map(slow, ("eagle3", "self", "longspec"))])
-def test_a_second_request_uses_the_recordings_of_the_first(method, tmp_path, there):
-    specs = Specs(tmp_path, torch.float32)
+def test_a_second_request_uses_the_recordings_of_the_first(method, tmp_path, simulated_gpu):
+    specs = SpeculatorsByMethod(tmp_path, torch.float32)
     options, prompts = specs.options(method), [text(24, 1), text(15, 2)]
     expected = Speculator("ar", target=specs.model).generate(prompts, max_new_tokens=8, eos_token_ids=[])
-    moved(specs.model)
+    to_simulated_gpu(specs.model)
     spec = Speculator(method, target=specs.model, plan="fixed", **options)
-    recorder = StandIn(there)
-    spec.runner().graphs = Graphs(recorder, uses=0)
+    recorder = SimulatedGraphs(simulated_gpu)
+    spec.runner().graphs = CudaGraphs(recorder, uses_before_capture=0)
     captures = []
     for _ in range(2):
         got = spec.generate(prompts, max_new_tokens=8, eos_token_ids=[])
@@ -247,14 +261,14 @@ def test_batches_are_padded_to_powers_of_two_or_all_slots(chain):
         for old, new in zip(before, (store.keys, store.values), strict=True):
             same = (old == new) | (old.isnan() & new.isnan())
             same[:, slots] = True
-            same[..., -BUCKETS[-1] :, :] = True  # nobody's
+            same[..., -CAPTURE_SIZES[-1] :, :] = True  # nobody's
             assert same.all()
-    assert batches(7) == [1, 2, 4, 7] and target.recorder.captures == (12 if chain else 4)
+    assert batch_sizes(7) == [1, 2, 4, 7] and target.recorder.captures == (12 if chain else 4)
 
 
 def test_a_padded_sequence_writes_over_no_text_that_fills_its_slot():
     target = Target(slots=3, capacity=60)
-    target.runner.graphs, capacity = Graphs(target.recorder, 0), target.stores[0].capacity
+    target.runner.graphs, capacity = CudaGraphs(target.recorder, 0), target.stores[0].capacity
     for store in target.stores:
         store.capacity = 60
     target.read(49, 50, 3)
@@ -269,8 +283,8 @@ def test_attention_is_split_by_the_text_and_not_by_the_capacity(monkeypatch):
     monkeypatch.setenv("LONGDRAFT_ATTENTION", "sdpa")  # keys by row, as on a GPU
     with torch_kernels.registered():
         runner = TargetRunner(tiny_model(layers=1, dtype=torch.bfloat16))
-        recorder = StandIn()
-        runner.attend, runner.graphs = dispatch.PATHS["hybrid"], Graphs(recorder, 0, shortest=16)
+        recorder = SimulatedGraphs()
+        runner.attend, runner.graphs = dispatch.PATHS["hybrid"], CudaGraphs(recorder, 0, min_kv_bound=16)
         store = runner.new_store(1, 1000)
         forward(runner, [text(20, 0)], store, [0], logits="none")
         store.commit(0, range(20))
@@ -283,12 +297,12 @@ def test_attention_is_split_by_the_text_and_not_by_the_capacity(monkeypatch):
             assert recorder.captures == captures and all(length <= bound < 2 * length for bound in bounds)
 
 
-def test_graphs_are_recorded_before_the_first_request(there, tmp_path):
-    specs = Specs(tmp_path, torch.float32)
-    moved(specs.model)
+def test_graphs_are_recorded_before_the_first_request(simulated_gpu, tmp_path):
+    specs = SpeculatorsByMethod(tmp_path, torch.float32)
+    to_simulated_gpu(specs.model)
     spec = Speculator("prompt-lookup", target=specs.model, plan="fixed", min_n=1)
-    recorder, lines = StandIn(there), []
-    spec.runner().graphs = Graphs(recorder)
+    recorder, lines = SimulatedGraphs(simulated_gpu), []
+    spec.runner().graphs = CudaGraphs(recorder)
     count = spec.record(2, context=60, progress=lines.append)
     assert recorder.captures == count > 0
     assert len({line.share for line in lines}) > 1 and lines[-1].share == 1.0
@@ -317,11 +331,16 @@ def test_prefills_and_stores_outside_the_device_are_computed_without():
     for logits in ("last", "none"):
         forward(target.runner, [[1, 2, 3]], target.stores[0], [0], logits=logits)
     forward(target.runner, [text(97, 0)], target.stores[0], [0])  # larger than any tree
-    forward(target.runner, [[1, 2]], HostStore(target.runner.kv_shape, 1, 64, "cpu", side=LazySide()), [0])
+    forward(
+        target.runner,
+        [[1, 2]],
+        OffloadedKVStore(target.runner.kv_shape, 1, 64, "cpu", copy_stream=LazyCopyStream()),
+        [0],
+    )
     assert target.recorder.captures == 0
 
 
-class Failing(StandIn):
+class Failing(SimulatedGraphs):
     """Fails to record the first so many sizes."""
 
     def __init__(self, times: int = 1) -> None:
@@ -347,11 +366,14 @@ def test_a_size_that_cannot_be_recorded_is_said_once_and_runs_without(caplog):
 
 def test_where_there_are_graphs(monkeypatch, caplog):
     for device, path in ((CPU, "cpu"), (CPU, "hybrid"), (CUDA, "sdpa")):
-        assert unavailable(device, path) and not Graphs.on(device, path).recording
-    assert "LONGDRAFT_ATTENTION=hybrid" in (unavailable(CUDA, "sdpa") or "")
-    assert unavailable(CUDA, "hybrid") is None and Graphs.on(CUDA, "hybrid").recording
-    assert Graphs.on(CUDA, "hybrid").padding(1) == 15 and Graphs.on(CUDA, "hybrid").padding(4) == 111
+        assert unavailable_reason(device, path) and not CudaGraphs.for_device(device, path).enabled
+    assert "LONGDRAFT_ATTENTION=hybrid" in (unavailable_reason(CUDA, "sdpa") or "")
+    assert unavailable_reason(CUDA, "hybrid") is None and CudaGraphs.for_device(CUDA, "hybrid").enabled
+    assert (
+        CudaGraphs.for_device(CUDA, "hybrid").extra_kv_entries(1) == 15
+        and CudaGraphs.for_device(CUDA, "hybrid").extra_kv_entries(4) == 111
+    )
     monkeypatch.setenv("LONGDRAFT_GRAPHS", "0")
     with caplog.at_level(logging.INFO, logger="longdraft"):
-        switched_off = Graphs.on(CUDA, "hybrid")
-    assert not switched_off.recording and switched_off.padding(4) == 0 and "LONGDRAFT_GRAPHS=0" in caplog.text
+        switched_off = CudaGraphs.for_device(CUDA, "hybrid")
+    assert not switched_off.enabled and switched_off.extra_kv_entries(4) == 0 and "LONGDRAFT_GRAPHS=0" in caplog.text

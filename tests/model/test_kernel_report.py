@@ -10,8 +10,8 @@ import torch
 from longdraft import native
 from longdraft.model.kernel_report import kernel_report
 from longdraft.model.runner import TargetRunner
-from longdraft.model.stored_model import keep_stored, parameters
-from longdraft.native.build import CALLED
+from longdraft.model.stored_model import num_parameters, store_half_weights
+from longdraft.native.build import LEVEL_NAMES
 from tests.native.levels import needs_kernels
 from tests.support.tiny import tiny_model
 
@@ -27,7 +27,12 @@ HALVES = {"dtype": torch.bfloat16, **SIZES}
 REPORTS = {
     "float32": (tiny_model, {}, (("float32",), "float32", True), "weights in float32, float32 arithmetic"),
     "rounded KV": (tiny_model, {"kv_dtype": torch.int8}, (("float32",), "int8", True), "keys and values in int8"),
-    "stored": (lambda: keep_stored(tiny_model(**HALVES)), {}, (("bfloat16",), "float32", True), "weights in bfloat16"),
+    "stored": (
+        lambda: store_half_weights(tiny_model(**HALVES)),
+        {},
+        (("bfloat16",), "float32", True),
+        "weights in bfloat16",
+    ),
     "in bfloat16": (lambda: tiny_model(**HALVES), {}, (("bfloat16",), None, False), "torch does the rest"),
 }
 
@@ -39,7 +44,7 @@ def test_the_kernels_of_a_model(name):
     found = report(model(), **options)
     assert found.level == native.kernels().level and found.reason is found.cost is None
     assert (found.weights, found.kv, found.whole) == expected
-    assert CALLED[found.level] in found.line and line in found.line
+    assert LEVEL_NAMES[found.level] in found.line and line in found.line
 
 
 @needs_kernels
@@ -53,7 +58,7 @@ def test_without_kernels_it_says_why_and_what_that_costs(monkeypatch):
     found = report(tiny_model())
     assert found.line.startswith("torch's, not longdraft's own: LONGDRAFT_NATIVE=0. Decoding takes")
     assert re.search(r"weights take .*iB, in float32$", found.line)
-    assert "each product unpacks" in report(keep_stored(tiny_model(dtype=torch.bfloat16, **SIZES))).cost
+    assert "each product unpacks" in report(store_half_weights(tiny_model(dtype=torch.bfloat16, **SIZES))).cost
     assert kernel_report(None).reason == "LONGDRAFT_NATIVE=0"
 
 
@@ -61,5 +66,5 @@ def test_without_kernels_it_says_why_and_what_that_costs(monkeypatch):
 def test_weights_are_counted_however_they_are_stored(tie):
     model = tiny_model(dtype=torch.bfloat16, tie=tie, **SIZES)
     expected = sum(p.numel() for p in model.parameters())
-    assert parameters(model) == expected
-    assert parameters(keep_stored(model)) == expected
+    assert num_parameters(model) == expected
+    assert num_parameters(store_half_weights(model)) == expected

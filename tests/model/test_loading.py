@@ -17,7 +17,7 @@ from transformers.utils.logging import is_progress_bar_enabled
 
 from longdraft import load
 from longdraft.errors import CapabilityError, CheckpointError, ContextError
-from longdraft.model.loading import dtype_on
+from longdraft.model.loading import resolve_dtype
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 CONTEXT = 64
@@ -60,8 +60,8 @@ def test_folder_loads_as_saved_and_frozen(tmp_path, tie):
 def test_auto_dtype_is_float32_on_a_cpu_and_the_checkpoints_own_on_a_gpu(tmp_path):
     save(tmp_path, dtype=torch.bfloat16)
     assert load(tmp_path, device="cpu").model.dtype is torch.float32
-    assert dtype_on("auto", torch.device("cuda")) == "auto"
-    assert dtype_on("float16", torch.device("cuda")) is torch.float16
+    assert resolve_dtype("auto", torch.device("cuda")) == "auto"
+    assert resolve_dtype("float16", torch.device("cuda")) is torch.float16
 
 
 # What is loaded (None: a good folder) and how, the class of the error, and what it names.

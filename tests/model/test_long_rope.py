@@ -9,9 +9,9 @@ import torch
 
 from longdraft import PromptCache, Request, Speculator
 from longdraft.errors import ContextError
-from tests.support.long_rope_models import KINDS, SWITCH, as_a_whole, long_rope_model
-from tests.support.methods import EXACT, Specs
-from tests.support.quick import few, in_turn
+from tests.support.long_rope_models import KINDS, SWITCH, greedy_without_cache, long_rope_model
+from tests.support.methods import EXACT, SpeculatorsByMethod
+from tests.support.quick import rotate_pairs, slow_except
 
 NEW = 14
 # Below the switch to the end, and beyond it from the start.
@@ -27,10 +27,10 @@ PROMPTS = [prompt_of(length) for length in LENGTHS]
 
 @cache
 def written(kind: str) -> list[list[int]]:
-    return [as_a_whole(long_rope_model(kind), prompt, NEW) for prompt in PROMPTS]
+    return [greedy_without_cache(long_rope_model(kind), prompt, NEW) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize(("kind", "method"), in_turn(KINDS, ["prompt-lookup", "self", "ar"]))
+@pytest.mark.parametrize(("kind", "method"), rotate_pairs(KINDS, ["prompt-lookup", "self", "ar"]))
 def test_each_text_of_a_batch_is_what_the_whole_text_gives(kind, method):
     model = long_rope_model(kind)
     before = model.model.rotary_emb.inv_freq.clone()
@@ -50,7 +50,7 @@ def test_a_text_that_would_cross_is_refused_by_name(length):
     with pytest.raises(ContextError, match="LongRoPE"):
         spec.generate(prompt_of(length), max_new_tokens=NEW)
     # What the server bounds answers by.
-    assert [spec.runner().longest_text(n) for n in (1, SWITCH, SWITCH + 1)] == [SWITCH, SWITCH, 96]
+    assert [spec.runner().max_context_length(n) for n in (1, SWITCH, SWITCH + 1)] == [SWITCH, SWITCH, 96]
     if length < SWITCH:
         (result,) = spec.generate(prompt_of(length), max_new_tokens=SWITCH - length)
         assert result.new_tokens == SWITCH - length
@@ -66,16 +66,16 @@ def test_where_a_text_stays_on_one_side_it_is_generates(length):
 
 @pytest.fixture(scope="module")
 def specs(tmp_path_factory):
-    made = Specs(tmp_path_factory.mktemp("drafts"))
+    made = SpeculatorsByMethod(tmp_path_factory.mktemp("drafts"))
     made.model = long_rope_model("llama", torch.float64)
     return made
 
 
-@pytest.mark.parametrize("method", few(EXACT, ("ar", "longspec", "eagle3", "specextend", "self", "tokenswift")))
+@pytest.mark.parametrize("method", slow_except(EXACT, ("ar", "longspec", "eagle3", "specextend", "self", "tokenswift")))
 def test_every_exact_method_stays_on_both_sides(specs, method):
     prompts = [prompt_of(length) for length in (SWITCH - NEW, SWITCH + 5)]
     got = [result.token_ids for result in specs.get(method).generate(prompts, max_new_tokens=NEW)]
-    assert got == [as_a_whole(specs.model, prompt, NEW) for prompt in prompts]
+    assert got == [greedy_without_cache(specs.model, prompt, NEW) for prompt in prompts]
 
 
 def test_rows_of_short_texts_are_not_reused_in_long_ones(tmp_path):
@@ -85,7 +85,7 @@ def test_rows_of_short_texts_are_not_reused_in_long_ones(tmp_path):
     # Short, long, long again, short again, long.
     for length in (SWITCH - NEW, SWITCH + 9, SWITCH + 5, SWITCH - NEW, SWITCH + 9):
         (result,) = spec.generate(text[:length], max_new_tokens=NEW, cache=cache)
-        assert result.token_ids == as_a_whole(model, text[:length], NEW)
+        assert result.token_ids == greedy_without_cache(model, text[:length], NEW)
         reused.append(result.cached_tokens)
     assert reused[0] == reused[1] == reused[3] == 0
     assert reused[2] == SWITCH + 4 and reused[4] == 0
@@ -93,7 +93,7 @@ def test_rows_of_short_texts_are_not_reused_in_long_ones(tmp_path):
     for length, known in ((SWITCH + 9, SWITCH + 8), (SWITCH - NEW, 0)):
         restored = PromptCache.restored(tmp_path / "long", spec.runner().fingerprint)
         (result,) = spec.generate(text[:length], max_new_tokens=NEW, cache=restored)
-        assert (result.token_ids, result.cached_tokens) == (as_a_whole(model, text[:length], NEW), known)
+        assert (result.token_ids, result.cached_tokens) == (greedy_without_cache(model, text[:length], NEW), known)
 
 
 def test_equal_factors_have_no_switch():
@@ -101,4 +101,4 @@ def test_equal_factors_have_no_switch():
     model.config.rope_parameters["long_factor"] = model.config.rope_parameters["short_factor"]
     spec = Speculator("ar", target=model)
     (result,) = spec.generate(prompt_of(SWITCH), max_new_tokens=NEW)
-    assert result.token_ids == as_a_whole(model, prompt_of(SWITCH), NEW)
+    assert result.token_ids == greedy_without_cache(model, prompt_of(SWITCH), NEW)

@@ -8,7 +8,7 @@ import torch
 import longdraft
 from longdraft import Speculator
 from longdraft.errors import CapabilityError, UnsupportedModelError
-from tests.support.tiny import own_text, tiny_tokenizer
+from tests.support.tiny import generate_tokens, tiny_tokenizer
 from tests.zoo.judging import NEW, prompts, same
 from tests.zoo.tiny_models import tiny_image_model
 
@@ -19,7 +19,7 @@ def test_a_text_is_what_the_models_own_generate_writes(model_type):
     spec = Speculator("prompt-lookup", target=model, plan="fixed", min_n=1, branches=3)
     results = spec.generate(prompts(), max_new_tokens=NEW, eos_token_ids=[])
     for prompt, result in zip(prompts(), results, strict=True):
-        same(model, prompt, own_text(model, prompt, NEW), result.token_ids, "lookups, in a batch of three")
+        same(model, prompt, generate_tokens(model, prompt, NEW), result.token_ids, "lookups, in a batch of three")
 
 
 def test_a_model_whose_prompts_see_what_follows_is_refused():
@@ -34,7 +34,7 @@ def test_a_folder_that_no_language_model_is_registered_for(tmp_path):
     loaded = longdraft.load(tmp_path)
     assert type(loaded.model) is type(model)
     (result,) = Speculator("ar", target=loaded.model).generate(prompts()[:1], max_new_tokens=8, eos_token_ids=[])
-    assert result.token_ids == own_text(model, prompts()[0], 8)
+    assert result.token_ids == generate_tokens(model, prompts()[0], 8)
 
 
 def test_a_prompt_with_an_image_is_refused_by_name():

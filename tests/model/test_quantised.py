@@ -45,7 +45,7 @@ def decoded(model: PreTrainedModel, method: str, batch: int, **options: Any) -> 
 def check_rows(model: PreTrainedModel) -> None:
     """A row has the same bits alone and beside others."""
     if kernels() is not None:
-        tree_rows.check_rows(TargetRunner(model))
+        tree_rows.check_tree_logits(TargetRunner(model))
 
 
 def check_tokens(model: PreTrainedModel, own: bool = True) -> None:
@@ -266,7 +266,7 @@ def test_a_whole_model_with_a_quantised_head_takes_no_trained_drafts(tmp_path):
     check_tokens(model)
     assert TargetRunner(model).vocab_size == 61
     with pytest.raises(UnsupportedModelError, match="leave lm_head out"):
-        _ = TargetRunner(model).parts
+        _ = TargetRunner(model).shared_parts
 
 
 PACKAGES = {"gptq": "gptqmodel", "awq": "gptqmodel", "fp8": "accelerate", "bitnet": "accelerate"}

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from longdraft import Speculator
-from longdraft.model.gpu.graphs import Graphs
+from longdraft.model.gpu.cuda_graphs import CudaGraphs
 from longdraft.model.runner import TargetRunner
-from tests.support.nominal import StandIn, moved
+from tests.support.nominal import SimulatedGraphs, to_simulated_gpu
 from tests.support.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 5, [8, 1, 1, 6] * 7]
@@ -48,21 +48,21 @@ def quantised(kind: type[Int8Linear]):
 
 @pytest.mark.parametrize(("kind", "recorded"), [(Int8Linear, True), (Waiting, False)])
 @pytest.mark.parametrize("method", ["ar", "prompt-lookup"])
-def test_quantised_layers_are_recorded_unless_they_wait(method, kind, recorded, there, caplog):
+def test_quantised_layers_are_recorded_unless_they_wait(method, kind, recorded, simulated_gpu, caplog):
     model = quantised(kind)
     options = {"max_new_tokens": 8, "eos_token_ids": []}
     expected = [r.token_ids for r in Speculator("ar", target=model).generate(PROMPTS, **options)]
-    spec = Speculator(method, target=moved(model), plan="fixed")
-    recorder = StandIn(there)
-    spec.runner().graphs = Graphs(recorder, uses=0)
+    spec = Speculator(method, target=to_simulated_gpu(model), plan="fixed")
+    recorder = SimulatedGraphs(simulated_gpu)
+    spec.runner().graphs = CudaGraphs(recorder, uses_before_capture=0)
     assert [r.token_ids for r in spec.generate(PROMPTS, **options)] == expected
     assert (recorder.replays > 0) == recorded and ("could not be recorded" in caplog.text) != recorded
 
 
-def test_deterministic_takes_quantised_layers(there):
+def test_deterministic_takes_quantised_layers(simulated_gpu):
     model = quantised(Int8Linear)
     TargetRunner(model)
-    model = moved(model)
+    model = to_simulated_gpu(model)
     found = [
         Speculator(name, target=model, plan="fixed", deterministic=True).generate(PROMPTS, max_new_tokens=8)
         for name in ("ar", "prompt-lookup")

@@ -19,9 +19,9 @@ from longdraft.model.runner import TargetRunner
 from tests.native.levels import needs_kernels
 from tests.support.drafts import random_eagle3, random_heads, random_onepass
 from tests.support.forwards import forward
-from tests.support.quick import few, in_turn, slow
+from tests.support.quick import rotate_pairs, slow, slow_except
 from tests.support.recurrent_models import FAMILIES, KINDS, recurrent_model, some_prompt
-from tests.support.tiny import own_text, tiny_tokenizer
+from tests.support.tiny import generate_tokens, tiny_tokenizer
 
 NEW = 24
 in_bits = needs_kernels  # without them torch's products round a row by the number of rows
@@ -60,35 +60,35 @@ def plainly(own: TargetRunner, prompt: list[int], new: int = NEW) -> tuple[list[
 
 
 @in_bits
-@pytest.mark.parametrize("family", few(KINDS, ("qwen3_5_text", "lfm2", "mamba")))
+@pytest.mark.parametrize("family", slow_except(KINDS, ("qwen3_5_text", "lfm2", "mamba")))
 def test_a_prefix_is_taken_up_where_a_state_was_kept(family):
     own, prompt = runner(family), some_prompt(37)
     tokens, rows = plainly(own, prompt, 8)
     cache = PromptCache()
     store = cache.open(own.new_store, 2, 80)
-    cache.begin(0, prompt)
+    cache.reuse_prefix(0, prompt)
     read(own, store, prompt)
     for token in tokens[:4]:
         step(own, store, token)
-    cache.remember(0, [*prompt, *tokens[:4]])
+    cache.record_tokens(0, [*prompt, *tokens[:4]])
     other = [*prompt[:20], *some_prompt(10, 3)]
     # The committed end, the prompt's end, a piece's end, and no state in between.
-    assert cache.begin(1, [*prompt, *tokens[:5]]) == 41
+    assert cache.reuse_prefix(1, [*prompt, *tokens[:5]]) == 41
     assert torch.equal(step(own, store, tokens[4], 1), rows[4])
-    assert cache.begin(1, [*prompt, 1, 2]) in (37, 41 - 4)
+    assert cache.reuse_prefix(1, [*prompt, 1, 2]) in (37, 41 - 4)
     assert torch.equal(step(own, store, tokens[0], 1), rows[0])
-    assert cache.begin(1, other) == 16
+    assert cache.reuse_prefix(1, other) == 16
     read(own, store, other, 1)
     alone = plainly(own, other, 3)
     assert torch.equal(step(own, store, alone[0][0], 1), alone[1][0])
     # A larger store takes the states over.
     store = cache.open(own.new_store, 3, 200)
-    assert cache.begin(2, [*prompt, *tokens[:5]]) == 41
+    assert cache.reuse_prefix(2, [*prompt, *tokens[:5]]) == 41
     assert torch.equal(step(own, store, tokens[4], 2), rows[4])
 
 
 @in_bits
-@pytest.mark.parametrize("family", few(KINDS, ("qwen3_5_text", "lfm2", "mamba")))
+@pytest.mark.parametrize("family", slow_except(KINDS, ("qwen3_5_text", "lfm2", "mamba")))
 def test_a_snapshot_holds_the_states(family, tmp_path):
     own, prompt = runner(family), some_prompt(37)
     tokens, rows = plainly(own, prompt, 8)
@@ -100,7 +100,7 @@ def test_a_snapshot_holds_the_states(family, tmp_path):
     assert snapshot.load(restored, 1, own.fingerprint, tmp_path / "text") == [*prompt, tokens[0]]
     assert torch.equal(step(own, restored, tokens[1], 1), rows[1])
     # As much of a beginning as there is a state for.
-    assert snapshot.load(restored, 0, own.fingerprint, tmp_path / "text", most=35) == prompt[:32]
+    assert snapshot.load(restored, 0, own.fingerprint, tmp_path / "text", max_tokens=35) == prompt[:32]
     read(own, restored, prompt)
     assert torch.equal(step(own, restored, tokens[0]), rows[0])
 
@@ -117,7 +117,7 @@ PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], some_prompt(130), [8]]
 
 
 @in_bits
-@pytest.mark.parametrize(("method", "family"), in_turn(METHODS, ["qwen3_5_text", "lfm2"]))
+@pytest.mark.parametrize(("method", "family"), rotate_pairs(METHODS, ["qwen3_5_text", "lfm2"]))
 def test_methods_write_the_plain_text(family, method):
     model = recurrent_model(family)
     results: list[Result] = []
@@ -158,12 +158,12 @@ def as_draft(folder: Path, model: PreTrainedModel) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("family", few(FAMILIES, ("qwen3_5_text", "lfm2", "mamba")))
+@pytest.mark.parametrize("family", slow_except(FAMILIES, ("qwen3_5_text", "lfm2", "mamba")))
 def test_a_whole_run_is_the_models_own_generate(family):
     model = recurrent_model(family)
     spec = Speculator("prompt-lookup", target=model, plan="fixed", branches=2, min_n=1)
     for prompt in PROMPTS:
-        assert spec.generate([prompt], max_new_tokens=NEW)[0].token_ids == own_text(model, prompt, NEW)
+        assert spec.generate([prompt], max_new_tokens=NEW)[0].token_ids == generate_tokens(model, prompt, NEW)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", slow("falcon_h1")])
@@ -171,12 +171,12 @@ def test_a_long_prompt_is_read_piece_by_piece(family):
     model, prompt = recurrent_model(family), some_prompt(2600)
     spec = Speculator("prompt-lookup", target=model, plan="fixed", branches=2, min_n=1)
     cache = PromptCache()
-    own = own_text(model, prompt, 12)
+    own = generate_tokens(model, prompt, 12)
     assert spec.generate([prompt], max_new_tokens=12, cache=cache)[0].token_ids == own
     (again,) = spec.generate([[*prompt[:2500], 7, 8, 9]], max_new_tokens=12, cache=cache)
-    assert again.token_ids == own_text(model, [*prompt[:2500], 7, 8, 9], 12)
+    assert again.token_ids == generate_tokens(model, [*prompt[:2500], 7, 8, 9], 12)
     assert cache.store is not None
-    assert cache.store.restorable(0, 2100) == 2048
+    assert cache.store.restorable_length(0, 2100) == 2048
 
 
 def test_what_cannot_be_exact_is_refused():

@@ -18,7 +18,7 @@ from longdraft import Speculator
 from longdraft.errors import CapabilityError, ContextError, UnsupportedModelError
 from longdraft.model.runner import TargetRunner
 from tests.support.forwards import forward
-from tests.support.nominal import card, moved
+from tests.support.nominal import simulate_gpu, to_simulated_gpu
 from tests.support.tiny import tiny_model
 from tests.zoo.tiny_models import tiny_model as zoo_model
 
@@ -106,9 +106,9 @@ def test_a_model_that_cannot_be_hosted_is_refused_by_name(name):
 
 def test_a_model_whose_layers_are_on_several_devices_is_refused_by_name(monkeypatch):
     """As ``device_map="auto"`` spreads it over two GPUs; here half of it is on a simulated one."""
-    with card(monkeypatch):
+    with simulate_gpu(monkeypatch):
         model = tiny_model(layers=2)
-        moved(model.model.layers[1])
+        to_simulated_gpu(model.model.layers[1])
         with pytest.raises(UnsupportedModelError, match=r"layer 0 is on cpu, layer 1 is on cuda:0.*device_map"):
             Speculator("ar", target=model).generate([text(20)], max_new_tokens=4)
 
@@ -143,6 +143,6 @@ def test_a_layer_that_mixes_tokens_without_the_interface_is_noticed():
 @pytest.mark.parametrize("kind", ["bloom", "gpt_neo", "falcon"])
 def test_queries_of_a_model_that_attends_itself_are_not_shown_and_a_method_that_needs_them_says_so(kind):
     model = zoo_model(kind)
-    assert TargetRunner(model).attends_itself
+    assert TargetRunner(model).has_custom_attention
     with pytest.raises(CapabilityError, match="does not show its queries"):
         Speculator("self", target=model, view="snapkv", budget=24, window=4).generate([text(6)], max_new_tokens=4)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from longdraft.model.rows import RowExact
+from longdraft.model.batch_invariant import BatchInvariantMode
 from tests.native.levels import needs_kernels
 
 G = torch.Generator().manual_seed(0)
@@ -40,7 +40,7 @@ PLAIN = {
 @pytest.mark.parametrize("name", CALLS | PLAIN)
 def test_a_row_alone_and_beside_others(name):
     call, x = (CALLS | PLAIN)[name], torch.randn(70, 65, generator=torch.Generator().manual_seed(1))
-    with RowExact():
+    with BatchInvariantMode():
         found, alone = call(x), [call(x[i : i + 1]) for i in (0, 13, 69)]
     torch.testing.assert_close(found, call(x), rtol=1e-4, atol=1e-4)
     assert name in PLAIN or all(torch.equal(row[0], found[i]) for row, i in zip(alone, (0, 13, 69), strict=True))

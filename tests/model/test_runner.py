@@ -14,8 +14,8 @@ from longdraft.model.outputs import Taps
 from longdraft.model.runner import TargetRunner
 from tests.support.forwards import forward
 from tests.support.tiny import FAMILIES, tiny_model
-from tests.support.tree_rows import check_rows
-from tests.support.tree_rows import text as tree_text
+from tests.support.tree_rows import check_tree_logits
+from tests.support.tree_rows import random_tokens as tree_text
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}  # float32 through three layers; logits are of the order of 5
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -71,7 +71,7 @@ def test_rows_of_trees_are_the_models_own(name, monkeypatch):
     model = tiny_model(family, **over)
     runner, close = TargetRunner(model), partial(torch.allclose, **CLOSE)
     assert runner.attention_path == path
-    plain = check_rows(runner, close, lengths)
+    plain = check_tree_logits(runner, close, lengths)
     whole = [*tree_text(lengths[0], lengths[0]), *tree_text(7, 3)]
     assert close(plain, own_logits(model, whole)[lengths[0] :])
 

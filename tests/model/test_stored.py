@@ -10,16 +10,16 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from longdraft import load, pages
+from longdraft import huge_pages, load
 from longdraft.errors import CapabilityError
-from longdraft.model.few_rows import quicken
 from longdraft.model.runner import TargetRunner
+from longdraft.model.skinny_gemm import patch_linears
 from longdraft.model.stored import StoredEmbedding, StoredLinear
-from longdraft.model.stored_model import in_floats, is_woven
+from longdraft.model.stored_model import dequantize_model, is_repacked
 from tests.native.levels import needs_kernels
 from tests.support.forwards import forward
 from tests.support.gguf_files import write_gguf
-from tests.support.quick import in_turn
+from tests.support.quick import rotate_pairs
 from tests.support.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -33,7 +33,7 @@ def folder(path, family="llama", dtype=torch.bfloat16, **options):
 
 
 @needs_kernels
-@pytest.mark.parametrize(("family", "dtype"), in_turn(FAMILIES, HALVES))
+@pytest.mark.parametrize(("family", "dtype"), rotate_pairs(FAMILIES, HALVES))
 @torch.no_grad()
 def test_a_folder_in_halves_stays_in_halves_and_computes_in_float32(family, dtype, tmp_path):
     place = folder(tmp_path, family, dtype, tie=family == "llama")
@@ -51,7 +51,7 @@ def test_a_folder_in_halves_stays_in_halves_and_computes_in_float32(family, dtyp
     found = []
     for each in (model, plain):
         runner = TargetRunner(each)
-        assert runner.twin.fused.stack is not None
+        assert runner.execution_model.fused.stack is not None
         found.append(forward(runner, [[4, 5, 6, 7]], runner.new_store(1, 8), [0]).logits)
     assert torch.equal(*found)
 
@@ -60,7 +60,7 @@ def test_stored_weights_are_saved_once_they_are_unpacked(tmp_path):
     model = load(folder(tmp_path / "a"), device="cpu", weights="stored").model
     with pytest.raises(CapabilityError):
         model.save_pretrained(tmp_path / "b")
-    in_floats(model, torch.float32).save_pretrained(tmp_path / "b")
+    dequantize_model(model, torch.float32).save_pretrained(tmp_path / "b")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "b").state_dict()
     assert all(torch.equal(t, again[name]) for name, t in model.state_dict().items())
 
@@ -73,7 +73,7 @@ def test_a_layer_in_halves_is_computed_in_its_own_dtype_and_rounded_once(dtype, 
     layer = nn.Linear(96, 40, bias=bias, dtype=dtype)
     x = torch.randn(5, 96, dtype=dtype)
     exact = F.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
-    quicken(layer)
+    patch_linears(layer)
     found = layer(x)
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-3)
@@ -89,14 +89,18 @@ def test_matrices_are_laid_out_where_memory_allows_and_give_the_same_bits(tmp_pa
     held = sum(m.data.nbytes for m in wide.modules() if isinstance(m, StoredLinear) and m.int8)
     free_memory(2 * held - 1)
     narrow = load(tmp_path / "a.gguf").model
-    assert held and is_woven(wide) and not is_woven(narrow)
+    assert held and is_repacked(wide) and not is_repacked(narrow)
     tokens = [1, 5, 2, 7, 3, 4, 6, 2, 8, 1]
     for size in (1, 3, 10):
         both = []
         for model in (wide, narrow):
             runner = TargetRunner(model)
             store = runner.new_store(1, 16)
-            both.append(runner.forward(store.block([0], [tokens[:size]], prompt=True), store, logits="all").logits)
+            both.append(
+                runner.forward(
+                    store.make_forward_batch([0], [tokens[:size]], is_prefill=True), store, logits="all"
+                ).logits
+            )
         assert torch.equal(*both)
 
 
@@ -107,10 +111,10 @@ def test_weights_are_laid_out_in_memory_that_was_begun_before(tmp_path, free_mem
     file = tmp_path / "a.gguf"
     write_gguf(file, hidden=64)
     plain = load(file).model
-    pages.begin(file, 1 << 40, least=1)
+    huge_pages.prefault(file, 1 << 40, min_bytes=1)
     free_memory(2 * sum(m.data.nbytes for m in plain.modules() if isinstance(m, StoredLinear) and m.int8) - 1)
     begun = load(file).model
-    assert is_woven(begun) and pages.taken(0) is None  # another cannot have it
+    assert is_repacked(begun) and huge_pages.take_prefaulted(0) is None  # another cannot have it
     runners = [TargetRunner(each) for each in (plain, begun)]
     assert torch.equal(*(forward(run, [[4, 5, 6, 7]], run.new_store(1, 8), [0]).logits for run in runners))
 
@@ -121,14 +125,14 @@ def test_memory_that_was_begun_is_whole_when_it_is_taken(tmp_path):
     with file.open("wb") as made:
         made.truncate(300 << 20)
     for path, free in ((None, 1 << 40), (tmp_path, 1 << 40), (tmp_path / "none.gguf", 1 << 40), (file, 500 << 20)):
-        pages.begin(path, free)
-        assert pages.taken(0) is None
-    pages.begin(file, 600 << 20)
-    assert pages.taken(301 << 20) is None and pages.taken(0) is None
-    pages.begin(file, 600 << 20)
-    memory = pages.taken(300 << 20)
+        huge_pages.prefault(path, free)
+        assert huge_pages.take_prefaulted(0) is None
+    huge_pages.prefault(file, 600 << 20)
+    assert huge_pages.take_prefaulted(301 << 20) is None and huge_pages.take_prefaulted(0) is None
+    huge_pages.prefault(file, 600 << 20)
+    memory = huge_pages.take_prefaulted(300 << 20)
     assert memory is not None and not any(memory[:: 1 << 20])
     memory[:: 1 << 20] = b"\1" * 300
-    pages.begin(file, 600 << 20)
-    pages.drop()
-    assert all(memory[:: 1 << 20]) and pages.taken(0) is None
+    huge_pages.prefault(file, 600 << 20)
+    huge_pages.drop_prefaulted()
+    assert all(memory[:: 1 << 20]) and huge_pages.take_prefaulted(0) is None

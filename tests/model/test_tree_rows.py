@@ -13,15 +13,15 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from longdraft import Speculator, load
-from longdraft.model.experts import keep_experts
+from longdraft.model.experts import store_half_experts
 from longdraft.model.runner import TargetRunner
-from longdraft.model.stored_model import keep_stored
+from longdraft.model.stored_model import store_half_weights
 from tests.native.levels import needs_kernels
 from tests.support.gguf_architectures import write
-from tests.support.quick import few
+from tests.support.quick import slow_except
 from tests.support.recurrent_models import FAMILIES, KINDS, recurrent_model
-from tests.support.tiny import own_text, tiny_model
-from tests.support.tree_rows import check_rows, text
+from tests.support.tiny import generate_tokens, tiny_model
+from tests.support.tree_rows import check_tree_logits, random_tokens
 from tests.support.window_models import NAMES, window_model
 from tests.zoo.tiny_models import tiny_config
 from tests.zoo.tiny_models import tiny_model as zoo_model
@@ -56,7 +56,7 @@ def in_int8(case: str, folder: Path) -> PreTrainedModel:
 
 
 def halves(dtype: torch.dtype, _folder: Path) -> PreTrainedModel:
-    return keep_stored(tiny_model(dtype=dtype, hidden=64, head_dim=32, heads=2, kv_heads=2))
+    return store_half_weights(tiny_model(dtype=dtype, hidden=64, head_dim=32, heads=2, kv_heads=2))
 
 
 MODELS = {
@@ -76,24 +76,24 @@ QUICK = {
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", few(MODELS, QUICK))
+@pytest.mark.parametrize("name", slow_except(MODELS, QUICK))
 def test_a_row_of_a_tree_has_the_bits_of_plain_decoding(name, tmp_path):
-    rows = check_rows(TargetRunner(MODELS[name](tmp_path)))
+    rows = check_tree_logits(TargetRunner(MODELS[name](tmp_path)))
     assert len(set(rows.argmax(-1).tolist())) > 2
 
 
 def test_without_kernels_rows_are_equal_up_to_rounding_and_the_text_is_the_models_own(monkeypatch):
     monkeypatch.setenv("LONGDRAFT_NATIVE", "0")
     model = zoo_model("qwen3_moe")
-    check_rows(TargetRunner(model), partial(torch.allclose, rtol=1e-3, atol=1e-3))
-    prompt = text(20)
+    check_tree_logits(TargetRunner(model), partial(torch.allclose, rtol=1e-3, atol=1e-3))
+    prompt = random_tokens(20)
     (result,) = Speculator("prompt-lookup", target=model).generate([prompt], max_new_tokens=16)
-    assert result.token_ids == own_text(model, prompt, 16)
+    assert result.token_ids == generate_tokens(model, prompt, 16)
 
 
 @pytest.mark.parametrize("kind", ["bloom", "gpt_neo", "falcon"])
 def test_a_row_of_a_model_that_attends_itself_is_equal_up_to_rounding(kind):
-    rows = check_rows(TargetRunner(zoo_model(kind)), partial(torch.allclose, rtol=1e-4, atol=1e-3), (40, 5))
+    rows = check_tree_logits(TargetRunner(zoo_model(kind)), partial(torch.allclose, rtol=1e-4, atol=1e-3), (40, 5))
     assert len(set(rows.argmax(-1).tolist())) > 2
 
 
@@ -105,14 +105,14 @@ def test_matrices_of_experts_stay_in_sixteen_bits(kind):
     bytes_before = sum(w.numel() * w.itemsize for w in weights)
     expected = zoo_model(kind)
     expected.load_state_dict({name: weight.float() for name, weight in model.state_dict().items()})
-    keep_experts(model)
-    kept = keep_stored(model)
+    store_half_experts(model)
+    kept = store_half_weights(model)
     experts = kept.model.layers[0].mlp.experts
     assert not list(experts.parameters())
     assert sum(m.data.numel() for m in experts.children() if hasattr(m, "data")) == bytes_before
     assert all(torch.equal(t, expected.state_dict()[name]) for name, t in kept.state_dict().items())
     texts = [
-        Speculator("prompt-lookup", target=m).generate([text(20)], max_new_tokens=12)[0].token_ids
+        Speculator("prompt-lookup", target=m).generate([random_tokens(20)], max_new_tokens=12)[0].token_ids
         for m in (expected, kept)
     ]
     assert texts[0] == texts[1]

@@ -19,7 +19,7 @@ from longdraft.errors import CapabilityError, UnsupportedModelError
 from longdraft.model.outputs import Taps
 from longdraft.model.runner import TargetRunner
 from tests.support.forwards import forward
-from tests.support.quick import in_turn
+from tests.support.quick import rotate_pairs
 from tests.support.tiny import FAMILIES, tiny_model
 
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
@@ -54,7 +54,7 @@ def hosted(runner: TargetRunner) -> torch.Tensor:
     return torch.cat([first[0], forward(runner, [TEXT[-3:]], store, [0]).logits[0]])
 
 
-@pytest.mark.parametrize(("family", "training"), in_turn(FAMILIES, [False, True]))
+@pytest.mark.parametrize(("family", "training"), rotate_pairs(FAMILIES, [False, True]))
 def test_a_run_writes_nothing_into_the_model(family, training):
     model = tiny_model(family).train(training)
     model.model.layers[1].mlp.eval()  # and a part may be in another mode than the rest
@@ -110,7 +110,7 @@ def by_closure(module: nn.Module) -> None:
 PARTS = ["model", "model.layers.1", "model.layers.1.self_attn", "model.layers.1.mlp.up_proj"]
 
 
-@pytest.mark.parametrize(("part", "put"), in_turn(PARTS, [by_partial, by_method, by_closure]))
+@pytest.mark.parametrize(("part", "put"), rotate_pairs(PARTS, [by_partial, by_method, by_closure]))
 def test_forwards_in_the_place_of_a_models_own_lead_into_the_twin(put, part):
     model = tiny_model()
     expected = logits(model)
@@ -171,7 +171,7 @@ def test_model_and_twin_are_freed(circular):
         model.model.norm.register_forward_hook(functools.partial(lambda known, *_: None, model))
     spec = Speculator("prompt-lookup", target=model)
     spec.generate(TEXT, max_new_tokens=4)
-    twin = weakref.ref(spec.runner().twin.model)
+    twin = weakref.ref(spec.runner().execution_model.model)
     gone = weakref.ref(model)
     del spec
     gc.collect()

@@ -12,8 +12,8 @@ from longdraft.errors import UnsupportedModelError
 from longdraft.memory import snapshot
 from longdraft.model.runner import TargetRunner
 from tests.support.drafts import random_draft, random_eagle3
-from tests.support.tiny import own_text
-from tests.support.tree_rows import text
+from tests.support.tiny import generate_tokens
+from tests.support.tree_rows import random_tokens
 from tests.support.window_models import window_model
 
 METHODS = {
@@ -36,9 +36,9 @@ def test_a_model_with_windows_writes_its_own_text(name, method, tmp_path):
     if "draft" in options:
         options["draft"] = options["draft"](tmp_path / "draft", model)
     spec = Speculator(method, target=model, plan="fixed", **options)
-    prompts = [text(300 if name == "gemma3" else 60), text(20, 1), text(3, 2)]
+    prompts = [random_tokens(300 if name == "gemma3" else 60), random_tokens(20, 1), random_tokens(3, 2)]
     results = spec.generate(prompts, max_new_tokens=20)
-    assert [r.token_ids for r in results] == [own_text(model, prompt, 20) for prompt in prompts]
+    assert [r.token_ids for r in results] == [generate_tokens(model, prompt, 20) for prompt in prompts]
     assert method == "ar" or sum(r.drafted for r in results) > 0
     assert method not in ("self", "quantspec", "magicdec") or all(r.mean_accepted_length > 1 for r in results)
 
@@ -49,27 +49,27 @@ def test_methods_that_need_a_full_layer_say_so(method, options, tmp_path):
     if "draft" in options:
         options = {"draft": options["draft"](tmp_path / "draft", model)}
     with pytest.raises(UnsupportedModelError):
-        Speculator(method, target=model, **options).generate([text(9)], max_new_tokens=2)
+        Speculator(method, target=model, **options).generate([random_tokens(9)], max_new_tokens=2)
 
 
 def test_the_rows_of_a_window_do_not_grow_with_the_text_and_a_cache_goes_back_as_far_as_they_reach():
     """A text longer than the buffer is the model's own, and so is what begins like it."""
-    model, first = window_model(), text(2700)
+    model, first = window_model(), random_tokens(2700)
     spec, cache = Speculator("prompt-lookup", target=model), PromptCache()
     short, long = (spec.runner().new_store(1, n).states[0] for n in (4096, 8192))
-    assert short.bytes_per_slot == long.bytes_per_slot and long.rows < len(first)
-    for prompt in (first, first[:2690] + text(30, 6), first[:900] + text(40, 7)):
+    assert short.bytes_per_slot == long.bytes_per_slot and long.buffer_len < len(first)
+    for prompt in (first, first[:2690] + random_tokens(30, 6), first[:900] + random_tokens(40, 7)):
         (result,) = spec.generate([prompt], max_new_tokens=6, cache=cache)
-        assert result.token_ids == own_text(model, prompt, 6)
+        assert result.token_ids == generate_tokens(model, prompt, 6)
 
 
 def test_a_snapshot_restores_windows(tmp_path):
     runner = TargetRunner(window_model())
-    tokens = text(100)
+    tokens = random_tokens(100)
     stores = [runner.new_store(1, 200) for _ in range(2)]
-    runner.forward(stores[0].block([0], [tokens], prompt=True), stores[0], logits="none")
+    runner.forward(stores[0].make_forward_batch([0], [tokens], is_prefill=True), stores[0], logits="none")
     stores[0].commit(0, range(100))
     snapshot.save(stores[0], 0, tokens, runner.fingerprint, tmp_path / "kv")
     assert snapshot.load(stores[1], 0, runner.fingerprint, tmp_path / "kv") == tokens
-    one, other = (runner.forward(s.block([0], [[3, 4]]), s).logits for s in stores)
+    one, other = (runner.forward(s.make_forward_batch([0], [[3, 4]]), s).logits for s in stores)
     assert torch.equal(one, other)

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from longdraft.native.scaled import KeptRows, Scaled
-from longdraft.native.stored import FORMATS, HALVES, Stored
+from longdraft.native.int8_kv import Int8KV, KVTensor
+from longdraft.native.quantized_matrix import HALF_DTYPES, QUANT_SIZES, QuantizedMatrix
 
 # Prefixes beside the borders of blocks (128 keys) and segments (512 keys), where a path crosses into the next one.
 PREFIXES = st.one_of(st.integers(0, 40), st.integers(110, 135), st.integers(490, 520), st.integers(1000, 1100))
-BLOCKS = [kind for kind in FORMATS if kind not in HALVES]
+BLOCKS = [kind for kind in QUANT_SIZES if kind not in HALF_DTYPES]
 
 # Where in a block of each kind halves lie: scales and least values.
 SCALES = {
@@ -49,25 +49,25 @@ def turned(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(-1, -2).contiguous().transpose(-1, -2)
 
 
-def keys_and_values(dtype: torch.dtype, *shape: int, by_row: bool = False, seed: int = 0) -> tuple[KeptRows, KeptRows]:
+def keys_and_values(dtype: torch.dtype, *shape: int, by_row: bool = False, seed: int = 0) -> tuple[KVTensor, KVTensor]:
     """Random keys and values (..., n, d), rows of very different sizes, as views into something larger."""
     g, (*outer, n, d) = generator(seed), shape
     k, v = (
         torch.randn(*outer, n + 9, d, generator=g) * (0.1 + torch.rand(*outer, n + 9, 1, generator=g)) for _ in "kv"
     )
     if dtype == torch.int8:
-        k, v = Scaled.of(k), Scaled.of(v)
-        return tuple(Scaled(x[..., :n, :], y.scales[..., :n]) for x, y in ((turned(k.numbers), k), (v.numbers, v)))
+        k, v = Int8KV.quantize(k), Int8KV.quantize(v)
+        return tuple(Int8KV(x[..., :n, :], y.scales[..., :n]) for x, y in ((turned(k.quants), k), (v.quants, v)))
     k, v = (k if by_row else turned(k.to(dtype))), v.to(dtype)
     return k[..., :n, :], v[..., :n, :]
 
 
-def rows_of(x: KeptRows, rows: torch.Tensor, keys: bool = False) -> KeptRows:
+def rows_of(x: KVTensor, rows: torch.Tensor, keys: bool = False) -> KVTensor:
     """Some of the rows (heads, n, d), laid out as they were."""
     own = x.index_select(1, rows)
     if not keys or (isinstance(x, torch.Tensor) and x.stride(-1) == 1):
         return own
-    return turned(own) if isinstance(own, torch.Tensor) else Scaled(turned(own.numbers), own.scales)
+    return turned(own) if isinstance(own, torch.Tensor) else Int8KV(turned(own.quants), own.scales)
 
 
 def attention(q, k, v, seen, scale, softcap=None, sinks=None):
@@ -83,22 +83,22 @@ def attention(q, k, v, seen, scale, softcap=None, sinks=None):
     return (scores.softmax(-1)[..., : k.shape[1]] @ v).float()
 
 
-def stored(kind: str, outs: int, size: int, seed: int = 0, int8: bool = False) -> Stored:
+def stored(kind: str, outs: int, size: int, seed: int = 0, int8: bool = False) -> QuantizedMatrix:
     """Random bytes, with scales that are numbers of a moderate size."""
-    weights, length = FORMATS[kind]
+    weights, length = QUANT_SIZES[kind]
     rng = np.random.default_rng(seed)
-    if kind in HALVES:
+    if kind in HALF_DTYPES:
         halves = torch.from_numpy(rng.standard_normal((outs, size)).astype(np.float16))
-        return Stored((halves.bfloat16() if kind == "BF16" else halves).view(torch.uint8), kind, int8)
+        return QuantizedMatrix((halves.bfloat16() if kind == "BF16" else halves).view(torch.uint8), kind, int8)
     data = rng.integers(0, 256, (outs, size // weights, length), dtype=np.uint8)
     for at in SCALES.get(kind, ()):
         data[..., at : at + 2] = rng.standard_normal((outs, size // weights, 1)).astype(np.float16).view(np.uint8)
     if (at := EXPONENTS.get(kind)) is not None:
         data[..., at] = rng.integers(118, 130, (outs, size // weights), dtype=np.uint8)
-    return Stored(torch.from_numpy(data.reshape(outs, -1)), kind, int8)
+    return QuantizedMatrix(torch.from_numpy(data.reshape(outs, -1)), kind, int8)
 
 
-def unpacked_by_gguf(w: Stored) -> torch.Tensor:
+def unpacked_by_gguf(w: QuantizedMatrix) -> torch.Tensor:
     import gguf
 
     kind = gguf.GGMLQuantizationType[w.format]
@@ -113,4 +113,4 @@ def matrix(form: str, outs: int, size: int, seed: int = 0):
     return stored(kind, outs, size, seed, int8=arithmetic == "int8")
 
 
-FORMS = ["float32", *FORMATS, *(f"{kind} in int8" for kind in BLOCKS)]
+FORMS = ["float32", *QUANT_SIZES, *(f"{kind} in int8" for kind in BLOCKS)]

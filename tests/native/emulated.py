@@ -23,7 +23,7 @@ def library(level: str) -> Library:
     compiler = f"{MACHINE}-g++"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CXX", compiler)
-        kernels = build.shared_object(level)
+        kernels = build.ensure_compiled(level)
     program = kernels.with_name("emulated")
     source = Path(__file__).with_suffix(".cpp")
     subprocess.run([compiler, "-std=c++17", "-O1", "-Wall", "-Werror", str(source), "-o", str(program)], check=True)

@@ -21,7 +21,7 @@ def _levels() -> list[str]:
     """Those of this machine where there is a compiler, or kernels: ones that cannot be compiled are a failure."""
     compiler = os.environ.get(SWITCH) != "0" and any(map(shutil.which, ("g++", "clang++", "c++")))
     try:
-        return build.levels() if compiler or native.kernels() is not None else []
+        return build.supported_levels() if compiler or native.kernels() is not None else []
     except OSError:  # there are none for this kind of machine
         return []
 
@@ -29,9 +29,9 @@ def _levels() -> list[str]:
 LEVELS = [EMULATED] if EMULATED else _levels()
 # Whether the kernels that serve here attend in tiles, whose products are of numbers in bfloat16.
 TILES = (found := native.kernels()) is not None and found.level.endswith("amx")
-needs_kernels = pytest.mark.skipif(not LEVELS, reason=f"no kernels here: {native.missing()}")
+needs_kernels = pytest.mark.skipif(not LEVELS, reason=f"no kernels here: {native.unavailable_reason()}")
 
 
 @cache
 def kernels_of(level: str) -> Kernels:
-    return Kernels(emulated.library(level) if level == EMULATED else build.loaded(level), level)
+    return Kernels(emulated.library(level) if level == EMULATED else build.load_library(level), level)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from longdraft import native
 from longdraft.attention import cpu, prefix, reference
-from longdraft.attention.block import Block
-from longdraft.native.scaled import Scaled
+from longdraft.attention.forward_batch import ForwardBatch
+from longdraft.native.int8_kv import Int8KV
 from tests.native.cases import PREFIXES, attention, generator, keys_and_values, random_tree, rows_of
 from tests.native.levels import LEVELS, TILES, kernels_of, needs_kernels
 
@@ -53,24 +53,24 @@ def test_a_tree_and_a_piece_of_a_prompt(
     q = sharp * torch.randn(2 * group, size, d, generator=generator(seed + 1))
     q = q.bfloat16().float() if tiles else q
     more = {"softcap": softcap, "sinks": 2 * torch.randn(2 * group, generator=generator(seed)) if sinks else None}
-    for mask, chunk in ((tree, False), (torch.ones(size, size, dtype=torch.bool).tril(), True)):
-        begins = None if window is None else (before + mask.sum(1) - window).clamp(min=0).int()
+    for mask, prefill in ((tree, False), (torch.ones(size, size, dtype=torch.bool).tril(), True)):
+        window_start = None if window is None else (before + mask.sum(1) - window).clamp(min=0).int()
         torch.set_num_threads(threads)
-        if chunk:
-            found = kernels.attend(q, k, v, None, 0.25, chunk=True, begins=begins, **more)
+        if prefill:
+            found = kernels.attend(q, k, v, None, 0.25, prefill=True, window_start=window_start, **more)
         else:
-            found = kernels.attend(q.view(2, -1, d), k, v, mask, 0.25, begins=begins, **more).view_as(q)
+            found = kernels.attend(q.view(2, -1, d), k, v, mask, 0.25, window_start=window_start, **more).view_as(q)
         torch.set_num_threads(1)
         seen = torch.cat([torch.ones(size, before, dtype=torch.bool), mask], 1)
-        if begins is not None:
-            seen &= seen.cumsum(1) > begins[:, None]
+        if window_start is not None:
+            seen &= seen.cumsum(1) > window_start[:, None]
         wanted = attention(q, k, v, seen, 0.25, **more)
         torch.testing.assert_close(found, wanted, rtol=2e-5, atol=0.02 if tiles else 2e-5 * max(1, sharp))
         for node in {0, 1 % size, size // 2, size - 1}:
             rows = torch.cat([torch.arange(before), before + mask[node].nonzero()[:, 0]])
             own = q[:, node].reshape(2, group, d), rows_of(k, rows, keys=True), rows_of(v, rows)
-            first = None if begins is None else begins[node : node + 1]
-            alone = kernels.attend(*own, None, 0.25, begins=first, **more)
+            first = None if window_start is None else window_start[node : node + 1]
+            alone = kernels.attend(*own, None, 0.25, window_start=first, **more)
             assert torch.equal(found[:, node], alone.view(-1, d))
 
 
@@ -113,17 +113,17 @@ def test_keys_that_no_row_sees_are_not_read_and_whole_segments_of_them_may_be_mi
     k, v = keys_and_values(torch.float32, 2, 2000, 16)
     q, tree = 3 * torch.randn(2, 3, 16), torch.ones(3, 3, dtype=torch.bool).tril()
     for begin in (1, 130, 515, 1600, 1990, 1998):
-        begins = torch.tensor([begin, begin + 1, begin], dtype=torch.int32).clamp(max=1997)
-        found = kernels.attend(q, k, v, tree, 0.2, begins=begins)
+        window_start = torch.tensor([begin, begin + 1, begin], dtype=torch.int32).clamp(max=1997)
+        found = kernels.attend(q, k, v, tree, 0.2, window_start=window_start)
         assert found.isfinite().all() and torch.equal(
-            kernels.attend(q, k, v, None, 0.2, chunk=True, begins=begins), found
+            kernels.attend(q, k, v, None, 0.2, prefill=True, window_start=window_start), found
         )
         missing = begin // 512 * 512
-        rest = kernels.attend(q, k[:, missing:], v[:, missing:], tree, 0.2, begins=begins - missing)
+        rest = kernels.attend(q, k[:, missing:], v[:, missing:], tree, 0.2, window_start=window_start - missing)
         assert torch.equal(rest, found)
         k[:, : min(begin, 1997)], v[:, : min(begin, 1997)] = math.nan, math.nan
-        assert torch.equal(kernels.attend(q, k, v, tree, 0.2, begins=begins), found)
-        assert torch.equal(kernels.attend(q, k, v, None, 0.2, chunk=True, begins=begins), found)
+        assert torch.equal(kernels.attend(q, k, v, tree, 0.2, window_start=window_start), found)
+        assert torch.equal(kernels.attend(q, k, v, None, 0.2, prefill=True, window_start=window_start), found)
 
 
 # --- who takes what ---
@@ -145,7 +145,7 @@ def test_keys_that_no_row_sees_are_not_read_and_whole_segments_of_them_may_be_mi
     ],
 )
 def test_what_the_kernel_takes(change, dtype, taken):
-    assert native.fits(*change(torch.randn(2, 3, 16), *keys_and_values(dtype, 2, 20, 16))) == taken
+    assert native.supports_attention(*change(torch.randn(2, 3, 16), *keys_and_values(dtype, 2, 20, 16))) == taken
 
 
 @pytest.mark.parametrize("native_kernels", ["1", "0"])
@@ -157,19 +157,21 @@ def test_the_cpu_path_reads_rounded_rows_with_and_without_kernels(dtype, native_
     if TILES and dtype == torch.bfloat16 and native_kernels == "1":
         most = 0.02
     for size in (1, 5, 100):
-        q, block = torch.randn(2, 4, size, 32), Block.make([1, 0], [200, 150], size, None)
+        q, block = torch.randn(2, 4, size, 32), ForwardBatch.make([1, 0], [200, 150], size, None)
         pair = cpu.attend, reference.attend
-        for found, wanted in (pair, map(prefix.before, pair)):
+        for found, wanted in (pair, map(prefix.make_prefix_attention, pair)):
             torch.testing.assert_close(found(q, k, v, block, 0.2), wanted(q, *floats, block, 0.2), rtol=1e-4, atol=most)
 
 
 def test_what_eight_bits_say():
     rows = torch.tensor([[0.0, 0, 0], [1.27, -0.5, 0.004], [3e38, -1, 0], [float("nan"), 1, 1], [float("inf"), 1, 1]])
-    found = Scaled.of(rows)
-    assert found.numbers[:3].tolist() == [[0, 0, 0], [127, -50, 0], [127, 0, 0]]
+    found = Int8KV.quantize(rows)
+    assert found.quants[:3].tolist() == [[0, 0, 0], [127, -50, 0], [127, 0, 0]]
     assert not found.to(torch.float32)[3:, 0].isfinite().any()
     x = torch.randn(50, 64)
-    assert bool(((Scaled.of(x).to(torch.float32) - x).abs() <= x.abs().amax(-1, keepdim=True) / 254 * 1.0001).all())
+    assert bool(
+        ((Int8KV.quantize(x).to(torch.float32) - x).abs() <= x.abs().amax(-1, keepdim=True) / 254 * 1.0001).all()
+    )
 
 
 @needs_kernels

@@ -24,7 +24,7 @@ from tests.support.tiny import tiny_model
 @needs_kernels
 def test_where_there_is_a_compiler_there_are_kernels():
     """So that no test of them is skipped for a fault of theirs."""
-    assert native.missing() is None and native.kernels() is not None
+    assert native.unavailable_reason() is None and native.kernels() is not None
 
 
 @pytest.fixture
@@ -39,10 +39,10 @@ def anew():
 @pytest.fixture
 def quick(tmp_path, monkeypatch):
     """A compiler that copies what has been compiled already, and the list of its calls: seconds a time."""
-    level = build.levels()[0]
+    level = build.supported_levels()[0]
     script, calls = tmp_path / "bin" / "quick", tmp_path / "calls"
     script.parent.mkdir()
-    made = build.shared_object(level)
+    made = build.ensure_compiled(level)
     script.write_text(
         '#!/bin/sh\nwhile [ "$1" != -o ]; do\n'
         f'case "$1" in -shared) echo "$0" >> {calls}; from={made};; esac; shift\n'
@@ -57,20 +57,20 @@ def quick(tmp_path, monkeypatch):
 def test_compiled_once_and_kept(tmp_path, quick, caplog):
     (level, calls), said, place = quick, list[str](), tmp_path / "kept"
     caplog.set_level(logging.INFO, "longdraft")
-    file = build.shared_object(level, place, said.append)
+    file = build.ensure_compiled(level, place, said.append)
     assert file.parent == place and "Compiling" in caplog.text and "Compiling" in said[0]
-    assert build.shared_object(level, place) == file and len(calls()) == 1
+    assert build.ensure_compiled(level, place) == file and len(calls()) == 1
     assert list(place.iterdir()) == [file]  # nothing of the work is left
     # A file that others may write is not run.
     file.write_bytes(b"not ours")
     file.chmod(0o666)
-    assert build.shared_object(level, place).read_bytes()[:4] == b"\x7fELF" and len(calls()) == 2
+    assert build.ensure_compiled(level, place).read_bytes()[:4] == b"\x7fELF" and len(calls()) == 2
     assert not stat.S_IMODE(file.stat().st_mode) & 0o022
 
 
 @needs_kernels
 def test_what_lies_in_the_cache_needs_no_compiler(tmp_path, quick, monkeypatch, anew):
-    build.shared_object(quick[0], tmp_path / "native")
+    build.ensure_compiled(quick[0], tmp_path / "native")
     monkeypatch.setenv("LONGDRAFT_CACHE", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     monkeypatch.delenv("CXX")
@@ -81,16 +81,16 @@ def test_what_lies_in_the_cache_needs_no_compiler(tmp_path, quick, monkeypatch, 
 @needs_kernels
 def test_what_the_package_carries_needs_neither(tmp_path, quick, monkeypatch):
     monkeypatch.setattr(build, "CARRIED", tmp_path / "wheel")
-    names = {level: build.make(level, tmp_path / "made").name for level in ("x86-64-v4", "armv8-a")}
+    names = {level: build.compile_kernels(level, tmp_path / "made").name for level in ("x86-64-v4", "armv8-a")}
     monkeypatch.setenv("LONGDRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", "no-such-compiler")
     (tmp_path / "wheel").mkdir()
     for level, name in names.items():
         with pytest.raises(OSError, match="no-such-compiler"):
-            build.loaded(level)
+            build.load_library(level)
         (tmp_path / "wheel" / name).touch()
         with pytest.raises(OSError, match=str(tmp_path / "wheel" / name)):  # which is no library
-            build.loaded(level)
+            build.load_library(level)
 
 
 def become(monkeypatch, machine: str, system: str = "linux") -> None:
@@ -100,17 +100,17 @@ def become(monkeypatch, machine: str, system: str = "linux") -> None:
 
 def test_each_machine_has_instruction_sets_of_its_own(monkeypatch):
     become(monkeypatch, "aarch64")
-    assert build.levels() == ["armv8-a"]
+    assert build.supported_levels() == ["armv8-a"]
     become(monkeypatch, "riscv64")
     with pytest.raises(OSError, match="riscv64"):
-        build.levels()
+        build.supported_levels()
 
 
 @needs_kernels
 def test_a_compiler_may_bring_arguments(tmp_path, quick, monkeypatch):
     compiler = os.environ["CXX"]
     monkeypatch.setenv("CXX", f"env LATER=1 {compiler} -Wall")
-    build.shared_object(quick[0], tmp_path / "kept")
+    build.ensure_compiled(quick[0], tmp_path / "kept")
     assert quick[1]() == [compiler]
 
 
@@ -121,7 +121,7 @@ def test_other_compilers(compiler, tmp_path, monkeypatch):
         pytest.skip(f"{compiler} is not installed")
     monkeypatch.setenv("CXX", "ccache g++" if compiler == "ccache" else compiler)
     monkeypatch.setattr(build, "SOURCES", ("float.cpp", "products.cpp"))
-    lib = ctypes.CDLL(str(build.shared_object(build.levels()[0], tmp_path)))
+    lib = ctypes.CDLL(str(build.ensure_compiled(build.supported_levels()[0], tmp_path)))
     assert lib.longdraft_lanes() in (4, 8, 16)
 
 
@@ -134,10 +134,10 @@ def test_torchs_own_threads_serve():
 
 @needs_kernels
 def test_tiles_that_the_system_denies_are_not_used(monkeypatch):
-    monkeypatch.setattr(build, "may_use_tiles", lambda: False)
-    assert build.levels() and "x86-64-v4-amx" not in build.levels()
+    monkeypatch.setattr(build, "request_amx_permission", lambda: False)
+    assert build.supported_levels() and "x86-64-v4-amx" not in build.supported_levels()
     with pytest.raises(OSError, match="tiles"):
-        build.loaded("x86-64-v4-amx")
+        build.load_library("x86-64-v4-amx")
 
 
 @needs_kernels
@@ -145,10 +145,10 @@ def test_tiles_that_the_system_denies_are_not_used(monkeypatch):
 def test_an_instruction_set_by_name(name, monkeypatch, anew):
     monkeypatch.setenv("LONGDRAFT_NATIVE", name)
     found = native.kernels()
-    if f"x86-64-{name}" in build.levels():
+    if f"x86-64-{name}" in build.supported_levels():
         assert found is not None and found.level == f"x86-64-{name}"
     else:
-        assert found is None and "does not execute" in (native.missing() or "")
+        assert found is None and "does not execute" in (native.unavailable_reason() or "")
 
 
 def compiler_that(monkeypatch, tmp_path, script: str) -> None:
@@ -193,8 +193,8 @@ def test_without_kernels_the_log_says_why_and_the_rest_goes_on(case, monkeypatch
     caplog.set_level(logging.INFO, "longdraft")
     spoil(monkeypatch, tmp_path)
     assert native.kernels() is None
-    assert re.search(reason, native.missing() or "")
-    (record,) = (r for r in caplog.records if library.SLOWER in r.message)
+    assert re.search(reason, native.unavailable_reason() or "")
+    (record,) = (r for r in caplog.records if library.NO_KERNELS_COST in r.message)
     assert record.levelno == said and re.search(reason, record.message)
     monkeypatch.undo()
     runner = TargetRunner(tiny_model())
@@ -217,4 +217,4 @@ def test_without_a_home_temporary_files_do(monkeypatch, tmp_path, caplog):
 
 def test_switched_off(monkeypatch):
     monkeypatch.setenv("LONGDRAFT_NATIVE", "0")
-    assert native.kernels() is None and native.missing() == "LONGDRAFT_NATIVE=0"
+    assert native.kernels() is None and native.unavailable_reason() == "LONGDRAFT_NATIVE=0"

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longdraft.model.stored import light
-from longdraft.native import Stored
+from longdraft.model.stored import quantize_for_draft
+from longdraft.native import QuantizedMatrix
 from longdraft.native.boundary import address
-from longdraft.native.experts import ExpertProducts, ExpertWeights
-from longdraft.native.stored import FORMATS, HALVES, rounded_to_int8
+from longdraft.native.experts import ExpertWeights, GroupedGemm
+from longdraft.native.quantized_matrix import HALF_DTYPES, QUANT_SIZES, fake_quantize_int8
 from tests.native.cases import (
     BLOCKS,
     EXPONENTS,
@@ -28,14 +28,14 @@ pytest.importorskip("gguf")
 every_form = pytest.mark.parametrize("form", FORMS)
 
 
-def floats(w) -> torch.Tensor:
-    return w if isinstance(w, torch.Tensor) else w.floats()
+def dequantize(w) -> torch.Tensor:
+    return w if isinstance(w, torch.Tensor) else w.dequantize()
 
 
 def expected(x: torch.Tensor, w, bias: torch.Tensor | float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
     """What rows and weights stand for, multiplied in float64; and how far off a result may be."""
-    weights = floats(w).double()
-    x = rounded_to_int8(x, w.format) if getattr(w, "int8", False) else x
+    weights = dequantize(w).double()
+    x = fake_quantize_int8(x, w.format) if getattr(w, "int8", False) else x
     want = x.double() @ weights.T + bias
     # Sums of numbers that cancel are as far off as their sizes allow.
     room = 2e-6 * (x.double().abs() @ weights.abs().T) + 1e-6 * want.abs() + 1e-6
@@ -63,11 +63,11 @@ def test_a_product_is_its_definition_and_a_row_has_its_bits(kernels, form, rows,
     assert bool(((found - want).abs() <= room).all())
     alone = torch.cat([kernels.linear(row[None], [(w, bias)])[0] for row in x])
     assert torch.equal(found, alone)
-    if isinstance(w, Stored) and not w.int8:
-        assert torch.equal(found, kernels.linear(x, [(kernels.unpack(w), bias)])[0])
+    if isinstance(w, QuantizedMatrix) and not w.int8:
+        assert torch.equal(found, kernels.linear(x, [(kernels.dequantize(w), bias)])[0])
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form not in ("float32", *FORMATS)])
+@pytest.mark.parametrize("form", [form for form in FORMS if form not in ("float32", *QUANT_SIZES)])
 @settings(max_examples=3)
 @given(
     rows=st.integers(1, 80),
@@ -78,7 +78,7 @@ def test_a_product_is_its_definition_and_a_row_has_its_bits(kernels, form, rows,
 def test_whole_numbers_give_the_same_bits_with_every_instruction_set_and_woven(form, rows, outs, size, seed):
     w, x = matrix(form, outs, size, seed), torch.randn(rows, size, generator=generator(seed))
     ways = [(own, w) for own in map(kernels_of, LEVELS)]
-    ways += [(own, own.weave(w)) for own, _ in ways if own.weaves(w)]
+    ways += [(own, own.repack(w)) for own, _ in ways if own.can_repack(w)]
     assert len(ways) >= len(LEVELS) + len(LEVELS) * (outs % 16 == 0)
     found = [own.linear(x, [(each, None)])[0] for own, each in ways]
     assert all(torch.equal(each, found[0]) for each in found)
@@ -94,7 +94,7 @@ def test_whole_numbers_give_the_same_bits_with_every_instruction_set_and_woven(f
 )
 def test_a_prompts_rows_meet_weights_in_bfloat16_where_there_are_tiles(kernels, form, rows, outs, blocks, seed):
     """Elsewhere they are computed as any others. A row has the bits that it has alone, with any number of threads."""
-    size = blocks * max(64, FORMATS[form.split()[0]][0])
+    size = blocks * max(64, QUANT_SIZES[form.split()[0]][0])
     w = matrix(form, outs, size, seed)
     x, bias = (torch.randn(n, generator=generator(seed)) for n in ((rows, size), (outs,)))
     found = kernels.linear(x, [(w, bias)], prompt=True)[0]
@@ -103,12 +103,12 @@ def test_a_prompts_rows_meet_weights_in_bfloat16_where_there_are_tiles(kernels, 
     torch.set_num_threads(1)
     some = torch.cat([kernels.linear(row[None], [(w, bias)], prompt=True)[0] for row in x[-40:]])
     assert torch.equal(found[-40:], some)
-    if kernels.weaves(w):
-        assert torch.equal(found, kernels.linear(x, [(kernels.weave(w), bias)], prompt=True)[0])
+    if kernels.can_repack(w):
+        assert torch.equal(found, kernels.linear(x, [(kernels.repack(w), bias)], prompt=True)[0])
     if not kernels.level.endswith("amx"):
         assert torch.equal(found, kernels.linear(x, [(w, bias)])[0])
         return
-    weights = w.floats().double()
+    weights = w.dequantize().double()
     off = (found - bias - x.double() @ weights.T).abs()
     # Half a spacing of bfloat16, on both sides.
     assert bool((off <= 2.01**-8 * (x.abs().double() @ weights.abs().T) + 1e-6).all())
@@ -147,13 +147,13 @@ def test_what_is_no_number_stays_none_and_harms_no_other_row(kernels, form, rows
     assert y[:, 1].isnan().all() and y[:, 2].isinf().all() and (y[:, [0, 3]] == 20).all()
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", QUANT_SIZES)
 def test_stored_numbers_are_those_of_ggufs_dequantisation(kernels, kind):
     """Scales of a moderate size, and ones that are tiny, large, negative or zero; all halves, NaN too."""
-    if kind in HALVES:
+    if kind in HALF_DTYPES:
         bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
         want = bits.view(torch.bfloat16 if kind == "BF16" else torch.float16).view(256, 256).float()
-        found = kernels.unpack(Stored(bits.view(256, 256).view(torch.uint8), kind))
+        found = kernels.dequantize(QuantizedMatrix(bits.view(256, 256).view(torch.uint8), kind))
         assert torch.equal(found.isnan(), want.isnan()) and torch.equal(found.nan_to_num(7), want.nan_to_num(7))
     odd = stored(kind, 4, 256)
     for row, (scale, exponent) in enumerate(((6e-8, 0), (65504.0, 250), (-3e-5, 1), (0.0, 2))):
@@ -163,7 +163,9 @@ def test_stored_numbers_are_those_of_ggufs_dequantisation(kernels, kind):
             at = SCALES[kind][0]
             odd.data[row, at : at + 2] = torch.tensor([scale], dtype=torch.float16).view(torch.uint8)
     for w in (odd, stored(kind, 7, 512, 1), stored(kind, 7, 512, 2)):
-        assert torch.equal(kernels.unpack(w), unpacked_by_gguf(w)) and torch.equal(w.floats(), unpacked_by_gguf(w))
+        assert torch.equal(kernels.dequantize(w), unpacked_by_gguf(w)) and torch.equal(
+            w.dequantize(), unpacked_by_gguf(w)
+        )
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
@@ -175,7 +177,7 @@ def test_largest_numbers_do_not_overflow_in_int8(kernels, kind):
     x = torch.full((1, 256), 3.0)
     x[:, ::2] = -3.0
     for number in (0xFF, 0x80, 0x7F):
-        blocks = w.data.view(len(w.data), -1, FORMATS[kind][1])
+        blocks = w.data.view(len(w.data), -1, QUANT_SIZES[kind][1])
         blocks[..., [i for i in range(blocks.shape[-1]) if i not in kept]] = number
         for rows in (x, x.abs(), -x.abs()):
             want, room = expected(rows, w)
@@ -188,43 +190,43 @@ def test_largest_numbers_do_not_overflow_in_int8(kernels, kind):
 def test_rows_and_weights_are_rounded_to_the_nearest():
     x = torch.randn(5, 512, generator=generator(0))
     for kind, each in (("Q8_0", 32), ("Q4_K", 128)):
-        blocks, found = x.view(5, -1, each), rounded_to_int8(x, kind).view(5, -1, each)
+        blocks, found = x.view(5, -1, each), fake_quantize_int8(x, kind).view(5, -1, each)
         assert bool(((blocks - found).abs() <= blocks.abs().amax(-1, keepdim=True) / 127 * 0.5001).all())
-        assert not rounded_to_int8(torch.zeros(1, each), kind).any()
-        assert not rounded_to_int8(torch.full((1, each), 1e-41), kind).any()
+        assert not fake_quantize_int8(torch.zeros(1, each), kind).any()
+        assert not fake_quantize_int8(torch.full((1, each), 1e-41), kind).any()
     w = torch.randn(5000, 96, generator=generator(0))  # more rows than are rounded at a time
     w[7] = 0
     blocks = w.unflatten(1, (-1, 32))
     end = blocks.gather(2, blocks.abs().argmax(2, keepdim=True))
     largest, opposite = end.abs().expand_as(blocks).flatten(1), (blocks / end < -0.9).flatten(1)
     for bits, step in ((8, largest / 127), (4, largest / 8)):
-        found = light(w, bits)
+        found = quantize_for_draft(w, bits)
         # Halves are rounded too, and of four bits the end opposite to the largest number is a step away.
-        off = (found.floats() - w).abs()
+        off = (found.dequantize() - w).abs()
         assert bool((off <= 1.01 * step).all()) and bool((off <= 0.57 * step)[~opposite | (bits == 8)].all())
         assert bool((off <= 1e-3 * largest)[w.abs() == largest].all())
-        assert found.int8 and not found.floats()[7].any()
-        assert light(found, bits).data is found.data
+        assert found.int8 and not found.dequantize()[7].any()
+        assert quantize_for_draft(found, bits).data is found.data
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", QUANT_SIZES)
 def test_a_drafts_matrix_keeps_the_bytes_that_are_few_enough(kind):
     w = stored(kind, 5, 512)
-    eight, four = light(w), light(w, 4)
-    assert eight.format == ("Q8_0" if kind in HALVES else kind) and eight.int8 and four.int8
-    assert four.format == (kind if w.bits <= 5 else "Q4_0")
-    torch.testing.assert_close(eight.floats(), w.floats(), rtol=0, atol=float(w.floats().abs().max()) / 100)
-    assert torch.equal(light(w.floats()[:, :40]), w.floats()[:, :40])
+    eight, four = quantize_for_draft(w), quantize_for_draft(w, 4)
+    assert eight.format == ("Q8_0" if kind in HALF_DTYPES else kind) and eight.int8 and four.int8
+    assert four.format == (kind if w.bits_per_weight <= 5 else "Q4_0")
+    torch.testing.assert_close(eight.dequantize(), w.dequantize(), rtol=0, atol=float(w.dequantize().abs().max()) / 100)
+    assert torch.equal(quantize_for_draft(w.dequantize()[:, :40]), w.dequantize()[:, :40])
 
 
 @pytest.mark.parametrize(
     ("made", "says"),
     [
-        (lambda: Stored(torch.zeros(2, 20, dtype=torch.uint8), "TQ1_0"), "TQ1_0"),
-        (lambda: Stored(torch.zeros(2, 21, dtype=torch.uint8), "Q4_1"), "Q4_1"),
-        (lambda: Stored(torch.zeros(2, 20), "Q4_1"), "float32"),
+        (lambda: QuantizedMatrix(torch.zeros(2, 20, dtype=torch.uint8), "TQ1_0"), "TQ1_0"),
+        (lambda: QuantizedMatrix(torch.zeros(2, 21, dtype=torch.uint8), "Q4_1"), "Q4_1"),
+        (lambda: QuantizedMatrix(torch.zeros(2, 20), "Q4_1"), "float32"),
         (lambda: stored("F16", 2, 32, int8=True), "F16"),
-        (lambda: ExpertProducts(None, [ExpertWeights(torch.ones(2, *s)) for s in ((3, 4), (4, 4))]), "shape"),
+        (lambda: GroupedGemm(None, [ExpertWeights(torch.ones(2, *s)) for s in ((3, 4), (4, 4))]), "shape"),
     ],
 )
 def test_what_is_no_matrix_of_these_is_refused(made, says):
@@ -244,12 +246,16 @@ def test_what_is_no_matrix_of_these_is_refused(made, says):
 )
 def test_what_a_kernel_would_misread_is_refused(tensor):
     with pytest.raises(TypeError):
-        address(tensor, size=32)
+        address(tensor, min_numel=32)
 
 
 def test_a_product_of_other_sizes_is_refused(kernels):
     weights = torch.ones(8, 64, dtype=torch.float32)
-    for wrong in (weights[:, :32].contiguous(), weights.double(), Stored.of(weights[:, :32].bfloat16())):
+    for wrong in (
+        weights[:, :32].contiguous(),
+        weights.double(),
+        QuantizedMatrix.from_half(weights[:, :32].bfloat16()),
+    ):
         with pytest.raises(TypeError):
             kernels.linear(torch.ones(2, 64, dtype=torch.float32), [(wrong, None)])
 
@@ -264,10 +270,10 @@ CHOSEN, STARTS = [4, 0, 2], [0, 1, 8, 19]
 def of_experts(kernels, form: str, outs: int) -> tuple[ExpertWeights, list]:
     """Weights of all experts together, woven where that is possible, and each expert's own matrix."""
     whole, bias = matrix(form, COUNT * outs, 256), torch.randn(COUNT, outs, generator=generator(1))
-    if isinstance(whole, Stored):
-        each = [Stored(rows, whole.format, whole.int8) for rows in whole.data.split(outs)]
-        whole = kernels.weave(whole) if kernels.weaves(whole, outs) else whole
-        return ExpertWeights(whole, bias, count=COUNT), each
+    if isinstance(whole, QuantizedMatrix):
+        each = [QuantizedMatrix(rows, whole.format, whole.int8) for rows in whole.data.split(outs)]
+        whole = kernels.repack(whole) if kernels.can_repack(whole, outs) else whole
+        return ExpertWeights(whole, bias, num_experts=COUNT), each
     return ExpertWeights(whole.view(COUNT, outs, 256), bias), list(whole.split(outs))
 
 
@@ -276,7 +282,7 @@ def of_experts(kernels, form: str, outs: int) -> tuple[ExpertWeights, list]:
 def test_a_row_of_an_expert_has_the_bits_of_a_product_with_its_matrix(kernels, form, outs):
     weights, own = of_experts(kernels, form, outs)
     x = torch.randn(STARTS[-1], 256, generator=generator(0))
-    (found,) = ExpertProducts(kernels, [weights])(x, CHOSEN, STARTS)
+    (found,) = GroupedGemm(kernels, [weights])(x, CHOSEN, STARTS)
     for expert, start, end in zip(CHOSEN, STARTS, STARTS[1:], strict=False):
         alone = [kernels.linear(row, [(own[expert], weights.bias[expert])])[0] for row in x[start:end].split(1)]
         assert torch.equal(found[start:end], torch.cat(alone))
@@ -286,7 +292,7 @@ def test_a_row_of_an_expert_has_the_bits_of_a_product_with_its_matrix(kernels, f
 def test_experts_whose_floats_lie_by_input(kernels, outs):
     g = generator(0)
     w, bias, x = (torch.randn(*shape, generator=g) for shape in ((COUNT, 70, outs), (COUNT, outs), (STARTS[-1], 70)))
-    products = ExpertProducts(kernels, [ExpertWeights(w, bias, by_input=True)])
+    products = GroupedGemm(kernels, [ExpertWeights(w, bias, transposed=True)])
     (found,) = products(x, CHOSEN, STARTS)
     for expert, start, end in zip(CHOSEN, STARTS, STARTS[1:], strict=False):
         torch.testing.assert_close(found[start:end], x[start:end] @ w[expert] + bias[expert], rtol=1e-4, atol=1e-4)

@@ -8,9 +8,16 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from longdraft.native.recurrent import LinearRecurrence, RecurrentInputs, RecurrentTree, RowOrder, convolve, recur
+from longdraft.native.recurrent import (
+    LinearRecurrence,
+    RecurrentInputs,
+    RecurrentSequence,
+    TreeOrder,
+    convolve,
+    run_recurrence,
+)
 from tests.native.levels import needs_kernels
-from tests.support.quick import in_turn
+from tests.support.quick import rotate_pairs
 
 pytestmark = needs_kernels
 
@@ -19,7 +26,7 @@ SIZES = [(4, 2, 16, 16), (3, 3, 20, 40), (2, 1, 128, 128), (6, 2, 7, 5)]
 KINDS = ["gated", "by key", "mamba"]
 # A chain of three with two branches, and another tree behind the committed rows.
 PARENTS = [-1, 0, 1, 0, 3, -1]
-WHOLE, ALONE = RowOrder(PARENTS, range(len(PARENTS)), 0), RowOrder([-1], [0], 0)
+WHOLE, ALONE = TreeOrder(PARENTS, range(len(PARENTS)), 0), TreeOrder([-1], [0], 0)
 
 
 def rows_of(kind: str, sizes: tuple[int, int, int, int], count: int, seed: int) -> RecurrentInputs:
@@ -33,9 +40,9 @@ def rows_of(kind: str, sizes: tuple[int, int, int, int], count: int, seed: int) 
 
 def recurrence(kind: str, sizes: tuple[int, int, int, int]) -> LinearRecurrence:
     if kind != "mamba":
-        return LinearRecurrence(True, normalised=True, scale=sizes[2] ** -0.5)
+        return LinearRecurrence(True, qk_l2norm=True, scale=sizes[2] ** -0.5)
     a, bias, skip = torch.randn(3, sizes[0], generator=torch.Generator().manual_seed(9)).unbind()
-    return LinearRecurrence(False, a=-a.exp(), bias=bias.contiguous(), skip=skip.contiguous())
+    return LinearRecurrence(False, a=-a.exp(), dt_bias=bias.contiguous(), d_skip=skip.contiguous())
 
 
 def by_formula(
@@ -44,28 +51,28 @@ def by_formula(
     """Output and state of a row, in float64."""
     each = state.shape[0] // rows.k.shape[1]
     q, k = (x[row].double().repeat_interleave(each, 0) for x in (rows.q, rows.k))
-    if r.normalised:
+    if r.qk_l2norm:
         q, k = (x * ((x * x).sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
     v, g = rows.v[row].double(), rows.g[row].double()
     if r.a is not None:
-        beta = F.softplus(g + r.bias)
+        beta = F.softplus(g + r.dt_bias)
         decay = (beta * r.a).exp()[:, None]
     else:
         beta, decay = rows.beta[row].double(), g.exp() if g.dim() == 2 else g.exp()[:, None]
     state = state * decay[..., None]
-    u = v - torch.einsum("hkv,hk->hv", state, k) if r.corrected else v
+    u = v - torch.einsum("hkv,hk->hv", state, k) if r.delta_rule else v
     state = state + k[..., None] * (u * beta[:, None])[:, None]
     out = torch.einsum("hkv,hk->hv", state, q) * r.scale
-    return out if r.skip is None else out + v * r.skip[:, None], state
+    return out if r.d_skip is None else out + v * r.d_skip[:, None], state
 
 
-@pytest.mark.parametrize(("kind", "sizes"), in_turn(KINDS, SIZES, each=2), ids=str)
+@pytest.mark.parametrize(("kind", "sizes"), rotate_pairs(KINDS, SIZES, each=2), ids=str)
 def test_rows_are_what_the_formula_says_and_have_their_bits_whatever_is_beside_them(kernels, kind, sizes):
-    kernel, r = partial(recur, kernels), recurrence(kind, sizes)
+    kernel, r = partial(run_recurrence, kernels), recurrence(kind, sizes)
     start = torch.randn(sizes[0], sizes[2], sizes[3], generator=torch.manual_seed(1))
     pending, rows = rows_of(kind, sizes, 2, 2), rows_of(kind, sizes, len(PARENTS), 3)
     state = start.clone()
-    found = kernel(r, [RecurrentTree(state, pending, rows, WHOLE)])[0]
+    found = kernel(r, [RecurrentSequence(state, pending, rows, WHOLE)])[0]
     committed = start.double()
     for row in range(2):
         _, committed = by_formula(r, committed, pending, row)
@@ -76,19 +83,19 @@ def test_rows_are_what_the_formula_says_and_have_their_bits_whatever_is_beside_t
         torch.testing.assert_close(found[row].double(), expected, rtol=1e-4, atol=1e-4)
 
     # Beside another tree, level by level, and by plain steps with the rows before them pending.
-    other = RecurrentTree(start * 2, rows_of(kind, sizes, 1, 4), rows_of(kind, sizes, 6, 5), WHOLE)
-    own = RecurrentTree(state.clone(), (), rows, WHOLE)
+    other = RecurrentSequence(start * 2, rows_of(kind, sizes, 1, 4), rows_of(kind, sizes, 6, 5), WHOLE)
+    own = RecurrentSequence(state.clone(), (), rows, WHOLE)
     assert torch.equal(kernel(r, [other, own])[1], found)
 
     def some(*chosen: int) -> RecurrentInputs:
         return RecurrentInputs(*(None if x is None else x[list(chosen)] for x in rows))
 
-    last = RecurrentTree(state.clone(), (), rows, RowOrder(PARENTS, [0, 3, 4, 5], 4))
+    last = RecurrentSequence(state.clone(), (), rows, TreeOrder(PARENTS, [0, 3, 4, 5], 4))
     assert torch.equal(kernel(r, [last])[0], found[4:])
-    assert torch.equal(kernel(r, [RecurrentTree(state.clone(), some(0, 3), some(4), ALONE)])[0, 0], found[4])
+    assert torch.equal(kernel(r, [RecurrentSequence(state.clone(), some(0, 3), some(4), ALONE)])[0, 0], found[4])
     plain = state.clone()
     for path, row in (((), 0), ((0,), 1), ((1,), 2)):
-        step = RecurrentTree(plain, some(*path) if path else (), some(row), ALONE)
+        step = RecurrentSequence(plain, some(*path) if path else (), some(row), ALONE)
         assert torch.equal(kernel(r, [step])[0, 0], found[row])
 
 

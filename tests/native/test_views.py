@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft.memory.store import KVShape, KVStore
-from longdraft.native.scaled import Scaled
-from longdraft.native.views import KINDS
-from longdraft.views.cache import TrueCache
+from longdraft.native.int8_kv import Int8KV
+from longdraft.native.views import SCORERS
+from longdraft.views.sparse_kv_cache import SparseKVCache
 from longdraft.views.summaries import view_kernels
 from longdraft.views.view import View
 from tests.native.levels import needs_kernels
@@ -27,17 +27,17 @@ def text(length: int, layers: int, d: int = 16, transposed: bool = True, seed: i
     return full
 
 
-def cache_of(full: KVStore, view: View, kept: torch.dtype = torch.float32) -> TrueCache:
+def cache_of(full: KVStore, view: View, kept: torch.dtype = torch.float32) -> SparseKVCache:
     def new_store(slots: int, rows: int) -> KVStore:
         turned = kept != torch.float32 or full.keys.stride(-1) != 1
         return KVStore(full.shape, slots, rows, transposed_keys=turned, dtype=kept)
 
-    return TrueCache(full, new_store, view, 2)
+    return SparseKVCache(full, new_store, view, 2)
 
 
-def positions(cache: TrueCache) -> torch.Tensor:
+def positions(cache: SparseKVCache) -> torch.Tensor:
     """Of the copied rows, by layer and head, in their order; checks that they are the text's."""
-    full, size = cache.full, cache.store.lengths[0]
+    full, size = cache.full_store, cache.store.lengths[0]
     values = cache.store.values[:, 0, :, :size]
     rows = ((values[..., 0] - full.values[:, 0, :, :1, 0]) / full.shape.head_dim).long()
     at = rows[..., None].expand(-1, -1, -1, full.shape.head_dim)
@@ -47,7 +47,7 @@ def positions(cache: TrueCache) -> torch.Tensor:
 
 
 @given(
-    st.sampled_from(KINDS), st.sampled_from(["mean", "max", "last"]), st.sampled_from([1, 2, 8]), st.integers(1, 5),
+    st.sampled_from(SCORERS), st.sampled_from(["mean", "max", "last"]), st.sampled_from([1, 2, 8]), st.integers(1, 5),
     st.booleans(), st.sampled_from([16, 48, 64]), st.integers(0, 99),
 )  # fmt: skip
 def test_what_is_chosen_is_what_torch_chooses(kind, reduction, chunk, looks, transposed, d, seed):
@@ -59,7 +59,7 @@ def test_what_is_chosen_is_what_torch_chooses(kind, reduction, chunk, looks, tra
             full = text(301, 3, d, transposed, seed)
             assert (view_kernels(full) is not None) == (switch == "1")
             cache = cache_of(full, view)
-            cache.choose(0, queries)
+            cache.reselect(0, queries)
         found.append(positions(cache).sort(-1).values.tolist())
     assert found[0] == found[1]
 
@@ -67,9 +67,9 @@ def test_what_is_chosen_is_what_torch_chooses(kind, reduction, chunk, looks, tra
 def test_chunks_that_are_chosen_again_stay_where_they_are():
     view, queries = View("mean-key", 64, 8, 12, 8, 40), torch.randn(2, 4, 1, 16)
     cache = cache_of(text(300, 2), view)
-    cache.choose(0, queries)
+    cache.reselect(0, queries)
     before = positions(cache)
-    cache.choose(0, queries + 0.3 * torch.randn(2, 4, 1, 16))
+    cache.reselect(0, queries + 0.3 * torch.randn(2, 4, 1, 16))
     after = positions(cache)
     stayed = before == after
     assert stayed[..., 8:72].any() and not stayed[..., 8:72].all()
@@ -87,7 +87,7 @@ def test_chunks_without_a_number_are_wanted_least():
     full = text(200, 1)
     full.keys[0, 0, :, 40:80] = torch.nan
     cache = cache_of(full, View("mean-key", 64, 8, 8, 8, 8))
-    cache.choose(0, torch.randn(1, 2, 1, 16))
+    cache.reselect(0, torch.randn(1, 2, 1, 16))
     assert not set(range(40, 80)) & set(positions(cache).flatten().tolist())
 
 
@@ -107,7 +107,7 @@ def test_rounded_copies_are_what_torch_makes_of_the_rows(dtype, kind, seed):
         found.append(torch.cat(kept, -1))
     if kind == "streaming":  # all rows, in the text's order
         rows = (x[:, 0, :, :318] for x in (full.keys, full.values))
-        rounded = (Scaled.of(x).to(x.dtype) if dtype == torch.int8 else x.to(dtype).float() for x in rows)
+        rounded = (Int8KV.quantize(x).to(x.dtype) if dtype == torch.int8 else x.to(dtype).float() for x in rows)
         assert torch.equal(found[0], torch.cat([*rounded], -1))
     else:  # chunks stay in their places: another order of the same rows
         found = [x.flatten(0, 1).sort(1).values for x in found]

@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 
 from longdraft.model.runner import TargetRunner
 from longdraft.native import library
-from longdraft.native.build import levels, loaded
+from longdraft.native.build import load_library, supported_levels
 from longdraft.planning import costs
-from longdraft.planning.costs import Costs, CostTable, measure, table_for
+from longdraft.planning.costs import CostModel, CostTable, load_or_measure, measure
 from tests.support.tiny import tiny_model
 
 TABLE = CostTable((0, 1000), (1, 2, 8), ((1.0, 1.5, 3.0), (2.0, 3.0, 9.0)))
 
 
 def test_it_is_linear_between_what_was_measured_and_beyond():
-    assert TABLE.at(1, 0) == 1.0 and TABLE.at(8, 1000) == 9.0
-    assert TABLE.at(5, 0) == pytest.approx(2.25)
-    assert TABLE.at(1, 500) == pytest.approx(1.5) and TABLE.at(2, 2000) == pytest.approx(4.5)
-    assert TABLE.at(14, 0) == pytest.approx(4.5)
+    assert TABLE.seconds_at(1, 0) == 1.0 and TABLE.seconds_at(8, 1000) == 9.0
+    assert TABLE.seconds_at(5, 0) == pytest.approx(2.25)
+    assert TABLE.seconds_at(1, 500) == pytest.approx(1.5) and TABLE.seconds_at(2, 2000) == pytest.approx(4.5)
+    assert TABLE.seconds_at(14, 0) == pytest.approx(4.5)
 
 
 @given(
@@ -34,50 +34,50 @@ def test_it_is_linear_between_what_was_measured_and_beyond():
 )
 def test_no_text_and_no_tree_is_free(seconds, rows, length):
     table = CostTable((64, 2048), (1, 2, 8), (tuple(seconds[:3]), tuple(seconds[3:])))
-    assert table.at(rows, length) > 0
+    assert table.seconds_at(rows, length) > 0
 
 
 def test_a_batch_reads_the_weights_once_and_each_text_once():
     # Three sequences, two rows each: weights for six rows; each text's own share.
-    own = (TABLE.at(2, 1000) - TABLE.at(2, 0)) + (TABLE.at(2, 500) - TABLE.at(2, 0))
-    assert Costs(TABLE).verification(2, [1000, 0, 500]) == pytest.approx(TABLE.at(6, 0) + own)
+    own = (TABLE.seconds_at(2, 1000) - TABLE.seconds_at(2, 0)) + (TABLE.seconds_at(2, 500) - TABLE.seconds_at(2, 0))
+    assert CostModel(TABLE).forward_seconds(2, [1000, 0, 500]) == pytest.approx(TABLE.seconds_at(6, 0) + own)
 
 
 def test_it_follows_a_machine_that_slows_down():
-    seen = Costs(TABLE)
+    seen = CostModel(TABLE)
     for _ in range(60):
         seen.observe(1, [0], 3.0)
-    assert seen.verification(1, [0]) == pytest.approx(3.0, rel=0.02)
+    assert seen.forward_seconds(1, [0]) == pytest.approx(3.0, rel=0.02)
     # Rounds of other sizes are expected to be slower too, though less surely.
-    assert seen.verification(2, [0]) > 2.0
+    assert seen.forward_seconds(2, [0]) > 2.0
 
 
 def test_one_odd_round_moves_little():
-    seen = Costs(TABLE)
+    seen = CostModel(TABLE)
     seen.observe(1, [0], 1000.0)
-    assert seen.verification(1, [0]) < 1.5
+    assert seen.forward_seconds(1, [0]) < 1.5
 
 
 def test_a_table_that_is_off_for_one_size_is_put_right_there():
-    seen = Costs(TABLE)
+    seen = CostModel(TABLE)
     for _ in range(200):
         seen.observe(1, [0], 1.0)
         seen.observe(2, [0], 3.0)
-    assert seen.verification(1, [0]) == pytest.approx(1.0, rel=0.05)
-    assert seen.verification(2, [0]) == pytest.approx(3.0, rel=0.05)
+    assert seen.forward_seconds(1, [0]) == pytest.approx(1.0, rel=0.05)
+    assert seen.forward_seconds(2, [0]) == pytest.approx(3.0, rel=0.05)
 
 
 def test_a_batch_is_reckoned_until_it_was_seen():
-    seen = Costs(TABLE)
-    reckoned = seen.verification(2, [0] * 4)
+    seen = CostModel(TABLE)
+    reckoned = seen.forward_seconds(2, [0] * 4)
     for _ in range(3):
         seen.observe(2, [0] * 4, 1.5 * reckoned)
-    assert seen.verification(2, [0] * 4) == pytest.approx(1.5 * reckoned, rel=0.25)
+    assert seen.forward_seconds(2, [0] * 4) == pytest.approx(1.5 * reckoned, rel=0.25)
     # What is known of four is the best guess for three; one sequence was measured.
-    assert seen.verification(2, [0] * 3) > 1.2 * Costs(TABLE).verification(2, [0] * 3)
-    alone = Costs(TABLE)
-    alone.observe(2, [0], 1.5 * TABLE.at(2, 0))
-    assert alone.verification(2, [0]) < 1.3 * TABLE.at(2, 0)
+    assert seen.forward_seconds(2, [0] * 3) > 1.2 * CostModel(TABLE).forward_seconds(2, [0] * 3)
+    alone = CostModel(TABLE)
+    alone.observe(2, [0], 1.5 * TABLE.seconds_at(2, 0))
+    assert alone.forward_seconds(2, [0]) < 1.3 * TABLE.seconds_at(2, 0)
 
 
 # --- measuring ---
@@ -99,7 +99,7 @@ def runner():
 
 
 def test_a_table_of_a_model(runner):
-    table = measure(runner, lengths=(16, 64, 4096), rows=(1, 2, 4))
+    table = measure(runner, kv_lens=(16, 64, 4096), num_tokens=(1, 2, 4))
     assert table is not None and table.lengths == (16, 64, 252) and table.rows == (1, 2, 4)
     assert all(list(s) == sorted(s) and s[0] > 0 for s in table.seconds)
 
@@ -107,7 +107,7 @@ def test_a_table_of_a_model(runner):
 def test_noise_makes_nothing_cheaper_than_less_of_it(runner):
     """Whatever other work does to single forwards, the table rises with rows and with text."""
     times = iter(random.Random(0).choices([1.0, 5.0, 20.0], k=1000))
-    table = measure(runner, lengths=(16, 32, 64), rows=(1, 2, 4), timed=lambda *_: next(times))
+    table = measure(runner, kv_lens=(16, 32, 64), num_tokens=(1, 2, 4), time_forward=lambda *_: next(times))
     assert all(list(s) == sorted(s) for s in (*table.seconds, *zip(*table.seconds, strict=True)))
 
 
@@ -125,7 +125,7 @@ def test_measuring_ends_in_time(runner, each, monkeypatch):
     table = measure(runner, (16, 32), (1, 2, 4, 8, 16), shares.append, slow)
     assert table is not None and len(table.rows) >= 2 and now[0] <= 10.0
     assert all(0.0 <= share <= 1.0 for share in shares) and shares == sorted(shares)
-    assert table.at(8, 16) == pytest.approx(each * 3)  # also where eight rows were not measured
+    assert table.seconds_at(8, 16) == pytest.approx(each * 3)  # also where eight rows were not measured
 
 
 @pytest.mark.parametrize(("each", "times"), [(0.05, 2), (0.1, 1)])
@@ -138,33 +138,35 @@ def test_long_forwards_are_not_repeated(runner, each, times, monkeypatch):
         return each * (1 + rows / 4)
 
     monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    table = measure(runner, (16, 32), (1, 2, 4, 8, 16), timed=slow)
+    table = measure(runner, (16, 32), (1, 2, 4, 8, 16), time_forward=slow)
     assert table is not None and table.lengths == (16, 32) and sizes == [1, 2, 4, 8, 16] * times * 2
 
 
 def test_without_memory_there_is_no_table(runner, tmp_path, free_memory):
     free_memory(0)
     assert measure(runner) is None
-    assert table_for(runner, tmp_path) is None
+    assert load_or_measure(runner, tmp_path) is None
 
 
 def test_it_is_measured_once(runner, tmp_path):
     said = Said()
-    table = table_for(runner, tmp_path, said)
+    table = load_or_measure(runner, tmp_path, said)
     assert len(said.lines) == 1 and "Measuring" in said.lines[0]
     again = TargetRunner(runner.model)
-    assert table_for(again, tmp_path, said) == table and len(said.lines) == 1
+    assert load_or_measure(again, tmp_path, said) == table and len(said.lines) == 1
     other, moved = Said(), Said()
-    table_for(TargetRunner(tiny_model(context=256, seed=1)), tmp_path, other)
+    load_or_measure(TargetRunner(tiny_model(context=256, seed=1)), tmp_path, other)
     torch.set_num_threads(2)  # which is as another machine
-    table_for(again, tmp_path, moved)
+    load_or_measure(again, tmp_path, moved)
     assert len(other.lines) == len(moved.lines) == 1
 
 
-@pytest.mark.skipif(len(levels()) < 2, reason="kernels of two instruction sets run only on a processor that has both")
+@pytest.mark.skipif(
+    len(supported_levels()) < 2, reason="kernels of two instruction sets run only on a processor that has both"
+)
 def test_other_kernels_are_measured_anew(runner, tmp_path, monkeypatch):
     said = Said()
-    for level in levels()[-2:]:
-        monkeypatch.setattr(library, "known", [(library.Kernels(loaded(level), level), None)])
-        table_for(runner, tmp_path, said, measured_by=lambda *_, **__: TABLE)
+    for level in supported_levels()[-2:]:
+        monkeypatch.setattr(library, "known", [(library.Kernels(load_library(level), level), None)])
+        load_or_measure(runner, tmp_path, said, measure_with=lambda *_, **__: TABLE)
     assert len(list(tmp_path.iterdir())) == 2

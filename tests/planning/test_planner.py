@@ -11,11 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft.drafters.suffix import SuffixDrafter
-from longdraft.engine.event import Event
+from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
-from longdraft.planning.chances import KEEP, LONGEST, PRIOR_RATE, Chances, Gain, PriorGain
+from longdraft.planning.acceptance_model import (
+    DECAY,
+    MAX_ASSUMED_CHAIN,
+    PRIOR_TOKENS_PER_STEP,
+    AcceptanceModel,
+    DraftGain,
+    PriorDraftGain,
+)
 from longdraft.planning.costs import CostTable
-from longdraft.planning.planner import Plan, Planner, cautious
+from longdraft.planning.planner import Plan, Planner, discount_odds
 from longdraft.trees.tree import TokenTree
 
 
@@ -50,14 +57,14 @@ def begun(planner: Planner, sequences=None) -> Plan:
     return plan
 
 
-def event(s: Sequence, verified: TokenTree, accepted: int) -> Event:
+def event(s: Sequence, verified: TokenTree, accepted: int) -> RoundResult:
     """The event of a chain of zeros, the first ``accepted`` of them right."""
-    accepted = min(accepted, verified.drafted)
+    accepted = min(accepted, verified.num_draft_tokens)
     came = (0,) * accepted + (1,)
-    return Event(s, verified, accepted, tuple(range(accepted + 1)), came)
+    return RoundResult(s, verified, accepted, tuple(range(accepted + 1)), came)
 
 
-def rounds(planner, count, right, *, drafted=HALF, free=ROOT, forwards=1, each=0.1, step=1.0, sequences=None):
+def rounds(planner, count, right, *, num_draft_tokens=HALF, free=ROOT, forwards=1, each=0.1, step=1.0, sequences=None):
     """Rounds of a run: which of them asked the draft, and what they took.
 
     Args:
@@ -68,11 +75,11 @@ def rounds(planner, count, right, *, drafted=HALF, free=ROOT, forwards=1, each=0
     asked, seconds = [], 0.0
     for _ in range(count):
         limit = plan.node_limit(sequences)
-        chosen = limit.choose(sequences, [free] * len(sequences))
+        chosen = limit.select_sequences(sequences, [free] * len(sequences))
         asked.append(len(chosen))
-        verified = plan.prune([drafted if s in chosen else free for s in sequences])
+        verified = plan.prune([num_draft_tokens if s in chosen else free for s in sequences])
         drafting = forwards * each if chosen else 0.0
-        verifying = planner.costs.table.at(max(t.size for t in verified) * len(sequences), 0) * step
+        verifying = planner.costs.table.seconds_at(max(t.size for t in verified) * len(sequences), 0) * step
         events = [event(s, t, right if s in chosen else 0) for s, t in zip(sequences, verified, strict=True)]
         plan.observe(events, forwards if chosen else 0, drafting, verifying)
         seconds += drafting + verifying
@@ -89,23 +96,26 @@ def rounds(planner, count, right, *, drafted=HALF, free=ROOT, forwards=1, each=0
 )
 def test_no_other_number_of_nodes_promises_more_tokens_a_second(chances, steps, rng):
     parents = tuple(rng.randrange(i + 1) for i in range(len(chances)))
-    drafted = tree(*chances, parents=parents)
+    num_draft_tokens = tree(*chances, parents=parents)
     planner = Planner(table(*accumulate([1.0, *steps])))
-    (kept,) = begun(planner).prune([drafted])
+    (kept,) = begun(planner).prune([num_draft_tokens])
 
-    paths = [1.0] * drafted.size
-    for node in range(1, drafted.size):
-        paths[node] = paths[drafted.parents[node]] * exp(drafted.log_probs[node])
-    best = sorted(map(cautious, paths[1:]), reverse=True)
-    rates = [(1 + sum(best[:n])) / planner.costs.verification(n + 1, [4]) for n in range(drafted.drafted + 1)]
-    assert rates[kept.drafted] == pytest.approx(max(rates))
+    paths = [1.0] * num_draft_tokens.size
+    for node in range(1, num_draft_tokens.size):
+        paths[node] = paths[num_draft_tokens.parents[node]] * exp(num_draft_tokens.logprobs[node])
+    best = sorted(map(discount_odds, paths[1:]), reverse=True)
+    rates = [
+        (1 + sum(best[:n])) / planner.costs.forward_seconds(n + 1, [4])
+        for n in range(num_draft_tokens.num_draft_tokens + 1)
+    ]
+    assert rates[kept.num_draft_tokens] == pytest.approx(max(rates))
 
 
 def test_dear_nodes_must_be_likely():
-    drafted = tree(0.9, 0.9, 0.9, 0.9)
-    assert begun(Planner(CHEAP)).prune([drafted])[0].drafted == 4
-    assert begun(Planner(table(1.0, 1.7, 2.6, 3.6, 4.7))).prune([drafted])[0].drafted == 1
-    assert begun(Planner(DEAR)).prune([drafted])[0].drafted == 0
+    num_draft_tokens = tree(0.9, 0.9, 0.9, 0.9)
+    assert begun(Planner(CHEAP)).prune([num_draft_tokens])[0].num_draft_tokens == 4
+    assert begun(Planner(table(1.0, 1.7, 2.6, 3.6, 4.7))).prune([num_draft_tokens])[0].num_draft_tokens == 1
+    assert begun(Planner(DEAR)).prune([num_draft_tokens])[0].num_draft_tokens == 0
 
 
 def test_a_batch_shares_a_forward():
@@ -113,21 +123,21 @@ def test_a_batch_shares_a_forward():
     sequences = [sequence(i) for i in range(4)]
     plan = begun(Planner(table(*(1.0 + 0.1 * i for i in range(64)))), sequences)
     likely, unlikely = tree(0.9, 0.9), tree(0.02, 0.02)
-    assert [t.drafted for t in plan.prune([likely] * 4)] == [2] * 4
-    assert max(t.drafted for t in plan.prune([unlikely] * 4)) == 0
+    assert [t.num_draft_tokens for t in plan.prune([likely] * 4)] == [2] * 4
+    assert max(t.num_draft_tokens for t in plan.prune([unlikely] * 4)) == 0
 
 
 # --- whether to draft ---
 
 
 def test_a_draft_that_is_right_is_asked_all_the_time():
-    asked, _ = rounds(Planner(CHEAP), 200, right=2, drafted=tree(0.8, 0.8), forwards=2)
+    asked, _ = rounds(Planner(CHEAP), 200, right=2, num_draft_tokens=tree(0.8, 0.8), forwards=2)
     assert sum(asked) > 180
 
 
 @pytest.mark.parametrize("each", [0.05, 0.15, 0.3])
 def test_a_draft_that_is_wrong_costs_little(each):
-    asked, seconds = rounds(Planner(CHEAP), 128, right=0, drafted=tree(0.3, 0.3), forwards=2, each=each)
+    asked, seconds = rounds(Planner(CHEAP), 128, right=0, num_draft_tokens=tree(0.3, 0.3), forwards=2, each=each)
     assert sum(asked) >= 1 and seconds < 128 * 1.03
 
 
@@ -136,7 +146,7 @@ def test_what_was_given_up_is_tried_again():
     asked, _ = rounds(planner, 300, right=0, forwards=2, each=0.15)
     last = len(asked) - asked[::-1].index(1)
     assert last > 100 and sum(asked) < 30
-    again, _ = rounds(planner, 500, right=3, drafted=tree(0.8, 0.8, 0.8), forwards=2, each=0.15)
+    again, _ = rounds(planner, 500, right=3, num_draft_tokens=tree(0.8, 0.8, 0.8), forwards=2, each=0.15)
     assert sum(again) > 150
 
 
@@ -144,15 +154,15 @@ def test_a_sure_lookup_needs_no_draft():
     planner = Planner(CHEAP)
     rounds(planner, 50, right=1, forwards=1, each=0.3)
     plan, s = planner.start(), sequence()
-    assert plan.node_limit([s]).choose([s], [ROOT]) == [s]
-    assert plan.node_limit([s]).choose([s], [tree(0.3, 0.9)]) == [s]
-    assert plan.node_limit([s]).choose([s], [tree(0.95, 0.95)]) == []
+    assert plan.node_limit([s]).select_sequences([s], [ROOT]) == [s]
+    assert plan.node_limit([s]).select_sequences([s], [tree(0.3, 0.9)]) == [s]
+    assert plan.node_limit([s]).select_sequences([s], [tree(0.95, 0.95)]) == []
 
 
 def test_only_what_the_lookup_had_not_is_the_drafts():
     """A draft that says what the lookup says adds nothing, however right it is."""
     same = tree(0.5, 0.5)
-    asked, _ = rounds(Planner(CHEAP), 100, right=2, drafted=same, free=same, forwards=2, each=0.2)
+    asked, _ = rounds(Planner(CHEAP), 100, right=2, num_draft_tokens=same, free=same, forwards=2, each=0.2)
     assert sum(asked) < 20
 
 
@@ -160,7 +170,7 @@ def test_in_a_batch_a_text_whose_draft_is_bad_is_left_out():
     good, bad = sequence(0), sequence(1)
     plan, asked = Planner(CHEAP).start(), {0: 0, 1: 0}
     for _ in range(100):
-        chosen = plan.node_limit([good, bad]).choose([good, bad], [ROOT, ROOT])
+        chosen = plan.node_limit([good, bad]).select_sequences([good, bad], [ROOT, ROOT])
         verified = plan.prune([tree(0.8, 0.8) if s in chosen else ROOT for s in (good, bad)])
         events = [event(s, t, 2 * (s is good)) for s, t in zip((good, bad), verified, strict=True)]
         plan.observe(events, 2 * bool(chosen), 0.4 * bool(chosen), 1.0)
@@ -174,22 +184,24 @@ def test_texts_come_and_go():
     planner = Planner(CHEAP)
     plan = planner.start()
     gc.collect()
-    before = sum(isinstance(each, Gain) for each in gc.get_objects())
+    before = sum(isinstance(each, DraftGain) for each in gc.get_objects())
     for present in ([0], [0, 1], [1, 2, 3], [3]):
         sequences = [sequence(i, greedy=i % 2 == 0) for i in present]
         limit = plan.node_limit(sequences)
-        chosen = limit.choose(sequences, [ROOT] * len(sequences))
+        chosen = limit.select_sequences(sequences, [ROOT] * len(sequences))
         verified = plan.prune([tree(0.8) if s in chosen else ROOT for s in sequences])
         plan.observe([event(s, t, 1) for s, t in zip(sequences, verified, strict=True)], 1, 0.1, 1.0)
-        assert sum(isinstance(each, Gain) for each in gc.get_objects()) - before == len(present)
+        assert sum(isinstance(each, DraftGain) for each in gc.get_objects()) - before == len(present)
 
 
 def test_greedy_and_sampled_text_are_learned_apart():
     planner = Planner(CHEAP)
     rounds(planner, 40, right=0)
-    assert planner.gains[True].tokens < 0.8 * PRIOR_RATE * planner.prior.steps
-    assert planner.gains[False].tokens == pytest.approx(PRIOR_RATE * planner.prior.steps)
-    assert planner.chances[True].chance(log(0.5)) < 0.4 < planner.chances[False].chance(log(0.5))
+    assert planner.draft_gains[True].added_tokens < 0.8 * PRIOR_TOKENS_PER_STEP * planner.prior_gain.extra_steps
+    assert planner.draft_gains[False].added_tokens == pytest.approx(
+        PRIOR_TOKENS_PER_STEP * planner.prior_gain.extra_steps
+    )
+    assert planner.acceptance[True].probability(log(0.5)) < 0.4 < planner.acceptance[False].probability(log(0.5))
 
 
 # --- what is believed ---
@@ -197,23 +209,23 @@ def test_greedy_and_sampled_text_are_learned_apart():
 
 @pytest.mark.parametrize("truth", [0.1, 0.4, 0.9])
 def test_promises_are_corrected(truth):
-    seen, promised = Chances(), log(0.5)
+    seen, promised = AcceptanceModel(), log(0.5)
     for i in range(600):
         seen.observe(promised, (i * truth) % 1 < truth)
-        seen.fade()
-    assert seen.chance(promised) == pytest.approx(truth, abs=0.1)
+        seen.decay()
+    assert seen.probability(promised) == pytest.approx(truth, abs=0.1)
 
 
 def test_evidence_fades():
-    seen, worth = Chances(), Gain(PriorGain(0.3))
+    seen, worth = AcceptanceModel(), DraftGain(PriorDraftGain(0.3))
     for _ in range(50):
         seen.observe(log(0.5), False)
         worth.observe(0.0, 1.0, 0.6)
-    assert seen.chance(log(0.5)) < 0.05 and worth.tokens < 0.05 and worth.steps > 0.55
-    for _ in range(round(8 / (1 - KEEP))):
-        seen.fade()
-        worth.fade()
-    assert seen.chance(log(0.5)) > 0.45 and worth.tokens > 0.35 and worth.steps < 0.35
+    assert seen.probability(log(0.5)) < 0.05 and worth.added_tokens < 0.05 and worth.extra_steps > 0.55
+    for _ in range(round(8 / (1 - DECAY))):
+        seen.decay()
+        worth.decay()
+    assert seen.probability(log(0.5)) > 0.45 and worth.added_tokens > 0.35 and worth.extra_steps < 0.35
 
 
 @pytest.mark.parametrize(("length", "asked"), [(100, False), (100_000, True)])
@@ -221,17 +233,17 @@ def test_own_drafts_are_tried_where_texts_are_so_long_that_they_pay(length, aske
     """A step takes 1 + length / 10,000; a draft forward reads 1,000 rows."""
     planner = Planner(CostTable((0, 100_000), (1, 64), ((1.0, 1.5), (11.0, 16.5))))
     drafter = SuffixDrafter()
-    drafter.prior_acceptance, drafter.rows_read = 0.8, lambda n: min(n, 1000)
+    drafter.prior_acceptance, drafter.kv_tokens_read = 0.8, lambda n: min(n, 1000)
     s, plan = sequence(), planner.start(drafter)
     limit = plan.node_limit([s], [length])
-    assert limit.choose([s], [ROOT]) == ([s] if asked else [])
+    assert limit.select_sequences([s], [ROOT]) == ([s] if asked else [])
 
 
 @given(st.floats(0.05, 0.98), st.floats(0.01, 2.0))
 def test_what_is_hoped_of_a_chain_is_the_best_of_all_lengths(share, level):
-    prior = PriorGain(1.0)
-    prior.assume_chain(share, level)
-    chains = [(sum(share**i for i in range(1, n + 1)), n * level) for n in range(1, LONGEST + 1)]
+    prior = PriorDraftGain(1.0)
+    prior.assume_best_chain(share, level)
+    chains = [(sum(share**i for i in range(1, n + 1)), n * level) for n in range(1, MAX_ASSUMED_CHAIN + 1)]
     best = max((1 + tokens) / (1 + steps) for tokens, steps in chains)
-    assert (1 + prior.tokens) / (1 + prior.steps) == pytest.approx(best)
-    assert (prior.tokens > prior.steps) == (best > 1)
+    assert (1 + prior.added_tokens) / (1 + prior.extra_steps) == pytest.approx(best)
+    assert (prior.added_tokens > prior.extra_steps) == (best > 1)

@@ -14,9 +14,9 @@ openai = pytest.importorskip("openai")
 # ruff: noqa: E402
 
 from longdraft import Speculator
-from longdraft.serve.run import Server
+from longdraft.serve.server import Server
 from longdraft.serve.service import Service
-from longdraft.serve.settings import Settings
+from longdraft.serve.settings import ServerSettings
 from tests.serve.over_http import http, wait_until
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
@@ -29,7 +29,7 @@ class Running:
 
     def __init__(self, service: Service) -> None:
         self.service = service
-        self.server = Server(service, "127.0.0.1", 0, drain=20)
+        self.server = Server(service, "127.0.0.1", 0, drain_timeout=20)
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         service.worker.start()
         self.thread.start()
@@ -57,7 +57,7 @@ class Running:
 
 def make_service(model: Any = MODEL, tokenizer: Any = TOKENIZER, **settings: Any) -> Service:
     usual = {"name": "tiny", "methods": ("prompt-lookup", "ar"), "slots": 3, "context": 600}
-    options = Settings(**usual | settings)
+    options = ServerSettings(**usual | settings)
 
     def speculator(method: str) -> Speculator:
         earlier = {"earlier": options.earlier} if options.earlier and method == "prompt-lookup" else {}

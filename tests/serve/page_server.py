@@ -19,7 +19,7 @@ from longdraft import LongdraftError, Speculator
 from longdraft.serve.choice import Choice
 from longdraft.serve.errors import ApiError
 from longdraft.serve.service import Service
-from longdraft.serve.settings import Settings
+from longdraft.serve.settings import ServerSettings
 from longdraft.serve.worker import Draining, QueueFull
 from tests.serve.bytes import byte_model, byte_tokenizer
 from tests.serve.conftest import Running
@@ -67,9 +67,9 @@ class Led:
 class LedService(Service):
     server: PageServer
 
-    def choices(self, prompt: list[int], body: Any, *rest: Any, **options: Any) -> list[Choice]:
+    def make_choices(self, prompt: list[int], body: Any, *rest: Any, **options: Any) -> list[Choice]:
         self.server.asked.append(body.model_dump(exclude_unset=True))
-        messages = [message.plain() for message in body.messages]
+        messages = [message.for_template() for message in body.messages]
         begun = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
         kind = messages[-1]["content"].split("\n")[-1].split(" ")[0]
         if kind == "refuse":
@@ -79,9 +79,12 @@ class LedService(Service):
         if kind == "busy" and len(self.server.asked) == 1:
             raise QueueFull(1, 1.0)
         time.sleep(1.2 if kind == "slow" else 0)
-        choices = super().choices(prompt, body, *rest, **options)
+        choices = super().make_choices(prompt, body, *rest, **options)
         for choice in choices:
-            choice.makers = [lambda: Led(self.server, kind, len(prompt), begun), *choice.makers]
+            choice.processor_factories = [
+                lambda: Led(self.server, kind, len(prompt), begun),
+                *choice.processor_factories,
+            ]
         return choices
 
 
@@ -90,7 +93,7 @@ class PageServer(Running):
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
-        settings = Settings("canned-model", METHODS, slots=2, context=1200)
+        settings = ServerSettings("canned-model", METHODS, slots=2, context=1200)
         service = LedService(settings, SPECS.__getitem__, TOKENIZER)
         service.server = self
         super().__init__(service)

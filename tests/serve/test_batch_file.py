@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from longdraft import LongdraftError, Request, Speculator
-from longdraft.batch.output import Output
-from longdraft.batch.rows import Defaults, Line, Row, lines, measured
-from longdraft.batch.run import Answer, Engine, run
+from longdraft.batch.output import OutputFile
+from longdraft.batch.rows import Defaults, InputLine, Row, count_and_digest, read_lines
+from longdraft.batch.run import BatchEngine, RowResult, run
 from longdraft.errors import CapabilityError, CheckpointError, ConfigError
 from longdraft.serve.errors import ApiError
 from longdraft.serve.service import Service
-from longdraft.serve.settings import Settings
+from longdraft.serve.settings import ServerSettings
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer(chat=True)
@@ -28,13 +28,13 @@ def found(path: Path) -> list[dict]:
 
 def row(content: object, number: int = 3, **defaults: object) -> Row:
     text = content if isinstance(content, bytes) else json.dumps(content).encode()
-    return Row(Line(number, number + 1, text), Defaults(**defaults))  # type: ignore[arg-type]
+    return Row(InputLine(number, number + 1, text), Defaults(**defaults))  # type: ignore[arg-type]
 
 
 def request(content: object, **defaults: object) -> Request:
     spec = Speculator("ar", tiny_model(), TOKENIZER)
-    service = Service(Settings("m", ("ar",), context=600), lambda _: spec, TOKENIZER)
-    return row(content, **defaults).ask(service).choices[0].request
+    service = Service(ServerSettings("m", ("ar",), context=600), lambda _: spec, TOKENIZER)
+    return row(content, **defaults).create_response(service).choices[0].request
 
 
 def test_a_rows_own_settings_override_the_commands():
@@ -55,7 +55,7 @@ def test_rows_of_openais_batch_files():
     body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "temperature": 0, "top_p": 1, "n": 1}
     chat = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": body}
     assert request(chat).sampling.greedy
-    failed = row(chat).failed(ValueError("because"))
+    failed = row(chat).error_row(ValueError("because"))
     assert failed["custom_id"] == "c" and failed["error"]["message"] == "because" and failed["response"] is None
     text = request({"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "a"}})
     assert TOKENIZER.decode(text.prompt) == "a"
@@ -90,52 +90,55 @@ def test_bad_rows_say_why(content, problem):
 def test_lines_skip_blanks_and_rows(tmp_path):
     path = tmp_path / "in"
     path.write_bytes(b"\n{}\n \n[]\r\n1")
-    assert [(line.number, line.place, line.content) for line in lines(path, 1)] == [(1, 4, b"[]\r\n"), (2, 5, b"1")]
-    assert measured(path)[0] == 3
+    assert [(line.row_index, line.line_number, line.content) for line in read_lines(path, 1)] == [
+        (1, 4, b"[]\r\n"),
+        (2, 5, b"1"),
+    ]
+    assert count_and_digest(path)[0] == 3
     with pytest.raises(CheckpointError):
-        measured(tmp_path / "no")
+        count_and_digest(tmp_path / "no")
 
 
 def test_a_file_of_something_else_is_left_alone(tmp_path):
     path = tmp_path / "out"
-    with Output(path, MADE) as file:
+    with OutputFile(path, MADE) as file:
         file.write({}, False)
         with pytest.raises(CheckpointError):
-            Output(path, MADE)
+            OutputFile(path, MADE)
     with pytest.raises(ConfigError, match="seed"):
-        Output(path, MADE | {"seed": 1})
+        OutputFile(path, MADE | {"seed": 1})
     path.write_text('{}\nnonsense\n{"a": 1}\n')
     with pytest.raises(CheckpointError, match=":2"):
-        Output(path, MADE)
+        OutputFile(path, MADE)
     (tmp_path / "out.run").unlink()
     with pytest.raises(ConfigError):
-        Output(path, MADE)
+        OutputFile(path, MADE)
     assert path.read_text() == '{}\nnonsense\n{"a": 1}\n'
 
 
 class Backwards:
     """A decoder that answers later rows sooner, and some with an unexpected error."""
 
-    def __init__(self, unexpected: frozenset[int] = frozenset(), ahead: int = 4) -> None:
-        self.ahead, self._unexpected = ahead, unexpected
+    def __init__(self, unexpected: frozenset[int] = frozenset(), max_in_flight: int = 4) -> None:
+        self.max_in_flight, self._unexpected = max_in_flight, unexpected
         self.held = self.most = 0
 
-    async def answer(self, line: Line) -> Answer:
+    async def answer(self, line: InputLine) -> RowResult:
         self.held += 1
         self.most = max(self.most, self.held)
-        await asyncio.sleep(0.003 * (-line.number % self.ahead))
+        await asyncio.sleep(0.003 * (-line.row_index % self.max_in_flight))
         self.held -= 1
-        bad = line.number in self._unexpected
-        return Answer({"error" if bad else "row": line.number}, bad, bad)
+        bad = line.row_index in self._unexpected
+        return RowResult({"error" if bad else "row": line.row_index}, bad, bad)
 
 
 def numbered(count: int, first: int = 0):
-    return (Line(i, i + 1, b"{}") for i in range(first, count))
+    return (InputLine(i, i + 1, b"{}") for i in range(first, count))
 
 
 def test_rows_are_written_in_order_with_a_few_in_hand(tmp_path):
     decoder = Backwards()
-    with Output(tmp_path / "out", MADE) as file:
+    with OutputFile(tmp_path / "out", MADE) as file:
         assert asyncio.run(run(numbered(10), file, decoder)).rows == 10
     assert [each["row"] for each in found(tmp_path / "out")] == [*range(10)]
     assert decoder.most <= 4
@@ -143,7 +146,7 @@ def test_rows_are_written_in_order_with_a_few_in_hand(tmp_path):
 
 def test_an_engine_that_fails_row_after_row_ends_the_run_and_leaves_no_errors(tmp_path):
     path = tmp_path / "out"
-    with Output(path, MADE) as file:
+    with OutputFile(path, MADE) as file:
         assert asyncio.run(run(numbered(5), file, Backwards(frozenset([1, 3])))).rows == 5
         assert file.errors == 2
         with pytest.raises(CapabilityError):
@@ -156,9 +159,9 @@ def decode(spec: Speculator, prompts: list[str], folder: Path, cancelled=lambda:
     """Decodes the prompts that the file of answers lacks; all of its rows."""
     source, path = folder / "in", folder / "out"
     source.write_text("".join(json.dumps({"prompt": p, "max_tokens": 8}) + "\n" for p in prompts))
-    with Output(path, MADE) as file:
-        decoder = Engine(spec, Defaults(), slots=2)
-        decoder.drive(lambda: run(lines(source, file.rows), file, decoder, cancelled=cancelled))
+    with OutputFile(path, MADE) as file:
+        decoder = BatchEngine(spec, Defaults(), slots=2)
+        decoder.run_with(lambda: run(read_lines(source, file.rows), file, decoder, cancelled=cancelled))
     return found(path)
 
 

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from longdraft.serve.settings import LOCAL
+from longdraft.serve.settings import LOCAL_HOSTS
 
 HERE, THERE = "http://localhost:3000", "https://elsewhere.example"
 CHAT = {"messages": [{"role": "user", "content": "who?"}], "max_tokens": 3}
@@ -26,7 +26,7 @@ def send(running, method="GET", path="/v1/models", body=None, **headers):
 
 @pytest.mark.parametrize("path", ["/", "/v1/models", "/health", "/metrics", "/nothing"])
 def test_a_name_that_is_not_the_servers_is_refused_everywhere(serving, path):
-    running = serving(hosts=LOCAL)
+    running = serving(hosts=LOCAL_HOSTS)
     for name in (
         "evil.example",
         "evil.example:8000",

@@ -348,7 +348,7 @@ def test_one_keys_text_is_never_looked_up_for_another(serving):
 
 
 def test_a_body_that_is_too_large_or_never_ends_is_refused(serving):
-    running = serving(max_body=10_000, body_seconds=0.3)
+    running = serving(max_body_bytes=10_000, body_timeout=0.3)
     assert running.http(CHAT, {"messages": [{"role": "user", "content": "a" * 20_000}]})[0] == 413
     with socket.create_connection(("127.0.0.1", running.server.port)) as half:
         half.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n\r\n{")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from longdraft.serve.page import page as page_text
+from longdraft.serve.page import render_page as page_text
 from tests.serve.browser import CHROMIUM, Browser
 from tests.serve.over_http import wait_until
 from tests.serve.page_server import PLAIN, PageServer

@@ -25,9 +25,9 @@ from longdraft import LoadedModel
 from longdraft.errors import CheckpointError
 from longdraft.memory import snapshot
 from longdraft.memory.store import KVShape, KVStore
-from longdraft.serve.prefixes import DiskPrefixes
-from longdraft.serve.service import service_of
-from longdraft.serve.settings import Settings
+from longdraft.serve.disk_prompt_cache import DiskPromptCache
+from longdraft.serve.service import make_service
+from longdraft.serve.settings import ServerSettings
 from tests.support import elsewhere
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
@@ -37,7 +37,7 @@ ROW, HEAD = SHAPE.bytes_per_token + 8, 1024
 TEXT = list(range(100))
 
 
-class Texts(DiskPrefixes):
+class Texts(DiskPromptCache):
     """A cache that is open, with slots of 200 rows, where 4 tokens are worth a file."""
 
     def __init__(
@@ -49,7 +49,7 @@ class Texts(DiskPrefixes):
 
     def read(self, prompt: list[int], slot: int = 0, piece: int = 1) -> int:
         """Reads a prompt as an engine does. How much of it was there."""
-        kept = self.begin(slot, prompt, piece)
+        kept = self.reuse_prefix(slot, prompt, piece)
         store = self.store
         assert store is not None and store.lengths[slot] == kept
         new = torch.tensor(prompt[kept:], dtype=torch.float32)[:, None]
@@ -58,7 +58,7 @@ class Texts(DiskPrefixes):
         if store.features is not None:
             store.features[slot, kept : len(prompt)] = new.expand(-1, store.features.shape[2])
         store.commit(slot, range(len(prompt) - kept))
-        self.remember(slot, prompt)
+        self.record_tokens(slot, prompt)
         assert self.held(slot) == prompt
         return kept
 
@@ -75,7 +75,7 @@ class Texts(DiskPrefixes):
     def keep_all(self) -> int:
         """How many files it has written."""
         written = 0
-        while self.keep():
+        while self.save_next():
             written += 1
         return written
 
@@ -99,7 +99,7 @@ def sizes(folder: Path) -> list[int]:
 
 
 def length(file: Path) -> int:
-    return len(snapshot.known(file).tokens)
+    return len(snapshot.try_read_header(file).tokens)
 
 
 def family(i: int) -> list[int]:
@@ -145,7 +145,7 @@ def test_a_text_that_grows_is_one_file_and_is_written_when_a_quarter_is_new(tmp_
     cache, written = Texts(tmp_path), []
     for length in range(20, 180, 4):
         cache.read(list(range(length)))
-        written += [length] if cache.keep() else []
+        written += [length] if cache.save_next() else []
         assert sizes(tmp_path) == written[-1:]
     assert written == [20, 28, 40, 56, 76, 104, 140] and Texts(tmp_path).read(list(range(170))) == 140
 
@@ -156,7 +156,7 @@ def test_questions_about_a_document_keep_it_and_what_they_add(tmp_path):
     cache = Texts(tmp_path)
     for text in (document, short, long, [*document, 9, *range(31)]):
         cache.read(text)
-        cache.keep()
+        cache.save_next()
     assert sizes(tmp_path) == [91, 92]  # the document is in both; a sixth more is not worth a file
     assert [Texts(tmp_path).read(text) for text in (document, short, long)] == [59, 60, 90]
 
@@ -165,7 +165,7 @@ def test_a_text_that_is_being_decoded_is_left_alone(tmp_path):
     cache = Texts(tmp_path)
     cache.read(TEXT)
     cache.store.commit(0, range(3))
-    assert not cache.keep()
+    assert not cache.save_next()
 
 
 # --- limits ---
@@ -200,7 +200,7 @@ def test_slots_hold_their_prompts_and_files_stay_in_their_limit_whatever_comes(t
         patch.setattr(snapshot, "save", bounded)
         for family, length, slot, restarts in asked:
             cache.read([min(x, 30 * family) for x in TEXT[:length]], slot)  # compares what the slot holds
-            cache.keep()
+            cache.save_next()
             assert used() <= most
             if restarts:
                 cache = Texts(folder, most, slots=3)
@@ -210,7 +210,7 @@ def test_a_text_that_is_larger_than_the_limit_is_not_kept_and_shorter_ones_are(t
     cache = Texts(tmp_path, 40 * ROW + HEAD)
     cache.read(TEXT, 0)
     cache.read([7, *TEXT[:30]], 1)
-    assert cache.keep_all() == 1 and not cache.keep()
+    assert cache.keep_all() == 1 and not cache.save_next()
     assert sizes(tmp_path) == [31] and len(caplog.records) == 1
 
 
@@ -221,16 +221,16 @@ def test_a_full_disk_is_reported_once_and_nothing_is_lost(tmp_path, caplog, free
     cache = Texts(tmp_path, room_for(2))
     for text in (TEXT[:20], family(7)):
         cache.read(text)
-        cache.keep()
+        cache.save_next()
     before = files(tmp_path)
     free_disk(0)
     for text in (TEXT, [8, *TEXT]):
         cache.read(text)
-        assert not cache.keep()
+        assert not cache.save_next()
         assert files(tmp_path) == before and cache.read([*text, 1]) == len(text)
     free_disk(None)
     assert len(caplog.records) == 1
-    assert cache.keep()  # there is room again
+    assert cache.save_next()  # there is room again
 
 
 def test_writing_that_fails_leaves_nothing_behind_but_what_was_there(tmp_path, caplog):
@@ -242,7 +242,7 @@ def test_writing_that_fails_leaves_nothing_behind_but_what_was_there(tmp_path, c
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
     try:
-        assert not cache.keep()
+        assert not cache.save_next()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert len(caplog.records) == 1
@@ -324,18 +324,18 @@ def test_a_file_is_read_only_if_it_has_the_hidden_states_that_are_needed(tmp_pat
 
 def test_a_server_whose_folder_cannot_be_written_does_not_start(tmp_path):
     model = LoadedModel(tiny_model(context=64), tiny_tokenizer(chat=True))
-    settings = Settings("m", ("ar",), slots=1, context=64, tree_bytes=0, snapshots=tmp_path / "kept")
-    assert service_of(model, settings, {}, {}).settings.context == 64 and (tmp_path / "kept").is_dir()
+    settings = ServerSettings("m", ("ar",), slots=1, context=64, prefix_cache_bytes=0, snapshots=tmp_path / "kept")
+    assert make_service(model, settings, {}, {}).settings.context == 64 and (tmp_path / "kept").is_dir()
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError):
-        service_of(model, replace(settings, snapshots=tmp_path / "file" / "kept"), {}, {})
+        make_service(model, replace(settings, snapshots=tmp_path / "file" / "kept"), {}, {})
 
 
 def test_a_file_that_memory_has_no_room_for_is_a_miss_and_stays(tmp_path, caplog):
     shape, path = KVShape(2, 1, 8192, torch.float32), tmp_path / "a.kv.safetensors"
 
-    def opened() -> DiskPrefixes:
-        cache = DiskPrefixes(tmp_path, "target", 1 << 30, 4)
+    def opened() -> DiskPromptCache:
+        cache = DiskPromptCache(tmp_path, "target", 1 << 30, 4)
         cache.open(lambda slots, rows: KVStore(shape, 1, 200), 1, 200)
         return cache
 
@@ -346,11 +346,11 @@ def test_a_file_that_memory_has_no_room_for_is_a_miss_and_stays(tmp_path, caplog
     _, hard = limits = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (4 << 20), hard))
     try:
-        found, _ = cache.begin(0, TEXT), DiskPrefixes(tmp_path, "target", 1 << 30, 4)
+        found, _ = cache.reuse_prefix(0, TEXT), DiskPromptCache(tmp_path, "target", 1 << 30, 4)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
     assert found == 0 and path.is_file() and path.name in caplog.text
-    assert cache.begin(0, TEXT) == opened().begin(0, TEXT) == 99
+    assert cache.reuse_prefix(0, TEXT) == opened().reuse_prefix(0, TEXT) == 99
 
 
 # --- kill -9 ---
@@ -361,7 +361,7 @@ def keep_for_ever(folder: Path) -> None:
     cache = Texts(folder, most=20 * (HEAD + 100 * ROW))
     for i in range(1 << 30):
         cache.read([i // 8 % 50, *range(10 + i % 8 * 20)])
-        cache.keep()
+        cache.save_next()
 
 
 def kill_at_any_time(folder: Path) -> None:
@@ -382,5 +382,7 @@ def kill_at_any_time(folder: Path) -> None:
 @pytest.mark.slow
 def test_a_process_that_is_killed_leaves_no_damaged_file_in_use(tmp_path):
     said = tmp_path / "said"
-    assert elsewhere.ended(elsewhere.start(said, kill_at_any_time, tmp_path / "kept"), 120) == 0, said.read_text()
+    assert elsewhere.wait_for_exit(elsewhere.start(said, kill_at_any_time, tmp_path / "kept"), 120) == 0, (
+        said.read_text()
+    )
     assert "snapshot" not in said.read_text()  # no file was damaged: renaming is the last thing

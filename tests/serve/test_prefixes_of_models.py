@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longdraft import Request, Result, Speculator
-from longdraft.serve.prefixes import DiskPrefixes
+from longdraft.serve.disk_prompt_cache import DiskPromptCache
 from tests.support.drafts import random_eagle3
 from tests.support.tiny import tiny_model
 
@@ -22,18 +22,18 @@ PLAIN = Speculator("ar", MODEL, plan="fixed")
 TEXT = [(7 * i + i // 9) % VOCAB for i in range(400)]
 
 
-def cache_of(folder: Path, spec: Speculator = PLAIN, most: int = 1 << 30) -> DiskPrefixes:
-    return DiskPrefixes(folder, spec.runner().fingerprint, most, 16, spec.feature_layers())
+def cache_of(folder: Path, spec: Speculator = PLAIN, most: int = 1 << 30) -> DiskPromptCache:
+    return DiskPromptCache(folder, spec.runner().fingerprint, most, 16, spec.feature_layers())
 
 
-def asked(cache: DiskPrefixes, *prompts: list[int], spec: Speculator = PLAIN) -> list[Result]:
+def asked(cache: DiskPromptCache, *prompts: list[int], spec: Speculator = PLAIN) -> list[Result]:
     """What a server does: a session on the cache, prompts that come together, and then it is idle."""
     session = spec.session(2, context=450, cache=cache)
     numbers = [session.add(Request(prompt, max_new_tokens=8, eos_token_ids=[])) for prompt in prompts]
     while session.busy:
         session.step()
     results = [session.take(number) for number in numbers]
-    written = sum(1 for _ in islice(iter(cache.keep, False), 9))
+    written = sum(1 for _ in islice(iter(cache.save_next, False), 9))
     assert written <= 2, "texts drive each other out of the folder"
     return results
 

@@ -18,17 +18,17 @@ pytest.importorskip("fastapi")
 import psutil
 
 from longdraft.errors import CapabilityError, RequestError
-from longdraft.serve.ray import connected, deployment, reason, require
-from longdraft.serve.settings import Settings
+from longdraft.serve.ray import check_resources, connect, deployment_options, error_line
+from longdraft.serve.settings import ServerSettings
 from tests.serve.over_http import http, wait_until
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 ENVIRONMENT = os.environ | {"COLUMNS": "200", "LONGDRAFT_PLAN": "fixed", "RAY_USAGE_STATS_ENABLED": "0"}
-SETTINGS = Settings("m", ("ar",), slots=3, queue=5)
+SETTINGS = ServerSettings("m", ("ar",), slots=3, queue=5)
 
 
 def options(replicas=1, config=None):
-    return deployment(SETTINGS, replicas, cpus=2, gpus=0, config=config, drain=9)
+    return deployment_options(SETTINGS, replicas, cpus=2, gpus=0, config_file=config, drain_timeout=9)
 
 
 def test_the_commands_options_become_rays(tmp_path):
@@ -53,17 +53,17 @@ def test_what_ray_lacks_is_said_before_anything_waits_for_it(monkeypatch):
         def cluster_resources():
             return {"CPU": 4.0}
 
-    require(Cluster, 2, 2, 0)
+    check_resources(Cluster, 2, 2, 0)
     with pytest.raises(CapabilityError, match="CPU"):
-        require(Cluster, 3, 2, 0)
+        check_resources(Cluster, 3, 2, 0)
     with pytest.raises(CapabilityError, match="GPU"):
-        require(Cluster, 1, 1, 1)
+        check_resources(Cluster, 1, 1, 1)
     monkeypatch.setenv("RAY_ADDRESS", "a cluster, which may grow")
-    require(Cluster, 9, 9, 9)
+    check_resources(Cluster, 9, 9, 9)
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(CapabilityError, match="pip install"):
-        connected()
-    assert reason("Traceback:\n  x\nValueError: because\n(Actor)") == "ValueError: because"
+        connect()
+    assert error_line("Traceback:\n  x\nValueError: because\n(Actor)") == "ValueError: because"
 
 
 @pytest.fixture(scope="module")

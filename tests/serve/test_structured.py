@@ -16,8 +16,8 @@ openai = pytest.importorskip("openai")
 from longdraft import Request, Speculator
 from longdraft.errors import CapabilityError
 from longdraft.serve import structured, tools
-from longdraft.serve.calls import ToolParser
-from longdraft.serve.schema import Message
+from longdraft.serve.protocol import ChatMessage
+from longdraft.serve.tool_parser import ToolParser
 from tests.serve.bytes import byte_model, byte_tokenizer
 from tests.support.tiny import tiny_tokenizer
 
@@ -64,10 +64,10 @@ def test_text_is_of_the_schema_and_what_that_forces_is_drafted_and_changes_nothi
 def test_a_copy_of_a_constraint_goes_on_where_it_stood():
     constraint = structured.Constraint(TOKENIZER, structured.json_grammar(PERSON), 0)
     begun, forced = TOKENIZER('{"first name":"B')["input_ids"], TOKENIZER('o","age":')["input_ids"]
-    constraint.read(begun)
+    constraint.advance_to(begun)
     twin = copy.deepcopy(constraint)
-    twin.read([*begun, forced[0]])
-    assert (constraint.forced(), twin.forced()) == (forced, forced[1:])
+    twin.advance_to([*begun, forced[0]])
+    assert (constraint.forced_tokens(), twin.forced_tokens()) == (forced, forced[1:])
 
 
 def test_objects_have_the_properties_that_their_schema_lists():
@@ -77,12 +77,12 @@ def test_objects_have_the_properties_that_their_schema_lists():
         "properties": {"a": {"$ref": "#/$defs/I"}, "b": {"items": inner}},
         "$defs": {"I": inner},
     }
-    found = structured.closed(schema)
+    found = structured.close_objects(schema)
     for each in (found, found["$defs"]["I"], found["properties"]["b"]["items"]):
         assert each["additionalProperties"] is False
     assert found["properties"]["a"] == {"$ref": "#/$defs/I"} and "additionalProperties" not in inner
     for left in ({"type": "object"}, inner | {"additionalProperties": True}, {"allOf": [inner]}):
-        assert structured.closed(left) == left
+        assert structured.close_objects(left) == left
 
 
 def test_a_tokenizer_without_a_grammar_is_refused():
@@ -135,7 +135,7 @@ def parsed(pieces, names=()):
 
 def test_a_template_without_tools_gets_them_in_words():
     asked = [{"role": "user", "content": "?"}]
-    written, template = tools.with_tools(TOKENIZER, asked, [WEATHER])
+    written, template = tools.messages_with_tools(TOKENIZER, asked, [WEATHER])
     assert template == {} and written[1:] == asked
     assert written[0]["role"] == "system" and "weather" in written[0]["content"]
     history = [
@@ -143,17 +143,17 @@ def test_a_template_without_tools_gets_them_in_words():
          "tool_calls": [{"id": "1", "type": "function", "function": {"name": "time", "arguments": {"zone": "CET"}}}]},
         {"role": "tool", "content": "12:00", "tool_call_id": "1"},
     ]  # fmt: skip
-    written, _ = tools.with_tools(TOKENIZER, history, [])
+    written, _ = tools.messages_with_tools(TOKENIZER, history, [])
     assert written[0]["content"] == '<tool_call>{"name": "time", "arguments": {"zone": "CET"}}</tool_call>'
     assert written[1] == {"role": "user", "content": "<tool_response>12:00</tool_response>"}
     knows = byte_tokenizer("{% if tools %}{{ tools }}{% endif %}{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    assert tools.with_tools(knows, asked, [WEATHER]) == (asked, {"tools": [WEATHER]})
+    assert tools.messages_with_tools(knows, asked, [WEATHER]) == (asked, {"tools": [WEATHER]})
 
 
 def test_templates_get_arguments_as_objects_since_they_write_the_json_themselves():
     def arguments(text):
         call = {"id": "1", "function": {"name": "time", "arguments": text}}
-        plain = Message(role="assistant", tool_calls=[call]).plain()
+        plain = ChatMessage(role="assistant", tool_calls=[call]).for_template()
         return plain["tool_calls"][0]["function"]["arguments"]
 
     assert arguments('{"zone": "CET"}') == {"zone": "CET"} and arguments("") == {}

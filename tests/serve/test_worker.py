@@ -18,8 +18,8 @@ pytest.importorskip("fastapi")
 
 from longdraft import LongdraftError, PromptCache, Request, Speculator, Step
 from longdraft.errors import NumericalError
-from longdraft.serve import asked, schema
-from longdraft.serve.worker import Restarted, Ticket, Worker
+from longdraft.serve import protocol, serving
+from longdraft.serve.worker import RequestState, Restarted, Worker
 from tests.serve.conftest import MODEL, TOKENIZER, make_service
 from tests.serve.over_http import wait_until
 
@@ -42,7 +42,7 @@ class Submitted:
 
     def __init__(self, worker: Worker, make, method: str = "ar") -> None:
         self._updates: queue.Queue = queue.Queue()
-        self.ticket = Ticket(make(), method, self._updates.put)
+        self.ticket = RequestState(make(), method, self._updates.put)
         worker.submit(self.ticket)
 
     def end(self):
@@ -103,9 +103,11 @@ def test_whoever_asked_may_leave_at_any_moment(turns):
     service = make_service()  # its worker does not run
 
     async def leave() -> bool:
-        found = asked.chat(service, schema.Chat(messages=[{"role": "user", "content": "who?"}]))
+        found = serving.create_chat_completion(
+            service, protocol.ChatCompletionRequest(messages=[{"role": "user", "content": "who?"}])
+        )
         found.submit()
-        answer = asyncio.create_task(found.whole())
+        answer = asyncio.create_task(found.full_response())
         await asyncio.sleep(0.01)
         found.choices[0].listener(Step(0, (5,), 0, 0, 0, "full", 0.0))
         for _ in range(turns):
@@ -170,7 +172,7 @@ def test_what_was_decoded_last_is_kept_before_the_worker_ends():
             raise OSError("no space")
         return len(calls) % 5 > 0
 
-    with working(idle=keep) as worker:
+    with working(on_idle=keep) as worker:
         submitted = Submitted(worker, partial(request, 1, 40))
         before = len(calls)
         worker.close()

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from longdraft import Result, Speculator, Step
 
 Weights = dict[str, torch.Tensor]
-Says = Callable[[list[int], list[int]], torch.Tensor]
+DraftLogprobs = Callable[[list[int], list[int]], torch.Tensor]
 EPS = 1e-6
 # Layers whose hidden states the drafts of these tests read, and the token that stands for one not known yet.
 LAYERS, MASK = (1, 2, 4), 7
@@ -134,7 +134,7 @@ def last_state(model: Any, text: list[int]) -> torch.Tensor:
 # --- drafts that feed their own output ---
 
 
-def eagle3(model: Any, draft: Any, window: int | None = None, seen: list[int] | None = None) -> Says:
+def eagle3(model: Any, draft: Any, window: int | None = None, seen: list[int] | None = None) -> DraftLogprobs:
     """EAGLE-3 and 3.1, as a loaded draft says.
 
     Args:
@@ -175,7 +175,7 @@ def eagle3(model: Any, draft: Any, window: int | None = None, seen: list[int] | 
     return says
 
 
-def eagle(model: Any, w: Weights, theta: float) -> Says:
+def eagle(model: Any, w: Weights, theta: float) -> DraftLogprobs:
     """EAGLE-1 and 2: the layer reads tokens and the states behind the target's last norm."""
     w = {name.removeprefix("layers.0."): t.to(model.dtype) for name, t in w.items()}
 
@@ -196,7 +196,7 @@ def eagle(model: Any, w: Weights, theta: float) -> Says:
     return says
 
 
-def longspec(model: Any, w: Weights, window: int, kept: list[int] | None = None, rows: Any = None) -> Says:
+def longspec(model: Any, w: Weights, window: int, kept: list[int] | None = None, rows: Any = None) -> DraftLogprobs:
     """LongSpec: sliding self-attention, then cross-attention to the KV of the target's last layer.
 
     Args:
@@ -227,7 +227,7 @@ def longspec(model: Any, w: Weights, window: int, kept: list[int] | None = None,
     return says
 
 
-def heads(model: Any, w: Weights, published: bool = False) -> Says:
+def heads(model: Any, w: Weights, published: bool = False) -> DraftLogprobs:
     """Chained heads, ours or as TokenSwift publishes them: a level says the same behind every path."""
     w, eps = {name: t.to(model.dtype) for name, t in w.items()}, model.config.rms_norm_eps
 
@@ -242,7 +242,7 @@ def heads(model: Any, w: Weights, published: bool = False) -> Says:
     return says
 
 
-def further(model: Any, layer: Any, window: int | None = None) -> Says:
+def mtp(model: Any, layer: Any, window: int | None = None) -> DraftLogprobs:
     """A checkpoint's layer that predicts further tokens (MTP), by transformers' own class of layer."""
 
     @torch.no_grad()
@@ -269,11 +269,11 @@ def further(model: Any, layer: Any, window: int | None = None) -> Says:
 # --- drafts that say all levels in one forward ---
 
 
-def one_forward(
+def parallel_draft(
     rows_of: Callable[[list[int]], tuple[torch.Tensor, torch.Tensor]],
     corrected: Callable[[list[int], torch.Tensor], Any] = lambda path, rows: 0.0,
     candidates: int = 10**6,
-) -> Says:
+) -> DraftLogprobs:
     """A level's row, to whose likeliest ``candidates`` a correction by the path is added.
 
     Args:
@@ -294,14 +294,14 @@ def one_forward(
     return says
 
 
-def behind_a_text(rows: int, ahead: int, window: int | None = None) -> torch.Tensor:
+def slot_mask(rows: int, ahead: int, window: int | None = None) -> torch.Tensor:
     """The mask of rows, the last ``ahead`` of which stand for tokens not known yet: they see what their root's sees."""
     at = torch.arange(rows)
     anchors = at.clamp(max=rows - 1 - ahead)
     return (at <= at[:, None]) & (anchors[:, None] - at < (window or rows))
 
 
-def onepass(model: Any, draft: Any, window: int | None = None, candidates: int = 10**6) -> Says:
+def onepass(model: Any, draft: Any, window: int | None = None, candidates: int = 10**6) -> DraftLogprobs:
     """Ours: learned slots behind the root, and a bigram among the likely tokens."""
     w = {n: t.float() for n, t in draft.weights.items()}
     ids = None if draft.ids is None else draft.ids.tolist()
@@ -312,7 +312,7 @@ def onepass(model: Any, draft: Any, window: int | None = None, candidates: int =
         g = torch.cat(features(model, text), -1) @ w["fc.weight"].T
         x = model.get_input_embeddings()(torch.tensor(text[1:]))
         x, g = torch.cat([x, x[-1] + w["slot_embedding"]]), torch.cat([g, g[-1] + w["slot_state"]])
-        mask = behind_a_text(len(x), slots - 1, window)
+        mask = slot_mask(len(x), slots - 1, window)
         out = fused_layers(
             w, "midlayer.", x, g, draft.shape.head_dim, torch.arange(len(x)), mask, draft.rope["rope_theta"],
             before_residual=draft.shape.norm_before_residual,
@@ -325,10 +325,12 @@ def onepass(model: Any, draft: Any, window: int | None = None, candidates: int =
             return 0.0
         return w["bigram_out.weight"] @ w["bigram_in.weight"][path[-1] if ids is None else ids.index(path[-1])]
 
-    return one_forward(rows_of, bigram, candidates)
+    return parallel_draft(rows_of, bigram, candidates)
 
 
-def peagle(model: Any, w: Weights, slots: int, norm_before_fc: bool = False, window: int | None = None) -> Says:
+def peagle(
+    model: Any, w: Weights, slots: int, norm_before_fc: bool = False, window: int | None = None
+) -> DraftLogprobs:
     """P-EAGLE: EAGLE-3's layers over mask tokens behind the root."""
 
     @torch.no_grad()
@@ -337,17 +339,17 @@ def peagle(model: Any, w: Weights, slots: int, norm_before_fc: bool = False, win
         joined = torch.cat([joined, w["mask_hidden"][0].expand(slots - 1, -1)])
         g = (rms(joined, w["input_norm.weight"]) if norm_before_fc else joined) @ w["fc.weight"].T
         x = w["embed_tokens.weight"][torch.tensor(text[1:] + [MASK] * (slots - 1))]
-        out = fused_layers(w, "layers.0.", x, g, 12, torch.arange(len(x)), behind_a_text(len(x), slots - 1, window))
+        out = fused_layers(w, "layers.0.", x, g, 12, torch.arange(len(x)), slot_mask(len(x), slots - 1, window))
         logits = rms(out[-slots:], w["norm.weight"]) @ w["lm_head.weight"].T
         return logits, logits
 
-    return one_forward(rows_of)
+    return parallel_draft(rows_of)
 
 
 def dflash(
     model: Any, w: Weights, block: int = 4, first: int = 1, head: str = "vanilla",
     windows: tuple[Any, ...] = (None, None), causal: tuple[bool, ...] = (False, False), window: int | None = None,
-) -> Says:  # fmt: skip
+) -> DraftLogprobs:  # fmt: skip
     """DFlash: a block of mask tokens that sees itself both ways, and the text's features; DSpark's heads.
 
     Args:
@@ -375,7 +377,7 @@ def dflash(
         logits = hidden @ w.get("lm_head.weight", model.get_output_embeddings().weight).T
         return hidden[first:], logits[first:]
 
-    return one_forward(rows_of, lambda path, rows: _correction(w, path, rows, head), 11)
+    return parallel_draft(rows_of, lambda path, rows: _correction(w, path, rows, head), 11)
 
 
 def _correction(w: Weights, path: list[int], hidden: torch.Tensor, head: str) -> Any:
@@ -401,7 +403,7 @@ def _correction(w: Weights, path: list[int], hidden: torch.Tensor, head: str) ->
 # --- comparing ---
 
 
-def drafted(spec: Speculator, prompts: Sequence[list[int]], new: int = 14) -> tuple[list[Any], list[Result]]:
+def drafted_rounds(spec: Speculator, prompts: Sequence[list[int]], new: int = 14) -> tuple[list[Any], list[Result]]:
     """The rounds of a greedy run, each a text and the tree that was verified behind it, and the run's results."""
     run, texts = spec.stream([list(p) for p in prompts], max_new_tokens=new, eos_token_ids=[]), list(map(list, prompts))
     rounds = []
@@ -412,8 +414,8 @@ def drafted(spec: Speculator, prompts: Sequence[list[int]], new: int = 14) -> tu
     return rounds, run.results()
 
 
-def assert_defined(
-    says: Says, text: list[int], tree: Any, ids: list[int] | None = None, limit: int = 20, near: float = 3e-4
+def assert_matches_definition(
+    says: DraftLogprobs, text: list[int], tree: Any, ids: list[int] | None = None, limit: int = 20, near: float = 3e-4
 ) -> None:
     """A tree's log-probabilities are those of a definition; of many nodes the first ``limit`` are looked at.
 
@@ -427,4 +429,4 @@ def assert_defined(
         if parent not in expected:
             expected[parent] = says(text, [tree.tokens[i] for i in tree.path(parent)][1:])
         token = tree.tokens[node] if ids is None else ids.index(tree.tokens[node])
-        assert tree.log_probs[node] == pytest.approx(float(expected[parent][token]), abs=near)
+        assert tree.logprobs[node] == pytest.approx(float(expected[parent][token]), abs=near)

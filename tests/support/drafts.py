@@ -20,9 +20,9 @@ from longdraft.drafters.onepass import OnePassBlock, OnePassShape
 from longdraft.drafts import draft_folder
 from longdraft.drafts.draft_folder import DraftFolder
 from longdraft.drafts.eagle_formats import Eagle3Shape, EagleShape
-from longdraft.model import small_models
+from longdraft.model import small_llama
 from longdraft.model.runner import TargetRunner
-from longdraft.model.shared_parts import describe
+from longdraft.model.shared_parts import describe_target
 from tests.support.tiny import Family, tiny_model
 
 M = TypeVar("M", bound=torch.nn.Module)
@@ -42,7 +42,7 @@ def noise(shapes: Mapping[str, Sequence[int]], seed: int = 0) -> dict[str, torch
     return found
 
 
-def filled(block: M, seed: int = 0) -> M:
+def fill_random(block: M, seed: int = 0) -> M:
     """A module with such weights."""
     with torch.no_grad():
         weights = dict(block.named_parameters())
@@ -51,7 +51,7 @@ def filled(block: M, seed: int = 0) -> M:
     return block
 
 
-def table(kept: list[int] | None, vocabulary: int = 0) -> dict[str, torch.Tensor]:
+def vocab_tables(kept: list[int] | None, vocabulary: int = 0) -> dict[str, torch.Tensor]:
     """The tensors of a smaller vocabulary: from a draft's ids to the target's, and which of those it has."""
     if kept is None:
         return {}
@@ -62,20 +62,22 @@ def table(kept: list[int] | None, vocabulary: int = 0) -> dict[str, torch.Tensor
 def _written(folder: Path, kind: str, model: PreTrainedModel, block: Any, kept: Any, **config: Any) -> Path:
     """A folder of ours."""
     said = asdict(block.shape) | {"draft_vocab_size": kept and len(kept)} | config
-    draft_folder.save(folder, DraftFolder(kind, said, dict(block.state_dict()) | table(kept), describe(model)))
+    draft_folder.save(
+        folder, DraftFolder(kind, said, dict(block.state_dict()) | vocab_tables(kept), describe_target(model))
+    )
     return folder
 
 
 def random_block(model: PreTrainedModel, window: int = 8, seed: int = 0, final_norm: bool = False) -> LongSpecBlock:
     """A block for this target in which every part matters: no weight is zero, no norm is one."""
-    shape = describe(model)
+    shape = describe_target(model)
     block = LongSpecBlock(
         LongSpecShape(
             shape["hidden_size"], 3 * shape["hidden_size"], shape["heads"], shape["kv_heads"], shape["head_dim"],
             model.config.rms_norm_eps, window, final_norm,
         )
     )  # fmt: skip
-    return filled(block, seed)
+    return fill_random(block, seed)
 
 
 def random_draft(
@@ -99,13 +101,13 @@ def random_eagle3_block(
     model: PreTrainedModel, kept: list[int] | None = None, seed: int = 0, **over: Any
 ) -> Eagle3Block:
     """An EAGLE-3 module for this target in which every part matters; its heads are not the target's."""
-    shape = describe(model)
+    shape = describe_target(model)
     hidden = shape["hidden_size"]
     sizes = {
         "hidden_size": hidden, "intermediate_size": 2 * hidden, "heads": 4, "kv_heads": 2, "head_dim": 12,
         "feature_size": 3 * hidden, "vocabulary": len(kept) if kept else shape["vocab_size"],
     }  # fmt: skip
-    return filled(Eagle3Block(Eagle3Shape(**(sizes | over))), seed)
+    return fill_random(Eagle3Block(Eagle3Shape(**(sizes | over))), seed)
 
 
 def random_eagle3(
@@ -171,8 +173,8 @@ def published_eagle3(folder: Path, model: PreTrainedModel, kept: list[int] | Non
     """
     block = random_eagle3_block(model, kept)
     tensors = {n: t.clone() for n, t in block.state_dict().items()}
-    vocabulary = describe(model)["vocab_size"]
-    tensors |= table(kept, vocabulary)
+    vocabulary = describe_target(model)["vocab_size"]
+    tensors |= vocab_tables(kept, vocabulary)
     config = {
         "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": 48,
         "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12,
@@ -187,11 +189,11 @@ def published_eagle3(folder: Path, model: PreTrainedModel, kept: list[int] | Non
 
 def published_eagle(folder: Path, model: PreTrainedModel) -> Path:
     """A random draft of EAGLE-1 for this target, as its authors publish theirs; its heads are not the target's."""
-    shape = describe(model)
+    shape = describe_target(model)
     hidden, vocabulary = shape["hidden_size"], shape["vocab_size"]
     block = EagleBlock(EagleShape(hidden, 2 * hidden, 4, 2, 24, hidden, vocabulary))
     tensors = {"embed_tokens.weight": torch.zeros(vocabulary, hidden)}
-    tensors |= {n.replace("midlayer", "layers.0"): t for n, t in filled(block).state_dict().items()}
+    tensors |= {n.replace("midlayer", "layers.0"): t for n, t in fill_random(block).state_dict().items()}
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
         "intermediate_size": 2 * hidden, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
@@ -203,7 +205,7 @@ def published_eagle(folder: Path, model: PreTrainedModel) -> Path:
     return folder
 
 
-def saved(folder: Path, model: PreTrainedModel) -> Path:
+def save_model(folder: Path, model: PreTrainedModel) -> Path:
     """A model as transformers saves it."""
     model.save_pretrained(folder)
     return folder
@@ -228,23 +230,23 @@ def random_heads(
     Args:
         kept: target ids of a smaller vocabulary, in increasing order.
     """
-    shape = describe(model)
-    block = filled(HeadsBlock(HeadsShape(shape["hidden_size"], heads, model.config.rms_norm_eps)), seed)
+    shape = describe_target(model)
+    block = fill_random(HeadsBlock(HeadsShape(shape["hidden_size"], heads, model.config.rms_norm_eps)), seed)
     return _written(folder, "heads", model, block, kept, trained_length=64)
 
 
 def random_lm(folder: Path, model: PreTrainedModel, *, kept: list[int] | None = None, length: int = 64) -> Path:
     """A draft folder of a language model of ours for this target, of random weights."""
     runner = TargetRunner(model)
-    sizes = small_models.sizes_for(runner, 2, 80, 1e4, length)
+    sizes = small_llama.small_llama_config(runner, 2, 80, 1e4, length)
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: torch.randn(t.shape, generator=generator) * 0.2 + (t.ndim == 1)
-        for name, t in small_models.decoder(sizes).state_dict().items()
+        for name, t in small_llama.build_decoder(sizes).state_dict().items()
     }
-    tensors |= table(kept)
+    tensors |= vocab_tables(kept)
     config = {"model": sizes, "draft_vocab_size": kept and len(kept), "trained_length": length}
-    draft_folder.save(folder, DraftFolder("small-lm", config, tensors, runner.parts.description))
+    draft_folder.save(folder, DraftFolder("small-lm", config, tensors, runner.shared_parts.description))
     return folder
 
 

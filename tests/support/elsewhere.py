@@ -20,13 +20,13 @@ if os.name == "posix":
     _CONTEXT.set_forkserver_preload(["longdraft.cli.main", "longdraft.speculator", "tests.training.worker"])
 
 
-def start(said: Path, function: Callable[..., None], *arguments: Any) -> BaseProcess:
+def start(output: Path, function: Callable[..., None], *arguments: Any) -> BaseProcess:
     """Calls a function of a module in another process.
 
     Args:
-        said: a file for what it prints, errors and tracebacks too.
+        output: a file for what it prints, errors and tracebacks too.
     """
-    process = _CONTEXT.Process(target=_quietly, args=(said, function, *arguments))
+    process = _CONTEXT.Process(target=_quietly, args=(output, function, *arguments))
     process.start()
     return process
 
@@ -38,7 +38,7 @@ def _quietly(said: Path, function: Callable[..., None], *arguments: Any) -> None
     function(*arguments)
 
 
-def at_terminal(name: str, function: Callable[..., None], *arguments: Any) -> BaseProcess:
+def start_at_terminal(name: str, function: Callable[..., None], *arguments: Any) -> BaseProcess:
     """Calls a function of a module in another process, in the foreground of a terminal."""
     process = _CONTEXT.Process(target=_in_the_foreground, args=(name, function, *arguments))
     process.start()
@@ -59,7 +59,7 @@ def _in_the_foreground(name: str, function: Callable[..., None], *arguments: Any
 
 
 def command(*words: str) -> None:
-    """The command line of longdraft, for :func:`start` and :func:`at_terminal`; 200 columns where no terminal is."""
+    """The command line of longdraft, for :func:`start` and :func:`start_at_terminal`; 200 columns where no terminal is."""
     from longdraft.cli.main import main
 
     if not sys.stdout.isatty():
@@ -67,7 +67,7 @@ def command(*words: str) -> None:
     raise SystemExit(main(words))
 
 
-def ended(process: BaseProcess, seconds: float) -> int:
+def wait_for_exit(process: BaseProcess, seconds: float) -> int:
     """Exit status, minus the signal if one ended it; fails where it does not end."""
     process.join(seconds)
     late = process.exitcode is None

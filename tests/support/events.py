@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from longdraft import Step
-from longdraft.engine.event import Event
 from longdraft.engine.loop import Engine
+from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
 from longdraft.trees.tree import TokenTree
 
@@ -17,27 +17,27 @@ def _root(s: Sequence) -> TokenTree:
     return TokenTree((s.tokens[-1],), (-1,))
 
 
-def begun(s: Sequence) -> Event:
+def prefill_event(s: Sequence) -> RoundResult:
     """Its prompt has been read."""
-    return Event(s, _root(s), mode="prefill")
+    return RoundResult(s, _root(s), mode="prefill")
 
 
-def verified(s: Sequence, tree: TokenTree, accepted: int) -> Event:
+def verify_event(s: Sequence, tree: TokenTree, accepted: int) -> RoundResult:
     """A round that accepted so many of a tree's nodes."""
-    return Event(s, tree, accepted)
+    return RoundResult(s, tree, accepted)
 
 
-def attended(s: Sequence, queries: Mapping[int, torch.Tensor]) -> Event:
+def query_event(s: Sequence, queries: Mapping[int, torch.Tensor]) -> RoundResult:
     """A round without a draft; queries: layer -> (query heads, head size) of its row."""
-    return Event(s, _root(s), queries={layer: q[:, None] for layer, q in queries.items()})
+    return RoundResult(s, _root(s), queries={layer: q[:, None] for layer, q in queries.items()})
 
 
-def replaced(s: Sequence, start: int) -> Event:
+def rewrite_event(s: Sequence, start: int) -> RoundResult:
     """A round without a draft that made the rows from ``start`` on exact."""
-    return Event(s, _root(s), replaced=start)
+    return RoundResult(s, _root(s), kv_rewritten_from=start)
 
 
-def decoded(engine: Engine, sequences: list[Sequence]) -> list[Step]:
+def run_to_end(engine: Engine, sequences: list[Sequence]) -> list[Step]:
     """Runs to the end; each sequence then knows its rounds, and what was drafted and accepted of them."""
     engine.slots = len(sequences)
     for s in sequences:

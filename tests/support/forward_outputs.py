@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from longdraft.memory.windows import WindowStates
+from longdraft.memory.windows import WindowKVCache
 from longdraft.model.outputs import Taps
 from longdraft.model.runner import TargetRunner
 from tests.support.forwards import forward
@@ -33,6 +33,6 @@ def outputs(runner: TargetRunner, prompts: Mapping[int, int], steps: int) -> lis
         store.commit(2, [0])
         store.commit(0, [0])
     rows = store.lengths[2]
-    for kept in (store, *(states for states in store.states if isinstance(states, WindowStates))):
+    for kept in (store, *(states for states in store.states if isinstance(states, WindowKVCache))):
         found += [kept.keys[:, 2, :, :rows], kept.values[:, 2, :, :rows]]
     return found

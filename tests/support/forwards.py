@@ -24,4 +24,6 @@ def forward(
     **shape: Any,
 ) -> TargetOutput:
     """Over a block of tokens; ``shape``: as of :meth:`KVStore.block`."""
-    return runner.forward(store.block(slots, tokens, **shape), store, logits=logits, taps=taps, check=check)
+    return runner.forward(
+        store.make_forward_batch(slots, tokens, **shape), store, logits=logits, taps=taps, check_nan=check
+    )

@@ -28,8 +28,8 @@ class Launches(TorchDispatchMode):
         self.forwards = 0
 
     @property
-    def of_a_layer(self) -> float:
-        """Launches of one forward of the layer that :func:`watch` watches."""
+    def per_forward(self) -> float:
+        """Launches of one forward of the layer that :func:`count_launches` watches."""
         return sum(self.counts.values()) / self.forwards
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -45,7 +45,7 @@ def _is_view(func: Any) -> bool:
     return any(alias is not None and not alias.is_write for alias in aliases)
 
 
-def watch(counting: Launches, layer: torch.nn.Module) -> None:
+def count_launches(counting: Launches, layer: torch.nn.Module) -> None:
     """Counts what a layer launches. A hook of a model is kept by its twin."""
 
     def begin(*_: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-class LazySide:
+class LazyCopyStream:
     """In the place of a stream: copies as late as possible: without a wait, the rows are not there."""
 
     def __init__(self) -> None:
@@ -13,7 +13,7 @@ class LazySide:
         self.done = 0
         self.began = False
 
-    def begin(self) -> None:
+    def wait_for_compute(self) -> None:
         self.began = True
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
@@ -21,14 +21,14 @@ class LazySide:
         assert to.is_contiguous() and source.is_contiguous() and to.shape == source.shape
         self.queue.append((to, source))
 
-    def mark(self) -> int:
+    def record_event(self) -> int:
         self.began = False
         return len(self.queue)
 
-    def wait(self, mark: int) -> None:
-        for to, source in self.queue[self.done : mark]:
+    def wait_event(self, event: int) -> None:
+        for to, source in self.queue[self.done : event]:
             to.copy_(source)
-        self.done = max(self.done, mark)
+        self.done = max(self.done, event)
 
-    def settle(self) -> None:
-        self.wait(len(self.queue))
+    def synchronize(self) -> None:
+        self.wait_event(len(self.queue))

@@ -40,7 +40,7 @@ def long_rope_model(kind: str = "phi3", dtype: torch.dtype = torch.float32) -> P
 
 
 @torch.no_grad()
-def as_a_whole(model: PreTrainedModel, prompt: list[int], new_tokens: int) -> list[int]:
+def greedy_without_cache(model: PreTrainedModel, prompt: list[int], new_tokens: int) -> list[int]:
     """The greedy continuation by the model's own forward of the whole text, each time anew."""
     text = list(prompt)
     for _ in range(new_tokens):

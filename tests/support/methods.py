@@ -22,7 +22,7 @@ from tests.support.drafts import (
     random_heads,
     random_mtp,
     random_onepass,
-    saved,
+    save_model,
     small_lm,
 )
 from tests.support.published import small_dflash, small_peagle
@@ -48,17 +48,17 @@ class Case:
 
     Attributes:
         draft: which of DRAFTS it takes; None: it needs none.
-        alike: a sequence decodes alike, round by round, whoever is beside it in a batch.
-        kept_alike: and alike with a prompt that is read from a cache.
+        batch_invariant: a sequence decodes alike, round by round, whoever is beside it in a batch.
+        cache_invariant: and alike with a prompt that is read from a cache.
     """
 
     method: str
     draft: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    alike: bool = True
-    kept_alike: bool = False
+    batch_invariant: bool = True
+    cache_invariant: bool = False
 
-    def with_its_own_tree(self) -> Case:
+    def with_default_tree(self) -> Case:
         """Without the tree that it asks for, and with a draft whose window holds a deeper one."""
         wide = {"longspec": "longspec wide", "eagle3 window": "eagle3", "onepass window": "onepass"}
         asked = ("widths", "depth", "top_k", "nodes", "tree", "threshold", "branches")
@@ -68,16 +68,16 @@ class Case:
 
 # The case that meets every situation, method by method.
 METHODS = {
-    "ar": Case("ar", kept_alike=True),
-    "prompt-lookup": Case("prompt-lookup", None, {"branches": 3, "min_n": 1}, kept_alike=True),
-    "longspec": Case("longspec", "longspec", {"widths": (3, 4, 4)}, kept_alike=True),
-    "eagle3": Case("eagle3", "eagle3 window", NARROW, kept_alike=True),
-    "eagle": Case("eagle", "eagle", NARROW, kept_alike=True),
-    "onepass": Case("onepass", "onepass window", NARROW, kept_alike=True),
-    "mtp": Case("mtp", "mtp", {**NARROW, "window": 20}, kept_alike=True),
-    "peagle": Case("peagle", "peagle", {"depth": 4, "top_k": 3, "nodes": 8}, kept_alike=True),
-    "dflash": Case("dflash", "dflash", NARROW, kept_alike=True),
-    "specextend-eagle3": Case("specextend-eagle3", "eagle3", RETRIEVAL | TREE, kept_alike=True),
+    "ar": Case("ar", cache_invariant=True),
+    "prompt-lookup": Case("prompt-lookup", None, {"branches": 3, "min_n": 1}, cache_invariant=True),
+    "longspec": Case("longspec", "longspec", {"widths": (3, 4, 4)}, cache_invariant=True),
+    "eagle3": Case("eagle3", "eagle3 window", NARROW, cache_invariant=True),
+    "eagle": Case("eagle", "eagle", NARROW, cache_invariant=True),
+    "onepass": Case("onepass", "onepass window", NARROW, cache_invariant=True),
+    "mtp": Case("mtp", "mtp", {**NARROW, "window": 20}, cache_invariant=True),
+    "peagle": Case("peagle", "peagle", {"depth": 4, "top_k": 3, "nodes": 8}, cache_invariant=True),
+    "dflash": Case("dflash", "dflash", NARROW, cache_invariant=True),
+    "specextend-eagle3": Case("specextend-eagle3", "eagle3", RETRIEVAL | TREE, cache_invariant=True),
     "small-lm": Case("small-lm", "small-lm", NARROW),
     "specextend": Case("specextend", "small-lm", SMALL_RETRIEVAL | {"threshold": 0.2}),
     "self": Case("self", None, SNAPKV),
@@ -91,14 +91,14 @@ METHODS = {
 VARIANTS = {
     "prompt-lookup chain": Case("prompt-lookup", None, {"branches": 1, "min_n": 1}),
     # What a request meets of others depends on when it came.
-    "suffix earlier": Case("suffix", None, {"earlier": 100}, alike=False),
+    "suffix earlier": Case("suffix", None, {"earlier": 100}, batch_invariant=False),
     "longspec defaults": Case("longspec", "longspec"),
     "longspec cut": Case("longspec", "longspec", {"widths": (4, 5, 3), "nodes": 7}),
     "longspec chain": Case("longspec", "longspec", {"widths": (1, 1, 1)}),
     "longspec smaller vocabulary": Case("longspec", "longspec kept", {"widths": (2,)}),
     "longspec opt": Case("longspec", "longspec", OPT | {"depth": 5}),
     "longspec dynamic": Case("longspec", "longspec", {"tree": "dynamic", "depth": 4, "top_k": 3}),
-    "longspec lookup earlier": Case("longspec", "longspec", {"lookup": True, "earlier": 100}, alike=False),
+    "longspec lookup earlier": Case("longspec", "longspec", {"lookup": True, "earlier": 100}, batch_invariant=False),
     "specextend snapkv": Case("specextend", "small-lm", SMALL_RETRIEVAL | {"threshold": 0.2, "scorer": "snapkv"}),
     "specextend-eagle3 minmax": Case("specextend-eagle3", "eagle3", RETRIEVAL | TREE | {"scorer": "minmax"}),
     "specextend-eagle3 opt": Case(
@@ -171,7 +171,7 @@ DRAFTS = {
     "small-lm": lambda folder, model: small_lm(
         folder, model.config.vocab_size, context=max(512, model.config.max_position_embeddings)
     ),
-    "target": saved,
+    "target": save_model,
     "heads": random_heads,
     "heads kept": lambda folder, model: random_heads(folder, model, kept=[0, 2, 3, 5, 7]),
     "mtp": random_mtp,
@@ -193,7 +193,7 @@ def target(family: Family = "llama", dtype: torch.dtype = torch.float32, **sizes
     return tiny_model(family, dtype=dtype, **{"vocab": VOCABULARY, **sizes})
 
 
-class Workshop:
+class SpeculatorFactory:
     """Makes speculators.
 
     Args:
@@ -275,7 +275,7 @@ EXACT = tuple(n for n, case in METHODS.items() if n == case.method and n not in 
 ALWAYS_RIGHT = ("small-lm", "triforce")
 
 
-class Specs(Workshop):
+class SpeculatorsByMethod(SpeculatorFactory):
     """Speculators by method, each made once, with one target; in float64 rounding decides no token."""
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float64) -> None:

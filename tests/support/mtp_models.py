@@ -42,7 +42,7 @@ def target(kind: str) -> PreTrainedModel:
     return model.eval()
 
 
-class Further(nn.Module):
+class MTPLayer(nn.Module):
     """The definition: a layer of the model's class behind a projection, with eager attention."""
 
     def __init__(self, model: PreTrainedModel, sparse: bool) -> None:
@@ -79,21 +79,21 @@ def _fill(module: nn.Module, seed: int) -> None:
                 weight.copy_(1 + 0.2 * noise if "norm" in name else (0.02 if "bias" in name else 0.25) * noise)
 
 
-def with_further(
+def save_with_mtp(
     folder: Path, kind: str, shards: int = 1, dtype: torch.dtype = torch.float32
-) -> tuple[PreTrainedModel, Further]:
+) -> tuple[PreTrainedModel, MTPLayer]:
     """A model loaded from a folder that holds a further layer, and the layer's definition.
 
     Args:
         shards: files that the checkpoint consists of, at least.
     """
     model = target(kind)
-    further = definition(model)
+    further = mtp_definition(model)
     model, further = model.to(dtype), further.to(dtype)
     numbered, layers = kind in _NUMBERED, model.config.num_hidden_layers
     model.save_pretrained(folder, max_shard_size="100KB" if shards > 1 else "5GB")
     files = sorted(folder.glob("*.safetensors"))
-    tensors = published(further, layers if numbered else None)
+    tensors = published_tensors(further, layers if numbered else None)
     if numbered:  # copies of the target's
         tensors[f"model.layers.{layers}.embed_tokens.weight"] = model.get_input_embeddings().weight.detach().clone()
         tensors[f"model.layers.{layers}.shared_head.head.weight"] = model.lm_head.weight.detach().clone()
@@ -106,14 +106,14 @@ def with_further(
     return AutoModelForCausalLM.from_pretrained(folder).eval(), further.eval()
 
 
-def definition(model: PreTrainedModel) -> Further:
+def mtp_definition(model: PreTrainedModel) -> MTPLayer:
     """The definition of the further layer that every model of these tests has, with its weights."""
-    further = Further(model, SPARSE[model.config.model_type])
+    further = MTPLayer(model, SPARSE[model.config.model_type])
     _fill(further, 7)
     return further.eval()
 
 
-def published(further: Further, layer: int | None) -> dict[str, torch.Tensor]:
+def published_tensors(further: MTPLayer, layer: int | None) -> dict[str, torch.Tensor]:
     """The tensors by their published names.
 
     Args:

@@ -5,10 +5,10 @@ It finds operations that a real GPU would refuse or wait for. Every operation of
 * an operation on tensors of the device and of the host is an error, except for tensors without dimensions;
 * the host waits if it reads a number of the device, if a shape depends on numbers of the device, if it copies from
   memory that is not pinned, or if it writes a number at a place (``x[3] = 5``, which copies that number):
-  :attr:`Card.waits` lists the places in our code;
-* an event behind which the device has more work does not leave it idle: :attr:`Card.overlapped` counts those;
-* operations of the device and copies between it and the host are counted (:attr:`Card.launches`, :attr:`Card.copies`);
-* while something is recorded (:attr:`Card.recording`), waits and copies from the host are errors: a CUDA graph would
+  :attr:`SimulatedGPU.waits` lists the places in our code;
+* an event behind which the device has more work does not leave it idle: :attr:`SimulatedGPU.overlapped` counts those;
+* operations of the device and copies between it and the host are counted (:attr:`SimulatedGPU.launches`, :attr:`SimulatedGPU.copies`);
+* while something is recorded (:attr:`SimulatedGPU.recording`), waits and copies from the host are errors: a CUDA graph would
   copy the host's old memory again.
 """
 
@@ -46,11 +46,11 @@ _FREE = {
 _SOURCES = str(Path(__file__).parents[2] / "src" / "longdraft")
 
 
-class Mixed(AssertionError):
+class MixedDevicesError(AssertionError):
     """Tensors of the host and of the device met."""
 
 
-class OnCard(torch.Tensor):
+class SimulatedTensor(torch.Tensor):
     """A tensor of the device, with its numbers in the host tensor ``numbers``."""
 
     numbers: torch.Tensor
@@ -58,7 +58,7 @@ class OnCard(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, real: torch.Tensor) -> OnCard:
+    def __new__(cls, real: torch.Tensor) -> SimulatedTensor:
         return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
             cls,
             real.shape,
@@ -95,7 +95,7 @@ class OnCard(torch.Tensor):
         raise RuntimeError(f"{func} of a tensor of the device, outside the mode that knows how")
 
 
-class Card(TorchDispatchMode):
+class SimulatedGPU(TorchDispatchMode):
     """Intercepts torch's operations.
 
     Attributes:
@@ -120,7 +120,7 @@ class Card(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         name, composite = _known(func)
         tensors = _tensors([*args, *kwargs.values()])
-        ours = any(isinstance(x, OnCard) for x in tensors)
+        ours = any(isinstance(x, SimulatedTensor) for x in tensors)
         where = kwargs.get("device")
         there = ours if where is None else torch.device(where).type in ("cuda", "meta")
         if not ours and not there:
@@ -153,17 +153,17 @@ class Card(TorchDispatchMode):
         # Views of tensors that were made outside inference mode must be made outside of it too.
         with torch.inference_mode(all(x.is_inference() for x in tensors) and torch.is_inference_mode_enabled()):
             made = _claimed(out) if there else out
-        if name == "scalar_tensor" and isinstance(made, OnCard):
+        if name == "scalar_tensor" and isinstance(made, SimulatedTensor):
             made.scalar = True
         return made
 
     def _moved(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], there: bool) -> None:
         source = args[1] if name == "copy_" else args[0]
-        target = isinstance(args[0], OnCard) if name == "copy_" else there
+        target = isinstance(args[0], SimulatedTensor) if name == "copy_" else there
         if name == "copy_" and target and getattr(source, "scalar", False):
             self._wait("a number written at a place")
             return
-        if isinstance(source, OnCard) == target:
+        if isinstance(source, SimulatedTensor) == target:
             return
         self.copies += 1
         soon = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
@@ -181,9 +181,11 @@ class Card(TorchDispatchMode):
     def _mixed(self, name: str, func: Any, tensors: list[torch.Tensor]) -> None:
         if name in _INDEXED:
             return
-        strange = [x for x in tensors if not isinstance(x, OnCard) and x.dim() > 0]
+        strange = [x for x in tensors if not isinstance(x, SimulatedTensor) and x.dim() > 0]
         if strange:
-            raise Mixed(f"{func} of the device's tensors and one of the host, {tuple(strange[0].shape)}, at {_place()}")
+            raise MixedDevicesError(
+                f"{func} of the device's tensors and one of the host, {tuple(strange[0].shape)}, at {_place()}"
+            )
 
     def _by_mask(self, name: str, args: tuple[Any, ...]) -> bool:
         if name not in _INDEXED:
@@ -207,7 +209,7 @@ class Event:
         card: the device.
     """
 
-    def __init__(self, card: Card) -> None:
+    def __init__(self, card: SimulatedGPU) -> None:
         self._card, self._at = card, 0
 
     def record(self) -> None:
@@ -220,14 +222,14 @@ class Event:
             self._card.overlapped += 1
 
 
-class StandIn:
+class SimulatedGraphs:
     """Stands in for CUDA graphs: a replay runs the function again and copies the results to the recorded tensors.
 
     Args:
         card: finds operations that must not be recorded.
     """
 
-    def __init__(self, card: Card | None = None) -> None:
+    def __init__(self, card: SimulatedGPU | None = None) -> None:
         self.captures = self.replays = 0
         self._card = card
 
@@ -280,14 +282,14 @@ def _tensors(found: list[Any]) -> list[torch.Tensor]:
 
 
 def _real(x: Any) -> Any:
-    if isinstance(x, OnCard):
+    if isinstance(x, SimulatedTensor):
         return x.numbers
     return type(x)(map(_real, x)) if type(x) in (list, tuple) else x
 
 
 def _claimed(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
-        return OnCard(x)
+        return SimulatedTensor(x)
     return type(x)(map(_claimed, x)) if type(x) in (list, tuple) else x
 
 
@@ -299,16 +301,16 @@ def _place() -> str:
     return "outside longdraft"
 
 
-def answer(monkeypatch: Any, **values: Any) -> None:
+def patch_cuda(monkeypatch: Any, **values: Any) -> None:
     """Makes functions of ``torch.cuda`` return these values."""
     for name, value in values.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, _value=value, **__: _value)
 
 
 @contextmanager
-def card(monkeypatch: Any) -> Iterator[Card]:
+def simulate_gpu(monkeypatch: Any) -> Iterator[SimulatedGPU]:
     """Simulates an NVIDIA GPU of the Ampere kind with 80 GB, whose attention kernels are stand-ins."""
-    answer(
+    patch_cuda(
         monkeypatch,
         _lazy_init=None,
         get_device_capability=(8, 0),
@@ -331,18 +333,18 @@ def card(monkeypatch: Any) -> Iterator[Card]:
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     torch._C._set_only_lift_cpu_tensors(True)
     try:
-        with torch_kernels.registered(), Card() as found:
+        with torch_kernels.registered(), SimulatedGPU() as found:
             monkeypatch.setattr(torch.cuda, "Event", lambda: Event(found))
             yield found
     finally:
         torch._C._set_only_lift_cpu_tensors(False)
 
 
-def moved(module: torch.nn.Module) -> torch.nn.Module:
+def to_simulated_gpu(module: torch.nn.Module) -> torch.nn.Module:
     """Moves a module's parameters and buffers to the device, in place."""
     for part in module.modules():
         for name, weight in list(part.named_parameters(recurse=False, remove_duplicate=False)):
-            setattr(part, name, torch.nn.Parameter(OnCard(weight.detach()), requires_grad=False))
+            setattr(part, name, torch.nn.Parameter(SimulatedTensor(weight.detach()), requires_grad=False))
         for name, x in list(part.named_buffers(recurse=False, remove_duplicate=False)):
-            setattr(part, name, OnCard(x))
+            setattr(part, name, SimulatedTensor(x))
     return module

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from tests.support.definitions import MASK
-from tests.support.drafts import noise, random_eagle3_block, table
+from tests.support.drafts import noise, random_eagle3_block, vocab_tables
 from tests.support.tiny import tiny_model
 
 Shapes = dict[str, tuple[int, ...]]
@@ -45,7 +45,7 @@ def save(folder: Path, config: dict[str, Any], tensors: Tensors, pickled: bool =
 
 def with_vocabulary(tensors: Tensors, kept: list[int] | None, vocabulary: int = 11) -> Tensors:
     """And the tables of a smaller vocabulary."""
-    return tensors | table(kept, vocabulary)
+    return tensors | vocab_tables(kept, vocabulary)
 
 
 # --- LongSpec, EAGLE-1, EAGLE-2 and EAGLE-3, by their authors ---

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.tiny import own_text, tiny_model, tiny_tokenizer
+from tests.support.tiny import generate_tokens, tiny_model, tiny_tokenizer
 
 GROUP = 32
 # Sizes that the kernels of all packages take.
@@ -24,7 +24,7 @@ NEW = 24
 
 def own_tokens(model: Any) -> list[list[int]]:
     """What the model's own ``generate`` continues each prompt with."""
-    return [own_text(model, prompt, NEW) for prompt in PROMPTS]
+    return [generate_tokens(model, prompt, NEW) for prompt in PROMPTS]
 
 
 def plain_folder(out: Path, dtype: torch.dtype = torch.float32, **over: Any) -> Path:

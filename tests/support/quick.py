@@ -13,13 +13,13 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def few(cases: Iterable[Any], quick: Iterable[Any]) -> list[Any]:
+def slow_except(cases: Iterable[Any], quick: Iterable[Any]) -> list[Any]:
     """All cases; those not in ``quick`` are slow."""
     quick = list(quick)
     return [case if case in quick else slow(case) for case in cases]
 
 
-def in_turn(names: Iterable[Any], others: Sequence[Any], each: int = 1, both: Iterable[Any] = ()) -> list[Any]:
+def rotate_pairs(names: Iterable[Any], others: Sequence[Any], each: int = 1, both: Iterable[Any] = ()) -> list[Any]:
     """Every name with every other. A name meets ``each`` of the others in turn, the rest of the pairs are slow.
 
     Args:

@@ -95,7 +95,7 @@ def tiny_model(
     return model.eval()
 
 
-def own_text(model: PreTrainedModel, prompt: list[int], new: int, **more: Any) -> list[int]:
+def generate_tokens(model: PreTrainedModel, prompt: list[int], new: int, **more: Any) -> list[int]:
     """What the model's own ``generate`` writes, greedily and with its cache; or a ``custom_generate`` in its place."""
     ids = torch.tensor([prompt])
     settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "use_cache": True, **more}

@@ -10,32 +10,32 @@ from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
 from tests.support.forwards import forward
 
-PIECE = 32
+CHUNK = 32
 
 
-def text(length: int, seed: int = 0, vocabulary: int = 60) -> list[int]:
+def random_tokens(length: int, seed: int = 0, vocabulary: int = 60) -> list[int]:
     return torch.randint(2, vocabulary, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def read(runner: TargetRunner, store: KVStore, slot: int, prompt: list[int]) -> None:
+def prefill(runner: TargetRunner, store: KVStore, slot: int, prompt: list[int]) -> None:
     """Reads a prompt in pieces, as an engine does."""
-    for start in range(0, len(prompt), PIECE):
-        piece = prompt[start : start + PIECE]
+    for start in range(0, len(prompt), CHUNK):
+        piece = prompt[start : start + CHUNK]
         forward(runner, [piece], store, [slot], logits="none", prompt=True)
         store.commit(slot, range(len(piece)))
 
 
-def plain_rows(runner: TargetRunner, prompt: list[int], path: list[int]) -> torch.Tensor:
+def plain_logits(runner: TargetRunner, prompt: list[int], path: list[int]) -> torch.Tensor:
     """(len(path), vocabulary) logits of tokens that are decoded one by one."""
     store, rows = runner.new_store(1, len(prompt) + len(path) + 8), []
-    read(runner, store, 0, prompt)
+    prefill(runner, store, 0, prompt)
     for token in path:
         rows.append(forward(runner, [[token]], store, [0]).logits[0, 0])
         store.commit(0, [0])
     return torch.stack(rows)
 
 
-def forked(path: list[int]) -> tuple[list[int], torch.Tensor, list[int]]:
+def tree_with_siblings(path: list[int]) -> tuple[list[int], torch.Tensor, list[int]]:
     """Tokens, mask and depths of a tree of two rows a token: the token, and a sibling that no later row sees."""
     size = 2 * len(path)
     mask = torch.zeros(1, size, size, dtype=torch.bool)
@@ -45,7 +45,7 @@ def forked(path: list[int]) -> tuple[list[int], torch.Tensor, list[int]]:
     return [each for token in path for each in (token, token + 1)], mask, [i // 2 for i in range(size)]
 
 
-def check_rows(
+def check_tree_logits(
     runner: TargetRunner,
     same: Callable[[torch.Tensor, torch.Tensor], bool] = torch.equal,
     lengths: tuple[int, int] = (70, 5),
@@ -55,14 +55,14 @@ def check_rows(
     Returns:
         The plain rows of the longer text.
     """
-    slots, prompts, paths = (2, 0), [text(n, n) for n in lengths], [text(7, seed) for seed in (3, 4)]
-    plain = [plain_rows(runner, prompt, path) for prompt, path in zip(prompts, paths, strict=True)]
+    slots, prompts, paths = (2, 0), [random_tokens(n, n) for n in lengths], [random_tokens(7, seed) for seed in (3, 4)]
+    plain = [plain_logits(runner, prompt, path) for prompt, path in zip(prompts, paths, strict=True)]
     store = runner.new_store(3, max(lengths) + 30)
     for slot, prompt in zip(slots, prompts, strict=True):
-        read(runner, store, slot, prompt)
+        prefill(runner, store, slot, prompt)
     done = [0, 0]
     for accepted in ((3, 1), (1, 2)):
-        trees = [forked(path[at : at + 3]) for path, at in zip(paths, done, strict=True)]
+        trees = [tree_with_siblings(path[at : at + 3]) for path, at in zip(paths, done, strict=True)]
         tokens, depths, mask = [t for t, _, _ in trees], [d for _, _, d in trees], torch.cat([m for _, m, _ in trees])
         whole = forward(runner, tokens, store, slots, mask=mask, depths=depths).logits
         levels = []

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 from longdraft.drafts.kinds import KINDS
 from longdraft.training.config import RunConfig
-from longdraft.training.corpus import Documents, Packed
+from longdraft.training.dataset import TokenDataset, TokenShard
 from longdraft.training.documents import Document
-from longdraft.training.loop import Report
+from longdraft.training.loop import StepReport
 from tests.support import elsewhere
 
 WORDS = ["the", "rain", "in", "spain", "stays", "mainly", "plain", "and", "so", "it", "goes", "on", "old", "man", "sea"]
@@ -53,14 +53,14 @@ def begun(config: RunConfig, *arguments: Any) -> Any:
     return training.load_run()(config, *arguments)
 
 
-def steps(config: RunConfig) -> list[Report]:
+def steps(config: RunConfig) -> list[StepReport]:
     return list(begun(config))
 
 
-def in_memory(documents: Iterable[Document]) -> Documents:
+def in_memory(documents: Iterable[Document]) -> TokenDataset:
     """Documents as files hold them."""
-    found = Documents()
-    found.extend(Packed.of(documents))
+    found = TokenDataset()
+    found.add_shard(TokenShard.from_documents(documents))
     return found
 
 
@@ -109,7 +109,7 @@ def run_elsewhere(config: RunConfig, *arguments: str, processes: int = 1) -> End
             elsewhere.start(output[rank], _worker, rank, processes, port, kind, words, *arguments)
             for rank in range(processes)
         ]
-        codes = [elsewhere.ended(process, 300) for process in running]
+        codes = [elsewhere.wait_for_exit(process, 300) for process in running]
         return Ended(next((code for code in codes if code), 0), "".join(path.read_text() for path in output))
 
 

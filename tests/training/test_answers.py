@@ -12,12 +12,12 @@ import pytest
 from longdraft.cli.main import main
 from longdraft.errors import CapabilityError, CheckpointError, PromptError
 from longdraft.training import answers
-from longdraft.training.answers import AnswerFile, Ask, answer
-from longdraft.training.documents import Skipped, documents
+from longdraft.training.answers import AnswerFile, AnswerPrompt, generate_answers
+from longdraft.training.documents import SkipCounts, encode_documents
 from tests.support.tiny import tiny_tokenizer
 
 pytest.importorskip("openai")
-ASKED = [[Ask(f"{n} {k}?", float(k % 2), "task", "a.txt") for k in range(3)] for n in range(4)]
+ASKED = [[AnswerPrompt(f"{n} {k}?", float(k % 2), "task", "a.txt") for k in range(3)] for n in range(4)]
 
 
 class Stub(BaseHTTPRequestHandler):
@@ -81,7 +81,7 @@ def stub(monkeypatch):
 
 def run(stub, out, **over):
     file = AnswerFile(out)
-    answer(iter(ASKED), file, stub["url"], **({"rows": 12, "batch": 3, "max_new_tokens": 9} | over))
+    generate_answers(iter(ASKED), file, stub["url"], **({"rows": 12, "batch": 3, "max_new_tokens": 9} | over))
     return file
 
 
@@ -93,15 +93,15 @@ def test_a_row_for_each_answer_as_training_reads_it(stub, tmp_path):
     out = tmp_path / "a.jsonl"
     file = run(stub, out)
     rows = {tuple(row["at"][:2]): row for row in rows_of(out)}
-    assert file.refused == 0 and file.rows == len(rows) == 12 and 1 < stub["most"] <= 3
+    assert file.num_refused == 0 and file.num_answers == len(rows) == 12 and 1 < stub["most"] <= 3
     assert {row["temperature"] for row in rows.values()} == {0.0, 1.0}
     said = [message["content"] for message in rows[1, 2]["messages"]]
     assert said == ["1 2?", "1 2!"] and rows[1, 2]["usage"] == [10, 4]
-    assert file.usage == [120, 48] and file.added == 48
+    assert file.usage == [120, 48] and file.new_tokens == 48
     assert {(row["source"], row["kind"]) for row in rows.values()} == {("a.txt", "task")}
     assert {body["model"] for body in stub["asked"]} == {"stub"} and {b["max_tokens"] for b in stub["asked"]} == {9}
     tokenizer = tiny_tokenizer(chat=True)
-    texts = [tokenizer.decode(d.tokens[d.start :]) for d in documents([out], tokenizer, Skipped(), 61)]
+    texts = [tokenizer.decode(d.token_ids[d.start :]) for d in encode_documents([out], tokenizer, SkipCounts(), 61)]
     # An answer that was cut off does not end.
     assert len(texts) == 12 and {"3 0!", "3 1!<eos>"} <= {*texts}
 
@@ -115,11 +115,11 @@ def test_gone_on_after_a_kill(stub, tmp_path):
     out.write_text(kept + '{"messages": [' + "1, " * 500)  # as a kill leaves it
     before = len(stub["asked"])
     file = run(stub, out)
-    assert file.rows == 12 and out.read_text().startswith(kept)
+    assert file.num_answers == 12 and out.read_text().startswith(kept)
     assert len({tuple(row["at"]) for row in rows_of(out)}) == 12
     new = 12 - kept.count("\n")
-    assert len(stub["asked"]) - before <= new + 4 and file.added < file.usage[1]
-    assert run(stub, out).added == 0
+    assert len(stub["asked"]) - before <= new + 4 and file.new_tokens < file.usage[1]
+    assert run(stub, out).new_tokens == 0
     out.write_text(out.read_text() + '{"text": "mine"}\n')
     with pytest.raises(CheckpointError, match="Cut"):
         run(stub, out)
@@ -137,7 +137,7 @@ def test_a_server_that_breaks_off(stub, tmp_path, fault, said):
 def test_prompts_that_a_server_refuses(stub, tmp_path, monkeypatch):
     stub["fault"] = lambda text, count: 400 if text.startswith("1") else None
     file = run(stub, tmp_path / "a.jsonl")
-    assert file.rows == 9 and file.refused == 3
+    assert file.num_answers == 9 and file.num_refused == 3
     monkeypatch.setattr(answers, "PATIENCE", 2)
     with pytest.raises(PromptError, match="no such thing"):
         run(stub, tmp_path / "b.jsonl")

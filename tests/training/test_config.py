@@ -6,7 +6,7 @@ import pytest
 
 from longdraft.errors import ConfigError
 from longdraft.training.config import PRESETS as SHIPPED
-from longdraft.training.config import preset, presets, read_config
+from longdraft.training.config import preset_path, preset_paths, read_config
 from tests.training.helpers import ROOT, SMALL, TRAININGS
 
 SETTINGS = {kind: training.load_settings() for kind, training in TRAININGS.items() if kind in SMALL}
@@ -89,11 +89,16 @@ def test_configurations_are_complete(kind, path):
 
 def test_presets_go_by_name():
     """In a package that was installed, too, and by the paths that they had."""
-    assert {"longspec/1-short", "eagle3/8b/1-answers", "papers/longspec/1-short", "accelerate/ddp"} <= presets().keys()
+    assert {
+        "longspec/1-short",
+        "eagle3/8b/1-answers",
+        "papers/longspec/1-short",
+        "accelerate/ddp",
+    } <= preset_paths().keys()
     for name in ("longspec/1-short", "longspec/1-short.yaml", "configs/longspec/1-short.yaml"):
-        assert preset(name) == SHIPPED / "longspec" / "1-short.yaml"
+        assert preset_path(name) == SHIPPED / "longspec" / "1-short.yaml"
     with pytest.raises(ConfigError, match="did you mean the preset longspec/1-short"):
-        preset("longspec/1-shrt")
+        preset_path("longspec/1-shrt")
     assert '"training/presets/**/*.yaml"' in (ROOT / "pyproject.toml").read_text()
 
 

@@ -19,13 +19,13 @@ from longdraft.drafters.longspec import LongSpecBlock, LongSpecShape
 from longdraft.drafts.eagle_formats import Eagle3Shape
 from longdraft.errors import ConfigError
 from longdraft.model import shared_parts
-from longdraft.model.rotary import Rotary, yarn
+from longdraft.model.rotary import RotaryEmbedding, make_rope_parameters
 from longdraft.training.config import read_config
 from longdraft.training.dry_run import GPUS, estimate
-from longdraft.training.eagle3 import Eagle3Trainee
+from longdraft.training.eagle3 import Eagle3Trainer
 from longdraft.training.features import Features
-from longdraft.training.longspec import LongSpecTrainee
-from tests.support.quick import few
+from longdraft.training.longspec import LongSpecTrainer
+from tests.support.quick import slow_except
 from tests.support.tiny import tiny_model
 from tests.training.helpers import SMALL, TRAININGS, settings, steps
 
@@ -48,31 +48,31 @@ def test_the_formula_is_a_step_under_fake_tensors(tmp_path, kind, recompute):
     found = estimate(kind, config)
     with FakeTensorMode():
         model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES), dtype=torch.bfloat16)
-        parts = shared_parts.shared_parts(model, shared_parts.sizes(model))
+        parts = shared_parts.shared_parts(model, shared_parts.describe_config(model))
         if kind == "longspec":
             shape = LongSpecShape(1024, 3072, 16, 4, 64, 1e-6, 512, True)
-            trainee = LongSpecTrainee(LongSpecBlock(shape), parts, None, config)
+            trainer = LongSpecTrainer(LongSpecBlock(shape), parts, None, config)
             rows = {name: torch.empty(2048, 4, 64, dtype=torch.bfloat16) for name in ("keys", "values")}
         else:
             block = Eagle3Block(Eagle3Shape(1024, 3072, 16, 4, 64, 3072, 16000, 1e-6, False, False))
-            trainee = Eagle3Trainee(block, parts, Rotary(64, yarn(1e4)), None, config)
+            trainer = Eagle3Trainer(block, parts, RotaryEmbedding(64, make_rope_parameters(1e4)), None, config)
             rows = {"hidden": torch.empty(2048, 3072, dtype=torch.bfloat16)}
         tokens = torch.zeros(2048, dtype=torch.long)
         tracker, counter = MemTracker(), FlopCounterMode(display=False)
-        tracker.track_external(trainee)
+        tracker.track_external(trainer)
         with tracker, counter:
             with torch.autocast("cpu", torch.bfloat16):
-                loss = trainee.train()([Features(tokens, 1, 0, rows, tokens[1:])] * 2, [1, 1]).loss
+                loss = trainer.train()([Features(tokens, 1, 0, rows, tokens[1:])] * 2, [1, 1]).loss
             loss.backward()
         peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
     sizes = {getattr(part, "value", part): size for part, size in peak.items()}
     between = sizes["Total"] - sizes["Parameter"] - sizes["Gradient"]
-    assert found["draft_weights"] == pytest.approx(sum(p.numel() for p in trainee.parameters()), rel=1e-3)
+    assert found["draft_weights"] == pytest.approx(sum(p.numel() for p in trainer.parameters()), rel=1e-3)
     assert found["memory_bytes"]["draft: between forward and backward"] == pytest.approx(between, rel=0.2)
     assert found["draft_operations"] * 4096 == pytest.approx(counter.get_total_flops(), rel=0.2)
 
 
-@pytest.mark.parametrize("kind", few(sorted(SMALL), ("eagle3", "lm")))
+@pytest.mark.parametrize("kind", slow_except(sorted(SMALL), ("eagle3", "lm")))
 def test_the_draft_of_every_kind_has_the_weights_of_a_real_run(kind, target, text, tmp_path):
     config = settings(kind, target, text, tmp_path / "run", max_steps=1, held_out=0.0)
     found = estimate(kind, config)

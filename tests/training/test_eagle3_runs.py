@@ -16,10 +16,10 @@ from longdraft import Speculator
 from longdraft.drafters.eagle3 import Eagle3Draft
 from longdraft.drafts import draft_folder
 from longdraft.errors import CheckpointError, ConfigError
-from longdraft.model.rotary import yarn
-from longdraft.training.config import DEPTH, Eagle3Config
-from longdraft.training.eagle3 import Eagle3Trainee
-from longdraft.training.session import Session as Training
+from longdraft.model.rotary import make_rope_parameters
+from longdraft.training.config import EVAL_DEPTH, Eagle3Config
+from longdraft.training.eagle3 import Eagle3Trainer
+from longdraft.training.session import TrainingSession as Training
 from tests.support.drafts import published_eagle3
 from tests.training.helpers import begun, losses_of, steps
 
@@ -85,20 +85,22 @@ def theirs(target, tmp_path) -> Callable[..., Path]:
 
 def loss_of(config: Eagle3Config, draft: Eagle3Draft) -> float:
     """A draft's loss on all that a run learns, per learned row, with the positions that it decodes with."""
-    session = Training(config, DEPTH)
-    reader = session.reader(draft.feature_layers(session.runner))
-    documents = [reader.read(document) for document in session.learned]
+    session = Training(config, EVAL_DEPTH)
+    reader = session.feature_reader(draft.feature_layers(session.runner))
+    documents = [reader.read(document) for document in session.train_documents]
     rotary = draft.rotary(torch.float32, "cpu")
-    trainee = Eagle3Trainee(draft.trainable(), session.runner.parts, rotary, draft.ids, config).train()
-    rows = sum(trainee.learned(len(d.tokens), d.start, 0) for d in documents)
+    trainer = Eagle3Trainer(
+        draft.trainable_module(), session.runner.shared_parts, rotary, draft.draft_to_target_ids, config
+    ).train()
+    rows = sum(trainer.num_loss_tokens(len(d.token_ids), d.start, 0) for d in documents)
     with torch.no_grad():
-        return float(trainee(documents).loss) / rows
+        return float(trainer(documents).loss) / rows
 
 
 def stretched(folder: Path) -> Eagle3Draft:
     """A draft of texts of 64 tokens with YaRN's positions, four times as many."""
     draft = Eagle3Draft.load(folder)
-    draft.rope = yarn(draft.rope["rope_theta"], 4.0, 64)
+    draft.rope = make_rope_parameters(draft.rope["rope_theta"], 4.0, 64)
     return draft
 
 
@@ -119,8 +121,16 @@ def test_a_published_draft_is_adapted_to_long_text(eagle3, theirs, target, tmp_p
     assert reports[1].loss < reports[0].loss
 
     found = Eagle3Draft.load(tmp_path / "run" / "last")
-    assert (found.layout, found.layers, found.trained_length, found.reach) == ("longdraft", (0, 1, 2), 192, 8 * 64)
-    assert found.shape == before.shape and found.ids.tolist() == KEPT == before.ids.tolist()
+    assert (found.layout, found.configured_layers, found.trained_length, found.max_context) == (
+        "longdraft",
+        (0, 1, 2),
+        192,
+        8 * 64,
+    )
+    assert (
+        found.shape == before.shape
+        and found.draft_to_target_ids.tolist() == KEPT == before.draft_to_target_ids.tolist()
+    )
     given = found.config["rope_factor"], found.config["rope_factor_trained"], found.config["rope_original_length"]
     assert given == (8.0, 4.0, 64)
     moved = [(found.weights[n].float() - t.float()).abs().max() for n, t in before.weights.items()]
@@ -148,7 +158,7 @@ def test_positions_that_a_published_draft_stretches_are_kept(eagle3, theirs, tmp
     again = replace(run, init=str(tmp_path / "run" / "last"), out=str(tmp_path / "b"), rope_factor=2.0, rope_theta=1e4)
     steps(again)
     found = Eagle3Draft.load(tmp_path / "b" / "last")
-    assert found.rope == yarn(1e4, 2.0, 32) and "rope_parameters" not in found.config
+    assert found.rope == make_rope_parameters(1e4, 2.0, 32) and "rope_parameters" not in found.config
     # Without one, a draft of ours keeps its own.
     steps(replace(again, init=str(tmp_path / "b" / "last"), out=str(tmp_path / "c"), rope_factor=None, rope_theta=None))
     assert Eagle3Draft.load(tmp_path / "c" / "last").rope == found.rope

@@ -9,7 +9,7 @@ from longdraft.errors import CheckpointError
 from longdraft.model.runner import TargetRunner
 from longdraft.training import features
 from longdraft.training.documents import Document
-from longdraft.training.features import FeatureReader, anchor_offset
+from longdraft.training.features import FeatureReader, anchor_offset_positions
 from tests.support.tiny import FAMILIES, tiny_model
 
 LAYERS = (0, 2)
@@ -17,8 +17,8 @@ LAYERS = (0, 2)
 
 def document(length: int, start: int, seed: int, begin: list[int] | None = None) -> Document:
     g = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, 61, (length,), generator=g).tolist()
-    return Document((begin or []) + tokens[len(begin or []) :], start)
+    token_ids = torch.randint(0, 61, (length,), generator=g).tolist()
+    return Document((begin or []) + token_ids[len(begin or []) :], start)
 
 
 def reader(layers: tuple[int, ...] | None = (), dtype: torch.dtype = torch.float32, last: bool = False, *cache):
@@ -33,13 +33,15 @@ def test_features_are_the_models_own(family, start, offset, monkeypatch):
     text = document(40, start, 1)
     by_kv, by_hidden = (FeatureReader(TargetRunner(model), torch.float32, x, last=True) for x in ((), LAYERS))
     found, hidden = by_kv.read(text, offset), by_hidden.read(text, offset).hidden
-    assert by_kv.names == ("keys", "values", "last") and by_hidden.names == ("hidden",)  # which ends with it
+    assert by_kv.tensor_names == ("keys", "values", "last") and by_hidden.tensor_names == (
+        "hidden",
+    )  # which ends with it
     positions = torch.tensor([p if p < 4 else p + offset for p in range(40)])
     assert torch.equal(found.positions, positions)
     between = []  # the last entry of hidden_states is normed, so the layers are asked themselves
     hooks = [model.model.layers[i].register_forward_hook(lambda m, a, o: between.append(o)) for i in LAYERS]
     with torch.no_grad():
-        out = model(torch.tensor([text.tokens]), position_ids=positions[None], use_cache=True)
+        out = model(torch.tensor([text.token_ids]), position_ids=positions[None], use_cache=True)
     for hook in hooks:
         hook.remove()
     last = out.past_key_values.layers[-1]
@@ -47,12 +49,12 @@ def test_features_are_the_models_own(family, start, offset, monkeypatch):
     torch.testing.assert_close(found.values, last.values[0], rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(hidden, torch.cat([o[0] for o in between], -1), rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(found.last, between[-1][0], rtol=1e-3, atol=1e-4)
-    assert torch.equal(found.likeliest, out.logits[0, start - 1 : -1].argmax(-1))
+    assert torch.equal(found.target_argmax, out.logits[0, start - 1 : -1].argmax(-1))
 
 
 def test_offsets_leave_the_anchors():
-    assert anchor_offset(7, 10).tolist() == [0, 1, 2, 3, 14, 15, 16]
-    assert anchor_offset(3, 10).tolist() == [0, 1, 2]
+    assert anchor_offset_positions(7, 10).tolist() == [0, 1, 2, 3, 14, 15, 16]
+    assert anchor_offset_positions(3, 10).tolist() == [0, 1, 2]
 
 
 TEXTS = [document(20 + i, 1 + 5 * (i % 3), i) for i in range(6)]
@@ -81,16 +83,21 @@ def test_from_disk_as_live_to_the_bit(cached, tmp_path, forwards, layers, dtype)
     for i, pair in enumerate(zip(written, stored, strict=True)):
         computed = live.read(TEXTS[i], 3)
         for found in pair:
-            assert torch.equal(found.tokens, computed.tokens) and (found.start, found.offset) == (computed.start, 3)
-            assert found.rows.keys() == computed.rows.keys() and torch.equal(found.likeliest, computed.likeliest)
-            assert all(torch.equal(rows, computed.rows[name]) for name, rows in found.rows.items())
+            assert torch.equal(found.token_ids, computed.token_ids) and (found.start, found.offset) == (
+                computed.start,
+                3,
+            )
+            assert found.tensors.keys() == computed.tensors.keys() and torch.equal(
+                found.target_argmax, computed.target_argmax
+            )
+            assert all(torch.equal(tensors, computed.tensors[name]) for name, tensors in found.tensors.items())
 
 
 @pytest.mark.parametrize(
     "other",
     [{"identity": "another"}, {"last": True}, {"offset": 4}, {"layers": LAYERS}, {"layers": (1, 2)},
-     {"documents": [Document([(t + 1) % 61 for t in d.tokens], d.start) for d in TEXTS]},
-     {"documents": [Document(d.tokens, d.start + 1) for d in TEXTS]}],
+     {"documents": [Document([(t + 1) % 61 for t in d.token_ids], d.start) for d in TEXTS]},
+     {"documents": [Document(d.token_ids, d.start + 1) for d in TEXTS]}],
 )  # fmt: skip
 def test_others_features_lie_beside(cached, tmp_path, other):
     if other == {"layers": (1, 2)}:

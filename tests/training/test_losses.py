@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from longdraft.training.losses import Target, soft_cross_entropy
+from longdraft.training.losses import TargetDistribution, soft_cross_entropy
 
 SIZE, VOCAB = 12, 31
 
@@ -21,7 +21,7 @@ def case(rows: int, outside: bool, seed: int, scale: float = 1.0, softcap: float
     tokens = torch.randint(-1 if outside else 0, VOCAB, (rows,), generator=g)
     places = torch.randint(0, rows + 3, (rows,), generator=g)
     weights = torch.rand(rows, generator=g) * torch.randint(0, 2, (rows,), generator=g)
-    return hidden, head, tokens, weights, Target(states, places, its, scale, softcap)
+    return hidden, head, tokens, weights, TargetDistribution(states, places, its, scale, softcap)
 
 
 def plain(hidden, head, tokens, weights, target, distill):

@@ -20,9 +20,9 @@ from longdraft.errors import (
     PromptError,
 )
 from longdraft.training import loop
-from longdraft.training.longspec import LongSpecTrainee
-from longdraft.training.measure import Simulated
-from longdraft.training.session import Session as Training
+from longdraft.training.longspec import LongSpecTrainer
+from longdraft.training.session import TrainingSession as Training
+from longdraft.training.simulated_acceptance import SimulatedAcceptance
 from tests.support.drafts import random_draft
 from tests.support.quick import slow
 from tests.support.tiny import tiny_model
@@ -294,7 +294,7 @@ def test_trackers(config, tmp_path):
 
 def test_the_best_draft_is_kept(config, tmp_path, monkeypatch):
     trees = iter([2.0, 1.5, 1.75])
-    monkeypatch.setattr(loop, "simulate", lambda *given, **more: Simulated((0.5,), 1.0, next(trees)))
+    monkeypatch.setattr(loop, "simulate", lambda *given, **more: SimulatedAcceptance((0.5,), 1.0, next(trees)))
     reports = steps(config(max_steps=6, measure_every=2, save_every=0))
     assert [r.simulated and r.simulated.tree for r in reports] == [None, 2.0, None, 1.5, None, 1.75]
     best, last = (draft_folder.load(tmp_path / "run" / name).tensors for name in ("best", "last"))
@@ -318,11 +318,13 @@ def test_offsets_are_drawn_anew_in_each_epoch(config, tmp_path):
     for cache in (None, str(tmp_path / "cache")):
         run = config(anchor_offset=300, max_length=64, cache=cache, out=tmp_path / f"run{bool(cache)}")
         began = Training(run, 5)
-        drawn = [[began.offset(i, epoch) for i in range(len(began.learned))] for epoch in range(3)]
+        drawn = [[began.anchor_offset(i, epoch) for i in range(len(began.train_documents))] for epoch in range(3)]
         assert all(0 <= n <= 300 for each in drawn for n in each) and len({*drawn[0]}) > 5
         assert drawn[0] != drawn[1] != drawn[2] != drawn[0]
-        text, offset = began.learned[0], began.offset(0, 1)
-        assert began.reader(()).read(text, offset, began.offset(0, 0)).positions[-1] - offset + 1 == len(text.tokens)
+        text, offset = began.train_documents[0], began.anchor_offset(0, 1)
+        assert began.feature_reader(()).read(text, offset, began.anchor_offset(0, 0)).positions[-1] - offset + 1 == len(
+            text.token_ids
+        )
 
 
 @pytest.mark.parametrize("over", [{"lr": 1e9}, {"lr": 1e9, "precision": "bf16"}, {"lr": 1e30}])
@@ -335,7 +337,7 @@ def test_a_draft_that_diverged_is_no_success(config, tmp_path, kind, over):
 
 def test_a_dead_draft_is_never_right(config, tmp_path, monkeypatch):
     """All logits are equal: none of them is the first choice."""
-    monkeypatch.setattr(LongSpecTrainee, "target_head", torch.zeros(61, 48))
+    monkeypatch.setattr(LongSpecTrainer, "target_head", torch.zeros(61, 48))
     with pytest.raises(NumericalError, match="never right"):
         steps(config(held_out=0.5, max_steps=3, measure_every=1))
     assert not (tmp_path / "run" / "best").exists()

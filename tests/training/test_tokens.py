@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from longdraft.errors import CheckpointError, PromptError
-from longdraft.training import corpus
+from longdraft.training import dataset
 from longdraft.training.config import RunConfig
-from longdraft.training.corpus import collect
-from longdraft.training.documents import Document, Skipped, documents
+from longdraft.training.dataset import split_dataset
+from longdraft.training.documents import Document, SkipCounts, encode_documents
 from tests.support import elsewhere
 from tests.support.tiny import tiny_tokenizer
 from tests.training.helpers import checkpoint_tensors, in_memory, losses_of, run_elsewhere, same
@@ -23,31 +23,31 @@ TOKENIZER = tiny_tokenizer(chat=True)
 
 
 def write(folder: Path, *files: Path | str, stop=lambda: False) -> int:
-    rows = documents(files, TOKENIZER, Skipped(), 61, corpus.rows_done(folder))
-    return corpus.write(folder, rows, TOKENIZER, stop=stop)
+    rows = encode_documents(files, TOKENIZER, SkipCounts(), 61, dataset.num_examples_done(folder))
+    return dataset.write_shards(folder, rows, TOKENIZER, stop=stop)
 
 
 def test_shards_hold_what_the_files_do_and_go_on_after_a_stop(text, tmp_path, monkeypatch):
     many = tmp_path / "many.jsonl"
     many.write_text('not json\n{"x": 1}\n' + 6 * text.read_text())
-    whole = [d for d in documents([many], TOKENIZER, Skipped(), 61) if d]
-    monkeypatch.setattr(corpus, "SHARD", 3000)
+    whole = [d for d in encode_documents([many], TOKENIZER, SkipCounts(), 61) if d]
+    monkeypatch.setattr(dataset, "SHARD", 3000)
     calls = []
     folder = tmp_path / "shards"
     write(folder, many, stop=lambda: calls.append(0) or len(calls) == 2)
-    assert 0 < corpus.rows_done(folder) < 200
+    assert 0 < dataset.num_examples_done(folder) < 200
     with pytest.raises(CheckpointError, match="not finished"):
-        corpus.read([str(folder)], TOKENIZER, Skipped(), 61)
+        dataset.read_dataset([str(folder)], TOKENIZER, SkipCounts(), 61)
     write(folder, many)
-    shards = corpus.read([str(folder)], TOKENIZER, Skipped(), 61)
+    shards = dataset.read_dataset([str(folder)], TOKENIZER, SkipCounts(), 61)
     assert len(shards.sources) > 3 and list(shards) == whole
-    assert write(folder, many) == 0 and corpus.rows_done(folder) == len(whole) + 2
+    assert write(folder, many) == 0 and dataset.num_examples_done(folder) == len(whole) + 2
     config = RunConfig(max_length=50, min_length=9, held_out=0.2)
-    one, two = (collect(found, Skipped(), config, 3) for found in (in_memory(whole), shards))
+    one, two = (split_dataset(found, SkipCounts(), config, 3) for found in (in_memory(whole), shards))
     for sides in zip(one, two, strict=True):
-        there, here = (sorted(d.tokens for d in side) for side in sides)
+        there, here = (sorted(d.token_ids for d in side) for side in sides)
         assert there == here and there
-    other = collect(shards, Skipped(), replace(config, max_length=49), 3)
+    other = split_dataset(shards, SkipCounts(), replace(config, max_length=49), 3)
     assert two[0].digest() != other[0].digest()
 
 
@@ -55,19 +55,19 @@ def test_shards_that_do_not_serve(text, tmp_path):
     folder = tmp_path / "shards"
     write(folder, text)
     with pytest.raises(CheckpointError, match="another tokenizer"):
-        corpus.read([str(folder)], lambda text: {"input_ids": [1, 2]}, Skipped(), 61)
+        dataset.read_dataset([str(folder)], lambda text: {"input_ids": [1, 2]}, SkipCounts(), 61)
     path = folder / "tokens-00000.safetensors"
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(CheckpointError, match="cannot be read"):
-        corpus.read([str(folder)], TOKENIZER, Skipped(), 61)
+        dataset.read_dataset([str(folder)], TOKENIZER, SkipCounts(), 61)
     with pytest.raises(PromptError, match="nothing to write"):
-        corpus.write(tmp_path / "empty", [None], TOKENIZER)
+        dataset.write_shards(tmp_path / "empty", [None], TOKENIZER)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_on_shards_is_resumed_to_the_bit(config, text, tmp_path, monkeypatch, processes):
-    monkeypatch.setattr(corpus, "SHARD", 2000)
+    monkeypatch.setattr(dataset, "SHARD", 2000)
     write(tmp_path / "shards", text)
     whole = config(data=tmp_path / "shards", out=tmp_path / "whole", accumulate=3 - processes)
     cut = config(data=tmp_path / "shards", out=tmp_path / "cut", accumulate=3 - processes)
@@ -103,28 +103,30 @@ def test_a_corpus_is_its_folder(tmp_path, name):
     else:
         whole = json.dumps(rows) if place.endswith(".json") else "".join(json.dumps(row) + "\n" for row in rows)
         path.write_text(rows if isinstance(rows, str) else whole)
-    (found,) = documents([tmp_path], TOKENIZER, Skipped(), 61)
+    (found,) = encode_documents([tmp_path], TOKENIZER, SkipCounts(), 61)
     chat = name in ("sharegpt", "ultrachat")
-    assert TOKENIZER.decode(found.tokens) == ("<user>hi<eos><assistant>yes<eos>" if chat else "abc<eos>")
+    assert TOKENIZER.decode(found.token_ids) == ("<user>hi<eos><assistant>yes<eos>" if chat else "abc<eos>")
     (tmp_path / "empty").mkdir()
     for wrong in (tmp_path / "empty", f"{name}:{tmp_path}"):
         with pytest.raises(PromptError, match="by its folder"):
-            list(documents([wrong], TOKENIZER, Skipped(), 61))
+            list(encode_documents([wrong], TOKENIZER, SkipCounts(), 61))
 
 
 def test_parquet(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     arrow = pytest.importorskip("pyarrow")
     parquet.write_table(arrow.table({"text": ["abc", "de"]}), tmp_path / "a.parquet")
-    assert len(list(documents([tmp_path], TOKENIZER, Skipped(), 61))) == 2
+    assert len(list(encode_documents([tmp_path], TOKENIZER, SkipCounts(), 61))) == 2
 
 
 def _used(folder: str, out: str) -> None:
     """Trains a schedule on shards and writes the growth of this process's own memory."""
     before = _private()
-    learned, _ = collect(corpus.read([folder], TOKENIZER, Skipped(), 61), Skipped(), RunConfig(), 5)
+    learned, _ = split_dataset(
+        dataset.read_dataset([folder], TOKENIZER, SkipCounts(), 61), SkipCounts(), RunConfig(), 5
+    )
     for i in range(0, len(learned), 7):
-        assert learned[i].tokens
+        assert learned[i].token_ids
     Path(out).write_text(f"{_private() - before} {sum(learned.lengths)}")
 
 
@@ -139,8 +141,8 @@ def _private() -> int:
 def test_tokens_on_disk_take_no_memory(tmp_path):
     rng = random.Random(0)
     text = [rng.randrange(61) for _ in range(4094)]
-    corpus.write(tmp_path / "shards", (Document([i % 61, i // 61, *text]) for i in range(3000)), TOKENIZER)
+    dataset.write_shards(tmp_path / "shards", (Document([i % 61, i // 61, *text]) for i in range(3000)), TOKENIZER)
     process = elsewhere.start(tmp_path / "log", _used, str(tmp_path / "shards"), str(tmp_path / "out"))
-    assert elsewhere.ended(process, 120) == 0, (tmp_path / "log").read_text()
+    assert elsewhere.wait_for_exit(process, 120) == 0, (tmp_path / "log").read_text()
     used, count = map(int, (tmp_path / "out").read_text().split())
     assert count > 12e6 * 0.9 and used < 0.5 * count  # as lists they took 40 bytes a token

@@ -18,10 +18,10 @@ from longdraft.cli import options
 from longdraft.cli.main import main
 from longdraft.drafts import draft_folder
 from longdraft.errors import CheckpointError
-from longdraft.training.config import described, preset
+from longdraft.training.config import preset_path, settings_table
 from tests.serve.conftest import Running, make_service
 from tests.support import elsewhere
-from tests.support.quick import few, slow
+from tests.support.quick import slow, slow_except
 from tests.training.helpers import ROOT, SMALL, TRAININGS, losses_of
 
 FAST = ["max_length=64", "min_length=16", "rows=256", "precision=no", "device=cpu", "threads=1", "held_out=0.2"]
@@ -57,7 +57,7 @@ def test_from_text_to_a_draft_that_generates(shell, target, text, tmp_path):
     assert main(["generate", "--model", str(target), "--draft", str(out / "best"), "-p", "hi", "-n", "8"]) == 0
 
 
-@pytest.mark.parametrize("kind", few(sorted(SMALL), ("eagle", "heads")))
+@pytest.mark.parametrize("kind", slow_except(sorted(SMALL), ("eagle", "heads")))
 def test_every_kind(shell, target, text, tmp_path, kind):
     out = tmp_path / "run"
     small = [f"{name}={list(value) if isinstance(value, tuple) else value}" for name, value in SMALL[kind].items()]
@@ -89,7 +89,7 @@ def test_tokens_once_and_for_all(shell, target, text, tmp_path):
 def test_presets_are_listed_and_printed(shell):
     listed, one = shell("presets"), shell("presets", "longspec/8b/3-answers")
     assert listed.code == one.code == 0 and "longspec/8b/3-answers" in listed.out
-    assert one.out == preset("longspec/8b/3-answers").read_text()
+    assert one.out == preset_path("longspec/8b/3-answers").read_text()
     assert shell("presets", "longspec/9-answers").code == 2
 
 
@@ -165,7 +165,7 @@ def test_only_one_of_several_processes_speaks(shell, monkeypatch):
 @pytest.mark.parametrize("command", sorted(SMALL))
 def test_help_has_every_setting_with_its_range_and_meaning(shell, command):
     found = shell(command, "--help").out
-    for name, default, values, meaning in described(TRAININGS[command].load_settings()):
+    for name, default, values, meaning in settings_table(TRAININGS[command].load_settings()):
         assert meaning and values, name
         (line,) = (line for line in found.splitlines() if line.split()[:1] == [name])
         assert default in line and values in line and meaning in line
@@ -199,7 +199,13 @@ def test_launchers(target, text, tmp_path, launcher):
     if launcher == "torchrun":
         begin = ["torch.distributed.run", "--nproc-per-node", 2]
     else:
-        begin = ["accelerate.commands.launch", "--config_file", preset(f"accelerate/{launcher}"), "--num_processes", 2]
+        begin = [
+            "accelerate.commands.launch",
+            "--config_file",
+            preset_path(f"accelerate/{launcher}"),
+            "--num_processes",
+            2,
+        ]
     words = ["-m", "longdraft", "train", "longspec", *FAST, "window=12", "intermediate_size=64"]
     given = [sys.executable, "-m", *begin, *words, f"data={text}", f"target={target}", f"out={tmp_path / 'run'}"]
     ended = subprocess.run([*map(str, given)], cwd=ROOT, capture_output=True, text=True, timeout=600)
@@ -222,7 +228,7 @@ def test_a_signal_writes_a_checkpoint(target, text, tmp_path, number, code):
     while not (out / "log.jsonl").exists() and time.monotonic() < deadline and process.is_alive():
         time.sleep(0.1)
     os.kill(process.pid, number)
-    assert elsewhere.ended(process, 60) == code, said.read_text()
+    assert elsewhere.wait_for_exit(process, 60) == code, said.read_text()
     err = said.read_text()
     assert "The same command continues from there" in err and "Traceback" not in err
     (checkpoint,) = (out / "checkpoints").iterdir()

@@ -13,16 +13,16 @@ from longdraft.drafters.heads import HeadsBlock, HeadsShape
 from longdraft.drafters.longspec import LongSpecBlock, LongSpecShape
 from longdraft.drafters.onepass import OnePassBlock, OnePassShape
 from longdraft.drafts.eagle_formats import Eagle3Shape
-from longdraft.model import small_models
-from longdraft.model.rotary import Rotary, yarn
+from longdraft.model import small_llama
+from longdraft.model.rotary import RotaryEmbedding, make_rope_parameters
 from longdraft.model.runner import TargetRunner
 from longdraft.training.config import Eagle3Config, HeadsConfig, RunConfig
-from longdraft.training.eagle3 import Eagle3Trainee, OnePassTrainee
+from longdraft.training.eagle3 import Eagle3Trainer, OnePassTrainer
 from longdraft.training.features import Features
-from longdraft.training.heads import HeadsTrainee
-from longdraft.training.lm import LmTrainee
-from longdraft.training.longspec import LongSpecTrainee
-from longdraft.training.trainee import Trainee
+from longdraft.training.heads import HeadsTrainer
+from longdraft.training.lm import LmTrainer
+from longdraft.training.longspec import LongSpecTrainer
+from longdraft.training.trainer import DraftTrainer
 from tests.training.helpers import masked_attention
 
 KINDS = ("longspec", "eagle3", "onepass", "heads", "lm")
@@ -43,11 +43,11 @@ def filled(block: nn.Module) -> nn.Module:
 
 def random_block(kind: str, runner: TargetRunner, vocabulary: int = 61, before: bool = False, slots: int = STEPS):
     """A module for the tiny target; EAGLE-3's has head counts of its own. ``before``: a norm before its fc."""
-    eps = runner.parts.rms_norm_eps
+    eps = runner.shared_parts.rms_norm_eps
     eagle3 = Eagle3Shape(48, 64, 4, 2, 8, 48 * 3, vocabulary, eps, before, True)
     if kind == "longspec":
         kv = runner.kv_shape
-        shape = LongSpecShape(48, 64, runner.parts.heads, kv.kv_heads, kv.head_dim, eps, WINDOW, False)
+        shape = LongSpecShape(48, 64, runner.shared_parts.num_heads, kv.kv_heads, kv.head_dim, eps, WINDOW, False)
         return filled(LongSpecBlock(shape))
     if kind == "eagle3":
         return filled(Eagle3Block(eagle3))
@@ -55,10 +55,10 @@ def random_block(kind: str, runner: TargetRunner, vocabulary: int = 61, before: 
         return filled(OnePassBlock(OnePassShape(**asdict(eagle3), slots=slots, rank=5)))
     if kind == "heads":
         return filled(HeadsBlock(HeadsShape(48, 3, eps)))
-    return filled(small_models.decoder(small_models.sizes_for(runner, 2, 64, 1e4, 64)))
+    return filled(small_llama.build_decoder(small_llama.small_llama_config(runner, 2, 64, 1e4, 64)))
 
 
-def make_trainee(
+def make_trainer(
     kind: str,
     runner: TargetRunner,
     kept: torch.Tensor | None = None,
@@ -66,71 +66,75 @@ def make_trainee(
     window: int | None = None,
     rope: dict | None = None,
     **block: object,
-) -> Trainee:
+) -> DraftTrainer:
     module = random_block(kind, runner, 61 if kept is None else len(kept), **block)
     common = {"distill": distill, "precision": "no"}
     if kind in ("eagle3", "onepass"):
-        trainee_class = Eagle3Trainee if kind == "eagle3" else OnePassTrainee
+        trainer_class = Eagle3Trainer if kind == "eagle3" else OnePassTrainer
         config = Eagle3Config(**common, ttt=STEPS, decay=DECAY)
-        return trainee_class(module, runner.parts, Rotary(8, rope or yarn(1000.0)), kept, config, window)
+        return trainer_class(
+            module, runner.shared_parts, RotaryEmbedding(8, rope or make_rope_parameters(1000.0)), kept, config, window
+        )
     if kind == "heads":
-        return HeadsTrainee(module, runner.parts, kept, HeadsConfig(**common, decay=DECAY))
-    return {"longspec": LongSpecTrainee, "lm": LmTrainee}[kind](module, runner.parts, kept, RunConfig(**common))
+        return HeadsTrainer(module, runner.shared_parts, kept, HeadsConfig(**common, decay=DECAY))
+    return {"longspec": LongSpecTrainer, "lm": LmTrainer}[kind](module, runner.shared_parts, kept, RunConfig(**common))
 
 
-def predictions(kind: str, trainee: Trainee, document: Features, shift: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+def predictions(
+    kind: str, trainer: DraftTrainer, document: Features, shift: int
+) -> Iterator[tuple[int, int, torch.Tensor]]:
     """(depth, index of the predicted token, logits) of each learned row, in the order of a training step."""
-    length = len(document.tokens)
+    length = len(document.token_ids)
     if kind == "longspec":
-        logits = _longspec(trainee, document, shift)
+        logits = _longspec(trainer, document, shift)
         yield from ((shift, row + 1, logits[row]) for row in range(max(document.start - 1, shift), length - 1))
     elif kind == "lm":
-        logits = _lm(trainee, document)
+        logits = _lm(trainer, document)
         yield from ((1, row + 1, logits[row]) for row in range(document.start - 1, length - 1))
     elif kind == "heads":
-        for i, states in enumerate(trainee.block(document.hidden)):
-            logits = states @ trainee.target_head.T
+        for i, states in enumerate(trainer.block(document.hidden)):
+            logits = states @ trainer.target_head.T
             yield from ((i + 1, row + 2 + i, logits[row]) for row in range(document.start - 1, length - 2 - i))
     else:
         rows = {"eagle3": _eagle3, "onepass": _onepass}[kind]
         roots = range(document.start - 1, length - 2)
-        chains = [rows(trainee, document, root, min(STEPS - 1, length - 3 - root)) for root in roots]
+        chains = [rows(trainer, document, root, min(STEPS - 1, length - 3 - root)) for root in roots]
         for i in range(STEPS):
             yield from ((i + 1, root + i + 2, z[i]) for root, z in zip(roots, chains, strict=True) if i < len(z))
 
 
-def _longspec(trainee: LongSpecTrainee, document: Features, shift: int) -> torch.Tensor:
+def _longspec(trainer: LongSpecTrainer, document: Features, shift: int) -> torch.Tensor:
     """(L, V'): logits at every row of a text, drafting at level ``shift``, with full masks."""
-    at = torch.arange(len(document.tokens))
+    at = torch.arange(len(document.token_ids))
     behind = at[:, None] - at
-    cos, sin = trainee.parts.rotary(document.positions)
-    hidden = trainee.block(
-        trainee.embed(document.tokens), None, cos, sin,
+    cos, sin = trainer.parts.rotary(document.positions)
+    hidden = trainer.block(
+        trainer.embed(document.token_ids), None, cos, sin,
         [lambda q, k, v: masked_attention(q, k, v, (behind >= 0) & (behind < WINDOW))],
         cross=lambda q: masked_attention(q, document.keys, document.values, behind >= shift),
     )  # fmt: skip
-    return trainee.block.norm(hidden) @ trainee.target_head.T
+    return trainer.block.norm(hidden) @ trainer.target_head.T
 
 
-def _lm(trainee: LmTrainee, document: Features) -> torch.Tensor:
+def _lm(trainer: LmTrainer, document: Features) -> torch.Tensor:
     """(L, V') as transformers runs the model."""
-    sizes = trainee.block.config.to_dict()
-    model = small_models.around(sizes, trainee.block.state_dict(), trainee.parts.embedding, trainee.target_head)
+    sizes = trainer.block.config.to_dict()
+    model = small_llama.build_causal_lm(sizes, trainer.block.state_dict(), trainer.parts.embedding, trainer.target_head)
     model.set_attn_implementation("eager")
     with torch.no_grad():
-        return model(document.tokens[None]).logits[0]
+        return model(document.token_ids[None]).logits[0]
 
 
-def _eagle3(trainee: Eagle3Trainee, document: Features, root: int, depth: int) -> list[torch.Tensor]:
+def _eagle3(trainer: Eagle3Trainer, document: Features, root: int, depth: int) -> list[torch.Tensor]:
     """Logits of a root row and the ``depth`` rows drafted after it, as decoding makes them.
 
     The rows up to the root have the target's features; those after it have the draft's own last output. Tokens are the
     text's. Everything is computed anew for the root, row after row, with a cache of keys that only grows.
     """
-    block, window = trainee.block, trainee.window
+    block, window = trainer.block, trainer.window
     keys, values, outputs = [], [], []
     for row in range(root + depth + 1):
-        g = block.project(document.hidden[row][None]) if row <= root else outputs[-1]
+        g = block.project_features(document.hidden[row][None]) if row <= root else outputs[-1]
 
         def attend(q, k, v):
             keys.append(k)
@@ -139,22 +143,22 @@ def _eagle3(trainee: Eagle3Trainee, document: Features, root: int, depth: int) -
             every = torch.cat(keys[seen], 1), torch.cat(values[seen], 1)
             return masked_attention(q, *every, torch.ones(1, every[0].shape[1], dtype=torch.bool))
 
-        out = block(trainee.embed(document.tokens[row + 1][None]), g, *_turn(trainee, document, row), [attend])
+        out = block(trainer.embed(document.token_ids[row + 1][None]), g, *_turn(trainer, document, row), [attend])
         if row >= root:
             outputs.append(out)
     return [block.logits(out)[0] for out in outputs]
 
 
-def _onepass(trainee: OnePassTrainee, document: Features, root: int, depth: int) -> list[torch.Tensor]:
+def _onepass(trainer: OnePassTrainer, document: Features, root: int, depth: int) -> list[torch.Tensor]:
     """The same of a one-pass draft: rows after the root know the root alone, and see what it sees and each other.
 
     The bigram knows the token before.
     """
-    block, window = trainee.block, trainee.window
+    block, window = trainer.block, trainer.window
     keys, values, logits = [], [], []
     for row in range(0 if window is None else max(0, root + 1 - window), root + depth + 1):
         own, k = min(row, root), max(0, row - root)
-        x, g = trainee.embed(document.tokens[own + 1][None]), block.project(document.hidden[own][None])
+        x, g = trainer.embed(document.token_ids[own + 1][None]), block.project_features(document.hidden[own][None])
         if k:
             x, g = x + block.slot_embedding[k - 1], g + block.slot_state[k - 1]
 
@@ -164,14 +168,14 @@ def _onepass(trainee: OnePassTrainee, document: Features, root: int, depth: int)
             every = torch.cat(keys, 1), torch.cat(values, 1)
             return masked_attention(q, *every, torch.ones(1, len(keys), dtype=torch.bool))
 
-        out = block(x, g, *_turn(trainee, document, row), [attend])
+        out = block(x, g, *_turn(trainer, document, row), [attend])
         if row >= root:
             z = block.logits(out)[0]
-            if (before := int(trainee.to_draft[document.tokens[row + 1]])) >= 0:
+            if (before := int(trainer.target_to_draft[document.token_ids[row + 1]])) >= 0:
                 z = z + block.bigram_out.weight @ block.bigram_in.weight[before]
             logits.append(z)
     return logits
 
 
-def _turn(trainee: Eagle3Trainee, document: Features, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return trainee.rotary(document.positions[row][None])
+def _turn(trainer: Eagle3Trainer, document: Features, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return trainer.rotary(document.positions[row][None])

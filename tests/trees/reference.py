@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from longdraft.trees.kind import TreeKind
-from longdraft.trees.level import Level
+from longdraft.trees.kind import TreeConfig
+from longdraft.trees.level import TreeLevel
 from longdraft.trees.tree import TokenTree
 
 VOCABULARY = 7
@@ -20,19 +20,19 @@ class Table:
     def __init__(self, seed: int, vocabulary: int = VOCABULARY) -> None:
         self.seed, self.vocabulary = seed, vocabulary
         self.paths: dict[int, list[Path]] = {}
-        self.calls: list[Level] = []
+        self.calls: list[TreeLevel] = []
 
     def row(self, sequence: int, path: Path) -> torch.Tensor:
         g = torch.Generator().manual_seed(hash((self.seed, sequence, path)) % 2**31)
         return 2 * torch.randn(self.vocabulary, generator=g)
 
-    def log_probs(self, sequence: int, path: Path) -> list[float]:
+    def logprobs(self, sequence: int, path: Path) -> list[float]:
         return torch.log_softmax(self.row(sequence, path), -1).tolist()
 
-    def expand(self, level: Level) -> torch.Tensor:
+    def expand(self, level: TreeLevel) -> torch.Tensor:
         self.calls.append(level)
         out = []
-        for i, sequence in enumerate(level.rows):
+        for i, sequence in enumerate(level.sequence_indices):
             above = self.paths.get(sequence)
             tokens, parents = level.tokens[i].tolist(), level.parents[i].tolist()
             self.paths[sequence] = [(above[p] if above else ()) + (t,) for t, p in zip(tokens, parents, strict=True)]
@@ -43,9 +43,9 @@ class Table:
 def certain(*chances: float):
     """A draft that gives token 1 this probability, whatever came before; for each sequence its own."""
 
-    def expand(level: Level) -> torch.Tensor:
+    def expand(level: TreeLevel) -> torch.Tensor:
         rows = []
-        for sequence in level.rows:
+        for sequence in level.sequence_indices:
             p = chances[sequence % len(chances)]
             row = torch.full((VOCABULARY,), math.log((1 - p) / (VOCABULARY - 1)))
             row[1] = math.log(p)
@@ -57,7 +57,7 @@ def certain(*chances: float):
 
 def scores(tree: TokenTree) -> dict[Path, float]:
     """Path -> cumulative log-probability, of all drafted nodes."""
-    return {tuple(tree.tokens[i] for i in tree.path(n)): tree.path_log_probs[n] for n in range(1, tree.size)}
+    return {tuple(tree.tokens[i] for i in tree.path(n)): tree.path_logprobs[n] for n in range(1, tree.size)}
 
 
 def best(paths: dict[Path, float], count: int | None) -> dict[Path, float]:
@@ -65,7 +65,7 @@ def best(paths: dict[Path, float], count: int | None) -> dict[Path, float]:
 
 
 def by_definition(
-    kind: TreeKind, table: Table, sequence: int, root: int, depth: int, ids: list[int] | None = None
+    kind: TreeConfig, table: Table, sequence: int, root: int, depth: int, ids: list[int] | None = None
 ) -> tuple[dict[Path, float], int]:
     """The scores of the tree's nodes, and its levels.
 
@@ -76,19 +76,23 @@ def by_definition(
     expanded = {(root,): 0.0}
     expected, levels = 0.0, 0
     while levels < depth:
-        children = {
-            path: {(*path, ids[i] if ids else i): score + x for i, x in enumerate(table.log_probs(sequence, path))}
+        branching = {
+            path: {(*path, ids[i] if ids else i): score + x for i, x in enumerate(table.logprobs(sequence, path))}
             for path, score in expanded.items()
         }
-        width = kind.children[levels]
+        width = kind.branching[levels]
         if kind.name in ("beam", "opt"):
-            new = best({k: v for own in children.values() for k, v in own.items()}, width)
+            new = best({k: v for own in branching.values() for k, v in own.items()}, width)
         else:
-            new = {k: v for own in children.values() for k, v in best(own, width).items()}
+            new = {k: v for own in branching.values() for k, v in best(own, width).items()}
         expanded = best(new, kind.top_k) if kind.name in ("dynamic", "opt") else new
         pool |= new
         levels += 1
-        if kind.name == "chain" and kind.price > 0 and max(new.values()) <= math.log(kind.price):
+        if (
+            kind.name == "chain"
+            and kind.min_expected_gain > 0
+            and max(new.values()) <= math.log(kind.min_expected_gain)
+        ):
             break
         if kind.name == "opt":
             before, expected = expected, sum(map(math.exp, best(pool, kind.nodes).values()))

@@ -10,15 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longdraft.trees.kind import LENGTH, LONGEST, beam, chain, dynamic, opt, static
-from longdraft.trees.level import Level
+from longdraft.trees.kind import CHAIN_LENGTH, MAX_CHAIN_LENGTH, beam, chain, dynamic, opt, static
+from longdraft.trees.level import TreeLevel
 from longdraft.trees.options import TreeOptions
-from longdraft.trees.tree import LARGEST, NodeLimit
+from longdraft.trees.tree import NO_LIMIT, NodeLimit
 from tests.trees.reference import VOCABULARY, Table, best, by_definition, certain, scores
 
 
-def priced(depth, price):
-    return replace(chain(depth), price=price)
+def priced(depth, min_expected_gain):
+    return replace(chain(depth), min_expected_gain=min_expected_gain)
 
 
 nodes = st.integers(1, 40)
@@ -34,7 +34,7 @@ kinds = st.one_of(
     st.builds(beam, widths=widths, nodes=st.none() | nodes),
     st.builds(static, widths=st.lists(st.integers(1, 3), min_size=1, max_size=4).map(tuple), nodes=st.none() | nodes),
     st.builds(dynamic, depth=st.integers(1, 4), top_k=st.integers(1, 9), nodes=st.none() | nodes),
-    st.builds(priced, depth=st.integers(1, 6), price=st.sampled_from([0.0, 0.05, 0.3])),
+    st.builds(priced, depth=st.integers(1, 6), min_expected_gain=st.sampled_from([0.0, 0.05, 0.3])),
     opts,
 )
 SMALL = [
@@ -51,12 +51,12 @@ def test_a_tree_is_what_its_definition_gives(kind, depths, seed):
     for b, (tree, depth) in enumerate(zip(trees, depths, strict=True)):
         expected, levels = by_definition(kind, table, b, roots[b], depth)
         found = scores(tree)
-        assert tree.tokens[0] == roots[b] and tree.log_probs[0] == 0.0
-        assert found.keys() == expected.keys() and tree.drafted == len(found) <= kind.max_nodes
+        assert tree.tokens[0] == roots[b] and tree.logprobs[0] == 0.0
+        assert found.keys() == expected.keys() and tree.num_draft_tokens == len(found) <= kind.max_nodes
         assert all(x == pytest.approx(expected[path], abs=1e-4) for path, x in found.items())
         # No forward more than the definition makes; fewer if no node of another level could be among the best.
-        assert sum(b in level.rows for level in table.calls) <= levels
-    assert sum(level.tokens.shape[1] for level in table.calls[1:]) <= kind.max_expanded
+        assert sum(b in level.sequence_indices for level in table.calls) <= levels
+    assert sum(level.tokens.shape[1] for level in table.calls[1:]) <= kind.max_expanded_nodes
 
 
 @pytest.mark.parametrize("kind", SMALL, ids=lambda kind: kind.name)
@@ -69,14 +69,14 @@ class TestAnyKind:
     def test_sequences_leave_when_their_tree_is_deep_enough(self, kind):
         table = Table(0)
         trees = kind.grow([1, 2, 3], table.expand, [3, 0, 1])
-        assert trees[1].drafted == 0 and max(trees[2].depths) == 1
-        assert [level.rows for level in table.calls] == [(0, 2), (0,), (0,)]
+        assert trees[1].num_draft_tokens == 0 and max(trees[2].depths) == 1
+        assert [level.sequence_indices for level in table.calls] == [(0, 2), (0,), (0,)]
 
     @pytest.mark.parametrize("value", [60.0, float("inf"), float("nan"), float("-inf")])
     def test_it_stays_a_tree_whatever_the_draft_says(self, kind, value):
         """Certain, overflowed or broken: ties and NaN must leave it closed under parents, or TokenTree raises."""
 
-        def expand(level: Level) -> torch.Tensor:
+        def expand(level: TreeLevel) -> torch.Tensor:
             logits = torch.full((*level.tokens.shape, VOCABULARY), -40.0)
             logits[..., 1] = value
             logits[:, ::2] = float("-inf") if value < 0 else logits[:, ::2]
@@ -91,7 +91,7 @@ class TestAnyKind:
                 else replace(kind, nodes=count)
             )
             (tree,) = limited.grow([0], expand)
-            assert 1 <= tree.drafted <= count and (tree.drafted == count or kind.name == "opt")
+            assert 1 <= tree.num_draft_tokens <= count and (tree.num_draft_tokens == count or kind.name == "opt")
 
 
 # --- single kinds ---
@@ -100,13 +100,13 @@ class TestAnyKind:
 def test_the_papers_sizes():
     table = Table(0, vocabulary=50)
     (tree,) = beam(widths=(4, 16, 16, 16, 16)).grow([3], table.expand)
-    assert tree.drafted == 68
+    assert tree.num_draft_tokens == 68
     assert [level.tokens.shape[1] for level in table.calls] == [1, 4, 16, 16, 16]
     table = Table(0, vocabulary=50)
     (tree,) = dynamic().grow([3], table.expand)
     assert tree.size == 60
     assert [level.tokens.shape[1] for level in table.calls] == [1, *[10] * 7]
-    assert dynamic(nodes=None).grow([3], Table(0, vocabulary=50).expand)[0].drafted == 10 + 7 * 100
+    assert dynamic(nodes=None).grow([3], Table(0, vocabulary=50).expand)[0].num_draft_tokens == 10 + 7 * 100
 
 
 def test_a_dynamic_trees_children_can_be_verified_without_being_expanded():
@@ -118,8 +118,8 @@ def test_a_dynamic_trees_children_can_be_verified_without_being_expanded():
 def test_a_chain_ends_where_it_no_longer_pays():
     """0.5, 0.25 > 0.2 > 0.125; the sure one goes on by itself."""
     calls, draft = [], certain(0.5, 0.95)
-    short, long = priced(9, 0.2).grow([7, 8], lambda level: calls.append(level.rows) or draft(level))
-    assert short.drafted == 3 and long.drafted == 9
+    short, long = priced(9, 0.2).grow([7, 8], lambda level: calls.append(level.sequence_indices) or draft(level))
+    assert short.num_draft_tokens == 3 and long.num_draft_tokens == 9
     assert calls == [(0, 1)] * 3 + [(1,)] * 6
 
 
@@ -136,7 +136,7 @@ def test_an_opt_tree_stops_when_it_would_alone(count, threshold, seed):
         alone = Own(seed)
         (own,) = kind.grow([roots[b]], alone.expand)
         assert scores(own).keys() == scores(tree).keys()
-        assert len(alone.calls) == sum(b in level.rows for level in table.calls)
+        assert len(alone.calls) == sum(b in level.sequence_indices for level in table.calls)
 
 
 @given(st.integers(1, 30), st.integers(0, 10**6))
@@ -147,14 +147,14 @@ def test_no_tree_of_as_many_nodes_is_expected_to_do_better_than_an_opt_tree(coun
     every = {}
     for length in (1, 2, 3):
         for path in itertools.product(range(4), repeat=length):
-            every[(0, *path)] = sum(table.log_probs(0, (0, *path[:i]))[path[i]] for i in range(length))
+            every[(0, *path)] = sum(table.logprobs(0, (0, *path[:i]))[path[i]] for i in range(length))
     assert sorted(scores(tree).values()) == pytest.approx(sorted(best(every, count).values()), abs=1e-4)
 
 
 def test_an_opt_tree_is_deep_where_the_draft_is_sure_and_wide_where_it_is_not():
     (sure,) = opt(nodes=12, depth=10, threshold=0.7).grow([0], certain(0.99))
     (torn,) = opt(nodes=12, depth=10, threshold=0.7).grow([0], certain(0.3))
-    assert max(sure.depths) == 10 and sure.drafted == torn.drafted == 12
+    assert max(sure.depths) == 10 and sure.num_draft_tokens == torn.num_draft_tokens == 12
     assert max(torn.depths) == 2  # the first level is worth a token, the second one no more 0.7
     deepest = [max(opt(nodes=20, threshold=t).grow([0], certain(0.6))[0].depths) for t in (2.0, 0.7, 0.3, 0.1)]
     assert deepest[0] == 1 and deepest == sorted(deepest) and deepest[-1] > deepest[1]
@@ -164,7 +164,7 @@ def test_nodes_whose_children_cannot_be_among_the_best_are_not_expanded():
     calls: list[int] = []
     draft = certain(0.99)
 
-    def expand(level: Level) -> torch.Tensor:
+    def expand(level: TreeLevel) -> torch.Tensor:
         calls.append(level.tokens.shape[1])
         return draft(level)
 
@@ -180,11 +180,11 @@ def test_nodes_whose_children_cannot_be_among_the_best_are_not_expanded():
 @pytest.mark.parametrize(
     ("default", "options", "kind", "sizes"),
     [
-        # max_nodes, max_expanded, levels
+        # max_nodes, max_expanded_nodes, levels
         ("beam", {}, "beam", (68, 52, 5)),
         ("dynamic", {}, "dynamic", (59, 70, 8)),
         ("opt", {}, "opt", (50, 90, 10)),
-        ("chain", {}, "chain", (LENGTH, LENGTH - 1, LENGTH)),
+        ("chain", {}, "chain", (CHAIN_LENGTH, CHAIN_LENGTH - 1, CHAIN_LENGTH)),
         ("beam", {"tree": "dynamic"}, "dynamic", (59, 70, 8)),
         ("beam", {"top_k": 3}, "dynamic", (59, 21, 8)),
         ("dynamic", {"widths": (1, 1, 1)}, "beam", (3, 2, 3)),
@@ -206,9 +206,9 @@ def test_nodes_whose_children_cannot_be_among_the_best_are_not_expanded():
 )
 def test_options_choose_a_kind_and_its_sizes(default, options, kind, sizes):
     made = TreeOptions(**options).kind(default)
-    assert made.name == kind and (made.max_nodes, made.max_expanded, made.depth) == sizes
+    assert made.name == kind and (made.max_nodes, made.max_expanded_nodes, made.depth) == sizes
     (tree,) = made.grow([0], Table(0, vocabulary=30).expand, [100])
-    assert tree.drafted <= made.max_nodes and max(tree.depths) <= made.depth
+    assert tree.num_draft_tokens <= made.max_nodes and max(tree.depths) <= made.depth
 
 
 def test_a_threshold_arrives():
@@ -218,14 +218,14 @@ def test_a_threshold_arrives():
 
 def test_a_planner_sizes_a_tree_unless_the_user_chose_it():
     kind = TreeOptions().kind("chain")
-    assert kind.fit(None) is kind and kind.fit(LARGEST).max_nodes == LONGEST
+    assert kind.fit(None) is kind and kind.fit(NO_LIMIT).max_nodes == MAX_CHAIN_LENGTH
 
-    def drafted(kind, sure, limit):
-        return kind.fit(LARGEST).fit(limit).grow([0], certain(sure), [30])[0].drafted
+    def num_draft_tokens(kind, sure, limit):
+        return kind.fit(NO_LIMIT).fit(limit).grow([0], certain(sure), [30])[0].num_draft_tokens
 
-    assert drafted(kind, 0.9, NodeLimit(8, 0.7)) == 4  # 0.9^4 = 0.66
-    assert drafted(kind, 0.99, NodeLimit(8, 0.7)) == 8
-    assert drafted(TreeOptions(depth=6).kind("chain"), 0.5, NodeLimit(2, 0.9)) == 6
+    assert num_draft_tokens(kind, 0.9, NodeLimit(8, 0.7)) == 4  # 0.9^4 = 0.66
+    assert num_draft_tokens(kind, 0.99, NodeLimit(8, 0.7)) == 8
+    assert num_draft_tokens(TreeOptions(depth=6).kind("chain"), 0.5, NodeLimit(2, 0.9)) == 6
     for default in ("beam", "static", "dynamic"):
         fitted = TreeOptions().kind(default).fit(NodeLimit(8, 0.7))
         assert fitted.name == "opt" and fitted.nodes == 8 and fitted.threshold == 0.7

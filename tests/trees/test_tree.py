@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longdraft.trees.masks import padded_mask
-from longdraft.trees.tree import TokenTree, union
+from longdraft.trees.masks import padded_ancestor_mask
+from longdraft.trees.tree import TokenTree, tree_from_paths
 
 
 @st.composite
@@ -19,8 +19,8 @@ def trees(draw, max_size: int = 16) -> TokenTree:
     size = draw(st.integers(1, max_size))
     tokens = draw(st.lists(st.integers(0, 2), min_size=size, max_size=size))
     parents = [-1] + [draw(st.integers(0, i - 1)) for i in range(1, size)]
-    log_probs = draw(st.sampled_from([(), tuple(-0.1 * i for i in range(size))]))
-    return TokenTree(tuple(tokens), tuple(parents), log_probs)
+    logprobs = draw(st.sampled_from([(), tuple(-0.1 * i for i in range(size))]))
+    return TokenTree(tuple(tokens), tuple(parents), logprobs)
 
 
 def texts(tree: TokenTree) -> set[tuple[int, ...]]:
@@ -36,7 +36,7 @@ paths = st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=6)
 
 @given(trees())
 def test_paths_depths_and_the_ancestor_mask_follow_parents(tree):
-    (mask,) = padded_mask([tree], tree.size)
+    (mask,) = padded_ancestor_mask([tree], tree.size)
     assert mask.shape == (tree.size, tree.size) and mask.dtype == torch.bool
     for node in range(tree.size):
         path = tree.path(node)
@@ -57,18 +57,20 @@ def test_a_child_is_the_first_node_below_that_carries_the_token(tree):
 
 @given(trees(), st.integers(0, 6))
 def test_limiting_the_depth_keeps_exactly_the_nodes_above_it(tree, max_depth):
-    limited = tree.limited(max_depth)
+    limit_depth = tree.limit_depth(max_depth)
     kept = [i for i in range(tree.size) if tree.depths[i] <= max_depth]
-    assert limited.tokens == tuple(tree.tokens[i] for i in kept)
-    assert limited.depths == tuple(tree.depths[i] for i in kept)
-    assert [limited.path(i) for i in range(limited.size)] == [[kept.index(j) for j in tree.path(i)] for i in kept]
-    assert limited.log_probs == (tuple(tree.log_probs[i] for i in kept) if tree.log_probs else ())
+    assert limit_depth.tokens == tuple(tree.tokens[i] for i in kept)
+    assert limit_depth.depths == tuple(tree.depths[i] for i in kept)
+    assert [limit_depth.path(i) for i in range(limit_depth.size)] == [
+        [kept.index(j) for j in tree.path(i)] for i in kept
+    ]
+    assert limit_depth.logprobs == (tuple(tree.logprobs[i] for i in kept) if tree.logprobs else ())
 
 
 @given(st.lists(trees(), min_size=1, max_size=4), st.integers(0, 3))
 def test_a_padded_mask_holds_each_tree_and_padding_that_sees_itself_alone(batch, extra):
     size = max(tree.size for tree in batch) + extra
-    masks = padded_mask(batch, size)
+    masks = padded_ancestor_mask(batch, size)
     assert masks.shape == (len(batch), size, size)
     for mask, tree in zip(masks, batch, strict=True):
         for row in range(size):
@@ -94,7 +96,7 @@ def test_what_makes_no_tree_is_refused(name):
 
 @given(paths)
 def test_a_union_holds_every_prefix_of_every_path_and_nothing_twice(continuations):
-    tree = union(9, continuations)
+    tree = tree_from_paths(9, continuations)
     expected = {(9,)} | {(9, *path[:n]) for path in continuations for n in range(1, len(path) + 1)}
     assert texts(tree) == expected
     assert tree.size == len(expected)

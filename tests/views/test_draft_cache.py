@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longdraft.drafters.small_lm import compact_cache
+from longdraft.drafters.small_lm import make_repositioned_cache
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model.key_rotation import KeyRotation
 from longdraft.model.runner import TargetRunner
@@ -65,7 +65,7 @@ class Chosen:
     """A retrieval that a test makes: sink, some rows, window."""
 
     def __init__(self) -> None:
-        self.view = View("quest", 8, 3, 5, room=6, shared=True)
+        self.view = View("quest", 8, 3, 5, max_new=6, shared_by_heads=True)
         self.rows_of: list[set[int]] = [set() for _ in range(SLOTS)]
         self.versions = [0] * SLOTS
 
@@ -88,7 +88,7 @@ class Chosen:
 
 
 def streaming(sink: int, window: int) -> Retrieval:
-    return Retrieval(View("streaming", 0, sink, window, room=6, shared=True))
+    return Retrieval(View("streaming", 0, sink, window, max_new=6, shared_by_heads=True))
 
 
 slots = st.integers(0, SLOTS - 1)
@@ -105,7 +105,7 @@ EVENTS = st.one_of(
 def test_a_working_cache_holds_the_rows_it_should_and_the_rest_is_kept(events):
     """Rows of the selection and all that was fed since, at compact positions; keys as if they were computed there."""
     chosen = Chosen()
-    cache = compact_cache(RUNNER, SLOTS, 1000, 4, chosen, TRAINED)
+    cache = make_repositioned_cache(RUNNER, SLOTS, 1000, 4, chosen, TRAINED)
     texts: list[list[int]] = [[], []]
     for name, slot, what in events:
         text = texts[slot]
@@ -116,12 +116,12 @@ def test_a_working_cache_holds_the_rows_it_should_and_the_rest_is_kept(events):
         elif name == "feed":
             new = torch.randint(61, (what,)).tolist()
             before = len(text)
-            cache.ready(slot, what)
+            cache.make_room(slot, what)
             rows = cache.store.lengths[slot]
             assert rows + what <= cache.retrieval.view.capacity
-            if not cache.whole(slot):
+            if not cache.has_full_context(slot):
                 # The selection as it was when it was gathered, and behind it what has been fed since.
-                at = before - cache.full.lengths[slot]
+                at = before - cache.full_store.lengths[slot]
                 selected = chosen.rows(slot, before - at).tolist()
                 assert_holds(cache, slot, [text[r] for r in selected] + text[before - at :])
             else:
@@ -133,41 +133,43 @@ def test_a_working_cache_holds_the_rows_it_should_and_the_rest_is_kept(events):
         elif name == "cut":
             length = int(what * len(text))
             chosen.truncate(slot, length)
-            cache.forget(slot, length)
+            cache.truncate(slot, length)
             del text[length:]
         else:
             chosen.reset(slot)
-            cache.forget(slot)
+            cache.truncate(slot)
             text.clear()
         for s, own in enumerate(texts):
-            assert cache.full.lengths[s] <= len(own) and cache.store.lengths[s] <= TRAINED
-            kept = cache.full.lengths[s]
+            assert cache.full_store.lengths[s] <= len(own) and cache.store.lengths[s] <= TRAINED
+            kept = cache.full_store.lengths[s]
             if kept:
                 keys, values = computed(own[:kept])
-                assert torch.allclose(cache.full.values[0, s, :, :kept], values, atol=2e-5)
+                assert torch.allclose(cache.full_store.values[0, s, :, :kept], values, atol=2e-5)
                 # What is kept has no position: turned to where it came from, it is what the model computes there.
                 far = KeyRotation(RUNNER, max(kept, 8))
-                assert torch.allclose(far.turn(cache.full.keys[0, s, :, :kept], torch.arange(kept)), keys, atol=1e-4)
+                assert torch.allclose(
+                    far.rotate(cache.full_store.keys[0, s, :, :kept], torch.arange(kept)), keys, atol=1e-4
+                )
 
 
 def test_a_prompt_is_read_behind_a_sliding_window():
     """No position beyond those of training, and no piece that sees less than sink and recent tokens."""
-    cache = compact_cache(RUNNER, 1, 400, 4, streaming(3, 5), 40)
+    cache = make_repositioned_cache(RUNNER, 1, 400, 4, streaming(3, 5), 40)
     seen: list[tuple[int, int]] = []
     text = [i % 61 for i in range(300)]
     at = 0
     while at < len(text):
-        count = cache.reading(0, len(text) - at)
+        count = cache.begin_chunk(0, len(text) - at)
         seen.append((cache.store.lengths[0], count))
         feed(cache, 0, text[at : at + count])
         at += count
     assert all(n + count <= 40 for n, count in seen)
     assert all(n >= 8 for n, _ in seen[1:])
     assert len(seen) == 300 / max(count for _, count in seen)
-    cache.ready(0, 1)
+    cache.make_room(0, 1)
     assert_holds(cache, 0, text[:3] + text[-5:])
     for token in range(20):  # recent rows slide on
-        cache.ready(0, 1)
+        cache.make_room(0, 1)
         feed(cache, 0, [token])
         text.append(token)
         n = cache.store.lengths[0]
@@ -178,18 +180,20 @@ def test_a_prompt_is_read_behind_a_sliding_window():
 @given(st.integers(2, 9), st.lists(st.integers(1, 9), min_size=1, max_size=99), st.integers(0, 40))
 def test_a_window_holds_the_last_tokens(size, pieces, begin):
     """From any position on; and what a query of any depth sees of them."""
-    store = KVStore(KVShape(1, 1, 4, torch.float32), 1, size + draft_cache.SPARE + 1)
+    store = KVStore(KVShape(1, 1, 4, torch.float32), 1, size + draft_cache.SPARE_ENTRIES + 1)
     cache, position = DraftCache(store, 0, size), begin
-    cache.forget(0, begin)
+    cache.truncate(0, begin)
     for n in pieces:
         n = min(n, size)
         k = torch.arange(position, position + n).float().view(1, 1, n, 1).expand(1, 1, n, 4)
         cache.append(0, k, -k)
         position += n
     last = list(range(max(begin, position - size), position))
-    first, end = cache.begin(0), store.lengths[0]
-    assert cache.end(0) == cache.position(0) == position and cache.begin(0, depth=1) == max(0, end - size + 1)
+    first, end = cache.window_start(0), store.lengths[0]
+    assert cache.context_len(0) == cache.next_position(0) == position and cache.window_start(0, depth=1) == max(
+        0, end - size + 1
+    )
     assert store.keys[0, 0, 0, first:end].tolist() == [[p] * 4 for p in last]
     assert store.values[0, 0, 0, first:end].tolist() == [[-p] * 4 for p in last]
-    cache.forget(0, position - 1)
-    assert cache.end(0) == position - 1
+    cache.truncate(0, position - 1)
+    assert cache.context_len(0) == position - 1

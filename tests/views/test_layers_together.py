@@ -9,11 +9,11 @@ import torch
 
 from longdraft import Speculator
 from longdraft.memory.store import KVShape, KVStore
-from longdraft.model.gpu.graphs import Graphs
-from longdraft.views.cache import TrueCache
+from longdraft.model.gpu.cuda_graphs import CudaGraphs
 from longdraft.views.scorers import SCORERS
+from longdraft.views.sparse_kv_cache import SparseKVCache
 from longdraft.views.view import View
-from tests.support.nominal import DEVICE, OnCard, StandIn, card, moved
+from tests.support.nominal import DEVICE, SimulatedGraphs, SimulatedTensor, simulate_gpu, to_simulated_gpu
 from tests.support.tiny import tiny_model
 
 SHAPE = KVShape(layers=2, kv_heads=2, head_dim=4, dtype=torch.float32)
@@ -27,15 +27,15 @@ def filled(shape: KVShape, device: torch.device) -> tuple[KVStore, torch.Tensor]
     queries = torch.randn(8, 4, 3, shape.head_dim, generator=random)[: shape.layers]
     store = KVStore(shape, 2, 100, device)
     if device == DEVICE:
-        rows, queries = OnCard(rows), OnCard(queries)
-    store.put_rows(1, 0, *rows)
+        rows, queries = SimulatedTensor(rows), SimulatedTensor(queries)
+    store.write_entries(1, 0, *rows)
     store.commit(1, range(90))
     return store, queries
 
 
-def cache_of(store: KVStore, scorer: str, shared: bool) -> TrueCache:
-    view = View(scorer, 12, 4, 4, 2, room=8, shared=shared)
-    return TrueCache(store, lambda slots, rows: KVStore(store.shape, slots, rows, store.device), view, 3)
+def cache_of(store: KVStore, scorer: str, shared: bool) -> SparseKVCache:
+    view = View(scorer, 12, 4, 4, 2, max_new=8, shared_by_heads=shared)
+    return SparseKVCache(store, lambda slots, rows: KVStore(store.shape, slots, rows, store.device), view, 3)
 
 
 @torch.inference_mode()
@@ -46,12 +46,12 @@ def test_the_same_rows_in_launches_that_layers_do_not_add_to(scorer, shared, mon
     for layers in (2, 8):
         shape = replace(SHAPE, layers=layers)
         alone = cache_of(*filled(shape, torch.device("cpu"))[:1], scorer, shared)
-        alone.choose(1, filled(shape, torch.device("cpu"))[1])
-        with card(monkeypatch) as found:
+        alone.reselect(1, filled(shape, torch.device("cpu"))[1])
+        with simulate_gpu(monkeypatch) as found:
             store, queries = filled(shape, DEVICE)
             cache = cache_of(store, scorer, shared)
             found.launches = 0
-            cache.choose(1, queries)
+            cache.reselect(1, queries)
             launches.append(found.launches)
             assert not found.waits
             size = cache.store.lengths[1]
@@ -64,9 +64,9 @@ def test_the_same_rows_in_launches_that_layers_do_not_add_to(scorer, shared, mon
 def refreshes(monkeypatch: pytest.MonkeyPatch, layers: int) -> int:
     """The most launches of a recorded refresh."""
     sizes = {"budget": 64, "sink": 16, "recent": 16, "block": 8, "margin": 4}
-    with card(monkeypatch) as found:
-        spec = Speculator("specpv", target=moved(tiny_model(layers=layers)), plan="fixed", **sizes)
-        spec.runner().graphs = Graphs(StandIn(found), uses=0)
+    with simulate_gpu(monkeypatch) as found:
+        spec = Speculator("specpv", target=to_simulated_gpu(tiny_model(layers=layers)), plan="fixed", **sizes)
+        spec.runner().graphs = CudaGraphs(SimulatedGraphs(found), uses_before_capture=0)
         launches: list[int] = []
         for run in range(2):  # in the second one everything is recorded
             for step in spec.stream([[3, 9, 4, 7, 2, 5] * 20], max_new_tokens=8, eos_token_ids=[]):

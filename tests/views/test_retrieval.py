@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft import Speculator
-from longdraft.drafters.shared.retrieval import RetrievalOptions, retrieval_of
+from longdraft.drafters.shared.retrieval import RetrievalOptions, make_retrieval
 from longdraft.errors import CheckpointError
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.views.retrieval import Retrieval
@@ -41,7 +41,7 @@ def peaked(store: KVStore, slot: int, *chunks: int, chunk: int = 4) -> torch.Ten
 
 
 def look(retrieval: Retrieval, store: KVStore, slot: int, query: torch.Tensor) -> None:
-    (layer,) = retrieval.layers(store.shape.layers)
+    (layer,) = retrieval.scoring_layers(store.shape.layers)
     retrieval.observe(store, slot, {layer: query[:, None]})
 
 
@@ -50,11 +50,11 @@ def look(retrieval: Retrieval, store: KVStore, slot: int, query: torch.Tensor) -
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_the_best_chunks_between_sink_and_recent_window_are_chosen(transposed):
-    store, retrieval = filled(80, transposed=transposed), retrieval_of(**SMALL)
+    store, retrieval = filled(80, transposed=transposed), make_retrieval(**SMALL)
     # Chunk 0 is the sink, and 18 and 19 are recent: they are there anyway.
     look(retrieval, store, 0, peaked(store, 0, 0, 19, 13, 2, 18, 9))
-    assert retrieval.chosen(0) == [2, 9, 13]
-    rows = retrieval.rows(0, 80).tolist()
+    assert retrieval.selected_chunks(0) == [2, 9, 13]
+    rows = retrieval.kv_indices(0, 80).tolist()
     assert rows == [*range(4), *range(8, 12), *range(36, 40), *range(52, 56), *range(72, 80)]
 
 
@@ -62,29 +62,29 @@ def test_the_best_chunks_between_sink_and_recent_window_are_chosen(transposed):
 
 
 def test_every_few_verifications_are_scored():
-    store, retrieval = filled(80), retrieval_of(**SMALL)
-    assert retrieval.chosen(0) is None
+    store, retrieval = filled(80), make_retrieval(**SMALL)
+    assert retrieval.selected_chunks(0) is None
     versions = []
     for chunk in (2, 3, 4, 5, 6, 7):
         look(retrieval, store, 0, peaked(store, 0, chunk))
-        versions.append((retrieval.version(0), chunk in retrieval.chosen(0)))
+        versions.append((retrieval.selection_version(0), chunk in retrieval.selected_chunks(0)))
     first = versions[0][0]
     assert [v for v, _ in versions[:3]] == [first] * 3 and versions[0][1]
     assert [v for v, _ in versions[3:]] == [first + 1] * 3 and versions[3][1]
     # The same choice is no new version.
-    retrieval, query = retrieval_of(**SMALL | {"refresh": 1}), peaked(store, 0, 3, 7, 8)
+    retrieval, query = make_retrieval(**SMALL | {"refresh": 1}), peaked(store, 0, 3, 7, 8)
     for _ in range(2):
         look(retrieval, store, 0, query)
-    version = retrieval.version(0)
+    version = retrieval.selection_version(0)
     look(retrieval, store, 0, query)
-    assert retrieval.version(0) == version
+    assert retrieval.selection_version(0) == version
 
 
 def test_a_reset_is_a_new_version_also_when_as_many_choices_were_made_after_it_as_before():
-    store, retrieval, seen = filled(80), retrieval_of(**SMALL), list[int]()
+    store, retrieval, seen = filled(80), make_retrieval(**SMALL), list[int]()
     for _ in range(3):
         look(retrieval, store, 0, peaked(store, 0, 3))
-        seen.append(retrieval.version(0))
+        seen.append(retrieval.selection_version(0))
         retrieval.reset(0)
     assert len(set(seen)) == 3
 
@@ -102,7 +102,7 @@ def test_rows_are_sorted_once_each_and_within_the_text(given_sizes, length, even
     chunk = given_sizes["chunk"]
     sink, recent = given_sizes["sink"] * chunk, given_sizes["recent"] * chunk
     torch.manual_seed(0)
-    retrieval = retrieval_of(chunk, given_sizes["chunks"], 2, sink, recent, scorer=scorer)
+    retrieval = make_retrieval(chunk, given_sizes["chunks"], 2, sink, recent, scorer=scorer)
     store = filled(length)
     for event, n in [("look", 1), *events]:
         length = store.lengths[0]
@@ -113,11 +113,11 @@ def test_rows_are_sorted_once_each_and_within_the_text(given_sizes, length, even
         else:
             look(retrieval, store, 0, torch.randn(4, 8))
         length = store.lengths[0]
-        rows = retrieval.rows(0, length).tolist()
+        rows = retrieval.kv_indices(0, length).tolist()
         assert rows == sorted(set(rows)) and rows[0] >= 0 and rows[-1] == length - 1
         assert set(range(min(sink, length))) <= set(rows) and set(range(max(0, length - recent), length)) <= set(rows)
-        assert len(rows) <= retrieval.view.capacity - retrieval.view.room
-        chosen = retrieval.chosen(0)
+        assert len(rows) <= retrieval.view.capacity - retrieval.view.max_new
+        chosen = retrieval.selected_chunks(0)
         for c in chosen or ():
             assert set(range(c * chunk, (c + 1) * chunk)) <= set(rows)
         if length <= sink + recent + given_sizes["chunks"] * chunk:
@@ -133,11 +133,11 @@ def test_rows_are_sorted_once_each_and_within_the_text(given_sizes, length, even
 @pytest.mark.parametrize(
     ("made", "word"),
     [
-        (lambda: retrieval_of(sink=40), "sink must be a multiple of chunk"),
-        (lambda: retrieval_of(recent=100), "recent must be a multiple of chunk"),
-        (lambda: retrieval_of(chunks=4), "at least sink \\+ recent"),
-        (lambda: RetrievalOptions(chunks=3, refresh=2).made(object()), "retrieval=True"),
-        (lambda: retrieval_of(**SMALL, layer=30).layers(30), "30"),
+        (lambda: make_retrieval(sink=40), "sink must be a multiple of chunk"),
+        (lambda: make_retrieval(recent=100), "recent must be a multiple of chunk"),
+        (lambda: make_retrieval(chunks=4), "at least sink \\+ recent"),
+        (lambda: RetrievalOptions(chunks=3, refresh=2).build(object()), "retrieval=True"),
+        (lambda: make_retrieval(**SMALL, layer=30).scoring_layers(30), "30"),
     ],
 )
 def test_sizes_that_make_no_retrieval_are_refused(made, word):
@@ -155,9 +155,9 @@ def test_chunks_are_ranked_by_the_layer_that_was_asked_for():
     first = store.keys[0]
     first.copy_(store.keys[1].roll(16, dims=2))  # the first one's peaks lie four chunks further on
     for layer, chosen in ((None, [3, 13, 14]), (1, [3, 13, 14]), (0, [7])):
-        retrieval = retrieval_of(**SMALL, layer=layer)
+        retrieval = make_retrieval(**SMALL, layer=layer)
         look(retrieval, store, 0, last)
-        assert set(chosen) <= set(retrieval.chosen(0))
+        assert set(chosen) <= set(retrieval.selected_chunks(0))
 
 
 @pytest.mark.parametrize("method", ["eagle3", "specextend"])

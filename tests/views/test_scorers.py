@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from longdraft.memory.store import KVShape, KVStore
-from longdraft.views.scorers import POOL, REDUCTIONS, SCORERS, Candidates, score
-from longdraft.views.summaries import Summaries, summarise
+from longdraft.views.scorers import REDUCTIONS, SCORERS, SNAPKV_POOL_SIZE, CandidateChunks, score_chunks
+from longdraft.views.summaries import ChunkSummaries, summarize
 
 CHOOSING = [name for name, each in SCORERS.items() if each is not None]
 every_scorer = pytest.mark.parametrize("name", CHOOSING)
@@ -26,8 +26,11 @@ def single(name: str, q: torch.Tensor, keys: torch.Tensor, start: int, end: int,
         return float(torch.softmax(keys @ q * len(q) ** -0.5, -1)[start:end].sum())
     if name == "snapkv":
         mass = torch.softmax(keys[:behind] @ q * len(q) ** -0.5, -1).tolist()
-        near = [range(max(0, i - POOL // 2), min(behind, i + POOL // 2 + 1)) for i in range(start, end)]
-        return sum(sum(mass[j] for j in each) / POOL for each in near)
+        near = [
+            range(max(0, i - SNAPKV_POOL_SIZE // 2), min(behind, i + SNAPKV_POOL_SIZE // 2 + 1))
+            for i in range(start, end)
+        ]
+        return sum(sum(mass[j] for j in each) / SNAPKV_POOL_SIZE for each in near)
     return {
         "minmax": max(float(q @ high), float(q @ low)),
         "quest": float(sum(max(x * u, x * v) for x, u, v in zip(q, high, low, strict=True))),
@@ -52,20 +55,20 @@ def test_scores_are_what_their_definitions_say(name, chunk):
             continue
         wanted = torch.stack([torch.stack([REDUCE[reduction](torch.tensor(x)).mean() for x in row]) for row in each])
         for laid in (keys, keys.transpose(1, 2).contiguous().transpose(1, 2)):
-            got = score(name, reduction, queries, Candidates(laid, first, behind, chunk))
+            got = score_chunks(name, reduction, queries, CandidateChunks(laid, first, behind, chunk))
             assert got.dtype == torch.float32
             torch.testing.assert_close(got, wanted)
 
 
-@pytest.mark.parametrize("name", [name for name in CHOOSING if SCORERS[name].summaries])
+@pytest.mark.parametrize("name", [name for name in CHOOSING if SCORERS[name].summary_kinds])
 def test_scores_from_summaries_need_no_keys(name):
     keys, queries = random(2, 40, 4), random(6, 2, 4, seed=1)
     for chunk in (1, 4):
-        kept = {kind: summarise(kind, keys.unflatten(1, (-1, chunk))) for kind in SCORERS[name].summaries}
+        kept = {kind: summarize(kind, keys.unflatten(1, (-1, chunk))) for kind in SCORERS[name].summary_kinds}
         first, behind = 4 // chunk, 32 // chunk
-        wanted = score(name, "mean", queries, Candidates(keys, first, behind, chunk))
-        unread = Candidates(torch.full_like(keys, float("nan")), first, behind, chunk, kept)
-        torch.testing.assert_close(score(name, "mean", queries, unread), wanted)
+        wanted = score_chunks(name, "mean", queries, CandidateChunks(keys, first, behind, chunk))
+        unread = CandidateChunks(torch.full_like(keys, float("nan")), first, behind, chunk, kept)
+        torch.testing.assert_close(score_chunks(name, "mean", queries, unread), wanted)
 
 
 @every_scorer
@@ -73,18 +76,18 @@ def test_small_masses_of_a_long_text_do_not_vanish(name):
     """Two chunks differ even if 1 / n is too small for sums in half precision."""
     keys = torch.zeros(1, 32768, 8, dtype=torch.float16)
     keys[:, 320:352] = 0.01
-    (scores,) = score(name, "mean", torch.ones(2, 1, 8, dtype=torch.float16), Candidates(keys, 0, 1000, 32))
+    (scores,) = score_chunks(name, "mean", torch.ones(2, 1, 8, dtype=torch.float16), CandidateChunks(keys, 0, 1000, 32))
     assert scores.argmax() == 10 and scores[10] > scores[12]
 
 
 def test_summaries_follow_a_text_that_grows_and_changes():
     store = KVStore(KVShape(2, 2, 4, torch.float32), 2, 40)
     store.keys.copy_(random(*store.keys.shape))
-    found = Summaries(store, 4, ("largest", "smallest", "mean"))
+    found = ChunkSummaries(store, 4, ("largest", "smallest", "mean"))
     found.update(0, 30)
     store.keys[:, 0, :, 9:] += 1
-    found.forget(0, 9)
+    found.invalidate(0, 9)
     found.update(0, 29)
-    for kind, kept in found.of(0).items():
-        wanted = summarise(kind, store.keys[:, 0, :, :28].unflatten(2, (-1, 4)))
+    for kind, kept in found.for_slot(0).items():
+        wanted = summarize(kind, store.keys[:, 0, :, :28].unflatten(2, (-1, 4)))
         assert torch.equal(kept[:, :, :7], wanted)

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longdraft.memory.offload import HostStore
+from longdraft.memory.offload import OffloadedKVStore
 from longdraft.memory.store import KVShape, KVStore
-from longdraft.views.cache import TrueCache
 from longdraft.views.scorers import SCORERS
+from longdraft.views.sparse_kv_cache import SparseKVCache
 from longdraft.views.summaries import view_kernels
 from longdraft.views.view import View
-from tests.support.lazy_side import LazySide
+from tests.support.lazy_side import LazyCopyStream
 
 SHAPE = KVShape(layers=2, kv_heads=2, head_dim=4, dtype=torch.float32)
 
@@ -26,15 +26,15 @@ def fill(store: KVStore, slot: int, start: int, end: int, seed: int) -> None:
     keys = torch.randn(2, 2, end - start, d, generator=torch.Generator().manual_seed(seed))
     values = torch.arange(start, end, dtype=torch.float32)[None, None, :, None].expand(2, 2, -1, d).clone()
     values += 1e5 * torch.arange(2)[:, None, None, None] + 1e4 * torch.arange(2)[None, :, None, None]
-    store.put_rows(slot, start, keys, values)
+    store.write_entries(slot, start, keys, values)
 
 
-def positions(cache: TrueCache, slot: int, layer: int, head: int) -> list[int]:
+def positions(cache: SparseKVCache, slot: int, layer: int, head: int) -> list[int]:
     """Returns the positions of a slot's rows; checks that keys and values are those of the full store."""
     n = cache.store.lengths[slot]
     values = cache.store.values[layer, slot, head, :n]
     rows = (values[:, 0] - 1e5 * layer - 1e4 * head).long()
-    keys, full = (x[slot, head] for x in cache.full.layer(layer))
+    keys, full = (x[slot, head] for x in cache.full_store.layer(layer))
     assert torch.equal(values, full[rows]) and torch.equal(cache.store.keys[layer, slot, head, :n], keys[rows])
     return rows.tolist()
 
@@ -54,7 +54,7 @@ def test_what_is_there_after_any_moves(scorer, chunk, room, transposed, d, steps
     """Heads of 16 numbers are our kernels' where there are any, smaller ones torch's."""
     view, shape = View(scorer, 9, 4, 3, chunk, room), replace(SHAPE, head_dim=d)
     full = KVStore(shape, 2, 400, transposed_keys=transposed)
-    cache = TrueCache(
+    cache = SparseKVCache(
         full,
         lambda slots, rows: KVStore(shape, slots, rows, transposed_keys=transposed),
         view,
@@ -65,25 +65,25 @@ def test_what_is_there_after_any_moves(scorer, chunk, room, transposed, d, steps
     for seed, (move, count, flag) in enumerate([("grow", 3, False), *steps, ("follow", 1, False)]):
         length = full.lengths[1]
         if move == "grow":  # a verification: rows shown before are replaced by exact ones
-            if full.unverified[1]:
-                cache.forget(1, length)
+            if full.num_unverified[1]:
+                cache.invalidate(1, length)
             fill(full, 1, length, length + count, seed)
             full.commit(1, range(count))
         elif move == "show":
-            fill(full, 1, full.readable(1), full.readable(1) + count, seed)
-            full.unverified[1] += count
+            fill(full, 1, full.readable_len(1), full.readable_len(1) + count, seed)
+            full.num_unverified[1] += count
         elif move == "cut":
             full.truncate(1, max(1, length - count))
-            cache.forget(1, full.lengths[1])
+            cache.invalidate(1, full.lengths[1])
             taken_back = True
         elif move == "forget":
             start = max(0, length - count)
             fill(full, 1, start, length, seed)
-            cache.forget(1, start)
+            cache.invalidate(1, start)
             taken_back = True
         else:
             taken_back &= not cache.update(1, queries if flag else None, flag)
-            n = full.readable(1)
+            n = full.readable_len(1)
             assert cache.store.lengths[1] <= cache.store.capacity - 5
             found = [positions(cache, 1, layer, head) for layer in range(2) for head in range(2)]
             for rows in found:
@@ -94,22 +94,22 @@ def test_what_is_there_after_any_moves(scorer, chunk, room, transposed, d, steps
                 # The window does not slide back with a text that ends earlier.
                 assert taken_back or set(range(max(0, n - 3), n)) <= set(rows)
                 assert len(rows) == cache.store.lengths[1]
-            if cache.whole(1):
+            if cache.has_full_context(1):
                 assert found[0] == list(range(n))
             # Another slot has seen nothing of it.
             assert cache.store.lengths[0] == 0
             if n <= view.capacity and flag:
-                assert cache.whole(1)
+                assert cache.has_full_context(1)
 
 
 @pytest.mark.parametrize("scorer", list(SCORERS))
 def test_an_offloaded_text(scorer):
     """What is chosen of a text in memory."""
-    stores = KVStore(SHAPE, 1, 100), HostStore(SHAPE, 1, 100, "cpu", side=LazySide())
+    stores = KVStore(SHAPE, 1, 100), OffloadedKVStore(SHAPE, 1, 100, "cpu", copy_stream=LazyCopyStream())
     queries, found = [torch.randn(4, 4, 4)] * 2, []
     for full in stores:
-        view = View(scorer, 8, 4, 4, 2, room=4)
-        cache = TrueCache(full, lambda slots, rows: KVStore(SHAPE, slots, rows), view, 3)
+        view = View(scorer, 8, 4, 4, 2, max_new=4)
+        cache = SparseKVCache(full, lambda slots, rows: KVStore(SHAPE, slots, rows), view, 3)
         for count in (50, 2, 3):
             fill(full, 0, full.lengths[0], full.lengths[0] + count, count)
             full.commit(0, range(count))
@@ -122,20 +122,22 @@ def test_what_waits_is_shown_to_drafters_and_forgotten():
     full = KVStore(SHAPE, 1, 100)
     fill(full, 0, 0, 60, 0)
     full.commit(0, range(60))
-    cache = TrueCache(full, lambda slots, rows: KVStore(SHAPE, slots, rows), View("minmax", 12, 4, 8, 4, room=8), 8)
-    cache.choose(0, [torch.randn(4, 3, 4)] * 2)
+    cache = SparseKVCache(
+        full, lambda slots, rows: KVStore(SHAPE, slots, rows), View("minmax", 12, 4, 8, 4, max_new=8), 8
+    )
+    cache.reselect(0, [torch.randn(4, 3, 4)] * 2)
     held = cache.store.lengths[0]
-    assert cache.in_use(0) and cache.waiting(0) == 0
+    assert cache.in_use(0) and cache.num_buffered(0) == 0
     # A tree of four rows, of which the first and the third are accepted; then one row more.
     for rows, path, numbers in ((4, [0, 2], [11.0, 12.0, 13.0, 14.0]), (1, [0], [15.0])):
         start = cache.store.lengths[0]
         for own in (cache.store.keys, cache.store.values):
             own[:, 0, :, start : start + rows] = torch.tensor(numbers)[:, None]
-        cache.keep(0, path)
-    assert (cache.waiting(0), cache.store.lengths[0]) == (3, held + 3)
-    assert (full.lengths[0], full.unverified[0], full.readable(0)) == (60, 3, 63)
+        cache.buffer_path(0, path)
+    assert (cache.num_buffered(0), cache.store.lengths[0]) == (3, held + 3)
+    assert (full.lengths[0], full.num_unverified[0], full.readable_len(0)) == (60, 3, 63)
     assert full.values[0, 0, 0, 60:63, 0].tolist() == [11.0, 13.0, 15.0] == full.keys[1, 0, 1, 60:63, 2].tolist()
-    cache.drop(0)
-    assert (cache.waiting(0), cache.store.lengths[0]) == (0, held)
-    cache.forget(0)
+    cache.clear_buffer(0)
+    assert (cache.num_buffered(0), cache.store.lengths[0]) == (0, held)
+    cache.invalidate(0)
     assert not cache.in_use(0)

@@ -32,9 +32,9 @@ def test_sink_window_and_whole_chunks_between(
 ):
     view = View(scorer, chosen, chunk * sink_chunks, window, chunk, 0, reduction, shared)
     keys, queries = random(2, length, 4, seed=seed), random(4, 3, 4, seed=seed + 1)
-    rows = view.rows(keys, queries if told else None)
+    rows = view.select_kv_indices(keys, queries if told else None)
     start = view.window_start(length)
-    assert rows.shape[0] == (1 if shared else 2) and rows.shape[1] <= view.capacity - view.room
+    assert rows.shape[0] == (1 if shared else 2) and rows.shape[1] <= view.capacity - view.max_new
     sink = min(view.sink, length)
     for head in rows.tolist():
         assert head == sorted(set(head)) and head[-1] == length - 1
@@ -47,7 +47,7 @@ def test_sink_window_and_whole_chunks_between(
         assert len(inner) == chunk * min(0 if scorer == "streaming" else chosen // chunk, between)
         if not told:
             assert inner == list(range(start - len(inner), start))  # the latest
-    if length <= view.sink + view.window or (length <= view.budget and chosen % chunk == 0 and scorer != "streaming"):
+    if length <= view.sink + view.window or (length <= view.size and chosen % chunk == 0 and scorer != "streaming"):
         assert rows[0].tolist() == list(range(length))
 
 

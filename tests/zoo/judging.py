@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from longdraft import Speculator, compose
 from longdraft.errors import UnsupportedModelError
-from longdraft.model.layout import layer_kinds
-from tests.support.tiny import own_text
+from longdraft.model.layout import layer_type_names
+from tests.support.tiny import generate_tokens
 from tests.zoo.planted import Planted
 from tests.zoo.tiny_models import VOCABULARY, WINDOW, tiny_model
 
@@ -60,8 +60,8 @@ def judge(model_type: str) -> Verdict:
         plain = Speculator("ar", target=model)
         first = plain.generate(texts[:1], max_new_tokens=NEW, eos_token_ids=[])[0].token_ids
     except UnsupportedModelError as error:
-        return Verdict(layer_kinds(model), in_few_words(error))
-    own = [own_text(model, text, NEW) for text in texts]
+        return Verdict(layer_type_names(model), in_few_words(error))
+    own = [generate_tokens(model, text, NEW) for text in texts]
     assert len(set(own[0])) > 3, "a text that hardly changes tests little: take another seed"
     same(model, texts[0], own[0], first, "plain decoding")
 
@@ -79,8 +79,10 @@ def judge(model_type: str) -> Verdict:
             "nothing was accepted, or nothing rejected"
         )
         for spec, how in ((plain, "plain decoding"), (planted, "trees")):
-            same(model, text, wanted, own_text(model, text, NEW, custom_generate=spec), f"{how}, through generate")
-    return Verdict(layer_kinds(model))
+            same(
+                model, text, wanted, generate_tokens(model, text, NEW, custom_generate=spec), f"{how}, through generate"
+            )
+    return Verdict(layer_type_names(model))
 
 
 def same(model: PreTrainedModel, prompt: list[int], wanted: list[int], got: list[int], how: str) -> None:

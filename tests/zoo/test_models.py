@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import transformers
 
-from tests.support.quick import few
+from tests.support.quick import slow_except
 from tests.zoo import table
 from tests.zoo.judging import judge
 from tests.zoo.tiny_models import MODEL_TYPES
@@ -20,8 +20,8 @@ FAST = {
 }  # fmt: skip
 
 
-@pytest.mark.usefixtures("as_before")
-@pytest.mark.parametrize("model_type", few(MODEL_TYPES, FAST))
+@pytest.mark.usefixtures("restored_registries")
+@pytest.mark.parametrize("model_type", slow_except(MODEL_TYPES, FAST))
 def test_the_model_writes_its_own_text_or_is_refused(model_type):
     if model_type in table.MISSING:
         pytest.skip(f"needs {table.MISSING[model_type]}")

@@ -20,8 +20,8 @@ from longdraft.errors import CapabilityError, CheckpointError, RequestError
 from longdraft.model.outputs import Taps
 from longdraft.model.runner import TargetRunner
 from longdraft_engines.vllm import LongSpec, Lookup, SpecExtend
-from longdraft_engines.vllm.layer import Layer, StepQueries, packed, side_by_side
-from longdraft_engines.vllm.sampling import spread
+from longdraft_engines.vllm.layer import AttentionLayer, StepQueries, read_interleaved_pages, read_vec_pages
+from longdraft_engines.vllm.sampling import expand_batch_to_tokens
 from tests.support.drafts import random_draft
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
@@ -104,7 +104,7 @@ class Engine:
     def write(self, text, blocks):
         """Fills pages; queries (tokens, heads, size)."""
         store = RUNNER.new_store(1, LONGEST)
-        block = store.block([0], [text], prompt=True)
+        block = store.make_forward_batch([0], [text], is_prefill=True)
         computed = RUNNER.forward(block, store, logits="none", taps=Taps(queries=(self.index,)))
         store.commit(0, range(len(text)))
         cached = [x[0] for x in store.layer(self.index)]
@@ -190,7 +190,7 @@ def test_specextend_drafts_from_chunks_what_our_engine_drafts(chunked, seed):
 
 def test_queries_are_those_of_the_rows_that_a_step_computed():
     settings = config()
-    layer = Layer(settings, 1)
+    layer = AttentionLayer(settings, 1)
     queries = StepQueries(layer, torch.device("cpu"))
     given = torch.randn(9, HEADS, SIZE)
     assert torch.equal(layer.attention.impl.forward(layer.attention, given, key=1), given + 1)
@@ -211,11 +211,11 @@ def test_requests_without_a_slot_are_decoded_without_drafts(draft, expected):
     assert engine.step(texts, dict.fromkeys(texts, ())) == {key: [] for key in texts}  # prompts that are still read
 
 
-@pytest.mark.parametrize("read", [side_by_side, packed])
+@pytest.mark.parametrize("read", [read_interleaved_pages, read_vec_pages])
 def test_pages_are_read_as_they_lie(read):
     k, v = torch.randn(2, 5, 2, BLOCK, 8).unbind()  # (pages, heads, block, size)
     joined = torch.cat([k, v], -1)
-    if read is packed:
+    if read is read_vec_pages:
         joined = torch.stack([k.transpose(2, 3).flatten(2), v.flatten(2)], 2).view(5, 2, BLOCK, 16)
     blocks, places = torch.tensor([4, 4, 0]), torch.tensor([30, 31, 0])
     keys, values = read(joined, blocks, places)
@@ -224,8 +224,8 @@ def test_pages_are_read_as_they_lie(read):
 
 def test_numbers_of_requests_are_spread_over_their_drafts():
     given, ends = torch.tensor([0.5, -1.0, 0.25]), torch.tensor([1, 3, 3], dtype=torch.int32)
-    assert spread(given, ends, 3, replace_from=-1, replace_to=1).tolist() == [0.5, 1.0, 1.0]
-    assert spread(given.int(), ends, 3).dtype == torch.int32
+    assert expand_batch_to_tokens(given, ends, 3, replace_from=-1, replace_to=1).tolist() == [0.5, 1.0, 1.0]
+    assert expand_batch_to_tokens(given.int(), ends, 3).dtype == torch.int32
 
 
 def test_options_that_cannot_be_used_are_refused(draft, tmp_path):

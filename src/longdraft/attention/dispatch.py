@@ -13,15 +13,15 @@ import torch
 
 from longdraft import native
 from longdraft.attention import cpu, hybrid, reference, sdpa
-from longdraft.attention.reference import Attend
+from longdraft.attention.reference import AttentionFunction
 from longdraft.errors import CapabilityError
 
 log = logging.getLogger("longdraft")
 
 # The path that reads only bounds from the host, so that a forward can be recorded. It takes no windows, soft caps,
 # sinks, or values of another head size than the keys'.
-CAPTURABLE = "hybrid"
-ENVIRONMENT = "LONGDRAFT_ATTENTION"
+CAPTURABLE_PATH = "hybrid"
+ENVIRONMENT_VARIABLE = "LONGDRAFT_ATTENTION"
 
 
 def unavailable(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -39,13 +39,13 @@ def choose(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     Raises:
         CapabilityError: LONGDRAFT_ATTENTION forces a path that cannot run here.
     """
-    forced = os.environ.get(ENVIRONMENT)
+    forced = os.environ.get(ENVIRONMENT_VARIABLE)
     if forced:
         if forced not in PATHS:
-            raise CapabilityError(f"{ENVIRONMENT}={forced} is not one of {', '.join(PATHS)}.")
+            raise CapabilityError(f"{ENVIRONMENT_VARIABLE}={forced} is not one of {', '.join(PATHS)}.")
         reason = unavailable(forced, device, dtype, head_dim)
         if reason is not None:
-            raise CapabilityError(f"{ENVIRONMENT}={forced} cannot run: {reason}.")
+            raise CapabilityError(f"{ENVIRONMENT_VARIABLE}={forced} cannot run: {reason}.")
         return forced
     if device.type == "cpu":
         return "cpu"
@@ -57,14 +57,14 @@ def choose(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     return "sdpa"
 
 
-def resolve(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[str, Attend]:
+def resolve(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[str, AttentionFunction]:
     """Chooses a path, logs its name, and returns the name and the function."""
     name = choose(device, dtype, head_dim)
     log.info("attention path: %s (%s, %s, head size %d)", name, device, dtype, head_dim)
     return name, PATHS[name]
 
 
-PATHS: dict[str, Attend] = {
+PATHS: dict[str, AttentionFunction] = {
     "reference": reference.attend,
     "cpu": cpu.attend,
     "sdpa": sdpa.attend,

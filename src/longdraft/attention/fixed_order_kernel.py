@@ -165,10 +165,10 @@ def fixed_order_attention(
     keys: torch.Tensor,
     values: torch.Tensor,
     slots: torch.Tensor,
-    lengths: torch.Tensor,
-    paths: torch.Tensor,
-    counts: torch.Tensor,
-    bound: int,
+    prefix_lens: torch.Tensor,
+    ancestors: torch.Tensor,
+    num_ancestors: torch.Tensor,
+    max_kv_len: int,
     scale: float,
 ) -> torch.Tensor:
     """Launches the kernels; see :func:`longdraft.attention.fixed_order.fixed_order_attention`."""
@@ -176,7 +176,7 @@ def fixed_order_attention(
     out = torch.empty_like(q)
     if not out.numel():
         return out
-    group, parts = heads // kv_heads, bound // SPLIT + 1
+    group, parts = heads // kv_heads, max_kv_len // SPLIT + 1
     tile, block_d = key_tile(q)
     if group > tile:  # a program of the path has one tile of them
         raise CapabilityError(
@@ -190,12 +190,12 @@ def fixed_order_attention(
     strides = (*q.stride(), *keys.stride(), *values.stride())
     with torch.cuda.device_of(q):
         prefix_sums_kernel[(triton.cdiv(group * size, tile), batch * kv_heads, parts)](
-            q, keys, values, slots, lengths, sums_m, sums_z, sums_acc, scale * LOG2_E, size, kv_heads, *strides,
+            q, keys, values, slots, prefix_lens, sums_m, sums_z, sums_acc, scale * LOG2_E, size, kv_heads, *strides,
             **sizes, **how,
         )  # fmt: skip
         path_sums_kernel[(size, batch * kv_heads)](
-            q, keys, values, slots, lengths, paths, counts, sums_m, sums_z, sums_acc, scale * LOG2_E, size,
-            paths.shape[2], kv_heads, *strides, **sizes, **how,
+            q, keys, values, slots, prefix_lens, ancestors, num_ancestors, sums_m, sums_z, sums_acc, scale * LOG2_E, size,
+            ancestors.shape[2], kv_heads, *strides, **sizes, **how,
         )  # fmt: skip
         join_kernel[(triton.cdiv(batch * heads * size, JOINED),)](
             sums_m, sums_z, sums_acc, out, parts, batch * heads * size, size, heads, *out.stride(), HEAD_DIM=d,

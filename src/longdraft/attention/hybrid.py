@@ -22,14 +22,14 @@ from functools import cache
 
 import torch
 
-from longdraft.attention import sdpa, tree_part
-from longdraft.attention.block import PLAIN, Block, Scoring
-from longdraft.attention.tree_part import rows_of, slot_rows
+from longdraft.attention import sdpa, tree_attention
+from longdraft.attention.forward_batch import NO_MODIFIERS, ForwardBatch, ScoreModifiers
+from longdraft.attention.tree_attention import flatten_kv, slot_stride
 
 log = logging.getLogger("longdraft")
 
 # A chain of at least so many rows keeps a GPU busy without splitting its keys.
-CAUSAL_ROWS = 128
+MIN_CAUSAL_QUERY_LEN = 128
 MAX_HEAD_DIM = 256
 
 
@@ -50,7 +50,7 @@ def unavailable(device: torch.device, dtype: torch.dtype, head_dim: int) -> str 
 
 
 @dataclass(frozen=True)
-class Places:
+class HybridMetadata:
     """Places in the cache of the rows that a forward sees, as device tensors, the same for all layers.
 
     Attributes:
@@ -64,24 +64,24 @@ class Places:
     """
 
     slots: torch.Tensor
-    starts: torch.Tensor
-    lengths: torch.Tensor
-    bound: int
-    empty: torch.Tensor | None
-    tree: torch.Tensor
-    hidden: torch.Tensor
+    prefix_starts: torch.Tensor
+    prefix_lens: torch.Tensor
+    max_prefix_len: int
+    is_empty: torch.Tensor | None
+    tree_indices: torch.Tensor
+    tree_bias: torch.Tensor
 
     @classmethod
-    def of(
+    def build(
         cls,
         keys: torch.Tensor,
         slots: torch.Tensor,
-        lengths: torch.Tensor,
-        bound: int,
+        prefix_lens: torch.Tensor,
+        max_prefix_len: int,
         mask: torch.Tensor,
-        begins: torch.Tensor | None = None,
-        filled: bool = False,
-    ) -> Places:
+        window_starts: torch.Tensor | None = None,
+        none_empty: bool = False,
+    ) -> HybridMetadata:
         """The places of prefixes and of the tree behind each.
 
         Args:
@@ -91,21 +91,23 @@ class Places:
             mask: (B, T, W) bool, True where row i may see row j of the W rows behind the prefix; W may be 0.
             filled: True if no prefix is empty.
         """
-        starts = slots * slot_rows(keys)
-        if begins is not None:
-            starts = starts + begins
+        prefix_starts = slots * slot_stride(keys)
+        if window_starts is not None:
+            prefix_starts = prefix_starts + window_starts
         width = mask.shape[2]
-        tree = (starts + lengths).unsqueeze(1) + torch.arange(width, dtype=torch.int32, device=slots.device)
-        hidden = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-        hidden = hidden.masked_fill_(mask.logical_not(), float("-inf"))
+        tree_indices = (prefix_starts + prefix_lens).unsqueeze(1) + torch.arange(
+            width, dtype=torch.int32, device=slots.device
+        )
+        tree_bias = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+        tree_bias = tree_bias.masked_fill_(mask.logical_not(), float("-inf"))
         return cls(
             slots=slots,
-            starts=torch.cat([starts, starts.narrow(0, 0, 1)]),
-            lengths=lengths,
-            bound=bound,
-            empty=None if filled else (lengths == 0).view(-1, 1, 1),
-            tree=tree.flatten(),
-            hidden=hidden.unsqueeze(1).unsqueeze(1),
+            prefix_starts=torch.cat([prefix_starts, prefix_starts.narrow(0, 0, 1)]),
+            prefix_lens=prefix_lens,
+            max_prefix_len=max_prefix_len,
+            is_empty=None if none_empty else (prefix_lens == 0).view(-1, 1, 1),
+            tree_indices=tree_indices.flatten(),
+            tree_bias=tree_bias.unsqueeze(1).unsqueeze(1),
         )
 
 
@@ -118,9 +120,9 @@ def attend(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    block: Block,
+    block: ForwardBatch,
     scale: float,
-    scoring: Scoring = PLAIN,
+    scoring: ScoreModifiers = NO_MODIFIERS,
     /,
 ) -> torch.Tensor:
     """Same contract as :func:`longdraft.attention.reference.attend`, on a GPU; float32, float16 and bfloat16.
@@ -128,57 +130,65 @@ def attend(
     Keys and values have the same layout, and the distance between two slots is a whole number of rows. Layers that this
     does not serve are computed by torch's masked kernels.
     """
-    if block.begins is not None or scoring is not PLAIN or keys.shape[3] != values.shape[3]:
+    if block.window_starts is not None or scoring is not NO_MODIFIERS or keys.shape[3] != values.shape[3]:
         _say_once()
         return sdpa.attend(q, keys, values, block, scale, scoring)
     chain = block.mask is None
-    if block.width == 1 or (chain and block.size == 1):  # the row sees everything
-        return _prefix(q, keys, values, _places(block, keys, block.width), scale)[0]
-    if chain and block.size >= CAUSAL_ROWS and q.element_size() == 2:
-        return _causal(q, keys, values, _places(block, keys, block.width), scale)
-    return attend_at(q, keys, values, _places(block, keys, 0), scale)
+    if block.tree_len == 1 or (chain and block.query_len == 1):  # the row sees everything
+        return _prefix(q, keys, values, _places(block, keys, block.tree_len), scale)[0]
+    if chain and block.query_len >= MIN_CAUSAL_QUERY_LEN and q.element_size() == 2:
+        return _causal(q, keys, values, _places(block, keys, block.tree_len), scale)
+    return attend_prefix_and_tree(q, keys, values, _places(block, keys, 0), scale)
 
 
-def attend_at(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: Places, scale: float) -> torch.Tensor:
+def attend_prefix_and_tree(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, metadata: HybridMetadata, scale: float
+) -> torch.Tensor:
     """Every row attends to its sequence's whole prefix and to the tree rows that it may see: q -> (B, Hq, T, d)."""
-    o, lse = _prefix(q, keys, values, places, scale)
-    if places.empty is not None:
+    o, lse = _prefix(q, keys, values, metadata, scale)
+    if metadata.is_empty is not None:
         # The kernels return infinity or NaN for an empty prefix.
-        o, lse = o.masked_fill(places.empty.unsqueeze(-1), 0), lse.masked_fill(places.empty, float("-inf"))
-    if not places.hidden.shape[-1]:
+        o, lse = o.masked_fill(metadata.is_empty.unsqueeze(-1), 0), lse.masked_fill(metadata.is_empty, float("-inf"))
+    if not metadata.tree_bias.shape[-1]:
         return o
-    compute = torch.ops.longdraft.with_tree if tree_part.by_kernel(q, keys) else tree_part.with_tree
-    out: torch.Tensor = compute(q, keys, values, o, lse, places.tree, places.hidden, scale)
+    compute = (
+        torch.ops.longdraft.merge_tree_attention
+        if tree_attention.uses_kernel(q, keys)
+        else tree_attention.merge_tree_attention
+    )
+    out: torch.Tensor = compute(q, keys, values, o, lse, metadata.tree_indices, metadata.tree_bias, scale)
     return out
 
 
-def _places(block: Block, keys: torch.Tensor, seen: int) -> Places:
+def _places(block: ForwardBatch, keys: torch.Tensor, seen: int) -> HybridMetadata:
     """The places of a block, computed by its first layer. The tree's first ``seen`` rows count as prefix."""
-    key = "hybrid", slot_rows(keys), seen
-    if key not in block.derived:
+    key = "hybrid", slot_stride(keys), seen
+    if key not in block.metadata:
         mask = block.mask
         if seen:
-            mask = torch.zeros(block.batch, block.size, 0, dtype=torch.bool, device=keys.device)
+            mask = torch.zeros(block.batch_size, block.query_len, 0, dtype=torch.bool, device=keys.device)
         elif mask is None:
-            mask = block.block_mask(0, keys.device).expand(block.batch, -1, -1)
+            mask = block.tree_mask(0, keys.device).expand(block.batch_size, -1, -1)
         # Prefix attention, of which nothing lies behind the prefix, is to texts with rows.
-        filled = seen > 0 or not block.width or (not block.captured and min(block.lengths, default=1) > 0)
-        lengths = block.lengths_t + seen if seen else block.lengths_t
-        bound = max(block.lengths, default=0) + seen
-        block.derived[key] = Places.of(keys, block.slots_t, lengths, bound, mask, filled=filled)
-    places: Places = block.derived[key]
+        filled = seen > 0 or not block.tree_len or (not block.is_captured and min(block.prefix_lens, default=1) > 0)
+        prefix_lens = block.prefix_lens_t + seen if seen else block.prefix_lens_t
+        max_prefix_len = max(block.prefix_lens, default=0) + seen
+        block.metadata[key] = HybridMetadata.build(
+            keys, block.slots_t, prefix_lens, max_prefix_len, mask, none_empty=filled
+        )
+    places: HybridMetadata = block.metadata[key]
     return places
 
 
 def _prefix(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: Places, scale: float
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: HybridMetadata, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Every row sees the whole prefix: o (B, Hq, T, d) and lse (B, Hq, T) in float32; undefined for an empty one."""
     return (_flash if q.element_size() == 2 else _efficient)(q, keys, values, places, scale)
 
 
 def _flash(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: Places, scale: float
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: HybridMetadata, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     (batch, heads, size, d), kv_heads = q.shape, keys.shape[1]
     alone = heads * size == kv_heads
@@ -188,8 +198,8 @@ def _flash(
         folded = folded.expand(-1, -1, 2, -1)
     queries = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
     results = torch.ops.aten._flash_attention_forward(
-        folded.reshape(batch, -1, d), rows_of(keys), rows_of(values), queries, places.starts,
-        1, places.bound, 0.0, False, False, scale=scale, seqused_k=places.lengths,
+        folded.reshape(batch, -1, d), flatten_kv(keys), flatten_kv(values), queries, places.prefix_starts,
+        1, places.max_prefix_len, 0.0, False, False, scale=scale, seqused_k=places.prefix_lens,
     )  # fmt: skip
     o, lse = results[0].view(batch, kv_heads, -1, d), results[1].t().reshape(batch, kv_heads, -1)
     if alone:
@@ -197,28 +207,30 @@ def _flash(
     return o.reshape(q.shape), lse.reshape(q.shape[:3])
 
 
-def _causal(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: Places, scale: float) -> torch.Tensor:
+def _causal(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: HybridMetadata, scale: float
+) -> torch.Tensor:
     """The last row sees the whole prefix, each earlier row one row less."""
     batch, heads, size, d = q.shape
     queries = torch.arange(0, (batch + 1) * size, size, dtype=torch.int32, device=q.device)
     results = torch.ops.aten._flash_attention_forward(
-        q.transpose(1, 2).reshape(batch * size, heads, d), rows_of(keys), rows_of(values), queries, places.starts,
-        size, places.bound, 0.0, True, False, scale=scale, seqused_k=places.lengths,
+        q.transpose(1, 2).reshape(batch * size, heads, d), flatten_kv(keys), flatten_kv(values), queries, places.prefix_starts,
+        size, places.max_prefix_len, 0.0, True, False, scale=scale, seqused_k=places.prefix_lens,
     )  # fmt: skip
     out: torch.Tensor = results[0].view(batch, size, heads, d).transpose(1, 2)
     return out
 
 
 def _efficient(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: Places, scale: float
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: HybridMetadata, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     (batch, heads, size, d), kv_heads = q.shape, keys.shape[1]
     rows = heads // kv_heads * size
     folded = q.reshape(batch, kv_heads, rows, d).transpose(1, 2).reshape(1, batch * rows, kv_heads, d)
     queries = torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=q.device)
     results = torch.ops.aten._efficient_attention_forward(
-        folded, rows_of(keys).unsqueeze(0), rows_of(values).unsqueeze(0), None, queries, places.starts,
-        rows, places.bound, 0.0, 0, True, scale=scale, seqlen_k=places.lengths,
+        folded, flatten_kv(keys).unsqueeze(0), flatten_kv(values).unsqueeze(0), None, queries, places.prefix_starts,
+        rows, places.max_prefix_len, 0.0, 0, True, scale=scale, seqlen_k=places.prefix_lens,
     )  # fmt: skip
     o = results[0].view(batch, rows, kv_heads, d).transpose(1, 2)
     # The log-sum-exp is padded to a multiple of 32 rows.

@@ -13,18 +13,20 @@ from dataclasses import replace
 
 import torch
 
-from longdraft.attention.block import Block
-from longdraft.attention.reference import Attend
+from longdraft.attention.forward_batch import ForwardBatch
+from longdraft.attention.reference import AttentionFunction
 
 # (q, keys, values, block, scale) -> output
-PrefixAttend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Block, float], torch.Tensor]
+PrefixAttentionFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ForwardBatch, float], torch.Tensor]
 
 
-def before(attend: Attend) -> PrefixAttend:
+def make_prefix_attention(attend: AttentionFunction) -> PrefixAttentionFunction:
     """A path of hybrid tree attention on a block that lies before the prefix's end, so that no row of it is seen."""
 
-    def prefix(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float) -> torch.Tensor:
-        nothing = torch.zeros(block.batch, block.size, 0, dtype=torch.bool, device=q.device)
-        return attend(q, keys, values, replace(block, offset=-block.size, mask=nothing), scale)
+    def prefix(
+        q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: ForwardBatch, scale: float
+    ) -> torch.Tensor:
+        nothing = torch.zeros(block.batch_size, block.query_len, 0, dtype=torch.bool, device=q.device)
+        return attend(q, keys, values, replace(block, tree_offset=-block.query_len, mask=nothing), scale)
 
     return prefix

@@ -6,10 +6,10 @@ from typing import Protocol
 
 import torch
 
-from longdraft.attention.block import PLAIN, Block, Scoring
+from longdraft.attention.forward_batch import NO_MODIFIERS, ForwardBatch, ScoreModifiers
 
 
-class Attend(Protocol):
+class AttentionFunction(Protocol):
     """The contract of every path, as :func:`attend` documents it."""
 
     def __call__(
@@ -17,9 +17,9 @@ class Attend(Protocol):
         q: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        block: Block,
+        block: ForwardBatch,
         scale: float,
-        scoring: Scoring = PLAIN,
+        scoring: ScoreModifiers = NO_MODIFIERS,
         /,
     ) -> torch.Tensor: ...
 
@@ -30,14 +30,14 @@ def partial_attention(
     v: torch.Tensor,
     scale: float,
     mask: torch.Tensor | None = None,
-    scoring: Scoring = PLAIN,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over one part of the keys, with its log-sum-exp, computed in float32.
 
     Args:
         q: (..., Hq, T, d); k, v: (..., Hkv, n, d), Hq a multiple of Hkv.
         mask: broadcastable to (..., Hq, T, n), True where q may see k; None if every q sees every k.
-        scoring: its sinks count in this part, so only one of several parts takes them.
+        modifiers: its sinks count in this part, so only one of several parts takes them.
 
     Returns:
         o (..., Hq, T, d) and lse (..., Hq, T), both float32, d that of the values. A row that sees
@@ -47,13 +47,13 @@ def partial_attention(
     k = k.float().repeat_interleave(group, dim=-3)
     v = v.float().repeat_interleave(group, dim=-3)
     scores = (q.float() @ k.transpose(-1, -2)) * scale
-    if scoring.softcap is not None:
-        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+    if modifiers.softcap is not None:
+        scores = torch.tanh(scores / modifiers.softcap) * modifiers.softcap
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     lse = torch.logsumexp(scores, dim=-1)
-    if scoring.sinks is not None:
-        lse = torch.logaddexp(lse, scoring.sinks.float().unsqueeze(-1).expand_as(lse))
+    if modifiers.sinks is not None:
+        lse = torch.logaddexp(lse, modifiers.sinks.float().unsqueeze(-1).expand_as(lse))
     # exp(-inf - -inf) is NaN: a fully masked row gets weight zero instead.
     weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1))
     return weights @ v, lse
@@ -63,9 +63,9 @@ def attend(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    block: Block,
+    block: ForwardBatch,
     scale: float,
-    scoring: Scoring = PLAIN,
+    scoring: ScoreModifiers = NO_MODIFIERS,
     /,
 ) -> torch.Tensor:
     """Hybrid tree attention by its definition.
@@ -82,8 +82,8 @@ def attend(
         (B, Hq, T, d) in q's dtype, d that of the values.
     """
     out = q.new_empty(*q.shape[:3], values.shape[3])
-    for b, (slot, n) in enumerate(zip(block.slots, block.lengths, strict=True)):
-        end, seen = n + block.width, block.visible(b, q.device)
+    for b, (slot, n) in enumerate(zip(block.slots, block.prefix_lens, strict=True)):
+        end, seen = n + block.tree_len, block.full_mask(b, q.device)
         o, _ = partial_attention(q[b], keys[slot, :, :end], values[slot, :, :end], scale, seen, scoring)
         out[b] = o.to(q.dtype)
     return out

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 
-def on_device(
-    numbers: Sequence[Any] | torch.Tensor, device: torch.device | str, dtype: torch.dtype | None = None
+def to_device(
+    values: Sequence[Any] | torch.Tensor, device: torch.device | str, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """The numbers as a tensor on the device.
 
@@ -21,15 +21,15 @@ def on_device(
         numbers: nested lists, or a tensor on either device.
         dtype: dtype of the result; None for the one that ``torch.as_tensor`` chooses.
     """
-    tensor = numbers if isinstance(numbers, torch.Tensor) else torch.tensor(numbers, dtype=dtype, device="cpu")
+    tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype, device="cpu")
     tensor = tensor.to(dtype or tensor.dtype)
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
         return _pinned(tensor).to(device, non_blocking=True)
     return tensor.to(device)
 
 
-class Fetched:
-    """Numbers on their way to the host. :meth:`read` waits for them alone, not for work that was queued since."""
+class AsyncHostCopy:
+    """Numbers on their way to the host. :meth:`tolist` waits for them alone, not for work that was queued since."""
 
     def __init__(self, numbers: torch.Tensor) -> None:
         self._numbers, self._arrived = numbers, None
@@ -38,7 +38,7 @@ class Fetched:
             self._arrived = torch.cuda.Event()
             self._arrived.record()
 
-    def read(self) -> list[Any]:
+    def tolist(self) -> list[Any]:
         """The numbers, as nested lists."""
         if self._arrived is not None:
             self._arrived.synchronize()
@@ -46,9 +46,9 @@ class Fetched:
         return found
 
 
-def fill(buffer: torch.Tensor, numbers: Sequence[Any]) -> None:
+def copy_to_buffer(buffer: torch.Tensor, values: Sequence[Any]) -> None:
     """Writes the numbers into a buffer on a device, in one copy."""
-    tensor = torch.as_tensor(numbers, dtype=buffer.dtype, device="cpu")
+    tensor = torch.as_tensor(values, dtype=buffer.dtype, device="cpu")
     buffer.copy_(_pinned(tensor) if buffer.device.type == "cuda" else tensor, non_blocking=True)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from longdraft.errors import CheckpointError, ConfigError
-from longdraft.files import naming, read_json, regular, replacing
+from longdraft.files import atomic_write, file_errors, read_json, require_regular
 from longdraft.json_lines import JsonLines
 
 _FORMAT = {"format": "longdraft batch", "version": 1}
@@ -20,7 +20,7 @@ _FORMAT = {"format": "longdraft batch", "version": 1}
 _SYNC = 5.0
 
 
-class Output:
+class OutputFile:
     """The file that rows are appended to; the next run continues after the last whole row.
 
     Args:
@@ -34,24 +34,24 @@ class Output:
         CheckpointError: the file cannot be read or written, is damaged, or another run writes it.
     """
 
-    def __init__(self, path: Path, origin: Mapping[str, Any], places: Iterable[int] | None = None) -> None:
+    def __init__(self, path: Path, provenance: Mapping[str, Any], line_numbers: Iterable[int] | None = None) -> None:
         self.path, self._record, self.errors = path, path.with_name(path.name + ".run"), 0
-        self._places = None if places is None else iter(places)
-        with naming(path, f"{path} cannot be written"):
-            self._held = regular(path).open("ab")  # while this is open, no other run writes the file
+        self._places = None if line_numbers is None else iter(line_numbers)
+        with file_errors(path, f"{path} cannot be written"):
+            self._held = require_regular(path).open("ab")  # while this is open, no other run writes the file
         try:
             self._lock()
-            self._check_origin({**_FORMAT, **json.loads(json.dumps(origin))})
+            self._check_origin({**_FORMAT, **json.loads(json.dumps(provenance))})
             self._file = JsonLines(path, self._take, _SYNC)
         except BaseException:
             self._held.close()
             raise
-        self.found = self.rows
+        self.rows_at_start = self.rows
 
     @property
     def rows(self) -> int:
         """The number of rows in the file."""
-        return self._file.count
+        return self._file.num_lines
 
     def write(self, row: Mapping[str, Any], failed: bool) -> None:
         """Appends a row; it outlives a killed process.
@@ -63,10 +63,10 @@ class Output:
         self.errors += failed
 
     def close(self) -> None:
-        with naming(self.path, f"{self.path} cannot be written"), self._held:
+        with file_errors(self.path, f"{self.path} cannot be written"), self._held:
             os.fsync(self._held.fileno())
 
-    def __enter__(self) -> Output:
+    def __enter__(self) -> OutputFile:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -88,7 +88,7 @@ class Output:
     def _check_origin(self, origin: dict[str, Any]) -> None:
         """Writes the record of an empty file; compares that of another."""
         if self.path.stat().st_size == 0:
-            with replacing(self._record) as part:
+            with atomic_write(self._record) as part:
                 part.write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
             return
         advice = f"Name another file, or delete {self.path} and {self._record} to begin again."

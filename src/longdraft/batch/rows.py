@@ -13,26 +13,26 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from longdraft.engine.sampler import Sampling
-from longdraft.files import naming, regular
-from longdraft.serve import asked, schema
-from longdraft.serve.asked import Asked
+from longdraft.files import file_errors, require_regular
+from longdraft.serve import protocol, serving
 from longdraft.serve.errors import ApiError
-from longdraft.serve.items import Responses
-from longdraft.serve.schema import read, validated
+from longdraft.serve.protocol import parse_body, validate
+from longdraft.serve.responses_request import ResponsesRequest
 from longdraft.serve.service import Service
+from longdraft.serve.serving import PendingResponse
 
-Body = schema.Chat | schema.Completion | Responses
+Body = protocol.ChatCompletionRequest | protocol.CompletionRequest | ResponsesRequest
 
 
-class Line(NamedTuple):
+class InputLine(NamedTuple):
     """A line of the input that is not blank.
 
     Attributes:
         number: of the row, from 0. place: line number in the file, from 1.
     """
 
-    number: int
-    place: int
+    row_index: int
+    line_number: int
     content: bytes
 
 
@@ -54,35 +54,35 @@ class Defaults:
     model: str = ""
 
 
-def lines(path: Path, skip: int = 0) -> Iterator[Line]:
+def read_lines(path: Path, skip: int = 0) -> Iterator[InputLine]:
     """Yields the rows of a file, from row ``skip`` on.
 
     Raises:
         CheckpointError: the file cannot be read.
     """
-    with naming(path, f"{path} cannot be read"):
-        file = regular(path).open("rb")
+    with file_errors(path, f"{path} cannot be read"):
+        file = require_regular(path).open("rb")
     with file:
         rows = ((place, content) for place, content in enumerate(file, 1) if content.strip())
         for number, (place, content) in enumerate(rows):
             if number >= skip:
-                yield Line(number, place, content)
+                yield InputLine(number, place, content)
 
 
-def measured(path: Path) -> tuple[int, str]:
-    """The number of rows in a file, and the SHA-256 of its lines that are not blank. Raises as :func:`lines`."""
+def count_and_digest(path: Path) -> tuple[int, str]:
+    """The number of rows in a file, and the SHA-256 of its lines that are not blank. Raises as :func:`read_lines`."""
     digest, rows = sha256(), 0
-    for line in lines(path):
+    for line in read_lines(path):
         digest.update(line.content.rstrip(b"\r\n") + b"\n")
         rows += 1
     return rows, digest.hexdigest()
 
 
-class _Anything(schema.Strict, extra="allow"):
+class _Anything(protocol.StrictModel, extra="allow"):
     """A row, before it is known of which kind it is."""
 
 
-class _Wrapped(schema.Strict):
+class _Wrapped(protocol.StrictModel):
     """A row of OpenAI's batch files."""
 
     custom_id: str | None = None
@@ -94,17 +94,17 @@ class _Wrapped(schema.Strict):
 class Row:
     """A line as a request, and the row of the output that answers it."""
 
-    def __init__(self, line: Line, defaults: Defaults) -> None:
+    def __init__(self, line: InputLine, defaults: Defaults) -> None:
         self._line, self._defaults, self._openai = line, defaults, False
         self._row: dict[str, Any] = {}
         self._fault: ApiError | None = None
         try:
-            self._row = read(_Anything, line.content.removeprefix(b"\xef\xbb\xbf"), "json").model_dump()
+            self._row = parse_body(_Anything, line.content.removeprefix(b"\xef\xbb\xbf"), "json").model_dump()
             self._openai = "body" in self._row or "custom_id" in self._row
         except ApiError as error:
             self._fault = error
 
-    def ask(self, service: Service) -> Asked:
+    def create_response(self, service: Service) -> PendingResponse:
         """Returns the answers that the row asks for, ready to be decoded.
 
         Raises:
@@ -113,21 +113,25 @@ class Row:
         if self._fault is not None:
             raise self._fault
         body = self._of_openai() if self._openai else self._own()
-        if isinstance(body, schema.Completion):
-            return asked.complete(service, body)
-        return asked.respond(service, body) if isinstance(body, Responses) else asked.chat(service, body)
+        if isinstance(body, protocol.CompletionRequest):
+            return serving.create_completion(service, body)
+        return (
+            serving.create_response(service, body)
+            if isinstance(body, ResponsesRequest)
+            else serving.create_chat_completion(service, body)
+        )
 
-    def answered(self, body: dict[str, Any], said: Asked) -> dict[str, Any]:
+    def result_row(self, body: dict[str, Any], pending: PendingResponse) -> dict[str, Any]:
         """The row of the output for the answer's object."""
         if self._openai:
-            name = f"row_{self._line.number}"
-            body = body if isinstance(said, asked.Told) else body | {"id": name}
+            name = f"row_{self._line.row_index}"
+            body = body if isinstance(pending, serving.AdaptedResponse) else body | {"id": name}
             response = {"status_code": 200, "request_id": name, "body": body}
             return self._identity() | {"response": response, "error": None}
         texts = [choice.get("message", {}).get("content", choice.get("text")) for choice in body["choices"]]
         first = body["choices"][0]
         more = {"tool_calls": first.get("message", {}).get("tool_calls"), "logprobs": first["logprobs"]}
-        result = said.choices[0].result
+        result = pending.choices[0].result
         assert result is not None
         return self._identity() | {
             "text": texts[0] or "",
@@ -135,10 +139,10 @@ class Row:
             **({"texts": texts} if len(texts) > 1 else {}),
             "finish_reason": result.finish_reason,
             "prompt_tokens": result.prompt_tokens,
-            "new_tokens": said.new_tokens,
+            "new_tokens": pending.num_new_tokens,
         }
 
-    def failed(self, error: Exception) -> dict[str, Any]:
+    def error_row(self, error: Exception) -> dict[str, Any]:
         """The row of the output if there is no answer."""
         message = " ".join(str(error).split()) or type(error).__name__
         if self._openai:
@@ -148,8 +152,8 @@ class Row:
     def _identity(self) -> dict[str, Any]:
         """The fields by which an answer is matched to its row."""
         if self._openai:
-            return {"id": f"batch_req_{self._line.number}", "custom_id": self._row.get("custom_id")}
-        identity: dict[str, Any] = {"line": self._line.place}
+            return {"id": f"batch_req_{self._line.row_index}", "custom_id": self._row.get("custom_id")}
+        identity: dict[str, Any] = {"line": self._line.line_number}
         return identity | {name: self._row[name] for name in ("id", "metadata") if name in self._row}
 
     def _own(self) -> Body:
@@ -167,20 +171,20 @@ class Row:
         return body
 
     def _of_openai(self) -> Body:
-        row = validated(_Wrapped, self._row)
+        row = validate(_Wrapped, self._row)
         return self._with_defaults({k: v for k, v in row.body.items() if k != "model"}, {}, row.url)
 
     def _with_defaults(self, fields: dict[str, Any], more: dict[str, Any], url: str | None = None) -> Body:
-        defaults, known = self._defaults, schema.Sampled.model_fields
+        defaults, known = self._defaults, protocol.SampledRequest.model_fields
         fields = {name: value for name, value in fields.items() if value is not None}
         values = {k: v for k, v in asdict(defaults.sampling).items() if v is not None and k in known}
-        values |= {"seed": (defaults.seed + self._line.number) % 2**63, "stop": list(defaults.stop), **more}
-        kind: type[Body] = Responses if url == "/v1/responses" else schema.Completion
+        values |= {"seed": (defaults.seed + self._line.row_index) % 2**63, "stop": list(defaults.stop), **more}
+        kind: type[Body] = ResponsesRequest if url == "/v1/responses" else protocol.CompletionRequest
         if "messages" in fields and url in (None, "/v1/chat/completions"):
-            kind = schema.Chat
+            kind = protocol.ChatCompletionRequest
         if not {"max_tokens", "max_completion_tokens", "max_output_tokens"} & fields.keys():
-            values["max_output_tokens" if kind is Responses else "max_tokens"] = defaults.max_tokens
+            values["max_output_tokens" if kind is ResponsesRequest else "max_tokens"] = defaults.max_tokens
         fields = values | fields
         if fields.pop("stream", False):
             raise ApiError(400, "stream is not served in a file: leave it out.", param="stream")
-        return validated(kind, fields)
+        return validate(kind, fields)

@@ -9,15 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any, NamedTuple, TypeVar
 
-from longdraft.batch.output import Output
-from longdraft.batch.rows import Defaults, Line, Row
+from longdraft.batch.output import OutputFile
+from longdraft.batch.rows import Defaults, InputLine, Row
 from longdraft.engine.session import Session
 from longdraft.errors import CapabilityError, LongdraftError
 from longdraft.model.checkpoints import Progress
-from longdraft.serve.choice import Speculation
+from longdraft.serve.choice import SpecDecodingStats
 from longdraft.serve.errors import ApiError
 from longdraft.serve.service import Service
-from longdraft.serve.settings import Settings
+from longdraft.serve.settings import ServerSettings
 from longdraft.speculator import Speculator
 
 T = TypeVar("T")
@@ -29,15 +29,15 @@ _PATIENCE = 0.2
 _BROKEN = 8
 
 
-class Figures(NamedTuple):
+class RunCounts(NamedTuple):
     """Counts of rows, their new tokens, and of their drafts."""
 
     rows: int = 0
-    tokens: int = 0
-    speculation: Speculation = Speculation()  # is only added to
+    new_tokens: int = 0
+    spec_stats: SpecDecodingStats = SpecDecodingStats()  # is only added to
 
 
-class Answer(NamedTuple):
+class RowResult(NamedTuple):
     """A row of the output.
 
     Attributes:
@@ -47,8 +47,8 @@ class Answer(NamedTuple):
     row: dict[str, Any]
     failed: bool = False
     unexpected: bool = False
-    tokens: int = 0
-    speculation: Speculation = Speculation()
+    new_tokens: int = 0
+    spec_stats: SpecDecodingStats = SpecDecodingStats()
 
 
 class _Rows(Service):
@@ -56,11 +56,11 @@ class _Rows(Service):
 
     room = 0
 
-    def session(self, method: str) -> Session:
+    def new_session(self, method: str) -> Session:
         return self.speculator(method).session(self.settings.slots, context=self.room)
 
 
-class Engine:
+class BatchEngine:
     """Answers rows in this process.
 
     Args:
@@ -73,16 +73,16 @@ class Engine:
     def __init__(self, spec: Speculator, defaults: Defaults, slots: int, context: int = 0) -> None:
         if spec.tokenizer is None:
             raise CapabilityError("Rows need a tokenizer: Speculator(..., tokenizer=tokenizer).")
-        self.ahead, self._spec, self._defaults = _AHEAD * slots, spec, defaults
-        settings = Settings(
-            defaults.model, (spec.method.name,), slots, spec.runner().context_length, 16 * self.ahead,
-            timeout=float("inf"), keep_alive=float("inf"), foresee=defaults.sampling.foresee,
+        self.max_in_flight, self._spec, self._defaults = _AHEAD * slots, spec, defaults
+        settings = ServerSettings(
+            defaults.model, (spec.method.name,), slots, spec.runner().context_length, 16 * self.max_in_flight,
+            timeout=float("inf"), sse_ping_interval=float("inf"), foresee=defaults.sampling.foresee,
         )  # fmt: skip
         self.service = _Rows(settings, lambda _: spec, spec.tokenizer)
         self.service.room = context
 
     @property
-    def decisive(self) -> dict[str, Any]:
+    def reproducibility_settings(self) -> dict[str, Any]:
         """The settings the texts depend on. An exact method is not part of it, nor are the slots."""
         spec = self._spec
         decisive = asdict(self._defaults) | {"target": spec.runner().fingerprint}
@@ -95,21 +95,21 @@ class Engine:
         """Measures what verifications cost here, if the planner needs it."""
         self._spec.planner(progress)
 
-    async def answer(self, line: Line) -> Answer:
+    async def answer(self, line: InputLine) -> RowResult:
         row = Row(line, self._defaults)
         try:
-            asked = row.ask(self.service)
+            asked = row.create_response(self.service)
         except (ApiError, LongdraftError) as error:
-            return Answer(row.failed(error), failed=True)
+            return RowResult(row.error_row(error), failed=True)
         try:
             asked.submit()
-            body = await asked.whole()
+            body = await asked.full_response()
         except Exception as error:
-            return Answer(row.failed(error), True, not isinstance(error, LongdraftError))
-        speculation = sum((choice.speculation for choice in asked.choices), Speculation())
-        return Answer(row.answered(body, asked), False, False, asked.new_tokens, speculation)
+            return RowResult(row.error_row(error), True, not isinstance(error, LongdraftError))
+        speculation = sum((choice.spec_stats for choice in asked.choices), SpecDecodingStats())
+        return RowResult(row.result_row(body, asked), False, False, asked.num_new_tokens, speculation)
 
-    def drive(self, feed: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    def run_with(self, feed: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Returns what ``feed`` does, which asks for answers. Decodes in this thread: the main one is fastest."""
 
         def feed_and_close() -> T:
@@ -125,35 +125,35 @@ class Engine:
 
 
 async def run(
-    source: Iterator[Line],
-    output: Output,
-    engine: Engine,
-    progress: Callable[[Figures], None] = lambda figures: None,
+    input_lines: Iterator[InputLine],
+    output: OutputFile,
+    engine: BatchEngine,
+    progress: Callable[[RunCounts], None] = lambda figures: None,
     cancelled: Callable[[], bool] = lambda: False,
-) -> Figures:
+) -> RunCounts:
     """Answers the rows that the output lacks.
 
     Args:
-        source: the rows, from the first that the output lacks. progress: called after each row.
+        input_lines: the rows, from the first that the output lacks. progress: called after each row.
 
     Raises:
         CapabilityError: row after row fails with an unexpected error.
         CheckpointError: the input cannot be read, or the output cannot be written.
     """
-    figures, going = Figures(), deque[asyncio.Task[Answer]]()
-    held: list[Answer] = []  # unexpected errors, until a row behind them is none
+    figures, going = RunCounts(), deque[asyncio.Task[RowResult]]()
+    held: list[RowResult] = []  # unexpected errors, until a row behind them is none
 
     def write() -> None:
         nonlocal figures
         for each in held:
             output.write(each.row, each.failed)
-            counted = figures.tokens + each.tokens, figures.speculation + each.speculation
-            figures = Figures(figures.rows + 1, *counted)
+            counted = figures.new_tokens + each.new_tokens, figures.spec_stats + each.spec_stats
+            figures = RunCounts(figures.rows + 1, *counted)
             progress(figures)
         held.clear()
 
     while not cancelled():
-        while len(going) < engine.ahead and (line := next(source, None)) is not None:
+        while len(going) < engine.max_in_flight and (line := next(input_lines, None)) is not None:
             going.append(asyncio.create_task(engine.answer(line)))
         if not going:
             write()

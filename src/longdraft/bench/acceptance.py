@@ -19,15 +19,15 @@ from statistics import median
 from typing import Any
 
 from longdraft.bench import machine
-from longdraft.bench.contenders import Ours, Run
-from longdraft.bench.data import Sample, Scheme, Short
-from longdraft.bench.experiment import Step, Tick, in_turn
-from longdraft.bench.prompts import Prompt, texts
-from longdraft.bench.records import Records, fingerprint, plain, signed
-from longdraft.bench.results import model_of
+from longdraft.bench.contenders import MethodContender, Run
+from longdraft.bench.data import Sample, SamplingScheme, ShortTextPolicy
+from longdraft.bench.experiment import Step, Tick, interleave
+from longdraft.bench.prompts import Prompt, prompts_of_length
+from longdraft.bench.records import RecordFile, fingerprint, jsonable, make_header
+from longdraft.bench.rejection_sampling import RejectionSamplingJob
+from longdraft.bench.results import model_entry
 from longdraft.bench.run import Bench
 from longdraft.bench.settings import Settings
-from longdraft.bench.standard import StandardJob
 from longdraft.drafts import shipped
 from longdraft.errors import CapabilityError, ContextError, PromptError, UnsupportedModelError
 from longdraft.methods import METHODS
@@ -37,14 +37,14 @@ from longdraft.model.runner import TargetRunner
 FORMAT, VERSION = "longdraft-acceptance", 1
 # The last tokens of a prompt are read again in every run: some drafters choose their view by these tokens' queries,
 # which a kept KV does not have.
-READ_ANEW = 64
+RECOMPUTED_TOKENS = 64
 # These run the target on a part of its KV too, between draft and verification. Such forwards are no verifications, so
 # their accepted lengths cannot be compared.
-PARTLY = ("tokenswift", "triforce")
+PARTIAL_METHODS = ("tokenswift", "triforce")
 
 
 @dataclass(frozen=True)
-class Asked:
+class RunSettings:
     """Settings of one run that differ within a file.
 
     Attributes:
@@ -68,7 +68,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Accepted:
+class AcceptanceRun:
     """One prompt, decoded once.
 
     Attributes:
@@ -78,7 +78,7 @@ class Accepted:
         seconds: decode seconds, the median of the runs; None, or of the fastest run, in files of earlier versions.
     """
 
-    asked: Asked
+    asked: RunSettings
     prompt_tokens: int
     new_tokens: int
     verifications: int
@@ -86,7 +86,7 @@ class Accepted:
     seconds: float | None = field(default=None, compare=False)
 
 
-def opened(path: Path, settings: Settings, model: Mapping[str, Any]) -> Records[Accepted]:
+def open_records(path: Path, settings: Settings, model: Mapping[str, Any]) -> RecordFile[AcceptanceRun]:
     """A file of runs, to which other methods, lengths, temperatures and prompts may be added later.
 
     Args:
@@ -100,20 +100,20 @@ def opened(path: Path, settings: Settings, model: Mapping[str, Any]) -> Records[
     if not settings.sampling.foresee:
         fixed["foresee"] = False
     content = {"settings": fixed, "model": model, "versions": machine.versions()}
-    return Records(path, signed(FORMAT, VERSION, content), Accepted)
+    return RecordFile(path, make_header(FORMAT, VERSION, content), AcceptanceRun)
 
 
-def by_default(target: TargetRunner) -> tuple[str, ...]:
-    """The methods whose draft comes with the package for this target, but for :data:`PARTLY`."""
+def default_methods(target: TargetRunner) -> tuple[str, ...]:
+    """The methods whose draft comes with the package for this target, but for :data:`PARTIAL_METHODS`."""
     try:
-        description = target.parts.description
+        description = target.shared_parts.description
     except UnsupportedModelError:
         return ()
-    drafting = [method for method in METHODS.values() if method.needs_draft and method.name not in PARTLY]
-    return tuple(m.name for m in drafting if shipped.fitting(description, m.draft_kind) is not None)
+    drafting = [method for method in METHODS.values() if method.needs_draft and method.name not in PARTIAL_METHODS]
+    return tuple(m.name for m in drafting if shipped.find_draft(description, m.draft_kind) is not None)
 
 
-def stretches(lengths: Sequence[int], context: int) -> dict[float | None, list[int]]:
+def lengths_by_rope_factor(lengths: Sequence[int], context: int) -> dict[float | None, list[int]]:
     """The lengths (tokens) that need each YaRN factor, a power of two; None: those that the context holds."""
     found: dict[float | None, list[int]] = {}
     for length in sorted(set(lengths)):
@@ -122,7 +122,7 @@ def stretches(lengths: Sequence[int], context: int) -> dict[float | None, list[i
     return found
 
 
-class Acceptance:
+class AcceptanceBench:
     """The methods on a target, which is stretched for the lengths that need it. One target is held at a time.
 
     Args:
@@ -151,7 +151,7 @@ class Acceptance:
         name: str,
         progress: Progress | None = None,
         repeats: int = 1,
-        sampling: Scheme = "coupled",
+        sampling: SamplingScheme = "coupled",
     ) -> None:
         self._load, self._temperatures, self._repeats, self._sampling = load, temperatures, repeats, sampling
         self.notes: list[str] = []
@@ -159,9 +159,9 @@ class Acceptance:
         loaded = load(None)
         target = TargetRunner(loaded.model)
         self.settings, self.tokenizer = settings(target), loaded.tokenizer
-        self.context, self.model = target.context_length, model_of(target, name)
+        self.context_length, self.model_entry = target.context_length, model_entry(target, name)
         self._bench: Bench | None = Bench(loaded, self.settings, progress=progress)
-        ours = self._bench.ours.items()
+        ours = self._bench.methods.items()
         self._drafts = {name: "" if c.draft is None else fingerprint(c.draft) for name, c in ours}
 
     def _stretch(self, factor: float | None) -> None:
@@ -174,7 +174,9 @@ class Acceptance:
             except CapabilityError as error:
                 self.notes.append(f"Lengths that need a factor of {factor or 1:g} are left out: {error}")
 
-    def steps(self, samples: Sequence[Sample], lengths: Sequence[int], short: Short) -> list[Step[Asked, Accepted]]:
+    def steps(
+        self, samples: Sequence[Sample], lengths: Sequence[int], short: ShortTextPolicy
+    ) -> list[Step[RunSettings, AcceptanceRun]]:
         """A step for each text and YaRN factor.
 
         Raises:
@@ -182,15 +184,15 @@ class Acceptance:
             PromptError: no text is as long as any of the lengths.
         """
         own = self.settings
-        steps: list[Step[Asked, Accepted]] = []
-        for factor, some in stretches(lengths, self.context).items():
-            whole = int(self.context * (factor or 1.0))
+        steps: list[Step[RunSettings, AcceptanceRun]] = []
+        for factor, some in lengths_by_rope_factor(lengths, self.context_length).items():
+            whole = int(self.context_length * (factor or 1.0))
             if whole <= own.max_tokens:
                 raise ContextError(f"A context of {whole:,} tokens has no room for {own.max_tokens:,} new ones.")
             work: dict[Sample, list[Prompt]] = {}
             for length in some:
                 room = whole - own.max_tokens
-                found, said = texts(samples, length, room, self.tokenizer, short, own.raw, **own.asked)
+                found, said = prompts_of_length(samples, length, room, self.tokenizer, short, own.raw, **own.asked)
                 self.notes += said
                 for text in found:
                     work.setdefault(text.sample, []).append(text)
@@ -203,11 +205,11 @@ class Acceptance:
             raise PromptError(" ".join(self.notes))
         return steps
 
-    def _asked(self, own: Sequence[Prompt], factor: float | None) -> list[Asked]:
+    def _asked(self, own: Sequence[Prompt], factor: float | None) -> list[RunSettings]:
         """The runs of a row's prompts, on the target with that YaRN factor."""
-        options = {n: json.dumps(plain(self.settings.options(n)), sort_keys=True) for n in self.settings.methods}
+        options = {n: json.dumps(jsonable(self.settings.options(n)), sort_keys=True) for n in self.settings.methods}
         return [
-            Asked(
+            RunSettings(
                 name, options[name], self._drafts[name], temperature, text.context or 0, factor,
                 text.sample.dataset, text.sample.origin, text.digest, self._sampling if temperature else "coupled",
             )
@@ -215,38 +217,38 @@ class Acceptance:
         ]  # fmt: skip
 
     def _measure(
-        self, own: Sequence[Prompt], factor: float | None, missing: Collection[Asked], tick: Tick
-    ) -> Iterator[Accepted]:
+        self, own: Sequence[Prompt], factor: float | None, missing: Collection[RunSettings], tick: Tick
+    ) -> Iterator[AcceptanceRun]:
         """The missing runs of a row's prompts; none if the target cannot be stretched by the factor."""
         self._stretch(factor)
         if self._bench is None:
             return
         if self._repeats > 1:  # what is done only once would count among two runs
-            self._bench.wake(own[0])
-        methods = {name: c for name, c in self._bench.ours.items() if name in self.settings.methods}
-        for kept in {id(c.kept): c.kept for c in methods.values()}.values():  # each reads the texts once
+            self._bench.warm_up(own[0])
+        methods = {name: c for name, c in self._bench.methods.items() if name in self.settings.methods}
+        for kept in {id(c.prefill): c.prefill for c in methods.values()}.values():  # each reads the texts once
             for text in own:
-                asked = [a for a in missing if methods[a.method].kept is kept and a.length == text.context]
-                runs: dict[Asked, list[Run]] = {each: [] for each in asked}
-                for _, each in in_turn(asked, self._repeats):
-                    tick(f"{each.length:,} tokens, {each.method}, {called(each.temperature)}")
+                asked = [a for a in missing if methods[a.method].prefill is kept and a.length == text.context]
+                runs: dict[RunSettings, list[Run]] = {each: [] for each in asked}
+                for _, each in interleave(asked, self._repeats):
+                    tick(f"{each.length:,} tokens, {each.method}, {format_temperature(each.temperature)}")
                     runs[each].append(self._run(self._bench, methods[each.method], each, text))
                     if len(runs[each]) == self._repeats:
                         run, seconds = runs[each][0], median(run.decode_seconds for run in runs[each])
-                        yield Accepted(each, len(text.tokens), *run.counts[0], run.accepted, seconds)
+                        yield AcceptanceRun(each, len(text.token_ids), *run.counts[0], run.accepted, seconds)
             kept.clear()
             gc.collect()
 
-    def _run(self, bench: Bench, method: Ours, asked: Asked, text: Prompt) -> Run:
+    def _run(self, bench: Bench, method: MethodContender, asked: RunSettings, text: Prompt) -> Run:
         sampling = replace(self.settings.sampling, temperature=asked.temperature)
-        job = bench.job([text.tokens], self.settings.max_tokens)
-        job = StandardJob(**vars(job)) if asked.sampling == "standard" else job
-        cached = method.kept.cache.tokens
+        job = bench.make_job([text.token_ids], self.settings.max_tokens)
+        job = RejectionSamplingJob(**vars(job)) if asked.sampling == "standard" else job
+        cached = method.prefill.cache.tokens
         if cached:
-            cached[0] = cached[0][: max(0, len(text.tokens) - READ_ANEW)]
-        return method.warm(replace(job, sampling=sampling, seed=job.seed + text.seed))
+            cached[0] = cached[0][: max(0, len(text.token_ids) - RECOMPUTED_TOKENS)]
+        return method.decode_warm(replace(job, sampling=sampling, seed=job.seed + text.seed))
 
 
-def called(temperature: float) -> str:
+def format_temperature(temperature: float) -> str:
     """A temperature in words."""
     return f"T = {temperature:g}" if temperature else "greedy"

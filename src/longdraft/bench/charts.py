@@ -32,7 +32,7 @@ class Point(NamedTuple):
     error: float
 
 
-def available() -> None:
+def check_available() -> None:
     """Raises CapabilityError if matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401
@@ -42,7 +42,9 @@ def available() -> None:
         ) from None
 
 
-def lines(title: str, series: Mapping[str, Sequence[Point]], x_label: str, y_label: str, reference: float) -> bytes:
+def draw_lines(
+    title: str, series: Mapping[str, Sequence[Point]], x_label: str, y_label: str, reference: float
+) -> bytes:
     """An SVG file with a line for each method, x logarithmic. matplotlib's settings stay the user's.
 
     Args:

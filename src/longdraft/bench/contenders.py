@@ -12,11 +12,11 @@ from torch import nn
 
 from longdraft.engine.sampler import Sampling
 from longdraft.engine.session import Generation
-from longdraft.engine.texts import Texts
-from longdraft.figures import Counts, tokens_per_second
+from longdraft.engine.text_codec import TextCodec
 from longdraft.memory.prompt_cache import PromptCache
+from longdraft.metrics import TokenCounts, tokens_per_second
 from longdraft.model.runner import TargetRunner
-from longdraft.native.stored import Stored
+from longdraft.native.quantized_matrix import QuantizedMatrix
 from longdraft.speculator import Speculator
 
 if TYPE_CHECKING:
@@ -29,23 +29,23 @@ class Job:
 
     Attributes:
         seed: of sampling.
-        eos: token ids that end a sequence; empty: decode on to ``max_tokens``.
+        eos_ids: token ids that end a sequence; empty: decode on to ``max_tokens``.
     """
 
     prompts: tuple[tuple[int, ...], ...]
     max_tokens: int
     sampling: Sampling
     seed: int
-    eos: frozenset[int]
+    eos_ids: frozenset[int]
 
-    def started(self, spec: Speculator, cache: PromptCache | None) -> Generation:
+    def start(self, spec: Speculator, cache: PromptCache | None) -> Generation:
         """Starts the job with a method of ours, from the KV in a cache."""
         return spec.stream(
             [list(p) for p in self.prompts],
             max_new_tokens=self.max_tokens,
             sampling=self.sampling,
             seed=self.seed,
-            eos_token_ids=sorted(self.eos),
+            eos_token_ids=sorted(self.eos_ids),
             batch=len(self.prompts),
             cache=cache,
         )
@@ -81,7 +81,7 @@ class Run:
         return sum(map(len, self.tokens))
 
     @property
-    def counts(self) -> list[Counts]:
+    def counts(self) -> list[TokenCounts]:
         """Returns the new tokens and verification forwards of each prompt."""
         return [(len(tokens) - 1, forwards) for tokens, forwards in zip(self.tokens, self.rounds, strict=False)]
 
@@ -104,17 +104,17 @@ class Contender(ABC):
     draft: Path | None = None
 
     @abstractmethod
-    def comparable(self, greedy: bool, batch: int) -> bool:
+    def is_comparable(self, greedy: bool, batch: int) -> bool:
         """True if its tokens should be those of ``ar``."""
 
-    def cold(self, job: Job) -> Run:
+    def decode_cold(self, job: Job) -> Run:
         """Drops what was kept of an earlier job, and decodes with nothing read before."""
         self.release()
-        return self.warm(job)
+        return self.decode_warm(job)
 
     @abstractmethod
-    def warm(self, job: Job) -> Run:
-        """Decodes the job of the last ``cold``."""
+    def decode_warm(self, job: Job) -> Run:
+        """Decodes the job of the last ``decode_cold``."""
 
     @abstractmethod
     def release(self) -> None:
@@ -122,7 +122,7 @@ class Contender(ABC):
 
 
 @dataclass
-class Kept:
+class SharedPrefill:
     """KV of the job's prompts, which our contenders share."""
 
     cache: PromptCache
@@ -131,23 +131,23 @@ class Kept:
         self.cache = PromptCache(self.cache.feature_layers)
 
 
-class Ours(Contender):
+class MethodContender(Contender):
     """A method of this package."""
 
-    def __init__(self, name: str, spec: Speculator, kept: Kept) -> None:
+    def __init__(self, name: str, spec: Speculator, prefill: SharedPrefill) -> None:
         runner = spec.runner()
-        self.name, self.note = name, f"{weights_of(runner.model)} weights"
+        self.name, self.note = name, f"{weight_formats(runner.model)} weights"
         if runner.arithmetic == "int8":
             self.note += ", int8 arithmetic"
-        self.spec, self.kept = spec, kept
+        self.spec, self.prefill = spec, prefill
         used = spec.draft()
         self.draft = None if used is None else Path(used.folder)
 
-    def comparable(self, greedy: bool, batch: int) -> bool:
+    def is_comparable(self, greedy: bool, batch: int) -> bool:
         return self.spec.exact
 
-    def warm(self, job: Job) -> Run:
-        run = job.started(self.spec, self.kept.cache)
+    def decode_warm(self, job: Job) -> Run:
+        run = job.start(self.spec, self.prefill.cache)
         emitted = [0] * len(job.prompts)
         rounds: list[tuple[int, int]] = []
         for step in run:
@@ -164,26 +164,26 @@ class Ours(Contender):
             partial_rounds=sum(r.partial_rounds for r in results),
             partial_tokens=sum(r.partial_tokens for r in results),
             rolled_back=sum(r.rolled_back for r in results),
-            view="; ".join(f"{view.budget:,} = {view}" for view in run.views),
+            view="; ".join(f"{view.size:,} = {view}" for view in run.views),
         )
 
     def release(self) -> None:
-        self.kept.clear()
+        self.prefill.clear()
 
 
-def ends_of(runner: TargetRunner, tokenizer: PreTrainedTokenizerBase, ignore_eos: bool) -> frozenset[int]:
+def eos_ids(runner: TargetRunner, tokenizer: PreTrainedTokenizerBase, ignore_eos: bool) -> frozenset[int]:
     """Token ids that end a sequence: the model's and the tokenizer's."""
-    return frozenset() if ignore_eos else runner.eos_token_ids | Texts(tokenizer).eos
+    return frozenset() if ignore_eos else runner.eos_token_ids | TextCodec(tokenizer).eos_token_ids
 
 
-def weights_of(model: nn.Module) -> str:
+def weight_formats(model: nn.Module) -> str:
     """In what numbers a model's weights are kept, the most common first: ``float32``, ``Q4_1 and Q8_0``."""
     counts: Counter[str] = Counter()
     seen: set[int] = set()
     for module in model.modules():
         stored = getattr(module, "matrix", None)
         own = [(p.data_ptr(), str(p.dtype).removeprefix("torch."), p.numel()) for p in module.parameters(recurse=False)]
-        if isinstance(stored, Stored):
+        if isinstance(stored, QuantizedMatrix):
             own.append((stored.data.data_ptr(), stored.format, stored.shape[0] * stored.shape[1]))
         for place, name, numbers in own:
             if place not in seen:

@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from longdraft.bench.data import Sample
-from longdraft.bench.rows import Row
+from longdraft.bench.examples import Example
 from longdraft.errors import PromptError
 
 # Where rows of trajectories have their messages: OpenAI's, NVIDIA's agentic SPEED-Bench's, SWE-rebench's.
 _MESSAGES = ("messages", "turns", "trajectory")
 
 
-def turns(row: Row) -> Iterator[Sample]:
+def turn_samples(row: Example) -> Iterator[Sample]:
     """Every answer of an assistant that messages stand before: the prompt grows with what was said and called."""
     messages, number = _messages(row), 0
     for i, message in enumerate(messages):
@@ -27,21 +27,21 @@ def turns(row: Row) -> Iterator[Sample]:
             *earlier, last = messages[:i]
             yield Sample(
                 "\n".join(map(json.dumps, earlier)), last["content"], "trajectories", f"{row.origin}.{number}",
-                last=json.dumps({key: x for key, x in last.items() if key != "content"}),
-                tools=_tools(row), goes_on=number > 1,
+                last_message=json.dumps({key: x for key, x in last.items() if key != "content"}),
+                tools=_tools(row), continues_previous=number > 1,
             )  # fmt: skip
     if not number:
         raise PromptError(f"{row.origin}: no message of an assistant follows another message, so nothing is asked.")
 
 
-def _tools(row: Row) -> str:
+def _tools(row: Example) -> str:
     """The functions that the assistant might call, as JSON; empty if there are none."""
     extras = _read(row.columns.get("extras"))
     found = _read(row.columns.get("tools") or (extras.get("tools") if isinstance(extras, dict) else None))
     return json.dumps(_plain(found)) if found else ""
 
 
-def _messages(row: Row) -> list[dict[str, Any]]:
+def _messages(row: Example) -> list[dict[str, Any]]:
     """The messages of a row, as chat templates take them.
 
     Raises:

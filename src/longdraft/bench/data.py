@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from longdraft.bench import rows, scores
-from longdraft.bench.rows import Row
+from longdraft.bench import examples, scores
+from longdraft.bench.examples import Example
 from longdraft.errors import ContextError, PromptError
-from longdraft.model.chat import chat_prompt, conversation, encode
+from longdraft.model.chat import chat_prompt, encode, encode_conversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-Short = Literal["leave", "join", "keep"]
+ShortTextPolicy = Literal["leave", "join", "keep"]
 """Handling of a text that is shorter than a length: leave it out, join the next ones to it, or keep it as it is."""
-Scheme = Literal["coupled", "standard"]
+SamplingScheme = Literal["coupled", "standard"]
 """Acceptance of sampled text: coupled (drafts share the noise of the target's draw) or standard (rejection)."""
 
 
@@ -34,17 +34,17 @@ class Sample:
         dataset: the row's own ``dataset``, else the file's stem.
         origin: file and line, for messages.
         preface: the text before the document; never cut.
-        joint: what stands between preface, document and instruction.
+        separator: what stands between preface, document and instruction.
         answers: references, any of which is right.
-        score: how an answer is scored, one of :data:`longdraft.bench.scores.SCORES`; empty: not at all.
+        metric: how an answer is scored, one of :data:`longdraft.bench.scores.SCORES`; empty: not at all.
         classes: where the answer is one of several classes, all of them.
-        plain: never in a chat template, as LongBench asks for code and few-shot tasks.
-        middle: a document that is too long loses its middle instead of its end.
+        no_chat_template: never in a chat template, as LongBench asks for code and few-shot tasks.
+        truncate_middle: a document that is too long loses its middle instead of its end.
         needles: depth, 0 to 1, and text of sentences that stand in the document however it is cut.
-        last: of a conversation, the last message as JSON; its content is the instruction, and each line of the document
+        last_message: of a conversation, the last message as JSON; its content is the instruction, and each line of the document
             is an earlier message.
         tools: of a conversation, the functions that may be called, as JSON; empty: none.
-        goes_on: it begins with the conversation of the sample before it.
+        continues_previous: it begins with the conversation of the sample before it.
     """
 
     document: str
@@ -52,39 +52,39 @@ class Sample:
     dataset: str
     origin: str
     preface: str = ""
-    joint: str = "\n\n"
+    separator: str = "\n\n"
     answers: tuple[str, ...] = ()
-    score: str = ""
+    metric: str = ""
     classes: tuple[str, ...] = ()
-    plain: bool = False
-    middle: bool = False
+    no_chat_template: bool = False
+    truncate_middle: bool = False
     needles: tuple[tuple[float, str], ...] = ()
-    last: str = ""
+    last_message: str = ""
     tools: str = ""
-    goes_on: bool = False
+    continues_previous: bool = False
 
-    def cut(self, characters: int) -> Sample:
+    def truncated(self, characters: int) -> Sample:
         """The sample with so many characters of its document; of a conversation, with the whole messages in them."""
         text = self.document
-        if self.last and characters < len(text):
+        if self.last_message and characters < len(text):
             return replace(self, document=text[: characters + 1].rpartition("\n")[0])
-        if self.middle and characters < len(text):
+        if self.truncate_middle and characters < len(text):
             text = text[: characters - characters // 2] + text[len(text) - characters // 2 :]
         return replace(self, document=text[:characters])
 
     @property
     def text(self) -> str:
         """The whole prompt: preface, document with its needles, instruction."""
-        if self.last:
+        if self.last_message:
             return "\n\n".join(message["content"] for message in self.messages)
-        parts = self.preface, place(self.document, self.needles), self.instruction
-        return self.joint.join(part for part in parts if part)
+        parts = self.preface, insert_needles(self.document, self.needles), self.instruction
+        return self.separator.join(part for part in parts if part)
 
     @property
     def messages(self) -> list[dict[str, Any]]:
         """A conversation's messages."""
         earlier = [json.loads(line) for line in self.document.splitlines()]
-        return [*earlier, json.loads(self.last) | {"content": self.instruction}]
+        return [*earlier, json.loads(self.last_message) | {"content": self.instruction}]
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, raw: bool = False, **asked: Any) -> list[int]:
         """Token ids: one user turn of a chat, a conversation, or plain text with ``raw``.
@@ -92,28 +92,28 @@ class Sample:
         Args:
             asked: of :func:`longdraft.model.chat.chat_prompt`: ``system``, and arguments of the chat template.
         """
-        if raw or self.plain:
+        if raw or self.no_chat_template:
             return encode(tokenizer, self.text)
-        if not self.last:
+        if not self.last_message:
             return chat_prompt(tokenizer, self.text, **asked)
         messages, system = self.messages, asked.pop("system", None)
         if system and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": system})
-        return conversation(tokenizer, messages, tools=json.loads(self.tools or "null"), **asked)
+        return encode_conversation(tokenizer, messages, tools=json.loads(self.tools or "null"), **asked)
 
 
-def read(paths: Iterable[Path], limit: int | None = None) -> list[Sample]:
+def read_samples(paths: Iterable[Path], limit: int | None = None) -> list[Sample]:
     """The rows of JSONL files, the first ``limit`` of each.
 
-    A row has ``text`` (a whole prompt), or ``context`` and ``input`` as LongBench's rows have.
+    A row has ``read_document`` (a whole prompt), or ``context`` and ``input`` as LongBench's rows have.
 
     Raises:
         PromptError: a file that is missing, empty or not JSONL; a row without text. File and line are named.
     """
-    return [_sample(row, path) for path in paths for row in rows.jsonl(path, limit)]
+    return [_sample(row, path) for path in paths for row in examples.read_jsonl(path, limit)]
 
 
-def _sample(row: Row, path: Path) -> Sample:
+def _sample(row: Example, path: Path) -> Sample:
     columns, origin = row.columns, row.origin
     if "text" in columns:
         document, instruction = columns["text"], ""
@@ -126,30 +126,30 @@ def _sample(row: Row, path: Path) -> Sample:
     if not isinstance(document, str) or not isinstance(instruction, str) or not document.strip():
         raise PromptError(f"{origin}: its text is empty or not a string.")
     dataset = str(columns.get("dataset") or path.stem)
-    answers = answers_of(columns, "answers", "answer")
-    score = scores.of_dataset(dataset) if answers else ""
+    answers = reference_answers(columns, "answers", "answer")
+    score = scores.metric_of_dataset(dataset) if answers else ""
     classes = tuple(columns.get("all_classes") or ())
-    return Sample(document, instruction, dataset, origin, answers=answers, score=score, classes=classes)
+    return Sample(document, instruction, dataset, origin, answers=answers, metric=score, classes=classes)
 
 
-def answers_of(row: Mapping[str, Any], *columns: str) -> tuple[str, ...]:
+def reference_answers(row: Mapping[str, Any], *columns: str) -> tuple[str, ...]:
     """The references of a row, from the first of these columns that it has; empty if it has none."""
     found = next((row[column] for column in columns if row.get(column) is not None), ())
     return tuple(map(str, found)) if isinstance(found, list | tuple) else (str(found),)
 
 
-def text(path: Path) -> str:
+def read_document(path: Path) -> str:
     """The text of a file: plain, or the documents of JSONL rows one behind the other.
 
     Raises:
         PromptError: it cannot be read.
     """
     if path.suffix == ".jsonl":
-        return "\n\n".join(sample.document for sample in read([path]))
-    return rows.text(path)
+        return "\n\n".join(sample.document for sample in read_samples([path]))
+    return examples.read_text(path)
 
 
-def place(text: str, needles: Iterable[tuple[float, str]]) -> str:
+def insert_needles(text: str, needles: Iterable[tuple[float, str]]) -> str:
     """The text with sentences put in: each at the first end of a sentence, else of a word, from its depth on."""
     for depth, sentence in sorted(needles, reverse=True):
         at = round(depth * len(text))
@@ -160,10 +160,10 @@ def place(text: str, needles: Iterable[tuple[float, str]]) -> str:
     return text
 
 
-def fitted(
-    sample: Sample, tokenizer: PreTrainedTokenizerBase, tokens: int | None, raw: bool = False, **asked: Any
+def encode_truncated(
+    sample: Sample, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None, raw: bool = False, **asked: Any
 ) -> list[int]:
-    """The sample's prompt, its document cut so that the whole has at most ``tokens`` tokens.
+    """The sample's prompt, its document cut so that the whole has at most ``max_tokens`` tokens.
 
     Args:
         raw, asked: of :meth:`Sample.encode`.
@@ -172,20 +172,22 @@ def fitted(
         ContextError: the instruction alone is longer.
     """
     ids = sample.encode(tokenizer, raw, **asked)
-    if tokens is None or len(ids) <= tokens:
+    if max_tokens is None or len(ids) <= max_tokens:
         return ids
     # The text is cut in characters, and encoded to count its tokens.
     best: list[int] | None = None
     low, high = 0, len(sample.document)
-    while high - low > 1 and len(best or ()) < tokens:
+    while high - low > 1 and len(best or ()) < max_tokens:
         # The first guess assumes the same density throughout; then the interval is halved.
-        middle = (low + high) // 2 if best else max(low + 1, min(high - 1, high * tokens // max(1, len(ids))))
-        cut = sample.cut(middle)
+        middle = (low + high) // 2 if best else max(low + 1, min(high - 1, high * max_tokens // max(1, len(ids))))
+        cut = sample.truncated(middle)
         ids = cut.encode(tokenizer, raw, **asked) if cut.document.strip() else []
-        if len(ids) <= tokens:
+        if len(ids) <= max_tokens:
             low, best = middle, ids or best
         else:
             high = middle
     if not best:
-        raise ContextError(f"{sample.origin}: not even the instruction fits {tokens} tokens. Ask for a longer context.")
+        raise ContextError(
+            f"{sample.origin}: not even the instruction fits {max_tokens} tokens. Ask for a longer context."
+        )
     return best

@@ -5,7 +5,7 @@ the file already are left out, so a run that was stopped goes on where it was; C
 
 Another measure brings a frozen dataclass for its records, steps that make them, and a
 :class:`~longdraft.bench.tables.Report` of what was found: ``cli.measuring.Rendered.measure`` does all else. Contenders
-whose times are compared run in turn, in the order of :func:`in_turn`.
+whose times are compared run in turn, in the order of :func:`interleave`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from longdraft.bench.records import Records
+from longdraft.bench.records import RecordFile
 
 R = TypeVar("R")
 K = TypeVar("K")
@@ -28,13 +28,13 @@ class Step(Generic[K, R]):
     """A part of a measurement.
 
     Attributes:
-        what: it in a few words, for progress.
+        description: it in a few words, for progress.
         keys: of the records that it makes.
         measure: yields the records whose keys are missing; calls ``tick`` before each run.
         ticks: calls of ``tick`` for each record.
     """
 
-    what: str
+    description: str
     keys: Sequence[K]
     measure: Callable[[Collection[K], Tick], Iterable[R]]
     ticks: int = 1
@@ -52,14 +52,14 @@ class Experiment(Generic[K, R]):
         self,
         steps: Sequence[Step[K, R]],
         key: Callable[[R], K],
-        file: Records[R] | None = None,
+        file: RecordFile[R] | None = None,
     ) -> None:
         self._steps, self._key, self.file = steps, key, file
         self.keys = [each for step in steps for each in step.keys]
         self._records: dict[K, R] = {key(record): record for record in ([] if file is None else file.records)}
 
     @property
-    def found(self) -> list[R]:
+    def records(self) -> list[R]:
         """The records that there are, in the order of the steps."""
         return [self._records[key] for key in self.keys if key in self._records]
 
@@ -76,14 +76,14 @@ class Experiment(Generic[K, R]):
         """
         for step in self._steps:
             if missing := [key for key in step.keys if key not in self._records]:
-                for record in step.measure(missing, ticking(step.what)):
+                for record in step.measure(missing, ticking(step.description)):
                     if self.file is not None:
                         self.file.append(record)
                     self._records[self._key(record)] = record
                     yield record
 
 
-Record = dict[str, Any]
+UnitRecord = dict[str, Any]
 """``unit``: its name; ``measured``: a plain object for JSON, of a paper's table or of the quality of texts."""
 
 
@@ -94,22 +94,24 @@ class Unit(NamedTuple):
     measure: Callable[[Tick], Mapping[str, Any]]
 
 
-def of_units(units: Mapping[str, Unit], path: Path | None, header: Mapping[str, Any]) -> Experiment[str, Record]:
+def unit_experiment(
+    units: Mapping[str, Unit], path: Path | None, header: Mapping[str, Any]
+) -> Experiment[str, UnitRecord]:
     """The measurement of units, by name, with what a file of records has already.
 
     Raises:
         ConfigError: the file holds a run with other settings. CheckpointError: it cannot be used.
     """
 
-    def measured(unit: str, missing: Collection[str], tick: Tick) -> Iterator[Record]:
+    def measured(unit: str, missing: Collection[str], tick: Tick) -> Iterator[UnitRecord]:
         yield {"unit": unit, "measured": units[unit].measure(tick)}
 
     steps = [Step(unit, (unit,), partial(measured, unit), ticks) for unit, (ticks, _) in units.items()]
-    file = None if path is None else Records[Record](path, header, dict)
+    file = None if path is None else RecordFile[UnitRecord](path, header, dict)
     return Experiment(steps, lambda record: str(record["unit"]), file)
 
 
-def in_turn(names: Sequence[K], repeats: int) -> Iterator[tuple[int, K]]:
+def interleave(names: Sequence[K], repeats: int) -> Iterator[tuple[int, K]]:
     """Rounds of contenders: all in turn, the order turned round from one round to the next, so that a machine that
     slows down slows all of them."""
     for i in range(repeats):

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import torch
 
-from longdraft.memory import sizes
+from longdraft.memory import memory_info
 from longdraft.planning.costs import cpu_name
 
 PACKAGES = ("longdraft", "torch", "transformers", "triton")
@@ -30,7 +30,7 @@ def hardware() -> dict[str, Any]:
         "cores": cores,
         "threads": torch.get_num_threads(),
         "memory_bytes": int(psutil.virtual_memory().total),
-        "memory_available_bytes": sizes.available_bytes(torch.device("cpu")),
+        "memory_available_bytes": memory_info.available_bytes(torch.device("cpu")),
         "gpus": gpus,
     }
 

@@ -27,16 +27,16 @@ from longdraft.drafts.draft import Draft
 from longdraft.engine import sequence
 from longdraft.engine.loop import Engine
 from longdraft.engine.sampler import Sampler, Sampling
-from longdraft.engine.schedule import Schedule, Verified
+from longdraft.engine.verifier import Verifier, VerifyOutput
 from longdraft.errors import PromptError
 from longdraft.memory.prompt_cache import PromptCache
-from longdraft.methods import method_named
+from longdraft.methods import get_method
 from longdraft.model.chat import encode
 from longdraft.model.checkpoints import LoadedModel
 from longdraft.model.runner import TargetRunner
 from longdraft.recipes import Recipe, recipe_for, resolve
-from longdraft.trees.kind import TreeKind
-from longdraft.trees.level import Expand, Level
+from longdraft.trees.kind import TreeConfig
+from longdraft.trees.level import DraftLogits, TreeLevel
 from longdraft.trees.tree import TokenTree
 
 # The answer begins with the sentence's own words, so most of the code is written after the first rounds.
@@ -48,7 +48,7 @@ DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 SLACK = 16
 
 
-def haystacks(
+def make_haystacks(
     path: Path,
     context: int,
     tokenizer: PreTrainedTokenizerBase,
@@ -70,7 +70,7 @@ def haystacks(
         ContextError: the context leaves no room for text.
     """
     # A token is seldom longer than 16 characters; more text than that is not read.
-    ids = encode(tokenizer, data.text(path)[: 16 * context * samples])
+    ids = encode(tokenizer, data.read_document(path)[: 16 * context * samples])
     step = max(0, min(context, (len(ids) - context) // max(1, samples - 1)))
     made = []
     for i in range(samples):
@@ -80,7 +80,7 @@ def haystacks(
             colour, code = generator.choice(COLOURS), str(generator.randrange(10000, 100000))
             needles, question = ((depth, NEEDLE.format(colour=colour, code=code)),), QUESTION.format(colour=colour)
             sample = Sample(hay, question, "needle", f"{path}:{i + 1}", answers=(code,), needles=needles)
-            tokens = data.fitted(sample, tokenizer, context, **asked)
+            tokens = data.encode_truncated(sample, tokenizer, context, **asked)
             if len(tokens) < context - SLACK:
                 raise PromptError(
                     f"{path} holds {len(ids):,} tokens, and a haystack has {context:,}: name a longer text."
@@ -93,19 +93,19 @@ def haystacks(
 Prediction = tuple[torch.Tensor, torch.Tensor | None]
 
 
-class Foreseen(NamedTuple):
+class TokenPrediction(NamedTuple):
     """A view's prediction of one token of a needle.
 
     Attributes:
         right: the token is the view's first choice.
-        log_prob: its log-probability by the view; None if the view's vocabulary lacks it.
+        logprob: its log-probability by the view; None if the view's vocabulary lacks it.
     """
 
-    right: bool
-    log_prob: float | None
+    is_top1: bool
+    logprob: float | None
 
 
-class NeedleDrafts:
+class NeedleBench:
     """The measurement on one loaded model.
 
     Args:
@@ -126,7 +126,7 @@ class NeedleDrafts:
         self._recipes: dict[str, Recipe] = {}
         read = dict(drafts)
         for name, (method, given) in views.items():
-            kind = method_named(method).draft_kind or ""
+            kind = get_method(method).draft_kind or ""
             # Nothing is verified, so the first choice is all the tree that is needed.
             options = {**({"draft": read[kind]} if kind in read else {}), **given, "widths": (1,)}
             recipe = self._recipes[name] = recipe_for(*resolve(method, options), self.runner)
@@ -136,12 +136,14 @@ class NeedleDrafts:
         self._cache = PromptCache(next(filter(None, layers), ()))  # with the hidden states that any drafter reads
 
     @property
-    def room(self) -> int:
+    def max_haystack_tokens(self) -> int:
         """Tokens of the longest haystack behind which the target's context has room for any needle."""
         longest = max(len(encode(self._tokenizer, NEEDLE.format(colour=c, code=10**5))) for c in COLOURS)
         return self.runner.context_length - longest - 2
 
-    def measure(self, haystack: Prompt, tick: Callable[[str], None] = lambda name: None) -> dict[str, list[Foreseen]]:
+    def measure(
+        self, haystack: Prompt, tick: Callable[[str], None] = lambda name: None
+    ) -> dict[str, list[TokenPrediction]]:
         """Asks every view for a haystack's needle.
 
         Args:
@@ -153,22 +155,24 @@ class NeedleDrafts:
         Raises:
             ContextError: haystack and needle exceed the target's context.
         """
-        answer = self.answer(haystack)
-        tokens: dict[str, list[Foreseen]] = {}
+        answer = self.needle_tokens(haystack)
+        tokens: dict[str, list[TokenPrediction]] = {}
         for name, recipe in self._recipes.items():
             tick(name)
             drafter, tree, forced = recipe.drafter(), _FirstChoice(), _Forced(answer)
             cast(TreeDrafter, drafter).tree = tree
             # One more than is emitted, or nothing would be drafted for the last one.
-            prompt, length = list(haystack.tokens), len(answer) + 1
+            prompt, length = list(haystack.token_ids), len(answer) + 1
             engine = Engine(self.runner, drafter, _RootsAlone(), self._cache)
-            engine.add(sequence.Sequence(0, prompt, length, self.runner.device, sampler=forced, rules=[forced.over]))
+            engine.add(
+                sequence.Sequence(0, prompt, length, self.runner.device, sampler=forced, stop_rules=[forced.over])
+            )
             for _ in engine.run():
                 pass
             tokens[name] = [_judged(*row, token) for row, token in zip(tree.predictions, answer[1:], strict=True)]
         return tokens
 
-    def answer(self, haystack: Prompt) -> list[int]:
+    def needle_tokens(self, haystack: Prompt) -> list[int]:
         """The needle as an answer, without its full stop."""
         ((_, needle),) = haystack.sample.needles
         return encode(self._tokenizer, needle.rstrip("."))
@@ -181,7 +185,7 @@ class _Forced(Sampler):
         super().__init__(False, Sampling().processors())
         self._answer, self._given = answer, 0
 
-    def sample(self, text: torch.Tensor, logits: torch.Tensor) -> int:
+    def sample(self, input_ids: torch.Tensor, logits: torch.Tensor) -> int:
         self._given += 1
         return self._answer[self._given - 1]
 
@@ -190,50 +194,50 @@ class _Forced(Sampler):
         return "length" if len(written.output) == len(self._answer) else None
 
 
-class _RootsAlone(Schedule):
+class _RootsAlone(Verifier):
     """Verifies no draft: every token is one that a drafter is asked for."""
 
-    def verify(self, sequences: list[sequence.Sequence], trees: list[TokenTree]) -> list[Verified]:
+    def verify(self, sequences: list[sequence.Sequence], trees: list[TokenTree]) -> list[VerifyOutput]:
         return super().verify(sequences, [TokenTree(tree.tokens[:1], (-1,)) for tree in trees])
 
 
 @dataclass(frozen=True, kw_only=True)
-class _FirstChoice(TreeKind):
+class _FirstChoice(TreeConfig):
     """A tree of the first choice alone, which keeps the logits of that choice."""
 
     name: str = "chain"
-    children: tuple[int, ...] = (1,)
+    branching: tuple[int, ...] = (1,)
     predictions: list[Prediction] = field(default_factory=list)
 
-    def grow(self, roots: Sequence[int], expand: Expand, *args: Any, **drafts: Any) -> list[TokenTree]:
+    def grow(self, roots: Sequence[int], draft_logits: DraftLogits, *args: Any, **drafts: Any) -> list[TokenTree]:
         ids = args[1] if len(args) > 1 else None
 
-        def kept(level: Level) -> torch.Tensor:
-            logits = expand(level)
+        def kept(level: TreeLevel) -> torch.Tensor:
+            logits = draft_logits(level)
             self.predictions.extend((row, ids) for row in logits[:, 0])
             return logits
 
         return super().grow(roots, kept, *args, **drafts | {"likeliest": None})
 
 
-def _judged(logits: torch.Tensor, ids: torch.Tensor | None, token: int) -> Foreseen:
+def _judged(logits: torch.Tensor, ids: torch.Tensor | None, token: int) -> TokenPrediction:
     """Judges a target's token by a draft's logits; ``ids`` are the target ids of the draft's vocabulary."""
     at = [token] if ids is None else (ids == token).nonzero().flatten().tolist()
     if not at or at[0] >= len(logits):
-        return Foreseen(False, None)
-    log_probs = torch.log_softmax(logits.float(), -1)
-    log_prob = float(log_probs[at[0]])
+        return TokenPrediction(False, None)
+    logprobs = torch.log_softmax(logits.float(), -1)
+    logprob = float(logprobs[at[0]])
     # A draft that has overflowed foresees nothing.
-    return Foreseen(int(log_probs.argmax()) == at[0], log_prob if math.isfinite(log_prob) else None)
+    return TokenPrediction(int(logprobs.argmax()) == at[0], logprob if math.isfinite(logprob) else None)
 
 
-def accuracy(tokens: Sequence[Foreseen]) -> float | None:
-    return mean_of(float(token.right) for token in tokens)
+def accuracy(tokens: Sequence[TokenPrediction]) -> float | None:
+    return mean_of(float(token.is_top1) for token in tokens)
 
 
-def perplexity(tokens: Sequence[Foreseen]) -> float | None:
+def perplexity(tokens: Sequence[TokenPrediction]) -> float | None:
     """The perplexity of the tokens that the vocabulary has; None without such tokens, or if it overflows."""
-    surprise = mean_of(None if token.log_prob is None else -token.log_prob for token in tokens)
+    surprise = mean_of(None if token.logprob is None else -token.logprob for token in tokens)
     try:
         return None if surprise is None else math.exp(surprise)
     except OverflowError:

@@ -12,8 +12,8 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from longdraft.bench.contenders import Contender, Job, Run, weights_of
-from longdraft.engine.sampler import RecentPenalty
+from longdraft.bench.contenders import Contender, Job, Run, weight_formats
+from longdraft.engine.sampler import WindowedRepetitionPenalty
 from longdraft.model.checkpoints import quiet
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ PEERS = {HF: "sdpa", "hf-eager": "eager"}
 """transformers' name of the attention of each peer, by the peer's name."""
 
 
-class TokenTimes(BaseStreamer):
+class TimingStreamer(BaseStreamer):
     """A streamer that notes the time: ``generate`` gives it the prompt first, then each forward's tokens."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class TokenTimes(BaseStreamer):
         pass
 
 
-class Generate(Contender):
+class TransformersGenerate(Contender):
     """``transformers``' own ``generate``, with plain decoding.
 
     Args:
@@ -49,29 +49,29 @@ class Generate(Contender):
     """
 
     def __init__(self, model: PreTrainedModel, name: str = HF, same_arithmetic: bool = True) -> None:
-        self._model, self.name, self.note = model, name, f"{weights_of(model)} weights"
+        self._model, self.name, self.note = model, name, f"{weight_formats(model)} weights"
         self._same_arithmetic = same_arithmetic
         # Keys and values of the prompts but their last token: views, which the next cache copies when it grows.
         self._prompt_kv: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def comparable(self, greedy: bool, batch: int) -> bool:
+    def is_comparable(self, greedy: bool, batch: int) -> bool:
         return self._same_arithmetic and (greedy or batch == 1)  # its batch samples all rows from one generator
 
     def release(self) -> None:
         self._prompt_kv = []
 
-    def warm(self, job: Job) -> Run:
+    def decode_warm(self, job: Job) -> Run:
         given: dict[str, Any] = {}
         if self._prompt_kv:
             given[_CACHE] = cache = DynamicCache()
             for layer, (k, v) in enumerate(self._prompt_kv):
                 cache.update(k, v, layer)
-        pad, width = min(job.eos, default=0), max(map(len, job.prompts))
+        pad, width = min(job.eos_ids, default=0), max(map(len, job.prompts))
         rows = [[pad] * (width - len(p)) + list(p) for p in job.prompts]
         mask = [[0] * (width - len(p)) + [1] * len(p) for p in job.prompts]
         torch.manual_seed(job.seed)
         with quiet(), _settings(self._model, _config(job, pad), PEERS[self.name]):
-            clock = TokenTimes()
+            clock = TimingStreamer()
             out = self._model.generate(
                 torch.tensor(rows, device=self._model.device),
                 attention_mask=torch.tensor(mask, device=self._model.device),
@@ -80,7 +80,7 @@ class Generate(Contender):
                 logits_processor=_window(job),
                 **given,
             )
-        tokens = tuple(trimmed(row[width:].tolist(), job.eos)[: job.max_tokens] for row in out.sequences)
+        tokens = tuple(trim_at_eos(row[width:].tolist(), job.eos_ids)[: job.max_tokens] for row in out.sequences)
         if not self._prompt_kv and width > 1:
             layers = out[_CACHE].layers
             self._prompt_kv = [(x.keys[:, :, : width - 1], x.values[:, :, : width - 1]) for x in layers]
@@ -89,7 +89,7 @@ class Generate(Contender):
         return Run(tokens, first - clock.start, last - first, tuple(len(t) - 1 for t in tokens))
 
 
-def trimmed(tokens: Sequence[int], eos: frozenset[int]) -> tuple[int, ...]:
+def trim_at_eos(tokens: Sequence[int], eos: frozenset[int]) -> tuple[int, ...]:
     """The tokens up to and including the first end of sequence."""
     end = next((i for i, token in enumerate(tokens, 1) if token in eos), None)
     return tuple(tokens[:end])
@@ -98,14 +98,14 @@ def trimmed(tokens: Sequence[int], eos: frozenset[int]) -> tuple[int, ...]:
 def _window(job: Job) -> LogitsProcessorList:
     """The penalty that transformers' settings cannot say."""
     penalty, window = job.sampling.repetition_penalty, job.sampling.repetition_window
-    return LogitsProcessorList([RecentPenalty(penalty, window)] if penalty and window else [])
+    return LogitsProcessorList([WindowedRepetitionPenalty(penalty, window)] if penalty and window else [])
 
 
 def _config(job: Job, pad: int) -> GenerationConfig:
     sampling = job.sampling
     settings: dict[str, Any] = {
         "max_new_tokens": job.max_tokens,
-        "eos_token_id": sorted(job.eos) or None,
+        "eos_token_id": sorted(job.eos_ids) or None,
         "pad_token_id": pad,
         "do_sample": not sampling.greedy,
         "repetition_penalty": 1.0 if sampling.repetition_window else sampling.repetition_penalty or 1.0,

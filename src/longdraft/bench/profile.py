@@ -1,6 +1,6 @@
 """Profiles rounds of a method: the time of each part.
 
-Measured in rounds of their own, never in those that are timed for tokens/s (:mod:`longdraft.model.clock`).
+Measured in rounds of their own, never in those that are timed for tokens/s (:mod:`longdraft.model.round_profiler`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from longdraft.bench.contenders import Job
 from longdraft.memory.prompt_cache import PromptCache
-from longdraft.model.clock import Clock
+from longdraft.model.round_profiler import RoundProfiler
 from longdraft.speculator import Speculator
 
 ROUNDS = 16
@@ -20,7 +20,9 @@ PARTS = ("draft", "attention", "forward", "rest")
 """A round's parts: the drafter; attention in the target's forward, and the rest of verifying; everything else."""
 
 
-def profile(spec: Speculator, job: Job, cache: PromptCache | None, rounds: int = ROUNDS) -> dict[str, Any] | None:
+def profile_rounds(
+    spec: Speculator, job: Job, cache: PromptCache | None, rounds: int = ROUNDS
+) -> dict[str, Any] | None:
     """Decodes the job's first rounds with clocks around the parts.
 
     Args:
@@ -32,20 +34,20 @@ def profile(spec: Speculator, job: Job, cache: PromptCache | None, rounds: int =
         all its sequences. ``prefix_share``: share of the keys that attention read that was the prefix; the others are
         the tree's own. None when the job ends with the prompts' tokens.
     """
-    run = job.started(spec, cache)
+    run = job.start(spec, cache)
     engine = run._engine
-    engine.runner.clock = clock = Clock(engine.runner.device)
+    engine.runner.profiler = clock = RoundProfiler(engine.runner.device)
     seen: list[dict[str, float]] = []
     try:
         for step in run:
-            parts = clock.take()
+            parts = clock.pop_counts()
             if step.mode != "prefill" and step.seconds:  # the first step of a round carries its time
                 seen.append(parts | {"rest": step.seconds - sum(parts[name] for name in PARTS[:3])})
                 if len(seen) > rounds:
                     break
         run.close()
     finally:
-        engine.runner.clock = None
+        engine.runner.profiler = None
     kept = seen[1:] or seen
     if not kept:
         return None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from longdraft.bench.data import Sample, Short, fitted
+from longdraft.bench.data import Sample, ShortTextPolicy, encode_truncated
 from longdraft.bench.settings import Settings
 from longdraft.errors import ContextError, PromptError
 from longdraft.model.checkpoints import LoadedModel
@@ -28,14 +28,14 @@ class Prompt:
     """
 
     sample: Sample
-    tokens: tuple[int, ...]
+    token_ids: tuple[int, ...]
     context: int | None = None
     joined: bool = False
 
     @cached_property
     def digest(self) -> str:
         """A fingerprint of its tokens."""
-        return hashlib.sha256(json.dumps(self.tokens).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(self.token_ids).encode()).hexdigest()[:16]
 
     @property
     def seed(self) -> int:
@@ -43,11 +43,11 @@ class Prompt:
         return int(self.digest[:8], 16)
 
 
-Group = tuple[Prompt, ...]
+PromptBatch = tuple[Prompt, ...]
 """Prompts that are decoded together."""
 
 
-def prepare(samples: Sequence[Sample], loaded: LoadedModel, settings: Settings) -> list[Prompt]:
+def encode_prompts(samples: Sequence[Sample], loaded: LoadedModel, settings: Settings) -> list[Prompt]:
     """Encodes every sample for every context before anything is measured.
 
     Raises:
@@ -57,7 +57,7 @@ def prepare(samples: Sequence[Sample], loaded: LoadedModel, settings: Settings) 
     prompts = []
     for sample in samples:
         for context in settings.contexts:
-            tokens = fitted(sample, loaded.tokenizer, context, settings.raw, **settings.asked)
+            tokens = encode_truncated(sample, loaded.tokenizer, context, settings.raw, **settings.asked)
             if len(tokens) + settings.max_tokens > limit:
                 room = limit - settings.max_tokens
                 advice = f"Cut the documents with --context {room}" if room > 0 else "Ask for fewer with --max-tokens"
@@ -69,12 +69,12 @@ def prepare(samples: Sequence[Sample], loaded: LoadedModel, settings: Settings) 
     return prompts
 
 
-def texts(
+def prompts_of_length(
     samples: Sequence[Sample],
     length: int,
-    room: int,
+    max_prompt_tokens: int,
     tokenizer: PreTrainedTokenizerBase,
-    short: Short,
+    short: ShortTextPolicy,
     raw: bool = False,
     **asked: Any,
 ) -> tuple[list[Prompt], list[str]]:
@@ -84,12 +84,12 @@ def texts(
         length: tokens of context. room: largest count of prompt tokens, since new ones have to fit behind it.
         raw, asked: of :meth:`~longdraft.bench.data.Sample.encode`.
     """
-    size, found, lacking = min(length, room), [], []
+    size, found, lacking = min(length, max_prompt_tokens), [], []
     for i, sample in enumerate(samples):
         longer = sample
-        if short == "join" and not sample.last:  # a conversation ends where it ends
+        if short == "join" and not sample.last_message:  # a conversation ends where it ends
             longer = _joined(sample, [*samples[i + 1 :], *samples[:i]], size, tokenizer, raw, **asked)
-        tokens = fitted(longer, tokenizer, size, raw, **asked)
+        tokens = encode_truncated(longer, tokenizer, size, raw, **asked)
         # A text that was cut lacks a token or two where one more would have been too many.
         if uncut := len(tokens) < size and len(longer.encode(tokenizer, raw, **asked)) < size:
             lacking.append(len(tokens))
@@ -117,7 +117,7 @@ def _joined(
     return sample
 
 
-def grid(prompts: Sequence[Prompt], sizes: Sequence[int]) -> tuple[list[Group], dict[int, int]]:
+def make_batches(prompts: Sequence[Prompt], sizes: Sequence[int]) -> tuple[list[PromptBatch], dict[int, int]]:
     """All batches of exactly these sizes, by data set and context; and by size how many prompts are left over.
 
     Raises:

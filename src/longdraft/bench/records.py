@@ -26,11 +26,11 @@ _SAMPLE = 1 << 20  # bytes of either end of a weight file that its fingerprint s
 _LOOSE = ("created", "command", "memory_available_bytes")
 
 
-class Records(Generic[T]):
+class RecordFile(Generic[T]):
     """A file that records are added to.
 
     Args:
-        header: this run's, from :func:`signed`.
+        header: this run's, from :func:`make_header`.
         kind: of the records: a dataclass whose fields are annotated, or ``dict``.
 
     Attributes:
@@ -41,36 +41,36 @@ class Records(Generic[T]):
         CheckpointError: it cannot be read or written, or is no such file.
     """
 
-    def __init__(self, path: Path, header: Mapping[str, Any], kind: type[T]) -> None:
-        self.path, self.records, self._kind = path, list[T](), kind
-        self._there: dict[str, Any] | None = None
-        self._form, self._version = header["format"], header["version"]
-        self._file = JsonLines(path, self._take)
-        if self._there is None:
+    def __init__(self, path: Path, header: Mapping[str, Any], record_type: type[T]) -> None:
+        self.path, self.records, self._record_type = path, list[T](), record_type
+        self._header: dict[str, Any] | None = None
+        self._format, self._version = header["format"], header["version"]
+        self._file = JsonLines(path, self._read_line)
+        if self._header is None:
             if path.exists() and path.stat().st_size:
-                raise self._none()
+                raise self._wrong_file()
             self._file.append(header)
-        elif differing := list(_differences(decisive(self._there), decisive(header))):
+        elif differing := list(_differences(without_volatile(self._header), without_volatile(header))):
             shown = "; ".join(differing[:5]) + (f"; and {len(differing) - 5} more" if len(differing) > 5 else "")
             raise ConfigError(
                 f"{path} holds another run ({shown}). Go on with the same settings, or name another file."
             )
 
-    def _take(self, number: int, row: Any) -> None:
+    def _read_line(self, number: int, row: Any) -> None:
         """Keeps what a line of the file holds: the header, then a record each."""
         if number > 1:
-            self.records.append(restored(self._kind, row))
-        elif not isinstance(row, dict) or row.get("format") != self._form:
-            raise self._none()
+            self.records.append(from_json(self._record_type, row))
+        elif not isinstance(row, dict) or row.get("format") != self._format:
+            raise self._wrong_file()
         elif row.get("version") != self._version:
             raise CheckpointError(
                 f"{self.path} has format version {row.get('version')}, and this version of longdraft reads "
                 f"{self._version}: name another file."
             )
         else:
-            self._there = row
+            self._header = row
 
-    def _none(self) -> CheckpointError:
+    def _wrong_file(self) -> CheckpointError:
         return CheckpointError(f"{self.path} is not a results file of this bench: give another name.")
 
     def append(self, record: T) -> None:
@@ -79,18 +79,18 @@ class Records(Generic[T]):
         self.records.append(record)
 
 
-def signed(form: str, version: int, content: Mapping[str, Any]) -> dict[str, Any]:
+def make_header(format_name: str, version: int, content: Mapping[str, Any]) -> dict[str, Any]:
     """A header as it is read back from a file: format, content, time and command."""
     said = {"created": datetime.now(timezone.utc).isoformat(timespec="seconds"), "command": _command()}
-    found: dict[str, Any] = json.loads(json.dumps({"format": form, "version": version, **content, **said}))
+    found: dict[str, Any] = json.loads(json.dumps({"format": format_name, "version": version, **content, **said}))
     return found
 
 
-def decisive(header: Any) -> Any:
+def without_volatile(header: Any) -> Any:
     """A header without the entries that change by themselves."""
     if isinstance(header, Mapping):
-        return {name: decisive(value) for name, value in header.items() if name not in _LOOSE}
-    return [decisive(value) for value in header] if isinstance(header, list) else header
+        return {name: without_volatile(value) for name, value in header.items() if name not in _LOOSE}
+    return [without_volatile(value) for value in header] if isinstance(header, list) else header
 
 
 def fingerprint(weights: Path) -> str:
@@ -107,7 +107,7 @@ def fingerprint(weights: Path) -> str:
     return f"{weights.name} {digest.hexdigest()[:16]}"
 
 
-def plain(options: Mapping[str, Any]) -> dict[str, Any]:
+def jsonable(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options with values that JSON can hold."""
     held = (int, float, bool, str, tuple, type(None))
     return {name: x if isinstance(x, held) else str(x) for name, x in options.items()}
@@ -129,7 +129,7 @@ def _differences(there: Any, here: Any, name: str = "") -> Iterator[str]:
         yield f"{name}: {json.dumps(there)} there, {json.dumps(here)} here"
 
 
-def restored(kind: Any, value: Any) -> Any:
+def from_json(expected: Any, value: Any) -> Any:
     """A value of an annotated type from what JSON has for it: a dataclass from an object, a tuple from a list.
 
     Keys that are no fields are passed over, and fields without a key have their default.
@@ -137,22 +137,22 @@ def restored(kind: Any, value: Any) -> Any:
     Raises:
         TypeError: it is of another type, or holds NaN.
     """
-    origin, inner = get_origin(kind), get_args(kind)
-    if dataclasses.is_dataclass(kind):
-        hints = get_type_hints(kind)
-        return kind(**{name: restored(hints[name], value[name]) for name in hints if name in value})  # type: ignore[operator]
+    origin, inner = get_origin(expected), get_args(expected)
+    if dataclasses.is_dataclass(expected):
+        hints = get_type_hints(expected)
+        return expected(**{name: from_json(hints[name], value[name]) for name in hints if name in value})  # type: ignore[operator]
     if origin in (Union, UnionType):
-        return value if value is None and type(None) in inner else restored(inner[0], value)
-    if kind is Any:
+        return value if value is None and type(None) in inner else from_json(inner[0], value)
+    if expected is Any:
         return value
-    named: Any = origin or kind
+    named: Any = origin or expected
     wanted: Any = {float: (int, float), tuple: (list, tuple)}.get(named, named)
     # A truth value is an int to Python, and NaN is not even itself.
-    if not isinstance(value, wanted) or value != value or isinstance(value, bool) != (kind is bool):
-        raise TypeError(f"{value!r:.40} in the place of {kind}")
+    if not isinstance(value, wanted) or value != value or isinstance(value, bool) != (expected is bool):
+        raise TypeError(f"{value!r:.40} in the place of {expected}")
     if isinstance(value, dict) and inner:
-        return {name: restored(inner[1], each) for name, each in value.items()}
+        return {name: from_json(inner[1], each) for name, each in value.items()}
     if origin is tuple:
         kinds = [inner[0]] * len(value) if inner[-1] is Ellipsis else inner
-        return tuple(restored(one, each) for one, each in zip(kinds, value, strict=True))
-    return [restored(inner[0], each) for each in value] if inner else value
+        return tuple(from_json(one, each) for one, each in zip(kinds, value, strict=True))
+    return [from_json(inner[0], each) for each in value] if inner else value

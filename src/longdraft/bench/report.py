@@ -11,32 +11,32 @@ from rich.table import Table
 from rich.text import Text
 
 from longdraft.bench.peers import HF
-from longdraft.bench.run import Measured
+from longdraft.bench.run import BatchResult
 from longdraft.bench.settings import REFERENCE
 from longdraft.bench.tables import (
-    ACCEPTED,
-    SPEED,
+    ACCEPTED_DEFINITION,
+    SPEED_DEFINITION,
     Report,
-    accepted,
-    cell,
-    circumstances,
-    count,
+    acceptance_stats,
     depth_accepted,
-    figure,
-    filled,
-    grouped,
+    environment_info,
+    format_cell,
+    format_figure,
+    group_by,
     mean_of,
     median_of,
+    new_table,
+    nonempty_columns,
+    pluralize,
     ratio,
     spread,
-    table,
 )
 
 DEFINITIONS = (
-    f"{SPEED}; the median of the rounds, then of the samples.",
+    f"{SPEED_DEFINITION}; the median of the rounds, then of the samples.",
     "speed-up: a sample's tokens/s over that of ar, or of transformers' generate (hf), on the same sample; the median.",
     "faster, slower: samples (batches) with a speed-up over ar above 1.02, and below 0.98.",
-    ACCEPTED,
+    ACCEPTED_DEFINITION,
     "score: of the first round's answers against references, by data set (docs/figures.md); the mean of the samples.",
     "first token: seconds from a prompt of which nothing has been read to its first token; the median.",
     "view: rows of a longer text's KV that a draft, and in specpv a partial verification, sees: first rows + chunks x "
@@ -70,26 +70,26 @@ _COUNTED = ("faster_than_ar", "slower_than_ar")
 LEVEL = 0.02
 
 
-def rows(names: Sequence[str], measured: Sequence[Measured]) -> list[dict[str, Any]]:
+def rows(names: Sequence[str], measured: Sequence[BatchResult]) -> list[dict[str, Any]]:
     """A row for each method, data set, context and batch, with the keys that docs/figures.md defines.
 
     Args:
         names: the contenders, in the order of the table.
     """
-    cells: dict[tuple[str, int | None, int], list[Measured]] = {}
+    cells: dict[tuple[str, int | None, int], list[BatchResult]] = {}
     for m in measured:
         cells.setdefault((m.dataset, m.context, m.batch), []).append(m)
     return [_row(name, own, names) for own in cells.values() for name in names]
 
 
-def _row(name: str, measured: Sequence[Measured], names: Sequence[str]) -> dict[str, Any]:
+def _row(name: str, measured: Sequence[BatchResult], names: Sequence[str]) -> dict[str, Any]:
     first = measured[0]
     differences = [d for m in measured for d in m.differences if d.method == name]
     comparable = all(name in m.comparable for m in measured)
     near_ties = sum(d.near_tie for d in differences)
     runs = [run for m in measured for run in m.rounds[name]]
     peaks = [peak for m in measured if (peak := m.peak_memory_bytes.get(name)) is not None]
-    over_ar = over(measured, name, REFERENCE)
+    over_ar = speedups_over(measured, name, REFERENCE)
     speedups = [] if name == REFERENCE else over_ar
     # By round, then by sample.
     own, plain = (
@@ -104,8 +104,8 @@ def _row(name: str, measured: Sequence[Measured], names: Sequence[str]) -> dict[
         "samples": sum(m.batch for m in measured),
         "tokens_per_second": median_of(m.tokens_per_second(name) for m in measured),
         "speedup_vs_ar": median_of(over_ar),
-        "speedup_vs_hf": median_of(over(measured, name, HF)) if HF in names else None,
-        **accepted(pair for m in measured for pair in m.counts(name)),
+        "speedup_vs_hf": median_of(speedups_over(measured, name, HF)) if HF in names else None,
+        **acceptance_stats(pair for m in measured for pair in m.counts(name)),
         "ttft_seconds": median_of(m.cold[name].first_token_seconds for m in measured if name in m.cold),
         "mismatches": len(differences) - near_ties if comparable else None,
         "near_ties": near_ties if comparable else None,
@@ -136,7 +136,7 @@ def _profile(profiles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def over(measured: Sequence[Measured], name: str, reference: str) -> list[float]:
+def speedups_over(measured: Sequence[BatchResult], name: str, reference: str) -> list[float]:
     """A method's tokens/s / the reference's, of every batch that both decoded."""
     both = [m for m in measured if name in m.rounds and reference in m.rounds]
     ratios = [ratio(m.tokens_per_second(name), m.tokens_per_second(reference)) for m in both]
@@ -144,7 +144,7 @@ def over(measured: Sequence[Measured], name: str, reference: str) -> list[float]
 
 
 def document(
-    names: Sequence[str], measured: Sequence[Measured], notes: Mapping[str, str] | None = None, complete: bool = True
+    names: Sequence[str], measured: Sequence[BatchResult], notes: Mapping[str, str] | None = None, complete: bool = True
 ) -> dict[str, Any]:
     """The report as one JSON object.
 
@@ -154,14 +154,14 @@ def document(
     """
     return {
         "rows": rows(names, measured),
-        **circumstances(),
+        **environment_info(),
         "differences": [asdict(d) | {"context": m.context} for m in measured for d in m.differences],
         "notes": dict(notes or {}),
         "complete": complete,
     }
 
 
-def shown(document: dict[str, Any], decode: Callable[[list[int]], str] = str) -> Report:
+def make_report(document: dict[str, Any], decode: Callable[[list[int]], str] = str) -> Report:
     """The report of a :func:`document`: a table for each data set, context and batch, and what the parts of a round
     took where they were looked at.
 
@@ -170,17 +170,17 @@ def shown(document: dict[str, Any], decode: Callable[[list[int]], str] = str) ->
     """
     rows = document["rows"]
     alone = all(row["samples"] == row["batch"] for row in rows)  # of one, its speed-up says it
-    known = filled(rows, [column for column in COLUMNS if not (alone and column[1] in _COUNTED)])
+    known = nonempty_columns(rows, [column for column in COLUMNS if not (alone and column[1] in _COUNTED)])
     figures = [column for column in known if column != VIEW]
     tables: list[tuple[str, Table]] = []
-    for own in grouped(rows, "dataset", "context", "batch"):
-        made = table(["method"], [head for head, *_ in figures])
+    for own in group_by(rows, "dataset", "context", "batch"):
+        made = new_table(["method"], [head for head, *_ in figures])
         made.add_column("differ")
         if VIEW in known:  # text, which may be wrapped
             made.add_column(VIEW[0])
         for row in own:
-            shown = (cell(row, key, form) for _, key, form in figures)
-            views = [figure(row["view"], "{}")] if VIEW in known else []
+            shown = (format_cell(row, key, form) for _, key, form in figures)
+            views = [format_figure(row["view"], "{}")] if VIEW in known else []
             made.add_row(Text(row["method"]), *shown, _agreement(row), *views)
         tables.append((_title(own[0]), made))
         if any("profile" in row for row in own):
@@ -193,7 +193,7 @@ def shown(document: dict[str, Any], decode: Callable[[list[int]], str] = str) ->
 
 
 def _title(row: Mapping[str, Any]) -> str:
-    samples = count(row["samples"], "sample")
+    samples = pluralize(row["samples"], "sample")
     batch = f", {row['batch']} at a time" if row["batch"] > 1 else ""
     return f"{row['dataset']}: {samples}{batch}, {row['context_tokens']:,} prompt tokens"
 
@@ -201,7 +201,7 @@ def _title(row: Mapping[str, Any]) -> str:
 def _agreement(row: Mapping[str, Any]) -> Text:
     if row["mismatches"] is None:
         return Text("not comparable")
-    ties = count(row["near_ties"], "near tie")
+    ties = pluralize(row["near_ties"], "near tie")
     if row["mismatches"]:
         text = f"{row['mismatches']} mismatch" + ("es" if row["mismatches"] > 1 else "")
         return Text(text + (f", {ties}" if row["near_ties"] else ""), style="red")
@@ -212,10 +212,10 @@ def _parts(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Milliseconds of a round's parts, of the methods that were profiled."""
     profiles = {row["method"]: row["profile"] for row in rows if "profile" in row}
     parts = {part: 0 for profile in profiles.values() for part in profile["seconds"]}
-    made = table(["method"], [*(PARTS.get(part, part) for part in parts), "prefix"])
+    made = new_table(["method"], [*(PARTS.get(part, part) for part in parts), "prefix"])
     for name, profile in profiles.items():
         seconds = (f"{1000 * (profile['seconds'].get(part) or 0):.2f} ms" for part in parts)
-        made.add_row(Text(name), *seconds, figure(profile["prefix_share"], "{:.0%}"))
+        made.add_row(Text(name), *seconds, format_figure(profile["prefix_share"], "{:.0%}"))
     return made
 
 

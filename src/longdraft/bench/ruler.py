@@ -11,7 +11,7 @@ import string
 from collections.abc import Callable
 
 from longdraft.bench.data import Sample
-from longdraft.bench.scores import of_dataset
+from longdraft.bench.scores import metric_of_dataset
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
 # Some 140,000 tokens, which are cut to the length that is asked for.
@@ -54,7 +54,7 @@ KINDS: dict[str, Callable[[random.Random], Needles]] = {
 """Kinds by RULER's names: in noise ``niah_single`` is its ``niah_single_1``, in essays ``niah_single_2``."""
 
 
-def samples(kind: str, template: str, hay: str | None = None, count: int | None = None) -> list[Sample]:
+def make_samples(kind: str, template: str, haystack: str | None = None, count: int | None = None) -> list[Sample]:
     """Prompts with needles, the same ones every time.
 
     Args:
@@ -75,8 +75,8 @@ def samples(kind: str, template: str, hay: str | None = None, count: int | None 
         needles = tuple(zip(depths, sentences, strict=True))
         found.append(
             Sample(
-                hay or NOISE * _NOISE_TIMES, after, kind, f"{kind}:{i + 1}", before, joint="", answers=answers,
-                score=of_dataset(kind), needles=needles,
+                haystack or NOISE * _NOISE_TIMES, after, kind, f"{kind}:{i + 1}", before, separator="", answers=answers,
+                metric=metric_of_dataset(kind), needles=needles,
             )
         )  # fmt: skip
     return found

@@ -67,12 +67,12 @@ def numbers(text: str, answer: str) -> float:
     return sum([x] == wanted for x in found) / len(found) if found else 0.0
 
 
-def found(text: str, answer: str) -> float:
+def contains_answer(text: str, answer: str) -> float:
     """1 if the answer stands in a text, in lower or upper case."""
     return float(answer.lower() in text.lower())
 
 
-def of_classes(text: str, answer: str, classes: Sequence[str]) -> float:
+def class_match(text: str, answer: str, classes: Sequence[str]) -> float:
     """1 / the classes that a text names, if the answer is one of them; names that are part of the answer's are none."""
     named = [c for c in classes if c in text and (c == answer or c not in answer)]
     return 1 / len(named) if answer in named else 0.0
@@ -101,9 +101,9 @@ def rouge_l() -> Callable[[str, str], float]:
 ROUGE, CLASSES, FOUND = "rouge_l", "classes", "found"
 _PLAIN: dict[str, Callable[[str, str], float]] = {
     "f1": f1, "edit_similarity": edit_similarity, "choice": choice, "number": number, "numbers": numbers,
-    FOUND: found,
+    FOUND: contains_answer,
 }  # fmt: skip
-SCORES = (*_PLAIN, ROUGE, CLASSES)
+METRICS = (*_PLAIN, ROUGE, CLASSES)
 """Names of all scores."""
 _DATASETS = {
     "f1": ("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "triviaqa"),
@@ -117,36 +117,36 @@ _DATASETS = {
 }
 
 
-def of_dataset(name: str) -> str:
+def metric_of_dataset(name: str) -> str:
     """The score of a data set by its name; empty if it has none."""
     return next((score for score, names in _DATASETS.items() if name in names), "")
 
 
-def score(sample: Sample, text: str) -> float | None:
+def score_answer(sample: Sample, text: str) -> float | None:
     """The score of an answer: that of the likeliest reference; for needles the share of references that are found.
 
     Returns:
         None: the sample has no references or no score, or ROUGE is not installed.
     """
-    if not sample.answers or not sample.score:
+    if not sample.answers or not sample.metric:
         return None
     if sample.dataset in _FIRST_LINE:
         text = text.lstrip("\n").split("\n")[0]
-    if sample.score == ROUGE:
+    if sample.metric == ROUGE:
         try:
             own = rouge_l()
         except CapabilityError:
             return None
         return max(own(answer, text) for answer in sample.answers)
-    if sample.score == CLASSES:
-        return max(of_classes(text, answer, sample.classes) for answer in sample.answers)
-    each = [_PLAIN[sample.score](text, answer) for answer in sample.answers]
-    return sum(each) / len(each) if sample.score == FOUND else max(each)
+    if sample.metric == CLASSES:
+        return max(class_match(text, answer, sample.classes) for answer in sample.answers)
+    each = [_PLAIN[sample.metric](text, answer) for answer in sample.answers]
+    return sum(each) / len(each) if sample.metric == FOUND else max(each)
 
 
-def lacking(samples: Iterable[Sample]) -> str:
+def missing_rouge_note(samples: Iterable[Sample]) -> str:
     """A note on samples that are not scored because ROUGE is not installed; empty if there are none."""
-    names = dict.fromkeys(s.dataset for s in samples if s.score == ROUGE and s.answers)
+    names = dict.fromkeys(s.dataset for s in samples if s.metric == ROUGE and s.answers)
     if names:
         try:
             rouge_l()

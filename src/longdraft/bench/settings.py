@@ -19,7 +19,7 @@ from longdraft.model.checkpoints import LoadedModel, Progress
 from longdraft.planning import plans
 from longdraft.recipes import resolve
 from longdraft.speculator import Speculator
-from longdraft.views.view import dtype_of
+from longdraft.views.view import parse_dtype
 
 REFERENCE = "ar"
 
@@ -40,7 +40,7 @@ class Settings:
         cold: every method reads the prompts once itself, which gives its time to first token. If false, ``ar`` reads
             them for all of ours.
         draft_options: options for the methods that take a draft: ``draft``, ``widths``, ``nodes``.
-        own_options: further options of single contenders, by name (``specpv:budget=512``), ``plan`` and ``kv_dtype``
+        contender_options: further options of single contenders, by name (``specpv:budget=512``), ``plan`` and ``kv_dtype``
             included.
         plan, offload: of our methods; see :class:`~longdraft.speculator.Speculator`.
         profile: profile some rounds of our methods after the timed ones.
@@ -57,7 +57,7 @@ class Settings:
     ignore_eos: bool = False
     cold: bool = True
     draft_options: Mapping[str, Any] = field(default_factory=dict)
-    own_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    contender_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     plan: str | None = None
     offload: str | None = None
     profile: bool = False
@@ -80,8 +80,8 @@ class Settings:
             if name not in PEERS:
                 # Refuses a wrong option, or a draft that cannot be read.
                 resolve(method_name(name), self.options(name))
-            plans.checked(self.plan_of(name))
-            dtype_of(self.kv_dtype_of(name), "kv_dtype")
+            plans.check_plan(self.plan_of(name))
+            parse_dtype(self.kv_dtype_of(name), "kv_dtype")
         offloading.parse(self.offload)
         if self.draft_options and not any(self.takes_draft(name) for name in self.methods):
             needing = ", ".join(m.name for m in METHODS.values() if m.takes_draft)
@@ -98,15 +98,18 @@ class Settings:
             readers = [n for n in self.methods if self.takes_draft(n) and METHODS[method_name(n)].draft_kind in kinds]
             if readers and name not in readers:
                 given = {k: x for k, x in given.items() if k != "draft"}
-        return {**given, **{k: x for k, x in self.own_options.get(name, {}).items() if k not in ("plan", "kv_dtype")}}
+        return {
+            **given,
+            **{k: x for k, x in self.contender_options.get(name, {}).items() if k not in ("plan", "kv_dtype")},
+        }
 
     def plan_of(self, name: str) -> str | None:
         """The plan of one of our contenders."""
-        return dict(self.own_options.get(name, {})).get("plan", self.plan)
+        return dict(self.contender_options.get(name, {})).get("plan", self.plan)
 
     def kv_dtype_of(self, name: str) -> str | None:
         """The KV cache's dtype of one of our contenders."""
-        return dict(self.own_options.get(name, {})).get("kv_dtype")
+        return dict(self.contender_options.get(name, {})).get("kv_dtype")
 
     def takes_draft(self, name: str) -> bool:
         """True if the draft options apply to this contender."""
@@ -118,7 +121,7 @@ class Settings:
         return tuple(dict.fromkeys((REFERENCE, *self.methods)))
 
 
-def speculator(settings: Settings, name: str, loaded: LoadedModel, progress: Progress | None = None) -> Speculator:
+def make_speculator(settings: Settings, name: str, loaded: LoadedModel, progress: Progress | None = None) -> Speculator:
     """The method of one of our contenders on a model, with what its planner has to know."""
     made = Speculator(
         method_name(name),
@@ -133,12 +136,12 @@ def speculator(settings: Settings, name: str, loaded: LoadedModel, progress: Pro
     return made
 
 
-def contender(method: str, options: Mapping[str, Any]) -> str:
+def contender_name(method: str, options: Mapping[str, Any]) -> str:
     """The name of a contender: ``specpv:budget=512``."""
-    return ":".join([method, *(f"{name}={written(x)}" for name, x in options.items())])
+    return ":".join([method, *(f"{name}={format_option(x)}" for name, x in options.items())])
 
 
-def written(value: Any) -> str:
+def format_option(value: Any) -> str:
     """An option's value as a contender's name has it."""
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 

@@ -10,14 +10,14 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from longdraft.figures import Counts, average, standard_error
+from longdraft.metrics import TokenCounts, average, standard_error
 
-ACCEPTED = (
+ACCEPTED_DEFINITION = (
     "accepted: mean accepted length = new tokens / target forwards of all prompts together, bonus tokens counted, the "
     "prefill's token not; ±: one standard error over prompts (jackknife)."
 )
-SPEED = "tokens/s: new tokens / decode seconds, the prefill and its token left out"
-DEEPEST = 1 << 12
+SPEED_DEFINITION = "tokens/s: new tokens / decode seconds, the prefill and its token left out"
+MAX_DEPTH = 1 << 12
 Column = tuple[str, str, str]
 """A column of a table: its heading, the row's key, and a format."""
 
@@ -38,7 +38,7 @@ class Report:
     definitions: Sequence[str] = ()
 
 
-def markdown(report: Report) -> str:
+def to_markdown(report: Report) -> str:
     """A report's tables, remarks and definitions."""
     lines = []
     for title, table in report.tables:
@@ -50,7 +50,7 @@ def markdown(report: Report) -> str:
     return "\n".join([*lines, *(f"- {line}" for line in said), ""])
 
 
-def table(names: Sequence[str], figures: Sequence[str] = ()) -> Table:
+def new_table(names: Sequence[str], figures: Sequence[str] = ()) -> Table:
     """An empty table: columns of names, and right-aligned columns of figures."""
     made = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for head in names:
@@ -69,7 +69,7 @@ def pivot(
         column: the heading of a row's column. cell: the text of a row.
     """
     heads = list(dict.fromkeys(column(row) for row in rows))
-    made = table([head], heads)
+    made = new_table([head], heads)
     for name in dict.fromkeys(row["method"] for row in rows):
         own = {column(row): cell(row) for row in rows if row["method"] == name}
         made.add_row(Text(name), *(own.get(each, "-") for each in heads))
@@ -88,9 +88,9 @@ def mean_of(values: Iterable[float | None]) -> float | None:
     return mean(known) if known else None
 
 
-def ratio(own: float | None, other: float | None) -> float | None:
+def ratio(numerator: float | None, denominator: float | None) -> float | None:
     """None if one of them is missing, or the other is 0."""
-    return None if own is None or not other else own / other
+    return None if numerator is None or not denominator else numerator / denominator
 
 
 def spread(values: Iterable[float | None]) -> list[float] | None:
@@ -99,7 +99,7 @@ def spread(values: Iterable[float | None]) -> list[float] | None:
     return [min(known), max(known)] if known else None
 
 
-def grouped(rows: Iterable[Mapping[str, Any]], *keys: str) -> list[list[Mapping[str, Any]]]:
+def group_by(rows: Iterable[Mapping[str, Any]], *keys: str) -> list[list[Mapping[str, Any]]]:
     """The rows by the values of keys, in the order in which these come first."""
     found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -107,29 +107,29 @@ def grouped(rows: Iterable[Mapping[str, Any]], *keys: str) -> list[list[Mapping[
     return list(found.values())
 
 
-def filled(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> list[Column]:
+def nonempty_columns(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> list[Column]:
     """The columns that have a figure in any row."""
     return [column for column in columns if any(row.get(column[1]) is not None for row in rows)]
 
 
-def figure(value: float | str | None, form: str, missing: str = "-") -> str:
+def format_figure(value: float | str | None, form: str, missing: str = "-") -> str:
     """A number in a format such as ``{:.1f} s``."""
     return missing if value is None else form.format(value)
 
 
-def accepted(texts: Iterable[Counts]) -> dict[str, Any]:
+def acceptance_stats(texts: Iterable[TokenCounts]) -> dict[str, Any]:
     """The keys of a row that say its accepted length; ``prompts``: those that had a verification."""
     own = [text for text in texts if text[1]]
     return {"mean_accepted_length": average(own), "prompts": len(own), "standard_error": standard_error(own)}
 
 
-def cell(row: Mapping[str, Any], key: str = "mean_accepted_length", form: str = "{:.2f}") -> str:
+def format_cell(row: Mapping[str, Any], key: str = "mean_accepted_length", form: str = "{:.2f}") -> str:
     """A row's figure as its table shows it: an accepted length with its standard error."""
     error = row.get("standard_error") if key in ("mean_accepted_length", "accepted") else None
-    return figure(row.get(key), form) + figure(error, " ± {:.2f}", missing="")
+    return format_figure(row.get(key), form) + format_figure(error, " ± {:.2f}", missing="")
 
 
-def count(number: int, what: str) -> str:
+def pluralize(number: int, what: str) -> str:
     """``1 sample``, ``2 samples``."""
     return f"{number:,} {what}" + ("" if number == 1 else "s")
 
@@ -141,12 +141,12 @@ def depth_accepted(rounds: Sequence[tuple[int, int]]) -> list[float]:
         rounds: for each, drafted tokens that it accepted, and how many the token budget had room for.
     """
     # No tree is deeper: a damaged file may say anything.
-    deepest = min(DEEPEST, max((accepted for accepted, _ in rounds), default=0))
+    deepest = min(MAX_DEPTH, max((accepted for accepted, _ in rounds), default=0))
     levels = range(1, deepest + 1)
     return [sum(accepted >= d for accepted, _ in rounds) / len(rounds) for d in levels]
 
 
-def circumstances() -> dict[str, Any]:
+def environment_info() -> dict[str, Any]:
     """The machine and the versions, for a report's JSON object."""
     from longdraft.bench import machine
 

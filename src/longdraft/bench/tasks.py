@@ -15,11 +15,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from longdraft.bench import data, rows, ruler
-from longdraft.bench.conversations import turns
+from longdraft.bench import data, examples, ruler
+from longdraft.bench.conversations import turn_samples
 from longdraft.bench.data import Sample
-from longdraft.bench.rows import Row
-from longdraft.bench.scores import of_dataset
+from longdraft.bench.examples import Example
+from longdraft.bench.scores import metric_of_dataset
 from longdraft.errors import CapabilityError, PromptError
 
 # LongBench's repository holds one archive; its rows are read from there, without the script that lies beside it.
@@ -46,37 +46,37 @@ class Task:
 
     Attributes:
         template: the prompt; ``{context}`` is the document, which is cut to fit, other names are columns.
-        document: columns for the document; the first that a row has is used.
-        answers: columns for the references, likewise.
+        document_columns: columns for the document; the first that a row has is used.
+        answer_columns: columns for the references, likewise.
         hub: arguments of ``datasets.load_dataset``; empty: it is read from files alone.
         plain, middle: as of :class:`~longdraft.bench.data.Sample`.
-        columns: makes the prompt's columns of a row; ``part`` among them names a part of the data set.
-        samples: makes the samples of a row that is a conversation; None: it is none.
+        map_columns: makes the prompt's columns of a row; ``part`` among them names a part of the data set.
+        make_samples: makes the samples of a row that is a conversation; None: it is none.
     """
 
     template: str
-    document: tuple[str, ...] = ("context",)
-    answers: tuple[str, ...] = ("answers", "answer")
+    document_columns: tuple[str, ...] = ("context",)
+    answer_columns: tuple[str, ...] = ("answers", "answer")
     hub: Columns = field(default_factory=dict)
-    plain: bool = False
-    middle: bool = False
-    columns: Callable[[Row], Columns] = lambda row: row.columns
-    samples: Callable[[Row], Iterable[Sample]] | None = None
+    no_chat_template: bool = False
+    truncate_middle: bool = False
+    map_columns: Callable[[Example], Columns] = lambda row: row.columns
+    make_samples: Callable[[Example], Iterable[Sample]] | None = None
 
 
 def _longbench(name: str) -> Task:
     hub = {"path": "json", "data_files": _LONGBENCH.format(name=name), "split": "train"}
-    return Task(_TEMPLATES[name], hub=hub, plain=name in _PLAIN, middle=True)
+    return Task(_TEMPLATES[name], hub=hub, no_chat_template=name in _PLAIN, truncate_middle=True)
 
 
-def _spec_bench(row: Row) -> Columns:
+def _spec_bench(row: Example) -> Columns:
     """The first turn of a question of Spec-Bench; MT-bench's categories are one part."""
     category = str(row.columns.get("category", ""))
     own = ("translation", "summarization", "qa", "math_reasoning", "rag")
     return {"context": (row.columns.get("turns") or [""])[0], "part": category if category in own else "mt_bench"}
 
 
-def _speed_bench(row: Row) -> Columns:
+def _speed_bench(row: Example) -> Columns:
     """The first turn of a question of SPEED-Bench; a part is a category, and of the throughput splits one of a length.
 
     Raises:
@@ -95,11 +95,13 @@ def _speed_bench(row: Row) -> Columns:
 
 TASKS = {
     **{name: _longbench(name) for name in _TEMPLATES if name.split("-")[0] not in ("longbench", "niah", "vt")},
-    "longbench-v2": Task(_TEMPLATES["longbench-v2"], hub={"path": "THUDM/LongBench-v2", "split": "train"}, middle=True),
+    "longbench-v2": Task(
+        _TEMPLATES["longbench-v2"], hub={"path": "THUDM/LongBench-v2", "split": "train"}, truncate_middle=True
+    ),
     "ruler": Task("{context}", ("input",), ("outputs",)),
-    "spec-bench": Task("{context}", columns=_spec_bench),
-    "speed-bench": Task("{context}", columns=_speed_bench),
-    "trajectories": Task("", samples=turns),
+    "spec-bench": Task("{context}", map_columns=_spec_bench),
+    "speed-bench": Task("{context}", map_columns=_speed_bench),
+    "trajectories": Task("", make_samples=turn_samples),
     "pg19": Task(
         "{context}\n\nWrite on where this book stops.", ("text",), hub={"path": "emozilla/pg19", "split": "test"}
     ),
@@ -120,11 +122,11 @@ NAMES = (*TASKS, *ruler.KINDS, BUILT_IN)
 """Names of all data sets."""
 
 
-def read(names: Sequence[str], limit: int | None = None) -> list[Sample]:
+def load_samples(names: Sequence[str], limit: int | None = None) -> list[Sample]:
     """The samples of the first ``limit`` rows of each data set.
 
     Args:
-        names: a file of prompts, as :func:`longdraft.bench.data.read` takes it; the name of a task, whose rows come
+        names: a file of prompts, as :func:`longdraft.bench.data.load_samples` takes it; the name of a task, whose rows come
             from the Hugging Face hub; ``task=path``, a file, folder or archive in the task's own format; one of RULER's
             kinds, which are made here, in the text of a file with ``kind=file``; or ``stdlib``.
 
@@ -137,24 +139,24 @@ def read(names: Sequence[str], limit: int | None = None) -> list[Sample]:
 
 def _read(name: str, limit: int | None) -> list[Sample]:
     if name == BUILT_IN:
-        return built_in()[:limit]
+        return built_in_samples()[:limit]
     task, equals, file = name.partition("=")
     path = Path(file).expanduser()
     if task in ruler.KINDS:
         template = _TEMPLATES["vt" if task == "vt" else "niah"]
-        return ruler.samples(task, template, data.text(path) if equals else None, limit)
+        return ruler.make_samples(task, template, data.read_document(path) if equals else None, limit)
     if task in TASKS:
         if not equals and not TASKS[task].hub:
             raise CapabilityError(f"{task} is read from its files: --data {task}=FILE, a folder or an archive of them.")
-        found = rows.of_path(path, task, limit) if equals else rows.of_hub(task, TASKS[task].hub, limit)
+        found = examples.read_path(path, task, limit) if equals else examples.read_hub(task, TASKS[task].hub, limit)
         return [sample for row in found for sample in _samples(task, row)]
     path = Path(name).expanduser()
     if not path.exists() and not path.suffix:
         raise PromptError(f"{name} is neither a file nor a data set that is known by name ({', '.join(NAMES)}).")
-    return data.read([path], limit)
+    return data.read_samples([path], limit)
 
 
-def built_in() -> list[Sample]:
+def built_in_samples() -> list[Sample]:
     """Long source files of the standard library, each to be summarised and to be quoted.
 
     Raises:
@@ -162,13 +164,13 @@ def built_in() -> list[Sample]:
     """
     found = []
     for name in _MODULES:
-        text = source(name).read_text(encoding="utf-8")
+        text = module_source(name).read_text(encoding="utf-8")
         for dataset, instruction in _BUILT_IN_TASKS.items():
             found.append(Sample(text, instruction, dataset, f"{name}.py"))
     return found
 
 
-def source(module: str) -> Path:
+def module_source(module: str) -> Path:
     """The source file of a module of the standard library.
 
     Raises:
@@ -181,26 +183,26 @@ def source(module: str) -> Path:
     return path
 
 
-def _samples(name: str, row: Row) -> Iterable[Sample]:
+def _samples(name: str, row: Example) -> Iterable[Sample]:
     task = TASKS[name]
-    if task.samples is not None:
-        return task.samples(row)
-    columns, halves = task.columns(row), task.template.split("{context}")
-    column = next((c for c in task.document if c in columns), None)
+    if task.make_samples is not None:
+        return task.make_samples(row)
+    columns, halves = task.map_columns(row), task.template.split("{context}")
+    column = next((c for c in task.document_columns if c in columns), None)
     asked = re.findall(r"\{(\w+)\}", "".join(halves))
     if column is None or not all(c in columns for c in asked):
-        needed = " and ".join([" or ".join(task.document), *asked])
+        needed = " and ".join([" or ".join(task.document_columns), *asked])
         raise PromptError(f"{row.origin} is no row of {name}: it lacks {needed}; it has {', '.join(row.columns)}.")
     document, given = columns[column], {c: columns[c] or "" for c in asked}
     if not isinstance(document, str) or not document.strip() or not all(isinstance(x, str) for x in given.values()):
         raise PromptError(f"{row.origin}: its {' or '.join((column, *asked))} is empty or not a string.")
     before, after = (re.sub(r"\{(\w+)\}", lambda found: given[found[1]], half) for half in halves)
-    answers = data.answers_of(columns, *task.answers)
+    answers = data.reference_answers(columns, *task.answer_columns)
     part = f"{name}/{columns['part']}" if "part" in columns else name
     return [
         Sample(
-            document, after, part, row.origin, before, joint="", answers=answers,
-            score=of_dataset(name) if answers else "", classes=tuple(columns.get("all_classes") or ()),
-            plain=task.plain, middle=task.middle,
+            document, after, part, row.origin, before, separator="", answers=answers,
+            metric=metric_of_dataset(name) if answers else "", classes=tuple(columns.get("all_classes") or ()),
+            no_chat_template=task.no_chat_template, truncate_middle=task.truncate_middle,
         )
     ]  # fmt: skip

@@ -14,16 +14,16 @@ from typing import Literal
 
 import torch
 
-from longdraft.engine.prompts import prefill_chunk
+from longdraft.engine.prefill import default_chunk_size
 from longdraft.engine.sampler import Sampling
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model.outputs import TargetOutput
 from longdraft.model.runner import TargetRunner
 
 # Rows of an answer whose logits are held at a time.
-ROWS = 128
+LOGITS_CHUNK = 128
 
-SPACINGS = {4: 64, 8: 64, 2: 4}
+MAX_ULPS = {4: 64, 8: 64, 2: 4}
 """By bytes of the model's dtype: the largest distance of two logits, in spacings, whose order rounding can change.
 
 The spacing is that of neighbouring numbers of the dtype at the size of the larger logit. In float16 and bfloat16 each
@@ -38,7 +38,7 @@ def near_tie(gap: float, logit: float, dtype: torch.dtype) -> bool:
     if not math.isfinite(gap) or not math.isfinite(logit):
         return False
     spacing = 2.0 ** (math.frexp(logit)[1] - 1) * torch.finfo(dtype).eps
-    return gap <= SPACINGS[dtype.itemsize] * spacing
+    return gap <= MAX_ULPS[dtype.itemsize] * spacing
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     return None if len(a) == len(b) else min(len(a), len(b))
 
 
-def compare(
+def compare_outputs(
     runner: TargetRunner,
     prompt: Sequence[int],
     tokens: Sequence[int],
@@ -89,7 +89,7 @@ def compare(
         token = tokens[at] if at < len(tokens) else None
         return Difference(at, token, reference[at] if at < len(reference) else None, math.inf)
     text = [*prompt, *tokens[:at]]
-    *_, (_, _, out) = read(runner, cache or PromptCache(), text, text)
+    *_, (_, _, out) = forward_in_chunks(runner, cache or PromptCache(), text, text)
     assert out.logits is not None
     logits = out.logits[0, -1]
     processors = (sampling or Sampling()).processors()
@@ -101,7 +101,7 @@ def compare(
     return Difference(at, tokens[at], reference[at], gap, near_tie(gap, float(pair.max()), runner.kv_shape.dtype))
 
 
-def read(
+def forward_in_chunks(
     runner: TargetRunner,
     cache: PromptCache,
     text: Sequence[int],
@@ -116,16 +116,16 @@ def read(
         logits_from: position of the first row whose logits are computed; None: only those of the text's last row.
     """
     store = cache.open(runner.new_store, 1, len(text))
-    cache.begin(0, known, kind=runner.rows_kind(len(text)))
+    cache.reuse_prefix(0, known, rope_regime=runner.rope_regime(len(text)))
     try:
         while (done := store.lengths[0]) < len(text):
             answer = logits_from is not None and done >= logits_from
-            end = done + ROWS if answer else min(done + prefill_chunk(runner), logits_from or len(text))
+            end = done + LOGITS_CHUNK if answer else min(done + default_chunk_size(runner), logits_from or len(text))
             piece = text[done:end]
             logits: Literal["all", "last", "none"] = "all" if answer else "last" if end >= len(text) else "none"
-            block = store.block([0], [piece], prompt=not answer, text=len(text))
+            block = store.make_forward_batch([0], [piece], is_prefill=not answer, prompt_len=len(text))
             out = runner.forward(block, store, logits=logits)
             store.commit(0, range(len(piece)))
             yield done, piece, out
     finally:
-        cache.remember(0, text)
+        cache.record_tokens(0, text)

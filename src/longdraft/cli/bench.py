@@ -9,19 +9,19 @@ import typer
 
 from longdraft.bench import scores
 from longdraft.bench.tables import Report
-from longdraft.cli import console, measuring, method_options, options, processes
+from longdraft.cli import console, measure_options, method_options, options, processes
 
-DRAFTED = "self:lookup=true"  # the default method on a CPU
-METHODS_BY_DEFAULT = ("ar", "prompt-lookup", DRAFTED, "hf")
+SELF_DRAFTING = "self:lookup=true"  # the default method on a CPU
+METHODS_BY_DEFAULT = ("ar", "prompt-lookup", SELF_DRAFTING, "hf")
 # Long enough to be a long prompt, short enough that all of it takes minutes on two CPU cores.
 BUILT_IN_CONTEXT, QUICK_CONTEXT = 2048, 1024
 TOKENS, QUICK_TOKENS = 64, 32
-ROUNDS, QUICK_ROUNDS = 3, 1
+REPEATS, QUICK_REPEATS = 3, 1
 QUICK_ROWS = 2
 
 
 @dataclass(frozen=True)
-class Benched(measuring.Sampled):
+class BenchPromptOptions(measure_options.SeededPromptOptions):
     """Prompts of ``bench``."""
 
     max_tokens: Annotated[
@@ -31,7 +31,7 @@ class Benched(measuring.Sampled):
 
 def bench(
     *,
-    prompting: Benched,
+    prompting: BenchPromptOptions,
     methods: Annotated[
         str | None,
         typer.Option(
@@ -58,7 +58,7 @@ def bench(
     ] = None,
     batch: Annotated[str, typer.Option(help="Prompts decoded together; several with commas between.")] = "1",
     repeats: Annotated[
-        int | None, typer.Option(help="Timed rounds; their median counts.", show_default=f"{ROUNDS}")
+        int | None, typer.Option(help="Timed rounds; their median counts.", show_default=f"{REPEATS}")
     ] = None,
     choosing: options.SamplingOptions,
     cold: Annotated[
@@ -74,7 +74,7 @@ def bench(
         bool,
         typer.Option("--profile", help="Look into some rounds after the timed ones: where their time goes."),
     ] = False,
-    output: measuring.Rendered,
+    output: measure_options.ReportOptions,
     composed: options.Load = None,
 ) -> None:
     """Measure methods on the same prompts, in turn, against ar (and against transformers with hf).
@@ -85,13 +85,13 @@ def bench(
 
     from longdraft.bench import report
     from longdraft.bench.experiment import Experiment
-    from longdraft.bench.prompts import grid, prepare
-    from longdraft.bench.records import Records
-    from longdraft.bench.results import header
-    from longdraft.bench.run import Bench, Measured
+    from longdraft.bench.prompts import encode_prompts, make_batches
+    from longdraft.bench.records import RecordFile
+    from longdraft.bench.results import bench_header
+    from longdraft.bench.run import BatchResult, Bench
     from longdraft.bench.settings import Settings
     from longdraft.drafts.kinds import kind_of
-    from longdraft.model.stored_model import is_stored
+    from longdraft.model.stored_model import has_stored_weights
 
     if quick:  # other options win
         prompting = replace(
@@ -100,51 +100,51 @@ def bench(
             max_tokens=QUICK_TOKENS if prompting.max_tokens is None else prompting.max_tokens,
         )
     tokens = TOKENS if prompting.max_tokens is None else prompting.max_tokens
-    rounds = repeats if repeats is not None else QUICK_ROUNDS if quick else ROUNDS
+    rounds = repeats if repeats is not None else QUICK_REPEATS if quick else REPEATS
     contexts: tuple[int | None, ...] = (None,)
     if context is not None:
-        contexts = method_options.whole_numbers("--context", context)
+        contexts = method_options.parse_ints("--context", context)
     elif not prompting.data:
         contexts = (QUICK_CONTEXT if quick else BUILT_IN_CONTEXT,)
-    names = METHODS_BY_DEFAULT if methods is None else tuple(method_options.words(methods))
+    names = METHODS_BY_DEFAULT if methods is None else tuple(method_options.split_commas(methods))
     if methods is None and drafting.draft is not None:  # its method takes the place of the one that drafts itself
-        names = tuple(kind_of(drafting.draft).name if name == DRAFTED else name for name in names)
+        names = tuple(kind_of(drafting.draft).name if name == SELF_DRAFTING else name for name in names)
     with options.settings_checked():
         settings = Settings(
-            names, tokens, contexts, method_options.whole_numbers("--batch", batch), rounds, choosing.sampling(),
+            names, tokens, contexts, method_options.parse_ints("--batch", batch), rounds, choosing.sampling(),
             prompting.seed, prompting.raw, prompting.ignore_eos, cold,
             draft_options=drafting.options(),
             plan=plan,
             offload=offload,
-            own_options=method_options.contender_options(names),
+            contender_options=method_options.contender_options(names),
             profile=profile,
             asked=prompting.asked,
         )  # fmt: skip
     processes.check_options({"--results": output.results, "--profile": profile})
-    output.check()
+    output.check_writable()
     samples = prompting.read()
-    if lacking := scores.lacking(samples):
+    if lacking := scores.missing_rouge_note(samples):
         console.note(lacking)
     with console.status() as status:
         loaded = loading.load(status)
         status(f"Encoding {len(samples)} samples")
-        prompts = prepare(samples, loaded, settings)
-        groups, left_over = grid(prompts, settings.batches)
+        prompts = encode_prompts(samples, loaded, settings)
+        groups, left_over = make_batches(prompts, settings.batches)
         plain = replace(loading, weights="float32", arithmetic=None)
-        unpacked = (lambda: plain.load(status)) if is_stored(loaded.model) else None
+        unpacked = (lambda: plain.load(status)) if has_stored_weights(loaded.model) else None
         with options.settings_checked():
-            hosted = Bench(loaded, settings, progress=status, unpacked=unpacked)
+            hosted = Bench(loaded, settings, progress=status, load_dequantized=unpacked)
     file = None
     if output.results is not None:
-        about = header(hosted, prompts, loading.name, prompting.named, prompting.limit)
-        file = Records(output.results, about, Measured)
+        about = bench_header(hosted, prompts, loading.name, prompting.sources, prompting.limit)
+        file = RecordFile(output.results, about, BatchResult)
     for size, left in left_over.items():
         if left:
             console.note(f"{left} sample{'s are' if left > 1 else ' is'} left out of batches of {size}.")
     experiment = Experiment(hosted.steps(groups), lambda measured: measured.key, file)
 
     def made(complete: bool) -> Report:
-        found = report.document(hosted.names, experiment.found, hosted.notes, complete)
-        return report.shown(found, lambda ids: str(loaded.tokenizer.decode(ids)))
+        found = report.document(hosted.names, experiment.records, hosted.notes, complete)
+        return report.make_report(found, lambda ids: str(loaded.tokenizer.decode(ids)))
 
-    output.measure(experiment, made, "batches")
+    output.run(experiment, made, "batches")

@@ -23,8 +23,8 @@ class Cancel:
         terminate: take SIGTERM too, as launchers and schedulers send it.
     """
 
-    def __init__(self, terminate: bool = False) -> None:
-        self._signals = (signal.SIGINT, signal.SIGTERM) if terminate else (signal.SIGINT,)
+    def __init__(self, sigterm: bool = False) -> None:
+        self._signals = (signal.SIGINT, signal.SIGTERM) if sigterm else (signal.SIGINT,)
         self._asked: int | None = None
         self._before: dict[int, Any] = {}
 
@@ -61,7 +61,7 @@ def interruptible(verb: Callable[..., None]) -> Callable[..., None]:
         try:
             verb(*arguments, **options)
         except KeyboardInterrupt:
-            if processes.is_first():
+            if processes.is_main_process():
                 console.note("Aborted.")
             raise typer.Exit(EXIT_CODE) from None
 

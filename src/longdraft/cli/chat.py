@@ -13,11 +13,11 @@ from typing import Annotated, Any
 import typer
 
 import longdraft
-from longdraft.cli import console, method_options, options, reading
+from longdraft.cli import console, method_options, options, prompt_input
 from longdraft.cli.cancel import Cancel
-from longdraft.cli.display import TextOutput, shown
+from longdraft.cli.display import TextOutput, display_run
 from longdraft.errors import ContextError, LongdraftError, RequestError
-from longdraft.model.chat import conversation
+from longdraft.model.chat import encode_conversation
 
 
 def chat(
@@ -26,51 +26,53 @@ def chat(
         list[str] | None, typer.Option("--file", "-f", help="A document to talk about; repeat it for several.")
     ] = None,
     method: options.Method = None,
-    option: options.OwnOptions = None,
+    option: options.MethodOptionPairs = None,
     wording: options.TemplateOptions,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "-n", min=1, help="New tokens of an answer at most.")
     ] = 512,
     choosing: options.SamplingOptions,
     seed: Annotated[int | None, typer.Option(min=0, help="The same seed samples the same text.")] = None,
-    hosting: method_options.Hosting,
+    hosting: method_options.DecodingOptions,
     debug: options.Debug = False,
 ) -> None:
     """Talk with the model, about documents if there are any. /help lists what else can be said."""
-    own = hosting.own(method, option)
-    hosting.loading.begin()
+    own = hosting.resolve_options(method, option)
+    hosting.model_options.preload()
     with options.settings_checked():
-        settings = Settings(choosing.sampling(), max_tokens, random.randrange(2**32) if seed is None else seed)
-        own = longdraft.Speculator(method, **hosting.arguments, **own).options
-    documents = [reading.document(name) for name in file or []]
+        settings = ChatSettings(choosing.sampling(), max_tokens, random.randrange(2**32) if seed is None else seed)
+        own = longdraft.Speculator(method, **hosting.speculator_kwargs, **own).options
+    documents = [prompt_input.read_document(name) for name in file or []]
     with console.status() as status:
-        loaded = hosting.loading.load(status)
+        loaded = hosting.model_options.load(status)
 
         def decoder(name: str | None, chosen: dict[str, Any]) -> longdraft.Speculator:
-            return longdraft.Speculator(name, loaded.model, loaded.tokenizer, **hosting.arguments, **chosen)
+            return longdraft.Speculator(name, loaded.model, loaded.tokenizer, **hosting.speculator_kwargs, **chosen)
 
         with options.settings_checked():
             spec = decoder(method, own)
             spec.planner(status)
     talk = Chat(loaded, spec, decoder, settings, wording, documents)
-    console.note(f"{hosting.name}, decoded with {spec.method.name}. /help lists the commands, exit or Ctrl-D ends.")
+    console.note(
+        f"{hosting.model_name}, decoded with {spec.method.name}. /help lists the commands, exit or Ctrl-D ends."
+    )
     talk.run()
 
 
 @dataclass(frozen=True)
-class Settings:
+class ChatSettings:
     """Settings that /set changes."""
 
     sampling: longdraft.Sampling
     max_tokens: int
     seed: int
 
-    def with_one(self, name: str, text: str) -> Settings:
+    def with_value(self, name: str, text: str) -> ChatSettings:
         """Raises RequestError for a name or a value that there is not."""
         whole, known = name in ("max_tokens", "seed"), [f.name for f in fields(longdraft.Sampling)]
         if not whole and name not in known:
             raise RequestError(f"/set takes max_tokens, seed, {', '.join(known)}, not {name!r}")
-        values = (method_options.whole_numbers if whole else method_options.numbers)(name, text)
+        values = (method_options.parse_ints if whole else method_options.parse_floats)(name, text)
         if len(values) != 1:
             raise RequestError(f"/set {name} takes one number, not {text!r}")
         (value,) = values
@@ -90,14 +92,14 @@ class Chat:
         self,
         loaded: longdraft.LoadedModel,
         spec: longdraft.Speculator,
-        decoder: Callable[[str | None, dict[str, Any]], longdraft.Speculator],
-        settings: Settings,
-        wording: options.TemplateOptions,
+        make_speculator: Callable[[str | None, dict[str, Any]], longdraft.Speculator],
+        settings: ChatSettings,
+        template_options: options.TemplateOptions,
         documents: list[str] | None = None,
     ) -> None:
-        self._loaded, self._spec, self._decoder, self._settings = loaded, spec, decoder, settings
-        self._system, self._documents = wording.system, list(documents or [])
-        self._template = wording.template
+        self._loaded, self._spec, self._decoder, self._settings = loaded, spec, make_speculator, settings
+        self._system, self._documents = template_options.system, list(documents or [])
+        self._template = template_options.template_kwargs
         self._messages: list[dict[str, str]] = []
         # Kept from turn to turn, and from method to method where these read the same layers.
         self._cache = longdraft.PromptCache(spec.feature_layers())
@@ -117,7 +119,7 @@ class Chat:
                 line = input("> " if terminal else "").strip()
             except (EOFError, KeyboardInterrupt) as end:
                 if terminal:
-                    console.line("")
+                    console.print_line("")
                 if leaving or not terminal or isinstance(end, EOFError):
                     return
                 leaving = True
@@ -135,7 +137,7 @@ class Chat:
             except (LongdraftError, OSError) as error:
                 if isinstance(error, OSError) and not line.startswith("/"):
                     raise  # nobody takes the answer
-                console.error(str(error) if line.startswith("/") else console.in_flags(str(error)))
+                console.error(str(error) if line.startswith("/") else console.with_flag_names(str(error)))
 
     # --- questions ---
 
@@ -145,7 +147,7 @@ class Chat:
         asked = "\n\n".join([*self._documents, text])
         messages = [*self._messages, {"role": "user", "content": asked}]
         first = [{"role": "system", "content": self._system}] if self._system else []
-        prompt = conversation(self._loaded.tokenizer, [*first, *messages], **self._template)
+        prompt = encode_conversation(self._loaded.tokenizer, [*first, *messages], **self._template)
         settings = self._settings
         with Cancel() as cancel:
             try:
@@ -157,7 +159,7 @@ class Chat:
                 raise ContextError(
                     f"{error} /new begins another conversation; --rope-factor stretches the context."
                 ) from None
-            result = shown(run, len(prompt), TextOutput())
+            result = display_run(run, len(prompt), TextOutput())
         console.note(_figures(result))
         if not result.token_ids:
             return None
@@ -181,8 +183,8 @@ class Chat:
     def _say_help(self, _: str) -> None:
         """this list"""
         for name, command in sorted(self._commands.items()):
-            console.line(f"/{name:<8} {(command.__doc__ or '').strip()}")
-        console.line(f"/{'quit':<8} end (Ctrl-D too); Ctrl-C stops an answer")
+            console.print_line(f"/{name:<8} {(command.__doc__ or '').strip()}")
+        console.print_line(f"/{'quit':<8} end (Ctrl-D too); Ctrl-C stops an answer")
 
     def _say_method(self, text: str) -> None:
         """NAME [option=value ...]: decode with another method from now on; alone: which one it is"""
@@ -199,7 +201,7 @@ class Chat:
 
     def _say_file(self, text: str) -> None:
         """PATH: a document, which goes before the next question"""
-        self._documents.append(reading.document(text))
+        self._documents.append(prompt_input.read_document(text))
         console.note(f"{text}: {len(self._documents[-1]):,} characters go before your next question")
 
     def _say_new(self, _: str) -> None:
@@ -215,7 +217,7 @@ class Chat:
         if text:
             name, _, value = text.replace("=", " ").partition(" ")
             with options.settings_checked():
-                self._settings = self._settings.with_one(name.replace("-", "_"), value.strip())
+                self._settings = self._settings.with_value(name.replace("-", "_"), value.strip())
         own = {f.name: getattr(self._settings.sampling, f.name) for f in fields(longdraft.Sampling)}
         own |= {"max_tokens": self._settings.max_tokens, "seed": self._settings.seed}
         shown = {name: value for name, value in own.items() if value is not None}

@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 # Columns of what is no terminal: rich would take 80 and cut tables there.
-FILE_WIDTH = 200
+NO_TERMINAL_WIDTH = 200
 
 # Consoles are made when they are needed: the streams may have been replaced since this file was imported.
 
@@ -28,17 +28,17 @@ def stderr() -> Console:
 def _console(stderr: bool) -> Console:
     made = Console(stderr=stderr, highlight=False, soft_wrap=True)
     if not made.is_terminal:
-        made.width = FILE_WIDTH
+        made.width = NO_TERMINAL_WIDTH
     return made
 
 
-def colours(console: Console) -> bool:
+def has_colors(console: Console) -> bool:
     """True for a terminal with colours, unless NO_COLOR is set."""
     able = console.is_terminal and console.color_system is not None and not console.legacy_windows
     return able and not console.no_color
 
 
-def show(target: Console, renderable: RenderableType) -> None:
+def print_renderable(target: Console, renderable: RenderableType) -> None:
     """Prints a table or the like, without the blanks that rich pads its lines with where nobody sees them."""
     if target.is_terminal:
         # What is too wide for the terminal goes on in its next line, rather than lose columns.
@@ -51,14 +51,14 @@ def show(target: Console, renderable: RenderableType) -> None:
     target.file.flush()
 
 
-def report(
+def print_report(
     tables: Iterable[tuple[str, RenderableType]], remarks: Iterable[Text] = (), definitions: Iterable[str] = ()
 ) -> None:
     """Tables on stdout, each under its title; remarks; and what the figures mean."""
     out = stdout()
     for title, table in tables:
         out.print(Text(title, style="bold"))
-        show(out, table)
+        print_renderable(out, table)
         out.print()
     for remark in (*remarks, *(Text(line, style="dim") for line in definitions)):
         out.print(remark)
@@ -74,13 +74,13 @@ def error(message: str) -> None:
     stderr().print(Text("error: " + " ".join(message.split()), style="red"))
 
 
-def line(text: str) -> None:
+def print_line(text: str) -> None:
     """A line on stdout, as it is."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
-def bar(share: float, width: int = 20) -> Text:
+def progress_bar(share: float, width: int = 20) -> Text:
     """A share of something as a bar."""
     done = round(min(max(share, 0.0), 1.0) * width)
     return Text.assemble(("━" * done, "green"), ("━" * (width - done), "dim"))
@@ -97,7 +97,7 @@ class Status:
     def __call__(self, message: str) -> None:
         text, share = Text(message + " ..."), getattr(message, "share", None)
         if self._spinner is not None:
-            self._spinner.update(text if share is None else Text.assemble(bar(share), " ", text))
+            self._spinner.update(text if share is None else Text.assemble(progress_bar(share), " ", text))
             self._spinner.start()
         elif share is None or message != self._said:
             self._console.print(text)
@@ -150,7 +150,7 @@ _SAID = r"(?=(?: '[^']*')? (?:must|cannot|takes?|is|are|has|says|needs|shapes?)\
 _ARGUMENT = re.compile(rf"(?:{'|'.join(_FLAGS)}){_SAID}")
 
 
-def in_flags(message: str) -> str:
+def with_flag_names(message: str) -> str:
     """A message about the value of an argument, which it names first, with the flag in the name's place."""
     found = _ARGUMENT.match(message)
     return message if found is None else _FLAGS[found[0]] + message[found.end() :]

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import longdraft
 from longdraft.cli import console
-from longdraft.cli.progress import Counter
-from longdraft.engine.streaming import Piece
+from longdraft.cli.progress import ThroughputBar
+from longdraft.engine.streaming import TextDelta
 
 _DRAFTED, _PLAIN = "\x1b[32m", "\x1b[0m"  # green, as figures.DRAFTED says it below
 
@@ -25,16 +25,16 @@ class TextOutput:
         out = console.stdout()
         self._silent = silent
         self._last, self._terminal = "", out.is_terminal
-        self.coloured = console.colours(out) and not silent
+        self.colored = console.has_colors(out) and not silent
 
-    def write(self, pieces: Sequence[Piece]) -> None:
+    def write(self, deltas: Sequence[TextDelta]) -> None:
         """Writes and flushes, so that whoever reads sees each step."""
         if self._silent:
             return
-        for text, drafted in pieces:
+        for text, drafted in deltas:
             self._last = text[-1:]
             # Not through rich: it would wrap lines, expand tabs piece by piece and take brackets for markup.
-            colours = (_DRAFTED, _PLAIN) if drafted and self.coloured else ("", "")
+            colours = (_DRAFTED, _PLAIN) if drafted and self.colored else ("", "")
             sys.stdout.write((_printable(text) if self._terminal else text).join(colours))
         sys.stdout.flush()
 
@@ -50,10 +50,10 @@ def _printable(text: str) -> str:
     return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
 
 
-def shown(run: longdraft.Generation, prompt_tokens: int, output: TextOutput) -> longdraft.Result:
+def display_run(run: longdraft.Generation, prompt_tokens: int, output: TextOutput) -> longdraft.Result:
     """Decodes, and shows bar and text as they come."""
     try:
-        with Counter("Reading the prompt", "tokens", prompt_tokens) as bar:
+        with ThroughputBar("Reading the prompt", "tokens", prompt_tokens) as bar:
             bar.update(0, 0)
             for step in run:
                 if step.mode == "prefill" and step.prefilled < prompt_tokens:

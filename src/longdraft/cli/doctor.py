@@ -14,7 +14,7 @@ from rich.text import Text
 from longdraft.cli import console, options
 from longdraft.drafts import shipped
 from longdraft.errors import LongdraftError
-from longdraft.memory import sizes
+from longdraft.memory import memory_info
 
 if TYPE_CHECKING:
     from longdraft.model.runner import TargetRunner
@@ -27,7 +27,7 @@ def doctor(
     loading: options.ModelOptions,
     draft: Annotated[Path | None, typer.Option("--draft", help="Check this draft folder or .gguf file too.")] = None,
     composed: options.Load = None,
-    output: options.Output,
+    output: options.OutputOptions,
 ) -> None:
     """Examine machine and model. Ends with code 1 where the model, or the draft that is named, cannot be used."""
     from longdraft.bench import machine
@@ -53,7 +53,7 @@ def doctor(
         if draft is not None:
             found["drafts"].append(_draft(draft, runner, False))
     _show(found, console.stdout())
-    output.json(found)
+    output.print_json(found)
     if not found["model"]["hosted"] or any(d["reason"] is not None for d in found["drafts"] if not d["shipped"]):
         raise typer.Exit(1)
 
@@ -62,17 +62,17 @@ def _examine(found: dict[str, Any], model: Any, runner: TargetRunner | None) -> 
     """Adds what a loaded model is, what its KV takes, and which attention runs on it."""
     from longdraft.attention import dispatch
     from longdraft.model import hosting
-    from longdraft.model.gpu import graphs
-    from longdraft.model.layout import described, layout_of
-    from longdraft.model.stored_model import parameters
+    from longdraft.model.gpu import cuda_graphs
+    from longdraft.model.layout import describe_layers, layout_of
+    from longdraft.model.stored_model import num_parameters
 
     found["model"] |= {
         "name": model.name_or_path or type(model).__name__,
         "class": type(model).__name__,
-        "parameters": parameters(model),
+        "parameters": num_parameters(model),
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
-        "layers": described(model),
+        "layers": describe_layers(model),
         "context_tokens": hosting.context_length(model),
         "kv_bytes_per_1k_tokens": None,
         "kv_tokens_that_fit": None,
@@ -82,7 +82,7 @@ def _examine(found: dict[str, Any], model: Any, runner: TargetRunner | None) -> 
     except LongdraftError:
         return
     shape = shape if runner is None else replace(shape, dtype=runner.kv_dtype)
-    free = sizes.available_bytes(model.device)
+    free = memory_info.available_bytes(model.device)
     found["model"] |= {
         "kv_bytes_per_1k_tokens": 1024 * shape.bytes_per_token,
         "kv_tokens_that_fit": None if free is None else free // shape.bytes_per_token,
@@ -92,7 +92,7 @@ def _examine(found: dict[str, Any], model: Any, runner: TargetRunner | None) -> 
     found["attention"] = {
         "path": path,
         "unavailable": {n: why for n, why in why_not.items() if why is not None},
-        "no_graphs": None if path is None else graphs.unavailable(model.device, path),
+        "no_graphs": None if path is None else cuda_graphs.unavailable_reason(model.device, path),
     }
 
 
@@ -138,7 +138,7 @@ def _show(found: dict[str, Any], out: Console) -> None:
         grid.add_row(name, Text(value, style=style))
 
     def free(of: dict[str, Any]) -> str:
-        left, whole = ("unknown" if n is None else sizes.human(n) for n in (of[_FREE], of["memory_bytes"]))
+        left, whole = ("unknown" if n is None else memory_info.format_bytes(n) for n in (of[_FREE], of["memory_bytes"]))
         return f"{left} free of {whole}"
 
     hardware, model, attention = found["hardware"], found["model"], found["attention"]
@@ -153,7 +153,7 @@ def _show(found: dict[str, Any], out: Console) -> None:
     row("versions", ", ".join(versions))
     row("kernels", found["kernels"]["line"], "yellow" if found["kernels"]["cost"] else "")
     if attention is not None:
-        row("attention", f"{attention['path'] or 'none'} is used ({dispatch.ENVIRONMENT}=name forces another)")
+        row("attention", f"{attention['path'] or 'none'} is used ({dispatch.ENVIRONMENT_VARIABLE}=name forces another)")
         for name, why in attention["unavailable"].items():
             if name not in idle:
                 row("", f"{name} cannot run: {why}", "dim")
@@ -168,7 +168,9 @@ def _show(found: dict[str, Any], out: Console) -> None:
     if attention is not None:
         fits = model["kv_tokens_that_fit"]
         room = "" if fits is None else f"; {fits:,} tokens fit the free memory"
-        row("KV cache", f"{sizes.human(model['kv_bytes_per_1k_tokens'])} for 1,024 tokens of context{room}")
+        row(
+            "KV cache", f"{memory_info.format_bytes(model['kv_bytes_per_1k_tokens'])} for 1,024 tokens of context{room}"
+        )
     if model["hosted"]:
         row("hosted", "yes, every method runs on it exactly as the method says", "green")
     else:
@@ -187,4 +189,4 @@ def _show(found: dict[str, Any], out: Console) -> None:
             row("", f"what must be accepted for it to pay: longdraft bench length --draft {d['name']}", "dim")
     if not found["drafts"]:
         row("draft", "none comes with longdraft; --draft DIR checks one", "dim")
-    console.show(out, grid)
+    console.print_renderable(out, grid)

@@ -67,13 +67,13 @@ def _draft(draft: Path, out: Path, verifier: str, max_position: int, speculative
     """A draft alone, as its kind writes it for vLLM."""
     from longdraft.drafts.kinds import kind_of
     from longdraft.drafts.speculators import to_speculators
-    from longdraft.model.shared_parts import architecture
+    from longdraft.model.shared_parts import causal_lm_class_name
 
     kind = kind_of(draft)
     if kind.name != "eagle3":
         raise CapabilityError(f"{draft} holds a draft for {kind.name}; eagle3's alone have a layout that others read.")
     loaded: Any = kind.load(draft)
-    model_type = loaded.made_for.get("model_type")
-    named = architecture(model_type) if model_type else None
+    model_type = loaded.required_target.get("model_type")
+    named = causal_lm_class_name(model_type) if model_type else None
     with options.settings_checked():
         return to_speculators(loaded, out, verifier, named, max_position, speculative_tokens)

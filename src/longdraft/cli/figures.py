@@ -10,15 +10,15 @@ from rich.table import Table
 from rich.text import Text
 
 import longdraft
-from longdraft.bench.tables import ratio, table
-from longdraft.memory.sizes import human
+from longdraft.bench.tables import new_table, ratio
+from longdraft.memory.memory_info import format_bytes
 
 if TYPE_CHECKING:
     from longdraft.bench.ties import Difference
 
 DEFINITION = "mean accepted length: new tokens / target forwards, without the prefill's token; plain decoding: 1.0"
 
-DRAFTED = "green"
+DRAFTED_STYLE = "green"
 _KEYS = (
     "text", "token_ids", "prompt_tokens", "new_tokens", "method", "exact", "finish_reason", "prefill_seconds",
     "decode_seconds", "tokens_per_second", "mean_accepted_length", "rounds", "peak_memory_bytes", "arithmetic",
@@ -31,23 +31,23 @@ _REASONS = {
 }
 
 
-def payload(result: longdraft.Result) -> dict[str, Any]:
+def result_json(result: longdraft.Result) -> dict[str, Any]:
     """The JSON object of a run; what partial verification did is in it where there was any."""
     partial = ("partial_rounds", "partial_tokens", "rolled_back") if result.partial_rounds else ()
     return {name: getattr(result, name) for name in (*_KEYS, *partial)}
 
 
-def footer(result: longdraft.Result, kernels: str, coloured: bool) -> Group:
+def footer(result: longdraft.Result, kernels: str, colored: bool) -> Group:
     """The figures below a text.
 
     Args:
         kernels: which ones computed, in a line.
-        coloured: the text above shows drafted tokens in colour.
+        colored: the text above shows drafted tokens in colour.
     """
     exactness = "exact" if result.exact else "approximate"
     title = Text(f"{result.method}, {exactness}, {result.arithmetic} arithmetic", style="bold")
-    if coloured and result.drafted:
-        title.append("   drafted and accepted", style=DRAFTED)
+    if colored and result.drafted:
+        title.append("   drafted and accepted", style=DRAFTED_STYLE)
         title.append(" / written by the target itself", style="not bold")
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
@@ -63,7 +63,7 @@ def footer(result: longdraft.Result, kernels: str, coloured: bool) -> Group:
         )
     if result.partial_rounds:
         rows["partial"] = _partial(result)
-    rows |= {"kernels": kernels, "memory": f"{human(result.peak_memory_bytes)} at peak"}
+    rows |= {"kernels": kernels, "memory": f"{format_bytes(result.peak_memory_bytes)} at peak"}
     for name, text in rows.items():
         grid.add_row(name, Text(text))
     return Group(title, grid, *([Text(DEFINITION, style="dim")] if result.rounds else []))
@@ -87,22 +87,22 @@ def _partial(result: longdraft.Result) -> str:
     return f"{rounds}; of {result.partial_tokens:,} tokens that they accepted, {result.rolled_back:,} were rolled back"
 
 
-def comparison(own: longdraft.Result, ar: longdraft.Result, difference: Difference | None) -> dict[str, Any]:
+def comparison_json(result: longdraft.Result, ar: longdraft.Result, difference: Difference | None) -> dict[str, Any]:
     """The value of ``compare`` in the JSON object; ``near_tie`` is null where all tokens agree, ``speedup_vs_ar`` where
     one of them decoded nothing."""
     return {
-        "ar": payload(ar),
-        "speedup_vs_ar": ratio(own.tokens_per_second or None, ar.tokens_per_second),
+        "ar": result_json(ar),
+        "speedup_vs_ar": ratio(result.tokens_per_second or None, ar.tokens_per_second),
         "tokens_agree": difference is None,
         "near_tie": None if difference is None else difference.near_tie,
     }
 
 
-def beside(
+def comparison_view(
     own: longdraft.Result, ar: longdraft.Result, difference: Difference | None, decode: Callable[[list[int]], str]
 ) -> Group:
     """The two beside each other, and where they first differ, for people."""
-    made = table(["compared"], ["tokens/s", "decode", "tokens", "forwards", "accepted"])
+    made = new_table(["compared"], ["tokens/s", "decode", "tokens", "forwards", "accepted"])
     for result in (own, ar):
         made.add_row(
             Text(result.method), f"{result.tokens_per_second:.1f}", f"{result.decode_seconds:.2f} s",

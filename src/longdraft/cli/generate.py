@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import typer
 
 import longdraft
-from longdraft.cli import console, method_options, options, processes, reading
+from longdraft.cli import console, method_options, options, processes, prompt_input
 from longdraft.cli.cancel import EXIT_CODE, Cancel
-from longdraft.cli.display import TextOutput, shown
-from longdraft.cli.figures import beside, comparison, footer, payload
+from longdraft.cli.display import TextOutput, display_run
+from longdraft.cli.figures import comparison_json, comparison_view, footer, result_json
 from longdraft.errors import CheckpointError
 from longdraft.model.chat import chat_prompt, encode
 
@@ -27,7 +27,7 @@ def generate(
         typer.Option("--file", "-f", help="A document in UTF-8; repeat it for several. - is standard input."),
     ] = None,
     method: options.Method = None,
-    option: options.OwnOptions = None,
+    option: options.MethodOptionPairs = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="New tokens at most.")] = 256,
     choosing: options.SamplingOptions,
     seed: Annotated[int | None, typer.Option(help="The same seed samples the same text.")] = None,
@@ -41,32 +41,32 @@ def generate(
     compare: Annotated[
         bool, typer.Option("--compare", help="Decode plainly too: how much faster, and the same?")
     ] = False,
-    hosting: method_options.Hosting,
-    output: options.Output,
+    hosting: method_options.DecodingOptions,
+    output: options.OutputOptions,
 ) -> None:
     """Answer a prompt, about documents if there are any. The text goes to stdout, all else to stderr."""
-    own_options = hosting.own(method, option)
+    own_options = hosting.resolve_options(method, option)
 
-    hosting.loading.begin()
+    hosting.model_options.preload()
     # Imports of seconds, which wrong options of methods do not wait for.
-    from longdraft.engine.request import stops_of
+    from longdraft.engine.request import normalize_stop
     from longdraft.model.kernel_report import kernel_report
 
     with options.settings_checked():
         sampling = choosing.sampling()
         # A draft that cannot be read is refused before the model is loaded.
-        spec = longdraft.Speculator(method, **hosting.arguments, **own_options)
+        spec = longdraft.Speculator(method, **hosting.speculator_kwargs, **own_options)
         if max_tokens < 1:
             raise ValueError(f"--max-tokens must be at least 1, got {max_tokens}")
         if seed is not None and not 0 <= seed < 2**63:
             raise ValueError(f"--seed must be a number from 0 to 2^63 - 1, got {seed}")
-        stops = stops_of(stop or ())
-    processes.check_options({"--kv-cache": kv_cache, "standard input": reading.STDIN in (file or [])})
+        stops = normalize_stop(stop or ())
+    processes.check_options({"--kv-cache": kv_cache, "standard input": prompt_input.STDIN in (file or [])})
     if kv_cache is not None and kv_cache.is_dir():
         raise CheckpointError(f"{kv_cache} is a folder: --kv-cache takes the name of a file.")
-    request = reading.read(prompt, file or [])
+    request = prompt_input.read_prompt(prompt, file or [])
     with console.status() as status:
-        loaded = hosting.loading.load(status)
+        loaded = hosting.model_options.load(status)
         status("Preparing the prompt")
         with options.settings_checked():
             spec.use(loaded.model, loaded.tokenizer)
@@ -79,8 +79,8 @@ def generate(
         else:
             tokens = chat_prompt(loaded.tokenizer, request.instruction, document=request.document, **wording.asked)
     if not sampling.greedy and seed is None:
-        share = spec.runner().share
-        seed = random.randrange(2**32) if share is None else share.seed()
+        share = spec.runner().tp_rank
+        seed = random.randrange(2**32) if share is None else share.shared_seed()
         console.note(f"Sampling with --seed {seed}")
     cache, restored = longdraft.PromptCache(), False
     if kv_cache is not None and kv_cache.exists():
@@ -91,20 +91,20 @@ def generate(
             "cancelled": cancel,
         }  # fmt: skip
         text = TextOutput(silent=output.as_json)
-        own = shown(spec.stream(tokens, **arguments), len(tokens), text)
-        restored = restored and not cache.damaged
+        own = display_run(spec.stream(tokens, **arguments), len(tokens), text)
+        restored = restored and not cache.snapshot_damaged
         if restored:
             console.note(f"{kv_cache}: {own.cached_tokens:,} of {len(tokens):,} prompt tokens were there")
         console.stderr().print()
-        console.show(console.stderr(), footer(own, kernel_report(spec.runner()).line, text.coloured))
-        report: dict[str, Any] = payload(own)
+        console.print_renderable(console.stderr(), footer(own, kernel_report(spec.runner()).line, text.colored))
+        report: dict[str, Any] = result_json(own)
         if compare:
             report["compare"] = None if cancel() else _compared(spec, own, loaded, tokens, arguments)
-    output.json(report)  # before the file: a full disk must not cost the answer
+    output.print_json(report)  # before the file: a full disk must not cost the answer
     if kv_cache is not None and not restored and own.token_ids:
         assert cache.store is not None
         cache.store.truncate(0, len(tokens))  # the answer's rows are cut off
-        cache.remember(0, tokens)
+        cache.record_tokens(0, tokens)
         cache.save(kv_cache, spec.runner().fingerprint)
         console.note(f"{kv_cache}: kept {len(tokens):,} prompt tokens for the next run")
     if cancel():
@@ -120,14 +120,14 @@ def _compared(
     arguments: dict[str, Any],
 ) -> dict[str, Any] | None:
     """Decodes with ``ar`` from the prompt's KV, says how the two compare, and returns it for the JSON object."""
-    from longdraft.bench.ties import compare
+    from longdraft.bench.ties import compare_outputs
 
     same: dict[str, Any] = {"offload": spec.offload, "deterministic": spec.deterministic}
     console.note("Decoding the same prompt plainly (ar) ...")
     ar = longdraft.Speculator("ar", loaded.model, loaded.tokenizer, **same).stream(tokens, **arguments).results()[0]
     if arguments["cancelled"]():
         return None
-    tie = compare(spec.runner(), tokens, own.token_ids, ar.token_ids, arguments["sampling"], arguments["cache"])
+    tie = compare_outputs(spec.runner(), tokens, own.token_ids, ar.token_ids, arguments["sampling"], arguments["cache"])
     console.stderr().print()
-    console.show(console.stderr(), beside(own, ar, tie, spec.decode))
-    return comparison(own, ar, tie)
+    console.print_renderable(console.stderr(), comparison_view(own, ar, tie, spec.decode))
+    return comparison_json(own, ar, tie)

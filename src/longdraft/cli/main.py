@@ -25,7 +25,7 @@ from longdraft.cli.methods import methods
 from longdraft.cli.quality import quality
 from longdraft.cli.reproduce import reproduce
 from longdraft.cli.serve import serve
-from longdraft.cli.train import Trainers, loaded_first, presets
+from longdraft.cli.train import TrainCommandGroup, load_user_files, presets
 from longdraft.cli.train_data import data
 from longdraft.errors import CapabilityError, ConfigError, LongdraftError, memory_checked
 
@@ -33,7 +33,7 @@ from longdraft.errors import CapabilityError, ConfigError, LongdraftError, memor
 USAGE_ERROR: Any = typer.BadParameter.__base__
 
 
-class Verbs(TyperGroup):
+class CommandGroup(TyperGroup):
     """Verbs of one word or two: ``bench`` measures, and ``bench quality`` is a verb of its own."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
@@ -46,7 +46,7 @@ class Verbs(TyperGroup):
         return [each for each in super().shell_complete(ctx, incomplete) if " " not in each.value]
 
 
-class FirstWord(TyperCommand):
+class PrefixCommand(TyperCommand):
     """A verb that others begin with: shells are told their second words."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -65,7 +65,7 @@ class FirstWord(TyperCommand):
 
 
 app = typer.Typer(
-    cls=Verbs,
+    cls=CommandGroup,
     help="Long-context text generation, faster: speculative decoding on Hugging Face models as they are.",
     no_args_is_help=True,
     # Our own handler says what is wrong in one line; --debug shows the rest, plainly.
@@ -77,17 +77,17 @@ app = typer.Typer(
 
 WRITE, LOOK, MEASURE, TRAIN = "Write", "Look around", "Measure", "Train and export"
 for verb, panel in (
-    (processes.together(generate), WRITE), (chat, WRITE), (serve, WRITE), (batch, WRITE),
-    (methods, LOOK), (doctor, LOOK), (processes.together(bench), MEASURE), (reproduce, MEASURE),
+    (processes.distributed(generate), WRITE), (chat, WRITE), (serve, WRITE), (batch, WRITE),
+    (methods, LOOK), (doctor, LOOK), (processes.distributed(bench), MEASURE), (reproduce, MEASURE),
     (export, TRAIN),
 ):  # fmt: skip
-    app.command(rich_help_panel=panel, cls=FirstWord)(interruptible(options.spread(verb)))
+    app.command(rich_help_panel=panel, cls=PrefixCommand)(interruptible(options.expand_groups(verb)))
 for name, part in (("acceptance", acceptance), ("length", bench_length), ("quality", quality)):
-    app.command(f"bench {name}", rich_help_panel=MEASURE)(interruptible(options.spread(part)))
+    app.command(f"bench {name}", rich_help_panel=MEASURE)(interruptible(options.expand_groups(part)))
 
-training = typer.Typer(cls=Trainers, no_args_is_help=True)
-training.callback()(loaded_first)
-training.command()(interruptible(options.spread(data)))
+training = typer.Typer(cls=TrainCommandGroup, no_args_is_help=True)
+training.callback()(load_user_files)
+training.command()(interruptible(options.expand_groups(data)))
 training.command()(interruptible(presets))
 app.add_typer(training, name="train", rich_help_panel=TRAIN)
 
@@ -99,7 +99,7 @@ def _version(wanted: bool) -> None:
     if wanted:
         from longdraft import __version__
 
-        console.line(f"longdraft {__version__}")
+        console.print_line(f"longdraft {__version__}")
         raise typer.Exit
 
 
@@ -154,10 +154,10 @@ def _failed(error: Exception) -> int:
         traceback.print_exception(error)
     if isinstance(error, LongdraftError):
         code = BAD_SETTING if isinstance(error, ValueError | CapabilityError) else FAILED
-        if code == BAD_SETTING and not processes.is_first():
+        if code == BAD_SETTING and not processes.is_main_process():
             return code  # the first process says it
         # A training run's settings are no flags.
-        console.error(str(error) if isinstance(error, ConfigError) else console.in_flags(str(error)))
+        console.error(str(error) if isinstance(error, ConfigError) else console.with_flag_names(str(error)))
         return code
     hint = "" if options.debugging() else " Add --debug to see where."
     console.error(f"unexpected {type(error).__name__}: {error}.{hint}")

@@ -17,14 +17,14 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from longdraft.cli import options
-from longdraft.cli.options import Group, SettingError, settings_checked
+from longdraft.cli.options import OptionGroup, SettingError, settings_checked
 from longdraft.options import Option, checked, declared, method_in, no_option, number
 from longdraft.trees.options import TreeOptions
 
 N = TypeVar("N", int, float)
 
 # What each contender may have beside its method's options.
-BESIDE = ("plan", "kv_dtype")
+SHARED_OPTIONS = ("plan", "kv_dtype")
 CATALOGUE = Path(__file__).with_name("catalogue.json")
 _KINDS = {kind.__name__: kind for kind in (int, float, bool, str, tuple, object)}
 
@@ -36,7 +36,7 @@ def _tree(name: str, flag: str = "") -> Any:
 
 
 @dataclass(frozen=True)
-class DraftOptions(Group):
+class DraftOptions(OptionGroup):
     """A draft and its tree."""
 
     draft: Annotated[
@@ -62,39 +62,39 @@ class DraftOptions(Group):
         """
         given = {each.name.removeprefix("tree_"): getattr(self, each.name) for each in fields(self)}
         if self.widths is not None:
-            given["widths"] = whole_numbers("widths", self.widths)
+            given["widths"] = parse_ints("widths", self.widths)
         return {name: value for name, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hosting(Group):
+class DecodingOptions(OptionGroup):
     """The model, and how it is decoded by whichever method."""
 
-    drafting: DraftOptions
+    draft_options: DraftOptions
     plan: options.Plan = None
-    loading: options.ModelOptions
+    model_options: options.ModelOptions
     offload: options.Offload = None
     kv_dtype: options.KVDtype = None
     deterministic: options.Deterministic = False
-    composed: options.Load = None
+    user_files: options.Load = None
 
     @property
-    def arguments(self) -> dict[str, Any]:
+    def speculator_kwargs(self) -> dict[str, Any]:
         """Arguments of Speculator that are no method's own."""
         return {name: getattr(self, name) for name in ("offload", "plan", "kv_dtype", "deterministic")}
 
     @property
-    def name(self) -> str:
+    def model_name(self) -> str:
         """The name that clients and people call the model by, if they are told no other."""
-        return Path(self.loading.name).name
+        return Path(self.model_options.name).name
 
-    def own(self, method: str | None, pairs: Iterable[str] | None) -> dict[str, Any]:
+    def resolve_options(self, method: str | None, pairs: Iterable[str] | None) -> dict[str, Any]:
         """The options of a method, those of its draft and tree among them; for errors, see :func:`method_options`."""
-        return method_options(method, pairs or (), self.drafting.options())
+        return method_options(method, pairs or (), self.draft_options.options())
 
-    def with_threads(self, threads: int) -> Hosting:
+    def with_threads(self, threads: int) -> DecodingOptions:
         """The same with so many threads, where none were asked for."""
-        return replace(self, loading=replace(self.loading, threads=self.loading.threads or threads))
+        return replace(self, model_options=replace(self.model_options, threads=self.model_options.threads or threads))
 
 
 def method_options(method: str | None, pairs: Iterable[str], flags: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def method_options(method: str | None, pairs: Iterable[str], flags: Mapping[str,
             raise SettingError(f"--option takes name=value, not {pair!r}.")
         name = name.replace("-", "_")
         each = known.get(name, Option(name))
-        value = whole_numbers(name, text) if each.kind is tuple else _parsed(text)
+        value = parse_ints(name, text) if each.kind is tuple else _parsed(text)
         try:
             each.check(value)
         except ValueError as error:
@@ -138,24 +138,24 @@ def method_options(method: str | None, pairs: Iterable[str], flags: Mapping[str,
 
 def catalogue() -> tuple[Mapping[str, Mapping[str, Option]], tuple[str, ...]]:
     """The options of each method by name, and the methods that are chosen by default."""
-    if own_methods():
-        from longdraft.methods import DEFAULTS, METHODS
+    if methods_loaded():
+        from longdraft.methods import DEFAULT_METHODS, METHODS
 
-        return {name: method.options for name, method in METHODS.items()}, DEFAULTS
+        return {name: method.options for name, method in METHODS.items()}, DEFAULT_METHODS
     kept = _kept()
     known = [_option(each) for each in kept["options"]]
     found = {name: {known[i].name: known[i] for i in own} for name, own in kept["methods"].items()}
     return found, tuple(kept["defaults"])
 
 
-def own_methods() -> bool:
+def methods_loaded() -> bool:
     """True if there may be others than the package's: a file of the user may make some."""
     return "longdraft.methods" in sys.modules
 
 
-def trainings() -> dict[str, str]:
+def train_commands() -> dict[str, str]:
     """The commands of ``longdraft train``, each with its summary."""
-    if own_methods():
+    if methods_loaded():
         from longdraft.drafts.kinds import KINDS
 
         found = {kind.name: kind.training for kind in KINDS.values()}
@@ -181,9 +181,9 @@ def contender_options(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     for name in names:
         method, *pairs = name.split(":")
         beside = {key.strip(): _parsed(value.strip()) for key, _, value in (pair.partition("=") for pair in pairs)}
-        own = [pair for pair in pairs if pair.partition("=")[0].strip() not in BESIDE]
+        own = [pair for pair in pairs if pair.partition("=")[0].strip() not in SHARED_OPTIONS]
         if pairs:
-            found[name] = method_options(method, own) | {key: beside[key] for key in BESIDE if key in beside}
+            found[name] = method_options(method, own) | {key: beside[key] for key in SHARED_OPTIONS if key in beside}
     return found
 
 
@@ -191,23 +191,23 @@ def _parsed(text: str) -> Any:
     return {"true": True, "false": False}.get(text.lower(), number(text))
 
 
-def words(text: str) -> list[str]:
+def split_commas(text: str) -> list[str]:
     """The parts of a text between commas."""
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def whole_numbers(name: str, text: str) -> tuple[int, ...]:
-    """Whole numbers with commas between. Raises SettingError, in which ``name`` says whose value it is."""
+def parse_ints(name: str, text: str) -> tuple[int, ...]:
+    """Whole numbers with commas between. Raises SettingError, in which ``model_name`` says whose value it is."""
     return _numbers(name, text, int, "whole numbers")
 
 
-def numbers(name: str, text: str) -> tuple[float, ...]:
-    """Numbers with commas between. Raises SettingError, in which ``name`` says whose value it is."""
+def parse_floats(name: str, text: str) -> tuple[float, ...]:
+    """Numbers with commas between. Raises SettingError, in which ``model_name`` says whose value it is."""
     return _numbers(name, text, float, "numbers")
 
 
 def _numbers(name: str, text: str, kind: Callable[[str], N], called: str) -> tuple[N, ...]:
     try:
-        return tuple(kind(word) for word in words(text))
+        return tuple(kind(word) for word in split_commas(text))
     except ValueError:
         raise SettingError(f"{name} takes {called} with commas between, not {text!r}.") from None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from longdraft.bench.tables import table
+from longdraft.bench.tables import new_table
 from longdraft.cli import console, options
 
 if TYPE_CHECKING:
@@ -21,18 +21,18 @@ def methods(
     ] = None,
     *,
     composed: options.Load = None,
-    output: options.Output,
+    output: options.OutputOptions,
 ) -> None:
     """List the methods, or the options of one. An exact one writes what the model alone would; it is only faster."""
-    from longdraft.methods import METHODS, method_named
+    from longdraft.methods import METHODS, get_method
     from longdraft.methods import methods as described
 
     if name is not None:
-        method = method_named(name)
+        method = get_method(name)
         _show_options(method)
-        output.json([asdict(option) | {"kind": option.kind.__name__} for option in method.options.values()])
+        output.print_json([asdict(option) | {"kind": option.kind.__name__} for option in method.options.values()])
         return
-    found = table(["method", "exact", "draft", "available"])
+    found = new_table(["method", "exact", "draft", "available"])
     found.add_column("what it does")
     for entry in described():
         summary = Text(METHODS[entry["name"]].summary)
@@ -45,17 +45,17 @@ def methods(
             "yes" if entry["available"] else "no",
             summary,
         )
-    console.show(console.stdout(), found)
-    output.json(described())
+    console.print_renderable(console.stdout(), found)
+    output.print_json(described())
 
 
 def _show_options(method: Method) -> None:
-    found = table(["-o name=value"])
+    found = new_table(["-o name=value"])
     found.add_column("what it is, what it takes, and its default")
     for option in method.options.values():
         takes = "; ".join(
             filter(None, (option.range, option.default_in_words and f"default {option.default_in_words}"))
         )
         found.add_row(Text(option.name), Text.assemble(option.help or "as the drafter takes it", "\n", (takes, "dim")))
-    console.line(f"{method.name}: {method.summary}")
-    console.show(console.stdout(), found)
+    console.print_line(f"{method.name}: {method.summary}")
+    console.print_renderable(console.stdout(), found)

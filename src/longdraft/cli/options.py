@@ -19,10 +19,10 @@ import typer
 from typer.models import OptionInfo
 
 import longdraft
-from longdraft import pages
+from longdraft import huge_pages
 from longdraft.cli import console, processes
 from longdraft.errors import LongdraftError, values_checked
-from longdraft.memory import sizes
+from longdraft.memory import memory_info
 from longdraft.model.embedded import EMBEDDED_ID
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def reset_debug() -> None:
     _debug = False
 
 
-def load_file(paths: list[Path] | None) -> list[Path] | None:
+def run_user_files(paths: list[Path] | None) -> list[Path] | None:
     """Runs the user's own Python files, which make methods (``longdraft.compose``) and kinds (``longdraft.register``).
 
     Returns:
@@ -94,7 +94,7 @@ Load = Annotated[
     list[Path] | None,
     typer.Option(
         "--load",
-        callback=load_file,
+        callback=run_user_files,
         is_eager=True,
         help="Run a Python file first, which makes methods with longdraft.compose or kinds of drafts with "
         "longdraft.register; repeatable.",
@@ -154,7 +154,7 @@ Method = Annotated[
         show_default="the first of self, longspec and prompt-lookup that suits the model",
     ),
 ]
-OwnOptions = Annotated[
+MethodOptionPairs = Annotated[
     list[str] | None, typer.Option("--option", "-o", help="An option of the method, name=value; repeatable.")
 ]
 Plan = Annotated[
@@ -173,25 +173,25 @@ Threads = Annotated[
 ]
 
 
-class Group:
-    """Options that belong together. A verb, or another group, takes them as one parameter: :func:`spread`."""
+class OptionGroup:
+    """Options that belong together. A verb, or another group, takes them as one parameter: :func:`expand_groups`."""
 
 
 @dataclass(frozen=True)
-class Output(Group):
+class OutputOptions(OptionGroup):
     """Output beside the text for people."""
 
     as_json: Json = False
     debug: Debug = False
 
-    def json(self, found: Any) -> None:
+    def print_json(self, found: Any) -> None:
         """Prints the object where it is asked for."""
         if self.as_json:
-            console.line(json.dumps(found))
+            console.print_line(json.dumps(found))
 
 
 @dataclass(frozen=True)
-class TemplateOptions(Group):
+class TemplateOptions(OptionGroup):
     """Arguments of the chat template beside the prompt."""
 
     system: Annotated[str | None, typer.Option(help="What the model is told before all else.")] = None
@@ -200,18 +200,18 @@ class TemplateOptions(Group):
     ] = True
 
     @property
-    def template(self) -> dict[str, Any]:
+    def template_kwargs(self) -> dict[str, Any]:
         """Arguments of the template itself; only those that differ from the default."""
         return {} if self.think else {"enable_thinking": False}
 
     @property
     def asked(self) -> dict[str, Any]:
         """Arguments of ``chat_prompt``; only those that differ from the default."""
-        return self.template if self.system is None else {"system": self.system, **self.template}
+        return self.template_kwargs if self.system is None else {"system": self.system, **self.template_kwargs}
 
 
 @dataclass(frozen=True)
-class ModelOptions(Group):
+class ModelOptions(OptionGroup):
     """The model."""
 
     model: Annotated[
@@ -247,21 +247,21 @@ class ModelOptions(Group):
         return self.model or EMBEDDED_ID
 
     @property
-    def on_gpu(self) -> bool:
+    def uses_gpu(self) -> bool:
         """True if the model goes to a GPU: the one asked for, or by default any this machine has."""
         import torch
 
         return torch.cuda.is_available() if self.device is None else self.device.startswith("cuda")
 
-    def begin(self) -> None:
+    def preload(self) -> None:
         """Begins what :meth:`load` needs, in the background: torch and transformers take three seconds to import."""
         floats = "float32" in (self.weights, self.arithmetic) or self.dtype not in ("auto", "float32")
         if self.device in (None, "cpu") and not floats:
-            pages.begin(self.model, sizes.host_bytes())
+            huge_pages.prefault(self.model, memory_info.available_host_bytes())
 
     def load(self, progress: Progress) -> longdraft.LoadedModel:
         """The model, and what its texts are made of."""
-        self.begin()
+        self.preload()
         import torch
 
         from longdraft.model import loading
@@ -270,18 +270,18 @@ class ModelOptions(Group):
             torch.set_num_threads(self.threads)
         chosen = dict(vars(self))
         place, _ = chosen.pop("model"), chosen.pop("threads")
-        if processes.count() == 1:
+        if processes.num_processes() == 1:
             try:
                 return longdraft.load(place, **chosen, progress=progress)
             finally:
-                pages.drop()
+                huge_pages.drop_prefaulted()
         for name in (name for name, each in chosen.items() if name != "dtype" and each is not None):
             raise SettingError(f"{name} cannot be chosen for a model that processes share: leave it out.")
-        return loading.load_shared(place, self.dtype, progress)
+        return loading.load_tensor_parallel(place, self.dtype, progress)
 
 
 @dataclass(frozen=True)
-class SamplingOptions(Group):
+class SamplingOptions(OptionGroup):
     """Sampling."""
 
     temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 takes the most probable token.")] = 0.0
@@ -316,7 +316,7 @@ class SamplingOptions(Group):
         return made
 
 
-def spread(verb: Callable[..., None]) -> Callable[..., None]:
+def expand_groups(verb: Callable[..., None]) -> Callable[..., None]:
     """A verb whose groups of options are options of its own, as typer wants them."""
     parameters = [p.replace(kind=Parameter.KEYWORD_ONLY, annotation=_placed(p.name, p.annotation)) for p in _flat(verb)]
 
@@ -329,12 +329,13 @@ def spread(verb: Callable[..., None]) -> Callable[..., None]:
     return spreading
 
 
-def _parts(call: Callable[..., Any]) -> list[tuple[Parameter, type[Group] | None]]:
+def _parts(call: Callable[..., Any]) -> list[tuple[Parameter, type[OptionGroup] | None]]:
     """The parameters of a verb or a group, each with the group that it is."""
     hints = get_type_hints(call, include_extras=True)  # of a group's bases each in its own module
     found = [p.replace(annotation=hints[p.name]) for p in inspect.signature(call).parameters.values()]
     return [
-        (p, p.annotation if isinstance(p.annotation, type) and issubclass(p.annotation, Group) else None) for p in found
+        (p, p.annotation if isinstance(p.annotation, type) and issubclass(p.annotation, OptionGroup) else None)
+        for p in found
     ]
 
 

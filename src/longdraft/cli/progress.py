@@ -13,15 +13,15 @@ from rich.text import Text
 from longdraft.cli import console
 
 if TYPE_CHECKING:
-    from longdraft.training.loop import Report
+    from longdraft.training.loop import StepReport
 
-Self = TypeVar("Self", bound="Bar")
+Self = TypeVar("Self", bound="ProgressBar")
 
 # Seconds between two lines where no terminal is.
-EVERY = 15.0
+LINE_INTERVAL = 15.0
 
 
-class Bar:
+class ProgressBar:
     """Inside the ``with``, something is shown. It is gone from a terminal when that ends.
 
     Args:
@@ -50,7 +50,7 @@ class Bar:
         self._activity: tuple[str, float, int] | None = None  # its name, and when it began with how many done
         self._said = 0.0
 
-    def tell(self, what: str, done: int, total: int | None = None, figures: str = "") -> None:
+    def draw(self, what: str, done: int, total: int | None = None, figures: str = "") -> None:
         """Draws the bar; without a terminal, says it in a line: at once, now and then, and at the end.
 
         Args:
@@ -64,7 +64,7 @@ class Bar:
         if self._shown:
             self._bar.start()
             self._bar.update(self._task, completed=done, total=total, figures=figures, refresh=True)
-        elif anew or now - self._said >= EVERY or done == total:
+        elif anew or now - self._said >= LINE_INTERVAL or done == total:
             self._said = now
             _, began, first = self._activity
             many = f"{done:,} of {total:,}" if total is not None else f"{done:,}"
@@ -73,9 +73,9 @@ class Bar:
                 left = (now - began) / (done - first) * (total - done)
                 rest = f"about {timedelta(seconds=round(left))} left"
             told = ", ".join(filter(None, (f"{many} {self._unit}".rstrip(), figures, rest)))
-            self.say(f"{what}: {told}" if what else told)
+            self.print_line(f"{what}: {told}" if what else told)
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """A line above the bar, or in its place."""
         if not self._silent:
             self._err.print(Text(line, style="dim" if self._shown else ""))
@@ -91,7 +91,7 @@ class Bar:
         self.close()
 
 
-class Counter(Bar):
+class ThroughputBar(ProgressBar):
     """Counts work whose speed is in tokens.
 
     Args:
@@ -109,44 +109,44 @@ class Counter(Bar):
 
     def update(self, done: int, tokens: int, more: str = "") -> None:
         """Shows what is done, and the speed of the tokens that this run has made."""
-        self.tell(self._what, done, figures=f"{tokens / max(1e-9, self.seconds):,.0f} tokens/s{more}")
+        self.draw(self._what, done, figures=f"{tokens / max(1e-9, self.seconds):,.0f} tokens/s{more}")
 
 
-class Runs(Bar):
+class RunsBar(ProgressBar):
     """Counts runs of contenders, with the time that is left."""
 
     def __init__(self, total: int) -> None:
         super().__init__("runs", total)
         self._begun = 0
 
-    def told(self, what: str) -> Callable[[str], None]:
+    def ticker(self, what: str) -> Callable[[str], None]:
         """A function to be called before each run with the contender's name."""
 
         def tick(name: str) -> None:
-            self.tell("", self._begun, figures=f"{what}: {name}")
+            self.draw("", self._begun, figures=f"{what}: {name}")
             self._begun += 1
 
         return tick
 
 
-class TrainingDisplay(Bar):
+class TrainingBar(ProgressBar):
     """Shows the steps of a training run."""
 
     _agreement = ""
 
-    def step(self, report: Report) -> None:
+    def show_step(self, report: StepReport) -> None:
         """Shows a step's figures on the bar, and a line for every measurement."""
         if report.agreement:
             levels = range(1, max(report.agreement) + 1)
             self._agreement = f", agreement {_percent([report.agreement.get(j) for j in levels])}"
         if report.simulated is not None:
             s = report.simulated
-            self.say(
+            self.print_line(
                 f"step {report.step:,}: held out: agreement {_percent(s.agreement)}, simulated acceptance "
                 f"{s.chain:.2f} (chain) {s.tree:.2f} (tree) tokens a round"
             )
         figures = f"loss {report.loss:.3f}{self._agreement}, {report.tokens_per_second:,.0f} tokens/s"
-        self.tell("training", report.step, report.steps, figures)
+        self.draw("training", report.step, report.steps, figures)
 
 
 def _percent(shares: Sequence[float | None]) -> str:

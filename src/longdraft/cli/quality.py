@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 
 from longdraft.bench.scores import rouge_l
-from longdraft.cli import console, measuring, method_options, options
+from longdraft.cli import console, measure_options, method_options, options
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compared(measuring.Prompts):
+class QualityPromptOptions(measure_options.PromptOptions):
     """Prompts that are named."""
 
     data: Annotated[
@@ -24,7 +24,7 @@ class Compared(measuring.Prompts):
 
 def quality(
     *,
-    prompting: Compared,
+    prompting: QualityPromptOptions,
     budget: Annotated[str, typer.Option(help="Retrieved tokens, one or several with commas between.")] = "512,1024",
     margin: Annotated[
         str, typer.Option(help="Tokens that may wait for a full pass, one or several with commas between.")
@@ -51,43 +51,43 @@ def quality(
         float, typer.Option("--temperature", "-t", help="Above 0: all are sampled, with the same random numbers.")
     ] = 0.0,
     loading: options.ModelOptions,
-    output: measuring.Rendered,
+    output: measure_options.ReportOptions,
 ) -> None:
     """Measure the quality of specpv and of a rounded KV: likeness of texts (ROUGE-L), the target's nats, scores."""
-    from longdraft.bench.experiment import Unit, of_units
-    from longdraft.bench.prompts import prepare
-    from longdraft.bench.quality import METHOD, Quality, QualitySettings, variants
-    from longdraft.bench.results import header_of_units
+    from longdraft.bench.experiment import Unit, unit_experiment
+    from longdraft.bench.prompts import encode_prompts
+    from longdraft.bench.quality import METHOD, QualityBench, QualitySettings, make_variants
+    from longdraft.bench.results import unit_header
     from longdraft.bench.settings import Settings
 
     given = method_options.method_options(METHOD, option or []) | drafting.options()
     given |= {} if drafter is None else {"drafter": drafter}
     budgets, margins = (
-        method_options.whole_numbers(name, text) for name, text in (("--budget", budget), ("--margin", margin))
+        method_options.parse_ints(name, text) for name, text in (("--budget", budget), ("--margin", margin))
     )
     with options.settings_checked():
         settings = QualitySettings(
-            variants(budgets, margins, method_options.words(selector)),
+            make_variants(budgets, margins, method_options.split_commas(selector)),
             prompting.max_tokens,
             prompting.ignore_eos,
-            tuple(method_options.words(kv_dtype or "")),
+            tuple(method_options.split_commas(kv_dtype or "")),
             given,
             temperature,
         )
         cut = Settings(max_tokens=settings.max_tokens, contexts=(context,), raw=prompting.raw, asked=prompting.asked)
-    output.check()
+    output.check_writable()
     samples = prompting.read()
     rouge_l()  # missing, it is missed before anything is loaded
     with console.status() as status:
         loaded = loading.load(status)
         status("Encoding")
-        prompts = {f"{i}. {p.sample.origin}": p for i, p in enumerate(prepare(samples, loaded, cut), 1)}
+        prompts = {f"{i}. {p.sample.origin}": p for i, p in enumerate(encode_prompts(samples, loaded, cut), 1)}
         with options.settings_checked():
-            hosted = Quality(loaded, settings)
-        for note in hosted.uncut([len(p.tokens) + settings.max_tokens for p in prompts.values()]):
+            hosted = QualityBench(loaded, settings)
+        for note in hosted.notes_on_short_prompts([len(p.token_ids) + settings.max_tokens for p in prompts.values()]):
             console.note(note)
-    tokens = [prompt.tokens for prompt in prompts.values()]
-    header = header_of_units("longdraft-quality", settings.header(), loaded, loading.name, tokens)
+    tokens = [prompt.token_ids for prompt in prompts.values()]
+    header = unit_header("longdraft-quality", settings.header(), loaded, loading.name, tokens)
     units = {name: Unit(len(hosted.names), partial(hosted.measure, prompt)) for name, prompt in prompts.items()}
-    found = of_units(units, output.results, header)
-    output.measure(found, lambda complete: hosted.report([r["measured"] for r in found.found], complete), "prompts")
+    found = unit_experiment(units, output.results, header)
+    output.run(found, lambda complete: hosted.report([r["measured"] for r in found.records], complete), "prompts")

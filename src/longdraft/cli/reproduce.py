@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 import typer
 from rich.text import Text
 
-from longdraft.bench.papers import PAPERS, paper_named, table_of
+from longdraft.bench.papers import PAPERS, get_paper, get_table
 from longdraft.bench.papers.table import Paper
-from longdraft.bench.tables import table as empty
-from longdraft.cli import console, measuring, options
+from longdraft.bench.tables import new_table as empty
+from longdraft.cli import console, measure_options, options
 
 
 def reproduce(
@@ -41,10 +41,10 @@ def reproduce(
     max_tokens: Annotated[
         int | None, typer.Option("--max-tokens", "-n", min=2, help="New tokens.", show_default="as the scale has it")
     ] = None,
-    plan: measuring.Plan = "fixed",
+    plan: measure_options.Plan = "fixed",
     wording: options.TemplateOptions,
     loading: options.ModelOptions,
-    output: measuring.Rendered,
+    output: measure_options.ReportOptions,
     composed: options.Load = None,
 ) -> None:
     """Make a paper's table with this model, the paper's rows beside ours, and what differs.
@@ -52,37 +52,37 @@ def reproduce(
     Without a table: lists papers and tables, and what each needs. Ctrl-C ends it with the figures so far.
     """
 
-    from longdraft.bench.experiment import of_units
+    from longdraft.bench.experiment import unit_experiment
     from longdraft.bench.reproduce.run import prepare
-    from longdraft.bench.reproduce.scaled import Scaled
-    from longdraft.bench.reproduce.texts import Sources
-    from longdraft.model.stored_model import is_stored
+    from longdraft.bench.reproduce.scaled import ScaledTable
+    from longdraft.bench.reproduce.sources import SampleSources
+    from longdraft.model.stored_model import has_stored_weights
 
     if paper is None or table is None:
-        _list(None if paper is None else paper_named(paper), output)
+        _list(None if paper is None else get_paper(paper), output)
         return
-    chosen = paper_named(paper)
-    scaled = Scaled(table_of(chosen, table), scale == "small", max_tokens, limit, plan, wording.asked)
-    output.check()
+    chosen = get_paper(paper)
+    scaled = ScaledTable(get_table(chosen, table), scale == "small", max_tokens, limit, plan, wording.asked)
+    output.check_writable()
     files = dict(each.partition("=")[::2] for each in data or [])
     if not all(files.values()):
         raise options.SettingError("--data takes NAME=FILE, such as gov_report=rows.jsonl.")
-    sources = Sources(files, scaled.small)
+    sources = SampleSources(files, scaled.small)
     with console.status() as status:
         loaded = loading.load(status)
         plain = replace(loading, weights="float32", arithmetic=None)
-        unpacked = (lambda: plain.load(lambda message: None)) if is_stored(loaded.model) else None
+        unpacked = (lambda: plain.load(lambda message: None)) if has_stored_weights(loaded.model) else None
         with options.settings_checked():
             made = prepare(chosen, scaled, loaded, loading.name, sources, draft or [], unpacked, status)
     for note in made.plan.notes:
         console.note(note)
-    experiment = of_units(made.plan.units, output.results, made.header)
-    output.measure(experiment, lambda complete: made.report(experiment.found, complete), "measurements")
+    experiment = unit_experiment(made.plan.units, output.results, made.header)
+    output.run(experiment, lambda complete: made.report(experiment.records, complete), "measurements")
 
 
-def _list(paper: Paper | None, output: options.Output) -> None:
+def _list(paper: Paper | None, output: options.OutputOptions) -> None:
     """Papers and tables, a line each."""
-    from longdraft.bench.reproduce.scaled import needs
+    from longdraft.bench.reproduce.scaled import describe_needs
 
     papers = list(PAPERS.values()) if paper is None else [paper]
     rows = [
@@ -92,7 +92,7 @@ def _list(paper: Paper | None, output: options.Output) -> None:
             "reference": own.reference,
             "table": each.name,
             "shows": each.title,
-            "needs": needs(each),
+            "needs": describe_needs(each),
         }
         for own in papers
         for each in own.tables
@@ -103,5 +103,5 @@ def _list(paper: Paper | None, output: options.Output) -> None:
     for row in rows:
         shown.add_row(*(Text(row[key]) for key in ("paper", "table", "shows", "needs")))
     titles = [Text(f"{own.name}: {own.title}. {own.reference}") for own in papers]
-    console.report([("longdraft reproduce PAPER TABLE", shown)], titles)
-    output.json(rows)
+    console.print_report([("longdraft reproduce PAPER TABLE", shown)], titles)
+    output.print_json(rows)

@@ -17,7 +17,7 @@ from longdraft.errors import CapabilityError, RequestError
 if TYPE_CHECKING:
     from longdraft.model.checkpoints import Progress
     from longdraft.serve.service import Service
-    from longdraft.serve.settings import Settings
+    from longdraft.serve.settings import ServerSettings
 
 
 @dataclass(frozen=True)
@@ -25,23 +25,23 @@ class ServiceOptions:
     """The command's options that make a service, in this process or in a replica.
 
     Attributes:
-        first: options of the first method.
-        sharing: how many services share the memory of this machine, or of the device.
+        method_options: options of the first method.
+        num_sharing: how many services share the memory of this machine, or of the device.
     """
 
-    hosting: method_options.Hosting
-    first: dict[str, Any]
-    sharing: int = 1
+    hosting: method_options.DecodingOptions
+    method_options: dict[str, Any]
+    num_sharing: int = 1
 
-    def service(self, settings: Settings, progress: Progress) -> Service:
-        from longdraft.serve.service import service_of
+    def make_service(self, settings: ServerSettings, progress: Progress) -> Service:
+        from longdraft.serve.service import make_service
 
-        loaded, arguments = self.hosting.loading.load(progress), self.hosting.arguments
-        return service_of(loaded, settings, arguments, self.first, self.sharing, progress, console.note)
+        loaded, arguments = self.hosting.model_options.load(progress), self.hosting.speculator_kwargs
+        return make_service(loaded, settings, arguments, self.method_options, self.num_sharing, progress, console.note)
 
-    def service_in_replica(self, settings: Settings) -> Service:
-        options.load_file(self.hosting.composed)
-        return self.service(settings, lambda _: None)
+    def make_replica_service(self, settings: ServerSettings) -> Service:
+        options.run_user_files(self.hosting.user_files)
+        return self.make_service(settings, lambda _: None)
 
 
 def serve(
@@ -106,32 +106,32 @@ def serve(
     ray_config: Annotated[
         Path | None, typer.Option(help="On Ray: further options of the deployment, YAML.", show_default="none")
     ] = None,
-    hosting: method_options.Hosting,
+    hosting: method_options.DecodingOptions,
     debug: options.Debug = False,
 ) -> None:
     """Serve the model over HTTP: OpenAI's API (chat, completions, responses), Anthropic's, and a page to try it."""
     methods = tuple(word.strip() for word in method.split(",")) if method else ()
-    first = hosting.own(methods[0] if methods else None, option)
+    first = hosting.resolve_options(methods[0] if methods else None, option)
     if not ray:  # replicas load it
-        hosting.loading.begin()
+        hosting.model_options.preload()
     try:
-        from longdraft.serve.run import Server
-        from longdraft.serve.settings import LOCAL, Settings, checked_origins, read_keys
+        from longdraft.serve.server import Server
+        from longdraft.serve.settings import LOCAL_HOSTS, ServerSettings, normalize_origins, read_api_keys
     except ImportError as error:
         raise CapabilityError(
             f'The server needs FastAPI, uvicorn and their like: pip install "longdraft[serve]" ({error}).'
         ) from error
 
     with options.settings_checked():
-        keys = {} if api_key_file is None else read_keys(api_key_file)
+        keys = {} if api_key_file is None else read_api_keys(api_key_file)
         for i, each in enumerate(methods or (None,)):  # raises before a model is loaded
-            longdraft.Speculator(each, **hosting.arguments, **({} if i else first))
-        settings = Settings(
-            name or hosting.name, methods, slots, context or 0, queue,
+            longdraft.Speculator(each, **hosting.speculator_kwargs, **({} if i else first))
+        settings = ServerSettings(
+            name or hosting.model_name, methods, slots, context or 0, queue,
             max_tokens, timeout, keys=keys, think=think,
-            hosts=(*LOCAL, "0.0.0.0" if host in ("", "::") else host, socket.gethostname(), *(allow_host or ())),
-            origins=checked_origins(allow_origin or ()), earlier=earlier, snapshots=snapshots,
-            snapshot_bytes=int(snapshot_gib * 2**30), tree_bytes=int(prefix_gib * 2**30),
+            hosts=(*LOCAL_HOSTS, "0.0.0.0" if host in ("", "::") else host, socket.gethostname(), *(allow_host or ())),
+            origins=normalize_origins(allow_origin or ()), earlier=earlier, snapshots=snapshots,
+            snapshot_bytes=int(snapshot_gib * 2**30), prefix_cache_bytes=int(prefix_gib * 2**30),
         )  # fmt: skip
     made = ServiceOptions(hosting, first)
     if ray:
@@ -140,34 +140,38 @@ def serve(
     if replicas != "1" or ray_config is not None:
         raise RequestError("--replicas and --ray-config are for --ray: give that too.")
     with console.status() as status:
-        service = made.service(settings, status)
+        service = made.make_service(settings, status)
     server = Server(service, host, port, access_log=debug)
-    server.serve_beside(lambda port: _note_address(f"{settings.name} with {service.settings.methods[0]}", host, port))
+    server.run_with_engine(
+        lambda port: _note_address(f"{settings.name} with {service.settings.methods[0]}", host, port)
+    )
     console.note("All requests have ended.")
 
 
-def _on_ray(made: ServiceOptions, settings: Settings, replicas: str, config: Path | None, host: str, port: int) -> None:
+def _on_ray(
+    made: ServiceOptions, settings: ServerSettings, replicas: str, config: Path | None, host: str, port: int
+) -> None:
     from longdraft.serve import ray
 
     if not replicas.isdigit() or not (count := int(replicas)):
         raise RequestError("--replicas takes a number; autoscaling_config in --ray-config scales them by the load.")
-    loading = made.hosting.loading
-    cores = 1 if loading.on_gpu else max(1, (os.cpu_count() or 1) // count)  # of each replica
+    loading = made.hosting.model_options
+    cores = 1 if loading.uses_gpu else max(1, (os.cpu_count() or 1) // count)  # of each replica
     # Replicas share this machine, unless Ray runs on a cluster.
-    sharing = 1 if os.environ.get("RAY_ADDRESS") else count
-    made = replace(made, sharing=sharing, hosting=made.hosting.with_threads(cores))
-    threads, gpus = made.hosting.loading.threads or 1, int(loading.on_gpu)
-    deployment = ray.deployment(settings, count, threads, gpus, config, drain=300.0)
+    num_sharing = 1 if os.environ.get("RAY_ADDRESS") else count
+    made = replace(made, num_sharing=num_sharing, hosting=made.hosting.with_threads(cores))
+    threads, gpus = made.hosting.model_options.threads or 1, int(loading.uses_gpu)
+    deployment = ray.deployment_options(settings, count, threads, gpus, config, drain_timeout=300.0)
     with console.status() as status:
         status("Starting Ray and the replicas")
         if config is None:
-            ray.require(ray.connected(), count, threads, gpus)
+            ray.check_resources(ray.connect(), count, threads, gpus)
 
         def listens(port: int) -> None:
             status.close()
             _note_address(f"{settings.name}, on Ray", host, port)
 
-        ray.serve(made.service_in_replica, settings, deployment, host, port, listens)
+        ray.serve(made.make_replica_service, settings, deployment, host, port, listens)
     console.note("All requests have ended.")
 
 

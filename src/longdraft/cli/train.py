@@ -19,8 +19,8 @@ from typer.core import TyperCommand, TyperGroup
 
 from longdraft.cli import console, options
 from longdraft.cli.cancel import Cancel, interruptible
-from longdraft.cli.method_options import trainings
-from longdraft.cli.progress import TrainingDisplay
+from longdraft.cli.method_options import train_commands
+from longdraft.cli.progress import TrainingBar
 from longdraft.errors import CapabilityError, ConfigError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def _with_settings(title: str, config: Callable[[], type[Any]], base: type[Any] 
 
     class Documented(base):
         def format_help(self, ctx: Any, formatter: Any) -> None:
-            from longdraft.training.config import described
+            from longdraft.training.config import settings_table
 
             super().format_help(ctx, formatter)
             table = Table(box=box.SIMPLE, pad_edge=False)
@@ -45,11 +45,11 @@ def _with_settings(title: str, config: Callable[[], type[Any]], base: type[Any] 
             table.add_column("default", no_wrap=True)
             table.add_column("values")
             table.add_column("meaning", ratio=1)
-            for each in described(config()):
+            for each in settings_table(config()):
                 table.add_row(*map(Text, each))
             out = console.stdout()
             out.print(Text(f" Settings: {title}"))
-            console.show(out, table)
+            console.print_renderable(out, table)
 
     return Documented
 
@@ -58,15 +58,15 @@ _TITLE = "those of every run; each kind has more: longdraft train KIND --help"
 _OF_EVERY_RUN = partial(resolve_name, "longdraft.training.config:RunConfig")
 
 
-class Trainers(_with_settings(_TITLE, _OF_EVERY_RUN, TyperGroup)):  # type: ignore[misc]
+class TrainCommandGroup(_with_settings(_TITLE, _OF_EVERY_RUN, TyperGroup)):  # type: ignore[misc]
     """The commands: one for each kind of draft that can be trained, those of ``--load`` included, and ``data``."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [*trainings(), *super().list_commands(ctx)]
+        return [*train_commands(), *super().list_commands(ctx)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         found = super().get_command(ctx, cmd_name)  # first, as it needs no catalogue
-        summary = None if found else trainings().get(cmd_name)
+        summary = None if found else train_commands().get(cmd_name)
         return found if summary is None else _command(cmd_name, summary)
 
 
@@ -78,7 +78,7 @@ def _training(command: str) -> Training:
     return next(each for name, each in found.items() if each is not None and command == (each.command or name))
 
 
-def loaded_first(ctx: typer.Context, composed: options.Load = None) -> None:
+def load_user_files(ctx: typer.Context, composed: options.Load = None) -> None:
     """Train a draft for a model, and prepare what it learns from."""
     ctx.obj = composed
 
@@ -89,11 +89,11 @@ def presets(
     ] = None,
 ) -> None:
     """List the files of settings that --config takes by name, or print one."""
-    from longdraft.training.config import preset
-    from longdraft.training.config import presets as known
+    from longdraft.training.config import preset_path
+    from longdraft.training.config import preset_paths as known
 
     if name is not None:
-        console.line(preset(name).read_text(encoding="utf-8").rstrip())
+        console.print_line(preset_path(name).read_text(encoding="utf-8").rstrip())
         return
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("preset", no_wrap=True)
@@ -101,7 +101,7 @@ def presets(
     for each, path in known().items():
         first = path.read_text(encoding="utf-8").splitlines()[0]
         table.add_row(each, Text(first.removeprefix("#").strip()))
-    console.show(console.stdout(), table)
+    console.print_renderable(console.stdout(), table)
 
 
 def _command(name: str, summary: str) -> Any:
@@ -125,7 +125,7 @@ def _command(name: str, summary: str) -> Any:
             float | None,
             typer.Option(min=1, help="Learned tokens of a dry run's data, as in 6e9.", show_default="those of data"),
         ] = None,
-        output: options.Output,
+        output: options.OutputOptions,
     ) -> None:
         from longdraft.training.config import read_config
 
@@ -141,7 +141,7 @@ def _command(name: str, summary: str) -> Any:
                 raise
             raise typer.Exit(2) from None
         if dry_run:
-            output.json(_estimated(name, found, gpu, gpus, tokens))
+            output.print_json(_estimated(name, found, gpu, gpus, tokens))
         else:
             _train(found, training, output, main, ctx.obj)
 
@@ -156,7 +156,7 @@ def _command(name: str, summary: str) -> Any:
         name,
         cls=_with_settings(title, lambda: _training(name).load_settings()),
         help=f"{summary}; continues the run in its folder if there is one. Ctrl-C writes a checkpoint first.",
-    )(interruptible(options.spread(train)))
+    )(interruptible(options.expand_groups(train)))
     return typer.main.get_command(alone)
 
 
@@ -171,24 +171,24 @@ def _check(settings: RunConfig) -> None:
             raise ConfigError(
                 f"There is no file {source}: check data and vocabulary_from. A corpus goes by its folder."
             )
-    if settings.init and not Path(hub.local(settings.init)).is_dir():
+    if settings.init and not Path(hub.local_folder(settings.init)).is_dir():
         raise ConfigError(f"There is no draft folder {settings.init}: check init, or leave it out for a new draft.")
 
 
 def _train(
-    settings: RunConfig, training: Training, output: options.Output, main: bool, loaded: list[Path] | None
+    settings: RunConfig, training: Training, output: options.OutputOptions, main: bool, loaded: list[Path] | None
 ) -> None:
     """Trains, shows the steps, and prints where the draft is. ``loaded``: files of kinds."""
     if find_spec("accelerate") is None:
         raise CapabilityError('Training needs the package accelerate: pip install "longdraft[train]"')
-    with TrainingDisplay(silent=not main) as display:
+    with TrainingBar(silent=not main) as display:
         # After the settings are checked, because this takes seconds.
-        display.say("Loading what training needs")
+        display.print_line("Loading what training needs")
         run = training.load_run()
         report = None
-        with Cancel(terminate=True) as cancel:
-            for report in run(settings, display.say, cancel):
-                display.step(report)
+        with Cancel(sigterm=True) as cancel:
+            for report in run(settings, display.print_line, cancel):
+                display.show_step(report)
     if not main:
         raise typer.Exit(cancel.exit_code if cancel() else 0)
     if cancel() and (report is None or report.step < report.steps):
@@ -204,12 +204,12 @@ def _train(
     if report is not None:
         simulated = None if report.simulated is None else vars(report.simulated)
         payload |= {"steps": report.steps, "loss": report.loss, "simulated": simulated}
-    output.json(payload)
+    output.print_json(payload)
 
 
 def _estimated(kind: str, config: RunConfig, gpu: str, gpus: int, data: float | None) -> dict[str, Any]:
     """Prints what a run would take; returns its figures (:func:`longdraft.training.dry_run.estimate`)."""
-    from longdraft.memory.sizes import human
+    from longdraft.memory.memory_info import format_bytes
     from longdraft.training.dry_run import GPUS, estimate
 
     found = estimate(kind, config, gpu, gpus, data)
@@ -218,8 +218,8 @@ def _estimated(kind: str, config: RunConfig, gpu: str, gpus: int, data: float | 
     table.add_column("memory of a GPU")
     table.add_column("", justify="right")
     for part, size in found["memory_bytes"].items():
-        table.add_row(part, human(size))
-    verdict = f"{human(found['total_bytes'])} of {human(int(room))}: {'fits' if found['fits'] else 'does not fit'}"
+        table.add_row(part, format_bytes(size))
+    verdict = f"{format_bytes(found['total_bytes'])} of {format_bytes(int(room))}: {'fits' if found['fits'] else 'does not fit'}"
     table.add_row(Text("together", style="bold"), Text(verdict, style="bold"))
     tokens = f"{found['tokens'] / 1e9:.2f}B tokens, {found['hours']:,.1f} hours"
     run = f"{found['steps']:,} steps, {tokens}" if found["steps"] else f"steps unknown without --tokens; {tokens}"
@@ -233,8 +233,8 @@ def _estimated(kind: str, config: RunConfig, gpu: str, gpus: int, data: float | 
     weights = f"{found['draft_weights'] / 1e6:,.1f}M weights to train, {found['step_tokens']:,} tokens a step"
     if found["cache_bytes"] is not None:
         definitions.append(
-            f"cache: {human(found['cache_bytes'])} on disk for these tokens, {found['feature_bytes']:,} bytes each. "
+            f"cache: {format_bytes(found['cache_bytes'])} on disk for these tokens, {found['feature_bytes']:,} bytes each. "
             "Without it the target reads every text in every epoch."
         )
-    console.report([(f"{weights}: {run}", table)], definitions=definitions)
+    console.print_report([(f"{weights}: {run}", table)], definitions=definitions)
     return found

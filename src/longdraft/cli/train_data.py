@@ -12,7 +12,7 @@ from rich.text import Text
 
 from longdraft.cli import console, method_options, options
 from longdraft.cli.cancel import Cancel
-from longdraft.cli.progress import Counter
+from longdraft.cli.progress import ThroughputBar
 from longdraft.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from longdraft.training.answers import AnswerFile
-    from longdraft.training.documents import Document, Skipped
+    from longdraft.training.documents import Document, SkipCounts
 
 
 def data(
@@ -66,20 +66,20 @@ def data(
     per_passage: Annotated[int, typer.Option(min=1, help="Answers to each passage.")] = 24,
     temperatures: Annotated[str, typer.Option(help="Temperatures of a passage's answers, repeated.")] = "0,0,1",
     seed: Annotated[int, typer.Option(help="Seed of passages and prompts; another one for each process.")] = 0,
-    output: options.Output,
+    output: options.OutputOptions,
 ) -> None:
     """Prepare training data: a model's own answers, or text and chats turned into tokens once and for all."""
-    lengths = method_options.whole_numbers("--passage-tokens", passage_tokens)
-    answer_temperatures = method_options.numbers("--temperatures", temperatures)
+    lengths = method_options.parse_ints("--passage-tokens", passage_tokens)
+    answer_temperatures = method_options.parse_floats("--temperatures", temperatures)
     if len(lengths) != 2 or not 0 < lengths[0] <= lengths[1]:
         raise options.SettingError(f"--passage-tokens takes two numbers, as in 200,1500, not {passage_tokens!r}.")
     if not answer_temperatures or min(answer_temperatures) < 0:
         raise options.SettingError("--temperatures takes numbers from 0 on.")
-    from longdraft.training.config import template_settings
+    from longdraft.training.config import parse_template_kwargs
 
-    template = template_settings(chat_template or [])
+    template = parse_template_kwargs(chat_template or [])
     if show:
-        output.json({"rows": _shown(files, target, show, template)})
+        output.print_json({"rows": _shown(files, target, show, template)})
         return
     if out is None:
         raise options.SettingError("--out names the file or folder to write; --show 3 only prints rows.")
@@ -97,7 +97,7 @@ def data(
 
     from longdraft.training import documents
 
-    skipped = documents.Skipped()
+    skipped = documents.SkipCounts()
     if url is None:
         have, figures = _encoded(files, out, target, rows, skipped, template), {}
     else:
@@ -105,24 +105,24 @@ def data(
 
         # Read before the server is asked, so that a wrong path is reported at once.
         texts = _texts(files, skipped)
-        asked = answers.asks(texts, (lengths[0], lengths[1]), per_passage, answer_temperatures, seed)
+        asked = answers.sample_prompts(texts, (lengths[0], lengths[1]), per_passage, answer_temperatures, seed)
         file, total = answers.AnswerFile(out), rows or 1000
-        with Cancel(terminate=True) as cancel, Counter("answers", "rows", total) as display:
-            answers.answer(
+        with Cancel(sigterm=True) as cancel, ThroughputBar("answers", "rows", total) as display:
+            answers.generate_answers(
                 asked, file, url, api_key, target, rows=total, batch=batch, max_new_tokens=max_tokens, stop=cancel,
                 template=template,
-                progress=lambda: display.update(file.rows, file.added),
+                progress=lambda: display.update(file.num_answers, file.new_tokens),
             )  # fmt: skip
-        have, figures = file.rows, _told(file, display.seconds)
+        have, figures = file.num_answers, _told(file, display.seconds)
         _end_if(cancel, skipped)
     if skipped:
         console.note(f"Left out: {skipped}.")
     console.note(f"{out}: {have:,} rows. Train on them: longdraft train longspec --config FILE data={out}")
-    output.json({"out": str(out), "rows": have, "left_out": dict(skipped)} | figures)
+    output.print_json({"out": str(out), "rows": have, "left_out": dict(skipped)} | figures)
 
 
 def _documents(
-    files: list[Path], target: str | None, skipped: Skipped, template: dict[str, Any], done: int = 0
+    files: list[Path], target: str | None, skipped: SkipCounts, template: dict[str, Any], done: int = 0
 ) -> tuple[Iterator[Document | None], PreTrainedTokenizerBase]:
     """The documents of the files' rows after the first ``done``, and the tokenizer."""
     from longdraft.model.loading import load
@@ -132,21 +132,21 @@ def _documents(
     with console.status() as status:
         model, tokenizer = load(target, device="cpu", progress=status)
     size = weight_shape(model.get_output_embeddings())[0]
-    return documents.documents(files, tokenizer, skipped, size, done, template), tokenizer
+    return documents.encode_documents(files, tokenizer, skipped, size, done, template), tokenizer
 
 
 def _shown(files: list[Path], target: str | None, count: int, template: dict[str, Any]) -> int:
     """Prints rows as the model sees them; returns how many. Learned tokens lie between marks, green on a terminal."""
-    from longdraft.training.documents import Skipped
+    from longdraft.training.documents import SkipCounts
 
-    skipped = Skipped()
+    skipped = SkipCounts()
     encoded, tokenizer = _documents(files, target, skipped, template)
     shown, out = 0, console.stdout()
     for document in islice(filter(None, encoded), count):
         shown += 1
-        learned = document.learned or [i >= document.start for i in range(len(document.tokens))]
+        learned = document.loss_mask or [i >= document.start for i in range(len(document.token_ids))]
         text = Text()
-        for own, run in groupby(zip(document.tokens, learned, strict=True), key=itemgetter(1)):
+        for own, run in groupby(zip(document.token_ids, learned, strict=True), key=itemgetter(1)):
             part = tokenizer.decode([token for token, _ in run])
             text.append(f"⟦{part}⟧" if own else part, "green" if own else "")
         out.print(Text(f"row {shown}: {len(learned):,} tokens, {sum(learned):,} learned", style="bold"))
@@ -157,27 +157,27 @@ def _shown(files: list[Path], target: str | None, count: int, template: dict[str
 
 
 def _encoded(
-    files: list[Path], out: Path, target: str | None, rows: int | None, skipped: Skipped, template: dict[str, Any]
+    files: list[Path], out: Path, target: str | None, rows: int | None, skipped: SkipCounts, template: dict[str, Any]
 ) -> int:
     """Writes the rows as tokens; returns how many this run has added."""
-    from longdraft.training import corpus
+    from longdraft.training import dataset
 
-    done = corpus.rows_done(out)
+    done = dataset.num_examples_done(out)
     encoded, tokenizer = _documents(files, target, skipped, template, done)
     left = islice(encoded, None if rows is None else max(0, rows - done))
-    with Cancel(terminate=True) as cancel, Counter("Encoding", "rows") as counter:
-        have = corpus.write(out, left, tokenizer, counter.update, cancel)
+    with Cancel(sigterm=True) as cancel, ThroughputBar("Encoding", "rows") as counter:
+        have = dataset.write_shards(out, left, tokenizer, counter.update, cancel)
     _end_if(cancel, skipped)
     return have
 
 
-def _texts(files: list[Path], skipped: Skipped) -> list[tuple[str, str]]:
+def _texts(files: list[Path], skipped: SkipCounts) -> list[tuple[str, str]]:
     """The texts of files or folders, each with which of these it is from."""
     from longdraft.training import documents
 
     texts = []
     for source in map(str, files):
-        for row in documents.rows([source], skipped):
+        for row in documents.read_examples([source], skipped):
             if row is not None and isinstance(row.get("text"), str):
                 texts.append((row["text"], source))
             elif row is not None:
@@ -185,7 +185,7 @@ def _texts(files: list[Path], skipped: Skipped) -> list[tuple[str, str]]:
     return texts
 
 
-def _end_if(cancel: Cancel, skipped: Skipped) -> None:
+def _end_if(cancel: Cancel, skipped: SkipCounts) -> None:
     """Ends the command if it was cancelled."""
     if not cancel():
         return
@@ -198,13 +198,13 @@ def _end_if(cancel: Cancel, skipped: Skipped) -> None:
 def _told(file: AnswerFile, seconds: float) -> dict[str, Any]:
     """Tells what the answers took; returns the figures."""
     read, written = file.usage
-    if file.refused:
-        console.note(f"{file.refused:,} prompts were refused, or answered without text.")
-    if file.added:
-        hours, speed = seconds / 3600, file.added / max(seconds, 1e-9)
+    if file.num_refused:
+        console.note(f"{file.num_refused:,} prompts were refused, or answered without text.")
+    if file.new_tokens:
+        hours, speed = seconds / 3600, file.new_tokens / max(seconds, 1e-9)
         console.note(
-            f"{file.added:,} tokens of answers in {hours:.2f} hours: {speed:,.0f} tokens/s, "
-            f"{1e6 * hours / file.added:.2f} hours a million."
+            f"{file.new_tokens:,} tokens of answers in {hours:.2f} hours: {speed:,.0f} tokens/s, "
+            f"{1e6 * hours / file.new_tokens:.2f} hours a million."
         )
     console.note(f"The server reports {read:,} tokens read and {written:,} written.")
-    return {"tokens": written, "tokens_this_run": file.added, "seconds": round(seconds, 3), "usage": file.usage}
+    return {"tokens": written, "tokens_this_run": file.new_tokens, "seconds": round(seconds, 3), "usage": file.usage}

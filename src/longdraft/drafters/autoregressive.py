@@ -13,7 +13,7 @@ class NoDrafter(Drafter):
 
     max_nodes = 0
 
-    def avoid_forks(self) -> bool:
+    def use_chains(self) -> bool:
         return True
 
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:

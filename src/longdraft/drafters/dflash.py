@@ -26,19 +26,19 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from longdraft.attention.sdpa import one_text
-from longdraft.attention.transfer import on_device
+from longdraft.attention.sdpa import attend_sequence
+from longdraft.attention.transfer import to_device
 from longdraft.drafters.eagle3 import Eagle3Draft
-from longdraft.drafters.onepass import CANDIDATES, OneForwardRound, OnePassDrafter, Row
-from longdraft.drafters.shared.block import Layer
+from longdraft.drafters.onepass import CANDIDATES, DepthTopk, OnePassDrafter, SingleForwardRound
+from longdraft.drafters.shared.draft_block import DraftLayer
 from longdraft.drafts.dflash_formats import KIND, DFlashShape
-from longdraft.drafts.formats import check_mask
+from longdraft.drafts.formats import check_mask_token
 from longdraft.drafts.kinds import Kind, register
 from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.model.runner import TargetRunner
-from longdraft.model.sharded import product
-from longdraft.trees.level import Level, likeliest
+from longdraft.model.tensor_parallel import parallel_linear
+from longdraft.trees.level import TreeLevel, topk_logprobs
 
 
 class MarkovHead(nn.Module):
@@ -63,7 +63,7 @@ class DFlashBlock(nn.Module):
         windows: for each layer, rows of the text that it sees; None: all.
     """
 
-    plain = False
+    has_fused_kernel = False
 
     def __init__(self, shape: DFlashShape, tokens: int, causal: list[bool], windows: list[int | None]) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class DFlashBlock(nn.Module):
         size, eps = shape.hidden_size, shape.rms_norm_eps
         self.fc = nn.Linear(shape.feature_size, size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, eps)
-        self.layers = nn.ModuleList(Layer(shape, size, "input_layernorm") for _ in range(shape.decoder_layers))
+        self.layers = nn.ModuleList(DraftLayer(shape, size, "input_layernorm") for _ in range(shape.decoder_layers))
         self.norm = nn.RMSNorm(size, eps)
         if shape.own_head:
             self.lm_head = nn.Linear(size, shape.vocabulary, bias=False)
@@ -82,15 +82,15 @@ class DFlashBlock(nn.Module):
         if shape.markov_rank is not None:
             self.markov_head = MarkovHead(shape, shape.markov_rank, tokens)
 
-    def borrow(self, head: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def borrow_head(self, head: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Borrows the target's head, (T, hidden) -> (T, vocabulary), for a draft without one of its own."""
         self._head = head
 
     @property
-    def _decoder(self) -> list[Layer]:
-        return cast(list[Layer], list(self.layers))
+    def _decoder(self) -> list[DraftLayer]:
+        return cast(list[DraftLayer], list(self.layers))
 
-    def project(self, features: torch.Tensor) -> torch.Tensor:
+    def project_features(self, features: torch.Tensor) -> torch.Tensor:
         """The target's features (T, feature_size) -> c (T, hidden)."""
         out: torch.Tensor = self.hidden_norm(self.fc(features))
         return out
@@ -117,7 +117,7 @@ class DFlashBlock(nn.Module):
         """
         rows = x.flatten(0, 1)
         for i, layer in enumerate(self._decoder):
-            rows = layer.run(layer.input_layernorm(rows), rows, cos, sin, partial(self._attend, i, texts))
+            rows = layer.run_layer(layer.input_layernorm(rows), rows, cos, sin, partial(self._attend, i, texts))
         found: torch.Tensor = self.norm(rows)
         return found.view(x.shape)
 
@@ -143,7 +143,7 @@ class DFlashBlock(nn.Module):
             first = 0 if window is None else max(0, text[0].shape[2] - window)
             keys, values = (torch.cat([t[index, :, first:], x], 1) for t, x in zip(text, own, strict=True))
             mask = None if seen is None else F.pad(seen, (keys.shape[1] - rows, 0), value=True)
-            outputs.append(one_text(q_, keys, values, mask))
+            outputs.append(attend_sequence(q_, keys, values, mask))
         return torch.cat(outputs, 1)
 
 
@@ -164,32 +164,32 @@ class DFlashDraft(Eagle3Draft):
         tokens = self.config.get("target_vocabulary") or self.shape.vocabulary
         return DFlashBlock(self.shape, tokens, self.config["causal"], self.config["windows"])
 
-    def usual_layers(self, count: int) -> tuple[int, ...]:
+    def default_feature_layers(self, count: int) -> tuple[int, ...]:
         """The layers that the authors' code takes, evenly from the second to the fourth from the end, or EAGLE-3's."""
-        n = self.shape.feature_size // self.made_for["hidden_size"]
+        n = self.shape.feature_size // self.required_target["hidden_size"]
         evenly = (count // 2,) if n == 1 else tuple(round(1 + i * (count - 4) / (n - 1)) for i in range(n))
-        return super().usual_layers(count) if self.layout == "speculators" else evenly
+        return super().default_feature_layers(count) if self.layout == "speculators" else evenly
 
     def check(self, runner: TargetRunner) -> None:
         super().check(runner)
         if not self.shape.own_mask:
-            check_mask(self.shape, runner.parts.head.shape[0], self.folder)
+            check_mask_token(self.shape, runner.shared_parts.head.shape[0], self.folder)
 
-    def placed(self, runner: TargetRunner) -> DFlashBlock:
-        block: DFlashBlock = super().placed(runner)
+    def load_module(self, runner: TargetRunner) -> DFlashBlock:
+        block: DFlashBlock = super().load_module(runner)
         if not self.shape.own_head:
-            block.borrow(product(self.head(runner)[0]))
+            block.borrow_head(parallel_linear(self.head(runner)[0]))
         return block
 
     @property
-    def reads_through(self) -> bool:
+    def is_multi_layer(self) -> bool:
         return False  # its layers see projections of the target's states alone
 
-    def trainable(self) -> Any:
+    def trainable_module(self) -> Any:
         raise CapabilityError(f"{self.folder} holds a DFlash draft, which longdraft does not train.")
 
 
-class DFlashRound(OneForwardRound):
+class DFlashRound(SingleForwardRound):
     """One round of a batch."""
 
     def __init__(self, drafter: DFlashDrafter, sequences: list[Sequence], depth: int) -> None:
@@ -202,25 +202,27 @@ class DFlashRound(OneForwardRound):
     def candidates(self) -> int:
         return CANDIDATES if self._shape.markov_rank is not None else 1
 
-    def ask(self, level: Level, count: int) -> tuple[torch.Tensor, ...]:
+    def ask(self, level: TreeLevel, count: int) -> tuple[torch.Tensor, ...]:
         """The forward: the text's rows that the cache lacks enter it, then a block of each sequence."""
         block, shape, cache = self._bound.block, self._shape, self._cache
         slots, places, texts = self.slots(level), [], []
-        for slot, s in ((slot, self.sequences[row]) for slot, row in zip(slots, level.rows, strict=True)):
+        for slot, s in ((slot, self.sequences[row]) for slot, row in zip(slots, level.sequence_indices, strict=True)):
             self._owner.read(s, self._owner.known(s))
-            cache.ready(slot, 0)
-            places += [cache.position(slot) + i for i in range(shape.block_size)]
-            seen = slice(cache.begin(slot), cache.store.lengths[slot])
+            cache.make_room(slot, 0)
+            places += [cache.next_position(slot) + i for i in range(shape.block_size)]
+            seen = slice(cache.window_start(slot), cache.store.lengths[slot])
             texts.append((cache.store.keys[:, slot, :, seen], cache.store.values[:, slot, :, seen]))
-        cos, sin = self._bound.rotary(on_device(places, self._device))
+        cos, sin = self._bound.rotary(to_device(places, self._device))
         first = 0 if shape.from_anchor else 1
         out = block(self._embedded(level, shape.block_size), cos, sin, texts)[:, first : first + self._depth]
-        return *likeliest(block.logits(out.flatten(0, 1)).unflatten(0, out.shape[:2]), count), out
+        return *topk_logprobs(block.logits(out.flatten(0, 1)).unflatten(0, out.shape[:2]), count), out
 
-    def _embedded(self, level: Level, size: int) -> torch.Tensor:
+    def _embedded(self, level: TreeLevel, size: int) -> torch.Tensor:
         """(B, S, hidden) of the anchors, and of the mask in all other rows."""
         shape = self._shape
-        masks = torch.full((len(level.rows), size - 1), shape.mask_token, device=level.tokens.device, dtype=torch.long)
+        masks = torch.full(
+            (len(level.sequence_indices), size - 1), shape.mask_token, device=level.tokens.device, dtype=torch.long
+        )
         if not shape.own_mask:
             x: torch.Tensor = self._bound.embedding(torch.cat([level.tokens, masks], 1))
         else:
@@ -228,43 +230,43 @@ class DFlashRound(OneForwardRound):
             x = torch.cat([self._bound.embedding(level.tokens), mask], 1)
         return x * shape.embedding_scale if shape.embedding_scale != 1 else x
 
-    def corrected(self, level: Level, row: Row) -> torch.Tensor:
+    def corrected(self, level: TreeLevel, row: DepthTopk) -> torch.Tensor:
         width, shape = level.tokens.shape[1], self._shape
         if shape.markov_rank is None:
-            return row.log_probs.expand(-1, width, -1)
-        head, hidden = self._bound.block.markov_head, row.beside.expand(-1, width, -1)
+            return row.logprobs.expand(-1, width, -1)
+        head, hidden = self._bound.block.markov_head, row.correction_inputs.expand(-1, width, -1)
         known = head.markov_w1(level.tokens)
         if shape.gated:
             known = torch.sigmoid(head.gate_proj(torch.cat([hidden, known], -1))) * known
         elif shape.recurrent:
             known = self._recurrent(level, known, hidden)
         successors = head.markov_w2.weight[row.ids[:, 0]]
-        return row.log_probs + (known @ successors.mT).float()
+        return row.logprobs + (known @ successors.mT).float()
 
-    def _recurrent(self, level: Level, known: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    def _recurrent(self, level: TreeLevel, known: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Advances the recurrent head to a level: its output (B', W, rank) for each node. Keeps the nodes' states."""
         if level.depth == 0:
             state = torch.zeros_like(known)
         else:
-            state = torch.stack([self._states[row][level.parents[i]] for i, row in enumerate(level.rows)])
+            state = torch.stack([self._states[row][level.parents[i]] for i, row in enumerate(level.sequence_indices)])
         joined = self._bound.block.markov_head.joint_proj(torch.cat([state, known, hidden], -1))
         gate, candidate, out = joined.chunk(3, -1)
         gate = torch.sigmoid(gate)
         state = gate * state + (1 - gate) * torch.tanh(candidate)
-        self._states = dict(zip(level.rows, state, strict=True))
+        self._states = dict(zip(level.sequence_indices, state, strict=True))
         return torch.tanh(out)
 
 
 class DFlashDrafter(OnePassDrafter):
     """Drafts trees with one forward a round."""
 
-    rounds = DFlashRound
+    round_type = DFlashRound
     draft: DFlashDraft  # type: ignore[assignment]
 
     def keys_values(self, sequence: Sequence, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes keys and values of c alone: no token is embedded."""
-        c = self.bound.block.project(self.features(sequence.slot, start, end))
-        cos, sin = self.bound.rotary(self.cache.places(sequence.slot, end - start))
+        c = self.bound.block.project_features(self.features(sequence.slot, start, end))
+        cos, sin = self.bound.rotary(self.cache.append_positions(sequence.slot, end - start))
         found: tuple[torch.Tensor, torch.Tensor] = self.bound.block.keys_values(c, c, cos, sin)
         return found
 

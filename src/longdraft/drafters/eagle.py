@@ -20,13 +20,13 @@ import torch
 from torch import nn
 
 from longdraft.drafters.eagle3 import Eagle3Block, Eagle3Draft, Eagle3Drafter
-from longdraft.drafters.shared.block import Layer
+from longdraft.drafters.shared.draft_block import DraftLayer
 from longdraft.drafts.eagle_formats import EAGLE, EagleShape
 from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.errors import UnsupportedModelError
 from longdraft.model.runner import TargetRunner
-from longdraft.model.sharded import product
 from longdraft.model.shared_parts import norm_before_head
+from longdraft.model.tensor_parallel import parallel_linear
 
 
 class EagleBlock(Eagle3Block):
@@ -36,10 +36,12 @@ class EagleBlock(Eagle3Block):
         nn.Module.__init__(self)
         self.shape = shape
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=shape.fc_bias)
-        self.midlayer = Layer(shape, shape.hidden_size)
+        self.midlayer = DraftLayer(shape, shape.hidden_size)
         self.norm = nn.Identity()  # type: ignore[assignment]  # o is normed as f is
 
-    def borrow_of(self, runner: TargetRunner, head: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
+    def borrow_target_head(
+        self, runner: TargetRunner, head: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> None:
         """Borrows the target's final norm, and its head, (T, hidden) -> (T, vocabulary), if no other is given.
 
         Raises:
@@ -51,13 +53,13 @@ class EagleBlock(Eagle3Block):
             )
         # A call, not a module: it is the target's.
         self._norm = norm.__call__
-        self.borrow(head or product(runner.parts.head))
+        self.borrow_head(head or parallel_linear(runner.shared_parts.head))
 
-    def project(self, features: torch.Tensor) -> torch.Tensor:
+    def project_features(self, features: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self._norm(features)
         return out
 
-    def joined(self, x: torch.Tensor, g: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def combine_inputs(self, x: torch.Tensor, g: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         assert g is not None
         n = self.fc(torch.cat([x, g], -1))
         return n, n
@@ -71,14 +73,14 @@ class EagleDraft(Eagle3Draft):
 
     kind, label = EAGLE, "EAGLE"
     shape_type, module_type = EagleShape, EagleBlock
-    levels = 6  # of its authors' trees
+    default_depth = 6  # of its authors' trees
 
-    def usual_layers(self, count: int) -> tuple[int, ...]:
+    def default_feature_layers(self, count: int) -> tuple[int, ...]:
         return (count - 1,)
 
-    def placed(self, runner: TargetRunner) -> EagleBlock:
-        block: EagleBlock = super().placed(runner)
-        block.borrow_of(runner)
+    def load_module(self, runner: TargetRunner) -> EagleBlock:
+        block: EagleBlock = super().load_module(runner)
+        block.borrow_target_head(runner)
         return block
 
 

@@ -25,25 +25,25 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from longdraft.drafters.shared.block import DraftBlock, Layer, initialise
-from longdraft.drafters.shared.neural import CHUNK, NeuralDrafter
+from longdraft.drafters.shared.block_drafter import CHUNK, BlockDrafter
+from longdraft.drafters.shared.draft_batch import DraftBatch
+from longdraft.drafters.shared.draft_block import DraftBlock, DraftLayer, initialize
+from longdraft.drafters.shared.draft_round import BoundDraft
 from longdraft.drafters.shared.retrieval import RetrievalOptions
-from longdraft.drafters.shared.round import BoundDraft
-from longdraft.drafters.shared.rows import Rows
 from longdraft.drafts.eagle_draft import EagleDraft
 from longdraft.drafts.eagle_formats import Eagle3Shape
 from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.engine import method
-from longdraft.engine.event import Event
 from longdraft.engine.method import Method
+from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVShape, KVStore
-from longdraft.model.key_rotation import turned
+from longdraft.model.key_rotation import apply_rotary
 from longdraft.model.runner import TargetRunner
 from longdraft.options import Options, option, parse
-from longdraft.trees.kind import TreeKind
+from longdraft.trees.kind import TreeConfig
 from longdraft.trees.options import TreeOptions
-from longdraft.views.draft_cache import PIECE, CompactCache, DraftCache
+from longdraft.views.draft_cache import PREFILL_CHUNK, DraftCache, RepositionedKVCache
 
 
 class Eagle3Block(DraftBlock):
@@ -63,30 +63,30 @@ class Eagle3Block(DraftBlock):
         if shape.embedding is not None:
             self.embed_tokens = nn.Embedding(shape.embedding, hidden)
         self.fc = nn.Linear(size, hidden, bias=False)
-        self.midlayer = Layer(shape, 2 * hidden, "input_layernorm", "hidden_norm")
-        self.further = tuple(Layer(shape, hidden, "input_layernorm") for _ in range(1, shape.decoder_layers))
-        if self.further:
-            self.layers = nn.ModuleDict({str(i): layer for i, layer in enumerate(self.further, 1)})
+        self.midlayer = DraftLayer(shape, 2 * hidden, "input_layernorm", "hidden_norm")
+        self.later_layers = tuple(DraftLayer(shape, hidden, "input_layernorm") for _ in range(1, shape.decoder_layers))
+        if self.later_layers:
+            self.layers = nn.ModuleDict({str(i): layer for i, layer in enumerate(self.later_layers, 1)})
         self.norm = nn.RMSNorm(hidden, eps)
         self.lm_head = nn.Linear(hidden, shape.vocabulary, bias=False)
-        self.plain = not shape.qk_norm and not shape.output_bias and not self.further
+        self.has_fused_kernel = not shape.qk_norm and not shape.output_bias and not self.later_layers
 
     @property
-    def first(self) -> Layer:
+    def first_layer(self) -> DraftLayer:
         return self.midlayer
 
-    def initialise(self, seed: int = 0, std: float = 0.02, head: torch.Tensor | None = None) -> None:
+    def initialize(self, seed: int = 0, std: float = 0.02, head: torch.Tensor | None = None) -> None:
         """Normal weights, unit norms, zero output projections.
 
         Args:
             head: (vocabulary, hidden) rows of the target's head to start from.
         """
-        initialise(self, seed, std)
+        initialize(self, seed, std)
         if head is not None:
             with torch.no_grad():
                 self.lm_head.weight.copy_(head)
 
-    def project(self, features: torch.Tensor) -> torch.Tensor:
+    def project_features(self, features: torch.Tensor) -> torch.Tensor:
         if self.shape.norm_before_fc:
             features = self.input_norm(features)
         if self.shape.fc_norm is not None:
@@ -95,11 +95,11 @@ class Eagle3Block(DraftBlock):
         out: torch.Tensor = self.fc(features)
         return out
 
-    def following(self, out: torch.Tensor) -> torch.Tensor:
+    def next_features(self, out: torch.Tensor) -> torch.Tensor:
         following: torch.Tensor = self.norm(out) if self.norm_output else out
         return following
 
-    def joined(self, x: torch.Tensor, g: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def combine_inputs(self, x: torch.Tensor, g: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         assert g is not None
         normed: torch.Tensor = self.midlayer.hidden_norm(g)
         n = torch.cat([self.midlayer.input_layernorm(x), normed], -1)
@@ -114,16 +114,16 @@ class Eagle3Draft(EagleDraft[BoundDraft]):
     """A trained draft of any layout."""
 
     module_type: ClassVar[type[Any]] = Eagle3Block
-    levels: int | None = None  # of a dynamic tree; None: as usual
+    default_depth: int | None = None  # of a dynamic tree; None: as usual
 
     @property
-    def reads_through(self) -> bool:
+    def is_multi_layer(self) -> bool:
         """True if the rows of a text go through several layers, which see the rows before in each."""
         return self.decoder_layers > 1
 
     def make(self, runner: TargetRunner) -> BoundDraft:
         rotary = self.rotary(runner.kv_shape.dtype, runner.device)
-        return BoundDraft(runner, self.placed(runner), rotary, self.ids)
+        return BoundDraft(runner, self.load_module(runner), rotary, self.draft_to_target_ids)
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class WindowOptions(Options):
     )
 
 
-class Eagle3Drafter(NeuralDrafter):
+class Eagle3Drafter(BlockDrafter):
     """Drafts trees with an EAGLE-3 layer.
 
     With retrieval, it sees the chunks of the text that the target attends to, at compact positions, and keeps its own
@@ -148,13 +148,15 @@ class Eagle3Drafter(NeuralDrafter):
     """
 
     options: ClassVar[tuple[type[Options], ...]] = (TreeOptions, WindowOptions, RetrievalOptions)
-    ahead = 1
+    token_shift = 1
     draft: Eagle3Draft
 
     def __init__(self, draft: Eagle3Draft, **options: Any) -> None:
         tree, own, *others = parse(draft.label, options, *self.options)
         retrieval: RetrievalOptions = others[0] if others else RetrievalOptions()
-        self.tree = self.shaped(tree.kind("opt" if retrieval.retrieval else "dynamic", draft.levels), draft, options)
+        self.tree = self.adapt_tree(
+            tree.kind("opt" if retrieval.retrieval else "dynamic", draft.default_depth), draft, options
+        )
         self.window = draft.window if own.window is None else own.window
         if self.window is not None and self.tree.depth >= self.window:
             whose = f"{draft.folder}: " if own.window is None else ""
@@ -163,12 +165,12 @@ class Eagle3Drafter(NeuralDrafter):
             )
         if retrieval.retrieval and own.window is not None:
             raise ValueError("window and retrieval both say what the draft sees: give one of them")
-        self.retrieval = retrieval.made(draft, None if self.window is None else self.window - self.tree.depth)
+        self.retrieval = retrieval.build(draft, None if self.window is None else self.window - self.tree.depth)
         if self.retrieval is not None:
             self.window = None
         self.draft = draft
 
-    def shaped(self, tree: TreeKind, draft: Eagle3Draft, options: Mapping[str, Any]) -> TreeKind:
+    def adapt_tree(self, tree: TreeConfig, draft: Eagle3Draft, options: Mapping[str, Any]) -> TreeConfig:
         """The tree as the draft can grow it. ``options`` are the user's."""
         return tree
 
@@ -179,72 +181,74 @@ class Eagle3Drafter(NeuralDrafter):
     @property
     def scratch(self) -> int:
         """Rows of its own cache that a round needs behind the text."""
-        return self.tree.max_expanded
+        return self.tree.max_expanded_nodes
 
-    def own_kv(self) -> KVShape:
+    def kv_shape_of_draft(self) -> KVShape:
         """The shape of the draft's own keys and values."""
         shape = self.draft.shape
         return KVShape(self.draft.decoder_layers, shape.kv_heads, shape.head_dim, self.runner.kv_shape.dtype)
 
     def make_cache(self) -> DraftCache:
-        capacity, own = self.store.capacity, self.own_kv()
+        capacity, own = self.store.capacity, self.kv_shape_of_draft()
         if self.retrieval is not None:
             rotary, view = self.bound.rotary, self.retrieval.view
-            store = self.own_store(own, view.capacity + self.scratch)
+            store = self.new_cache_store(own, view.capacity + self.scratch)
             full = KVStore(own, self.store.slots, capacity, self.runner.device)
             # Through several layers a text is read behind a window of the working cache.
-            piece = max(1, min(PIECE, (view.capacity - view.sink) // 2))
-            return CompactCache(
+            piece = max(1, min(PREFILL_CHUNK, (view.capacity - view.sink) // 2))
+            return RepositionedKVCache(
                 store, full, self.scratch, self.retrieval,
-                lambda keys, places: turned(keys, *rotary.turns(places)),
-                lambda keys, places: turned(keys, *rotary.turns(-places)),
+                lambda keys, places: apply_rotary(keys, *rotary.turns(places)),
+                lambda keys, places: apply_rotary(keys, *rotary.turns(-places)),
                 piece, view.capacity,
             )  # fmt: skip
         # RoPE tells distances alone, so in a window all are distances that the draft knows: as if the positions were
         # moved back to 0. No text of this run outgrows the store.
-        seen = max(min(self.window or self.draft.reach or capacity, capacity), self.tree.depth + 1)
+        seen = max(min(self.window or self.draft.max_context or capacity, capacity), self.tree.depth + 1)
         # The rows that are read together through several layers see as many back as one alone.
-        return self.last_rows(own, seen + (CHUNK + 1 if self.draft.reads_through else 0), self.scratch, seen)
+        return self.last_rows(own, seen + (CHUNK + 1 if self.draft.is_multi_layer else 0), self.scratch, seen)
 
     @torch.inference_mode()
-    def observe(self, event: Event) -> None:
+    def observe(self, round_result: RoundResult) -> None:
         """Reads a prompt's last window, keys and values alone; forgets changed rows; scores chunks when that is due."""
-        if event.begins:
-            self._warn(event.sequence)
-        super().observe(event)
-        if event.replaced is not None:  # the row before joins the first of their tokens
-            self.cache.forget(event.sequence.slot, max(0, event.replaced - 1))
+        if round_result.is_prefill:
+            self._warn(round_result.sequence)
+        super().observe(round_result)
+        if round_result.kv_rewritten_from is not None:  # the row before joins the first of their tokens
+            self.cache.truncate(round_result.sequence.slot, max(0, round_result.kv_rewritten_from - 1))
 
-    def goes_back(self, end: int) -> int:
-        if self.draft.reads_through:
+    def lookback(self, end: int) -> int:
+        if self.draft.is_multi_layer:
             return self.draft.decoder_layers * (self.cache.window or end)
-        return super().goes_back(end)
+        return super().lookback(end)
 
-    def read_piece(self, sequence: Sequence, start: int, end: int) -> None:
-        if not self.draft.reads_through:
-            super().read_piece(sequence, start, end)
+    def prefill_chunk(self, sequence: Sequence, start: int, end: int) -> None:
+        if not self.draft.is_multi_layer:
+            super().prefill_chunk(sequence, start, end)
             return
         cache, slot = self.cache, sequence.slot
         if self.retrieval is None:
-            cache.ready(slot, end - start)
+            cache.make_room(slot, end - start)
         while start < end:
-            count = cache.reading(slot, end - start)
+            count = cache.begin_chunk(slot, end - start)
             x, g, *_ = self.inputs(sequence, start, start + count)
-            first = cache.position(slot)
+            first = cache.next_position(slot)
             cos_sin = self.bound.rotary(torch.arange(first, first + count, device=self.runner.device))
-            cache.extend(slot, count)
-            self.bound.block(x, g, *cos_sin, Rows.new(cache, (slot,), count).attends(cache))
+            cache.commit(slot, count)
+            self.bound.block(x, g, *cos_sin, DraftBatch.new(cache, (slot,), count).attends(cache))
             start += count
 
     def _warn(self, s: Sequence) -> None:
         """Warns if a text is longer than the draft was trained for."""
-        reach, length = self.draft.reach, s.longest
+        reach, length = self.draft.max_context, s.max_length
         what, then = "this one has", f"it sees the last {reach} tokens (another: window=N)"
         if self.retrieval is not None:
             length = min(length, self.retrieval.view.capacity + self.tree.depth)
             what, then = "its working cache has", "acceptance will be lower: give fewer chunks"
         if self.window is None and reach is not None and length > reach:
-            self.draft.outgrown(reach, f"{what} up to {length}", f"{then}, or set YaRN in its config.json")
+            self.draft.warn_beyond_trained_length(
+                reach, f"{what} up to {length}", f"{then}, or set YaRN in its config.json"
+            )
 
 
 register(

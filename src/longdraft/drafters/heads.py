@@ -22,25 +22,25 @@ import torch
 from torch import nn
 
 from longdraft.drafters.self_drafter import SelfDrafter
+from longdraft.drafters.shared.fused_level import draft_kernels
 from longdraft.drafters.shared.tree_drafter import TreeDrafter
-from longdraft.drafters.shared.whole_level import serves
 from longdraft.drafts import draft_folder, tokenswift_heads
 from longdraft.drafts.draft import TrainedDraft
 from longdraft.drafts.kinds import Kind, Training, register
-from longdraft.engine.event import Event
+from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
-from longdraft.model.sharded import product
-from longdraft.model.stored import light
+from longdraft.model.stored import quantize_for_draft
+from longdraft.model.tensor_parallel import parallel_linear
 from longdraft.options import Options, option, parse
-from longdraft.trees.level import Level
+from longdraft.trees.level import TreeLevel
 from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import NodeLimit, TokenTree
 from longdraft.views.view import View
 
 # Fresh heads say the token before theirs. They should not be as sure of it as the target is of its own.
-UNSURE = 0.3
+INITIAL_NORM_SCALE = 0.3
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class HeadsBlock(nn.Module):
         else:
             self.norm = nn.RMSNorm(size, eps)
 
-    def initialise(self, final_norm: torch.Tensor, size: float = 1.0) -> None:
+    def initialize(self, final_norm: torch.Tensor, size: float = 1.0) -> None:
         """Zero projections: at first every head repeats what the target itself says, less surely.
 
         Args:
@@ -94,7 +94,7 @@ class HeadsBlock(nn.Module):
         with torch.no_grad():
             for name, weight in self.heads.named_parameters():
                 weight.fill_(size if name.endswith("norm.weight") else 0.0)
-            self.norm.weight.copy_(UNSURE * final_norm)
+            self.norm.weight.copy_(INITIAL_NORM_SCALE * final_norm)
 
     def forward(self, h: torch.Tensor, heads: int | None = None) -> list[torch.Tensor]:
         """h (rows, hidden) -> for each of the first ``heads`` heads, (rows, hidden): the input of the target's head."""
@@ -113,18 +113,18 @@ class BoundHeads(NamedTuple):
 
     Attributes:
         head: the input of the target's head -> (..., draft vocabulary).
-        ids: (draft vocabulary,) target id of each draft id; None where they are the same.
+        draft_to_target_ids: (draft vocabulary,) target id of each draft id; None where they are the same.
     """
 
     block: HeadsBlock
     head: Callable[[torch.Tensor], torch.Tensor]
-    ids: torch.Tensor | None
+    draft_to_target_ids: torch.Tensor | None
 
 
 class HeadsDraft(TrainedDraft[BoundHeads]):
     """Trained heads, as their folder holds them."""
 
-    kind, counted = KIND, "heads"
+    kind, layer_count_key = KIND, "heads"
     shape_type, module_type = HeadsShape, HeadsBlock
 
     @classmethod
@@ -142,8 +142,10 @@ class HeadsDraft(TrainedDraft[BoundHeads]):
 
     def make(self, runner: TargetRunner) -> BoundHeads:
         head, ids = self.head(runner)
-        found = serves(runner, runner.kv_shape.head_dim)
-        return BoundHeads(self.placed(runner), product(head if found is None else light(head)), ids)
+        found = draft_kernels(runner, runner.kv_shape.head_dim)
+        return BoundHeads(
+            self.load_module(runner), parallel_linear(head if found is None else quantize_for_draft(head)), ids
+        )
 
 
 @dataclass(frozen=True)
@@ -177,9 +179,9 @@ class HeadsDrafter(TreeDrafter):
         levels, kind = self.heads + ahead, tree.kind("static")
         if kind.depth > levels and (tree.widths is not None or tree.depth is not None):
             raise ValueError(f"a tree of {kind.depth} levels needs as many heads; there are {levels} to draft with")
-        if ahead and kind.name == "static" and not kind.chosen_by_user:  # first the one token that the target predicts
+        if ahead and kind.name == "static" and not kind.is_user_defined:  # first the one token that the target predicts
             kind = replace(kind, children=(1, *kind.children))
-        self.tree = kind.limited(levels)
+        self.tree = kind.limit_depth(levels)
         self._rounds = 0
 
     @property
@@ -192,20 +194,20 @@ class HeadsDrafter(TreeDrafter):
         return () if self.level is None else self.level.views
 
     @property
-    def query_window(self) -> int:  # type: ignore[override]
-        return 1 if self.level is None else self.level.query_window
+    def num_prompt_queries(self) -> int:  # type: ignore[override]
+        return 1 if self.level is None else self.level.num_prompt_queries
 
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         """The last layer, unless a level gives the states."""
-        return (runner.depth - 1,) if self.level is None else ()
+        return (runner.num_layers - 1,) if self.level is None else ()
 
     def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         return () if self.level is None else self.level.query_layers(runner)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
-        self._bound, self._store = self.draft.bound(runner), store
+        self._bound, self._store = self.draft.bind(runner), store
         if self.level is not None:
-            self.level.bind(runner, store, (runner.depth - 1,))
+            self.level.bind(runner, store, (runner.num_layers - 1,))
 
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
@@ -214,18 +216,18 @@ class HeadsDrafter(TreeDrafter):
         # One product with the head: (B, levels, draft vocabulary).
         said = bound.head(torch.stack(bound.block(hidden, self.heads), dim=1))
         if first is not None:
-            first = first if bound.ids is None else first[:, bound.ids]
+            first = first if bound.draft_to_target_ids is None else first[:, bound.draft_to_target_ids]
             said = torch.cat([first[:, None].to(said.dtype), said], dim=1)
 
-        def expand(level: Level) -> torch.Tensor:
+        def expand(level: TreeLevel) -> torch.Tensor:
             # What a head says does not depend on the path before it.
             # By the host's numbers: an index tensor would have to travel to the device.
-            own = torch.stack([said[row, level.depth, None] for row in level.rows])
+            own = torch.stack([said[row, level.depth, None] for row in level.sequence_indices])
             return own.expand(-1, level.tokens.shape[1], -1)
 
         # All levels are there already: one more costs nothing.
-        limit = None if limit is None else replace(limit, price=0.0)
-        return self.grow(sequences, expand, bound.ids, said.device, limit)
+        limit = None if limit is None else replace(limit, min_expected_gain=0.0)
+        return self.grow(sequences, expand, bound.draft_to_target_ids, said.device, limit)
 
     def _states(self, sequences: SequenceOf[Sequence]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """States (B, hidden) of the target's last layer, before its final norm: of the roots, with what the target says
@@ -233,16 +235,16 @@ class HeadsDrafter(TreeDrafter):
         store, logits = self._store, None
         rows = [s.length - 2 for s in sequences]
         if self.level is not None:
-            self.level.follow(sequences)
-            judged = self.level.judge(sequences, [TokenTree((s.output[-1],), (-1,)) for s in sequences])
+            self.level.update_views(sequences)
+            judged = self.level.verify(sequences, [TokenTree((s.output[-1],), (-1,)) for s in sequences])
             logits, store = torch.stack([of_root[0] for of_root in judged]), self.level.cache.store
             rows = [store.lengths[s.slot] for s in sequences]  # behind the view; nothing keeps it
         assert store.features is not None
         return torch.stack([store.features[s.slot, row] for s, row in zip(sequences, rows, strict=True)]), logits
 
-    def observe(self, event: Event) -> None:
+    def observe(self, round_result: RoundResult) -> None:
         if self.level is not None:
-            self.level.observe(event)
+            self.level.observe(round_result)
 
     def release(self, sequence: Sequence) -> None:
         if self.level is not None:
@@ -261,6 +263,6 @@ register(
             "longdraft.training.heads:train_heads",
             "Train chained heads (TokenSwift)",
         ),
-        inside=tokenswift_heads.holds,
+        in_checkpoint=tokenswift_heads.has_heads,
     )
 )

@@ -21,16 +21,16 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from longdraft.drafters.shared.block import DraftBlock, Layer, initialise
-from longdraft.drafters.shared.neural import NeuralDrafter
-from longdraft.drafters.shared.round import BoundDraft
-from longdraft.drafters.shared.whole_level import Text
+from longdraft.drafters.shared.block_drafter import BlockDrafter
+from longdraft.drafters.shared.draft_block import DraftBlock, DraftLayer, initialize
+from longdraft.drafters.shared.draft_round import BoundDraft
+from longdraft.drafters.shared.fused_level import TargetKV
 from longdraft.drafts.draft import TrainedDraft
-from longdraft.drafts.draft_folder import PUBLISHED, DraftFolder, filled_in, shape_of
+from longdraft.drafts.draft_folder import HF_NAMES, DraftFolder, read_shape, with_derived_sizes
 from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.errors import UnsupportedModelError
 from longdraft.model.runner import TargetRunner
-from longdraft.model.sharded import product
+from longdraft.model.tensor_parallel import parallel_linear
 from longdraft.options import parse
 from longdraft.trees.options import TreeOptions
 from longdraft.views.draft_cache import DraftCache
@@ -60,10 +60,10 @@ class LongSpecShape:
     norm_before_residual: ClassVar[bool] = False
 
 
-class LongSpecBlock(Layer, DraftBlock):
+class LongSpecBlock(DraftLayer, DraftBlock):
     """The block. Its state dict is the published layout without the cross-attention's unused k and v."""
 
-    plain = True
+    has_fused_kernel = True
 
     def __init__(self, shape: LongSpecShape) -> None:
         super().__init__(shape, shape.hidden_size, "input_layernorm", cross=True)
@@ -71,16 +71,16 @@ class LongSpecBlock(Layer, DraftBlock):
         self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps) if shape.final_norm else nn.Identity()
 
     @property
-    def first(self) -> Layer:
+    def first_layer(self) -> DraftLayer:
         return self
 
-    def joined(self, x: torch.Tensor, g: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def combine_inputs(self, x: torch.Tensor, g: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values depend on token and position alone."""
         return self.input_layernorm(x), x
 
-    def initialise(self, seed: int = 0, std: float = 0.02) -> None:
+    def initialize(self, seed: int = 0, std: float = 0.02) -> None:
         """Normal weights, zero biases, and zero output projections: the block starts as the identity."""
-        initialise(self, seed, std)
+        initialize(self, seed, std)
         if self.shape.final_norm:
             with torch.no_grad():
                 self.norm.get_parameter("weight").fill_(0.5)  # small logits: at first the block repeats its input
@@ -105,10 +105,10 @@ class LongSpecDraft(TrainedDraft[BoundDraft]):
         check_rotary(runner)
 
     def make(self, runner: TargetRunner) -> BoundDraft:
-        block = self.placed(runner)
+        block = self.load_module(runner)
         head, ids = self.head(runner)
-        block.borrow(product(head))
-        return BoundDraft(runner, block, runner.parts.rotary, ids, head)
+        block.borrow_head(parallel_linear(head))
+        return BoundDraft(runner, block, runner.shared_parts.rotary, ids, head)
 
 
 def check_rotary(runner: TargetRunner) -> None:
@@ -118,7 +118,7 @@ def check_rotary(runner: TargetRunner) -> None:
             f"{type(runner.model).__name__} has no layer with full attention, whose keys LongSpec drafts read. Use "
             "another method: prompt-lookup."
         )
-    cos, _ = runner.parts.rotary(torch.zeros(1, dtype=torch.long, device=runner.device))
+    cos, _ = runner.shared_parts.rotary(torch.zeros(1, dtype=torch.long, device=runner.device))
     if cos.shape[-1] != (size := runner.kv_shape.head_dim):
         raise UnsupportedModelError(
             f"{type(runner.model).__name__} rotates {cos.shape[-1]} of {size} dimensions of a head; LongSpec drafts "
@@ -128,15 +128,15 @@ def check_rotary(runner: TargetRunner) -> None:
 
 def _as_ours(folder: Path | str, published: DraftFolder) -> DraftFolder:
     """A published draft in our layout: transformers names its sizes differently and leaves some out."""
-    config = filled_in(published.config)
-    shape = shape_of(LongSpecShape, config, folder, "LongSpec", PUBLISHED)
+    config = with_derived_sizes(published.config)
+    shape = read_shape(LongSpecShape, config, folder, "LongSpec", HF_NAMES)
     ours = asdict(shape) | {n: config[n] for n in ("trained_length", "draft_vocab_size") if n in config}
     target = {} if config.get("vocab_size") is None else {"vocab_size": config["vocab_size"]}
     tensors = {name: t for name, t in published.tensors.items() if name not in _DEAD}
     return DraftFolder(KIND, ours, tensors, target | published.target)
 
 
-class LongSpecDrafter(NeuralDrafter):
+class LongSpecDrafter(BlockDrafter):
     """Drafts trees with a LongSpec block."""
 
     options = (TreeOptions,)
@@ -152,13 +152,13 @@ class LongSpecDrafter(NeuralDrafter):
     def make_cache(self) -> DraftCache:
         """The last keys, which depend on token and position alone."""
         # Forwards of other texts may move the target's keys and values, by numbers on the host.
-        self.records = self.store.in_place
+        self.is_capturable = self.store.is_resident
         own = replace(self.runner.kv_shape, layers=1, kv_heads=self.draft.shape.kv_heads)
-        return self.last_rows(own, self.draft.shape.window, self.tree.max_expanded)
+        return self.last_rows(own, self.draft.shape.window, self.tree.max_expanded_nodes)
 
-    def text(self, slots: SequenceOf[int]) -> Text:
+    def text(self, slots: SequenceOf[int]) -> TargetKV:
         """The target's last-layer keys and values, which cross-attention sees."""
-        return *self.store.layer(self.store.shape.layers - 1), [self.store.readable(slot) for slot in slots]
+        return *self.store.layer(self.store.shape.layers - 1), [self.store.readable_len(slot) for slot in slots]
 
 
 register(
@@ -169,7 +169,7 @@ register(
         "Yang et al. 2025, LongSpec, arXiv:2502.17421",
         load=LongSpecDraft.load,
         training=Training(
-            "longdraft.training.config:TrainConfig",
+            "longdraft.training.config:LongSpecConfig",
             "longdraft.training.longspec:train_longspec",
             "Train a LongSpec draft",
         ),

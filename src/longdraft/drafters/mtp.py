@@ -23,16 +23,16 @@ from torch import nn
 
 from longdraft.drafters.eagle import EagleBlock
 from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter, WindowOptions
-from longdraft.drafters.shared.block import ALL, CrossAttend, Going, SelfAttend
-from longdraft.drafters.shared.round import BoundDraft
+from longdraft.drafters.shared.draft_block import ALL, CrossAttend, OutputRows, SelfAttend
+from longdraft.drafters.shared.draft_round import BoundDraft
 from longdraft.drafts import draft_folder, mtp_formats
 from longdraft.drafts.draft import Draft
 from longdraft.drafts.kinds import Kind, register
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.memory.store import KVShape, KVStore
-from longdraft.model import own_layer
+from longdraft.model import mtp_layer
 from longdraft.model.runner import TargetRunner
-from longdraft.native import Stored
+from longdraft.native import QuantizedMatrix
 from longdraft.options import Options
 from longdraft.trees.options import TreeOptions
 
@@ -55,15 +55,15 @@ class MtpBlock(EagleBlock):
 
     def __init__(self, runner: TargetRunner, sparse: bool) -> None:
         nn.Module.__init__(self)
-        size, eps = runner.parts.hidden_size, runner.parts.rms_norm_eps
-        self.layer = own_layer.layer_like(runner.model, sparse)
+        size, eps = runner.shared_parts.hidden_size, runner.shared_parts.rms_norm_eps
+        self.layer = mtp_layer.new_decoder_layer(runner.model, sparse)
         for name in ("enorm", "hnorm", "norm"):
-            self.add_module(name, own_layer.norm_like(self.layer, size, eps))
+            self.add_module(name, mtp_layer.new_norm(self.layer, size, eps))
         with torch.device("meta"):
             self.eh_proj = nn.Linear(2 * size, size, bias=False)
-        self.borrow_of(runner)
+        self.borrow_target_head(runner)
 
-    def joined(self, x: torch.Tensor, g: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def combine_inputs(self, x: torch.Tensor, g: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         assert g is not None
         n = self.eh_proj(torch.cat([self.enorm(x), self.hnorm(g)], -1))
         return n, n
@@ -71,7 +71,7 @@ class MtpBlock(EagleBlock):
     def keys_values(
         self, x: torch.Tensor, g: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return own_layer.keys_values(self.layer, self.joined(x, g)[0], cos, sin)
+        return mtp_layer.compute_kv(self.layer, self.combine_inputs(x, g)[0], cos, sin)
 
     def forward(
         self,
@@ -79,20 +79,22 @@ class MtpBlock(EagleBlock):
         g: torch.Tensor | None,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        attends: Sequence[SelfAttend],
-        going: Going = ALL,
+        attend_fns: Sequence[SelfAttend],
+        output_rows: OutputRows = ALL,
         cross: CrossAttend | None = None,
     ) -> torch.Tensor:
         """The module over T rows: o (Tq, hidden), behind the last norm."""
-        n, (attend,) = self.joined(x, g)[0], attends
+        n, (attend,) = self.combine_inputs(x, g)[0], attend_fns
         sees = attend
-        if going is not ALL:  # of the other rows, keys and values alone
-            keys, values = own_layer.keys_values(self.layer, n, cos, sin)
+        if output_rows is not ALL:  # of the other rows, keys and values alone
+            keys, values = mtp_layer.compute_kv(self.layer, n, cos, sin)
 
             def sees(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
                 return attend(q, keys, values)
 
-        out: torch.Tensor = self.norm(own_layer.run(self.layer, n[going], cos[going], sin[going], sees))
+        out: torch.Tensor = self.norm(
+            mtp_layer.run_layer(self.layer, n[output_rows], cos[output_rows], sin[output_rows], sees)
+        )
         return out
 
 
@@ -106,15 +108,15 @@ class MtpDraft(Eagle3Draft):
 
     kind, label = KIND, "MTP"
 
-    def __init__(self, folder: Path | str, tensors: dict[str, torch.Tensor | Stored]) -> None:
+    def __init__(self, folder: Path | str, tensors: dict[str, torch.Tensor | QuantizedMatrix]) -> None:
         Draft.__init__(self, folder)
         self._tensors = tensors
         self.config, self.layout = {}, "checkpoint"
-        self.ids, self.layers, self.window = None, None, None
+        self.draft_to_target_ids, self.configured_layers, self.window = None, None, None
         projection = tensors.get("eh_proj.weight")
         if projection is None:
             raise CheckpointError(f"{folder} has no projection before its further layer (fc or eh_proj).")
-        self.made_for = {"hidden_size": projection.shape[0]}
+        self.required_target = {"hidden_size": projection.shape[0]}
 
     @classmethod
     def load(cls, folder: Path | str) -> MtpDraft:
@@ -134,12 +136,12 @@ class MtpDraft(Eagle3Draft):
         """It reads texts as long as the target does."""
         return
 
-    def usual_layers(self, count: int) -> tuple[int, ...]:
+    def default_feature_layers(self, count: int) -> tuple[int, ...]:
         return (count - 1,)
 
     def check(self, runner: TargetRunner) -> None:
-        draft_folder.check_target(self.made_for, runner.parts.description, self.folder)
-        if runner.share is not None:
+        draft_folder.check_target(self.required_target, runner.shared_parts.description, self.folder)
+        if runner.tp_rank is not None:
             raise CapabilityError("MTP layers are not shared out to several processes: take eagle3 or prompt-lookup.")
 
     def remarks(self, runner: TargetRunner) -> list[str]:
@@ -151,27 +153,27 @@ class MtpDraft(Eagle3Draft):
         sizes = {name: tensor.shape for name, tensor in block.state_dict().items()}
         found = {name: torch.empty(t.shape, dtype=torch.float32, device="meta") for name, t in tensors.items()}
         draft_folder.check_tensors(found, sizes, self.folder, self.label)
-        own_layer.put_in(block, tensors, runner.device, runner.kv_shape.dtype, int8=runner.arithmetic == "int8")
-        return BoundDraft(runner, block, runner.parts.rotary, None)
+        mtp_layer.load_weights(block, tensors, runner.device, runner.kv_shape.dtype, int8=runner.arithmetic == "int8")
+        return BoundDraft(runner, block, runner.shared_parts.rotary, None)
 
 
 class MtpDrafter(Eagle3Drafter):
     """Drafts with the further layer of a target's own checkpoint."""
 
     options: ClassVar[tuple[type[Options], ...]] = (TreeOptions, WindowOptions)
-    records = False  # the target's class may choose experts
+    is_capturable = False  # the target's class may choose experts
     draft: MtpDraft
 
     @torch.inference_mode()
-    def own_kv(self) -> KVShape:
+    def kv_shape_of_draft(self) -> KVShape:
         runner, bound = self.runner, self.bound
-        row = torch.zeros(1, runner.parts.hidden_size, dtype=runner.kv_shape.dtype, device=runner.device)
+        row = torch.zeros(1, runner.shared_parts.hidden_size, dtype=runner.kv_shape.dtype, device=runner.device)
         cos, sin = bound.rotary(torch.zeros(1, dtype=torch.long, device=runner.device))
         keys, _ = bound.block.keys_values(row, row, cos, sin)
         return KVShape(1, keys.shape[0], keys.shape[2], runner.kv_shape.dtype)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
-        length = own_layer.unstretched(runner.model)
+        length = mtp_layer.original_context_length(runner.model)
         if self.window is None and length is not None and store.capacity > length > self.tree.depth:
             self.window = length
         super().bind(runner, store)
@@ -184,6 +186,6 @@ register(
         "the layer inside the model's own checkpoint that predicts further tokens (Qwen3.5, GLM-4.5, DeepSeek-V3)",
         "DeepSeek-AI 2024, DeepSeek-V3, arXiv:2412.19437",
         load=MtpDraft.load,
-        inside=mtp_formats.holds,
+        in_checkpoint=mtp_formats.has_mtp_layer,
     )
 )

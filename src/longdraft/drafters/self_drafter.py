@@ -19,27 +19,27 @@ from typing import Any, ClassVar
 
 import torch
 
-from longdraft.drafters.shared.agreement import Agreement
-from longdraft.drafters.shared.hosted import HostedRound
+from longdraft.drafters.shared.acceptance_calibrator import AcceptanceCalibrator
+from longdraft.drafters.shared.lm_round import LMDraftRound
 from longdraft.drafters.shared.tree_drafter import TreeDrafter
 from longdraft.engine import method
-from longdraft.engine.event import Event
 from longdraft.engine.method import Method
-from longdraft.engine.schedule import verify_trees
+from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
+from longdraft.engine.verifier import verify_trees
 from longdraft.memory.store import KVStore
+from longdraft.model.fused_lm import FusedLM
 from longdraft.model.runner import TargetRunner
-from longdraft.model.whole_lm import WholeLM
 from longdraft.options import Options, option, parse
-from longdraft.trees.level import Level
+from longdraft.trees.level import TreeLevel
 from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import NodeLimit, TokenTree
-from longdraft.views.cache import TrueCache
-from longdraft.views.retrieval import Refresh
+from longdraft.views.retrieval import ReselectionTimer
 from longdraft.views.scorers import SCORERS
-from longdraft.views.view import DTYPES, View, dtype_of
+from longdraft.views.sparse_kv_cache import SparseKVCache
+from longdraft.views.view import DTYPES, View, parse_dtype
 
-BUDGET = 512
+DEFAULT_BUDGET = 512
 # StreamingLLM's first tokens, which MagicDec and TokenSwift take over.
 SINK = 16
 # SnapKV's window, whose queries choose (MagicDec, section 4).
@@ -84,7 +84,7 @@ class ViewOptions(Options):
     )
 
 
-def self_view(view: str, budget: int | None, sink: int | None, window: int | None, chunk: int | None) -> View:
+def make_self_view(view: str, budget: int | None, sink: int | None, window: int | None, chunk: int | None) -> View:
     """A view from a drafter's options, None for those that were not given.
 
     Args:
@@ -106,7 +106,7 @@ def self_view(view: str, budget: int | None, sink: int | None, window: int | Non
     sink = -(-SINK // size) * size if sink is None else sink
     streaming = SCORERS[scorer] is None
     if budget is None:
-        budget = sink + window if streaming and window is not None else BUDGET
+        budget = sink + window if streaming and window is not None else DEFAULT_BUDGET
     if window is None:
         window = max(budget - sink, 1) if streaming else WINDOW
     least = sink + window + (size if size > 1 else 0)
@@ -145,14 +145,14 @@ class SelfOptions(ViewOptions):
     )
 
 
-def drafts_lightly(runner: TargetRunner) -> bool:
+def can_draft_quantized(runner: TargetRunner) -> bool:
     """True if a model drafts on an eight-bit view, and in float32 on lighter weights than it verifies on, by kernels of
     ours."""
     return (
         runner.can_round_kv
         and not runner.kv_is_rounded
         and runner.offload is None
-        and runner.twin.fused.stack is not None
+        and runner.execution_model.fused.stack is not None
     )
 
 
@@ -172,44 +172,44 @@ class SelfDrafter(TreeDrafter):
     def __init__(self, **options: Any) -> None:
         own, tree = parse("self-drafting", options, SelfOptions, TreeOptions)
         view = own.view
-        self.view_dtype = dtype_of("int8" if view == "all" and own.view_dtype is None else own.view_dtype)
+        self.view_dtype = parse_dtype("int8" if view == "all" and own.view_dtype is None else own.view_dtype)
         self._many = view == "attention" and own.budget is None and own.view_dtype is None
-        sizes = self_view(view, MANY if self._many else own.budget, own.sink, own.window, own.chunk)
-        self.view = replace(sizes, room=max(FRESH, sizes.budget // FRESH_SHARE))
+        sizes = make_self_view(view, MANY if self._many else own.budget, own.sink, own.window, own.chunk)
+        self.view = replace(sizes, max_new=max(FRESH, sizes.size // FRESH_SHARE))
         interval = REFRESH.get(view, USUAL_REFRESH) if own.refresh is None else own.refresh
-        self.refresh = Refresh(interval, self.view.query_count)
+        self.refresh = ReselectionTimer(interval, self.view.num_queries)
         self.tree = tree.kind("chain")
-        more = log2(max(1.0, self.view.budget / BUDGET))
+        more = log2(max(1.0, self.view.size / DEFAULT_BUDGET))
         self.prior_acceptance = ALL if view == "all" else min(SOME + DOUBLED * more, MOST)
-        self._agreement: dict[int, Agreement] = {}  # of each text
-        self.whole: WholeLM | None = None
+        self._agreement: dict[int, AcceptanceCalibrator] = {}  # of each text
+        self.fused_lm: FusedLM | None = None
         # Rows that trees fill which another one drafted and this one judges.
-        self.judged = 0
+        self.max_verified_tokens = 0
 
     @property
-    def forward_ratio(self) -> float:  # type: ignore[override]
-        return LIGHTER if self.whole is not None and self.whole.lighter else 1.0
+    def forward_cost_ratio(self) -> float:  # type: ignore[override]
+        return LIGHTER if self.fused_lm is not None and self.fused_lm.is_quantized else 1.0
 
-    def rows_read(self, length: int) -> float | None:
+    def kv_tokens_read(self, length: int) -> float | None:
         kept = self.runner.kv_dtype
-        return min(length, self.view.budget) * (self.view_dtype or kept).itemsize / kept.itemsize
+        return min(length, self.view.size) * (self.view_dtype or kept).itemsize / kept.itemsize
 
     @property
     def views(self) -> tuple[View, ...]:
         return () if self.view.window == EVERYTHING else (self.view,)
 
     @property
-    def query_window(self) -> int:  # type: ignore[override]
-        return max(1, self.view.query_count)
+    def num_prompt_queries(self) -> int:  # type: ignore[override]
+        return max(1, self.view.num_queries)
 
     def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         """All, where rows are chosen: each layer for itself."""
-        return tuple(range(runner.kv_shape.layers)) if self.view.query_count else ()
+        return tuple(range(runner.kv_shape.layers)) if self.view.num_queries else ()
 
-    def reads_queries(self, sequences: list[Sequence]) -> bool:
+    def needs_queries(self, sequences: list[Sequence]) -> bool:
         """Not while the views hold all of the texts, and nothing is to be chosen."""
         # A recorded verification brings them for nothing, and one without them would be another recording.
-        return self.runner.graphs.recording or any(s.length + FRESH > self.view.budget for s in sequences)
+        return self.runner.graphs.enabled or any(s.length + FRESH > self.view.size for s in sequences)
 
     def bind(self, runner: TargetRunner, store: KVStore, feature_layers: tuple[int, ...] = ()) -> None:
         self.runner, features = runner, feature_layers or store.feature_layers
@@ -217,54 +217,57 @@ class SelfDrafter(TreeDrafter):
             self.view_dtype = torch.int8
 
         def new_store(slots: int, capacity: int) -> KVStore:
-            return runner.new_store(slots, capacity, features, resident=True, dtype=self.view_dtype, states=False)
+            return runner.new_store(slots, capacity, features, resident=True, dtype=self.view_dtype, with_states=False)
 
-        self.cache = TrueCache(store, new_store, self.view, self.rows)
-        self.whole = WholeLM.of(runner)
+        self.cache = SparseKVCache(store, new_store, self.view, self.scratch_entries)
+        self.fused_lm = FusedLM.of(runner)
 
     @property
-    def rows(self) -> int:
+    def scratch_entries(self) -> int:
         """Rows behind a view that a round fills at most, the root's included."""
-        return max(self.tree.max_expanded, self.judged) + 1
+        return max(self.tree.max_expanded_nodes, self.max_verified_tokens) + 1
 
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
-        self.follow(sequences)
+        self.update_views(sequences)
 
-        def lift(level: Level, log_probs: torch.Tensor) -> torch.Tensor:
-            texts = zip((sequences[row] for row in level.rows), log_probs, strict=True)
-            return torch.stack([self.agreement(s).lifted(x) for s, x in texts])
+        def lift(level: TreeLevel, logprobs: torch.Tensor) -> torch.Tensor:
+            texts = zip((sequences[row] for row in level.sequence_indices), logprobs, strict=True)
+            return torch.stack([self.calibrator(s).calibrate(x) for s, x in texts])
 
-        drafted, device = HostedRound(self, self.runner, self.cache.store, self.whole, sequences), self.runner.device
+        drafted, device = (
+            LMDraftRound(self, self.runner, self.cache.store, self.fused_lm, sequences),
+            self.runner.device,
+        )
         return self.grow(sequences, drafted.expand, None, device, limit, drafted.likeliest, lift)
 
-    def agreement(self, sequence: Sequence) -> Agreement:
+    def calibrator(self, sequence: Sequence) -> AcceptanceCalibrator:
         """The estimate of how often it chooses the target's token in this text."""
-        return self._agreement.setdefault(sequence.index, Agreement(self.prior_acceptance))
+        return self._agreement.setdefault(sequence.index, AcceptanceCalibrator(self.prior_acceptance))
 
     @torch.inference_mode()
-    def follow(self, sequences: SequenceOf[Sequence]) -> None:
+    def update_views(self, sequences: SequenceOf[Sequence]) -> None:
         """Updates the views to the readable rows of each text, and chooses rows again where that is due."""
         for s in sequences:
-            due = self.view.query_count > 0 and self.refresh.due(s.slot)
+            due = self.view.num_queries > 0 and self.refresh.is_due(s.slot)
             if self.cache.update(s.slot, self.refresh.queries(s.slot), due):
-                self.refresh.done(s.slot)
+                self.refresh.restart(s.slot)
 
-    def observe(self, event: Event) -> None:
+    def observe(self, round_result: RoundResult) -> None:
         """Keeps queries for the next choice, learns from accepted tokens, forgets copies of changed rows."""
-        slot = event.sequence.slot
-        if event.begins:  # nothing is kept of the last text in the slot
+        slot = round_result.sequence.slot
+        if round_result.is_prefill:  # nothing is kept of the last text in the slot
             self._begin(slot)
-        if self.view.query_count and event.queries:
-            self.refresh.add(slot, event.queries)
-        if event.replaced is not None:
-            self.cache.forget(slot, event.replaced)
-        if event.begins:  # as part of reading the prompt: the first round takes no longer than others
-            self.follow([event.sequence])
-        elif event.tree.drafted:  # a plain round says nothing of the view
-            self.refresh.note(slot)
-            if event.tree.log_probs:
-                self.agreement(event.sequence).saw(event.tree, event.emitted)
+        if self.view.num_queries and round_result.queries:
+            self.refresh.add_queries(slot, round_result.queries)
+        if round_result.kv_rewritten_from is not None:
+            self.cache.invalidate(slot, round_result.kv_rewritten_from)
+        if round_result.is_prefill:  # as part of reading the prompt: the first round takes no longer than others
+            self.update_views([round_result.sequence])
+        elif round_result.tree.num_draft_tokens:  # a plain round says nothing of the view
+            self.refresh.count_verification(slot)
+            if round_result.tree.logprobs:
+                self.calibrator(round_result.sequence).observe(round_result.tree, round_result.new_token_ids)
 
     def release(self, sequence: Sequence) -> None:
         self._agreement.pop(sequence.index, None)
@@ -273,10 +276,10 @@ class SelfDrafter(TreeDrafter):
     # --- as a verifier of what another one drafts ---
 
     @torch.inference_mode()
-    def judge(self, sequences: SequenceOf[Sequence], trees: list[TokenTree]) -> list[torch.Tensor]:
+    def verify(self, sequences: SequenceOf[Sequence], trees: list[TokenTree]) -> list[torch.Tensor]:
         """Its logits (at least tree.size, vocabulary) on a tree of each sequence, rooted at its last token.
 
-        The views must hold everything before the roots: call :meth:`follow` first.
+        The views must hold everything before the roots: call :meth:`update_views` first.
         """
         self.forwards += 1
         slots, bases = [s.slot for s in sequences], [s.length - 1 for s in sequences]
@@ -285,8 +288,8 @@ class SelfDrafter(TreeDrafter):
         return list(out.logits)
 
     def _begin(self, slot: int) -> None:
-        self.cache.forget(slot)
-        self.refresh.forget(slot)
+        self.cache.invalidate(slot)
+        self.refresh.reset(slot)
 
 
 method.register(
@@ -295,8 +298,8 @@ method.register(
         SelfDrafter,
         "the model itself drafts on a part of its KV cache, and verifies on all of it",
         "Sun et al. 2024, TriForce, arXiv:2404.11912; Sadhukhan et al. 2024, MagicDec, arXiv:2408.11049",
-        joined=True,
-        pays=drafts_lightly,
+        accepts_lookup=True,
+        is_worthwhile=can_draft_quantized,
     )
 )
 method.register(
@@ -305,7 +308,7 @@ method.register(
         partial(SelfDrafter, view="all"),
         "the model itself drafts on all of its KV cache in eight bits, and verifies on it as it is",
         "after Tiwari et al. 2025, QuantSpec, arXiv:2502.10424",
-        joined=True,
+        accepts_lookup=True,
     )
 )
 method.register(

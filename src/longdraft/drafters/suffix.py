@@ -13,22 +13,22 @@ from itertools import count
 from math import exp, log, log2
 from typing import Any
 
-from longdraft.drafters.shared.suffixes import END, Earlier, Matches, Suffixes
+from longdraft.drafters.shared.suffix_matches import SEPARATOR, OccurrenceIndex, RequestHistory, SuffixMatches
 from longdraft.engine.drafter import Drafter
-from longdraft.engine.event import Event
 from longdraft.engine.method import Method, register
+from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
 from longdraft.options import Options, option, parse
 from longdraft.trees.tree import NodeLimit, TokenTree
 
 # Matches that the unknown counts as: greedy text repeats more of what stands before it than sampled text.
-UNKNOWN = {True: 1.0, False: 3.0}
+UNSEEN_PSEUDO_COUNT = {True: 1.0, False: 3.0}
 # The least probability of a path where nothing plans (SuffixDecoding: 0.1), and where a planner knows what a node must
 # promise: there it bounds the work.
-LEAST, LEAST_PLANNED = 0.2, 0.01
+MIN_PATH_PROBABILITY, MIN_PATH_PROBABILITY_PLANNED = 0.2, 0.01
 
 
-def mixed(matches: SequenceOf[tuple[int, int]], unknown: float) -> dict[int, float]:
+def mixed_match_probabilities(matches: SequenceOf[tuple[int, int]], pseudo_count: float) -> dict[int, float]:
     """Probabilities of the next token, from what followed earlier matches.
 
     From shorter to longer matches, each length's shares f pull the estimate p of the shorter ones towards them::
@@ -49,14 +49,14 @@ def mixed(matches: SequenceOf[tuple[int, int]], unknown: float) -> dict[int, flo
         counts[token] = counts.get(token, 0) + 1
         shorter = matches[i][0] if i < len(matches) else 0
         if shorter < length:
-            kept = left * ((1 + shorter) / (1 + length)) ** log2(1 + i / unknown)
+            kept = left * ((1 + shorter) / (1 + length)) ** log2(1 + i / pseudo_count)
             for known, times in counts.items():
                 chances[known] = chances.get(known, 0.0) + (left - kept) * times / i
             left = kept
     return chances
 
 
-class Trust:
+class OnlinePlattScaler:
     """Corrects such probabilities by how right they were lately: a line in log-odds, learned online.
 
     It learns whether or not a proposal was verified, since the next token is seen in any case.
@@ -68,12 +68,12 @@ class Trust:
     def __init__(self) -> None:
         self.shift, self.slope = 0.0, 1.0
 
-    def chance(self, said: float) -> float:
+    def calibrate(self, said: float) -> float:
         return 1.0 / (1.0 + exp(-self.shift - self.slope * _log_odds(said)))
 
-    def saw(self, said: float, right: bool) -> None:
+    def observe(self, said: float, right: bool) -> None:
         """Learns whether a proposed token was right."""
-        step = self.RATE * (right - self.chance(said))
+        step = self.RATE * (right - self.calibrate(said))
         self.shift += step
         self.slope += 0.1 * step * _log_odds(said)
 
@@ -100,9 +100,10 @@ class _Node:
         self._matches = [
             (token, *match)
             for match in matches
-            if (token := match[1][match[2]] if match[2] < len(match[1]) else path[match[2] - len(match[1])]) != END
+            if (token := match[1][match[2]] if match[2] < len(match[1]) else path[match[2] - len(match[1])])
+            != SEPARATOR
         ]
-        self.said = mixed([(length, token) for token, length, _, _ in self._matches], unknown)
+        self.said = mixed_match_probabilities([(length, token) for token, length, _, _ in self._matches], unknown)
         self.children: dict[int, _Node] = {}
 
     def follow(self, token: int) -> _Node:
@@ -120,10 +121,10 @@ class _Text:
         proposed: the root of the last round's paths.
     """
 
-    def __init__(self, prompt: list[int], longest: int, others: SequenceOf[Suffixes]) -> None:
-        self._own = Suffixes()
-        self._matches = [Matches(store, longest) for store in (self._own, *others)]
-        self.trust = Trust()
+    def __init__(self, prompt: list[int], longest: int, others: SequenceOf[OccurrenceIndex]) -> None:
+        self._own = OccurrenceIndex()
+        self._matches = [SuffixMatches(store, longest) for store in (self._own, *others)]
+        self.trust = OnlinePlattScaler()
         self.proposed: _Node | None = None
         # Matches begin at the end: nobody asks for those of a prompt's inside.
         for token in prompt[:-longest]:
@@ -131,7 +132,7 @@ class _Text:
 
     def read(self, s: Sequence) -> list[int]:
         """Reads the text's new tokens, and returns them."""
-        read, prompt = len(self._own.tokens), len(s.prompt)
+        read, prompt = len(self._own.token_ids), len(s.prompt)
         new = s.output[read - prompt :] if read >= prompt else s.tokens[read:]
         for token in new:
             for matches in self._matches:
@@ -140,9 +141,9 @@ class _Text:
         return new
 
     def root(self, least: int, unknown: float) -> _Node:
-        found = [match for matches in self._matches for match in matches.found(least)]
+        found = [match for matches in self._matches for match in matches.select(least)]
         # Of equally long ones the own text's before earlier ones, and the latest of each first.
-        found.sort(key=lambda match: (-match[0], match[1] is not self._own.tokens, -match[2]))
+        found.sort(key=lambda match: (-match[0], match[1] is not self._own.token_ids, -match[2]))
         self.proposed = _Node(found, [], unknown)
         return self.proposed
 
@@ -177,41 +178,43 @@ class SuffixDrafter(Drafter):
         self.min_n, self.max_n = own.min_n, own.max_n
         self._shaped = "branches" in options
         given = own.earlier
-        self.earlier = given if isinstance(given, Earlier) else Earlier(given) if given else None
+        self.earlier = given if isinstance(given, RequestHistory) else RequestHistory(given) if given else None
         self._texts: dict[int, _Text] = {}
 
-    def avoid_forks(self) -> bool:
+    def use_chains(self) -> bool:
         if not self._shaped:
             self.branches = 1
         return self.branches == 1
 
-    def _store(self, s: Sequence) -> Earlier | None:
-        return None if self.earlier is None else self.earlier.of(s.tenant)
+    def _store(self, s: Sequence) -> RequestHistory | None:
+        return None if self.earlier is None else self.earlier.for_tenant(s.tenant)
 
-    def _others(self, s: Sequence) -> list[Suffixes]:
+    def _others(self, s: Sequence) -> list[OccurrenceIndex]:
         earlier = self._store(s)
-        found = [] if earlier is None else [earlier.suffixes]
+        found = [] if earlier is None else [earlier.index]
         if s.predicted:
-            found.append(Suffixes())
-            for token in (*s.predicted, END):
+            found.append(OccurrenceIndex())
+            for token in (*s.predicted, SEPARATOR):
                 found[-1].append(token)
         return found
 
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
-        return [self._propose(s, LEAST if limit is None else LEAST_PLANNED) for s in sequences]
+        return [
+            self._propose(s, MIN_PATH_PROBABILITY if limit is None else MIN_PATH_PROBABILITY_PLANNED) for s in sequences
+        ]
 
     def _propose(self, s: Sequence, least: float) -> TokenTree:
         """Adds nodes, the likeliest first, until the tree is full or no node is likely enough."""
-        tokens, parents, log_probs = [s.output[-1]], [-1], [0.0]
+        tokens, parents, logprobs = [s.output[-1]], [-1], [0.0]
         text, depth, order = self._texts[s.index], min(self.max_draft, s.remaining - 1), count()
         heap: list[tuple[float, int, int, int, float, _Node]] = []
 
         def offer(place: int, score: float, node: _Node) -> None:
             for token, said in node.said.items():
-                chance = log(text.trust.chance(said))
+                chance = log(text.trust.calibrate(said))
                 heappush(heap, (-score - chance, next(order), place, token, chance, node))
 
-        offer(0, 0.0, text.root(self.min_n, UNKNOWN[s.greedy]))
+        offer(0, 0.0, text.root(self.min_n, UNSEEN_PSEUDO_COUNT[s.greedy]))
         inner: set[int] = set()
         leaves = 1
         while heap and depth > 0 and len(tokens) <= self.max_nodes and heap[0][0] <= -log(least):
@@ -223,16 +226,16 @@ class SuffixDrafter(Drafter):
             inner.add(parent)
             tokens.append(token)
             parents.append(parent)
-            log_probs.append(chance)
+            logprobs.append(chance)
             if len(node.path) + 1 < depth:
                 offer(len(tokens) - 1, -score, node.follow(token))
         looked_up = frozenset(range(1, len(tokens)))
-        return TokenTree(tuple(tokens), tuple(parents), tuple(log_probs), looked_up=looked_up)
+        return TokenTree(tuple(tokens), tuple(parents), tuple(logprobs), lookup_nodes=looked_up)
 
-    def observe(self, event: Event) -> None:
+    def observe(self, round_result: RoundResult) -> None:
         """Reads the emitted tokens, and learns how right the last round's probabilities were."""
-        s = event.sequence
-        if event.begins:
+        s = round_result.sequence
+        if round_result.is_prefill:
             self._texts[s.index] = _Text(s.prompt, self.max_n, self._others(s))
         text = self._texts[s.index]
         came, node = text.read(s), text.proposed
@@ -241,7 +244,7 @@ class SuffixDrafter(Drafter):
             if node is None:
                 break
             for known, said in node.said.items():
-                text.trust.saw(said, known == token)
+                text.trust.observe(said, known == token)
             node = node.children.get(token)
 
     def release(self, sequence: Sequence) -> None:

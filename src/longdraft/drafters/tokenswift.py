@@ -17,23 +17,23 @@ from itertools import pairwise
 from math import log
 from typing import Any
 
+from longdraft.drafters.combined import CombinedDrafter
 from longdraft.drafters.heads import HeadOptions, HeadsDraft, HeadsDrafter
 from longdraft.drafters.self_drafter import VIEWS, SelfDrafter, ViewOptions
-from longdraft.drafters.united import UnitedDrafter
 from longdraft.engine.drafter import Drafter
-from longdraft.engine.event import Event
 from longdraft.engine.method import Method, register
+from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
 from longdraft.options import declared, option, parse, takes
 from longdraft.trees.options import TreeOptions
-from longdraft.trees.tree import NodeLimit, TokenTree, union
+from longdraft.trees.tree import NodeLimit, TokenTree, tree_from_paths
 from longdraft.views.view import check_sizes
 
 # TokenSwift: phrases of four tokens, twenty of them.
 PHRASE, PHRASES = 4, 20
 
 
-class Phrases:
+class PhraseTable:
     """The phrases of a growing text, counted. Adding a token and looking up take the same time however long it is.
 
     Args:
@@ -68,11 +68,11 @@ class Phrases:
         best.insert(place, phrase)
         del best[self.k :]
 
-    def after(self, token: int) -> list[tuple[int, ...]]:
+    def continuations(self, token: int) -> list[tuple[int, ...]]:
         """The most frequent continuations of a token, n - 1 tokens each, the best first."""
         return [phrase[1:] for phrase in self._best.get(token, ())]
 
-    def log_probs(self, token: int, continuation: SequenceOf[int]) -> list[float]:
+    def logprobs(self, token: int, continuation: SequenceOf[int]) -> list[float]:
         """Log-probability of each token given those before: its share of the continuations, plus one for a new one."""
         phrase = (token, *continuation)
         seen = [self._counts[phrase[:length]] for length in range(1, len(phrase) + 1)]
@@ -94,45 +94,45 @@ class ReuseDrafter(Drafter):
         check_sizes(2, reuse_n=n)
         check_sizes(1, reuse_k=self.k)
         self.max_nodes = self.k * (n - 1)
-        self._phrases: dict[int, Phrases] = {}
+        self._phrases: dict[int, PhraseTable] = {}
 
-    def avoid_forks(self) -> bool:
+    def use_chains(self) -> bool:
         if not self._shaped:
             self.k, self.max_nodes = 1, self.n - 1
         return self.k == 1
 
-    def observe(self, event: Event) -> None:
-        if event.begins:
-            self._phrases[event.sequence.index] = Phrases(self.n, self.k)
+    def observe(self, round_result: RoundResult) -> None:
+        if round_result.is_prefill:
+            self._phrases[round_result.sequence.index] = PhraseTable(self.n, self.k)
 
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
         trees = []
         for s in sequences:
             phrases, root = self._phrases[s.index], s.output[-1]
             phrases.extend(s.output[len(phrases.text) :])
-            found = phrases.after(root)
-            trees.append(union(root, found, log_probs=[phrases.log_probs(root, path) for path in found]))
+            found = phrases.continuations(root)
+            trees.append(tree_from_paths(root, found, logprobs=[phrases.logprobs(root, path) for path in found]))
         return trees
 
-    def behind(self, s: Sequence, drafted: TokenTree) -> TokenTree:
+    def extend_draft(self, s: Sequence, drafted: TokenTree) -> TokenTree:
         """The phrases that begin with the first token of a drafted tree, behind it."""
-        first = max(drafted.children(0).values(), key=drafted.path_log_probs.__getitem__)
+        first = max(drafted.children(0).values(), key=drafted.path_logprobs.__getitem__)
         token, phrases = drafted.tokens[first], self._phrases[s.index]
-        found, log_prob = phrases.after(token), drafted.path_log_probs[first]
-        log_probs = [[log_prob, *phrases.log_probs(token, path)] for path in found]
-        return union(s.output[-1], [(token, *path) for path in found], log_probs=log_probs)
+        found, logprob = phrases.continuations(token), drafted.path_logprobs[first]
+        logprobs = [[logprob, *phrases.logprobs(token, path)] for path in found]
+        return tree_from_paths(s.output[-1], [(token, *path) for path in found], logprobs=logprobs)
 
     def release(self, sequence: Sequence) -> None:
         self._phrases.pop(sequence.index, None)
 
 
-class TokenSwiftDrafter(UnitedDrafter):
+class TokenSwiftDrafter(CombinedDrafter):
     """Heads, and the phrases that go on from the first token that they draft."""
 
     unpaid: ReuseDrafter
 
-    def beside(self, s: Sequence, tree: TokenTree, paid: TokenTree) -> TokenTree:
-        return self.unpaid.behind(s, paid) if paid.drafted else tree
+    def adapt_lookup(self, s: Sequence, tree: TokenTree, paid: TokenTree) -> TokenTree:
+        return self.unpaid.extend_draft(s, paid) if paid.num_draft_tokens else tree
 
 
 # In place of a view: no forward of the target drafts.

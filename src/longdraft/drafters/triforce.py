@@ -19,21 +19,21 @@ from typing import Any
 
 import torch
 
-from longdraft.attention.transfer import on_device
+from longdraft.attention.transfer import to_device
 from longdraft.drafters.self_drafter import SINK, SelfDrafter, ViewOptions
 from longdraft.drafters.small_lm import SmallLMDrafter
 from longdraft.drafts.language_model import SmallLMDraft
-from longdraft.engine.accept import accept, decide
-from longdraft.engine.drafter import Drafter, of_part
-from longdraft.engine.event import Event
+from longdraft.engine.accept import accept_path, sample_target_tokens
+from longdraft.engine.drafter import Drafter, delegate_to
 from longdraft.engine.method import Method, register
+from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
 from longdraft.errors import UnsupportedModelError
 from longdraft.memory.store import KVStore
-from longdraft.memory.token_ids import common_prefix
+from longdraft.memory.token_ids import common_prefix_len
 from longdraft.model.runner import TargetRunner
 from longdraft.options import declared, option, parse, takes
-from longdraft.trees.kind import LONGEST
+from longdraft.trees.kind import MAX_CHAIN_LENGTH
 from longdraft.trees.tree import NodeLimit, TokenTree
 from longdraft.views.view import View
 
@@ -52,16 +52,16 @@ class _Walk:
     Attributes:
         twin: the sequence with the tokens that the level emitted; its sampler is the level's.
         room: tokens that may still be emitted.
-        log_probs: the level's log-probability of each emitted token.
+        logprobs: the level's log-probability of each emitted token.
     """
 
     twin: Sequence
     room: int
-    log_probs: list[float] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
 
     @property
     def emitted(self) -> list[int]:
-        return self.twin.output[len(self.twin.output) - len(self.log_probs) :]
+        return self.twin.output[len(self.twin.output) - len(self.logprobs) :]
 
     def emit(self, token: int) -> bool:
         """Appends a token. True if there is no room for another."""
@@ -85,8 +85,8 @@ class TriForceDrafter(Drafter):
         self._walks: dict[int, _Walk] = {}
 
     # The small model is cheaper than the level: its forwards count as part of the level's.
-    forwards, query_window, query_layers = (
-        of_part("level", name) for name in ("forwards", "query_window", "query_layers")
+    forwards, num_prompt_queries, query_layers = (
+        delegate_to("level", name) for name in ("forwards", "num_prompt_queries", "query_layers")
     )
 
     @property
@@ -96,20 +96,20 @@ class TriForceDrafter(Drafter):
     def use_planner(self) -> None:
         """The level stops where another token does not pay, unless a length was asked for."""
         if not self._asked:
-            self.max_nodes = max(self.max_nodes, LONGEST)
+            self.max_nodes = max(self.max_nodes, MAX_CHAIN_LENGTH)
         self.small.use_planner()
 
-    def avoid_forks(self) -> bool:
+    def use_chains(self) -> bool:
         """Returns True: the level emits chains."""
         return True
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
-        if runner.recurrent:
+        if runner.has_recurrent_layers:
             raise UnsupportedModelError(
                 f"{type(runner.model).__name__} has recurrent layers, so it cannot verify on a part of its KV as "
                 "triforce does. Use self or magicdec, which draft on a part of the target's KV, or small-lm."
             )
-        self.level.judged = self.max_nodes + self.small.max_nodes
+        self.level.max_verified_tokens = self.max_nodes + self.small.max_nodes
         self.level.bind(runner, store)
         self.small.bind(runner, store)
         self._walks = {}
@@ -118,55 +118,57 @@ class TriForceDrafter(Drafter):
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
         length, price, inner = self.max_nodes, 0.0, None
         if limit is not None:
-            inner = NodeLimit(NODES, limit.price)
+            inner = NodeLimit(NODES, limit.min_expected_gain)
             if not self._asked:
-                length, price = max(1, min(length, limit.nodes)), limit.price
+                length, price = max(1, min(length, limit.max_nodes)), limit.min_expected_gain
         # A path of depth k emits k + 1 tokens.
         drafted = [s for s in sequences if s.remaining > 1]
-        self.level.follow(drafted)
+        self.level.update_views(drafted)
         self._walks |= {s.index: self._begin(s, min(length, s.remaining - 1)) for s in drafted}
         walks = [self._walks[s.index] for s in drafted]
         going = walks
         while going:
             self._step(going, inner)
-            going = [w for w in going if w.room and (not price or exp(sum(w.log_probs)) > price)]
+            going = [w for w in going if w.room and (not price or exp(sum(w.logprobs)) > price)]
         for w in walks:
-            self.level.cache.drop(w.twin.slot)
+            self.level.cache.clear_buffer(w.twin.slot)
         return [self._chain(s) for s in sequences]
 
     def _begin(self, s: Sequence, room: int) -> _Walk:
         twin = s.fork()
-        twin.sampler = s.sampler.rehearsal()
+        twin.sampler = s.sampler.fork_for_draft()
         return _Walk(twin, room)
 
     def _step(self, walks: list[_Walk], limit: NodeLimit | None) -> None:
         """The small model proposes, the level verifies, and both go on behind what it emitted."""
         twins = [w.twin for w in walks]
         proposed = self.small.propose(twins, limit)
-        trees = [tree.limited(w.room - 1) for w, tree in zip(walks, proposed, strict=True)]
-        judged = self.level.judge(twins, trees)
-        decided = decide([(tree, logits, t.sampler) for tree, logits, t in zip(trees, judged, twins, strict=True)])
+        trees = [tree.limit_depth(w.room - 1) for w, tree in zip(walks, proposed, strict=True)]
+        judged = self.level.verify(twins, trees)
+        decided = sample_target_tokens(
+            [(tree, logits, t.sampler) for tree, logits, t in zip(trees, judged, twins, strict=True)]
+        )
         for w, tree, logits, tokens in zip(walks, trees, judged, decided, strict=True):
-            accepted = accept(tree, logits, w.twin.sampler, w.twin.ids, w.emit, tokens)
-            said = torch.log_softmax(logits.index_select(0, on_device(accepted.path, logits.device)), -1)
-            chosen = said.gather(1, on_device(accepted.tokens, said.device)[:, None])
-            w.log_probs += self.level.agreement(w.twin).lifted(chosen)[:, 0].tolist()
-            self.level.cache.store.commit(w.twin.slot, accepted.path)
+            accepted = accept_path(tree, logits, w.twin.sampler, w.twin.input_ids, w.emit, tokens)
+            said = torch.log_softmax(logits.index_select(0, to_device(accepted.nodes, logits.device)), -1)
+            chosen = said.gather(1, to_device(accepted.token_ids, said.device)[:, None])
+            w.logprobs += self.level.calibrator(w.twin).calibrate(chosen)[:, 0].tolist()
+            self.level.cache.store.commit(w.twin.slot, accepted.nodes)
 
     def _chain(self, s: Sequence) -> TokenTree:
         """The tokens that the level emitted, as a chain on the sequence's last token."""
         walk = self._walks.get(s.index) if s.remaining > 1 else None
-        tokens, log_probs = (walk.emitted, walk.log_probs) if walk is not None else ([], [])
-        return TokenTree((s.output[-1], *tokens), tuple(range(-1, len(tokens))), (0.0, *log_probs))
+        tokens, logprobs = (walk.emitted, walk.logprobs) if walk is not None else ([], [])
+        return TokenTree((s.output[-1], *tokens), tuple(range(-1, len(tokens))), (0.0, *logprobs))
 
-    def observe(self, event: Event) -> None:
+    def observe(self, round_result: RoundResult) -> None:
         """Passes the target's verification on. The small model goes back to where the target refuted the level."""
-        self.level.observe(event)
-        self.small.observe(replace(event, queries={}))
-        walk = self._walks.pop(event.sequence.index, None)
-        if walk is not None and not event.begins:
-            s = event.sequence
-            self.small.go_back(s, len(s.prompt) + common_prefix(walk.twin.output, s.output))
+        self.level.observe(round_result)
+        self.small.observe(replace(round_result, queries={}))
+        walk = self._walks.pop(round_result.sequence.index, None)
+        if walk is not None and not round_result.is_prefill:
+            s = round_result.sequence
+            self.small.rewind(s, len(s.prompt) + common_prefix_len(walk.twin.output, s.output))
 
     def release(self, sequence: Sequence) -> None:
         self._walks.pop(sequence.index, None)

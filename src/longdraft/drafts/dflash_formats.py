@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from longdraft.drafts.draft_folder import OFFSETS
-from longdraft.drafts.formats import EMBEDDING, FORMATS, LEFT, Format, Published, mask_token
+from longdraft.drafts.draft_folder import D2T
+from longdraft.drafts.formats import EMBEDDING, FORMATS, LEFTOVER_TENSORS, DraftFormat, PublishedDraft, read_mask_token
 from longdraft.errors import CheckpointError
 
 KIND = "dflash"
@@ -75,7 +75,7 @@ class DFlashShape:
         return self.attention_bias
 
 
-def _contents(theirs: Published) -> tuple[dict[str, Any], dict[str, Any]]:
+def _contents(theirs: PublishedDraft) -> tuple[dict[str, Any], dict[str, Any]]:
     config, sizes, tensors = theirs.config, theirs.sizes, theirs.tensors
     nested = {**theirs.nested("dflash_config"), **theirs.nested("dspark_config")}
     said = nested | {name.removeprefix("dspark_"): x for name, x in config.items() if x is not None}
@@ -83,7 +83,7 @@ def _contents(theirs: Published) -> tuple[dict[str, Any], dict[str, Any]]:
     wrong += ["is_neox_style"] if config.get("is_neox_style") is False else []
     if wrong:
         raise CheckpointError(f"{theirs.folder} sets {', '.join(wrong)}: longdraft's DFlash has no such thing.")
-    if config.get("target_hidden_size") in (None, 0, sizes.get("hidden_size")) and OFFSETS in tensors:
+    if config.get("target_hidden_size") in (None, 0, sizes.get("hidden_size")) and D2T in tensors:
         tensors.pop(EMBEDDING, None)  # the target's
     markov = said.get("markov_head_type") or "vanilla"
     count = sizes.get("num_hidden_layers")
@@ -97,7 +97,7 @@ def _contents(theirs: Published) -> tuple[dict[str, Any], dict[str, Any]]:
         "feature_size": tensors["fc.weight"].shape[1] if "fc.weight" in tensors else None,
         "vocab_size": len(tensors[HEAD]) if HEAD in tensors else sizes.get("vocab_size"),
         "block_size": said.get("block_size"),
-        "mask_token": mask_token(said, theirs.folder),
+        "mask_token": read_mask_token(said, theirs.folder),
         "from_anchor": bool(anchored),
         "attention_bias": "layers.0.self_attn.q_proj.bias" in tensors,
         "own_head": HEAD in tensors,
@@ -137,4 +137,6 @@ def _attention(
 # SpecForge's first DSpark drafts had their heads in a module, Model-Optimizer's have the Markov head's parts outside.
 _RENAME = ((r"^model\.", ""), (r"^logit_head\.", ""), (r"^(?=(markov_w[12]|gate_proj|joint_proj)\.)", "markov_head."))
 # A confidence head says how likely a level's tokens are to be accepted: the planner learns that itself.
-FORMATS[KIND] = Format(DFlashShape, "DFlash", _contents, _RENAME, rf"confidence_(head|proj)\.|{LEFT}", theta=1e6)
+FORMATS[KIND] = DraftFormat(
+    DFlashShape, "DFlash", _contents, _RENAME, rf"confidence_(head|proj)\.|{LEFTOVER_TENSORS}", default_theta=1e6
+)

@@ -13,22 +13,22 @@ from typing import Any, TypeVar
 import torch
 from safetensors.torch import save_file
 
-from longdraft.drafts import hub, packed, tensor_files
+from longdraft.drafts import hub, packing, tensor_files
 from longdraft.drafts.tensor_files import WEIGHTS
 from longdraft.errors import CheckpointError
-from longdraft.files import check_numbers, read_json, replacing
+from longdraft.files import atomic_write, check_numbers, read_json
 from longdraft.folders import is_gguf
 
 FORMAT = 1
 CONFIG = "config.json"
 # The table of a draft's own vocabulary: target id - draft id, for each draft id.
-OFFSETS = "d2t"
+D2T = "d2t"
 # How configurations of transformers name what ours name otherwise.
-PUBLISHED = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "vocabulary": "vocab_size"}
+HF_NAMES = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "vocabulary": "vocab_size"}
 # Kinds of `speculators` that are variants of one of ours.
-VARIANTS = {"dspark": "dflash"}
+KIND_ALIASES = {"dspark": "dflash"}
 # Kind -> pattern of a tensor's name that tells it, where the configuration is that of a whole Llama; the first counts.
-TOLD = {
+KIND_BY_TENSOR = {
     "peagle": r"(.*\.)?mask_hidden",
     "dflash": r"(model\.)?hidden_norm\.weight",
     "eagle3": r".*(\.0|midlayer)\.hidden_norm\..*",
@@ -37,9 +37,9 @@ TOLD = {
     # A layer of its own before the decoder's, and EAGLE-3's norm is missing.
     "eagle": r"(?!(.*\.)?mtp\.)(.*\.)?fc\.weight",
 }
-OF_VLLM = ("ptd_token_id", "pard_token")  # how vLLM alone calls the mask token of P-EAGLE
+VLLM_MASK_TOKENS = ("ptd_token_id", "pard_token")  # how vLLM alone calls the mask token of P-EAGLE
 # Kinds that are published and not read, by what a config.json calls itself.
-UNREAD = r"medusa|hydra|domino|dflash2|dflare|mlp_?speculator|lstm_?speculator|redrafter"
+UNSUPPORTED_KINDS = r"medusa|hydra|domino|dflash2|dflare|mlp_?speculator|lstm_?speculator|redrafter"
 # The kind of any language model.
 SMALL_LM = "small-lm"
 # Names that an error spells out before it only counts.
@@ -66,11 +66,11 @@ class DraftFolder:
     target: dict[str, Any] = field(default_factory=dict)
 
 
-def trained(
+def from_training(
     kind: str,
     config: Mapping[str, Any],
     weights: Mapping[str, torch.Tensor],
-    kept: torch.Tensor | None,
+    draft_to_target_ids: torch.Tensor | None,
     target: Mapping[str, Any],
 ) -> DraftFolder:
     """Contents of the folder of a newly trained draft: weights in bfloat16, with the table of its vocabulary.
@@ -80,9 +80,9 @@ def trained(
         target: the target's description.
     """
     tensors = {name: t.to(torch.bfloat16) for name, t in weights.items()}
-    if kept is not None:
-        tensors[OFFSETS] = kept - torch.arange(len(kept), device="cpu")
-    described = {"draft_vocab_size": None if kept is None else len(kept), **config}
+    if draft_to_target_ids is not None:
+        tensors[D2T] = draft_to_target_ids - torch.arange(len(draft_to_target_ids), device="cpu")
+    described = {"draft_vocab_size": None if draft_to_target_ids is None else len(draft_to_target_ids), **config}
     return DraftFolder(kind, described, tensors, dict(target))
 
 
@@ -90,14 +90,14 @@ def save(folder: Path | str, draft: DraftFolder, bits: int | None = None) -> Non
     """Writes a draft folder, with a card if it has none; each file appears whole or not at all.
 
     Args:
-        bits: 8 or 4 packs matrices (:mod:`longdraft.drafts.packed`); None: as they are.
+        bits: 8 or 4 packs matrices (:mod:`longdraft.drafts.packing`); None: as they are.
 
     Raises:
         CheckpointError: when it cannot be written (no space, no permission).
         ValueError: other bits.
     """
     config = {"longdraft_format": FORMAT, "drafter": draft.kind, "target": draft.target} | draft.config
-    write(folder, config, draft.tensors if bits is None else packed.packed(draft.tensors, bits))
+    write(folder, config, draft.tensors if bits is None else packing.pack(draft.tensors, bits))
     hub.write_card(folder, draft.kind, config)
 
 
@@ -108,7 +108,7 @@ def write(folder: Path | str, config: Mapping[str, Any], tensors: Mapping[str, t
         CheckpointError: when they cannot be written (no space, no permission).
     """
     tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    with replacing(Path(folder) / CONFIG) as described, replacing(Path(folder) / WEIGHTS) as weights:
+    with atomic_write(Path(folder) / CONFIG) as described, atomic_write(Path(folder) / WEIGHTS) as weights:
         described.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file(tensors, weights, metadata={"format": "pt"})
         # safetensors lets the owner alone read what it writes; a draft is as readable as any file of the folder.
@@ -120,7 +120,7 @@ def is_draft_folder(path: Path | str) -> bool:
     return (Path(path) / CONFIG).is_file()
 
 
-def kind(folder: Path | str) -> str:
+def detect_kind(folder: Path | str) -> str:
     """The kind of a draft folder, or of a language model that drafts as it is; empty if nothing tells.
 
     Raises:
@@ -133,21 +133,21 @@ def _kind(config: Mapping[str, Any], folder: Path | str) -> str:
     """The kind by config.json; for published folders of others, by the names of their tensors."""
     if "drafter" in config or config.get("speculators_model_type"):
         named = str(config.get("drafter") or config["speculators_model_type"])
-        return VARIANTS.get(named, named)
+        return KIND_ALIASES.get(named, named)
     if "longdraft_format" in config:
         return ""
     said = [config.get(name) for name in ("architectures", "model_type", "dflash_config")]
-    if not (said[1] and tensor_files.is_safe(folder)):  # a whole model may hold heads as well
+    if not (said[1] and tensor_files.has_safetensors(folder)):  # a whole model may hold heads as well
         said.append(list(config))
-    if (unread := re.search(UNREAD, str(said).lower())) is not None:
+    if (unread := re.search(UNSUPPORTED_KINDS, str(said).lower())) is not None:
         return unread[0]
     if any(config.get(name) for name in ("dflash_config", "dspark_config", "markov_rank")):
         return "dflash"
     if "eagle3" in str(config.get("architectures")).lower():
-        parallel = any(config.get(name) is not None for name in OF_VLLM)
+        parallel = any(config.get(name) is not None for name in VLLM_MASK_TOKENS)
         return "peagle" if parallel else "eagle3"
     names = list(tensor_files.names(folder))
-    told = (kind for kind, pattern in TOLD.items() if any(re.fullmatch(pattern, name) for name in names))
+    told = (kind for kind, pattern in KIND_BY_TENSOR.items() if any(re.fullmatch(pattern, name) for name in names))
     return next(told, SMALL_LM if config.get("model_type") or config.get("architectures") else "")
 
 
@@ -205,11 +205,15 @@ def read_tensors(config: Mapping[str, Any], folder: Path | str) -> dict[str, tor
     """
     tensors = tensor_files.read(folder)
     check_numbers(config, Path(folder) / CONFIG)
-    return packed.unpacked(tensors, folder) if "longdraft_format" in config else tensors
+    return packing.unpack(tensors, folder) if "longdraft_format" in config else tensors
 
 
-def shape_of(
-    kind: type[Shape], config: Mapping[str, Any], folder: Path | str, label: str, names: Mapping[str, str] | None = None
+def read_shape(
+    shape_type: type[Shape],
+    config: Mapping[str, Any],
+    folder: Path | str,
+    label: str,
+    names: Mapping[str, str] | None = None,
 ) -> Shape:
     """A module's sizes, a dataclass of positive numbers and flags, from a config.json.
 
@@ -220,7 +224,7 @@ def shape_of(
     Raises:
         CheckpointError: names missing entries, or entries with impossible values.
     """
-    given = {f: (names or {}).get(f.name, f.name) for f in fields(kind)}  # type: ignore[arg-type]
+    given = {f: (names or {}).get(f.name, f.name) for f in fields(shape_type)}  # type: ignore[arg-type]
     known = {f: config[name] for f, name in given.items() if config.get(name) is not None}
     if missing := [name for f, name in given.items() if f not in known and f.default is MISSING]:
         raise CheckpointError(f"{CONFIG} of {folder} lacks {', '.join(missing)}: is it a draft of the kind {label}?")
@@ -232,18 +236,18 @@ def shape_of(
     ]
     if wrong:
         raise CheckpointError(f"{CONFIG} of {folder} has no number that could be right for {', '.join(wrong)}.")
-    return kind(**{f.name: x for f, x in {**known, **flags}.items()})
+    return shape_type(**{f.name: x for f, x in {**known, **flags}.items()})
 
 
-def number(config: Mapping[str, Any], name: str, folder: Path | str, least: int = 1) -> int | None:
+def optional_int(config: Mapping[str, Any], name: str, folder: Path | str, minimum: int = 1) -> int | None:
     """A whole number that may be left out of a config.json. Raises CheckpointError for anything else."""
     found = config.get(name)
-    if found is not None and (type(found) is not int or found < least):
+    if found is not None and (type(found) is not int or found < minimum):
         raise CheckpointError(f"{CONFIG} of {folder} has no number that could be right for {name}.")
     return found
 
 
-def filled_in(config: Mapping[str, Any]) -> dict[str, Any]:
+def with_derived_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     """A published configuration, completed with the sizes that transformers derives."""
     found, heads = dict(config), config.get("num_attention_heads")
     if heads and not found.get("num_key_value_heads"):
@@ -284,7 +288,7 @@ def _named(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def check_target(made_for: Mapping[str, Any], target: Mapping[str, Any], folder: Path | str) -> None:
+def check_target(required_target: Mapping[str, Any], target: Mapping[str, Any], folder: Path | str) -> None:
     """Refuses a draft that was made for another target.
 
     A target of the same shape and vocabulary with other weights (another fine-tune, another quantisation) is
@@ -294,16 +298,16 @@ def check_target(made_for: Mapping[str, Any], target: Mapping[str, Any], folder:
         CheckpointError: saying what differs.
     """
     differing = [
-        f"{key} {made_for[key]} (this target: {target.get(key)})"
-        for key in made_for
-        if key != "weights" and made_for[key] != target.get(key)
+        f"{key} {required_target[key]} (this target: {target.get(key)})"
+        for key in required_target
+        if key != "weights" and required_target[key] != target.get(key)
     ]
     if differing:
         raise CheckpointError(
             f"The draft in {folder} was made for another target: {', '.join(differing)}. "
             "Load the target it was trained with, or train one for this target: longdraft train."
         )
-    if "weights" in made_for and made_for["weights"] != target.get("weights"):
+    if "weights" in required_target and required_target["weights"] != target.get("weights"):
         logger.warning(
             "The draft in %s was trained with other weights of this architecture: output stays exact, acceptance may "
             "be lower.",

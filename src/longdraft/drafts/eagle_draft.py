@@ -10,10 +10,10 @@ import torch
 
 from longdraft.drafts import draft_folder, formats
 from longdraft.drafts.draft import TrainedDraft
-from longdraft.drafts.draft_folder import OFFSETS, DraftFolder
+from longdraft.drafts.draft_folder import D2T, DraftFolder
 from longdraft.drafts.eagle_formats import KIND, Eagle3Shape
 from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.model.rotary import Rotary
+from longdraft.model.rotary import RotaryEmbedding
 from longdraft.model.runner import TargetRunner
 
 Bound = TypeVar("Bound")
@@ -26,7 +26,7 @@ class EagleDraft(TrainedDraft[Bound]):
     Attributes:
         layout: "longdraft", "published" or "speculators".
         rope: RoPE's parameters as transformers names them.
-        layers: decoder layers of the target whose outputs it reads; None: the usual ones.
+        configured_layers: decoder layers of the target whose outputs it reads; None: the usual ones.
         window: keys that a query sees, its own included; None: all.
         decoder_layers: layers of the module.
     """
@@ -40,9 +40,9 @@ class EagleDraft(TrainedDraft[Bound]):
         self.rope = rope
         self.layout: str = self.config.get("layout", "longdraft")
         layers = self.config.get("feature_layers")
-        self.layers: tuple[int, ...] | None = None if layers is None else tuple(layers)
+        self.configured_layers: tuple[int, ...] | None = None if layers is None else tuple(layers)
         self.decoder_layers = int(self.config.get("decoder_layers") or 1)
-        self.window = draft_folder.number(self.config, "window", folder)
+        self.window = draft_folder.optional_int(self.config, "window", folder)
 
     @classmethod
     def load(cls: type[Own], folder: Path | str) -> Own:
@@ -61,7 +61,7 @@ class EagleDraft(TrainedDraft[Bound]):
         return shape
 
     @property
-    def reach(self) -> int | None:
+    def max_context(self) -> int | None:
         """Longest context that its positions support, YaRN included; None if the folder does not say."""
         rope = self.rope
         if rope["rope_type"] == "yarn":
@@ -76,8 +76,8 @@ class EagleDraft(TrainedDraft[Bound]):
         Raises:
             CheckpointError: the target has no such layers.
         """
-        count = runner.depth
-        layers = self.layers or self.usual_layers(count)
+        count = runner.num_layers
+        layers = self.configured_layers or self.default_feature_layers(count)
         if min(layers) < 0 or max(layers) >= count or list(layers) != sorted(set(layers)):
             raise CheckpointError(
                 f"The draft in {self.folder} reads the outputs of layers {_listed(layers)} of its target, "
@@ -86,9 +86,9 @@ class EagleDraft(TrainedDraft[Bound]):
             )
         return layers
 
-    def usual_layers(self, count: int) -> tuple[int, ...]:
+    def default_feature_layers(self, count: int) -> tuple[int, ...]:
         """The layers that such drafts read of a target with ``count`` layers, if their folders name none."""
-        return formats.usual_layers(count)
+        return formats.default_feature_layers(count)
 
     def needs(self) -> dict[str, Any]:
         return {"hidden_size": self.shape.hidden_size} if self.shape.embedding is None else {}
@@ -100,25 +100,25 @@ class EagleDraft(TrainedDraft[Bound]):
 
     def check(self, runner: TargetRunner) -> None:
         super().check(runner)
-        hidden, shape = runner.parts.hidden_size, self.shape
+        hidden, shape = runner.shared_parts.hidden_size, self.shape
         layers = self.feature_layers(runner)
         if shape.feature_size != len(layers) * hidden:
             raise CheckpointError(
                 f"The draft in {self.folder} reads {shape.feature_size} numbers of a token; {len(layers)} layers of "
                 f"this target have {len(layers) * hidden}. Load the target it was trained with."
             )
-        size = runner.parts.head.shape[0]
-        if self.ids is None and shape.vocabulary != size:
+        size = runner.shared_parts.head.shape[0]
+        if self.draft_to_target_ids is None and shape.vocabulary != size:
             raise CheckpointError(
                 f"The draft in {self.folder} knows {shape.vocabulary} tokens, this target {size}, and its weights hold "
-                f"no {OFFSETS}, which would say which: copy the draft again."
+                f"no {D2T}, which would say which: copy the draft again."
             )
         self.rotary(torch.float32, "cpu")
 
     def remarks(self, runner: TargetRunner) -> list[str]:
         """Settings that may cost acceptance, a sentence each. None affects correctness."""
         found = []
-        target, head = runner.parts.description, self.shape.head_dim
+        target, head = runner.shared_parts.description, self.shape.head_dim
         theta, own = target["rope_theta"], self.rope["rope_theta"]
         if theta is not None and float(theta) != float(own):
             found.append(
@@ -127,23 +127,25 @@ class EagleDraft(TrainedDraft[Bound]):
             )
         if head != target["head_dim"]:
             found.append(f"its head size is {head}, the target's {target['head_dim']}: check head_dim")
-        usual, layers = self.usual_layers(runner.depth), self.feature_layers(runner)
+        usual, layers = self.default_feature_layers(runner.num_layers), self.feature_layers(runner)
         if layers != usual:
             found.append(
                 f"it reads the outputs of layers {_listed(layers)}; usual for this target are {_listed(usual)}"
             )
-        if self.window is None and self.reach is not None and self.reach < runner.context_length:
+        if self.window is None and self.max_context is not None and self.max_context < runner.context_length:
             found.append(
-                f"it was trained for texts of {self.reach:,} tokens, the target reads {runner.context_length:,}: of "
-                f"longer ones it sees the last {self.reach:,} (-o window=N, or YaRN in its config.json, changes that)"
+                f"it was trained for texts of {self.max_context:,} tokens, the target reads {runner.context_length:,}: of "
+                f"longer ones it sees the last {self.max_context:,} (-o window=N, or YaRN in its config.json, changes that)"
             )
-        if self.ids is not None and not bool((self.ids[1:] > self.ids[:-1]).all()):
+        if self.draft_to_target_ids is not None and not bool(
+            (self.draft_to_target_ids[1:] > self.draft_to_target_ids[:-1]).all()
+        ):
             found.append("d2t does not name increasing tokens: does it hold ids where offsets belong?")
         return found
 
-    def rotary(self, dtype: torch.dtype, device: torch.device | str) -> Rotary:
+    def rotary(self, dtype: torch.dtype, device: torch.device | str) -> RotaryEmbedding:
         """Its own rotary embedding, whose base and stretching may differ from the target's."""
-        return Rotary(self.shape.head_dim, self.rope, dtype, device)
+        return RotaryEmbedding(self.shape.head_dim, self.rope, dtype, device)
 
 
 def _listed(layers: tuple[int, ...]) -> str:

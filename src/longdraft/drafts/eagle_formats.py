@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from longdraft.drafts.formats import EMBEDDING, FORMATS, MODEL_TYPE, Format, Published, mask_token
+from longdraft.drafts.formats import EMBEDDING, FORMATS, MODEL_TYPE, DraftFormat, PublishedDraft, read_mask_token
 from longdraft.errors import CheckpointError
 
 KIND = "eagle3"
@@ -79,7 +79,7 @@ class EagleShape(Eagle3Shape):
     fc_bias: bool = False
 
 
-def _contents(theirs: Published) -> tuple[dict[str, Any], dict[str, Any]]:
+def _contents(theirs: PublishedDraft) -> tuple[dict[str, Any], dict[str, Any]]:
     """Facts that folders tell: sizes and flags that the tensors tell, keys that are seen."""
     config, sizes, tensors, eagle = theirs.config, theirs.sizes, theirs.tensors, theirs.nested("eagle_config")
     if config.get("layernorms"):
@@ -108,10 +108,10 @@ def _contents(theirs: Published) -> tuple[dict[str, Any], dict[str, Any]]:
     if theirs.kind == PEAGLE:
         methods = theirs.nested("speculators_config").get("proposal_methods") or [{}]
         slots = methods[0].get("speculative_tokens") or config.get("num_speculative_tokens") or 8
-        more |= {"slots": int(slots), "mask_token": mask_token(config, theirs.folder)}
+        more |= {"slots": int(slots), "mask_token": read_mask_token(config, theirs.folder)}
     return known, more
 
 
-FORMATS[EAGLE] = Format(EagleShape, "EAGLE", _contents, _RENAME)
-FORMATS[KIND] = Format(Eagle3Shape, "EAGLE-3", _contents, _RENAME)
-FORMATS[PEAGLE] = Format(Eagle3Shape, "EAGLE-3", _contents, _RENAME)
+FORMATS[EAGLE] = DraftFormat(EagleShape, "EAGLE", _contents, _RENAME)
+FORMATS[KIND] = DraftFormat(Eagle3Shape, "EAGLE-3", _contents, _RENAME)
+FORMATS[PEAGLE] = DraftFormat(Eagle3Shape, "EAGLE-3", _contents, _RENAME)

@@ -1,6 +1,6 @@
 """Reads folders of EAGLE's kind of any layout into ours: a table of those that others publish, a row for each kind.
 
-Authors publish folders of their own; `speculators` has one for all kinds, whose layer's sizes are nested. The rows are
+Authors publish folders of their own; `is_speculators` has one for all kinds, whose layer's sizes are nested. The rows are
 in ``eagle_formats`` and ``dflash_formats``; how a folder's kind is told, in ``draft_folder``.
 """
 
@@ -15,17 +15,17 @@ from typing import Any
 import torch
 
 from longdraft.drafts import draft_folder
-from longdraft.drafts.draft_folder import OF_VLLM, OFFSETS, DraftFolder, logger
+from longdraft.drafts.draft_folder import D2T, VLLM_MASK_TOKENS, DraftFolder, logger
 from longdraft.errors import CheckpointError
-from longdraft.model.rotary import completed, yarn
+from longdraft.model.rotary import complete_config, make_rope_parameters
 
-MEMBERS, EMBEDDING, MODEL_TYPE = "t2d", "embed_tokens.weight", "speculators_model_type"
+T2D, EMBEDDING, MODEL_TYPE = "t2d", "embed_tokens.weight", "speculators_model_type"
 # RoPE's base where a folder states none.
-THETA = 10000.0
+DEFAULT_ROPE_THETA = 10000.0
 # Copies of the target's that training left, and frequencies of RoPE, which old transformers saved too.
-LEFT = r"verifier_norm\.|verifier_lm_head\.|(.*\.)?inv_freq$"
+LEFTOVER_TENSORS = r"verifier_norm\.|verifier_lm_head\.|(.*\.)?inv_freq$"
 # How config.json calls the token that stands for one not known yet, in parallel drafting.
-MASK_TOKENS = ("mask_token_id", *OF_VLLM, "noise_token_id")
+MASK_TOKENS = ("mask_token_id", *VLLM_MASK_TOKENS, "noise_token_id")
 # Where config.json has ids of layers ("": at the top), their name, and what is taken off for ours, from 0, whose
 # output is read: 1 if they mean what enters a layer, an entry of transformers' hidden_states. The first counts.
 _IDS = "eagle_aux_hidden_state_layer_ids"
@@ -55,12 +55,12 @@ _UNKNOWN = {
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedDraft:
     """A folder that others made.
 
     Attributes:
         config: its config.json. sizes: those of its layers, as transformers names them, all of them.
-        tensors: by names of ours. speculators: it is a folder of `speculators`.
+        tensors: by names of ours. speculators: it is a folder of `is_speculators`.
     """
 
     kind: str
@@ -68,7 +68,7 @@ class Published:
     config: dict[str, Any]
     sizes: dict[str, Any]
     tensors: dict[str, torch.Tensor]
-    speculators: bool
+    is_speculators: bool
 
     def nested(self, name: str) -> Mapping[str, Any]:
         """An entry of its config.json that holds settings; empty if there is none."""
@@ -77,7 +77,7 @@ class Published:
 
 
 @dataclass(frozen=True)
-class Format:
+class DraftFormat:
     """A kind's layout.
 
     Attributes:
@@ -91,19 +91,19 @@ class Format:
 
     shape: type[Any]
     label: str
-    contents: Callable[[Published], tuple[dict[str, Any], dict[str, Any]]]
-    rename: tuple[tuple[str, str], ...]
-    drop: str = LEFT
-    theta: float = THETA
+    parse: Callable[[PublishedDraft], tuple[dict[str, Any], dict[str, Any]]]
+    rename_rules: tuple[tuple[str, str], ...]
+    drop_pattern: str = LEFTOVER_TENSORS
+    default_theta: float = DEFAULT_ROPE_THETA
 
-    def renamed(self, tensors: Mapping[str, torch.Tensor], folder: Path | str) -> dict[str, torch.Tensor]:
+    def rename_tensors(self, tensors: Mapping[str, torch.Tensor], folder: Path | str) -> dict[str, torch.Tensor]:
         """Tensors by our module's names. Raises CheckpointError if two have one name."""
         found: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
             own = name
-            for pattern, other in self.rename:
+            for pattern, other in self.rename_rules:
                 own = re.sub(pattern, other, own)
-            if re.match(self.drop, own):
+            if re.match(self.drop_pattern, own):
                 continue
             if own in found:
                 raise CheckpointError(f"{folder} holds {own} twice, once as {name}: is it one draft?")
@@ -111,7 +111,7 @@ class Format:
         return found
 
 
-FORMATS: dict[str, Format] = {}
+FORMATS: dict[str, DraftFormat] = {}
 
 
 def read(folder: Path | str, kind: str) -> tuple[DraftFolder, dict[str, Any]]:
@@ -128,7 +128,7 @@ def read(folder: Path | str, kind: str) -> tuple[DraftFolder, dict[str, Any]]:
     """
     theirs = draft_folder.load(folder, kind)
     found, rope = (_ours if "longdraft_format" in theirs.config else _published)(theirs, folder)
-    return found, stretched(rope, found.config.get("trained_length"), None, None, folder)
+    return found, scale_rope(rope, found.config.get("trained_length"), None, None, folder)
 
 
 def _ours(found: DraftFolder, folder: Path | str) -> tuple[DraftFolder, dict[str, Any]]:
@@ -138,9 +138,13 @@ def _ours(found: DraftFolder, folder: Path | str) -> tuple[DraftFolder, dict[str
     length = config.get("rope_original_length") or config.get("trained_length")
     # RoPE that a published draft brought into training, stretched otherwise than ours are.
     rope = config.get("rope_parameters")
-    rope = dict(rope) if rope else yarn(config.get("rope_theta") or THETA, config.get("rope_factor"), length)
-    found.tensors.pop(MEMBERS, None)
-    config["draft_vocab_size"] = config.get("vocabulary") if OFFSETS in found.tensors else None
+    rope = (
+        dict(rope)
+        if rope
+        else make_rope_parameters(config.get("rope_theta") or DEFAULT_ROPE_THETA, config.get("rope_factor"), length)
+    )
+    found.tensors.pop(T2D, None)
+    config["draft_vocab_size"] = config.get("vocabulary") if D2T in found.tensors else None
     return found, rope
 
 
@@ -150,18 +154,18 @@ def _published(read: DraftFolder, folder: Path | str) -> tuple[DraftFolder, dict
     if not isinstance(layer, dict):
         raise CheckpointError(f"config.json of {folder} lacks transformer_layer_config: copy the draft again.")
     # `speculators` leaves out the sizes that transformers has as its defaults.
-    sizes = draft_folder.filled_in(completed(layer) if speculators else layer)
+    sizes = draft_folder.with_derived_sizes(complete_config(layer) if speculators else layer)
     if sizes.get("hidden_act") not in (None, "silu"):
         raise CheckpointError(f"{folder} has hidden_act {sizes['hidden_act']}: longdraft's drafts know silu alone.")
-    theirs = Published(read.kind, folder, config, sizes, form.renamed(read.tensors, folder), speculators)
+    theirs = PublishedDraft(read.kind, folder, config, sizes, form.rename_tensors(read.tensors, folder), speculators)
     for pattern, what in _UNKNOWN.items():
         if wrong := next((name for name in read.tensors if re.search(pattern, name)), None):
             raise CheckpointError(f"{folder} has {what}, {wrong}: longdraft's {form.label} drafts have none.")
-    members = theirs.tensors.pop(MEMBERS, None)
-    own, more = form.contents(theirs)
+    members = theirs.tensors.pop(T2D, None)
+    own, more = form.parse(theirs)
     embedding = theirs.tensors.get(EMBEDDING)
     own["embedding"] = None if embedding is None else len(embedding)
-    shape = draft_folder.shape_of(form.shape, sizes | own, folder, form.label, draft_folder.PUBLISHED)
+    shape = draft_folder.read_shape(form.shape, sizes | own, folder, form.label, draft_folder.HF_NAMES)
     vocabulary = sizes.get("vocab_size") or (None if members is None else len(members))
     target = {"hidden_size": config.get("target_hidden_size") or shape.hidden_size}
     if not more.pop("any_vocabulary", False) and vocabulary:
@@ -169,16 +173,16 @@ def _published(read: DraftFolder, folder: Path | str) -> tuple[DraftFolder, dict
     ours = asdict(shape) | {
         "layout": "speculators" if speculators else "published",
         "trained_length": sizes.get("max_position_embeddings"),
-        "draft_vocab_size": shape.vocabulary if OFFSETS in theirs.tensors else None,
+        "draft_vocab_size": shape.vocabulary if D2T in theirs.tensors else None,
         "target_vocabulary": vocabulary,
         "feature_layers": _feature_layers(config, folder),
     }
     ours |= {name: config[name] for name in ("retrieval_layer",) if name in config}
-    rope = foreign_rope(sizes, THETA if speculators else form.theta)
+    rope = rope_from_config(sizes, DEFAULT_ROPE_THETA if speculators else form.default_theta)
     return DraftFolder(read.kind, ours | more, theirs.tensors, target), rope
 
 
-def usual_layers(layers: int) -> tuple[int, int, int]:
+def default_feature_layers(layers: int) -> tuple[int, int, int]:
     """The layers whose outputs EAGLE-3 reads of a target with ``layers``: hidden_states[2], [L // 2] and [L - 3]."""
     return 1, layers // 2 - 1, layers - 4
 
@@ -194,13 +198,16 @@ def _feature_layers(config: Mapping[str, Any], folder: Path | str) -> list[int] 
         raise CheckpointError(f"config.json of {folder} has no list of layers in {name}: copy it again.")
     ids = sorted(ids) if name == _IDS else ids  # collected layer by layer; Model-Optimizer writes a set
     sure = name != _IDS or ids[0] != 1
-    if off is None and (sure := any(config.get(each) is not None for each in OF_VLLM)):
+    if off is None and (sure := any(config.get(each) is not None for each in VLLM_MASK_TOKENS)):
         off = 1
     elif off is None:
         off = int(ids[0] > 1)
         # Only one reading gives what nearly all drafts read, of a target of an even or odd number of layers.
         depth = 2 * (ids[len(ids) // 2] - off + 1)
-        sure = ids[0] < 1 or tuple(i - off for i in ids) in (usual_layers(depth), usual_layers(depth + 1))
+        sure = ids[0] < 1 or tuple(i - off for i in ids) in (
+            default_feature_layers(depth),
+            default_feature_layers(depth + 1),
+        )
     layers, other = [i - off for i in ids], [i - 1 + off for i in ids]
     if min(layers) < 0:
         raise CheckpointError(f"{name} of {folder} names the embedding, which longdraft's drafts do not read.")
@@ -212,7 +219,7 @@ def _feature_layers(config: Mapping[str, Any], folder: Path | str) -> list[int] 
     return layers
 
 
-def mask_token(config: Mapping[str, Any], folder: Path | str) -> int:
+def read_mask_token(config: Mapping[str, Any], folder: Path | str) -> int:
     """The token whose embedding stands for one that is not known yet. Raises CheckpointError if none is named."""
     found = next((config[name] for name in MASK_TOKENS if config.get(name) is not None), None)
     if type(found) is not int or found < 0:
@@ -222,7 +229,7 @@ def mask_token(config: Mapping[str, Any], folder: Path | str) -> int:
     return found
 
 
-def check_mask(shape: Any, vocabulary: int, folder: Path | str) -> None:
+def check_mask_token(shape: Any, vocabulary: int, folder: Path | str) -> None:
     """Raises CheckpointError if the draft's embedding, or the target's, has no row for the mask token."""
     token, rows = shape.mask_token, shape.embedding or vocabulary
     if token >= rows:
@@ -232,17 +239,17 @@ def check_mask(shape: Any, vocabulary: int, folder: Path | str) -> None:
         )
 
 
-def foreign_rope(config: Mapping[str, Any], usual: float = THETA) -> dict[str, Any]:
+def rope_from_config(config: Mapping[str, Any], default_theta: float = DEFAULT_ROPE_THETA) -> dict[str, Any]:
     """RoPE's parameters from a configuration of transformers, old or new."""
     stated = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = stated.get("rope_type") or stated.get("type") or "default"
-    theta = stated.get("rope_theta") or config.get("rope_theta") or usual
+    theta = stated.get("rope_theta") or config.get("rope_theta") or default_theta
     rest = {name: value for name, value in stated.items() if name != "type" and value is not None}
     return rest | {"rope_type": kind, "rope_theta": float(theta)}
 
 
-def stretched(
-    rope: dict[str, Any], trained: int | None, theta: float | None, factor: float | None, folder: Path | str
+def scale_rope(
+    rope: dict[str, Any], trained_length: int | None, theta: float | None, factor: float | None, folder: Path | str
 ) -> dict[str, Any]:
     """RoPE's parameters with the requested changes, and the length that YaRN stretches.
 
@@ -252,9 +259,9 @@ def stretched(
         theta, factor: replace its base and its stretching; None leaves them.
     """
     rope = rope if theta is None else rope | {"rope_theta": float(theta)}
-    length = rope.get("original_max_position_embeddings") or trained
+    length = rope.get("original_max_position_embeddings") or trained_length
     if factor is not None:
-        rope = yarn(rope["rope_theta"], factor, length)
+        rope = make_rope_parameters(rope["rope_theta"], factor, length)
     elif rope["rope_type"] == "yarn":
         rope = rope | {"original_max_position_embeddings": length}
     if rope["rope_type"] == "yarn" and not length:

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from longdraft.files import naming, replacing
+from longdraft.files import atomic_write, file_errors
 from longdraft.folders import is_gguf
 from longdraft.model.embedded import EMBEDDED_ID
 
@@ -20,7 +20,7 @@ _FILES = ("*.json", "*.safetensors", "*.md", "*.txt", "*.model", "*.jinja")
 _PICKLED = ("*.bin",)
 
 
-def local(draft: Path | str) -> Path | str:
+def local_folder(draft: Path | str) -> Path | str:
     """The folder of a hub id's files, fetched if need be; anything else as it is.
 
     A name is a hub id if it has the form ``owner/name`` and its first half is no folder here.
@@ -30,22 +30,24 @@ def local(draft: Path | str) -> Path | str:
     """
     name = os.fspath(draft)
     here = is_gguf(name) or not _ID.fullmatch(name) or Path(name).parent.exists()
-    return draft if here else fetched(name)
+    return draft if here else download(name)
 
 
 @cache
-def fetched(name: str) -> Path:
+def download(name: str) -> Path:
     """The folder of a hub id's files, asked for once a process. Raises CheckpointError if it cannot be fetched."""
     from huggingface_hub import snapshot_download
 
-    with naming(name, f"{name} is no folder here, and fetching it from the Hugging Face hub failed", "Check the name."):
+    with file_errors(
+        name, f"{name} is no folder here, and fetching it from the Hugging Face hub failed", "Check the name."
+    ):
         folder = Path(snapshot_download(name, allow_patterns=list(_FILES)))
         if not any(folder.glob("*.safetensors")):
             folder = Path(snapshot_download(name, allow_patterns=[*_FILES, *_PICKLED]))
         return folder
 
 
-def base_model(target: str | None) -> str:
+def base_model_name(target: str | None) -> str:
     """The name on its card of a draft's target, given as to :func:`longdraft.load`: a hub id, or a folder's."""
     if target is None:
         return EMBEDDED_ID
@@ -56,22 +58,22 @@ def write_card(folder: Path | str, kind: str, config: Mapping[str, Any]) -> None
     """Writes the card of a draft's folder, unless there is one. Raises CheckpointError if it cannot be written."""
     path = Path(folder) / CARD
     if not path.exists():
-        with replacing(path) as part:
-            part.write_text(card(kind, config), encoding="utf-8")
+        with atomic_write(path) as part:
+            part.write_text(render_card(kind, config), encoding="utf-8")
 
 
-def carry(folder: Path, out: Path) -> None:
+def copy_card(folder: Path, out: Path) -> None:
     """Copies a draft's card to a folder that has none. Raises CheckpointError if that fails."""
     if (folder / CARD).is_file() and not (out / CARD).exists():
-        with replacing(out / CARD) as part:
+        with atomic_write(out / CARD) as part:
             part.write_bytes((folder / CARD).read_bytes())
 
 
-def card(kind: str, config: Mapping[str, Any]) -> str:
+def render_card(kind: str, config: Mapping[str, Any]) -> str:
     """A draft's card, with the header that the hub reads.
 
     Args:
-        config: the draft's config.json; ``base_model`` and ``license`` are used where it has them.
+        config: the draft's config.json; ``base_model_name`` and ``license`` are used where it has them.
     """
     from huggingface_hub import ModelCardData
 

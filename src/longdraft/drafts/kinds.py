@@ -51,13 +51,13 @@ class Kind(Method):
     Attributes:
         load: reads a folder of it.
         training: how one is trained; None if ``longdraft train`` cannot.
-        inside: whether a target's own checkpoint, a folder or a GGUF file, holds such a draft.
+        in_checkpoint: whether a target's own checkpoint, a folder or a GGUF file, holds such a draft.
     """
 
     _: KW_ONLY
     load: Callable[[Path | str], Draft[Any]]
     training: Training | None = None
-    inside: Callable[[Path], bool] | None = None
+    in_checkpoint: Callable[[Path], bool] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "draft_kind", self.name)
@@ -79,8 +79,8 @@ def kind_of(folder: Path | str) -> Kind:
     Raises:
         CheckpointError: not a draft folder, or one of a kind that is not known.
     """
-    folder = hub.local(folder)
-    name = draft_folder.kind(folder)
+    folder = hub.local_folder(folder)
+    name = draft_folder.detect_kind(folder)
     if name in KINDS:
         return KINDS[name]
     if not name:

@@ -19,10 +19,10 @@ from longdraft.drafts.draft import Draft, TrainedDraft
 from longdraft.drafts.draft_folder import DraftFolder
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.folders import is_gguf
-from longdraft.model import companions, small_models, stored
+from longdraft.model import draft_models, small_llama, stored
+from longdraft.model.fused_lm import FusedLM
 from longdraft.model.runner import TargetRunner
-from longdraft.model.whole_lm import WholeLM
-from longdraft.native import Stored
+from longdraft.native import QuantizedMatrix
 
 KIND = "small-lm"
 
@@ -33,20 +33,20 @@ class BoundLM:
 
     Attributes:
         runner: the model, hosted. It reads ids of the target; its logits are over the draft's vocabulary.
-        ids: (draft vocabulary,) target id of each draft id, on the device; None if they are the same.
-        whole: computes forwards of few rows in one kernel call; None without such kernels.
+        draft_to_target_ids: (draft vocabulary,) target id of each draft id, on the device; None if they are the same.
+        fused_lm: computes forwards of few rows in one kernel call; None without such kernels.
     """
 
     runner: TargetRunner
-    ids: torch.Tensor | None
-    whole: WholeLM | None = None
+    draft_to_target_ids: torch.Tensor | None
+    fused_lm: FusedLM | None = None
 
 
 class SmallLMDraft(Draft[BoundLM]):
     """A language model that drafts."""
 
     kind = KIND
-    fetched = False  # transformers fetches models by itself
+    loads_hub_files = False  # transformers fetches models by itself
     trained_length: int
 
     @classmethod
@@ -62,7 +62,7 @@ class SmallLMDraft(Draft[BoundLM]):
             return TrainedLM(path, draft_folder.load(path, KIND))
         return PublishedLM(str(path) if path.is_dir() or is_gguf(path) else name)
 
-    def lighter(self, vocabulary: int | None = None) -> SmallLMDraft:
+    def with_trimmed_vocab(self, vocabulary: int | None = None) -> SmallLMDraft:
         """The draft with fewer bytes to read.
 
         Args:
@@ -95,24 +95,24 @@ class TrainedLM(TrainedDraft[BoundLM], SmallLMDraft):
         return dict(self.config["model"])
 
     def module(self) -> nn.Module:
-        return small_models.decoder(self.sizes)
+        return small_llama.build_decoder(self.sizes)
 
     def needs(self) -> dict[str, Any]:
         return {"hidden_size": self.sizes.get("hidden_size")}
 
     def make(self, runner: TargetRunner) -> BoundLM:
-        if runner.share is not None:
+        if runner.tp_rank is not None:
             raise CapabilityError(
                 "A small language model of ours has the model's embedding and head, of which each process of a sharded "
                 "model has a part alone: take longspec, eagle3 or prompt-lookup."
             )
         head, ids = self.head(runner)
-        floats = stored.unpacked(head) if isinstance(head, Stored) else head
+        floats = stored.dequantize(head) if isinstance(head, QuantizedMatrix) else head
         weights = {n: t.to(runner.device, runner.kv_shape.dtype) for n, t in self.weights.items()}
-        model = small_models.around(self.sizes, weights, runner.parts.embedding, floats)
+        model = small_llama.build_causal_lm(self.sizes, weights, runner.shared_parts.embedding, floats)
         hosted = TargetRunner(model)
-        hosted.twin.fused.round()
-        return BoundLM(hosted, ids, WholeLM.of(hosted))
+        hosted.execution_model.fused.quantize_for_draft()
+        return BoundLM(hosted, ids, FusedLM.of(hosted))
 
 
 class PublishedLM(SmallLMDraft):
@@ -125,23 +125,23 @@ class PublishedLM(SmallLMDraft):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._name = name
-        self._described = companions.describe(name)
-        self.trained_length = self._described.trained_length
+        self._described = draft_models.read_model_sizes(name)
+        self.trained_length = self._described.context_length
         if self.folder.is_dir():
             config = draft_folder.read_config(self.folder)
-            self.retrieval_layer = draft_folder.number(config, "retrieval_layer", name, least=0)
+            self.retrieval_layer = draft_folder.optional_int(config, "retrieval_layer", name, minimum=0)
         self._vocabulary: int | None = None
         self._lighter: dict[int, PublishedLM] = {}
 
     @property
     def parameters(self) -> int:
-        return self._described.parameters
+        return self._described.num_parameters
 
     @property
     def vocabulary(self) -> int | None:
         return self._vocabulary
 
-    def lighter(self, vocabulary: int | None = None) -> PublishedLM:
+    def with_trimmed_vocab(self, vocabulary: int | None = None) -> PublishedLM:
         if vocabulary is None or vocabulary >= self._described.vocab_size:
             return self
         if vocabulary not in self._lighter:
@@ -150,7 +150,7 @@ class PublishedLM(SmallLMDraft):
         return self._lighter[vocabulary]
 
     def check(self, runner: TargetRunner) -> None:
-        why = companions.difference(self._name, runner)
+        why = draft_models.vocabulary_mismatch(self._name, runner)
         mine, its = self._described.vocab_size, runner.vocab_size
         if why is None and mine != its:
             why = f"it has {mine} tokens, not {its}"
@@ -161,11 +161,11 @@ class PublishedLM(SmallLMDraft):
             )
 
     def make(self, runner: TargetRunner) -> BoundLM:
-        model = companions.read(self._name, runner.kv_shape.dtype, runner.device)
-        model = companions.fit_vocabulary(model, runner.vocab_size)
+        model = draft_models.read_draft_model(self._name, runner.kv_shape.dtype, runner.device)
+        model = draft_models.fit_vocab_size(model, runner.vocab_size)
         if self._vocabulary is not None:
-            model = companions.fit_head(model, self._vocabulary)
+            model = draft_models.fit_head(model, self._vocabulary)
         hosted = TargetRunner(model)
         # In float32 it would take a second copy of the weights; in int8 arithmetic it is the model as it is.
-        whole = WholeLM.of(hosted) if hosted.arithmetic == "int8" else None
+        whole = FusedLM.of(hosted) if hosted.arithmetic == "int8" else None
         return BoundLM(hosted, None, whole)

@@ -19,8 +19,8 @@ import torch
 from longdraft.drafts import tensor_files
 from longdraft.errors import CheckpointError
 from longdraft.folders import is_gguf
-from longdraft.model.gguf import further
-from longdraft.native import Stored
+from longdraft.model.gguf import mtp
+from longdraft.native import QuantizedMatrix
 
 _OF_OTHERS = re.compile(r"^(?:model\.)?mtp(?:_layers\.0)?\.(.+)$")
 _NUMBERED = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.(.+)$")
@@ -41,15 +41,15 @@ _OWN = ("eh_proj", "enorm", "hnorm", "norm")
 _SHARED = ("embed_tokens.", "shared_head.head.", "shared_head_head.", "lm_head.")
 
 
-def holds(folder: Path | str) -> bool:
+def has_mtp_layer(folder: Path | str) -> bool:
     """True if a checkpoint holds such a layer."""
     path = Path(folder)
     if is_gguf(path):
-        return path.is_file() and further.holds(path)
-    return bool(tensor_files.picked(path, _wanted))
+        return path.is_file() and mtp.has_mtp_layer(path)
+    return bool(tensor_files.select_names(path, _wanted))
 
 
-def read(folder: Path | str) -> dict[str, torch.Tensor | Stored]:
+def read(folder: Path | str) -> dict[str, torch.Tensor | QuantizedMatrix]:
     """Tensors of the first such layer, by names of the block: ``eh_proj``, ``enorm``, ``hnorm``, ``norm``, ``layer.*``.
 
     Raises:
@@ -57,11 +57,11 @@ def read(folder: Path | str) -> dict[str, torch.Tensor | Stored]:
     """
     path = Path(folder)
     if is_gguf(path):
-        found = further.read(path) if path.is_file() else None
+        found = mtp.read_mtp_layer(path) if path.is_file() else None
         if found is None:
             raise _none(folder)
         return {_named(name): tensor for name, tensor in found.items() if not name.startswith(_SHARED)}
-    wanted = _wanted(tensor_files.names(path)) if tensor_files.is_safe(path) else {}
+    wanted = _wanted(tensor_files.names(path)) if tensor_files.has_safetensors(path) else {}
     if not wanted:
         raise _none(folder)
     if scaled := [name for name in wanted if "scale" in name.rpartition(".")[2]]:
@@ -70,7 +70,7 @@ def read(folder: Path | str) -> dict[str, torch.Tensor | Stored]:
             "in bfloat16 as the draft (draft=, or --draft DIR), such as the original model's."
         )
     tensors = tensor_files.read(path, list(wanted))
-    return dict(stacked({wanted[name]: tensor for name, tensor in tensors.items()}))
+    return dict(stack_experts({wanted[name]: tensor for name, tensor in tensors.items()}))
 
 
 def _none(folder: Path | str) -> CheckpointError:
@@ -105,7 +105,7 @@ def _named(name: str) -> str:
     return f"layer.{name.removeprefix('layers.0.')}"
 
 
-def stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def stack_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors of single experts put together as transformers keeps them; the rest as it is."""
     pattern = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
     experts: dict[str, dict[str, dict[int, torch.Tensor]]] = {}

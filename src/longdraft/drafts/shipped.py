@@ -18,7 +18,7 @@ def folders() -> list[Path]:
     return sorted(path.parent for path in FOLDER.glob("*/config.json"))
 
 
-def fitting(description: Mapping[str, Any], kind: str | None = None) -> Path | None:
+def find_draft(description: Mapping[str, Any], kind: str | None = None) -> Path | None:
     """The shipped draft that fits a target; if several do, one trained with exactly these weights.
 
     Args:
@@ -30,11 +30,11 @@ def fitting(description: Mapping[str, Any], kind: str | None = None) -> Path | N
     """
     found: list[tuple[bool, Path]] = []
     for folder in folders():
-        own, made_for = _described(folder)
+        own, required_target = _described(folder)
         if kind not in (None, own):
             continue
-        if made_for and all(description.get(k) == x for k, x in made_for.items() if k != _DIGEST):
-            found.append((made_for.get(_DIGEST) == description.get(_DIGEST), folder))
+        if required_target and all(description.get(k) == x for k, x in required_target.items() if k != _DIGEST):
+            found.append((required_target.get(_DIGEST) == description.get(_DIGEST), folder))
     return max(found, key=lambda f: f[0])[1] if found else None
 
 

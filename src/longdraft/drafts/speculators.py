@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from longdraft.drafts import draft_folder
-from longdraft.drafts.draft_folder import OFFSETS, PUBLISHED
+from longdraft.drafts.draft_folder import D2T, HF_NAMES
 from longdraft.drafts.eagle_draft import EagleDraft
-from longdraft.drafts.formats import MEMBERS
+from longdraft.drafts.formats import T2D
 from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.native.boundary import FLOATS
+from longdraft.native.boundary import CPU_FLOAT32
 
 _SIZES = ("hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim", "rms_norm_eps", "attention_bias")
 
@@ -50,7 +50,7 @@ def to_speculators(
             raise ValueError(f"{name} must be at least 1, got {number}")
     if Path(out).resolve() == draft.folder.resolve():
         raise CheckpointError(f"{out} is the draft itself: name another folder to write to.")
-    size = draft.shape.vocabulary if draft.ids is None else draft.made_for.get("vocab_size")
+    size = draft.shape.vocabulary if draft.draft_to_target_ids is None else draft.required_target.get("vocab_size")
     if size is None:
         raise CapabilityError(
             f"config.json of {draft.folder} does not say how large the target's vocabulary is, which the layout needs: "
@@ -61,7 +61,7 @@ def to_speculators(
     layer = {
         "model_type": "qwen3" if shape.qk_norm else "llama",
         "architectures": ["Qwen3ForCausalLM" if shape.qk_norm else "LlamaForCausalLM"],
-        **{PUBLISHED.get(name, name): getattr(shape, name) for name in _SIZES},
+        **{HF_NAMES.get(name, name): getattr(shape, name) for name in _SIZES},
         "num_hidden_layers": shape.decoder_layers,
         "hidden_act": "silu",
         "mlp_bias": False,
@@ -80,7 +80,7 @@ def to_speculators(
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         "draft_vocab_size": shape.vocabulary,
-        "target_hidden_size": shape.feature_size // len(draft.layers or (0, 0, 0)),
+        "target_hidden_size": shape.feature_size // len(draft.configured_layers or (0, 0, 0)),
         **{name: getattr(shape, name) for name in ("norm_before_residual", "norm_before_fc", "norm_output")},
         "fc_norm": shape.fc_norm is not None,
         "embed_requires_grad": shape.embedding is not None,
@@ -93,11 +93,11 @@ def to_speculators(
             "verifier": {"name_or_path": verifier, "architectures": [architecture] if architecture else []},
         },
     }
-    if draft.layers is not None:
+    if draft.configured_layers is not None:
         # What enters a layer is the output of the one before.
-        config["eagle_aux_hidden_state_layer_ids"] = [i + 1 for i in draft.layers]
+        config["eagle_aux_hidden_state_layer_ids"] = [i + 1 for i in draft.configured_layers]
     draft_folder.write(out, config, _tensors(draft, int(size)))
-    if draft.layers is None:
+    if draft.configured_layers is None:
         return ["The draft does not name the layers that it reads: the server takes its own default."]
     return []
 
@@ -110,10 +110,10 @@ def _tensors(draft: EagleDraft[Any], size: int) -> dict[str, torch.Tensor]:
     }
     if draft.shape.attention_bias and not draft.shape.output_bias:
         # The layout's flag means all four.
-        tensors["layers.0.self_attn.o_proj.bias"] = torch.zeros(draft.shape.hidden_size, **FLOATS)
-    if draft.ids is not None:
-        tensors[OFFSETS] = draft.ids - torch.arange(len(draft.ids), device="cpu")
+        tensors["layers.0.self_attn.o_proj.bias"] = torch.zeros(draft.shape.hidden_size, **CPU_FLOAT32)
+    if draft.draft_to_target_ids is not None:
+        tensors[D2T] = draft.draft_to_target_ids - torch.arange(len(draft.draft_to_target_ids), device="cpu")
         members = torch.zeros(size, dtype=torch.bool, device="cpu")
-        members[draft.ids] = True
-        tensors[MEMBERS] = members
+        members[draft.draft_to_target_ids] = True
+        tensors[T2D] = members
     return tensors

@@ -9,29 +9,29 @@ from pathlib import Path
 import torch
 
 from longdraft.errors import CheckpointError
-from longdraft.files import opened, read_index, reads, regular
+from longdraft.files import open_safetensors, read_weight_index, reads, require_regular
 
 WEIGHTS, PICKLED = "model.safetensors", "pytorch_model.bin"
 _REMEDY = "It is truncated or damaged: copy the draft again."
 
 
-def read(folder: Path | str, wanted: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+def read(folder: Path | str, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
     """A folder's tensors by name, on the CPU: all, or those that are wanted, wherever they lie among its files.
 
     Raises:
         CheckpointError: missing, truncated, or holding more than tensors.
     """
-    if not is_safe(folder):
+    if not has_safetensors(folder):
         return _unpickled(Path(folder) / PICKLED)
     files, found = _files(folder), dict[str, torch.Tensor]()
-    own = files if wanted is None else {name: files[name] for name in wanted}
+    own = files if names is None else {name: files[name] for name in names}
     for path in sorted(set(own.values())):
-        with opened(path, _REMEDY) as file:
+        with open_safetensors(path, _REMEDY) as file:
             found |= {name: file.get_tensor(name) for name, place in own.items() if place == path}
     return found
 
 
-def is_safe(folder: Path | str) -> bool:
+def has_safetensors(folder: Path | str) -> bool:
     """True for a folder with safetensors files."""
     return any((Path(folder) / name).exists() for name in (WEIGHTS, f"{WEIGHTS}.index.json"))
 
@@ -43,15 +43,15 @@ def names(folder: Path | str) -> Iterable[str]:
         CheckpointError: as :func:`read`.
     """
     index = Path(folder) / f"{PICKLED}.index.json"
-    if is_safe(folder):
+    if has_safetensors(folder):
         return _files(folder)
-    return read_index(index) if index.is_file() else _unpickled(Path(folder) / PICKLED, mapped=True)
+    return read_weight_index(index) if index.is_file() else _unpickled(Path(folder) / PICKLED, mapped=True)
 
 
-def picked(folder: Path | str, wanted: Callable[[Iterable[str]], dict[str, str]]) -> dict[str, str]:
-    """Those of the names in safetensors files that ``wanted`` says other names of; none without, or in damaged ones."""
+def select_names(folder: Path | str, select: Callable[[Iterable[str]], dict[str, str]]) -> dict[str, str]:
+    """Those of the names in safetensors files that ``names`` says other names of; none without, or in damaged ones."""
     try:
-        return wanted(names(folder)) if is_safe(folder) else {}
+        return select(names(folder)) if has_safetensors(folder) else {}
     except CheckpointError:
         return {}
 
@@ -61,8 +61,8 @@ def _files(folder: Path | str) -> dict[str, Path]:
     safe = Path(folder) / WEIGHTS
     index = safe.with_name(f"{WEIGHTS}.index.json")
     if index.is_file():
-        return read_index(index)
-    with opened(safe, _REMEDY) as file:
+        return read_weight_index(index)
+    with open_safetensors(safe, _REMEDY) as file:
         return dict.fromkeys(file.keys(), safe)
 
 
@@ -75,7 +75,7 @@ def _unpickled(path: Path, mapped: bool = False) -> dict[str, torch.Tensor]:
     """
     if not path.exists():
         raise CheckpointError(f"{path.parent} has no {WEIGHTS}: copy the draft again.")
-    zipped = zipfile.is_zipfile(regular(path))
+    zipped = zipfile.is_zipfile(require_regular(path))
     if zipped and any(each.compress_type for each in zipfile.ZipFile(path).infolist()):
         raise CheckpointError(f"{path} is compressed, so its size is unknown: get the draft as model.safetensors.")
     # weights_only: a file from anywhere must not run code.

@@ -17,9 +17,9 @@ from longdraft.drafts.draft_folder import DraftFolder
 _HEAD = re.compile(r"^(?:model\.)?medusa_layers\.(\d+)\.(linear|input_layernorm|post_layernorm)\.weight$")
 
 
-def holds(folder: Path | str) -> bool:
+def has_heads(folder: Path | str) -> bool:
     """True if a model's folder holds such heads."""
-    return bool(tensor_files.picked(folder, _wanted))
+    return bool(tensor_files.select_names(folder, _wanted))
 
 
 def read(folder: Path | str) -> DraftFolder | None:
@@ -28,7 +28,7 @@ def read(folder: Path | str) -> DraftFolder | None:
     Raises:
         CheckpointError: the folder cannot be read.
     """
-    wanted = tensor_files.picked(folder, _wanted)
+    wanted = tensor_files.select_names(folder, _wanted)
     if not wanted:
         return None
     tensors = tensor_files.read(folder, list(wanted))

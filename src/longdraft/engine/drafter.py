@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence as SequenceOf
 from typing import Any, Protocol
 
-from longdraft.engine.event import Event
+from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
@@ -31,12 +31,12 @@ class Drafter(ABC):
     """Forwards of a draft so far; stays 0 if drafting costs next to nothing."""
 
     prior_acceptance: float = 0.0
-    """Chance that a drafted token is right before any was seen; for drafters with :meth:`rows_read`."""
+    """Chance that a drafted token is right before any was seen; for drafters with :meth:`kv_tokens_read`."""
 
-    forward_ratio: float = 1.0
+    forward_cost_ratio: float = 1.0
     """Time of a forward of the target's own layers with the draft's weights, divided by one with the target's."""
 
-    query_window: int = 1
+    num_prompt_queries: int = 1
     """Number of a prompt's last tokens whose queries it wants, if any; the first event brings them."""
 
     @property
@@ -47,7 +47,7 @@ class Drafter(ABC):
     def use_planner(self) -> None:  # noqa: B027
         """Called first if a planner sizes the trees: each :meth:`propose` then gets a limit."""
 
-    def avoid_forks(self) -> bool:
+    def use_chains(self) -> bool:
         """Called first if a branch of a tree costs the target more than a row does: trees become chains, unless the
         user chose their shape.
 
@@ -56,7 +56,7 @@ class Drafter(ABC):
         """
         return False
 
-    def rows_read(self, length: int) -> float | None:
+    def kv_tokens_read(self, context_len: int) -> float | None:
         """Rows that a draft forward reads of a text's KV, in rows of the target's size; None for another model."""
         return None
 
@@ -68,7 +68,7 @@ class Drafter(ABC):
         """Decoder layers of the target whose queries events shall bring."""
         return ()
 
-    def reads_queries(self, sequences: list[Sequence]) -> bool:
+    def needs_queries(self, sequences: list[Sequence]) -> bool:
         """True if the next event shall bring the queries of :meth:`query_layers`, of any of these sequences."""
         return True
 
@@ -91,14 +91,14 @@ class Drafter(ABC):
             limit: how large the trees may be; None: the sizes that the drafter was made with.
         """
 
-    def observe(self, event: Event) -> None:  # noqa: B027
+    def observe(self, round_result: RoundResult) -> None:  # noqa: B027
         """Called once a sequence when its prompt has been read, and after each verification."""
 
     def release(self, sequence: Sequence) -> None:  # noqa: B027
         """Called when a sequence has finished."""
 
 
-def of_part(part: str, name: str) -> Any:
+def delegate_to(part: str, name: str) -> Any:
     """An attribute of a drafter that one of its parts has: what it reads of the target, or what it costs."""
     return property(lambda drafter: getattr(getattr(drafter, part), name))
 
@@ -106,11 +106,11 @@ def of_part(part: str, name: str) -> Any:
 class Plan(Protocol):
     """Plans the rounds of one run: each asks for a node limit, prunes its trees, and reports what happened."""
 
-    def node_limit(self, sequences: SequenceOf[Sequence], lengths: SequenceOf[int]) -> NodeLimit:
+    def node_limit(self, sequences: SequenceOf[Sequence], kv_lens: SequenceOf[int]) -> NodeLimit:
         """Returns how large this round's trees may be.
 
         Args:
-            lengths: KV rows that a verification reads of each sequence.
+            kv_lens: KV rows that a verification reads of each sequence.
         """
         ...
 
@@ -118,12 +118,18 @@ class Plan(Protocol):
         """Keeps the nodes of each tree that are worth verifying."""
         ...
 
-    def observe(self, events: SequenceOf[Event], forwards: int, drafting: float, verifying: float) -> None:
+    def observe(
+        self,
+        round_results: SequenceOf[RoundResult],
+        num_draft_forwards: int,
+        draft_seconds: float,
+        verify_seconds: float,
+    ) -> None:
         """Learns from a round.
 
         Args:
             events: one for each sequence.
-            forwards: forwards of the draft.
+            num_draft_forwards: forwards of the draft.
             drafting, verifying: seconds.
         """
         ...

@@ -22,23 +22,23 @@ LIKELY = 0.9
 class Grammar(Protocol):
     """A logits processor that forbids tokens, and can look ahead. It stands behind the last token of the text."""
 
-    def read(self, output: SequenceOf[int]) -> None:
+    def advance_to(self, output: SequenceOf[int]) -> None:
         """Moves on to the end of the text. ``output``: all tokens behind the prompt."""
 
-    def forced(self) -> list[int]:
+    def forced_tokens(self) -> list[int]:
         """The next tokens, as long as every other one is forbidden."""
 
-    def likely(self) -> list[int]:
+    def likely_tokens(self) -> list[int]:
         """Next tokens that are likely, where several are allowed; mostly none."""
 
-    def follow(self, token: int) -> bool:
+    def accept_token(self, token: int) -> bool:
         """Moves on by a token. Returns False, without moving, if it is forbidden or ends the text."""
 
-    def back(self, count: int) -> None:
-        """Takes back so many calls of :meth:`follow`."""
+    def rollback(self, count: int) -> None:
+        """Takes back so many calls of :meth:`accept_token`."""
 
 
-def fitted(tree: TokenTree, sequence: Sequence, most: int) -> TokenTree:
+def fit_to_grammar(tree: TokenTree, sequence: Sequence, max_nodes: int) -> TokenTree:
     """Fits a sequence's drafted tree to its grammar, if it has one.
 
     Args:
@@ -48,23 +48,23 @@ def fitted(tree: TokenTree, sequence: Sequence, most: int) -> TokenTree:
         The tree with the tokens that the grammar forces at its nodes, without those that it forbids.
     """
     grammar = next((p for p in sequence.sampler.processors if isinstance(p, Grammar)), None)
-    if grammar is None or most < 1 or sequence.finish_reason is not None:
+    if grammar is None or max_nodes < 1 or sequence.finish_reason is not None:
         return tree
-    grammar.read(sequence.output)
-    fit = _Fit(tree, grammar, most)
+    grammar.advance_to(sequence.output)
+    fit = _Fit(tree, grammar, max_nodes)
     fit.grow(0, 0)
-    tokens, parents, log_probs = zip(*fit.nodes, strict=True)
-    return TokenTree(tokens, parents, log_probs, frozenset(fit.looked_up), frozenset(fit.forced)).best(most)
+    tokens, parents, logprobs = zip(*fit.nodes, strict=True)
+    return TokenTree(tokens, parents, logprobs, frozenset(fit.looked_up), frozenset(fit.forced)).keep_best(max_nodes)
 
 
-def with_grammars(limit: NodeLimit, most: int) -> NodeLimit:
+def count_forced_tokens(limit: NodeLimit, max_nodes: int) -> NodeLimit:
     """The limit of a round, where what grammars force counts among the proposals that cost nothing."""
 
-    def choose(sequences: list[Any], trees: list[TokenTree]) -> list[Any]:
-        fit = [fitted(tree, s, most) for s, tree in zip(sequences, trees, strict=True)]
-        return limit.choose(sequences, fit)
+    def select_sequences(sequences: list[Any], trees: list[TokenTree]) -> list[Any]:
+        fit = [fit_to_grammar(tree, s, max_nodes) for s, tree in zip(sequences, trees, strict=True)]
+        return limit.select_sequences(sequences, fit)
 
-    return replace(limit, choose=choose)
+    return replace(limit, select_sequences=select_sequences)
 
 
 class _Fit:
@@ -84,10 +84,10 @@ class _Fit:
         if len(self.nodes) >= self.drafted.size + self.most:
             return
         followed = 0
-        for token in self.grammar.forced()[: self.most]:
+        for token in self.grammar.forced_tokens()[: self.most]:
             node = None if node is None else self.drafted.child(node, token)
             place = self._add(token, place, node, forced=True)
-            if not self.grammar.follow(token):  # nothing comes behind the text's end
+            if not self.grammar.accept_token(token):  # nothing comes behind the text's end
                 break
             followed += 1
         else:
@@ -95,25 +95,25 @@ class _Fit:
                 self.grow(place, node)
             else:
                 self._fork(place, node)
-        self.grammar.back(followed)
+        self.grammar.rollback(followed)
 
     def _fork(self, place: int, node: int | None) -> None:
         """Adds what was drafted behind a node and is allowed, and what is likely."""
         children = {} if node is None else self.drafted.children(node)
-        for token in dict.fromkeys([*children, *self.grammar.likely()]):
-            if self.grammar.follow(token):
+        for token in dict.fromkeys([*children, *self.grammar.likely_tokens()]):
+            if self.grammar.accept_token(token):
                 child = children.get(token)
                 self.grow(self._add(token, place, child), child)
-                self.grammar.back(1)
+                self.grammar.rollback(1)
 
     def _add(self, token: int, parent: int, node: int | None, forced: bool = False) -> int:
-        place, log_prob = len(self.nodes), log(LIKELY)
+        place, logprob = len(self.nodes), log(LIKELY)
         if forced:
             self.forced.add(place)
-            log_prob = 0.0
+            logprob = 0.0
         elif node is not None:
-            log_prob = self.drafted.log_probs[node] if self.drafted.log_probs else 0.0
-        if node is not None and node in self.drafted.looked_up:
+            logprob = self.drafted.logprobs[node] if self.drafted.logprobs else 0.0
+        if node is not None and node in self.drafted.lookup_nodes:
             self.looked_up.add(place)
-        self.nodes.append((token, parent, log_prob))
+        self.nodes.append((token, parent, logprob))
         return place

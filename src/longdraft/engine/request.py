@@ -15,7 +15,7 @@ from longdraft.options import listed, suggestion, whole_number
 Prompt = str | list[int]
 
 # Settings that can be given one by one in place of a Sampling.
-SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "repetition_window")
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "repetition_window")
 _SHAPES = ("top_k", "top_p", "min_p")
 _SEEDS = -(2**63), 2**64 - 1  # torch's
 _CHAT = (
@@ -76,21 +76,21 @@ class Request:
         wrong = [p for p in _listed("processors", self.processors) if not callable(p)]
         if wrong:
             raise RequestError(f"processors takes logits processors, which are called; got {wrong[0]!r}")
-        cleared: dict[str, Any] = dict.fromkeys(SAMPLED)
+        cleared: dict[str, Any] = dict.fromkeys(SAMPLING_FIELDS)
         return replace(
             self,
-            prompt=prompt_of(self.prompt),
+            prompt=normalize_prompt(self.prompt),
             max_new_tokens=whole_number("max_new_tokens", self.max_new_tokens, 1),
             sampling=self._sampling(),
             seed=None if self.seed is None else whole_number("seed", self.seed, *_SEEDS),
             eos_token_ids=_ids("eos_token_ids", self.eos_token_ids),
-            stop=stops_of(self.stop),
+            stop=normalize_stop(self.stop),
             predicted=_ids("predicted", self.predicted) or [],
             **cleared,
         )
 
     def _sampling(self) -> Sampling:
-        single = {name: value for name in SAMPLED if (value := getattr(self, name)) is not None}
+        single = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         if self.sampling is None:
             sampling = Sampling(**single)
             if sampling.greedy and (idle := [name for name in _SHAPES if name in single]):
@@ -109,7 +109,7 @@ class Request:
         return self.sampling
 
 
-class Settings(TypedDict, total=False):
+class RequestSettings(TypedDict, total=False):
     """The settings of a :class:`Request` that calls for several prompts take, one by one."""
 
     max_new_tokens: int
@@ -126,7 +126,7 @@ class Settings(TypedDict, total=False):
     repetition_window: int | None
 
 
-def requests_of(prompts: object, settings: Settings) -> list[Request]:
+def make_requests(prompts: object, settings: RequestSettings) -> list[Request]:
     """Makes one request a prompt.
 
     Args:
@@ -137,7 +137,7 @@ def requests_of(prompts: object, settings: Settings) -> list[Request]:
         PromptError: no prompt, or a value that cannot be one.
         RequestError: a setting that cannot be used; as ArgumentError, one that there is not.
     """
-    known = Settings.__annotations__
+    known = RequestSettings.__annotations__
     for name in settings:
         if name not in known:
             raise ArgumentError(f"There is no setting {name}: {suggestion(name, known) or listed(known)}")
@@ -159,7 +159,7 @@ def requests_of(prompts: object, settings: Settings) -> list[Request]:
     return requests
 
 
-def prompt_of(value: object) -> Prompt:
+def normalize_prompt(value: object) -> Prompt:
     """Returns a text as it is, and token ids as a list.
 
     Raises:
@@ -178,7 +178,7 @@ def prompt_of(value: object) -> Prompt:
     raise PromptError(f"A prompt is a text or a list of token ids, which are whole numbers: not {_short(wrong)}.")
 
 
-def stops_of(value: object) -> tuple[str, ...]:
+def normalize_stop(value: object) -> tuple[str, ...]:
     """Returns stop strings as a tuple.
 
     Raises:

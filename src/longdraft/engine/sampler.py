@@ -22,7 +22,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from longdraft.engine import processors as row_processors
+from longdraft.engine import logits_processors as row_processors
 from longdraft.errors import RequestError
 from longdraft.options import check_number, whole_number
 
@@ -33,7 +33,7 @@ _BY_SCORES = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPL
 _TINY = 1e-30  # for a random number of 0
 
 
-class Draws:
+class SampleNoise:
     """The random numbers of one sequence's samples: a sample of p is the argmax of p / e, one exponential e a token.
 
     It is also the argmax of log p - log e. A drafter that subtracts the log e of coming samples from its own
@@ -44,8 +44,8 @@ class Draws:
         known: the numbers of coming samples are known ahead.
     """
 
-    def __init__(self, generator: torch.Generator | None, known: bool = True) -> None:
-        self._generator, self._known = generator, known and generator is not None
+    def __init__(self, generator: torch.Generator | None, is_predictable: bool = True) -> None:
+        self._generator, self._known = generator, is_predictable and generator is not None
         # Made ahead and not used yet, each with the generator's state before it.
         self._made: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
         self._like: torch.Tensor | None = None
@@ -56,7 +56,7 @@ class Draws:
         numbers = self._made.popleft()[1] if self._made else self._draw(probabilities)
         return int((probabilities / numbers).argmax())
 
-    def ahead(self, count: int) -> torch.Tensor | None:
+    def peek(self, count: int) -> torch.Tensor | None:
         """(vocabulary,) exponentials of the sample after ``count`` others; None if they are not known beforehand."""
         if not self._known or self._like is None or self._generator is None:
             return None
@@ -65,24 +65,24 @@ class Draws:
         return self._made[count][1]
 
     def advance(self, count: int) -> None:
-        """Skips the numbers of ``count`` samples, which were made with those of :meth:`ahead`."""
+        """Skips the numbers of ``count`` samples, which were made with those of :meth:`peek`."""
         for _ in range(count):
             self._made.popleft()
 
-    def close(self) -> None:
+    def restore_generator(self) -> None:
         """Leaves the generator as if nothing had been made ahead."""
         if self._made and self._generator is not None:
             self._generator.set_state(self._made[0][0])
             self._made.clear()
 
-    def rehearsal(self) -> Draws:
+    def fork_for_draft(self) -> SampleNoise:
         """Returns the same coming numbers without using them up here; others where they are not to be known."""
         device = torch.device("cpu") if self._generator is None else self._generator.device
         generator = torch.Generator(device)
         if self._generator is not None and not self._known:
-            return Draws(generator.manual_seed(self._generator.initial_seed() ^ 1), known=False)
+            return SampleNoise(generator.manual_seed(self._generator.initial_seed() ^ 1), is_predictable=False)
         generator.set_state(torch.get_rng_state() if self._generator is None else self._generator.get_state())
-        twin = Draws(generator)
+        twin = SampleNoise(generator)
         twin._made, twin._like = self._made.copy(), self._like
         return twin
 
@@ -90,7 +90,7 @@ class Draws:
         return torch.empty_like(like).exponential_(1, generator=self._generator)
 
 
-class RecentPenalty(LogitsProcessor):
+class WindowedRepetitionPenalty(LogitsProcessor):
     """transformers' repetition penalty on the last ``window`` tokens of the text (TokenSwift's contextual penalty)."""
 
     def __init__(self, penalty: float, window: int) -> None:
@@ -158,7 +158,7 @@ class Sampling:
             if self.repetition_window is None:
                 processors.append(RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty)))
             else:
-                processors.append(RecentPenalty(float(self.repetition_penalty), self.repetition_window))
+                processors.append(WindowedRepetitionPenalty(float(self.repetition_penalty), self.repetition_window))
         if self.greedy:
             return processors
         if self.temperature != 1.0:
@@ -166,14 +166,14 @@ class Sampling:
         if self.top_k:
             processors.append(TopKLogitsWarper(int(self.top_k)))
         if self.top_p is not None and self.top_p < 1.0:
-            processors.append(row_processors.TopP(float(self.top_p)))
+            processors.append(row_processors.FastTopP(float(self.top_p)))
         if self.min_p:
             processors.append(MinPLogitsWarper(float(self.min_p)))
         return processors
 
 
 @runtime_checkable
-class PromptReader(Protocol):
+class PromptLogitsReader(Protocol):
     """A logits processor that sees the prompt's logits too, for which all of the prompt is read."""
 
     def prompt_logits(self, start: int, logits: torch.Tensor) -> None:
@@ -190,71 +190,71 @@ class Sampler:
     Attributes:
         greedy: take the most probable token instead of sampling.
         processors: applied to the logits first; empty for the plain distribution.
-        draws: the random numbers; by default from torch's global generator.
+        noise: the random numbers; by default from torch's global generator.
     """
 
     greedy: bool
     processors: LogitsProcessorList
-    draws: Draws = field(default_factory=lambda: Draws(None))
+    noise: SampleNoise = field(default_factory=lambda: SampleNoise(None))
 
     @property
-    def prompt_reader(self) -> PromptReader | None:
+    def prompt_logits_reader(self) -> PromptLogitsReader | None:
         """The first processor that sees the prompt's logits."""
-        return next((p for p in self.processors if isinstance(p, PromptReader)), None)
+        return next((p for p in self.processors if isinstance(p, PromptLogitsReader)), None)
 
     @property
-    def plain_greedy(self) -> bool:
+    def is_argmax(self) -> bool:
         """True if every node's token is the argmax of its logits, whatever the path."""
         return self.greedy and len(self.processors) == 0
 
     @property
-    def foresees(self) -> bool:
+    def is_noise_known(self) -> bool:
         """True if the random numbers of coming samples are known beforehand."""
-        return not self.greedy and self.draws.ahead(0) is not None
+        return not self.greedy and self.noise.peek(0) is not None
 
-    def rehearsal(self) -> Sampler:
+    def fork_for_draft(self) -> Sampler:
         """Returns a sampler that makes this one's coming choices if the logits are equal, and leaves it unchanged.
 
         Both use the same random numbers: a multinomial sample is the argmax of p / e with one exponential e a token,
         and the e are the same. So from two similar distributions both mostly choose the same token.
         """
         if self.greedy:
-            return Sampler(True, row_processors.copies(self.processors))
-        return Sampler(False, row_processors.copies(self.processors), self.draws.rehearsal())
+            return Sampler(True, row_processors.copy_processors(self.processors))
+        return Sampler(False, row_processors.copy_processors(self.processors), self.noise.fork_for_draft())
 
-    def foresee(self, count: int, log_probs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def gumbel_coupled_logprobs(self, count: int, logprobs: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """Estimates for some tokens how likely each will be sampled, after ``count`` others, from a draft's numbers.
 
         The random numbers of that sample are known, so a draft with the target's distribution knows the token.
 
         Args:
-            log_probs: (..., K), the draft's, of its likeliest tokens.
+            logprobs: (..., K), the draft's, of its likeliest tokens.
             tokens: (..., K) ids of these.
 
         Returns:
             (..., K) log-probabilities; the draft's own if the random numbers are not known.
         """
-        numbers = self.draws.ahead(count) if self.foresees else None
+        numbers = self.noise.peek(count) if self.is_noise_known else None
         if numbers is None:
-            return log_probs
-        scores = log_probs.reshape(-1, log_probs.shape[-1])
+            return logprobs
+        scores = logprobs.reshape(-1, logprobs.shape[-1])
         for processor in self.processors:
             if isinstance(processor, _BY_SCORES):
-                scores = processor(tokens.reshape_as(scores), scores)
-        return (scores.view_as(log_probs) - numbers[tokens].clamp_min(_TINY).log()).log_softmax(-1)
+                scores = processor(token_ids.reshape_as(scores), scores)
+        return (scores.view_as(logprobs) - numbers[token_ids].clamp_min(_TINY).log()).log_softmax(-1)
 
-    def sample(self, text: torch.Tensor, logits: torch.Tensor) -> int:
+    def sample(self, input_ids: torch.Tensor, logits: torch.Tensor) -> int:
         """Decides the token that follows a node.
 
         Args:
-            text: (n,) token ids from the prompt's first to the node.
+            input_ids: (n,) token ids from the prompt's first to the node.
             logits: (vocabulary,) the target's raw logits at the node.
         """
         if self.greedy:
-            return int(self._scores(text, logits).argmax())
-        return self.draws.sample(self.distribution(text, logits))
+            return int(self._scores(input_ids, logits).argmax())
+        return self.noise.sample(self.probabilities(input_ids, logits))
 
-    def samples(self, logits: torch.Tensor, depths: Sequence[int]) -> torch.Tensor | None:
+    def sample_nodes(self, logits: torch.Tensor, depths: Sequence[int]) -> torch.Tensor | None:
         """Computes what :meth:`sample` would choose at each of several nodes, without waiting for the device.
 
         Args:
@@ -263,23 +263,23 @@ class Sampler:
 
         Returns:
             (n,) token ids; None if they depend on more than logits and known random numbers. A caller that uses them
-            then calls :meth:`Draws.advance`.
+            then calls :meth:`SampleNoise.advance`.
         """
         # On a CPU there is nothing to wait for, and processing nodes that are not visited takes longer.
         if logits.device.type == "cpu" or not all(isinstance(p, _BY_SCORES) for p in self.processors):
             return None
-        if not self.foresees:
+        if not self.is_noise_known:
             return None
-        numbers = [x for x in map(self.draws.ahead, range(max(depths) + 1)) if x is not None]
+        numbers = [x for x in map(self.noise.peek, range(max(depths) + 1)) if x is not None]
         scores = logits.float()
         drawn = torch.stack([numbers[depth] for depth in depths])
         for processor in self.processors:
             scores = processor(None, scores)
         return (scores.softmax(-1) / drawn).argmax(-1)
 
-    def distribution(self, text: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    def probabilities(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """(vocabulary,) the processed probabilities; arguments as of :meth:`sample`."""
-        return torch.softmax(self._scores(text, logits), dim=-1)
+        return torch.softmax(self._scores(input_ids, logits), dim=-1)
 
     def _scores(self, text: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         scores = logits[None].float()

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from longdraft.attention.transfer import on_device
+from longdraft.attention.transfer import to_device
 from longdraft.engine.sampler import Sampler
 
 FinishReason = Literal["eos", "stop", "length", "cancelled"]
@@ -19,7 +19,7 @@ StopRule = Callable[["Sequence"], FinishReason | None]
 
 
 @dataclass
-class Stats:
+class SequenceStats:
     """Counts the rounds of one sequence; the names are those of its :class:`~longdraft.Result`."""
 
     cached_tokens: int = 0
@@ -42,12 +42,12 @@ class Sequence:
         prompt: prompt token ids.
         max_new_tokens: emitted at most.
         device: where logits are, and so where processors want the ids.
-        shown: the prompt as processors and stopping criteria see it, if that differs: a padded row of transformers,
+        processor_prompt: the prompt as processors and stopping criteria see it, if that differs: a padded row of transformers,
             whose padding the model never sees.
         greedy: whether its tokens are the most probable ones, not sampled. Drafters may draft accordingly.
         sampler: decides its tokens from the target's logits; None if it is set before the sequence is decoded. Drafters
             may rehearse coming tokens with it, but not sample.
-        rules: called in order after each emitted token; the first reason that one returns ends the sequence.
+        stop_rules: called in order after each emitted token; the first reason that one returns ends the sequence.
         tenant: the user whose request this is.
         predicted: tokens that the output may contain, for lookups.
         reuse: whether kept rows of its prompt's beginning may be taken.
@@ -57,23 +57,23 @@ class Sequence:
     prompt: list[int]
     max_new_tokens: int
     device: torch.device | str = "cpu"
-    shown: list[int] | None = None
+    processor_prompt: list[int] | None = None
     greedy: bool = True
     sampler: Sampler = None  # type: ignore[assignment]
-    rules: Iterable[StopRule] = ()
+    stop_rules: Iterable[StopRule] = ()
     tenant: str | None = None
     predicted: SequenceOf[int] = ()
     reuse: bool = True
     output: list[int] = field(init=False, default_factory=list)
     finish_reason: FinishReason | None = field(init=False, default=None)
-    stats: Stats = field(init=False, default_factory=Stats)
+    stats: SequenceStats = field(init=False, default_factory=SequenceStats)
 
     def __post_init__(self) -> None:
         self.slot = self.index
-        shown = self.prompt if self.shown is None else self.shown
+        shown = self.prompt if self.processor_prompt is None else self.processor_prompt
         self._start = len(shown)
         self._ids = torch.empty(len(shown) + self.max_new_tokens, dtype=torch.long, device=self.device)
-        self._ids[: len(shown)] = on_device(shown, self.device, torch.long)
+        self._ids[: len(shown)] = to_device(shown, self.device, torch.long)
         self._written = 0  # tokens of the output that are in it
 
     @property
@@ -87,7 +87,7 @@ class Sequence:
         return len(self.prompt) + len(self.output)
 
     @property
-    def longest(self) -> int:
+    def max_length(self) -> int:
         """Tokens of prompt and output at most."""
         return len(self.prompt) + self.max_new_tokens
 
@@ -96,11 +96,11 @@ class Sequence:
         """Tokens that may still be emitted."""
         return self.max_new_tokens - len(self.output)
 
-    def ids(self) -> torch.Tensor:
+    def input_ids(self) -> torch.Tensor:
         """(n,) ids of prompt, as it is shown, and output: a view."""
         end = self._start + len(self.output)
         if self._written < len(self.output):
-            new = on_device(self.output[self._written :], self._ids.device, torch.long)
+            new = to_device(self.output[self._written :], self._ids.device, torch.long)
             self._ids[self._start + self._written : end] = new
             self._written = len(self.output)
         return self._ids[:end]
@@ -108,7 +108,7 @@ class Sequence:
     def emit(self, token: int) -> bool:
         """Appends a token and returns whether it was the last."""
         self.append(token)
-        reasons = (rule(self) for rule in self.rules)
+        reasons = (rule(self) for rule in self.stop_rules)
         self.finish_reason = next((r for r in reasons if r), None) or ("length" if not self.remaining else None)
         return self.finish_reason is not None
 

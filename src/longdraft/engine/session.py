@@ -8,19 +8,19 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from longdraft.engine.loop import Engine
-from longdraft.engine.request import Prompt, Request, stops_of
-from longdraft.engine.sampler import Draws, Sampler, Sampling
+from longdraft.engine.request import Prompt, Request, normalize_stop
+from longdraft.engine.sampler import SampleNoise, Sampler, Sampling
 from longdraft.engine.sequence import FinishReason, Sequence, StopRule
 from longdraft.engine.stats import Result, Step
-from longdraft.engine.streaming import Piece, TextStream
-from longdraft.engine.texts import Texts
+from longdraft.engine.streaming import TextDelta, TextStream
+from longdraft.engine.text_codec import TextCodec
 from longdraft.errors import RequestError
-from longdraft.memory import sizes
+from longdraft.memory import memory_info
 from longdraft.model import support
 from longdraft.views.view import View
 
 # Sequences decoded at a time by default: each more makes a step a little slower, and its KV takes memory.
-BATCH, BATCH_ON_GPU = 8, 32
+DEFAULT_BATCH, DEFAULT_BATCH_ON_GPU = 8, 32
 
 
 @dataclass
@@ -37,7 +37,7 @@ class _Entry:
     sequence: Sequence
     text: TextStream | None
     from_draft: list[bool] = field(default_factory=list)
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[TextDelta] = field(default_factory=list)
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
 
@@ -62,8 +62,8 @@ class Session:
     print(session.result(first).text)
     """
 
-    def __init__(self, engine: Engine, texts: Texts, method: str, exact: bool) -> None:
-        self._engine, self._texts, self._method, self._exact = engine, texts, method, exact
+    def __init__(self, engine: Engine, codec: TextCodec, method: str, exact: bool) -> None:
+        self._engine, self._texts, self._method, self._exact = engine, codec, method, exact
         self._entries: dict[int, _Entry] = {}
         self._next = 0
         self.prefill_seconds = self.decode_seconds = 0.0
@@ -89,7 +89,7 @@ class Session:
         sequence = _sequence(self._engine, self._texts, index, request)
         self._engine.add(sequence)
         self._next += 1
-        text = None if self._texts.tokenizer is None else TextStream(self._texts.decode, stops_of(request.stop))
+        text = None if self._texts.tokenizer is None else TextStream(self._texts.decode, normalize_stop(request.stop))
         self._entries[index] = _Entry(sequence, text)
         return index
 
@@ -118,7 +118,7 @@ class Session:
     @property
     def views(self) -> tuple[View, ...]:
         """Views of longer texts: those of drafts, then of partial verifications; known after the first step."""
-        return self._engine.drafter.views + self._engine.schedule.views
+        return self._engine.drafter.views + self._engine.verifier.views
 
     def abort(self, number: int) -> None:
         """Ends a request where it is, with the finish reason "cancelled". Has no effect on one that has ended."""
@@ -126,7 +126,7 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        return bool(self._engine.held)
+        return bool(self._engine.unfinished)
 
     def close(self) -> None:
         """Ends all requests where they are."""
@@ -145,7 +145,7 @@ class Session:
 
     def ended(self, number: int) -> bool:
         """True if a request has ended, with no step still to come."""
-        return number not in self._engine.held
+        return number not in self._engine.unfinished
 
     def take(self, number: int) -> Result:
         """Returns the result of a request that has ended, and forgets it.
@@ -171,7 +171,7 @@ class Session:
             finish_reason=s.finish_reason or "cancelled",
             prefill_seconds=prefill_seconds,
             decode_seconds=decode_seconds,
-            peak_memory_bytes=sizes.peak_bytes(runner.device),
+            peak_memory_bytes=memory_info.peak_bytes(runner.device),
             from_draft=list(entry.from_draft),
             pieces=list(entry.pieces),
             arithmetic=runner.arithmetic,
@@ -191,13 +191,13 @@ class Generation(Session):
     def __init__(
         self,
         engine: Engine,
-        texts: Texts,
+        codec: TextCodec,
         method: str,
         exact: bool,
         requests: Iterable[Request],
         cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
-        super().__init__(engine, texts, method, exact)
+        super().__init__(engine, codec, method, exact)
         for request in requests:
             self.add(request)
         self._cancelled = cancelled
@@ -250,7 +250,7 @@ def stop_string_rule(stops: tuple[str, ...], decode: Callable[[list[int]], str])
     return rule
 
 
-def _sequence(engine: Engine, texts: Texts, index: int, request: Request) -> Sequence:
+def _sequence(engine: Engine, texts: TextCodec, index: int, request: Request) -> Sequence:
     """Makes the sequence of a checked request; raises what :meth:`Session.add` raises."""
     runner, sampling = engine.runner, request.sampling or Sampling()
     ids = texts.encode(request.prompt, request.chat)
@@ -259,13 +259,17 @@ def _sequence(engine: Engine, texts: Texts, index: int, request: Request) -> Seq
     generator = None
     if not sampling.greedy:
         generator = torch.Generator(runner.device)
-        seed = runner.share.seed() if request.seed is None and runner.share is not None else request.seed
+        seed = runner.tp_rank.shared_seed() if request.seed is None and runner.tp_rank is not None else request.seed
         generator.manual_seed(seed) if seed is not None else generator.seed()
     ends = request.eos_token_ids
-    eos = runner.eos_token_ids | texts.eos if ends is None else frozenset([ends] if isinstance(ends, int) else ends)
-    stops, rules = stops_of(request.stop), list[StopRule]()
+    eos = (
+        runner.eos_token_ids | texts.eos_token_ids
+        if ends is None
+        else frozenset([ends] if isinstance(ends, int) else ends)
+    )
+    stops, rules = normalize_stop(request.stop), list[StopRule]()
     if stops:
-        rules.append(stop_string_rule(stops, texts.spelled(stops)))
+        rules.append(stop_string_rule(stops, texts.decoder_for_stops(stops)))
     if eos:
         rules.append(eos_rule(eos))
     return Sequence(
@@ -274,14 +278,16 @@ def _sequence(engine: Engine, texts: Texts, index: int, request: Request) -> Seq
         request.max_new_tokens,
         runner.device,
         greedy=sampling.greedy,
-        sampler=Sampler(sampling.greedy, sampling.processors(request.processors), Draws(generator, sampling.foresee)),
-        rules=rules,
+        sampler=Sampler(
+            sampling.greedy, sampling.processors(request.processors), SampleNoise(generator, sampling.foresee)
+        ),
+        stop_rules=rules,
         tenant=request.tenant,
         predicted=request.predicted,
         reuse=request.reuse,
     )
 
 
-def batch_for(device_type: str) -> int:
+def default_batch_size(device_type: str) -> int:
     """Sequences decoded at a time by default."""
-    return BATCH if device_type == "cpu" else BATCH_ON_GPU
+    return DEFAULT_BATCH if device_type == "cpu" else DEFAULT_BATCH_ON_GPU

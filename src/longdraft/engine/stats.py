@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from longdraft import figures
-from longdraft.engine.event import Event, Mode
+from longdraft import metrics
+from longdraft.engine.round_result import RoundMode, RoundResult
 from longdraft.engine.sequence import FinishReason
-from longdraft.engine.streaming import Piece
+from longdraft.engine.streaming import TextDelta
 from longdraft.trees.tree import TokenTree
 
 _REPR_CHARACTERS = 60  # of a text
@@ -40,11 +40,11 @@ class Step:
     from_draft: int
     drafted: int
     accepted: int
-    mode: Mode
+    mode: RoundMode
     seconds: float
     prefilled: int = 0
     finish_reason: FinishReason | None = None
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[TextDelta, ...] = ()
     tree: TokenTree | None = field(default=None, repr=False)
     path: tuple[int, ...] = ()
 
@@ -90,7 +90,7 @@ class Result:
     rolled_back: int = 0
     cached_tokens: int = 0
     from_draft: list[bool] = field(default_factory=list)
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[TextDelta] = field(default_factory=list)
     arithmetic: str = "float32"
 
     def __repr__(self) -> str:
@@ -112,27 +112,27 @@ class Result:
     @property
     def tokens_per_second(self) -> float:
         """New tokens but the prefill's / decode seconds; 0.0 when nothing was decoded after the prefill."""
-        return figures.tokens_per_second(self.new_tokens - 1, self.decode_seconds) or 0.0
+        return metrics.tokens_per_second(self.new_tokens - 1, self.decode_seconds) or 0.0
 
     @property
     def mean_accepted_length(self) -> float:
         """New tokens / verification forwards: bonus tokens count, the prefill's token does not."""
-        return figures.average([(self.new_tokens - 1, self.rounds)]) or 0.0
+        return metrics.average([(self.new_tokens - 1, self.rounds)]) or 0.0
 
 
-def step_of(event: Event, seconds: float) -> Step:
+def make_step(round_result: RoundResult, seconds: float) -> Step:
     """A round as users see it."""
-    sequence = event.sequence
+    sequence = round_result.sequence
     return Step(
         sequence=sequence.index,
-        token_ids=event.emitted,
-        from_draft=event.accepted,
-        drafted=event.tree.drafted,
-        accepted=event.accepted,
-        mode=event.mode,
+        token_ids=round_result.new_token_ids,
+        from_draft=round_result.num_accepted,
+        drafted=round_result.tree.num_draft_tokens,
+        accepted=round_result.num_accepted,
+        mode=round_result.mode,
         seconds=seconds,
         prefilled=len(sequence.prompt),
         finish_reason=sequence.finish_reason,
-        tree=event.tree,
-        path=event.path,
+        tree=round_result.tree,
+        path=round_result.path,
     )

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 # A decoder writes this for bytes that are not, or not yet, a character.
-BROKEN = "\ufffd"
+REPLACEMENT_CHARACTER = "\ufffd"
 
 
-class Piece(NamedTuple):
+class TextDelta(NamedTuple):
     """A piece of text, and whether the token that completed it was drafted."""
 
     text: str
@@ -36,7 +36,7 @@ class Detokenizer:
         self._tail.append(token)
         text = self._decode(self._tail)
         known = self._decode(self._tail[: self._shown])
-        if len(text) <= len(known) or text.endswith(BROKEN):
+        if len(text) <= len(known) or text.endswith(REPLACEMENT_CHARACTER):
             return ""
         self._tail = self._tail[self._shown :]
         self._shown = len(self._tail)
@@ -62,10 +62,10 @@ class TextStream:
     def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = ()) -> None:
         self._tokens = Detokenizer(decode)
         self._stops = [stop for stop in stops if stop]
-        self._held: list[Piece] = []
+        self._held: list[TextDelta] = []
         self._stopped = False
 
-    def push(self, tokens: Sequence[int], from_draft: int, last: bool = False) -> list[Piece]:
+    def push(self, tokens: Sequence[int], from_draft: int, last: bool = False) -> list[TextDelta]:
         """Returns the pieces that a step adds, the last step all that was held; ``from_draft`` tokens were drafted."""
         for i, token in enumerate(tokens):
             self._hold(self._tokens.push(token), i < from_draft)
@@ -75,18 +75,18 @@ class TextStream:
 
     def _hold(self, text: str, drafted: bool) -> None:
         if text and not self._stopped:
-            self._held.append(Piece(text, drafted))
+            self._held.append(TextDelta(text, drafted))
 
-    def _release(self, last: bool) -> list[Piece]:
+    def _release(self, last: bool) -> list[TextDelta]:
         text = "".join(piece.text for piece in self._held)
         stops = [at for stop in self._stops if (at := text.find(stop)) >= 0]
         end = min(stops) if stops else len(text) if last else len(text) - self._suspicious(text)
-        released = list[Piece]()
+        released = list[TextDelta]()
         while end > 0:
             piece, drafted = self._held.pop(0)
-            released.append(Piece(piece[:end], drafted))
+            released.append(TextDelta(piece[:end], drafted))
             if piece[end:]:
-                self._held.insert(0, Piece(piece[end:], drafted))
+                self._held.insert(0, TextDelta(piece[end:], drafted))
             end -= len(piece)
         if stops:
             self._stopped, self._held = True, []

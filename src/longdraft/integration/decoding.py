@@ -21,17 +21,17 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
-from longdraft.engine import processors
+from longdraft.engine import logits_processors
 from longdraft.engine.drafter import Planner
 from longdraft.engine.loop import Engine
-from longdraft.engine.sampler import Draws, Sampler
+from longdraft.engine.sampler import SampleNoise, Sampler
 from longdraft.engine.sequence import FinishReason, Sequence
 from longdraft.errors import CapabilityError
-from longdraft.integration import requests
-from longdraft.integration.handover import Given
+from longdraft.integration import checks
+from longdraft.integration.generate_arguments import GenerateArguments
 from longdraft.model import support
 from longdraft.model.runner import TargetRunner
-from longdraft.native.boundary import WHOLE
+from longdraft.native.boundary import CPU_INT64
 from longdraft.recipes import Recipe
 
 # Criteria that look at a row alone.
@@ -40,10 +40,10 @@ _OF_A_ROW = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria, StopStringCri
 
 def decode(
     runner: TargetRunner,
-    chosen: Recipe,
+    recipe: Recipe,
     planner: Callable[[], Planner | None],
     input_ids: torch.Tensor,
-    given: Given,
+    given: GenerateArguments,
     *,
     logits_processor: Any,
     stopping_criteria: Any,
@@ -65,12 +65,12 @@ def decode(
         (B, n + new tokens), right-padded; or a ``GenerateDecoderOnlyOutput`` if the config asks for a dict.
 
     Raises:
-        CapabilityError: longdraft cannot decode this as ``generate`` does; see :mod:`longdraft.integration.requests`.
+        CapabilityError: longdraft cannot decode this as ``generate`` does; see :mod:`longdraft.integration.checks`.
         PromptError: token ids that the model does not have, or none.
         ContextError: prompt and new tokens exceed the target's context.
     """
-    config, drafter = generation_config, chosen.drafter()
-    requests.check(config, model_kwargs, input_ids, given, runner.twin.layout)
+    config, drafter = generation_config, recipe.drafter()
+    checks.check_call(config, model_kwargs, input_ids, given, runner.execution_model.layout)
     support.check_tokens(runner.model, input_ids)
     mask = model_kwargs.get("attention_mask")
     rows, width = input_ids.shape
@@ -79,44 +79,46 @@ def decode(
     new_tokens = max(1, (config.max_length if limit is None else limit) - width)
     # A processor that is not transformers' own may take random numbers meanwhile.
     known = all(type(p).__module__.startswith("transformers.") for p in logits_processor)
-    draws = _draws(runner, rows, known) if config.do_sample else [Draws(None)] * rows
+    draws = _draws(runner, rows, known) if config.do_sample else [SampleNoise(None)] * rows
     sequences = []
     for i, row in enumerate(input_ids):
         prompt = row if mask is None else row[mask[i].bool().to(row.device)]
-        sampler = Sampler(not config.do_sample, processors.of_row(logits_processor, i, rows), draws[i])
+        sampler = Sampler(
+            not config.do_sample, logits_processors.processors_for_sequence(logits_processor, i, rows), draws[i]
+        )
         shown = row.tolist()
         sequences.append(Sequence(i, prompt.tolist(), new_tokens, runner.device, shown, sampler.greedy, sampler))
     support.check_length(runner.model, max(len(s.prompt) for s in sequences) + new_tokens, drafter.max_nodes)
     settled = getattr(config, "_pad_token_tensor", None)  # what generate has settled on
     pad = config.pad_token_id if settled is None else int(settled)
-    endings = Endings(sequences, stopping_criteria, pad, given.streamer)
+    endings = BatchStopping(sequences, stopping_criteria, pad, given.streamer)
     # A planner may measure for a while: the last thing before work begins.
-    engine = Engine(runner, drafter, chosen.schedule(), planner=planner(), slots=rows)
+    engine = Engine(runner, drafter, recipe.verifier(), planner=planner(), slots=rows)
     for s in sequences:
-        s.rules = (endings.rule,)
+        s.stop_rules = (endings.rule,)
         engine.add(s)
     for _ in engine.run():
         pass
-    draws[0].close()
+    draws[0].restore_generator()
     output = torch.cat([input_ids, input_ids.new_tensor(endings.output())], dim=1)
     return GenerateDecoderOnlyOutput(sequences=output) if config.return_dict_in_generate else output
 
 
-def _draws(runner: TargetRunner, rows: int, known: bool) -> list[Draws]:
+def _draws(runner: TargetRunner, rows: int, known: bool) -> list[SampleNoise]:
     """Random numbers of each row: torch's global generator for a single one, else a generator each, seeded by it."""
     generator = torch.default_generator
     if runner.device.type == "cuda":
         index = runner.device.index
         generator = torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]
-    if runner.share is not None:
-        generator.set_state(runner.share.first(generator.get_state()))
+    if runner.tp_rank is not None:
+        generator.set_state(runner.tp_rank.broadcast(generator.get_state()))
     if rows == 1:
-        return [Draws(generator, known)]
+        return [SampleNoise(generator, known)]
     seeds = torch.randint(2**62, (rows,), generator=generator, device=generator.device).tolist()
-    return [Draws(torch.Generator(generator.device).manual_seed(seed)) for seed in seeds]
+    return [SampleNoise(torch.Generator(generator.device).manual_seed(seed)) for seed in seeds]
 
 
-class Endings:
+class BatchStopping:
     """Decides when each row ends, and cuts and pads the output, as ``generate`` does.
 
     In ``generate`` a finished row goes on with padding only if one of the criteria is for end-of-sequence tokens; else
@@ -156,8 +158,8 @@ class Endings:
     def rule(self, s: Sequence) -> FinishReason | None:
         """A stop rule of the engine, called after each emitted token."""
         if self._streamer is not None:
-            self._streamer.put(torch.tensor(s.output[-1:], **WHOLE))
-        if self._ends[s.index] is None and (not s.remaining or bool(self._criteria(s.ids()[None], None).all())):
+            self._streamer.put(torch.tensor(s.output[-1:], **CPU_INT64))
+        if self._ends[s.index] is None and (not s.remaining or bool(self._criteria(s.input_ids()[None], None).all())):
             self._ends[s.index] = len(s.output)
         end = self._ends[s.index] if self._padded else self._length
         if end is None or len(s.output) < end:

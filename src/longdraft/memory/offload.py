@@ -17,27 +17,27 @@ from typing import Any
 
 import torch
 
-from longdraft.attention.block import Block
+from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.errors import CapabilityError, RequestError
-from longdraft.memory import sizes
-from longdraft.memory.rooms import Rooms
+from longdraft.memory import memory_info
+from longdraft.memory.buffer_arena import BufferArena
 from longdraft.memory.store import KVShape, KVStore
 
 # None for no offload, "host" or "host:N" for host memory: the GPU keeps N layers, or as many as fit.
 Offload = str | None
 # Share of the device's free memory that layers may take if nobody says how many; the rest is for drafts and views,
 # which come later.
-SHARE = 0.6
+DEVICE_MEMORY_FRACTION = 0.6
 
 
-class Side:
+class CopyStream:
     """Runs copies on a CUDA stream beside the computation."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    def begin(self) -> None:
+    def wait_for_compute(self) -> None:
         """Makes the next copies wait for all computations that the device has queued so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
@@ -49,15 +49,15 @@ class Side:
             if tensor.is_cuda:  # a store freed meanwhile must keep its memory until the copy is done
                 tensor.record_stream(self._stream)
 
-    def mark(self) -> Any:
+    def record_event(self) -> Any:
         """Returns a mark behind all copies queued so far."""
         return self._stream.record_event()
 
-    def wait(self, mark: Any) -> None:
+    def wait_event(self, event: Any) -> None:
         """Makes the computation, not the host, wait for the copies before the mark."""
-        torch.cuda.current_stream(self._device).wait_event(mark)
+        torch.cuda.current_stream(self._device).wait_event(event)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Makes the host wait for all copies."""
         self._stream.synchronize()
 
@@ -79,11 +79,11 @@ class _Stage:
     mark: Any = None
 
 
-class HostStore(KVStore):
+class OffloadedKVStore(KVStore):
     """A :class:`KVStore` with keys and values in (pinned) host memory, for attention on ``device``.
 
     ``keys`` and ``values`` are those of the streamed layers, on the host; read and write rows of any layer through
-    :meth:`stored` and :meth:`put_rows`, which wait for pending copies. :meth:`layer` returns tensors on the device, to
+    :meth:`slot_kv` and :meth:`write_entries`, which wait for pending copies. :meth:`layer` returns tensors on the device, to
     be read only, valid until another layer is asked for. All heads of a token are stored side by side, so that a range
     of rows is one copy (there are no ``transposed_keys``). Features stay on the device.
 
@@ -97,7 +97,7 @@ class HostStore(KVStore):
             of these.
     """
 
-    in_place = False
+    is_resident = False
 
     def __init__(
         self,
@@ -107,15 +107,15 @@ class HostStore(KVStore):
         device: torch.device | str,
         feature_layers: tuple[int, ...] = (),
         feature_size: int = 0,
-        side: Side | None = None,
-        resident: int | None = 0,
+        copy_stream: CopyStream | None = None,
+        num_resident: int | None = 0,
     ) -> None:
-        self._wanted = resident
+        self._wanted = num_resident
         super().__init__(shape, slots, capacity, device, False, feature_layers, feature_size)
-        self._side = side or Side(self.device)
+        self._side = copy_stream or CopyStream(self.device)
         staged = self._host[0].shape[1:]
         self._stages = []
-        for layer in self.streamed[:2]:
+        for layer in self.streamed_layers[:2]:
             keys, values = (torch.empty(staged, dtype=shape.dtype, device=self.device) for _ in "kv")
             self._stages.append(_Stage((keys, values), layer, [0] * slots))
         self._current: _Stage | None = self._stages[0] if self._stages else None
@@ -125,23 +125,24 @@ class HostStore(KVStore):
     def _allocate(self, transposed_keys: bool, beside: int) -> tuple[torch.Tensor, torch.Tensor]:
         layers, pinned = self.shape.layers, self.device.type == "cuda"
         each = self.bytes_for(self.shape, self.slots, self.capacity) // layers
-        self.streamed = self._streamed(each, beside)
-        kept, total = layers - len(self.streamed), each * len(self.streamed)
+        self.streamed_layers = self._streamed(each, beside)
+        kept, total = layers - len(self.streamed_layers), each * len(self.streamed_layers)
         # torch rounds a pinned tensor up to a power of two.
         on_host = 2 * _power_of_two(total // 2) if pinned and total else total
-        sizes.require(on_host, torch.device("cpu"), f"{self._name}, offloaded to the host,")
-        near = each * (kept + min(2, len(self.streamed)))
+        memory_info.require_bytes(on_host, torch.device("cpu"), f"{self._name}, offloaded to the host,")
+        near = each * (kept + min(2, len(self.streamed_layers)))
         what = f"{kept} layers and two at a time," if kept else "two layers at a time,"
-        sizes.require(near + beside, self.device, f"{self._name}, {what}")
+        memory_info.require_bytes(near + beside, self.device, f"{self._name}, {what}")
         size = self.slots, self.capacity, self.shape.kv_heads, self.shape.head_dim
-        dtype, count = self.shape.dtype, len(self.streamed)
+        dtype, count = self.shape.dtype, len(self.streamed_layers)
         self._host = [torch.empty(count, *size, dtype=dtype, pin_memory=pinned, device="cpu") for _ in "kv"]
         self._kept = [torch.empty(kept, *size, dtype=dtype, device=self.device) for _ in "kv"]
         # A layer's place among those of its kind, and the first streamed layer behind it.
-        far = [layer in self.streamed for layer in range(layers)]
+        far = [layer in self.streamed_layers for layer in range(layers)]
         self._places = [far[:layer].count(far[layer]) for layer in range(layers)]
         self._next = [
-            next((s for s in self.streamed if s > layer), *self.streamed[:1]) if total else 0 for layer in range(layers)
+            next((s for s in self.streamed_layers if s > layer), *self.streamed_layers[:1]) if total else 0
+            for layer in range(layers)
         ]
         return self._host[0].transpose(2, 3), self._host[1].transpose(2, 3)
 
@@ -149,20 +150,20 @@ class HostStore(KVStore):
         """The layers that the device does not keep, each of ``each`` bytes: the first of equal groups."""
         layers, kept = self.shape.layers, self._wanted
         if kept is None:
-            free = sizes.available_bytes(self.device) or 0
-            fit = int(SHARE * free - beside) // max(1, each)
+            free = memory_info.available_bytes(self.device) or 0
+            fit = int(DEVICE_MEMORY_FRACTION * free - beside) // max(1, each)
             kept = layers if fit >= layers else fit - 2  # all, or some and the two of the stages
         count = layers - min(layers, max(0, kept))
         return tuple(i * layers // count for i in range(count))
 
-    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, block: Block) -> None:
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> None:
         # Attention reads earlier rows of the tree as well as the prefix: both may have to be fetched.
-        places = [(slot, n + block.offset) for slot, n in zip(block.slots, block.lengths, strict=True)]
-        if layer not in self.streamed:
+        places = [(slot, n + batch.tree_offset) for slot, n in zip(batch.slots, batch.prefix_lens, strict=True)]
+        if layer not in self.streamed_layers:
             for rows, new in zip(self._kept, (k, v), strict=True):
                 for b, (slot, start) in enumerate(places):
                     rows[self._places[layer], slot, start : start + k.shape[2]] = new[b].transpose(0, 1)
-            if self.streamed:
+            if self.streamed_layers:
                 self._fill(self._stage(self._next[layer]), places)
             return
         stage = self._current = self._stage(layer)
@@ -180,22 +181,22 @@ class HostStore(KVStore):
             for staged, new in zip(stage.tensors, (k, v), strict=True):
                 staged[slot, start : start + size] = new[b].transpose(0, 1)
             stage.valid[slot] = start + size
-        self._side.begin()
+        self._side.wait_for_compute()
         for slot, start in places:
             for host, staged in zip(self._host, stage.tensors, strict=True):
                 rows = slice(start, start + size)
                 self._side.copy(host[self._places[stage.layer], slot, rows], staged[slot, rows])
         # The next write there has to wait for these copies.
-        stage.mark = self._side.mark()
+        stage.mark = self._side.record_event()
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         index %= self.shape.layers
-        if index not in self.streamed:
+        if index not in self.streamed_layers:
             keys, values = (rows[self._places[index]] for rows in self._kept)
             return keys.transpose(1, 2), values.transpose(1, 2)
         stage = self._current = self._stage(index)
         if index != self._written:
-            needed = [(slot, self.readable(slot)) for slot in range(self.slots)]
+            needed = [(slot, self.readable_len(slot)) for slot in range(self.slots)]
             self._fill(stage, needed)
             self._wait(stage)
             # Callers that read one layer after another find the next one there too.
@@ -203,9 +204,9 @@ class HostStore(KVStore):
         keys, values = stage.tensors
         return keys.transpose(1, 2), values.transpose(1, 2)
 
-    def write_features(self, hidden: Mapping[int, torch.Tensor], block: Block) -> None:
+    def write_features(self, hidden: Mapping[int, torch.Tensor], batch: ForwardBatch) -> None:
         self._written = None  # the forward is over
-        super().write_features(hidden, block)
+        super().write_features(hidden, batch)
 
     def _stage(self, layer: int) -> _Stage:
         """The stage that holds a layer, or the one not in use, emptied for the layer."""
@@ -221,30 +222,30 @@ class HostStore(KVStore):
         missing = [(slot, stage.valid[slot], rows) for slot, rows in needed if stage.valid[slot] < rows]
         if not missing:
             return
-        self._side.begin()
+        self._side.wait_for_compute()
         for slot, start, end in missing:
             for host, staged in zip(self._host, stage.tensors, strict=True):
                 self._side.copy(staged[slot, start:end], host[self._places[stage.layer], slot, start:end])
             stage.valid[slot] = end
-        stage.mark = self._side.mark()
+        stage.mark = self._side.record_event()
 
     def _wait(self, stage: _Stage) -> None:
         if stage.mark is not None:
-            self._side.wait(stage.mark)
+            self._side.wait_event(stage.mark)
             stage.mark = None
 
     @property
-    def portions(self) -> list[slice]:
+    def layer_groups(self) -> list[slice]:
         return [slice(layer, layer + 1) for layer in range(self.shape.layers)]
 
-    def stored(self, slot: int, layers: slice, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    def slot_kv(self, slot: int, layers: slice, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         own = slice(self._places[layers.start], self._places[layers.start] + 1)
-        if layers.start not in self.streamed:
+        if layers.start not in self.streamed_layers:
             keys, values = (rows[own, slot].transpose(1, 2) for rows in self._kept)
             return keys, values
-        self._side.settle()
+        self._side.synchronize()
         self._forget(slot, start)
-        return super().stored(slot, own, start)
+        return super().slot_kv(slot, own, start)
 
     def commit(self, slot: int, path: Sequence[int]) -> None:
         super().commit(slot, path)
@@ -298,12 +299,14 @@ def new_store(
     transposed_keys: bool = False,
     feature_layers: tuple[int, ...] = (),
     feature_size: int = 0,
-    rooms: Rooms | None = None,
+    buffer_arena: BufferArena | None = None,
     dtype: torch.dtype | None = None,
 ) -> KVStore:
-    """Makes the kind of :class:`KVStore` that ``offload`` asks for; on the device with ``rooms`` and ``dtype``."""
+    """Makes the kind of :class:`KVStore` that ``offload`` asks for; on the device with ``buffer_arena`` and ``dtype``."""
     if offload is None:
-        return KVStore(shape, slots, capacity, device, transposed_keys, feature_layers, feature_size, rooms, dtype)
+        return KVStore(
+            shape, slots, capacity, device, transposed_keys, feature_layers, feature_size, buffer_arena, dtype
+        )
     count = offload.partition(":")[2]
     resident = int(count) if count else None
-    return HostStore(shape, slots, capacity, device, feature_layers, feature_size, resident=resident)
+    return OffloadedKVStore(shape, slots, capacity, device, feature_layers, feature_size, num_resident=resident)

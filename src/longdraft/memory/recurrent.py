@@ -20,7 +20,7 @@ import torch
 KEPT = 5
 
 # The inputs of some rows of one layer: tensors (rows, ...).
-Rows = tuple[torch.Tensor, ...]
+RecurrentInputs = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -28,23 +28,23 @@ class RecurrentShape:
     """The sizes of one layer's state.
 
     Attributes:
-        windows: convolution -> (inputs kept, channels).
-        state: shape of the recurrent state; None if there is only a convolution.
+        conv_shapes: convolution -> (inputs kept, channels).
+        recurrent_shape: shape of the recurrent state; None if there is only a convolution.
         dtype: of the windows; the recurrent state is float32.
     """
 
-    windows: Mapping[int, tuple[int, int]]
-    state: tuple[int, ...] | None
+    conv_shapes: Mapping[int, tuple[int, int]]
+    recurrent_shape: tuple[int, ...] | None
     dtype: torch.dtype
 
     @property
-    def bytes(self) -> int:
-        window = sum(a * b for a, b in self.windows.values()) * self.dtype.itemsize
-        return window + (0 if self.state is None else torch.Size(self.state).numel() * 4)
+    def nbytes(self) -> int:
+        window = sum(a * b for a, b in self.conv_shapes.values()) * self.dtype.itemsize
+        return window + (0 if self.recurrent_shape is None else torch.Size(self.recurrent_shape).numel() * 4)
 
 
 @dataclass
-class Checkpoint:
+class StateCheckpoint:
     """The state that one layer keeps of a slot's committed rows.
 
     Attributes:
@@ -53,23 +53,25 @@ class Checkpoint:
         pending: their inputs. These tensors are never written to.
     """
 
-    windows: dict[int, torch.Tensor]
-    state: torch.Tensor | None
-    pending: Rows = ()
+    conv_states: dict[int, torch.Tensor]
+    recurrent_state: torch.Tensor | None
+    pending_inputs: RecurrentInputs = ()
 
-    def clone(self) -> Checkpoint:
-        state = None if self.state is None else self.state.clone()
-        return Checkpoint({i: window.clone() for i, window in self.windows.items()}, state, self.pending)
+    def clone(self) -> StateCheckpoint:
+        state = None if self.recurrent_state is None else self.recurrent_state.clone()
+        return StateCheckpoint(
+            {i: window.clone() for i, window in self.conv_states.items()}, state, self.pending_inputs
+        )
 
-    def named(self) -> dict[str, torch.Tensor]:
+    def named_tensors(self) -> dict[str, torch.Tensor]:
         """The tensors by the names that they have in a file."""
-        found = {f"window.{i}": window for i, window in self.windows.items()}
-        found |= {} if self.state is None else {"state": self.state}
-        return found | {f"pending.{i}": rows for i, rows in enumerate(self.pending)}
+        found = {f"window.{i}": window for i, window in self.conv_states.items()}
+        found |= {} if self.recurrent_state is None else {"state": self.recurrent_state}
+        return found | {f"pending.{i}": rows for i, rows in enumerate(self.pending_inputs)}
 
 
 @dataclass
-class LayerSlot:
+class RecurrentLayerState:
     """One layer's part of a slot.
 
     Attributes:
@@ -80,42 +82,46 @@ class LayerSlot:
         prompt: the unverified rows are a piece of a prompt.
     """
 
-    now: Checkpoint
-    inputs: dict[int, torch.Tensor] = field(default_factory=dict)
-    rows: Rows = ()
-    after: Checkpoint | None = None
-    prompt: bool = False
+    checkpoint: StateCheckpoint
+    conv_inputs: dict[int, torch.Tensor] = field(default_factory=dict)
+    recurrence_inputs: RecurrentInputs = ()
+    after_chunk: StateCheckpoint | None = None
+    is_prefill: bool = False
 
-    def begin(self, prompt: bool) -> None:
+    def begin_forward(self, is_prefill: bool) -> None:
         """Called when a forward begins."""
-        self.prompt, self.after = prompt, None
+        self.is_prefill, self.after_chunk = is_prefill, None
 
-    def keep_inputs(self, number: int, offset: int, new: torch.Tensor) -> torch.Tensor:
+    def write_conv_inputs(self, conv_index: int, offset: int, new: torch.Tensor) -> torch.Tensor:
         """Writes a convolution's inputs (T, channels) of unverified rows from ``offset`` on; returns all of them."""
-        self.inputs[number] = new if not offset else torch.cat([self.inputs[number][:offset], new])
-        return self.inputs[number]
+        self.conv_inputs[conv_index] = new if not offset else torch.cat([self.conv_inputs[conv_index][:offset], new])
+        return self.conv_inputs[conv_index]
 
-    def keep_rows(self, offset: int, new: Rows) -> None:
+    def write_recurrence_inputs(self, offset: int, new: RecurrentInputs) -> None:
         """Writes the recurrence's inputs (T, ...) of unverified rows from ``offset`` on."""
-        old = self.rows
-        self.rows = tuple(torch.cat([a[:offset], b]) for a, b in zip(old, new, strict=True)) if offset else new
+        old = self.recurrence_inputs
+        self.recurrence_inputs = (
+            tuple(torch.cat([a[:offset], b]) for a, b in zip(old, new, strict=True)) if offset else new
+        )
 
     def commit(self, path: Sequence[int]) -> None:
         """Keeps a path of the unverified rows; of a piece of a prompt all rows or none."""
-        if self.after is not None:
-            self.now = self.after if path else self.now
+        if self.after_chunk is not None:
+            self.checkpoint = self.after_chunk if path else self.checkpoint
         elif path:
-            for number, window in self.now.windows.items():
-                new = _select(self.inputs[number], path[-len(window) :] if len(window) else [])
-                self.now.windows[number] = torch.cat([window, new])[len(new) :]
-            accepted = tuple(_select(x, path) for x in self.rows)
-            before = self.now.pending
-            self.now.pending = tuple(map(torch.cat, zip(before, accepted, strict=True))) if before else accepted
-        self.forget()
+            for number, window in self.checkpoint.conv_states.items():
+                new = _select(self.conv_inputs[number], path[-len(window) :] if len(window) else [])
+                self.checkpoint.conv_states[number] = torch.cat([window, new])[len(new) :]
+            accepted = tuple(_select(x, path) for x in self.recurrence_inputs)
+            before = self.checkpoint.pending_inputs
+            self.checkpoint.pending_inputs = (
+                tuple(map(torch.cat, zip(before, accepted, strict=True))) if before else accepted
+            )
+        self.drop_unverified()
 
-    def forget(self) -> None:
+    def drop_unverified(self) -> None:
         """Drops the unverified rows."""
-        self.inputs, self.rows, self.after, self.prompt = {}, (), None, False
+        self.conv_inputs, self.recurrence_inputs, self.after_chunk, self.is_prefill = {}, (), None, False
 
 
 class RecurrentStates:
@@ -132,47 +138,51 @@ class RecurrentStates:
         self.shapes, self.slots, self._device = dict(shapes), slots, device
         self._layers = [self._of(self._zeros()) for _ in range(slots)]
         # By slot: length -> the checkpoints of all layers, which are never written to.
-        self._kept: list[dict[int, dict[int, Checkpoint]]] = [{} for _ in range(slots)]
+        self._kept: list[dict[int, dict[int, StateCheckpoint]]] = [{} for _ in range(slots)]
         self._lengths = [0] * slots
 
-    def _zeros(self) -> dict[int, Checkpoint]:
+    def _zeros(self) -> dict[int, StateCheckpoint]:
         at, found = self._device, {}
         for layer, shape in self.shapes.items():
-            windows = {i: torch.zeros(s, dtype=shape.dtype, device=at) for i, s in shape.windows.items()}
-            state = None if shape.state is None else torch.zeros(shape.state, dtype=torch.float32, device=at)
-            found[layer] = Checkpoint(windows, state)
+            windows = {i: torch.zeros(s, dtype=shape.dtype, device=at) for i, s in shape.conv_shapes.items()}
+            state = (
+                None
+                if shape.recurrent_shape is None
+                else torch.zeros(shape.recurrent_shape, dtype=torch.float32, device=at)
+            )
+            found[layer] = StateCheckpoint(windows, state)
         return found
 
-    def _of(self, checkpoints: Mapping[int, Checkpoint]) -> dict[int, LayerSlot]:
-        return {layer: LayerSlot(checkpoint.clone()) for layer, checkpoint in checkpoints.items()}
+    def _of(self, checkpoints: Mapping[int, StateCheckpoint]) -> dict[int, RecurrentLayerState]:
+        return {layer: RecurrentLayerState(checkpoint.clone()) for layer, checkpoint in checkpoints.items()}
 
-    def _now(self, slot: int) -> dict[int, Checkpoint]:
-        return {layer: each.now for layer, each in self._layers[slot].items()}
+    def _now(self, slot: int) -> dict[int, StateCheckpoint]:
+        return {layer: each.checkpoint for layer, each in self._layers[slot].items()}
 
     @property
     def bytes_per_slot(self) -> int:
         """Bytes that a slot may take."""
-        return (1 + KEPT) * sum(shape.bytes for shape in self.shapes.values())
+        return (1 + KEPT) * sum(shape.nbytes for shape in self.shapes.values())
 
-    def layer(self, slot: int, layer: int) -> LayerSlot:
+    def layer_state(self, slot: int, layer: int) -> RecurrentLayerState:
         """One layer's part of a slot, for a forward."""
         return self._layers[slot][layer]
 
-    def prepare(self, slots: Sequence[int], bases: Sequence[int], rows: int) -> None:
+    def prepare(self, slots: Sequence[int], root_positions: Sequence[int], num_tokens: int) -> None:
         """Makes room before a forward: here any number of rows has some."""
 
-    def commit(self, slot: int, start: int, path: Sequence[int]) -> None:
+    def commit(self, slot: int, base_len: int, path: Sequence[int]) -> None:
         """Keeps rows of the last block.
 
         Args:
-            start: committed rows before.
+            base_len: committed rows before.
             path: indices of rows behind them, strictly increasing.
         """
         layers = self._layers[slot].values()
-        piece = any(layer.prompt for layer in layers)
+        piece = any(layer.is_prefill for layer in layers)
         for layer in layers:
             layer.commit(path)
-        self._lengths[slot] = start + len(path)
+        self._lengths[slot] = base_len + len(path)
         if piece and path:
             self._keep(slot)
 
@@ -185,7 +195,7 @@ class RecurrentStates:
             ratios = [c / a for a, _, c in zip(lengths, lengths[1:], lengths[2:], strict=False)]
             del kept[lengths[1 + ratios.index(min(ratios))]]
 
-    def restorable(self, slot: int, length: int) -> int:
+    def restorable_length(self, slot: int, length: int) -> int:
         """The largest number of rows, ``length`` at most, that :meth:`truncate` can go back to. 0 always works."""
         if length >= self._lengths[slot]:
             return self._lengths[slot]
@@ -194,22 +204,28 @@ class RecurrentStates:
     def truncate(self, slot: int, length: int) -> None:
         """Goes back to the state after ``length`` rows, which must be restorable."""
         for layer in self._layers[slot].values():
-            layer.forget()
+            layer.drop_unverified()
         if length == self._lengths[slot]:
             return
         kept = self._kept[slot]
         if length and length not in kept:
             raise ValueError(
                 f"slot {slot} of {self._lengths[slot]} rows cannot go back to {length}: its recurrent layers can to "
-                f"{self.restorable(slot, length)}"
+                f"{self.restorable_length(slot, length)}"
             )
         self._kept[slot] = {n: states for n, states in kept.items() if n <= length}
         self._layers[slot], self._lengths[slot] = self._of(kept[length] if length else self._zeros()), length
 
-    def copy(self, other: RecurrentStates, source: int, slot: int, length: int) -> None:
+    def copy_from(self, other: RecurrentStates, source_slot: int, slot: int, length: int) -> None:
         """Takes over the state after ``length`` rows of a slot of ``other``, which must be restorable there."""
-        kept = other._kept[source]
-        found = other._now(source) if length == other._lengths[source] else kept[length] if length else self._zeros()
+        kept = other._kept[source_slot]
+        found = (
+            other._now(source_slot)
+            if length == other._lengths[source_slot]
+            else kept[length]
+            if length
+            else self._zeros()
+        )
         self._layers[slot], self._lengths[slot] = self._of(found), length
         self._kept[slot] = {n: states for n, states in kept.items() if n <= length}
 
@@ -219,7 +235,7 @@ class RecurrentStates:
             f"{name}.{layer}.{each}": tensor.detach().cpu().contiguous()
             for name, states in [("now", self._now(slot)), *self._kept[slot].items()]
             for layer, checkpoint in states.items()
-            for each, tensor in checkpoint.named().items()
+            for each, tensor in checkpoint.named_tensors().items()
         }
 
     def load(self, slot: int, tensors: Mapping[str, torch.Tensor], length: int) -> None:
@@ -232,16 +248,16 @@ class RecurrentStates:
         self._layers[slot], self._lengths[slot] = self._of(found.pop("now")), length
         self._kept[slot] = {int(name): states for name, states in found.items()}
 
-    def _loaded(self, beginning: str, tensors: Mapping[str, torch.Tensor]) -> dict[int, Checkpoint]:
+    def _loaded(self, beginning: str, tensors: Mapping[str, torch.Tensor]) -> dict[int, StateCheckpoint]:
         loaded = self._zeros()
         for n, layer in loaded.items():
-            for name, place in layer.named().items():
+            for name, place in layer.named_tensors().items():
                 found = tensors.get(f"{beginning}.{n}.{name}")
                 if found is None or found.shape != place.shape:
                     raise ValueError(f"{beginning}.{n}.{name} is not the state of this model's layer")
                 place.copy_(found)
             names = (f"{beginning}.{n}.pending.{i}" for i in range(len(tensors)))
-            layer.pending = tuple(tensors[name].to(self._device) for name in names if name in tensors)
+            layer.pending_inputs = tuple(tensors[name].to(self._device) for name in names if name in tensors)
         return loaded
 
 

@@ -10,15 +10,15 @@ from typing import Any
 _BLOCK = 4096
 
 
-def packed(tokens: Sequence[int]) -> array[int]:
+def to_array(tokens: Sequence[int]) -> array[int]:
     """Token ids as an array of 64-bit integers."""
     return tokens if isinstance(tokens, array) else array("q", tokens)
 
 
-def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
+def common_prefix_len(a: Sequence[Any], b: Sequence[Any]) -> int:
     """The number of leading tokens (or characters) that two texts share."""
     if type(a) is not type(b):  # slices of a tuple and of a list are never equal
-        a, b = packed(a), packed(b)
+        a, b = to_array(a), to_array(b)
     same, shorter, size = 0, min(len(a), len(b)), _BLOCK
     while size:
         # Compares blocks as long as they are equal, then halves the block.

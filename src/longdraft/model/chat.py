@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longdraft.errors import PromptError
-from longdraft.model.rendering import rendered
+from longdraft.model.rendering import render_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,14 +25,14 @@ _VICUNA = (
     "{% elif m['role'] == 'assistant' %}ASSISTANT: {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
-FAMILIES = {"vicuna": _VICUNA, "longchat": _VICUNA}
+FAMILY_TEMPLATES = {"vicuna": _VICUNA, "longchat": _VICUNA}
 """Chat templates of families, by a part of the model's name."""
 _warned: set[str] = set()
 # Shows what transformers gives to a template. It is ours, so it needs no bounds.
 _GIVEN = "{{ {'messages': messages, 'tools': tools, 'documents': documents} | tojson }}"
 
 
-def template_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
+def chat_template_arguments(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
     """Arguments that give ``apply_chat_template`` a template; None: there is none, and prompts are plain text.
 
     A tokenizer without a template of its own gets that of its family. A warning says so, or that there is none, once.
@@ -40,15 +40,15 @@ def template_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
     if tokenizer.chat_template:
         return {}
     name = "/".join(Path(path := str(tokenizer.name_or_path)).parts[-2:])
-    family = next((family for family in FAMILIES if family in name.lower()), None)
+    family = next((family for family in FAMILY_TEMPLATES if family in name.lower()), None)
     if path not in _warned:
         _warned.add(path)
         instead = "plain text" if family is None else f"put into the template published for {family}"
         logger.warning("%s comes without a chat template: prompts are %s.", name or "The tokenizer", instead)
-    return None if family is None else {"chat_template": FAMILIES[family]}
+    return None if family is None else {"chat_template": FAMILY_TEMPLATES[family]}
 
 
-def applied(
+def apply_chat_template(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, Any]],
     *,
@@ -72,7 +72,7 @@ def applied(
         given = json.loads(tokenizer.apply_chat_template(list(messages), chat_template=_GIVEN, **data))
         given |= {"add_generation_prompt": add_generation_prompt}
         source = tokenizer.get_chat_template(chat_template, tools)
-        return rendered(source, {**tokenizer.special_tokens_map, **template, **given})
+        return render_template(source, {**tokenizer.special_tokens_map, **template, **given})
     except Exception as error:  # a template may fail in any way over what it did not expect
         said = str(error) if isinstance(error, PromptError) else f"fails: {error}"
         raise PromptError(f"The chat template of {tokenizer.name_or_path or 'the tokenizer'} {said}.") from error
@@ -87,7 +87,7 @@ def chat_prompt(
 ) -> list[int]:
     """Token ids of one user turn, ready for the model's answer: document, blank line, instruction.
 
-    Document or instruction may be empty. A tokenizer without a chat template, and of no family of :data:`FAMILIES`,
+    Document or instruction may be empty. A tokenizer without a chat template, and of no family of :data:`FAMILY_TEMPLATES`,
     gets system, document and instruction as plain text, with blank lines between them.
 
     Args:
@@ -98,18 +98,18 @@ def chat_prompt(
     user = _joined(document, instruction)
     if not user.strip():
         raise PromptError("The prompt is empty: give an instruction, a document, or both.")
-    if template_of(tokenizer) is None:
+    if chat_template_arguments(tokenizer) is None:
         return encode(tokenizer, _joined(system, user))
     turns = [("system", system), ("user", user)] if system and system.strip() else [("user", user)]
     try:
-        return conversation(tokenizer, [{"role": role, "content": text} for role, text in turns], **template)
+        return encode_conversation(tokenizer, [{"role": role, "content": text} for role, text in turns], **template)
     except PromptError as error:
         advice = " Leave the system message out." if len(turns) > 1 else ""
         raise PromptError(f"{error}{advice}") from error
 
 
-def conversation(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], begun: str = "", **template: Any
+def encode_conversation(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], answer_prefix: str = "", **template: Any
 ) -> list[int]:
     """Token ids of a conversation, ready for the model's next answer; plain text without a template.
 
@@ -122,16 +122,16 @@ def conversation(
     """
     for message in messages:
         _checked(str(message["content"]))
-    if (own := template_of(tokenizer)) is None:
+    if (own := chat_template_arguments(tokenizer)) is None:
         texts = [str(message["content"]) for message in messages]
-        return encode(tokenizer, "\n\n".join([*texts, begun] if begun else texts))
-    text = applied(tokenizer, messages, **own, **template)
+        return encode(tokenizer, "\n\n".join([*texts, answer_prefix] if answer_prefix else texts))
+    text = apply_chat_template(tokenizer, messages, **own, **template)
     if not text.strip():
         raise PromptError(
             f"The chat template of {tokenizer.name_or_path or 'the tokenizer'} rendered nothing: give it one that "
             "writes the messages (tokenizer.chat_template), or have the prompt read as it is (chat=False)."
         )
-    ids: list[int] = tokenizer(text + _checked(begun), add_special_tokens=False, verbose=False)["input_ids"]
+    ids: list[int] = tokenizer(text + _checked(answer_prefix), add_special_tokens=False, verbose=False)["input_ids"]
     return ids
 
 

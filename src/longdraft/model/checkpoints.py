@@ -29,9 +29,17 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.files import TEXT, check_numbers, naming, opened, read_index, read_json, regular
-from longdraft.model.ends import ends_of, stated_ends
-from longdraft.model.quantised import stays_quantised
+from longdraft.files import (
+    MAX_TEXT_BYTES,
+    check_numbers,
+    file_errors,
+    open_safetensors,
+    read_json,
+    read_weight_index,
+    require_regular,
+)
+from longdraft.model.eos_tokens import config_eos_ids, eos_ids
+from longdraft.model.quantised import is_externally_quantized
 
 Progress = Callable[[str], None]
 DType: TypeAlias = str | torch.dtype
@@ -66,8 +74,8 @@ def read_checkpoint(
     remedy: str = _REMEDY,
     use_safetensors: bool | None = None,
     with_tokenizer: bool = True,
-    quantised_dtype: DType | None = None,
-    shared: bool = False,
+    quantized_dtype: DType | None = None,
+    tensor_parallel: bool = False,
     **source: Any,
 ) -> LoadedModel:
     """Reads model and tokenizer on the CPU with transformers, silently, and refuses incomplete weights.
@@ -75,21 +83,21 @@ def read_checkpoint(
     Args:
         failure, remedy: beginning and end of the CheckpointError's message.
         with_tokenizer: False leaves the tokenizer None.
-        quantised_dtype: in place of ``dtype`` for a checkpoint whose layers another package quantised and computes.
-        shared: each process under torchrun reads its share of the weights, on its device.
+        quantized_dtype: in place of ``dtype`` for a checkpoint whose layers another package quantised and computes.
+        tensor_parallel: each process under torchrun reads its share of the weights, on its device.
         source: further arguments of each ``from_pretrained``.
     """
     tokenizer: Any = None
-    with reading(name, failure or f"The model in {name} cannot be read", remedy), quiet():
+    with checkpoint_errors(name, failure or f"The model in {name} cannot be read", remedy), quiet():
         config = AutoConfig.from_pretrained(name, trust_remote_code=False, **source)
-        if quantised_dtype is not None and stays_quantised(config):
-            dtype = quantised_dtype
+        if quantized_dtype is not None and is_externally_quantized(config):
+            dtype = quantized_dtype
         if rope_factor is not None:
             stretch_rope(config.get_text_config(), rope_factor)
         if with_tokenizer:
-            with reading(name, f"The tokenizer in {name} cannot be read", _NO_TOKENIZER):
+            with checkpoint_errors(name, f"The tokenizer in {name} cannot be read", _NO_TOKENIZER):
                 tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **source)
-                ends_of(tokenizer)  # a damaged one may be read, and fail when it is used
+                eos_ids(tokenizer)  # a damaged one may be read, and fail when it is used
                 tokenizer.decode(tokenizer("a b").input_ids)
         # Of language models, or else of those that also read images.
         kinds: list[Any] = [AutoModelForCausalLM, AutoModelForImageTextToText]
@@ -104,10 +112,10 @@ def read_checkpoint(
             # Let through here, to be named below: transformers would only log them.
             ignore_mismatched_sizes=True,
             output_loading_info=True,
-            **({"distributed_config": DistributedConfig(tp_plan="auto")} if shared else {}),
+            **({"distributed_config": DistributedConfig(tp_plan="auto")} if tensor_parallel else {}),
             **source,
         )
-        stated_ends(model.generation_config)
+        config_eos_ids(model.generation_config)
     # transformers fills missing weights with random numbers; tied weights are not in its list.
     gaps = [f"{key} (not there)" for key in sorted(info["missing_keys"])]
     gaps += [f"{key} ({tuple(has)}, not {tuple(need)})" for key, has, need in sorted(info["mismatched_keys"])]
@@ -119,9 +127,9 @@ def read_checkpoint(
 
 
 @contextmanager
-def reading(file: Path | str, failure: str, remedy: str = "") -> Iterator[None]:
-    """Turns any error that a bad file sets off in another library into an error that names it: see :func:`naming`."""
-    with naming(file, failure, remedy), torch.device("cpu"):  # whatever the user's default device is
+def checkpoint_errors(file: Path | str, failure: str, remedy: str = "") -> Iterator[None]:
+    """Turns any error that a bad file sets off in another library into an error that names it: see :func:`file_errors`."""
+    with file_errors(file, failure, remedy), torch.device("cpu"):  # whatever the user's default device is
         yield
 
 
@@ -140,7 +148,7 @@ def check_folder(folder: Path) -> bool:
         hint = f"Give the file itself: {ggufs[0]}" if ggufs else "Give a folder that `save_pretrained` wrote."
         raise CheckpointError(f"{folder} has no config.json: it is not a Hugging Face model folder. {hint}")
     for file in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
-        regular(file, TEXT if file.suffix in _TEXTS else None)
+        require_regular(file, MAX_TEXT_BYTES if file.suffix in _TEXTS else None)
     read = {name: read_json(folder / name) for name in _CONFIGURATIONS if (folder / name).is_file()}
     for name, values in read.items():
         check_numbers(values, folder / name)
@@ -151,18 +159,18 @@ def check_folder(folder: Path) -> bool:
     if (folder / SAFE_WEIGHTS_NAME).is_file():
         shards = [folder / SAFE_WEIGHTS_NAME]
     elif index.is_file():
-        shards = sorted(set(read_index(index).values()))
+        shards = sorted(set(read_weight_index(index).values()))
     elif (folder / WEIGHTS_NAME).is_file():
         return False
     elif (index := folder / WEIGHTS_INDEX_NAME).is_file():
-        read_index(index)
+        read_weight_index(index)
         return False
     else:
         raise CheckpointError(f"{folder} has no weights: {SAFE_WEIGHTS_NAME} is missing. Fetch it again.")
     largest = 0
     for shard in shards:
         # Opening compares the header with the file's length, so it notices truncation.
-        with opened(shard, "It is truncated or corrupt: fetch that file again.") as file:
+        with open_safetensors(shard, "It is truncated or corrupt: fetch that file again.") as file:
             sizes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
             largest = max([largest, *(size for each in sizes for size in each)])
     check_numbers(config, folder / "config.json", largest)
@@ -172,8 +180,8 @@ def check_folder(folder: Path) -> bool:
 def check_gguf(file: Path) -> None:
     """Raises CheckpointError if ``file`` cannot be opened or does not begin as a GGUF file does."""
     with (
-        naming(file, f"{file} cannot be opened", "Check the path and its permissions."),
-        regular(file).open("rb") as start,
+        file_errors(file, f"{file} cannot be opened", "Check the path and its permissions."),
+        require_regular(file).open("rb") as start,
     ):
         magic = start.read(4)
     if magic != b"GGUF":

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from longdraft.model.few_rows import in_halves, is_plain
-from longdraft.model.hosting import decoding
-from longdraft.model.model_copy import present_forward, replace_forward
+from longdraft.model.hosting import in_decode
+from longdraft.model.model_copy import get_forward, replace_forward
+from longdraft.model.skinny_gemm import is_half_matrix, is_plain_tensor
 from longdraft.model.stored import StoredWeights
-from longdraft.native import Stored, kernels
-from longdraft.native.experts import ExpertProducts, ExpertWeights
+from longdraft.native import QuantizedMatrix, kernels
+from longdraft.native.experts import ExpertWeights, GroupedGemm
 
 # Kinds of matrices of an expert: a gate and what it is for, in one matrix or in two, or the latter alone.
 _FIRST, LAST = ("gate_up", "gate", "up"), "down"
@@ -43,18 +43,18 @@ class Experts:
     last: ExpertWeights
 
     @cached_property
-    def _products(self) -> tuple[ExpertProducts, ExpertProducts]:
+    def _products(self) -> tuple[GroupedGemm, GroupedGemm]:
         own = kernels()
         assert own is not None
-        return ExpertProducts(own, self.first), ExpertProducts(own, [self.last])
+        return GroupedGemm(own, self.first), GroupedGemm(own, [self.last])
 
-    def routed(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """x (rows, hidden), each row for its experts ``index`` (rows, k) -> sums of their results by ``weights``."""
-        rows, k = index.shape
+    def forward(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """x (rows, hidden), each row for its experts ``top_k_index`` (rows, k) -> sums of their results by ``top_k_weights``."""
+        rows, k = top_k_index.shape
         own, (first, last) = self.module, self._products
         with torch._C.DisableTorchFunction():
-            experts, starts, order = _grouped(index.reshape(-1))
-            found = joined([*first(x[order // k].float(), experts, starts).to(x.dtype)], own.is_concatenated)
+            experts, starts, order = _grouped(top_k_index.reshape(-1))
+            found = fuse_gate_up([*first(x[order // k].float(), experts, starts).to(x.dtype)], own.is_concatenated)
         between: torch.Tensor = own._apply_gate(found) if own.has_gate else own.act_fn(found)
         with torch._C.DisableTorchFunction():
             found = last(between.float(), experts, starts)[0].to(x.dtype)
@@ -63,7 +63,7 @@ class Experts:
         with torch._C.DisableTorchFunction():
             results = torch.empty_like(found)
             results[order] = found
-            scaled = results.view(rows, k, -1) * weights[..., None].to(found.dtype)
+            scaled = results.view(rows, k, -1) * top_k_weights[..., None].to(found.dtype)
             # One after the other, in the order of the router: torch's sum may take another order for more rows.
             total = scaled[:, 0]
             for i in range(1, k):
@@ -71,20 +71,20 @@ class Experts:
             return total.to(x.dtype)
 
 
-def is_mixture(module: nn.Module) -> bool:
+def is_moe_experts(module: nn.Module) -> bool:
     """True for a module of experts of transformers' ``ExpertsInterface``."""
     return hasattr(type(module), "_apply_gate") and hasattr(module, "is_transposed")
 
 
-def install(model: nn.Module) -> None:
+def make_batch_invariant(model: nn.Module) -> None:
     """Makes a model's mixtures of experts exact by row while text is decoded. The model must be a copy of our own."""
     for module in model.modules():
-        if kernels() is not None and is_mixture(module):
+        if kernels() is not None and is_moe_experts(module):
             replace_forward(module, _by_kernels(module))
 
 
 def _by_kernels(module: Any) -> Callable[..., torch.Tensor]:
-    own = present_forward(module)
+    own = get_forward(module)
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
     known: list[Any] = []  # parameters, and the experts made of them
 
@@ -99,8 +99,8 @@ def _by_kernels(module: Any) -> Callable[..., torch.Tensor]:
         return made
 
     def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        served = experts() if decoding() else None
-        compute = own if served is None else served.routed
+        served = experts() if in_decode() else None
+        compute = own if served is None else served.forward
         out: torch.Tensor = compute(hidden_states, top_k_index, top_k_weights)
         return out
 
@@ -112,13 +112,13 @@ def _experts(module: Any, names: tuple[str, str]) -> Experts | None:
     found = []
     for name in names:
         weight, bias = getattr(module, name).detach(), getattr(module, f"{name}_bias", None)
-        if not is_plain(weight) or weight.device.type != "cpu" or not weight.is_contiguous():
+        if not is_plain_tensor(weight) or weight.device.type != "cpu" or not weight.is_contiguous():
             return None
         bias = None if bias is None else bias.detach().float()
         if weight.dtype == torch.float32:
             found.append(ExpertWeights(weight, bias, module.is_transposed))
-        elif not module.is_transposed and in_halves(weight.flatten(0, 1)):
-            found.append(ExpertWeights(Stored.of(weight.flatten(0, 1)), bias, count=len(weight)))
+        elif not module.is_transposed and is_half_matrix(weight.flatten(0, 1)):
+            found.append(ExpertWeights(QuantizedMatrix.from_half(weight.flatten(0, 1)), bias, num_experts=len(weight)))
         else:
             return None
     return Experts(module, found[:1], found[1])
@@ -136,11 +136,11 @@ def _grouped(numbers: torch.Tensor) -> tuple[list[int], list[int], torch.Tensor]
     return experts, [*starts, len(numbers)], order
 
 
-def joined(parts: list[torch.Tensor], side_by_side: bool) -> torch.Tensor:
+def fuse_gate_up(parts: list[torch.Tensor], is_concatenated: bool) -> torch.Tensor:
     """One tensor (E, out, ...) of several, one behind the other or in turns."""
     if len(parts) == 1:
         return parts[0]
-    return torch.cat(parts, 1) if side_by_side else torch.stack(parts, 2).flatten(1, 2)
+    return torch.cat(parts, 1) if is_concatenated else torch.stack(parts, 2).flatten(1, 2)
 
 
 def as_parameters(
@@ -150,10 +150,10 @@ def as_parameters(
     found: dict[str, torch.Tensor] = {}
     first = [kind for kind in _FIRST if kind in matrices]
     for name, kinds in (("up_proj" if first == ["up"] else "gate_up_proj", first), ("down_proj", [LAST])):
-        whole = joined([matrices[kind] for kind in kinds], module.is_concatenated)
+        whole = fuse_gate_up([matrices[kind] for kind in kinds], module.is_concatenated)
         found[name] = whole.transpose(1, 2).contiguous() if module.is_transposed else whole
         if own := [biases[kind] for kind in kinds if kind in biases]:
-            found[f"{name}_bias"] = joined(own, module.is_concatenated)
+            found[f"{name}_bias"] = fuse_gate_up(own, module.is_concatenated)
     return found
 
 
@@ -167,16 +167,20 @@ class StoredExperts(nn.Module):
     """
 
     def __init__(
-        self, module: nn.Module, matrices: Mapping[str, Stored], biases: Mapping[str, torch.Tensor], count: int
+        self,
+        module: nn.Module,
+        matrices: Mapping[str, QuantizedMatrix],
+        biases: Mapping[str, torch.Tensor],
+        num_experts: int,
     ) -> None:
         super().__init__()
         for name in dict(module.named_parameters(recurse=False)):
             module.register_parameter(name, None)
-        self.count = count
+        self.num_experts = num_experts
         self.replaced: Any = module
         for kind, matrix in matrices.items():
             own = StoredWeights(matrix)  # of all experts, one behind the other
-            own.outs, own.inside = matrix.shape[0] // count, True
+            own.rows_per_matrix, own.saved_by_parent = matrix.shape[0] // num_experts, True
             setattr(self, kind, own)
             self.register_buffer(f"{kind}_bias", biases.get(kind), persistent=False)
         self._parts: tuple[object, Experts] | None = None
@@ -188,10 +192,10 @@ class StoredExperts(nn.Module):
     @property
     def parts(self) -> Experts:
         """The parts for our kernels."""
-        key = [own.matrix.place() for own in self._matrices.values()]
+        key = [own.matrix.kernel_address() for own in self._matrices.values()]
         if self._parts is None or self._parts[0] != key:
             weights = {
-                kind: ExpertWeights(own.matrix, getattr(self, f"{kind}_bias"), count=self.count)
+                kind: ExpertWeights(own.matrix, getattr(self, f"{kind}_bias"), num_experts=self.num_experts)
                 for kind, own in self._matrices.items()
             }
             first = [weights[kind] for kind in _FIRST if kind in weights]
@@ -204,14 +208,14 @@ class StoredExperts(nn.Module):
         """Rows (rows, hidden), each for its experts (rows, k) -> the weighted sums of their results."""
         given = (hidden_states, top_k_index, top_k_weights)
         if kernels() is not None and hidden_states.device.type == "cpu" and hidden_states.dtype == torch.float32:
-            return self.parts.routed(*given)
+            return self.parts.forward(*given)
         floats = {name: x.to(hidden_states.dtype) for name, x in self._floats().items()}
         out: torch.Tensor = functional_call(self.replaced, floats, given)
         return out
 
     def _floats(self) -> dict[str, torch.Tensor]:
         """The parameters of the module that was replaced."""
-        matrices = {kind: own.weight.unflatten(0, (self.count, -1)) for kind, own in self._matrices.items()}
+        matrices = {kind: own.weight.unflatten(0, (self.num_experts, -1)) for kind, own in self._matrices.items()}
         biases = {kind: bias for kind in matrices if (bias := getattr(self, f"{kind}_bias")) is not None}
         return as_parameters(self.replaced, matrices, biases)
 
@@ -220,10 +224,10 @@ class StoredExperts(nn.Module):
         destination.update({prefix + name: x for name, x in self._floats().items()})
 
 
-def keep_experts(model: nn.Module) -> None:
+def store_half_experts(model: nn.Module) -> None:
     """Keeps the experts' matrices of a model in bfloat16 or float16 as they are when the rest computes in float32."""
     for path, module in list(model.named_modules()):
-        if not is_mixture(module):
+        if not is_moe_experts(module):
             continue
         own = {name: parameter.detach() for name, parameter in module.named_parameters(recurse=False)}
         matrices, biases = {}, {}
@@ -232,8 +236,8 @@ def keep_experts(model: nn.Module) -> None:
             # An output's weights side by side, as kernels read them.
             turned = module.is_transposed and weight.itemsize == 2
             weight = (weight.transpose(1, 2).contiguous() if turned else weight).flatten(0, 1)
-            if in_halves(weight):
-                matrices[kind] = Stored.of(weight)
+            if is_half_matrix(weight):
+                matrices[kind] = QuantizedMatrix.from_half(weight)
             if bias is not None:
                 biases[kind] = bias.float()
         if len(matrices) == 2:

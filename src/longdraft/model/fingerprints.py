@@ -21,10 +21,10 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from longdraft.model.code import functions_of, is_known, replaced
-from longdraft.model.model_copy import HOOKS, IGNORED, OWN, PLAIN, place_of
-from longdraft.model.sharded import local
-from longdraft.model.stored import pieces
+from longdraft.model.called_functions import called_functions, is_library_code, replaced_functions
+from longdraft.model.model_copy import HOOKS, IGNORED_ATTRIBUTES, MODULE_ATTRIBUTES, SCALAR_TYPES, data_ptr_of
+from longdraft.model.stored import storage_tensors
+from longdraft.model.tensor_parallel import local_tensor
 
 # Rows of a matrix that are sampled, a number of each; every row of a matrix with as many rows as a vocabulary.
 _ROWS, _VOCABULARY = 128, 1 << 14
@@ -33,7 +33,7 @@ _PAGE = 4096
 _NAMES = frozenset(
     ("transformers_version", "name_or_path", "architectures", "dtype", "kernel_config", "hf_device_map", "loss_type")
 )
-_LEFT_OUT = OWN | IGNORED | _NAMES | {"_is_hf_initialized"}
+_LEFT_OUT = MODULE_ATTRIBUTES | IGNORED_ATTRIBUTES | _NAMES | {"_is_hf_initialized"}
 # What transformers computes anew from the settings, by the length of the text that a model has just read.
 _BY_LENGTH = ("inv_freq", "attention_scaling", "max_seq_len_cached")
 
@@ -43,13 +43,17 @@ _functions: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
 _process, _uses = uuid.uuid4().hex, itertools.count()
 
 
-def of(model: PreTrainedModel) -> str:
+def fingerprint_of(model: PreTrainedModel) -> str:
     """The name of a target as it is now."""
     modules = list(model.modules())
-    tensors = [(name, _bytes(part), tensor) for name, tensor in _tensors(modules) for part in pieces(local(tensor))]
+    tensors = [
+        (name, _bytes(part), tensor)
+        for name, tensor in _tensors(modules)
+        for part in storage_tensors(local_tensor(tensor))
+    ]
     settings, samples = "\n".join(_settings(model, modules)), [_sample(each) for _, each, _ in tensors]
     state = [
-        (id(tensor), place_of(tensor), 0 if tensor.is_inference() else tensor._version) for _, _, tensor in tensors
+        (id(tensor), data_ptr_of(tensor), 0 if tensor.is_inference() else tensor._version) for _, _, tensor in tensors
     ]
     seen = hashlib.sha256(f"{settings}\n{state}".encode())
     content = hashlib.sha256(settings.encode())
@@ -66,28 +70,28 @@ def of(model: PreTrainedModel) -> str:
     return known[1]
 
 
-def of_hooks(model: nn.Module) -> str:
+def hooks_suffix(model: nn.Module) -> str:
     """Another name at every call where a model has a user's hooks, which may compute something else in the next run, or
     calls other functions than at first."""
     first = _functions.setdefault(model, {})
-    changed = [place for place, now in functions_of(model).items() if first.setdefault(place, id(now)) != id(now)]
-    return f", hooks {_process}.{next(_uses)}" if changed or hooked(model) else ""
+    changed = [place for place, now in called_functions(model).items() if first.setdefault(place, id(now)) != id(now)]
+    return f", hooks {_process}.{next(_uses)}" if changed or user_code_in(model) else ""
 
 
-def hooked(model: nn.Module, classes: bool = False) -> list[str]:
+def user_code_in(model: nn.Module, include_classes: bool = False) -> list[str]:
     """Names of modules with hooks or replaced forwards, and places of functions that their forwards call, that none of
     the packages put there that we know.
 
     Args:
         classes: also of modules whose class has its forward from no such package.
     """
-    found = replaced(model)
+    found = replaced_functions(model)
     for name, module in model.named_modules():
         own = [hook for hooks in HOOKS for hook in getattr(module, hooks).values()]
         names = {"forward"} if isinstance(module, PreTrainedModel) else vars(module).keys()
         own += [v for k, v in vars(module).items() if k in names and isinstance(v, FunctionType | MethodType | partial)]
-        own += [type(module).forward] if classes else []
-        found += [name or type(module).__name__ for each in own if not is_known(each)]
+        own += [type(module).forward] if include_classes else []
+        found += [name or type(module).__name__ for each in own if not is_library_code(each)]
     return found
 
 
@@ -144,7 +148,7 @@ def _by_length(module: nn.Module, key: str) -> bool:
 
 def _plain(value: Any, depth: int = 0) -> Any:
     """The part of a setting that is the same in every process."""
-    if isinstance(value, PLAIN):
+    if isinstance(value, SCALAR_TYPES):
         return value
     if isinstance(value, dict) and depth < 4:
         return {str(k): _plain(v, depth + 1) for k, v in value.items() if str(k) not in _NAMES and str(k)[:1] != "_"}

@@ -1,9 +1,9 @@
 """Hosting: runs a transformers model, without a fork of its code, with our attention and our KV store.
 
-transformers lets a model's attention be any registered function. Ours calls the state of the forward (:class:`Hosted`),
+transformers lets a model's attention be any registered function. Ours calls the state of the forward (:class:`ForwardContext`),
 which is one keyword argument that transformers hands through. It receives the block's queries, keys (after RoPE) and
 values of one layer, writes the keys and values into the store, and attends to the store's rows. The model's own cache
-is never used. All this is done to a copy of the model (``model/twin.py``).
+is never used. All this is done to a copy of the model (``model/execution_model.py``).
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedModel
 
-from longdraft.attention.block import PLAIN, Block, Scoring
-from longdraft.attention.reference import Attend
+from longdraft.attention.forward_batch import NO_MODIFIERS, ForwardBatch, ScoreModifiers
+from longdraft.attention.reference import AttentionFunction
 from longdraft.errors import UnsupportedModelError
 from longdraft.memory.recurrent import RecurrentStates
 from longdraft.memory.store import KVStore, LayerStates
-from longdraft.memory.windows import WindowStates
-from longdraft.model.layout import Layout, Place, Recording, layout_of
+from longdraft.memory.windows import WindowKVCache
+from longdraft.model.layout import AttentionTrace, KVLayout, KVLocation, layout_of
 from longdraft.model.layout import decoder_config as decoder_config
 
-IMPLEMENTATION = "longdraft"
+ATTENTION_NAME = "longdraft"
 # The context of models without a limit, in tokens.
-UNBOUNDED = 1 << 20
+UNLIMITED_CONTEXT = 1 << 20
 
 
 @dataclass
-class Hosted:
+class ForwardContext:
     """The state of one forward: its inputs to every layer and its attention, and its results.
 
     Attributes:
         layout: where each call of the attention function finds its rows.
         query_layers, hidden_layers: layers whose queries and output hidden states go to ``queries`` and ``hidden``.
         fused: layers that our kernels can compute in one piece are computed so.
-        layers_seen: number of layers that went through our attention.
+        num_attention_calls: number of layers that went through our attention.
     """
 
     store: KVStore
-    block: Block
-    attend: Attend
-    layout: Layout
+    batch: ForwardBatch
+    attend: AttentionFunction
+    layout: KVLayout
     query_layers: frozenset[int] = frozenset()
     hidden_layers: frozenset[int] = frozenset()
     fused: bool = False
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
-    layers_seen: int = 0
+    num_attention_calls: int = 0
 
     def __call__(
         self,
@@ -78,14 +78,14 @@ class Hosted:
                 f"{name} does not attend to the whole text before each token (it brings its own mask), so longdraft "
                 "cannot host it exactly."
             )
-        if self.layers_seen >= len(self.layout.places):
+        if self.num_attention_calls >= len(self.layout.locations):
             raise UnsupportedModelError(f"{name} attends more often than in another forward.")
         # Calls are counted: modules of several depths may be one, and a layer may attend twice.
-        place = self.layout.places[self.layers_seen]
-        self.layers_seen += 1
+        place = self.layout.locations[self.num_attention_calls]
+        self.num_attention_calls += 1
         with torch._C.DisableTorchFunction():  # what is called inside is exact by row as it is
             block, (keys, values) = self._stored(place, key, value)
-            if place.window is None and place.writes and place.layer in self.query_layers:
+            if place.window is None and place.writes_kv and place.layer in self.query_layers:
                 self.queries[place.layer] = query
             heads, size = key.shape[1], max(key.shape[3], value.shape[3])
             if keys.shape[1::2] != (heads, key.shape[3]) or values.shape[3] != size:
@@ -93,57 +93,57 @@ class Hosted:
                 keys, values = keys[:, :heads, :, : key.shape[3]], values[:, :heads, :, :size]
             sinks = s_aux if sinks is None else sinks
             plain = softcap is None and sinks is None
-            scoring = PLAIN if plain else Scoring(softcap, None if sinks is None else sinks.detach())
+            scoring = NO_MODIFIERS if plain else ScoreModifiers(softcap, None if sinks is None else sinks.detach())
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            out = self.attend(query, keys, values, block.last_rows(query.shape[2]), scale, scoring)
+            out = self.attend(query, keys, values, block.last_tokens(query.shape[2]), scale, scoring)
             return out[..., : value.shape[3]].transpose(1, 2).contiguous(), None
 
     def _stored(
-        self, place: Place, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[Block, tuple[torch.Tensor, torch.Tensor]]:
+        self, place: KVLocation, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[ForwardBatch, tuple[torch.Tensor, torch.Tensor]]:
         """Writes a layer's keys and values. Returns all of its rows, and the block as it lies on them."""
         if place.window is None:
-            if place.writes:
-                self.store.write(place.layer, key, value, self.block)
-            return self.block, self.store.layer(place.layer)
-        windows = [states for states in self.store.states if isinstance(states, WindowStates)][place.window]
-        placed = windows.placed(self.block)
-        if place.writes:
+            if place.writes_kv:
+                self.store.write(place.layer, key, value, self.batch)
+            return self.batch, self.store.layer(place.layer)
+        windows = [states for states in self.store.states if isinstance(states, WindowKVCache)][place.window]
+        placed = windows.batch_in_buffer(self.batch)
+        if place.writes_kv:
             windows.write(place.layer, key, value, placed)
         return placed, windows.layer(place.layer)
 
 
 # A model may drop keyword arguments on the way to its attention, so the forward is found here too.
-_running: ContextVar[Hosted | Recording | None] = ContextVar("longdraft_running", default=None)
+_running: ContextVar[ForwardContext | AttentionTrace | None] = ContextVar("longdraft_running", default=None)
 
 
-def running() -> Hosted | None:
+def current_forward() -> ForwardContext | None:
     """The forward that this thread is computing; None outside of :func:`run`."""
     found = _running.get()
-    return found if isinstance(found, Hosted) else None
+    return found if isinstance(found, ForwardContext) else None
 
 
-def decoding() -> bool:
+def in_decode() -> bool:
     """True while this thread computes rows whose bits must not depend on the rows beside them: see ``Block.prompt``."""
-    hosted = running()
-    return hosted is not None and not hosted.block.prompt
+    hosted = current_forward()
+    return hosted is not None and not hosted.batch.is_prefill
 
 
-def reading() -> bool:
+def in_prefill() -> bool:
     """True while this thread computes rows of a prompt."""
-    hosted = running()
-    return hosted is not None and hosted.block.prompt
+    hosted = current_forward()
+    return hosted is not None and hosted.batch.is_prefill
 
 
-def recording() -> Recording | None:
+def current_trace() -> AttentionTrace | None:
     """The forward that this thread is recording; None where it records none."""
     found = _running.get()
-    return found if isinstance(found, Recording) else None
+    return found if isinstance(found, AttentionTrace) else None
 
 
 @contextmanager
-def computing(forward: Hosted | Recording) -> Iterator[None]:
-    """Inside, :func:`running` or :func:`recording` is this forward."""
+def forward_scope(forward: ForwardContext | AttentionTrace) -> Iterator[None]:
+    """Inside, :func:`current_forward` or :func:`current_trace` is this forward."""
     before = _running.set(forward)
     try:
         yield
@@ -151,17 +151,17 @@ def computing(forward: Hosted | Recording) -> Iterator[None]:
         _running.reset(before)
 
 
-def run(module: nn.Module, hosted: Hosted, **more: Any) -> Any:
+def run(module: nn.Module, hosted: ForwardContext, **more: Any) -> Any:
     """Runs a hosted model, or its decoder, on a block.
 
     Args:
         hosted: the state of the forward; hidden states and queries are left in it.
         more: further arguments of the model.
     """
-    block = hosted.block
-    with computing(hosted):
+    block = hosted.batch
+    with forward_scope(hosted):
         return module(
-            input_ids=block.tokens, position_ids=block.positions, use_cache=False, longdraft_attend=hosted, **more
+            input_ids=block.token_ids, position_ids=block.positions, use_cache=False, longdraft_attend=hosted, **more
         )
 
 
@@ -176,10 +176,10 @@ def _attention(
     return out
 
 
-AttentionInterface.register(IMPLEMENTATION, _attention)
+AttentionInterface.register(ATTENTION_NAME, _attention)
 
 
-def switch_on(model: PreTrainedModel, implementation: str = IMPLEMENTATION) -> None:
+def set_attention(model: PreTrainedModel, implementation: str = ATTENTION_NAME) -> None:
     """Routes a model's attention through longdraft, or another one. The model must be a copy of our own."""
     own = decoder_config(model)
     # A layer from another model, or a copied one, brings its configuration along.
@@ -188,7 +188,7 @@ def switch_on(model: PreTrainedModel, implementation: str = IMPLEMENTATION) -> N
         config._attn_implementation = implementation
 
 
-def new_states(
+def new_layer_states(
     model: PreTrainedModel, slots: int, capacity: int, transposed: bool = False, dtype: torch.dtype | None = None
 ) -> list[LayerStates]:
     """Makes the states of layers that do not keep rows of the whole text, for a store of this size.
@@ -200,7 +200,7 @@ def new_states(
     shapes = layout.windows
     if dtype is not None:
         shapes = tuple(replace(shape, dtype=dtype) for shape in shapes)
-    states: list[LayerStates] = [WindowStates(shape, slots, capacity, model.device, transposed) for shape in shapes]
+    states: list[LayerStates] = [WindowKVCache(shape, slots, capacity, model.device, transposed) for shape in shapes]
     return [*states, RecurrentStates(layout.recurrent, slots, model.device)] if layout.recurrent else states
 
 
@@ -230,14 +230,14 @@ def context_length(model: PreTrainedModel) -> int:
     """The longest sequence in tokens that the model takes, YaRN's factor included."""
     config = decoder_config(model)
     found = (getattr(config, name, None) for name in ("max_position_embeddings", "max_target_positions", "max_seq_len"))
-    return next((int(length) for length in found if length), UNBOUNDED)
+    return next((int(length) for length in found if length), UNLIMITED_CONTEXT)
 
 
-def tap(model: PreTrainedModel, layer: int) -> RemovableHandle:
+def add_hidden_hook(model: PreTrainedModel, layer: int) -> RemovableHandle:
     """Adds a hook to a decoder layer that keeps its output (B, T, hidden) in forwards that ask for it."""
 
     def hook(_module: nn.Module, _inputs: Any, named: dict[str, Any], output: Any) -> None:
-        hosted = named.get("longdraft_attend") or running()
+        hosted = named.get("longdraft_attend") or current_forward()
         if hosted is not None and layer in hosted.hidden_layers:
             hosted.hidden[layer] = output[0] if isinstance(output, tuple) else output
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from longdraft import native
-from longdraft.memory.sizes import human
-from longdraft.model.few_rows import weights_of
+from longdraft.memory.memory_info import format_bytes
 from longdraft.model.runner import TargetRunner
-from longdraft.model.stored_model import is_stored
-from longdraft.native.build import CALLED
-from longdraft.native.library import HEAD_UNIT, SLOWER
+from longdraft.model.skinny_gemm import kernel_weights_of
+from longdraft.model.stored_model import has_stored_weights
+from longdraft.native.build import LEVEL_NAMES
+from longdraft.native.library import HEAD_DIM_MULTIPLE, NO_KERNELS_COST
 
 _DTYPES = {"BF16": "bfloat16", "F16": "float16"}
 
@@ -44,7 +44,7 @@ class KernelReport:
     def line(self) -> str:
         if self.level is None:
             return f"torch's, not longdraft's own: {self.reason}" + (f". {self.cost}" if self.cost else "")
-        name = f"longdraft's own for {CALLED[self.level]}"
+        name = f"longdraft's own for {LEVEL_NAMES[self.level]}"
         if not self.weights:
             return name
         formats = f"weights in {' and '.join(self.weights)}, {self.arithmetic} arithmetic"
@@ -60,19 +60,19 @@ def kernel_report(runner: TargetRunner | None) -> KernelReport:
         return KernelReport(None, reason=f"the model is on {runner.device}, where attention is {path}'s")
     own = native.kernels()
     if own is None:
-        cost = SLOWER
-        if runner is not None and is_stored(model := runner.model):
+        cost = NO_KERNELS_COST
+        if runner is not None and has_stored_weights(model := runner.model):
             cost = "Decoding is several times slower: each product unpacks its weights (--weights float32 does it once)"
         elif runner is not None:
             size = sum(p.numel() * p.element_size() for p in model.parameters())
-            cost += f"; weights take {human(size)}, in {_dtype(runner.kv_shape.dtype)}"
-        return KernelReport(None, reason=native.missing(), cost=cost)
+            cost += f"; weights take {format_bytes(size)}, in {_dtype(runner.kv_shape.dtype)}"
+        return KernelReport(None, reason=native.unavailable_reason(), cost=cost)
     if runner is None:
         return KernelReport(own.level)
     sizes: Counter[str] = Counter()
-    twin = runner.twin
+    twin = runner.execution_model
     for layer in twin.model.modules():
-        weights = weights_of(layer)
+        weights = kernel_weights_of(layer)
         if weights is not None:
             matrix = weights[0]
             name = _dtype(matrix.dtype) if isinstance(matrix, torch.Tensor) else matrix.format
@@ -80,7 +80,7 @@ def kernel_report(runner: TargetRunner | None) -> KernelReport:
     if not sizes:
         reason = f"they serve none of this model's layers ({_dtype(runner.kv_shape.dtype)} on a CPU)"
         return KernelReport(None, reason=reason)
-    attends = runner.can_round_kv and runner.kv_shape.head_dim % HEAD_UNIT == 0
+    attends = runner.can_round_kv and runner.kv_shape.head_dim % HEAD_DIM_MULTIPLE == 0
     kv = _dtype(runner.kv_dtype) if attends else None
     whole = twin.fused.stack is not None and attends and runner.offload is None
     names = tuple(name for name, _ in sizes.most_common())

@@ -32,7 +32,7 @@ class KeyRotation:
     def __init__(self, runner: TargetRunner, length: int) -> None:
         self._runner = runner
         length = max(length, _PROBED + 1)
-        if runner.rows_kind(length):
+        if runner.rope_regime(length):
             raise self._unsupported("its rotary frequencies depend on how long a text is")
         cos, sin = self._table(torch.arange(length, device=runner.device))
         # At position 0 all cosines are 1, so the table has YaRN's factor there.
@@ -40,17 +40,17 @@ class KeyRotation:
         self._cos, self._sin = cos / self._scale, sin / self._scale
         self._check(_PROBED, length - 1)
 
-    def turn(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def rotate(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Keys without a position (..., n, d) -> keys at positions (n,)."""
-        return turned(keys, self._cos[positions], self._sin[positions])
+        return apply_rotary(keys, self._cos[positions], self._sin[positions])
 
-    def unturn(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def unrotate(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Keys at positions (n,) -> keys without one; (..., n, d)."""
-        return turned(keys, self._cos[positions], -self._sin[positions])
+        return apply_rotary(keys, self._cos[positions], -self._sin[positions])
 
     def _table(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin (n, rotated dimensions) of the model's rotary embedding, float32."""
-        module = rotary_module(self._runner.twin.model)
+        module = rotary_module(self._runner.execution_model.model)
         if module is None:
             raise self._unsupported("it has no rotary embedding of its own")
         try:
@@ -69,12 +69,16 @@ class KeyRotation:
         runner, places = self._runner, (0, *positions)
         store = runner.new_store(len(places), 1, resident=True)
         token = runner.vocab_size // 2
-        runner.forward(store.block(range(len(places)), [[token]] * len(places), bases=places), store, logits="none")
+        runner.forward(
+            store.make_forward_batch(range(len(places)), [[token]] * len(places), root_positions=places),
+            store,
+            logits="none",
+        )
         everywhere = torch.tensor(places, dtype=torch.long, device=runner.device)
         for layer in range(runner.kv_shape.layers):
             keys = store.layer(layer)[0][:, :, 0].float().transpose(0, 1)  # (Hkv, places, d)
-            moved = self.turn(keys[:, :1].expand(-1, len(places), -1), everywhere)
-            tolerance = _CLOSE[runner.own_kv_dtype.itemsize] * float(keys.abs().max())
+            moved = self.rotate(keys[:, :1].expand(-1, len(places), -1), everywhere)
+            tolerance = _CLOSE[runner.default_kv_dtype.itemsize] * float(keys.abs().max())
             if not torch.allclose(moved, keys, rtol=0, atol=tolerance):
                 raise self._unsupported(f"the keys of layer {layer} do not turn with their position as it is known")
 
@@ -85,7 +89,7 @@ class KeyRotation:
         )
 
 
-def turned(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def apply_rotary(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotates the first r dimensions of keys (..., n, d) by halves, in float32 at least; cos and sin are (n, r)."""
     size = cos.shape[-1]
     x = keys[..., :size].to(torch.promote_types(keys.dtype, torch.float32))

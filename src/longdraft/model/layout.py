@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from longdraft.errors import UnsupportedModelError
 from longdraft.memory.recurrent import RecurrentShape
 from longdraft.memory.store import KVShape
-from longdraft.memory.windows import Span, WindowShape
+from longdraft.memory.windows import AttentionSpan, WindowShape
 
 # What transformers calls a layer -> what it does with the text before a token.
 _WORDS = {
@@ -41,7 +41,7 @@ _ORDER = ("full", "window", "chunk", "recurrent", "sparse")
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """One call of the attention function.
 
     Attributes:
@@ -59,10 +59,10 @@ class Call:
     value_dim: int
     layer: int | None = None
     window: int | None = None
-    source: int | None = None
+    kv_source: int | None = None
 
 
-class Recording:
+class AttentionTrace:
     """Records a forward; it stands in the place of attention.
 
     Attributes:
@@ -71,7 +71,7 @@ class Recording:
     """
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[AttentionCall] = []
         self.mixers: dict[int, Any] = {}
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -80,7 +80,7 @@ class Recording:
     ) -> tuple[torch.Tensor, None]:
         """Notes a call. The result has the right shape, and no meaning."""
         number, window = getattr(module, "layer_idx", None), more.get("sliding_window")
-        call = Call(
+        call = AttentionCall(
             type(module).__name__,
             key.shape[1],
             key.shape[-1],
@@ -94,7 +94,7 @@ class Recording:
         return value.new_zeros(*query.shape[:3], value.shape[-1]).transpose(1, 2).contiguous(), None
 
 
-class Place(NamedTuple):
+class KVLocation(NamedTuple):
     """Where one call of the attention function finds its keys and values.
 
     Attributes:
@@ -105,10 +105,10 @@ class Place(NamedTuple):
 
     window: int | None
     layer: int
-    writes: bool = True
+    writes_kv: bool = True
 
 
-class Layout(NamedTuple):
+class KVLayout(NamedTuple):
     """Places of all calls of a forward.
 
     Attributes:
@@ -118,32 +118,35 @@ class Layout(NamedTuple):
         own: the layers of the model's own cache if it attends with code of its own (:mod:`.own_code`).
     """
 
-    places: tuple[Place, ...]
+    locations: tuple[KVLocation, ...]
     shape: KVShape
     windows: tuple[WindowShape, ...] = ()
     recurrent: Mapping[int, RecurrentShape] = {}
-    own: tuple[Call, ...] = ()
+    custom_cache_layers: tuple[AttentionCall, ...] = ()
 
 
-layouts: WeakKeyDictionary[PreTrainedModel, Layout] = WeakKeyDictionary()
+traced_layouts: WeakKeyDictionary[PreTrainedModel, KVLayout] = WeakKeyDictionary()
 """The layouts of models whose forward was recorded."""
 
 
-def layout_of(model: PreTrainedModel) -> Layout:
+def layout_of(model: PreTrainedModel) -> KVLayout:
     """The layout of a model: a recorded one, or that of a model whose configuration says all.
 
     Raises:
         UnsupportedModelError: it has no attention heads.
     """
-    if (found := layouts.get(model)) is not None:
+    if (found := traced_layouts.get(model)) is not None:
         return found
-    shape = configured_shape(model)
-    return Layout(tuple(Place(None, i) for i in range(shape.layers)), shape)
+    shape = config_kv_shape(model)
+    return KVLayout(tuple(KVLocation(None, i) for i in range(shape.layers)), shape)
 
 
-def layout_from(
-    model: PreTrainedModel, calls: tuple[Call, ...], recurrent: Mapping[int, RecurrentShape], own: bool
-) -> Layout:
+def build_layout(
+    model: PreTrainedModel,
+    calls: tuple[AttentionCall, ...],
+    recurrent: Mapping[int, RecurrentShape],
+    custom_attention: bool,
+) -> KVLayout:
     """The layout that follows from the calls of a forward.
 
     Args:
@@ -151,18 +154,18 @@ def layout_from(
     """
     config = decoder_config(model)
     # A model's own code knows how far back its layers see.
-    spans = [None if own else _span(config, call) for call in calls]
-    kinds = sorted({span for span in spans if span is not None}, key=lambda span: (span.size, span.chunked))
+    spans = [None if custom_attention else _span(config, call) for call in calls]
+    kinds = sorted({span for span in spans if span is not None}, key=lambda span: (span.size, span.is_chunked))
     counts = dict.fromkeys([None, *kinds], 0)
-    places: list[Place] = []
+    places: list[KVLocation] = []
     for call, span in zip(calls, spans, strict=True):
-        if call.source is not None:
-            places.append(places[call.source]._replace(writes=False))
+        if call.kv_source is not None:
+            places.append(places[call.kv_source]._replace(writes_kv=False))
             continue
-        places.append(Place(None if span is None else kinds.index(span), counts[span]))
+        places.append(KVLocation(None if span is None else kinds.index(span), counts[span]))
         counts[span] += 1
 
-    def sizes(span: Span | None) -> tuple[int, int, bool]:
+    def sizes(span: AttentionSpan | None) -> tuple[int, int, bool]:
         alike = [call for call, other in zip(calls, spans, strict=True) if other == span]
         heads = {call.kv_heads for call in alike} or {1}
         dims = {size for call in alike for size in (call.head_dim, call.value_dim)} or {16}
@@ -171,10 +174,10 @@ def layout_from(
     heads, dim, padded = sizes(None)
     windows = tuple(WindowShape(span, counts[span], *sizes(span)[:2], model.dtype) for span in kinds)
     shape = KVShape(counts[None], heads, dim, model.dtype, padded)
-    return Layout(tuple(places), shape, windows, recurrent, calls if own else ())
+    return KVLayout(tuple(places), shape, windows, recurrent, calls if custom_attention else ())
 
 
-def configured_shape(model: PreTrainedModel) -> KVShape:
+def config_kv_shape(model: PreTrainedModel) -> KVShape:
     """The shape that the configuration gives, as if every layer had full attention: it names a model in its drafts.
 
     Raises:
@@ -201,7 +204,7 @@ def decoder_config(model: PreTrainedModel) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
-def has_windows(model: PreTrainedModel) -> bool:
+def has_non_full_attention(model: PreTrainedModel) -> bool:
     """True if the configuration names layers that are not full attention: windows, recurrent ones."""
     config = decoder_config(model)
     kinds = getattr(config, "layer_types", None)
@@ -210,7 +213,7 @@ def has_windows(model: PreTrainedModel) -> bool:
     return getattr(config, "sliding_window", None) is not None
 
 
-def _span(config: Any, call: Call) -> Span | None:
+def _span(config: Any, call: AttentionCall) -> AttentionSpan | None:
     """The rows that a call's layer sees; None for the whole text.
 
     Raises:
@@ -222,26 +225,26 @@ def _span(config: Any, call: Call) -> Span | None:
         kind = kinds[call.layer]
         words = _WORDS.get(kind, ())
         if "chunk" in words:
-            return _bounded(config, Span(int(config.attention_chunk_size), chunked=True))
+            return _bounded(config, AttentionSpan(int(config.attention_chunk_size), is_chunked=True))
         if "window" in words:
             if size is None:
                 raise UnsupportedModelError(f"{call.module} has a sliding window of no known size.")
-            return _bounded(config, Span(int(size)))
+            return _bounded(config, AttentionSpan(int(size)))
         if "full" in words:
             return None
         raise UnsupportedModelError(
             f"{call.module} has layers of the kind {kind}, which longdraft cannot host exactly yet."
         )
-    return None if size is None else _bounded(config, Span(int(size)))
+    return None if size is None else _bounded(config, AttentionSpan(int(size)))
 
 
-def _bounded(config: Any, span: Span) -> Span | None:
+def _bounded(config: Any, span: AttentionSpan) -> AttentionSpan | None:
     """The span, or None if no text is longer."""
     longest = getattr(config, "max_position_embeddings", None)
     return None if isinstance(longest, int) and span.size >= longest else span
 
 
-def layer_kinds(model: PreTrainedModel) -> tuple[str, ...]:
+def layer_type_names(model: PreTrainedModel) -> tuple[str, ...]:
     """Names the kinds of a model's layers, as "full", "window", "recurrent" or "experts".
 
     The others are "chunk", "sparse", "latent" and "shared KV".
@@ -253,21 +256,21 @@ def layer_kinds(model: PreTrainedModel) -> tuple[str, ...]:
         "latent": bool(getattr(config, "kv_lora_rank", None)),
         "experts": any(_number(config, name) > 1 for name in _EXPERTS),
         "shared KV": _number(config, "num_kv_shared_layers") > 0,
-        "own code": model in layouts and bool(layouts[model].own),
+        "own code": model in traced_layouts and bool(traced_layouts[model].custom_cache_layers),
     }
     return (*(kind for kind in _ORDER if counts[kind]), *(kind for kind, has in more.items() if has))
 
 
-def sparse_kinds(model: PreTrainedModel) -> list[str]:
+def sparse_layer_types(model: PreTrainedModel) -> list[str]:
     """The names of the kinds of layers that see a part of the text by a choice of their own."""
     return sorted({*(getattr(decoder_config(model), "layer_types", None) or ())} - _WORDS.keys())
 
 
-def described(model: PreTrainedModel) -> str:
+def describe_layers(model: PreTrainedModel) -> str:
     """The layers in a sentence's part: "26 layers: 4 full, 22 window; experts"."""
     counts = _counts(model)
     parts = [f"{counts[kind]} {kind}" for kind in _ORDER if counts[kind]]
-    rest = [kind for kind in layer_kinds(model) if kind not in _ORDER]
+    rest = [kind for kind in layer_type_names(model) if kind not in _ORDER]
     return "; ".join([f"{decoder_config(model).num_hidden_layers} layers: {', '.join(parts)}", *rest])
 
 

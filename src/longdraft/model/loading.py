@@ -11,15 +11,15 @@ import torch
 
 from longdraft import native
 from longdraft.errors import CapabilityError, CheckpointError, ContextError, memory_checked
-from longdraft.memory import sizes
+from longdraft.memory import memory_info
 from longdraft.model import stored_model
 from longdraft.model.checkpoints import DType, LoadedModel, Progress, check_folder, check_gguf, read_checkpoint
-from longdraft.model.collector import paused
 from longdraft.model.embedded import EMBEDDED_ID, packaged_file
-from longdraft.model.experts import keep_experts
-from longdraft.model.gguf.files import Arithmetic, Weights, no_int8, read_gguf
-from longdraft.model.gpu import side_by_side
-from longdraft.model.quantised import unpack_into
+from longdraft.model.experts import store_half_experts
+from longdraft.model.gc_pause import gc_paused
+from longdraft.model.gguf.loading import Arithmetic, WeightFormat, int8_unavailable_error, load_gguf
+from longdraft.model.gpu import merged_linear
+from longdraft.model.quantised import decompress_to
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -31,7 +31,7 @@ def load(
     dtype: DType = "auto",
     device: str | torch.device | None = None,
     rope_factor: float | None = None,
-    weights: Weights | None = None,
+    weights: WeightFormat | None = None,
     arithmetic: Arithmetic | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
@@ -60,9 +60,9 @@ def load(
     number = isinstance(rope_factor, int | float) and math.isfinite(rope_factor)
     if rope_factor is not None and not (number and rope_factor > 1):
         raise ContextError(f"rope_factor is {rope_factor}: give a finite number above 1, or leave it out.")
-    sizes.check_limits()
+    memory_info.check_process_limits()
     place = _device(device)
-    wanted = dtype_on(dtype, place)
+    wanted = resolve_dtype(dtype, place)
     say = progress or (lambda message: None)
     if place.type == "cpu" and wanted == torch.float32:
         native.kernels(progress)  # compiled now, where progress can announce it
@@ -77,14 +77,14 @@ def load(
         loaded.model.config._name_or_path = loaded.model.name_or_path = EMBEDDED_ID
     network = loaded.model.to(place).eval().requires_grad_(False)
     if place.type == "cuda":
-        side_by_side.join(network)
+        merged_linear.join(network)
     return LoadedModel(network, loaded.tokenizer)
 
 
-def load_shared(
+def load_tensor_parallel(
     model: str | os.PathLike[str] | None, dtype: DType = "auto", progress: Progress | None = None
 ) -> LoadedModel:
-    """Loads a model of which each process under torchrun has a share: :mod:`longdraft.model.sharded`.
+    """Loads a model of which each process under torchrun has a share: :mod:`longdraft.model.tensor_parallel`.
 
     Raises as :func:`load` does; CapabilityError for the embedded model and GGUF files, which one process has whole.
     """
@@ -94,17 +94,19 @@ def load_shared(
             "Processes share a model of a folder or a Hugging Face id: give one, or start one process."
         )
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    loaded = _read(name, dtype_on(dtype, place), progress or (lambda message: None), weights="float32", shared=True)
+    loaded = _read(
+        name, resolve_dtype(dtype, place), progress or (lambda message: None), weights="float32", shared=True
+    )
     return LoadedModel(loaded.model.eval().requires_grad_(False), loaded.tokenizer)
 
 
-@paused()
+@gc_paused()
 def _read(
     name: str,
     dtype: DType,
     say: Progress,
     rope_factor: float | None = None,
-    weights: Weights | None = None,
+    weights: WeightFormat | None = None,
     arithmetic: Arithmetic | None = None,
     shared: bool = False,
 ) -> LoadedModel:
@@ -114,7 +116,7 @@ def _read(
     path = Path(name).expanduser()
     if path.is_file():
         check_gguf(path)
-        return read_gguf(path, dtype, rope_factor, weights, say, arithmetic)
+        return load_gguf(path, dtype, rope_factor, weights, say, arithmetic)
     source: dict[str, Any]
     if path.is_dir():
         # local_files_only: some tokenizers ask the hub about a folder's origin, and wait if it is unreachable.
@@ -130,16 +132,16 @@ def _read(
             "(a gated model needs `hf auth login`), or give a local folder.",
         }
     if arithmetic == "int8":
-        raise no_int8(name, "that is for GGUF files whose weights are stored in 8 bits or fewer")
+        raise int8_unavailable_error(name, "that is for GGUF files whose weights are stored in 8 bits or fewer")
     keep = dtype == torch.float32 and (native.kernels() if weights is None else weights == "stored")
     kept_dtype = "auto" if keep else dtype
-    loaded = read_checkpoint(name, kept_dtype, rope_factor, quantised_dtype=dtype, shared=shared, **source)
+    loaded = read_checkpoint(name, kept_dtype, rope_factor, quantized_dtype=dtype, tensor_parallel=shared, **source)
     if isinstance(dtype, torch.dtype):
-        unpack_into(loaded.model, dtype)
+        decompress_to(loaded.model, dtype)
     if keep:
         if not getattr(loaded.model, "is_quantized", False):
-            keep_experts(loaded.model)
-        stored_model.keep_stored(loaded.model)
+            store_half_experts(loaded.model)
+        stored_model.store_half_weights(loaded.model)
     return loaded
 
 
@@ -156,7 +158,7 @@ def _device(device: str | torch.device | None) -> torch.device:
     return place
 
 
-def dtype_on(dtype: DType, device: torch.device) -> DType:
+def resolve_dtype(dtype: DType, device: torch.device) -> DType:
     """The ``dtype`` argument for transformers."""
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else "auto"

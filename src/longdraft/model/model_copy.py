@@ -16,24 +16,24 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from longdraft.errors import UnsupportedModelError
-from longdraft.model.code import functions_of, is_known
+from longdraft.model.called_functions import called_functions, is_library_code
 
 # Attributes of every module: parameters, buffers, children and hooks.
-OWN = frozenset(vars(nn.Module()))
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 # A model compiled in place calls itself, not its copy.
 _LEFT_OUT = "_compiled_call_impl"
 # Of a module and of a function that torch.compile made of another one.
 _COMPILED, _COMPILED_FUNCTION = "_orig_mod", "_torchdynamo_orig_callable"
 # Attributes and settings that our forwards do not depend on.
-IGNORED = frozenset({"training", "generation_config", _LEFT_OUT})
+IGNORED_ATTRIBUTES = frozenset({"training", "generation_config", _LEFT_OUT})
 _IGNORED_SETTINGS = frozenset({"_attn_implementation_internal"})
-PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+SCALAR_TYPES = (bool, int, float, str, type(None), torch.dtype, torch.device)
 # Depth to which nested lists are searched for modules.
 _DEPTH = 3
 
 
-def copy_of(model: PreTrainedModel) -> PreTrainedModel:
+def copy_model(model: PreTrainedModel) -> PreTrainedModel:
     """A model of new modules, in evaluation mode, that hold the very parameters and buffers of ``model``.
 
     The new modules refer to each other as the old ones do, also through methods, partial functions and closures that
@@ -52,8 +52,8 @@ def copy_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def copy_without_hooks(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy to try something out with: the user's hooks shall not see made-up tokens. Raises as :func:`copy_of`."""
-    copy = copy_of(model)
+    """A copy to try something out with: the user's hooks shall not see made-up tokens. Raises as :func:`copy_model`."""
+    copy = copy_model(model)
     for module in copy.modules():
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
@@ -78,7 +78,7 @@ class _Copying:
             for name, value in list(vars(module).items()):
                 if name == "_modules":
                     own[name] = {n: child if child is None else self._copies[id(child)] for n, child in value.items()}
-                elif name in OWN:
+                elif name in MODULE_ATTRIBUTES:
                     own[name] = value.copy() if isinstance(value, dict | set) else value
                 elif name != _LEFT_OUT:
                     own[name] = self._copied(getattr(value, _COMPILED_FUNCTION, value), name == "forward")
@@ -139,7 +139,7 @@ class _Copying:
 
 
 def signature(model: PreTrainedModel) -> list[Any]:
-    """Everything that a copy depends on, to be compared by :func:`unchanged`.
+    """Everything that a copy depends on, to be compared by :func:`same_signature`.
 
     That is modules and their types, functions that their forwards call, the storage of parameters and buffers, hooks,
     replaced forwards, attributes and configurations. Writing into a weight in place changes nothing.
@@ -147,7 +147,7 @@ def signature(model: PreTrainedModel) -> list[Any]:
     Raises:
         UnsupportedModelError: a module is scripted, so its attributes cannot be read.
     """
-    parts: list[Any] = [*functions_of(model).values()]
+    parts: list[Any] = [*called_functions(model).values()]
     known: set[int] = set()
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -158,22 +158,23 @@ def signature(model: PreTrainedModel) -> list[Any]:
         for name, value in list(vars(module).items()):
             if name in ("_parameters", "_buffers"):
                 for key, tensor in list(value.items()):
-                    parts += (key, tensor, place_of(tensor), None if tensor is None else tensor.dtype)
+                    parts += (key, tensor, data_ptr_of(tensor), None if tensor is None else tensor.dtype)
             elif name in HOOKS:
                 parts += value.values()
             elif name == "_modules":
                 parts += value
-            elif name not in OWN and name not in IGNORED:
+            elif name not in MODULE_ATTRIBUTES and name not in IGNORED_ATTRIBUTES:
                 parts.append(name)
                 parts += _described(value, known)
     # A module has one reference as long as it lives. The signature keeps no model alive.
     return [ref(each) if isinstance(each, nn.Module | MethodType) else each for each in parts]
 
 
-def unchanged(before: list[Any], now: list[Any]) -> bool:
+def same_signature(before: list[Any], now: list[Any]) -> bool:
     """True if two signatures describe the same structure."""
     return len(before) == len(now) and all(
-        a is b or (type(a) is type(b) and isinstance(a, PLAIN) and a == b) for a, b in zip(before, now, strict=True)
+        a is b or (type(a) is type(b) and isinstance(a, SCALAR_TYPES) and a == b)
+        for a, b in zip(before, now, strict=True)
     )
 
 
@@ -195,35 +196,35 @@ def _described(value: Any, known: set[int]) -> Iterator[Any]:
             yield from _described(each, known)
 
 
-def place_of(tensor: torch.Tensor | None) -> int:
+def data_ptr_of(tensor: torch.Tensor | None) -> int:
     try:
         return 0 if tensor is None else tensor.data_ptr()
     except RuntimeError:  # a kind of tensor without storage
         return 0
 
 
-def own_forward(module: nn.Module) -> FunctionType | None:
+def class_forward(module: nn.Module) -> FunctionType | None:
     """The forward of a module's class, without decorators but a user's; None if it is not written in Python."""
     # A scripted class has none.
     forward: Any = getattr(type(module), "forward", None)
-    function = None if forward is None else inspect.unwrap(forward, stop=lambda each: not is_known(each))
+    function = None if forward is None else inspect.unwrap(forward, stop=lambda each: not is_library_code(each))
     return function if isinstance(function, FunctionType) else None
 
 
-def words(module: nn.Module) -> frozenset[str]:
+def names_in_forward(module: nn.Module) -> frozenset[str]:
     """Names that the forward of a module's class uses: of globals, attributes and methods."""
-    own = own_forward(module)
+    own = class_forward(module)
     return frozenset() if own is None else frozenset(own.__code__.co_names)
 
 
-def calling(own: FunctionType, functions: Mapping[str, Callable[..., Any]]) -> FunctionType:
+def with_globals(own: FunctionType, functions: Mapping[str, Callable[..., Any]]) -> FunctionType:
     """The same forward, with other functions in the place of globals."""
     made = FunctionType(own.__code__, {**own.__globals__, **functions}, own.__name__, own.__defaults__, own.__closure__)
     made.__kwdefaults__ = own.__kwdefaults__
     return made
 
 
-def present_forward(module: nn.Module) -> Callable[..., Any]:
+def get_forward(module: nn.Module) -> Callable[..., Any]:
     """The forward that :func:`replace_forward` would replace."""
     inside: Callable[..., Any] = vars(module).get("_old_forward") or module.forward
     return inside

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from longdraft.attention.block import Block
+from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.errors import NumericalError
 
 
@@ -39,7 +39,7 @@ class TargetOutput:
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def put(self, part: TargetOutput, block: Block, sequences: range, rows: range) -> None:
+    def scatter_from(self, part: TargetOutput, block: ForwardBatch, sequences: range, rows: range) -> None:
         """Takes the results of some sequences' rows, which come first in ``part``, as those of a block."""
         of, at = slice(sequences.start, sequences.stop), slice(rows.start, rows.stop)
         assert part.logits is not None
@@ -52,21 +52,21 @@ class TargetOutput:
             self.queries.setdefault(layer, _room(x, block, 2))[of, :, at] = x[:, :, : len(rows)]
 
 
-def _room(like: torch.Tensor, block: Block, axis: int) -> torch.Tensor:
+def _room(like: torch.Tensor, block: ForwardBatch, axis: int) -> torch.Tensor:
     """An empty tensor for the rows of a block, which are the axis ``axis``."""
-    size = [block.batch, *like.shape[1:]]
-    size[axis] = block.size
+    size = [block.batch_size, *like.shape[1:]]
+    size[axis] = block.query_len
     return like.new_empty(size)
 
 
-def name_of(model: Any) -> str:
+def model_name(model: Any) -> str:
     """A model's name or place in messages."""
     return str(getattr(model, "name_or_path", "") or "the model")
 
 
-def not_a_number(model: Any) -> NumericalError:
+def nan_logits_error(model: Any) -> NumericalError:
     """The error to raise if a target's logits are NaN."""
     return NumericalError(
-        f"The logits of {name_of(model)} are NaN. A float16 overflow or a damaged "
+        f"The logits of {model_name(model)} are NaN. A float16 overflow or a damaged "
         "checkpoint is the usual cause: load the model with dtype='bfloat16' or 'float32', or check its files."
     )

@@ -21,7 +21,7 @@ _KIND = "longrope"
 _FACTORS = (("short_factor", "long_factor"), ("short_mscale", "long_mscale"))
 
 
-def give_positions(model: PreTrainedModel) -> None:
+def patch_position_ids(model: PreTrainedModel) -> None:
     """Adds hooks to the position embeddings of a copy of our own, if its forward takes no positions.
 
     Such a decoder counts the rows of its cache, and hands that to a position embedding, which also takes positions.
@@ -36,18 +36,18 @@ def give_positions(model: PreTrainedModel) -> None:
 
 
 def _positions(_module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    hosted = hosting.running()
-    if hosted is None or hosted.layout.own or len(given) > 2:
+    hosted = hosting.current_forward()
+    if hosted is None or hosted.layout.custom_cache_layers or len(given) > 2:
         return None
-    return given, named | {"position_ids": hosted.block.positions}
+    return given, named | {"position_ids": hosted.batch.positions}
 
 
 def _shaped(_module: nn.Module, _given: Any, output: torch.Tensor) -> torch.Tensor:
     """(B, T, hidden): some embeddings take positions (T,), and put another dimension before ours."""
-    hosted = hosting.running()
-    if hosted is None or hosted.layout.own or hosted.block.positions is None:
+    hosted = hosting.current_forward()
+    if hosted is None or hosted.layout.custom_cache_layers or hosted.batch.positions is None:
         return output
-    return output.reshape(*hosted.block.positions.shape, -1)
+    return output.reshape(*hosted.batch.positions.shape, -1)
 
 
 def _takes(module: nn.Module, name: str) -> bool:
@@ -63,18 +63,18 @@ def rope_parameters(model: PreTrainedModel) -> list[Mapping[str, Any]]:
     return [each for each in parameters.values() if isinstance(each, Mapping)] or [parameters]
 
 
-def rope_kind(parameters: Mapping[str, Any]) -> str:
+def rope_type(parameters: Mapping[str, Any]) -> str:
     """The kind of a rotary embedding, as transformers names it."""
     return str(parameters.get("rope_type") or parameters.get("type") or "default")
 
 
-def turn_by_row(model: PreTrainedModel) -> int | None:
+def patch_longrope(model: PreTrainedModel) -> int | None:
     """Makes the rotary embeddings of a copy of our own choose LongRoPE's factors for each row by itself.
 
     transformers chooses them anew in each forward, by its last position. A piece of a long prompt, a batch, or a tree
     that reaches beyond the switch would get factors that one text, read as a whole, does not get. Ours go by the text
     that a row is the last token of: the row's own position, or the length of the prompt that it is a part of
-    (``Block.text``). A text that would grow beyond the switch is refused (``TargetRunner.longest_text``).
+    (``Block.text``). A text that would grow beyond the switch is refused (``TargetRunner.max_context_length``).
 
     Returns:
         The tokens of the longest text with the short factors; None if all texts are rotated alike.
@@ -82,7 +82,7 @@ def turn_by_row(model: PreTrainedModel) -> int | None:
     limits = [
         int(each.get("original_max_position_embeddings") or hosting.context_length(model))
         for each in rope_parameters(model)
-        if rope_kind(each) == _KIND and any(each.get(short) != each.get(long) for short, long in _FACTORS)
+        if rope_type(each) == _KIND and any(each.get(short) != each.get(long) for short, long in _FACTORS)
     ]
     if not limits:
         return None
@@ -100,8 +100,8 @@ def turn_by_row(model: PreTrainedModel) -> int | None:
 def _by_row(theirs: Callable[..., CosSin], switch: int) -> Callable[..., CosSin]:
     @wraps(theirs)
     def forward(x: torch.Tensor, position_ids: torch.Tensor, *more: Any, **named: Any) -> CosSin:
-        hosted = hosting.running()
-        if hosted is not None and hosted.block.text > switch:
+        hosted = hosting.current_forward()
+        if hosted is not None and hosted.batch.prompt_len > switch:
             return _long(position_ids, x, *more, **named)
         # Both are computed wherever a row may be beyond the switch, so that no device has to be asked.
         long = (position_ids >= switch).unsqueeze(-1)

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from longdraft.attention.transfer import on_device
+from longdraft.attention.transfer import to_device
 from longdraft.errors import UnsupportedModelError, reason_of
-from longdraft.model.few_rows import is_plain, is_shared_out
-from longdraft.model.hosting import decoding
+from longdraft.model.hosting import in_decode
+from longdraft.model.skinny_gemm import is_dtensor, is_plain_tensor
 from longdraft.native import kernels
-from longdraft.native.boundary import FLOATS
+from longdraft.native.boundary import CPU_FLOAT32
 
 # Rows of a block, and of larger blocks that are used if they give the same bits.
-ROWS, LARGER = 8, (16, 32, 64)
+BLOCK_ROWS, LARGER_BLOCK_ROWS = 8, (16, 32, 64)
 # Other numbers of rows that are tried.
 _FEWER = (1, 3, 5)
 # The rows beside a row are made larger by this factor. By how much its result may then differ, of its largest number:
@@ -36,16 +36,16 @@ _DIFFERENT = 0.9
 _UNPACKED = ("fp8", "mxfp4", "mxfp8")
 
 
-def stays_quantised(config: Any) -> bool:
+def is_externally_quantized(config: Any) -> bool:
     """True if the configuration is of a checkpoint that another package quantised and whose layers it computes."""
     settings = getattr(config, "quantization_config", None)
     if settings is None:
         return False
     method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
-    return word_of(method) not in _UNPACKED
+    return enum_value(method) not in _UNPACKED
 
 
-def unpack(model: nn.Module) -> None:
+def decompress(model: nn.Module) -> None:
     """Lets compressed-tensors unpack a model's weights, which it would do in the model's first forward.
 
     In the first forward of a copy it would unpack the copy's, and never the model's.
@@ -56,20 +56,20 @@ def unpack(model: nn.Module) -> None:
         registered(model, ())
 
 
-def unpack_into(model: nn.Module, dtype: torch.dtype) -> None:
-    """:func:`unpack` for a model that was just loaded: it computes in ``dtype``, whatever its weights came out in.
+def decompress_to(model: nn.Module, dtype: torch.dtype) -> None:
+    """:func:`decompress` for a model that was just loaded: it computes in ``dtype``, whatever its weights came out in.
 
     compressed-tensors unpacks floats of four bits into bfloat16, whatever the model's dtype is.
     """
-    unpack(model)
+    decompress(model)
     for module in model.modules():
-        if word_of(getattr(module, "quantization_status", None)) == "decompressed":
+        if enum_value(getattr(module, "quantization_status", None)) == "decompressed":
             for parameter in module.parameters(recurse=False):
                 if parameter.dtype in (torch.bfloat16, torch.float16, torch.float32):
                     parameter.data = parameter.data.to(dtype)
 
 
-def simplify(model: nn.Module) -> None:
+def remove_wrappers(model: nn.Module) -> None:
     """Makes layers that compressed-tensors has unpacked plain ones again, if they do no more than those.
 
     It leaves wrappers around every module, which would move tensors between devices, and a rounding of activations that
@@ -86,14 +86,14 @@ def simplify(model: nn.Module) -> None:
         # One that was unpacked into another dtype stays what it is: it is refused when it is tried.
         other = any(weight.dtype != model.dtype for weight in module.parameters(recurse=False))
         rounded = scheme is None or scheme.input_activations or scheme.output_activations
-        if not (rounded or other) and word_of(own.get("quantization_status")) == "decompressed":
+        if not (rounded or other) and enum_value(own.get("quantization_status")) == "decompressed":
             own.pop("forward", None)
             del own["quantization_scheme"]
         if getattr(own.get("forward"), "__func__", None) is type(module).forward:
             del own["forward"]
 
 
-def layers_of_others(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def external_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The linear layers of a model that are no plain ones of torch, by name."""
     for name, module in model.named_modules():
         sizes = isinstance(getattr(module, "in_features", None), int) and hasattr(module, "out_features")
@@ -103,15 +103,15 @@ def layers_of_others(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         weight = getattr(module, "weight", None)
         # A model's own kinds of linear layers, such as routers, do more than a product.
         known = type(module) is nn.Linear or type(module).__module__.startswith("transformers.models.")
-        plain = known and is_plain(weight) and not hasattr(module, "quantization_scheme")
-        if not plain and not is_shared_out(weight):
+        plain = known and is_plain_tensor(weight) and not hasattr(module, "quantization_scheme")
+        if not plain and not is_dtensor(weight):
             yield name, module
 
 
 def check(model: nn.Module) -> None:
     """Raises UnsupportedModelError, with the layer's name, for layers whose settings say that they depend on all rows.
 
-    :func:`install` tries those of other packages.
+    :func:`make_batch_invariant` tries those of other packages.
     """
     for name, module in model.named_modules():
         kind = type(module)
@@ -122,7 +122,7 @@ def check(model: nn.Module) -> None:
             raise _refusal(model, name, module, why)
 
 
-def install(model: nn.Module) -> None:
+def make_batch_invariant(model: nn.Module) -> None:
     """Tries the layers, and gives those that need it their rows in blocks while text is decoded. The model must be a
     copy of our own.
 
@@ -136,24 +136,24 @@ def install(model: nn.Module) -> None:
             vars(module)["forward"] = _in_blocks(forward, sizes)
 
 
-def make_plain(model: nn.Module) -> None:
+def replace_by_random_products(model: nn.Module) -> None:
     """Gives the layers of a copy that is compared with the model's own forward a product of made-up weights.
 
     Two ways to attend differ in last bits, which decide now and then how a number is rounded: a layer that rounds its
     rows to eight bits makes a percent of that, which hides what is compared.
     """
-    for _, module in layers_of_others(model):
+    for _, module in external_linears(model):
         vars(module)["forward"] = _made_up_product(module)
 
 
 def _all_tried(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[int, ...]]]:
     """The layers that are not torch's own, with what :func:`_try` found of their kind and size."""
     known: dict[tuple[object, ...], tuple[int, ...]] = {}
-    for name, module in list(layers_of_others(model)):
+    for name, module in list(external_linears(model)):
         like = (type(module), type(getattr(module, "weight", None)), module.in_features, module.out_features)
         if like in known:
             with torch.no_grad():  # it may do something once, such as packing its weights in another way
-                module.forward(made_up(model, module, 1)[None])
+                module.forward(random_rows(model, module, 1)[None])
         yield module, known[like] if like in known else known.setdefault(like, _try(model, name, module))
 
 
@@ -164,22 +164,22 @@ def _made_up_product(module: nn.Module) -> Callable[..., torch.Tensor]:
     places = torch.randint(2 * size, (count,), generator=generator, device="cpu").tolist()
 
     def product(x: torch.Tensor, *_more: Any, **_named: Any) -> torch.Tensor:
-        return torch.cat([x, -x], dim=-1)[..., on_device(places, x.device)]
+        return torch.cat([x, -x], dim=-1)[..., to_device(places, x.device)]
 
     return product
 
 
-def made_up(model: nn.Module, module: nn.Module, count: int) -> torch.Tensor:
+def random_rows(model: nn.Module, module: nn.Module, count: int) -> torch.Tensor:
     """Rows (count, in) for a layer, in the model's dtype."""
     device = next((t.device for t in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
     size = int(module.in_features)  # type: ignore[arg-type]
-    rows = torch.randn(count, size, generator=torch.Generator().manual_seed(0), **FLOATS)
+    rows = torch.randn(count, size, generator=torch.Generator().manual_seed(0), **CPU_FLOAT32)
     return rows.to(device, getattr(model, "dtype", torch.float32))
 
 
 def _try(model: nn.Module, name: str, module: nn.Module) -> tuple[int, ...]:
     """Sizes of blocks that give the same bits; (1,) if only rows one by one do, empty if any number of rows does."""
-    rows = made_up(model, module, LARGER[-1])
+    rows = random_rows(model, module, LARGER_BLOCK_ROWS[-1])
 
     def compute(x: torch.Tensor) -> torch.Tensor:
         # module.forward, so that the user's hooks do not see made-up rows.
@@ -188,7 +188,7 @@ def _try(model: nn.Module, name: str, module: nn.Module) -> tuple[int, ...]:
 
     try:
         with torch.no_grad():
-            depends = _depends(compute, rows[:ROWS])
+            depends = _depends(compute, rows[:BLOCK_ROWS])
             sizes = _steady_sizes(compute, rows) if rows.device.type == "cpu" and not depends else ()
     except Exception as error:  # another package may raise anything
         raise UnsupportedModelError(
@@ -214,15 +214,15 @@ def _steady_sizes(compute: Callable[[torch.Tensor], torch.Tensor], rows: torch.T
     def by(size: int, x: torch.Tensor = rows) -> torch.Tensor:
         return torch.cat([compute(part) for part in x.split(size)])
 
-    expected = by(ROWS)
+    expected = by(BLOCK_ROWS)
     # Another place in the block, and other rows in it.
-    if not torch.equal(by(ROWS, rows.roll(3, 0)).roll(-3, 0), expected):
+    if not torch.equal(by(BLOCK_ROWS, rows.roll(3, 0)).roll(-3, 0), expected):
         return (1,)
     if rows.dtype == torch.float32 and len(expected.unique()) < _DIFFERENT * expected.numel():
-        return (ROWS,)  # rounded results would hide that other blocks add up in another order
-    larger = tuple(size for size in LARGER if torch.equal(by(size), expected))
+        return (BLOCK_ROWS,)  # rounded results would hide that other blocks add up in another order
+    larger = tuple(size for size in LARGER_BLOCK_ROWS if torch.equal(by(size), expected))
     fewer = all(torch.equal(compute(rows[:n]), expected[:n]) for n in _FEWER)
-    return () if fewer and larger == LARGER else (ROWS, *larger)
+    return () if fewer and larger == LARGER_BLOCK_ROWS else (BLOCK_ROWS, *larger)
 
 
 def _outside(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -237,7 +237,7 @@ def _outside(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
 def _in_blocks(forward: Callable[..., torch.Tensor], sizes: tuple[int, ...]) -> Callable[..., torch.Tensor]:
     def in_blocks(x: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
-        if not decoding():
+        if not in_decode():
             return forward(x, *more, **named)
         rows = x.reshape(-1, x.shape[-1])
         count = len(rows)
@@ -262,9 +262,9 @@ def _kind(module: nn.Module) -> str:
     """A layer's class, with that of a weight that is no plain tensor."""
     weight = getattr(module, "weight", None)
     kind = type(module).__name__
-    return kind if weight is None or is_plain(weight) else f"{kind}, {type(weight).__name__}"
+    return kind if weight is None or is_plain_tensor(weight) else f"{kind}, {type(weight).__name__}"
 
 
-def word_of(value: Any) -> str:
+def enum_value(value: Any) -> str:
     """A string or the value of an enum's member."""
     return str(getattr(value, "value", value))

@@ -2,7 +2,7 @@
 
 A mixer projects its rows, convolves them with the last few inputs, and passes them through a recurrence. It calls the
 last two as functions of its module, and keeps its state in a cache. In our copy of the model those functions are ours,
-and so is the cache (:class:`_Turn`). Everything else is the mixer's own code, which computes all rows at once.
+and so is the cache (:class:`_StateCacheAdapter`). Everything else is the mixer's own code, which computes all rows at once.
 
 While text is decoded, rows are computed one after another, each from the state behind its parent in the tree. A plain
 step is a tree of one row, so a row gets the same bits whatever is verified beside it. A piece of a prompt goes through
@@ -20,18 +20,18 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from longdraft.attention.block import Block
+from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.errors import UnsupportedModelError
-from longdraft.memory.recurrent import Checkpoint, LayerSlot, RecurrentShape, RecurrentStates
+from longdraft.memory.recurrent import RecurrentLayerState, RecurrentShape, RecurrentStates, StateCheckpoint
 from longdraft.memory.store import KVStore
-from longdraft.model.hosting import recording, running
-from longdraft.model.layout import Recording
-from longdraft.model.model_copy import calling, own_forward, present_forward, replace_forward, words
-from longdraft.model.recurrences import RECURRENCES, Recurrence, bound, steps
-from longdraft.model.rows import undisturbed, whole_vectors
-from longdraft.model.tree_paths import last_inputs, needed, parents_of
+from longdraft.model.batch_invariant import in_full_vectors, outside_mode
+from longdraft.model.hosting import current_forward, current_trace
+from longdraft.model.layout import AttentionTrace
+from longdraft.model.model_copy import class_forward, get_forward, names_in_forward, replace_forward, with_globals
+from longdraft.model.recurrences import RECURRENCES, Recurrence, bind_arguments, step_function
+from longdraft.model.tree_paths import conv_input_indices, tree_parents, with_ancestors
 from longdraft.native import kernels
-from longdraft.native.recurrent import RecurrentTree, RowOrder, convolve, recur
+from longdraft.native.recurrent import RecurrentSequence, TreeOrder, convolve, run_recurrence
 
 _CONVOLUTION = "causal_conv1d_fn"
 # Names of a mixer's argument for the cache.
@@ -40,17 +40,17 @@ _CACHES = ("cache", "cache_params", "past_key_values")
 _WORDS = frozenset({"update_conv_state", "update_recurrent_state"})
 
 
-def install(model: PreTrainedModel) -> None:
+def patch_mixers(model: PreTrainedModel) -> None:
     """Makes the mixers of a copy of our own use our states. Outside of a hosted forward they compute as usual.
 
     Raises:
         UnsupportedModelError: a mixer computes in another way than those that we know.
     """
-    for index, module in enumerate(mixers_of(model)):
+    for index, module in enumerate(find_mixers(model)):
         _Mixer(module, index)
 
 
-def shapes_of(recorded: Recording) -> dict[int, RecurrentShape]:
+def recurrent_shapes(recorded: AttentionTrace) -> dict[int, RecurrentShape]:
     """The sizes of all layers' states, from a recorded forward of at least two tokens.
 
     Raises:
@@ -59,9 +59,9 @@ def shapes_of(recorded: Recording) -> dict[int, RecurrentShape]:
     return {index: turn.shape(mixer.unknown(), mixer.recurrence) for index, (mixer, turn) in recorded.mixers.items()}
 
 
-def mixers_of(model: nn.Module) -> list[nn.Module]:
+def find_mixers(model: nn.Module) -> list[nn.Module]:
     """The modules that keep a state from token to token."""
-    return [module for module in model.modules() if _WORDS & words(module)]
+    return [module for module in model.modules() if _WORDS & names_in_forward(module)]
 
 
 class _Mixer:
@@ -69,9 +69,9 @@ class _Mixer:
 
     def __init__(self, module: nn.Module, index: int) -> None:
         self.index = index
-        own, used, self._kind = own_forward(module), words(module), type(module).__name__
+        own, used, self._kind = class_forward(module), names_in_forward(module), type(module).__name__
         names, stateful = [n for n in RECURRENCES if n in used], "update_recurrent_state" in used
-        replaced = getattr(present_forward(module), "__func__", None) is not type(module).forward
+        replaced = getattr(get_forward(module), "__func__", None) is not type(module).forward
         if own is None or replaced or _CONVOLUTION not in used or len(names) != int(stateful):
             raise UnsupportedModelError(self.unknown())
         self._signature = inspect.signature(own)
@@ -79,15 +79,15 @@ class _Mixer:
         if not caches:
             raise UnsupportedModelError(self.unknown())
         self._cache_name = caches[0]
-        functions: dict[str, Callable[..., Any]] = {_CONVOLUTION: undisturbed(self._convolve)}
+        functions: dict[str, Callable[..., Any]] = {_CONVOLUTION: outside_mode(self._convolve)}
         self.convolution = own.__globals__[_CONVOLUTION]
         self.recurrence = RECURRENCES[names[0]] if names else None
         if self.recurrence is not None:
-            functions[names[0]] = undisturbed(self._scan)
+            functions[names[0]] = outside_mode(self._scan)
             self.rule = own.__globals__[names[0]]
-        self._module, self._forward = module, calling(own, functions)
-        self._turn: _Turn = _Turn()
-        self._original = present_forward(module)
+        self._module, self._forward = module, with_globals(own, functions)
+        self._turn: _StateCacheAdapter = _StateCacheAdapter()
+        self._original = get_forward(module)
         replace_forward(module, self.forward)
 
     def unknown(self) -> str:
@@ -99,7 +99,7 @@ class _Mixer:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The mixer's forward on the present block."""
-        hosted, recorded = running(), recording()
+        hosted, recorded = current_forward(), current_trace()
         if hosted is None and recorded is None:
             return self._original(*args, **kwargs)
         given = self._signature.bind(self._module, *args, **kwargs)
@@ -114,19 +114,19 @@ class _Mixer:
                 raise UnsupportedModelError(
                     f"{self._kind} is one module in several layers, which longdraft cannot host."
                 )
-            turn = _Turn()
+            turn = _StateCacheAdapter()
             recorded.mixers[self.index] = self, turn
             return self._run(turn, named)
-        block = hosted.block
-        slots = [states_of(hosted.store).layer(slot, self.index) for slot in block.slots]
-        if not block.prompt or block.size == 1:
+        block = hosted.batch
+        slots = [recurrent_states(hosted.store).layer_state(slot, self.index) for slot in block.slots]
+        if not block.is_prefill or block.query_len == 1:
             return self._run(_Rows(block, slots), named)
         parts = []
         for rows, slot in zip(named["hidden_states"].split(1), slots, strict=True):
             parts.append(self._run(_Piece(self, slot), {**named, "hidden_states": rows}))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _run(self, turn: _Turn, named: dict[str, Any]) -> Any:
+    def _run(self, turn: _StateCacheAdapter, named: dict[str, Any]) -> Any:
         self._turn = turn
         return self._forward(**{**named, self._cache_name: turn})
 
@@ -135,10 +135,10 @@ class _Mixer:
 
     def _scan(self, *args: Any, **named: Any) -> Any:
         self._turn.scans += 1
-        return self._turn.scan(self, bound(self.rule, args, named))
+        return self._turn.scan(self, bind_arguments(self.rule, args, named))
 
 
-class _Turn:
+class _StateCacheAdapter:
     """Treats a mixer's state as the present forward wants it, as the cache that the mixer is called with, in the words
     of transformers' versions since 5.17. This one has no state, and learns its sizes.
 
@@ -182,10 +182,10 @@ class _Turn:
         return state
 
     @property
-    def layers(self) -> _Turn:
+    def layers(self) -> _StateCacheAdapter:
         return self
 
-    def __getitem__(self, layer: int) -> _Turn:
+    def __getitem__(self, layer: int) -> _StateCacheAdapter:
         return self
 
     @property
@@ -221,56 +221,58 @@ class _Turn:
             return RecurrentShape(windows, None, dtype)
         _, *outer, a, b = self._after.shape
         assert recurrence is not None
-        return RecurrentShape(windows, (*outer, b, a) if recurrence.turned else (*outer, a, b), dtype)
+        return RecurrentShape(windows, (*outer, b, a) if recurrence.is_transposed else (*outer, a, b), dtype)
 
 
-class _Piece(_Turn):
+class _Piece(_StateCacheAdapter):
     """A piece of one sequence's prompt: the model's own functions, from the committed state to a new one."""
 
     record_past = False
 
-    def __init__(self, mixer: _Mixer, slot: LayerSlot) -> None:
+    def __init__(self, mixer: _Mixer, slot: RecurrentLayerState) -> None:
         super().__init__()
-        slot.begin(prompt=True)
-        self._slot, self._now = slot, slot.now
-        self._turned = mixer.recurrence is not None and mixer.recurrence.turned
+        slot.begin_forward(is_prefill=True)
+        self._slot, self._now = slot, slot.checkpoint
+        self._turned = mixer.recurrence is not None and mixer.recurrence.is_transposed
         self.state = self._theirs()  # it lacks the pending rows: see scan
-        self._next = slot.after = Checkpoint({}, None)
+        self._next = slot.after_chunk = StateCheckpoint({}, None)
 
     def get_conv_state(self, layer_idx: int = 0, state_idx: int = 0) -> torch.Tensor:
-        return self._now.windows[state_idx].T[None]
+        return self._now.conv_states[state_idx].T[None]
 
     def update_conv_state(self, x: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> torch.Tensor:
         x = torch.cat([self.get_conv_state(state_idx=state_idx), x], dim=-1)
-        kept = self._now.windows[state_idx].shape[0]
-        self._next.windows[state_idx] = x[0, :, x.shape[-1] - kept :].T.contiguous()
+        kept = self._now.conv_states[state_idx].shape[0]
+        self._next.conv_states[state_idx] = x[0, :, x.shape[-1] - kept :].T.contiguous()
         return x
 
     def _theirs(self) -> torch.Tensor | None:
-        state = self._now.state
+        state = self._now.recurrent_state
         return None if state is None else (state.transpose(1, 2) if self._turned else state)[None]
 
     def update_recurrent_state(self, state: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        self._next.state = (state.transpose(2, 3) if self._turned else state)[0].float().contiguous()
+        self._next.recurrent_state = (state.transpose(2, 3) if self._turned else state)[0].float().contiguous()
         return state
 
     def scan(self, mixer: _Mixer, arguments: dict[str, Any]) -> Any:
         assert mixer.recurrence is not None
-        recurrence, state = mixer.recurrence, replay(mixer.recurrence, self._slot, arguments)
-        if (name := recurrence.begins) is not None:
+        recurrence, state = mixer.recurrence, apply_pending(mixer.recurrence, self._slot, arguments)
+        if (name := recurrence.initial_state_arg) is not None:
             return mixer.rule(**{**arguments, name: self._theirs()})
-        outputs, self._next.state = recurrence.run(arguments, tuple(x[0] for x in recurrence.rows(arguments)), state)
-        return recurrence.result(arguments, torch.stack(outputs)[None], self._next.state)
+        outputs, self._next.recurrent_state = recurrence.run(
+            arguments, tuple(x[0] for x in recurrence.token_inputs(arguments)), state
+        )
+        return recurrence.original_result(arguments, torch.stack(outputs)[None], self._next.recurrent_state)
 
 
-class _Rows(_Turn):
+class _Rows(_StateCacheAdapter):
     """Rows of trees, computed one after another. Without a state, a mixer passes any number of them to one function."""
 
-    def __init__(self, block: Block, slots: Sequence[LayerSlot]) -> None:
+    def __init__(self, block: ForwardBatch, slots: Sequence[RecurrentLayerState]) -> None:
         super().__init__()
         self._block, self._slots = block, slots
         for slot in slots:
-            slot.begin(block.prompt)
+            slot.begin_forward(block.is_prefill)
 
     def convolve(
         self,
@@ -283,11 +285,11 @@ class _Rows(_Turn):
     ) -> torch.Tensor:
         """Convolves each row with the last inputs on its path."""
         block, size, number = self._block, weight.shape[-1], self._last
-        places = last_inputs(block, size)
+        places = conv_input_indices(block, size)
         inputs = []
         for b, slot in enumerate(self._slots):
-            rows = slot.keep_inputs(number, block.offset, x[b].T.contiguous())
-            inputs.append((slot.now.windows[number], rows))
+            rows = slot.write_conv_inputs(number, block.tree_offset, x[b].T.contiguous())
+            inputs.append((slot.checkpoint.conv_states[number], rows))
         weights = [weight] if bias is None else [weight, bias]
         served = all(y.dtype == torch.float32 and y.device.type == "cpu" for y in (x, *weights))
         if served and activation in (None, "silu", "swish") and (own := kernels()) is not None:
@@ -299,64 +301,74 @@ class _Rows(_Turn):
         for i in range(1, size):
             y = y + each[:, :, i] * weight[:, i].float()
         y = (y if bias is None else y + bias.float()).to(x.dtype).transpose(1, 2)
-        return y if activation is None else whole_vectors(ACT2FN[activation], y)
+        return y if activation is None else in_full_vectors(ACT2FN[activation], y)
 
     def scan(self, mixer: _Mixer, arguments: dict[str, Any]) -> Any:
         recurrence, block = mixer.recurrence, self._block
         assert recurrence is not None
-        new = recurrence.rows(arguments)
+        new = recurrence.token_inputs(arguments)
         for b, slot in enumerate(self._slots):
-            slot.keep_rows(block.offset, tuple(x[b].contiguous() for x in new))
+            slot.write_recurrence_inputs(block.tree_offset, tuple(x[b].contiguous() for x in new))
         out = self._by_kernel(recurrence, arguments)
         if out is None:
-            out = torch.stack([self._one_by_one(recurrence, arguments, b) for b in range(block.batch)])
-        state = self._slots[0].now.state
+            out = torch.stack([self._one_by_one(recurrence, arguments, b) for b in range(block.batch_size)])
+        state = self._slots[0].checkpoint.recurrent_state
         assert state is not None
-        return recurrence.result(arguments, out, state)
+        return recurrence.original_result(arguments, out, state)
 
     def _by_kernel(self, recurrence: Recurrence, arguments: dict[str, Any]) -> torch.Tensor | None:
         """Outputs (B, T, ...) of the last rows; None if our kernel does not compute them."""
-        kind = recurrence.form(arguments)
-        served = all(x.dtype == torch.float32 and x.device.type == "cpu" for x in self._slots[0].rows)
+        kind = recurrence.linear_recurrence(arguments)
+        served = all(x.dtype == torch.float32 and x.device.type == "cpu" for x in self._slots[0].recurrence_inputs)
         by_channel = kind.a is not None and kind.a.dim() > 1
         if by_channel or not served or (own := kernels()) is None:
             return None
-        trees, first = [], self._block.offset
-        for slot, parents in zip(self._slots, parents_of(self._block), strict=True):
-            assert slot.now.state is not None
-            pending, rows = (recurrence.inputs(x) if x else () for x in (slot.now.pending, slot.rows))
-            trees.append(RecurrentTree(slot.now.state, pending, rows, RowOrder(parents, needed(parents, first), first)))
-        out = recur(own, kind, trees)
+        trees, first = [], self._block.tree_offset
+        for slot, parents in zip(self._slots, tree_parents(self._block), strict=True):
+            assert slot.checkpoint.recurrent_state is not None
+            pending, rows = (
+                recurrence.kernel_inputs(x) if x else ()
+                for x in (slot.checkpoint.pending_inputs, slot.recurrence_inputs)
+            )
+            trees.append(
+                RecurrentSequence(
+                    slot.checkpoint.recurrent_state,
+                    pending,
+                    rows,
+                    TreeOrder(parents, with_ancestors(parents, first), first),
+                )
+            )
+        out = run_recurrence(own, kind, trees)
         for slot in self._slots:
-            slot.now.pending = ()
+            slot.checkpoint.pending_inputs = ()
         return out
 
     def _one_by_one(self, recurrence: Recurrence, arguments: dict[str, Any], b: int) -> torch.Tensor:
         """Outputs (T, ...) of a sequence's last rows."""
-        slot, parents = self._slots[b], parents_of(self._block)[b]
-        outputs, states = [], {-1: replay(recurrence, slot, arguments)}
-        step = steps(recurrence.form(arguments), recurrence.inputs(slot.rows))
-        for row in needed(parents, self._block.offset):
+        slot, parents = self._slots[b], tree_parents(self._block)[b]
+        outputs, states = [], {-1: apply_pending(recurrence, slot, arguments)}
+        step = step_function(recurrence.linear_recurrence(arguments), recurrence.kernel_inputs(slot.recurrence_inputs))
+        for row in with_ancestors(parents, self._block.tree_offset):
             out, states[row] = step(row, states[parents[row]])
-            if row >= self._block.offset:
+            if row >= self._block.tree_offset:
                 outputs.append(out)
         return torch.stack(outputs)
 
 
-def states_of(store: KVStore) -> RecurrentStates:
+def recurrent_states(store: KVStore) -> RecurrentStates:
     """The states of a store's recurrent layers."""
     return next(states for states in store.states if isinstance(states, RecurrentStates))
 
 
-def replay(recurrence: Recurrence, slot: LayerSlot, arguments: dict[str, Any]) -> torch.Tensor:
+def apply_pending(recurrence: Recurrence, slot: RecurrentLayerState, arguments: dict[str, Any]) -> torch.Tensor:
     """Takes the committed rows' inputs into the recurrent state, which is returned.
 
     Args:
         arguments: of the present call: those that are the same for all rows are taken from here.
     """
-    state = slot.now.state
+    state = slot.checkpoint.recurrent_state
     assert state is not None
-    if slot.now.pending:
-        _, state = recurrence.run(arguments, slot.now.pending, state)
-    slot.now.state, slot.now.pending = state, ()
+    if slot.checkpoint.pending_inputs:
+        _, state = recurrence.run(arguments, slot.checkpoint.pending_inputs, state)
+    slot.checkpoint.recurrent_state, slot.checkpoint.pending_inputs = state, ()
     return state

@@ -25,12 +25,12 @@ import jinja2.sandbox
 from longdraft.errors import PromptError
 
 # For one text by the clock, which also runs while the machine does other work.
-LIMIT_SECONDS = 60
+MAX_WALL_SECONDS = 60
 # Bytes of memory, and characters of the text, beside so many times what the template is given.
 _MEMORY, _CHARACTERS, _TIMES = 256 << 20, 1 << 22, 32
 
 
-class Renderer:
+class TemplateRenderer:
     """The process, as this one sees it.
 
     Args:
@@ -50,7 +50,7 @@ class Renderer:
                 self._process = _started(self._seconds)
             process = self._process
             assert process.stdin is not None and process.stdout is not None
-            timer = threading.Timer(LIMIT_SECONDS, process.kill)
+            timer = threading.Timer(MAX_WALL_SECONDS, process.kill)
             timer.start()
             try:
                 process.stdin.write(request)
@@ -86,10 +86,10 @@ def _started(seconds: int) -> subprocess.Popen[bytes]:
     )
 
 
-rendered = Renderer()
-atexit.register(rendered.close)
+render_template = TemplateRenderer()
+atexit.register(render_template.close)
 if hasattr(os, "register_at_fork"):  # the pipes are the parent's
-    os.register_at_fork(after_in_child=lambda: rendered.__init__())  # type: ignore[misc]
+    os.register_at_fork(after_in_child=lambda: render_template.__init__())  # type: ignore[misc]
 
 
 # --- inside the process ---

@@ -15,7 +15,9 @@ from longdraft.errors import CheckpointError
 BETA_FAST, BETA_SLOW = 32.0, 1.0
 
 
-def yarn(theta: float, factor: float | None = None, original_length: int | None = None) -> dict[str, Any]:
+def make_rope_parameters(
+    theta: float, factor: float | None = None, original_length: int | None = None
+) -> dict[str, Any]:
     """RoPE parameters as transformers names them, plain or with YaRN.
 
     Args:
@@ -35,12 +37,12 @@ def yarn(theta: float, factor: float | None = None, original_length: int | None 
     }
 
 
-class Rotary:
+class RotaryEmbedding:
     """cos and sin of a draft's heads, computed by transformers.
 
     Args:
         head_dim: dimensions of a head, all of which are rotated.
-        parameters: RoPE parameters as transformers names them; :func:`yarn` makes them.
+        parameters: RoPE parameters as transformers names them; :func:`make_rope_parameters` makes them.
         dtype: dtype of cos and sin.
 
     Attributes:
@@ -82,17 +84,19 @@ class Rotary:
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin (T, head_dim) at positions (T,), YaRN's attention factor included."""
         if self._fixed:
-            cos, sin = self.turns(positions)
-            return (cos * self.scale).to(self._like.dtype), (sin * self.scale).to(self._like.dtype)
+            cos, sin = self.rotation(positions)
+            return (cos * self.attention_scaling).to(self._like.dtype), (sin * self.attention_scaling).to(
+                self._like.dtype
+            )
         cos, sin = self.module(self._like, positions[None])
         return cos[0], sin[0]
 
     @property
-    def scale(self) -> float:
+    def attention_scaling(self) -> float:
         """YaRN's attention factor, by which cos and sin are multiplied."""
         return float(self.module.attention_scaling)
 
-    def turns(self, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotation(self, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin (T, head_dim), float32, of the rotation that moves a key or a query on by (T,) positions.
 
         Rotations compose, so it does for what has been rotated already. YaRN's attention factor is no part of it.
@@ -102,7 +106,7 @@ class Rotary:
         return angles.cos(), angles.sin()
 
 
-def completed(stated: Mapping[str, Any]) -> dict[str, Any]:
+def complete_config(stated: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration with the defaults of its model type.
 
     Raises:

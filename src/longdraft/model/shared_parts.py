@@ -14,10 +14,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from longdraft.errors import UnsupportedModelError
 from longdraft.model import hosting, stored
-from longdraft.model.layout import configured_shape
-from longdraft.model.sharded import local
-from longdraft.native import Stored, kernels
-from longdraft.native.boundary import FLOATS
+from longdraft.model.layout import config_kv_shape
+from longdraft.model.tensor_parallel import local_tensor
+from longdraft.native import QuantizedMatrix, kernels
+from longdraft.native.boundary import CPU_FLOAT32
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,18 @@ class SharedParts:
     """
 
     embedding: nn.Module
-    head: torch.Tensor | Stored
+    head: torch.Tensor | QuantizedMatrix
     rms_norm_eps: float
     intermediate_size: int
     hidden_size: int
-    heads: int
+    num_heads: int
     description: dict[str, Any]
     _rotary: nn.Module
     _like: torch.Tensor
     _norm: nn.Module | None = None
     softcap: float | None = None
 
-    def normed(self, states: torch.Tensor) -> torch.Tensor:
+    def apply_final_norm(self, states: torch.Tensor) -> torch.Tensor:
         """Outputs of the last layer (..., hidden) as the head reads them: behind the final norm."""
         states = states.to(self._like.dtype)
         return states if self._norm is None else self._norm(states)
@@ -66,7 +66,7 @@ def shared_parts(model: PreTrainedModel, description: dict[str, Any] | None = No
     """The parts of a hosted model.
 
     Args:
-        description: of the model; None: :func:`describe`.
+        description: of the model; None: :func:`describe_target`.
 
     Raises:
         UnsupportedModelError: a part is not of the kind that drafts need.
@@ -86,8 +86,8 @@ def shared_parts(model: PreTrainedModel, description: dict[str, Any] | None = No
         rms_norm_eps=float(getattr(config, "rms_norm_eps", 1e-6)),
         intermediate_size=int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size),
         hidden_size=int(config.hidden_size),
-        heads=int(config.num_attention_heads),
-        description=describe(model) if description is None else description,
+        num_heads=int(config.num_attention_heads),
+        description=describe_target(model) if description is None else description,
         _rotary=rotary,
         _like=torch.empty(1, 1, dtype=model.dtype, device=model.device),
         _norm=norm_before_head(model),
@@ -95,12 +95,12 @@ def shared_parts(model: PreTrainedModel, description: dict[str, Any] | None = No
     )
 
 
-def _head_weight(head: nn.Module) -> torch.Tensor | Stored:
+def _head_weight(head: nn.Module) -> torch.Tensor | QuantizedMatrix:
     if isinstance(head, stored.StoredLinear) and head.data.device.type == "cpu" and kernels() is not None:
         return head.matrix
     weight = head.weight
     assert isinstance(weight, torch.Tensor)
-    if hasattr(type(local(weight)), "__tensor_flatten__") or not weight.is_floating_point():
+    if hasattr(type(local_tensor(weight)), "__tensor_flatten__") or not weight.is_floating_point():
         raise UnsupportedModelError(
             f"The head, {type(head).__name__}, is quantised by another package, and drafts do not read it so: leave "
             "lm_head out of the quantisation."
@@ -120,7 +120,7 @@ def norm_before_head(model: PreTrainedModel) -> nn.Module | None:
     return next((m for name, m in children if "norm" in name and not name.startswith("per_layer")), None)
 
 
-def final_norm(model: PreTrainedModel) -> torch.Tensor:
+def final_norm_weight(model: PreTrainedModel) -> torch.Tensor:
     """The weight (hidden,), float32, of the RMSNorm between the last layer and the head.
 
     Raises:
@@ -131,7 +131,7 @@ def final_norm(model: PreTrainedModel) -> torch.Tensor:
     ones = torch.ones(1, size, dtype=model.dtype, device=model.device)
     # An RMSNorm of ones is its weight, however that is stored; a norm that subtracts the mean gives zeros.
     with torch.no_grad():
-        weight = torch.zeros(size, **FLOATS) if norm is None else norm(ones)[0].float()
+        weight = torch.zeros(size, **CPU_FLOAT32) if norm is None else norm(ones)[0].float()
     if not bool(weight.any()):
         raise UnsupportedModelError(
             f"{type(model).__name__} has no RMSNorm before its head, so no heads can be trained for it."
@@ -139,7 +139,7 @@ def final_norm(model: PreTrainedModel) -> torch.Tensor:
     return weight
 
 
-def describe(model: PreTrainedModel) -> dict[str, Any]:
+def describe_target(model: PreTrainedModel) -> dict[str, Any]:
     """Describes a target for its drafts: architecture, sizes, RoPE base, and a digest of some weights.
 
     The digest is of bfloat16 numbers, so it does not depend on the dtype that the target was loaded in. Scaled RoPE
@@ -150,13 +150,13 @@ def describe(model: PreTrainedModel) -> dict[str, Any]:
     first = next(m for m in inside if isinstance(m, stored.StoredWeights) or [*m.parameters(recurse=False)])
     for module in (model.get_input_embeddings(), first):
         digest.update(stored.weight_sample(module).to(torch.bfloat16).float().cpu().numpy().tobytes())
-    return sizes(model) | {"weights": digest.hexdigest()[:16]}
+    return describe_config(model) | {"weights": digest.hexdigest()[:16]}
 
 
-def sizes(model: PreTrainedModel) -> dict[str, Any]:
+def describe_config(model: PreTrainedModel) -> dict[str, Any]:
     """The part of a target's description that depends on its configuration alone."""
     config = hosting.decoder_config(model)
-    shape = configured_shape(model)
+    shape = config_kv_shape(model)
     rope = getattr(config, "rope_parameters", None) or {}
     return {
         "model_type": config.model_type,
@@ -170,6 +170,6 @@ def sizes(model: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-def architecture(model_type: str) -> str | None:
+def causal_lm_class_name(model_type: str) -> str | None:
     """The name of transformers' class for a ``model_type`` of a configuration; None if unknown."""
     return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)

@@ -2,7 +2,7 @@
 
 There are two arithmetics. In float32 the layers compute the same bits as with unpacked weights: our kernels multiply a
 few rows and unpack in registers, and torch multiplies many rows with a matrix that is unpacked for it. In int8 the
-input rows are rounded to eight bits (:func:`longdraft.native.stored.rounded_to_int8`) and our kernels multiply
+input rows are rounded to eight bits (:func:`longdraft.native.quantized_matrix.rounded_to_int8`) and our kernels multiply
 integers, for any number of rows; a prompt's rows meet weights in bfloat16 where a processor has tiles for it.
 """
 
@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from longdraft.model.few_rows import MOST, is_plain
-from longdraft.model.hosting import reading
-from longdraft.model.sharded import local, whole
-from longdraft.native import Kernels, Stored, kernels
-from longdraft.native.boundary import FLOATS
-from longdraft.native.stored import FORMATS, rounded_blocks, rounded_to_int8
+from longdraft.model.hosting import in_prefill
+from longdraft.model.skinny_gemm import MAX_SKINNY_ROWS, is_plain_tensor
+from longdraft.model.tensor_parallel import full_tensor, local_tensor
+from longdraft.native import Kernels, QuantizedMatrix, kernels
+from longdraft.native.boundary import CPU_FLOAT32
+from longdraft.native.quantized_matrix import QUANT_SIZES, fake_quantize_int8, quantize_blocks
 
 _SAMPLED = 64  # weights of a layer that name a model
 _TOGETHER = 4096  # rows of a draft's matrix that are rounded at a time, which bounds the memory for a large head
@@ -30,34 +30,34 @@ class StoredWeights(nn.Module):
     """A module with a frozen stored matrix: (out, in) of a layer, or (tokens, size) of an embedding.
 
     Attributes:
-        outs: outputs of each matrix, where several lie one behind the other.
-        inside: the module around it saves it.
+        rows_per_matrix: outputs of each matrix, where several lie one behind the other.
+        saved_by_parent: the module around it saves it.
     """
 
     data: torch.Tensor
-    outs: int | None = None
-    inside: bool = False
+    rows_per_matrix: int | None = None
+    saved_by_parent: bool = False
 
-    def __init__(self, matrix: Stored) -> None:
+    def __init__(self, matrix: QuantizedMatrix) -> None:
         super().__init__()
-        self.format, self.int8, self._woven = matrix.format, matrix.int8, matrix.woven
+        self.format, self.int8, self._woven = matrix.format, matrix.int8, matrix.repacked
         self.register_buffer("data", matrix.data, persistent=False)
 
     @property
-    def matrix(self) -> Stored:
-        return Stored(self.data, self.format, self.int8, self._woven)
+    def matrix(self) -> QuantizedMatrix:
+        return QuantizedMatrix(self.data, self.format, self.int8, self._woven)
 
-    def weave(self, own: Kernels, place: torch.Tensor) -> None:
+    def repack(self, own: Kernels, place: torch.Tensor) -> None:
         """Lays the matrix out for int8 arithmetic in so many bytes of memory."""
-        self._woven = own.weave(self.matrix, place).woven
+        self._woven = own.repack(self.matrix, place).repacked
 
     @property
     def weight(self) -> torch.Tensor:
         """The matrix in float32, unpacked in every call."""
-        return unpacked(self.matrix)
+        return dequantize(self.matrix)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        if not self.inside:
+        if not self.saved_by_parent:
             super()._save_to_state_dict(destination, prefix, keep_vars)
             destination[f"{prefix}weight"] = self.weight
 
@@ -65,23 +65,23 @@ class StoredWeights(nn.Module):
 class StoredLinear(StoredWeights):
     """``nn.Linear`` with a stored matrix (out, in) and a float bias (out,)."""
 
-    def __init__(self, matrix: Stored, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, matrix: QuantizedMatrix, bias: torch.Tensor | None = None) -> None:
         super().__init__(matrix)
         self.out_features, self.in_features = matrix.shape
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     @property
-    def kernel_weights(self) -> Stored:
-        """:func:`longdraft.model.few_rows.weights_of` looks for this attribute."""
+    def kernel_weights(self) -> QuantizedMatrix:
+        """:func:`longdraft.model.skinny_gemm.weights_of` looks for this attribute."""
         return self.matrix
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., in) -> (..., out), in x's dtype."""
         own = kernels() if x.device.type == "cpu" and x.dtype == torch.float32 else None
-        if own is not None and (self.int8 or x.numel() <= MOST * x.shape[-1]):
+        if own is not None and (self.int8 or x.numel() <= MAX_SKINNY_ROWS * x.shape[-1]):
             with torch._C.DisableTorchFunction():  # what the kernel is handed is exact by row as it is
-                return own.linear(x, [(self.matrix, self.bias)], prompt=reading())[0]
-        rows = rounded_to_int8(x, self.format).to(x.dtype) if self.int8 else x
+                return own.linear(x, [(self.matrix, self.bias)], prompt=in_prefill())[0]
+        rows = fake_quantize_int8(x, self.format).to(x.dtype) if self.int8 else x
         return F.linear(rows, self.weight.to(x.dtype), self.bias)
 
 
@@ -99,13 +99,13 @@ class ArrangedLinear(nn.Module):
     places: torch.Tensor | None
 
     def __init__(
-        self, parts: Sequence[Stored], rows: torch.Tensor | None = None, columns: torch.Tensor | None = None
+        self, parts: Sequence[QuantizedMatrix], rows: torch.Tensor | None = None, columns: torch.Tensor | None = None
     ) -> None:
         super().__init__()
         self.out_features, self.in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
         products = [StoredLinear(part) for part in parts]
         for product in products:
-            product.inside = True
+            product.saved_by_parent = True
         self.parts = nn.ModuleList(products)
         self.register_buffer("rows", rows, persistent=False)
         self.register_buffer("columns", columns, persistent=False)
@@ -140,43 +140,45 @@ class StoredEmbedding(StoredWeights):
 
     like: torch.Tensor
 
-    def __init__(self, matrix: Stored, scale: float = 1.0) -> None:
+    def __init__(self, matrix: QuantizedMatrix, scale: float = 1.0) -> None:
         super().__init__(matrix)
         self.scale = scale
         self.num_embeddings, self.embedding_dim = matrix.shape
         # Has the dtype that the model is cast to, which is that of the results.
-        self.register_buffer("like", torch.empty(0, **FLOATS), persistent=False)
+        self.register_buffer("like", torch.empty(0, **CPU_FLOAT32), persistent=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids (...) -> (..., size)."""
-        rows = unpacked(self.matrix.rows(ids.flatten()))
+        rows = dequantize(self.matrix.select_rows(ids.flatten()))
         rows = rows.to(self.like.dtype).view(*ids.shape, self.embedding_dim)
         return rows if self.scale == 1.0 else rows * torch.tensor(self.scale, dtype=rows.dtype, device="cpu")
 
 
-def in_place_of(module: nn.Module, matrix: Stored, bias: torch.Tensor | None = None) -> StoredWeights:
+def stored_module(module: nn.Module, matrix: QuantizedMatrix, bias: torch.Tensor | None = None) -> StoredWeights:
     """A layer or an embedding with a stored matrix, for one of torch's."""
     if isinstance(module, nn.Embedding):
         return StoredEmbedding(matrix, getattr(module, "scalar_embed_scale", 1.0))
     return StoredLinear(matrix, None if bias is None else bias.detach().float())
 
 
-def woven(stored: Stored) -> Stored:
-    """A stored matrix with a copy for int8 arithmetic, where kernels can make one: :meth:`Kernels.weave`."""
+def repack_for_int8(stored: QuantizedMatrix) -> QuantizedMatrix:
+    """A stored matrix with a copy for int8 arithmetic, where kernels can make one: :meth:`Kernels.repack`."""
     own = kernels()
-    return own.weave(stored) if own is not None and own.weaves(stored) else stored
+    return own.repack(stored) if own is not None and own.can_repack(stored) else stored
 
 
-def unpacked(stored: Stored) -> torch.Tensor:
+def dequantize(stored: QuantizedMatrix) -> torch.Tensor:
     """A stored matrix in float32."""
     own = kernels() if stored.data.device.type == "cpu" else None
-    return stored.floats() if own is None else own.unpack(stored)
+    return stored.dequantize() if own is None else own.dequantize(stored)
 
 
-def weight_place(module: nn.Module) -> torch.Tensor:
+def weight_storage(module: nn.Module) -> torch.Tensor:
     """The tensor that holds the weights of a layer or an embedding, for comparison of its storage."""
     weight = module.data if isinstance(module, StoredWeights) else getattr(module, "weight", None)
-    return next(pieces(local(weight if isinstance(weight, torch.Tensor) else next(module.parameters()))))
+    return next(
+        storage_tensors(local_tensor(weight if isinstance(weight, torch.Tensor) else next(module.parameters())))
+    )
 
 
 def weight_shape(module: nn.Module) -> tuple[int, int]:
@@ -184,7 +186,7 @@ def weight_shape(module: nn.Module) -> tuple[int, int]:
     if isinstance(module, StoredWeights):
         return module.matrix.shape
     weight = getattr(module, "weight", None)
-    if isinstance(weight, torch.Tensor) and is_plain(weight):
+    if isinstance(weight, torch.Tensor) and is_plain_tensor(weight):
         return weight.shape[0], weight.shape[1]
     # Quantised by another package, perhaps in another shape.
     if isinstance(module, nn.Embedding):
@@ -192,29 +194,31 @@ def weight_shape(module: nn.Module) -> tuple[int, int]:
     return int(module.out_features), int(module.in_features)  # type: ignore[arg-type]
 
 
-def pieces(weight: torch.Tensor) -> Iterator[torch.Tensor]:
+def storage_tensors(weight: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors in memory that a tensor consists of: several of a subclass, in which another package quantised it."""
     names = getattr(weight, "__tensor_flatten__", None)
-    if names is None or is_plain(weight):
+    if names is None or is_plain_tensor(weight):
         yield weight.detach()
     else:
         for inner in (getattr(weight, name) for name in names()[0]):
-            yield from pieces(inner) if isinstance(inner, torch.Tensor) else ()
+            yield from storage_tensors(inner) if isinstance(inner, torch.Tensor) else ()
 
 
 def weight_sample(module: nn.Module) -> torch.Tensor:
     """Some evenly spread weights of a module's first parameter, in any storage."""
     if not isinstance(module, StoredWeights):
         # Those of a layer within come after its own.
-        flat = next(pieces(whole(next(module.parameters()).detach()))).flatten()
+        flat = next(storage_tensors(full_tensor(next(module.parameters()).detach()))).flatten()
         return flat[:: max(1, flat.numel() // _SAMPLED)]
     matrix = module.matrix
     rows, size = matrix.shape
     places = torch.arange(0, rows * size, max(1, rows * size // _SAMPLED), device=module.data.device)
-    return unpacked(matrix.rows(places // size))[torch.arange(len(places), device="cpu"), places % size]
+    return dequantize(matrix.select_rows(places // size))[torch.arange(len(places), device="cpu"), places % size]
 
 
-def light(weights: torch.Tensor | Stored, bits: Literal[4, 8] = 8) -> torch.Tensor | Stored:
+def quantize_for_draft(
+    weights: torch.Tensor | QuantizedMatrix, bits: Literal[4, 8] = 8
+) -> torch.Tensor | QuantizedMatrix:
     """A draft's matrix (out, in) for int8 arithmetic, as a draft need not be exact.
 
     Args:
@@ -223,19 +227,21 @@ def light(weights: torch.Tensor | Stored, bits: Literal[4, 8] = 8) -> torch.Tens
     Returns:
         Floats if a row is no whole number of blocks.
     """
-    if isinstance(weights, Stored) and weights.bits <= bits + 1:
-        return weights.computing(int8=True)
+    if isinstance(weights, QuantizedMatrix) and weights.bits_per_weight <= bits + 1:
+        return weights.with_int8(int8=True)
     if weights.shape[1] % 32:
-        return weights.detach().contiguous() if isinstance(weights, torch.Tensor) else unpacked(weights)
+        return weights.detach().contiguous() if isinstance(weights, torch.Tensor) else dequantize(weights)
     kind: Literal["Q4_0", "Q8_0"] = "Q4_0" if bits == 4 else "Q8_0"
     rows = weights.data.split(_TOGETHER)
-    floats = (unpacked(Stored(x, weights.format)) if isinstance(weights, Stored) else x for x in rows)
-    return woven(Stored(torch.cat([rounded_blocks(x, kind) for x in floats]), kind, int8=True))
+    floats = (
+        dequantize(QuantizedMatrix(x, weights.format)) if isinstance(weights, QuantizedMatrix) else x for x in rows
+    )
+    return repack_for_int8(QuantizedMatrix(torch.cat([quantize_blocks(x, kind) for x in floats]), kind, int8=True))
 
 
-def light_bytes(weights: torch.Tensor | Stored, bits: Literal[4, 8] = 8) -> int:
-    """Bytes of what :func:`light` makes, which is laid out for vectors too; 0 if it makes nothing."""
+def quantized_draft_bytes(weights: torch.Tensor | QuantizedMatrix, bits: Literal[4, 8] = 8) -> int:
+    """Bytes of what :func:`quantize_for_draft` makes, which is laid out for vectors too; 0 if it makes nothing."""
     rows, size = weights.shape
-    if size % 32 or (isinstance(weights, Stored) and weights.bits <= bits + 1):
+    if size % 32 or (isinstance(weights, QuantizedMatrix) and weights.bits_per_weight <= bits + 1):
         return 0
-    return 2 * rows * size // 32 * FORMATS["Q4_0" if bits == 4 else "Q8_0"][1]
+    return 2 * rows * size // 32 * QUANT_SIZES["Q4_0" if bits == 4 else "Q8_0"][1]

@@ -14,12 +14,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.memory import sizes
-from longdraft.model.few_rows import in_halves
-from longdraft.model.stored import ArrangedLinear, StoredEmbedding, StoredWeights, in_place_of, unpacked
-from longdraft.native import Stored, kernels
-from longdraft.native.boundary import memory_of
-from longdraft.pages import taken
+from longdraft.huge_pages import take_prefaulted
+from longdraft.memory import memory_info
+from longdraft.model.skinny_gemm import is_half_matrix
+from longdraft.model.stored import ArrangedLinear, StoredEmbedding, StoredWeights, dequantize, stored_module
+from longdraft.native import QuantizedMatrix, kernels
+from longdraft.native.boundary import allocate_bytes
 
 # Attribute of a model for the files that its weights are mapped from.
 _FILES = "_longdraft_mapped"
@@ -27,9 +27,9 @@ _MAKING = threading.RLock()
 _SECONDS = 1 << 30  # bytes that it may take two seconds to lay out
 
 
-def put_in(
+def load_weights(
     module: nn.Module,
-    weights: Mapping[str, torch.Tensor | Stored | ArrangedLinear],
+    weights: Mapping[str, torch.Tensor | QuantizedMatrix | ArrangedLinear],
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     int8: bool = False,
@@ -49,43 +49,43 @@ def put_in(
         own, weight = module.get_submodule(path), leaves.get("weight")
         if isinstance(weight, ArrangedLinear):
             module.set_submodule(path, weight)
-        elif keeps and isinstance(weight, Stored) and isinstance(own, nn.Linear | nn.Embedding):
-            module.set_submodule(path, in_place_of(own, weight.computing(int8), leaves.get("bias")))
+        elif keeps and isinstance(weight, QuantizedMatrix) and isinstance(own, nn.Linear | nn.Embedding):
+            module.set_submodule(path, stored_module(own, weight.with_int8(int8), leaves.get("bias")))
         else:
             for leaf, given in leaves.items():
-                numbers = unpacked(given) if isinstance(given, Stored) else given
+                numbers = dequantize(given) if isinstance(given, QuantizedMatrix) else given
                 if leaf in own._parameters:
                     setattr(own, leaf, nn.Parameter(numbers.to(device, dtype), requires_grad=False))
                 else:
                     setattr(own, leaf, numbers.to(device, own.get_buffer(leaf).dtype))
 
 
-def parameters(model: nn.Module) -> int:
+def num_parameters(model: nn.Module) -> int:
     """The number of a model's weights, stored or not; tied ones count once."""
     blocks = {m.data.data_ptr(): m.matrix.shape for m in model.modules() if isinstance(m, StoredWeights)}
     return sum(p.numel() for p in model.parameters()) + sum(rows * size for rows, size in blocks.values())
 
 
-def keep_stored(model: PreTrainedModel) -> PreTrainedModel:
+def store_half_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Makes a model compute in float32 while its matrices in bfloat16 or float16 stay as they are.
 
     A model with layers that another package quantised is left alone.
     """
     if getattr(model, "is_quantized", False):
         return model
-    known: dict[int, Stored] = {}
+    known: dict[int, QuantizedMatrix] = {}
     for path, module in list(model.named_modules(remove_duplicate=False)):
-        if type(module) in (nn.Linear, nn.Embedding) and in_halves(module.weight):
-            stored = known.setdefault(module.weight.data_ptr(), Stored.of(module.weight))
-            model.set_submodule(path, in_place_of(module, stored, getattr(module, "bias", None)))
+        if type(module) in (nn.Linear, nn.Embedding) and is_half_matrix(module.weight):
+            stored = known.setdefault(module.weight.data_ptr(), QuantizedMatrix.from_half(module.weight))
+            model.set_submodule(path, stored_module(module, stored, getattr(module, "bias", None)))
     model.float()
     model.config.dtype = torch.float32
-    return mark(model) if known else model
+    return mark_as_stored(model) if known else model
 
 
-def in_floats(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+def dequantize_model(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """A model with the same weights, all unpacked, one after the other."""
-    with without_memory():
+    with init_empty_weights():
         made = type(model)(copy.deepcopy(model.config))
     weights: dict[str, torch.Tensor] = {}
     for path, module in model.named_modules():
@@ -99,7 +99,7 @@ def in_floats(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     return made.requires_grad_(False).train(model.training)
 
 
-def mark(model: PreTrainedModel, *files: Path) -> PreTrainedModel:
+def mark_as_stored(model: PreTrainedModel, *files: Path) -> PreTrainedModel:
     """Makes a model with stored weights refuse to be saved, and remember the files that they are mapped from."""
     vars(model)["save_pretrained"] = _not_saved
     if files:
@@ -107,14 +107,14 @@ def mark(model: PreTrainedModel, *files: Path) -> PreTrainedModel:
     return model
 
 
-def is_stored(model: nn.Module) -> bool:
+def has_stored_weights(model: nn.Module) -> bool:
     """True if a model has stored weights."""
     return any(isinstance(m, StoredWeights) for m in model.modules())
 
 
-def is_woven(model: nn.Module) -> bool:
+def is_repacked(model: nn.Module) -> bool:
     """True if stored weights are laid out for int8 arithmetic."""
-    return any(isinstance(m, StoredWeights) and m.matrix.woven is not None for m in model.modules())
+    return any(isinstance(m, StoredWeights) and m.matrix.repacked is not None for m in model.modules())
 
 
 def arithmetic_of(model: nn.Module) -> str:
@@ -125,14 +125,14 @@ def arithmetic_of(model: nn.Module) -> str:
     return str(dtype if isinstance(dtype, torch.dtype) else next(model.parameters()).dtype).removeprefix("torch.")
 
 
-def use_int8(model: nn.Module, on: bool = True) -> None:
+def set_int8(model: nn.Module, on: bool = True) -> None:
     """Switches the layers stored in blocks of 8 bits or fewer to int8 arithmetic, or back to float32."""
     for module in model.modules():
-        if isinstance(module, StoredWeights) and not isinstance(module, StoredEmbedding) and module.matrix.in_blocks:
+        if isinstance(module, StoredWeights) and not isinstance(module, StoredEmbedding) and module.matrix.is_quantized:
             module.int8 = on
 
 
-def weave(model: nn.Module, progress: Callable[[str], None]) -> None:
+def repack_weights(model: nn.Module, progress: Callable[[str], None]) -> None:
     """Lays matrices out for int8 arithmetic, which reads them faster then. Not where memory is short: it takes as much
     as the matrices themselves, which stay mapped from the file.
 
@@ -141,21 +141,25 @@ def weave(model: nn.Module, progress: Callable[[str], None]) -> None:
     own = kernels()
     if own is None:
         return
-    found = [m for m in model.modules() if isinstance(m, StoredWeights) and m.int8 and own.weaves(m.matrix, m.outs)]
+    found = [
+        m
+        for m in model.modules()
+        if isinstance(m, StoredWeights) and m.int8 and own.can_repack(m.matrix, m.rows_per_matrix)
+    ]
     # Each begins at a line of the cache.
     lengths = [-(-m.data.numel() // 64) * 64 for m in found]
     size = sum(lengths)
-    begun, free = taken(size), sizes.available_bytes(torch.device("cpu"))
+    begun, free = take_prefaulted(size), memory_info.available_bytes(torch.device("cpu"))
     if begun is None and free is not None and free < 2 * size:
         return
     if size > _SECONDS:
         progress("Laying out the weights for this processor, as at every start")
-    memory = memory_of(size) if begun is None else torch.frombuffer(begun, dtype=torch.uint8)[:size]
+    memory = allocate_bytes(size) if begun is None else torch.frombuffer(begun, dtype=torch.uint8)[:size]
     for module, place in zip(found, memory.split(lengths), strict=True):
-        module.weave(own, place[: module.data.numel()])
+        module.repack(own, place[: module.data.numel()])
 
 
-def check_unchanged(model: nn.Module) -> None:
+def check_mapped_files(model: nn.Module) -> None:
     """Raises CheckpointError if a file of a model was written to since its weights were mapped.
 
     Renaming another file over it changes nothing.
@@ -170,7 +174,7 @@ def check_unchanged(model: nn.Module) -> None:
 
 
 @contextmanager
-def without_memory() -> Iterator[None]:
+def init_empty_weights() -> Iterator[None]:
     """Inside, modules that this thread makes get parameters without memory, and buffers as usual."""
     thread = threading.get_ident()
 

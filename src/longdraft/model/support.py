@@ -15,11 +15,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from longdraft.errors import CapabilityError, ContextError, PromptError, UnsupportedModelError, reason_of
 from longdraft.model import quantised
-from longdraft.model.code import called_by, functions_of, is_known
-from longdraft.model.fingerprints import hooked
+from longdraft.model.called_functions import called_functions, functions_called_by, is_library_code
+from longdraft.model.fingerprints import user_code_in
 from longdraft.model.hosting import context_length, decoder_config, decoder_layers
-from longdraft.model.layout import sparse_kinds
-from longdraft.model.positions import rope_kind, rope_parameters
+from longdraft.model.layout import sparse_layer_types
+from longdraft.model.positions import rope_parameters, rope_type
 from longdraft.model.stored import StoredWeights, weight_shape
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def check_supported(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder; longdraft hosts decoder-only models.")
-    if sparse := sparse_kinds(model):
+    if sparse := sparse_layer_types(model):
         raise UnsupportedModelError(
             f"{name} has layers of the kind {', '.join(sparse)}, which longdraft does not host: they choose by "
             "themselves which rows of the text they see."
@@ -95,15 +95,17 @@ def check_functions(model: PreTrainedModel) -> None:
     name = decoder_config(model)._attn_implementation
     own = {"attention": ALL_ATTENTION_FUNCTIONS.get(name), "mask": ALL_MASK_ATTENTION_FUNCTIONS.get(name)}
     if name == "eager":  # a function of the model's file
-        files = {type(m).__module__ for m in model.modules() if is_known(type(m).forward)}
+        files = {type(m).__module__ for m in model.modules() if is_library_code(type(m).forward)}
         own |= {file: vars(sys.modules[file]).get("eager_attention_forward") for file in files}
     # What torch writes in Python calls itself by name, twice where a mode is on; methods of tensors are called by all.
-    own |= {at: f for at, f in functions_of(model).items() if at.startswith(("torch.nn.functional.", "torch.Tensor."))}
+    own |= {
+        at: f for at, f in called_functions(model).items() if at.startswith(("torch.nn.functional.", "torch.Tensor."))
+    }
     own["torch.nn.Module.__call__"] = torch.nn.Module.__call__
     hooks = {**modules._global_forward_hooks, **modules._global_forward_pre_hooks}
-    called = {place: code for role, each in own.items() for place, code in called_by(role, each).items()}
+    called = {place: code for role, each in own.items() for place, code in functions_called_by(role, each).items()}
     for place, code in (called | {f"hook {number}": hook for number, hook in hooks.items()}).items():
-        if not is_known(code):
+        if not is_library_code(code):
             raise UnsupportedModelError(
                 f"{type(model).__name__} computes with {code}, a function of your own ({place}, attention: {name!r}), "
                 "which longdraft would leave out. Decode without longdraft, or without the function: put back what was "
@@ -138,7 +140,7 @@ def check_tokens(model: PreTrainedModel, tokens: torch.Tensor | Iterable[int]) -
         )
 
 
-def check_length(model: PreTrainedModel, length: int, ahead: int) -> None:
+def check_length(model: PreTrainedModel, length: int, num_draft_tokens: int) -> None:
     """Refuses texts beyond which the model's rotary frequencies follow the longest text of a forward.
 
     Such a model ("dynamic") would rotate drafted tokens, or the rows of a batch, differently from one token at a time.
@@ -146,14 +148,14 @@ def check_length(model: PreTrainedModel, length: int, ahead: int) -> None:
 
     Args:
         length: tokens of the longest text, prompt and output.
-        ahead: number of tokens by which a draft may exceed it. Frequencies that a draft beyond the limit sets remain
+        num_draft_tokens: number of tokens by which a draft may exceed it. Frequencies that a draft beyond the limit sets remain
             for the verification after it.
 
     Raises:
         ContextError: names the kind of the rotary embedding, and the length up to which it is exact.
     """
-    limit, longest = context_length(model), length + ahead
-    kind = next((kind for kind in map(rope_kind, rope_parameters(model)) if "dynamic" in kind), None)
+    limit, longest = context_length(model), length + num_draft_tokens
+    kind = next((kind for kind in map(rope_type, rope_parameters(model)) if "dynamic" in kind), None)
     if kind is not None and longest > limit:
         raise ContextError(
             f"{type(model).__name__} has rotary embeddings of the kind {kind}, whose frequencies depend on the "
@@ -184,7 +186,7 @@ def _unreadable(runner: TargetRunner, dtype: torch.dtype) -> str | None:
     shape = runner.kv_shape
     if dtype == shape.dtype or runner.can_round_kv:
         return None
-    if runner.attends_itself or shape.padded:
+    if runner.has_custom_attention or shape.padded:
         return "the model attends with code of its own, or its layers' keys and values have several sizes"
     if runner.device.type != "cuda":
         own = f"{shape.dtype} on {runner.device} ({runner.attention_path})"
@@ -208,7 +210,7 @@ def _check_adapters(model: torch.nn.Module) -> None:
             settings = owner.peft_config.get(name)
             if settings is not None and (why := _foreign(settings)) is not None:
                 raise UnsupportedModelError(
-                    f"The adapter {name!r} ({quantised.word_of(settings.peft_type)}) {why}, which longdraft does not "
+                    f"The adapter {name!r} ({quantised.enum_value(settings.peft_type)}) {why}, which longdraft does not "
                     "host. Use one that adds to layers, such as LoRA, merge it (merge_and_unload), or disable it."
                 )
     if given := _take_by_row(model):
@@ -240,7 +242,7 @@ def _foreign(settings: Any) -> str | None:
         return "puts rows of its own before the text"
     if getattr(settings, "alora_invocation_tokens", None) is not None:
         return "begins in the middle of a text"
-    return _OTHER_KINDS.get(quantised.word_of(getattr(settings, "peft_type", "")))
+    return _OTHER_KINDS.get(quantised.enum_value(getattr(settings, "peft_type", "")))
 
 
 def _active(module: torch.nn.Module) -> list[str]:
@@ -257,13 +259,13 @@ def _names(given: Any) -> list[str]:
     return list(given) if isinstance(given, list | tuple) else []
 
 
-def against_drafts(runner: TargetRunner) -> str | None:
+def reason_against_drafts(runner: TargetRunner) -> str | None:
     """Runs a model with hooks, replaced forwards or layers of the user's on made-up tokens, row by row and several rows
     at once. Returns why it takes no drafts, with the name of a module; None if a row does not depend on the others.
     """
     with runner.lock:
-        runner.refresh()
-        if not (names := hooked(runner.model, classes=True)):
+        runner.sync_with_model()
+        if not (names := user_code_in(runner.model, include_classes=True)):
             return None
         why = "it gives a row another result if several come at once"
         try:
@@ -284,11 +286,11 @@ def _rows(runner: TargetRunner, sizes: list[int]) -> torch.Tensor:
     """Logits (steps, vocabulary) of the rows behind a text, fed so many at a time."""
     store, found = runner.new_store(1, _TEXT + sum(sizes)), []
     tokens = [(37 * i + 11) % runner.vocab_size for i in range(_TEXT + sum(sizes))]
-    runner.forward(store.block([0], [tokens[:_TEXT]], prompt=True), store, logits="none")
+    runner.forward(store.make_forward_batch([0], [tokens[:_TEXT]], is_prefill=True), store, logits="none")
     store.commit(0, range(_TEXT))
     for size in sizes:
         start = store.lengths[0]
-        out = runner.verify(store.block([0], [tokens[start : start + size]]), store)
+        out = runner.verify(store.make_forward_batch([0], [tokens[start : start + size]]), store)
         assert out.logits is not None
         found.append(out.logits[0].clone())
         store.commit(0, range(size))

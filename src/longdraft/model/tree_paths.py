@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import torch
 
-from longdraft.attention.block import Block
+from longdraft.attention.forward_batch import ForwardBatch
 
 
-def parents_of(block: Block) -> list[list[int]]:
+def tree_parents(block: ForwardBatch) -> list[list[int]]:
     """The parent of each of a tree's rows, for each sequence.
 
     -1 stands for the committed rows, -2 for the unknown parent of a row that no row of this block descends from.
     """
-    found: list[list[int]] | None = block.derived.get("parents")
+    found: list[list[int]] | None = block.metadata.get("parents")
     if found is None:
         if block.mask is None:
-            found = [list(range(-1, block.width - 1))] * block.batch
+            found = [list(range(-1, block.tree_len - 1))] * block.batch_size
         else:
-            found = [_parents_in(mask, block.width) for mask in block.mask.tolist()]
-        block.derived["parents"] = found
+            found = [_parents_in(mask, block.tree_len) for mask in block.mask.tolist()]
+        block.metadata["parents"] = found
     return found
 
 
@@ -32,7 +32,7 @@ def _parents_in(mask: list[list[bool]], width: int) -> list[int]:
     return parents
 
 
-def needed(parents: list[int], offset: int) -> list[int]:
+def with_ancestors(parents: list[int], offset: int) -> list[int]:
     """The rows from ``offset`` on and those that they descend from, in order."""
     found = set(range(offset, len(parents)))
     for row in range(offset, len(parents)):
@@ -41,14 +41,16 @@ def needed(parents: list[int], offset: int) -> list[int]:
     return sorted(found)
 
 
-def last_inputs(block: Block, size: int) -> list[torch.Tensor]:
+def conv_input_indices(block: ForwardBatch, size: int) -> list[torch.Tensor]:
     """For each sequence (T, size): the last inputs on each row's path, its own included, where ``size - 1`` committed
     ones come before the tree's."""
     key = ("inputs", size)
-    if key not in block.derived:
-        paths = [[_path(each, row, size) for row in range(block.offset, block.width)] for each in parents_of(block)]
-        block.derived[key] = [torch.tensor(path, dtype=torch.long, device=block.slots_t.device) for path in paths]
-    found: list[torch.Tensor] = block.derived[key]
+    if key not in block.metadata:
+        paths = [
+            [_path(each, row, size) for row in range(block.tree_offset, block.tree_len)] for each in tree_parents(block)
+        ]
+        block.metadata[key] = [torch.tensor(path, dtype=torch.long, device=block.slots_t.device) for path in paths]
+    found: list[torch.Tensor] = block.metadata[key]
     return found
 
 

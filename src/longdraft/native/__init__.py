@@ -3,8 +3,18 @@
 May import: folders, errors.
 """
 
-from longdraft.native.library import Kernels, fits, kernels, missing, name
-from longdraft.native.stored import Stored
-from longdraft.native.structures import DecoderLayer, DecoderStack, Rows
+from longdraft.native.library import Kernels, kernels, library_name, supports_attention, unavailable_reason
+from longdraft.native.quantized_matrix import QuantizedMatrix
+from longdraft.native.structures import AttentionMetadata, DecoderLayer, DecoderStack
 
-__all__ = ["DecoderLayer", "DecoderStack", "Kernels", "Rows", "Stored", "fits", "kernels", "missing", "name"]
+__all__ = [
+    "AttentionMetadata",
+    "DecoderLayer",
+    "DecoderStack",
+    "Kernels",
+    "QuantizedMatrix",
+    "kernels",
+    "library_name",
+    "supports_attention",
+    "unavailable_reason",
+]

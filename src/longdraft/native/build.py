@@ -48,7 +48,7 @@ LEVELS = {
     "aarch64": {"armv8-a": ""},  # all of them have NEON
 }
 # Instruction set -> its common name.
-CALLED = {
+LEVEL_NAMES = {
     "x86-64-v4-amx": "AVX-512 with AMX",
     "x86-64-v4-vnni": "AVX-512 with VNNI",
     "x86-64-v4": "AVX-512",
@@ -64,56 +64,56 @@ _TARGETS = {
 CARRIED = "compiled"
 
 
-class UnsupportedError(OSError):
+class UnsupportedPlatformError(OSError):
     """There are no kernels for this processor or system."""
 
 
-def machine_levels() -> dict[str, str]:
+def platform_levels() -> dict[str, str]:
     """The entry of :data:`LEVELS` for this machine.
 
     Raises:
-        UnsupportedError: there are no kernels for this kind of machine.
+        UnsupportedPlatformError: there are no kernels for this kind of machine.
     """
     if sys.platform != "linux" or platform.machine() not in LEVELS:
         known = " and ".join(LEVELS)
-        raise UnsupportedError(
+        raise UnsupportedPlatformError(
             f"kernels are compiled for Linux on {known}, this is {sys.platform} on {platform.machine()}"
         )
     return LEVELS[platform.machine()]
 
 
-def levels() -> list[str]:
+def supported_levels() -> list[str]:
     """The instruction sets that this machine executes, the widest first.
 
     Raises:
-        UnsupportedError: there are no kernels for this kind of machine.
+        UnsupportedPlatformError: there are no kernels for this kind of machine.
     """
-    flags, has = machine_levels(), set[str]()
+    flags, has = platform_levels(), set[str]()
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("flags"):
                 has = set(line.split())
                 break
-    if "amx_tile" in has and not may_use_tiles():
+    if "amx_tile" in has and not request_amx_permission():
         has.remove("amx_tile")
     # A level includes all levels below it.
     names = list(flags)
     return [name for i, name in enumerate(names) if all(has >= set(flags[below].split()) for below in names[i:])]
 
 
-def may_use_tiles() -> bool:
+def request_amx_permission() -> bool:
     """Asks Linux, which then lets this process and those that it forks use AMX's tiles."""
     return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _PERMISSION, _TILES) == 0
 
 
-def loaded(level: str, progress: Callable[[str], None] | None = None) -> ctypes.CDLL:
+def load_library(level: str, progress: Callable[[str], None] | None = None) -> ctypes.CDLL:
     """The kernels for an instruction set, from a file that only this user or root can have written.
 
-    Args: as :func:`shared_object`. Raises OSError as it does, and if the file cannot be loaded.
+    Args: as :func:`ensure_compiled`. Raises OSError as it does, and if the file cannot be loaded.
     """
-    if level.endswith("amx") and not may_use_tiles():
+    if level.endswith("amx") and not request_amx_permission():
         raise OSError("the system does not let this process use AMX's tiles")
-    carried = _HERE / CARRIED / file_name(level)
+    carried = _HERE / CARRIED / library_file_name(level)
     if carried.is_file():
         return ctypes.CDLL(str(carried))
     folder = _cache()
@@ -128,10 +128,10 @@ def loaded(level: str, progress: Callable[[str], None] | None = None) -> ctypes.
             shared,
         )
     with nullcontext(folder) if shared is None else tempfile.TemporaryDirectory(prefix="longdraft-") as place:
-        return ctypes.CDLL(f"/proc/self/fd/{_open(shared_object(level, Path(place), progress))}")
+        return ctypes.CDLL(f"/proc/self/fd/{_open(ensure_compiled(level, Path(place), progress))}")
 
 
-def shared_object(level: str, folder: Path | None = None, progress: Callable[[str], None] | None = None) -> Path:
+def ensure_compiled(level: str, folder: Path | None = None, progress: Callable[[str], None] | None = None) -> Path:
     """The shared object of an instruction set, compiled now if it is missing, which takes some seconds.
 
     Args:
@@ -143,7 +143,7 @@ def shared_object(level: str, folder: Path | None = None, progress: Callable[[st
         OSError: there is no compiler, it fails, or the folder cannot be written to. The message says which.
     """
     folder = folder or _cache()
-    file = folder / file_name(level)
+    file = folder / library_file_name(level)
     try:
         os.close(_open(file))
     except OSError:
@@ -153,7 +153,7 @@ def shared_object(level: str, folder: Path | None = None, progress: Callable[[st
         if progress is not None:
             progress(line)
         try:
-            make(level, folder)
+            compile_kernels(level, folder)
         except OSError as error:
             if error.errno is None:  # from the compiler
                 raise
@@ -163,7 +163,7 @@ def shared_object(level: str, folder: Path | None = None, progress: Callable[[st
     return file
 
 
-def make(level: str, folder: Path) -> Path:
+def compile_kernels(level: str, folder: Path) -> Path:
     """Compiles the kernels for an instruction set, which this machine need not have, into a folder.
 
     Raises:
@@ -174,7 +174,7 @@ def make(level: str, folder: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=folder, prefix=".compiling-") as place:
         made = _compile(compiler, level, _HERE, Path(place))
         made.chmod(0o755)  # whatever the user's umask is
-        return made.replace(folder / file_name(level))
+        return made.replace(folder / library_file_name(level))
 
 
 def _cache() -> Path:
@@ -183,7 +183,7 @@ def _cache() -> Path:
     return cache_folder() / "native"
 
 
-def file_name(level: str) -> str:
+def library_file_name(level: str) -> str:
     """The name of the kernels' file, which changes with the sources and the flags."""
     parts = [(_HERE / name).read_bytes() for name in (*SOURCES, *_HEADERS)]
     digest = hashlib.sha256(b"\0".join([*parts, repr((_FLAGS, _LEVEL)).encode()])).hexdigest()[:16]

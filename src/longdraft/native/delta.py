@@ -11,40 +11,47 @@ import torch
 
 from longdraft.native.boundary import address
 from longdraft.native.header import STRUCTURES, Pointer
-from longdraft.native.recurrent import Convolution, LinearRecurrence, RecurrentTree, SequenceOf
-from longdraft.native.structures import StackLayer, matrix
+from longdraft.native.recurrent import Convolution, LinearRecurrence, RecurrentSequence, SequenceOf
+from longdraft.native.structures import StackLayer, matrix_struct
 
 _NORMS = ("norm", "mlp_norm", "out_norm")
 
 
 @dataclass(frozen=True)
-class DeltaSizes:
+class DeltaNetDims:
     """Attributes:
-    heads, key_heads: of values and outputs; of queries and keys.
+    heads, num_k_heads: of values and outputs; of queries and keys.
     keys, values: a head's sizes.
-    kept_heads: heads of the queries and keys that are kept of a row: key_heads, or heads if each is kept repeated.
+    cached_k_heads: heads of the queries and keys that are kept of a row: num_k_heads, or heads if each is kept repeated.
     """
 
-    heads: int
-    key_heads: int
-    keys: int
-    values: int
-    kept_heads: int
+    num_v_heads: int
+    num_k_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    cached_k_heads: int
 
     @property
-    def channels(self) -> int:
+    def conv_dim(self) -> int:
         """Numbers of a row that are convolved."""
-        return 2 * self.key_heads * self.keys + self.heads * self.values
+        return 2 * self.num_k_heads * self.head_k_dim + self.num_v_heads * self.head_v_dim
 
     @property
-    def kept(self) -> list[tuple[int, ...]]:
+    def cached_shapes(self) -> list[tuple[int, ...]]:
         """Sizes of what is kept of a row: the convolution's inputs; query, key, value, log-decay, its weight."""
-        of_keys = (self.kept_heads, self.keys)
-        return [(self.channels,), of_keys, of_keys, (self.heads, self.values), (self.heads,), (self.heads,)]
+        of_keys = (self.cached_k_heads, self.head_k_dim)
+        return [
+            (self.conv_dim,),
+            of_keys,
+            of_keys,
+            (self.num_v_heads, self.head_v_dim),
+            (self.num_v_heads,),
+            (self.num_v_heads,),
+        ]
 
 
 @dataclass(eq=False)
-class DeltaLayer(StackLayer):
+class GatedDeltaNetLayer(StackLayer):
     """A decoder layer: RMS norm, gated DeltaNet, RMS norm, gated MLP.
 
     Attributes:
@@ -57,35 +64,35 @@ class DeltaLayer(StackLayer):
         gelu, plus: as of a :class:`~longdraft.native.DecoderLayer`; nothing is added to "out_norm".
     """
 
-    recurrent = True
-    convolution: tuple[torch.Tensor, torch.Tensor | None]
-    decay: torch.Tensor
-    bias: torch.Tensor
-    sizes: DeltaSizes
-    order: torch.Tensor | None = None
+    is_recurrent = True
+    conv: tuple[torch.Tensor, torch.Tensor | None]
+    neg_exp_a: torch.Tensor
+    dt_bias: torch.Tensor
+    dims: DeltaNetDims
+    head_order: torch.Tensor | None = None
     gelu: bool = False
-    plus: float = 0.0
+    norm_weight_offset: float = 0.0
 
     def __post_init__(self) -> None:
-        sizes, (weight, of_weight) = self.sizes, self.convolution
-        rule = LinearRecurrence(corrected=True, normalised=True, scale=float(sizes.keys**-0.5))
+        sizes, (weight, of_weight) = self.dims, self.conv
+        rule = LinearRecurrence(delta_rule=True, qk_l2norm=True, scale=float(sizes.head_k_dim**-0.5))
         own = [self.norms[name] for name in _NORMS]
         self.struct = STRUCTURES["DeltaLayer"](
-            *(address(norm) for norm, _ in own), *(eps for _, eps in own), self.plus, *map(matrix, self.products),
+            *(address(norm) for norm, _ in own), *(eps for _, eps in own), self.norm_weight_offset, *map(matrix_struct, self.projections),
             Convolution(*weight.shape, address(weight), address(of_weight), True),
-            rule.struct(sizes.heads, sizes.kept_heads, sizes.keys, sizes.values, by_key=False),
-            *(address(x, size=sizes.heads) for x in (self.decay, self.bias)),
-            address(self.order, torch.long, sizes.heads),
-            sizes.key_heads, self.hidden, self.products[5][0].shape[0], self.gelu,
+            rule.struct(sizes.num_v_heads, sizes.cached_k_heads, sizes.head_k_dim, sizes.head_v_dim, decay_per_key=False),
+            *(address(x, min_numel=sizes.num_v_heads) for x in (self.neg_exp_a, self.dt_bias)),
+            address(self.head_order, torch.long, sizes.num_v_heads),
+            sizes.num_k_heads, self.hidden_size, self.projections[5][0].shape[0], self.gelu,
         )  # fmt: skip
 
     @property
-    def inputs(self) -> int:
+    def conv_kernel_size(self) -> int:
         """Inputs of the convolution that a row sees."""
-        return self.convolution[0].shape[1]
+        return self.conv[0].shape[1]
 
 
-class DeltaSequence(NamedTuple):
+class DeltaNetSequence(NamedTuple):
     """One sequence's rows for one layer.
 
     Attributes:
@@ -94,12 +101,12 @@ class DeltaSequence(NamedTuple):
         tree: query, key, value, log-decay and weight of all rows, of which the new ones are written.
     """
 
-    window: torch.Tensor
-    inputs: torch.Tensor
-    tree: RecurrentTree
+    conv_state: torch.Tensor
+    conv_inputs: torch.Tensor
+    recurrence: RecurrentSequence
 
 
-class DeltaRows:
+class DeltaNetBatch:
     """The rows of a forward for all recurrent layers of a stack.
 
     Args:
@@ -107,10 +114,10 @@ class DeltaRows:
         places: for each sequence (T, inputs): the convolution's inputs that a new row sees.
     """
 
-    def __init__(self, sequences: Sequence[DeltaSequence], places: Sequence[torch.Tensor]) -> None:
+    def __init__(self, sequences: Sequence[DeltaNetSequence], conv_indices: Sequence[torch.Tensor]) -> None:
         windows, inputs, trees = zip(*sequences, strict=True)
         structures = (SequenceOf * len(trees))(*(tree.struct() for tree in trees))
-        found = [[address(x, torch.long) for x in places], *(list(map(address, x)) for x in (inputs, windows))]
+        found = [[address(x, torch.long) for x in conv_indices], *(list(map(address, x)) for x in (inputs, windows))]
         pointers = [(Pointer * len(each))(*each) for each in found]
-        self._alive = sequences, places, structures, pointers
+        self._alive = sequences, conv_indices, structures, pointers
         self.struct = STRUCTURES["DeltaRows"](*map(ctypes.addressof, pointers), structures)

@@ -44,9 +44,9 @@ void attend(const Draft &l, const Nodes &n, const Seen &seen, float *q, float *r
 }
 
 void level(const Draft &l, const Nodes &n, const KeysValues *own, const KeysValues *text, int64_t best, float *out,
-           float *logits, float *log_probs, int64_t *tokens, int threads) {
+           float *logits, float *logprobs, int64_t *tokens, int threads) {
   const int64_t hidden = l.hidden, d = l.d, q_size = l.heads * d, kv_size = l.kv_heads * d;
-  const int64_t input = l.joined_norm ? 2 * hidden : hidden, going = n.sequences * n.width;
+  const int64_t input = l.feature_norm ? 2 * hidden : hidden, going = n.sequences * n.width;
   int64_t all = 0;
   for (int64_t b = 0; b < n.sequences; b++) all += n.counts[b];
   static thread_local Scratch scratch;
@@ -56,13 +56,13 @@ void level(const Draft &l, const Nodes &n, const KeysValues *own, const KeysValu
 
   for (int64_t r = 0; r < all; r++) {
     rms_norm(n.x + r * hidden, 1, hidden, l.norm, l.eps, entering + r * input);
-    if (l.joined_norm) rms_norm(n.joined + r * hidden, 1, hidden, l.joined_norm, l.eps, entering + r * input + hidden);
+    if (l.feature_norm) rms_norm(n.joined + r * hidden, 1, hidden, l.feature_norm, l.eps, entering + r * input + hidden);
   }
   int64_t row = 0;
   for (int64_t b = 0, to = 0; b < n.sequences; b++) {
     row += n.counts[b] - n.width;
     for (int64_t t = 0; t < n.width; t++, row++, to++) {
-      const float *residual = l.joined_norm ? n.joined + row * hidden : n.x + row * hidden;
+      const float *residual = l.feature_norm ? n.joined + row * hidden : n.x + row * hidden;
       if (l.normed_residual) residual = entering + row * input + input - hidden;
       std::copy_n(residual, hidden, out + to * hidden);
       std::copy_n(entering + row * input, input, normed + to * input);
@@ -99,13 +99,13 @@ void level(const Draft &l, const Nodes &n, const KeysValues *own, const KeysValu
   const Matrix head = into(l.head, best ? said : logits, false);
   must(longdraft_linear(l.final_norm ? normed : out, going, hidden, &head, 1, 0, threads));
   if (!best) return;
-  likeliest(head.y, going, head.outs, best, log_probs, tokens, threads);
+  likeliest(head.y, going, head.outs, best, logprobs, tokens, threads);
 }
 
 }  // namespace
 
 Code longdraft_draft(const Draft *draft, const Nodes *nodes, const KeysValues *own, const KeysValues *text, int64_t best,
-                     float *out, float *logits, float *log_probs, int64_t *tokens, int threads) try {
-  Team::with(threads, [=] { level(*draft, *nodes, own, text, best, out, logits, log_probs, tokens, threads); });
+                     float *out, float *logits, float *logprobs, int64_t *tokens, int threads) try {
+  Team::with(threads, [=] { level(*draft, *nodes, own, text, best, out, logits, logprobs, tokens, threads); });
   return DONE;
 } CATCH_NO_MEMORY

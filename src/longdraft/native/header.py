@@ -7,16 +7,16 @@ import re
 from pathlib import Path
 from typing import Any
 
-Long, Pointer = ctypes.c_int64, ctypes.c_void_p
+Int64, Pointer = ctypes.c_int64, ctypes.c_void_p
 
-_NUMBERS: dict[str, Any] = {"std::int64_t": Long, "float": ctypes.c_float, "int": ctypes.c_int}
+_NUMBERS: dict[str, Any] = {"std::int64_t": Int64, "float": ctypes.c_float, "int": ctypes.c_int}
 _TEXT = re.sub(r"//.*", "", Path(__file__).with_name("kernels.h").read_text(encoding="utf-8"))
 # Enumeration -> its names -> their numbers.
 ENUMS: dict[str, dict[str, int]] = {
     name: {each.strip(): number for number, each in enumerate(names.split(","))}
     for name, names in re.findall(r"^enum class (\w+) : std::int64_t \{([^}]*)\};", _TEXT, re.MULTILINE)
 }
-_NUMBERS |= dict.fromkeys(ENUMS, Long)
+_NUMBERS |= dict.fromkeys(ENUMS, Int64)
 
 
 def _declared(statement: str) -> list[tuple[str, Any]]:

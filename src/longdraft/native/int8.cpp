@@ -177,7 +177,7 @@ struct Piece {
 
 // All blocks of LANES rows, piece by piece in the order of block().
 template <typename F>
-void unpack_rows(Woven in, int64_t size, Piece<F> *to) {
+void dequantize_kv(Woven in, int64_t size, Piece<F> *to) {
   for (int64_t i = 0; i < size; i += F::WEIGHTS, in = in.at(F::BYTES)) {
     F::block(in, [&](int, const auto &w, const auto *scale, const vec *least) INLINED {
       UNROLLED for (int i = 0; i < COLUMNS_OF_PIECE; i++) to->w[i] = listed<F>(w(i));
@@ -219,7 +219,7 @@ void many(const Int8Rows &x, const Matrix &m, int64_t from, int64_t to) {
   for (int64_t first = from; first < to; first += most * LANES) {
     const int64_t end = std::min(to, first + most * LANES);
     for (int64_t out = first, i = 0; out < end; out += LANES, i++) {
-      unpack_rows<F>(Outputs(m, out).woven<F>(m, 0, x.size, copies), x.size, pieces + i * each);
+      dequantize_kv<F>(Outputs(m, out).woven<F>(m, 0, x.size, copies), x.size, pieces + i * each);
     }
     for (int64_t row = 0; row < x.rows; row += Int8Rows::TOGETHER) {
       const int64_t rows = std::min(Int8Rows::TOGETHER, x.rows - row);

@@ -50,7 +50,7 @@ struct Scoring {
 // A decoder layer of the Llama kind, or of the Gemma kind, whose attention and MLP have norms behind them too.
 struct Layer {
   const float *norm, *mlp_norm;            // (hidden,): before the attention and the MLP
-  const float *attended_norm, *done_norm;  // (hidden,): of what the attention and the MLP add to x, or null
+  const float *post_attn_norm, *post_mlp_norm;  // (hidden,): of what the attention and the MLP add to x, or null
   const float *q_norm, *k_norm;            // (d,) of each head's queries and keys, or null
   float eps, mlp_eps, attended_eps, done_eps, q_eps, k_eps;
   float plus;  // what is added to the norms' weights
@@ -99,7 +99,7 @@ struct KeysValues {
 // A draft's block and its head: EAGLE-3's, which joins tokens with features of the target, or LongSpec's, which also attends to
 // the target's keys.
 struct Draft {
-  const float *norm, *joined_norm;                  // (hidden,): of the tokens; of what is joined with them, or null
+  const float *norm, *feature_norm;                  // (hidden,): of the tokens; of what is joined with them, or null
   const float *cross_norm, *mlp_norm, *final_norm;  // (hidden,); the first one unused, the last one null where there is none
   float eps, scale;                                 // of the norms; of the attentions
   Matrix q, k, v, o, cross_q, cross_o, gate, up, down, head;
@@ -257,7 +257,7 @@ Code longdraft_attend_chunk(const float *q, const KeysValues *kv, std::int64_t s
 // largest first, with the places of their tokens in the head, unless best is 0.
 // rows: of the recurrent layers, or null if there are none.
 Code longdraft_stack(const Stack *stack, const Batch *batches, const KeysValues *kv, const DeltaRows *rows, float *x,
-                     float *const *queries, float *const *hidden, int last, float *logits, std::int64_t best, float *log_probs,
+                     float *const *queries, float *const *hidden, int last, float *logits, std::int64_t best, float *logprobs,
                      std::int64_t *tokens, int threads);
 // Layer `number` of the recurrent ones: x (B, T, hidden) becomes its output. See DeltaRows for what is written.
 void longdraft_delta(const DeltaLayer *layer, const DeltaRows *rows, std::int64_t number, std::int64_t sequences,
@@ -266,7 +266,7 @@ void longdraft_delta(const DeltaLayer *layer, const DeltaRows *rows, std::int64_
 // log-probabilities, the largest first, and the places of their tokens in the head, or where best is 0, logits (B, W, outs).
 // own: the draft's keys and values, to which those of all rows are written; text: the target's last layer, or null.
 Code longdraft_draft(const Draft *draft, const Nodes *nodes, const KeysValues *own, const KeysValues *text,
-                     std::int64_t best, float *out, float *logits, float *log_probs, std::int64_t *tokens, int threads);
+                     std::int64_t best, float *out, float *logits, float *logprobs, std::int64_t *tokens, int threads);
 
 // Computes rows of recurrent layers. A row's bits do not depend on other rows but those before it on its path.
 Code longdraft_recur(const Recurrence *recurrence, const RecurrentSequence *sequences, std::int64_t count, int threads);

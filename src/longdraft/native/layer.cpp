@@ -66,14 +66,14 @@ void compute(const Layer &l, const Batch &batch, const KeysValues &kv, float *x,
   const auto product = [&](const Matrix &o) {
     must(longdraft_linear(attended, count, q_size, &o, 1, batch.prompt, threads));
   };
-  add_product(l.o, product, l.attended_norm, l.attended_eps, l.plus, x, count, normed, threads);
-  compute_mlp(l, l.mlp_eps, l.plus, l.gelu, l.done_norm, l.done_eps, x, count, batch.prompt, threads);
+  add_product(l.o, product, l.post_attn_norm, l.attended_eps, l.plus, x, count, normed, threads);
+  compute_mlp(l, l.mlp_eps, l.plus, l.gelu, l.post_mlp_norm, l.done_eps, x, count, batch.prompt, threads);
 }
 
 }  // namespace
 
 Code longdraft_stack(const Stack *stack, const Batch *batches, const KeysValues *kv, const DeltaRows *rows_of, float *x,
-                     float *const *queries, float *const *hidden, int last, float *logits, int64_t best, float *log_probs,
+                     float *const *queries, float *const *hidden, int last, float *logits, int64_t best, float *logprobs,
                      int64_t *tokens, int threads) try {
   const int64_t size = stack->size, count = batches->sequences * batches->size;
   Team::with(threads, [=] {
@@ -98,7 +98,7 @@ Code longdraft_stack(const Stack *stack, const Batch *batches, const KeysValues 
     const Matrix head = into(stack->head, logits ? logits : normed + Scratch::whole_lines(rows * size), false);
     must(longdraft_linear(normed, rows, size, &head, 1, 0, threads));
     if (stack->cap) capped(head.y, rows, head.outs, stack->cap, threads);
-    if (best) likeliest(head.y, rows, head.outs, best, log_probs, tokens, threads);
+    if (best) likeliest(head.y, rows, head.outs, best, logprobs, tokens, threads);
   });
   return DONE;
 } CATCH_NO_MEMORY

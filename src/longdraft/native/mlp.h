@@ -38,7 +38,7 @@ inline void add_product(const Matrix &m, const float *in, int64_t size, float *x
 
 // x += a gated MLP of its norm, whose output may have a norm too. L: a layer with an MLP.
 template <typename L>
-inline void compute_mlp(const L &l, float eps, float plus, bool by_gelu, const float *done_norm, float done_eps, float *x,
+inline void compute_mlp(const L &l, float eps, float plus, bool by_gelu, const float *post_mlp_norm, float done_eps, float *x,
                         int64_t rows, bool prompt, int threads) {
   static thread_local Scratch scratch;
   float *normed = scratch.of(rows * l.hidden);
@@ -46,7 +46,7 @@ inline void compute_mlp(const L &l, float eps, float plus, bool by_gelu, const f
   const auto product = [&](const Matrix &down) {
     multiply_gated(normed, rows, l.hidden, l.gate, l.up, by_gelu, down, prompt, threads);
   };
-  add_product(l.down, product, done_norm, done_eps, plus, x, rows, normed, threads);
+  add_product(l.down, product, post_mlp_norm, done_eps, plus, x, rows, normed, threads);
 }
 
 }  // namespace

@@ -93,7 +93,7 @@ inline void capped(float *x, int64_t rows, int64_t size, float cap, int threads)
 
 // The `best` largest of a row's logits, the largest first: log-probabilities and indices. NaN is never chosen; if there is one,
 // all log-probabilities are NaN.
-inline void likeliest_of_row(const float *logits, int64_t size, int64_t best, float *log_probs, int64_t *tokens) {
+inline void likeliest_of_row(const float *logits, int64_t size, int64_t best, float *logprobs, int64_t *tokens) {
   constexpr float LEAST = -std::numeric_limits<float>::infinity();
   float least = LEAST;
   int64_t count = 0;
@@ -101,29 +101,29 @@ inline void likeliest_of_row(const float *logits, int64_t size, int64_t best, fl
     if (count == best && !(logits[j] > least)) continue;
     const float x = logits[j] == logits[j] ? logits[j] : LEAST;
     int64_t i = count < best ? count++ : best - 1;
-    for (; i > 0 && log_probs[i - 1] < x; i--) {
-      log_probs[i] = log_probs[i - 1];
+    for (; i > 0 && logprobs[i - 1] < x; i--) {
+      logprobs[i] = logprobs[i - 1];
       tokens[i] = tokens[i - 1];
     }
-    log_probs[i] = x;
+    logprobs[i] = x;
     tokens[i] = j;
-    least = log_probs[count - 1];
+    least = logprobs[count - 1];
   }
-  const float high = log_probs[0];
+  const float high = logprobs[0];
   vec sum = {};
   int64_t j = 0;
   for (; j + LANES <= size; j += LANES) sum += exponential(load(logits + j) - high);
   float total = sums<1>(&sum)[0];
   for (; j < size; j++) total += std::exp(logits[j] - high);
   const float all = high + std::log(total);
-  for (int64_t i = 0; i < best; i++) log_probs[i] -= all;
+  for (int64_t i = 0; i < best; i++) logprobs[i] -= all;
 }
 
 // The same of every row.
-inline void likeliest(const float *logits, int64_t rows, int64_t size, int64_t best, float *log_probs, int64_t *tokens,
+inline void likeliest(const float *logits, int64_t rows, int64_t size, int64_t best, float *logprobs, int64_t *tokens,
                       int threads) {
   share_out(threads, rows, [=](int64_t r) {
-    likeliest_of_row(logits + r * size, size, best, log_probs + r * best, tokens + r * best);
+    likeliest_of_row(logits + r * size, size, best, logprobs + r * best, tokens + r * best);
   });
 }
 

@@ -23,21 +23,21 @@ import torch
 
 from longdraft import native
 from longdraft.errors import CheckpointError, MemoryBudgetError, reason_of
-from longdraft.files import read_json, replacing
+from longdraft.files import atomic_write, read_json
 from longdraft.folders import cache_folder
 from longdraft.memory.store import KVStore
 from longdraft.model.checkpoints import Progress
 from longdraft.model.runner import TargetRunner
-from longdraft.model.stored_model import is_stored, is_woven
-from longdraft.trees.masks import tree_block
+from longdraft.model.stored_model import has_stored_weights, is_repacked
+from longdraft.trees.masks import make_tree_batch
 from longdraft.trees.tree import TokenTree
 
 logger = logging.getLogger(__name__)
 
 # What is measured: rows of a forward, and tokens of text, with which attention's time grows evenly. On a model of 1.5B
 # that is over after 3 seconds, and says what more rows, lengths and turns said.
-ROWS = (1, 2, 4, 8, 16, 32)
-LENGTHS = (64, 4096)
+NUM_TOKENS = (1, 2, 4, 8, 16, 32)
+KV_LENGTHS = (64, 4096)
 # How often; a turn through all sizes is repeated only if it took so many seconds at most, because long forwards differ
 # less from each other. The first forward of all also prepares weights.
 REPEATS, ENOUGH_SECONDS = 2, 1.0
@@ -50,23 +50,23 @@ _WAKING = 4
 # Of the made-up trees.
 _tokens = random.Random(0)
 # Weight of a new round in the estimate of the machine's present speed, and the factor by which one may seem off.
-_FOLLOW, OUTLIER = 0.15, 2.0
+_FOLLOW, OUTLIER_FACTOR = 0.15, 2.0
 
 
-class Stage(str):
+class ProgressLine(str):
     """A line of text about something that takes seconds, with the share of it that is done."""
 
     share: float
 
-    def __new__(cls, line: str, share: float) -> Stage:
+    def __new__(cls, line: str, share: float) -> ProgressLine:
         made = super().__new__(cls, line)
         made.share = share
         return made
 
 
-def stages(line: str, progress: Progress | None) -> Callable[[float], None]:
+def fraction_reporter(line: str, progress: Progress | None) -> Callable[[float], None]:
     """Returns a function of the share of a work that is done, which reports it."""
-    return lambda share: None if progress is None else progress(Stage(line, share))
+    return lambda share: None if progress is None else progress(ProgressLine(line, share))
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ class CostTable:
         if not (shaped and sized and timed) or self.rows[0] != 1:
             raise ValueError("a table of costs has seconds for each length, and for each number of rows from 1 on")
 
-    def at(self, rows: float, length: float) -> float:
-        """Seconds of a forward of ``rows`` rows on ``length`` tokens; linear between measurements, and beyond them."""
-        return _between(self.lengths, [_between(self.rows, s, rows) for s in self.seconds], length)
+    def seconds_at(self, num_tokens: float, kv_len: float) -> float:
+        """Seconds of a forward of ``num_tokens`` rows on ``kv_len`` tokens; linear between measurements, and beyond them."""
+        return _between(self.lengths, [_between(self.rows, s, num_tokens) for s in self.seconds], kv_len)
 
 
 def _between(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
@@ -105,7 +105,7 @@ def _between(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
 
 
 @dataclass
-class Costs:
+class CostModel:
     """Predicts the seconds of a verification: the table's, times the machine's present pace and the table's bias."""
 
     table: CostTable
@@ -113,18 +113,18 @@ class Costs:
     # (column of the table, sequences) -> factor by which the table is off, and how often that was seen.
     _bias: dict[tuple[int, int], tuple[float, int]] = field(default_factory=dict)
 
-    def verification(self, rows: int, lengths: Sequence[int]) -> float:
-        """Seconds of one forward over ``rows`` rows of each sequence of a batch with these tokens of text."""
-        return self._pace * self._bias_of(rows, len(lengths))[0] * self._expected(rows, lengths)
+    def forward_seconds(self, num_tokens: int, kv_lens: Sequence[int]) -> float:
+        """Seconds of one forward over ``num_tokens`` rows of each sequence of a batch with these tokens of text."""
+        return self._pace * self._bias_of(num_tokens, len(kv_lens))[0] * self._expected(num_tokens, kv_lens)
 
-    def observe(self, rows: int, lengths: Sequence[int], seconds: float) -> None:
+    def observe(self, num_tokens: int, kv_lens: Sequence[int], seconds: float) -> None:
         """Learns from a round: other work on the machine slows all rounds (pace), a wrong table some (bias)."""
-        ratio = seconds / self._expected(rows, lengths)
-        ratio = min(max(ratio, self._pace / OUTLIER), self._pace * OUTLIER)
-        bias, times = self._bias_of(rows, len(lengths))
+        ratio = seconds / self._expected(num_tokens, kv_lens)
+        ratio = min(max(ratio, self._pace / OUTLIER_FACTOR), self._pace * OUTLIER_FACTOR)
+        bias, times = self._bias_of(num_tokens, len(kv_lens))
         # A batch was never measured, only computed from the table: its first rounds say more than the table does.
-        follow = _FOLLOW if len(lengths) == 1 else max(_FOLLOW, 1 / (times + 1))
-        self._bias[self._column(rows), len(lengths)] = (bias + follow * (ratio / self._pace - bias), times + 1)
+        follow = _FOLLOW if len(kv_lens) == 1 else max(_FOLLOW, 1 / (times + 1))
+        self._bias[self._column(num_tokens), len(kv_lens)] = (bias + follow * (ratio / self._pace - bias), times + 1)
         self._pace += _FOLLOW * (ratio / bias - self._pace)
 
     def _bias_of(self, rows: int, batch: int) -> tuple[float, int]:
@@ -139,8 +139,8 @@ class Costs:
 
     def _expected(self, rows: int, lengths: Sequence[int]) -> float:
         # Weights are read once for the rows of all sequences, a sequence's text for its own rows alone.
-        shared = self.table.at(rows * len(lengths), 0)
-        texts = sum(self.table.at(rows, n) - self.table.at(rows, 0) for n in lengths)
+        shared = self.table.seconds_at(rows * len(lengths), 0)
+        texts = sum(self.table.seconds_at(rows, n) - self.table.seconds_at(rows, 0) for n in lengths)
         return max(shared + texts, 1e-9)
 
     def _column(self, rows: int) -> int:
@@ -161,21 +161,21 @@ def _time(runner: TargetRunner, store: KVStore, rows: int) -> float:
     """Seconds of a forward over a chain, or a tree with a branch at every second node, as what is drafted.
     Its tokens differ, as a draft's do: a mixture of experts reads more of them for more tokens."""
     tokens = tuple(_tokens.randrange(runner.vocab_size) for _ in range(rows))
-    parents = tuple(i - 1 if runner.forks_cost or not i else (i - 1) // 2 * 2 for i in range(rows))
+    parents = tuple(i - 1 if runner.branching_is_expensive or not i else (i - 1) // 2 * 2 for i in range(rows))
     wait = partial(torch.cuda.synchronize, runner.device) if runner.device.type == "cuda" else lambda: None
     wait()
     start = time.perf_counter()
-    runner.verify(tree_block(store, [0], [TokenTree(tokens, parents)]), store)
+    runner.verify(make_tree_batch(store, [0], [TokenTree(tokens, parents)]), store)
     wait()
     return time.perf_counter() - start
 
 
 def measure(
     runner: TargetRunner,
-    lengths: Sequence[int] = LENGTHS,
-    rows: Sequence[int] = ROWS,
-    done: Callable[[float], None] = lambda share: None,
-    timed: Callable[[TargetRunner, KVStore, int], float] = _time,
+    kv_lens: Sequence[int] = KV_LENGTHS,
+    num_tokens: Sequence[int] = NUM_TOKENS,
+    on_progress: Callable[[float], None] = lambda share: None,
+    time_forward: Callable[[TargetRunner, KVStore, int], float] = _time,
 ) -> CostTable | None:
     """Times forwards on a made-up text, all sizes in turn, and keeps the least times.
 
@@ -183,39 +183,39 @@ def measure(
     costs beyond these are then extrapolated.
 
     Args:
-        lengths: a longer one than the model reads becomes the longest that it does.
-        done: called with the share of the work that is over.
-        timed: returns the seconds of a forward of so many rows on a store.
+        kv_lens: a longer one than the model reads becomes the longest that it does.
+        on_progress: called with the share of the work that is over.
+        time_forward: returns the seconds of a forward of so many rows on a store.
 
     Returns:
         None if memory does not even allow the shortest length; lengths that do not fit are left out.
     """
-    lengths = sorted({max(1, min(length, runner.context_length - rows[-1])) for length in lengths})
+    kv_lens = sorted({max(1, min(length, runner.context_length - num_tokens[-1])) for length in kv_lens})
     start = time.perf_counter()
     table: list[dict[int, float]] = []  # for each length, the least seconds by rows
-    for i, length in enumerate(lengths):
+    for i, length in enumerate(kv_lens):
         try:
-            store = _filled_store(runner, length, rows[-1])
+            store = _filled_store(runner, length, num_tokens[-1])
         except MemoryBudgetError:
             break
-        sizes = list(table[0] if table else rows)
+        sizes = list(table[0] if table else num_tokens)
         began = time.perf_counter()
-        end = start + LIMIT_SECONDS * (i + 1) / len(lengths)
+        end = start + LIMIT_SECONDS * (i + 1) / len(kv_lens)
         least: dict[int, float] = {}
         for turn, n in enumerate(sizes * REPEATS):
-            done((i + turn / len(sizes) / REPEATS) / len(lengths))
+            on_progress((i + turn / len(sizes) / REPEATS) / len(kv_lens))
             if turn == len(sizes) and time.perf_counter() - began > ENOUGH_SECONDS:
                 break
             # The next forward takes what one of this size took, or twice what a smaller one did.
             known = least.get(n) or (table[-1][n] if table else 2 * least.get(sizes[turn - 1], 0.0))
             if time.perf_counter() + known > end and (table or turn > 1):
                 break
-            seconds = timed(runner, store, n)
+            seconds = time_forward(runner, store, n)
             least[n] = min(seconds, least.get(n, seconds))
         if table and len(least) < len(sizes):
             break
         table.append(least)
-    done(1.0)
+    on_progress(1.0)
     if not table:
         return None
     # Other work on the machine only ever adds, and fewer rows or less text cannot cost more.
@@ -223,21 +223,21 @@ def measure(
         tuple(min(other[m] for other in table[i:] for m in least if m >= n) for n in least)
         for i, least in enumerate(table)
     ]
-    return CostTable(tuple(lengths[: len(table)]), tuple(table[0]), tuple(lowest))
+    return CostTable(tuple(kv_lens[: len(table)]), tuple(table[0]), tuple(lowest))
 
 
-def table_for(
+def load_or_measure(
     runner: TargetRunner,
     folder: Path | None = None,
     progress: Progress | None = None,
-    measured_by: Callable[..., CostTable | None] = measure,
+    measure_with: Callable[..., CostTable | None] = measure,
 ) -> CostTable | None:
     """Returns a target's costs on this machine: read from disk, or measured and kept.
 
     Args:
         folder: where tables are kept; None: in the package's cache.
-        progress: called with a :class:`Stage` now and then while measuring.
-        measured_by: measures them as :func:`measure` does.
+        progress: called with a :class:`ProgressLine` now and then while measuring.
+        measure_with: measures them as :func:`measure` does.
 
     Returns:
         None if not even the shortest text fits the free memory.
@@ -252,10 +252,10 @@ def table_for(
         return known
     line = f"Measuring what a verification costs on this machine (once a model, {LIMIT_SECONDS:.0f} seconds at most)"
     logger.info(line)
-    table = measured_by(runner, done=stages(line, progress))
+    table = measure_with(runner, done=fraction_reporter(line, progress))
     if table is not None:
         try:
-            with replacing(file) as part:
+            with atomic_write(file) as part:
                 part.write_text(json.dumps({"key": key, "table": asdict(table)}, indent=1) + "\n", encoding="utf-8")
         except CheckpointError as error:  # it is measured again the next time
             logger.info("The table of costs cannot be kept: %s", error)
@@ -266,13 +266,13 @@ def _key(runner: TargetRunner) -> dict[str, object]:
     """Everything that a table depends on."""
     return {
         "format": _FORMAT,
-        "rows": "chain" if runner.forks_cost else "tree",
-        "bucket": str(runner.rows),
+        "rows": "chain" if runner.branching_is_expensive else "tree",
+        "bucket": str(runner.fixed_batch_rows),
         "target": runner.fingerprint,
         "kv": str(runner.kv_dtype),
-        "weights": "woven" if is_woven(runner.model) else "stored" if is_stored(runner.model) else "floats",
+        "weights": "woven" if is_repacked(runner.model) else "stored" if has_stored_weights(runner.model) else "floats",
         "attention": str(runner.attention_path),
-        "kernels": native.missing() or native.name(),
+        "kernels": native.unavailable_reason() or native.library_name(),
         "device": device_name(runner.device),
         "torch": torch.__version__,
     }

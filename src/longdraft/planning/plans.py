@@ -16,12 +16,12 @@ PLANS = ("auto", "fixed")
 # One of these; or seconds of a forward by its rows, which rounds are planned by instead of measured ones.
 PlanChoice: TypeAlias = "str | Mapping[int, float] | None"
 # Environment variable with the default plan.
-VARIABLE = "LONGDRAFT_PLAN"
+PLAN_VARIABLE = "LONGDRAFT_PLAN"
 # Options that describe a tree: with one of them, rounds are not planned by default.
 _TREE_OPTIONS = ("widths", "nodes", "tree", "depth", "top_k", "threshold")
 
 
-def checked(plan: PlanChoice) -> PlanChoice:
+def check_plan(plan: PlanChoice) -> PlanChoice:
     """Returns the plan; raises ValueError if there is no such plan."""
     if isinstance(plan, Mapping):
         _given(plan)
@@ -30,7 +30,7 @@ def checked(plan: PlanChoice) -> PlanChoice:
     return plan
 
 
-def planned(plan: PlanChoice, options: Mapping[str, Any], exact: bool = True) -> bool:
+def is_planned(plan: PlanChoice, options: Mapping[str, Any], exact: bool = True) -> bool:
     """True if rounds are to be planned: as ``plan`` says; by default, unless the options describe a tree, or the method
     is not ``exact``, so that its text would depend on the clock.
 
@@ -39,17 +39,17 @@ def planned(plan: PlanChoice, options: Mapping[str, Any], exact: bool = True) ->
     """
     if plan is None and (not exact or any(options.get(name) is not None for name in _TREE_OPTIONS)):
         return False
-    return (plan or checked(os.environ.get(VARIABLE) or None) or PLANS[0]) != "fixed"
+    return (plan or check_plan(os.environ.get(PLAN_VARIABLE) or None) or PLANS[0]) != "fixed"
 
 
-def planner_for(plan: PlanChoice, runner: TargetRunner, progress: Progress | None = None) -> Planner | None:
+def make_planner(plan: PlanChoice, runner: TargetRunner, progress: Progress | None = None) -> Planner | None:
     """Makes a planner with given or measured costs; returns None if there is no memory to measure them in."""
-    from longdraft.planning.costs import table_for
+    from longdraft.planning.costs import load_or_measure
     from longdraft.planning.planner import Planner
 
     if isinstance(plan, Mapping):
-        return Planner(_given(plan), timed=False)
-    table = table_for(runner, progress=progress)
+        return Planner(_given(plan), use_clock=False)
+    table = load_or_measure(runner, progress=progress)
     return None if table is None else Planner(table)
 
 

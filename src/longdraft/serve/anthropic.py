@@ -13,16 +13,18 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import from_json
 
-from longdraft.serve.asked import Asked, Told, chat
 from longdraft.serve.errors import ApiError
-from longdraft.serve.openai import event
-from longdraft.serve.schema import Chat, Strict, Text, validated
+from longdraft.serve.openai import sse_event
+from longdraft.serve.protocol import ChatCompletionRequest, GenerationRequest, StrictModel, validate
 from longdraft.serve.service import Service
+from longdraft.serve.serving import AdaptedResponse, PendingResponse, create_chat_completion
 
 logger = logging.getLogger(__name__)
 
 # Fields without which the answer would be another one: what Anthropic's servers do, and OpenAI's names.
-_ELSEWHERE = {"compaction", "container", "mcp_servers", "thread", *Chat.model_fields} - {"service_tier"}
+_ELSEWHERE = {"compaction", "container", "mcp_servers", "thread", *ChatCompletionRequest.model_fields} - {
+    "service_tier"
+}
 # Claude Code's bill, first in its system prompt: it would change all rows behind it.
 _BILL = "x-anthropic-billing-header:"
 # Kind of a block or tool -> the fields that it needs.
@@ -30,7 +32,7 @@ _NEEDED = {"thinking": ("thinking",), "tool_use": ("id", "name"), "tool_result":
            "custom": ("name", "input_schema")}  # fmt: skip
 
 
-class Typed(Strict):
+class TypedObject(StrictModel):
     """A tool's choice, thinking, a tool or a block. Unknown fields are passed over: newer models know them."""
 
     model_config = ConfigDict(extra="ignore")
@@ -42,14 +44,14 @@ class Typed(Strict):
     data: str = ""  # a document's text
 
     @model_validator(mode="after")
-    def _complete(self) -> Typed:
+    def _complete(self) -> TypedObject:
         needed = ("text",) if self.type == "text" and not self.data else _NEEDED.get(self.type, ())
         if missing := [name for name in needed if getattr(self, name, None) is None]:
             raise ValueError(f"type {self.type} needs {missing[0]}")
         return self
 
 
-class Tool(Typed):
+class Tool(TypedObject):
     """A function of the client's; other types run at Anthropic, or are known to its models alone."""
 
     type: str = "custom"
@@ -57,7 +59,7 @@ class Tool(Typed):
     input_schema: dict[str, Any] | None = None
     defer_loading: bool = False
 
-    def as_in_chats(self) -> dict[str, Any]:
+    def as_chat_tool(self) -> dict[str, Any]:
         function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
         return {"type": "function", "function": {name: x for name, x in function.items() if x is not None}}
 
@@ -66,7 +68,7 @@ class Tool(Typed):
 Blocks = Annotated["list[Block]", BeforeValidator(lambda x: [{"type": "text", "text": x}] if isinstance(x, str) else x)]
 
 
-class Block(Typed):
+class Block(TypedObject):
     """A part of a message, or what is inside one: a document's source, the tool that comes or goes."""
 
     text: str | None = None
@@ -83,7 +85,7 @@ class Block(Typed):
     tool: Block | None = None
     definition: Tool | None = None
 
-    def written(self) -> str | None:
+    def as_text(self) -> str | None:
         """The block as text; None: it is none."""
         if self.type == "text":
             return self.text
@@ -93,44 +95,44 @@ class Block(Typed):
         if not isinstance(source, Block) or source.type not in ("text", "content", "search_result"):
             return None
         told = self.source if isinstance(self.source, str) else self.context
-        return "\n".join(filter(None, (self.title, told, source.data or source.inside()))) + "\n\n"
+        return "\n".join(filter(None, (self.title, told, source.data or source.content_text()))) + "\n\n"
 
-    def inside(self) -> str:
+    def content_text(self) -> str:
         """Its content as text, which says of what is none that it is not there."""
-        texts = [(block.written(), block.type) for block in self.content]
+        texts = [(block.as_text(), block.type) for block in self.content]
         return "\n".join(f"[{kind} left out: the model reads text]" if x is None else x for x, kind in texts)
 
 
-class Turn(Typed):
+class InputMessage(TypedObject):
     type: str = "message"
     role: Literal["system", "user", "assistant"]
     content: Blocks
 
 
-class Prompt(Text):
+class CountTokensRequest(GenerationRequest):
     """``/v1/messages/count_tokens``. Unknown fields are passed over, unless they are known to change the answer."""
 
     model_config = ConfigDict(extra="allow")
 
-    messages: Annotated[list[Turn], Field(min_length=1)]
+    messages: Annotated[list[InputMessage], Field(min_length=1)]
     system: Blocks = Field(default_factory=list)
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     stop_sequences: list[str] = Field(default_factory=list)
     top_k: int = 0
     tools: list[Tool] = Field(default_factory=list)
-    tool_choice: Typed = Field(default_factory=lambda: Typed(type="auto"))
-    thinking: Typed = Field(default_factory=lambda: Typed(type="adaptive"))
+    tool_choice: TypedObject = Field(default_factory=lambda: TypedObject(type="auto"))
+    thinking: TypedObject = Field(default_factory=lambda: TypedObject(type="adaptive"))
     output_config: dict[str, Any] = Field(default_factory=dict)
     output_format: dict[str, Any] | None = None
 
-    def as_chat(self) -> Chat:
+    def as_chat(self) -> ChatCompletionRequest:
         """The same request as a chat; raises ApiError for what no chat has."""
         if wrong := [name for name, value in (self.model_extra or {}).items() if value and name in _ELSEWHERE]:
             raise ApiError(400, f"{wrong[0]} is not served.", param=wrong[0])
         messages, tools = self._conversation()
         choice, think = self.tool_choice, self.thinking.type
         same = ("model", "max_tokens", "temperature", "top_p", "top_k", "seed", "method", "user")
-        return validated(Chat, {
+        return validate(ChatCompletionRequest, {
             **{name: getattr(self, name) for name in same}, "messages": messages, "stop": self.stop_sequences,
             "tools": tools, "tool_choice": {"function": {"name": choice.name}} if choice.type == "tool"
             else "required" if choice.type == "any" else choice.type,
@@ -155,12 +157,12 @@ class Prompt(Text):
                 messages.append({"role": role, "content": ""})
             return messages[-1]
 
-        for number, turn in enumerate([Turn(role="system", content=self.system), *self.messages], -1):
+        for number, turn in enumerate([InputMessage(role="system", content=self.system), *self.messages], -1):
             between, role = "\n\n", turn.role
             if role == "system" and messages and messages[-1]["role"] != "system":
                 role = "user"  # in mid-conversation, where many templates take no system message
             for at, block in enumerate(turn.content):
-                if (text := block.written()) is not None:
+                if (text := block.as_text()) is not None:
                     if turn.role != "system" or (text and not text.startswith(_BILL)):
                         said = last(role)
                         said["content"] += (between if said["content"] else "") + text
@@ -172,7 +174,7 @@ class Prompt(Text):
                     call = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
                     last(role).setdefault("tool_calls", []).append({"id": block.id, "function": call})
                 elif block.type == "tool_result":
-                    content = "Error: " * block.is_error + block.inside()
+                    content = "Error: " * block.is_error + block.content_text()
                     messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
                     found = [each.tool_name for each in block.content]
                     offered |= {name: known[name] for name in found if name in known}
@@ -184,31 +186,31 @@ class Prompt(Text):
                     place = f"messages.{number}.content.{at}" if number >= 0 else f"system.{at}"
                     raise ApiError(400, f"{place}: {block.type} is not served: this server reads text.", param=place)
         called = self.tool_choice.type != "none"
-        return messages, [tool.as_in_chats() for tool in offered.values() if called]
+        return messages, [tool.as_chat_tool() for tool in offered.values() if called]
 
 
-class Messages(Prompt):
+class MessagesRequest(CountTokensRequest):
     """``/v1/messages``."""
 
     max_tokens: Annotated[int, Field(ge=1)]
 
 
-class MessageAnswer:
+class MessagesAdapter:
     """Builds one message: what the model thinks, says and calls become blocks, in that order of time."""
 
-    ping = event({"type": "ping"}, "ping")
+    ping = sse_event({"type": "ping"}, "ping")
 
-    def __init__(self, asked: Asked) -> None:
-        self._asked, self._arguments, self._calls = asked, "", False
+    def __init__(self, pending: PendingResponse) -> None:
+        self._asked, self._arguments, self._calls = pending, "", False
         self._blocks: list[dict[str, Any]] = []  # the last one is open
-        self.whole: dict[str, Any] = {
+        self.full_response: dict[str, Any] = {
             "id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant",
-            "model": asked.service.settings.name, "content": [], "stop_reason": None, "stop_sequence": None,
-            "usage": _counts(len(asked.choices[0].request.prompt), 0, 0),
+            "model": pending.service.settings.name, "content": [], "stop_reason": None, "stop_sequence": None,
+            "usage": _counts(len(pending.choices[0].request.prompt), 0, 0),
         }  # fmt: skip
 
     def begin(self) -> Iterator[str]:
-        yield _event("message_start", message=self.whole)
+        yield _event("message_start", message=self.full_response)
 
     def push(self, chunk: Mapping[str, Any]) -> Iterator[str]:
         """The events of a choice of the chat's chunks."""
@@ -233,7 +235,7 @@ class MessageAnswer:
         if not self._blocks:
             yield from self._begin({"type": "text", "text": ""})
         yield from self._end()
-        stop = None if cut or self._calls else self._asked.stopped_by()
+        stop = None if cut or self._calls else self._asked.matched_stop()
         reason = "tool_use" if self._calls else "max_tokens" if cut else "stop_sequence" if stop else "end_turn"
         ended = {"stop_reason": reason, "stop_sequence": stop}
         cached, thought = (usage[f"{of}_tokens_details"] for of in ("prompt", "completion"))
@@ -241,7 +243,7 @@ class MessageAnswer:
             "output_tokens_details": {"thinking_tokens": thought["reasoning_tokens"]},
             "speculation": usage["speculation"],
         }
-        self.whole |= {"content": self._blocks, **ended, "usage": counts}
+        self.full_response |= {"content": self._blocks, **ended, "usage": counts}
         yield _event("message_delta", delta=ended, usage=counts)
         yield _event("message_stop")
 
@@ -267,19 +269,19 @@ class MessageAnswer:
     def _delta(self, kind: str, name: str, text: str) -> str:
         return _event("content_block_delta", index=len(self._blocks) - 1, delta={"type": kind, name: text})
 
-    def failed(self, error: ApiError) -> str:
+    def error_event(self, error: ApiError) -> str:
         """The last event of a message that ends with an error."""
-        return event(error.anthropic(), "error")
+        return sse_event(error.anthropic_body(), "error")
 
 
-def message(service: Service, body: Messages, tenant: str | None = None) -> Told:
+def create_message(service: Service, body: MessagesRequest, tenant: str | None = None) -> AdaptedResponse:
     """Raises longdraft's errors and ApiError for what cannot be served."""
-    found = chat(service, body.as_chat(), tenant)
-    return Told(service, found.choices, found.answers, teller=MessageAnswer(found))
+    found = create_chat_completion(service, body.as_chat(), tenant)
+    return AdaptedResponse(service, found.choices, found.builders, adapter=MessagesAdapter(found))
 
 
 def _event(name: str, **content: Any) -> str:
-    return event({"type": name, **content}, name)
+    return sse_event({"type": name, **content}, name)
 
 
 def _counts(prompt: int, cached: int, new: int) -> dict[str, Any]:

@@ -11,20 +11,20 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from starlette.exceptions import HTTPException
 
 from longdraft.errors import LongdraftError
-from longdraft.serve import asked, schema
-from longdraft.serve.anthropic import Messages, Prompt, message
-from longdraft.serve.asked import SILENCE, Asked
+from longdraft.serve import protocol, serving
+from longdraft.serve.anthropic import CountTokensRequest, MessagesRequest, create_message
 from longdraft.serve.choice import Choice
-from longdraft.serve.errors import ApiError, api_error
-from longdraft.serve.guards import Guards
-from longdraft.serve.items import Responses
-from longdraft.serve.openai import DONE, event, usage_so_far
-from longdraft.serve.page import page
-from longdraft.serve.schema import read
+from longdraft.serve.errors import ApiError, to_api_error
+from longdraft.serve.middleware import GuardMiddleware
+from longdraft.serve.openai import DONE_EVENT, sse_event, usage_so_far
+from longdraft.serve.page import render_page
+from longdraft.serve.protocol import parse_body
+from longdraft.serve.responses_request import ResponsesRequest
 from longdraft.serve.service import Service
+from longdraft.serve.serving import KEEP_ALIVE, PendingResponse
 
 T = TypeVar("T")
-Body = TypeVar("Body", bound=schema.Strict)
+Body = TypeVar("Body", bound=protocol.StrictModel)
 _TEXTS = {"/v1/completions": "prompt", "/tokenize": "prompt", "/v1/responses": "input"}  # who has no messages
 
 
@@ -32,12 +32,12 @@ def make_app(service: Service) -> FastAPI:
     """The web application of a service whose worker is running."""
     app = FastAPI(title="longdraft", docs_url=None, redoc_url=None)  # FastAPI's pages load scripts from elsewhere
     endpoints, settings = Endpoints(service), service.settings
-    app.add_middleware(Guards, settings=settings, leaving=lambda: service.worker.draining)
+    app.add_middleware(GuardMiddleware, settings=settings, leaving=lambda: service.worker.draining)
     for path, post, kind in (
-        ("/v1/chat/completions", endpoints.chat, schema.Chat),
-        ("/v1/completions", endpoints.complete, schema.Completion),
-        ("/v1/responses", endpoints.respond, Responses), ("/v1/messages", endpoints.message, Messages),
-        ("/v1/messages/count_tokens", endpoints.count, Prompt), ("/tokenize", endpoints.tokenize, schema.Tokenize),
+        ("/v1/chat/completions", endpoints.chat, protocol.ChatCompletionRequest),
+        ("/v1/completions", endpoints.complete, protocol.CompletionRequest),
+        ("/v1/responses", endpoints.respond, ResponsesRequest), ("/v1/messages", endpoints.message, MessagesRequest),
+        ("/v1/messages/count_tokens", endpoints.count, CountTokensRequest), ("/tokenize", endpoints.tokenize, protocol.TokenizeRequest),
     ):  # fmt: skip
         described = {"content": {"application/json": {"schema": kind.model_json_schema()}}, "required": True}
         app.post(path, response_model=None, openapi_extra={"requestBody": described})(post)
@@ -55,7 +55,7 @@ def make_app(service: Service) -> FastAPI:
 
 def _comment(choices: Sequence[Choice]) -> str:
     """An SSE comment, which clients pass over: proxies end connections on which nothing comes."""
-    read, of = choices[0].read, len(choices[0].request.prompt)
+    read, of = choices[0].num_prefilled_tokens, len(choices[0].request.prompt)
     return f": {read} of {of} tokens of the prompt have been read\n\n"
 
 
@@ -76,8 +76,8 @@ class Endpoints:
                 known = [route.path for route in request.app.routes if route.path.startswith("/v1/")]
                 message, code = f"There is no {request.url.path} here, but {', '.join(known)}.", "not_found"
             error = ApiError(error.status_code, message, code=code, headers=dict(headers or {}))
-        refusal = api_error(error, _TEXTS.get(request.scope["path"], "messages"))
-        self._service.metrics.failed(refusal.status)
+        refusal = to_api_error(error, _TEXTS.get(request.scope["path"], "messages"))
+        self._service.metrics.count_failure(refusal.status)
         return refusal.response(request.scope)
 
     # --- answers ---
@@ -90,77 +90,83 @@ class Endpoints:
         content_type = request.headers.get("content-type", "")
 
         def work() -> tuple[Body, T]:
-            body = read(kind, raw, content_type)
+            body = parse_body(kind, raw, content_type)
             return body, ask(self._service, body, tenant)
 
-        return await self._service.aside(work, len(raw) + 1)
+        return await self._service.executor(work, len(raw) + 1)
 
     async def chat(self, request: Request) -> Response:
-        return await self._answer(*await self._read(request, schema.Chat, asked.chat), request)
+        return await self._answer(
+            *await self._read(request, protocol.ChatCompletionRequest, serving.create_chat_completion), request
+        )
 
     async def complete(self, request: Request) -> Response:
-        return await self._answer(*await self._read(request, schema.Completion, asked.complete), request)
+        return await self._answer(
+            *await self._read(request, protocol.CompletionRequest, serving.create_completion), request
+        )
 
-    async def _answer(self, body: schema.Sampled, asked: Asked, request: Request) -> Response:
-        asked.submit()
+    async def _answer(self, body: protocol.SampledRequest, pending: PendingResponse, request: Request) -> Response:
+        pending.submit()
         if body.stream:
-            return self._streamed(self._chunks(body.stream_options, asked))
-        whole = await _unless_left(request, asked.whole())
-        return await self._service.aside(lambda: JSONResponse(whole))
+            return self._streamed(self._chunks(body.stream_options, pending))
+        whole = await _unless_left(request, pending.full_response())
+        return await self._service.executor(lambda: JSONResponse(whole))
 
-    async def _chunks(self, options: schema.StreamOptions, asked: Asked) -> AsyncIterator[str]:
-        choices, answers, head = asked.choices, asked.answers, asked.head()
-        kind = answers[0].chunk_kind
+    async def _chunks(self, options: protocol.StreamOptions, pending: PendingResponse) -> AsyncIterator[str]:
+        choices, answers, head = pending.choices, pending.builders, pending.envelope()
+        kind = answers[0].chunk_object_type
         usage: dict[str, Any] = {"usage": None} if options.include_usage else {}
         if options.include_trace:
             trace = {"phase": "prefill", "read": 0, "of": len(choices[0].request.prompt)}
-            yield event(head.object(kind, [answers[0].empty_chunk()], trace=trace, **usage))
-        async for i, delta in asked.deltas():
-            if delta is SILENCE:
+            yield sse_event(head.wrap(kind, [answers[0].empty_chunk()], trace=trace, **usage))
+        async for i, delta in pending.deltas():
+            if delta is KEEP_ALIVE:
                 yield _comment(choices)
                 continue
             if options.include_usage and options.continuous_usage_stats:
                 usage = {"usage": usage_so_far(choices)}
-            chunks = await asked.chunks(i, delta)
+            chunks = await pending.chunks(i, delta)
             if delta.trace is not None:
-                yield event(head.object(kind, chunks or [answers[i].empty_chunk()], trace=delta.trace, **usage))
+                yield sse_event(head.wrap(kind, chunks or [answers[i].empty_chunk()], trace=delta.trace, **usage))
                 continue
             for chunk in chunks:
-                yield event(head.object(kind, [chunk], **usage))
+                yield sse_event(head.wrap(kind, [chunk], **usage))
         if options.include_usage:
-            yield event(head.object(kind, [], **await self._service.aside(asked.figures)))
-        yield DONE
+            yield sse_event(head.wrap(kind, [], **await self._service.executor(pending.final_fields)))
+        yield DONE_EVENT
 
     async def respond(self, request: Request) -> Response:
-        return await self._told(*await self._read(request, Responses, asked.respond), request)
+        return await self._told(*await self._read(request, ResponsesRequest, serving.create_response), request)
 
     async def message(self, request: Request) -> Response:
-        return await self._told(*await self._read(request, Messages, message), request)
+        return await self._told(*await self._read(request, MessagesRequest, create_message), request)
 
-    async def _told(self, body: schema.Text, found: asked.Told, request: Request) -> Response:
+    async def _told(
+        self, body: protocol.GenerationRequest, found: serving.AdaptedResponse, request: Request
+    ) -> Response:
         """A chat's answer in another API's form."""
         found.submit()
         if not body.stream:
-            whole = await _unless_left(request, found.whole())
-            return await self._service.aside(lambda: JSONResponse(whole))
+            whole = await _unless_left(request, found.full_response())
+            return await self._service.executor(lambda: JSONResponse(whole))
         events = (
-            found.teller.ping or _comment(found.choices) if each is None else each async for each in found.events()
+            found.adapter.ping or _comment(found.choices) if each is None else each async for each in found.events()
         )
-        return self._streamed(events, found.teller.failed)
+        return self._streamed(events, found.adapter.error_event)
 
     def _streamed(
-        self, chunks: AsyncIterator[str], failed: Callable[[ApiError], str] = lambda error: event(error.body)
+        self, chunks: AsyncIterator[str], failed: Callable[[ApiError], str] = lambda error: sse_event(error.body)
     ) -> StreamingResponse:
         async def with_errors() -> AsyncIterator[str]:
             try:
                 async for chunk in chunks:
                     yield chunk
             except (GeneratorExit, asyncio.CancelledError):
-                self._service.metrics.failed(499)
+                self._service.metrics.count_failure(499)
                 raise
             except Exception as error:  # the status has been sent: the error is an event
-                refusal = api_error(error)
-                self._service.metrics.failed(refusal.status)
+                refusal = to_api_error(error)
+                self._service.metrics.count_failure(refusal.status)
                 yield failed(refusal)
 
         return StreamingResponse(with_errors(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -168,19 +174,19 @@ class Endpoints:
     # --- about the server ---
 
     async def tokenize(self, request: Request) -> Response:
-        def answer(service: Service, body: schema.Tokenize, tenant: str | None) -> Response:
-            tokens = asked.tokens_of(service, body)
+        def answer(service: Service, body: protocol.TokenizeRequest, tenant: str | None) -> Response:
+            tokens = serving.tokenize(service, body)
             return JSONResponse({"count": len(tokens), "max_model_len": service.settings.context, "tokens": tokens})
 
-        return (await self._read(request, schema.Tokenize, answer))[1]
+        return (await self._read(request, protocol.TokenizeRequest, answer))[1]
 
     async def count(self, request: Request) -> Response:
-        def answer(service: Service, body: Prompt, tenant: str | None) -> Response:
+        def answer(service: Service, body: CountTokensRequest, tenant: str | None) -> Response:
             service.check_model(body.model)
             chat = body.as_chat()
-            return JSONResponse({"input_tokens": len(asked.chat_prompt(service, chat, chat.tools)[0])})
+            return JSONResponse({"input_tokens": len(serving.render_chat_prompt(service, chat, chat.tools)[0])})
 
-        return (await self._read(request, Prompt, answer))[1]
+        return (await self._read(request, CountTokensRequest, answer))[1]
 
     async def models(self) -> Response:
         name = self._service.settings.name
@@ -203,7 +209,7 @@ class Endpoints:
         return JSONResponse({"ready": ready, "running": running, "waiting": waiting}, 200 if ready else 503)
 
     async def metrics(self) -> Response:
-        return Response(self._service.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(self._service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def version(self) -> Response:
         from longdraft import __version__
@@ -211,7 +217,7 @@ class Endpoints:
         return JSONResponse({"version": __version__})
 
     async def page(self) -> Response:
-        return HTMLResponse(page())
+        return HTMLResponse(render_page())
 
 
 async def _unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:

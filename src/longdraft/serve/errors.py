@@ -27,7 +27,7 @@ _TYPES = {
 }  # fmt: skip
 
 
-def asks_as_anthropic(scope: Scope) -> bool:
+def is_anthropic_request(scope: Scope) -> bool:
     """Returns True for a request of Anthropic's API."""
     return scope["path"].startswith("/v1/messages") or "anthropic-version" in Headers(scope=scope)
 
@@ -43,20 +43,20 @@ class ApiError(Exception):
         self,
         status: int,
         message: str,
-        kind: str = "invalid_request_error",
+        error_type: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.headers = status, headers or {}
-        self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        self.body: dict[str, Any] = {"error": {"message": message, "type": error_type, "param": param, "code": code}}
 
     def body_for(self, scope: Scope) -> dict[str, Any]:
         """The body in the form of the API that a request is of."""
-        return self.anthropic() if asks_as_anthropic(scope) else self.body
+        return self.anthropic_body() if is_anthropic_request(scope) else self.body
 
-    def anthropic(self, message: str = "") -> dict[str, Any]:
+    def anthropic_body(self, message: str = "") -> dict[str, Any]:
         """Anthropic's error object, in other words than OpenAI's if they are given."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         request = f"req_{secrets.token_hex(12)}"
@@ -73,22 +73,22 @@ class ContextOverflow(ApiError):
         prompt_tokens: of the prompt. max_tokens: new ones that were asked for, 1 at least. limit: of both together.
     """
 
-    def __init__(self, prompt_tokens: int, max_tokens: int, limit: int, param: str = "messages") -> None:
-        self.prompt_tokens, self.max_tokens, self.limit = prompt_tokens, max_tokens, limit
+    def __init__(self, prompt_tokens: int, max_tokens: int, max_model_len: int, param: str = "messages") -> None:
+        self.prompt_tokens, self.max_tokens, self.max_model_len = prompt_tokens, max_tokens, max_model_len
         message = (
-            f"This model's maximum context length is {limit} tokens. However, you requested "
+            f"This model's maximum context length is {max_model_len} tokens. However, you requested "
             f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the {param}, {max_tokens} in the completion). "
             f"Please reduce the length of the {param} or completion."
         )
         super().__init__(400, message, param=param, code="context_length_exceeded")
 
-    def anthropic(self, message: str = "") -> dict[str, Any]:
-        most = min(self.limit, self.prompt_tokens - 1)
-        return super().anthropic(f"prompt is too long: {self.prompt_tokens} tokens > {most} maximum")
+    def anthropic_body(self, message: str = "") -> dict[str, Any]:
+        most = min(self.max_model_len, self.prompt_tokens - 1)
+        return super().anthropic_body(f"prompt is too long: {self.prompt_tokens} tokens > {most} maximum")
 
 
-def api_error(error: Exception, texts: str = "messages") -> ApiError:
-    """The error that a client gets for an exception; ``texts``: the field that has the prompt.
+def to_api_error(error: Exception, prompt_field: str = "messages") -> ApiError:
+    """The error that a client gets for an exception; ``prompt_field``: the field that has the prompt.
 
     The text of an unexpected one stays in the log.
     """
@@ -97,16 +97,16 @@ def api_error(error: Exception, texts: str = "messages") -> ApiError:
         case ApiError():
             return error
         case QueueFull():
-            retry = {"Retry-After": str(round(error.seconds))}
+            retry = {"Retry-After": str(round(error.retry_after))}
             return ApiError(429, message, "rate_limit_error", code="queue_full", headers=retry)
         case Draining():
             return ApiError(503, message, "server_error", code="shutting_down", headers={"Retry-After": "5"})
         case TimeoutError():
             return ApiError(504, "The request took longer than the server allows.", "server_error", code="timeout")
         case ContextError():
-            return ApiError(400, message, param=texts, code="context_length_exceeded")
+            return ApiError(400, message, param=prompt_field, code="context_length_exceeded")
         case PromptError():
-            return ApiError(400, message, param=texts)
+            return ApiError(400, message, param=prompt_field)
         case MemoryBudgetError():
             return ApiError(503, message, "server_error", code="no_memory")
         case RequestError() | CapabilityError() | UnknownMethodError():

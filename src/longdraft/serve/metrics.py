@@ -20,7 +20,7 @@ class Metrics:
         load: gives how many requests run, and how many wait.
     """
 
-    def __init__(self, model: str, load: Callable[[], tuple[int, int]]) -> None:
+    def __init__(self, model: str, get_load: Callable[[], tuple[int, int]]) -> None:
         self._registry, self._model = CollectorRegistry(), model
 
         def counter(name: str, help: str, *labels: str) -> Counter:
@@ -33,8 +33,8 @@ class Metrics:
             gauge = Gauge(f"longdraft:{name}", help, ["model_name"], registry=self._registry)
             gauge.labels(model).set_function(value)
 
-        gauge("num_requests_running", "Decoded.", lambda: load()[0])
-        gauge("num_requests_waiting", "Waiting.", lambda: load()[1])
+        gauge("num_requests_running", "Decoded.", lambda: get_load()[0])
+        gauge("num_requests_waiting", "Waiting.", lambda: get_load()[1])
         self._requests = counter("request_success", "Requests that ended, by the reason.", "finished_reason")
         self._failed = counter("request_failure", "Requests that were refused or failed, by status.", "status")
         self._prompt = counter("prompt_tokens", "Prompt tokens.")
@@ -51,30 +51,30 @@ class Metrics:
         self._between = histogram("time_per_output_token_seconds", "Between tokens, a request's mean.", _PER_TOKEN)
         self._total = histogram("e2e_request_latency_seconds", "From a request's arrival to its end.", _SECONDS)
 
-    def ended(self, choice: Choice, reason: str) -> None:
+    def observe_choice(self, choice: Choice, reason: str) -> None:
         """Counts an answer that has ended."""
-        result, spec = choice.result, choice.speculation
+        result, spec = choice.result, choice.spec_stats
         self._requests.labels(self._model, reason).inc()
         if result is None:
             return
         for metric, value in (
             (self._prompt, result.prompt_tokens), (self._output, result.new_tokens),
-            (self._looked_up, result.prompt_tokens), (self._hits, result.cached_tokens), (self._drafts, spec.drafts),
-            (self._drafted, spec.drafted), (self._accepted, spec.accepted),
-            (self._verifications, spec.rounds), (self._verified, spec.emitted),
+            (self._looked_up, result.prompt_tokens), (self._hits, result.cached_tokens), (self._drafts, spec.num_drafts),
+            (self._drafted, spec.num_draft_tokens), (self._accepted, spec.num_accepted_tokens),
+            (self._verifications, spec.num_rounds), (self._verified, spec.num_emitted_tokens),
         ):  # fmt: skip
             metric.labels(self._model).inc(value)
-        for position, count in spec.accepted_at.items():
+        for position, count in spec.num_accepted_tokens_per_pos.items():
             self._accepted_at.labels(self._model, position).inc(count)
-        if choice.first_token:
-            self._first.labels(self._model).observe(choice.first_token - choice.arrived)
+        if choice.first_token_time:
+            self._first.labels(self._model).observe(choice.first_token_time - choice.arrival_time)
             if result.new_tokens > 1:
-                seconds = max(0.0, choice.ended - choice.first_token)
+                seconds = max(0.0, choice.end_time - choice.first_token_time)
                 self._between.labels(self._model).observe(seconds / (result.new_tokens - 1))
-        self._total.labels(self._model).observe(choice.ended - choice.arrived)
+        self._total.labels(self._model).observe(choice.end_time - choice.arrival_time)
 
-    def failed(self, status: int) -> None:
+    def count_failure(self, status: int) -> None:
         self._failed.labels(self._model, status).inc()
 
-    def page(self) -> bytes:
+    def render(self) -> bytes:
         return generate_latest(self._registry)

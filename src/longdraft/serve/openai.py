@@ -10,49 +10,60 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, groupby
 from typing import Any
 
-from longdraft.serve.calls import ToolParser
-from longdraft.serve.choice import REASONS, Choice, Delta, ScoredToken, Speculation
-from longdraft.serve.thinking import Thinking
+from longdraft.serve.choice import FINISH_REASONS, Choice, Delta, SpecDecodingStats, TokenLogprob
+from longdraft.serve.reasoning import ReasoningParser
+from longdraft.serve.tool_parser import ToolParser
 
-DONE = "data: [DONE]\n\n"
+DONE_EVENT = "data: [DONE]\n\n"
 # How OpenAI's API begins the name of a token that is a part of a character.
-PART = "bytes:"
+PARTIAL_CHAR_PREFIX = "bytes:"
 
 
-def event(content: Any, name: str | None = None) -> str:
+def sse_event(content: Any, name: str | None = None) -> str:
     """A server-sent event."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(content, ensure_ascii=False)}\n\n"
 
 
-class Head:
+class ResponseEnvelope:
     """The fields that all chunks of a response share."""
 
     def __init__(self, prefix: str, model: str) -> None:
         self.id, self.prefix = f"{prefix}-{secrets.token_hex(12)}", prefix
         self.model, self.created = model, int(time.time())
 
-    def object(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
+    def wrap(self, object_type: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": object_type,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            **more,
+        }
 
 
-class Answer(ABC):
+class ChoiceBuilder(ABC):
     """Builds one choice of a response.
 
     Args:
-        piece: token id to text and bytes. with_log_probs, with_ids: report log-probabilities, and token ids.
+        piece: token id to text and bytes. include_logprobs, include_token_ids: report log-probabilities, and token ids.
     """
 
-    kind: str
-    chunk_kind: str
-    prefix: str
+    object_type: str
+    chunk_object_type: str
+    id_prefix: str
 
     def __init__(
-        self, index: int, piece: Callable[[int], tuple[str, bytes]], with_log_probs: bool, with_ids: bool
+        self,
+        index: int,
+        token_to_piece: Callable[[int], tuple[str, bytes]],
+        include_logprobs: bool,
+        include_token_ids: bool,
     ) -> None:
-        self._index, self._piece, self._with_log_probs = index, piece, with_log_probs
-        self._ids: list[int] | None = [] if with_ids else None
-        self._scored: list[ScoredToken] = []
+        self._index, self._piece, self._with_log_probs = index, token_to_piece, include_logprobs
+        self._ids: list[int] | None = [] if include_token_ids else None
+        self._scored: list[TokenLogprob] = []
         self._finish: str | None = None
 
     @abstractmethod
@@ -64,12 +75,12 @@ class Answer(ABC):
         """The choices of the chunks for what a step adds."""
 
     @abstractmethod
-    def whole(self) -> dict[str, Any]:
+    def full_choice(self) -> dict[str, Any]:
         """The choice of an answer that has ended."""
 
     def _added(self, delta: Delta) -> dict[str, Any]:
         """Keeps what a step adds of tokens; the field of a chunk's token ids, if there are any and they are wanted."""
-        self._scored += delta.scored
+        self._scored += delta.logprobs
         if self._ids is None or not delta.token_ids:
             return {}
         self._ids += delta.token_ids
@@ -79,33 +90,33 @@ class Answer(ABC):
         return choice if self._ids is None else choice | {"token_ids": self._ids}
 
 
-class ChatAnswer(Answer):
+class ChatChoiceBuilder(ChoiceBuilder):
     """Builds one choice of ``/v1/chat/completions``.
 
     Args:
         parser: separates tool calls from text; None if the model may call no tools.
         thinking: separates what the model thinks from what it says; None: it stays in the text.
-        with_thoughts: report what it thinks.
+        include_reasoning: report what it thinks.
 
     Attributes:
-        thought_tokens: how many tokens it has thought.
+        reasoning_tokens: how many tokens it has thought.
     """
 
-    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    object_type, chunk_object_type, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def __init__(
         self,
         index: int,
-        piece: Callable[[int], tuple[str, bytes]],
-        with_log_probs: bool,
-        with_ids: bool,
-        parser: ToolParser | None = None,
-        thinking: Thinking | None = None,
-        with_thoughts: bool = True,
+        token_to_piece: Callable[[int], tuple[str, bytes]],
+        include_logprobs: bool,
+        include_token_ids: bool,
+        tool_parser: ToolParser | None = None,
+        reasoning_parser: ReasoningParser | None = None,
+        include_reasoning: bool = True,
     ) -> None:
-        super().__init__(index, piece, with_log_probs, with_ids)
-        self._parser, self._thinking, self._with_thoughts = parser, thinking, with_thoughts
-        self._content, self._thoughts, self.thought_tokens = "", "", 0
+        super().__init__(index, token_to_piece, include_logprobs, include_token_ids)
+        self._parser, self._thinking, self._with_thoughts = tool_parser, reasoning_parser, include_reasoning
+        self._content, self._thoughts, self.reasoning_tokens = "", "", 0
         self._calls: list[dict[str, Any]] = []
         self._begun = False
 
@@ -114,19 +125,19 @@ class ChatAnswer(Answer):
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
         parts: list[dict[str, Any]] = []
-        text, finish = delta.text, REASONS.get(delta.finish)
+        text, finish = delta.text, FINISH_REASONS.get(delta.finish_reason)
         if self._thinking is not None and (text or finish):
             thought, text = self._thinking.push(text, last=finish is not None)
-            self.thought_tokens += len(delta.token_ids) * bool(self._thinking.inside or thought)
+            self.reasoning_tokens += len(delta.token_ids) * bool(self._thinking.in_reasoning or thought)
             parts = [{"reasoning_content": thought}] if thought and self._with_thoughts else []
         if text:
             parts += [{"content": text}] if self._parser is None else self._parser.push(text)
         if finish is not None and self._parser is not None:
-            rest, reason = self._parser.finish(cut=delta.finish != "eos")
+            rest, reason = self._parser.finish(cut=delta.finish_reason != "eos")
             parts += rest
             finish = reason or finish
         ids = self._added(delta)
-        if not parts and (delta.scored or ids or finish):
+        if not parts and (delta.logprobs or ids or finish):
             parts = [{}]
         self._finish = finish
         chunks = []
@@ -136,7 +147,7 @@ class ChatAnswer(Answer):
             self._begun = True
             chunk = self.empty_chunk() | {"delta": first | part}
             if self._with_log_probs:
-                chunk["logprobs"] = self._log_probs(delta.scored if i == 0 else ())
+                chunk["logprobs"] = self._log_probs(delta.logprobs if i == 0 else ())
             chunks.append(chunk | (ids if i == 0 else {}))
         if chunks:
             chunks[-1]["finish_reason"] = finish
@@ -152,33 +163,34 @@ class ChatAnswer(Answer):
             else:
                 self._calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
 
-    def whole(self) -> dict[str, Any]:
+    def full_choice(self) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": self._content, "refusal": None}
         if self._calls:
             message |= {"content": self._content or None, "tool_calls": self._calls}
         if self._thoughts:
             message["reasoning_content"] = self._thoughts
-        log_probs = self._log_probs(self._scored) if self._with_log_probs else None
+        logprobs = self._log_probs(self._scored) if self._with_log_probs else None
         return self._with_ids(
-            {"index": self._index, "message": message, "logprobs": log_probs, "finish_reason": self._finish}
+            {"index": self._index, "message": message, "logprobs": logprobs, "finish_reason": self._finish}
         )
 
-    def _log_probs(self, scored: Sequence[ScoredToken]) -> dict[str, Any]:
+    def _log_probs(self, scored: Sequence[TokenLogprob]) -> dict[str, Any]:
         content = [
-            self._token(s.token, s.log_prob) | {"top_logprobs": [self._token(*best) for best in s.best]} for s in scored
+            self._token(s.token_id, s.logprob) | {"top_logprobs": [self._token(*best) for best in s.top_logprobs]}
+            for s in scored
         ]
         return {"content": content, "refusal": None}
 
-    def _token(self, token: int, log_prob: float | None) -> dict[str, Any]:
-        assert log_prob is not None  # that of a prompt's first token, which chats do not repeat
+    def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
+        assert logprob is not None  # that of a prompt's first token, which chats do not repeat
         text, content = self._piece(token)
-        return {"token": text, "logprob": round(log_prob, 6), "bytes": list(content)}
+        return {"token": text, "logprob": round(logprob, 6), "bytes": list(content)}
 
 
-class TextAnswer(Answer):
+class CompletionChoiceBuilder(ChoiceBuilder):
     """Builds one choice of ``/v1/completions``."""
 
-    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
+    object_type, chunk_object_type, id_prefix = "text_completion", "text_completion", "cmpl"
     _text = ""
 
     def empty_chunk(self) -> dict[str, Any]:
@@ -187,40 +199,40 @@ class TextAnswer(Answer):
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
         offset = len(self._text)
         self._text += delta.text
-        self._finish = REASONS.get(delta.finish)
+        self._finish = FINISH_REASONS.get(delta.finish_reason)
         ids = self._added(delta)
-        if not (delta.text or delta.scored or ids or delta.finish):
+        if not (delta.text or delta.logprobs or ids or delta.finish_reason):
             return []
-        return [self._choice(delta.text, delta.scored, offset) | ids]
+        return [self._choice(delta.text, delta.logprobs, offset) | ids]
 
-    def whole(self) -> dict[str, Any]:
+    def full_choice(self) -> dict[str, Any]:
         return self._with_ids(self._choice(self._text, self._scored, 0))
 
-    def _choice(self, text: str, scored: Sequence[ScoredToken], offset: int) -> dict[str, Any]:
+    def _choice(self, text: str, scored: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
         """``offset``: how many characters come before the text."""
-        log_probs = None
+        logprobs = None
         if self._with_log_probs:
-            tokens = [self._piece(s.token)[0] for s in scored]
-            lengths = [0 if token.startswith(PART) else len(token) for token in tokens]
-            log_probs = {
+            tokens = [self._piece(s.token_id)[0] for s in scored]
+            lengths = [0 if token.startswith(PARTIAL_CHAR_PREFIX) else len(token) for token in tokens]
+            logprobs = {
                 "tokens": tokens,
-                "token_logprobs": [None if s.log_prob is None else round(s.log_prob, 6) for s in scored],
+                "token_logprobs": [None if s.logprob is None else round(s.logprob, 6) for s in scored],
                 "top_logprobs": [
-                    None if s.log_prob is None else {self._piece(token)[0]: round(x, 6) for token, x in s.best}
+                    None if s.logprob is None else {self._piece(token)[0]: round(x, 6) for token, x in s.top_logprobs}
                     for s in scored
                 ],
                 "text_offset": list(accumulate(lengths[:-1], initial=offset)) if tokens else [],
             }
-        return {"index": self._index, "text": text, "logprobs": log_probs, "finish_reason": self._finish}
+        return {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": self._finish}
 
 
-def usage(choices: Sequence[Choice], thought: int = 0) -> dict[str, Any]:
-    """OpenAI's usage object of answers that have ended, with draft statistics; ``thought`` tokens were thoughts."""
+def usage(choices: Sequence[Choice], reasoning_tokens: int = 0) -> dict[str, Any]:
+    """OpenAI's usage object of answers that have ended, with draft statistics; ``reasoning_tokens`` tokens were thoughts."""
     cached = sum(max(c.result.cached_tokens if c.result else 0 for c in each) for each in _by_prompt(choices))
     return usage_so_far(choices) | {
         "prompt_tokens_details": {"cached_tokens": cached},
-        "completion_tokens_details": {"reasoning_tokens": thought},
-        "speculation": sum((choice.speculation for choice in choices), Speculation()).as_dict(),
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        "speculation": sum((choice.spec_stats for choice in choices), SpecDecodingStats()).as_dict(),
     }
 
 
@@ -229,20 +241,20 @@ def _by_prompt(choices: Sequence[Choice]) -> list[list[Choice]]:
     return [list(each) for _, each in groupby(choices, key=lambda choice: id(choice.request.prompt))]
 
 
-def as_others(choice: Choice) -> dict[str, Any]:
+def timings_and_metrics(choice: Choice) -> dict[str, Any]:
     """The figures of an answer that has ended where clients of vLLM look, and those of llama.cpp."""
-    result, spec = choice.result, choice.speculation
+    result, spec = choice.result, choice.spec_stats
     if result is None:
         return {}
     read, new = result.prompt_tokens - result.cached_tokens, result.new_tokens
-    first = min(choice.first_token or choice.ended, choice.ended)  # it is heard of after it came
-    reading, decoding = 1e3 * (first - choice.arrived), 1e3 * (choice.ended - first)
+    first = min(choice.first_token_time or choice.end_time, choice.end_time)  # it is heard of after it came
+    reading, decoding = 1e3 * (first - choice.arrival_time), 1e3 * (choice.end_time - first)
     timings = {
         "cache_n": result.cached_tokens, **_timed("prompt", read, reading), **_timed("predicted", new, decoding),
     }  # fmt: skip
-    if not spec.drafts:
+    if not spec.num_drafts:
         return {"timings": timings}
-    timings |= {"draft_n": spec.drafted, "draft_n_accepted": spec.accepted}
+    timings |= {"draft_n": spec.num_draft_tokens, "draft_n_accepted": spec.num_accepted_tokens}
     return {"timings": timings, "metrics": {"speculative_decoding": spec.as_vllm()}}
 
 
@@ -257,5 +269,5 @@ def _timed(name: str, tokens: int, milliseconds: float) -> dict[str, float]:
 
 def usage_so_far(choices: Sequence[Choice]) -> dict[str, int]:
     """The token counts of answers in progress."""
-    prompt, new = sum(len(each[0].request.prompt) for each in _by_prompt(choices)), sum(c.tokens for c in choices)
+    prompt, new = sum(len(each[0].request.prompt) for each in _by_prompt(choices)), sum(c.num_tokens for c in choices)
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}

@@ -6,7 +6,7 @@ import re
 from importlib.resources import files
 
 
-def page() -> str:
+def render_page() -> str:
     """The page as HTML; scripts that it names by their files stand in it."""
     folder = files("longdraft.serve")
     text = folder.joinpath("page.html").read_text(encoding="utf-8")

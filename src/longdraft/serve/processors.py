@@ -12,25 +12,25 @@ from dataclasses import dataclass, field
 import torch
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-Makers = Sequence[Callable[[], Processor]]
+ProcessorFactories = Sequence[Callable[[], Processor]]
 
 
 @dataclass
 class Penalties:
-    """OpenAI's presence and frequency penalties, on the output's tokens and not the prompt's (``prompt`` tokens)."""
+    """OpenAI's presence and frequency penalties, on the output's tokens and not the prompt's (``prompt_len`` tokens)."""
 
-    prompt: int
+    prompt_len: int
     presence: float = 0.0
     frequency: float = 0.0
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        tokens, counts = input_ids[0, self.prompt :].unique(return_counts=True)
+        tokens, counts = input_ids[0, self.prompt_len :].unique(return_counts=True)
         scores[0, tokens] -= self.presence + self.frequency * counts.to(scores.dtype)
         return scores
 
 
 @dataclass
-class LogProbs:
+class LogprobRecorder:
     """Keeps log-probabilities of the model's own distribution; must come before all other processors.
 
     Attributes:
@@ -39,36 +39,36 @@ class LogProbs:
             (vocabulary,) log-probabilities.
     """
 
-    best: int
-    rows: deque[tuple[list[float], list[int], torch.Tensor]] = field(default_factory=deque)
+    num_logprobs: int
+    pending: deque[tuple[list[float], list[int], torch.Tensor]] = field(default_factory=deque)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self._keep(scores[0])
         return scores
 
     def _keep(self, logits: torch.Tensor) -> None:
-        log_probs = logits.float().log_softmax(-1)
-        largest = log_probs.topk(max(1, self.best))
-        self.rows.append((largest.values.tolist(), largest.indices.tolist(), log_probs))
+        logprobs = logits.float().log_softmax(-1)
+        largest = logprobs.topk(max(1, self.num_logprobs))
+        self.pending.append((largest.values.tolist(), largest.indices.tolist(), logprobs))
 
-    def take(self, token: int) -> tuple[float, list[tuple[int, float]]]:
+    def pop(self, token: int) -> tuple[float, list[tuple[int, float]]]:
         """The emitted token's log-probability at the next position, and the most probable tokens with theirs."""
-        values, tokens, log_probs = self.rows.popleft()
-        return float(log_probs[token]), list(zip(tokens, values, strict=True))[: self.best]
+        values, tokens, logprobs = self.pending.popleft()
+        return float(logprobs[token]), list(zip(tokens, values, strict=True))[: self.num_logprobs]
 
 
 @dataclass
-class PromptLogProbs(LogProbs):
+class PromptLogprobRecorder(LogprobRecorder):
     """Those of a prompt's own tokens too.
 
     Attributes:
-        of_prompt: for each token of the prompt but the first, what :meth:`take` returns.
+        prompt_logprobs: for each token of the prompt but the first, what :meth:`pop` returns.
     """
 
     prompt: Sequence[int] = ()
-    of_prompt: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
+    prompt_logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
 
     def prompt_logits(self, start: int, logits: torch.Tensor) -> None:
         for row, token in zip(logits, self.prompt[start + 1 :], strict=False):
             self._keep(row)
-            self.of_prompt.append(self.take(token))
+            self.prompt_logprobs.append(self.pop(token))

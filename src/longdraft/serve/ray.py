@@ -21,16 +21,16 @@ from typing import Any
 from fastapi import FastAPI
 
 from longdraft.errors import CapabilityError, RequestError
-from longdraft.files import naming, regular
+from longdraft.files import file_errors, require_regular
 from longdraft.serve.app import make_app
 from longdraft.serve.service import Service
-from longdraft.serve.settings import Settings
+from longdraft.serve.settings import ServerSettings
 
-NAME = "longdraft"
+APP_NAME = "longdraft"
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
 
-def connected() -> Any:
+def connect() -> Any:
     """The module ``ray``, connected to the cluster that ``RAY_ADDRESS`` names or that this machine belongs to; if there
     is none, to one that lives as long as this process.
 
@@ -50,7 +50,7 @@ def connected() -> Any:
     return ray
 
 
-def require(ray: Any, processes: int, cpus: float, gpus: float) -> None:
+def check_resources(ray: Any, num_processes: int, cpus: float, gpus: float) -> None:
     """Refuses processes that would wait for ever. A cluster may grow, so Ray itself reports what that lacks.
 
     Raises:
@@ -60,22 +60,22 @@ def require(ray: Any, processes: int, cpus: float, gpus: float) -> None:
         return
     has = ray.cluster_resources()
     for kind, each in (("CPU", cpus), ("GPU", gpus)):
-        if has.get(kind, 0) < processes * each:
+        if has.get(kind, 0) < num_processes * each:
             raise CapabilityError(
-                f"{processes} processes with {each:g} {kind} each need {processes * each:g}, and Ray has "
+                f"{num_processes} processes with {each:g} {kind} each need {num_processes * each:g}, and Ray has "
                 f"{has.get(kind, 0):g}: ask for fewer, or set RAY_ADDRESS to a cluster."
             )
 
 
-def reason(message: str) -> str:
+def error_line(message: str) -> str:
     """The last line of Ray's messages that names an error, else the last line."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     named = [line for line in lines if "Error" in line.split(":")[0] and ":" in line]
     return (named or lines or ["unknown"])[-1]
 
 
-def deployment(
-    settings: Settings, replicas: int, cpus: int, gpus: int, config: Path | None, drain: float
+def deployment_options(
+    settings: ServerSettings, replicas: int, cpus: int, gpus: int, config_file: Path | None, drain_timeout: float
 ) -> dict[str, Any]:
     """Options of Ray's deployment.
 
@@ -88,17 +88,17 @@ def deployment(
         RequestError: the file cannot be read.
     """
     more: Any = {}
-    if config is not None:
+    if config_file is not None:
         import yaml
 
-        with naming(config, f"--ray-config {config} cannot be read", kind=RequestError):
-            more = yaml.safe_load(regular(config).read_text(encoding="utf-8"))
+        with file_errors(config_file, f"--ray-config {config_file} cannot be read", kind=RequestError):
+            more = yaml.safe_load(require_regular(config_file).read_text(encoding="utf-8"))
         if not isinstance(more, dict):
-            raise RequestError(f"--ray-config {config} holds no options: name: value, of Ray Serve's deployment.")
+            raise RequestError(f"--ray-config {config_file} holds no options: name: value, of Ray Serve's deployment.")
     options = {
         "ray_actor_options": {"num_cpus": cpus, "num_gpus": gpus},
         "max_ongoing_requests": settings.slots + settings.queue + 16,  # its own queue refuses more, with 429
-        "graceful_shutdown_timeout_s": drain,
+        "graceful_shutdown_timeout_s": drain_timeout,
         "health_check_period_s": 5,
         "max_constructor_retry_count": 1,  # one that cannot start will not start the next time either
         "request_router_config": {"request_router_class": _ROUTER},
@@ -107,15 +107,15 @@ def deployment(
 
 
 class Replica:
-    """Ray's deployment: a service and its application. ``make`` makes the service with settings of its own."""
+    """Ray's deployment: a service and its application. ``make_service`` makes the service with settings of its own."""
 
-    def __init__(self, make: Callable[[Settings], Service], settings: Settings) -> None:
+    def __init__(self, make_service: Callable[[ServerSettings], Service], settings: ServerSettings) -> None:
         from ray import serve
 
         if settings.snapshots is not None:  # no other replica has this folder
             rank = serve.get_replica_context().rank.rank
             settings = replace(settings, snapshots=settings.snapshots / str(rank))
-        self._service = make(settings)
+        self._service = make_service(settings)
         self._service.worker.start()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -132,23 +132,23 @@ class Replica:
 
 
 def serve(
-    make: Callable[[Settings], Service],
-    settings: Settings,
+    make_service: Callable[[ServerSettings], Service],
+    settings: ServerSettings,
     options: dict[str, Any],
     host: str,
     port: int,
-    listens: Callable[[int], None],
+    on_listening: Callable[[int], None],
 ) -> None:
     """Serves until SIGINT or SIGTERM. Then ongoing requests are answered; a second signal ends all.
 
     Args:
-        make: makes the service of a replica. options: Ray's (:func:`deployment`).
-        listens: called with the port once all replicas are ready.
+        make_service: makes the service of a replica. options: Ray's (:func:`deployment_options`).
+        on_listening: called with the port once all replicas are ready.
 
     Raises:
         CapabilityError: Ray is not installed, or the replicas do not start.
     """
-    ray = connected()
+    ray = connect()
     from ray import serve as ray_serve
 
     ended = threading.Event()
@@ -160,20 +160,20 @@ def serve(
         replica = ray_serve.deployment(ray_serve.ingress()(Replica), name="replica", **options)
         try:
             ray_serve.start(http_options={"host": host, "port": port})
-            ray_serve.run(replica.bind(make, settings), name=NAME, route_prefix="/")
+            ray_serve.run(replica.bind(make_service, settings), name=APP_NAME, route_prefix="/")
         except (RuntimeError, ValueError, TimeoutError) as error:
-            status = ray_serve.status().applications.get(NAME)
+            status = ray_serve.status().applications.get(APP_NAME)
             said = [each.message for each in status.deployments.values() if each.message] if status else []
-            problem = reason("\n".join(said) or str(error))
+            problem = error_line("\n".join(said) or str(error))
             raise CapabilityError(f"The replicas do not start: {problem}") from error
-        listens(port)
+        on_listening(port)
         ended.wait()
         ended.clear()
     finally:
         with contextlib.suppress(Exception):  # why it ends is more than why Ray does not
-            ray_serve.delete(NAME, _blocking=False)
+            ray_serve.delete(APP_NAME, _blocking=False)
             until = time.monotonic() + options["graceful_shutdown_timeout_s"]
-            while NAME in ray_serve.status().applications and time.monotonic() < until and not ended.wait(0.2):
+            while APP_NAME in ray_serve.status().applications and time.monotonic() < until and not ended.wait(0.2):
                 pass  # the last answers are given
             if not ray_serve.status().applications:  # nobody else's
                 ray_serve.shutdown()

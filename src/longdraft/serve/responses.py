@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from longdraft.serve.errors import ApiError
-from longdraft.serve.items import Responses
-from longdraft.serve.openai import Head, event
+from longdraft.serve.openai import ResponseEnvelope, sse_event
+from longdraft.serve.responses_request import ResponsesRequest
 
 # Kind of an item with text -> the name of its part and of its events, and their further fields.
 _TEXTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -20,17 +20,19 @@ _PREFIXES = {
 }  # fmt: skip
 
 
-class ResponseAnswer:
+class ResponsesAdapter:
     """Builds one response: what the model thinks, says and calls become items, in that order of time."""
 
-    def __init__(self, head: Head, body: Responses, keep: Callable[[list[dict[str, Any]]], None]) -> None:
-        self._head, self._body, self._number, self._keep = head, body, 0, keep
+    def __init__(
+        self, envelope: ResponseEnvelope, body: ResponsesRequest, store_items: Callable[[list[dict[str, Any]]], None]
+    ) -> None:
+        self._head, self._body, self._number, self._keep = envelope, body, 0, store_items
         self._items: list[dict[str, Any]] = []
-        self.whole: dict[str, Any] = {}  # the response once it has ended
+        self.full_response: dict[str, Any] = {}  # the response once it has ended
 
     def begin(self) -> Iterator[str]:
-        yield self._event("response.created", response=self.object("in_progress"))
-        yield self._event("response.in_progress", response=self.object("in_progress"))
+        yield self._event("response.created", response=self.response_object("in_progress"))
+        yield self._event("response.in_progress", response=self.response_object("in_progress"))
 
     ping = ""  # where nothing else comes
 
@@ -69,14 +71,14 @@ class ResponseAnswer:
             yield from self._begin("message")
         status = "incomplete" if cut else "completed"
         yield from self._end(status)
-        self.whole = self.object(status, usage)
+        self.full_response = self.response_object(status, usage)
         if self._body.store:
             self._keep(self._items)
-        yield self._event(f"response.{status}", response=self.whole)
+        yield self._event(f"response.{status}", response=self.full_response)
 
-    def failed(self, error: ApiError) -> str:
+    def error_event(self, error: ApiError) -> str:
         """The last event of a response that ends with an error."""
-        return self._event("response.failed", response=self.object("failed") | {"error": error.body["error"]})
+        return self._event("response.failed", response=self.response_object("failed") | {"error": error.body["error"]})
 
     def _open(self) -> str | None:
         """The kind of the item that has not ended."""
@@ -119,9 +121,9 @@ class ResponseAnswer:
 
     def _event(self, name: str, /, **content: Any) -> str:
         self._number += 1
-        return event({"type": name, "sequence_number": self._number - 1, **content}, name)
+        return sse_event({"type": name, "sequence_number": self._number - 1, **content}, name)
 
-    def object(self, status: str, usage: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def response_object(self, status: str, usage: Mapping[str, Any] | None = None) -> dict[str, Any]:
         head, body = self._head, self._body
         counts = None if usage is None else {
             "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],

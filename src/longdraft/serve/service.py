@@ -15,24 +15,24 @@ from transformers import MinNewTokensLengthLogitsProcessor, PreTrainedTokenizerB
 from longdraft.engine.request import Request
 from longdraft.engine.sampler import Sampling
 from longdraft.engine.session import Session
-from longdraft.engine.streaming import BROKEN
+from longdraft.engine.streaming import REPLACEMENT_CHARACTER
 from longdraft.errors import MemoryBudgetError, RequestError
-from longdraft.memory import sizes
+from longdraft.memory import memory_info
 from longdraft.memory.prompt_cache import PromptCache
-from longdraft.methods import method_named
+from longdraft.methods import get_method
 from longdraft.model.checkpoints import LoadedModel, Progress
 from longdraft.model.runner import TargetRunner
-from longdraft.serve import schema
-from longdraft.serve.aside import Aside
+from longdraft.serve import protocol
 from longdraft.serve.choice import Choice
+from longdraft.serve.disk_prompt_cache import DiskPromptCache, create_snapshot_folder
 from longdraft.serve.errors import ApiError, ContextOverflow
-from longdraft.serve.items import Recent
+from longdraft.serve.executor import RequestExecutor
 from longdraft.serve.metrics import Metrics
-from longdraft.serve.openai import PART
-from longdraft.serve.prefixes import DiskPrefixes, check_folder
+from longdraft.serve.openai import PARTIAL_CHAR_PREFIX
 from longdraft.serve.processors import Penalties, Processor
-from longdraft.serve.settings import Settings
-from longdraft.serve.structured import table_of
+from longdraft.serve.responses_request import ResponseStore
+from longdraft.serve.settings import ServerSettings
+from longdraft.serve.structured import ll_tokenizer
 from longdraft.serve.worker import Worker
 from longdraft.speculator import Speculator
 
@@ -45,27 +45,27 @@ class Service:
         tokenizer: the model's.
 
     Attributes:
-        aside: does what takes long beside the event loop. recent: outputs that clients may refer to.
+        executor: does what takes long beside the event loop. recent: outputs that clients may refer to.
     """
 
     def __init__(
         self,
-        settings: Settings,
-        speculator: Callable[[str], Speculator],
+        settings: ServerSettings,
+        new_speculator: Callable[[str], Speculator],
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
         self.settings, self.tokenizer = settings, tokenizer
-        self._new_speculator = speculator
+        self._new_speculator = new_speculator
         self._speculators: dict[str, Speculator] = {}
-        self._disk: DiskPrefixes | None = None
-        self.aside = Aside(settings.queue + settings.slots, settings.preparing)
+        self._disk: DiskPromptCache | None = None
+        self.executor = RequestExecutor(settings.queue + settings.slots, settings.prepare_timeout)
         # What is idle writes a prompt to disk, if the server keeps them.
         self.worker = Worker(
-            self.session, settings.slots, settings.queue, lambda: self._disk is not None and self._disk.keep()
+            self.new_session, settings.slots, settings.queue, lambda: self._disk is not None and self._disk.save_next()
         )
         self.metrics = Metrics(settings.name, lambda: self.worker.load)
         self._random, self._created = random.SystemRandom(), int(time.time())
-        self.recent = Recent()
+        self.response_store = ResponseStore()
 
     # --- the engine thread ---
 
@@ -74,21 +74,21 @@ class Service:
             self._speculators[method] = self._new_speculator(method)
         return self._speculators[method]
 
-    def session(self, method: str) -> Session:
+    def new_session(self, method: str) -> Session:
         """A session with a new prompt cache: after a failure, the rows of the old one may be the cause."""
         spec, settings = self.speculator(method), self.settings
-        layers, tree = spec.feature_layers(), settings.tree_bytes
+        layers, tree = spec.feature_layers(), settings.prefix_cache_bytes
         if method != settings.methods[0]:
             cache = PromptCache(layers)
         elif settings.snapshots is None:
             cache = PromptCache(layers, tree)
         else:
-            cache = self._disk = DiskPrefixes(
+            cache = self._disk = DiskPromptCache(
                 settings.snapshots, spec.runner().fingerprint, settings.snapshot_bytes,
                 feature_layers=layers, tree_bytes=tree,
             )  # fmt: skip
         spec.planner()  # measures what verifications cost before anybody waits for an answer
-        return spec.session(settings.slots, context=settings.context, cache=cache, piece=settings.piece)
+        return spec.session(settings.slots, context=settings.context, cache=cache, piece=settings.prefill_chunk)
 
     # --- from requests to answers ---
 
@@ -100,29 +100,29 @@ class Service:
             message = f"There is no model {name!r} here; this is {self.settings.name!r}."
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def piece(self, token: int) -> tuple[str, bytes]:
+    def token_to_piece(self, token: int) -> tuple[str, bytes]:
         """A token's text and its bytes; the text of a part of a character is written as OpenAI does."""
         text = str(self.tokenizer.decode([token]))
-        if BROKEN not in text:
+        if REPLACEMENT_CHARACTER not in text:
             return text, text.encode()
-        content = bytes(table_of(self.tokenizer).decode_bytes([token]))
-        return PART + "".join(f"\\x{byte:02x}" for byte in content), content
+        content = bytes(ll_tokenizer(self.tokenizer).decode_bytes([token]))
+        return PARTIAL_CHAR_PREFIX + "".join(f"\\x{byte:02x}" for byte in content), content
 
-    def choices(
+    def make_choices(
         self,
         prompt: list[int],
-        body: schema.Sampled,
+        body: protocol.SampledRequest,
         max_tokens: int | None,
         tenant: str | None,
-        log_probs: int | None = None,
-        constraint: Callable[[], Processor] | None = None,
-        ends: Sequence[int] = (),
+        num_logprobs: int | None = None,
+        constraint_factory: Callable[[], Processor] | None = None,
+        stop_token_ids: Sequence[int] = (),
         echo: str | None = None,
     ) -> list[Choice]:
         """The answers that a request asks for, to be submitted.
 
         Args:
-            log_probs: how many of the most probable tokens to report; None: no log-probabilities.
+            num_logprobs: how many of the most probable tokens to report; None: no log-probabilities.
             constraint: makes the processor that binds the text to a grammar.
             ends: tokens that end the text besides the model's own.
             echo: the prompt as text, which the answer begins with; None: it does not.
@@ -136,10 +136,10 @@ class Service:
             message = f"This server decodes with {', '.join(settings.methods)}, not {method!r}."
             raise ApiError(400, message, param="method")
         runner = self.speculator(settings.methods[0]).runner()
-        longest = min(settings.context, runner.longest_text(len(prompt)))
+        longest = min(settings.context, runner.max_context_length(len(prompt)))
         room = longest - len(prompt)
         if room < 1:
-            raise ContextOverflow(len(prompt), max_tokens or 1, longest, body.texts)
+            raise ContextOverflow(len(prompt), max_tokens or 1, longest, body.prompt_field)
         vocabulary = len(self.tokenizer)
         if wrong := [token for token in body.logit_bias if not 0 <= token < vocabulary]:
             raise ApiError(400, f"There is no token {wrong[0]}.", param="logit_bias")
@@ -150,13 +150,13 @@ class Service:
         if body.logit_bias:
             processors.append(partial(SequenceBiasLogitsProcessor, {(t,): bias for t, bias in body.logit_bias.items()}))
         ending: list[int] | None = [] if body.ignore_eos else None  # None: the model's own
-        if ending is None and (ends or body.min_tokens):
-            ending = self._ends(ends)
+        if ending is None and (stop_token_ids or body.min_tokens):
+            ending = self._ends(stop_token_ids)
         if body.min_tokens and ending:
             bounds = len(prompt), body.min_tokens, ending, runner.device
             processors.append(partial(MinNewTokensLengthLogitsProcessor, *bounds))
-        if constraint is not None:
-            processors.append(constraint)
+        if constraint_factory is not None:
+            processors.append(constraint_factory)
         greedy = body.temperature == 0
         sampling = Sampling(
             temperature=body.temperature,
@@ -180,12 +180,12 @@ class Service:
         )
         requests = [replace(request, seed=(seed + i) % 2**63) for i in range(body.n)]
         traced = body.stream_options.include_trace
-        return [Choice(each, method, self.decode, processors, log_probs, traced, echo) for each in requests]
+        return [Choice(each, method, self.decode, processors, num_logprobs, traced, echo) for each in requests]
 
     def _ends(self, more: Sequence[int]) -> list[int]:
         """The tokens that end a text, the model's own and others."""
         spec = self.speculator(self.settings.methods[0])
-        return sorted({*spec.runner().eos_token_ids, *spec.texts.eos, *more})
+        return sorted({*spec.runner().eos_token_ids, *spec.texts.eos_token_ids, *more})
 
     def model_object(self) -> dict[str, Any]:
         """The model as ``/v1/models`` lists it."""
@@ -210,12 +210,12 @@ class Service:
         }
 
 
-def service_of(
+def make_service(
     loaded: LoadedModel,
-    settings: Settings,
-    arguments: Mapping[str, Any],
-    first: Mapping[str, Any],
-    sharing: int = 1,
+    settings: ServerSettings,
+    speculator_options: Mapping[str, Any],
+    first_method_options: Mapping[str, Any],
+    num_services: int = 1,
     progress: Progress | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Service:
@@ -233,21 +233,21 @@ def service_of(
     """
 
     def speculator(method: str | None) -> Speculator:
-        given = dict(arguments)
+        given = dict(speculator_options)
         if method is None or method in settings.methods[:1]:
-            given |= first
-        if settings.earlier and (method is None or "earlier" in method_named(method).options):
+            given |= first_method_options
+        if settings.earlier and (method is None or "earlier" in get_method(method).options):
             given |= {"earlier": settings.earlier}
             if method not in (None, "suffix", "prompt-lookup"):
                 given["lookup"] = True
         return Speculator(method, loaded.model, loaded.tokenizer, **given)
 
     if settings.snapshots is not None:
-        check_folder(settings.snapshots)
+        create_snapshot_folder(settings.snapshots)
     chosen = speculator(settings.methods[0] if settings.methods else None)
     chosen.planner(progress)
     methods = settings.methods or tuple(dict.fromkeys((chosen.method.name, "ar")))
-    context = _context(chosen.runner(), settings, len(methods), sharing, note)
+    context = _context(chosen.runner(), settings, len(methods), num_services, note)
     made = replace(settings, methods=methods, context=context)
     service = Service(made, lambda method: chosen if method == methods[0] else speculator(method), loaded.tokenizer)
     service.speculator(methods[0])
@@ -255,17 +255,19 @@ def service_of(
     return service
 
 
-def _context(runner: TargetRunner, settings: Settings, methods: int, sharing: int, note: Callable[[str], None]) -> int:
+def _context(
+    runner: TargetRunner, settings: ServerSettings, methods: int, sharing: int, note: Callable[[str], None]
+) -> int:
     """Tokens of the longest text: as asked for, or as the model and four fifths of the free memory allow."""
     context, limit, slots = settings.context, runner.context_length, settings.slots
     if context > limit:
         raise RequestError(f"--context {context}: the model's context holds {limit} (--rope-factor stretches it).")
     row = runner.kv_shape.bytes_per_token * runner.kv_dtype.itemsize // runner.kv_shape.dtype.itemsize
-    free = sizes.available_bytes(runner.device)
+    free = memory_info.available_bytes(runner.device)
     if free is None or runner.offload is not None:
         room = limit
     else:
-        kept = settings.tree_bytes * sharing if runner.device.type == "cpu" else 0
+        kept = settings.prefix_cache_bytes * sharing if runner.device.type == "cpu" else 0
         room = int(0.8 * max(0, free - kept) / (row * slots * methods * sharing))
     if context > room:
         raise MemoryBudgetError(
@@ -282,6 +284,6 @@ def _context(runner: TargetRunner, settings: Settings, methods: int, sharing: in
         most = row * context * slots * methods
         note(
             f"{slots} slot{'s' * (slots > 1)} of {context:,} tokens: the KV takes {most / 2**30:.1f} GiB at most, "
-            f"and the beginnings of other texts {settings.tree_bytes / 2**30:.1f}."
+            f"and the beginnings of other texts {settings.prefix_cache_bytes / 2**30:.1f}."
         )
     return context

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from longdraft.errors import RequestError
-from longdraft.files import naming, regular
+from longdraft.files import file_errors, require_regular
 
-LOCAL = ("localhost", "127.0.0.1", "::1")
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)
-class Settings:
+class ServerSettings:
     """Attributes:
     name: the model's name for clients.
     methods: the methods that a request may name; the first is the default.
@@ -22,9 +22,9 @@ class Settings:
     queue: requests that may wait; more are refused with 429.
     max_tokens: the most new tokens of an answer; None: as many as there is room for.
     timeout: seconds that a request may take, waiting included. preparing: those of its texts and grammars.
-    keep_alive: seconds after which a stream without news has a comment.
+    sse_ping_interval: seconds after which a stream without news has a comment.
     think: whether templates that know it let the model think, unless the request says.
-    max_body: bytes of a request. body_seconds: seconds that it may take to arrive, as its headers may.
+    max_body_bytes: bytes of a request. body_timeout: seconds that it may take to arrive, as its headers may.
     connections: that may be open; None: half of the files that the process may have.
     keys: tenant -> API key; empty: no key is needed.
     hosts: names that requests may call the server by, with * for any part; 0.0.0.0: also any address.
@@ -32,7 +32,7 @@ class Settings:
     piece: prompt tokens that are read between two rounds of the other requests.
     foresee: whether drafts may know the coming random numbers.
     earlier: tokens of a tenant's earlier requests that lookups search too.
-    tree_bytes: limit of the texts that are kept in memory when others take their slots.
+    prefix_cache_bytes: limit of the texts that are kept in memory when others take their slots.
     snapshots: folder for prompts; None: they do not survive a restart. snapshot_bytes: limit of all files together.
     """
 
@@ -43,24 +43,24 @@ class Settings:
     queue: int = 64
     max_tokens: int | None = None
     timeout: float = 600.0
-    preparing: float = 60.0
-    keep_alive: float = 5.0
+    prepare_timeout: float = 60.0
+    sse_ping_interval: float = 5.0
     think: bool = True
     foresee: bool = True
-    max_body: int = 8 << 20
-    body_seconds: float = 30.0
+    max_body_bytes: int = 8 << 20
+    body_timeout: float = 30.0
     connections: int | None = None
     keys: dict[str, str] = field(default_factory=dict, repr=False)
     hosts: tuple[str, ...] = ("*",)
     origins: tuple[str, ...] = ()
-    piece: int = 512
+    prefill_chunk: int = 512
     earlier: int = 0
     snapshots: Path | None = None
     snapshot_bytes: int = 4 << 30
-    tree_bytes: int = 2 << 30
+    prefix_cache_bytes: int = 2 << 30
 
 
-def checked_origins(origins: Iterable[str]) -> tuple[str, ...]:
+def normalize_origins(origins: Iterable[str]) -> tuple[str, ...]:
     """Origins as browsers write them.
 
     Raises:
@@ -73,14 +73,14 @@ def checked_origins(origins: Iterable[str]) -> tuple[str, ...]:
     return found
 
 
-def read_keys(file: Path) -> dict[str, str]:
+def read_api_keys(file: Path) -> dict[str, str]:
     """The API keys in a file. A line has a key, or a tenant's name and a key; # begins a comment.
 
     Raises:
         RequestError: the file cannot be read, has no key, or names a tenant or key twice.
     """
-    with naming(file, f"--api-key-file {file} cannot be read", kind=RequestError):
-        lines = [line.split("#")[0].split() for line in regular(file).read_text(encoding="utf-8").splitlines()]
+    with file_errors(file, f"--api-key-file {file} cannot be read", kind=RequestError):
+        lines = [line.split("#")[0].split() for line in require_regular(file).read_text(encoding="utf-8").splitlines()]
     keys: dict[str, str] = {}
     for number, words in enumerate(lines, 1):
         if not words:

@@ -21,7 +21,7 @@ from llguidance.hf import from_tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from longdraft.errors import CapabilityError, RequestError
-from longdraft.serve.thinking import UNTHINK
+from longdraft.serve.reasoning import THINK_END
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ _OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties", "
 LENIENT = {"lenient": True, "coerce_one_of": True}
 
 
-def schema_of(response_format: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def response_schema(response_format: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The schema of OpenAI's ``response_format``; None for any text.
 
     Raises:
@@ -68,11 +68,11 @@ def json_grammar(schema: Mapping[str, Any], rules: str = "start: answer") -> str
     Raises:
         RequestError: llguidance does not accept the schema.
     """
-    written = json.dumps({**closed(schema), "x-guidance": {"whitespace_flexible": False}})
-    return checked(str(LLMatcher.grammar_from_lark(f"{rules}\nanswer: %json {written}\n")))
+    written = json.dumps({**close_objects(schema), "x-guidance": {"whitespace_flexible": False}})
+    return validate_grammar(str(LLMatcher.grammar_from_lark(f"{rules}\nanswer: %json {written}\n")))
 
 
-def closed(schema: Any) -> Any:
+def close_objects(schema: Any) -> Any:
     """The schema without further properties in objects that list theirs and say nothing of others.
 
     Schemas with ``allOf`` stay as they are, since an object then has the properties of several lists.
@@ -100,28 +100,28 @@ def _with_inner(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict
     return found
 
 
-def moved(schema: Any, place: str) -> Any:
+def rebase_refs(schema: Any, pointer: str) -> Any:
     """A schema whose references are right when it stands at a place of another, such as ``#/$defs/a``."""
     if not isinstance(schema, Mapping):
         return schema
     # An address of its own would be what references begin at.
     kept = {key: value for key, value in schema.items() if key not in ("$id", "$schema")}
-    found = _with_inner(kept, lambda inner: moved(inner, place))
+    found = _with_inner(kept, lambda inner: rebase_refs(inner, pointer))
     reference = found.get("$ref")
     if isinstance(reference, str) and reference[:2] in ("#", "#/"):
-        found["$ref"] = place + reference[1:]
+        found["$ref"] = pointer + reference[1:]
     return found
 
 
-def loosened(schema: Mapping[str, Any], place: str, tool: str) -> dict[str, Any]:
+def relax_tool_schema(schema: Mapping[str, Any], def_name: str, tool_name: str) -> dict[str, Any]:
     """A tool's schema, to stand at ``#/$defs/place``, with anything in the place of the properties that no grammar can
     follow, or of all of it; the log says so, once."""
 
     def fault(tried: Mapping[str, Any]) -> tuple[bool, list[str]]:
-        whole = {"$ref": f"#/$defs/{place}", "$defs": {place: tried}, "x-guidance": LENIENT}
+        whole = {"$ref": f"#/$defs/{def_name}", "$defs": {def_name: tried}, "x-guidance": LENIENT}
         return LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_json_schema(json.dumps(whole)))
 
-    schema = closed(moved(schema, f"#/$defs/{place}"))
+    schema = close_objects(rebase_refs(schema, f"#/$defs/{def_name}"))
     found, left = fault(schema), []
     if found[0] and isinstance(named := schema.get("properties"), Mapping):
         left = [name for name in named if fault({**schema, "properties": {name: named[name]}, "required": []})[0]]
@@ -130,25 +130,25 @@ def loosened(schema: Mapping[str, Any], place: str, tool: str) -> dict[str, Any]
     if found[0]:
         schema, left, found = {"type": "object"}, ["all of it"], (False, [])
     if left or found[1]:
-        say(tool, ", ".join([*left, *found[1]]))
+        warn_not_followed(tool_name, ", ".join([*left, *found[1]]))
     return dict(schema)
 
 
 @lru_cache(maxsize=1000)
-def say(tool: str, what: str) -> None:
-    logger.warning("The schema of tool %r is not followed in: %s", tool, what)
+def warn_not_followed(tool_name: str, parts: str) -> None:
+    logger.warning("The schema of tool %r is not followed in: %s", tool_name, parts)
 
 
-def checked(grammar: str) -> str:
+def validate_grammar(grammar: str) -> str:
     """The grammar itself. Raises RequestError if llguidance does not accept it."""
     if wrong := LLMatcher.validate_grammar(grammar):
         raise RequestError(f"This schema cannot be followed: {wrong.splitlines()[0]}")
     return grammar
 
 
-def in_grammar(tokenizer: PreTrainedTokenizerBase, tag: str) -> str:
+def lark_tag(tokenizer: PreTrainedTokenizerBase, tag: str) -> str:
     """A tag such as ``<tool_call>`` in Lark: by its name if it is a token of its own, else as text."""
-    table = table_of(tokenizer)
+    table = ll_tokenizer(tokenizer)
     tokens = table.tokenize_str(tag)
     return tag if len(tokens) == 1 and table.is_special_token(tokens[0]) else json.dumps(tag)
 
@@ -161,13 +161,15 @@ class Constraint:
         thinking: the prompt ends within ``<think>``: the text is bound from the end of that on.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, grammar: str, prompt: int, thinking: bool = False) -> None:
-        self._tokenizer, self._table = tokenizer, table_of(tokenizer)
-        self._free, self._text = thinking, list[int]()  # the last tokens of what is free
-        self._matcher = LLMatcher(self._table, grammar)
-        self._prompt, self._consumed = prompt, 0
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, grammar: str, prompt_len: int, in_reasoning: bool = False
+    ) -> None:
+        self._tokenizer, self._ll_tokenizer = tokenizer, ll_tokenizer(tokenizer)
+        self._unconstrained, self._unconstrained_tail = in_reasoning, list[int]()  # the last tokens of what is free
+        self._matcher = LLMatcher(self._ll_tokenizer, grammar)
+        self._prompt_len, self._consumed = prompt_len, 0
         self._eos = tokenizer.eos_token_id
-        self._try(self._matcher, self._matcher.compute_ff_tokens())
+        self._check_prefix(self._matcher, self._matcher.compute_ff_tokens())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Constraint:
         twin = copy.copy(self)
@@ -175,8 +177,8 @@ class Constraint:
         return twin
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self._consume(input_ids[0, self._prompt + self._consumed :].tolist())
-        if self._free:
+        self._consume(input_ids[0, self._prompt_len + self._consumed :].tolist())
+        if self._unconstrained:
             return scores
         if self._matcher.is_stopped():
             allowed = torch.zeros(scores.shape[-1], dtype=torch.bool, device="cpu")
@@ -189,18 +191,18 @@ class Constraint:
     def _consume(self, new: list[int]) -> None:
         for token in new:
             self._consumed += 1
-            if self._free:
-                self._look(token)
+            if self._unconstrained:
+                self._advance_unconstrained(token)
             else:
                 self._advance(token)
 
-    def _look(self, token: int) -> None:
+    def _advance_unconstrained(self, token: int) -> None:
         """Binds the text if its thoughts end with this token."""
-        self._text = [*self._text[-len(UNTHINK) :], token]  # a new list: copies share it
-        _, ended, behind = str(self._tokenizer.decode(self._text)).partition(UNTHINK)
+        self._unconstrained_tail = [*self._unconstrained_tail[-len(THINK_END) :], token]  # a new list: copies share it
+        _, ended, behind = str(self._tokenizer.decode(self._unconstrained_tail)).partition(THINK_END)
         if ended:
-            self._free, self._text = False, []
-            self._matcher.try_consume_tokens(self._table.tokenize_bytes(behind.encode()))
+            self._unconstrained, self._unconstrained_tail = False, []
+            self._matcher.try_consume_tokens(self._ll_tokenizer.tokenize_bytes(behind.encode()))
 
     def _advance(self, token: int) -> None:
         if not self._matcher.is_stopped():
@@ -209,44 +211,44 @@ class Constraint:
             raise RequestError(f"The grammar was left: {self._matcher.get_error().splitlines()[0]}")
 
     @staticmethod
-    def _try(matcher: LLMatcher, begun: Sequence[int]) -> None:
+    def _check_prefix(matcher: LLMatcher, token_ids: Sequence[int]) -> None:
         """Raises RequestError now if the first tokens are too much for the grammar."""
         matcher = matcher.deep_copy()
-        matcher.consume_tokens(list(begun))
+        matcher.consume_tokens(list(token_ids))
         matcher.compute_logit_bias()
         if matcher.is_error():
             raise RequestError(f"This schema cannot be followed: {matcher.get_error().splitlines()[0]}")
 
     # --- looking ahead ---
 
-    def read(self, output: Sequence[int]) -> None:
+    def advance_to(self, output: Sequence[int]) -> None:
         self._consume(list(output[self._consumed :]))
 
-    def forced(self) -> list[int]:
-        if self._free:
+    def forced_tokens(self) -> list[int]:
+        if self._unconstrained:
             return []
         if self._matcher.is_stopped():
             return [] if self._matcher.stop_reason() == "EndOfSentence" else [self._eos]
         return list(self._matcher.compute_ff_tokens())
 
-    def likely(self) -> list[int]:
+    def likely_tokens(self) -> list[int]:
         """The first token of the bytes that must come, which could be divided into tokens in other ways too."""
-        if self._free:
+        if self._unconstrained:
             return []
-        return list(self._table.tokenize_bytes(self._matcher.compute_ff_bytes())[:1])
+        return list(self._ll_tokenizer.tokenize_bytes(self._matcher.compute_ff_bytes())[:1])
 
-    def follow(self, token: int) -> bool:
-        if self._free:
+    def accept_token(self, token: int) -> bool:
+        if self._unconstrained:
             return True
-        known = token < self._table.vocab_size  # a draft's may be none: models have more than their tokenizers
+        known = token < self._ll_tokenizer.vocab_size  # a draft's may be none: models have more than their tokenizers
         return known and not self._matcher.is_stopped() and self._matcher.try_consume_tokens([token]) == 1
 
-    def back(self, count: int) -> None:
-        if count and not self._free:
+    def rollback(self, count: int) -> None:
+        if count and not self._unconstrained:
             self._matcher.rollback(count)
 
 
-def table_of(tokenizer: PreTrainedTokenizerBase) -> LLTokenizer:
+def ll_tokenizer(tokenizer: PreTrainedTokenizerBase) -> LLTokenizer:
     if tokenizer not in _tables:
         if tokenizer.eos_token_id is None:
             raise CapabilityError("Structured output needs a tokenizer with an end-of-sequence token.")

@@ -16,20 +16,28 @@ from llguidance import LLMatcher
 from transformers import PreTrainedTokenizerBase
 
 from longdraft.errors import PromptError, RequestError
-from longdraft.model.chat import applied
-from longdraft.serve.calls import ARGUMENTS, CLOSE, OPEN, starts
-from longdraft.serve.kinds import type_of
-from longdraft.serve.structured import LENIENT, Constraint, checked, in_grammar, json_grammar, loosened, say
-from longdraft.serve.thinking import THINK, UNTHINK
+from longdraft.model.chat import apply_chat_template
+from longdraft.serve.reasoning import THINK_END, THINK_START
+from longdraft.serve.structured import (
+    LENIENT,
+    Constraint,
+    json_grammar,
+    lark_tag,
+    relax_tool_schema,
+    validate_grammar,
+    warn_not_followed,
+)
+from longdraft.serve.tool_parser import ARGUMENTS_KEY, TOOL_CALL_END, TOOL_CALL_START, call_start_pattern
+from longdraft.serve.tool_types import tool_type
 
 _SPACE, _SPACES = r"[ \n\t]{0,40}", r"/\s{0,40}/"  # white space within a call: in its JSON, and between its parts
 _INSTRUCTIONS = f"""You may call these functions:
 {{functions}}
-To call one, answer with {OPEN}{{{{"name": NAME, "arguments": {{{{...}}}}}}}}{CLOSE} and nothing else."""
+To call one, answer with {TOOL_CALL_START}{{{{"name": NAME, "arguments": {{{{...}}}}}}}}{TOOL_CALL_END} and nothing else."""
 
 
-def checked_choice(
-    tools: Sequence[dict[str, Any]], choice: str | Mapping[str, Any] | None
+def resolve_tool_choice(
+    tools: Sequence[dict[str, Any]], tool_choice: str | Mapping[str, Any] | None
 ) -> tuple[str, list[dict[str, Any]]]:
     """The choice as "none", "auto", "required" or the name of the function to call; and the functions that may be.
 
@@ -47,50 +55,50 @@ def checked_choice(
             )
         known[name] = tool
     allowed = list(known)
-    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-        among = _inner(choice)
+    if isinstance(tool_choice, Mapping) and tool_choice.get("type") == "allowed_tools":
+        among = _inner(tool_choice)
         listed = among.get("tools")
         named = [_name(each) for each in listed if isinstance(each, Mapping)] if isinstance(listed, list) else []
-        allowed, choice = [name for name in named if name in known], among.get("mode", "auto")
+        allowed, tool_choice = [name for name in named if name in known], among.get("mode", "auto")
         if not allowed:
             raise RequestError(f"tool_choice allows {', '.join(named) or 'nothing'}, and tools has {_listed(known)}")
-    if isinstance(choice, Mapping):
-        name = _name(choice)
+    if isinstance(tool_choice, Mapping):
+        name = _name(tool_choice)
         if name in known:
             return name, [known[name]]
         if name not in ("none", "auto", "required"):
             raise RequestError(f"tool_choice names {name!r}, and tools has {_listed(known)}")
-        choice = name
-    if choice not in (None, "none", "auto", "required"):
-        raise RequestError(f"tool_choice is none, auto, required or a function, not {choice!r}")
-    if choice == "required" and not tools:
+        tool_choice = name
+    if tool_choice not in (None, "none", "auto", "required"):
+        raise RequestError(f"tool_choice is none, auto, required or a function, not {tool_choice!r}")
+    if tool_choice == "required" and not tools:
         raise RequestError("tool_choice is required, and there are no tools")
-    choice = choice or "auto"
-    return choice, [] if choice == "none" else [known[name] for name in allowed]
+    tool_choice = tool_choice or "auto"
+    return tool_choice, [] if tool_choice == "none" else [known[name] for name in allowed]
 
 
 def _inner(choice: Mapping[str, Any]) -> Mapping[str, Any]:
     """The fields of a choice, which chats have under the name of its type."""
-    found = choice.get(type_of(choice))
+    found = choice.get(tool_type(choice))
     return found if isinstance(found, Mapping) else choice
 
 
 def _name(choice: Mapping[str, Any]) -> str:
-    return str(_inner(choice).get("name") or type_of(choice))
+    return str(_inner(choice).get("name") or tool_type(choice))
 
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(names) or "none"
 
 
-def bound(
+def tool_constraint(
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[Mapping[str, Any]],
-    choice: str,
+    tool_choice: str,
     parallel: bool,
-    prompt: int,
-    thinking: bool = False,
-    schema: Mapping[str, Any] | None = None,
+    prompt_len: int,
+    in_reasoning: bool = False,
+    answer_schema: Mapping[str, Any] | None = None,
 ) -> Constraint | None:
     """The logits processor of a text that may call these functions ("auto"), or has to; None: nothing binds it.
 
@@ -98,33 +106,35 @@ def bound(
         thinking: the prompt ends within ``<think>``, where nothing is bound.
         schema: of a text that is no call; None: it is free.
     """
-    start = r"start: /\n{0,2}/" if thinking else "start:"
-    answer = "" if schema is None else json_grammar(schema, f"{start} answer")
+    start = r"start: /\n{0,2}/" if in_reasoning else "start:"
+    answer = "" if answer_schema is None else json_grammar(answer_schema, f"{start} answer")
     if not tools:
-        return Constraint(tokenizer, answer, prompt, thinking) if answer else None
+        return Constraint(tokenizer, answer, prompt_len, in_reasoning) if answer else None
 
     def made(tools: Sequence[Mapping[str, Any]]) -> Constraint:
-        if choice == "auto" and schema is None:
-            return CallConstraint(tokenizer, tools, prompt, parallel, thinking)
-        tags = [in_grammar(tokenizer, tag) for tag in (OPEN, CLOSE)]
-        if choice != "auto":
-            calls = "call+" if parallel and choice == "required" else "call"
+        if tool_choice == "auto" and answer_schema is None:
+            return ToolCallConstraint(tokenizer, tools, prompt_len, parallel, in_reasoning)
+        tags = [lark_tag(tokenizer, tag) for tag in (TOOL_CALL_START, TOOL_CALL_END)]
+        if tool_choice != "auto":
+            calls = "call+" if parallel and tool_choice == "required" else "call"
             rules = f"{start} {calls}\ncall: {' function '.join(tags)}\nfunction: %json {_call_schema(tools)}\n"
-            return Constraint(tokenizer, checked(str(LLMatcher.grammar_from_lark(rules))), prompt, thinking)
+            return Constraint(
+                tokenizer, validate_grammar(str(LLMatcher.grammar_from_lark(rules))), prompt_len, in_reasoning
+            )
         function = _call_schema(tools, whitespace_flexible=True, whitespace_pattern=_SPACE)
         tagged, bare = (f"{each} ({_SPACES} {each})*" if parallel else each for each in ("tagged", "function"))
         within = f" {_SPACES} function {_SPACES} ".join(tags)
         calls = f"calls: {tagged} | {bare}\ntagged: {within}\nfunction: %json {function}\n"
-        either = json_grammar(schema or {}, f"{start} (calls | answer)\n{calls}")
-        only = checked(str(LLMatcher.grammar_from_lark(f"{start} calls\n{calls}")))
+        either = json_grammar(answer_schema or {}, f"{start} (calls | answer)\n{calls}")
+        only = validate_grammar(str(LLMatcher.grammar_from_lark(f"{start} calls\n{calls}")))
         names = [tool["function"]["name"] for tool in tools]
-        return _Either(tokenizer, either, only, answer, names, prompt, thinking)
+        return _Either(tokenizer, either, only, answer, names, prompt_len, in_reasoning)
 
     try:
         return made(tools)
     except RequestError:  # too much for a grammar
         names = [tool["function"]["name"] for tool in tools]
-        say(", ".join(names), "all of it")
+        warn_not_followed(", ".join(names), "all of it")
         return made([{"function": {"name": name}} for name in names])
 
 
@@ -140,7 +150,7 @@ def _call_schema(tools: Sequence[Mapping[str, Any]], **options: Any) -> str:
         schema = schema if isinstance(schema, Mapping) else {}
         if "$ref" not in schema:
             schema = {**schema, "type": "object"}
-        parameters[place] = loosened(schema, place, function["name"])
+        parameters[place] = relax_tool_schema(schema, place, function["name"])
         calls.append({
             "type": "object", "required": ["name", "arguments"], "additionalProperties": False,
             "properties": {"name": {"const": function["name"]}, "arguments": {"$ref": f"#/$defs/{place}"}},
@@ -162,13 +172,13 @@ class _Either(Constraint):
         prompt: int, thinking: bool,
     ) -> None:  # fmt: skip
         super().__init__(tokenizer, grammar, prompt, thinking)
-        self._calls, self._answer = (LLMatcher(self._table, each) for each in (calls, answer))
-        self._starts = starts(names, ARGUMENTS)
+        self._calls, self._answer = (LLMatcher(self._ll_tokenizer, each) for each in (calls, answer))
+        self._starts = call_start_pattern(names, ARGUMENTS_KEY)
         self._begun: list[int] | None = []  # tokens that may begin a call
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.read(input_ids[0, self._prompt :].tolist())
-        if not self._free and self._begun is not None:
+        self.advance_to(input_ids[0, self._prompt_len :].tolist())
+        if not self._unconstrained and self._begun is not None:
             begun = self._tokenizer.decode([*self._begun, int(scores[0].argmax())]).lstrip()
             if begun and begun[0] not in "<{[`":  # of which no call begins
                 self._matcher, self._begun = self._answer.deep_copy(), None
@@ -187,7 +197,7 @@ class _Either(Constraint):
             self._matcher = calls
 
 
-class CallConstraint(Constraint):
+class ToolCallConstraint(Constraint):
     """Binds calls of functions from where they begin; the text before, between and behind is the model's own.
 
     Args:
@@ -195,64 +205,66 @@ class CallConstraint(Constraint):
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]], prompt: int, parallel: bool,
-        thinking: bool,
+        self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]], prompt_len: int, parallel: bool,
+        in_reasoning: bool,
     ) -> None:  # fmt: skip
         answer = f"answer: %json {_call_schema(tools, whitespace_flexible=True, whitespace_pattern=_SPACE)}\n"
-        tagged = f"start: {_SPACES} answer {_SPACES} {in_grammar(tokenizer, CLOSE)} {_SPACES}\n{answer}"
-        super().__init__(tokenizer, checked(str(LLMatcher.grammar_from_lark(tagged))), prompt)
+        tagged = f"start: {_SPACES} answer {_SPACES} {lark_tag(tokenizer, TOOL_CALL_END)} {_SPACES}\n{answer}"
+        super().__init__(tokenizer, validate_grammar(str(LLMatcher.grammar_from_lark(tagged))), prompt_len)
         self._tagged = self._matcher
         bare = f'start: (answer | "{{" answer "}}") {_SPACES}\n{answer}'
-        self._bare = LLMatcher(self._table, checked(str(LLMatcher.grammar_from_lark(bare))))
+        self._bare = LLMatcher(self._ll_tokenizer, validate_grammar(str(LLMatcher.grammar_from_lark(bare))))
         names = [tool["function"]["name"] for tool in tools]
         for name in names:
             begun = json.dumps({"name": name, "arguments": {}}, ensure_ascii=False)[:-2]
-            self._try(self._bare, self._table.tokenize_bytes(begun.encode()))
-        self._starts = starts(names)
-        self._parallel, self._thinking = parallel, thinking
-        self._free, self._first = True, True
+            self._check_prefix(self._bare, self._ll_tokenizer.tokenize_bytes(begun.encode()))
+        self._starts = call_start_pattern(names)
+        self._parallel, self._thinking = parallel, in_reasoning
+        self._unconstrained, self._first = True, True
         self._before = "\n"  # the character before the tokens that may begin a call
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Constraint:
-        return copy.copy(self) if self._free else super().__deepcopy__(memo)
+        return copy.copy(self) if self._unconstrained else super().__deepcopy__(memo)
 
     def _advance(self, token: int) -> None:
         super()._advance(token)
         if self._matcher.is_accepting() and self._parallel:
-            self._free, self._text, self._before = True, [], "\n"
+            self._unconstrained, self._unconstrained_tail, self._before = True, [], "\n"
 
-    def _look(self, token: int) -> None:
+    def _advance_unconstrained(self, token: int) -> None:
         """Binds the text if a call begins with this token."""
-        self._text = [*self._text, token]  # a new list: copies share it
-        text = self._before + str(self._tokenizer.decode(self._text))
+        self._unconstrained_tail = [*self._unconstrained_tail, token]  # a new list: copies share it
+        text = self._before + str(self._tokenizer.decode(self._unconstrained_tail))
         if self._first and (said := text.strip()):
-            self._thinking |= said.startswith(THINK)
-            self._first = THINK.startswith(said) and not self._thinking
+            self._thinking |= said.startswith(THINK_START)
+            self._first = THINK_START.startswith(said) and not self._thinking
             if self._first:
                 return
         if self._thinking:
-            self._thinking = UNTHINK not in text
-            self._text, self._before = (self._text[-len(UNTHINK) :], " ") if self._thinking else ([], text[-1])
+            self._thinking = THINK_END not in text
+            self._unconstrained_tail, self._before = (
+                (self._unconstrained_tail[-len(THINK_END) :], " ") if self._thinking else ([], text[-1])
+            )
             return
         found = self._starts.search(text, 1, partial=True)
         if found.partial and found.start() < len(text):  # it may yet
             return
-        self._text, self._before = [], text[-1]
+        self._unconstrained_tail, self._before = [], text[-1]
         if found.partial:
             return
         tagged = not found.groupdict().get("bare")
         begun = text[found.end() :] if tagged else text[found.start("bare") :]
         matcher = (self._tagged if tagged else self._bare).deep_copy()
-        tokens = self._table.tokenize_bytes(begun.encode())
+        tokens = self._ll_tokenizer.tokenize_bytes(begun.encode())
         # What fits no call is no call.
         if matcher.try_consume_tokens(tokens) == len(tokens):
-            self._matcher, self._free = matcher, matcher.is_accepting() and self._parallel
+            self._matcher, self._unconstrained = matcher, matcher.is_accepting() and self._parallel
 
-    def forced(self) -> list[int]:
-        return [] if self._parallel and self._matcher.is_stopped() else super().forced()
+    def forced_tokens(self) -> list[int]:
+        return [] if self._parallel and self._matcher.is_stopped() else super().forced_tokens()
 
 
-def with_tools(
+def messages_with_tools(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The messages for the model's chat template, and its further arguments."""
@@ -274,7 +286,7 @@ def _supports_tools(tokenizer: PreTrainedTokenizerBase, tools: list[Mapping[str,
         return False
     turn = [{"role": "user", "content": "-"}]
     try:
-        plain, with_tools = (applied(tokenizer, turn, tools=each) for each in (None, tools))
+        plain, with_tools = (apply_chat_template(tokenizer, turn, tools=each) for each in (None, tools))
     except PromptError:  # a mistake in the template
         return False
     return bool(plain != with_tools)
@@ -289,7 +301,9 @@ def _as_text(message: dict[str, Any]) -> dict[str, Any]:
         arguments = function["arguments"]
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
-        content += f'{OPEN}{{"name": {json.dumps(function["name"])}, "arguments": {arguments}}}{CLOSE}'
+        content += (
+            f'{TOOL_CALL_START}{{"name": {json.dumps(function["name"])}, "arguments": {arguments}}}{TOOL_CALL_END}'
+        )
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>{content}</tool_response>"}
     return {**kept, "content": content}

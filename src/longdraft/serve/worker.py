@@ -19,7 +19,7 @@ from longdraft.engine.request import Request
 from longdraft.engine.session import Session
 from longdraft.engine.stats import Result, Step
 from longdraft.errors import LongdraftError, RequestError
-from longdraft.serve.processors import Makers
+from longdraft.serve.processors import ProcessorFactories
 
 logger = logging.getLogger("longdraft")
 
@@ -37,7 +37,7 @@ Update = Step | Restarted | Result | Exception
 
 
 @dataclass(eq=False)
-class Ticket:
+class RequestState:
     """A submitted request.
 
     Attributes:
@@ -50,24 +50,26 @@ class Ticket:
     request: Request
     method: str
     listener: Callable[[Update], None] = lambda update: None
-    makers: Makers = ()
-    arrived: float = field(default_factory=time.monotonic)
-    began: float = 0.0
-    ended: float = 0.0
+    processor_factories: ProcessorFactories = ()
+    arrival_time: float = field(default_factory=time.monotonic)
+    start_time: float = 0.0
+    end_time: float = 0.0
     cancelled: bool = False
-    alone: bool = False
+    isolated: bool = False
 
-    def made(self) -> Request:
+    def with_processors(self) -> Request:
         """The request with new processors."""
-        return replace(self.request, processors=[*self.request.processors, *(make() for make in self.makers)])
+        return replace(
+            self.request, processors=[*self.request.processors, *(make() for make in self.processor_factories)]
+        )
 
 
 class QueueFull(LongdraftError):
-    """The queue has no room. ``seconds``: when another attempt is worthwhile."""
+    """The queue has no room. ``retry_after``: when another attempt is worthwhile."""
 
-    def __init__(self, waiting: int, seconds: float) -> None:
-        super().__init__(f"{waiting} requests are waiting already: try again in {seconds:.0f} s.")
-        self.seconds = seconds
+    def __init__(self, num_waiting: int, retry_after: float) -> None:
+        super().__init__(f"{num_waiting} requests are waiting already: try again in {retry_after:.0f} s.")
+        self.retry_after = retry_after
 
 
 class Draining(LongdraftError):
@@ -86,17 +88,17 @@ class Worker:
 
     def __init__(
         self,
-        session: Callable[[str], Session],
+        new_session: Callable[[str], Session],
         slots: int,
-        queue: int,
-        idle: Callable[[], bool] = lambda: False,
+        max_waiting: int,
+        on_idle: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._new_session, self._slots, self._queue, self._idle = session, slots, queue, idle
+        self._new_session, self._slots, self._queue, self._idle = new_session, slots, max_waiting, on_idle
         self._sessions: dict[str, Session] = {}
-        self._running: dict[str, dict[int, Ticket]] = {}
+        self._running: dict[str, dict[int, RequestState]] = {}
         # Any thread changes these.
         self._change = threading.Condition()
-        self._waiting: deque[Ticket] = deque()
+        self._waiting: deque[RequestState] = deque()
         self._draining = self._stopping = False
         self._durations: deque[float] = deque([1.0], maxlen=32)  # seconds of the last requests
         self._began, self._ended = threading.Event(), threading.Event()
@@ -121,29 +123,29 @@ class Worker:
 
     # --- from any thread ---
 
-    def submit(self, *tickets: Ticket) -> None:
+    def submit(self, *states: RequestState) -> None:
         """Queues requests of one method, all or none.
 
         Raises:
             QueueFull: so many may not wait now. Draining: :meth:`close` was called. RequestError: so many never may.
         """
         most = self._queue + self._slots
-        if len(tickets) > most:
-            raise RequestError(f"{len(tickets)} answers in one request: at most {most} are decoded and wait here.")
+        if len(states) > most:
+            raise RequestError(f"{len(states)} answers in one request: at most {most} are decoded and wait here.")
         with self._change:
             if self._draining:
                 raise Draining("The server is shutting down.")
             waiting = len(self._waiting)
-            running = len(self._running.get(tickets[0].method, ()))
-            if waiting + running + len(tickets) > most:
+            running = len(self._running.get(states[0].method, ()))
+            if waiting + running + len(states) > most:
                 seconds = (waiting + 1) / self._slots * sum(self._durations) / len(self._durations)
                 raise QueueFull(waiting, max(1.0, seconds))
-            self._waiting.extend(tickets)
+            self._waiting.extend(states)
             self._change.notify()
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, state: RequestState) -> None:
         """Ends a request within a round. Does nothing if it has ended."""
-        ticket.cancelled = True
+        state.cancelled = True
 
     def close(self, timeout: float | None = None) -> None:
         """Takes no more requests, and waits until all have ended; after ``timeout`` seconds ends them."""
@@ -206,23 +208,23 @@ class Worker:
                         self._change.wait_for(lambda: self._waiting or self._draining)
 
     def _use_idle(self) -> bool:
-        """Calls ``idle``. Its errors are logged and concern no request."""
+        """Calls ``on_idle``. Its errors are logged and concern no request."""
         try:
             return self._idle()
         except Exception:
             logger.exception("what is done between requests failed")
             return False
 
-    def _joining(self) -> list[Ticket]:
+    def _joining(self) -> list[RequestState]:
         """Takes from the queue, in order, each request that has a free slot, and those that were cancelled."""
         running = [ticket for tickets in self._running.values() for ticket in tickets.values()]
         free = {method: self._slots - len(tickets) for method, tickets in self._running.items()}
-        joining: list[Ticket] = []
+        joining: list[RequestState] = []
         with self._change:
             for ticket in list(self._waiting):
                 if not ticket.cancelled:
                     beside = [*running, *joining]
-                    if beside and (ticket.alone or any(each.alone for each in beside)):
+                    if beside and (ticket.isolated or any(each.isolated for each in beside)):
                         break  # nobody passes one that waits to be alone
                     if free.setdefault(ticket.method, self._slots) < 1:
                         continue
@@ -231,7 +233,7 @@ class Worker:
                 joining.append(ticket)
         return joining
 
-    def _join(self, ticket: Ticket) -> None:
+    def _join(self, ticket: RequestState) -> None:
         if ticket.cancelled:
             self._end(ticket, _NOTHING)
             return
@@ -240,11 +242,11 @@ class Worker:
                 self._sessions[ticket.method] = self._new_session(ticket.method)
                 self._running[ticket.method] = {}
             session = self._sessions[ticket.method]
-            number = session.add(ticket.made())
+            number = session.add(ticket.with_processors())
         except Exception as error:
             self._end(ticket, error)
             return
-        ticket.began = time.monotonic()
+        ticket.start_time = time.monotonic()
         self._running[ticket.method][number] = ticket
 
     def _step(self, method: str, session: Session) -> None:
@@ -272,7 +274,7 @@ class Worker:
             return
         for ticket in tickets:
             self._notify(ticket, Restarted())
-            ticket.alone = True
+            ticket.isolated = True
         with self._change:
             self._waiting.extendleft(reversed(tickets))
 
@@ -285,13 +287,13 @@ class Worker:
             self._end(ticket, outcome)
         self._running.clear()
 
-    def _end(self, ticket: Ticket, outcome: Result | Exception) -> None:
-        ticket.ended = time.monotonic()
-        if ticket.began:
-            self._durations.append(ticket.ended - ticket.began)
+    def _end(self, ticket: RequestState, outcome: Result | Exception) -> None:
+        ticket.end_time = time.monotonic()
+        if ticket.start_time:
+            self._durations.append(ticket.end_time - ticket.start_time)
         self._notify(ticket, outcome)
 
-    def _notify(self, ticket: Ticket, update: Update) -> None:
+    def _notify(self, ticket: RequestState, update: Update) -> None:
         try:
             ticket.listener(update)
         except Exception:  # concerns this request only

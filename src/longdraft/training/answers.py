@@ -23,11 +23,11 @@ from longdraft.json_lines import JsonLines
 
 # Texts before a passage ("openings"); what is asked behind one, by kind; prompts without a passage ("free"), where {}
 # is a few words taken from a text.
-TEXTS: dict[str, list[str]] = json.loads(files(__package__).joinpath("prompts.json").read_text(encoding="utf-8"))
+PROMPTS: dict[str, list[str]] = json.loads(files(__package__).joinpath("prompts.json").read_text(encoding="utf-8"))
 # Lines of programs.
 CODE_LINE = re.compile(r"^\s*(def|class|import|from|return|if|for|#include|fn|let|pub|self\.)\b", re.M)
 # Share of the passages that free prompts replace.
-WITHOUT_PASSAGE = 0.12
+FREE_PROMPT_SHARE = 0.12
 # After so many prompts in a row without an answer, nothing more is asked.
 PATIENCE = 32
 # How often a request is sent again, after 0.5, 1, 2, 4, 8, 8, ... seconds, while a server is away or busy.
@@ -35,11 +35,11 @@ RETRIES = 8
 # Seconds for an answer, and between two looks at ``stop``.
 _TIMEOUT, _LOOK = 3600.0, 0.2
 
-Row = dict[str, Any]
+Example = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Ask:
+class AnswerPrompt:
     """A prompt.
 
     Attributes:
@@ -53,13 +53,13 @@ class Ask:
     source: str = ""
 
 
-def asks(
+def sample_prompts(
     texts: Sequence[tuple[str, str]],
-    tokens: tuple[int, int],
+    passage_tokens: tuple[int, int],
     per_passage: int,
     temperatures: Sequence[float],
     seed: int,
-) -> Iterator[list[Ask]]:
+) -> Iterator[list[AnswerPrompt]]:
     """An endless series of passages, each with at most ``per_passage`` prompts that begin alike.
 
     Args:
@@ -82,20 +82,20 @@ def asks(
         return text[start : start + length].strip(), source
 
     while True:
-        low, high = tokens
+        low, high = passage_tokens
         about, source = passage(int(4 * low * (high / low) ** rng.random()))
-        if rng.random() < WITHOUT_PASSAGE:
+        if rng.random() < FREE_PROMPT_SHARE:
             topics = (" ".join(passage(120)[0].split()[1 : 1 + rng.randint(1, 4)]) for _ in range(per_passage))
-            asked = (rng.choice(TEXTS["free"]).replace("{}", topic.strip(".,;:!?\"'()")) for topic in topics if topic)
+            asked = (rng.choice(PROMPTS["free"]).replace("{}", topic.strip(".,;:!?\"'()")) for topic in topics if topic)
             prompts = [(text, "free") for text in asked]
         elif about:
-            opening = rng.choice(TEXTS["openings"])
+            opening = rng.choice(PROMPTS["openings"])
             prompts = [(opening + about + closing, kind) for closing, kind in _closings(about, per_passage, rng)]
         else:
             continue
         if prompts:
             each = zip(prompts, cycle(temperatures), strict=False)
-            yield [Ask(text, temperature, kind, source) for (text, kind), temperature in each]
+            yield [AnswerPrompt(text, temperature, kind, source) for (text, kind), temperature in each]
 
 
 def _closings(passage: str, count: int, rng: random.Random) -> list[tuple[str, str]]:
@@ -106,7 +106,7 @@ def _closings(passage: str, count: int, rng: random.Random) -> list[tuple[str, s
         kinds = {"meeting": None, "summary": None, "question": 6}
     if len(CODE_LINE.findall(passage)) > len(passage) / 200:
         kinds = {"code": None, "question": 2}
-    texts = [(text, kind) for kind, most in kinds.items() for text in TEXTS[kind][:most]]
+    texts = [(text, kind) for kind, most in kinds.items() for text in PROMPTS[kind][:most]]
     return rng.sample(texts, min(count, len(texts)))
 
 
@@ -118,40 +118,40 @@ class AnswerFile:
     ``kind`` (of the prompt), and ``at`` (its passage, its number there, and how many prompts the passage has).
 
     Attributes:
-        done: (passage, number) of each row.
+        answered: (passage, number) of each row.
         usage: tokens that the server reports to have read and written, for all answers.
-        added: tokens of the answers that this run has added. refused: prompts without an answer.
+        new_tokens: tokens of the answers that this run has added. refused: prompts without an answer.
 
     Raises:
         CheckpointError: the file cannot be read, or holds something else, so it must not be cut.
     """
 
     def __init__(self, path: Path) -> None:
-        self.done, self.usage, self.added, self.refused = set[tuple[int, int]](), [0, 0], 0, 0
+        self.answered, self.usage, self.new_tokens, self.num_refused = set[tuple[int, int]](), [0, 0], 0, 0
         self.path, self._file = path, JsonLines(path, lambda number, row: self._count(row))
 
-    def append(self, row: Row) -> None:
+    def append(self, row: Example) -> None:
         """Writes a row at the end, where a torn one may have been. Raises CheckpointError if that fails."""
         self._file.append(row)
         self._count(row)
-        self.added += row["usage"][1]
+        self.new_tokens += row["usage"][1]
 
-    def _count(self, row: Row) -> None:
+    def _count(self, row: Example) -> None:
         number, place, _ = row["at"]
-        self.done.add((number, place))
+        self.answered.add((number, place))
         self.usage = [a + b for a, b in zip(self.usage, row["usage"], strict=True)]
 
     @property
-    def rows(self) -> int:
+    def num_answers(self) -> int:
         """The number of rows in the file."""
-        return self._file.count
+        return self._file.num_lines
 
 
-def answer(
-    passages: Iterator[list[Ask]],
+def generate_answers(
+    prompts: Iterator[list[AnswerPrompt]],
     file: AnswerFile,
     url: str,
-    key: str = "",
+    api_key: str = "",
     model: str | None = None,
     *,
     rows: int,
@@ -189,12 +189,12 @@ def answer(
     # The prompts that have no row, each with its place.
     missing = (
         ([number, place, len(asks)], ask)
-        for number, asks in enumerate(passages)
+        for number, asks in enumerate(prompts)
         for place, ask in enumerate(asks)
-        if (number, place) not in file.done
+        if (number, place) not in file.answered
     )
 
-    async def row(client: AsyncOpenAI, name: str, at: list[int], ask: Ask) -> Row | str:
+    async def row(client: AsyncOpenAI, name: str, at: list[int], ask: AnswerPrompt) -> Example | str:
         """The row of a prompt's answer; why there is none."""
         turn = {"role": "user", "content": ask.text}
         settings: dict[str, Any] = {"max_tokens": max_new_tokens, "temperature": ask.temperature}
@@ -224,9 +224,9 @@ def answer(
         }
 
     async def run() -> None:
-        flying, unanswered = set[asyncio.Task[Row | str]](), 0
+        flying, unanswered = set[asyncio.Task[Example | str]](), 0
         async with AsyncOpenAI(
-            base_url=address, api_key=key or "none", max_retries=RETRIES, timeout=_TIMEOUT
+            base_url=address, api_key=api_key or "none", max_retries=RETRIES, timeout=_TIMEOUT
         ) as client:
             name = model
             if name is None:
@@ -236,7 +236,7 @@ def answer(
                 name = models.data[0].id
             try:
                 while not stop():
-                    while len(flying) < min(batch, rows - file.rows) and (following := next(missing, None)):
+                    while len(flying) < min(batch, rows - file.num_answers) and (following := next(missing, None)):
                         flying.add(asyncio.create_task(row(client, name, *following)))
                     if not flying:
                         break
@@ -248,7 +248,7 @@ def answer(
                             unanswered = 0
                             progress()
                             continue
-                        file.refused, unanswered = file.refused + 1, unanswered + 1
+                        file.num_refused, unanswered = file.num_refused + 1, unanswered + 1
                         if unanswered == PATIENCE:
                             why = f"{PATIENCE} prompts in a row got no answer ({found})"
                             raise PromptError(f"{why}: shorten passages. {kept}")

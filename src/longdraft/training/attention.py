@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 # Rows of a block. Keys that a row alone sees are in the mask of its whole block, so it is small.
 BLOCK = 128
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+KVPair = tuple[torch.Tensor, torch.Tensor]
 
 
 def attend(
@@ -30,7 +30,7 @@ def attend(
     v: torch.Tensor,
     shift: int = 0,
     window: int | None = None,
-    own: Pair | None = None,
+    per_query_kv: KVPair | None = None,
 ) -> torch.Tensor:
     """Attention of the last rows of a text.
 
@@ -39,7 +39,7 @@ def attend(
         k, v: (Hkv, T, d), all rows, after RoPE.
         shift: how far before a row its newest key lies.
         window: a row sees keys that lie less than this many positions before it; None for all.
-        own: keys and values that each row alone sees too, (Hkv, n, i, d) each.
+        per_query_kv: keys and values that each row alone sees too, (Hkv, n, i, d) each.
 
     Returns:
         (Hq, n, d).
@@ -47,12 +47,12 @@ def attend(
     rows, end = q.shape[1], k.shape[1] - shift
     first = k.shape[1] - rows
     k, v = k.to(q.dtype), v.to(q.dtype)
-    if own is None and rows == end and (window is None or window >= k.shape[1]):
+    if per_query_kv is None and rows == end and (window is None or window >= k.shape[1]):
         q, k, v = q[None], k[None, :, :end], v[None, :, :end]
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0]
     # Split, never sliced: the gradient of a slice is as large as the tensor it was cut from.
     queries = q.split(BLOCK, 1)
-    mine = zip(*(x.split(BLOCK, 1) for x in own), strict=True) if own else [None] * len(queries)
+    mine = zip(*(x.split(BLOCK, 1) for x in per_query_kv), strict=True) if per_query_kv else [None] * len(queries)
     out = []
     for block, pair in zip(queries, mine, strict=True):
         last = first + block.shape[1]
@@ -69,7 +69,7 @@ def attend(
 
 
 def _block(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, shift: int, window: int | None, own: Pair | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, shift: int, window: int | None, own: KVPair | None
 ) -> torch.Tensor:
     """Attention of some rows, the first of which is row ``first`` of the keys."""
     rows, keys = torch.arange(q.shape[1], device=q.device), torch.arange(k.shape[1], device=q.device)

@@ -15,8 +15,8 @@ from itertools import cycle, dropwhile
 from typing import TYPE_CHECKING, Any
 
 from longdraft.errors import PromptError
-from longdraft.memory.token_ids import common_prefix
-from longdraft.model.chat import applied, template_of
+from longdraft.memory.token_ids import common_prefix_len
+from longdraft.model.chat import apply_chat_template, chat_template_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,27 +37,31 @@ _PART = re.compile("<[^<>]*$")
 _MARK = "\u2400-cut-\u2400 "
 
 
-def messages_of(row: Mapping[str, Any]) -> list[Message] | None:
+def chat_messages(example: Mapping[str, Any]) -> list[Message] | None:
     """A row's chat as messages that templates take, up to the last answer; None: the row holds no chat.
 
     Raises:
         ValueError: there is no answer, or a turn is not text.
     """
-    turns = next((row[key] for key in _LISTS if key in row), None)
-    if turns is None and "data" in row:
-        turns = [{"role": role, "content": text} for role, text in zip(cycle(("user", "assistant")), row["data"])]
-    asked, answered = (next((row[key] for key in keys if key in row), None) for keys in (_QUESTIONS, _ANSWERS))
+    turns = next((example[key] for key in _LISTS if key in example), None)
+    if turns is None and "data" in example:
+        turns = [{"role": role, "content": text} for role, text in zip(cycle(("user", "assistant")), example["data"])]
+    asked, answered = (next((example[key] for key in keys if key in example), None) for keys in (_QUESTIONS, _ANSWERS))
     if isinstance(answered, Mapping):  # SQuAD
         answered = "".join(answered["text"][:1])
-    if turns is None and "text" not in row and asked and answered:
+    if turns is None and "text" not in example and asked and answered:
         if isinstance(asked, str):
-            asked = "\n\n".join(filter(None, (row.get("context"), asked, row.get("input"))))
+            asked = "\n\n".join(filter(None, (example.get("context"), asked, example.get("input"))))
             asked = [{"role": "user", "content": asked}]
         turns = [*asked, *([{"role": "assistant", "content": answered}] if isinstance(answered, str) else answered)]
     if turns is None:
         return None
     messages = list(dropwhile(lambda each: each["role"] == "assistant", map(_message, turns)))
-    if (system := row.get("system") or row.get("system_prompt")) and messages and messages[0]["role"] != "system":
+    if (
+        (system := example.get("system") or example.get("system_prompt"))
+        and messages
+        and messages[0]["role"] != "system"
+    ):
         messages.insert(0, {"role": "system", "content": system})
     answers = [i for i, each in enumerate(messages) if each["role"] == "assistant"]
     if not answers:
@@ -92,33 +96,33 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**(call if "function" in call else {"type": "function"}), "function": function}
 
 
-def rendered_chat(
+def encode_chat(
     messages: Sequence[Message],
     tokenizer: PreTrainedTokenizerBase,
     tools: list[Any] | None = None,
-    settings: Mapping[str, Any] | None = None,
-    cut: bool = False,
+    template_kwargs: Mapping[str, Any] | None = None,
+    truncated: bool = False,
 ) -> tuple[list[int], list[bool]]:
     """Token ids of a chat up to the end of its last answer, and which of them the assistant wrote.
 
     Args:
-        messages: of :func:`messages_of`. tools: for the template. settings: further arguments of the template.
+        messages: of :func:`chat_messages`. tools: for the template. settings: further arguments of the template.
         cut: the last answer was cut off, so its end is not learned.
 
     Raises:
         ValueError: the template refuses the chat, or does not show its last answer behind its generation prompt.
     """
-    if (own := template_of(tokenizer)) is None:
+    if (own := chat_template_arguments(tokenizer)) is None:
         raise ValueError("with a chat, for which the tokenizer has no template")
-    render: Render = partial(applied, tokenizer, tools=tools, **own, **(settings or {}))
+    render: Render = partial(apply_chat_template, tokenizer, tools=tools, **own, **(template_kwargs or {}))
     ended = partial(render, add_generation_prompt=False)
     messages = _with_calls(ended, messages)
-    if not (text := _answered(render, ended, messages, cut, "</think>" in str(tokenizer.chat_template))):
+    if not (text := _answered(render, ended, messages, truncated, "</think>" in str(tokenizer.chat_template))):
         raise ValueError("with a thought that the chat template does not show")
     spans = list[tuple[int, int]]()
     for i in [i for i, each in enumerate(messages) if each["role"] == "assistant"]:
         begun, end = render(messages[:i]), len(text)
-        if (start := common_prefix(begun, text)) < len(begun):
+        if (start := common_prefix_len(begun, text)) < len(begun):
             start = len(_PART.sub("", begun[:start]))
         # Behind what they share there may be an opened thought, which the template leaves out of ended turns.
         kept = start == len(begun) or text.startswith(ended(messages[:i]))
@@ -163,12 +167,12 @@ def _earlier(text: str, ended: Render, messages: Sequence[Message], i: int, star
     content, edges = messages[i]["content"], list[int]()
     for marked in (_MARK + content, content + _MARK):
         shown = ended([*messages[:i], {**messages[i], "content": marked}, *messages[i + 1 :]])
-        edges.append(common_prefix(shown, text))
+        edges.append(common_prefix_len(shown, text))
         if not shown[edges[-1] :].lstrip().startswith(_MARK.strip()):
             return 0, 0
     tail = ended([*messages[:i], {**messages[i], "content": content + _MARK}]).rpartition(_MARK.strip())[2].strip()
     rest = text[edges[1] :].lstrip()
-    said = tail if rest.startswith(tail) else _PART.sub("", rest[: common_prefix(tail, rest)]).rstrip()
+    said = tail if rest.startswith(tail) else _PART.sub("", rest[: common_prefix_len(tail, rest)]).rstrip()
     return edges[0] if start is None else start, len(text) - len(rest) + len(said)
 
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 import yaml
 
 from longdraft.errors import ConfigError, values_checked
-from longdraft.files import named, regular
+from longdraft.files import errors_name, require_regular
 from longdraft.options import Option, Options, declared, number, option
 
 Config = TypeVar("Config")
@@ -22,7 +22,7 @@ Config = TypeVar("Config")
 
 PRESETS = Path(__file__).with_name("presets")
 # Levels that simulated acceptance drafts, whatever number a draft was trained for.
-DEPTH = 5
+EVAL_DEPTH = 5
 
 
 @dataclass(frozen=True)
@@ -74,28 +74,28 @@ class RunConfig(Options):
     threads: int | None = option(None, help="CPU threads; none: torch's choice", min=1)
     device: str | None = option(None, help="cpu, cuda, cuda:N, mps; none: the best there is, a GPU for each process")
     fields_set: tuple[str, ...] = field(default=(), repr=False, compare=False)
-    without: ClassVar[tuple[str, ...]] = ()
+    unused_settings: ClassVar[tuple[str, ...]] = ()
     """Settings that this kind of draft has no use for."""
 
     def __post_init__(self) -> None:
         with values_checked(ConfigError):
             super().__post_init__()
-        for name in self.without:
+        for name in self.unused_settings:
             if getattr(self, name):
                 raise ConfigError(f"{name} is of no use to this kind of draft: leave it out.")
-        _ = self.template
+        _ = self.template_kwargs
 
     @property
-    def template(self) -> dict[str, Any]:
+    def template_kwargs(self) -> dict[str, Any]:
         """Further arguments of the chat template."""
-        return template_settings(self.chat_template)
+        return parse_template_kwargs(self.chat_template)
 
     def as_dict(self) -> dict[str, Any]:
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "fields_set"}
 
 
 @dataclass(frozen=True)
-class TrainConfig(RunConfig):
+class LongSpecConfig(RunConfig):
     """A LongSpec run."""
 
     noise: int = option(5, help="largest shift j of flash noisy training: levels of drafting; 1 turns it off", min=1)
@@ -122,8 +122,10 @@ class Eagle3Config(RunConfig):
         super().__post_init__()
         if self.rope_factor_inference is not None and self.rope_factor is None:
             raise ConfigError("rope_factor_inference needs rope_factor, the factor of training: give both.")
-        if self.window is not None and self.window <= max(self.ttt, DEPTH):
-            raise ConfigError(f"window {self.window} must be more than the {max(self.ttt, DEPTH)} steps of drafting.")
+        if self.window is not None and self.window <= max(self.ttt, EVAL_DEPTH):
+            raise ConfigError(
+                f"window {self.window} must be more than the {max(self.ttt, EVAL_DEPTH)} steps of drafting."
+            )
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ class EagleConfig(RunConfig):
     lr: float = option(3e-5, help="peak of the learning rate (its code: 3e-5)", above=0)
     clip: float = option(0.5, help="largest norm of the gradient", above=0)
     rope_theta: float | None = option(None, help="base of a new draft's RoPE; none: the target's", above=0)
-    without = ("vocabulary",)
+    unused_settings = ("vocabulary",)
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ class LmConfig(RunConfig):
     retrieval_layer: int | None = option(None, help="the target's layer that ranks chunks; none: the last", min=0)
     max_length: int = option(1024, help="tokens that it sees at once; of a longer prompt and answer, the end", min=1)
     distill: float = option(0.8, help="share of the loss that follows the target's distribution", min=0, most=1)
-    without = ("anchor_offset",)
+    unused_settings = ("anchor_offset",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -176,13 +178,13 @@ class HeadsConfig(RunConfig):
     decay: float = option(1.0, help="weight of a head relative to the head before it (paper: 1)", above=0, most=1)
     lr: float = option(2e-3, help="peak of the learning rate; heads begin as large as states (paper: 5e-3)", above=0)
     weight_decay: float = option(0.0, help="weight decay of AdamW", min=0)
-    without = ("anchor_offset", "intermediate_size")
+    unused_settings = ("anchor_offset", "intermediate_size")
 
 
 # --- reading ---
 
 
-def template_settings(words: Sequence[str]) -> dict[str, Any]:
+def parse_template_kwargs(words: Sequence[str]) -> dict[str, Any]:
     """Settings of a chat template of words name=value, whose values are YAML. Raises ConfigError for another form."""
     wrong = [word for word in words if not re.fullmatch(r"\w+=.*", word, re.S)]
     if wrong:
@@ -193,20 +195,20 @@ def template_settings(words: Sequence[str]) -> dict[str, Any]:
         raise ConfigError(f"chat_template: {error}") from None
 
 
-def described(config: type[Any]) -> list[tuple[str, str, str, str]]:
+def settings_table(config: type[Any]) -> list[tuple[str, str, str, str]]:
     """Name, default, values and meaning of a configuration's settings: those that its class adds or redefines first."""
     added = inspect.get_annotations(config)
     known = sorted(declared(config).values(), key=lambda each: each.name not in added)
     return [(each.name, each.default_in_words or "none", each.range, each.help) for each in known]
 
 
-def read_config(path: Path | str | None, overrides: Sequence[str], config: type[Config]) -> Config:
-    """A configuration of class ``config``, from a YAML file or a preset's name, and ``key=value`` overrides.
+def read_config(path: Path | str | None, overrides: Sequence[str], config_class: type[Config]) -> Config:
+    """A configuration of class ``config_class``, from a YAML file or a preset's name, and ``key=value`` overrides.
 
     Raises:
         ConfigError: an unreadable file, an unknown setting or a wrong value, which it names.
     """
-    values = {} if path is None else _read_yaml(preset(path))
+    values = {} if path is None else _read_yaml(preset_path(path))
     for word in overrides:
         key, equals, text = word.partition("=")
         if not equals:
@@ -215,28 +217,28 @@ def read_config(path: Path | str | None, overrides: Sequence[str], config: type[
             values[key.strip()] = yaml.safe_load(text) if text.strip() else None
         except yaml.YAMLError:
             values[key.strip()] = text.strip()  # a path with a colon or the like
-    with named(path or ""):
-        known = declared(config)
+    with errors_name(path or ""):
+        known = declared(config_class)
         if unknown := sorted(map(str, set(values) - {*known})):
             close = get_close_matches(unknown[0], known, n=1)
             advice = f"Did you mean {close[0]}? " if close else ""
             raise ConfigError(f"No setting {', '.join(unknown)}. {advice}Settings: {', '.join(sorted(known))}.")
-        made: Any = config
+        made: Any = config_class
         found: Config = made(**{n: _converted(known[n], v) for n, v in values.items()}, fields_set=tuple(values))
         return found
 
 
-def presets() -> dict[str, Path]:
+def preset_paths() -> dict[str, Path]:
     """The files of settings that come with the package, by name, such as "longspec/1-short"."""
     return {path.relative_to(PRESETS).with_suffix("").as_posix(): path for path in sorted(PRESETS.rglob("*.yaml"))}
 
 
-def preset(path: Path | str) -> Path:
+def preset_path(path: Path | str) -> Path:
     """The file of settings that a path or a preset's name says. Raises ConfigError if there is none."""
     if Path(path).exists():
         return Path(path)
     name = Path(path).as_posix().removeprefix("configs/").removesuffix(".yaml")
-    if name in (known := presets()):
+    if name in (known := preset_paths()):
         return known[name]
     close = get_close_matches(name, known, n=1)
     advice = (
@@ -247,7 +249,7 @@ def preset(path: Path | str) -> Path:
 
 def _read_yaml(path: Path | str) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(regular(Path(path)).read_text(encoding="utf-8"))
+        values = yaml.safe_load(require_regular(Path(path)).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read as YAML: {error}") from None
     if not isinstance(values, dict):

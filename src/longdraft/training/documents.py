@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 from longdraft.errors import CapabilityError, PromptError
 from longdraft.model.chat import encode
-from longdraft.training.chats import messages_of, rendered_chat
+from longdraft.training.chats import chat_messages, encode_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Row = dict[str, Any]
+Example = dict[str, Any]
 # What the names of files in a folder end with.
-ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst", ".json", ".parquet", ".txt")
+FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst", ".json", ".parquet", ".txt")
 
 
 @dataclass(frozen=True)
@@ -35,21 +35,21 @@ class Document:
     """Token ids of one text.
 
     Attributes:
-        tokens: the whole text, with its end-of-sequence token if it has one.
+        token_ids: the whole text, with its end-of-sequence token if it has one.
         start: the first token that is learned; those before it (a chat's prompt) are only context.
-        learned: of each token, whether it is learned; None: all are from ``start`` on.
+        loss_mask: of each token, whether it is learned; None: all are from ``start`` on.
     """
 
-    tokens: list[int]
+    token_ids: list[int]
     start: int = 1
-    learned: list[bool] | None = None
+    loss_mask: list[bool] | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.start < len(self.tokens):
-            raise ValueError(f"with nothing to learn (start {self.start} of {len(self.tokens)} tokens)")
+        if not 1 <= self.start < len(self.token_ids):
+            raise ValueError(f"with nothing to learn (start {self.start} of {len(self.token_ids)} tokens)")
 
 
-class Skipped(Counter[str]):
+class SkipCounts(Counter[str]):
     """The rows that were left out, counted by reason."""
 
     def __str__(self) -> str:
@@ -58,23 +58,23 @@ class Skipped(Counter[str]):
         return ", ".join([*said, *([f"{more} for other reasons"] if more else [])]) or "none"
 
 
-def documents(
+def encode_documents(
     sources: Iterable[Path | str],
     tokenizer: PreTrainedTokenizerBase,
-    skipped: Skipped,
+    skipped: SkipCounts,
     vocab_size: int,
-    done: int = 0,
+    num_done: int = 0,
     template: Mapping[str, Any] | None = None,
 ) -> Iterator[Document | None]:
-    """The document of each row after the first ``done``; None for one that is left out, and counted.
+    """The document of each row after the first ``num_done``; None for one that is left out, and counted.
 
-    A row has ``tokens`` (ids) and ``start``; or ``text``; or a chat, whose answers are learned
+    A row has ``token_ids`` (ids) and ``start``; or ``text``; or a chat, whose answers are learned
     (:func:`longdraft.training.chats.messages_of`), with its ``tools`` and ``chat_template_kwargs`` if it has them.
 
     Args:
         template: further arguments of the chat template; a row's own come first.
     """
-    for row in islice(rows(sources, skipped), done, None):
+    for row in islice(read_examples(sources, skipped), num_done, None):
         document = None
         if row is not None:
             try:
@@ -84,22 +84,22 @@ def documents(
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 why = str(error) if type(error) is ValueError else "with text, messages or tokens of another form"
                 skipped[f"{why} (keys: {', '.join(map(str, row))})"] += 1
-        if document is not None and not all(0 <= t < vocab_size for t in document.tokens):
+        if document is not None and not all(0 <= t < vocab_size for t in document.token_ids):
             skipped["with token ids outside the vocabulary"] += 1
             document = None
         yield document
 
 
-def _document(row: Row, tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any] | None = None) -> Document:
+def _document(row: Example, tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any] | None = None) -> Document:
     row = {key: value for key, value in row.items() if value is not None}
     if "tokens" in row:
         return Document([int(t) for t in row["tokens"]], int(row.get("start", 1)))
-    messages = messages_of(row)
+    messages = chat_messages(row)
     if messages is not None:
         tools, own = row.get("tools"), row.get("chat_template_kwargs")
         tools, own = (json.loads(each) if isinstance(each, str) else each for each in (tools, own))
         settings = {**(template or {}), **(own or {})}
-        tokens, learned = rendered_chat(messages, tokenizer, tools or None, settings, bool(row.get("cut")))
+        tokens, learned = encode_chat(messages, tokenizer, tools or None, settings, bool(row.get("cut")))
         if not any(learned):
             raise ValueError("whose answers are no tokens")
         start, end = learned.index(True), len(learned) - learned[::-1].index(True)
@@ -112,7 +112,7 @@ def _document(row: Row, tokenizer: PreTrainedTokenizerBase, template: Mapping[st
     raise ValueError("with neither text, messages nor tokens")
 
 
-def rows(sources: Iterable[Path | str], skipped: Skipped) -> Iterator[Row | None]:
+def read_examples(sources: Iterable[Path | str], skipped: SkipCounts) -> Iterator[Example | None]:
     """Each row of files and folders; None for one that is no JSON object, and counted. ``.txt`` is one row.
 
     Raises:
@@ -122,9 +122,9 @@ def rows(sources: Iterable[Path | str], skipped: Skipped) -> Iterator[Row | None
     for source in map(Path, sources):
         files = [source]
         if source.is_dir():
-            files = sorted(path for path in source.rglob("*") if path.name.endswith(ENDINGS) and path.is_file())
+            files = sorted(path for path in source.rglob("*") if path.name.endswith(FILE_SUFFIXES) and path.is_file())
         if not files or not files[0].exists():
-            ends = ", ".join(ENDINGS)
+            ends = ", ".join(FILE_SUFFIXES)
             raise PromptError(f"There is no file {source}, or no text in it ({ends}). A corpus goes by its folder.")
         for path in files:
             try:

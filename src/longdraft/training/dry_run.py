@@ -16,19 +16,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from longdraft.errors import ConfigError
 from longdraft.memory.store import KVStore
 from longdraft.model import hosting, shared_parts
-from longdraft.model.layout import configured_shape
+from longdraft.model.layout import config_kv_shape
 from longdraft.model.loading import load
 from longdraft.training.config import RunConfig
-from longdraft.training.corpus import Documents, shards_of
+from longdraft.training.dataset import TokenDataset, shard_paths
 from longdraft.training.features import CHUNK
-from longdraft.training.losses import CHUNK as LOGITS
+from longdraft.training.losses import LOGITS_CHUNK as LOGITS
 
 # Share of a GPU's peak that training is taken to reach.
-UTILISATION = 0.4
+UTILIZATION = 0.4
 # Tokens that hours are told for where the data are unknown.
-SOME = 1e9
+DEFAULT_TOKENS = 1e9
 # Bytes that a row keeps: of outputs, for each number of the hidden size; of a layer, for each of it and of the MLP's.
-OUTPUTS, LAYER, MLP = 32, 20, 18
+OUTPUT_BYTES, LAYER_BYTES, MLP_BYTES = 32, 20, 18
 # Name -> bfloat16 operations a second without sparsity, and bytes of memory, as its maker describes it.
 GPUS = {
     "a100": (312e12, 80e9), "b200": (2250e12, 180e9), "h100": (989e12, 80e9), "h200": (989e12, 141e9),
@@ -48,7 +48,7 @@ def estimate(kind: str, config: Any, gpu: str = "h100", gpus: int = 1, tokens: f
         trained; ``draft_operations`` (forward and backward) and ``target_operations`` of a learned token;
         ``target_reads``, how often the target reads the data; ``feature_bytes`` of a token on disk, and
         ``cache_bytes`` of all data (None without ``cache``); ``step_tokens``, of all GPUs; ``steps``, None if the data
-        are unknown; ``hours`` for ``tokens``, which are then :data:`SOME`.
+        are unknown; ``hours`` for ``tokens``, which are then :data:`DEFAULT_TOKENS`.
 
     Raises:
         ConfigError: an unknown GPU, a target that is no model to train for, or a kind without a formula.
@@ -58,8 +58,8 @@ def estimate(kind: str, config: Any, gpu: str = "h100", gpus: int = 1, tokens: f
         raise ConfigError(f"--gpu {gpu} is not known. Known are {', '.join(GPUS)}.")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(_configuration(run), dtype=torch.bfloat16)
-    parts, kv = shared_parts.shared_parts(model, shared_parts.sizes(model)), configured_shape(model)
-    h, width, read_kv = parts.hidden_size, parts.heads * kv.head_dim, 2 * kv.kv_heads * kv.head_dim
+    parts, kv = shared_parts.shared_parts(model, shared_parts.describe_config(model)), config_kv_shape(model)
+    h, width, read_kv = parts.hidden_size, parts.num_heads * kv.head_dim, 2 * kv.kv_heads * kv.head_dim
     vocabulary = parts.head.shape[0]
     m, v = run.intermediate_size or parts.intermediate_size, min(run.vocabulary or vocabulary, vocabulary)
     attention, mlp = h * (2 * width + read_kv), 3 * h * m
@@ -99,13 +99,13 @@ def estimate(kind: str, config: Any, gpu: str = "h100", gpus: int = 1, tokens: f
         "draft: weights (float32)": 4 * weights,
         "draft: gradients": 4 * weights,
         "draft: optimizer (AdamW)": 8 * weights,
-        "draft: between forward and backward": rows * through * OUTPUTS * h
-        + kept * (LAYER * h + MLP * m * bool(attentions)) + 10 * LOGITS * v + 2 * weights + 4 * head,
+        "draft: between forward and backward": rows * through * OUTPUT_BYTES * h
+        + kept * (LAYER_BYTES * h + MLP_BYTES * m * bool(attentions)) + 10 * LOGITS * v + 2 * weights + 4 * head,
     }  # fmt: skip
     step, data, count = rows * run.accumulate * gpus, _tokens(run) or tokens, run.max_steps
     if data is not None:
         count = min(max(1, round(data * run.epochs / step)), run.max_steps or 1 << 62)
-    learned = SOME if count is None else count * step
+    learned = DEFAULT_TOKENS if count is None else count * step
     reads = min(1.0, 1 / run.epochs) if run.cache is not None else 1.0
     feature = 2 * taps + 4 * (kind in ("eagle3", "onepass", "eagle"))  # their likeliest tokens
     target, (speed, room) = 2 * (own - embedded) + 2 * kv.layers * width * length, GPUS[gpu]
@@ -115,16 +115,16 @@ def estimate(kind: str, config: Any, gpu: str = "h100", gpus: int = 1, tokens: f
         "draft_operations": operations, "target_operations": target, "target_reads": reads, "step_tokens": step,
         "feature_bytes": feature, "cache_bytes": None if run.cache is None else round(learned / run.epochs * feature),
         "steps": count, "tokens": learned,
-        "hours": learned * (operations + target * reads) / (gpus * speed * UTILISATION) / 3600,
-        "gpu": gpu, "gpus": gpus, "utilisation": UTILISATION,
+        "hours": learned * (operations + target * reads) / (gpus * speed * UTILIZATION) / 3600,
+        "gpu": gpu, "gpus": gpus, "utilisation": UTILIZATION,
     }  # fmt: skip
 
 
 def _tokens(config: RunConfig) -> int:
     """Learned tokens of the run's shards; 0 if it has none."""
-    found = Documents()
-    for path in (path for place in config.data for path in shards_of(Path(place))):
-        found.read(path)
+    found = TokenDataset()
+    for path in (path for place in config.data for path in shard_paths(Path(place))):
+        found.add_shard_file(path)
     return round(config.sample * (1 - config.held_out) * (sum(found.lengths) - sum(found.starts)))
 
 

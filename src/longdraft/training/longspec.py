@@ -1,4 +1,4 @@
-"""Training of LongSpec drafts: the step with its loss (:class:`LongSpecTrainee`), and the run (:func:`train_longspec`).
+"""Training of LongSpec drafts: the step with its loss (:class:`LongSpecTrainer`), and the run (:func:`train_longspec`).
 
 LongSpec, section 3.2, flash noisy training. Row t reads token t and predicts token t + 1. Self-attention sees the last
 ``window`` rows of the text. Cross-attention sees the target's last-layer KV up to position t - j, where the shift j is
@@ -15,62 +15,66 @@ import torch
 
 from longdraft.drafters.longspec import KIND, LongSpecBlock, LongSpecDraft, LongSpecShape, check_rotary
 from longdraft.training.attention import attend
-from longdraft.training.config import TrainConfig
+from longdraft.training.config import LongSpecConfig
 from longdraft.training.features import Features
-from longdraft.training.loop import Loop, Report
-from longdraft.training.session import Progress, Session, Stop, never, silent
-from longdraft.training.trainee import StepOutput, Trainee
+from longdraft.training.loop import StepReport, TrainingLoop
+from longdraft.training.session import Progress, Stop, TrainingSession, never_stop, no_progress
+from longdraft.training.trainer import DraftTrainer, StepOutput
 
 
-class LongSpecTrainee(Trainee):
+class LongSpecTrainer(DraftTrainer):
     """A training step of a LongSpec block."""
 
     block: LongSpecBlock
-    by = "shift"
+    level_mode = "shift"
 
-    def learned(self, tokens: int, start: int, shift: int) -> int:
+    def num_loss_tokens(self, num_tokens: int, start: int, shift: int) -> int:
         """The number of learned rows; a row before ``shift`` has no key that far back."""
-        return tokens - 1 - max(start - 1, shift)
+        return num_tokens - 1 - max(start - 1, shift)
 
     def forward(self, documents: Sequence[Features], shifts: Sequence[int]) -> StepOutput:
         """The loss of packed documents, each with its shift j. ``depths`` of the result are the shifts."""
         window = self.block.shape.window
         pack = self.pack(documents, shifts, window - 1)
-        x = self.embed(pack.rows([d.tokens for d in documents]))
-        cos, sin = self.parts.rotary(pack.rows([d.positions for d in documents]).to(self.device))
+        x = self.embed(pack.gather([d.token_ids for d in documents]))
+        cos, sin = self.parts.rotary(pack.gather([d.positions for d in documents]).to(self.device))
         self_attend = partial(pack.attend, partial(attend, window=window))
 
         def cross_attend(q: torch.Tensor) -> torch.Tensor:
             # The row after the last learned one has KV too, which no learned row may see.
-            each = zip(q.split(pack.counts, 1), documents, shifts, strict=True)
+            each = zip(q.split(pack.loss_lengths, 1), documents, shifts, strict=True)
             out = [attend(q, d.keys[:, :-1].to(q.device), d.values[:, :-1].to(q.device), j) for q, d, j in each]
             return torch.cat(out, 1)
 
-        learned = pack.learned.to(self.device)
-        hidden = self.block.norm(self.layer(self.block, x, None, cos, sin, [self_attend], learned, cross_attend))
-        each = zip(shifts, pack.counts, strict=True)
+        learned = pack.loss_indices.to(self.device)
+        hidden = self.block.norm(self.run_layer(self.block, x, None, cos, sin, [self_attend], learned, cross_attend))
+        each = zip(shifts, pack.loss_lengths, strict=True)
         depths = torch.cat([torch.full((count,), shift, device=self.device) for shift, count in each])
         return self.output(hidden, self.target_head, self.labels(pack), depths)
 
 
-def train_longspec(config: TrainConfig, progress: Progress = silent, stop: Stop = never) -> Iterator[Report]:
+def train_longspec(
+    config: LongSpecConfig, progress: Progress = no_progress, stop: Stop = never_stop
+) -> Iterator[StepReport]:
     """Trains a LongSpec draft (section 3.2, appendix E); see :mod:`longdraft.training.session`.
 
     The draft in ``config.init`` keeps its sizes and its vocabulary; the window may be set anew.
     """
-    session = Session(config, config.noise, progress, stop)
+    session = TrainingSession(config, config.noise, progress, stop)
     check_rotary(session.runner)
     if config.init is None:
-        block = LongSpecBlock(LongSpecShape(**session.sizes(), window=config.window, final_norm=config.final_norm))
-        block.initialise(config.seed)
+        block = LongSpecBlock(
+            LongSpecShape(**session.draft_sizes(), window=config.window, final_norm=config.final_norm)
+        )
+        block.initialize(config.seed)
         kept = session.vocabulary()
     else:
         init = LongSpecDraft.load(config.init)
         init.check(session.runner)
-        block, kept = init.trainable(), init.ids
+        block, kept = init.trainable_module(), init.draft_to_target_ids
         if "window" in config.fields_set:
             block.shape = replace(block.shape, window=config.window)
-    trainee = LongSpecTrainee(block, session.runner.parts, kept, config)
+    trainer = LongSpecTrainer(block, session.runner.shared_parts, kept, config)
     lengths = {"trained_length": config.max_length, "trained_positions": config.max_length + config.anchor_offset}
     described = asdict(block.shape) | lengths
-    yield from Loop(session, trainee, (), KIND, described, levels=config.noise, shifts=config.noise).run()
+    yield from TrainingLoop(session, trainer, (), KIND, described, levels=config.noise, max_shift=config.noise).run()

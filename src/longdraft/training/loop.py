@@ -24,25 +24,25 @@ import torch
 
 from longdraft.drafts import draft_folder, hub
 from longdraft.errors import CheckpointError, NumericalError, PromptError
-from longdraft.files import naming, read_json, replacing
-from longdraft.training.config import DEPTH, RunConfig
+from longdraft.files import atomic_write, file_errors, read_json
+from longdraft.training.config import EVAL_DEPTH, RunConfig
 from longdraft.training.features import Features
-from longdraft.training.measure import Simulated, simulate
-from longdraft.training.session import Session
-from longdraft.training.trainee import StepOutput, Trainee
+from longdraft.training.session import TrainingSession
+from longdraft.training.simulated_acceptance import SimulatedAcceptance, simulate
+from longdraft.training.trainer import DraftTrainer, StepOutput
 
 LOG, CHECKPOINTS, STATE = "log.jsonl", "checkpoints", "state.json"
 # Held-out documents of a measurement: enough to compare, few enough to be quick.
-MEASURED = 48
+MAX_EVAL_DOCUMENTS = 48
 # Devices on which torch updates all weights in one kernel.
-FUSED = ("cpu", "cuda", "mps", "xpu")
+FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 # Settings that a resumed run may change: its weights stay the same, up to how batches are shared out.
-FREE = {
+RESUME_MAY_CHANGE = {
     "out", "save_every", "keep", "track", "threads", "cache", "measure_every", "device", "accumulate", "recompute",
 }  # fmt: skip
 
 
-class Batch(NamedTuple):
+class BatchIndices(NamedTuple):
     """Numbers of packed documents, the shift j of each (flash noisy training), and the epoch from 0 on."""
 
     documents: Sequence[int]
@@ -50,41 +50,43 @@ class Batch(NamedTuple):
     epoch: int = 0
 
 
-class Schedule:
+class BatchSampler:
     """The batches of each step, a group of ``processes * accumulate``: a function of the seed alone.
 
     An incomplete last group of an epoch is left out; the next epoch's shuffle puts other documents into it. If an epoch
     makes no complete group, its one step takes as many batches as all processes can have alike, so that none waits for
-    the others; :meth:`at` then returns no batch if there are fewer batches than processes.
+    the others; :meth:`batches` then returns no batch if there are fewer batches than processes.
 
     Args:
-        rows: learned tokens of each document. A batch is closed when one more would exceed ``config.rows``.
+        rows: learned tokens of each document. A batch is closed when one more would exceed ``config.loss_tokens``.
         shifts: those of documents are uniform in 1 .. shifts.
 
     Attributes:
         counts: steps of each epoch. steps: of all. width: batches of a step.
     """
 
-    def __init__(self, rows: Sequence[int], config: RunConfig, shifts: int = 1, processes: int = 1) -> None:
-        self._rows, self._config, self._shifts, self._processes = rows, config, shifts, processes
+    def __init__(self, loss_tokens: Sequence[int], config: RunConfig, max_shift: int = 1, processes: int = 1) -> None:
+        self._rows, self._config, self._shifts, self._processes = loss_tokens, config, max_shift, processes
         self._epoch = lru_cache(1)(self._laid_out)
-        self.width, epochs = processes * config.accumulate, config.epochs
-        self.counts = [max(1, len(self._epoch(i)[2]) // self.width) for i in range(math.ceil(epochs))]
+        self.batches_per_step, epochs = processes * config.accumulate, config.epochs
+        self.steps_per_epoch = [
+            max(1, len(self._epoch(i)[2]) // self.batches_per_step) for i in range(math.ceil(epochs))
+        ]
         if epochs % 1:
-            self.counts[-1] = max(1, int(self.counts[-1] * (epochs % 1)))
-        self.steps = min(sum(self.counts), config.max_steps or sum(self.counts))
+            self.steps_per_epoch[-1] = max(1, int(self.steps_per_epoch[-1] * (epochs % 1)))
+        self.steps = min(sum(self.steps_per_epoch), config.max_steps or sum(self.steps_per_epoch))
 
-    def at(self, step: int) -> list[Batch]:
+    def batches(self, step: int) -> list[BatchIndices]:
         """The batches of one step. Process i takes every n-th of them from the i-th on."""
         number = 0
-        while step >= self.counts[number]:
-            step -= self.counts[number]
+        while step >= self.steps_per_epoch[number]:
+            step -= self.steps_per_epoch[number]
             number += 1
         order, shifts, ends = self._epoch(number)
-        first = step * self.width
-        count = min(self.width, len(ends) - first) // self._processes * self._processes
+        first = step * self.batches_per_step
+        count = min(self.batches_per_step, len(ends) - first) // self._processes * self._processes
         places = [slice(ends[i - 1] if i else 0, ends[i]) for i in range(first, first + count)]
-        return [Batch(order[each], shifts[each], number) for each in places]
+        return [BatchIndices(order[each], shifts[each], number) for each in places]
 
     def _laid_out(self, epoch: int) -> tuple[array[int], array[int], array[int]]:
         """An epoch's documents in their order, each one's shift, and where batches end: 8 bytes a document."""
@@ -102,7 +104,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Report:
+class StepReport:
     """The figures of a step, summed over all processes.
 
     Attributes:
@@ -119,10 +121,10 @@ class Report:
     lr: float
     agreement: dict[int, float]
     tokens_per_second: float
-    simulated: Simulated | None = None
+    simulated: SimulatedAcceptance | None = None
 
 
-class Loop:
+class TrainingLoop:
     """Trains one module on the learned documents of a session; a resumed run must have the same.
 
     Args:
@@ -138,51 +140,54 @@ class Loop:
 
     def __init__(
         self,
-        session: Session,
-        trainee: Trainee,
+        session: TrainingSession,
+        trainer: DraftTrainer,
         layers: tuple[int, ...] | None,
         kind: str,
-        described: Mapping[str, Any],
+        draft_config: Mapping[str, Any],
         *,
         levels: int,
-        measured: int = DEPTH,
-        shifts: int = 1,
-        fit: Callable[[Features], None] | None = None,
+        eval_levels: int = EVAL_DEPTH,
+        max_shift: int = 1,
+        on_start: Callable[[Features], None] | None = None,
     ) -> None:
         config, accelerator, held_out = session.config, session.accelerator, session.held_out
-        self.session, self.config, self.accelerator, self.trainee = session, config, accelerator, trainee
-        self.kind, self.described = kind, {"base_model": hub.base_model(config.target), **described}
-        self.levels, self.measured, self.out = levels, measured, Path(config.out)
-        self._documents, self._reader = session.learned, session.reader(layers, trainee.reads_likeliest)
-        if fit is not None:
-            fit(self._features(0, 0))
+        self.session, self.config, self.accelerator, self.trainer = session, config, accelerator, trainer
+        self.kind, self.draft_config = kind, {"base_model": hub.base_model_name(config.target), **draft_config}
+        self.levels, self.eval_levels, self.out = levels, eval_levels, Path(config.out)
+        self._documents, self._reader = (
+            session.train_documents,
+            session.feature_reader(layers, trainer.needs_target_argmax),
+        )
+        if on_start is not None:
+            on_start(self._features(0, 0))
         if config.distill:
-            trainee.measure_scale(session.runner)
-        trainee.to(session.runner.device)
+            trainer.measure_logit_scale(session.runner)
+        trainer.to(session.runner.device)
         # Documents to measure on have more learned tokens than a round has levels.
-        spans = zip(held_out.lengths, held_out.starts, held_out.unlearned, strict=True)
-        long = [i for i, (length, start, context) in enumerate(spans) if length - start - context > measured]
+        spans = zip(held_out.lengths, held_out.starts, held_out.masked_counts, strict=True)
+        long = [i for i, (length, start, context) in enumerate(spans) if length - start - context > eval_levels]
         if config.held_out and not long:
-            raise PromptError(f"No held-out document has more than {measured} learned tokens: raise held_out.")
-        self.held_out = [held_out[i] for i in long[:: max(1, len(long) // MEASURED)][:MEASURED]]
+            raise PromptError(f"No held-out document has more than {eval_levels} learned tokens: raise held_out.")
+        self.held_out = [held_out[i] for i in long[:: max(1, len(long) // MAX_EVAL_DOCUMENTS)][:MAX_EVAL_DOCUMENTS]]
         processes = accelerator.num_processes
         rows = array("i", (self._rows(i, 0) for i in range(len(self._documents))))
-        self.schedule = Schedule(rows, config, shifts, processes)
-        if not self.schedule.at(0):
+        self.sampler = BatchSampler(rows, config, max_shift, processes)
+        if not self.sampler.batches(0):
             raise PromptError(f"The data make fewer batches than {processes} processes: give more text or lower rows.")
-        weights, betas = list(trainee.parameters()), (config.betas[0], config.betas[1])
+        weights, betas = list(trainer.parameters()), (config.betas[0], config.betas[1])
         groups: list[dict[str, Any]] = [
             {"params": [p for p in weights if p.ndim > 1], "weight_decay": config.weight_decay},
             {"params": [p for p in weights if p.ndim <= 1], "weight_decay": 0.0},
         ]
-        fused = weights[0].device.type in FUSED
+        fused = weights[0].device.type in FUSED_DEVICES
         optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused)
-        self.module, self.optimizer = accelerator.prepare(trainee, optimizer)
+        self.module, self.optimizer = accelerator.prepare(trainer, optimizer)
         # Tokens a round, of the best draft so far: a dead one has 1.
         self.step, self.best = 0, 1.0
-        self._simulated: Simulated | None = None
+        self._simulated: SimulatedAcceptance | None = None
 
-    def run(self) -> Iterator[Report]:
+    def run(self) -> Iterator[StepReport]:
         """Trains to the end and yields a report for each step. The session's ``stop`` writes a checkpoint and ends.
 
         Every process iterates and gets the same reports; the ``stop`` of any of them stops all.
@@ -192,7 +197,7 @@ class Loop:
             NumericalError: the loss or a gradient is not a number, or the draft is never right; checkpoints are kept.
         """
         self._resume()
-        steps, accelerator = self.schedule.steps, self.accelerator
+        steps, accelerator = self.sampler.steps, self.accelerator
         if self.step == steps:
             self.session.progress(f"{self.out} holds all {steps:,} steps of this run: nothing is left to train")
         elif self.step:
@@ -225,20 +230,22 @@ class Loop:
     def _rows(self, i: int, shift: int) -> int:
         """Learned rows of a document with a shift."""
         documents = self._documents
-        return self.trainee.learned(documents.lengths[i], documents.starts[i], shift) - documents.unlearned[i]
+        return (
+            self.trainer.num_loss_tokens(documents.lengths[i], documents.starts[i], shift) - documents.masked_counts[i]
+        )
 
     def _features(self, i: int, epoch: int) -> Features:
-        offset = self.session.offset
-        return self._reader.read(self._documents[i], offset(i, epoch), kept=offset(i, 0))
+        offset = self.session.anchor_offset
+        return self._reader.read(self._documents[i], offset(i, epoch), cached_offset=offset(i, 0))
 
-    def _step(self) -> Report:
+    def _step(self) -> StepReport:
         """One step of the optimizer, and a measurement if one is due."""
-        started, config, steps = time.perf_counter(), self.config, self.schedule.steps
+        started, config, steps = time.perf_counter(), self.config, self.sampler.steps
         world, levels = self.accelerator.num_processes, self.levels
         lr = learning_rate(self.step, steps, config)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        batches = self.schedule.at(self.step)
+        batches = self.sampler.batches(self.step)
         # Every process knows the rows of all, so nothing has to be summed before the backward pass.
         rows = sum(self._rows(i, j) for b in batches for i, j in zip(b.documents, b.shifts, strict=True))
         mine = batches[self.accelerator.process_index :: world]
@@ -251,7 +258,7 @@ class Loop:
                 out: StepOutput = self.module(documents, batch.shifts)
                 # Gradients are averaged over processes; times their number, the loss is the mean over all rows.
                 self.accelerator.backward(out.loss * (world / rows))
-            right, learned = out.ranks == 0, slice(None) if out.learned is None else out.learned
+            right, learned = out.ranks == 0, slice(None) if out.loss_mask is None else out.loss_mask
             counted = out.depths[learned][right[learned]], out.depths[learned]
             each = (depths.cpu().bincount(minlength=levels + 1)[1:] for depths in counted)
             sums += torch.cat([out.loss.detach().cpu()[None], *each])  # not every device has float64
@@ -270,16 +277,16 @@ class Loop:
         hits, counts = sums[1:].view(2, levels).tolist()
         agreement = {j + 1: hits[j] / counts[j] for j in range(levels) if counts[j]}
         due = self.step == steps or _due(self.step, config.measure_every)
-        return Report(self.step, steps, loss, lr, agreement, speed, self._measure() if due else None)
+        return StepReport(self.step, steps, loss, lr, agreement, speed, self._measure() if due else None)
 
-    def _measure(self) -> Simulated | None:
+    def _measure(self) -> SimulatedAcceptance | None:
         """Simulated acceptance. Saves the draft if it is the best so far."""
         if not self.held_out:
             return None
         self.module.eval()
         # Every process measures all; of sums, their figures are the same whatever the last bits.
         held_out = map(self._reader.read, self.held_out)
-        simulated = simulate(self.module, held_out, self.measured, self.trainee.by, self._summed)
+        simulated = simulate(self.module, held_out, self.eval_levels, self.trainer.level_mode, self._summed)
         self._simulated = simulated
         if simulated.tree > self.best:
             self.best = simulated.tree
@@ -295,9 +302,9 @@ class Loop:
         weights = self.accelerator.get_state_dict(self.module)  # by every process, as each has its shards
         if self.accelerator.is_main_process:
             tensors = {name.removeprefix("block."): t for name, t in weights.items()}
-            target = self.session.runner.parts.description
-            described = {**self.described, "training": self._history()}
-            draft = draft_folder.trained(self.kind, described, tensors, self.trainee.kept, target)
+            target = self.session.runner.shared_parts.description
+            described = {**self.draft_config, "training": self._history()}
+            draft = draft_folder.from_training(self.kind, described, tensors, self.trainer.draft_to_target, target)
             for name in names:
                 draft_folder.save(self.out / name, draft)
         self.accelerator.wait_for_everyone()
@@ -308,7 +315,7 @@ class Loop:
         return {
             "data": [Path(place).name for place in config.data],
             "documents": len(documents),
-            "tokens": sum(documents.lengths) - sum(documents.starts) - sum(documents.unlearned),
+            "tokens": sum(documents.lengths) - sum(documents.starts) - sum(documents.masked_counts),
             "steps": self.step,
             "epochs": config.epochs,
             **({"init": Path(config.init).name} if config.init else {}),
@@ -321,10 +328,10 @@ class Loop:
         """Drops the rows of steps that are computed again."""
         if (path := self.out / LOG).exists():
             rows = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            with replacing(path) as part:
+            with atomic_write(path) as part:
                 part.write_text("".join(rows[: self.step]), encoding="utf-8")
 
-    def _log(self, report: Report) -> None:
+    def _log(self, report: StepReport) -> None:
         """Appends a row to the log and tells the trackers."""
         row = {name: value for name, value in asdict(report).items() if name != "steps" and value is not None}
         if self.accelerator.is_main_process:
@@ -354,7 +361,7 @@ class Loop:
             self.accelerator.save_state(str(path))
             self.accelerator.wait_for_everyone()
             if self.accelerator.is_main_process:
-                with replacing(path / STATE) as part:
+                with atomic_write(path / STATE) as part:
                     part.write_text(json.dumps(state), encoding="utf-8")
                 for old in {*path.parent.glob("step-*")} - {*self._checkpoints()[-self.config.keep :]}:
                     shutil.rmtree(old, ignore_errors=True)
@@ -366,8 +373,12 @@ class Loop:
     @cached_property
     def _identity(self) -> dict[str, Any]:
         """Settings and data that a resumed run must have in common with its checkpoint, as JSON returns them."""
-        config = {name: value for name, value in self.config.as_dict().items() if name not in FREE}
-        own = {"steps": self.schedule.steps, "documents": self._documents.digest(), "width": self.schedule.width}
+        config = {name: value for name, value in self.config.as_dict().items() if name not in RESUME_MAY_CHANGE}
+        own = {
+            "steps": self.sampler.steps,
+            "documents": self._documents.digest(),
+            "width": self.sampler.batches_per_step,
+        }
         found: dict[str, Any] = json.loads(json.dumps({"config": config} | own))
         return found
 
@@ -377,12 +388,12 @@ class Loop:
         Raises CheckpointError if it is of another run.
         """
         for path in self._checkpoints()[-1:]:
-            with naming(path, f"The checkpoint {path} cannot be read", "Delete it, to go on from the one before."):
+            with file_errors(path, f"The checkpoint {path} cannot be read", "Delete it, to go on from the one before."):
                 state, own = read_json(path / STATE), self._identity
                 # A setting that came later than the checkpoint had its default.
                 there = {f.name: f.default for f in dataclasses.fields(self.config)} | state["config"] | state
                 here = own | own["config"]
-                longer = state["step"] == state["steps"] < self.schedule.steps
+                longer = state["step"] == state["steps"] < self.sampler.steps
                 names = sorted({*here} - {"config"} - ({"epochs", "max_steps", "steps"} if longer else set()))
                 different = [f"{n}: {there.get(n)} there, {here[n]} here" for n in names if there.get(n) != here[n]]
                 if different:

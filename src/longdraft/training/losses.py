@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-CHUNK = 512
+LOGITS_CHUNK = 512
 
 
-class Target(NamedTuple):
+class TargetDistribution(NamedTuple):
     """The target's distribution on the draft's vocabulary: softmax(capped(scale * state W^T)), renormalised there.
 
     Attributes:
@@ -47,7 +47,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
         head: torch.Tensor,
         tokens: torch.Tensor,
         weights: torch.Tensor,
-        target: Target | None,
+        target: TargetDistribution | None,
         chunk: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -60,7 +60,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
         wide, other = (torch.empty(size, device=head.device) for _ in range(2))
         of_head = torch.empty_like(head) if trained is not None else None
         # A CPU would convert all of it first, in memory of its own.
-        piece = CHUNK if head.device.type == "cpu" else len(head)
+        piece = LOGITS_CHUNK if head.device.type == "cpu" else len(head)
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
             h = hidden[rows].to(head.dtype)
@@ -102,11 +102,11 @@ class _SoftCrossEntropy(torch.autograd.Function):
 def soft_cross_entropy(
     hidden: torch.Tensor,
     head: torch.Tensor,
-    tokens: torch.Tensor,
+    labels: torch.Tensor,
     weights: torch.Tensor | float = 1.0,
-    target: Target | None = None,
+    target: TargetDistribution | None = None,
     distill: float = 0.0,
-    chunk: int = CHUNK,
+    chunk: int = LOGITS_CHUNK,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross-entropy of the head's softmax against the text's tokens and the target's distribution, summed over rows.
 
@@ -114,7 +114,7 @@ def soft_cross_entropy(
         hidden: (N, hidden size).
         head: (V, hidden size), frozen or trained. Its dtype is that of the matrix products, bfloat16 or float32;
             log-sum-exp and sums are float32.
-        tokens: (N,) next tokens of the text, as draft ids; -1 where the draft's vocabulary lacks the token.
+        labels: (N,) next tokens of the text, as draft ids; -1 where the draft's vocabulary lacks the token.
         weights: of the rows, (N,).
         target: its distribution. distill: share of the loss that follows it; 0 is plain cross-entropy.
 
@@ -123,6 +123,6 @@ def soft_cross_entropy(
     """
     if not torch.is_grad_enabled():  # unknown inside the function
         hidden, head = hidden.detach(), head.detach()
-    each = (torch.ones_like(tokens) * weights).float()
-    shares = torch.stack([each * (1 - distill) * (tokens >= 0), each * distill], 1)
-    return _SoftCrossEntropy.apply(hidden, head, tokens.clamp_min(0), shares, target, chunk)
+    each = (torch.ones_like(labels) * weights).float()
+    shares = torch.stack([each * (1 - distill) * (labels >= 0), each * distill], 1)
+    return _SoftCrossEntropy.apply(hidden, head, labels.clamp_min(0), shares, target, chunk)

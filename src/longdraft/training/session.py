@@ -1,6 +1,6 @@
 """The beginning of every training run: processes, the target, and the documents.
 
-A kind of draft makes a module for a :class:`Session`, new or read from a folder, and
+A kind of draft makes a module for a :class:`TrainingSession`, new or read from a folder, and
 :class:`longdraft.training.loop.Loop` trains it.
 
 Every ``train_...`` function takes settings, a ``progress`` (called with what is being prepared), and a ``stop`` (called
@@ -26,33 +26,33 @@ from accelerate.utils import InitProcessGroupKwargs
 from longdraft.errors import CapabilityError
 from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
-from longdraft.training import corpus
+from longdraft.training import dataset
 from longdraft.training.config import RunConfig
-from longdraft.training.documents import Skipped
+from longdraft.training.documents import SkipCounts
 from longdraft.training.features import FeatureReader
 
 # The other processes wait while one downloads a model or reads a shard. Ending a hung one is left to the launcher.
-PATIENCE = timedelta(days=7)
+PROCESS_TIMEOUT = timedelta(days=7)
 
 # Called with what is being prepared; asked after each step whether to end there.
 Progress = Callable[[str], None]
 Stop = Callable[[], bool]
 
 
-def silent(what: str) -> None:
+def no_progress(what: str) -> None:
     """A ``progress`` that shows nothing."""
 
 
-def never() -> bool:
+def never_stop() -> bool:
     """A ``stop`` that never stops."""
     return False
 
 
-class Session:
+class TrainingSession:
     """A run whose processes are there, whose target is loaded, and whose documents are read.
 
     Args:
-        shortest_learned: a document must have more learned tokens than this.
+        levels: a document must have more learned tokens than this.
 
     Attributes:
         learned, held_out: the documents to train on and to measure on.
@@ -62,7 +62,7 @@ class Session:
     """
 
     def __init__(
-        self, config: RunConfig, shortest_learned: int, progress: Progress = silent, stop: Stop = never
+        self, config: RunConfig, levels: int, progress: Progress = no_progress, stop: Stop = never_stop
     ) -> None:
         if config.threads:
             torch.set_num_threads(config.threads)
@@ -77,25 +77,27 @@ class Session:
             mixed_precision=config.precision,
             log_with=list(config.track) or None,
             project_dir=config.out,
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=PROCESS_TIMEOUT)],
         )
         place = accelerator.device if accelerator.num_processes > 1 or not config.device else config.device
-        factor, skipped = config.target_rope_factor, Skipped()
+        factor, skipped = config.target_rope_factor, SkipCounts()
         with accelerator.main_process_first():  # the first process downloads, and compiles kernels
             loaded = load(config.target, dtype=config.target_dtype, device=place, rope_factor=factor, progress=progress)
         model, self.tokenizer = loaded
         self.runner = runner = TargetRunner(model)
-        whole = corpus.read(config.data, self.tokenizer, skipped, runner.vocab_size, config.template)
-        self.learned, self.held_out = corpus.collect(whole, skipped, config, shortest_learned, runner.context_length)
-        progress(f"{len(self.learned):,} documents, {len(self.held_out):,} held out; left out: {skipped}")
+        whole = dataset.read_dataset(config.data, self.tokenizer, skipped, runner.vocab_size, config.template_kwargs)
+        self.train_documents, self.held_out = dataset.split_dataset(
+            whole, skipped, config, levels, runner.context_length
+        )
+        progress(f"{len(self.train_documents):,} documents, {len(self.held_out):,} held out; left out: {skipped}")
 
-    def sizes(self) -> dict[str, Any]:
+    def draft_sizes(self) -> dict[str, Any]:
         """The sizes that a new draft takes from the target."""
-        parts, kv = self.runner.parts, self.runner.kv_shape
+        parts, kv = self.runner.shared_parts, self.runner.kv_shape
         return {
             "hidden_size": parts.hidden_size,
             "intermediate_size": self.config.intermediate_size or parts.intermediate_size,
-            "heads": parts.heads,
+            "heads": parts.num_heads,
             "kv_heads": kv.kv_heads,
             "head_dim": kv.head_dim,
             "rms_norm_eps": parts.rms_norm_eps,
@@ -106,23 +108,23 @@ class Session:
         config, runner = self.config, self.runner
         if config.vocabulary is None or config.vocabulary >= runner.vocab_size:
             return None
-        counted = self.learned
+        counted = self.train_documents
         if config.vocabulary_from:
-            counted = corpus.read(config.vocabulary_from, self.tokenizer, Skipped(), runner.vocab_size)
-        return corpus.most_frequent(counted, runner.vocab_size, config.vocabulary, runner.eos_token_ids)
+            counted = dataset.read_dataset(config.vocabulary_from, self.tokenizer, SkipCounts(), runner.vocab_size)
+        return dataset.most_frequent_tokens(counted, runner.vocab_size, config.vocabulary, runner.eos_token_ids)
 
-    def offset(self, i: int, epoch: int) -> int:
+    def anchor_offset(self, i: int, epoch: int) -> int:
         """A learned document's anchor-offset in an epoch: uniform in 0 .. ``anchor_offset``, or less to stay in the
         context (LongSpec, section 3.2)."""
         config = self.config
-        most = max(0, min(config.anchor_offset, self.runner.context_length - self.learned.lengths[i]))
+        most = max(0, min(config.anchor_offset, self.runner.context_length - self.train_documents.lengths[i]))
         return random.Random(f"{config.seed}/{epoch}/{i}").randint(0, most) if most else 0
 
-    def reader(self, layers: tuple[int, ...] | None, likeliest: bool = True) -> FeatureReader:
-        """The reader of the target's features, ``layers`` and ``likeliest`` as :class:`FeatureReader` has them."""
+    def feature_reader(self, layers: tuple[int, ...] | None, with_argmax: bool = True) -> FeatureReader:
+        """The reader of the target's features, ``layers`` and ``with_argmax`` as :class:`FeatureReader` has them."""
         config, runner = self.config, self.runner
         dtype = torch.bfloat16 if config.precision == "bf16" else runner.kv_shape.dtype
         # The factor is not in the description: drafts fit either way.
-        identity = runner.parts.description, str(runner.kv_shape.dtype), str(dtype), config.target_rope_factor
+        identity = runner.shared_parts.description, str(runner.kv_shape.dtype), str(dtype), config.target_rope_factor
         cache = None if config.cache is None else Path(config.cache)
-        return FeatureReader(runner, dtype, layers, config.distill > 0, cache, identity, likeliest)
+        return FeatureReader(runner, dtype, layers, config.distill > 0, cache, identity, with_argmax)

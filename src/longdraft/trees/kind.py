@@ -21,10 +21,10 @@ from math import log
 
 import torch
 
-from longdraft.attention.transfer import Fetched
-from longdraft.trees.level import Expand, Foresee, Level, Lift, Likeliest, root_level, to_trees
-from longdraft.trees.level import children as children_of
-from longdraft.trees.level import likeliest as likeliest_of
+from longdraft.attention.transfer import AsyncHostCopy
+from longdraft.trees.level import Calibrate, CoupledLogprobs, DraftLogits, DraftTopk, TreeLevel, root_level, to_trees
+from longdraft.trees.level import expand_level as children_of
+from longdraft.trees.level import topk_logprobs as likeliest_of
 from longdraft.trees.tree import NodeLimit, TokenTree
 
 # LongSpec, appendix E.
@@ -36,128 +36,134 @@ DYNAMIC = (8, 10, 59)
 # SpecExtend's OPT-Tree, appendix D: nodes, levels, threshold. The paper expands all nodes of a level; here it is 10.
 OPT, OPT_TOP_K = (50, 10, 0.7), 10
 # Tokens of a chain by default, and at most if a planner ends it.
-LENGTH, LONGEST = 4, 12
+CHAIN_LENGTH, MAX_CHAIN_LENGTH = 4, 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class TreeKind:
+class TreeConfig:
     """A kind of tree with its sizes.
 
     Attributes:
         name: what options call it.
-        children: of an expanded node, level by level; fewer if the vocabulary has no more.
-        narrow: a level keeps no more nodes than one node has children, the best; else all.
+        branching: of an expanded node, level by level; fewer if the vocabulary has no more.
+        prune_levels: a level keeps no more nodes than one node has children, the best; else all.
         top_k: nodes of a level that are expanded at most, the best; None: all.
         nodes: drafted nodes that are verified, the most probable ones; None: all.
-        price: of a chain: it ends with the first token whose path is no likelier than this.
-        longest: of a chain: tokens at most if a planner ends it.
+        min_expected_gain: of a chain: it ends with the first token whose path is no likelier than this.
+        max_chain_length: of a chain: tokens at most if a planner ends it.
         threshold: of an OPT-Tree: tokens by which a level has to lengthen the expected acceptance for another one to
             follow; None: levels follow whatever they promise.
-        chosen_by_user: whether the user chose the tree, so that a planner leaves it as it is.
+        is_user_defined: whether the user chose the tree, so that a planner leaves it as it is.
     """
 
     name: str
-    children: tuple[int, ...]
-    narrow: bool = False
+    branching: tuple[int, ...]
+    prune_levels: bool = False
     top_k: int | None = None
     nodes: int | None = None
-    price: float = 0.0
-    longest: int = LONGEST
+    min_expected_gain: float = 0.0
+    max_chain_length: int = MAX_CHAIN_LENGTH
     threshold: float | None = None
-    chosen_by_user: bool = False
+    is_user_defined: bool = False
 
     @property
     def depth(self) -> int:
         """Levels at most, and so forwards of the draft."""
-        return len(self.children)
+        return len(self.branching)
 
     @property
-    def candidates(self) -> int:
+    def max_candidates(self) -> int:
         """Drafted nodes at most, before the most probable of them are chosen."""
         return sum(size for size, _ in self._sizes())
 
     @property
-    def max_expanded(self) -> int:
+    def max_expanded_nodes(self) -> int:
         """Drafted nodes that the draft expands in a round at most: rows of KV that it needs for a tree."""
         return sum(expanded for _, expanded in list(self._sizes())[:-1])
 
     @property
     def max_nodes(self) -> int:
         """Drafted nodes of a tree at most."""
-        return min(self.candidates, self.nodes or self.candidates)
+        return min(self.max_candidates, self.nodes or self.max_candidates)
 
     def _sizes(self) -> Iterator[tuple[int, int]]:
         """For each level its nodes, and those of them that may be expanded."""
         expanded = 1
-        for children in self.children:
-            size = children if self.narrow else expanded * children
+        for branching in self.branching:
+            size = branching if self.prune_levels else expanded * branching
             expanded = size if self.top_k is None else min(size, self.top_k)
             yield size, expanded
 
-    def limited(self, depth: int) -> TreeKind:
-        """Returns the same kind with at most ``depth`` levels."""
-        return replace(self, children=self.children[:depth], longest=min(self.longest, depth))
+    def limit_depth(self, max_depth: int) -> TreeConfig:
+        """Returns the same kind with at most ``max_depth`` levels."""
+        return replace(
+            self, branching=self.branching[:max_depth], max_chain_length=min(self.max_chain_length, max_depth)
+        )
 
-    def fit(self, limit: NodeLimit | None) -> TreeKind:
+    def fit(self, limit: NodeLimit | None) -> TreeConfig:
         """Returns the tree to grow within a planner's limit: a chain, or in place of any other kind an OPT-Tree.
 
         Without a limit, or if the user chose it, it is this one.
         """
-        if limit is None or self.chosen_by_user:
+        if limit is None or self.is_user_defined:
             return self
         if self.name == "chain":
-            return replace(self, children=(1,) * max(1, min(self.longest, limit.nodes)), price=limit.price)
-        nodes = max(1, min(self.max_nodes, OPT[0], limit.nodes))
-        return opt(nodes, self.depth, limit.price, self.top_k if self.name == "opt" else OPT_TOP_K)
+            return replace(
+                self,
+                branching=(1,) * max(1, min(self.max_chain_length, limit.max_nodes)),
+                min_expected_gain=limit.min_expected_gain,
+            )
+        nodes = max(1, min(self.max_nodes, OPT[0], limit.max_nodes))
+        return opt(nodes, self.depth, limit.min_expected_gain, self.top_k if self.name == "opt" else OPT_TOP_K)
 
     def grow(
         self,
         roots: Sequence[int],
-        expand: Expand,
-        depths: Sequence[int] | None = None,
+        draft_logits: DraftLogits,
+        max_depths: Sequence[int] | None = None,
         ids: torch.Tensor | None = None,
         device: torch.device | str = "cpu",
         *,
-        likeliest: Likeliest | None = None,
-        foresee: Foresee | None = None,
-        lift: Lift | None = None,
+        likeliest: DraftTopk | None = None,
+        coupled_logprobs: CoupledLogprobs | None = None,
+        calibrate: Calibrate | None = None,
     ) -> list[TokenTree]:
         """Grows a tree for each sequence of a batch; none depends on the others.
 
         Args:
             roots: token id of each root.
-            expand: the draft. Called with the roots, then with the nodes of each level but the last that are expanded.
-            depths: levels of each sequence's tree at most, 0 for a root alone; None: as many as the kind has.
+            draft_logits: the draft. Called with the roots, then with the nodes of each level but the last that are expanded.
+            max_depths: levels of each sequence's tree at most, 0 for a root alone; None: as many as the kind has.
             ids: (draft vocabulary,) target id of each draft id; None: they are the same.
             device: where the draft's logits are.
-            likeliest: used in place of ``expand`` by a draft that finds the likeliest tokens without computing logits.
-            foresee: used if tokens are sampled and the random numbers are known; None: the draft's probabilities count.
-            lift: corrects the draft's probabilities by how they fared; None: they count as they are.
+            likeliest: used in place of ``draft_logits`` by a draft that finds the likeliest tokens without computing logits.
+            coupled_logprobs: used if tokens are sampled and the random numbers are known; None: the draft's probabilities count.
+            calibrate: corrects the draft's probabilities by how they fared; None: they count as they are.
         """
         deepest = min(self.depth, self.max_nodes)  # a deeper node has more ancestors than there are nodes to keep
-        depths = [deepest] * len(roots) if depths is None else [min(deepest, depth) for depth in depths]
-        find = likeliest or (lambda level, count: likeliest_of(expand(level), count))
-        expanded, levels = root_level(roots, device), list[Level]()
+        max_depths = [deepest] * len(roots) if max_depths is None else [min(deepest, depth) for depth in max_depths]
+        find = likeliest or (lambda level, count: likeliest_of(draft_logits(level), count))
+        expanded, levels = root_level(roots, device), list[TreeLevel]()
         # (B', W): the places of the expanded nodes in their level, where they are only some of it.
         places: torch.Tensor | None = None
         promise = None if self.threshold is None else _Promise(self, self.threshold, expanded)
-        going = [row for row in expanded.rows if depths[row]]
+        going = [row for row in expanded.sequence_indices if max_depths[row]]
         while going:
-            of, count = expanded.of, self.children[len(levels)]
-            level = children_of(expanded.kept(going), count, find, ids, foresee, lift)
-            if self.narrow:
-                level, _ = level.best(count)
+            of, count = expanded.index_select, self.branching[len(levels)]
+            level = children_of(expanded.select(going), count, find, ids, coupled_logprobs, calibrate)
+            if self.prune_levels:
+                level, _ = level.topk(count)
             # In the tree, parents are nodes of the whole level above, not only of those that were expanded.
             above = None if places is None else of(going, places).gather(1, level.parents)
             levels.append(level if above is None else replace(level, parents=above))
-            going, width = [row for row in going if depths[row] > level.depth], self.top_k
-            if self.price > 0 and going:
-                likely = dict(zip(level.rows, level.scores[:, 0].tolist(), strict=True))
-                going = [row for row in going if likely[row] > log(self.price)]
+            going, width = [row for row in going if max_depths[row] > level.depth], self.top_k
+            if self.min_expected_gain > 0 and going:
+                likely = dict(zip(level.sequence_indices, level.path_logprobs[:, 0].tolist(), strict=True))
+                going = [row for row in going if likely[row] > log(self.min_expected_gain)]
             elif promise is not None and going:
                 going, width = promise.after(level, of, going)
-            expanded, places = (level, None) if width is None else level.best(width)
-        return [tree.best(self.max_nodes) for tree in to_trees(roots, levels)]
+            expanded, places = (level, None) if width is None else level.topk(width)
+        return [tree.keep_best(self.max_nodes) for tree in to_trees(roots, levels)]
 
 
 # Picks the rows of a tensor for these sequences.
@@ -177,14 +183,14 @@ class _Promise:
     it promised. So a tree there may have one level more than it would elsewhere, and expands as many nodes as it may.
     """
 
-    def __init__(self, kind: TreeKind, threshold: float, roots: Level) -> None:
+    def __init__(self, kind: TreeConfig, threshold: float, roots: TreeLevel) -> None:
         self._nodes, self._top_k, self._threshold = kind.max_nodes, kind.top_k or kind.max_nodes, threshold
-        self._best = roots.scores[:, :0]  # (B', up to N) scores of the best candidates so far, the best first
-        self._expected = [0.0] * len(roots.rows)
-        self._late = roots.scores.device.type != "cpu"
-        self._waiting: tuple[Sequence[int], Fetched] | None = None
+        self._best = roots.path_logprobs[:, :0]  # (B', up to N) scores of the best candidates so far, the best first
+        self._expected = [0.0] * len(roots.sequence_indices)
+        self._late = roots.path_logprobs.device.type != "cpu"
+        self._waiting: tuple[Sequence[int], AsyncHostCopy] | None = None
 
-    def after(self, level: Level, of: Pick, deeper: list[int]) -> tuple[list[int], int]:
+    def after(self, level: TreeLevel, of: Pick, deeper: list[int]) -> tuple[list[int], int]:
         """Takes a level.
 
         Args:
@@ -194,15 +200,15 @@ class _Promise:
         Returns:
             Those for which it pays, and the number of nodes to expand.
         """
-        best = torch.cat([of(level.rows, self._best), level.scores], dim=1)
+        best = torch.cat([of(level.sequence_indices, self._best), level.path_logprobs], dim=1)
         self._best = best = best.topk(min(self._nodes, best.shape[1]), dim=-1).values
         # With fewer candidates than nodes, all of them may have children among the best.
-        promising = level.scores > (best[:, -1:] if best.shape[1] == self._nodes else float("-inf"))
-        promised = level.rows, Fetched(torch.stack([best.exp().sum(1), promising.float().sum(1)]))
+        promising = level.path_logprobs > (best[:, -1:] if best.shape[1] == self._nodes else float("-inf"))
+        promised = level.sequence_indices, AsyncHostCopy(torch.stack([best.exp().sum(1), promising.float().sum(1)]))
         read, self._waiting = (self._waiting, promised) if self._late else (promised, None)
         if read is None:  # the first level of a GPU
             return deeper, self._top_k
-        results = dict(zip(read[0], zip(*read[1].read(), strict=True), strict=True))
+        results = dict(zip(read[0], zip(*read[1].tolist(), strict=True), strict=True))
         going, width = list[int](), self._top_k if self._late else 0
         for row in deeper:
             length, count = results[row]
@@ -213,26 +219,30 @@ class _Promise:
         return going, width
 
 
-def beam(widths: Sequence[int] = BEAM, nodes: int | None = None) -> TreeKind:
+def beam(widths: Sequence[int] = BEAM, nodes: int | None = None) -> TreeConfig:
     """A beam tree. ``widths``: nodes of each level."""
-    return TreeKind(name="beam", children=tuple(widths), narrow=True, nodes=nodes)
+    return TreeConfig(name="beam", branching=tuple(widths), prune_levels=True, nodes=nodes)
 
 
-def static(widths: Sequence[int] = STATIC, nodes: int | None = None) -> TreeKind:
+def static(widths: Sequence[int] = STATIC, nodes: int | None = None) -> TreeConfig:
     """A tree of a fixed shape. ``widths``: children of each node, level by level."""
-    return TreeKind(name="static", children=tuple(widths), nodes=nodes)
+    return TreeConfig(name="static", branching=tuple(widths), nodes=nodes)
 
 
-def dynamic(depth: int = DYNAMIC[0], top_k: int = DYNAMIC[1], nodes: int | None = DYNAMIC[2]) -> TreeKind:
+def dynamic(depth: int = DYNAMIC[0], top_k: int = DYNAMIC[1], nodes: int | None = DYNAMIC[2]) -> TreeConfig:
     """A dynamic tree. ``top_k``: nodes of a level that are expanded, and children of each."""
-    return TreeKind(name="dynamic", children=(top_k,) * depth, top_k=top_k, nodes=nodes)
+    return TreeConfig(name="dynamic", branching=(top_k,) * depth, top_k=top_k, nodes=nodes)
 
 
-def chain(depth: int = LENGTH, longest: int = LONGEST, nodes: int | None = None) -> TreeKind:
+def chain(depth: int = CHAIN_LENGTH, max_chain_length: int = MAX_CHAIN_LENGTH, nodes: int | None = None) -> TreeConfig:
     """The draft's first choices."""
-    return TreeKind(name="chain", children=(1,) * depth, longest=longest, nodes=nodes)
+    return TreeConfig(name="chain", branching=(1,) * depth, max_chain_length=max_chain_length, nodes=nodes)
 
 
-def opt(nodes: int = OPT[0], depth: int = OPT[1], threshold: float = OPT[2], top_k: int | None = OPT_TOP_K) -> TreeKind:
+def opt(
+    nodes: int = OPT[0], depth: int = OPT[1], threshold: float = OPT[2], top_k: int | None = OPT_TOP_K
+) -> TreeConfig:
     """An OPT-Tree. ``top_k``: nodes of a level that are expanded at most; with ``nodes``, nothing is missed."""
-    return TreeKind(name="opt", children=(nodes,) * depth, narrow=True, top_k=top_k, nodes=nodes, threshold=threshold)
+    return TreeConfig(
+        name="opt", branching=(nodes,) * depth, prune_levels=True, top_k=top_k, nodes=nodes, threshold=threshold
+    )

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from longdraft.options import Options, option
 
 if TYPE_CHECKING:
-    from longdraft.trees.kind import TreeKind
+    from longdraft.trees.kind import TreeConfig
 
 # The kinds of trees, and the options that shape each beside ``nodes``.
-KINDS = {
+TREE_TYPES = {
     "chain": ("depth",),
     "static": ("widths",),
     "beam": ("widths",),
@@ -26,7 +26,7 @@ class TreeOptions(Options):
     """The shape of a draft tree. None: not given."""
 
     tree: str | None = option(
-        choices=tuple(KINDS),
+        choices=tuple(TREE_TYPES),
         help="the kind of tree",
         usual="beam (longspec), static (heads), chain (self), opt (with retrieval), else dynamic",
     )
@@ -54,7 +54,7 @@ class TreeOptions(Options):
         usual="0.7",
     )
 
-    def kind(self, default: str, depth: int | None = None) -> TreeKind:
+    def kind(self, default: str, depth: int | None = None) -> TreeConfig:
         """Returns the kind of tree that the options describe.
 
         Args:
@@ -67,14 +67,16 @@ class TreeOptions(Options):
         from longdraft.trees import kind  # here, because it imports torch
 
         given: dict[str, Any] = self.given()
-        chosen_by_user = bool(given)
+        is_user_defined = bool(given)
         tree = given.pop("tree", None) or _implied(default, given)
-        if wrong := [name for name in given if name not in ("nodes", *KINDS[tree])]:
-            raise ValueError(f"{' and '.join(wrong)} do not shape a tree {tree!r}: it takes {', '.join(KINDS[tree])}")
+        if wrong := [name for name in given if name not in ("nodes", *TREE_TYPES[tree])]:
+            raise ValueError(
+                f"{' and '.join(wrong)} do not shape a tree {tree!r}: it takes {', '.join(TREE_TYPES[tree])}"
+            )
         if tree == "dynamic" and depth is not None:
             given.setdefault("depth", depth)
-        made: kind.TreeKind = getattr(kind, tree)(**given)
-        return replace(made, chosen_by_user=chosen_by_user)
+        made: kind.TreeConfig = getattr(kind, tree)(**given)
+        return replace(made, is_user_defined=is_user_defined)
 
 
 def _implied(default: str, given: Collection[str]) -> str:
@@ -83,5 +85,5 @@ def _implied(default: str, given: Collection[str]) -> str:
         return "static" if default == "static" else "beam"
     if "threshold" in given:
         return "opt"
-    other = [name for name in ("depth", "top_k") if name in given and name not in KINDS[default]]
+    other = [name for name in ("depth", "top_k") if name in given and name not in TREE_TYPES[default]]
     return "dynamic" if other else default

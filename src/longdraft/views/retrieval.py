@@ -15,11 +15,11 @@ from collections.abc import Mapping
 import torch
 
 from longdraft.memory.store import KVStore
-from longdraft.native.boundary import WHOLE
+from longdraft.native.boundary import CPU_INT64
 from longdraft.views.view import View
 
 
-class Refresh:
+class ReselectionTimer:
     """Decides when to choose anew, and keeps the queries that choose. One for a run; slots do not affect each other.
 
     Args:
@@ -27,38 +27,38 @@ class Refresh:
         count: the last queries of a text that are kept.
     """
 
-    def __init__(self, interval: int, count: int) -> None:
-        self.interval, self._count = interval, count
+    def __init__(self, interval: int, num_queries: int) -> None:
+        self.interval, self._count = interval, num_queries
         # Verifications of each slot since the last choice.
         self._seen: defaultdict[int, int] = defaultdict(int)
         self._queries: dict[int, torch.Tensor] = {}
 
-    def add(self, slot: int, queries: Mapping[int, torch.Tensor]) -> None:
+    def add_queries(self, slot: int, queries: Mapping[int, torch.Tensor]) -> None:
         """Appends queries, layer -> (Hq, n, d), the newest last."""
         new, before = torch.stack(list(queries.values())), self._queries.get(slot)
         queries_so_far = new if before is None else torch.cat([before, new], dim=2)
         self._queries[slot] = queries_so_far[:, :, -self._count :]
 
     def queries(self, slot: int) -> torch.Tensor | None:
-        """Returns (layers, Hq, M, d), M at most ``count``; None if there are none yet."""
+        """Returns (layers, Hq, M, d), M at most ``num_queries``; None if there are none yet."""
         return self._queries.get(slot)
 
-    def note(self, slot: int) -> None:
+    def count_verification(self, slot: int) -> None:
         """Counts a verification."""
         self._seen[slot] += 1
 
-    def due(self, slot: int) -> bool:
+    def is_due(self, slot: int) -> bool:
         """True if it is time to choose."""
         return 0 < self.interval <= self._seen[slot]
 
-    def done(self, slot: int) -> None:
+    def restart(self, slot: int) -> None:
         """Called when the slot's view was chosen."""
         self._seen[slot] = 0
 
-    def forget(self, slot: int) -> None:
+    def reset(self, slot: int) -> None:
         """Called when another text begins in the slot."""
         self._queries.pop(slot, None)
-        self.done(slot)
+        self.restart(slot)
 
 
 class Retrieval:
@@ -72,23 +72,25 @@ class Retrieval:
     """
 
     def __init__(self, view: View, interval: int = 0, layer: int | None = None) -> None:
-        assert view.shared
-        self.view, self.refresh, self._layer = view, Refresh(interval, view.query_count), layer
+        assert view.shared_by_heads
+        self.view, self.timer, self._layer = view, ReselectionTimer(interval, view.num_queries), layer
         # Of each slot: the retrieved chunks, sorted, once they were scored; the end of the chunks that took part in the
         # last scoring; the number of changes of the choice.
         self._chosen: dict[int, list[int]] = {}
         self._scored: defaultdict[int, int] = defaultdict(int)
         self._versions: defaultdict[int, int] = defaultdict(int)
 
-    def layers(self, count: int) -> tuple[int, ...]:
+    def scoring_layers(self, num_layers: int) -> tuple[int, ...]:
         """Returns the layer that scores, of a target with so many; empty if nothing is chosen.
 
         Raises:
             ValueError: the target has no such layer.
         """
-        if self._layer is not None and self._layer >= count:
-            raise ValueError(f"layer must be one of the target's {count}, 0 to {count - 1}, got {self._layer}")
-        return (count - 1 if self._layer is None else self._layer,) if self.view.query_count else ()
+        if self._layer is not None and self._layer >= num_layers:
+            raise ValueError(
+                f"layer must be one of the target's {num_layers}, 0 to {num_layers - 1}, got {self._layer}"
+            )
+        return (num_layers - 1 if self._layer is None else self._layer,) if self.view.num_queries else ()
 
     @torch.inference_mode()
     def observe(self, store: KVStore, slot: int, queries: Mapping[int, torch.Tensor]) -> None:
@@ -96,48 +98,48 @@ class Retrieval:
 
         Args:
             store: the target's, readable up to the newest query's own row.
-            queries: layer -> (Hq, n, d) after RoPE, for :meth:`layers`: of the prompt's last tokens, later of the
+            queries: layer -> (Hq, n, d) after RoPE, for :meth:`scoring_layers`: of the prompt's last tokens, later of the
                 deepest accepted node.
         """
-        self.refresh.add(slot, queries)
+        self.timer.add_queries(slot, queries)
         if slot in self._chosen:
-            self.refresh.note(slot)
-            if not self.refresh.due(slot):
+            self.timer.count_verification(slot)
+            if not self.timer.is_due(slot):
                 return
-        (layer,), length = queries, store.readable(slot)
-        last_queries = self.refresh.queries(slot)
+        (layer,), length = queries, store.readable_len(slot)
+        last_queries = self.timer.queries(slot)
         assert last_queries is not None
         keys = store.layer(layer)[0][slot, :, :length].to(store.shape.dtype)
-        chosen = self.view.choose(keys, last_queries[0])[0].tolist()
+        chosen = self.view.select_chunks(keys, last_queries[0])[0].tolist()
         self._versions[slot] += chosen != self._chosen.get(slot)
-        self._chosen[slot], self._scored[slot] = chosen, self.view.between(length).stop
-        self.refresh.done(slot)
+        self._chosen[slot], self._scored[slot] = chosen, self.view.candidate_chunks(length).stop
+        self.timer.restart(slot)
 
-    def chosen(self, slot: int) -> list[int] | None:
+    def selected_chunks(self, slot: int) -> list[int] | None:
         """Returns the chosen chunks, sorted; None if nothing has been scored yet."""
         return self._chosen.get(slot)
 
-    def version(self, slot: int) -> int:
+    def selection_version(self, slot: int) -> int:
         """A number that grows whenever the choice changes, and with :meth:`reset`."""
         return self._versions[slot]
 
-    def rows(self, slot: int, length: int) -> torch.Tensor:
-        """Returns the rows of a text of ``length`` rows that are seen, (n,) int64 on the host: sorted, none twice.
+    def kv_indices(self, slot: int, kv_len: int) -> torch.Tensor:
+        """Returns the rows of a text of ``kv_len`` rows that are seen, (n,) int64 on the host: sorted, none twice.
 
         A text that has room is seen whole. If fewer chunks are chosen than there is room for, the latest unscored ones
         fill it: before the first scoring any, later those that have left the window since.
         """
-        between, count = self.view.between(length), self.view.chunks
+        between, count = self.view.candidate_chunks(kv_len), self.view.num_chunks
         chunks = list(between)
         if len(chunks) > count:
             chunks = [c for c in self._chosen.get(slot, ()) if c < between.stop]
             unscored = range(max(self._scored[slot], between.start), between.stop)
             chunks += unscored[max(0, len(unscored) - (count - len(chunks))) :]
-        return self.view.rows_of(torch.tensor([chunks], **WHOLE), length)[0]
+        return self.view.kv_indices(torch.tensor([chunks], **CPU_INT64), kv_len)[0]
 
     def reset(self, slot: int) -> None:
         """Forgets a slot: another text begins there."""
         self._chosen.pop(slot, None)
         self._scored[slot] = 0
         self._versions[slot] += 1
-        self.refresh.forget(slot)
+        self.timer.reset(slot)

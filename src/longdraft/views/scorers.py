@@ -23,18 +23,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from longdraft.views.summaries import summarise
+from longdraft.views.summaries import summarize
 
 REDUCTIONS = ("mean", "max", "last")
 # Rows over which SnapKV averages.
-POOL = 5
+SNAPKV_POOL_SIZE = 5
 
 # (Hkv, G, M, n) of single queries -> (Hkv, n)
-Reduce = Callable[[torch.Tensor], torch.Tensor]
+ReduceFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Candidates:
+class CandidateChunks:
     """The chunks of a layer that are scored.
 
     Attributes:
@@ -46,25 +46,25 @@ class Candidates:
     """
 
     keys: torch.Tensor
-    first: int
-    behind: int
-    chunk: int
-    kept: Mapping[str, torch.Tensor] | None = None
+    start: int
+    end: int
+    chunk_size: int
+    summaries: Mapping[str, torch.Tensor] | None = None
 
     @property
-    def rows(self) -> torch.Tensor:
+    def chunk_keys(self) -> torch.Tensor:
         """Keys of the chunks, (Hkv, rows, d)."""
-        return self.keys[..., self.first * self.chunk : self.behind * self.chunk, :]
+        return self.keys[..., self.start * self.chunk_size : self.end * self.chunk_size, :]
 
     def summary(self, kind: str) -> torch.Tensor:
         """Returns summaries of the chunks, (Hkv, chunks, d)."""
-        if self.kept is not None:
-            return self.kept[kind][..., self.first : self.behind, :]
-        return summarise(kind, self.rows.unflatten(-2, (-1, self.chunk)))
+        if self.summaries is not None:
+            return self.summaries[kind][..., self.start : self.end, :]
+        return summarize(kind, self.chunk_keys.unflatten(-2, (-1, self.chunk_size)))
 
-    def by_chunk(self, x: torch.Tensor) -> torch.Tensor:
+    def group_by_chunk(self, x: torch.Tensor) -> torch.Tensor:
         """Groups numbers of the chunks' rows: (..., rows) -> (..., chunks, chunk)."""
-        return x.unflatten(-1, (-1, self.chunk))
+        return x.unflatten(-1, (-1, self.chunk_size))
 
 
 def _dots(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -77,35 +77,35 @@ def _masses(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     return torch.softmax(_dots(q * q.shape[-1] ** -0.5, keys), -1)
 
 
-def minmax(q: torch.Tensor, c: Candidates, reduce: Reduce) -> torch.Tensor:
+def minmax(q: torch.Tensor, c: CandidateChunks, reduce: ReduceFunction) -> torch.Tensor:
     scores = _dots(q, c.summary("largest"))
     return reduce(torch.maximum(scores, _dots(q, c.summary("smallest")), out=scores))
 
 
-def quest(q: torch.Tensor, c: Candidates, reduce: Reduce) -> torch.Tensor:
+def quest(q: torch.Tensor, c: CandidateChunks, reduce: ReduceFunction) -> torch.Tensor:
     """For q_d > 0 the largest key counts, for q_d < 0 the smallest: two matrix products."""
     return reduce(_dots(q.clamp(min=0), c.summary("largest")) + _dots(q.clamp(max=0), c.summary("smallest")))
 
 
-def mean_key(q: torch.Tensor, c: Candidates, reduce: Reduce) -> torch.Tensor:
-    if c.kept is not None:
+def mean_key(q: torch.Tensor, c: CandidateChunks, reduce: ReduceFunction) -> torch.Tensor:
+    if c.summaries is not None:
         return reduce(_dots(q, c.summary("mean")))
-    return reduce(c.by_chunk(_dots(q, c.rows)).mean(-1))  # the same number: q . k is linear in k
+    return reduce(c.group_by_chunk(_dots(q, c.chunk_keys)).mean(-1))  # the same number: q . k is linear in k
 
 
-def tokens(q: torch.Tensor, c: Candidates, reduce: Reduce) -> torch.Tensor:
-    return reduce(c.by_chunk(_dots(q, c.rows)).amax(-1))
+def tokens(q: torch.Tensor, c: CandidateChunks, reduce: ReduceFunction) -> torch.Tensor:
+    return reduce(c.group_by_chunk(_dots(q, c.chunk_keys)).amax(-1))
 
 
-def attention(q: torch.Tensor, c: Candidates, reduce: Reduce) -> torch.Tensor:
-    mass = _masses(q, c.keys)[..., c.first * c.chunk : c.behind * c.chunk]
-    return reduce(c.by_chunk(mass).sum(-1))
+def attention(q: torch.Tensor, c: CandidateChunks, reduce: ReduceFunction) -> torch.Tensor:
+    mass = _masses(q, c.keys)[..., c.start * c.chunk_size : c.end * c.chunk_size]
+    return reduce(c.group_by_chunk(mass).sum(-1))
 
 
-def snapkv(q: torch.Tensor, c: Candidates, reduce: Reduce) -> torch.Tensor:
-    mass = reduce(_masses(q, c.keys[..., : c.behind * c.chunk, :]))
-    pooled = torch.nn.functional.avg_pool1d(mass, POOL, 1, POOL // 2)
-    return c.by_chunk(pooled[..., c.first * c.chunk :]).sum(-1)
+def snapkv(q: torch.Tensor, c: CandidateChunks, reduce: ReduceFunction) -> torch.Tensor:
+    mass = reduce(_masses(q, c.keys[..., : c.end * c.chunk_size, :]))
+    pooled = torch.nn.functional.avg_pool1d(mass, SNAPKV_POOL_SIZE, 1, SNAPKV_POOL_SIZE // 2)
+    return c.group_by_chunk(pooled[..., c.start * c.chunk_size :]).sum(-1)
 
 
 @dataclass(frozen=True)
@@ -113,14 +113,14 @@ class Scorer:
     """A scorer and what it needs.
 
     Attributes:
-        scores: (queries (Hkv, G, M, d) float32, candidates, reduction) -> (Hkv, chunks) float32.
-        summaries: kinds of summaries from which it can score without the keys.
-        window: whether the queries of all rows of the window choose, not the newest one alone.
+        score: (queries (Hkv, G, M, d) float32, candidates, reduction) -> (Hkv, chunks) float32.
+        summary_kinds: kinds of summaries from which it can score without the keys.
+        uses_window_queries: whether the queries of all rows of the window choose, not the newest one alone.
     """
 
-    scores: Callable[[torch.Tensor, Candidates, Reduce], torch.Tensor]
-    summaries: tuple[str, ...] = ()
-    window: bool = False
+    score: Callable[[torch.Tensor, CandidateChunks, ReduceFunction], torch.Tensor]
+    summary_kinds: tuple[str, ...] = ()
+    uses_window_queries: bool = False
 
 
 SCORERS: dict[str, Scorer | None] = {
@@ -129,12 +129,12 @@ SCORERS: dict[str, Scorer | None] = {
     "mean-key": Scorer(mean_key, ("mean",)),
     "tokens": Scorer(tokens),
     "attention": Scorer(attention),
-    "snapkv": Scorer(snapkv, window=True),
+    "snapkv": Scorer(snapkv, uses_window_queries=True),
     "streaming": None,
 }
 
 
-def score(name: str, reduction: str, queries: torch.Tensor, candidates: Candidates) -> torch.Tensor:
+def score_chunks(name: str, reduction: str, queries: torch.Tensor, candidates: CandidateChunks) -> torch.Tensor:
     """Scores a layer's chunks.
 
     Args:
@@ -155,13 +155,13 @@ def score(name: str, reduction: str, queries: torch.Tensor, candidates: Candidat
     def reduce(x: torch.Tensor) -> torch.Tensor:
         return (x.amax(-2) if reduction == "max" else x.mean(-2)).mean(-2)
 
-    if candidates.kept is not None and scorer.summaries:
-        return scorer.scores(q, candidates, reduce)
+    if candidates.summaries is not None and scorer.summary_kinds:
+        return scorer.score(q, candidates, reduce)
     # One head at a time: float32 copies of all keys, and the masses of all queries, are large.
     each = (
-        scorer.scores(
+        scorer.score(
             q[..., h : h + 1, :, :, :],
-            replace(candidates, keys=candidates.keys[..., h : h + 1, :, :], kept=None),
+            replace(candidates, keys=candidates.keys[..., h : h + 1, :, :], summaries=None),
             reduce,
         )
         for h in range(heads)

@@ -7,31 +7,35 @@ from __future__ import annotations
 
 import torch
 
-from longdraft.memory.store import KVStore, turned_rows
+from longdraft.memory.store import KVStore, empty_transposed
 from longdraft.native import kernels
-from longdraft.native.library import HEAD_UNIT
+from longdraft.native.library import HEAD_DIM_MULTIPLE
 from longdraft.native.views import ViewKernels
 
 # Bytes that intermediate results may take on a GPU.
 MOST = 512 << 20
 
 
-def view_kernels(full: KVStore, copy: KVStore | None = None) -> ViewKernels | None:
+def view_kernels(full_store: KVStore, copy_store: KVStore | None = None) -> ViewKernels | None:
     """Returns kernels that choose of a text's rows, and copy them to a second store; None if torch has to do that.
 
     Args:
-        full: the store that holds the text.
+        full_store: the store that holds the text.
     """
     # Other kinds of stores fetch layers when they are read.
-    halved = full.dtype == torch.bfloat16 != full.shape.dtype
-    readable = type(full) is KVStore and full.device.type == "cpu" and (halved or full.dtype == torch.float32)
-    aligned = full.shape.head_dim % HEAD_UNIT == 0
-    writable = copy is None or (type(copy) is KVStore and copy.device == full.device)
+    halved = full_store.dtype == torch.bfloat16 != full_store.shape.dtype
+    readable = (
+        type(full_store) is KVStore
+        and full_store.device.type == "cpu"
+        and (halved or full_store.dtype == torch.float32)
+    )
+    aligned = full_store.shape.head_dim % HEAD_DIM_MULTIPLE == 0
+    writable = copy_store is None or (type(copy_store) is KVStore and copy_store.device == full_store.device)
     library = kernels() if readable and aligned and writable else None
     return None if library is None else ViewKernels(library)
 
 
-def together(store: KVStore, each: int) -> list[slice]:
+def layer_groups(store: KVStore, bytes_per_layer: int) -> list[slice]:
     """Groups a store's layers.
 
     On a CPU, where a layer's numbers stay in its caches, and in a store that holds few layers at a time, each layer is
@@ -40,13 +44,13 @@ def together(store: KVStore, each: int) -> list[slice]:
     Args:
         each: bytes of a layer's intermediate results.
     """
-    at_once = max(1, MOST // max(1, each)) if store.device.type != "cpu" and _lies_there(store) else 1
+    at_once = max(1, MOST // max(1, bytes_per_layer)) if store.device.type != "cpu" and _lies_there(store) else 1
     end = store.shape.layers
     return [slice(i, min(i + at_once, end)) for i in range(0, end, at_once)]
 
 
-def text_of(store: KVStore, layers: slice, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values (layers, Hkv, capacity, d) of a group that :func:`together` made, to be read only."""
+def slot_kv(store: KVStore, layers: slice, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values (layers, Hkv, capacity, d) of a group that :func:`layer_groups` made, to be read only."""
     if _lies_there(store):
         return store.keys[layers, slot], store.values[layers, slot]
     keys, values = store.layer(layers.start)
@@ -57,14 +61,14 @@ def _lies_there(store: KVStore) -> bool:
     return type(store).layer is KVStore.layer
 
 
-def summarise(kind: str, keys: torch.Tensor) -> torch.Tensor:
+def summarize(kind: str, keys: torch.Tensor) -> torch.Tensor:
     """Summarises keys (..., chunks, chunk, d) -> (..., chunks, d) as "largest", "smallest" or "mean"."""
     if kind == "mean":
         return keys.float().mean(-2)
     return keys.amax(-2) if kind == "largest" else keys.amin(-2)
 
 
-class Summaries:
+class ChunkSummaries:
     """Keeps summaries of the complete chunks of a store's rows; each is computed once, and again if it was forgotten.
 
     Args:
@@ -78,30 +82,30 @@ class Summaries:
         shape = store.shape
         size = (shape.layers, store.slots, shape.kv_heads, store.capacity // chunk, shape.head_dim)
         # Scores are products of few queries with many chunks.
-        self._kept = {kind: turned_rows(size, shape.dtype, store.device) for kind in kinds}
+        self._kept = {kind: empty_transposed(size, shape.dtype, store.device) for kind in kinds}
         self._kernels = view_kernels(store)
         self._counts = [0] * store.slots
 
-    def of(self, slot: int) -> dict[str, torch.Tensor]:
+    def for_slot(self, slot: int) -> dict[str, torch.Tensor]:
         """Returns kind -> (layers, Hkv, chunks, d); chunks that were not summarised hold any numbers."""
         return {kind: kept[:, slot] for kind, kept in self._kept.items()}
 
-    def update(self, slot: int, length: int) -> None:
-        """Summarises the chunks that a text of ``length`` rows has completed since the last call."""
-        old, new = self._counts[slot], length // self._chunk
+    def update(self, slot: int, kv_len: int) -> None:
+        """Summarises the chunks that a text of ``kv_len`` rows has completed since the last call."""
+        old, new = self._counts[slot], kv_len // self._chunk
         self._counts[slot] = new
         if new <= old:
             return
         if self._kernels is not None:
-            self._kernels.summarise(self._store.keys, slot, self._chunk, self.of(slot), old, new)
+            self._kernels.summarize_chunks(self._store.keys, slot, self._chunk, self.for_slot(slot), old, new)
             return
         shape, rows = self._store.shape, slice(old * self._chunk, new * self._chunk)
-        for layers in together(self._store, 4 * shape.kv_heads * shape.head_dim * (rows.stop - rows.start)):
-            keys = text_of(self._store, layers, slot)[0][:, :, rows]
+        for layers in layer_groups(self._store, 4 * shape.kv_heads * shape.head_dim * (rows.stop - rows.start)):
+            keys = slot_kv(self._store, layers, slot)[0][:, :, rows]
             chunks = keys.to(shape.dtype).unflatten(2, (-1, self._chunk))
             for kind, kept in self._kept.items():
-                kept[layers, slot, :, old:new] = summarise(kind, chunks).to(kept)
+                kept[layers, slot, :, old:new] = summarize(kind, chunks).to(kept)
 
-    def forget(self, slot: int, start: int) -> None:
+    def invalidate(self, slot: int, start: int) -> None:
         """Called when the slot's rows from ``start`` on have been replaced or removed."""
         self._counts[slot] = min(self._counts[slot], start // self._chunk)

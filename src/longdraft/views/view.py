@@ -17,27 +17,27 @@ from dataclasses import dataclass
 
 import torch
 
-from longdraft.views.scorers import SCORERS, Candidates, score
+from longdraft.views.scorers import SCORERS, CandidateChunks, score_chunks
 
 # Dtypes that keys and values may be rounded to.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
-def check_sizes(least: int, **sizes: object) -> None:
-    """Raises ValueError for a size that is no whole number of at least ``least``."""
+def check_sizes(minimum: int, **sizes: object) -> None:
+    """Raises ValueError for a size that is no whole number of at least ``minimum``."""
     for name, size in sizes.items():
-        if type(size) is not int or size < least:
-            raise ValueError(f"{name} must be a whole number of at least {least}, got {size!r}")
+        if type(size) is not int or size < minimum:
+            raise ValueError(f"{name} must be a whole number of at least {minimum}, got {size!r}")
 
 
-def check_multiples(unit: str, of: int, **sizes: int) -> None:
-    """Raises ValueError for a size that is no multiple of ``of`` tokens, the value of the option ``unit``."""
+def check_multiples(unit: str, divisor: int, **sizes: int) -> None:
+    """Raises ValueError for a size that is no multiple of ``divisor`` tokens, the value of the option ``unit``."""
     for name, size in sizes.items():
-        if size % of:
-            raise ValueError(f"{name} must be a multiple of {unit} ({of} tokens), got {size}")
+        if size % divisor:
+            raise ValueError(f"{name} must be a multiple of {unit} ({divisor} tokens), got {size}")
 
 
-def dtype_of(name: str | None, option: str = "view_dtype") -> torch.dtype | None:
+def parse_dtype(name: str | None, option: str = "view_dtype") -> torch.dtype | None:
     """Returns the dtype that an option names, None for None; raises ValueError for a name not in :data:`DTYPES`."""
     if name is None:
         return None
@@ -52,76 +52,76 @@ class View:
 
     Attributes:
         scorer: one of ``SCORERS``; "streaming" chooses no chunks.
-        chosen: rows of chosen chunks at most; as many whole chunks as they make.
+        num_selected: rows of chosen chunks at most; as many whole chunks as they make.
         sink, window: the first and the last rows, always there.
-        chunk: rows that are chosen together; 1: each row for itself.
-        room: new rows that are taken in before the view is chosen anew.
+        chunk_size: rows that are chosen together; 1: each row for itself.
+        max_new: new rows that are taken in before the view is chosen anew.
         reduction: one of ``REDUCTIONS``: how the scores of several queries become one.
-        shared: whether all KV heads see the same rows; else each chooses its own.
+        shared_by_heads: whether all KV heads see the same rows; else each chooses its own.
 
     Raises:
         ValueError: sizes that make no view.
     """
 
     scorer: str
-    chosen: int
+    num_selected: int
     sink: int
     window: int
-    chunk: int = 1
-    room: int = 0
+    chunk_size: int = 1
+    max_new: int = 0
     reduction: str = "mean"
-    shared: bool = False
+    shared_by_heads: bool = False
 
     def __post_init__(self) -> None:
-        check_sizes(0, chosen=self.chosen, sink=self.sink, room=self.room)
-        check_sizes(1, window=self.window, chunk=self.chunk)
-        check_multiples("chunk", self.chunk, sink=self.sink)
+        check_sizes(0, chosen=self.num_selected, sink=self.sink, room=self.max_new)
+        check_sizes(1, window=self.window, chunk=self.chunk_size)
+        check_multiples("chunk", self.chunk_size, sink=self.sink)
 
     @property
-    def budget(self) -> int:
+    def size(self) -> int:
         """Rows that the view holds, without new ones: a text of no more is seen whole."""
-        return self.sink + self.chosen + self.window
+        return self.sink + self.num_selected + self.window
 
     @property
     def capacity(self) -> int:
         """Rows that it holds at most, with new ones and a window that starts early."""
-        return self.budget + self.chunk - 1 + self.room
+        return self.size + self.chunk_size - 1 + self.max_new
 
     @property
-    def chunks(self) -> int:
+    def num_chunks(self) -> int:
         """Number of chosen chunks at most."""
-        return 0 if SCORERS[self.scorer] is None else self.chosen // self.chunk
+        return 0 if SCORERS[self.scorer] is None else self.num_selected // self.chunk_size
 
     def __str__(self) -> str:
         """Its sizes as the bench prints them: sink + chunks x rows of each + window."""
-        chunks = f" + {self.chunks:,} x {self.chunk}" if self.chunks else ""
+        chunks = f" + {self.num_chunks:,} x {self.chunk_size}" if self.num_chunks else ""
         return f"{self.sink:,}{chunks} + {self.window:,}"
 
     @property
-    def query_count(self) -> int:
+    def num_queries(self) -> int:
         """Number of a text's last queries that choose the chunks."""
         scorer = SCORERS[self.scorer]
         if scorer is None:
             return 0
-        return self.window if scorer.window else 1
+        return self.window if scorer.uses_window_queries else 1
 
-    def window_start(self, length: int) -> int:
-        """First row of the window in a text of ``length`` rows; ``length`` if the sink holds all of the text."""
-        return max(min(self.sink, length), (length - self.window) // self.chunk * self.chunk)
+    def window_start(self, kv_len: int) -> int:
+        """First row of the window in a text of ``kv_len`` rows; ``kv_len`` if the sink holds all of the text."""
+        return max(min(self.sink, kv_len), (kv_len - self.window) // self.chunk_size * self.chunk_size)
 
-    def between(self, length: int) -> range:
+    def candidate_chunks(self, kv_len: int) -> range:
         """The chunks between sink and window."""
-        return range(self.sink // self.chunk, self.window_start(length) // self.chunk)
+        return range(self.sink // self.chunk_size, self.window_start(kv_len) // self.chunk_size)
 
-    def unscored(self, length: int, has_queries: bool) -> range | None:
+    def unscored_chunks(self, kv_len: int, has_queries: bool) -> range | None:
         """Returns the chunks that are chosen without scores, the latest ones; None if scores have to choose."""
-        between = self.between(length)
-        count = min(self.chunks, len(between))
+        between = self.candidate_chunks(kv_len)
+        count = min(self.num_chunks, len(between))
         scored = has_queries and 0 < count < len(between)
         return None if scored else between[len(between) - count :]
 
-    def choose(
-        self, keys: torch.Tensor, queries: torch.Tensor | None, kept: Mapping[str, torch.Tensor] | None = None
+    def select_chunks(
+        self, keys: torch.Tensor, queries: torch.Tensor | None, summaries: Mapping[str, torch.Tensor] | None = None
     ) -> torch.Tensor:
         """Chooses the chunks of a layer, or of several at once, whose dimension comes first everywhere.
 
@@ -134,28 +134,28 @@ class View:
             (Hkv, c) int64 indices of chunks, sorted, none twice; (1, c) if they are shared. c depends on n alone.
         """
         length = keys.shape[-2]
-        latest = self.unscored(length, queries is not None)
+        latest = self.unscored_chunks(length, queries is not None)
         if latest is not None:
             chunks = torch.arange(latest.start, latest.stop, device=keys.device)
-            return chunks.expand(*keys.shape[:-3], 1 if self.shared else keys.shape[-3], -1)
+            return chunks.expand(*keys.shape[:-3], 1 if self.shared_by_heads else keys.shape[-3], -1)
         assert queries is not None
-        between = self.between(length)
-        candidates = Candidates(keys, between.start, between.stop, self.chunk, kept)
-        scores = score(self.scorer, self.reduction, queries, candidates)
-        if self.shared:
+        between = self.candidate_chunks(length)
+        candidates = CandidateChunks(keys, between.start, between.stop, self.chunk_size, summaries)
+        scores = score_chunks(self.scorer, self.reduction, queries, candidates)
+        if self.shared_by_heads:
             scores = scores.mean(-2, keepdim=True)
-        return scores.topk(self.chunks, dim=-1).indices.sort(-1).values + between.start
+        return scores.topk(self.num_chunks, dim=-1).indices.sort(-1).values + between.start
 
-    def rows_of(self, chunks: torch.Tensor, length: int) -> torch.Tensor:
+    def kv_indices(self, chunks: torch.Tensor, kv_len: int) -> torch.Tensor:
         """Returns the rows (..., m) int64 of chosen chunks (..., c), with sink and window: sorted, none twice."""
-        each = torch.arange(self.chunk, device=chunks.device)
-        inner = (chunks[..., None] * self.chunk + each).flatten(-2)
-        ends = ((0, min(self.sink, length)), (self.window_start(length), length))
+        each = torch.arange(self.chunk_size, device=chunks.device)
+        inner = (chunks[..., None] * self.chunk_size + each).flatten(-2)
+        ends = ((0, min(self.sink, kv_len)), (self.window_start(kv_len), kv_len))
         sink, window = (torch.arange(a, b, device=chunks.device).expand(*inner.shape[:-1], -1) for a, b in ends)
         return torch.cat([sink, inner, window], dim=-1)
 
-    def rows(
-        self, keys: torch.Tensor, queries: torch.Tensor | None, kept: Mapping[str, torch.Tensor] | None = None
+    def select_kv_indices(
+        self, keys: torch.Tensor, queries: torch.Tensor | None, summaries: Mapping[str, torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Chooses the rows of a layer, (Hkv or 1, m), with sink and window; arguments as in :meth:`choose`."""
-        return self.rows_of(self.choose(keys, queries, kept), keys.shape[-2])
+        """Chooses the rows of a layer, (Hkv or 1, m), with sink and window; arguments as in :meth:`select_chunks`."""
+        return self.kv_indices(self.select_chunks(keys, queries, summaries), keys.shape[-2])

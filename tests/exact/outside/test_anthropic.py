@@ -27,9 +27,9 @@ THOUGHT = f"<think>\nhm\n</think>\n\nWait.{TAGGED}\n<tool_call>{THE_TIME}</tool_
 class Told(LedService):
     """Keeps the prompt of the last request."""
 
-    def choices(self, prompt, body, *arguments, **options):
+    def make_choices(self, prompt, body, *arguments, **options):
         self.prompt = TOKENIZER.decode(prompt)
-        return super().choices(prompt, body, *arguments, **options)
+        return super().make_choices(prompt, body, *arguments, **options)
 
 
 def running(**settings):
@@ -371,7 +371,7 @@ def test_guards_refuse_in_the_form_of_the_api():
         status, answer = over_http(f"{server.url}{path}", body, 60, **headers)
         return status, json.loads(answer)["error"]["type"] if status != 200 else None
 
-    with running(keys={"ann": "one"}, max_body=2000, hosts=("127.0.0.1",)) as server:
+    with running(keys={"ann": "one"}, max_body_bytes=2000, hosts=("127.0.0.1",)) as server:
         body = {"messages": ASKED, "max_tokens": 3}
         for named in ({"x-api-key": "one"}, {"authorization": "Bearer one"},
                       {"x-api-key": "one", "authorization": "Bearer none"}):  # fmt: skip
@@ -408,7 +408,7 @@ def test_an_error_in_mid_stream_is_an_event():
 
 
 def test_a_stream_says_that_it_lives_while_nothing_comes():
-    with running(keep_alive=0.0005, slots=1) as server:
+    with running(sse_ping_interval=0.0005, slots=1) as server:
         found = [name for letter in "abcdefgh" for name, _ in events(server, messages=[user(letter * 900)])]
         assert found.count("ping") > 8
 

@@ -11,9 +11,9 @@ pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
 
 from longdraft import Speculator
-from longdraft.batch.output import Output
-from longdraft.batch.rows import Defaults, lines
-from longdraft.batch.run import Engine, run
+from longdraft.batch.output import OutputFile
+from longdraft.batch.rows import Defaults, read_lines
+from longdraft.batch.run import BatchEngine, run
 from tests.serve.bytes import byte_model, byte_tokenizer
 from tests.serve.conftest import Running, make_service
 
@@ -36,9 +36,9 @@ BODIES = [
 def answered(rows, folder):
     (folder / "in").write_text("".join(json.dumps(row) + "\n" for row in rows))
     spec = Speculator("prompt-lookup", MODEL, TOKENIZER, plan="fixed")
-    with Output(folder / "out", {"input": "a"}) as file:
-        decoder = Engine(spec, Defaults(model="tiny"), slots=2)
-        figures = decoder.drive(lambda: run(lines(folder / "in", file.rows), file, decoder))
+    with OutputFile(folder / "out", {"input": "a"}) as file:
+        decoder = BatchEngine(spec, Defaults(model="tiny"), slots=2)
+        figures = decoder.run_with(lambda: run(read_lines(folder / "in", file.rows), file, decoder))
     return [json.loads(line) for line in (folder / "out").read_text().splitlines()], figures
 
 
@@ -53,7 +53,7 @@ def choices(body):
 def test_rows_of_openais_files_are_answered_as_the_server_answers_them(tmp_path):
     bodies = [{"messages": ASKED, "temperature": 0} | body for body in BODIES]
     rows, figures = answered([{"custom_id": str(i), "body": body} for i, body in enumerate(bodies)], tmp_path)
-    assert figures.speculation.mean_accepted_length > 1  # something was drafted and accepted
+    assert figures.spec_stats.mean_accepted_length > 1  # something was drafted and accepted
     with contextlib.closing(Running(make_service(MODEL, TOKENIZER, context=1200))) as running:
         for body, row in zip(bodies, rows, strict=True):
             status, answer = running.http("/v1/chat/completions", body)
@@ -68,8 +68,8 @@ def test_rows_of_responses_are_answered_as_the_server_answers_them(tmp_path):
         {}, {"text": form}, {"tools": flat, "tool_choice": "required", "parallel_tool_calls": False})]  # fmt: skip
     rows = [{"custom_id": str(i), "url": "/v1/responses", "body": body} for i, body in enumerate(bodies)]
     found, figures = answered([*rows, {"custom_id": "bad", "url": "/v1/responses", "body": {"prompt": "a"}}], tmp_path)
-    assert figures.speculation.mean_accepted_length > 1 and found.pop()["error"]
-    assert figures.tokens == sum(row["response"]["body"]["usage"]["output_tokens"] for row in found)
+    assert figures.spec_stats.mean_accepted_length > 1 and found.pop()["error"]
+    assert figures.new_tokens == sum(row["response"]["body"]["usage"]["output_tokens"] for row in found)
 
     def said(body):
         return [{k: v for k, v in item.items() if k not in ("id", "call_id")} for item in body["output"]]

@@ -10,7 +10,7 @@ import pytest
 
 from longdraft import PromptCache, Speculator
 from longdraft.errors import MemoryBudgetError
-from longdraft.memory import sizes
+from longdraft.memory import memory_info
 from tests.support.recurrent_models import recurrent_model
 from tests.support.tiny import tiny_model
 
@@ -65,7 +65,7 @@ def test_memory_that_holds_the_texts_but_not_the_long_one_for_each(monkeypatch: 
     spec, cache = Speculator("ar", target=tiny_model()), PromptCache()
     expected = text(spec, [LONG], cache=cache)[0]
     room = 3 * cache.store.keys.nbytes  # type: ignore[union-attr]
-    monkeypatch.setattr(sizes, "available_bytes", lambda device: room)
+    monkeypatch.setattr(memory_info, "available_bytes", lambda device: room)
     short = [LONG[:9], LONG[:20], LONG[:4], LONG[:7]]
     assert text(spec, short, cache=cache) == [text(spec, [each])[0] for each in short]
     assert text(spec, [LONG], cache=cache)[0] == expected

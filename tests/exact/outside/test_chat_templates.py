@@ -12,8 +12,8 @@ import pytest
 
 from longdraft import LongdraftError
 from longdraft.errors import PromptError
-from longdraft.model.chat import applied, conversation
-from longdraft.model.rendering import Renderer
+from longdraft.model.chat import apply_chat_template, encode_conversation
+from longdraft.model.rendering import TemplateRenderer
 from tests.support.tiny import tiny_tokenizer
 
 MESSAGES: list[dict[str, Any]] = [
@@ -53,7 +53,7 @@ PLAIN = [
 def test_the_text_is_that_of_transformers(template, tools):
     tokenizer = with_template(template)
     for prompt in (True, False):
-        own = applied(tokenizer, MESSAGES, tools=tools, add_generation_prompt=prompt, thinking="on")
+        own = apply_chat_template(tokenizer, MESSAGES, tools=tools, add_generation_prompt=prompt, thinking="on")
         assert own == tokenizer.apply_chat_template(
             MESSAGES, tools=tools, add_generation_prompt=prompt, tokenize=False, thinking="on"
         )
@@ -62,8 +62,8 @@ def test_the_text_is_that_of_transformers(template, tools):
 def test_named_templates():
     tokenizer = with_template("")
     tokenizer.chat_template = {"default": "plain", "tool_use": "tools", "third": "3"}
-    assert [applied(tokenizer, MESSAGES, tools=tools) for tools in (None, TOOLS)] == ["plain", "tools"]
-    assert applied(tokenizer, MESSAGES, chat_template="third") == "3"
+    assert [apply_chat_template(tokenizer, MESSAGES, tools=tools) for tools in (None, TOOLS)] == ["plain", "tools"]
+    assert apply_chat_template(tokenizer, MESSAGES, chat_template="third") == "3"
 
 
 QUICK = [
@@ -107,7 +107,7 @@ ENDLESS = [
 def refused(template: str) -> None:
     before = threading.active_count()
     with pytest.raises(PromptError) as error:
-        conversation(with_template(template), MESSAGES)
+        encode_conversation(with_template(template), MESSAGES)
     assert isinstance(error.value, LongdraftError) and "/models/of/a/stranger.gguf" in str(error.value)
     assert str(error.value).encode() and threading.active_count() <= before + 1
 
@@ -121,7 +121,7 @@ def test_a_template_that_asks_for_too_much_is_refused_by_name(template):
 
 @pytest.mark.parametrize("number", [2, *(pytest.param(i, marks=pytest.mark.slow) for i in (0, 1, 3, 4))])
 def test_a_template_without_end_is_ended(number):
-    renderer = Renderer(seconds=0)
+    renderer = TemplateRenderer(seconds=0)
     with pytest.raises(PromptError):
         renderer(ENDLESS[number], {"messages": MESSAGES})
     assert renderer("{{ messages | length }}", {"messages": MESSAGES}) == "4"
@@ -134,7 +134,7 @@ def test_the_process_serves_all_threads_and_is_replaced_when_it_ends():
     def render(number: int) -> None:
         for turn in range(20):
             text = f"{number}, {turn}"
-            found.append(text in applied(tokenizer, [{"role": "user", "content": text}]))
+            found.append(text in apply_chat_template(tokenizer, [{"role": "user", "content": text}]))
 
     threads = [threading.Thread(target=render, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -149,20 +149,22 @@ def test_the_process_serves_all_threads_and_is_replaced_when_it_ends():
             break
     else:
         pytest.fail("templates were rendered in this process")
-    assert "so?" in applied(tokenizer, MESSAGES)
+    assert "so?" in apply_chat_template(tokenizer, MESSAGES)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_has_its_own():
     tokenizer = with_template(PLAIN[0])
-    text = applied(tokenizer, MESSAGES)
+    text = apply_chat_template(tokenizer, MESSAGES)
     child = os.fork()
     if not child:
-        os._exit(0 if applied(tokenizer, MESSAGES) == text else 1)
+        os._exit(0 if apply_chat_template(tokenizer, MESSAGES) == text else 1)
     assert os.waitpid(child, 0)[1] == 0
-    assert applied(tokenizer, MESSAGES) == text
+    assert apply_chat_template(tokenizer, MESSAGES) == text
 
 
 def test_a_long_document_is_rendered():
     text = "x\u4f60 " * 700_000
-    assert text in applied(with_template(PLAIN[0].replace(" | trim", "")), [{"role": "user", "content": text}])
+    assert text in apply_chat_template(
+        with_template(PLAIN[0].replace(" | trim", "")), [{"role": "user", "content": text}]
+    )

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 
 import longdraft
 from longdraft import LongdraftError, Speculator
-from longdraft.model.gguf.files import File
-from tests.fuzz.case import bounded, verdict
+from longdraft.model.gguf.loading import GGUFFile
+from tests.fuzz.case import limited, verdict
 from tests.fuzz.formats import FORMATS, target
 from tests.support.gguf_files import write_gguf
 from tests.support.tiny import tiny_folder
@@ -53,7 +53,7 @@ def test_many_more(name, tmp_path):
 
 
 def refused(part: str, use, *arguments) -> None:
-    with bounded(), pytest.raises(LongdraftError) as caught:
+    with limited(), pytest.raises(LongdraftError) as caught:
         use(*arguments)
     assert part in str(caught.value)
 
@@ -176,7 +176,7 @@ def test_metadata_that_nothing_uses_takes_no_memory(tmp_path):
     load(tmp_path / "m.gguf")
     tracemalloc.start()
     try:
-        File(tmp_path / "m.gguf")
+        GGUFFile(tmp_path / "m.gguf")
         assert tracemalloc.get_traced_memory()[1] < 2 << 20
     finally:
         tracemalloc.stop()

@@ -17,7 +17,7 @@ import longdraft
 from longdraft import LongdraftError
 from longdraft.cli.main import main
 from longdraft.errors import MemoryBudgetError, NumericalError
-from longdraft.planning.costs import CostTable, table_for
+from longdraft.planning.costs import CostTable, load_or_measure
 from tests.support.tiny import tiny_folder, tiny_model, tiny_tokenizer
 
 
@@ -112,7 +112,7 @@ def test_a_damaged_file_of_costs_is_measured_anew(damage, tmp_path):
     runner = longdraft.Speculator("ar", target=tiny_model()).runner()
 
     def found() -> CostTable | None:
-        return table_for(runner, tmp_path, measured_by=lambda *_, **__: measured.append("") or table)
+        return load_or_measure(runner, tmp_path, measure_with=lambda *_, **__: measured.append("") or table)
 
     assert found() == table == found() and len(measured) == 1
     (file,) = tmp_path.glob("*.json")

@@ -15,7 +15,7 @@ import torch
 
 import longdraft
 from longdraft import Speculator
-from tests.support.methods import ALWAYS_RIGHT, EXACT, Specs
+from tests.support.methods import ALWAYS_RIGHT, EXACT, SpeculatorsByMethod
 from tests.support.recurrent_models import recurrent_model
 from tests.support.tiny import tiny_model
 
@@ -78,12 +78,12 @@ def test_every_address_for_a_kernel_is_checked() -> None:
 
 
 @pytest.fixture(scope="module")
-def methods(tmp_path_factory: pytest.TempPathFactory) -> Specs:
-    return Specs(tmp_path_factory.mktemp("drafts"), torch.float32)
+def methods(tmp_path_factory: pytest.TempPathFactory) -> SpeculatorsByMethod:
+    return SpeculatorsByMethod(tmp_path_factory.mktemp("drafts"), torch.float32)
 
 
 @pytest.mark.parametrize(("method", "kind"), zip(EXACT, cycle([torch.float64, torch.bfloat16, "meta"]), strict=False))
-def test_methods_under_other_defaults(methods: Specs, method: str, kind: torch.dtype | str) -> None:
+def test_methods_under_other_defaults(methods: SpeculatorsByMethod, method: str, kind: torch.dtype | str) -> None:
     """Speculators are made under these defaults, and read their drafts."""
     options = methods.options(method)
     expected = decoded(method, methods.model, **options)

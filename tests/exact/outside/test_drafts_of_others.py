@@ -14,7 +14,7 @@ from longdraft.drafts.kinds import kind_of
 from longdraft.errors import CheckpointError
 from tests.support import published
 from tests.support.drafts import edit, published_eagle3
-from tests.support.mtp_models import with_further
+from tests.support.mtp_models import save_with_mtp
 from tests.support.published import LAYER
 from tests.support.tiny import tiny_model
 
@@ -251,7 +251,7 @@ def test_heads_of_a_whole_model_are_read_though_its_settings_say_medusa(tmp_path
 
 
 def test_an_mtp_layer_of_speculators_drafts_as_it_does_in_its_model(tmp_path):
-    model, _ = with_further(tmp_path / "model", "qwen3_5_text")
+    model, _ = save_with_mtp(tmp_path / "model", "qwen3_5_text")
     (file,) = (tmp_path / "model").glob("*.safetensors")
     names = {"mtp.fc.": "input_proj.", "mtp.norm.": "final_layernorm.", "mtp.pre_fc_norm_hidden.": "hidden_layernorm.",
              "mtp.pre_fc_norm_embedding.": "token_layernorm.", "mtp.layers.0.": ""}  # fmt: skip

@@ -65,10 +65,10 @@ def client(tmp_path, monkeypatch):
         monkeypatch.setattr(constants, name, str(tmp_path / value))
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     huggingface_hub.close_session()
-    hub.fetched.cache_clear()
+    hub.download.cache_clear()
     yield monkeypatch
     huggingface_hub.close_session()
-    hub.fetched.cache_clear()
+    hub.download.cache_clear()
 
 
 @pytest.fixture

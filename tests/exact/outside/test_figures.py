@@ -13,13 +13,13 @@ import psutil
 import pytest
 
 from longdraft import Result, Speculator
-from longdraft.bench import length, report
-from longdraft.bench.acceptance import Accepted, Asked
+from longdraft.bench import length_reports, report
+from longdraft.bench.acceptance import AcceptanceRun, RunSettings
 from longdraft.bench.papers import PAPERS
-from longdraft.bench.quality import figures as figures_of_texts
-from longdraft.bench.records import restored
-from longdraft.bench.run import Measured
-from longdraft.serve.choice import Speculation
+from longdraft.bench.quality import quality_figures as figures_of_texts
+from longdraft.bench.records import from_json
+from longdraft.bench.run import BatchResult
+from longdraft.serve.choice import SpecDecodingStats
 from tests.support.tiny import tiny_model
 
 TOKENS = 129
@@ -40,7 +40,7 @@ def jackknife(pairs):
 ERROR = jackknife([(NEW, n) for n in FORWARDS])
 
 
-def batch(forwards: tuple[int, ...], tokens: int = TOKENS, runs: int = 2, seconds: float = 1.0, **over) -> Measured:
+def batch(forwards: tuple[int, ...], tokens: int = TOKENS, runs: int = 2, seconds: float = 1.0, **over) -> BatchResult:
     """A batch as a results file has it: ``m`` takes ``forwards`` for its prompts, half the seconds of ``ar``."""
 
     def run(rounds: tuple[int, ...], seconds: float) -> dict:
@@ -56,11 +56,11 @@ def batch(forwards: tuple[int, ...], tokens: int = TOKENS, runs: int = 2, second
         "prompt_tokens": [100] * len(forwards), "cold": {}, "differences": [], "comparable": ["m"],
         "rounds": {"ar": [run(plain, seconds)] * runs, "m": [run(forwards, seconds / 2)] * runs},
     }  # fmt: skip
-    return restored(Measured, json.loads(json.dumps(line | over)))
+    return from_json(BatchResult, json.loads(json.dumps(line | over)))
 
 
-def row_of(measured: list[Measured]) -> dict:
-    shown = report.shown(report.document(["ar", "m"], measured))
+def row_of(measured: list[BatchResult]) -> dict:
+    shown = report.make_report(report.document(["ar", "m"], measured))
     assert any("±" in str(cell) for _, table in shown.tables for c in table.columns for cell in c.cells)
     return next(row for row in shown.document["rows"] if row["method"] == "m")
 
@@ -83,18 +83,18 @@ def test_a_text_that_ended_with_its_first_token_weighs_nothing():
     assert alone["mean_accepted_length"] is alone["standard_error"] is alone["tokens_per_second"] is None
 
 
-@pytest.mark.parametrize("made", [length.acceptance, length.break_even])
+@pytest.mark.parametrize("made", [length_reports.acceptance_report, length_reports.break_even_report])
 def test_the_same_by_length(made):
     runs = []
     for (i, n), name in product(enumerate(FORWARDS), ("ar", "m")):
-        asked = Asked(name, "{}", "", 0.0, 64, None, "d", f"p{i}", f"{i}")
+        asked = RunSettings(name, "{}", "", 0.0, 64, None, "d", f"p{i}", f"{i}")
         plain = name == "ar"
-        runs.append(Accepted(asked, 60, NEW, NEW if plain else n, (), 1.0 if plain else 0.5))
+        runs.append(AcceptanceRun(asked, 60, NEW, NEW if plain else n, (), 1.0 if plain else 0.5))
     rows = made(runs, ("ar", "m"), (), True).document["rows"]
     (row,) = [row for row in rows if row["method"] == "m"]
     assert (row["mean_accepted_length"], row["prompts"]) == (pytest.approx(POOLED), 5)
     assert row["standard_error"] == pytest.approx(ERROR)
-    if made is length.break_even:
+    if made is length_reports.break_even_report:
         assert (row["tokens_per_second"], row["speedup_vs_ar"]) == (2 * NEW, 2)
 
 
@@ -110,12 +110,12 @@ def test_papers_have_averages_of_their_own():
     """As LongSpec's code, SpecPV's caption and SpecExtend's appendix have them."""
     pairs, each = [(NEW, n) for n in FORWARDS], [NEW / n for n in FORWARDS]
     tables = {(paper.name, table.name): table for paper in PAPERS.values() for table in paper.tables}
-    assert tables["longspec", "1"].accepted(pairs)["accepted"] == pytest.approx(POOLED)
+    assert tables["longspec", "1"].acceptance_stats(pairs)["accepted"] == pytest.approx(POOLED)
     for own in (tables["specpv", "1"], tables["specextend", "2"]):
-        found = own.accepted(pairs)
+        found = own.acceptance_stats(pairs)
         assert found["accepted"] == pytest.approx(mean(each) - 1)
         assert found["standard_error"] == pytest.approx(stdev(each) / len(each) ** 0.5)
-    assert {name: table.rates for (name, number), table in tables.items() if number == "3"} == {
+    assert {name: table.rate_average for (name, number), table in tables.items() if number == "3"} == {
         "longspec": "pooled", "specpv": "pooled", "specextend": "mean",
     }  # fmt: skip
 
@@ -123,8 +123,8 @@ def test_papers_have_averages_of_their_own():
 def test_a_result_and_a_server_say_the_same():
     said = Result("", [0] * TOKENS, 9, "m", True, "length", 0.5, 2.0, 20)
     assert (said.mean_accepted_length, said.tokens_per_second) == (NEW / 20, NEW / 2.0)
-    each = [Speculation(rounds=n, emitted=NEW) for n in FORWARDS]
-    assert sum(each, Speculation()).mean_accepted_length == pytest.approx(POOLED, abs=1e-4)
+    each = [SpecDecodingStats(num_rounds=n, num_emitted_tokens=NEW) for n in FORWARDS]
+    assert sum(each, SpecDecodingStats()).mean_accepted_length == pytest.approx(POOLED, abs=1e-4)
     first = Result("", [0], 9, "m", True, "length", 0.5, 0.0, 0)
     assert (first.mean_accepted_length, first.tokens_per_second) == (0.0, 0.0)
 
@@ -134,7 +134,7 @@ def test_bench_and_generate_agree_on_one_text():
     (result,) = Speculator("prompt-lookup", target=tiny_model()).generate(prompt, max_new_tokens=24, eos_token_ids=[])
     assert 0 < result.accepted < result.drafted
     line = asdict(batch((result.rounds,), tokens=result.new_tokens))
-    (row,) = report.rows(["m"], [restored(Measured, line)])
+    (row,) = report.rows(["m"], [from_json(BatchResult, line)])
     assert row["mean_accepted_length"] == result.mean_accepted_length
 
 

@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from longdraft.batch.output import Output
-from longdraft.bench.records import Records
+from longdraft.batch.output import OutputFile
+from longdraft.bench.records import RecordFile
 from longdraft.errors import CheckpointError
 from longdraft.training.answers import AnswerFile
 
@@ -20,7 +20,7 @@ class Batch:
     """Each class has one way to open a file, and one to add a row to it."""
 
     def __init__(self, path):
-        with Output(path, {"input": "a"}) as self.file:
+        with OutputFile(path, {"input": "a"}) as self.file:
             self.rows = self.file.rows
 
     def add(self, number):
@@ -29,7 +29,7 @@ class Batch:
 
 class Results:
     def __init__(self, path):
-        self.file = Records(path, {"format": "a", "version": 1}, dict)
+        self.file = RecordFile(path, {"format": "a", "version": 1}, dict)
         self.rows = len(self.file.records)
 
     def add(self, number):
@@ -39,7 +39,7 @@ class Results:
 class Answers:
     def __init__(self, path):
         self.file = AnswerFile(path)
-        self.rows = self.file.rows
+        self.rows = self.file.num_answers
 
     def add(self, number):
         self.file.append({"id": number, "text": "ä", "at": [number, 0, 1], "usage": [1, 2]})

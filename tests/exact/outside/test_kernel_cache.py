@@ -16,10 +16,10 @@ import torch
 
 from longdraft import native
 from longdraft.errors import MemoryBudgetError
-from longdraft.memory import sizes
+from longdraft.memory import memory_info
 from longdraft.native import build
 
-pytestmark = pytest.mark.skipif(native.kernels() is None, reason=f"no kernels here: {native.missing()}")
+pytestmark = pytest.mark.skipif(native.kernels() is None, reason=f"no kernels here: {native.unavailable_reason()}")
 
 
 def linked(file: Path) -> None:
@@ -55,8 +55,8 @@ SPOILS: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("spoil", [None, *SPOILS])
 def test_code_that_others_can_have_written_is_not_run(spoil, tmp_path, monkeypatch, caplog):
-    level = build.levels()[0]
-    made = build.shared_object(level)
+    level = build.supported_levels()[0]
+    made = build.ensure_compiled(level)
     file = tmp_path / "user" / "cache" / "native" / made.name
     file.parent.mkdir(parents=True, mode=0o700)
     shutil.copy(made, file)
@@ -66,10 +66,10 @@ def test_code_that_others_can_have_written_is_not_run(spoil, tmp_path, monkeypat
     monkeypatch.setenv("LONGDRAFT_CACHE", str(tmp_path / "user" / "cache"))
     monkeypatch.setenv("CXX", "false")  # compiles nothing: what is run was in the cache
     if spoil is None:
-        assert build.loaded(level)
+        assert build.load_library(level)
         return
     with pytest.raises(OSError):
-        build.loaded(level)
+        build.load_library(level)
     assert ("Others can write to" in caplog.text) == ("folder" in spoil or "parent" in spoil)
 
 
@@ -128,19 +128,19 @@ def test_no_room_for_threads_is_said_before_openmp_ends_the_process(room):
 
 
 def test_what_is_available_looks_at_the_limits_of_the_process():
-    before, limit = sizes.available_bytes(torch.device("cpu")), resource.getrlimit(resource.RLIMIT_AS)
+    before, limit = memory_info.available_bytes(torch.device("cpu")), resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (64 << 20), limit[1]))
     try:
-        assert 0 < sizes.available_bytes(torch.device("cpu")) <= 64 << 20 < before
+        assert 0 < memory_info.available_bytes(torch.device("cpu")) <= 64 << 20 < before
         with pytest.raises(MemoryBudgetError):
-            sizes.require(128 << 20, torch.device("cpu"), "A test")
+            memory_info.require_bytes(128 << 20, torch.device("cpu"), "A test")
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limit)
 
 
 def test_what_is_available_is_known_where_nothing_limits_the_process(monkeypatch):
-    monkeypatch.setattr(sizes, "cgroup_available", lambda: iter(()))  # no cgroups, or "max" in all of them
-    assert sizes.available_bytes(torch.device("cpu")) > 1 << 20
+    monkeypatch.setattr(memory_info, "cgroup_available", lambda: iter(()))  # no cgroups, or "max" in all of them
+    assert memory_info.available_bytes(torch.device("cpu")) > 1 << 20
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -154,4 +154,4 @@ def test_what_is_available_looks_at_every_cgroup_around_the_process(version, tmp
         (place / f"memory.{use}").write_text("1000000\n")
         (place / "memory.stat").write_text("anon 5\ninactive_file 500\ntotal_inactive_file 500\n")
     own.write_text("5:cpu:/job/step\n4:memory:/job/step\n" if version == 1 else "0::/job/step\n")
-    assert min(sizes.cgroup_available(own, root)) == 4_000_500
+    assert min(memory_info.cgroup_available(own, root)) == 4_000_500

@@ -10,8 +10,8 @@ from longdraft import Speculator
 from longdraft.drafts.kinds import kind_of
 from longdraft.drafts.speculators import to_speculators
 from longdraft.training.config import RunConfig
-from longdraft.training.corpus import collect
-from longdraft.training.documents import Document, Skipped
+from longdraft.training.dataset import split_dataset
+from longdraft.training.documents import Document, SkipCounts
 from tests.support.drafts import published_eagle, published_eagle3, random_heads
 from tests.support.tiny import tiny_model
 from tests.training.helpers import in_memory
@@ -77,10 +77,10 @@ def test_a_draft_that_does_not_say_where_its_residual_starts_is_read_as_vllm_rea
 
 def test_pieces_of_a_text_are_all_learned_or_all_held_out():
     texts = [Document([1 + (i * j) % 97 for j in range(400)], 1) for i in range(1, 60)]
-    sides = collect(in_memory(texts), Skipped(), RunConfig(max_length=50, min_length=8, held_out=0.3), 1)
+    sides = split_dataset(in_memory(texts), SkipCounts(), RunConfig(max_length=50, min_length=8, held_out=0.3), 1)
 
     def texts_of(side):
-        return {next(i for i, text in enumerate(texts) if _within(piece.tokens, text.tokens)) for piece in side}
+        return {next(i for i, text in enumerate(texts) if _within(piece.token_ids, text.token_ids)) for piece in side}
 
     assert sum(map(len, sides)) == 59 * 8
     learned, measured = map(texts_of, sides)

@@ -48,7 +48,7 @@ def closed(one: socket.socket) -> bool:
     "sent", [b"", HALF, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" + HALF], ids=["no", "half", "2nd"]
 )
 def test_headers_have_a_limit_of_time(sent):
-    with contextlib.closing(Running(make_service(body_seconds=0.3))) as running:
+    with contextlib.closing(Running(make_service(body_timeout=0.3))) as running:
         one = connected(running.server.port, sent)
         began = time.monotonic()
         if sent.startswith(b"GET"):
@@ -63,7 +63,7 @@ def test_headers_have_a_limit_of_time(sent):
 
 def test_connections_that_ask_nothing_keep_nobody_out():
     with (
-        contextlib.closing(Running(make_service(body_seconds=20, connections=8))) as running,
+        contextlib.closing(Running(make_service(body_timeout=20, connections=8))) as running,
         contextlib.ExitStack() as stack,
     ):
         ones = [stack.enter_context(connected(running.server.port, HALF)) for _ in range(40)]
@@ -112,7 +112,7 @@ def test_more_connections_than_files_end_nothing(model_folder, tmp_path):
             assert status == 200 and json.loads(answer)["usage"]["completion_tokens"] <= 5
         assert len(said.read_bytes()) < 100_000
         os.kill(run.pid, signal.SIGTERM)
-        assert elsewhere.ended(run, 30) == 0
+        assert elsewhere.wait_for_exit(run, 30) == 0
     finally:
         run.kill()
 
@@ -127,7 +127,7 @@ CODED = {"gzip": gzip.compress(ASKED), "x-gzip": gzip.compress(ASKED), "deflate"
 
 @pytest.fixture(scope="module")
 def running():
-    with contextlib.closing(Running(make_service(max_body=50_000))) as running:
+    with contextlib.closing(Running(make_service(max_body_bytes=50_000))) as running:
         yield running
 
 

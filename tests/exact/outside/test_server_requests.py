@@ -254,14 +254,14 @@ def test_others_are_answered_while_a_request_is_prepared():
 
 
 def test_preparing_a_request_has_a_limit_of_time():
-    with contextlib.closing(Running(led(preparing=0.05))) as server:
+    with contextlib.closing(Running(led(prepare_timeout=0.05))) as server:
         assert ask(server, "/tokenize", prompt="the whale " * 200000, temperature=None)[0] == 504
         assert server.http("/health")[0] == 200
 
 
 def test_a_stream_says_that_it_lives_while_nothing_comes():
     """Of several texts, as a busy machine may read one of them between two looks."""
-    with contextlib.closing(Running(led(keep_alive=0.0005, slots=1))) as server:
+    with contextlib.closing(Running(led(sse_ping_interval=0.0005, slots=1))) as server:
         for path, count in ((CHAT, "max_tokens"), (RESPONSES, "max_output_tokens")):
             comments: list[str] = []
             for letter in "abcdefgh":

@@ -40,11 +40,11 @@ class Leading:
 class LedService(Service):
     """Its model says what a request's ``user`` field says."""
 
-    def choices(self, prompt, body, *arguments, **options):
-        choices = super().choices(prompt, body, *arguments, **options)
+    def make_choices(self, prompt, body, *arguments, **options):
+        choices = super().make_choices(prompt, body, *arguments, **options)
         for choice in choices if body.user else ():
             lead = lambda: Leading(self.tokenizer, len(prompt), body.user)  # noqa: E731
-            choice.makers = [lead, *choice.makers]
+            choice.processor_factories = [lead, *choice.processor_factories]
         return choices
 
 

@@ -15,10 +15,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from longdraft.errors import ConfigError, PromptError
-from longdraft.training import corpus
-from longdraft.training.answers import AnswerFile, Ask, answer
+from longdraft.training import dataset
+from longdraft.training.answers import AnswerFile, AnswerPrompt, generate_answers
 from longdraft.training.config import LmConfig, RunConfig
-from longdraft.training.documents import Skipped, documents
+from longdraft.training.documents import SkipCounts, encode_documents
 from tests.training.helpers import WORDS
 
 SIMPLE = (
@@ -63,13 +63,13 @@ def read(rows, shape=SIMPLE, tmp_path=None, **more):
     """(context and learned text by turns, what was left out)."""
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    skipped, chars = Skipped(), tokenizer(shape)
+    skipped, chars = SkipCounts(), tokenizer(shape)
     found = []
-    for document in filter(None, documents([path], chars, skipped, 300, **more)):
-        learned = document.learned or [i >= document.start for i in range(len(document.tokens))]
+    for document in filter(None, encode_documents([path], chars, skipped, 300, **more)):
+        learned = document.loss_mask or [i >= document.start for i in range(len(document.token_ids))]
         assert document.start == learned.index(True)
         runs, last = [], None
-        for token, own in zip(document.tokens, learned, strict=True):
+        for token, own in zip(document.token_ids, learned, strict=True):
             if own != last:
                 runs.append([])
             runs[-1].append(token)
@@ -213,7 +213,7 @@ def test_settings_of_the_template(tmp_path):
     assert read([row], SHOWS, tmp_path)[0][0] != off
     assert read([row | {"chat_template_kwargs": {"enable_thinking": False}}], SHOWS, tmp_path)[0] == [off]
     config = RunConfig(chat_template=("enable_thinking=false",))
-    assert read([row], SHOWS, tmp_path, template=config.template)[0] == [off]
+    assert read([row], SHOWS, tmp_path, template=config.template_kwargs)[0] == [off]
     with pytest.raises(ConfigError, match="name=value"):
         RunConfig(chat_template=("enable_thinking",))
 
@@ -260,9 +260,9 @@ def rows_with(system: str, count: int, per_passage: int = 4):
 def split(rows, tmp_path, kind=RunConfig, **over):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    whole = corpus.read([str(path)], tokenizer(), Skipped(), 300)
+    whole = dataset.read_dataset([str(path)], tokenizer(), SkipCounts(), 300)
     config = kind(**({"max_length": 4000, "min_length": 8} | over))
-    return corpus.collect(whole, Skipped(), config, 5)
+    return dataset.split_dataset(whole, SkipCounts(), config, 5)
 
 
 SYSTEM, OTHER = "You are a helpful assistant who answers in plain words. " * 5, "You are terse. " * 30
@@ -276,7 +276,7 @@ def test_a_system_prompt_of_all_rows_does_not_decide_the_split(systems, kind, tm
     assert 10 < len(held_out) < 90 and len(learned) + len(held_out) == 400
 
     def passages(side):
-        return {tokenizer().decode(d.tokens).split(". What of")[0][-60:] for d in side}
+        return {tokenizer().decode(d.token_ids).split(". What of")[0][-60:] for d in side}
 
     assert not passages(learned) & passages(held_out), "questions about one passage are on both sides"
 
@@ -293,8 +293,8 @@ def test_nothing_held_out_is_an_error(tmp_path):
 def test_what_else_is_said_can_be_learned_too(tmp_path):
     for learn, context in (("answers", 1), ("all", 0)):
         (document,), _ = split([FORMS["messages"]], tmp_path, learn=learn, held_out=0.0)
-        assert (document.learned is None) == (not context)
-        assert tokenizer().decode(document.tokens[: document.start]) == "<|user|>hi<|end|>\n<|assistant|>"
+        assert (document.loss_mask is None) == (not context)
+        assert tokenizer().decode(document.token_ids[: document.start]) == "<|user|>hi<|end|>\n<|assistant|>"
 
 
 def test_a_servers_thoughts_and_settings_are_kept_in_the_rows(tmp_path):
@@ -327,7 +327,7 @@ def test_a_servers_thoughts_and_settings_are_kept_in_the_rows(tmp_path):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     file, template = AnswerFile(tmp_path / "answers.jsonl"), {"enable_thinking": True}
     try:
-        answer(iter([[Ask("hi", 0.0)]]), file, f"http://127.0.0.1:{server.server_port}", rows=1, batch=1,
+        generate_answers(iter([[AnswerPrompt("hi", 0.0)]]), file, f"http://127.0.0.1:{server.server_port}", rows=1, batch=1,
                max_new_tokens=9, template=template)  # fmt: skip
     finally:
         server.shutdown()

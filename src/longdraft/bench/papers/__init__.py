@@ -16,7 +16,7 @@ PAPERS: dict[str, Paper] = {
 }
 
 
-def paper_named(name: str) -> Paper:
+def get_paper(name: str) -> Paper:
     """Raises RequestError for a paper that is not here."""
     found = PAPERS.get(name.lower())
     if found is None:
@@ -24,7 +24,7 @@ def paper_named(name: str) -> Paper:
     return found
 
 
-def table_of(paper: Paper, name: str) -> Table:
+def get_table(paper: Paper, name: str) -> Table:
     """A paper's table by its name: ``1``, ``table 1``, ``fig4``, ``figure 4``.
 
     Raises:

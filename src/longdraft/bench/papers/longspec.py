@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from longdraft.bench.papers.table import Column, Line, Paper, Small, Table
+from longdraft.bench.papers.table import Column, Line, Paper, SmallScale, Table
 
 A100 = "one A100 80GB, float16"
 MODELS = "Vicuna 7B and 13B (V), LongChat 7B and 13B (LC), Llama-3.1-8B (L)"
@@ -33,7 +33,7 @@ TABLE_1 = Table(
     temperatures=(0.0, 1.0),
     max_tokens=1024,
     baseline="Vanilla FA",
-    small=Small(context=1536, prompts=1),
+    small=SmallScale(context=1536, prompts=1),
     remarks=(
         "The caption calls its speed-ups relative to Vanilla HF; the numbers are relative to Vanilla FA.",
         "The paper has no numbers for T = 1: Figure 3 is a plot.",
@@ -77,7 +77,7 @@ TABLE_4 = Table(
     ),
     ("tokens_per_second", "accepted", "draft_ms", "verify_ms", "rest_ms"),
     max_tokens=1024,
-    small=Small(shrink=8, prompts=1),
+    small=SmallScale(shrink=8, prompts=1),
     remarks=("The paper sorts rows of GovReport by their length; here they are cut to the upper end of each range.",),
 )
 
@@ -94,7 +94,7 @@ FIGURE_5 = Table(
     (Column("GovReport", "gov_report"),),
     ("attention_ms", "draft_ms", "forward_ms", "rest_ms"),
     max_tokens=1024,
-    small=Small(context=4096, prompts=1),
+    small=SmallScale(context=4096, prompts=1),
     remarks=("The paper's other parts are in its plot only; its data set is not said.",),
 )
 
@@ -109,7 +109,7 @@ FIGURE_6 = Table(
     ("accepted", "tokens_per_second"),
     max_tokens=32768,
     baseline="Vanilla FA",
-    small=Small(context=512, max_tokens=384),
+    small=SmallScale(context=512, max_tokens=384),
 )
 
 FIGURE_7 = Table(
@@ -123,7 +123,7 @@ FIGURE_7 = Table(
     ("tokens_per_second", "accepted"),
     max_tokens=1024,
     baseline="Vanilla",
-    small=Small(context=1024),
+    small=SmallScale(context=1024),
     remarks=("The other batch sizes are in the paper's plot only.",),
 )
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from longdraft.bench.papers.table import Column, Line, Paper, Small, Table
+from longdraft.bench.papers.table import Column, Line, Paper, SmallScale, Table
 
 A100 = "two A100 80GB"
 MODELS = "Vicuna-7B (V), LongChat-7B (LC)"
@@ -41,7 +41,7 @@ TABLE_1 = Table(
     (Column("Needle Retrieval", "pg19", 8192),),
     ("perplexity", "accuracy"),
     prompts=2,
-    small=Small(shrink=2, prompts=1),
+    small=SmallScale(shrink=2, prompts=1),
     remarks=("The paper does not say how long its haystacks are: 8K here. Prompts: haystacks of each of five depths.",),
 )
 
@@ -61,11 +61,11 @@ TABLE_2 = Table(
     ("accepted", "tokens_per_second", "speedup"),
     prompts=20,
     baseline="hf-eager",
-    bonus=False,
-    lengths="mean",
-    prefill=True,
-    rates="mean",
-    small=Small(shrink=4, prompts=1),
+    counts_bonus=False,
+    length_average="mean",
+    includes_prefill=True,
+    rate_average="mean",
+    small=SmallScale(shrink=4, prompts=1),
     remarks=(
         "The paper has the same figures without SpecExtend for LLaMA-68M on LongChat as for Vicuna-68M on Vicuna.",
         "Tokens/s and speed-ups include reading the prompt.",
@@ -89,9 +89,9 @@ TABLE_3 = Table(
     ("speedup",),
     prompts=20,
     baseline="hf-eager",
-    prefill=True,
-    rates="mean",
-    small=Small(shrink=4, prompts=1),
+    includes_prefill=True,
+    rate_average="mean",
+    small=SmallScale(shrink=4, prompts=1),
     remarks=("Speed-ups include reading the prompt.",),
 )
 
@@ -108,7 +108,7 @@ TABLE_4 = Table(
     (Column("GovReport 16K", "gov_report", 16384),),
     ("verify_ms", "draft_ms"),
     prompts=20,
-    small=Small(shrink=2, prompts=1),
+    small=SmallScale(shrink=2, prompts=1),
     remarks=(
         "The paper: 0.84 ms a forward of the draft, 0.34 ms an update of its cache. Ours are in a round's drafting: up "
         "to ten forwards, and with retrieval an update.",
@@ -144,9 +144,9 @@ TABLE_5 = Table(
     ),
     ("tokens_per_second",),
     prompts=20,
-    prefill=True,
-    rates="mean",
-    small=Small(shrink=4, prompts=1, max_tokens=32),
+    includes_prefill=True,
+    rate_average="mean",
+    small=SmallScale(shrink=4, prompts=1, max_tokens=32),
     remarks=(
         "A working cache counts its last rows here; 32 first ones come on top. At k up to 4, and chunks of up to 4, "
         "no first rows and 32 last ones are forced, or they would be all that is seen.",
@@ -170,11 +170,11 @@ TABLE_6 = Table(
     GOV_REPORT,
     ("accepted", "tokens_per_second"),
     prompts=20,
-    bonus=False,
-    lengths="mean",
-    prefill=True,
-    rates="mean",
-    small=Small(shrink=2, prompts=1),
+    counts_bonus=False,
+    length_average="mean",
+    includes_prefill=True,
+    rate_average="mean",
+    small=SmallScale(shrink=2, prompts=1),
     remarks=(
         "Prompts are always read with flash attention or our kernels: there is no row without it.",
         "Tokens/s include reading the prompt.",

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from longdraft.bench.papers.table import Column, Line, Paper, Small, Table
+from longdraft.bench.papers.table import Column, Line, Paper, SmallScale, Table
 
 A100 = "one A100 80GB, torch's scaled dot product attention"
 PLAIN = (
@@ -40,9 +40,9 @@ TABLE_1 = Table(
     LENGTHS,
     ("speedup", "accepted"),
     max_tokens=1024,
-    bonus=False,
-    lengths="mean",
-    small=Small(shrink=8, prompts=2),
+    counts_bonus=False,
+    length_average="mean",
+    small=SmallScale(shrink=8, prompts=2),
     remarks=(PLAIN,),
 )
 
@@ -56,7 +56,7 @@ TABLE_2 = Table(
     (Column("GovReport", "gov_report"), Column("QMSum", "qmsum")),
     ("rouge_l", "bleurt"),
     max_tokens=512,
-    small=Small(shrink=2, context=2560, max_tokens=64),
+    small=SmallScale(shrink=2, context=2560, max_tokens=64),
     remarks=(
         "-: full verification against plain decoding, the noise floor. Ours equals plain decoding to the bit on a CPU.",
         "Blocks were scored with the first rows, and gathered without them, in the paper's code at that time.",
@@ -85,9 +85,9 @@ TABLE_4 = Table(
     (Column("GovReport", "gov_report"),),
     ("rouge_l", "accepted"),
     max_tokens=512,
-    bonus=False,
-    lengths="mean",
-    small=Small(shrink=8, context=2048, max_tokens=128),
+    counts_bonus=False,
+    length_average="mean",
+    small=SmallScale(shrink=8, context=2048, max_tokens=128),
 )
 
 PAPER = Paper(

@@ -8,9 +8,9 @@ from functools import cache, cached_property
 from importlib import resources
 from typing import Any, Literal
 
-from longdraft.figures import Average, Counts, average, standard_error
+from longdraft.metrics import Average, TokenCounts, average, standard_error
 
-Kind = Literal["speed", "needle", "quality"]
+TableKind = Literal["speed", "needle", "quality"]
 """The way to fill a table: by the bench, by asking drafters for needles, or by ``bench quality``."""
 
 FIGURES = {
@@ -29,7 +29,7 @@ FIGURES = {
 }
 """By key: a figure's name and its format."""
 
-IN_ROWS = ("budget", "chunks")
+SCALED_OPTIONS = ("budget", "chunks")
 """Options that count rows or chunks of a text, which shrink with it."""
 
 
@@ -58,23 +58,23 @@ class Column:
 
     Attributes:
         name: its heading, unique in the table.
-        data: a data set by its name in the bench.
+        dataset: a data set by its name in the bench.
         tokens: length of the prompts; None: the rows as they are.
         batch: prompts decoded together.
         options: further options of every method that has them; a sweep varies them from column to column.
-        only: names of the lines that the column is for; empty: all.
+        line_names: names of the lines that the column is for; empty: all.
     """
 
     name: str
-    data: str
+    dataset: str
     tokens: int | None = None
     batch: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
-    only: tuple[str, ...] = ()
+    line_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Small:
+class SmallScale:
     """The small scale: what ends within a quarter of an hour on two cores with the embedded model.
 
     Attributes:
@@ -89,7 +89,7 @@ class Small:
     max_tokens: int = 48
 
 
-Key = tuple[str, str, str, str]
+FigureKey = tuple[str, str, str, str]
 """Model, line, column and figure of a published number."""
 
 
@@ -102,9 +102,9 @@ class Table:
         hardware, models: the paper's.
         figures: keys of :data:`FIGURES`.
         baseline: the line, or a method, that speed-ups are over.
-        bonus: the paper counts the bonus token in accepted lengths.
+        counts_bonus: the paper counts the bonus token in accepted lengths.
         lengths, rates: how the paper averages accepted lengths, and tokens/s, whose quotient is a speed-up.
-        prefill: the paper's tokens/s and speed-ups include reading the prompt.
+        includes_prefill: the paper's tokens/s and speed-ups include reading the prompt.
         prompts: of each column; None: all rows.
         remarks: on the paper's figures.
         paper: its name.
@@ -112,7 +112,7 @@ class Table:
 
     name: str
     title: str
-    kind: Kind
+    kind: TableKind
     hardware: str
     models: str
     lines: tuple[Line, ...]
@@ -122,11 +122,11 @@ class Table:
     max_tokens: int = 256
     prompts: int | None = None
     baseline: str = "ar"
-    bonus: bool = True
-    lengths: Average = "pooled"
-    rates: Average = "pooled"
-    prefill: bool = False
-    small: Small = Small()
+    counts_bonus: bool = True
+    length_average: Average = "pooled"
+    rate_average: Average = "pooled"
+    includes_prefill: bool = False
+    small: SmallScale = SmallScale()
     remarks: tuple[str, ...] = ()
     paper: str = ""
 
@@ -136,17 +136,17 @@ class Table:
         return f"Figure {self.name[3:]}" if self.name.startswith("fig") else f"Table {self.name}"
 
     @property
-    def data(self) -> tuple[str, ...]:
+    def datasets(self) -> tuple[str, ...]:
         """The data sets, each once."""
-        return tuple(dict.fromkeys(column.data for column in self.columns))
+        return tuple(dict.fromkeys(column.dataset for column in self.columns))
 
     @property
-    def profiled(self) -> bool:
+    def is_profiled(self) -> bool:
         """True if a figure is a part of a round's time."""
         return any(key.endswith("_ms") for key in self.figures)
 
     @cached_property
-    def published(self) -> dict[Key, float]:
+    def published(self) -> dict[FigureKey, float]:
         """The figures of ``published.md``, and speed-ups from its tokens/s where the paper does not print them."""
         found = _published(f"{self.paper} {self.name}", self.figures)
         if self.kind == "speed" and not any(figure == "speedup" for *_, figure in found):
@@ -157,19 +157,22 @@ class Table:
         return found
 
     @property
-    def shown(self) -> tuple[str, ...]:
+    def shown_figures(self) -> tuple[str, ...]:
         """Keys of the figures that are shown: the paper's, and the speed-up where it follows from them."""
-        speed = self.kind == "speed" and not self.profiled and self.figures != ("tokens_per_second",)
+        speed = self.kind == "speed" and not self.is_profiled and self.figures != ("tokens_per_second",)
         return tuple(dict.fromkeys((*self.figures, *(["speedup"] if speed else []))))
 
-    def accepted(self, texts: Iterable[Counts]) -> dict[str, float | None]:
+    def acceptance_stats(self, texts: Iterable[TokenCounts]) -> dict[str, float | None]:
         """The accepted length of prompts as the paper counts and averages it, with its standard error."""
-        counted = [(tokens if self.bonus else tokens - forwards, forwards) for tokens, forwards in texts]
-        return {"accepted": average(counted, self.lengths), "standard_error": standard_error(counted, self.lengths)}
+        counted = [(tokens if self.counts_bonus else tokens - forwards, forwards) for tokens, forwards in texts]
+        return {
+            "accepted": average(counted, self.length_average),
+            "standard_error": standard_error(counted, self.length_average),
+        }
 
     def cells(self) -> list[tuple[Line, Column]]:
         """Lines and the columns that they have figures in."""
-        return [(line, c) for c in self.columns for line in self.lines if not c.only or line.name in c.only]
+        return [(line, c) for c in self.columns for line in self.lines if not c.line_names or line.name in c.line_names]
 
 
 @dataclass(frozen=True)
@@ -190,7 +193,7 @@ def _sections() -> dict[str, str]:
     return {name: content.strip() for name, _, content in sections}
 
 
-def _published(name: str, figures: Sequence[str]) -> dict[Key, float]:
+def _published(name: str, figures: Sequence[str]) -> dict[FigureKey, float]:
     found = {}
     for block in filter(None, _sections().get(name, "").split("\n\n")):
         (_, _, *columns), _, *rows = [[part.strip() for part in row.split("|")[1:-1]] for row in block.splitlines()]

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from longdraft.bench.experiment import Unit
-from longdraft.bench.papers.table import IN_ROWS, Column, Line, Table
-from longdraft.bench.settings import written
+from longdraft.bench.papers.table import SCALED_OPTIONS, Column, Line, Table
+from longdraft.bench.settings import format_option
 from longdraft.drafts.kinds import KINDS, kind_of
 from longdraft.errors import LongdraftError
 from longdraft.methods import METHODS
 from longdraft.model.runner import TargetRunner
 from longdraft.recipes import recipe_for, resolve
 
-Record = Mapping[str, Any]
+UnitResult = Mapping[str, Any]
 """The result of a unit, as JSON has it."""
 Figures = tuple[dict[str, float | None], dict[str, Any]]
 """By key of :data:`~longdraft.bench.papers.table.FIGURES`, as the paper defines them; and a row for programs, as this
@@ -24,7 +24,7 @@ package defines its figures."""
 
 
 @dataclass(frozen=True)
-class Scaled:
+class ScaledTable:
     """A table at a scale.
 
     Attributes:
@@ -36,10 +36,10 @@ class Scaled:
 
     table: Table
     small: bool
-    max_tokens_given: int | None = None
-    prompts_given: int | None = None
+    max_tokens_override: int | None = None
+    prompts_override: int | None = None
     plan: str = "fixed"
-    asked: Mapping[str, Any] = field(default_factory=dict)
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def shrink(self) -> int:
@@ -48,14 +48,14 @@ class Scaled:
     @property
     def max_tokens(self) -> int:
         """New tokens of a prompt, at most."""
-        return self.max_tokens_given or (self.table.small.max_tokens if self.small else self.table.max_tokens)
+        return self.max_tokens_override or (self.table.small.max_tokens if self.small else self.table.max_tokens)
 
     @property
     def prompts(self) -> int | None:
         """Prompts of a column; None: all."""
-        return self.prompts_given or (self.table.small.prompts if self.small else self.table.prompts)
+        return self.prompts_override or (self.table.small.prompts if self.small else self.table.prompts)
 
-    def tokens(self, column: Column) -> int | None:
+    def prompt_tokens(self, column: Column) -> int | None:
         """Length of a column's prompts; None: as they are."""
         if column.tokens is not None:
             return column.tokens // self.shrink
@@ -65,9 +65,9 @@ class Scaled:
         """Options of a line's method in a column."""
         known = METHODS[line.method].options if line.method in METHODS else ()
         given = {**line.options, **{name: x for name, x in column.options.items() if name in known}}
-        return {name: max(1, x // self.shrink) if name in IN_ROWS else x for name, x in given.items()}
+        return {name: max(1, x // self.shrink) if name in SCALED_OPTIONS else x for name, x in given.items()}
 
-    def differs(self) -> list[str]:
+    def differences(self) -> list[str]:
         """Differences from the paper in all rows, by this scale."""
         found = []
         if self.max_tokens != self.table.max_tokens:
@@ -87,7 +87,7 @@ class Scaled:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TableEntry:
     """A line in a column.
 
     Attributes:
@@ -104,7 +104,7 @@ class Entry:
 
 
 @dataclass
-class Plan:
+class TablePlan:
     """The measurement of a table.
 
     Attributes:
@@ -114,12 +114,12 @@ class Plan:
     """
 
     units: Mapping[str, Unit]
-    entries: Sequence[Entry]
-    figures: Callable[[Entry, Sequence[Record]], Figures]
+    entries: Sequence[TableEntry]
+    figures: Callable[[TableEntry, Sequence[UnitResult]], Figures]
     notes: Sequence[str] = ()
-    differs: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    differences: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
-    def rows(self, table: Table, done: Mapping[str, Record]) -> list[dict[str, Any]]:
+    def rows(self, table: Table, done: Mapping[str, UnitResult]) -> list[dict[str, Any]]:
         """Rows for programs, with the keys that docs/figures.md defines, from the units that are done."""
         rows = []
         for each in self.entries:
@@ -139,7 +139,7 @@ class Plan:
                     **row,
                     "as_published": shown,
                     "published": list(beside.values()),
-                    "differs": _differing(each.line, each.options, self.differs.get(each.column.name, ())),
+                    "differs": _differing(each.line, each.options, self.differences.get(each.column.name, ())),
                 }
             )
         return rows
@@ -147,7 +147,7 @@ class Plan:
 
 def _differing(line: Line, options: Mapping[str, Any], more: Sequence[str]) -> list[str]:
     """Differences of a cell from the paper: the line's note, ``more``, and options that are not the paper's."""
-    changed = [f"{name} {written(x)}" for name, x in options.items() if x != line.options.get(name)]
+    changed = [f"{name} {format_option(x)}" for name, x in options.items() if x != line.options.get(name)]
     return [*filter(None, (line.note, *more, f"with {', '.join(changed)}" if changed else ""))]
 
 
@@ -161,7 +161,7 @@ def drafts_by_kind(folders: Sequence[Path]) -> dict[str, Path]:
     return {kind_of(folder).name if folder.exists() else "small-lm": folder for folder in folders}
 
 
-def with_draft(method: str, options: Mapping[str, Any], drafts: Mapping[str, Path]) -> dict[str, Any]:
+def add_draft(method: str, options: Mapping[str, Any], drafts: Mapping[str, Path]) -> dict[str, Any]:
     """The options with the draft that the method takes, if one was given."""
     if method not in METHODS:
         return dict(options)
@@ -171,7 +171,7 @@ def with_draft(method: str, options: Mapping[str, Any], drafts: Mapping[str, Pat
     return {**options, **({"draft": drafts[kind]} if kind is not None and kind in drafts else {})}
 
 
-def lacking(method: str, options: Mapping[str, Any], runner: TargetRunner) -> str | None:
+def why_unavailable(method: str, options: Mapping[str, Any], runner: TargetRunner) -> str | None:
     """Why a method cannot run on a target: a missing draft, or sizes that it was not trained for; None if it can."""
     try:
         if method in METHODS:
@@ -181,7 +181,7 @@ def lacking(method: str, options: Mapping[str, Any], runner: TargetRunner) -> st
     return None
 
 
-def needs(table: Table) -> str:
+def describe_needs(table: Table) -> str:
     """Drafts by kind and data sets that a table needs, in a few words."""
     kinds: dict[str, None] = {}
     for line in table.lines:
@@ -191,4 +191,4 @@ def needs(table: Table) -> str:
             if kind in KINDS:
                 kinds[kind] = None
     parts = [f"drafts: {', '.join(kinds)}"] if kinds else ["no draft"]
-    return "; ".join([*parts, f"data: {', '.join(table.data)}"])
+    return "; ".join([*parts, f"data: {', '.join(table.datasets)}"])

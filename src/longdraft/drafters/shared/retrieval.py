@@ -7,7 +7,7 @@ from typing import Any
 
 from longdraft.drafters.shared.tree_drafter import TreeDrafter
 from longdraft.drafts.draft import Draft
-from longdraft.engine.event import Event
+from longdraft.engine.round_result import RoundResult
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
 from longdraft.options import Options, declared, option
@@ -34,7 +34,7 @@ class ChunkOptions(Options):
     )
     scorer: str | None = option(choices=tuple(SCORERS), help="how chunks are ranked", usual="attention")
 
-    def sizes(self, asked: bool, remedy: str) -> dict[str, Any]:
+    def retrieval_sizes(self, is_enabled: bool, remedy: str) -> dict[str, Any]:
         """The options that only retrieval has and that were given.
 
         ``sink`` and ``recent`` are not among them: schedules have options of these names too.
@@ -44,7 +44,7 @@ class ChunkOptions(Options):
         """
         own = declared(ChunkOptions).keys() - {"sink", "recent"}
         found = {name: value for name, value in self.given().items() if name in own}
-        if found and not asked:
+        if found and not is_enabled:
             raise ValueError(f"{', '.join(found)} shape the retrieval of chunks: give {remedy} too")
         return found
 
@@ -55,7 +55,7 @@ class RetrievalOptions(ChunkOptions):
 
     retrieval: bool = option(False, help="see the chunks of the text that the target attends to, not all of it")
 
-    def made(self, draft: Draft[Any], room: int | None = None) -> Retrieval | None:
+    def build(self, draft: Draft[Any], max_tokens: int | None = None) -> Retrieval | None:
         """The retrieval; None without.
 
         Args:
@@ -63,19 +63,21 @@ class RetrievalOptions(ChunkOptions):
             room: rows that the draft can see at all; None: any number.
 
         Raises:
-            ValueError: as :meth:`sizes` and :func:`retrieval_of` do.
+            ValueError: as :meth:`retrieval_sizes` and :func:`make_retrieval` do.
         """
-        sizes = self.sizes(self.retrieval, "retrieval=True")
+        sizes = self.retrieval_sizes(self.retrieval, "retrieval=True")
         if not self.retrieval:
             return None
         # 64 chunks every 8 verifications: SpecExtend's best for EAGLE (appendix E.1), and for LongSpec's
         # cross-attention. One chunk of room is spared, or every new token would gather all of them again.
         defaults = {"refresh": 8, "layer": draft.retrieval_layer}
         recent = 128 if self.recent is None else self.recent
-        return retrieval_of(**defaults | sizes, sink=self.sink, recent=recent, usual=64, room=room, spare=1)
+        return make_retrieval(
+            **defaults | sizes, sink=self.sink, recent=recent, default_chunks=64, max_tokens=max_tokens, spare_chunks=1
+        )
 
 
-class RetrievingDrafter(TreeDrafter):
+class RetrievalDrafter(TreeDrafter):
     """Base of drafters that can see only the chunks of a text that the target attends to.
 
     Attributes:
@@ -89,25 +91,25 @@ class RetrievingDrafter(TreeDrafter):
         return () if self.retrieval is None else (self.retrieval.view,)
 
     @property
-    def query_window(self) -> int:  # type: ignore[override]
-        return 1 if self.retrieval is None else max(1, self.retrieval.view.query_count)
+    def num_prompt_queries(self) -> int:  # type: ignore[override]
+        return 1 if self.retrieval is None else max(1, self.retrieval.view.num_queries)
 
     def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
         """The layer whose attention ranks the chunks."""
-        return () if self.retrieval is None else self.retrieval.layers(runner.kv_shape.layers)
+        return () if self.retrieval is None else self.retrieval.scoring_layers(runner.kv_shape.layers)
 
-    def tell(self, store: KVStore, event: Event) -> None:
+    def update_retrieval(self, store: KVStore, round_result: RoundResult) -> None:
         """Passes an event on to the retrieval: queries."""
-        slot = event.sequence.slot
+        slot = round_result.sequence.slot
         if self.retrieval is None:
             return
-        if event.begins:
+        if round_result.is_prefill:
             self.retrieval.reset(slot)
-        if event.queries:
-            self.retrieval.observe(store, slot, event.queries)
+        if round_result.queries:
+            self.retrieval.observe(store, slot, round_result.queries)
 
 
-def retrieval_of(
+def make_retrieval(
     chunk: int = 32,
     chunks: int | None = None,
     refresh: int = 4,
@@ -115,32 +117,32 @@ def retrieval_of(
     recent: int = 128,
     layer: int | None = None,
     scorer: str = "attention",
-    usual: int = 32,
-    room: int | None = None,
-    spare: int = 0,
-    fresh: int | None = None,
+    default_chunks: int = 32,
+    max_tokens: int | None = None,
+    spare_chunks: int = 0,
+    new_tokens: int | None = None,
 ) -> Retrieval:
     """A retrieval from its sizes.
 
     Args:
         chunk, refresh, sink, recent, layer, scorer: of :class:`ChunkOptions`.
-        chunks: how many are retrieved (the paper's k); None: the ``usual`` number, or as many as fit the room.
-        room: rows that the draft can see at all; None: any number.
-        spare: chunks to leave free if the room decides how many fit.
-        fresh: room for new rows beside the others; None: as many as ``recent``, or what the room leaves.
+        chunks: how many are retrieved (the paper's k); None: the ``default_chunks`` number, or as many as fit the room.
+        max_tokens: rows that the draft can see at all; None: any number.
+        spare_chunks: chunks to leave free if the room decides how many fit.
+        new_tokens: room for new rows beside the others; None: as many as ``recent``, or what the room leaves.
 
     Raises:
         ValueError: sizes that make no working cache, or one larger than the room.
     """
-    count = usual if chunks is None else chunks
+    count = default_chunks if chunks is None else chunks
     check_multiples("chunk", chunk, sink=sink, recent=recent)
     ends = sink + recent + chunk - 1  # the recent window starts up to a chunk early
-    if room is not None and ends + count * chunk > room:
-        fit = (room - ends) // chunk - spare
+    if max_tokens is not None and ends + count * chunk > max_tokens:
+        fit = (max_tokens - ends) // chunk - spare_chunks
         fits = fit * chunk >= sink + recent
         if chunks is not None or not fits:
             raise ValueError(
-                f"a working cache of up to {ends + count * chunk} tokens does not fit the {room} that the draft was "
+                f"a working cache of up to {ends + count * chunk} tokens does not fit the {max_tokens} that the draft was "
                 f"trained for, or its window has, beside those of a round: "
                 f"{f'give at most {fit} chunks, or' if fits else 'give'} a smaller sink and recent window"
             )
@@ -150,7 +152,7 @@ def retrieval_of(
             f"the retrieved chunks (chunks x chunk = {count * chunk} tokens) must be at least sink + recent "
             f"({sink + recent} tokens): give more chunks, or a smaller sink and recent window"
         )
-    if fresh is None:
-        fresh = recent if room is None else room - ends - count * chunk
-    view = View(scorer, chunk * count, sink, recent, chunk, fresh, shared=True)
+    if new_tokens is None:
+        new_tokens = recent if max_tokens is None else max_tokens - ends - count * chunk
+    view = View(scorer, chunk * count, sink, recent, chunk, new_tokens, shared_by_heads=True)
     return Retrieval(view, refresh, layer)

@@ -10,7 +10,7 @@ import numpy as np
 from transformers import AutoConfig
 
 from longdraft.errors import CapabilityError
-from longdraft.model.gguf.header import Header
+from longdraft.model.gguf.header import GGUFHeader
 
 # Field of a file behind its architecture's name -> field of the configuration.
 _FIELDS = {
@@ -22,7 +22,7 @@ _FIELDS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
 # Fields that may have a number for each layer.
-SIZES = ("feed_forward_length", "attention.head_count", "attention.head_count_kv")
+PER_LAYER_FIELDS = ("feed_forward_length", "attention.head_count", "attention.head_count_kv")
 _EXPERTS = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
@@ -41,34 +41,34 @@ class Arch:
 
     Attributes:
         model_type: transformers' name of it.
-        fields: more of the file's fields -> the configuration's.
-        more: what follows from several fields, or is not in the file.
-        paired: rows of queries and keys lie in pairs, as the first Llama rotated them.
-        one_more: the model multiplies by 1 + the weight of a norm, and the file has the sum.
-        tiled: value heads of gated DeltaNet lie as the key heads repeat: those of the first key head are not side by
+        field_map: more of the file's fields -> the configuration's.
+        derived_fields: what follows from several fields, or is not in the file.
+        permuted_qk: rows of queries and keys lie in pairs, as the first Llama rotated them.
+        norm_plus_one: the model multiplies by 1 + the weight of a norm, and the file has the sum.
+        tiled_value_heads: value heads of gated DeltaNet lie as the key heads repeat: those of the first key head are not side by
             side.
-        by_layer: it is known how layers differ whose :data:`SIZES` are numbers for each.
-        factors_scale: the tensor ``rope_freqs`` scales frequencies; else it says which are not used.
+        per_layer_sizes: it is known how layers differ whose :data:`PER_LAYER_FIELDS` are numbers for each.
+        rope_freqs_scale: the tensor ``rope_freqs`` scales frequencies; else it says which are not used.
     """
 
     model_type: str
-    fields: Mapping[str, str] = field(default_factory=dict)
-    more: Callable[[Header], Settings] = lambda header: {}
-    paired: bool = False
-    one_more: bool = False
-    tiled: bool = False
-    by_layer: bool = False
-    factors_scale: bool = True
+    field_map: Mapping[str, str] = field(default_factory=dict)
+    derived_fields: Callable[[GGUFHeader], Settings] = lambda header: {}
+    permuted_qk: bool = False
+    norm_plus_one: bool = False
+    tiled_value_heads: bool = False
+    per_layer_sizes: bool = False
+    rope_freqs_scale: bool = True
 
 
-def _delta(header: Header) -> Settings:
+def _delta(header: GGUFHeader) -> Settings:
     """Layers of gated DeltaNet beside full attention with a gate."""
     heads = int(header("ssm.time_step_rank"))
     recurrent = header("attention.recurrent_layers")
     if not isinstance(recurrent, list):
         every = int(header("full_attention_interval", 4))
-        recurrent = [(layer + 1) % every != 0 for layer in range(header.layers)]
-    kinds = ["linear_attention" if each else "full_attention" for each in recurrent[: header.layers]]
+        recurrent = [(layer + 1) % every != 0 for layer in range(header.num_layers)]
+    kinds = ["linear_attention" if each else "full_attention" for each in recurrent[: header.num_layers]]
     rope: Settings = {"partial_rotary_factor": int(header("rope.dimension_count")) / header.head_dim}
     if sections := header("rope.dimension_sections"):
         rope |= {"mrope_section": [int(each) for each in sections[:3]], "mrope_interleaved": True}
@@ -87,7 +87,7 @@ _DELTA = {
 }
 
 
-def _lfm2(header: Header) -> Settings:
+def _lfm2(header: GGUFHeader) -> Settings:
     heads = [int(each) for each in header("attention.head_count_kv")]
     return {
         "num_key_value_heads": max(heads),
@@ -108,22 +108,22 @@ _QWEN3_MOE: Settings = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_o
 _QWEN2_MOE: Settings = _QWEN3_MOE | {"norm_topk_prob": False, "sliding_window": 0}
 
 
-def _gpt_oss(header: Header) -> Settings:
+def _gpt_oss(header: GGUFHeader) -> Settings:
     rope: Settings = {"truncate": False} if header("rope.scaling.type") == "yarn" else {}
     return _windows(2)(header) | {"rope_parameters": rope}
 
 
-def _partial(header: Header) -> Settings:
+def _partial(header: GGUFHeader) -> Settings:
     """RoPE that rotates a part of each head."""
     size = int(header("rope.dimension_count", header.head_dim))
     return {"rope_parameters": {"partial_rotary_factor": size / header.head_dim}}
 
 
-def _glm4(header: Header) -> Settings:
+def _glm4(header: GGUFHeader) -> Settings:
     return {"attention_bias": "blk.0.attn_q.bias" in header.tensors, **_partial(header)}
 
 
-def _glm4_moe(header: Header) -> Settings:
+def _glm4_moe(header: GGUFHeader) -> Settings:
     return {
         **_glm4(header),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in header.tensors,
@@ -139,56 +139,56 @@ _GLM4_MOE = _EXPERTS | {
 }
 
 
-def _windows(every: int) -> Callable[[Header], Settings]:
+def _windows(every: int) -> Callable[[GGUFHeader], Settings]:
     """Windowed layers beside full ones, of which each ``every``-th is full where the file does not say more."""
 
-    def settings(header: Header) -> Settings:
+    def settings(header: GGUFHeader) -> Settings:
         window, pattern = header("attention.sliding_window"), header("attention.sliding_window_pattern", every)
         if window is None:
-            return {"sliding_window": None, "layer_types": ["full_attention"] * header.layers}
+            return {"sliding_window": None, "layer_types": ["full_attention"] * header.num_layers}
         if not isinstance(pattern, list):
-            pattern = [(layer + 1) % int(pattern) != 0 for layer in range(header.layers)]
-        kinds = ["sliding_attention" if each else "full_attention" for each in pattern[: header.layers]]
+            pattern = [(layer + 1) % int(pattern) != 0 for layer in range(header.num_layers)]
+        kinds = ["sliding_attention" if each else "full_attention" for each in pattern[: header.num_layers]]
         return {"sliding_window": int(window), "layer_types": kinds}
 
     return settings
 
 
-def _gemma(every: int, largest: int) -> Callable[[Header], Settings]:
+def _gemma(every: int, largest: int) -> Callable[[GGUFHeader], Settings]:
     """Gemma 2 and 3. In files of as many layers as the ``largest`` scores are scaled by the hidden size."""
 
-    def settings(header: Header) -> Settings:
+    def settings(header: GGUFHeader) -> Settings:
         hidden, heads = int(header("embedding_length")), int(header("attention.head_count"))
-        scale = hidden // heads if header.layers == largest else header.head_dim
+        scale = hidden // heads if header.num_layers == largest else header.head_dim
         return _windows(every)(header) | {"query_pre_attn_scalar": scale}
 
     return settings
 
 
-def _gemma3(header: Header) -> Settings:
+def _gemma3(header: GGUFHeader) -> Settings:
     bases = {"sliding_attention": header("rope.freq_base_swa", 1e4), "full_attention": header("rope.freq_base", 1e6)}
     rope = {kind: {"rope_type": "default", "rope_theta": float(base)} for kind, base in bases.items()}
     return _gemma(6, 62)(header) | {"rope_parameters": rope}
 
 
-def _olmo2(header: Header) -> Settings:
+def _olmo2(header: GGUFHeader) -> Settings:
     if header("attention.sliding_window") is not None:
         raise CapabilityError("OLMo 3 is not read from GGUF files: give the model's Hugging Face folder or id.")
     return {}
 
 
-def _seed_oss(header: Header) -> Settings:
+def _seed_oss(header: GGUFHeader) -> Settings:
     biased = {name: f"blk.0.{name}.bias" in header.tensors for name in ("attn_q", "attn_output")}
     return {"attention_bias": biased["attn_q"], "attention_out_bias": biased["attn_output"]}
 
 
-def _gemma4(header: Header) -> Settings:
+def _gemma4(header: GGUFHeader) -> Settings:
     windows = _windows(6)(header)
     full = [layer for layer, kind in enumerate(windows["layer_types"]) if kind == "full_attention"]
     heads, inner = header("attention.head_count_kv"), header("feed_forward_length")
-    by_layer = heads if isinstance(heads, list) else [heads] * header.layers
+    by_layer = heads if isinstance(heads, list) else [heads] * header.num_layers
     inners = inner if isinstance(inner, list) else [inner]
-    windowed = [layer for layer in range(header.layers) if layer not in full]
+    windowed = [layer for layer in range(header.num_layers) if layer not in full]
     experts = header("expert_count")
     return windows | {
         "head_dim": int(header("attention.key_length_swa", header.head_dim)),
@@ -200,13 +200,13 @@ def _gemma4(header: Header) -> Settings:
         "use_double_wide_mlp": max(inners) > min(inners),
         "enable_moe_block": bool(experts),
         "num_experts": experts,
-        "vocab_size_per_layer_input": int(header("vocab_size", header.words)),
+        "vocab_size_per_layer_input": int(header("vocab_size", header.vocab_size)),
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": float(header("rope.freq_base_swa", 1e4))},
             "full_attention": {
                 "rope_type": "proportional",
                 "rope_theta": float(header("rope.freq_base", 1e6)),
-                "partial_rotary_factor": 1.0 if header.factors is None else float(np.mean(header.factors < 1e9)),
+                "partial_rotary_factor": 1.0 if header.rope_freqs is None else float(np.mean(header.rope_freqs < 1e9)),
             },
         },
     }
@@ -229,58 +229,58 @@ _GRANITE = {
 }
 
 ARCHITECTURES = {
-    "llama": Arch("llama", paired=True),
+    "llama": Arch("llama", permuted_qk=True),
     "qwen2": Arch("qwen2"),
     "qwen3": Arch("qwen3"),
     "qwen2moe": Arch("qwen2_moe", _EXPERTS, lambda _: _QWEN2_MOE),
     "qwen3moe": Arch("qwen3_moe", _EXPERTS, lambda _: _QWEN3_MOE),
     "gpt-oss": Arch("gpt_oss", _MIXTRAL | {"expert_feed_forward_length": "intermediate_size"}, _gpt_oss),
-    "gemma2": Arch("gemma2", {}, _gemma(2, 46), one_more=True),
-    "gemma3": Arch("gemma3_text", {}, _gemma3, one_more=True),
-    "gemma4": Arch("gemma4_text", _GEMMA4, _gemma4, by_layer=True, factors_scale=False),
-    "qwen35": Arch("qwen3_5_text", _DELTA, _delta, one_more=True, tiled=True),
-    "qwen35moe": Arch("qwen3_5_moe_text", _DELTA | _EXPERTS, _delta, one_more=True, tiled=True),
-    "qwen3next": Arch("qwen3_next", _DELTA | _EXPERTS, _delta, one_more=True),
-    "lfm2": Arch("lfm2", _LFM2, _lfm2, by_layer=True),
+    "gemma2": Arch("gemma2", {}, _gemma(2, 46), norm_plus_one=True),
+    "gemma3": Arch("gemma3_text", {}, _gemma3, norm_plus_one=True),
+    "gemma4": Arch("gemma4_text", _GEMMA4, _gemma4, per_layer_sizes=True, rope_freqs_scale=False),
+    "qwen35": Arch("qwen3_5_text", _DELTA, _delta, norm_plus_one=True, tiled_value_heads=True),
+    "qwen35moe": Arch("qwen3_5_moe_text", _DELTA | _EXPERTS, _delta, norm_plus_one=True, tiled_value_heads=True),
+    "qwen3next": Arch("qwen3_next", _DELTA | _EXPERTS, _delta, norm_plus_one=True),
+    "lfm2": Arch("lfm2", _LFM2, _lfm2, per_layer_sizes=True),
     "lfm2moe": Arch(
-        "lfm2_moe", _LFM2 | _EXPERTS | {"leading_dense_block_count": "num_dense_layers"}, _lfm2, by_layer=True
+        "lfm2_moe", _LFM2 | _EXPERTS | {"leading_dense_block_count": "num_dense_layers"}, _lfm2, per_layer_sizes=True
     ),
     "glm4": Arch("glm4", {}, _glm4),
     "glm4moe": Arch("glm4_moe", _GLM4_MOE, _glm4_moe),
-    "smollm3": Arch("smollm3", paired=True),
+    "smollm3": Arch("smollm3", permuted_qk=True),
     "olmo2": Arch("olmo2", {}, _olmo2),
     "exaone4": Arch("exaone4", {}, _windows(4)),
     "cohere2": Arch("cohere2", _COHERE2, lambda header: _windows(4)(header) | _partial(header)),
     "seed_oss": Arch("seed_oss", {}, _seed_oss),
-    "granite": Arch("granite", _GRANITE, paired=True),
+    "granite": Arch("granite", _GRANITE, permuted_qk=True),
 }
 # Models whose files have the architecture of the first Llama.
-_MISTRAL = Arch("mistral", {}, lambda header: {"sliding_window": header("attention.sliding_window")}, paired=True)
-_WITH_EXPERTS = Arch("mixtral", _MIXTRAL, paired=True)
+_MISTRAL = Arch("mistral", {}, lambda header: {"sliding_window": header("attention.sliding_window")}, permuted_qk=True)
+_WITH_EXPERTS = Arch("mixtral", _MIXTRAL, permuted_qk=True)
 
 
-def arch_of(header: Header) -> Arch | None:
+def find_arch(header: GGUFHeader) -> Arch | None:
     """The row of a file's architecture; None if there is none."""
     if header.architecture == "llama" and header("expert_count"):
         return _WITH_EXPERTS
-    if header.architecture == "llama" and "mistral" in str(header.whole("general.name")).lower():
+    if header.architecture == "llama" and "mistral" in str(header.field("general.name")).lower():
         return _MISTRAL
     return ARCHITECTURES.get(header.architecture)
 
 
-def config_of(header: Header, arch: Arch) -> Any:
+def build_config(header: GGUFHeader, arch: Arch) -> Any:
     """The configuration of a file, with rotary frequencies that are not scaled."""
-    found: Settings = {"num_hidden_layers": header.layers, "head_dim": header.head_dim}
+    found: Settings = {"num_hidden_layers": header.num_layers, "head_dim": header.head_dim}
     for names, value in (
-        (_FIELDS | dict(arch.fields), header),
-        (_TOKENS, lambda n: header.whole(f"tokenizer.ggml.{n}")),
+        (_FIELDS | dict(arch.field_map), header),
+        (_TOKENS, lambda n: header.field(f"tokenizer.ggml.{n}")),
     ):
         found |= {ours: x for theirs, ours in names.items() if (x := value(theirs)) is not None}
-    found |= arch.more(header)
+    found |= arch.derived_fields(header)
     rope = found.get("rope_parameters", {})
     if not any(isinstance(each, dict) for each in rope.values()):
         plain = {"rope_type": "default", "rope_theta": float(header("rope.freq_base", 1e4))}
         found["rope_parameters"] = plain | rope
-    found["vocab_size"] = int(header("vocab_size", header.words))
+    found["vocab_size"] = int(header("vocab_size", header.vocab_size))
     found["tie_word_embeddings"] = "output.weight" not in header.tensors
     return AutoConfig.for_model(arch.model_type, **found)

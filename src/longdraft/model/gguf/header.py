@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from longdraft.errors import CheckpointError
-from longdraft.files import check_numbers, regular
+from longdraft.files import check_numbers, require_regular
 
-FACTORS = "rope_freqs.weight"
-LAYER = re.compile(r"blk\.(\d+)\.")
+ROPE_FREQS = "rope_freqs.weight"
+LAYER_PATTERN = re.compile(r"blk\.(\d+)\.")
 _ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 # What a file may hold in place of a model, by its general.type.
 _OTHERS = {"adapter": "a LoRA adapter", "mmproj": "what reads images for one", "imatrix": "statistics of one"}
@@ -35,7 +35,7 @@ _MOST = {
 }  # fmt: skip
 
 
-class Tensor(NamedTuple):
+class GGUFTensor(NamedTuple):
     """A tensor of a file.
 
     Attributes:
@@ -45,18 +45,18 @@ class Tensor(NamedTuple):
     """
 
     name: str
-    kind: str
+    quant_type: str
     shape: tuple[int, ...]
     data: np.ndarray[Any, Any]
 
 
-def needs(package: str, path: Path) -> None:
+def require_package(package: str, path: Path) -> None:
     """Raises CheckpointError if a package is not installed."""
     if importlib.util.find_spec(package) is None:
         raise CheckpointError(f'Reading {path.name} needs the package {package!r}: pip install "longdraft[demo]"')
 
 
-class Header:
+class GGUFHeader:
     """An open GGUF file of an ``architecture``, named as in the file, or all files of a model that was split.
 
     Attributes:
@@ -71,24 +71,24 @@ class Header:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.fields, _, self.memory = own = _read(path)
-        self.parts = _parts_of(path, int(self.whole("split.count") or 1))
+        self.fields, _, self.mapped = own = _read(path)
+        self.parts = _parts_of(path, int(self.field("split.count") or 1))
         read = [own if part == path else _read(part) for part in self.parts]
         self.fields = read[0][0]
         tensors = [tensor for _, found, _ in read for tensor in found]
         self.tensors = {tensor.name: tensor for tensor in tensors}
         if len(self.tensors) < len(tensors):
             raise ValueError("two of its tensors have the same name")
-        if (kind := self.whole("general.type")) not in (None, "model"):
+        if (kind := self.field("general.type")) not in (None, "model"):
             raise CheckpointError(
                 f"{path} holds no model but {_OTHERS.get(kind, repr(kind))}: give the model's own file, into which an "
                 "adapter can be merged with llama-export-lora."
             )
-        if (architecture := self.whole("general.architecture")) is None:
+        if (architecture := self.field("general.architecture")) is None:
             raise ValueError("it names no architecture")
         self.architecture = str(architecture)
 
-    def whole(self, name: str) -> Any:
+    def field(self, name: str) -> Any:
         """The value of a field's whole name, or None."""
         return self.fields.get(name)
 
@@ -104,20 +104,20 @@ class Header:
         """
         fields = {name: value for name, value in self.fields.items() if name.startswith(f"{self.architecture}.")}
         check_numbers(fields, self.path, max(max(t.shape) for t in self.tensors.values()))
-        layers = {found[1] for name in self.tensors if (found := LAYER.match(name))}
+        layers = {found[1] for name in self.tensors if (found := LAYER_PATTERN.match(name))}
         if layers and layers != {str(i) for i in range(int(self("block_count")))}:
             raise CheckpointError(
                 f"{self.path} has tensors of {len(layers)} layers, which are not those that it counts "
                 f"(block_count {self('block_count')}): fetch it again."
             )
         embeddings = self.tensors.get("token_embd.weight")
-        if embeddings is not None and len(embeddings.shape) > 1 and self.words > embeddings.shape[1]:
+        if embeddings is not None and len(embeddings.shape) > 1 and self.vocab_size > embeddings.shape[1]:
             raise CheckpointError(
-                f"{self.path} has {self.words} tokens, and embeddings of {embeddings.shape[1]}: fetch it again."
+                f"{self.path} has {self.vocab_size} tokens, and embeddings of {embeddings.shape[1]}: fetch it again."
             )
 
     @property
-    def layers(self) -> int:
+    def num_layers(self) -> int:
         """The number of layers, without those that predict further tokens."""
         return int(self("block_count")) - int(self("nextn_predict_layers", 0))
 
@@ -127,26 +127,26 @@ class Header:
         return int(self("embedding_length")) // int(self("attention.head_count")) if size is None else int(size)
 
     @property
-    def factors(self) -> np.ndarray[Any, Any] | None:
+    def rope_freqs(self) -> np.ndarray[Any, Any] | None:
         """The numbers that divide the rotary frequencies, if the file has any."""
-        tensor = self.tensors.get(FACTORS)
+        tensor = self.tensors.get(ROPE_FREQS)
         return None if tensor is None else tensor.data
 
     @property
-    def tokens(self) -> list[str]:
+    def vocab(self) -> list[str]:
         """The vocabulary, in the order of its ids."""
         return self.fields.get("tokenizer.ggml.tokens") or []
 
     @property
-    def words(self) -> int:
+    def vocab_size(self) -> int:
         """The size of the vocabulary."""
-        return len(self.tokens)
+        return len(self.vocab)
 
     @property
-    def ends(self) -> list[int]:
+    def eos_ids(self) -> list[int]:
         """The tokens that the file says to end a text, a turn, a message or a part of code."""
-        ids = [self.whole(f"tokenizer.ggml.{name}_token_id") for name in _ENDS]
-        return [int(i) for i in ids if i is not None and 0 <= i < self.words]
+        ids = [self.field(f"tokenizer.ggml.{name}_token_id") for name in _ENDS]
+        return [int(i) for i in ids if i is not None and 0 <= i < self.vocab_size]
 
 
 def _parts_of(path: Path, count: int) -> list[Path]:
@@ -167,13 +167,13 @@ def _parts_of(path: Path, count: int) -> list[Path]:
     return parts
 
 
-def _read(path: Path) -> tuple[dict[str, Any], list[Tensor], mmap.mmap]:
+def _read(path: Path) -> tuple[dict[str, Any], list[GGUFTensor], mmap.mmap]:
     """The fields, the tensors and the memory of a file.
 
     Raises:
         ValueError, struct.error: it is damaged: its tensors do not lie in it, side by side.
     """
-    with regular(path).open("rb") as file:
+    with require_regular(path).open("rb") as file:
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     _, version, tensors, count = struct.unpack_from("<4sIQQ", memory)
     if version not in (2, 3):
@@ -192,7 +192,7 @@ def _read(path: Path) -> tuple[dict[str, Any], list[Tensor], mmap.mmap]:
     return fields, _tensors(memory, at, tensors, int(fields.get("general.alignment", 32))), memory
 
 
-def _tensors(memory: mmap.mmap, at: int, count: int, alignment: int) -> list[Tensor]:
+def _tensors(memory: mmap.mmap, at: int, count: int, alignment: int) -> list[GGUFTensor]:
     """The tensors whose descriptions begin at an offset."""
     import gguf
 
@@ -213,7 +213,7 @@ def _tensors(memory: mmap.mmap, at: int, count: int, alignment: int) -> list[Ten
         if begin == end or shape[0] % block or begin % alignment or end > len(memory):
             raise ValueError(f"{name[:99]} does not lie in it as it says")
         data = np.frombuffer(memory, np.uint8, end - begin, begin).reshape(*shape[:0:-1], row)
-        found.append(Tensor(name, kind.name, tuple(shape), data.view(np.float32) if kind.name == "F32" else data))
+        found.append(GGUFTensor(name, kind.name, tuple(shape), data.view(np.float32) if kind.name == "F32" else data))
         spans.append((begin, end, name))
     for (_, end, name), (begin, _, other) in pairwise(sorted(spans)):
         if begin < end:

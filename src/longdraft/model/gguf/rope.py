@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from longdraft.errors import CapabilityError
-from longdraft.model.gguf.header import Header
+from longdraft.model.gguf.header import GGUFHeader
 
 # The parameters of Llama 3.1, 3.2 and 3.3. Their files hold only the factors that follow from them.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -20,7 +20,7 @@ _BY_LENGTH = "rope_factors_"
 _UNKNOWN = {"yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
 
 
-def scaling(header: Header, config: Any) -> dict[str, Any]:
+def rope_scaling(header: GGUFHeader, config: Any) -> dict[str, Any]:
     """The ``rope_parameters`` of a configuration beside ``rope_theta``; empty if the frequencies are not scaled.
 
     Raises:
@@ -28,7 +28,7 @@ def scaling(header: Header, config: Any) -> dict[str, Any]:
     """
     if any(name.startswith(_BY_LENGTH) for name in header.tensors):
         raise _unknown(header, "longrope")
-    factors = None if header.factors is None else torch.from_numpy(header.factors)
+    factors = None if header.rope_freqs is None else torch.from_numpy(header.rope_freqs)
     if factors is not None and bool((factors == 1).all()):
         factors = None
     named = _named(header, config.max_position_embeddings)
@@ -44,7 +44,7 @@ def scaling(header: Header, config: Any) -> dict[str, Any]:
     return _divided(factors.double(), config)
 
 
-def _unknown(header: Header, scaled: str) -> CapabilityError:
+def _unknown(header: GGUFHeader, scaled: str) -> CapabilityError:
     return CapabilityError(
         f"{header.path} scales its rotary frequencies ({scaled}), which is not read from GGUF files: give the model's "
         "Hugging Face folder or id."
@@ -56,7 +56,7 @@ def _size(config: Any) -> int:
     return int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
 
 
-def _named(header: Header, context: int) -> dict[str, Any]:
+def _named(header: GGUFHeader, context: int) -> dict[str, Any]:
     """The kind of scaling that a file names, with its parameters."""
 
     def value(name: str) -> Any:

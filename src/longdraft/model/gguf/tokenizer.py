@@ -8,7 +8,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from longdraft.model.ends import KNOWN
+from longdraft.model.eos_tokens import KNOWN_EOS_TOKENS
 
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _CONTROL, _USERS = 3, 4  # types of tokens that are found in texts before they are split
@@ -30,7 +30,7 @@ _KANA = r"[\x{4E00}-\x{9FA5}\x{3040}-\x{30FF}]+"
 _TEKKEN = _CASED % {"short": "", "digits": ""}
 _GPT4O = _CASED % {"short": f"{_SHORT}?", "digits": "{1,3}"}
 # How texts are split into words, by the file's name of it: the expressions are applied one after the other.
-RULES: dict[str, tuple[str, ...]] = {
+PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2", "dbrx"), (_LLAMA3,)),
     **dict.fromkeys(("midm-2.0", "smaug-bpe", "chatglm-bpe", "glm4", "glm5"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan", "solar-open", "kormo"), (_QWEN2,)),
@@ -52,39 +52,39 @@ _WHOLE = (*_BEGUN, "glm4", "glm5")
 _COMPOSED = ("qwen2", "qwen35", "command-r", "olmo", "mpt")  # texts are normalised as the authors' tokenizers do
 
 
-def tokenizer_of(value: Callable[[str], Any]) -> PreTrainedTokenizerBase:
-    """The tokenizer of a file whose model of words is gpt2 and which names one of :data:`RULES`.
+def build_tokenizer(field: Callable[[str], Any]) -> PreTrainedTokenizerBase:
+    """The tokenizer of a file whose model of words is gpt2 and which names one of :data:`PRE_TOKENIZERS`.
 
     Args:
         value: gives the value of a name behind ``tokenizer.``, or None.
     """
-    split = value("ggml.pre")
-    tokens = value("ggml.tokens")
-    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in value("ggml.merges"))]
+    split = field("ggml.pre")
+    tokens = field("ggml.tokens")
+    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in field("ggml.merges"))]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     own = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split in _WHOLE))
     own.normalizer = normalizers.NFC() if split in _COMPOSED else None
     own.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            *(pre_tokenizers.Split(Regex(each), behavior="isolated") for each in RULES[split]),
+            *(pre_tokenizers.Split(Regex(each), behavior="isolated") for each in PRE_TOKENIZERS[split]),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
     own.decoder = decoders.ByteLevel()
-    types = value("ggml.token_type") or [1] * len(tokens)
+    types = field("ggml.token_type") or [1] * len(tokens)
     for special in (True, False):
         # Some files say of the end of a turn that it is a word like any other.
-        kinds = ((t, _CONTROL if t in KNOWN else kind) for t, kind in zip(tokens, types, strict=False))
+        kinds = ((t, _CONTROL if t in KNOWN_EOS_TOKENS else kind) for t, kind in zip(tokens, types, strict=False))
         kept = [token for token, kind in kinds if kind == (_CONTROL if special else _USERS)]
         added = [AddedToken(token, normalized=False, special=special) for token in kept]
         own.add_special_tokens(added) if special else own.add_tokens(added)
-    ids = {role: value(f"ggml.{name}_token_id") for role, name in _ROLES.items()}
+    ids = {role: field(f"ggml.{name}_token_id") for role, name in _ROLES.items()}
     begin = ids["bos_token"]
-    if begin is not None and (split in _BEGUN if (begun := value("ggml.add_bos_token")) is None else begun):
+    if begin is not None and (split in _BEGUN if (begun := field("ggml.add_bos_token")) is None else begun):
         own.post_processor = processors.TemplateProcessing(
             single="BOS $A",
             pair="BOS $A BOS:1 $B:1",
             special_tokens=[{"id": "BOS", "ids": [int(begin)], "tokens": [tokens[int(begin)]]}],
         )
     named = {role: tokens[int(number)] for role, number in ids.items() if number is not None}
-    return PreTrainedTokenizerFast(tokenizer_object=own, chat_template=value("chat_template"), **named)
+    return PreTrainedTokenizerFast(tokenizer_object=own, chat_template=field("chat_template"), **named)

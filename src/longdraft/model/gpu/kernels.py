@@ -169,7 +169,7 @@ def _launch_norm(
         )
 
 
-def rope_write(
+def rope_and_write_kv(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -184,7 +184,7 @@ def rope_write(
     lengths: torch.Tensor,
     offset: int,
 ) -> torch.Tensor:
-    """Launches :func:`rope_kernel`; see :func:`longdraft.model.gpu.operators.rope_write`."""
+    """Launches :func:`rope_kernel`; see :func:`longdraft.model.gpu.operators.rope_and_write_kv`."""
     (batch, size, width), d = q.shape, keys.shape[3]
     heads, kv_heads = width // d, k.shape[2] // d
     out = q.new_empty(batch, heads, size, d)
@@ -205,8 +205,8 @@ def rope_write(
     return out
 
 
-def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Launches :func:`silu_kernel`; see :func:`longdraft.model.gpu.operators.silu_times`."""
+def silu_and_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Launches :func:`silu_kernel`; see :func:`longdraft.model.gpu.operators.silu_and_mul`."""
     size = gate.shape[-1]
     out = gate.new_empty(gate.shape)
     if not out.numel():

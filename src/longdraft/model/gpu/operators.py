@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from longdraft.attention import fusing
+from longdraft.attention import custom_ops
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -26,7 +26,7 @@ def add_rms_norm(
     return total, rms_norm(total, weight, eps)
 
 
-def rope_write(
+def rope_and_write_kv(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -74,12 +74,12 @@ def _turned(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     return torch.cat([turning * cos.unsqueeze(1) + across * sin.unsqueeze(1), rest], dim=-1)
 
 
-def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def silu_and_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """gate and up (..., n) -> silu(gate) * up."""
     return F.silu(gate) * up
 
 
 _KERNELS = "longdraft.model.gpu.kernels"
-for _definition in (rms_norm, add_rms_norm, silu_times):
-    fusing.define(_definition, _KERNELS)
-fusing.define(rope_write, _KERNELS, writes=("keys", "values"))
+for _definition in (rms_norm, add_rms_norm, silu_and_mul):
+    custom_ops.define_op(_definition, _KERNELS)
+custom_ops.define_op(rope_and_write_kv, _KERNELS, mutates_args=("keys", "values"))

@@ -13,7 +13,7 @@ from longdraft.errors import CapabilityError
 _VEC = "vec"
 
 
-class Layer:
+class AttentionLayer:
     """A layer as vLLM keeps it.
 
     A page of its cache is (kv_heads, block, 2 head_dim) numbers. On a GPU (FlashAttention, Triton, FlexAttention) each
@@ -43,7 +43,7 @@ class Layer:
         self.attention = context[self.name]
         self._checked = False
 
-    def read(self, runner: Any, row: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, runner: Any, req_index: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values (kv_heads, stop - start, head_dim) of a row of the engine's batch.
 
         Args:
@@ -57,12 +57,12 @@ class Layer:
             self._check(cache)
         groups = runner.kv_cache_config.kv_cache_groups
         group = next(i for i, group in enumerate(groups) if self.name in group.layer_names)
-        table = runner.input_batch.block_table[group].block_table.np[row]
+        table = runner.input_batch.block_table[group].block_table.np[req_index]
         size = cache.shape[2]
         positions = np.arange(start, stop)
         blocks = torch.from_numpy(table[positions // size].astype(np.int64)).to(cache.device)
         places = torch.from_numpy(positions % size).to(cache.device)
-        keys, values = (packed if cache.device.type == "cpu" else side_by_side)(cache, blocks, places)
+        keys, values = (read_vec_pages if cache.device.type == "cpu" else read_interleaved_pages)(cache, blocks, places)
         return keys.transpose(0, 1), values.transpose(0, 1)
 
     def _check(self, cache: torch.Tensor) -> None:
@@ -80,22 +80,28 @@ class Layer:
         self._checked = True
 
 
-def side_by_side(cache: torch.Tensor, blocks: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def read_interleaved_pages(
+    cache: torch.Tensor, block_ids: torch.Tensor, block_offsets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values (n, kv_heads, head_dim) of n tokens, in pages (pages, kv_heads, block, 2 head_dim).
 
     Args:
         blocks, places: (n,) the page of each token, and its place there.
     """
-    keys, values = cache[blocks, :, places].chunk(2, dim=-1)
+    keys, values = cache[block_ids, :, block_offsets].chunk(2, dim=-1)
     return keys, values
 
 
-def packed(cache: torch.Tensor, blocks: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same as :func:`side_by_side`, for pages that the CPU backend packs for "vec"."""
+def read_vec_pages(
+    cache: torch.Tensor, block_ids: torch.Tensor, block_offsets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same as :func:`read_interleaved_pages`, for pages that the CPU backend packs for "vec"."""
     pages, heads, block, both = cache.shape
     keys, values = cache.view(pages, heads, 2, -1).unbind(2)
     keys = keys.view(pages, heads, both // 2, block)
-    return keys[blocks, :, :, places], values.view(pages, heads, block, both // 2)[blocks, :, places]
+    return keys[block_ids, :, :, block_offsets], values.view(pages, heads, block, both // 2)[
+        block_ids, :, block_offsets
+    ]
 
 
 class StepQueries:
@@ -106,7 +112,7 @@ class StepQueries:
     no Python runs then.
     """
 
-    def __init__(self, layer: Layer, device: torch.device) -> None:
+    def __init__(self, layer: AttentionLayer, device: torch.device) -> None:
         config, attention = layer.config, layer.attention
         longest = config.scheduler_config.max_num_batched_tokens
         shape = longest, attention.num_heads, attention.head_size
@@ -120,17 +126,17 @@ class StepQueries:
         attention.impl.forward = forward
         self._kept = kept
 
-    def read(self, runner: Any, row: int, stop: int, count: int) -> torch.Tensor | None:
-        """Queries (Hq, n, d) of the ``count`` positions before ``stop`` in a row of the engine's batch.
+    def read(self, runner: Any, req_index: int, stop: int, num_positions: int) -> torch.Tensor | None:
+        """Queries (Hq, n, d) of the ``num_positions`` positions before ``stop`` in a row of the engine's batch.
 
         They are fewer if this step computed fewer of these positions, and None if it computed none before ``stop``.
 
         Args:
             runner: vLLM's model runner, after the step.
         """
-        first = int(runner.input_batch.num_computed_tokens_cpu[row])  # position of the step's first token
-        begin, end = runner.query_start_loc.np[row : row + 2].tolist()
+        first = int(runner.input_batch.num_computed_tokens_cpu[req_index])  # position of the step's first token
+        begin, end = runner.query_start_loc.np[req_index : req_index + 2].tolist()
         if not first < stop <= first + end - begin:
             return None
         place = begin + stop - first
-        return self._kept[max(begin, place - count) : place].transpose(0, 1).clone()
+        return self._kept[max(begin, place - num_positions) : place].transpose(0, 1).clone()

@@ -16,9 +16,11 @@ class Lookup(Proposer):
     """
 
     @staticmethod
-    def defaults() -> dict[str, Any]:
+    def default_options() -> dict[str, Any]:
         return {"min_n": 1, "max_n": 64, "earlier": 0}
 
     def load_model(self, model: Any) -> None:
         del model
-        self.drafter = SuffixDrafter(max_draft=self.tokens, max_nodes=self.tokens, branches=1, **self.options)
+        self.drafter = SuffixDrafter(
+            max_draft=self.num_speculative_tokens, max_nodes=self.num_speculative_tokens, branches=1, **self.options
+        )

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from longdraft_engines.vllm.proposer import Proposer
-from longdraft_engines.vllm.sampling import mend_sampling
+from longdraft_engines.vllm.sampling import patch_sampling
 
 
 def register() -> None:
@@ -23,7 +23,7 @@ def register() -> None:
         proposer = getattr(runner, "drafter", None)
         if isinstance(proposer, Proposer):
             proposer.runner = runner
-            mend_sampling()
+            patch_sampling()
 
     init.longdraft = True  # type: ignore[attr-defined]
     GPUModelRunner.__init__ = init

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from longdraft.native.boundary import FLOATS, WHOLE
+from longdraft.native.boundary import CPU_FLOAT32, CPU_INT64
 
 
-def mend_sampling() -> None:
+def patch_sampling() -> None:
     """Replaces vLLM's function that repeats a request's temperature, top-k and top-p for each of its drafted tokens.
 
     On a CPU, vLLM 0.32 leaves the result unwritten (its pull request 42638), and top-k fails in a step that verifies no
@@ -20,9 +20,9 @@ def mend_sampling() -> None:
 
     if not current_platform.is_cpu() or sampler.apply_sampling_constraints.__module__ == __name__:
         return
-    values = torch.tensor([0.5, 0.25], **FLOATS)
-    if not torch.equal(sampler.expand_batch_to_tokens(values, torch.tensor([1, 3], **WHOLE), 3), values[[0, 1, 1]]):
-        sampler.expand_batch_to_tokens = spread
+    values = torch.tensor([0.5, 0.25], **CPU_FLOAT32)
+    if not torch.equal(sampler.expand_batch_to_tokens(values, torch.tensor([1, 3], **CPU_INT64), 3), values[[0, 1, 1]]):
+        sampler.expand_batch_to_tokens = expand_batch_to_tokens
     constrained = sampler.apply_sampling_constraints
 
     def apply_sampling_constraints(logits: torch.Tensor, *others: Any) -> Any:
@@ -31,7 +31,7 @@ def mend_sampling() -> None:
     sampler.apply_sampling_constraints = apply_sampling_constraints
 
 
-def spread(
+def expand_batch_to_tokens(
     x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> torch.Tensor:
     """Repeats the number of each request, (n,), for each of its drafted tokens: (num_tokens,).

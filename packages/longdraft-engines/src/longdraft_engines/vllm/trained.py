@@ -17,11 +17,11 @@ from longdraft.drafts.language_model import SmallLMDraft
 from longdraft.engine.drafter import Drafter
 from longdraft.errors import CapabilityError, RequestError
 from longdraft.memory.store import KVShape, KVStore
-from longdraft.model.gpu.graphs import Graphs
-from longdraft.model.rotary import Rotary
+from longdraft.model.gpu.cuda_graphs import CudaGraphs
+from longdraft.model.rotary import RotaryEmbedding
 from longdraft.model.shared_parts import SharedParts
-from longdraft_engines.vllm.layer import Layer, StepQueries
-from longdraft_engines.vllm.proposer import Proposer, Tracked
+from longdraft_engines.vllm.layer import AttentionLayer, StepQueries
+from longdraft_engines.vllm.proposer import Proposer, TrackedRequest
 
 _SIZES = ("chunk", "chunks", "every", "layer", "recent")
 
@@ -44,32 +44,32 @@ class EngineTarget:
         CapabilityError: its embedding or head cannot be shared.
     """
 
-    share = None
-    rooms = None
+    tp_rank = None
+    buffer_arena = None
 
-    def __init__(self, described: Any, model: Any, head_dim: int, kv_heads: int, weights: str | None) -> None:
-        heads, self.last = int(described.num_attention_heads), int(described.num_hidden_layers) - 1
+    def __init__(self, text_config: Any, model: Any, head_dim: int, kv_heads: int, weights: str | None) -> None:
+        heads, self.last = int(text_config.num_attention_heads), int(text_config.num_hidden_layers) - 1
         embedding = _weight(model, "embed_tokens")
-        head = embedding if described.tie_word_embeddings else _weight(model, "lm_head")
-        embedding, head = embedding[: described.vocab_size], head[: described.vocab_size]
-        self.model, self.vocab_size = described, int(described.vocab_size)
+        head = embedding if text_config.tie_word_embeddings else _weight(model, "lm_head")
+        embedding, head = embedding[: text_config.vocab_size], head[: text_config.vocab_size]
+        self.model, self.vocab_size = text_config, int(text_config.vocab_size)
         self.device, dtype = embedding.device, embedding.dtype
         self.kv_shape = KVShape(1, kv_heads, head_dim, dtype)
         self.attention_path, attend = dispatch.resolve(self.device, dtype, head_dim)
-        self.prefix_attend = prefix.before(attend)
-        self.graphs = Graphs.on(self.device, self.attention_path)
-        rope = described.rope_parameters
-        rotary = Rotary(head_dim, rope, dtype, self.device)
-        self.parts = SharedParts(
+        self.prefix_attend = prefix.make_prefix_attention(attend)
+        self.graphs = CudaGraphs.for_device(self.device, self.attention_path)
+        rope = text_config.rope_parameters
+        rotary = RotaryEmbedding(head_dim, rope, dtype, self.device)
+        self.shared_parts = SharedParts(
             embedding=nn.Embedding.from_pretrained(embedding),
             head=head,
-            rms_norm_eps=float(described.rms_norm_eps),
-            intermediate_size=int(described.intermediate_size),
-            hidden_size=int(described.hidden_size),
-            heads=heads,
+            rms_norm_eps=float(text_config.rms_norm_eps),
+            intermediate_size=int(text_config.intermediate_size),
+            hidden_size=int(text_config.hidden_size),
+            num_heads=heads,
             description={
-                "model_type": described.model_type, "vocab_size": self.vocab_size,
-                "hidden_size": int(described.hidden_size), "layers": self.last + 1, "heads": heads,
+                "model_type": text_config.model_type, "vocab_size": self.vocab_size,
+                "hidden_size": int(text_config.hidden_size), "layers": self.last + 1, "heads": heads,
                 "kv_heads": kv_heads, "head_dim": head_dim, "rope_theta": rope.get("rope_theta"), "weights": weights,
             },
             _rotary=rotary.module,
@@ -88,7 +88,7 @@ class TrainedProposer(Proposer):
     """
 
     @staticmethod
-    def defaults() -> dict[str, Any]:
+    def default_options() -> dict[str, Any]:
         return {"draft": None, "slots": 8}
 
     @property
@@ -99,9 +99,9 @@ class TrainedProposer(Proposer):
     def load(self, folder: Path) -> tuple[Draft[Any], Drafter]:
         """The draft in a folder, and its drafter."""
 
-    def layer_of(self, layers: int) -> int:
+    def layer_index(self, num_layers: int) -> int:
         """The index of the layer to read."""
-        return layers - 1
+        return num_layers - 1
 
     def load_model(self, model: Any) -> None:
         """Raises CheckpointError if the draft was made for another target, RequestError if there is no draft."""
@@ -117,18 +117,20 @@ class TrainedProposer(Proposer):
             )
         draft, self.drafter = self.load(Path(folder))
         sizes = int(described.get_head_size()), int(described.get_total_num_kv_heads())
-        self.target = target = EngineTarget(described.hf_text_config, model, *sizes, draft.made_for.get("weights"))
-        self.layer = Layer(self.config, self.layer_of(target.last + 1))
+        self.target = target = EngineTarget(
+            described.hf_text_config, model, *sizes, draft.required_target.get("weights")
+        )
+        self.layer = AttentionLayer(self.config, self.layer_index(target.last + 1))
         transposed = dispatch.prefers_transposed_keys(target.attention_path, target.kv_shape.dtype)
-        self._store = KVStore(target.kv_shape, self.slots, self.longest, target.device, transposed)
+        self._store = KVStore(target.kv_shape, self.slots, self.max_model_len, target.device, transposed)
         self.drafter.bind(target, self._store)  # type: ignore[arg-type]
 
-    def prepare(self, tracked: list[Tracked]) -> None:
-        for request in tracked:  # up to the newest token, which has no KV yet
-            slot, stop = request.sequence.slot, request.known
-            start = 0 if request.new else self._store.lengths[slot]
-            rows = self.layer.read(self.runner, request.row, start, stop)
-            for there, new in zip(self._store.stored(slot, slice(0, 1), start), rows, strict=True):
+    def prepare(self, requests: list[TrackedRequest]) -> None:
+        for request in requests:  # up to the newest token, which has no KV yet
+            slot, stop = request.sequence.slot, request.num_computed_tokens
+            start = 0 if request.is_new else self._store.lengths[slot]
+            rows = self.layer.read(self.runner, request.req_index, start, stop)
+            for there, new in zip(self._store.slot_kv(slot, slice(0, 1), start), rows, strict=True):
                 there[0, :, start:stop] = new
             self._store.lengths[slot] = stop
 
@@ -138,7 +140,7 @@ class LongSpec(TrainedProposer):
 
     def load(self, folder: Path) -> tuple[LongSpecDraft, LongSpecDrafter]:
         draft = LongSpecDraft.load(folder)
-        return draft, LongSpecDrafter(draft, tree="chain", depth=self.tokens)
+        return draft, LongSpecDrafter(draft, tree="chain", depth=self.num_speculative_tokens)
 
 
 class SpecExtend(TrainedProposer):
@@ -151,27 +153,29 @@ class SpecExtend(TrainedProposer):
     drafter: SmallLMDrafter
 
     @staticmethod
-    def defaults() -> dict[str, Any]:
-        return TrainedProposer.defaults() | dict.fromkeys(_SIZES) | {"sink": 32}
+    def default_options() -> dict[str, Any]:
+        return TrainedProposer.default_options() | dict.fromkeys(_SIZES) | {"sink": 32}
 
     def load(self, folder: Path) -> tuple[SmallLMDraft, SmallLMDrafter]:
         draft = SmallLMDraft.load(folder)
         sizes = {name: self.options[name] for name in (*_SIZES, "sink")}
-        return draft, SmallLMDrafter(draft, tree="chain", depth=self.tokens, view="retrieval", **sizes)
+        return draft, SmallLMDrafter(draft, tree="chain", depth=self.num_speculative_tokens, view="retrieval", **sizes)
 
-    def layer_of(self, layers: int) -> int:
+    def layer_index(self, num_layers: int) -> int:
         assert self.drafter.retrieval is not None
-        (layer,) = self.drafter.retrieval.layers(layers)
+        (layer,) = self.drafter.retrieval.scoring_layers(num_layers)
         return layer
 
     def load_model(self, model: Any) -> None:
         super().load_model(model)
         self._queries = StepQueries(self.layer, self.target.device)
 
-    def prepare(self, tracked: list[Tracked]) -> None:
-        super().prepare(tracked)
-        for request in tracked:
-            queries = self._queries.read(self.runner, request.row, request.known, self.drafter.query_window)
+    def prepare(self, requests: list[TrackedRequest]) -> None:
+        super().prepare(requests)
+        for request in requests:
+            queries = self._queries.read(
+                self.runner, request.req_index, request.num_computed_tokens, self.drafter.num_prompt_queries
+            )
             request.queries = {} if queries is None else {0: queries}  # the copy has one layer
 
 

@@ -1,0 +1,39 @@
+"""Operators that are one Triton kernel on a GPU in the place of several small ones of torch."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+ENVIRONMENT_VARIABLE = "LONGDRAFT_FUSED"
+
+_LIBRARY = torch.library.Library("longdraft", "FRAGMENT")
+
+
+def triton_enabled() -> bool:
+    """True if Triton is installed and LONGDRAFT_FUSED=0 does not switch the kernels off."""
+    return os.environ.get(ENVIRONMENT_VARIABLE, "1") != "0" and importlib.util.find_spec("triton") is not None
+
+
+def define_op(reference: Callable[..., Any], triton_module: str, mutates_args: Sequence[str] = ()) -> None:
+    """Defines an operator of torch, ``longdraft::NAME``, with the name, arguments and results of its definition.
+
+    Args:
+        definition: computes it on a CPU.
+        module: has a function of the same name that computes it on a GPU; imported by the first call, as Triton may be
+            missing.
+        writes: arguments that it writes into.
+    """
+    name = reference.__name__
+
+    def launch(*arguments: Any) -> Any:
+        return getattr(importlib.import_module(triton_module), name)(*arguments)
+
+    _LIBRARY.define(name + torch.library.infer_schema(reference, mutates_args=mutates_args))
+    _LIBRARY.impl(name, reference, "CPU")
+    _LIBRARY.impl(name, launch, "CUDA")

@@ -1,0 +1,125 @@
+"""Checks a call of ``generate`` before work begins, and refuses what longdraft would decode differently."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from transformers.generation import GenerationMode
+
+from longdraft.errors import CapabilityError, PromptError
+from longdraft.integration.generate_arguments import CACHE_KEYWORDS, GenerateArguments, find_cache
+from longdraft.model.layout import KVLayout
+
+_PLAIN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+# Ways of decoding that are refused, and the arguments that ask for them.
+_ASKED_BY = {
+    "contrastive_search": "penalty_alpha",
+    "assisted_generation": "assistant_model, prompt_lookup_num_tokens, assistant_early_exit and use_mtp",
+    "dola_generation": "dola_layers",
+    "constrained_beam_search": "constraints and force_words_ids",
+    "group_beam_search": "num_beams and num_beam_groups",
+}
+_KINDS = ("token_type_ids", "mm_token_type_ids")
+_MEDIA = re.compile("pixel|image|video|audio|input_features|mm_")
+# Keywords of a forward that have no effect on the tokens, or are checked here.
+_KNOWN = (
+    *CACHE_KEYWORDS, "attention_mask", "position_ids", "use_cache", "cache_position", "logits_to_keep",
+    "inputs_embeds", "output_attentions", "output_hidden_states",
+)  # fmt: skip
+
+
+def check_call(
+    config: Any, model_kwargs: dict[str, Any], input_ids: torch.Tensor, given: GenerateArguments, layout: KVLayout
+) -> None:
+    """Refuses calls that would not be decoded as ``generate`` decodes them.
+
+    Raises:
+        CapabilityError: names the argument to leave out.
+        PromptError: no token ids, or not those of a batch.
+    """
+    _check_mode(config, given)
+    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
+        if config.return_dict_in_generate and getattr(config, name, False):
+            raise CapabilityError(f"longdraft does not return {name}; leave it off.")
+    _check_inputs(model_kwargs, given)
+    if input_ids.dim() != 2 or input_ids.is_floating_point() or not input_ids.numel():
+        raise PromptError(
+            f"generate was given {input_ids.dtype} input_ids of shape {tuple(input_ids.shape)}: give it whole numbers, "
+            "at least one row, and at least one token in each."
+        )
+    mask = model_kwargs.get("attention_mask")
+    if mask is None:
+        kept = torch.ones_like(input_ids, dtype=torch.bool)
+    elif mask.shape == input_ids.shape:
+        kept = mask.to(input_ids.device).bool()
+    else:
+        raise CapabilityError(
+            f"The attention_mask has the shape {tuple(mask.shape)}, input_ids {tuple(input_ids.shape)}: longdraft "
+            "reads a mask of the prompt, with a number for each token."
+        )
+    # Tokens left out between others still count in windows and states.
+    inside = kept.int().cummax(-1).values & kept.int().flip(-1).cummax(-1).values.flip(-1)
+    if (layout.windows or layout.recurrent or layout.custom_cache_layers) and bool((inside.bool() & ~kept).any()):
+        raise CapabilityError(
+            "The attention_mask leaves out tokens between others, and this model has windows, recurrent layers or an "
+            "attention of its own, in which they still count: take them out of input_ids, or leave custom_generate out."
+        )
+    _check_positions(model_kwargs.get("position_ids"), kept)
+
+
+def _check_mode(config: Any, given: GenerateArguments) -> None:
+    mode = config.get_generation_mode(given.assistant)
+    if mode not in _PLAIN:
+        name = str(mode.value)
+        raise CapabilityError(
+            f"longdraft decodes greedily or by sampling, not by {name.replace('_', ' ')}: leave "
+            f"{_ASKED_BY.get(name, 'num_beams')} out."
+        )
+    if given.synced:
+        raise CapabilityError("longdraft does not generate in step with other processes: leave synced_gpus out.")
+    if getattr(config, "cache_implementation", None) == "quantized":
+        raise CapabilityError("longdraft keeps its cache as the model computes it: leave cache_implementation out.")
+
+
+def _check_inputs(model_kwargs: dict[str, Any], given: GenerateArguments) -> None:
+    if model_kwargs.get("inputs_embeds") is not None:
+        raise CapabilityError("longdraft reads token ids: pass input_ids instead of inputs_embeds.")
+    cache = find_cache(model_kwargs)
+    attends = any(hasattr(layer, "get_seq_length") for layer in getattr(cache, "layers", ()))  # Mamba's do not
+    if given.cache or (cache is not None and attends and cache.get_seq_length() > 0):
+        raise CapabilityError(
+            "longdraft keeps its own cache: leave cache (past_key_values) out. To read a text once for several calls, "
+            "use Speculator.generate with cache=longdraft.PromptCache()."
+        )
+    if isinstance(model_kwargs.get("logits_to_keep"), torch.Tensor):
+        raise CapabilityError("longdraft goes on from the last token: leave logits_to_keep out.")
+    foreign = sorted(k for k, v in model_kwargs.items() if v is not None and k not in _KNOWN and not _is_text(k, v))
+    if images := [name for name in foreign if _MEDIA.match(name)]:
+        raise CapabilityError(
+            f"longdraft reads text alone, and was given {', '.join(images)}: leave custom_generate out for prompts "
+            "with images, sound or video."
+        )
+    if foreign:
+        raise CapabilityError(f"longdraft does not hand {', '.join(foreign)} on to the model: leave it out.")
+
+
+def _is_text(name: str, value: Any) -> bool:
+    """True for what models that read images are handed with text alone: no images, and a kind of 0 for each token."""
+    if name == "mm_encoder_outputs":
+        return not value
+    return name in _KINDS and isinstance(value, torch.Tensor) and not value.any()
+
+
+def _check_positions(positions: torch.Tensor | None, kept: torch.Tensor) -> None:
+    """Checks that positions count the tokens that the mask keeps, from 0; those of padding do not matter."""
+    if positions is None:
+        return
+    expected = kept.long().cumsum(-1) - 1
+    sized = positions.dim() <= 2 and positions.shape[-1] == kept.shape[-1]
+    if not sized or bool((positions.to(kept.device).expand_as(expected) != expected)[kept].any()):
+        raise CapabilityError(
+            "longdraft counts positions from the first token that the attention_mask keeps, and the given position_ids "
+            "are others: leave position_ids out."
+        )

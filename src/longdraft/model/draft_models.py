@@ -1,0 +1,165 @@
+"""Reads a language model, of transformers or a GGUF file, that drafts for another, and fits its vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import cached_file
+
+from longdraft.folders import is_gguf
+from longdraft.model import hosting, stored
+from longdraft.model.checkpoints import check_folder, check_gguf, checkpoint_errors, quiet, read_checkpoint
+from longdraft.model.embedded import EMBEDDED_ID, packaged_file
+from longdraft.model.gguf.header import require_package
+from longdraft.model.gguf.loading import GGUFFile
+from longdraft.model.loading import load
+from longdraft.model.runner import TargetRunner
+from longdraft.model.small_llama import frozen_linear
+
+# Share of the common ids that may have different tokens: renamed special tokens do no harm.
+MAX_RENAMED_FRACTION = 0.01
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """A causal language model's sizes: rows of its head, weights, and tokens of its trained context."""
+
+    vocab_size: int
+    num_parameters: int
+    context_length: int
+
+
+def read_model_sizes(name: str) -> ModelSizes:
+    """Reads the configuration, and no weights, of a folder, a GGUF file or a hub id.
+
+    Raises:
+        CheckpointError: there is no such model, or it is no causal language model.
+        CapabilityError: a GGUF file scales its rotary frequencies in an unknown way.
+    """
+    path = Path(name)
+    if gguf := is_gguf(path):
+        check_gguf(path)
+        require_package("gguf", path)
+    kind = "file" if gguf else "folder or hub id"
+    with (
+        checkpoint_errors(name, f"{name} is not the {kind} of a causal language model that transformers can read"),
+        quiet(),
+    ):
+        if gguf:
+            config = GGUFFile(path).config()
+        else:
+            if path.is_dir():
+                check_folder(path)
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=path.is_dir())
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        return ModelSizes(
+            stored.weight_shape(model.get_output_embeddings())[0],
+            sum(p.numel() for p in model.parameters()),
+            hosting.context_length(model),
+        )
+
+
+def origin_of(model: PreTrainedModel) -> Path | None:
+    """The folder or GGUF file that a model was loaded from, its hub id's folder on this machine included; None if it is
+    unknown or gone."""
+    name = str(getattr(model, "name_or_path", "") or "")
+    if not name:
+        return None
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    try:
+        file = cached_file(name, "config.json", local_files_only=True)
+    except OSError:
+        return None
+    return None if file is None else Path(file).parent
+
+
+def read_draft_model(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The model, ready to run; a GGUF file's matrices stay as they are stored.
+
+    Raises:
+        CheckpointError: the model cannot be read, or is incomplete.
+    """
+    if is_gguf(name):
+        return load(name, dtype=dtype, device=device).model
+    folder = Path(name).expanduser()
+    source: dict[str, Any] = {}
+    if folder.is_dir():
+        source = {"use_safetensors": check_folder(folder), "local_files_only": True}
+    model = read_checkpoint(str(folder) if source else name, dtype, None, with_tokenizer=False, **source).model
+    return model.to(device).eval().requires_grad_(False)
+
+
+def vocabulary_mismatch(name: str, runner: TargetRunner) -> str | None:
+    """Describes how a model's tokens differ from the target's: empty if they do not, None if either is unknown.
+
+    The target's tokenizer is read from the folder or file that it was loaded from. Nothing is downloaded.
+    """
+    origin = str(getattr(runner.model, "name_or_path", "") or "")
+    mine, its = _tokens(name), _tokens(origin) if origin else None
+    if mine is None or its is None:
+        return None
+    shared = mine.keys() & its.keys()
+    renamed = sorted(i for i in shared if mine[i] != its[i])
+    if shared and len(renamed) <= MAX_RENAMED_FRACTION * len(shared):
+        return ""
+    text = f"its tokenizer numbers tokens otherwise than that of {origin}"
+    if renamed:
+        i = renamed[0]
+        text += f": {len(renamed):,} of {len(shared):,} ids, of which {i} is {mine[i]!r} here and {its[i]!r} there"
+    return text
+
+
+def _tokens(name: str) -> dict[int, str] | None:
+    """Id -> token; None if there is no tokenizer that can be read."""
+    with quiet():
+        try:
+            file = packaged_file() if name == EMBEDDED_ID else Path(name)
+            if file.is_file():
+                return dict(enumerate(GGUFFile(file).vocab))
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=True)
+            return {i: token for token, i in tokenizer.get_vocab().items()}
+        except Exception:
+            return None
+
+
+def fit_vocab_size(model: PreTrainedModel, size: int) -> PreTrainedModel:
+    """Gives a model the target's vocabulary size if the two are padded to different sizes.
+
+    Rows beyond ``size`` are cut off the head, as the target does not know their tokens. Missing rows of the embedding
+    become zeros.
+    """
+    model, embedding = fit_head(model, size), model.get_input_embeddings()
+    if (rows := stored.weight_shape(embedding)[0]) < size:
+        if isinstance(embedding, stored.StoredEmbedding):  # a block of zero bytes stands for zeros
+            embedding.data = _padded(embedding.data, size - rows)
+        else:
+            embedding.weight = nn.Parameter(_padded(embedding.weight.detach(), size - rows), requires_grad=False)
+        embedding.num_embeddings = size
+    return model
+
+
+def fit_head(model: PreTrainedModel, size: int) -> PreTrainedModel:
+    """Cuts the rows of the head beyond ``size`` off. The embedding keeps its own."""
+    head = model.get_output_embeddings()
+    if stored.weight_shape(head)[0] > size:
+        bias = getattr(head, "bias", None)
+        bias = None if bias is None else bias[:size]
+        if isinstance(head, stored.StoredLinear):
+            head.data, head.out_features = head.data[:size], size
+            head.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        else:
+            model.set_output_embeddings(frozen_linear(head.weight[:size], bias))
+        hosting.decoder_config(model).vocab_size = size
+    return model
+
+
+def _padded(rows: torch.Tensor, more: int) -> torch.Tensor:
+    return torch.cat([rows, rows.new_zeros(more, rows.shape[1])])
