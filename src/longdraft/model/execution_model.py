@@ -84,7 +84,7 @@ class ExecutionModel:
         """True if the model was moved or cast since: checks the device, the dtype, the embedding and the head."""
         return placement_of(self.model) != self._placement
 
-    def module(self, ctx: hosting.ForwardContext, head: bool, **kwargs: Any) -> Any:
+    def run(self, ctx: hosting.ForwardContext, head: bool, **kwargs: Any) -> Any:
         """A forward of the model, or of its decoder alone without ``head``. The caller holds the lock.
 
         Args:

@@ -24,7 +24,7 @@ from longdraft.native import QuantizedMatrix, kernels
 from longdraft.native.experts import ExpertWeights, GroupedGemm
 
 # An expert's matrices: gate and up projection, in one matrix or in two, or up alone; and the down projection.
-_FIRST_KINDS, _LAST_KIND = ("gate_up", "gate", "up"), "down"
+_FIRST_KINDS, LAST = ("gate_up", "gate", "up"), "down"
 
 
 @dataclass
@@ -149,7 +149,7 @@ def as_parameters(
     """Matrices (experts, out, in) and biases (experts, out) by kind -> the parameters of transformers' module."""
     parameters: dict[str, torch.Tensor] = {}
     first = [kind for kind in _FIRST_KINDS if kind in matrices]
-    for name, kinds in (("up_proj" if first == ["up"] else "gate_up_proj", first), ("down_proj", [_LAST_KIND])):
+    for name, kinds in (("up_proj" if first == ["up"] else "gate_up_proj", first), ("down_proj", [LAST])):
         fused = fuse_gate_up([matrices[kind] for kind in kinds], module.is_concatenated)
         parameters[name] = fused.transpose(1, 2).contiguous() if module.is_transposed else fused
         if kind_biases := [biases[kind] for kind in kinds if kind in biases]:
@@ -199,7 +199,7 @@ class StoredExperts(nn.Module):
                 for kind, stored in self._matrices.items()
             }
             first = [weights[kind] for kind in _FIRST_KINDS if kind in weights]
-            self._parts = key, Experts(self.replaced, first, weights[_LAST_KIND])
+            self._parts = key, Experts(self.replaced, first, weights[LAST])
         return self._parts[1]
 
     def forward(
@@ -233,7 +233,7 @@ def store_half_experts(model: nn.Module) -> None:
             continue
         parameters = {name: parameter.detach() for name, parameter in module.named_parameters(recurse=False)}
         matrices, biases = {}, {}
-        for kind in ("gate_up" if module.has_gate else "up", _LAST_KIND):
+        for kind in ("gate_up" if module.has_gate else "up", LAST):
             weight, bias = parameters[f"{kind}_proj"], parameters.get(f"{kind}_proj_bias")
             # Kernels read an output's weights side by side.
             transpose = module.is_transposed and weight.itemsize == 2

@@ -155,8 +155,8 @@ def _serializable(value: Any, depth: int = 0) -> Any:
     if isinstance(value, SCALAR_TYPES):
         return value
     if isinstance(value, dict) and depth < 4:
-        items = {str(k): v for k, v in value.items()}
-        return {k: _serializable(v, depth + 1) for k, v in items.items() if k not in _IGNORED_SETTINGS and k[:1] != "_"}
+        named = {str(k): v for k, v in value.items()}
+        return {k: _serializable(v, depth + 1) for k, v in named.items() if k not in _IGNORED_SETTINGS and k[:1] != "_"}
     if isinstance(value, list | tuple | set | frozenset) and depth < 4:
         items = [_serializable(item, depth + 1) for item in value]
         return sorted(items, key=str) if isinstance(value, set | frozenset) else items

@@ -94,9 +94,8 @@ def load_tensor_parallel(
             "Processes share a model of a folder or a Hugging Face id: give one, or start one process."
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    loaded = _read(
-        name, resolve_dtype(dtype, device), progress or (lambda message: None), weights="float32", shared=True
-    )
+    dtype, report = resolve_dtype(dtype, device), progress or (lambda message: None)
+    loaded = _read(name, dtype, report, weights="float32", tensor_parallel=True)
     return LoadedModel(loaded.model.eval().requires_grad_(False), loaded.tokenizer)
 
 

@@ -77,9 +77,8 @@ class _Copier:
             attributes = vars(self._copies[id(module)])
             for name, value in list(vars(module).items()):
                 if name == "_modules":
-                    attributes[name] = {
-                        n: child if child is None else self._copies[id(child)] for n, child in value.items()
-                    }
+                    children = {n: None if m is None else self._copies[id(m)] for n, m in value.items()}
+                    attributes[name] = children
                 elif name in MODULE_ATTRIBUTES:
                     attributes[name] = value.copy() if isinstance(value, dict | set) else value
                 elif name != _COMPILED_CALL:
@@ -221,14 +220,9 @@ def names_in_forward(module: nn.Module) -> frozenset[str]:
 
 def with_globals(function: FunctionType, functions: Mapping[str, Callable[..., Any]]) -> FunctionType:
     """A copy of a function with some of its globals replaced."""
-    copied = FunctionType(
-        function.__code__,
-        {**function.__globals__, **functions},
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    copied.__kwdefaults__ = function.__kwdefaults__
+    f, namespace = function, {**function.__globals__, **functions}
+    copied = FunctionType(f.__code__, namespace, f.__name__, f.__defaults__, f.__closure__)
+    copied.__kwdefaults__ = f.__kwdefaults__
     return copied
 
 

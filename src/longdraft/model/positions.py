@@ -30,9 +30,8 @@ def patch_position_ids(model: PreTrainedModel) -> None:
     if _takes_argument(model, "position_ids"):
         return
     for module in model.modules():
-        if _takes_argument(module, "position_ids") and any(
-            _takes_argument(module, name) for name in _CACHE_LENGTH_ARGS
-        ):
+        takes_length = any(_takes_argument(module, name) for name in _CACHE_LENGTH_ARGS)
+        if takes_length and _takes_argument(module, "position_ids"):
             module.register_forward_pre_hook(_pass_positions, with_kwargs=True)
             module.register_forward_hook(_reshape_output)
 
@@ -106,12 +105,9 @@ def _longrope_forward(original: Callable[..., CosSin], switch: int) -> Callable[
             return long_factors(position_ids, x, *args, **kwargs)
         # Both are computed, as reading positions would wait for the device.
         is_long = (position_ids >= switch).unsqueeze(-1)
-        short_cos_sin = original(x, position_ids.clamp(max=switch - 1), *args, **kwargs)
-        cos, sin = (
-            torch.where(is_long, a, b)
-            for a, b in zip(long_factors(position_ids, x, *args, **kwargs), short_cos_sin, strict=True)
-        )
-        return cos, sin
+        short = original(x, position_ids.clamp(max=switch - 1), *args, **kwargs)
+        long = long_factors(position_ids, x, *args, **kwargs)
+        return torch.where(is_long, long[0], short[0]), torch.where(is_long, long[1], short[1])
 
     def long_factors(position_ids: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> CosSin:
         # An extra position at the switch makes transformers choose the long factors.
