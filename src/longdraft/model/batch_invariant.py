@@ -92,9 +92,8 @@ def _complex_mul(_call: Call, a: Any, b: Any, **named: Any) -> torch.Tensor | No
 def _linear(
     _call: Call, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    return (
-        kernel_linear(x, weight, bias) if is_plain_tensor(x) and is_plain_tensor(weight) and weight.dim() == 2 else None
-    )
+    plain = is_plain_tensor(x) and is_plain_tensor(weight)
+    return kernel_linear(x, weight, bias) if plain and weight.dim() == 2 else None
 
 
 def _matmul(call: Call, x: torch.Tensor, other: torch.Tensor, **named: Any) -> torch.Tensor | None:

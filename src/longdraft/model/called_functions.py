@@ -51,11 +51,8 @@ def functions_called_by(place: str, function: Any) -> dict[str, Any]:
 
 def replaced_functions(model: nn.Module) -> list[str]:
     """Dotted names in the libraries that hold a function from elsewhere."""
-    return [
-        f"{p} ({f!r})"
-        for p, f in called_functions(model).items()
-        if f"{p}.".startswith(_LIBRARIES) and not is_library_code(f)
-    ]
+    called = called_functions(model).items()
+    return [f"{p} ({f!r})" for p, f in called if f"{p}.".startswith(_LIBRARIES) and not is_library_code(f)]
 
 
 def _reachable(roots: Iterable[str], namespaces: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

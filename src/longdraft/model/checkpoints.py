@@ -178,10 +178,8 @@ def check_folder(folder: Path) -> bool:
 
 def check_gguf(file: Path) -> None:
     """Raises CheckpointError if ``file`` cannot be opened or does not begin with GGUF's magic bytes."""
-    with (
-        file_errors(file, f"{file} cannot be opened", "Check the path and its permissions."),
-        require_regular(file).open("rb") as start,
-    ):
+    remedy = "Check the path and its permissions."
+    with file_errors(file, f"{file} cannot be opened", remedy), require_regular(file).open("rb") as start:
         magic = start.read(4)
     if magic != b"GGUF":
         raise CheckpointError(

@@ -37,9 +37,8 @@ def kernel_delta_layer(layer: nn.Module) -> GatedDeltaNetLayer | None:
     layer_norms = {name: getattr(layer, attribute, None) for name, attribute in _NORM_ATTRIBUTES.items()}
     norms = norms_of(layer_norms | {"out_norm": getattr(mixer, "norm", None)})
     gelu = uses_gelu(getattr(mlp, "act_fn", None))
-    if projections is None or norms is None or gelu is None:
-        return None
-    if (norm_offset := norm_weight_offset(layer_norms.values())) is None:
+    offset = None if norms is None else norm_weight_offset(layer_norms.values())
+    if projections is None or norms is None or gelu is None or offset is None:
         return None
     heads, value_dim = mixer.A_log.shape[0], norms["out_norm"][0].shape[0]
     qk_size, key_dim = projections[0][0].shape[0] - heads * value_dim, int(mixer.head_k_dim)
@@ -56,7 +55,7 @@ def kernel_delta_layer(layer: nn.Module) -> GatedDeltaNetLayer | None:
         DeltaNetDims(heads, key_heads, key_dim, value_dim, heads if repeated else key_heads),
         head_order=head_order,
         gelu=gelu,
-        norm_weight_offset=norm_offset,
+        norm_weight_offset=offset,
     )
 
 
@@ -75,19 +74,14 @@ def _with_head_order(module: nn.Module | None, value_dim: int) -> tuple[nn.Modul
 def delta_layer_inputs(
     ctx: ForwardContext, layers: Sequence[GatedDeltaNetLayer], layer_indices: Sequence[int]
 ) -> Iterator[DeltaNetBatch | None]:
-    """Yields a forward's inputs of recurrent layers for the kernels; None without such layers.
+    """Yields a forward's inputs of recurrent layers (``layer_indices`` in the store's states) for the kernels; or None.
 
     The kernels run inside the ``with``. After it the states include the pending tokens.
-
-    Args:
-        layer_indices: the layers' indices in the store's recurrent states.
     """
     if not layers:
         yield None
         return
-    batch = ctx.batch
-    states = recurrent_states(ctx.store)
-    offset = batch.tree_offset
+    batch, offset, states = ctx.batch, ctx.batch.tree_offset, recurrent_states(ctx.store)
     orders = [TreeOrder(parents, with_ancestors(parents, offset), offset) for parents in tree_parents(batch)]
     layer_states = [[states.layer_state(slot, index) for slot in batch.slots] for index in layer_indices]
     inputs = [
@@ -105,17 +99,14 @@ def _sequence_inputs(
 ) -> DeltaNetSequence:
     """One sequence's inputs, with memory for those of the new tokens."""
     state.begin_forward(is_prefill=False)
-    conv_inputs, *recurrence_inputs = allocated = _allocate(layer.dims, batch.tree_len)
+    conv_inputs, *inputs = allocated = _allocate(layer.dims, batch.tree_len)
     if batch.tree_offset:
         for new, old in zip(allocated, (state.conv_inputs[0], *state.recurrence_inputs), strict=True):
             new[: batch.tree_offset] = old[: batch.tree_offset]
-    state.conv_inputs, state.recurrence_inputs = {0: conv_inputs}, tuple(recurrence_inputs)
-    assert state.checkpoint.recurrent_state is not None
-    return DeltaNetSequence(
-        state.checkpoint.conv_states[0],
-        conv_inputs,
-        RecurrentSequence(state.checkpoint.recurrent_state, state.checkpoint.pending_inputs, recurrence_inputs, order),
-    )
+    state.conv_inputs, state.recurrence_inputs, start = {0: conv_inputs}, tuple(inputs), state.checkpoint
+    assert start.recurrent_state is not None
+    recurrence = RecurrentSequence(start.recurrent_state, start.pending_inputs, inputs, order)
+    return DeltaNetSequence(start.conv_states[0], conv_inputs, recurrence)
 
 
 def _allocate(dims: DeltaNetDims, num_tokens: int) -> list[torch.Tensor]:

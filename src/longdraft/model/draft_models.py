@@ -46,10 +46,8 @@ def read_model_sizes(name: str) -> ModelSizes:
         check_gguf(path)
         require_package("gguf", path)
     kind = "file" if gguf else "folder or hub id"
-    with (
-        checkpoint_errors(name, f"{name} is not the {kind} of a causal language model that transformers can read"),
-        quiet(),
-    ):
+    failure = f"{name} is not the {kind} of a causal language model that transformers can read"
+    with checkpoint_errors(name, failure), quiet():
         if gguf:
             config = GGUFFile(path).config()
         else:

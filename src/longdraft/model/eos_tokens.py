@@ -22,9 +22,8 @@ _MESSAGE_ENDS = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
 
 def eos_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The tokenizer's EOS token (a chat model's end of turn), and all known EOS tokens in its vocabulary."""
-    ids: dict[str, int | None] = {
-        name: tokenizer.convert_tokens_to_ids(name) for name in KNOWN_EOS_TOKENS | _EOS_IF_SPECIAL
-    }
+    ids: dict[str, int | None]
+    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in KNOWN_EOS_TOKENS | _EOS_IF_SPECIAL}
     # Names outside of the vocabulary get the id of the unknown token.
     present = {name for name, i in ids.items() if i is not None and tokenizer.convert_ids_to_tokens(i) == name}
     present -= _EOS_IF_SPECIAL - {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}

@@ -85,11 +85,9 @@ class ExecutionModel:
         return placement_of(self.model) != self._placement
 
     def run(self, ctx: hosting.ForwardContext, head: bool, **kwargs: Any) -> Any:
-        """A forward of the model, or of its decoder alone without ``head``. The caller holds the lock.
+        """A forward of the model, or without ``head`` of its decoder. The caller holds the lock.
 
-        Args:
-            ctx: the state of the forward; receives hidden states and queries.
-            kwargs: further arguments of the model.
+        ``ctx`` receives hidden states and queries.
 
         Raises:
             UnsupportedModelError: not all layers use the attention interface.

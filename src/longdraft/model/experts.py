@@ -116,9 +116,8 @@ def _experts(module: Any, names: tuple[str, str]) -> Experts | None:
         if weight.dtype == torch.float32:
             matrices.append(ExpertWeights(weight, bias, module.is_transposed))
         elif not module.is_transposed and is_half_matrix(weight.flatten(0, 1)):
-            matrices.append(
-                ExpertWeights(QuantizedMatrix.from_half(weight.flatten(0, 1)), bias, num_experts=len(weight))
-            )
+            stacked = QuantizedMatrix.from_half(weight.flatten(0, 1))
+            matrices.append(ExpertWeights(stacked, bias, num_experts=len(weight)))
         else:
             return None
     return Experts(module, matrices[:1], matrices[1])
@@ -167,20 +166,16 @@ class StoredExperts(nn.Module):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        matrices: Mapping[str, QuantizedMatrix],
-        biases: Mapping[str, torch.Tensor],
-        expert_count: int,
+        self, module: nn.Module, matrices: Mapping[str, QuantizedMatrix], biases: Mapping[str, torch.Tensor], count: int
     ) -> None:
         super().__init__()
         for name in dict(module.named_parameters(recurse=False)):
             module.register_parameter(name, None)
-        self.expert_count = expert_count
+        self.expert_count = count
         self.replaced: Any = module
         for kind, matrix in matrices.items():
             weights = StoredWeights(matrix)  # all experts' matrices, stacked
-            weights.rows_per_matrix, weights.saved_by_parent = matrix.shape[0] // expert_count, True
+            weights.rows_per_matrix, weights.saved_by_parent = matrix.shape[0] // count, True
             setattr(self, kind, weights)
             self.register_buffer(f"{kind}_bias", biases.get(kind), persistent=False)
         self._parts: tuple[object, Experts] | None = None
@@ -215,9 +210,7 @@ class StoredExperts(nn.Module):
 
     def _dequantized(self) -> dict[str, torch.Tensor]:
         """The parameters of the replaced module, in float32."""
-        matrices = {
-            kind: weights.weight.unflatten(0, (self.expert_count, -1)) for kind, weights in self._matrices.items()
-        }
+        matrices = {kind: w.weight.unflatten(0, (self.expert_count, -1)) for kind, w in self._matrices.items()}
         biases = {kind: bias for kind in matrices if (bias := getattr(self, f"{kind}_bias")) is not None}
         return as_parameters(self.replaced, matrices, biases)
 

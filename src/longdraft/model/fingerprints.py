@@ -48,15 +48,10 @@ _PROCESS_ID, _use_count = uuid.uuid4().hex, itertools.count()
 def fingerprint_of(model: PreTrainedModel) -> str:
     """The fingerprint of a target as it is now: its model type and 16 hex digits."""
     modules = list(model.modules())
-    tensors = [
-        (name, _as_bytes(storage), tensor)
-        for name, tensor in _tensors(modules)
-        for storage in storage_tensors(local_tensor(tensor))
-    ]
+    named = [(name, tensor, local_tensor(tensor)) for name, tensor in _tensors(modules)]
+    tensors = [(name, _as_bytes(part), tensor) for name, tensor, t in named for part in storage_tensors(t)]
     settings, samples = "\n".join(_settings(model, modules)), [_sample(rows) for _, rows, _ in tensors]
-    state = [
-        (id(tensor), data_ptr_of(tensor), 0 if tensor.is_inference() else tensor._version) for _, _, tensor in tensors
-    ]
+    state = [(id(t), data_ptr_of(t), 0 if t.is_inference() else t._version) for _, _, t in tensors]
     quick_digest = hashlib.sha256(f"{settings}\n{state}".encode())
     full_digest = hashlib.sha256(settings.encode())
     for sample in samples:
@@ -90,10 +85,8 @@ def user_code_in(model: nn.Module, include_classes: bool = False) -> list[str]:
     places = replaced_functions(model)
     for name, module in model.named_modules():
         code = [hook for hooks in HOOKS for hook in getattr(module, hooks).values()]
-        names = {"forward"} if isinstance(module, PreTrainedModel) else vars(module).keys()
-        code += [
-            f for k, f in vars(module).items() if k in names and isinstance(f, FunctionType | MethodType | partial)
-        ]
+        values = [vars(module).get("forward")] if isinstance(module, PreTrainedModel) else vars(module).values()
+        code += [f for f in values if isinstance(f, FunctionType | MethodType | partial)]
         code += [type(module).forward] if include_classes else []
         places += [name or type(module).__name__ for function in code if not is_library_code(function)]
     return places
@@ -102,11 +95,9 @@ def user_code_in(model: nn.Module, include_classes: bool = False) -> list[str]:
 def _tensors(modules: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
     for index, module in enumerate(modules):
         for members in (module._parameters, module._buffers, vars(module)):
-            yield from (
-                (f"{index} {key}", tensor)
-                for key, tensor in members.items()
-                if isinstance(tensor, torch.Tensor) and not _depends_on_length(module, key)
-            )
+            for key, tensor in members.items():
+                if isinstance(tensor, torch.Tensor) and not _depends_on_length(module, key):
+                    yield f"{index} {key}", tensor
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -161,9 +161,7 @@ class FusedLayers:
     def run(self, ctx: hosting.ForwardContext, logits: int | Literal["all", "last", "none"]) -> torch.Tensor | None:
         """A forward of the whole model; requires a :attr:`stack`. Puts queries and hidden states into ``ctx``.
 
-        Returns:
-            Logits (B, T, vocabulary), (B, 1, vocabulary) or None.
-        """
+        Returns logits (B, T, vocabulary), (B, 1, vocabulary) or None."""
         assert self.stack is not None and self.layer_kinds is not None
         batch, kinds = ctx.batch, self.layer_kinds
         x = self._model.get_input_embeddings()(batch.token_ids)

@@ -5,6 +5,8 @@ This avoids the Python code of a hosted forward, which takes as long as the kern
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from longdraft.attention.forward_batch import ForwardBatch
@@ -55,19 +57,14 @@ class FusedLM:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A forward over a batch: chains of one length, or one level of trees.
 
-        Args:
-            last_only: returns the last token's top k of each sequence.
-
-        Returns:
-            Log-probabilities and draft ids (B, T or 1, k), sorted.
+        Returns log-probabilities and draft ids (B, T, k), sorted; (B, 1, k) of the last tokens with ``last_only``.
         """
         assert batch.token_ids is not None and batch.positions is not None
         cos_sin = [self._rotation(kind.rope, batch.positions) for kind in self._kinds.kinds]
-        kv_group, *more_kv_groups = self._kinds.kernel_inputs(store, batch, cos_sin)
+        kv_group, *others = self._kinds.kernel_inputs(store, batch, cos_sin)
         x = self._embedding(batch.token_ids).float()
-        out = self._kernels.run_stack(
-            self._stack, *kv_group, x, logits="last" if last_only else "all", topk=k, more_kv_groups=more_kv_groups
-        )
+        logits: Literal["all", "last"] = "last" if last_only else "all"
+        out = self._kernels.run_stack(self._stack, *kv_group, x, logits=logits, topk=k, more_kv_groups=others)
         assert out.topk_logprobs is not None and out.topk_indices is not None
         return out.topk_logprobs, out.topk_indices
 

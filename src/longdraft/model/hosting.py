@@ -151,11 +151,7 @@ def forward_scope(forward: ForwardContext | AttentionTrace) -> Iterator[None]:
 
 
 def run(module: nn.Module, ctx: ForwardContext, **kwargs: Any) -> Any:
-    """Runs a hosted model, or its decoder, on the batch of ``ctx``, which receives hidden states and queries.
-
-    Args:
-        kwargs: further arguments of the model.
-    """
+    """Runs a hosted model, or its decoder, on the batch of ``ctx``, which receives hidden states and queries."""
     batch = ctx.batch
     with forward_scope(ctx):
         return module(
@@ -189,11 +185,7 @@ def set_attention(model: PreTrainedModel, implementation: str = ATTENTION_NAME) 
 def new_layer_states(
     model: PreTrainedModel, slots: int, capacity: int, transposed: bool = False, dtype: torch.dtype | None = None
 ) -> list[LayerStates]:
-    """Makes the window caches and recurrent states of a store with this number of slots and capacity.
-
-    Args:
-        transposed, dtype: layout and dtype of the window caches.
-    """
+    """Makes a store's window caches (``transposed`` keys, in ``dtype``) and recurrent states."""
     layout = layout_of(model)
     shapes = layout.windows
     if dtype is not None:

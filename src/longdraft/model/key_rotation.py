@@ -60,8 +60,7 @@ class KeyRotation:
     def _check(self, *positions: int) -> None:
         """Compares the model's keys at these positions with its keys at 0 after a rotation.
 
-        The text is one token, which sees only itself, so no layer's input depends on its position.
-        """
+        The text is one token, which sees only itself, so no layer's input depends on its position."""
         runner, roots = self._runner, (0, *positions)
         store = runner.new_store(len(roots), 1, resident=True)
         token_ids = [[runner.vocab_size // 2]] * len(roots)

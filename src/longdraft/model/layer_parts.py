@@ -47,17 +47,11 @@ SINGLE_ROPE = ""
 
 
 def kernel_layer(layer: nn.Module, head_dim: int) -> DecoderLayer | None:
-    """The kernels' layer for a decoder layer; None if it is of another kind, or a user changed it.
-
-    Args:
-        head_dim: the default for attention modules without this attribute.
-    """
+    """The kernels' layer for a decoder layer (default ``head_dim``); None if it is of another kind, or modified."""
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
     if attention is None or not is_unmodified(layer):
         return None
-    projections = linear_weights_of(
-        [getattr(attention, name, None) or getattr(mlp, name, None) for name in LINEAR_NAMES]
-    )
+    projections = linear_weights_of([getattr(attention, n, None) or getattr(mlp, n, None) for n in LINEAR_NAMES])
     names = _GEMMA_NORMS if hasattr(layer, _GEMMA_NORMS["mlp_norm"]) else _LLAMA_NORMS
     layer_norms = {name: getattr(layer, attribute, None) for name, attribute in names.items()}
     head_norms = {name: norm for name in ("q_norm", "k_norm") if (norm := getattr(attention, name, None)) is not None}
@@ -83,13 +77,10 @@ def kernel_layer(layer: nn.Module, head_dim: int) -> DecoderLayer | None:
 
 
 def is_unmodified(layer: nn.Module, patched_part: nn.Module | None = None) -> bool:
-    """True if a layer's submodules are contiguous float32 on the CPU, without a user's hooks or forwards.
+    """True if a layer's submodules are contiguous float32 on the CPU, without hooks and new forwards.
 
-    Args:
-        patched_part: a submodule whose forward we replaced.
-    """
+    ``patched_part`` is a submodule whose forward we replaced. Hooks of the layer itself run around any forward."""
     modules = [m for m in layer.modules() if m is not layer]
-    # Hooks of the layer itself do no harm: they run around any forward.
     if "forward" in vars(layer) or not is_library_code(type(layer).forward):
         return False
     if any(is_modified(m, m is patched_part) for m in modules):
@@ -251,8 +242,5 @@ def kernel_inputs_of(
     cos, sin = (x.expand(batch.batch_size, batch.query_len, -1) for x in cos_sin)
     starts = [n + batch.tree_offset for n in batch.prefix_lens]
     ends = [n + batch.tree_len for n in batch.prefix_lens]
-    return (
-        AttentionMetadata(cos, sin, batch.slots, starts, ends, mask, is_chunk, batch.window_starts),
-        cache.keys,
-        cache.values,
-    )
+    metadata = AttentionMetadata(cos, sin, batch.slots, starts, ends, mask, is_chunk, batch.window_starts)
+    return metadata, cache.keys, cache.values

@@ -134,9 +134,8 @@ def _read(
         raise int8_unavailable_error(name, "that is for GGUF files whose weights are stored in 8 bits or fewer")
     keep_stored = dtype == torch.float32 and (native.kernels() if weights is None else weights == "stored")
     read_dtype = "auto" if keep_stored else dtype
-    loaded = read_checkpoint(
-        name, read_dtype, rope_factor, quantized_dtype=dtype, tensor_parallel=tensor_parallel, **source
-    )
+    source["tensor_parallel"] = tensor_parallel
+    loaded = read_checkpoint(name, read_dtype, rope_factor, quantized_dtype=dtype, **source)
     if isinstance(dtype, torch.dtype):
         decompress_to(loaded.model, dtype)
     if keep_stored:

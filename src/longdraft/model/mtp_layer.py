@@ -22,10 +22,7 @@ from longdraft.native import QuantizedMatrix, kernels
 
 
 def new_decoder_layer(model: PreTrainedModel, sparse: bool) -> nn.Module:
-    """A decoder layer of a model's own class, with full attention and without weights.
-
-    Args:
-        sparse: give the layer experts, if the model's layers have them.
+    """A decoder layer of a model's own class, with full attention, without weights, with experts if ``sparse``.
 
     Raises:
         UnsupportedModelError: the class cannot be constructed, or has other parts.

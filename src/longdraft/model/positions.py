@@ -70,15 +70,13 @@ def rope_type(parameters: Mapping[str, Any]) -> str:
 
 
 def patch_longrope(model: PreTrainedModel) -> int | None:
-    """Makes LongRoPE choose its factors for each token, in a model that is our own copy.
+    """Makes LongRoPE choose its factors for each token, in our own copy of a model.
 
     transformers chooses short or long factors by the last position of a forward, which is wrong for prefill chunks,
     batches, and trees across the switch. Here a prompt's length decides (``ForwardBatch.prompt_len``), or in decoding
     the token's own position. Texts that would cross the switch are refused (``TargetRunner.max_context_length``).
 
-    Returns:
-        The longest text, in tokens, with the short factors; None without LongRoPE.
-    """
+    Returns the longest text, in tokens, with the short factors; None without LongRoPE."""
     limits = [
         int(p.get("original_max_position_embeddings") or hosting.context_length(model))
         for p in rope_parameters(model)

@@ -134,8 +134,7 @@ def make_batch_invariant(model: nn.Module) -> None:
 def replace_by_random_products(model: nn.Module) -> None:
     """Replaces external layers by a cheap product in a copy that is compared with the model's own forward.
 
-    Attention in another order changes last bits. A layer that rounds its inputs to 8 bits turns those into differences
-    of a percent, which would hide what is compared.
+    A layer that rounds its inputs to 8 bits would turn differences in last bits into a percent, and hide others.
     """
     for _, module in external_linears(model):
         vars(module)["forward"] = _random_product(module)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 from weakref import ref
 
 import torch
@@ -39,7 +39,7 @@ class TargetRunner:
         model: a decoder-only transformers model. It is never changed: a copy computes (:mod:`.execution_model`).
         offload: where keys and values are kept; see :func:`longdraft.memory.offload.parse`.
         kv_dtype: dtype of keys and values; None takes :attr:`default_kv_dtype`.
-        deterministic: plain steps and verifications agree to the bit on a GPU too (:mod:`.gpu.deterministic`).
+        deterministic: plain steps and verifications have equal bits on a GPU too (:mod:`.gpu.deterministic`).
 
     Attributes:
         held_model: the model; set it to None to hold only a weak reference.
@@ -90,10 +90,9 @@ class TargetRunner:
         self.attention_path, self.attend = dispatch.resolve(self.device, self.kv_shape.dtype, self.kv_shape.head_dim)
         if self.device.type == "cuda":
             self.attend = accept_int8_kv(self.attend)
-        attend = prefix.make_prefix_attention(self.attend)
-        self.prefix_attend: prefix.PrefixAttentionFunction = (
-            attend if self.tp_rank is None else self.tp_rank.gathered_attention(attend)
-        )
+        self.prefix_attend: prefix.PrefixAttentionFunction = prefix.make_prefix_attention(self.attend)
+        if self.tp_rank is not None:
+            self.prefix_attend = self.tp_rank.gathered_attention(self.prefix_attend)
         self.arithmetic = stored_model.arithmetic_of(model)
         # As in llama.cpp, int8 arithmetic comes with KV in 16 bits.
         kv_in_16_bits = self.arithmetic == "int8" and self.can_round_kv and offload is None
@@ -101,7 +100,6 @@ class TargetRunner:
         self.kv_dtype = kv_dtype or self.default_kv_dtype
         if self.kv_is_rounded:
             support.check_kv_dtype(self, self.kv_dtype, "kv_dtype")
-
         self.has_recurrent_layers = bool(self.execution_model.layout.recurrent)
         self.branching_is_expensive = self.has_recurrent_layers or self.has_custom_attention
         layout = self.execution_model.layout
@@ -249,17 +247,13 @@ class TargetRunner:
         is_rounded = dtype != self.kv_shape.dtype
         offload = None if resident or is_rounded else self.offload
         keys_transposed = transposed or (is_rounded and self.can_round_kv)
-        store = offloading.new_store(
-            *(offload, self.kv_shape, slots, capacity, self.device),
-            *(keys_transposed, feature_layers, hidden_size, arena, dtype),
-        )
+        layout = keys_transposed, feature_layers, hidden_size, arena, dtype
+        store = offloading.new_store(offload, self.kv_shape, slots, capacity, self.device, *layout)
         store.compat_key = self.store_kind
         if with_states and (self.execution_model.layout.windows or self.has_recurrent_layers):
-            window_dtype = dtype if dtype.is_floating_point else self.kv_shape.dtype
-            window_transposed = transposed or window_dtype != self.kv_shape.dtype
-            store.attach_states(
-                *hosting.new_layer_states(self.execution_model.model, slots, capacity, window_transposed, window_dtype)
-            )
+            windows = dtype if dtype.is_floating_point else self.kv_shape.dtype
+            packed, model = transposed or windows != self.kv_shape.dtype, self.execution_model.model
+            store.attach_states(*hosting.new_layer_states(model, slots, capacity, packed, windows))
         return store
 
     @torch.inference_mode()
@@ -312,21 +306,14 @@ class TargetRunner:
     ) -> TargetOutput:
         """A plain step or a verification: a forward whose logits decide tokens. Logits are not checked for NaN.
 
-        With :attr:`fixed_batch_rows` it takes one or several forwards of that many tokens.
-
-        Args:
-            logits_to_keep: number of last tokens of each sequence that need logits. CUDA graphs compute all.
+        With :attr:`fixed_batch_rows` it takes one or several forwards of that many tokens. ``logits_to_keep``: number
+        of last tokens of each sequence that need logits; CUDA graphs compute all.
         """
         if self.fixed_batch_rows is not None:
             return fixed_batches.forward_fixed_batches(self, batch, store, taps)
-        all_logits = logits_to_keep is None or logits_to_keep >= batch.query_len or self.graphs.enabled
-        return self.forward(
-            batch,
-            store,
-            logits="all" if all_logits or logits_to_keep is None else logits_to_keep,
-            taps=taps,
-            check_nan=False,
-        )
+        if logits_to_keep is None or logits_to_keep >= batch.query_len or self.graphs.enabled:
+            return self.forward(batch, store, taps=taps, check_nan=False)
+        return self.forward(batch, store, logits=logits_to_keep, taps=taps, check_nan=False)
 
     def _with_feature_layers(self, taps: Taps, store: KVStore) -> Taps:
         return Taps(tuple(sorted({*taps.hidden, *store.feature_layers})), taps.queries)
@@ -342,9 +329,8 @@ class TargetRunner:
             return self._compute(store, batch, "all", taps, use_fixed_order)
 
         # A graph holds the weights' addresses, so the copy's version is in its key.
-        return self.graphs.run(
-            store, batch, (taps, self.execution_model.version, use_fixed_order), compute, capture_now
-        )
+        key = taps, self.execution_model.version, use_fixed_order
+        return self.graphs.run(store, batch, key, compute, capture_now)
 
     @torch.inference_mode()
     def capture_graphs(
@@ -354,30 +340,23 @@ class TargetRunner:
         taps: Taps = NO_TAPS,
         on_progress: Callable[[float], None] = lambda share: None,
     ) -> int:
-        """Captures CUDA graphs of forwards of up to ``max_tokens`` tokens in advance, on a GPU.
+        """Captures CUDA graphs of forwards of up to ``max_tokens`` tokens in advance. Returns the number of sizes.
 
         Args:
             store: graphs are for its memory; uncommitted entries are overwritten.
             taps: the taps of the later forwards.
             on_progress: called with the fraction of the work that is done.
-
-        Returns:
-            The number of sizes.
         """
         with self.lock:
-            sizes, all_taps = (
-                self.graphs.capture_sizes(store, self.fixed_batch_rows or max_tokens),
-                self._with_feature_layers(taps, store),
-            )
+            sizes = self.graphs.capture_sizes(store, self.fixed_batch_rows or max_tokens)
+            all_taps = self._with_feature_layers(taps, store)
             if self.fixed_batch_rows is not None:
                 sizes = [size for size in sizes if size[0] * size[1] == self.fixed_batch_rows]
             for i, (batch_size, query_len, length) in enumerate(sizes):
                 on_progress(i / len(sizes))
-                zeros = [[0] * query_len] * batch_size
-                slots, lengths = range(batch_size), [length] * batch_size
-                batch = ForwardBatch.make(
-                    slots, lengths, query_len, device=self.device, token_ids=zeros, positions=zeros
-                )
+                zeros, lengths = [[0] * query_len] * batch_size, [length] * batch_size
+                inputs: dict[str, Any] = {"token_ids": zeros, "positions": zeros}
+                batch = ForwardBatch.make(range(batch_size), lengths, query_len, device=self.device, **inputs)
                 self._replay(store, batch, all_taps, True, self.fixed_batch_rows is not None)
             on_progress(1.0)
             return len(sizes)
@@ -391,24 +370,22 @@ class TargetRunner:
         use_fixed_order: bool = False,
     ) -> ForwardResults:
         """Logits in the model's dtype, hidden states and queries of a batch."""
-        attend = fixed_order.attend if use_fixed_order else self.attend
+        model, attend = self.execution_model, fixed_order.attend if use_fixed_order else self.attend
         ctx = hosting.ForwardContext(
             store,
             replace(batch),  # a copy without metadata: a graph must capture its computation
             attend if self.profiler is None else self.profiler.profiled_attention(attend),
-            self.execution_model.layout,
+            model.layout,
             frozenset(taps.queries),
             frozenset(taps.hidden),
-            self.profiler is None and self.execution_model.fused.can_run(store, batch),
+            self.profiler is None and model.fused.can_run(store, batch),
         )
-        if ctx.fused and self.execution_model.fused.stack is not None:
-            return self.execution_model.fused.run(ctx, logits), ctx.hidden, ctx.queries
+        if ctx.fused and model.fused.stack is not None:
+            return model.fused.run(ctx, logits), ctx.hidden, ctx.queries
         if logits == "none":
-            self.execution_model.run(ctx, head=False)
+            model.run(ctx, head=False)
             return None, ctx.hidden, ctx.queries
         last = logits if isinstance(logits, int) else int(logits == "last")  # 0: all of them
-        out = self.execution_model.run(
-            ctx, head=True, logits_to_keep=0 if last > 1 and self.has_custom_attention else last
-        )
+        out = model.run(ctx, head=True, logits_to_keep=0 if last > 1 and self.has_custom_attention else last)
         # Some models ignore logits_to_keep.
         return out.logits[:, -last:], ctx.hidden, ctx.queries
