@@ -31,7 +31,7 @@ ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k
 @dataclass(frozen=True)
 class Verdict:
     """Attributes:
-    kinds: what its layers are; see :func:`longdraft.model.layout.layer_kinds`.
+    kinds: its kinds of layers; see :func:`longdraft.model.layout.layer_type_names`.
     reason: why it is refused; empty if it is hosted.
     """
 

@@ -232,7 +232,7 @@ def _span(config: Any, call: AttentionCall) -> AttentionSpan | None:
         if "full" in kinds:
             return None
         raise UnsupportedModelError(
-            f"{call.module} has layers of the kind {layer_type}: longdraft cannot host them yet."
+            f"{call.module} has layers of the kind {layer_type}, which longdraft cannot host exactly yet."
         )
     return None if size is None else _if_bounded(config, AttentionSpan(int(size)))
 
