@@ -167,7 +167,7 @@ def test_a_whole_run_is_the_models_own_generate(family):
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", slow("falcon_h1")])
-def test_a_long_prompt_is_read_piece_by_piece(family):
+def test_a_long_prompt_is_prefilled_chunk_by_chunk(family):
     model, prompt = recurrent_model(family), some_prompt(2600)
     spec = Speculator("prompt-lookup", target=model, plan="fixed", branches=2, min_n=1)
     cache = PromptCache()

@@ -43,10 +43,10 @@ def called_functions(model: nn.Module) -> dict[str, Any]:
     return _reachable(("forward", "__call__"), {**methods, **files, **_TORCH})
 
 
-def functions_called_by(place: str, function: Any) -> dict[str, Any]:
+def functions_called_by(dotted_name: str, function: Any) -> dict[str, Any]:
     """A function and those that it calls in its file and in torch, as :func:`called_functions` returns them."""
     file = {_module_of(function): getattr(function, "__globals__", {})}
-    return _reachable((place,), {"": {place: function}} | file | _TORCH)
+    return _reachable((dotted_name,), {"": {dotted_name: function}} | file | _TORCH)
 
 
 def replaced_functions(model: nn.Module) -> list[str]:

@@ -18,7 +18,7 @@ def packaged_file() -> Path:
 
     spec = importlib.util.find_spec(_PACKAGE)
     folders = (spec.submodule_search_locations if spec else None) or []
-    files = sorted(file for place in folders for file in Path(place).glob("*.gguf"))
+    files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
     if not files:
         raise CheckpointError(f"The embedded default model is not installed: {_INSTALL}")
     check_gguf(files[0])

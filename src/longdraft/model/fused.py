@@ -98,9 +98,9 @@ class FusedLayers:
             for index, (layer, fused_layer) in enumerate(zip(hosting.decoder_layers(network), layers, strict=True)):
                 yield layer, FusedLayerForward(fused_layer, kinds, index, layer.forward)
 
-        def compare_layers(theirs: hosting.ForwardContext, ours: hosting.ForwardContext) -> Iterator[OutputPair]:
+        def compare_layers(reference: hosting.ForwardContext, kernel: hosting.ForwardContext) -> Iterator[OutputPair]:
             """Outputs of each layer. Inputs come from the model's own layers: 16-bit rounding errors would add up."""
-            trial, pairs, fused_ctx = copy_without_hooks(model), list[OutputPair](), replace(ours, fused=True)
+            trial, pairs, fused_ctx = copy_without_hooks(model), list[OutputPair](), replace(kernel, fused=True)
 
             def run_both(forward: FusedLayerForward, *args: Any, **kwargs: Any) -> Any:
                 expected = forward.original(*args, **kwargs)
@@ -109,7 +109,7 @@ class FusedLayers:
 
             for layer, forward in forwards(trial):
                 vars(layer)["forward"] = partial(run_both, forward)
-            hosting.run(trial, theirs)
+            hosting.run(trial, reference)
             yield from pairs
 
         if self._agrees(compare_layers):
@@ -186,22 +186,22 @@ class FusedLayers:
         with hosting.forward_scope(ctx):
             return [self.layer_kinds.rotate(kind.rope, x, ctx.batch.positions) for kind in self.layer_kinds.kinds]
 
-    def _compare_stack(self, theirs: hosting.ForwardContext, ours: hosting.ForwardContext) -> Iterator[OutputPair]:
+    def _compare_stack(self, reference: hosting.ForwardContext, kernel: hosting.ForwardContext) -> Iterator[OutputPair]:
         """Logits, and the last layer's output: the final norm would hide a wrong factor."""
         assert self.layer_kinds is not None
         last = len(hosting.decoder_layers(self._model)) - 1
-        theirs, ours = (replace(ctx, hidden_layers=frozenset([last])) for ctx in (theirs, ours))
+        reference, kernel = (replace(ctx, hidden_layers=frozenset([last])) for ctx in (reference, kernel))
         hook = hosting.add_hidden_hook(self._model, last)
         try:
-            expected = hosting.run(self._model, theirs).logits
+            expected = hosting.run(self._model, reference).logits
         finally:
             hook.remove()
-        rotations = self._rotations(ours, self._model.get_input_embeddings()(ours.batch.token_ids))
+        rotations = self._rotations(kernel, self._model.get_input_embeddings()(kernel.batch.token_ids))
         layers = zip(self.layer_kinds.kind_indices, self.layers, strict=True)
         # The rotated dimensions must fit every layer's heads.
         if all(rotations[n][0].shape[-1] <= layer.head_dim for n, layer in layers if isinstance(layer, DecoderLayer)):
-            yield self.run(ours, "all"), expected
-        yield ours.hidden.get(last), theirs.hidden.get(last)
+            yield self.run(kernel, "all"), expected
+        yield kernel.hidden.get(last), reference.hidden.get(last)
 
     def _agrees(self, compute: ComputePairs) -> bool:
         """True if the kernels' results equal those of the model's own code."""

@@ -100,7 +100,7 @@ class ForwardContext:
     def _write(
         self, location: KVLocation, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[ForwardBatch, tuple[torch.Tensor, torch.Tensor]]:
-        """Writes a layer's keys and values. Returns all its KV entries, and the batch in their coordinates."""
+        """Writes a layer's keys and values. Returns the batch in that cache's coordinates, and all its KV."""
         if location.window is None:
             if location.writes_kv:
                 self.store.write(location.layer, key, value, self.batch)

@@ -91,8 +91,8 @@ def is_unmodified(layer: nn.Module, patched_part: nn.Module | None = None) -> bo
 
 def linear_weights_of(modules: Iterable[nn.Module | None]) -> list[LinearWeights] | None:
     """The weights of all linear layers; None if one is missing or of another kind."""
-    found = [None if module is None else kernel_weights_of(module) for module in modules]
-    return None if None in found else [weights for weights in found if weights is not None]
+    all_weights = [None if module is None else kernel_weights_of(module) for module in modules]
+    return None if None in all_weights else [weights for weights in all_weights if weights is not None]
 
 
 def norms_of(modules: Mapping[str, nn.Module | None]) -> dict[str, Norm] | None:

@@ -61,22 +61,24 @@ def load(
     if rope_factor is not None and not (is_finite and rope_factor > 1):
         raise ContextError(f"rope_factor is {rope_factor}: give a finite number above 1, or leave it out.")
     memory_info.check_process_limits()
-    device_ = _device(device)
-    dtype_ = resolve_dtype(dtype, device_)
+    target = _device(device)
+    loaded_dtype = resolve_dtype(dtype, target)
     report = progress or (lambda message: None)
-    if device_.type == "cpu" and dtype_ == torch.float32:
+    if target.type == "cpu" and loaded_dtype == torch.float32:
         native.kernels(progress)  # compiled now, where progress can announce it
     elif weights == "stored":
-        raise CapabilityError(f"Stored weights are for float32 on a CPU, not {dtype_} on {device_}: leave weights out.")
-    if arithmetic is not None and not (device_.type == "cpu" and dtype_ == torch.float32):
-        raise CapabilityError(f"arithmetic is for float32 on a CPU, not {dtype_} on {device_}: leave it out.")
+        raise CapabilityError(
+            f"Stored weights are for float32 on a CPU, not {loaded_dtype} on {target}: leave weights out."
+        )
+    if arithmetic is not None and not (target.type == "cpu" and loaded_dtype == torch.float32):
+        raise CapabilityError(f"arithmetic is for float32 on a CPU, not {loaded_dtype} on {target}: leave it out.")
     name = os.fspath(packaged_file() if model is None else model)
-    loaded = _read(name, dtype_, report, rope_factor, weights, arithmetic)
+    loaded = _read(name, loaded_dtype, report, rope_factor, weights, arithmetic)
     if model is None:
         # Drafts record their target by name, and the file's path differs between machines.
         loaded.model.config._name_or_path = loaded.model.name_or_path = EMBEDDED_ID
-    network = loaded.model.to(device_).eval().requires_grad_(False)
-    if device_.type == "cuda":
+    network = loaded.model.to(target).eval().requires_grad_(False)
+    if target.type == "cuda":
         merged_linear.join(network)
     return LoadedModel(network, loaded.tokenizer)
 

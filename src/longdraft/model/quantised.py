@@ -72,21 +72,21 @@ def remove_wrappers(model: nn.Module) -> None:
     The model must be our own copy.
     """
     for module in model.modules():
-        own = vars(module)
-        tables = [own["_parameters"], own["_buffers"]]  # may be compressed-tensors' offloading dicts
-        places = {getattr(table, f"{kind}_device", None) for table in tables for kind in ("onload", "offload")}
-        if "_original_forward_func" in own and len(places - {None}) == len(places) == 1:
-            own["_parameters"], own["_buffers"] = (dict(table.offloaded_values) for table in tables)
-            own["forward"] = MethodType(own.pop("_original_forward_func"), module)
-        scheme = own.get("quantization_scheme")
+        attrs = vars(module)
+        tables = [attrs["_parameters"], attrs["_buffers"]]  # may be compressed-tensors' offloading dicts
+        devices = {getattr(table, f"{kind}_device", None) for table in tables for kind in ("onload", "offload")}
+        if "_original_forward_func" in attrs and len(devices - {None}) == len(devices) == 1:
+            attrs["_parameters"], attrs["_buffers"] = (dict(table.offloaded_values) for table in tables)
+            attrs["forward"] = MethodType(attrs.pop("_original_forward_func"), module)
+        scheme = attrs.get("quantization_scheme")
         # A layer in another dtype stays as it is: the probe will refuse it.
         wrong_dtype = any(weight.dtype != model.dtype for weight in module.parameters(recurse=False))
         rounds = scheme is None or scheme.input_activations or scheme.output_activations
-        if not (rounds or wrong_dtype) and enum_value(own.get("quantization_status")) == "decompressed":
-            own.pop("forward", None)
-            del own["quantization_scheme"]
-        if getattr(own.get("forward"), "__func__", None) is type(module).forward:
-            del own["forward"]
+        if not (rounds or wrong_dtype) and enum_value(attrs.get("quantization_status")) == "decompressed":
+            attrs.pop("forward", None)
+            del attrs["quantization_scheme"]
+        if getattr(attrs.get("forward"), "__func__", None) is type(module).forward:
+            del attrs["forward"]
 
 
 def external_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -99,18 +99,19 @@ def check_functions(model: PreTrainedModel) -> None:
         functions |= {file: vars(sys.modules[file]).get("eager_attention_forward") for file in files}
     # torch's Python functions and tensor methods, which our batch invariant mode would bypass or call twice.
     prefixes = ("torch.nn.functional.", "torch.Tensor.")
-    functions |= {place: f for place, f in called_functions(model).items() if place.startswith(prefixes)}
+    functions |= {n: f for n, f in called_functions(model).items() if n.startswith(prefixes)}
     functions["torch.nn.Module.__call__"] = torch.nn.Module.__call__
     hooks = {**modules._global_forward_hooks, **modules._global_forward_pre_hooks}
     called: dict[str, Any] = {}
     for role, function in functions.items():
         called |= functions_called_by(role, function)
-    for place, code in (called | {f"hook {i}": hook for i, hook in hooks.items()}).items():
+    for dotted_name, code in (called | {f"hook {i}": hook for i, hook in hooks.items()}).items():
         if not is_library_code(code):
             raise UnsupportedModelError(
-                f"{type(model).__name__} computes with {code}, a function of your own ({place}, attention: {name!r}), "
-                "which longdraft would leave out. Decode without longdraft, or without the function: put back what was "
-                'there; model.set_attn_implementation("sdpa") for an attention, a hook of one module for one of all.'
+                f"{type(model).__name__} computes with {code}, a function of your own ({dotted_name}, attention: "
+                f"{name!r}), which longdraft would leave out. Decode without longdraft, or without the function: put "
+                'back what was there; model.set_attn_implementation("sdpa") for an attention, a hook of one module for '
+                "one of all."
             )
 
 

@@ -71,8 +71,8 @@ def outputs_agree(model: PreTrainedModel, compute: ComputePairs) -> bool:
     }
     mask = torch.tensor([_TREE_MASK] * 2, dtype=torch.bool, device="cpu")
     batch = ForwardBatch.make([0, 1], [_PREFIX_LEN] * 2, len(_TREE_MASK), mask, model.device, **inputs)
-    theirs, ours = (hosting.ForwardContext(store, batch, attend, layout) for store in stores)
-    pairs = [*compute(theirs, ours), *zip(*map(_store_tensors, reversed(stores)), strict=True)]
+    reference, kernel = (hosting.ForwardContext(store, batch, attend, layout) for store in stores)
+    pairs = [*compute(reference, kernel), *zip(*map(_store_tensors, reversed(stores)), strict=True)]
     return all(_is_close(got, expected) for got, expected in pairs)
 
 
