@@ -95,8 +95,8 @@ class Retrieval:
 
         Args:
             store: the target's KV, up to the token of the newest query.
-            queries: layer -> (Hq, n, d) after RoPE, for :meth:`scoring_layers`: of the prompt's last tokens, later of the
-                deepest accepted node.
+            queries: layer -> (Hq, n, d) after RoPE, for :meth:`scoring_layers`: of the prompt's last tokens, later of
+                the deepest accepted node.
         """
         self.timer.add_queries(slot, queries)
         if slot in self._selected:
