@@ -158,9 +158,9 @@ class BatchStopping:
         """The stop rule of all sequences, called after each emitted token."""
         if self._streamer is not None:
             self._streamer.put(torch.tensor(s.output[-1:], **CPU_INT64))
-        if self._end_lengths[s.index] is None:
-            if not s.remaining or bool(self._criteria(s.input_ids()[None], None).all()):
-                self._end_lengths[s.index] = len(s.output)
+        is_open = self._end_lengths[s.index] is None
+        if is_open and (not s.remaining or bool(self._criteria(s.input_ids()[None], None).all())):
+            self._end_lengths[s.index] = len(s.output)
         end = self._end_lengths[s.index] if self._pads_output else self._max_new_length
         if end is None or len(s.output) < end:
             return None

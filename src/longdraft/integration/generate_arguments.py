@@ -2,8 +2,8 @@
 
 ``generate`` reads the signature of a custom loop to see which keywords it accepts. By then it has removed
 ``tokenizer``, ``streamer`` and ``assistant_model`` from its keywords, so no custom loop gets them. Stop strings would
-lack a tokenizer, and the reader of a stream would wait for ever. So our signature, while ``generate`` reads it, looks at
-the calling frame and puts them back. Nothing is stored, so it is thread-safe. Other callers just get the signature.
+lack a tokenizer, and the reader of a stream would wait for ever. So our signature, while ``generate`` reads it, looks
+at the calling frame and puts them back. Nothing is stored, so it is thread-safe. Other callers just get the signature.
 """
 
 from __future__ import annotations
