@@ -54,11 +54,11 @@ def test_sink_window_and_whole_chunks_between(
 @pytest.mark.parametrize(
     ("over", "says"),
     [
-        *(({"sink": 3}, "sink.* got 3"), ({"sink": -2}, "sink"), ({"window": 0}, "window"), ({"chunk": 0}, "chunk")),
-        *(({"chosen": True}, "chosen"), ({"room": 2.0}, "room")),
+        *(({"sink": 3}, "sink.* got 3"), ({"sink": -2}, "sink"), ({"window": 0}, "window"), ({"chunk_size": 0}, "chunk")),
+        *(({"num_selected": True}, "num_selected"), ({"max_new": 2.0}, "max_new")),
     ],
     ids=str,
 )
 def test_sizes_that_make_no_view(over, says):
     with pytest.raises(ValueError, match=says):
-        View(**{"scorer": "quest", "chosen": 8, "sink": 4, "window": 3, "chunk": 2} | over)
+        View(**{"scorer": "quest", "num_selected": 8, "sink": 4, "window": 3, "chunk_size": 2} | over)

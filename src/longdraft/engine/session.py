@@ -70,7 +70,7 @@ class Session:
 
     def __repr__(self) -> str:
         ended = sum(map(self.ended, self._states))
-        return f"{type(self).__name__}({self._method}, {len(self._entries)} requests, {ended} ended)"
+        return f"{type(self).__name__}({self._method}, {len(self._states)} requests, {ended} ended)"
 
     def add(self, request: Request | Prompt) -> int:
         """Queues a request. It starts when a slot is free.
