@@ -143,7 +143,7 @@ def make_requests(prompts: object, settings: RequestSettings) -> list[Request]:
     is_single = isinstance(prompts, str | Request) or _is_ids(prompts := _to_list(prompts))
     prompt_list = [prompts] if is_single else cast("list[Any]", prompts)
     if not prompt_list:
-        raise PromptError("There is no prompt. Give a text or token ids, or a list with at least one of them.")
+        raise PromptError("There is no prompt. Give a string or token ids, or a list with at least one of them.")
     requests = []
     for i, prompt in enumerate(prompt_list):
         request = prompt
@@ -174,7 +174,7 @@ def normalize_prompt(value: object) -> Prompt:
     wrong = next(token for token in token_ids if not _is_id(token))
     if isinstance(wrong, Mapping):
         raise PromptError(_CHAT_MESSAGE)
-    raise PromptError(f"A prompt is a text or a list of token ids, which are whole numbers: not {_describe(wrong)}.")
+    raise PromptError(f"A prompt is a string or a list of token ids, which are whole numbers: not {_describe(wrong)}.")
 
 
 def normalize_stop(value: object) -> tuple[str, ...]:
@@ -188,7 +188,7 @@ def normalize_stop(value: object) -> tuple[str, ...]:
         if not isinstance(stop, str):
             raise RequestError(f"stop takes strings, got {stop!r}; token ids that end the output are eos_token_ids")
         if not stop:
-            raise RequestError("stop has an empty string, which every text begins with: leave it out")
+            raise RequestError("stop has an empty string, which would end every output at once: leave it out")
     return cast("tuple[str, ...]", stops)
 
 
@@ -198,12 +198,12 @@ def _to_list(value: object) -> list[Any]:
         if "role" in value:
             raise PromptError(_CHAT_MESSAGE)
         raise PromptError(
-            f"{_describe(value)} is no prompt: give a text, or token ids, such as tokenizer(text)['input_ids']."
+            f"{_describe(value)} is no prompt: give a string, or token ids, such as tokenizer(text)['input_ids']."
         )
     if hasattr(value, "tolist"):  # numpy arrays, torch tensors
         value = value.tolist()
     if isinstance(value, bytes | bytearray) or not isinstance(value, SequenceOf | Iterator):
-        raise PromptError(f"A prompt is a text, a list of token ids or a Request: not {_describe(value)}.")
+        raise PromptError(f"A prompt is a string, a list of token ids or a Request: not {_describe(value)}.")
     return list(value)
 
 
