@@ -1,4 +1,4 @@
-"""The rows that a view shows: sorted, once each, sink and window among them, never more than it may hold."""
+"""The entries of a view: ascending, with sink and window, never more than its capacity."""
 
 from __future__ import annotations
 
@@ -54,7 +54,12 @@ def test_sink_window_and_whole_chunks_between(
 @pytest.mark.parametrize(
     ("over", "says"),
     [
-        *(({"sink": 3}, "sink.* got 3"), ({"sink": -2}, "sink"), ({"window": 0}, "window"), ({"chunk_size": 0}, "chunk")),
+        *(
+            ({"sink": 3}, "sink.* got 3"),
+            ({"sink": -2}, "sink"),
+            ({"window": 0}, "window"),
+            ({"chunk_size": 0}, "chunk"),
+        ),
         *(({"num_selected": True}, "num_selected"), ({"max_new": 2.0}, "max_new")),
     ],
     ids=str,
