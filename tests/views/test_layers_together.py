@@ -1,4 +1,4 @@
-"""On a GPU the layers are selected and copied in groups: the same entries, with launches independent of their number."""
+"""On a GPU the layers are selected and copied in groups: the same entries, with few launches."""
 
 from __future__ import annotations
 

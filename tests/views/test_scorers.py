@@ -19,7 +19,7 @@ def random(*size: int, seed: int = 0) -> torch.Tensor:
 
 
 def single(name: str, q: torch.Tensor, keys: torch.Tensor, start: int, end: int, behind: int) -> float:
-    """Score of entries [start, end) for one query (d,) and keys (n, d) of one head; candidates end at entry ``behind``."""
+    """Score of entries [start, end) for one query (d,) and keys (n, d) of one head; candidates end at ``behind``."""
     rows = keys[start:end]
     high, low = rows.max(0).values, rows.min(0).values
     if name == "attention":
