@@ -218,9 +218,8 @@ class Engine:
         with self.runner.lock:
             if self._open_count < 0:
                 self._open()
-            return self.runner.capture_graphs(
-                self._store, self.drafter.max_nodes + 1, Taps(queries=self._query_layers), on_progress
-            )
+            taps = Taps(queries=self._query_layers)
+            return self.runner.capture_graphs(self._store, self.drafter.max_nodes + 1, taps, on_progress)
 
     def _admit(self) -> None:
         """Gives free slots to waiting sequences."""

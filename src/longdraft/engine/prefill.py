@@ -78,19 +78,8 @@ class Prefiller:
                 new_token_ids = self._prefill_chunk(s, start_len)
                 end_len = self._store.lengths[s.slot]
                 num_read += end_len - start_len
-                steps.append(
-                    Step(
-                        s.index,
-                        new_token_ids,
-                        0,
-                        0,
-                        0,
-                        "prefill",
-                        time.perf_counter() - start,
-                        end_len,
-                        s.finish_reason,
-                    )
-                )
+                seconds = time.perf_counter() - start
+                steps.append(Step(s.index, new_token_ids, 0, 0, 0, "prefill", seconds, end_len, s.finish_reason))
         return steps
 
     def _begin(self, s: Sequence) -> int:

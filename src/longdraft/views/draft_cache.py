@@ -138,16 +138,11 @@ class RepositionedKVCache(DraftCache):
     ) -> None:
         super().__init__(store, scratch)
         self.full_store, self.retrieval, self.max_new_entries = full_store, retrieval, retrieval.view.max_new
-        self._rotate, self._unrotate, self._chunk_size, self._prefill_capacity = (
-            rotate,
-            unrotate,
-            chunk_size,
-            prefill_capacity,
-        )
+        self._rotate, self._unrotate = rotate, unrotate
+        self._chunk_size, self._prefill_capacity = chunk_size, prefill_capacity
         sink = retrieval.view.sink
-        self._prefill_window = Retrieval(
-            View("streaming", 0, sink, max(1, prefill_capacity - sink - chunk_size), shared_by_heads=True)
-        )
+        window = max(1, prefill_capacity - sink - chunk_size)
+        self._prefill_window = Retrieval(View("streaming", 0, sink, window, shared_by_heads=True))
         self._num_gathered = [0] * store.slots
         # Version of the selection that the slot's entries are gathered by; None: of no selection.
         self._versions: list[int | None] = [None] * store.slots

@@ -24,11 +24,8 @@ def view_kernels(full_store: KVStore, copy_store: KVStore | None = None) -> View
     """
     # Offloaded stores fetch layers when they are read.
     is_bf16_rounded = full_store.dtype == torch.bfloat16 != full_store.shape.dtype
-    readable = (
-        type(full_store) is KVStore
-        and full_store.device.type == "cpu"
-        and (is_bf16_rounded or full_store.dtype == torch.float32)
-    )
+    float_dtype = is_bf16_rounded or full_store.dtype == torch.float32
+    readable = type(full_store) is KVStore and full_store.device.type == "cpu" and float_dtype
     aligned = full_store.shape.head_dim % HEAD_DIM_MULTIPLE == 0
     writable = copy_store is None or (type(copy_store) is KVStore and copy_store.device == full_store.device)
     library = kernels() if readable and aligned and writable else None
@@ -43,11 +40,9 @@ def layer_groups(store: KVStore, bytes_per_layer: int) -> list[slice]:
     Args:
         bytes_per_layer: of temporary tensors.
     """
-    layers_per_group = (
-        max(1, MAX_TEMPORARY_BYTES // max(1, bytes_per_layer))
-        if store.device.type != "cpu" and _is_in_memory(store)
-        else 1
-    )
+    layers_per_group = 1
+    if store.device.type != "cpu" and _is_in_memory(store):
+        layers_per_group = max(1, MAX_TEMPORARY_BYTES // max(1, bytes_per_layer))
     end = store.shape.layers
     return [slice(i, min(i + layers_per_group, end)) for i in range(0, end, layers_per_group)]
 
