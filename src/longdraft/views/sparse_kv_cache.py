@@ -119,8 +119,8 @@ class SparseKVCache:
             in_place = None if self.has_full_context(slot) else self._chunks_in_place.get(slot)
             if in_place is None or in_place.shape != chunks.shape:
                 in_place = self._chunks_in_place[slot] = torch.full_like(chunks, -1)
-            layout = view.chunk_size, sink, range(start, end)
-            self._copy_kernels.copy_view(*self._source_and_copies(), slot, chunks, in_place, *layout)
+            (source, copies), window = self._source_and_copies(), range(start, end)
+            self._copy_kernels.copy_view(source, copies, slot, chunks, in_place, view.chunk_size, sink, window)
             size = sink + chunks.shape[2] * view.chunk_size + end - start
         else:
             size = self._copy_layers(slot, end, queries, chunks)
