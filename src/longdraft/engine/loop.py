@@ -282,9 +282,7 @@ class Engine:
             except MemoryBudgetError:
                 if slots == 1 or self._reuses_outputs:
                     raise
-                logger.warning(
-                    "The KV of %d sequences does not fit the memory: decoding %d at a time.", slots, slots // 2
-                )
+                logger.warning("There is no memory for %d sequences at a time: decoding %d.", slots, slots // 2)
                 slots, self.cache = slots // 2, PromptCache()
         self._capacity, self._open_count = capacity, self.cache.open_count
         self._free_slots = list(range(slots))
