@@ -165,7 +165,7 @@ async def run(
                 write()
             elif len(unwritten) == _MAX_ERRORS:
                 raise CapabilityError(
-                    f"{_MAX_ERRORS} rows after row {output.rows} failed in the engine, the last with {unwritten[-1].row} "
-                    f"The {output.rows} rows before are written. Fix the cause, and run the same command to continue."
+                    f"{_MAX_ERRORS} rows after row {output.rows} failed, each with an error of the engine: "
+                    f"{unwritten[-1].row} Fix the cause, and run the same command to continue."
                 )
     return counts

@@ -62,8 +62,8 @@ class Metrics:
         if result is None:
             return
         for metric, value in (
-            (self._prompt, result.prompt_tokens), (self._output, result.new_tokens),
-            (self._cache_queries, result.prompt_tokens), (self._cache_hits, result.cached_tokens), (self._drafts, spec.num_drafts),
+            (self._prompt, result.prompt_tokens), (self._output, result.new_tokens), (self._drafts, spec.num_drafts),
+            (self._cache_queries, result.prompt_tokens), (self._cache_hits, result.cached_tokens),
             (self._drafted, spec.num_draft_tokens), (self._accepted, spec.num_accepted_tokens),
             (self._verifications, spec.num_rounds), (self._verified, spec.num_emitted_tokens),
         ):  # fmt: skip

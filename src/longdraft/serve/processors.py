@@ -17,7 +17,7 @@ ProcessorFactories = Sequence[Callable[[], Processor]]
 
 @dataclass
 class Penalties:
-    """OpenAI's presence and frequency penalties. They count output tokens only: those after the first ``prompt_len``."""
+    """OpenAI's presence and frequency penalties, which count output tokens only: those after ``prompt_len``."""
 
     prompt_len: int
     presence: float = 0.0

@@ -270,7 +270,7 @@ def _context(
         max_tokens = int(0.8 * max(0, free - reserved) / (bytes_per_token * slots * num_methods * num_services))
     if context > max_tokens:
         raise MemoryBudgetError(
-            f"--context {context}: the free memory holds {max_tokens} tokens for each of {slots} slots. Choose a shorter "
+            f"--context {context}: the free memory holds {max_tokens} tokens in each of {slots} slots. Choose a smaller "
             "--context, fewer --slots or, on a CPU, a smaller --prefix-gib."
         )
     if not context and limit > max_tokens:
@@ -282,7 +282,7 @@ def _context(
     if runner.offload is None:
         total_bytes = bytes_per_token * context * slots * num_methods
         note(
-            f"{slots} slot{'s' * (slots > 1)} of {context:,} tokens: the KV takes {total_bytes / 2**30:.1f} GiB at most, "
-            f"and the prefix cache {settings.prefix_cache_bytes / 2**30:.1f}."
+            f"{slots} slot{'s' * (slots > 1)} of {context:,} tokens: the KV takes at most {total_bytes / 2**30:.1f} GiB, "
+            f"the prefix cache {settings.prefix_cache_bytes / 2**30:.1f}."
         )
     return context
