@@ -18,10 +18,10 @@ from longdraft.serve.errors import ApiError, to_api_error
 from longdraft.serve.middleware import GuardMiddleware
 from longdraft.serve.openai import DONE_EVENT, sse_event, usage_so_far
 from longdraft.serve.page import render_page
-from longdraft.serve.protocol import parse_body
+from longdraft.serve.protocol import ChatCompletionRequest, CompletionRequest, TokenizeRequest, parse_body
 from longdraft.serve.responses_request import ResponsesRequest
 from longdraft.serve.service import Service
-from longdraft.serve.serving import KEEP_ALIVE, AdaptedResponse, PendingResponse, create_response
+from longdraft.serve.serving import KEEP_ALIVE, AdaptedResponse, PendingResponse
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=protocol.StrictModel)
@@ -35,11 +35,11 @@ def make_app(service: Service) -> FastAPI:
     endpoints, settings = Endpoints(service), service.settings
     app.add_middleware(GuardMiddleware, settings=settings, is_draining=lambda: service.worker.draining)
     for path, post, model in (
-        ("/v1/chat/completions", endpoints.chat, protocol.ChatCompletionRequest),
-        ("/v1/completions", endpoints.complete, protocol.CompletionRequest),
+        ("/v1/chat/completions", endpoints.chat, ChatCompletionRequest),
+        ("/v1/completions", endpoints.complete, CompletionRequest),
         ("/v1/responses", endpoints.respond, ResponsesRequest), ("/v1/messages", endpoints.message, MessagesRequest),
         ("/v1/messages/count_tokens", endpoints.count, CountTokensRequest),
-        ("/tokenize", endpoints.tokenize, protocol.TokenizeRequest),
+        ("/tokenize", endpoints.tokenize, TokenizeRequest),
     ):  # fmt: skip
         request_body = {"content": {"application/json": {"schema": model.model_json_schema()}}, "required": True}
         app.post(path, response_model=None, openapi_extra={"requestBody": request_body})(post)
@@ -98,12 +98,11 @@ class Endpoints:
         return await self._service.executor.run(work, len(raw) + 1)
 
     async def chat(self, request: Request) -> Response:
-        parsed = await self._parse(request, protocol.ChatCompletionRequest, serving.create_chat_completion)
+        parsed = await self._parse(request, ChatCompletionRequest, serving.create_chat_completion)
         return await self._answer(*parsed, request)
 
     async def complete(self, request: Request) -> Response:
-        parsed = await self._parse(request, protocol.CompletionRequest, serving.create_completion)
-        return await self._answer(*parsed, request)
+        return await self._answer(*await self._parse(request, CompletionRequest, serving.create_completion), request)
 
     async def _answer(self, body: protocol.SampledRequest, pending: PendingResponse, request: Request) -> Response:
         pending.submit()
@@ -142,7 +141,9 @@ class Endpoints:
         yield DONE_EVENT
 
     async def respond(self, request: Request) -> Response:
-        return await self._answer_adapted(*await self._parse(request, ResponsesRequest, create_response), request)
+        return await self._answer_adapted(
+            *await self._parse(request, ResponsesRequest, serving.create_response), request
+        )
 
     async def message(self, request: Request) -> Response:
         return await self._answer_adapted(*await self._parse(request, MessagesRequest, create_message), request)
@@ -153,12 +154,11 @@ class Endpoints:
         pending.submit()
         if not body.stream:
             return await self._full_response(pending, request)
-        adapter = pending.adapter
-        events = (
-            adapter.ping or _keep_alive_comment(pending.choices) if event is None else event
-            async for event in pending.events()
-        )
-        return self._stream(events, adapter.error_event)
+        return self._stream(self._adapted_events(pending), pending.adapter.error_event)
+
+    async def _adapted_events(self, pending: AdaptedResponse) -> AsyncIterator[str]:
+        async for event in pending.events():
+            yield pending.adapter.ping or _keep_alive_comment(pending.choices) if event is None else event
 
     def _stream(
         self, events: AsyncIterator[str], error_event: Callable[[ApiError], str] = lambda error: sse_event(error.body)
@@ -180,11 +180,11 @@ class Endpoints:
     # --- about the server ---
 
     async def tokenize(self, request: Request) -> Response:
-        def answer(service: Service, body: protocol.TokenizeRequest, tenant: str | None) -> Response:
+        def answer(service: Service, body: TokenizeRequest, tenant: str | None) -> Response:
             tokens = serving.tokenize(service, body)
             return JSONResponse({"count": len(tokens), "max_model_len": service.settings.context, "tokens": tokens})
 
-        return (await self._parse(request, protocol.TokenizeRequest, answer))[1]
+        return (await self._parse(request, TokenizeRequest, answer))[1]
 
     async def count(self, request: Request) -> Response:
         def answer(service: Service, body: CountTokensRequest, tenant: str | None) -> Response:

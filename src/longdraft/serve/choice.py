@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any, cast
 
@@ -50,12 +50,7 @@ class SpecDecodingStats:
             self.num_accepted_tokens_per_pos.update(range(step.accepted))
 
     def __add__(self, other: SpecDecodingStats) -> SpecDecodingStats:
-        return SpecDecodingStats(
-            self.num_drafts + other.num_drafts, self.num_draft_tokens + other.num_draft_tokens,
-            self.num_accepted_tokens + other.num_accepted_tokens,
-            self.num_accepted_tokens_per_pos + other.num_accepted_tokens_per_pos,
-            self.num_rounds + other.num_rounds, self.num_emitted_tokens + other.num_emitted_tokens,
-        )  # fmt: skip
+        return SpecDecodingStats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -64,9 +59,8 @@ class SpecDecodingStats:
 
     @property
     def accepted_per_pos(self) -> list[int]:
-        return [
-            self.num_accepted_tokens_per_pos[i] for i in range(max(self.num_accepted_tokens_per_pos, default=-1) + 1)
-        ]
+        counts = self.num_accepted_tokens_per_pos
+        return [counts[i] for i in range(max(counts, default=-1) + 1)]
 
     @property
     def mean_accepted_length(self) -> float:
@@ -141,15 +135,10 @@ class Choice(RequestState):
     """
 
     def __init__(
-        self,
-        request: Request,
-        method: str,
-        decode: Callable[[list[int]], str],
-        processor_factories: ProcessorFactories = (),
-        num_logprobs: int | None = None,
-        include_trace: bool = False,
+        self, request: Request, method: str, decode: Callable[[list[int]], str],
+        processor_factories: ProcessorFactories = (), num_logprobs: int | None = None, include_trace: bool = False,
         echo: str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         recorder = [] if num_logprobs is None else [self._new_recorder]
         super().__init__(request, method, processor_factories=[*recorder, *processor_factories])
         self._decode, self._num_logprobs, self._include_trace, self._echo = decode, num_logprobs, include_trace, echo

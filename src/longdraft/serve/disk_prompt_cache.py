@@ -67,14 +67,9 @@ class DiskPromptCache(PromptCache):
     """
 
     def __init__(
-        self,
-        folder: Path,
-        fingerprint: str,
-        max_bytes: int,
-        min_tokens: int = 256,
-        feature_layers: tuple[int, ...] = (),
-        tree_bytes: int = 0,
-    ) -> None:
+        self, folder: Path, fingerprint: str, max_bytes: int, min_tokens: int = 256,
+        feature_layers: tuple[int, ...] = (), tree_bytes: int = 0,
+    ) -> None:  # fmt: skip
         super().__init__(feature_layers, tree_bytes)
         self._folder, self._target = folder, fingerprint
         self._max_bytes, self._min_tokens = max_bytes, max(1, min_tokens)

@@ -40,14 +40,9 @@ class ApiError(Exception):
     """
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        error_type: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> None:
+        self, status: int, message: str, error_type: str = "invalid_request_error", param: str | None = None,
+        code: str | None = None, headers: dict[str, str] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(message)
         self.status, self.headers = status, headers or {}
         self.body: dict[str, Any] = {"error": {"message": message, "type": error_type, "param": param, "code": code}}

@@ -36,12 +36,7 @@ class GuardMiddleware:
             one request after another on a connection would keep the server from shutting down.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        settings: ServerSettings,
-        is_draining: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, is_draining: Callable[[], bool] = lambda: False) -> None:
         self._app, self._hosts, self._keys, self._is_draining = app, settings.hosts, settings.keys, is_draining
         self._max_body_bytes, self._body_timeout = settings.max_body_bytes, settings.body_timeout
         self._outer: ASGIApp = self._checked

@@ -49,12 +49,9 @@ class ChoiceBuilder(ABC):
     id_prefix: str
 
     def __init__(
-        self,
-        index: int,
-        token_to_piece: Callable[[int], tuple[str, bytes]],
-        include_logprobs: bool,
+        self, index: int, token_to_piece: Callable[[int], tuple[str, bytes]], include_logprobs: bool,
         include_token_ids: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._index, self._token_to_piece, self._include_logprobs = index, token_to_piece, include_logprobs
         self._token_ids: list[int] | None = [] if include_token_ids else None
         self._logprobs: list[TokenLogprob] = []
@@ -99,15 +96,10 @@ class ChatChoiceBuilder(ChoiceBuilder):
     object_type, chunk_object_type, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def __init__(
-        self,
-        index: int,
-        token_to_piece: Callable[[int], tuple[str, bytes]],
-        include_logprobs: bool,
-        include_token_ids: bool,
-        tool_parser: ToolParser | None = None,
-        reasoning_parser: ReasoningParser | None = None,
-        include_reasoning: bool = True,
-    ) -> None:
+        self, index: int, token_to_piece: Callable[[int], tuple[str, bytes]], include_logprobs: bool,
+        include_token_ids: bool, tool_parser: ToolParser | None = None,
+        reasoning_parser: ReasoningParser | None = None, include_reasoning: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__(index, token_to_piece, include_logprobs, include_token_ids)
         self._tool_parser, self._reasoning_parser = tool_parser, reasoning_parser
         self._include_reasoning, self.reasoning_tokens = include_reasoning, 0
@@ -170,11 +162,10 @@ class ChatChoiceBuilder(ChoiceBuilder):
         return self._with_token_ids(choice)
 
     def _logprobs_object(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        content = [
-            self._token_object(x.token_id, x.logprob)
-            | {"top_logprobs": [self._token_object(*top) for top in x.top_logprobs]}
-            for x in logprobs
-        ]
+        content = []
+        for x in logprobs:
+            top_logprobs = [self._token_object(*top) for top in x.top_logprobs]
+            content.append(self._token_object(x.token_id, x.logprob) | {"top_logprobs": top_logprobs})
         return {"content": content, "refusal": None}
 
     def _token_object(self, token: int, logprob: float | None) -> dict[str, Any]:

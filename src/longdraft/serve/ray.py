@@ -131,13 +131,9 @@ class Replica:
 
 
 def serve(
-    make_service: Callable[[ServerSettings], Service],
-    settings: ServerSettings,
-    options: dict[str, Any],
-    host: str,
-    port: int,
-    on_listening: Callable[[int], None],
-) -> None:
+    make_service: Callable[[ServerSettings], Service], settings: ServerSettings, options: dict[str, Any], host: str,
+    port: int, on_listening: Callable[[int], None],
+) -> None:  # fmt: skip
     """Serves until SIGINT or SIGTERM. Running requests are then answered; a second signal ends all.
 
     Args:

@@ -48,10 +48,7 @@ class Service:
     """
 
     def __init__(
-        self,
-        settings: ServerSettings,
-        new_speculator: Callable[[str], Speculator],
-        tokenizer: PreTrainedTokenizerBase,
+        self, settings: ServerSettings, new_speculator: Callable[[str], Speculator], tokenizer: PreTrainedTokenizerBase
     ) -> None:
         self.settings, self.tokenizer = settings, tokenizer
         self._new_speculator = new_speculator
@@ -108,16 +105,10 @@ class Service:
         return PARTIAL_CHAR_PREFIX + "".join(f"\\x{byte:02x}" for byte in content), content
 
     def make_choices(
-        self,
-        prompt: list[int],
-        body: protocol.SampledRequest,
-        max_tokens: int | None,
-        tenant: str | None,
-        num_logprobs: int | None = None,
-        constraint_factory: Callable[[], Processor] | None = None,
-        stop_token_ids: Sequence[int] = (),
-        echo: str | None = None,
-    ) -> list[Choice]:
+        self, prompt: list[int], body: protocol.SampledRequest, max_tokens: int | None, tenant: str | None,
+        num_logprobs: int | None = None, constraint_factory: Callable[[], Processor] | None = None,
+        stop_token_ids: Sequence[int] = (), echo: str | None = None,
+    ) -> list[Choice]:  # fmt: skip
         """The ``n`` choices of a request, to be submitted.
 
         Args:
@@ -163,20 +154,15 @@ class Service:
             top_p=None if greedy or body.top_p == 1 else body.top_p,
             min_p=None if greedy or body.min_p == 0 else body.min_p,
             repetition_penalty=None if body.repetition_penalty == 1 else body.repetition_penalty,
-            repetition_window=body.repetition_window,
-            foresee=settings.foresee,
-        )
+            repetition_window=body.repetition_window, foresee=settings.foresee,
+        )  # fmt: skip
         # A restarted request must repeat its tokens, so it needs a seed.
         seed = self._random.randrange(2**62) if body.seed is None else body.seed
+        max_new_tokens = min(max_tokens or tokens_left, settings.max_tokens or tokens_left, tokens_left)
         request = Request(
-            prompt,
-            min(max_tokens or tokens_left, settings.max_tokens or tokens_left, tokens_left),
-            sampling,
-            stop=tuple(body.stop),
-            eos_token_ids=eos_ids,
-            tenant=tenant,
+            prompt, max_new_tokens, sampling, stop=tuple(body.stop), eos_token_ids=eos_ids, tenant=tenant,
             reuse=body.cache_prompt,
-        )
+        )  # fmt: skip
         requests = [replace(request, seed=(seed + i) % 2**63) for i in range(body.n)]
         options = factories, num_logprobs, body.stream_options.include_trace, echo
         return [Choice(request, method, self.decode, *options) for request in requests]
@@ -191,33 +177,23 @@ class Service:
         settings = self.settings
         spec = self._speculators.get(settings.methods[0])
         return {
-            "id": settings.name,
-            "object": "model",
-            "type": "model",  # this and display_name, created_at, max_input_tokens are Anthropic's
-            "display_name": settings.name,
+            "id": settings.name, "object": "model",
+            "type": "model", "display_name": settings.name,  # these, created_at, max_input_tokens are Anthropic's
             "created": self._created,
             "created_at": f"{datetime.fromtimestamp(self._created, timezone.utc):%Y-%m-%dT%H:%M:%SZ}",
-            "max_input_tokens": settings.context,
-            "owned_by": "longdraft",
-            "max_model_len": settings.context,
+            "max_input_tokens": settings.context, "owned_by": "longdraft", "max_model_len": settings.context,
             "longdraft": {
-                "method": settings.methods[0],
-                "methods": list(settings.methods),
-                "context": settings.context,
+                "method": settings.methods[0], "methods": list(settings.methods), "context": settings.context,
                 "exact": spec is not None and spec.exact,
             },
-        }
+        }  # fmt: skip
 
 
 def make_service(
-    loaded: LoadedModel,
-    settings: ServerSettings,
-    speculator_options: Mapping[str, Any],
-    first_method_options: Mapping[str, Any],
-    num_services: int = 1,
-    progress: Progress | None = None,
+    loaded: LoadedModel, settings: ServerSettings, speculator_options: Mapping[str, Any],
+    first_method_options: Mapping[str, Any], num_services: int = 1, progress: Progress | None = None,
     note: Callable[[str], None] = lambda text: None,
-) -> Service:
+) -> Service:  # fmt: skip
     """A service that is ready to answer.
 
     Args:
@@ -270,8 +246,8 @@ def _context(
         max_tokens = int(0.8 * max(0, free - reserved) / (bytes_per_token * slots * num_methods * num_services))
     if context > max_tokens:
         raise MemoryBudgetError(
-            f"--context {context}: the free memory holds {max_tokens} tokens in each of {slots} slots. Choose a smaller "
-            "--context, fewer --slots or, on a CPU, a smaller --prefix-gib."
+            f"--context {context}: the free memory holds {max_tokens} tokens in each of {slots} slots. Choose fewer, "
+            "or fewer --slots or, on a CPU, a smaller --prefix-gib."
         )
     if not context and limit > max_tokens:
         note(
@@ -280,9 +256,9 @@ def _context(
         )
     context = context or min(limit, max_tokens)
     if runner.offload is None:
-        total_bytes = bytes_per_token * context * slots * num_methods
+        kv_bytes = bytes_per_token * context * slots * num_methods
         note(
-            f"{slots} slot{'s' * (slots > 1)} of {context:,} tokens: the KV takes at most {total_bytes / 2**30:.1f} GiB, "
+            f"{slots} slot{'s' * (slots > 1)} of {context:,} tokens: the KV takes {kv_bytes / 2**30:.1f} GiB at most, "
             f"the prefix cache {settings.prefix_cache_bytes / 2**30:.1f}."
         )
     return context

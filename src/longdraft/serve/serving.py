@@ -17,10 +17,11 @@ from typing import Any, Protocol
 
 from longdraft.errors import CapabilityError
 from longdraft.model.chat import encode, encode_conversation
-from longdraft.serve import openai, protocol, structured, tools
+from longdraft.serve import openai, structured, tools
 from longdraft.serve.choice import FINISH_REASONS, Choice, Delta
 from longdraft.serve.errors import ApiError, ContextOverflow
 from longdraft.serve.openai import ChatChoiceBuilder, ChoiceBuilder, CompletionChoiceBuilder, ResponseEnvelope
+from longdraft.serve.protocol import ChatCompletionRequest, ChatTemplateFields, CompletionRequest, TokenizeRequest
 from longdraft.serve.reasoning import THINK_END, THINK_START, ReasoningParser
 from longdraft.serve.responses import ResponsesAdapter
 from longdraft.serve.responses_request import ResponsesRequest
@@ -29,9 +30,7 @@ from longdraft.serve.tool_parser import ToolParser
 from longdraft.serve.tool_types import as_functions
 from longdraft.serve.worker import Update
 
-KEEP_ALIVE = Delta()
-"""Yielded in place of a delta when none has come for a while."""
-
+KEEP_ALIVE = Delta()  # yielded when no delta has come for a while
 # Tokens of the prompt's end to search for <think>, which a chat template may write there.
 _TAIL_TOKENS = 24
 # Fill-in-the-middle tokens (prefix, suffix, middle): those of Qwen-Coder and CodeGemma, and those of StarCoder.
@@ -155,14 +154,8 @@ def constraint_factory(constraint: structured.Constraint) -> Callable[[], struct
     return lambda: ready.pop() if ready else copy.deepcopy(constraint)
 
 
-def create_chat_completion(
-    service: Service, body: protocol.ChatCompletionRequest, tenant: str | None = None
-) -> PendingResponse:
-    """The pending response of ``/v1/chat/completions``.
-
-    Raises:
-        LongdraftError, ApiError: the request cannot be served.
-    """
+def create_chat_completion(service: Service, body: ChatCompletionRequest, tenant: str | None = None) -> PendingResponse:
+    """The pending response of ``/v1/chat/completions``. Raises LongdraftError or ApiError if it cannot be served."""
     service.check_model(body.model)
     functions, tool_types = as_functions(body.tools)
     tool_choice, callable_tools = tools.resolve_tool_choice(functions, body.tool_choice)
@@ -189,9 +182,7 @@ def create_chat_completion(
 
 
 def render_chat_prompt(
-    service: Service,
-    body: protocol.ChatCompletionRequest | protocol.TokenizeRequest,
-    tools_offered: Sequence[dict[str, Any]] = (),
+    service: Service, body: ChatCompletionRequest | TokenizeRequest, tools_offered: Sequence[dict[str, Any]] = ()
 ) -> tuple[list[int], bool]:
     """The prompt's token ids, up to where the model's answer begins, and whether they end inside ``<think>``."""
     messages, prefill = [message.for_template() for message in body.messages or ()], ""
@@ -208,7 +199,7 @@ def render_chat_prompt(
     return prompt, tail.endswith(THINK_START) or prefill.rfind(THINK_START) > prefill.rfind(THINK_END)
 
 
-def _template_kwargs(service: Service, body: protocol.ChatTemplateFields) -> dict[str, Any]:
+def _template_kwargs(service: Service, body: ChatTemplateFields) -> dict[str, Any]:
     """Variables for the chat template. Raises ApiError if ``chat_template_kwargs`` has an argument of the method."""
     kwargs: dict[str, Any] = {} if service.settings.think else {"enable_thinking": False}
     if body.reasoning_effort == "none":
@@ -285,7 +276,7 @@ def create_response(service: Service, body: ResponsesRequest, tenant: str | None
     return AdaptedResponse(service, chat.choices, chat.builders, adapter=adapter)
 
 
-def create_completion(service: Service, body: protocol.CompletionRequest, tenant: str | None = None) -> PendingResponse:
+def create_completion(service: Service, body: CompletionRequest, tenant: str | None = None) -> PendingResponse:
     """The pending response of ``/v1/completions``. Raises as :func:`create_chat_completion`."""
     service.check_model(body.model)
     prompts: Any = body.prompt
@@ -326,7 +317,7 @@ def _encode_prompt(service: Service, prompt: str | list[int], suffix: str) -> tu
     return token_ids, [vocab[token] for token in (*fim_tokens, *_FILE_SEPARATORS) if token in vocab]
 
 
-def tokenize(service: Service, body: protocol.TokenizeRequest) -> list[int]:
+def tokenize(service: Service, body: TokenizeRequest) -> list[int]:
     """Token ids of a text or a chat, for ``/tokenize``."""
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "Give a prompt, or messages.", param="prompt")

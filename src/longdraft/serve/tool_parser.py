@@ -44,18 +44,11 @@ class ToolParser:
     """
 
     def __init__(
-        self,
-        names: Iterable[str] = (),
-        calls_only: bool = False,
-        calls_at_start: bool = False,
+        self, names: Iterable[str] = (), calls_only: bool = False, calls_at_start: bool = False,
         tool_types: Mapping[str, str] = {},
-    ) -> None:
-        names, self._calls_only, self._calls_at_start, self._tool_types = (
-            list(names),
-            calls_only,
-            calls_at_start,
-            tool_types,
-        )
+    ) -> None:  # fmt: skip
+        self._calls_only, self._calls_at_start = calls_only, calls_at_start
+        names, self._tool_types = list(names), tool_types
         self._start_pattern, self._name_pattern = call_start_pattern(names, ARGUMENTS_KEY), call_start_pattern(names)
         self._pending = ""  # text that has not been reported
         self._before = "\n"  # the character before it

@@ -40,10 +40,7 @@ and nothing else."""
 def resolve_tool_choice(
     tools: Sequence[dict[str, Any]], tool_choice: str | Mapping[str, Any] | None
 ) -> tuple[str, list[dict[str, Any]]]:
-    """Checks tools and ``tool_choice``.
-
-    Returns:
-        "none", "auto", "required" or the name of the function to call, and the tools that may be called.
+    """Returns "none", "auto", "required" or the name of the function to call, and the tools that may be called.
 
     Raises:
         RequestError: a tool is not a named function, or the choice is unknown.
@@ -54,9 +51,8 @@ def resolve_tool_choice(
         function = function if isinstance(function, Mapping) else {}
         name = function.get("name")
         if not (isinstance(name, str) and name and isinstance(function.get("parameters") or {}, Mapping | bool)):
-            raise RequestError(
-                "tools are functions: {'type': 'function', 'function': {'name': ..., 'parameters': ...}}"
-            )
+            form = "{'type': 'function', 'function': {'name': ..., 'parameters': ...}}"
+            raise RequestError(f"tools are functions: {form}")
         by_name[name] = tool
     allowed = list(by_name)
     if isinstance(tool_choice, Mapping) and tool_choice.get("type") == "allowed_tools":
@@ -96,14 +92,9 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def tool_constraint(
-    tokenizer: PreTrainedTokenizerBase,
-    tools: Sequence[Mapping[str, Any]],
-    tool_choice: str,
-    parallel: bool,
-    prompt_len: int,
-    in_reasoning: bool = False,
-    answer_schema: Mapping[str, Any] | None = None,
-) -> Constraint | None:
+    tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]], tool_choice: str, parallel: bool,
+    prompt_len: int, in_reasoning: bool = False, answer_schema: Mapping[str, Any] | None = None,
+) -> Constraint | None:  # fmt: skip
     """The logits processor of an answer that may call tools ("auto") or must; None if nothing constrains it.
 
     Args:

@@ -85,12 +85,9 @@ class Worker:
     """
 
     def __init__(
-        self,
-        new_session: Callable[[str], Session],
-        slots: int,
-        max_waiting: int,
+        self, new_session: Callable[[str], Session], slots: int, max_waiting: int,
         on_idle: Callable[[], bool] = lambda: False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._new_session, self._slots, self._max_waiting, self._on_idle = new_session, slots, max_waiting, on_idle
         self._sessions: dict[str, Session] = {}
         self._running: dict[str, dict[int, RequestState]] = {}
