@@ -15,16 +15,14 @@ from longdraft.errors import CheckpointError, ConfigError
 from longdraft.files import atomic_write, file_errors, read_json, require_regular
 from longdraft.json_lines import JsonLines
 
-_FORMAT = {"format": "longdraft batch", "version": 1}
-_FSYNC_SECONDS = 5.0
+_FORMAT, _FSYNC_SECONDS = {"format": "longdraft batch", "version": 1}, 5.0
 
 
 class OutputFile:
     """The file to which rows are appended. The next run continues after the last complete row.
 
     Args:
-        provenance: the input and the settings; name -> JSON value.
-        line_numbers: of the input's rows, to check the file's rows; None: unknown.
+        provenance: the input and the settings; name -> JSON value. line_numbers: of the input's rows; None: unknown.
 
     Attributes:
         errors: number of rows that are errors. rows_at_start: number of rows that an earlier run has written.

@@ -21,7 +21,7 @@ from longdraft.serve.page import render_page
 from longdraft.serve.protocol import ChatCompletionRequest, CompletionRequest, TokenizeRequest, parse_body
 from longdraft.serve.responses_request import ResponsesRequest
 from longdraft.serve.service import Service
-from longdraft.serve.serving import KEEP_ALIVE, AdaptedResponse, PendingResponse
+from longdraft.serve.serving import KEEP_ALIVE, AdaptedResponse, PendingResponse, create_response
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=protocol.StrictModel)
@@ -141,16 +141,12 @@ class Endpoints:
         yield DONE_EVENT
 
     async def respond(self, request: Request) -> Response:
-        return await self._answer_adapted(
-            *await self._parse(request, ResponsesRequest, serving.create_response), request
-        )
+        return await self._adapted(*await self._parse(request, ResponsesRequest, create_response), request)
 
     async def message(self, request: Request) -> Response:
-        return await self._answer_adapted(*await self._parse(request, MessagesRequest, create_message), request)
+        return await self._adapted(*await self._parse(request, MessagesRequest, create_message), request)
 
-    async def _answer_adapted(
-        self, body: protocol.GenerationRequest, pending: AdaptedResponse, request: Request
-    ) -> Response:
+    async def _adapted(self, body: protocol.GenerationRequest, pending: AdaptedResponse, request: Request) -> Response:
         pending.submit()
         if not body.stream:
             return await self._full_response(pending, request)

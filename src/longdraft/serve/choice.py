@@ -130,8 +130,7 @@ class Choice(RequestState):
         echo: the prompt as text, to put before the answer; None: no echo.
 
     Attributes:
-        text, num_tokens: the answer so far. num_prefilled_tokens: of the prompt.
-        first_token_time: ``time.monotonic()``; 0 before the first token.
+        text, num_tokens: the answer so far. first_token_time: ``time.monotonic()``; 0 before the first token.
     """
 
     def __init__(
@@ -150,9 +149,8 @@ class Choice(RequestState):
 
     def _new_recorder(self) -> LogprobRecorder:
         assert self._num_logprobs is not None
-        if self._echo is None:
-            self._recorder = LogprobRecorder(self._num_logprobs)
-        else:
+        self._recorder = LogprobRecorder(self._num_logprobs)
+        if self._echo is not None:
             self._recorder = PromptLogprobRecorder(self._num_logprobs, prompt=self._prompt)
         return self._recorder
 

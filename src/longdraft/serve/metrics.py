@@ -47,12 +47,8 @@ class Metrics:
         self._accepted_at = counter("spec_decode_num_accepted_tokens_per_pos", "The same by position.", "position")
         self._verifications = counter("verifications", "Forwards of the model, without prefill.")
         self._verified = counter("verification_tokens", "Tokens emitted by verifications.")
-        self._time_to_first_token = histogram(
-            "time_to_first_token_seconds", "From a request's arrival to its first token.", _SECONDS
-        )
-        self._time_per_output_token = histogram(
-            "time_per_output_token_seconds", "Between tokens, a request's mean.", _PER_TOKEN
-        )
+        self._ttft = histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", _SECONDS)
+        self._tpot = histogram("time_per_output_token_seconds", "Between tokens, a request's mean.", _PER_TOKEN)
         self._latency = histogram("e2e_request_latency_seconds", "From a request's arrival to its end.", _SECONDS)
 
     def observe_choice(self, choice: Choice, reason: str) -> None:
@@ -71,10 +67,10 @@ class Metrics:
         for position, count in spec.num_accepted_tokens_per_pos.items():
             self._accepted_at.labels(self._model, position).inc(count)
         if choice.first_token_time:
-            self._time_to_first_token.labels(self._model).observe(choice.first_token_time - choice.arrival_time)
+            self._ttft.labels(self._model).observe(choice.first_token_time - choice.arrival_time)
             if result.new_tokens > 1:
                 seconds = max(0.0, choice.end_time - choice.first_token_time)
-                self._time_per_output_token.labels(self._model).observe(seconds / (result.new_tokens - 1))
+                self._tpot.labels(self._model).observe(seconds / (result.new_tokens - 1))
         self._latency.labels(self._model).observe(choice.end_time - choice.arrival_time)
 
     def count_failure(self, status: int) -> None:

@@ -19,7 +19,7 @@ class ReasoningParser:
 
     def __init__(self, in_reasoning: bool = False) -> None:
         self._pending = ""
-        # "opened" and "closed": a tag was read, and line breaks after it are skipped.
+        # "opened", "closed": skips line breaks after a tag.
         self._state: Literal["start", "opened", "reasoning", "closed", "answer"] = "opened" if in_reasoning else "start"
 
     @property

@@ -21,11 +21,7 @@ _ID_PREFIXES = {
 
 
 class ResponsesAdapter:
-    """Builds one response: reasoning, text and tool calls become output items in the order of time.
-
-    Args:
-        store_items: called with the output at the end, if the request has ``store``.
-    """
+    """Builds one response: reasoning, text and tool calls become output items in the order of time."""
 
     def __init__(
         self, envelope: ResponseEnvelope, body: ResponsesRequest, store_items: Callable[[list[dict[str, Any]]], None]
@@ -90,12 +86,11 @@ class ResponsesAdapter:
         return str(self._items[-1]["type"]) if is_open else None
 
     def _position(self) -> dict[str, Any]:
-        """The fields of an event that say where in the output it belongs."""
+        """An event's fields for the item in progress."""
         position = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
         return position | ({"content_index": 0} if self._items[-1]["type"] in _TEXT_ITEMS else {})
 
     def _begin(self, item_type: str, **fields: Any) -> Iterator[str]:
-        """Ends the item in progress, and begins another."""
         yield from self._end("completed")
         item_id = f"{_ID_PREFIXES[item_type]}_{secrets.token_hex(12)}"
         item = {"id": item_id, "type": item_type, "status": "in_progress", **fields}

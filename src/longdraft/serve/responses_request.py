@@ -7,17 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
+from longdraft.serve import protocol
 from longdraft.serve.errors import ApiError
-from longdraft.serve.protocol import (
-    ChatCompletionRequest,
-    ContentPart,
-    Effort,
-    MaxTokens,
-    SampledRequest,
-    StrictModel,
-    join_text,
-    replace_non_text,
-)
+from longdraft.serve.protocol import ChatCompletionRequest, ContentPart, Effort, MaxTokens, SampledRequest, StrictModel
 from longdraft.serve.tool_types import SHELL_PARAMETERS, is_unserved_item
 
 
@@ -36,7 +28,7 @@ class ResponseItem(StrictModel):
     arguments: str | dict[str, Any] = "{}"
     input: str = ""
     action: dict[str, Any] = Field(default_factory=dict)
-    output: Annotated[str | list[ContentPart], BeforeValidator(replace_non_text)] = ""
+    output: Annotated[str | list[ContentPart], BeforeValidator(protocol.replace_non_text)] = ""
     summary: list[ContentPart] | None = None
 
     @model_validator(mode="after")
@@ -51,9 +43,9 @@ class ResponseItem(StrictModel):
     def add_to(self, messages: list[dict[str, Any]]) -> None:
         """Adds the item to a chat's messages. Consecutive items of the assistant become one message."""
         if self.type.endswith("_output"):
-            messages.append({"role": "tool", "tool_call_id": self.call_id, "content": join_text(self.output)})
+            messages.append({"role": "tool", "tool_call_id": self.call_id, "content": protocol.join_text(self.output)})
             return
-        text = join_text(self.content or self.summary or "")
+        text = protocol.join_text(self.content or self.summary or "")
         if self.type == "reasoning" and not text:
             return
         role = self.role or "assistant"

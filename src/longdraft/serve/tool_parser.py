@@ -20,10 +20,7 @@ ARGUMENTS_KEY = r'\s{0,16},\s{0,16}"arguments"\s{0,16}:\s{0,16}(?=\{)'
 
 
 def call_start_pattern(names: Iterable[str], suffix: str = "") -> Any:
-    """The regex for the start of a call, with or without a tag (group ``bare``), of a function (group ``name``).
-
-    The text to search needs a line break before it. ``suffix``: a regex for what follows the name.
-    """
+    """The regex for the start of a tagged call, or of a bare one (groups ``bare`` and ``name``) behind a line break."""
     alternatives = "|".join(regex.escape(json.dumps(name, ensure_ascii=False)[1:-1]) for name in names)
     bare = rf'|{_BARE_PREFIX}(?P<bare>\{{\{{?\s{{0,16}}"name"\s{{0,16}}:\s{{0,16}}"(?P<name>{alternatives})"{suffix})'
     return regex.compile(TOOL_CALL_START + (bare if alternatives else ""))
@@ -52,8 +49,10 @@ class ToolParser:
         self._start_pattern, self._name_pattern = call_start_pattern(names, ARGUMENTS_KEY), call_start_pattern(names)
         self._pending = ""  # text that has not been reported
         self._before = "\n"  # the character before it
-        self._whitespace = ""  # leading white space, dropped if a call follows
-        self._has_text = False  # text other than white space has been reported
+        self._whitespace, self._has_text = (
+            "",
+            False,
+        )  # leading white space, dropped if a call follows; text was reported
         self._state: Literal["text", "tag", "arguments", "end"] = "text"
         self._is_tagged = True
         self._arguments = ""  # of the call in progress
@@ -100,9 +99,8 @@ class ToolParser:
         find, start = self._start_pattern.search, 1
         if self._calls_at_start:
             find, start = self._start_pattern.match, 1 + len(self._pending) - len(self._pending.lstrip())
-        match = None
-        if not (self._calls_at_start and self._has_text):
-            match = find(self._before + self._pending, start, partial=True)
+        is_answer = self._calls_at_start and self._has_text
+        match = None if is_answer else find(self._before + self._pending, start, partial=True)
         if match is None:
             text, self._pending = self._pending, ""
             return self._content(text)

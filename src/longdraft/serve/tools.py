@@ -17,16 +17,9 @@ from transformers import PreTrainedTokenizerBase
 
 from longdraft.errors import PromptError, RequestError
 from longdraft.model.chat import apply_chat_template
+from longdraft.serve import structured
 from longdraft.serve.reasoning import THINK_END, THINK_START
-from longdraft.serve.structured import (
-    LENIENT,
-    Constraint,
-    json_grammar,
-    lark_grammar,
-    lark_tag,
-    relax_tool_schema,
-    warn_not_followed,
-)
+from longdraft.serve.structured import Constraint, json_grammar, lark_grammar, lark_tag
 from longdraft.serve.tool_parser import ARGUMENTS_KEY, TOOL_CALL_END, TOOL_CALL_START, call_start_pattern
 from longdraft.serve.tool_types import tool_type
 
@@ -128,7 +121,7 @@ def tool_constraint(
         return build(tools)
     except RequestError:  # the parameters' schemas are too complex: constrains the names only
         names = [tool["function"]["name"] for tool in tools]
-        warn_not_followed(", ".join(names), "all of it")
+        structured.warn_not_followed(", ".join(names), "all of it")
         return build([{"function": {"name": name}} for name in names])
 
 
@@ -144,12 +137,12 @@ def _call_schema(tools: Sequence[Mapping[str, Any]], **options: Any) -> str:
         schema = schema if isinstance(schema, Mapping) else {}
         if "$ref" not in schema:
             schema = {**schema, "type": "object"}
-        parameters[def_name] = relax_tool_schema(schema, def_name, function["name"])
+        parameters[def_name] = structured.relax_tool_schema(schema, def_name, function["name"])
         calls.append({
             "type": "object", "required": ["name", "arguments"], "additionalProperties": False,
             "properties": {"name": {"const": function["name"]}, "arguments": {"$ref": f"#/$defs/{def_name}"}},
         })  # fmt: skip
-    guidance = {"whitespace_flexible": False, **LENIENT, **options}
+    guidance = {"whitespace_flexible": False, **structured.LENIENT, **options}
     return json.dumps({"anyOf": calls, "$defs": parameters, "x-guidance": guidance})
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from longdraft.errors import CapabilityError
 
@@ -81,9 +82,7 @@ class AttentionLayer:
         self._checked = True
 
 
-def read_interleaved_pages(
-    cache: torch.Tensor, block_ids: torch.Tensor, block_offsets: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def read_interleaved_pages(cache: Tensor, block_ids: Tensor, block_offsets: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values (n, kv_heads, head_dim) of n tokens from pages (pages, kv_heads, block_size, 2 head_dim).
 
     Args:
@@ -93,9 +92,7 @@ def read_interleaved_pages(
     return keys, values
 
 
-def read_vec_pages(
-    cache: torch.Tensor, block_ids: torch.Tensor, block_offsets: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def read_vec_pages(cache: Tensor, block_ids: Tensor, block_offsets: Tensor) -> tuple[Tensor, Tensor]:
     """:func:`read_interleaved_pages` for pages with the CPU backend's packing "vec"."""
     pages, heads, block_size, size = cache.shape
     keys, values = cache.view(pages, heads, 2, -1).unbind(2)

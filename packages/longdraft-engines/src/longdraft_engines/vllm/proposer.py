@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.round_result import RoundResult
@@ -97,16 +97,15 @@ class Proposer(ABC):
     def propose(
         self,
         sampled_token_ids: list[list[int]],
-        num_tokens_no_spec: np.ndarray[Any, Any],
-        token_ids_cpu: np.ndarray[Any, Any],
+        num_tokens_no_spec: NDArray[Any],
+        token_ids_cpu: NDArray[Any],
         slot_mappings: Any = None,
     ) -> list[list[int]]:
         """Drafted tokens for each request of vLLM's input batch.
 
         Args:
             sampled_token_ids: the new tokens of each request; none during its prefill.
-            num_tokens_no_spec, token_ids_cpu: (requests,) and (requests, max_model_len): number of its tokens, with the
-                new ones, and their ids.
+            num_tokens_no_spec, token_ids_cpu: (requests,) number of tokens, (requests, max_model_len) their ids.
         """
         del slot_mappings
         if self.runner is None:
@@ -136,9 +135,7 @@ class Proposer(ABC):
                 drafts[request.req_index] = list(tree.tokens[1 : 1 + max_drafted])
         return drafts
 
-    def _track(
-        self, req_id: str, req_index: int, token_ids: np.ndarray[Any, Any], num_new: int
-    ) -> TrackedRequest | None:
+    def _track(self, req_id: str, req_index: int, token_ids: NDArray[Any], num_new: int) -> TrackedRequest | None:
         """The request, updated by its ``num_new`` new tokens; None if no slot is free."""
         request = self._tracked.get(req_id)
         if request is not None and len(token_ids) != request.num_computed_tokens + 1 + num_new:  # missed a step
