@@ -105,11 +105,7 @@ class Row:
             self._parse_error = error
 
     def create_response(self, service: Service) -> PendingResponse:
-        """The row's pending response, to be submitted.
-
-        Raises:
-            ApiError, LongdraftError: the line is not a valid request.
-        """
+        """The row's pending response, to be submitted. Raises LongdraftError or ApiError if the line is no request."""
         if self._parse_error is not None:
             raise self._parse_error
         body = self._openai_body() if self._is_openai else self._own_body()

@@ -52,7 +52,7 @@ class LogprobRecorder:
         self.pending.append((topk.values.tolist(), topk.indices.tolist(), logprobs))
 
     def pop(self, token: int) -> tuple[float, list[tuple[int, float]]]:
-        """The emitted token's log-probability at the oldest pending position, and the top (token id, log-probability)."""
+        """The emitted token's log-probability at the oldest pending position, and the top (id, log-probability)."""
         topk_logprobs, topk_ids, logprobs = self.pending.popleft()
         return float(logprobs[token]), list(zip(topk_ids, topk_logprobs, strict=True))[: self.num_logprobs]
 

@@ -265,11 +265,7 @@ T = TypeVar("T", bound=StrictModel)
 
 
 def parse_body(model: type[T], body: bytes, content_type: str) -> T:
-    """Parses a request body.
-
-    Raises:
-        ApiError: it is not JSON, or not a valid ``model``.
-    """
+    """Parses a request body. Raises ApiError if it is not JSON, or not a valid ``model``."""
     if "json" not in content_type:
         raise ApiError(415, f"The body is JSON: say so with the header Content-Type: application/json, not with "
                        f"{content_type or 'none'!r}.", param="Content-Type")  # fmt: skip
@@ -286,11 +282,7 @@ def parse_body(model: type[T], body: bytes, content_type: str) -> T:
 
 
 def validate(model: type[T], values: Any) -> T:
-    """A ``model`` from JSON values.
-
-    Raises:
-        ApiError: they are not valid. It names the field.
-    """
+    """A ``model`` from JSON values. Raises ApiError, which names the field, if they are not valid."""
     try:
         return model.model_validate(values)
     except ValidationError as error:

@@ -109,16 +109,13 @@ class Service:
         num_logprobs: int | None = None, constraint_factory: Callable[[], Processor] | None = None,
         stop_token_ids: Sequence[int] = (), echo: str | None = None,
     ) -> list[Choice]:  # fmt: skip
-        """The ``n`` choices of a request, to be submitted.
+        """The ``n`` choices of a request, to be submitted. Raises ApiError if a value cannot be used.
 
         Args:
             num_logprobs: how many of the most probable tokens to report; None: no log-probabilities.
             constraint_factory: makes the logits processor of a grammar.
             stop_token_ids: further tokens that end the answer, besides the model's own.
             echo: the prompt as text, to put before the answer; None: no echo.
-
-        Raises:
-            ApiError: a value cannot be used.
         """
         settings = self.settings
         method = settings.methods[0] if body.method is None else body.method

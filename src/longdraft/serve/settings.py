@@ -87,7 +87,7 @@ def read_api_keys(file: Path) -> dict[str, str]:
             continue
         if len(words) > 2:
             raise RequestError(
-                f"--api-key-file {file}, line {number}: a name and a key, or a key, not {len(words)} words."
+                f"--api-key-file {file}, line {number}: a key, or a name and a key, not {len(words)} words."
             )
         name = words[0] if len(words) == 2 else f"key {number}"
         if name in keys or words[-1] in keys.values():

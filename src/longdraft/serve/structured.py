@@ -40,11 +40,7 @@ LENIENT = {"lenient": True, "coerce_one_of": True}
 
 
 def response_schema(response_format: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The JSON schema of OpenAI's ``response_format``; None if it is text.
-
-    Raises:
-        RequestError: an unknown type, or no schema.
-    """
+    """The JSON schema of OpenAI's ``response_format``; None if it is text. Raises RequestError if it has none."""
     kind = response_format.get("type")
     if kind == "text":
         return None
@@ -117,8 +113,7 @@ def relax_tool_schema(schema: Mapping[str, Any], def_name: str, tool_name: str) 
     """A tool's schema, to be embedded at ``#/$defs/{def_name}``. Properties that llguidance does not support allow any
     value, or all of the schema does. A warning is logged once."""
 
-    def check(schema: Mapping[str, Any]) -> tuple[bool, list[str]]:
-        """(is refused, warnings)."""
+    def check(schema: Mapping[str, Any]) -> tuple[bool, list[str]]:  # (is refused, warnings)
         embedding = {"$ref": f"#/$defs/{def_name}", "$defs": {def_name: schema}, "x-guidance": LENIENT}
         return LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_json_schema(json.dumps(embedding)))
 

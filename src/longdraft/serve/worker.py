@@ -122,8 +122,7 @@ class Worker:
         """Queues requests of one method, all or none.
 
         Raises:
-            QueueFull: too many wait now. Draining: :meth:`close` was called. RequestError: the queue could never hold
-                this many.
+            QueueFull: too many wait now. Draining: :meth:`close` was called. RequestError: more than can ever wait.
         """
         capacity = self._max_waiting + self._slots
         if len(states) > capacity:
