@@ -1,6 +1,6 @@
-"""Prompts on disk: there after a restart, bounded, and never damaged.
+"""The prompt cache on disk: it survives restarts, stays in its limit, and never uses damaged files.
 
-The engine is a stand-in on a cache with a folder behind it: the KV of a token is the token itself.
+No engine runs: the KV of a token is the token's id.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from tests.support import elsewhere
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 SHAPE = KVShape(2, 1, 4, torch.float32)
-# Bytes of a snapshot of n tokens: keys, values, tokens; and its head, at most.
-ROW, HEAD = SHAPE.bytes_per_token + 8, 1024
+# Bytes of a snapshot: for each token (keys, values, id), and its header at most.
+TOKEN_BYTES, HEADER_BYTES = SHAPE.bytes_per_token + 8, 1024
 TEXT = list(range(100))
 
 
 class Texts(DiskPromptCache):
-    """A cache that is open, with slots of 200 rows, where 4 tokens are worth a file."""
+    """An open cache with slots of 200 tokens and ``min_tokens=4``."""
 
     def __init__(
         self, folder: Path, most: int = 1 << 30, slots: int = 2, rows: int = 200, target: str = "target",
@@ -47,20 +47,20 @@ class Texts(DiskPromptCache):
         super().__init__(folder, target, most, 4)
         self.open(lambda slots, rows: KVStore(SHAPE, slots, rows, feature_layers=layers, feature_size=3), slots, rows)
 
-    def read(self, prompt: list[int], slot: int = 0, piece: int = 1) -> int:
-        """Reads a prompt as an engine does. How much of it was there."""
-        kept = self.reuse_prefix(slot, prompt, piece)
+    def read(self, prompt: list[int], slot: int = 0, chunk_size: int = 1) -> int:
+        """Prefills a prompt as an engine does. Returns how many of its tokens were cached."""
+        cached = self.reuse_prefix(slot, prompt, chunk_size)
         store = self.store
-        assert store is not None and store.lengths[slot] == kept
-        new = torch.tensor(prompt[kept:], dtype=torch.float32)[:, None]
+        assert store is not None and store.lengths[slot] == cached
+        new = torch.tensor(prompt[cached:], dtype=torch.float32)[:, None]
         for tensor in (store.keys, store.values):
-            tensor[:, slot, :, kept : len(prompt)] = new
+            tensor[:, slot, :, cached : len(prompt)] = new
         if store.features is not None:
-            store.features[slot, kept : len(prompt)] = new.expand(-1, store.features.shape[2])
-        store.commit(slot, range(len(prompt) - kept))
+            store.features[slot, cached : len(prompt)] = new.expand(-1, store.features.shape[2])
+        store.commit(slot, range(len(prompt) - cached))
         self.record_tokens(slot, prompt)
         assert self.held(slot) == prompt
-        return kept
+        return cached
 
     def held(self, slot: int) -> list[int]:
         """The tokens whose KV a slot holds."""
@@ -72,8 +72,8 @@ class Texts(DiskPromptCache):
         assert all(other == first for other in others)
         return first
 
-    def keep_all(self) -> int:
-        """How many files it has written."""
+    def save_all(self) -> int:
+        """Saves all slots. Returns the number of files written."""
         written = 0
         while self.save_next():
             written += 1
@@ -85,16 +85,16 @@ def files(folder: Path) -> list[Path]:
 
 
 def kept(folder: Path, *texts: list[int], **options) -> Path:
-    """Writes a file for each text, in this order; the path of one of them."""
+    """Writes a file for each text, in this order. Returns the path of one of them."""
     cache = Texts(folder, **options)
     for text in texts:
         cache.read(text)
-        assert cache.keep_all() == 1
+        assert cache.save_all() == 1
     return files(folder)[0]
 
 
 def sizes(folder: Path) -> list[int]:
-    """Tokens of each file, ascending."""
+    """Number of tokens of each file, sorted."""
     return sorted(map(length, files(folder)))
 
 
@@ -108,26 +108,26 @@ def family(i: int) -> list[int]:
 
 
 def room_for(texts: int) -> int:
-    """Bytes that hold so many texts of 60 tokens."""
-    return texts * (60 * ROW + HEAD)
+    """Bytes of this many texts of 60 tokens."""
+    return texts * (60 * TOKEN_BYTES + HEADER_BYTES)
 
 
 # --- reading ---
 
 
 @pytest.mark.parametrize(
-    ("prompt", "piece", "rows", "reused"),
+    ("prompt", "chunk_size", "capacity", "reused"),
     [
         ([*TEXT[:60], 7, 7], 1, 200, 60),
         ([7, *TEXT], 1, 200, 0),
         (TEXT, 1, 200, 99),  # the last token is read again
-        ([*TEXT[:60], 7], 25, 200, 50),  # only whole pieces are reused
-        ([*TEXT[:15], 7], 1, 20, 15),  # a long text's file serves slots with few rows
+        ([*TEXT[:60], 7], 25, 200, 50),  # only complete chunks are reused
+        ([*TEXT[:15], 7], 1, 20, 15),  # a long text's file serves short slots
     ],
 )
-def test_a_prompt_survives_a_restart(tmp_path, prompt, piece, rows, reused):
+def test_a_prompt_survives_a_restart(tmp_path, prompt, chunk_size, capacity, reused):
     kept(tmp_path, TEXT)
-    assert Texts(tmp_path, rows=rows).read(prompt, piece=piece) == reused
+    assert Texts(tmp_path, rows=capacity).read(prompt, piece=chunk_size) == reused
 
 
 # --- writing ---
@@ -137,8 +137,8 @@ def test_a_text_that_is_on_disk_or_short_is_not_written(tmp_path):
     cache = Texts(tmp_path, slots=4)
     for slot, text in enumerate((TEXT, TEXT[:30], [*TEXT[:50], 7, 7, 7], [1, 2, 3])):
         cache.read(text, slot)
-    assert cache.keep_all() == 1
-    assert Texts(tmp_path).keep_all() == 0  # nor is one of which nothing was decoded
+    assert cache.save_all() == 1
+    assert Texts(tmp_path).save_all() == 0  # nor is an empty slot
 
 
 def test_a_text_that_grows_is_one_file_and_is_written_when_a_quarter_is_new(tmp_path):
@@ -184,7 +184,7 @@ def test_the_least_recently_used_text_is_deleted(tmp_path):
     st.lists(st.tuples(st.integers(0, 3), st.integers(4, 90), st.integers(0, 2), st.booleans()), max_size=12),
 )
 def test_slots_hold_their_prompts_and_files_stay_in_their_limit_whatever_comes(tmp_path_factory, most, asked):
-    folder, most = tmp_path_factory.mktemp("kept"), most * 1000 + HEAD
+    folder, most = tmp_path_factory.mktemp("kept"), most * 1000 + HEADER_BYTES
     save = snapshot.save
 
     def used():
@@ -192,7 +192,7 @@ def test_slots_hold_their_prompts_and_files_stay_in_their_limit_whatever_comes(t
 
     def bounded(store, slot, tokens, target, path, kind):
         """There is room before anything is written."""
-        assert used() + len(tokens) * ROW <= most
+        assert used() + len(tokens) * TOKEN_BYTES <= most
         save(store, slot, tokens, target, path, kind)
 
     cache = Texts(folder, most, slots=3)
@@ -207,10 +207,10 @@ def test_slots_hold_their_prompts_and_files_stay_in_their_limit_whatever_comes(t
 
 
 def test_a_text_that_is_larger_than_the_limit_is_not_kept_and_shorter_ones_are(tmp_path, caplog):
-    cache = Texts(tmp_path, 40 * ROW + HEAD)
+    cache = Texts(tmp_path, 40 * TOKEN_BYTES + HEADER_BYTES)
     cache.read(TEXT, 0)
     cache.read([7, *TEXT[:30]], 1)
-    assert cache.keep_all() == 1 and not cache.save_next()
+    assert cache.save_all() == 1 and not cache.save_next()
     assert sizes(tmp_path) == [31] and len(caplog.records) == 1
 
 
@@ -234,7 +234,7 @@ def test_a_full_disk_is_reported_once_and_nothing_is_lost(tmp_path, caplog, free
 
 
 def test_writing_that_fails_leaves_nothing_behind_but_what_was_there(tmp_path, caplog):
-    """It fails by the system's limit for files."""
+    """The system's limit of file sizes makes it fail."""
     kept(tmp_path, TEXT[:20])
     before = files(tmp_path)
     cache = Texts(tmp_path)
@@ -250,7 +250,7 @@ def test_writing_that_fails_leaves_nothing_behind_but_what_was_there(tmp_path, c
 
 
 def with_metadata(**changed: str) -> Callable[[Path], object]:
-    """A change of what a file says of itself."""
+    """A function that changes a file's metadata."""
 
     def change(path: Path) -> None:
         with safe_open(path, framework="pt") as file:
@@ -259,7 +259,7 @@ def with_metadata(**changed: str) -> Callable[[Path], object]:
     return change
 
 
-# Each is a miss; "damaged" files are deleted, and the log says so.
+# Each is a cache miss. "damaged" files are deleted with a warning.
 CHANGES: dict[str, Callable[[Path], object]] = {
     "gone": Path.unlink,
     "damaged: cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
@@ -287,7 +287,7 @@ def test_a_file_that_is_not_what_was_written_is_not_used(tmp_path, caplog, chang
     else:
         CHANGES[change](file)
         cache = Texts(tmp_path)
-    assert cache.read([*TEXT, 7]) == 0  # the ten of the slot are lost: they could have been overwritten
+    assert cache.read([*TEXT, 7]) == 0  # the slot's ten tokens are lost too: their KV could have been overwritten
     assert not change.startswith("damaged") or (not files(tmp_path) and "snapshot" in caplog.text)
 
 
@@ -317,7 +317,7 @@ def test_a_file_is_read_only_if_it_has_the_hidden_states_that_are_needed(tmp_pat
     kept(tmp_path, TEXT)
     cache = Texts(tmp_path, layers=(1, 2))
     assert cache.read(TEXT) == 0
-    assert cache.keep_all() == 1  # with the hidden states
+    assert cache.save_all() == 1  # with the hidden states
     for layers, reused in (((1, 2), 99), ((), 99), ((0, 2), 0)):
         assert Texts(tmp_path, layers=layers).read(TEXT) == reused
 
@@ -357,15 +357,15 @@ def test_a_file_that_memory_has_no_room_for_is_a_miss_and_stays(tmp_path, caplog
 
 
 def keep_for_ever(folder: Path) -> None:
-    """Texts that grow, and others: files come and go all the time."""
-    cache = Texts(folder, most=20 * (HEAD + 100 * ROW))
+    """Growing texts and others, so that files are written and deleted all the time."""
+    cache = Texts(folder, most=20 * (HEADER_BYTES + 100 * TOKEN_BYTES))
     for i in range(1 << 30):
         cache.read([i // 8 % 50, *range(10 + i % 8 * 20)])
         cache.save_next()
 
 
 def kill_at_any_time(folder: Path) -> None:
-    """In a process of its own; whatever is there can be used."""
+    """Kills the process at any time, 12 times. The files left can be used."""
     for number in range(12):
         if not (child := os.fork()):
             keep_for_ever(folder)
