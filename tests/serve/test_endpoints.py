@@ -152,7 +152,7 @@ def test_log_probabilities_are_the_models_own_before_temperature_and_penalties(r
 
 
 def test_penalties_and_biases_are_openais(running):
-    """The presence penalty is subtracted once if a token is in the output, the frequency penalty for each occurrence."""
+    """The presence penalty is subtracted once for a token in the output, the frequency penalty for each occurrence."""
     prompt = TOKENIZER.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
     expected: list[int] = []
     while len(expected) < 30:
