@@ -49,7 +49,7 @@ def make_app(service: Service) -> FastAPI:
         ("/", endpoints.page),
     ):  # fmt: skip
         app.get(path, response_model=None)(get)
-    app.head("/v1/messages", response_model=None)(lambda: Response())  # some clients probe the server so
+    app.head("/v1/messages", response_model=None)(lambda: Response())  # clients probe the server with it
     for error in (ApiError, LongdraftError, TimeoutError, HTTPException, Exception):
         app.add_exception_handler(error, endpoints.on_error)
     return app

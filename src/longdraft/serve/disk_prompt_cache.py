@@ -84,7 +84,7 @@ class DiskPromptCache(PromptCache):
             self._scan_folder()
 
     def reuse_prefix(self, slot: int, prompt: Sequence[int], chunk_size: int = 1, rope_regime: str = "") -> int:
-        """:meth:`PromptCache.reuse_prefix`, but first loads a file that has more of the prompt than memory has."""
+        """:meth:`PromptCache.reuse_prefix` after loading a file, if one has more of the prompt than memory has."""
         self._written.discard(slot)
         prompt = to_array(prompt)
         tokens = prompt[:-1]
@@ -126,13 +126,13 @@ class DiskPromptCache(PromptCache):
     def _best_match(self, tokens: array[int], rope_regime: str) -> tuple[Path | None, int]:
         """The usable file that shares the longest prefix with ``tokens``, and the length of that."""
         assert self.store is not None
-        needed, best, longest = self.store.feature_layers, None, 0
+        needed, best_path, best_len = self.store.feature_layers, None, 0
         for path, file in self._files.items():
             if file.rope_regime == rope_regime and (not needed or file.feature_layers == needed):
                 shared = common_prefix_len(file.tokens, tokens)
-                if shared > longest:
-                    best, longest = path, shared
-        return best, longest
+                if shared > best_len:
+                    best_path, best_len = path, shared
+        return best_path, best_len
 
     def _write(self, slot: int, tokens: array[int]) -> bool:
         assert self.store is not None

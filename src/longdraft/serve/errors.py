@@ -79,8 +79,8 @@ class ContextOverflow(ApiError):
         super().__init__(400, message, param=param, code="context_length_exceeded")
 
     def anthropic_body(self, message: str = "") -> dict[str, Any]:
-        most = min(self.max_model_len, self.prompt_tokens - 1)
-        return super().anthropic_body(f"prompt is too long: {self.prompt_tokens} tokens > {most} maximum")
+        max_prompt_tokens = min(self.max_model_len, self.prompt_tokens - 1)
+        return super().anthropic_body(f"prompt is too long: {self.prompt_tokens} tokens > {max_prompt_tokens} maximum")
 
 
 def to_api_error(error: Exception, prompt_field: str = "messages") -> ApiError:

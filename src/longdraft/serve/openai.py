@@ -110,29 +110,29 @@ class ChatChoiceBuilder(ChoiceBuilder):
         return {"index": self._index, "finish_reason": None, "delta": {}}
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        messages: list[dict[str, Any]] = []  # OpenAI's deltas of the message
+        message_deltas: list[dict[str, Any]] = []
         text, finish_reason = delta.text, FINISH_REASONS.get(delta.finish_reason)
         if self._reasoning_parser is not None and (text or finish_reason):
             reasoning, text = self._reasoning_parser.push(text, last=finish_reason is not None)
             is_reasoning = self._reasoning_parser.in_reasoning or reasoning
             self.reasoning_tokens += len(delta.token_ids) * bool(is_reasoning)
-            messages = [{"reasoning_content": reasoning}] if reasoning and self._include_reasoning else []
+            message_deltas = [{"reasoning_content": reasoning}] if reasoning and self._include_reasoning else []
         if text:
-            messages += [{"content": text}] if self._tool_parser is None else self._tool_parser.push(text)
+            message_deltas += [{"content": text}] if self._tool_parser is None else self._tool_parser.push(text)
         if finish_reason is not None and self._tool_parser is not None:
             rest, tool_reason = self._tool_parser.finish(cut=delta.finish_reason != "eos")
-            messages += rest
+            message_deltas += rest
             finish_reason = tool_reason or finish_reason
         token_ids = self._add_tokens(delta)
-        if not messages and (delta.logprobs or token_ids or finish_reason):
-            messages = [{}]
+        if not message_deltas and (delta.logprobs or token_ids or finish_reason):
+            message_deltas = [{}]
         self._finish_reason = finish_reason
         chunks = []
-        for i, message in enumerate(messages):
-            self._add(message)
+        for i, message_delta in enumerate(message_deltas):
+            self._add(message_delta)
             role = {} if self._role_sent else {"role": "assistant", "content": ""}
             self._role_sent = True
-            chunk = self.empty_chunk() | {"delta": role | message}
+            chunk = self.empty_chunk() | {"delta": role | message_delta}
             if self._include_logprobs:
                 chunk["logprobs"] = self._logprobs_object(delta.logprobs if i == 0 else ())
             chunks.append(chunk | (token_ids if i == 0 else {}))
@@ -140,11 +140,11 @@ class ChatChoiceBuilder(ChoiceBuilder):
             chunks[-1]["finish_reason"] = finish_reason
         return chunks
 
-    def _add(self, message: dict[str, Any]) -> None:
+    def _add(self, message_delta: dict[str, Any]) -> None:
         """Adds a delta to the complete message."""
-        self._content += message.get("content", "")
-        self._reasoning += message.get("reasoning_content", "")
-        for call in message.get("tool_calls", ()):
+        self._content += message_delta.get("content", "")
+        self._reasoning += message_delta.get("reasoning_content", "")
+        for call in message_delta.get("tool_calls", ()):
             if "id" in call:
                 call_type = call["type"]
                 self._tool_calls.append({"id": call["id"], "type": call_type, call_type: dict(call[call_type])})

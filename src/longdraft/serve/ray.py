@@ -96,7 +96,7 @@ def deployment_options(
             raise RequestError(f"--ray-config {config_file} holds no options: name: value, of Ray Serve's deployment.")
     options = {
         "ray_actor_options": {"num_cpus": cpus, "num_gpus": gpus},
-        "max_ongoing_requests": settings.slots + settings.queue + 16,  # the replica's queue is full before: 429
+        "max_ongoing_requests": settings.slots + settings.queue + 16,  # not reached: full replicas answer 429
         "graceful_shutdown_timeout_s": drain_timeout,
         "health_check_period_s": 5,
         "max_constructor_retry_count": 1,  # a failure to start would only be repeated

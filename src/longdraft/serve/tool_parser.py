@@ -49,10 +49,7 @@ class ToolParser:
         self._start_pattern, self._name_pattern = call_start_pattern(names, ARGUMENTS_KEY), call_start_pattern(names)
         self._pending = ""  # text that has not been reported
         self._before = "\n"  # the character before it
-        self._whitespace, self._has_text = (
-            "",
-            False,
-        )  # leading white space, dropped if a call follows; text was reported
+        self._whitespace, self._has_text = "", False  # leading white space, dropped if a call follows
         self._state: Literal["text", "tag", "arguments", "end"] = "text"
         self._is_tagged = True
         self._arguments = ""  # of the call in progress

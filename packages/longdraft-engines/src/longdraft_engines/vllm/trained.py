@@ -140,8 +140,8 @@ class LongSpec(TrainedProposer):
 
 
 class SpecExtend(TrainedProposer):
-    """Drafts chains with a small language model. It has its own KV, of which it sees the chunks that a layer of the
-    target attends to (SpecExtend, section 2.2).
+    """Drafts chains with a small language model. It sees only the chunks of its own KV that a layer of the target
+    attends to (SpecExtend, section 2.2).
 
     Further options: ``chunk``, ``chunks``, ``every``, ``layer``, ``sink``, ``recent``: those of method ``specextend``.
     """
