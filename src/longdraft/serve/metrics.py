@@ -36,36 +36,37 @@ class Metrics:
         gauge("num_requests_running", "Running requests.", lambda: get_load()[0])
         gauge("num_requests_waiting", "Waiting requests.", lambda: get_load()[1])
         self._requests = counter("request_success", "Requests that ended, by the reason.", "finished_reason")
-        self._failed = counter("request_failure", "Requests that were refused or failed, by status.", "status")
-        self._prompt = counter("prompt_tokens", "Prompt tokens.")
-        self._output = counter("generation_tokens", "Emitted tokens.")
+        self._failures = counter("request_failure", "Requests that were refused or failed, by status.", "status")
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens.")
+        self._generation_tokens = counter("generation_tokens", "Emitted tokens.")
         self._cache_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._cache_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self._drafts = counter("spec_decode_num_drafts", "Verifications that had drafted tokens.")
-        self._drafted = counter("spec_decode_num_draft_tokens", "Drafted tokens.")
-        self._accepted = counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
-        self._accepted_at = counter("spec_decode_num_accepted_tokens_per_pos", "The same by position.", "position")
+        self._draft_tokens = counter("spec_decode_num_draft_tokens", "Drafted tokens.")
+        self._accepted_tokens = counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
+        self._accepted_per_pos = counter("spec_decode_num_accepted_tokens_per_pos", "The same by position.", "position")
         self._verifications = counter("verifications", "Forwards of the model, without prefill.")
-        self._verified = counter("verification_tokens", "Tokens emitted by verifications.")
+        self._verified_tokens = counter("verification_tokens", "Tokens emitted by verifications.")
         self._ttft = histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", _SECONDS)
         self._tpot = histogram("time_per_output_token_seconds", "Between tokens, a request's mean.", _PER_TOKEN)
         self._latency = histogram("e2e_request_latency_seconds", "From a request's arrival to its end.", _SECONDS)
 
     def observe_choice(self, choice: Choice, reason: str) -> None:
         """Records a choice that has ended."""
-        result, spec = choice.result, choice.spec_stats
+        result, stats = choice.result, choice.spec_stats
         self._requests.labels(self._model, reason).inc()
         if result is None:
             return
         for metric, value in (
-            (self._prompt, result.prompt_tokens), (self._output, result.new_tokens), (self._drafts, spec.num_drafts),
+            (self._prompt_tokens, result.prompt_tokens), (self._generation_tokens, result.new_tokens),
             (self._cache_queries, result.prompt_tokens), (self._cache_hits, result.cached_tokens),
-            (self._drafted, spec.num_draft_tokens), (self._accepted, spec.num_accepted_tokens),
-            (self._verifications, spec.num_rounds), (self._verified, spec.num_emitted_tokens),
+            (self._drafts, stats.num_drafts), (self._draft_tokens, stats.num_draft_tokens),
+            (self._accepted_tokens, stats.num_accepted_tokens),
+            (self._verifications, stats.num_rounds), (self._verified_tokens, stats.num_emitted_tokens),
         ):  # fmt: skip
             metric.labels(self._model).inc(value)
-        for position, count in spec.num_accepted_tokens_per_pos.items():
-            self._accepted_at.labels(self._model, position).inc(count)
+        for position, count in stats.num_accepted_tokens_per_pos.items():
+            self._accepted_per_pos.labels(self._model, position).inc(count)
         if choice.first_token_time:
             self._ttft.labels(self._model).observe(choice.first_token_time - choice.arrival_time)
             if result.new_tokens > 1:
@@ -74,7 +75,7 @@ class Metrics:
         self._latency.labels(self._model).observe(choice.end_time - choice.arrival_time)
 
     def count_failure(self, status: int) -> None:
-        self._failed.labels(self._model, status).inc()
+        self._failures.labels(self._model, status).inc()
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
