@@ -119,9 +119,9 @@ def read_checkpoint(
     problems = [f"{key} (not there)" for key in sorted(info["missing_keys"])]
     problems += [f"{key} ({tuple(has)}, not {tuple(need)})" for key, has, need in sorted(info["mismatched_keys"])]
     if problems:
-        shown = ", ".join(problems[:5]) + (f", and {len(problems) - 5} more" if len(problems) > 5 else "")
+        listed = ", ".join(problems[:5]) + (f", and {len(problems) - 5} more" if len(problems) > 5 else "")
         advice = "It is incomplete or made for another architecture: fetch or save it again."
-        raise CheckpointError(f"The checkpoint {name} does not fit its config; weights at fault: {shown}. {advice}")
+        raise CheckpointError(f"The checkpoint {name} does not fit its config; weights at fault: {listed}. {advice}")
     return LoadedModel(model, tokenizer)
 
 

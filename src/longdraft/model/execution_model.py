@@ -148,7 +148,7 @@ class HostedModel:
 
 
 # Weak references: runners hold what they use, and a user's hook in a copy may refer to the model.
-_hosted: WeakKeyDictionary[PreTrainedModel, ref[HostedModel]] = WeakKeyDictionary()
+_hosted_models: WeakKeyDictionary[PreTrainedModel, ref[HostedModel]] = WeakKeyDictionary()
 
 
 def host_model(model: PreTrainedModel) -> HostedModel:
@@ -159,14 +159,14 @@ def host_model(model: PreTrainedModel) -> HostedModel:
     """
     with model_lock(model):
         quantised.decompress(model)
-        reference = _hosted.get(model)
-        hosted = None if reference is None else reference()
-        if hosted is None:
-            hosted = HostedModel(model)
-            _hosted[model] = ref(hosted)
+        reference = _hosted_models.get(model)
+        hosted_model = None if reference is None else reference()
+        if hosted_model is None:
+            hosted_model = HostedModel(model)
+            _hosted_models[model] = ref(hosted_model)
         else:
-            hosted.sync_with_model(model)
-        return hosted
+            hosted_model.sync_with_model(model)
+        return hosted_model
 
 
 def placement_of(model: PreTrainedModel) -> tuple[object, ...]:

@@ -35,7 +35,9 @@ _IGNORED_SETTINGS = frozenset(
 )
 _EXCLUDED = MODULE_ATTRIBUTES | IGNORED_ATTRIBUTES | _IGNORED_SETTINGS | {"_is_hf_initialized"}
 # Names that attributes had in the digests of snapshots on disk. (Class names and ``_woven`` are in them as well.)
-_DIGEST_NAMES = {"rows_per_matrix": "outs", "saved_by_parent": "inside", "expert_count": "count"}
+_DIGEST_NAMES = {
+    "rows_per_matrix": "outs", "saved_by_parent": "inside", "expert_count": "count", "dtype_sample": "like",
+}  # fmt: skip
 # Attributes that transformers recomputes for the length of the last text.
 _LENGTH_DEPENDENT = ("inv_freq", "attention_scaling", "max_seq_len_cached")
 
@@ -97,7 +99,7 @@ def _tensors(modules: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
         for members in (module._parameters, module._buffers, vars(module)):
             for key, tensor in members.items():
                 if isinstance(tensor, torch.Tensor) and not _depends_on_length(module, key):
-                    yield f"{index} {key}", tensor
+                    yield f"{index} {_DIGEST_NAMES.get(key, key)}", tensor
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

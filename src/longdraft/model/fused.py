@@ -55,7 +55,7 @@ class FusedLayers:
         self._model, self._is_quantized = model, False
         cpu_kernels = kernels() if model.device.type == "cpu" and model.dtype == torch.float32 else None
         self.on_gpu = gpu_layers.supports(model)
-        self.layer_kinds = LayerKinds.of(model) if cpu_kernels is not None or self.on_gpu else None
+        self.layer_kinds = LayerKinds.from_model(model) if cpu_kernels is not None or self.on_gpu else None
         if self.layer_kinds is None:
             return
         if cpu_kernels is None:

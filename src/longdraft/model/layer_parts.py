@@ -181,7 +181,7 @@ class LayerKinds(NamedTuple):
     rotary: nn.Module
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> LayerKinds | None:
+    def from_model(cls, model: PreTrainedModel) -> LayerKinds | None:
         """None if a layer attends twice or reads another's KV, or if there is no rotary embedding."""
         layers, layout, rotary = hosting.decoder_layers(model), layout_of(model), rotary_module(model)
         has_attention = [hasattr(layer, "self_attn") for layer in layers]

@@ -76,7 +76,7 @@ class RotaryEmbedding:
                 f"The draft's RoPE parameters {dict(parameters)} cannot be used ({error!r}): correct its config.json, "
                 "or load it with others: rope_theta=, rope_factor=."
             ) from error
-        self._like = torch.empty(1, dtype=dtype, device=device)
+        self._dtype_sample = torch.empty(1, dtype=dtype, device=device)
         # These kinds change frequencies beyond the trained length. A draft sees a window of that length wherever the
         # window lies, so it keeps the first frequencies.
         self._keeps_frequencies = parameters.get("rope_type") in ("dynamic", "longrope")
@@ -85,8 +85,8 @@ class RotaryEmbedding:
         """cos and sin (T, head_dim) at positions (T,), YaRN's attention factor included."""
         if self._keeps_frequencies:
             cos, sin = (x * self.attention_scaling for x in self.rotation(positions))
-            return cos.to(self._like.dtype), sin.to(self._like.dtype)
-        cos, sin = self.module(self._like, positions[None])
+            return cos.to(self._dtype_sample.dtype), sin.to(self._dtype_sample.dtype)
+        cos, sin = self.module(self._dtype_sample, positions[None])
         return cos[0], sin[0]
 
     @property

@@ -138,19 +138,19 @@ class ArrangedLinear(nn.Module):
 class StoredEmbedding(StoredWeights):
     """``nn.Embedding`` with a stored matrix; its outputs are multiplied by ``scale`` (Gemma 3)."""
 
-    like: torch.Tensor
+    dtype_sample: torch.Tensor
 
     def __init__(self, matrix: QuantizedMatrix, scale: float = 1.0) -> None:
         super().__init__(matrix)
         self.scale = scale
         self.num_embeddings, self.embedding_dim = matrix.shape
         # Follows the model's casts: its dtype is that of the outputs.
-        self.register_buffer("like", torch.empty(0, **CPU_FLOAT32), persistent=False)
+        self.register_buffer("dtype_sample", torch.empty(0, **CPU_FLOAT32), persistent=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids (...) -> (..., size)."""
         rows = dequantize(self.matrix.select_rows(ids.flatten()))
-        rows = rows.to(self.like.dtype).view(*ids.shape, self.embedding_dim)
+        rows = rows.to(self.dtype_sample.dtype).view(*ids.shape, self.embedding_dim)
         return rows if self.scale == 1.0 else rows * torch.tensor(self.scale, dtype=rows.dtype, device="cpu")
 
 
