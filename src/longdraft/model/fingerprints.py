@@ -34,9 +34,10 @@ _IGNORED_SETTINGS = frozenset(
     ("transformers_version", "name_or_path", "architectures", "dtype", "kernel_config", "hf_device_map", "loss_type")
 )
 _EXCLUDED = MODULE_ATTRIBUTES | IGNORED_ATTRIBUTES | _IGNORED_SETTINGS | {"_is_hf_initialized"}
-# Names that attributes had in the digests of snapshots on disk. (Class names and ``_woven`` are in them as well.)
+# Names of attributes in digests, so that snapshots on disk stay valid. (Class names are in them as well.)
 _DIGEST_NAMES = {
     "rows_per_matrix": "outs", "saved_by_parent": "inside", "expert_count": "count", "dtype_sample": "like",
+    "_repacked": "_woven",
 }  # fmt: skip
 # Attributes that transformers recomputes for the length of the last text.
 _LENGTH_DEPENDENT = ("inv_freq", "attention_scaling", "max_seq_len_cached")

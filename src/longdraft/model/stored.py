@@ -40,16 +40,16 @@ class StoredWeights(nn.Module):
 
     def __init__(self, matrix: QuantizedMatrix) -> None:
         super().__init__()
-        self.format, self.int8, self._woven = matrix.format, matrix.int8, matrix.repacked
+        self.format, self.int8, self._repacked = matrix.format, matrix.int8, matrix.repacked
         self.register_buffer("data", matrix.data, persistent=False)
 
     @property
     def matrix(self) -> QuantizedMatrix:
-        return QuantizedMatrix(self.data, self.format, self.int8, self._woven)
+        return QuantizedMatrix(self.data, self.format, self.int8, self._repacked)
 
     def repack(self, cpu_kernels: Kernels, memory: torch.Tensor) -> None:
         """Repacks the matrix for int8 arithmetic into ``memory``."""
-        self._woven = cpu_kernels.repack(self.matrix, memory).repacked
+        self._repacked = cpu_kernels.repack(self.matrix, memory).repacked
 
     @property
     def weight(self) -> torch.Tensor:

@@ -131,9 +131,7 @@ def validate_hosting(model: PreTrainedModel) -> KVLayout:
 def _try_hosting(copy: PreTrainedModel, custom: bool) -> KVLayout:
     """Compares a hosted copy's logits with the model's, and returns its layout.
 
-    Args:
-        custom: host it by :mod:`.custom_attention`.
-    """
+    ``custom`` hosts it by :mod:`.custom_attention`."""
     name, implementation = type(copy).__name__, hosting.decoder_config(copy)._attn_implementation
     generator = torch.Generator().manual_seed(0)
     shape = (_PREFIX_LEN + len(_TREE_MASK),)
