@@ -50,11 +50,11 @@ class Desk:
 
     def plain(self, rows: DraftBatch, inputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs and logits."""
-        attends, going = rows.attends(self.caches[0]), rows.outputs("cpu")
+        attends, going = rows.attend_fns(self.caches[0]), rows.output_rows("cpu")
 
         def cross(q):
             keys, values, lengths = self.text
-            own = zip(q.split(rows.going, dim=1), rows.slots, lengths, strict=False)
+            own = zip(q.split(rows.num_outputs, dim=1), rows.slots, lengths, strict=False)
             parts = [partial_attention(x, keys[s, :, :n], values[s, :, :n], D**-0.5)[0] for x, s, n in own]
             return torch.cat(parts, dim=1).to(q.dtype)
 
@@ -66,10 +66,10 @@ class Desk:
             for slot in slots:
                 cache.make_room(slot, width)
                 cache.commit(slot, width)
-        self.compare(DraftBatch.new(self.caches[0], slots, width), best)
+        self.compare(DraftBatch.from_new_tokens(self.caches[0], slots, width), best)
 
     def compare(self, rows: DraftBatch, best: int) -> None:
-        inputs = self.inputs(rows.width * len(rows.slots))
+        inputs = self.inputs(rows.query_len * len(rows.slots))
         near = {"rtol": 1e-4, "atol": 1e-3}
         out, logits = self.plain(rows, inputs)
         text = self.text if self.longspec else None
@@ -94,10 +94,10 @@ def test_a_level_is_what_the_module_says(kind, level):
     desk.read((0,), 7, 3)
     desk.read((2, 0), 4, 131)
     first = torch.eye(5, dtype=torch.bool).expand(2, -1, -1)
-    desk.compare(DraftBatch.nodes(desk.caches[0], (2, 0), 1, first), 1)
+    desk.compare(DraftBatch.from_level(desk.caches[0], (2, 0), 1, first), 1)
     chosen = torch.stack([first[0][[0, 0, 3]], first[1][[4, 1, 1]]])
     second = torch.cat([chosen, torch.eye(3, dtype=torch.bool).expand(2, -1, -1)], dim=2)
-    desk.compare(DraftBatch.nodes(desk.caches[0], (2, 0), 2, second), 10)
+    desk.compare(DraftBatch.from_level(desk.caches[0], (2, 0), 2, second), 10)
 
 
 @pytest.mark.skipif(kernels() is None, reason="no kernels here")
