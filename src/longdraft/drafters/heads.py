@@ -170,11 +170,11 @@ class HeadsDrafter(TreeDrafter):
     def __init__(self, draft: HeadsDraft, _self_drafter: SelfDrafter | None = None, **options: Any) -> None:
         config, tree_options = parse("heads", options, *self.options)
         num_heads = draft.shape.heads
-        if config.heads is not None and config.heads > num_heads:
-            raise ValueError(
-                f"heads must be a whole number from 1 to {num_heads}, which the draft has, got {config.heads}"
-            )
         self.heads = config.heads or num_heads
+        if self.heads > num_heads:
+            raise ValueError(
+                f"heads must be a whole number from 1 to {num_heads}, which the draft has, got {self.heads}"
+            )
         self.draft, self.self_drafter = draft, _self_drafter
         max_depth, tree = self.heads + (_self_drafter is not None), tree_options.config("static")
         if tree.depth > max_depth and (tree_options.widths is not None or tree_options.depth is not None):
@@ -230,11 +230,8 @@ class HeadsDrafter(TreeDrafter):
         return self.grow(sequences, draft_logits, ids, logits.device, limit)
 
     def _hidden_states(self, sequences: SequenceOf[Sequence]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Hidden states (B, hidden) of the target's last layer, before its final norm.
-
-        With a self-drafter, those of the roots, and its logits (B, vocabulary) there. Else those of the tokens before
-        the roots, since the target has not computed the roots yet, and None.
-        """
+        """Hidden states (B, hidden) of the target's last layer, before its final norm: with a self-drafter those of the
+        roots, and its logits (B, vocabulary) there; else those of the tokens before the roots, and None."""
         store, logits = self._store, None
         positions = [s.length - 2 for s in sequences]
         if self.self_drafter is not None:
@@ -244,8 +241,7 @@ class HeadsDrafter(TreeDrafter):
             store = self.self_drafter.cache.store
             positions = [store.lengths[s.slot] for s in sequences]  # scratch entries after the view
         assert store.features is not None
-        features = [store.features[s.slot, i] for s, i in zip(sequences, positions, strict=True)]
-        return torch.stack(features), logits
+        return torch.stack([store.features[s.slot, i] for s, i in zip(sequences, positions, strict=True)]), logits
 
     def observe(self, round_result: RoundResult) -> None:
         if self.self_drafter is not None:

@@ -88,10 +88,8 @@ class SmallLMDrafter(RetrievalDrafter):
             self.retrieval = _streaming(sink, recent, max_tokens, new_tokens)
         elif view == "retrieval":
             sizes = {"layer": draft.retrieval_layer} | retrieval_sizes
-            recent = RECENT if recent is None else recent
-            self.retrieval = make_retrieval(
-                **sizes, sink=sink, recent=recent, max_tokens=max_tokens, new_tokens=new_tokens
-            )
+            sizes |= {"sink": sink, "recent": RECENT if recent is None else recent}
+            self.retrieval = make_retrieval(**sizes, max_tokens=max_tokens, new_tokens=new_tokens)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         self.bound, self._store = self.draft.bind(runner), store
@@ -222,9 +220,9 @@ def make_repositioned_cache(
     keys = KeyRotation(runner, prefill_capacity)
     store = runner.new_store(slots, prefill_capacity + max(scratch, view.max_new), resident=True)
     # Entries are gathered from it, and it is never attended to.
-    full_store = KVStore(runner.kv_shape, slots, capacity, runner.device)
+    full = KVStore(runner.kv_shape, slots, capacity, runner.device)
     return RepositionedKVCache(
-        store, full_store, scratch, retrieval, keys.rotate, keys.unrotate, chunk_size, prefill_capacity
+        store, full, scratch, retrieval, keys.rotate, keys.unrotate, chunk_size, prefill_capacity
     )
 
 
@@ -248,12 +246,8 @@ class SmallLMRound(LMDraftRound):
         return logprobs, ids
 
     def _feed_new_tokens(self, level: TreeLevel, top_k: int) -> tuple[torch.Tensor, ...]:
-        """Feeds and commits the new tokens of each sequence, the root last.
-
-        Returns:
-            For the roots' children: logits (B', 1, draft vocabulary) if ``top_k`` is 0, else log-probabilities and
-            draft ids (B', 1, top_k).
-        """
+        """Feeds and commits the new tokens of each sequence, the root last. Returns for the roots' children: logits
+        (B', 1, draft vocabulary) if ``top_k`` is 0, else log-probabilities and draft ids (B', 1, top_k)."""
         self._drafter.forwards += 1
         sequences = self.sequences_of(level)
         slots, chains = [s.slot for s in sequences], [self._small_lm.new_tokens(s) for s in sequences]

@@ -119,7 +119,7 @@ class CostModel:
         return self._pace * self._bias_of(num_tokens, len(kv_lens))[0] * self._table_seconds(num_tokens, kv_lens)
 
     def observe(self, num_tokens: int, kv_lens: Sequence[int], seconds: float) -> None:
-        """Learns from a round. Other work on the machine slows all rounds (pace), a table's error some of them (bias)."""
+        """Learns from a round: other work on the machine slows all rounds (pace), a table's error some (bias)."""
         ratio = seconds / self._table_seconds(num_tokens, kv_lens)
         ratio = min(max(ratio, self._pace / OUTLIER_FACTOR), self._pace * OUTLIER_FACTOR)
         bias, count = self._bias_of(num_tokens, len(kv_lens))

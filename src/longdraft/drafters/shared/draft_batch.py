@@ -47,10 +47,8 @@ class DraftBatch:
     def from_new_tokens(
         cls, cache: DraftCache, slots: Sequence[int], query_len: int, num_mask_tokens: int = 0
     ) -> DraftBatch:
-        """The last ``query_len`` committed tokens of each sequence, and mask tokens after them.
-
-        Outputs are computed for the last token, the root, and for the mask tokens.
-        """
+        """The last ``query_len`` committed tokens of each sequence, and mask tokens after them. Outputs are computed
+        for the root, which is the last committed token, and for the mask tokens."""
         ends = [cache.store.lengths[slot] + num_mask_tokens for slot in slots]
         kv_ranges = tuple((cache.window_start(slot), end) for slot, end in zip(slots, ends, strict=True))
         num_outputs = 1 + num_mask_tokens
@@ -80,10 +78,8 @@ class DraftBatch:
         return indices[:, self.query_len - self.num_outputs :].flatten()
 
     def attend_fns(self, cache: DraftCache) -> list[SelfAttend]:
-        """The self-attention of each layer, which also writes the tokens' keys and values to the cache.
-
-        With several layers all tokens are queries, because the next layer's keys are computed from their outputs.
-        """
+        """The self-attention of each layer, which also writes the tokens' keys and values to the cache. With several
+        layers all tokens are queries, because the next layer's keys are computed from their outputs."""
         num_layers = cache.store.shape.layers
         if num_layers == 1 and attends_batched(cache):
             return [batched_attend(cache, DeviceBatch.make(cache, self), self.max_kv_len)]
@@ -113,8 +109,7 @@ class DraftBatch:
 
     def _visible_to_all(self, cache: DraftCache, i: int) -> _VisibleKV:
         """The entries that all tokens of sequence i attend to: causally, each in its own window."""
-        is_level = self.num_outputs == self.query_len and not self.num_mask_tokens and self.mask is not None
-        if is_level:
+        if self.num_outputs == self.query_len and not self.num_mask_tokens and self.mask is not None:  # a tree level
             return self._visible_to_outputs(cache, i)
         end, window = self.kv_ranges[i][1], cache.window or self.kv_ranges[i][1]
         first_query = end - self.query_len
@@ -152,22 +147,17 @@ class DeviceBatch(NamedTuple):
 
     @classmethod
     def make(
-        cls,
-        cache: DraftCache,
-        draft_batch: DraftBatch,
-        padded_query_len: int | None = None,
-        padded_batch_size: int | None = None,
+        cls, cache: DraftCache, batch: DraftBatch, padded_query_len: int = 0, padded_batch_size: int = 0
     ) -> DeviceBatch:
-        """Makes the tensors, with one copy to the device (and one of the mask, if it is on the host).
+        """Makes the tensors, with one copy to the device, and one of the mask if it is on the host.
 
         Args:
-            padded_query_len: pad W to this, and S to the cache's scratch space.
-            padded_batch_size: pad B to this. Padding sequences attend to the first entry of the first sequence's slot.
+            padded_query_len: if not 0, pad W to this, and S to the cache's scratch space.
+            padded_batch_size: if not 0, pad B to this. Padding sequences attend to the first entry of the first slot.
         """
         # Padding tokens write to the last entry of a slot, which no query attends to.
         device, padding_entry = cache.store.device, cache.store.capacity - 1
-        slots, query_len, kv_ranges = draft_batch.slots, draft_batch.query_len, draft_batch.kv_ranges
-        mask = draft_batch.mask
+        slots, query_len, kv_ranges, mask = batch.slots, batch.query_len, batch.kv_ranges, batch.mask
         if mask is None:
             mask = torch.empty(len(slots), 1, 0, dtype=torch.bool, device=device)
         batch_size, width = padded_batch_size or len(slots), padded_query_len or query_len
@@ -191,7 +181,7 @@ class DeviceBatch(NamedTuple):
         write_indices = words[: len(write_words)].view(torch.long).view(-1, width, 2)
         slots_t, kv_starts, kv_lens = words[len(write_words) :].view(3, -1)[:, :batch_size].unbind()
         mask = to_device(mask, device)
-        if padded_query_len is not None:
+        if padded_query_len:
             mask = F.pad(mask, (0, cache.scratch - mask.shape[2], 0, 0, 0, num_padding))
         return cls(write_indices, slots_t, kv_starts, kv_lens, mask)
 

@@ -38,6 +38,8 @@ MAX_NEW_TOKENS = 64
 # their positions, or (B, 1, d) if all are at one; for EAGLE's drafts also features (B, W, size): the target's for new
 # tokens, the parents' outputs for nodes.
 Inputs = tuple[torch.Tensor, ...]
+# (slots, KV lengths, q) -> output: see ``_cross_attend``.
+CrossFn = Callable[..., torch.Tensor]
 
 
 class BoundDraft:
@@ -87,12 +89,7 @@ class BoundDraft:
 
 
 def _forward(
-    bound: BoundDraft,
-    uses_target_features: bool,
-    cross: Callable[..., torch.Tensor] | None,
-    top_k: int,
-    num_inputs: int,
-    *args: Any,
+    bound: BoundDraft, uses_target_features: bool, cross: CrossFn | None, top_k: int, num_inputs: int, *args: Any
 ) -> tuple[torch.Tensor, ...]:
     """The children's features (T, hidden), and their logits or top k. No side effects but KV writes, for capturing.
 
@@ -161,12 +158,8 @@ class DraftRound:
         return logprobs, ids
 
     def logits_or_topk(self, level: TreeLevel, top_k: int) -> tuple[torch.Tensor, ...]:
-        """Feeds a level to the draft.
-
-        Returns:
-            For the children of each node: logits (B' * W, draft vocabulary) if ``top_k`` is 0, else log-probabilities
-            and draft ids (B' * W, top_k).
-        """
+        """Feeds a level to the draft. Returns for the children of each node: logits (B' * W, draft vocabulary) if
+        ``top_k`` is 0, else log-probabilities and draft ids (B' * W, top_k)."""
         self._drafter.forwards += 1
         batch, inputs = self.node_inputs(level) if level.depth else self.root_inputs(level)
         features, *result = self.forward(batch, inputs, top_k, uses_target_features=not level.depth)
@@ -179,20 +172,19 @@ class DraftRound:
         sequences = [self.sequences[i] for i in level.sequence_indices]
         ends = [drafter.num_inputs(s) for s in sequences]
         width = self._num_fed_tokens(sequences, ends)
-        for s, end in zip(sequences, ends, strict=True):
-            drafter.prefill(s, end - width)
+        spans = [(s, end - width, end) for s, end in zip(sequences, ends, strict=True)]
+        for s, start, end in spans:
+            drafter.prefill(s, start)
             num_new = end - cache.context_len(s.slot)
             cache.make_room(s.slot, num_new)
             cache.commit(s.slot, num_new)
-        spans = [(s, end - width, end) for s, end in zip(sequences, ends, strict=True)]
         tokens = [token for span in spans for token in drafter.input_tokens(*span)]
         # Positions of the tokens, and of the levels after them.
-        starts = [cache.next_position(s.slot) - width for s in sequences]
-        positions = [start + i for start in starts for i in range(width + self._depth - 1)]
-        tokens_and_positions = to_device([*tokens, *positions], self._device)  # one copy
-        token_ids = tokens_and_positions[: len(tokens)].view(len(sequences), width)
-        rotary = self._bound.rotary(tokens_and_positions[len(tokens) :])
-        cos, sin = (x.unflatten(0, (len(sequences), -1)) for x in rotary)
+        num_positions = width + self._depth - 1
+        positions = [cache.next_position(s.slot) - width + i for s in sequences for i in range(num_positions)]
+        numbers = to_device([*tokens, *positions], self._device)
+        token_ids = numbers[: len(tokens)].view(len(sequences), width)
+        cos, sin = (x.unflatten(0, (len(sequences), -1)) for x in self._bound.rotary(numbers[len(tokens) :]))
         self._root_level, self._next_rotary = level, (cos[:, width:], sin[:, width:])
         features = [drafter.target_features(s.slot, start, end) for s, start, end in spans]
         stacked = [torch.stack(states)] if (states := [x for x in features if x is not None]) else []
@@ -227,11 +219,8 @@ class DraftRound:
     def slots(self, level: TreeLevel) -> tuple[int, ...]:
         return tuple(self.sequences[i].slot for i in level.sequence_indices)
 
-    def _cross_attention(
-        self, draft_batch: DraftBatch
-    ) -> tuple[Callable[..., torch.Tensor] | None, tuple[torch.Tensor, ...], Hashable]:
-        """The cross-attention to the target's KV, its input tensors (B, ...), and the part of a CUDA graph's key that
-        identifies that KV. (None, (), ()) if the draft has no cross-attention."""
+    def _cross_attention(self, draft_batch: DraftBatch) -> tuple[CrossFn | None, tuple[torch.Tensor, ...], Hashable]:
+        """The cross-attention to the target's KV or None, its input tensors (B, ...), and a CUDA graph's key for it."""
         target_kv = self._drafter.target_kv(draft_batch.slots)
         if target_kv is None:
             return None, (), ()
@@ -247,15 +236,8 @@ class DraftRound:
     def forward(
         self, batch: DraftBatch, inputs: Inputs, top_k: int, uses_target_features: bool = False
     ) -> tuple[torch.Tensor, ...]:
-        """One forward of the draft.
-
-        Args:
-            uses_target_features: features in ``inputs``, if any, are the target's.
-
-        Returns:
-            Features (B * T, hidden) of the children of the T output tokens, then logits or top k as
-            :meth:`logits_or_topk`.
-        """
+        """Runs the draft. Returns features (B * T, hidden) for the children of the T output tokens, then logits or top
+        k as :meth:`logits_or_topk`. ``uses_target_features``: features in ``inputs``, if any, are the target's."""
         uses_target_features = uses_target_features and len(inputs) > 3
         if self._bound.fused_level is not None:
             block_inputs = self._bound.block_inputs(uses_target_features, *inputs)

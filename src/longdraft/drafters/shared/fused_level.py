@@ -66,12 +66,9 @@ class FusedLevel:
     def __call__(
         self, batch: DraftBatch, inputs: BlockInputs, cache: DraftCache, target_kv: TargetKV | None, top_k: int
     ) -> tuple[torch.Tensor, ...]:
-        """Runs the draft on a batch, and writes its keys and values to the cache.
-
-        Returns:
-            Outputs (B * T, hidden) before the final norm, then logits (B * T, draft vocabulary) if ``top_k`` is 0, else
-            log-probabilities and draft ids (B * T, top_k).
-        """
+        """Runs the draft on a batch, and writes its keys and values to the cache. Returns outputs (B * T, hidden)
+        before the final norm, then logits (B * T, draft vocabulary) if ``top_k`` is 0, else log-probabilities and
+        draft ids (B * T, top_k)."""
         starts, ends = zip(*batch.kv_ranges, strict=True)
         target_lens = None if target_kv is None else target_kv[2]
         query_lens, mask = (batch.query_len,) * len(batch.slots), batch.mask

@@ -61,12 +61,9 @@ class LMDraftRound:
         """The batch of the forward over a level, whose KV lies after that of the levels before. Counts the forward."""
         self._drafter.forwards += 1
         sequences, (batch_size, width) = self.sequences_of(level), level.tokens.shape
-        mask = self._ancestors.add(level)
+        slots, roots = [s.slot for s in sequences], [self.root_position(s) for s in sequences]
+        depths, mask = [[level.depth] * width] * batch_size, self._ancestors.add(level)
+        offset = mask.shape[2] - width
         return self._store.make_forward_batch(
-            [s.slot for s in sequences],
-            level.tokens,
-            root_positions=[self.root_position(s) for s in sequences],
-            depths=[[level.depth] * width] * batch_size,
-            mask=mask,
-            tree_offset=mask.shape[2] - width,
+            slots, level.tokens, root_positions=roots, depths=depths, mask=mask, tree_offset=offset
         )
