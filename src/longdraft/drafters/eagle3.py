@@ -198,15 +198,9 @@ class Eagle3Drafter(BlockDrafter):
             chunk_size = max(1, min(PREFILL_CHUNK, (view.capacity - view.sink) // 2))
             return RepositionedKVCache(
                 store, full, self.scratch, self.retrieval,
-<<<<<<< HEAD
                 lambda keys, positions: apply_rotary(keys, *rotary.rotation(positions)),
                 lambda keys, positions: apply_rotary(keys, *rotary.rotation(-positions)),
                 chunk_size, view.capacity,
-=======
-                lambda keys, places: apply_rotary(keys, *rotary.rotation(places)),
-                lambda keys, places: apply_rotary(keys, *rotary.rotation(-places)),
-                piece, view.capacity,
->>>>>>> origin/main
             )  # fmt: skip
         # RoPE depends on distances only, and in a window all distances are within the trained length. So the positions
         # need not be moved back to 0. No sequence outgrows the store's capacity.
