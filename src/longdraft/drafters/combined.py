@@ -56,8 +56,7 @@ class CombinedDrafter(Drafter):
 
     def use_chains(self) -> bool:
         """Proposes the better of two chains."""
-        are_chains = [drafter.use_chains() for drafter in (self.lookup, self.draft_model)]
-        self._chains = all(are_chains)
+        self._chains = all([self.lookup.use_chains(), self.draft_model.use_chains()])
         return self._chains
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:

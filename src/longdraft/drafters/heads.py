@@ -46,10 +46,7 @@ INITIAL_NORM_SCALE = 0.3
 @dataclass(frozen=True)
 class HeadsShape:
     """Sizes. The hidden size is the target's.
-
-    Attributes:
-        own_norms: each head has its own norm before the target's head, as in TokenSwift's published heads.
-    """
+    ``own_norms``: each head has its own norm before the target's head, as in TokenSwift's published heads."""
 
     hidden_size: int
     heads: int

@@ -137,18 +137,12 @@ class SingleForwardRound(DraftRound):
     @abstractmethod
     def forward_all_depths(self, level: TreeLevel, k: int) -> tuple[torch.Tensor, ...]:
         """Runs the forward; returns ``logprobs``, ``ids`` and ``correction_inputs`` of a :class:`DepthTopk`.
-
-        Args:
-            level: the roots. k: number of likeliest tokens of a depth.
-        """
+        ``level``: the roots. ``k``: number of likeliest tokens of a depth."""
 
     @abstractmethod
     def corrected_scores(self, level: TreeLevel, topk: DepthTopk) -> torch.Tensor:
         """Unnormalized log-probabilities (B', W, M) of the candidates for the children of each node.
-
-        Args:
-            topk: of the level's depth and sequences.
-        """
+        ``topk``: of the level's depth and sequences."""
 
     @property
     def num_candidates(self) -> int:

@@ -277,9 +277,7 @@ class SelfDrafter(TreeDrafter):
     @torch.inference_mode()
     def verify(self, sequences: SequenceOf[Sequence], trees: list[TokenTree]) -> list[torch.Tensor]:
         """Logits (at least tree.size, vocabulary) on the views, for a tree of each sequence rooted at its last token.
-
-        The views must hold everything before the roots: call :meth:`update_views` first.
-        """
+        The views must hold everything before the roots: call :meth:`update_views` first."""
         self.forwards += 1
         slots, root_positions = [s.slot for s in sequences], [s.length - 1 for s in sequences]
         out = verify_trees(self.runner, self.cache.store, slots, trees, root_positions)

@@ -59,9 +59,7 @@ def mixed_match_probabilities(matches: SequenceOf[tuple[int, int]], pseudo_count
 
 class OnlinePlattScaler:
     """Calibrates probabilities by a line in log-odds (Platt scaling), learned online.
-
-    It also learns from proposals that were not verified, because the next token becomes known in any case.
-    """
+    It also learns from proposals that were not verified, because the next token becomes known in any case."""
 
     # Learning rate of the shift; the slope's is a tenth. Half and twice these values are as good.
     RATE = 0.05

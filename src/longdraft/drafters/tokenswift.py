@@ -35,10 +35,7 @@ PHRASE_LENGTH, NUM_PHRASES = 4, 20
 
 class PhraseTable:
     """Counts the n-grams of a growing output. The cost of a token does not depend on the output's length.
-
-    Args:
-        n: tokens of a phrase. k: number of phrases that are ranked for each first token.
-    """
+    ``k``: number of phrases that are ranked for each first token."""
 
     def __init__(self, n: int, k: int) -> None:
         self.n, self.k = n, k

@@ -87,10 +87,7 @@ class PriorDraftGain:
 
 class DraftGain:
     """The learned gain of drafting in a round: tokens it adds where no lookup proposes any, and plain steps it takes.
-
-    Args:
-        prior: counts as ``PRIOR_WEIGHT`` rounds. For one sequence, the gain over all sequences.
-    """
+    ``prior`` counts as ``PRIOR_WEIGHT`` rounds; for one sequence, it is the gain over all sequences."""
 
     def __init__(self, prior: PriorDraftGain | DraftGain) -> None:
         self._prior = prior

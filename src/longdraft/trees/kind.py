@@ -109,9 +109,7 @@ class TreeConfig:
 
     def fit(self, limit: NodeLimit | None) -> TreeConfig:
         """Returns the shape to grow within a planner's limit: a chain stays a chain, others become an OPT-Tree.
-
-        Returns this shape if there is no limit, or if the user chose it.
-        """
+        Returns this shape if there is no limit, or if the user chose it."""
         if limit is None or self.is_user_defined:
             return self
         if self.name == "chain":
@@ -177,14 +175,13 @@ IndexSelect = Callable[[Sequence[int], torch.Tensor], torch.Tensor]
 class _StopRule:
     """Decides for which sequences an OPT-Tree gets another level, and how many nodes of the last level are expanded.
 
-    A node is accepted with about the probability that the draft gives its path. So the expected accepted length is the
-    sum of the path probabilities, and the best tree of N nodes has the N most probable paths. Another level follows
-    while the last one made the expected accepted length of the best N candidates longer by more than the threshold,
-    which is the cost of a draft forward in tokens. A node that is not better than the N-th best candidate has no
-    descendant among the best, so it is not expanded.
+    The expected accepted length is the sum of the path probabilities, so the best tree of N nodes has the N most
+    probable paths. Another level follows if the last one increased this sum, over the best N candidates, by more than
+    the threshold, the cost of a draft forward in tokens. A node that is not among the best N candidates has no
+    descendant among them, so it is not expanded.
 
     A CPU decides by the level itself. On a GPU, to avoid a wait, the host reads the result of the level before. So a
-    tree there may have one level more, and it expands as many nodes as ``top_k`` allows.
+    tree there may have one level more, and ``top_k`` nodes of each are expanded.
     """
 
     def __init__(self, config: TreeConfig, threshold: float, roots: TreeLevel) -> None:

@@ -16,9 +16,7 @@ from longdraft.trees.tree import TokenTree
 
 def padded_ancestor_mask(trees: Sequence[TokenTree], size: int) -> torch.Tensor:
     """Returns (B, size, size) bool on the host: True where node i attends to node j.
-
-    Padding nodes attend to themselves only.
-    """
+    Padding nodes attend to themselves only."""
     # Built as bytes, because torch would need three calls for each node.
     rows: list[bytearray] = []
     for tree in trees:
@@ -35,10 +33,7 @@ def make_tree_batch(
     store: KVStore, slots: Sequence[int], trees: Sequence[TokenTree], root_positions: Sequence[int] | None = None
 ) -> ForwardBatch:
     """Makes the batch of a forward over one tree for each slot. Smaller trees are padded; no node attends to padding.
-
-    Args:
-        root_positions: position of each root; None: after the slot's committed tokens.
-    """
+    ``root_positions``: position of each root; None: after the slot's committed tokens."""
     if all(tree.is_chain for tree in trees):
         return store.make_forward_batch(slots, [tree.tokens for tree in trees], root_positions=root_positions)
     size = max(tree.size for tree in trees)
@@ -61,9 +56,7 @@ class AncestorMask:
 
     def add(self, level: TreeLevel) -> torch.Tensor:
         """Adds a level; returns (B', W, S) bool on its device: which of the S nodes so far its W nodes attend to.
-
-        Nodes of the first level attend to themselves only. They are the roots, or their children.
-        """
+        Nodes of the first level, which are the roots or their children, attend to themselves only."""
         batch, width = level.tokens.shape
         mask = _identity_mask(width, level.tokens.device).expand(batch, -1, -1)
         if self._level is not None:

@@ -160,10 +160,7 @@ def tree_from_paths(
     root: int, paths: Iterable[Sequence[int]], logprobs: Iterable[Sequence[float]] = repeat(())
 ) -> TokenTree:
     """Makes the prefix tree of several continuations, so that a shared prefix is verified once.
-
-    Args:
-        logprobs: of the tokens of each path, as for :func:`chain_tree`.
-    """
+    ``logprobs``: of the tokens of each path, as for :func:`chain_tree`."""
     return merge_trees(chain_tree(root, ()), *(chain_tree(root, *path) for path in zip(paths, logprobs, strict=False)))
 
 

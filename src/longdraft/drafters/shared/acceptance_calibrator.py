@@ -21,11 +21,7 @@ _MIN_PROBABILITY = 1e-9
 
 
 class AcceptanceCalibrator:
-    """Estimates the agreement rate ``a`` of a draft.
-
-    Args:
-        prior_rate: the estimate before the first observation.
-    """
+    """Estimates the agreement rate ``a`` of a draft. ``prior_rate``: the estimate before the first observation."""
 
     def __init__(self, prior_rate: float) -> None:
         self._prior = prior_rate

@@ -188,10 +188,7 @@ class DeviceBatch(NamedTuple):
 
 def batched_attend(cache: DraftCache, device_batch: DeviceBatch, max_kv_len: int) -> SelfAttend:
     """Attention of all sequences in one call: q (Hq, B * T, d), k and v (Hkv, B * W, d). Writes k and v to the cache.
-
-    Args:
-        max_kv_len: upper bound on the numbers of visible entries, by which the kernel splits its work.
-    """
+    ``max_kv_len``: upper bound on the numbers of visible entries, by which the kernel splits its work."""
     keys, values = cache.store.layer(0)
     slots, entries = device_batch.write_indices.reshape(-1, 2).unbind(1)
     metadata = hybrid.HybridMetadata.build(

@@ -142,11 +142,7 @@ class DraftLayer(nn.Module):
 
 class DraftBlock(nn.Module):
     """Base of blocks. A subclass defines :meth:`combine_inputs` and the ``norm`` before the head.
-
-    Attributes:
-        has_fused_kernel: our CPU kernels can compute it.
-        later_layers: the layers after the first.
-    """
+    ``has_fused_kernel``: our CPU kernels can compute it. ``later_layers``: the layers after the first."""
 
     shape: Any
     norm: nn.Module

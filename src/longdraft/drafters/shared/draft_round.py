@@ -77,10 +77,7 @@ class BoundDraft:
 
     def block_inputs(self, uses_target_features: bool, tokens: torch.Tensor, *others: torch.Tensor) -> BlockInputs:
         """Converts :data:`Inputs` to the block's inputs (B * W, ...): embeddings, features, cos and sin.
-
-        Args:
-            uses_target_features: the features are the target's, and still to be projected.
-        """
+        ``uses_target_features``: the features are the target's, and still to be projected."""
         batch_size, width = tokens.shape[:2]
         cos, sin, *features = (t.expand(batch_size, width, -1).flatten(0, 1) for t in others)
         g = self.block.project_features(features[0]) if uses_target_features else features[0] if features else None
@@ -130,11 +127,7 @@ def _cross_attend(
 
 
 class DraftRound:
-    """Drafts the trees of one round for a batch.
-
-    Args:
-        depth: maximum number of levels.
-    """
+    """Drafts the trees of one round for a batch, with at most ``depth`` levels."""
 
     def __init__(self, drafter: BlockDrafter, sequences: list[Sequence], depth: int) -> None:
         self.sequences, self._drafter, self._depth = sequences, drafter, depth
@@ -262,9 +255,7 @@ class DraftRound:
         key: Hashable,
     ) -> tuple[torch.Tensor, ...] | None:
         """Replays ``forward`` from a captured CUDA graph; returns None if there is none.
-
-        The nodes of a level are padded to a captured size. New tokens are not: their number must be such a size.
-        """
+        The nodes of a level are padded to a captured size. New tokens are not: their number must be such a size."""
         graphs, cache = self._graphs, self._cache
         query_len = graphs.padded_query_len(batch.query_len)
         has_all_outputs = batch.num_outputs == batch.query_len

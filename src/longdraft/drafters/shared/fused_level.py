@@ -36,11 +36,7 @@ def draft_kernels(runner: TargetRunner, head_dim: int) -> Kernels | None:
 
 
 class FusedLevel:
-    """Computes a tree level in one kernel call.
-
-    Args:
-        head: (draft vocabulary, hidden) weight.
-    """
+    """Computes a tree level in one kernel call. ``head``: (draft vocabulary, hidden) weight."""
 
     def __init__(self, kernels: Kernels, block: DraftBlock, head: torch.Tensor | QuantizedMatrix) -> None:
         layer, shape = block.first_layer, block.shape

@@ -77,10 +77,7 @@ class RetrievalOptions(ChunkOptions):
 
 class RetrievalDrafter(TreeDrafter):
     """Base of drafters that can attend to retrieved chunks of the context only.
-
-    Attributes:
-        retrieval: chooses the chunks; None: the draft attends to all of the context.
-    """
+    ``retrieval`` chooses the chunks; None: the draft attends to all of the context."""
 
     retrieval: Retrieval | None = None
 

@@ -14,11 +14,7 @@ from longdraft.trees.tree import NO_LIMIT, NodeLimit, TokenTree
 
 
 class TreeDrafter(Drafter):
-    """Drafts trees of one shape.
-
-    Attributes:
-        tree: the shape.
-    """
+    """Drafts trees of one shape, ``tree``."""
 
     tree: TreeConfig
 
