@@ -30,7 +30,9 @@ def state(index: OccurrenceIndex) -> tuple[object, ...]:
     return index.token_ids, [[p - index.num_dropped for p in index.occurrences(token, ALL)] for token in every]
 
 
-def followed(text: list[int], max_matches: int = ALL, max_length: int = ALL, min_resume_length: int | None = None) -> SuffixMatches:
+def followed(
+    text: list[int], max_matches: int = ALL, max_length: int = ALL, min_resume_length: int | None = None
+) -> SuffixMatches:
     """Matches of a text's end in the text itself."""
     index = OccurrenceIndex()
     matches = SuffixMatches(index, max_length, max_matches, min_resume_length)
@@ -103,10 +105,10 @@ def test_matches_in_a_store_do_not_go_across_its_texts(texts, text):
 
 def test_a_long_match_goes_on_behind_a_token_that_differs():
     text = [1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4]
-    matches = followed([*text, 9], resumed=4)
+    matches = followed([*text, 9], min_resume_length=4)
     assert matches.lengths == {5: 1}
-    assert followed([*text, 9, 6], resumed=4).lengths == {6: 2}
-    assert followed([*text, 9], resumed=5).lengths == {}
+    assert followed([*text, 9, 6], min_resume_length=4).lengths == {6: 2}
+    assert followed([*text, 9], min_resume_length=5).lengths == {}
 
 
 def test_a_text_is_not_resumed_behind_its_end():
