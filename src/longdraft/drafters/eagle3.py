@@ -164,7 +164,7 @@ class Eagle3Drafter(BlockDrafter):
                 f"{source}window must be more tokens than the tree has levels ({self.tree.depth}), got {self.window}"
             )
         if retrieval.retrieval and window.window is not None:
-            raise ValueError("window and retrieval both say what the draft sees: give one of them")
+            raise ValueError("window and retrieval both limit what the draft attends to: give one of them")
         self.retrieval = retrieval.build(draft, None if self.window is None else self.window - self.tree.depth)
         if self.retrieval is not None:
             self.window = None

@@ -97,7 +97,7 @@ def make_self_view(view: str, budget: int | None, sink: int | None, window: int 
     if view == "all":
         sizes = {"budget": budget, "sink": sink, "window": window, "chunk": chunk}
         if names := [name for name, size in sizes.items() if size is not None]:
-            raise ValueError(f"view=all sees all rows: leave {' and '.join(names)} out, or take another view")
+            raise ValueError(f"view=all has no sizes: leave {' and '.join(names)} out, or take another view")
         return View("streaming", 0, 0, UNLIMITED)
     scorer, default_chunk = VIEW_SCORERS[view]
     if chunk is not None and default_chunk is None:

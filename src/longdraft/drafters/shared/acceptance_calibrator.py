@@ -1,9 +1,9 @@
 """Calibrated acceptance probabilities for self-drafting.
 
-A trained draft's top-1 token is accepted about as often as its probability p says. The target on a part of its own KV
-is accepted more often: P(top-1 accepted) = a + (1 - a) p, where the agreement rate a is the fraction of tokens at which
-the KV that it does not see changes nothing. a is learned online by expectation maximisation: an accepted token counts
-a / (a + (1 - a) p), the probability that it was one of these tokens; a rejected token counts 0.
+A trained draft's top-1 token is accepted with about its probability p. The target on a part of its own KV does better:
+P(top-1 accepted) = a + (1 - a) p, where the agreement rate a is the fraction of tokens at which the missing KV changes
+nothing. a is learned online by expectation maximisation: an accepted token counts a / (a + (1 - a) p), the probability
+that it was one of these tokens; a rejected token counts 0.
 """
 
 from __future__ import annotations

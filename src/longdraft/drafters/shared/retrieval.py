@@ -20,15 +20,15 @@ from longdraft.views.view import View, check_multiples
 class ChunkOptions(Options):
     """The chunks of the context that a draft attends to. None: the default."""
 
-    chunk: int | None = option(min=1, help="tokens that are chosen together", usual="32")
+    chunk: int | None = option(min=1, help="tokens of a chunk", usual="32")
     chunks: int | None = option(
-        min=1, help="chunks that the draft sees", usual="64, of a small model 32, or as many as it was trained for"
+        min=1, help="number of retrieved chunks", usual="64, of a small model 32, or as many as it was trained for"
     )
     refresh: int | None = option(
-        min=1, aliases=("every",), help="verifications from one choice to the next", usual="8, of a small model 4"
+        min=1, aliases=("every",), help="verifications from one selection to the next", usual="8, of a small model 4"
     )
-    sink: int = option(32, min=0, help="first tokens, always seen")
-    recent: int | None = option(min=1, help="last tokens, always seen", usual="128")
+    sink: int = option(32, min=0, help="first tokens, always in the view")
+    recent: int | None = option(min=1, help="last tokens, always in the view", usual="128")
     layer: int | None = option(
         min=0, help="the target's layer whose attention ranks the chunks", usual="the draft's, or the last"
     )
@@ -51,7 +51,7 @@ class ChunkOptions(Options):
 class RetrievalOptions(ChunkOptions):
     """Retrieval for drafts that are a block, not a language model."""
 
-    retrieval: bool = option(False, help="see the chunks of the text that the target attends to, not all of it")
+    retrieval: bool = option(False, help="attend to the chunks that the target attends to, not to all of the context")
 
     def build(self, draft: Draft[Any], max_tokens: int | None = None) -> Retrieval | None:
         """Makes the retrieval; returns None if it is not enabled.
