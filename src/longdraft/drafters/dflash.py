@@ -110,11 +110,8 @@ class DFlashBlock(nn.Module):
         context_kv: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> torch.Tensor:
         """Embeddings (B, S, hidden) of blocks -> outputs (B, S, hidden) after the final norm.
-
-        Args:
-            cos, sin: (B * S, d) rotary embedding at the tokens' positions.
-            context_kv: for each sequence, keys and values (layers, Hkv, n, d) from :meth:`keys_values`.
-        """
+        ``cos``, ``sin``: (B * S, d) rotary embedding at the tokens' positions. ``context_kv``: keys and values (layers,
+        Hkv, n, d) of each sequence, from :meth:`keys_values`."""
         h = x.flatten(0, 1)
         for i, layer in enumerate(self._decoder):
             h = layer.run_layer(layer.input_layernorm(h), h, cos, sin, partial(self._attend, i, context_kv))

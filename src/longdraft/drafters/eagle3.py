@@ -76,11 +76,7 @@ class Eagle3Block(DraftBlock):
         return self.midlayer
 
     def initialize(self, seed: int = 0, std: float = 0.02, head: torch.Tensor | None = None) -> None:
-        """Normal weights, unit norms, zero output projections.
-
-        Args:
-            head: (vocabulary, hidden) initial weight of the head, the target's.
-        """
+        """Normal weights, unit norms, zero output projections. ``head``: (vocabulary, hidden) the target's weight."""
         initialize(self, seed, std)
         if head is not None:
             with torch.no_grad():

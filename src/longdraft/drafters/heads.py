@@ -106,12 +106,8 @@ KIND = "heads"
 
 
 class BoundHeads(NamedTuple):
-    """Heads in their target's dtype and on its device.
-
-    Attributes:
-        head: the target's head, (..., hidden) -> (..., draft vocabulary).
-        draft_to_target_ids: (draft vocabulary,) target id of each draft id; None: they are the same.
-    """
+    """Heads in their target's dtype and on its device. ``head``: (..., hidden) -> (..., draft vocabulary).
+    ``draft_to_target_ids``: (draft vocabulary,) target id of each draft id; None: they are the same."""
 
     block: HeadsBlock
     head: Callable[[torch.Tensor], torch.Tensor]

@@ -40,11 +40,7 @@ KIND = "mtp"
 
 
 class MtpBlock(EagleBlock):
-    """The module around a layer of the target's class.
-
-    Args:
-        runner: the target.
-        has_experts: the layer is a mixture of experts.
+    """The module around a layer of the target's class. ``has_experts``: the layer is a mixture of experts.
 
     Raises:
         UnsupportedModelError: the target's layer class cannot be constructed, or it has no norm before its head.
@@ -100,9 +96,7 @@ class MtpBlock(EagleBlock):
 class MtpDraft(Eagle3Draft):
     """The MTP layer of a checkpoint. Its module has the target's layer class, so it is constructed by :meth:`make`.
 
-    Args:
-        folder: the checkpoint, a folder or a GGUF file.
-        tensors: of the layer, as :func:`longdraft.drafts.mtp_formats.read` names them.
+    ``folder``: the checkpoint, or a GGUF file. ``tensors``: from :func:`longdraft.drafts.mtp_formats.read`.
     """
 
     kind, label = KIND, "MTP"

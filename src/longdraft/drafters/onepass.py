@@ -37,12 +37,7 @@ from longdraft.trees.tree import NodeLimit, TokenTree
 
 @dataclass(frozen=True, kw_only=True)
 class OnePassShape(Eagle3Shape):
-    """Sizes of the module.
-
-    Attributes:
-        slots: number of levels that one forward predicts, the root's children included.
-        rank: of the bigram.
-    """
+    """Sizes of the module. ``slots``: number of levels that one forward predicts. ``rank``: of the bigram."""
 
     slots: int
     rank: int
@@ -235,12 +230,7 @@ register(
 
 @dataclass(frozen=True, kw_only=True)
 class PEagleShape(Eagle3Shape):
-    """Sizes of the module.
-
-    Attributes:
-        slots: number of levels that one forward predicts.
-        mask_token: id of the mask token.
-    """
+    """Sizes of the module. ``slots``: number of levels that one forward predicts."""
 
     slots: int
     mask_token: int

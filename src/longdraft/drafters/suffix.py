@@ -113,11 +113,7 @@ class _Continuation:
 
 class _SequenceMatches:
     """Matches of the end of a sequence: in itself, in earlier requests, and in its predicted output.
-
-    Attributes:
-        scaler: of this sequence, so that its drafts do not depend on the rest of the batch.
-        proposed: root of the last proposal.
-    """
+    ``scaler`` is its own, so drafts do not depend on the rest of the batch. ``proposed``: root of the last tree."""
 
     def __init__(self, prompt: list[int], max_length: int, other_indices: SequenceOf[OccurrenceIndex]) -> None:
         self._own = OccurrenceIndex()
@@ -160,10 +156,7 @@ class SuffixOptions(Options):
 
 class SuffixDrafter(Drafter):
     """Drafts what followed matches of the sequence's end in prompt and output, and optionally in earlier requests.
-
-    Args:
-        options: of :class:`SuffixOptions`. ``earlier`` may also be a :class:`RequestHistory` that drafters share.
-    """
+    Options: :class:`SuffixOptions`. ``earlier`` may also be a :class:`RequestHistory` that drafters share."""
 
     free = True
     options = (SuffixOptions,)

@@ -78,11 +78,7 @@ class PhraseTable:
 
 class ReuseDrafter(Drafter):
     """Proposes the most frequent phrases of the output that start with its last token (TokenSwift's token reuse).
-
-    Args:
-        n: tokens of a phrase, the last token of the output included.
-        k: maximum number of phrases; None: the default, or one if drafts must be chains.
-    """
+    ``n``: tokens of a phrase. ``k``: maximum number of phrases; None: the default, or one if drafts must be chains."""
 
     free = True
 

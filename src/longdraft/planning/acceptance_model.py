@@ -52,11 +52,7 @@ def _bin(path_logprob: float) -> int:
 @dataclass
 class PriorDraftGain:
     """The assumed gain of a draft before its first use: it pays by a little, unless its drafter states an estimate.
-
-    Attributes:
-        extra_steps: plain steps that drafting adds to a round.
-        expected_tokens: tokens that drafting adds to a round; None if the drafter states no estimate.
-    """
+    ``extra_steps``: plain steps that drafting adds to a round. ``expected_tokens``: tokens that it adds by estimate."""
 
     extra_steps: float
     expected_tokens: float | None = None
@@ -71,12 +67,8 @@ class PriorDraftGain:
         return self.added_tokens > self.extra_steps
 
     def assume_best_chain(self, acceptance: float, steps_per_token: float) -> None:
-        """Assumes the chain length with the most tokens per plain step.
-
-        Args:
-            acceptance: probability that a token is accepted if the tokens before it are.
-            steps_per_token: plain steps to draft and verify one more token.
-        """
+        """Assumes the chain length with the most tokens per plain step. ``acceptance``: of a token whose path is
+        accepted. ``steps_per_token``: plain steps to draft and verify one more token."""
         tokens, best_rate = 0.0, 0.0
         for n in range(1, MAX_ASSUMED_CHAIN + 1):
             tokens += acceptance**n
@@ -103,13 +95,8 @@ class DraftGain:
         return (PRIOR_WEIGHT * self._prior.extra_steps + self._extra_steps) / (PRIOR_WEIGHT + self._rounds)
 
     def observe(self, added_tokens: float, new_fraction: float, extra_steps: float) -> None:
-        """Counts a round with the draft.
-
-        Args:
-            added_tokens: accepted tokens that only the draft proposed.
-            new_fraction: fraction of the draft's tokens that no lookup proposed.
-            extra_steps: plain steps that drafting added to the round.
-        """
+        """Counts a round with the draft: accepted tokens that only the draft proposed, the fraction of its tokens that
+        no lookup proposed, and the plain steps that it took."""
         self._added_tokens += added_tokens
         self._new_fractions += new_fraction
         self._extra_steps += extra_steps

@@ -49,8 +49,7 @@ class DraftAttention(nn.Module):
     """Projections and RoPE of an attention layer with inputs n (T, size). The caller computes the attention itself.
 
     Args:
-        shape: sizes of the block.
-        size: of an input.
+        shape: sizes of the block. size: of an input.
         has_kv: False for cross-attention, whose keys and values are the target's.
     """
 
@@ -90,12 +89,10 @@ class DraftAttention(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """A decoder layer without ``combine_inputs``, which the block defines.
+    """A decoder layer without ``combine_inputs``, which the block defines. ``norms``: names of its first norms.
 
     Args:
-        shape: sizes of the block.
-        size: of the attention's input.
-        norms: names of the norms before the attention.
+        shape: sizes of the block. size: of the attention's input.
         cross: the layer has cross-attention to the target's keys too.
     """
 

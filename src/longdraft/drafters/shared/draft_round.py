@@ -113,11 +113,7 @@ def _cross_attend(
     q: torch.Tensor,
 ) -> torch.Tensor:
     """Attention of q (Hq, B * T, d) to the target's keys and values before each sequence's root.
-
-    Args:
-        batch: the sequences.
-        slots, kv_lens: those of ``batch``, or the inputs of a CUDA graph, with at most ``max_kv_len`` entries each.
-    """
+    ``slots``, ``kv_lens``: of ``batch``, or the inputs of a CUDA graph, with at most ``max_kv_len`` entries each."""
     query_len = q.shape[1] // len(slots)
     if kv_lens is not batch.prefix_lens_t:
         no_slots = (-1,) * len(slots)  # only the tensors are read

@@ -43,11 +43,7 @@ class TreeDrafter(Drafter):
         calibrate: Calibrate | None = None,
     ) -> list[TokenTree]:
         """Grows a tree for each sequence, rooted at its last token.
-
-        Args:
-            draft_logits, draft_to_target_ids, device, draft_topk, calibrate: as for :meth:`TreeConfig.grow`.
-            limit: the planner's; None: the drafter's own tree shape.
-        """
+        ``limit``: the planner's; None: the drafter's own tree shape. The others are as for :meth:`TreeConfig.grow`."""
         is_sampled = not sequences[0].greedy
 
         def coupled_logprobs(level: TreeLevel, logprobs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
