@@ -106,7 +106,7 @@ class _Continuation:
 
     def follow(self, token: int) -> _Continuation:
         """Makes the child node of a token."""
-        matches = [(length + 1, tokens, i + 1) for known, length, tokens, i in self._matches if known == token]
+        matches = [(length + 1, tokens, i + 1) for t, length, tokens, i in self._matches if t == token]
         self.children[token] = _Continuation(matches, [*self.path, token], self._pseudo_count)
         return self.children[token]
 
@@ -116,28 +116,28 @@ class _SequenceMatches:
     ``scaler`` is its own, so drafts do not depend on the rest of the batch. ``proposed``: root of the last tree."""
 
     def __init__(self, prompt: list[int], max_length: int, other_indices: SequenceOf[OccurrenceIndex]) -> None:
-        self._own = OccurrenceIndex()
-        self._matches = [SuffixMatches(index, max_length) for index in (self._own, *other_indices)]
+        self._index = OccurrenceIndex()
+        self._matches = [SuffixMatches(index, max_length) for index in (self._index, *other_indices)]
         self.scaler = OnlinePlattScaler()
         self.proposed: _Continuation | None = None
         # Matches are at most ``max_length`` long, so they are followed through the end of the prompt only.
         for token in prompt[:-max_length]:
-            self._own.append(token)
+            self._index.append(token)
 
     def advance(self, s: Sequence) -> list[int]:
         """Extends the matches by the sequence's new tokens, and returns these."""
-        num_read, prompt_len = len(self._own.token_ids), len(s.prompt)
+        num_read, prompt_len = len(self._index.token_ids), len(s.prompt)
         new = s.output[num_read - prompt_len :] if num_read >= prompt_len else s.tokens[num_read:]
         for token in new:
             for matches in self._matches:
                 matches.advance(token)
-            self._own.append(token)
+            self._index.append(token)
         return new
 
     def root(self, min_length: int, pseudo_count: float) -> _Continuation:
         selected = [match for matches in self._matches for match in matches.select(min_length)]
         # Longest first; of equal lengths, the sequence's own matches first, then the latest.
-        selected.sort(key=lambda match: (-match[0], match[1] is not self._own.token_ids, -match[2]))
+        selected.sort(key=lambda match: (-match[0], match[1] is not self._index.token_ids, -match[2]))
         self.proposed = _Continuation(selected, [], pseudo_count)
         return self.proposed
 

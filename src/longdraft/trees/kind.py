@@ -1,9 +1,8 @@
 """Shapes of draft trees: how a tree grows from a draft level by level, and the size that a planner gives it.
 
-All trees grow alike: the expanded nodes of a level get their most probable children, which are the next level. Of all
-nodes that were drafted, those with the largest path log-probabilities are verified; they contain their parents, because
-path log-probabilities only fall along a path. The last level is not expanded: D levels cost D draft forwards. The
-presets differ in children of a node, nodes that a level keeps, nodes that are expanded, and the stop rule:
+The expanded nodes of a level get their most probable children, which are the next level. Of all drafted nodes, those
+with the largest path log-probabilities are verified; they contain their parents, because these only fall along a path.
+The last level is not expanded: D levels cost D draft forwards. The presets:
 
 * beam: a level keeps its best nodes, and all of them are expanded (LongSpec, appendix E);
 * static: all nodes of a level have the same number of children (TokenSwift);
@@ -35,16 +34,14 @@ from longdraft.trees.level import (
 )
 from longdraft.trees.tree import NodeLimit, TokenTree
 
-# LongSpec, appendix E: nodes of each level.
-BEAM = (4, 16, 16, 16, 16)
+BEAM = (4, 16, 16, 16, 16)  # LongSpec, appendix E: nodes of each level
 # TokenSwift's children of each node, without its first level, which is the target's own token.
 STATIC = (3, 3, 3)
 # EAGLE-3's dynamic tree: levels, nodes of a level that are expanded, and draft nodes (its 60 count the root).
 DYNAMIC = (8, 10, 59)
 # SpecExtend's OPT-Tree, appendix D: nodes, levels, threshold. The paper expands all nodes of a level; here it is 10.
 OPT, OPT_TOP_K = (50, 10, 0.7), 10
-# Tokens of a chain by default, and at most if a planner ends it.
-CHAIN_LENGTH, MAX_CHAIN_LENGTH = 4, 12
+CHAIN_LENGTH, MAX_CHAIN_LENGTH = 4, 12  # tokens of a chain by default, and at most if a planner ends it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +56,7 @@ class TreeConfig:
         nodes: maximum number of draft nodes to verify, the most probable ones; None: all.
         min_expected_gain: a chain ends at the first token whose path probability is at most this.
         max_chain_length: maximum number of tokens of a chain that a planner ends.
-        threshold: OPT-Tree: minimum increase of the expected accepted length by a level, for another one to follow;
-            None: levels follow without a condition.
+        threshold: of an OPT-Tree: minimum increase of the expected accepted length by a level, for another to follow.
         is_user_defined: the user chose the shape, so a planner does not change it.
     """
 
@@ -104,8 +100,8 @@ class TreeConfig:
 
     def limit_depth(self, max_depth: int) -> TreeConfig:
         """Returns the same shape with at most ``max_depth`` levels."""
-        chain_length = min(self.max_chain_length, max_depth)
-        return replace(self, branching=self.branching[:max_depth], max_chain_length=chain_length)
+        length = min(self.max_chain_length, max_depth)
+        return replace(self, branching=self.branching[:max_depth], max_chain_length=length)
 
     def fit(self, limit: NodeLimit | None) -> TreeConfig:
         """Returns the shape to grow within a planner's limit: a chain stays a chain, others become an OPT-Tree.
@@ -130,7 +126,7 @@ class TreeConfig:
         coupled_logprobs: CoupledLogprobs | None = None,
         calibrate: Calibrate | None = None,
     ) -> list[TokenTree]:
-        """Grows a tree for each sequence of a batch. The trees do not depend on each other.
+        """Grows a tree for each sequence of a batch, independent of the others.
 
         Args:
             roots: token id of each root.
@@ -168,17 +164,15 @@ class TreeConfig:
         return [tree.keep_best(self.max_nodes) for tree in to_trees(roots, levels)]
 
 
-# (sequence indices, tensor) -> the entries of these sequences.
-IndexSelect = Callable[[Sequence[int], torch.Tensor], torch.Tensor]
+IndexSelect = Callable[[Sequence[int], torch.Tensor], torch.Tensor]  # see :meth:`TreeLevel.index_select`
 
 
 class _StopRule:
     """Decides for which sequences an OPT-Tree gets another level, and how many nodes of the last level are expanded.
 
-    The expected accepted length is the sum of the path probabilities, so the best tree of N nodes has the N most
-    probable paths. Another level follows if the last one increased this sum, over the best N candidates, by more than
-    the threshold, the cost of a draft forward in tokens. A node that is not among the best N candidates has no
-    descendant among them, so it is not expanded.
+    The expected accepted length is the sum of the path probabilities. Another level follows if the last one increased
+    this sum, over the best N candidates, by more than the threshold, the cost of a draft forward in tokens. A node that
+    is not among the best N candidates has no descendant among them, so it is not expanded.
 
     A CPU decides by the level itself. On a GPU, to avoid a wait, the host reads the result of the level before. So a
     tree there may have one level more, and ``top_k`` nodes of each are expanded.

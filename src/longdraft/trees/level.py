@@ -64,8 +64,7 @@ DraftTopk = Callable[[TreeLevel, int], tuple[torch.Tensor, torch.Tensor]]
 CoupledLogprobs = Callable[[TreeLevel, torch.Tensor, torch.Tensor], torch.Tensor]
 # (level, log-probabilities (B', W, K) of the children of its nodes, sorted) -> corrected log-probabilities.
 Calibrate = Callable[[TreeLevel, torch.Tensor], torch.Tensor]
-# K of ``CoupledLogprobs``.
-COUPLED_TOP_K = 64
+COUPLED_TOP_K = 64  # K of ``CoupledLogprobs``
 
 
 def expand_level(

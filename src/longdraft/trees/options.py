@@ -55,11 +55,10 @@ class TreeOptions(Options):
     )
 
     def config(self, default: str, depth: int | None = None) -> TreeConfig:
-        """Returns the tree that the options describe.
+        """Returns the tree that the options describe. ``depth``: default levels of a dynamic tree.
 
         Args:
             default: type of tree, if neither ``tree`` nor an option of only one type determines it.
-            depth: default levels of a dynamic tree.
 
         Raises:
             ValueError: options of two types together, or sizes that make no tree.
