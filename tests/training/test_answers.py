@@ -125,7 +125,7 @@ def test_gone_on_after_a_kill(stub, tmp_path):
         run(stub, out)
 
 
-@pytest.mark.parametrize(("fault", "said"), [("broken", "cannot be asked any more"), (500, "no such thing")])
+@pytest.mark.parametrize(("fault", "said"), [("broken", "cannot be reached any more"), (500, "no such thing")])
 def test_a_server_that_breaks_off(stub, tmp_path, fault, said):
     stub["fault"] = lambda text, count: fault if count > 5 else None
     with pytest.raises(CapabilityError, match=said) as caught:
@@ -138,7 +138,7 @@ def test_prompts_that_a_server_refuses(stub, tmp_path, monkeypatch):
     stub["fault"] = lambda text, count: 400 if text.startswith("1") else None
     file = run(stub, tmp_path / "a.jsonl")
     assert file.num_answers == 9 and file.num_refused == 3
-    monkeypatch.setattr(answers, "PATIENCE", 2)
+    monkeypatch.setattr(answers, "MAX_REFUSALS", 2)
     with pytest.raises(PromptError, match="no such thing"):
         run(stub, tmp_path / "b.jsonl")
 

@@ -48,7 +48,7 @@ def test_values_and_gradients_are_those_of_the_definition(heads, length, shift, 
     leaves = [x.clone().requires_grad_() for x in (q, k, v, *(() if own is None else own))]
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "BLOCK", 16)
+        patch.setattr(attention, "QUERY_BLOCK", 16)
         for function in (attend, defined):
             out = function(*leaves[:3], shift, window, tuple(leaves[3:]) or None)
             found.append([out, *torch.autograd.grad((out * torch.linspace(-1, 1, D)).sum(), leaves)])

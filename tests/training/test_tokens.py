@@ -31,7 +31,7 @@ def test_shards_hold_what_the_files_do_and_go_on_after_a_stop(text, tmp_path, mo
     many = tmp_path / "many.jsonl"
     many.write_text('not json\n{"x": 1}\n' + 6 * text.read_text())
     whole = [d for d in encode_documents([many], TOKENIZER, SkipCounts(), 61) if d]
-    monkeypatch.setattr(dataset, "SHARD", 3000)
+    monkeypatch.setattr(dataset, "MIN_SHARD_TOKENS", 3000)
     calls = []
     folder = tmp_path / "shards"
     write(folder, many, stop=lambda: calls.append(0) or len(calls) == 2)
@@ -67,7 +67,7 @@ def test_shards_that_do_not_serve(text, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_on_shards_is_resumed_to_the_bit(config, text, tmp_path, monkeypatch, processes):
-    monkeypatch.setattr(dataset, "SHARD", 2000)
+    monkeypatch.setattr(dataset, "MIN_SHARD_TOKENS", 2000)
     write(tmp_path / "shards", text)
     whole = config(data=tmp_path / "shards", out=tmp_path / "whole", accumulate=3 - processes)
     cut = config(data=tmp_path / "shards", out=tmp_path / "cut", accumulate=3 - processes)
