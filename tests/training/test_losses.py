@@ -27,7 +27,7 @@ def case(rows: int, outside: bool, seed: int, scale: float = 1.0, softcap: float
 def plain(hidden, head, tokens, weights, target, distill):
     """The same loss, row by row."""
     total = hidden.double().sum() * 0 + head.double().sum() * 0
-    for h, token, weight, place in zip(hidden.double(), tokens, weights.double(), target.rows, strict=True):
+    for h, token, weight, place in zip(hidden.double(), tokens, weights.double(), target.state_indices, strict=True):
         logits = (h @ head.double().T)[None]
         if token >= 0:
             total = total + weight * (1 - distill) * F.cross_entropy(logits, token[None])
