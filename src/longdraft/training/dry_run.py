@@ -93,7 +93,8 @@ def estimate(kind: str, config: Any, gpu: str = "h100", gpus: int = 1, tokens: f
     kept = batch_tokens * (1 if run.recompute else passes) * max(1, attentions // 2)
     memory = {
         "target: weights": 2 * target_weights,
-        "target: keys, values and states of a text": KVStore.bytes_for(kv, 1, max(2048, length)) + 2 * length * features,
+        "target: keys, values and states of a text":
+        KVStore.bytes_for(kv, 1, max(2048, length)) + 2 * length * features,
         "target: a forward, with logits":
         PREFILL_CHUNK * (2 * (8 * h + 3 * parts.intermediate_size) + 8 * target_vocab),
         "features": 2 * batch_tokens * features,
@@ -104,11 +105,8 @@ def estimate(kind: str, config: Any, gpu: str = "h100", gpus: int = 1, tokens: f
         + kept * (LAYER_BYTES * h + MLP_BYTES * m * bool(attentions)) + 10 * LOGITS_CHUNK * v + 2 * weights
         + 4 * head_weights,
     }  # fmt: skip
-    step_tokens, data_tokens, num_steps = (
-        batch_tokens * run.accumulate * gpus,
-        _data_tokens(run) or tokens,
-        run.max_steps,
-    )
+    step_tokens, num_steps = batch_tokens * run.accumulate * gpus, run.max_steps
+    data_tokens = _data_tokens(run) or tokens
     if data_tokens is not None:
         num_steps = min(max(1, round(data_tokens * run.epochs / step_tokens)), run.max_steps or 1 << 62)
     trained = DEFAULT_TOKENS if num_steps is None else num_steps * step_tokens

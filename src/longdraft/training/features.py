@@ -49,9 +49,9 @@ class Features:
     Attributes:
         token_ids: (L,) int64. start: index of the first token that counts in the loss.
         offset: the anchor-offset of its positions; 0: plain positions.
-        tensors: the draft's inputs by name: ``keys`` (after RoPE) and ``values`` (L, Hkv, d) of the target's last layer;
-            or ``hidden`` (L, layers * hidden size), concatenated output states of some layers; or none. For distillation
-            also ``last`` (L, hidden size), the last layer's output before the final norm, unless ``hidden`` ends with it.
+        tensors: the draft's inputs by name: ``keys`` (after RoPE) and ``values`` (L, Hkv, d) of the last layer,
+            or ``hidden`` (L, layers * hidden size), output states of some layers, or none. For distillation also
+            ``last`` (L, hidden size), the last layer's output before the final norm, unless ``hidden`` ends with it.
         target_argmax: (L - start,) int64, the target's argmax in the place of token_ids[start:]; None: not computed.
         document_mask: the document's ``loss_mask``; None: all tokens from ``start`` on count in the loss.
     """
@@ -101,8 +101,8 @@ class FeatureReader:
 
     Args:
         dtype: of the features.
-        layers: decoder layers whose output states the draft reads, 0 is the first; (): the last layer's keys and values;
-            None: token ids alone.
+        layers: decoder layers, from 0, whose output states the draft reads; (): the last layer's keys and values; None:
+            token ids alone.
         last: add the last layer's output, for distillation.
         cache: a folder with a file of features for each document. The file's name is a hash of all that they depend on,
             so the folder may be shared by runs.

@@ -30,7 +30,7 @@ class TargetDistribution(NamedTuple):
     softcap: float | None = None
 
     def probabilities(self, rows: slice, products: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Writes the probabilities of some rows to ``out`` (n, V) float32. ``products``: scratch in the head's dtype."""
+        """Probabilities of some rows, in ``out`` (n, V) float32. ``products``: scratch in the head's dtype."""
         states = self.states[self.state_indices[rows]].to(self.head.dtype)
         z = out.copy_(torch.mm(states, self.head.T, out=products)).mul_(self.scale)
         if self.softcap is not None:
@@ -123,7 +123,7 @@ def soft_cross_entropy(
         distill: share of the loss against ``target``; 0 is plain cross-entropy.
 
     Returns:
-        The loss, a scalar, and (N,) the rank of each row's label: the number of other ids with a logit at least as large.
+        The loss, a scalar, and (N,) the rank of each row's label: how many other ids have a logit at least as large.
     """
     if not torch.is_grad_enabled():  # forward() of the function cannot ask
         hidden, head = hidden.detach(), head.detach()
