@@ -89,11 +89,11 @@ def test_the_second_run_with_a_kv_cache_reads_one_token(generate, tmp_path, forw
     first = generate(*arguments)
     prompt_tokens = sum(read(forwards))
     assert prompt_tokens > 100
-    assert f"kept {prompt_tokens} prompt tokens" in first.err
+    assert f"saved {prompt_tokens} prompt tokens" in first.err
     second = generate(*arguments)
     assert read(forwards) == [1]
     assert second.out == first.out
-    assert f"{prompt_tokens - 1} of {prompt_tokens} prompt tokens were there" in second.err
+    assert f"{prompt_tokens - 1} of {prompt_tokens} prompt tokens reused" in second.err
     other = generate("-p", "hello " * 19 + "world?", "-n", 10, "--kv-cache", file)
     assert other.code == 0
     assert 1 < sum(read(forwards)) < 20

@@ -145,7 +145,7 @@ def test_prompts_that_a_server_refuses(stub, tmp_path, monkeypatch):
 
 def test_no_server(tmp_path, monkeypatch):
     monkeypatch.setattr(answers, "RETRIES", 0)
-    with pytest.raises(CapabilityError, match="cannot be asked"):
+    with pytest.raises(CapabilityError, match="cannot be reached"):
         run({"url": "http://127.0.0.1:9"}, tmp_path / "a.jsonl")
 
 

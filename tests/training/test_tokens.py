@@ -108,7 +108,7 @@ def test_a_corpus_is_its_folder(tmp_path, name):
     assert TOKENIZER.decode(found.token_ids) == ("<user>hi<eos><assistant>yes<eos>" if chat else "abc<eos>")
     (tmp_path / "empty").mkdir()
     for wrong in (tmp_path / "empty", f"{name}:{tmp_path}"):
-        with pytest.raises(PromptError, match="by its folder"):
+        with pytest.raises(PromptError, match="Name a file or a folder"):
             list(encode_documents([wrong], TOKENIZER, SkipCounts(), 61))
 
 

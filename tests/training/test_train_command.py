@@ -131,7 +131,7 @@ def test_a_finished_run_goes_on(shell, target, text, tmp_path):
         (["longspec", "--config", "none.yaml"], "There is no configuration none.yaml"),
         (["longspec", "data=x.jsonl", "speed=1"], "No setting speed"),
         (["longspec", "data=x.jsonl", "epoch=1"], "No setting epoch. Did you mean epochs?"),
-        (["longspec", "data=none.jsonl"], "There is no file none.jsonl"),
+        (["longspec", "data=none.jsonl"], "There is no file or folder none.jsonl"),
         (["longspec", "data=x.jsonl", "target_rope_factor=0.5"], "target_rope_factor must be"),
         *(([kind], "No data") for kind in sorted(SMALL)),
         (["heads", "head=2", "data=x.jsonl"], "Settings:"),

@@ -1,4 +1,4 @@
-"""``longdraft methods``: what there is to decode with, and the options of one method."""
+"""``longdraft methods``: lists the methods, or the options of one method."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def methods(
         str | None, typer.Argument(help="Show the options of this method.", show_default="all methods")
     ] = None,
     *,
-    composed: options.Load = None,
+    user_files: options.Load = None,
     output: options.OutputOptions,
 ) -> None:
-    """List the methods, or the options of one. An exact one writes what the model alone would; it is only faster."""
+    """List the methods, or the options of one. The output of an exact method is the model's own."""
     from longdraft.methods import METHODS, get_method
     from longdraft.methods import methods as described
 
