@@ -28,7 +28,7 @@ _CUT = "Prompt lengths in tokens; texts are cut to them. Beyond the model's cont
 class LengthPromptOptions(measure_options.SeededPromptOptions):
     """Options of the prompts of ``bench length``."""
 
-    limit: Annotated[int, typer.Option(min=1, help="Number of rows to use from each file.")] = 2
+    limit: Annotated[int, typer.Option(min=1, help="Rows to use of each file.")] = 2
 
 
 def acceptance(
@@ -49,9 +49,7 @@ def acceptance(
     ] = "0,1",
     sampling: Annotated[
         SamplingScheme,
-        typer.Option(
-            help="Above temperature 0: coupled: a sample of the target for each token; standard: rejection sampling."
-        ),
+        typer.Option(help="Above temperature 0. coupled: sample the target at each token; standard: rejection."),
     ] = "coupled",
     foresee: options.Foresee = True,
     model_options: options.ModelOptions,
@@ -153,8 +151,7 @@ def _measure(
 
     Args:
         make_report: makes a report of (runs, methods, notes, True if no run is missing).
-        methods: separated by commas; None: the method of --draft, else of the drafts that ship for the model, else
-            ``fallback``.
+        methods: separated by commas; None: that of --draft, else of drafts that ship for the model, else ``fallback``.
         lengths_for: returns prompt lengths for the model's context length.
         always: methods that are measured first in any case. settings_args: further arguments of the bench's Settings.
 
@@ -198,9 +195,8 @@ def _measure(
             if factor is None:
                 return model_options.load(status)
             # Silent, because the progress bar of the runs is on the screen.
-            return replace(model_options, rope_factor=factor * (model_options.rope_factor or 1)).load(
-                lambda message: None
-            )
+            stretched = replace(model_options, rope_factor=factor * (model_options.rope_factor or 1))
+            return stretched.load(lambda message: None)
 
         with options.settings_checked():
             bench = AcceptanceBench(load, settings_for, temperatures, model_options.name, status, repeats, scheme)
@@ -211,6 +207,5 @@ def _measure(
         console.note(note)
     file = None if output.results is None else open_records(output.results, bench.settings, bench.model_entry)
     experiment = Experiment(steps, lambda run: run.asked, file)
-    output.run(
-        experiment, lambda complete: make_report(experiment.records, bench.settings.methods, bench.notes, complete)
-    )
+    methods_run, notes = bench.settings.methods, bench.notes
+    output.run(experiment, lambda complete: make_report(experiment.records, methods_run, notes, complete))

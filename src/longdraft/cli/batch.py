@@ -13,18 +13,13 @@ from longdraft.cli.cancel import Cancel
 from longdraft.cli.progress import ThroughputBar
 from longdraft.errors import CapabilityError, CheckpointError
 
-# Exit code if some rows have no answer.
-_BAD_ROWS = 1
+_BAD_ROWS = 1  # exit code if a prompt has no answer
 
 
 def batch(
     *,
-    source: Annotated[
-        Path, typer.Argument(metavar="IN", help="JSONL file of prompts: objects with prompt or messages.")
-    ],
-    answers: Annotated[
-        Path, typer.Argument(metavar="OUT", help="JSONL file of answers to write, in the order of the prompts.")
-    ],
+    source: Annotated[Path, typer.Argument(metavar="IN", help="Prompts: JSONL objects with prompt or messages.")],
+    answers: Annotated[Path, typer.Argument(metavar="OUT", help="JSONL file to write: answers in the same order.")],
     method: options.Method = None,
     option: options.MethodOptionPairs = None,
     slots: Annotated[
@@ -40,9 +35,7 @@ def batch(
     sampling_options: options.SamplingOptions,
     seed: Annotated[int, typer.Option(min=0, help="Random seed of the first prompt; prompt i has this + i.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this string; repeatable.")] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue prompts as plain text, without a chat template.")
-    ] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt, without a chat template.")] = False,
     decoding: method_options.DecodingOptions,
     output: options.OutputOptions,
 ) -> None:

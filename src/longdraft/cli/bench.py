@@ -65,7 +65,7 @@ def bench(
         bool,
         typer.Option(
             "--cold/--one-prefill",
-            help="Measure prefill with every method, or only with ar, which is faster for long prompts.",
+            help="Prefill the prompts with every method, or once with ar for all (faster for long prompts).",
         ),
     ] = True,
     model_options: options.ModelOptions,

@@ -30,9 +30,7 @@ def chat(
     template_options: options.TemplateOptions,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Most new tokens of an answer.")] = 512,
     sampling_options: options.SamplingOptions,
-    seed: Annotated[
-        int | None, typer.Option(min=0, help="Random seed: the same seed samples the same text.", show_default="random")
-    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="The same seed samples the same text.")] = None,
     decoding: method_options.DecodingOptions,
     debug: options.Debug = False,
 ) -> None:
@@ -40,26 +38,22 @@ def chat(
     method_args = decoding.resolve_options(method, option)
     decoding.model_options.preload()
     with options.settings_checked():
-        settings = ChatSettings(
-            sampling_options.sampling(), max_tokens, random.randrange(2**32) if seed is None else seed
-        )
+        seed = random.randrange(2**32) if seed is None else seed
+        settings = ChatSettings(sampling_options.sampling(), max_tokens, seed)
         method_args = longdraft.Speculator(method, **decoding.speculator_kwargs, **method_args).options
     documents = [prompt_input.read_document(name) for name in file or []]
     with console.status() as status:
         loaded = decoding.model_options.load(status)
 
         def make_speculator(name: str | None, method_args: dict[str, Any]) -> longdraft.Speculator:
-            return longdraft.Speculator(
-                name, loaded.model, loaded.tokenizer, **decoding.speculator_kwargs, **method_args
-            )
+            kwargs = {**decoding.speculator_kwargs, **method_args}
+            return longdraft.Speculator(name, loaded.model, loaded.tokenizer, **kwargs)
 
         with options.settings_checked():
             spec = make_speculator(method, method_args)
             spec.planner(status)
     conversation = Chat(loaded, spec, make_speculator, settings, template_options, documents)
-    console.note(
-        f"{decoding.model_name}, decoded with {spec.method.name}. /help lists the commands, exit or Ctrl-D ends."
-    )
+    console.note(f"{decoding.model_name}, decoded with {spec.method.name}. /help lists the commands, Ctrl-D ends.")
     conversation.run()
 
 

@@ -87,10 +87,8 @@ def progress_bar(share: float, width: int = 20) -> Text:
 
 
 class Status:
-    """Shows messages on stderr: a spinner on a terminal, else a line each.
-
-    The spinner's thread wakes up many times a second, so close it before anything is timed.
-    """
+    """Shows messages on stderr: a spinner on a terminal, else a line each. Close it before anything is timed, because
+    the spinner's thread wakes up many times a second."""
 
     def __init__(self) -> None:
         self._console, self._last = stderr(), ""

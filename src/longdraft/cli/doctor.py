@@ -105,7 +105,7 @@ def _check_draft(folder: Path, runner: TargetRunner | None, shipped: bool) -> di
 
     Returns:
         ``name, shipped, method, parameters, vocabulary, trained_length, fits, reason, remarks``: ``fits`` is None
-        without a target, ``reason`` says reason the draft cannot be used, ``remarks`` what else looks wrong.
+        without a target, ``reason`` says why the draft cannot be used, ``remarks`` what else looks wrong.
     """
 
     from longdraft.drafts.kinds import kind_of

@@ -31,9 +31,7 @@ def export(
     ] = 131_072,
     speculative_tokens: Annotated[
         int,
-        typer.Option(
-            "--speculative-tokens", help="speculators: number of drafted tokens a round in the folder's config."
-        ),
+        typer.Option("--speculative-tokens", help="speculators: drafted tokens of a round."),
     ] = 5,
     bits: Annotated[
         Literal["8", "4"],
@@ -59,9 +57,7 @@ def _export_quantized(draft: Path, out: Path, bits: int) -> None:
 
     loaded = kind_of(draft).load(draft)
     if not isinstance(loaded, TrainedDraft):
-        raise CapabilityError(
-            f"{draft} is a language model. Only drafts that longdraft trained are exported with --bits."
-        )
+        raise CapabilityError(f"{draft} is a language model: only drafts of longdraft are exported.")
     if out.resolve() == draft.resolve():
         raise CapabilityError(f"{out} is the draft itself: name another folder.")
     loaded.save(out, bits)

@@ -21,7 +21,7 @@ def generate(
     *,
     prompt: Annotated[
         str | None,
-        typer.Option("--prompt", "-p", help="Prompt, or the instruction that follows the documents of --file."),
+        typer.Option("--prompt", "-p", help="The prompt; with --file, it follows the documents."),
     ] = None,
     file: Annotated[
         list[str] | None,
@@ -33,9 +33,7 @@ def generate(
     sampling_options: options.SamplingOptions,
     seed: Annotated[int | None, typer.Option(help="Random seed: the same seed samples the same text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this string; repeatable.")] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt as plain text, without a chat template.")
-    ] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt, without a chat template.")] = False,
     template_options: options.TemplateOptions,
     kv_cache: Annotated[
         Path | None,
@@ -79,8 +77,8 @@ def generate(
         if raw:
             token_ids = encode(loaded.tokenizer, "\n\n".join(part for part in request if part))
         else:
-            kwargs = template_options.chat_prompt_kwargs
-            token_ids = chat_prompt(loaded.tokenizer, request.instruction, document=request.document, **kwargs)
+            kwargs = {"document": request.document, **template_options.chat_prompt_kwargs}
+            token_ids = chat_prompt(loaded.tokenizer, request.instruction, **kwargs)
     if not sampling.greedy and seed is None:
         tp_rank = spec.runner().tp_rank
         seed = random.randrange(2**32) if tp_rank is None else tp_rank.shared_seed()
@@ -103,7 +101,7 @@ def generate(
         report: dict[str, Any] = result_json(result)
         if compare:
             report["compare"] = None if cancel() else _compare_with_ar(spec, result, loaded, token_ids, arguments)
-    output.print_json(report)  # before the KV cache is saved, which a full disk prevents
+    output.print_json(report)  # before saving the KV cache, which may fail
     if kv_cache is not None and not restored and result.token_ids:
         assert cache.store is not None
         cache.store.truncate(0, len(token_ids))  # without the answer
@@ -130,9 +128,8 @@ def _compare_with_ar(
     ar = longdraft.Speculator("ar", loaded.model, loaded.tokenizer, **same).stream(token_ids, **arguments).results()[0]
     if arguments["cancelled"]():
         return None
-    tie = compare_outputs(
-        spec.runner(), token_ids, result.token_ids, ar.token_ids, arguments["sampling"], arguments["cache"]
-    )
+    sampling, cache = arguments["sampling"], arguments["cache"]
+    tie = compare_outputs(spec.runner(), token_ids, result.token_ids, ar.token_ids, sampling, cache)
     console.stderr().print()
     console.print_renderable(console.stderr(), comparison_view(result, ar, tie, spec.decode))
     return comparison_json(result, ar, tie)

@@ -21,15 +21,11 @@ from longdraft.files import file_errors
 
 Plan = Annotated[
     Literal["fixed", "auto"],
-    typer.Option(
-        "--plan", help="fixed: the methods' own trees; auto: the trees that are fastest on this machine, or none."
-    ),
+    typer.Option("--plan", help="fixed: the methods' own trees; auto: the fastest trees on this machine, or none."),
 ]
 ShortPrompts = Annotated[
     ShortTextPolicy,
-    typer.Option(
-        help="What to do with texts that are too short: leave them out, join them with the next, or keep them."
-    ),
+    typer.Option(help="Texts that are too short: leave them out, join them with the next ones, or keep them."),
 ]
 
 
@@ -46,9 +42,7 @@ class PromptOptions(options.TemplateOptions):
             show_default="long modules of Python's standard library",
         ),
     ] = None
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Number of rows to use from each file.", show_default="all")
-    ] = None
+    limit: Annotated[int | None, typer.Option(min=1, help="Rows to use of each file.", show_default="all")] = None
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=2, help="Most new tokens of a prompt.")] = 64
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Ignore end-of-sequence tokens: all methods decode --max-tokens.")

@@ -195,7 +195,7 @@ class TemplateOptions(OptionGroup):
         bool,
         typer.Option(
             "--think/--no-think",
-            help="Let the model reason before it answers, if its template has enable_thinking (Qwen3).",
+            help="Let a model with a thinking mode reason before it answers.",
         ),
     ] = True
 
@@ -285,24 +285,18 @@ class SamplingOptions(OptionGroup):
     """Options of sampling."""
 
     temperature: Annotated[float, typer.Option("--temperature", "-t", help="Sampling temperature; 0 is greedy.")] = 0.0
-    top_k: Annotated[
-        int | None, typer.Option("--top-k", min=0, help="Sample only from the K most probable tokens.")
-    ] = None
+    top_k: Annotated[int | None, typer.Option("--top-k", min=0, help="Sample from the K most probable tokens.")] = None
     top_p: Annotated[
         float | None,
-        typer.Option(
-            "--top-p", min=0, max=1, help="Sample only from the fewest tokens that have this probability together."
-        ),
+        typer.Option("--top-p", min=0, max=1, help="Sample from the fewest tokens with this total probability."),
     ] = None
     min_p: Annotated[
         float | None,
-        typer.Option(
-            "--min-p", min=0, max=1, help="Drop tokens below this share of the most probable token's probability."
-        ),
+        typer.Option("--min-p", min=0, max=1, help="Drop tokens below this share of the highest probability."),
     ] = None
     repetition_penalty: Annotated[
         float | None,
-        typer.Option("--repetition-penalty", help="Penalty on tokens of prompt and answer; above 1, they repeat less."),
+        typer.Option("--repetition-penalty", help="Penalty on repeated tokens; above 1, they repeat less."),
     ] = None
     repetition_window: Annotated[
         int | None,

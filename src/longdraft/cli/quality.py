@@ -16,9 +16,7 @@ from longdraft.cli import console, measure_options, method_options, options
 class QualityPromptOptions(measure_options.PromptOptions):
     """Prompt options with a required --data."""
 
-    data: Annotated[list[str], typer.Option("--data", help="JSONL file, or a data set as for bench; repeatable.")] = (
-        field()
-    )
+    data: Annotated[list[str], typer.Option("--data", help="JSONL or data sets, as for bench; repeatable.")] = field()
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most new tokens of a prompt.")] = 128
 
 
@@ -29,13 +27,11 @@ def quality(
     margin: Annotated[str, typer.Option(help="Margins of specpv in tokens, separated by commas.")] = "20",
     selector: Annotated[
         str,
-        typer.Option(help="Selectors of specpv, separated by commas: minmax, quest, mean-key, attention, streaming."),
+        typer.Option(help="Selectors of specpv, by commas: minmax, quest, mean-key, attention, streaming."),
     ] = "minmax",
     kv_dtype: Annotated[
         str | None,
-        typer.Option(
-            help="Also measure plain decoding with a KV cache in bfloat16, int8, or both.", show_default="neither"
-        ),
+        typer.Option(help="Also measure a KV cache in bfloat16, int8, or both.", show_default="neither"),
     ] = None,
     drafter: Annotated[
         str | None, typer.Option(help="Method whose drafter is used.", show_default="the first one that has a draft")
@@ -48,9 +44,7 @@ def quality(
     context: Annotated[int | None, typer.Option(help="Longest prompt in tokens; documents are cut to it.")] = None,
     temperature: Annotated[
         float,
-        typer.Option(
-            "--temperature", "-t", help="Sampling temperature, with the same random numbers for all; 0 is greedy."
-        ),
+        typer.Option("--temperature", "-t", help="Sampling temperature; all use the same random numbers."),
     ] = 0.0,
     model_options: options.ModelOptions,
     output: measure_options.ReportOptions,
@@ -74,19 +68,16 @@ def quality(
             method_args,
             temperature,
         )
-        kwargs = prompt_options.chat_prompt_kwargs
-        prompt_settings = Settings(
-            max_tokens=settings.max_tokens, contexts=(context,), raw=prompt_options.raw, asked=kwargs
-        )
+        kwargs = {"raw": prompt_options.raw, "asked": prompt_options.chat_prompt_kwargs}
+        prompt_settings = Settings(max_tokens=settings.max_tokens, contexts=(context,), **kwargs)
     output.check_writable()
     samples = prompt_options.read()
     rouge_l()  # raises now if its package is missing
     with console.status() as status:
         loaded = model_options.load(status)
         status("Encoding")
-        prompts = {
-            f"{i}. {p.sample.origin}": p for i, p in enumerate(encode_prompts(samples, loaded, prompt_settings), 1)
-        }
+        encoded = encode_prompts(samples, loaded, prompt_settings)
+        prompts = {f"{i}. {p.sample.origin}": p for i, p in enumerate(encoded, 1)}
         with options.settings_checked():
             bench = QualityBench(loaded, settings)
         for note in bench.notes_on_short_prompts([len(p.token_ids) + settings.max_tokens for p in prompts.values()]):

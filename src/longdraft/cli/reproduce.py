@@ -25,9 +25,7 @@ def reproduce(
     ] = "small",
     draft: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="Draft folder or small model, one for each kind; repeatable.", show_default="those that ship"
-        ),
+        typer.Option(help="Draft folder or small model, one a kind; repeatable.", show_default="those that ship"),
     ] = None,
     data: Annotated[
         list[str] | None,
@@ -42,7 +40,7 @@ def reproduce(
     ] = None,
     max_tokens: Annotated[
         int | None,
-        typer.Option("--max-tokens", "-n", min=2, help="Most new tokens of a prompt.", show_default="by --scale"),
+        typer.Option("--max-tokens", "-n", min=2, help="Most new tokens.", show_default="by --scale"),
     ] = None,
     plan: measure_options.Plan = "fixed",
     template_options: options.TemplateOptions,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServiceOptions:
-    """The options from which a service is service_options, in this process or in a replica.
+    """The options from which a service is made, in this process or in a replica.
 
     Attributes:
         first_method_options: options of the first method.
@@ -56,7 +56,7 @@ def serve(
     ] = None,
     option: Annotated[
         list[str] | None,
-        typer.Option("--option", "-o", help="An option of the first method as name=value; repeatable."),
+        typer.Option("--option", "-o", help="An option of the first method, name=value; repeatable."),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")] = 8000,
@@ -73,14 +73,12 @@ def serve(
     ] = None,
     think: Annotated[
         bool,
-        typer.Option("--think/--no-think", help="Let the model reason before it answers, unless a request says no."),
+        typer.Option("--think/--no-think", help="Let models reason before they answer, unless a request says no."),
     ] = True,
     timeout: Annotated[float, typer.Option(min=1, help="Time limit of a request, in seconds.")] = 600.0,
     api_key_file: Annotated[
         Path | None,
-        typer.Option(
-            help="File of API keys: a line each, with an optional name before the key.", show_default="no keys"
-        ),
+        typer.Option(help="File of API keys, a line each; a name may precede a key.", show_default="no keys"),
     ] = None,
     allow_host: Annotated[
         list[str] | None,
@@ -92,13 +90,12 @@ def serve(
     allow_origin: Annotated[
         list[str] | None,
         typer.Option(
-            help="Allow web pages of this origin (CORS), such as http://localhost:3000; repeatable.",
-            show_default="none",
+            help="Allow pages of this origin (CORS), such as http://localhost:3000; repeatable.", show_default="none"
         ),
     ] = None,
     earlier: Annotated[
         int,
-        typer.Option(min=0, help="Lookup also searches this many tokens of earlier requests with the same API key."),
+        typer.Option(min=0, help="Lookup also searches this many tokens of the API key's earlier requests."),
     ] = 0,
     prefix_gib: Annotated[
         float, typer.Option(min=0, help="Memory of the prefix cache, for prompts that are in no slot, in GiB.")
@@ -108,9 +105,7 @@ def serve(
     ] = None,
     snapshot_gib: Annotated[float, typer.Option(min=0.01, help="Size limit of --snapshots, in GiB.")] = 4.0,
     name: Annotated[str | None, typer.Option(help="Name of the model for clients.", show_default="its own")] = None,
-    ray: Annotated[
-        bool, typer.Option("--ray", help="Serve with replicas on Ray, on this machine or a cluster.")
-    ] = False,
+    ray: Annotated[bool, typer.Option("--ray", help="Serve with replicas on Ray, here or on a cluster.")] = False,
     replicas: Annotated[str, typer.Option(help="With --ray: number of replicas.")] = "1",
     ray_config: Annotated[
         Path | None, typer.Option(help="With --ray: YAML file of further deployment options.", show_default="none")
@@ -142,14 +137,14 @@ def serve(
             origins=normalize_origins(allow_origin or ()), earlier=earlier, snapshots=snapshots,
             snapshot_bytes=int(snapshot_gib * 2**30), prefix_cache_bytes=int(prefix_gib * 2**30),
         )  # fmt: skip
-    service_options = ServiceOptions(decoding, first)
+    factory = ServiceOptions(decoding, first)
     if ray:
-        _on_ray(service_options, settings, replicas, ray_config, host, port)
+        _on_ray(factory, settings, replicas, ray_config, host, port)
         return
     if replicas != "1" or ray_config is not None:
         raise RequestError("--replicas and --ray-config need --ray.")
     with console.status() as status:
-        service = service_options.make_service(settings, status)
+        service = factory.make_service(settings, status)
     server = Server(service, host, port, access_log=debug)
     label = f"{settings.name} with {service.settings.methods[0]}"
     server.run_with_engine(lambda port: _note_address(label, host, port))
@@ -157,20 +152,18 @@ def serve(
 
 
 def _on_ray(
-    service_options: ServiceOptions, settings: ServerSettings, replicas: str, config: Path | None, host: str, port: int
+    factory: ServiceOptions, settings: ServerSettings, replicas: str, config: Path | None, host: str, port: int
 ) -> None:
     from longdraft.serve import ray
 
     if not replicas.isdigit() or not (count := int(replicas)):
         raise RequestError("--replicas takes a number; for autoscaling, set autoscaling_config in --ray-config.")
-    model_options = service_options.decoding.model_options
+    model_options = factory.decoding.model_options
     cores = 1 if model_options.uses_gpu else max(1, (os.cpu_count() or 1) // count)  # CPU cores of a replica
     # Replicas share this machine, unless Ray runs on a cluster.
     num_services = 1 if os.environ.get("RAY_ADDRESS") else count
-    service_options = replace(
-        service_options, num_services=num_services, decoding=service_options.decoding.with_threads(cores)
-    )
-    threads, gpus = service_options.decoding.model_options.threads or 1, int(model_options.uses_gpu)
+    factory = replace(factory, num_services=num_services, decoding=factory.decoding.with_threads(cores))
+    threads, gpus = factory.decoding.model_options.threads or 1, int(model_options.uses_gpu)
     deployment = ray.deployment_options(settings, count, threads, gpus, config, drain_timeout=300.0)
     with console.status() as status:
         status("Starting Ray and the replicas")
@@ -181,7 +174,7 @@ def _on_ray(
             status.close()
             _note_address(f"{settings.name}, on Ray", host, port)
 
-        ray.serve(service_options.make_replica_service, settings, deployment, host, port, on_listening)
+        ray.serve(factory.make_replica_service, settings, deployment, host, port, on_listening)
     console.note("All requests have ended.")
 
 

@@ -112,22 +112,18 @@ def _make_command(name: str, summary: str) -> Any:
         ] = None,
         config: Annotated[
             Path | None,
-            typer.Option(
-                "--config", "-c", help="YAML file of settings, or the name of a preset (longdraft train presets)."
-            ),
+            typer.Option("--config", "-c", help="YAML file of settings, or a preset (see `longdraft train presets`)."),
         ] = None,
         dry_run: Annotated[
             bool,
             typer.Option(help="Only estimate memory and hours of the run; nothing is loaded or trained."),
         ] = False,
-        gpu: Annotated[
-            str, typer.Option(help="With --dry-run: the GPU, a100, b200, h100, h200, l40s or rtx4090.")
-        ] = "h100",
-        gpus: Annotated[int, typer.Option(min=1, help="With --dry-run: number of GPUs.")] = 1,
+        gpu: Annotated[str, typer.Option(help="For --dry-run: a100, b200, h100, h200, l40s or rtx4090.")] = "h100",
+        gpus: Annotated[int, typer.Option(min=1, help="For --dry-run: number of GPUs.")] = 1,
         tokens: Annotated[
             float | None,
             typer.Option(
-                min=1, help="With --dry-run: tokens in the loss of the data, such as 6e9.", show_default="those of data"
+                min=1, help="For --dry-run: tokens of the data in the loss, such as 6e9.", show_default="counted"
             ),
         ] = None,
         output: options.OutputOptions,

@@ -28,27 +28,21 @@ def data(
     *,
     files: Annotated[
         list[Path],
-        typer.Argument(
-            help="Input: JSONL or parquet files, or folders of these. Rows have `text`; for tokens, chats too."
-        ),
+        typer.Argument(help="JSONL or parquet files, or folders of these: rows with `text`; for tokens, also chats."),
     ],
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="JSONL file to write or to continue; for tokens, a folder.")
     ] = None,
     show: Annotated[
         int,
-        typer.Option(
-            min=0, help="Only print this many rows as the model sees them, with the tokens in the loss marked."
-        ),
+        typer.Option(min=0, help="Only print this many rows as the model sees them, with learned tokens marked."),
     ] = 0,
     chat_template: Annotated[
         list[str] | None, typer.Option(help="Argument of the chat template, such as enable_thinking=false; repeatable.")
     ] = None,
     kind: Annotated[
         Literal["answers", "tokens"],
-        typer.Option(
-            help="answers: have a server answer prompts about passages of the texts; tokens: encode the rows."
-        ),
+        typer.Option(help="answers: a server answers prompts about passages of texts; tokens: encodes the rows."),
     ] = "answers",
     url: Annotated[
         str | None,
@@ -69,9 +63,7 @@ def data(
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Number of requests at a time.")] = 64,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Most tokens of an answer.")] = 256,
-    passage_tokens: Annotated[
-        str, typer.Option(metavar="MIN,MAX", help="Length of a passage, in tokens.")
-    ] = "200,1500",
+    passage_tokens: Annotated[str, typer.Option(metavar="MIN,MAX", help="Tokens of a passage.")] = "200,1500",
     per_passage: Annotated[int, typer.Option(min=1, help="Number of prompts about a passage.")] = 24,
     temperatures: Annotated[str, typer.Option(help="Temperatures of the answers, in turn.")] = "0,0,1",
     seed: Annotated[int, typer.Option(help="Random seed of passages and prompts; use another for each process.")] = 0,

@@ -32,8 +32,7 @@ _ANSWERS = ("response", "completion", "output", "answer", "answers")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 # The cut-off beginning of a special token such as <|end|>.
 _PARTIAL_TOKEN = re.compile("<[^<>]*$")
-# Inserted where an answer begins or ends, to find the place in the rendered text. A template that trims answers drops
-# the space.
+# Inserted at an answer's edge, to find it in the rendered text. A template that trims answers drops the space.
 _MARK = "\u2400-cut-\u2400 "
 
 
@@ -103,7 +102,6 @@ def encode_chat(
     """Token ids of a chat up to the end of its last answer, and for each whether the assistant wrote it.
 
     Args:
-        messages: as :func:`chat_messages` returns them.
         tools, template_kwargs: arguments of the chat template.
         truncated: the last answer reached a token limit, so no end of turn follows it.
 
@@ -113,10 +111,9 @@ def encode_chat(
     if (template := chat_template_arguments(tokenizer)) is None:
         raise ValueError("with a chat, for which the tokenizer has no template")
     render: Render = partial(apply_chat_template, tokenizer, tools=tools, **template, **(template_kwargs or {}))
-    render_ended = partial(render, add_generation_prompt=False)
-    messages = _with_arguments(render_ended, messages)
-    knows_think = "</think>" in str(tokenizer.chat_template)
-    if not (text := _render_answered(render, render_ended, messages, truncated, knows_think)):
+    plain: Render = partial(render, add_generation_prompt=False)
+    messages = _with_arguments(plain, messages)
+    if not (text := _answered(render, plain, messages, truncated, "</think>" in str(tokenizer.chat_template))):
         raise ValueError("with a thought that the chat template does not show")
     spans = list[tuple[int, int]]()
     for i in [i for i, message in enumerate(messages) if message["role"] == "assistant"]:
@@ -124,9 +121,9 @@ def encode_chat(
         if (start := common_prefix_len(prompt, text)) < len(prompt):
             start = len(_PARTIAL_TOKEN.sub("", prompt[:start]))
         # The generation prompt may open a thought, which the template leaves out of ended turns.
-        found = start == len(prompt) or text.startswith(render_ended(messages[:i]))
+        found = start == len(prompt) or text.startswith(plain(messages[:i]))
         if i < len(messages) - 1:
-            start, end = _find_earlier(text, render_ended, messages, i, start if found else None)
+            start, end = _find_earlier(text, plain, messages, i, start if found else None)
         elif not found:
             raise ValueError("whose beginning the chat template changes as it grows")
         if start < end:
@@ -134,67 +131,54 @@ def encode_chat(
     return _tokenize(text, spans, tokenizer)
 
 
-def _render_answered(
-    render: Render, render_ended: Render, messages: Sequence[Message], truncated: bool, knows_think: bool
-) -> str:
-    """Renders a chat up to the end of its last answer.
-
-    Reasoning that the template drops is put back between <think> tags. Returns "" if the template does not know them.
-    """
+def _answered(render: Render, plain: Render, messages: Sequence[Message], truncated: bool, has_think: bool) -> str:
+    """Renders a chat up to the end of its last answer. Reasoning that the template drops is put back in <think> tags,
+    or the text is empty if the template has no such tags. ``plain`` renders without a generation prompt."""
     *before, last = messages
     prompt, content, reasoning = render(before), last["content"], last.get("reasoning_content", "")
     question = [message for message in before if message["role"] == "user"][-1:]
-    if (
-        before != question
-        and question
-        and not render_ended(messages).startswith((prompt, render_ended(before).rstrip()))
-    ):
+    if before != question and question and not plain(messages).startswith((prompt, plain(before).rstrip())):
         # An answer changes how the text before it is rendered (Mistral, gpt-oss). The model saw it as it was before.
-        alone = _render_answered(render, render_ended, [*question, last], truncated, knows_think)
-        prefix = render(question)
-        return prompt + alone.removeprefix(prefix) if alone.startswith(prefix) else alone
-    if not content and ("tool_calls" in last or not reasoning) and reasoning in (full := render_ended(messages)):
+        alone = _answered(render, plain, [*question, last], truncated, has_think)
+        return prompt + alone.removeprefix(render(question)) if alone.startswith(render(question)) else alone
+    if not content and ("tool_calls" in last or not reasoning) and reasoning in (full := plain(messages)):
         return full.rstrip()
-    head, mark, tail = render_ended([*before, {**last, "content": content + _MARK}]).rpartition(_MARK.strip())
+    head, mark, tail = plain([*before, {**last, "content": content + _MARK}]).rpartition(_MARK.strip())
     if not mark:
         raise ValueError("whose last answer the chat template does not show")
     head, tail = (head, tail[1:]) if tail.startswith(" ") else (head.rstrip(), tail)  # the template trims
     if reasoning and (reasoning not in head or not content):
-        if not knows_think:
+        if not has_think:
             return ""
         opened = prompt if prompt.rstrip().endswith("<think>") else f"{prompt}<think>\n"
         head = opened + reasoning + (f"\n</think>\n\n{content}" if content or not truncated else "")
     return head if truncated else (head + tail).rstrip()
 
 
-def _find_earlier(
-    text: str, render_ended: Render, messages: Sequence[Message], i: int, start: int | None
-) -> tuple[int, int]:
+def _find_earlier(text: str, plain: Render, messages: Sequence[Message], i: int, start: int | None) -> tuple[int, int]:
     """Start (unless given) and end of an earlier answer in the rendered chat; (0, 0): the template hides it."""
-    if start is not None and text.startswith(through := render_ended(messages[: i + 1]).rstrip()):
+    if start is not None and text.startswith(through := plain(messages[: i + 1]).rstrip()):
         return start, len(through)
     # Many templates render the last answer differently: with its reasoning (Qwen3), with another end (gpt-oss).
     content, edges = messages[i]["content"], list[int]()
     for marked in (_MARK + content, content + _MARK):
-        rendered = render_ended([*messages[:i], {**messages[i], "content": marked}, *messages[i + 1 :]])
+        rendered = plain([*messages[:i], {**messages[i], "content": marked}, *messages[i + 1 :]])
         edges.append(common_prefix_len(rendered, text))
         if not rendered[edges[-1] :].lstrip().startswith(_MARK.strip()):
             return 0, 0
-    marked_last = render_ended([*messages[:i], {**messages[i], "content": content + _MARK}])
-    tail, rest = marked_last.rpartition(_MARK.strip())[2].strip(), text[edges[1] :].lstrip()
+    tail = plain([*messages[:i], {**messages[i], "content": content + _MARK}]).rpartition(_MARK.strip())[2].strip()
+    rest = text[edges[1] :].lstrip()
     ending = tail if rest.startswith(tail) else _PARTIAL_TOKEN.sub("", rest[: common_prefix_len(tail, rest)]).rstrip()
     return edges[0] if start is None else start, len(text) - len(rest) + len(ending)
 
 
-def _with_arguments(render_ended: Render, messages: Sequence[Message]) -> Sequence[Message]:
+def _with_arguments(plain: Render, messages: Sequence[Message]) -> Sequence[Message]:
     """Returns messages whose tool calls have arguments in the form that the template takes: objects, or JSON text."""
     problem: Exception = ValueError("with a call of a tool that the chat template does not show")
     encoded = _map_functions(messages, lambda f: f | {"arguments": json.dumps(f["arguments"], ensure_ascii=False)})
     for form in (messages, encoded):
         try:
-            if encoded == messages or render_ended(form) != render_ended(
-                _map_functions(form, lambda f: f | {"name": ""})
-            ):
+            if encoded == messages or plain(form) != plain(_map_functions(form, lambda f: f | {"name": ""})):
                 return form
         except PromptError as error:
             problem = error

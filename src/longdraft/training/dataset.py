@@ -27,9 +27,9 @@ from longdraft.training.documents import Document, SkipCounts, encode_documents
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Documents whose first tokens agree, this many, are taken to be about the same passage.
+# Documents with this many first tokens in common are taken to be about the same passage.
 PASSAGE_PREFIX = 48
-# Unless this many documents share a beginning, or half of all: then it is a system prompt, and is skipped.
+# A beginning that this many documents share, or half of all, is a system prompt, and is skipped.
 MAX_SAME_PREFIX = 64
 # Longest shared beginning that is looked for, in tokens.
 MAX_SHARED_PREFIX = 1 << 14
@@ -145,9 +145,8 @@ def split_dataset(
     its prompt alone fills ``max_length``. For a language model it is cut at its beginning; with ``learn_prompts``, one
     that fits counts in the loss from its second token on.
 
-    All segments of a document, and all documents about one passage, are on the same side. The side depends on a hash of
-    the first tokens, behind a beginning that many documents share (a system prompt). At least one passage is held out,
-    if there are two.
+    A document's segments, and all documents about one passage, are on the same side, by a hash of their first tokens
+    behind a beginning that many documents share (a system prompt). At least one passage of two is held out.
 
     Args:
         skipped: counts the documents that are left out.

@@ -34,7 +34,7 @@ class Document:
     """Token ids of one text.
 
     Attributes:
-        token_ids: all tokens, the end-of-sequence token included.
+        token_ids: all tokens, end of sequence included.
         start: index of the first token that counts in the loss; earlier ones (a chat's prompt) are context.
         loss_mask: for each token, whether it counts in the loss; None: all from ``start`` on do.
     """
@@ -67,12 +67,10 @@ def encode_documents(
 ) -> Iterator[Document | None]:
     """Yields the document of each row after the first ``num_done``; None for a row that is left out and counted.
 
-    A row has ``tokens`` (ids) and ``start``, or ``text``, or a chat in a format of
-    :func:`longdraft.training.chats.chat_messages`, with ``tools`` and ``chat_template_kwargs`` if it needs them. The
-    answers of a chat count in the loss.
+    A row has ``tokens`` (ids) and ``start``, or ``text``, or a chat (:func:`~longdraft.training.chats.chat_messages`)
+    with ``tools`` and ``chat_template_kwargs``. The answers of a chat count in the loss.
 
     Args:
-        skipped: counts the rows that are left out.
         template: arguments of the chat template; ``chat_template_kwargs`` of a row take precedence.
     """
     for example in islice(read_examples(sources, skipped), num_done, None):

@@ -1,8 +1,8 @@
 """Estimates a training run by formula: GPU memory, tokens, steps and hours, from the target's ``config.json`` alone.
 
 A weight costs 2 operations a token in the forward pass, 4 in the backward pass, and 2 more if its layer is recomputed.
-The memory of activations is a number of bytes a token, in proportion to the hidden size and the MLP's size. Its factors
-were fitted to steps under fake tensors, and a test checks them to a fifth.
+Activations take bytes in proportion to tokens, hidden size and MLP size. Their factors were fitted to steps under fake
+tensors; a test checks them to a fifth.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ def estimate(kind: str, config: Any, gpu: str = "h100", gpus: int = 1, tokens: f
         model = AutoModelForCausalLM.from_config(_target_config(run), dtype=torch.bfloat16)
     parts, kv = shared_parts.shared_parts(model, shared_parts.describe_config(model)), config_kv_shape(model)
     h, width, kv_width = parts.hidden_size, parts.num_heads * kv.head_dim, 2 * kv.kv_heads * kv.head_dim
-    target_vocab = parts.head.shape[0]
-    m, v = run.intermediate_size or parts.intermediate_size, min(run.vocabulary or target_vocab, target_vocab)
+    m, vocab = run.intermediate_size or parts.intermediate_size, parts.head.shape[0]
+    v = min(run.vocabulary or vocab, vocab)
     attention, mlp = h * (2 * width + kv_width), 3 * h * m
     eagle3_attention = attention + h * (width + kv_width)  # its input is twice the hidden size
     steps, layers, rank = (getattr(config, name, 0) for name in ("ttt", "layers", "rank"))
     read = h * len(getattr(config, "feature_layers", ()) or (1, 2, 3))
-    # Weights of the layers, of a trained head, and others; passes of a token through the layers; attentions a pass;
-    # numbers that are read from the target for a token.
+    # Weights of layers, of a trained head, and others; passes of a token through the layers; attentions a pass; numbers
+    # read from the target for a token.
     drafts = {
         "longspec": (attention + 2 * h * width + mlp, 0, 0, 1, 2, kv_width),
         "eagle3": (eagle3_attention + mlp, v * h, read * h, steps, 1, read),
@@ -87,7 +87,7 @@ def estimate(kind: str, config: Any, gpu: str = "h100", gpus: int = 1, tokens: f
     operations = passes * (layer_operations + head_operations) + 4 * other_weights
     weights = layer_weights * (passes if kind == "heads" else 1) + head_weights + other_weights
     target_weights = sum(weight.numel() for weight in model.parameters())
-    embedding = 0 if model.config.get_text_config().tie_word_embeddings else target_vocab * h
+    embedding = 0 if model.config.get_text_config().tie_word_embeddings else vocab * h
     reads_last = kind in ("eagle", "heads") or kv.layers - 1 in getattr(config, "feature_layers", ())
     features += h * bool(run.distill) * (not reads_last)
     kept = batch_tokens * (1 if run.recompute else passes) * max(1, attentions // 2)
@@ -95,18 +95,17 @@ def estimate(kind: str, config: Any, gpu: str = "h100", gpus: int = 1, tokens: f
         "target: weights": 2 * target_weights,
         "target: keys, values and states of a text":
         KVStore.bytes_for(kv, 1, max(2048, length)) + 2 * length * features,
-        "target: a forward, with logits":
-        PREFILL_CHUNK * (2 * (8 * h + 3 * parts.intermediate_size) + 8 * target_vocab),
+        "target: a forward, with logits": PREFILL_CHUNK * (2 * (8 * h + 3 * parts.intermediate_size) + 8 * vocab),
         "features": 2 * batch_tokens * features,
         "draft: weights (float32)": 4 * weights,
         "draft: gradients": 4 * weights,
         "draft: optimizer (AdamW)": 8 * weights,
         "draft: between forward and backward": batch_tokens * passes * OUTPUT_BYTES * h
-        + kept * (LAYER_BYTES * h + MLP_BYTES * m * bool(attentions)) + 10 * LOGITS_CHUNK * v + 2 * weights
-        + 4 * head_weights,
+        + kept * (LAYER_BYTES * h + MLP_BYTES * m * bool(attentions)) + 10 * LOGITS_CHUNK * v
+        + 2 * weights + 4 * head_weights,
     }  # fmt: skip
-    step_tokens, num_steps = batch_tokens * run.accumulate * gpus, run.max_steps
-    data_tokens = _data_tokens(run) or tokens
+    step_tokens, data_tokens = batch_tokens * run.accumulate * gpus, _data_tokens(run) or tokens
+    num_steps = run.max_steps
     if data_tokens is not None:
         num_steps = min(max(1, round(data_tokens * run.epochs / step_tokens)), run.max_steps or 1 << 62)
     trained = DEFAULT_TOKENS if num_steps is None else num_steps * step_tokens
@@ -117,9 +116,8 @@ def estimate(kind: str, config: Any, gpu: str = "h100", gpus: int = 1, tokens: f
     return {
         "memory_bytes": memory, "total_bytes": total, "fits": total <= gpu_bytes, "draft_weights": weights,
         "draft_operations": operations, "target_operations": target_operations, "target_reads": reads,
-        "step_tokens": step_tokens, "feature_bytes": feature_bytes,
+        "step_tokens": step_tokens, "feature_bytes": feature_bytes, "steps": num_steps, "tokens": trained,
         "cache_bytes": None if run.cache is None else round(trained / run.epochs * feature_bytes),
-        "steps": num_steps, "tokens": trained,
         "hours": trained * (operations + target_operations * reads) / (gpus * speed * UTILIZATION) / 3600,
         "gpu": gpu, "gpus": gpus, "utilisation": UTILIZATION,
     }  # fmt: skip

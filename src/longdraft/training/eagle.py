@@ -10,7 +10,7 @@ Uniform noise is added to f(t), because in drafting the input is an earlier outp
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
@@ -23,12 +23,11 @@ from longdraft.model.rotary import RotaryEmbedding, make_rope_parameters
 from longdraft.model.shared_parts import SharedParts
 from longdraft.training.config import EVAL_DEPTH, EagleConfig
 from longdraft.training.eagle3 import Eagle3Trainer
-from longdraft.training.loop import StepReport, TrainingLoop
+from longdraft.training.loop import Reports, TrainingLoop
 from longdraft.training.session import Progress, Stop, TrainingSession, never_stop, no_progress
 from longdraft.training.trainer import PackedBatch, StepOutput
 
-# In each epoch, the noise of a document has a seed below this.
-NOISE_SEEDS = 1 << 30
+NOISE_SEEDS = 1 << 30  # the noise of a document has a seed below this, which changes with the epoch
 
 
 class EagleTrainer(Eagle3Trainer):
@@ -63,16 +62,15 @@ class EagleTrainer(Eagle3Trainer):
         return output._replace(loss=regression + self.classification * output.loss)
 
 
-def train_eagle(config: EagleConfig, progress: Progress = no_progress, stop: Stop = never_stop) -> Iterator[StepReport]:
+def train_eagle(config: EagleConfig, progress: Progress = no_progress, stop: Stop = never_stop) -> Reports:
     """Trains an EAGLE-1 draft; see :mod:`longdraft.training.session`."""
     init = None if config.init is None else EagleDraft.load(config.init)
     session = TrainingSession(config, EVAL_DEPTH, progress, stop)
     runner = session.runner
     layers: tuple[int, ...] = (runner.num_layers - 1,)
     if init is None:
-        theta = config.rope_theta or runner.shared_parts.description.get("rope_theta") or DEFAULT_ROPE_THETA
-        rope = make_rope_parameters(float(theta))
-        size = runner.shared_parts.hidden_size
+        size, description = runner.shared_parts.hidden_size, runner.shared_parts.description
+        rope = make_rope_parameters(float(config.rope_theta or description.get("rope_theta") or DEFAULT_ROPE_THETA))
         block = EagleBlock(EagleShape(**session.draft_sizes(), feature_size=size, vocabulary=runner.vocab_size))
         block.initialize(config.seed)
         with torch.no_grad():  # initial weights copy the state

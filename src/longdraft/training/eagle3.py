@@ -19,7 +19,7 @@ anchor's embedding and features, and two learned vectors of step k. It sees the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -39,7 +39,7 @@ from longdraft.model.shared_parts import SharedParts
 from longdraft.training.attention import KVPair, attend
 from longdraft.training.config import EVAL_DEPTH, Eagle3Config, OnePassConfig, RunConfig
 from longdraft.training.features import Features, head_rows
-from longdraft.training.loop import StepReport, TrainingLoop
+from longdraft.training.loop import Reports, TrainingLoop
 from longdraft.training.session import Progress, Stop, TrainingSession, never_stop, no_progress
 from longdraft.training.trainer import Attention, DraftTrainer, PackedBatch, StepOutput
 
@@ -51,7 +51,6 @@ class Eagle3Trainer(DraftTrainer):
     """A training step of an EAGLE-3 block, whose head is trained too.
 
     Args:
-        rotary: the draft's rotary embedding.
         window: sliding window of the draft in tokens, the query included; None: all keys.
 
     Attributes:
@@ -97,18 +96,16 @@ class Eagle3Trainer(DraftTrainer):
             ``depths`` are 1 for step 0, and so on.
         """
         device = self.device
-        pack = self.pack(documents, num_context=None if self.window is None else self.window - 1)
+        pack = self.pack(documents, context=None if self.window is None else self.window - 1)
         in_loss = pack.loss_indices.to(device)
         x = self.embed(pack.gather([d.token_ids for d in documents], shift=1))
         cos, sin = self.rotary(pack.gather([d.positions for d in documents]).to(device))
         g = self.project_features(pack, shifts)
         # Queries of each document in the present step; keys and values of each step and document.
         counts, step_kv = pack.loss_lengths, list[list[KVPair]]()
-
         attention = [self._step_attention(pack.input_lengths, counts, step_kv)]
         outputs = [self.run_layer(self.block, x, g, cos, sin, attention, in_loss)]
-        # For each step, the index of its queries among the tokens in the loss.
-        indices = [torch.arange(len(in_loss), device=device)]
+        indices = [torch.arange(len(in_loss), device=device)]  # of each step's queries, among the tokens in the loss
         x, g, cos, sin = (t[in_loss] for t in (x, g, cos, sin))
         for step in range(1, ttt_steps or self.ttt_steps):
             retained = max(1, round(len(documents) * (self.retain**step if self.training else 1)))
@@ -130,10 +127,9 @@ class Eagle3Trainer(DraftTrainer):
         labels = self.labels(pack, index)
         weight = (labels.target_argmax >= 0) * decays
         spans = zip(documents, pack.spans, strict=True)
-        previous_ids = torch.cat([d.token_ids[first + 1 : -1] for d, (_, first, _) in spans])
+        previous = torch.cat([d.token_ids[first + 1 : -1] for d, (_, first, _) in spans])
         out = torch.cat(outputs)
-        previous_draft_ids = self.target_to_draft[previous_ids.to(device)][index]
-        hidden, head = self.states_and_head(self.block.norm(out), previous_draft_ids)
+        hidden, head = self.states_and_head(self.block.norm(out), self.target_to_draft[previous.to(device)][index])
         return self.step_loss(pack, out, self.output(hidden, head, labels, depths, weight))
 
     def project_features(self, pack: PackedBatch, shifts: Sequence[int]) -> torch.Tensor:
@@ -167,9 +163,8 @@ class Eagle3Trainer(DraftTrainer):
         return hidden, self.block.lm_head.weight.to(self.matmul_dtype)
 
     def _step_attention(self, lengths: list[int], counts: list[int], step_kv: list[list[KVPair]]) -> Attention:
-        """Makes the attention function of the next step, which appends the step's keys and values to ``step_kv``.
-
-        With recompute, it is called again in the backward pass, after later steps were appended.
+        """Makes the attention function of the next step, which appends the step's keys and values to ``step_kv``. With
+        ``recompute``, it is called again in the backward pass, after later steps were appended.
 
         Args:
             lengths, counts: keys and queries of each document; the queries are its last positions.
@@ -226,16 +221,12 @@ class OnePassTrainer(Eagle3Trainer):
         return torch.cat([hidden, bigram.to(hidden.dtype)], 1), head.to(self.matmul_dtype)
 
 
-def train_eagle3(
-    config: Eagle3Config, progress: Progress = no_progress, stop: Stop = never_stop
-) -> Iterator[StepReport]:
+def train_eagle3(config: Eagle3Config, progress: Progress = no_progress, stop: Stop = never_stop) -> Reports:
     """Trains an EAGLE-3 draft (EAGLE-3, section 3; SpecPV, appendix A); see :mod:`longdraft.training.session`."""
     return _train(config, KIND, Eagle3Trainer, lambda block: block, progress, stop)
 
 
-def train_onepass(
-    config: OnePassConfig, progress: Progress = no_progress, stop: Stop = never_stop
-) -> Iterator[StepReport]:
+def train_onepass(config: OnePassConfig, progress: Progress = no_progress, stop: Stop = never_stop) -> Reports:
     """Trains a one-pass draft; see :mod:`longdraft.training.session`."""
     if config.init is not None and kind_of(config.init).name == onepass.KIND:
         shape = OnePassDraft.load(config.init).shape
@@ -259,7 +250,7 @@ def _train(
     adapt: Callable[[Eagle3Block], Eagle3Block],
     progress: Progress,
     stop: Stop,
-) -> Iterator[StepReport]:
+) -> Reports:
     """Trains a draft with EAGLE-3's layer. ``adapt`` turns an EAGLE-3 block into the block to train."""
     init: Eagle3Draft | None = None
     if config.init is not None:  # before the target is loaded, so that a wrong folder is reported at once
@@ -274,7 +265,7 @@ def _train(
     runner, window = session.runner, config.window
     rope = make_rope_parameters(float(runner.shared_parts.description.get("rope_theta") or DEFAULT_ROPE_THETA))
     if init is None:
-        eagle3_block, draft_to_target, layers = _new_block(config, session)
+        eagle3_block, draft_to_target, layers = _new(config, session)
     else:
         layers = _check_init(config, init, runner)
         eagle3_block, draft_to_target, rope = init.trainable_module(), init.draft_to_target_ids, init.rope
@@ -302,11 +293,10 @@ def _train(
 def scale_to_features(block: Eagle3Block, layers: int, document: Features) -> None:
     """Scales a new block to its target's features, and its logits to unit size.
 
-    States of different layers differ by orders of magnitude, so the columns of ``fc`` are divided by the size of their
-    layer's states: the median over a text, because the first token's states can be a thousand times as large. The last
-    of the layers passes through; the rest of ``fc`` is random. With the target's head and a norm of ones, a new draft
-    would be as confident as the target, always wrong, and take a hundred steps to unlearn that. So the last norm scales
-    its logits to unit size.
+    States of layers differ by orders of magnitude, so the columns of ``fc`` are divided by the size of their layer's
+    states: the median, because the first token's states can be a thousand times as large. The last layer passes
+    through; the rest of ``fc`` is random. With the target's head and a norm of ones, a new draft would be confident and
+    wrong, and take a hundred steps to unlearn that. So the last norm scales its logits to unit size.
     """
     features = document.hidden.cpu().float().chunk(layers, dim=-1)
     sizes = [part.square().mean(-1).sqrt().median().clamp_min(1e-6) for part in features]
@@ -318,14 +308,13 @@ def scale_to_features(block: Eagle3Block, layers: int, document: Features) -> No
         block.norm.weight.fill_(1 / float(block.lm_head.weight.norm(dim=-1).median().clamp_min(1e-6)))
 
 
-def _new_block(
-    config: Eagle3Config, session: TrainingSession
-) -> tuple[Eagle3Block, torch.Tensor | None, tuple[int, ...]]:
+def _new(config: Eagle3Config, session: TrainingSession) -> tuple[Eagle3Block, torch.Tensor | None, tuple[int, ...]]:
     """Makes a new block; returns it, the target ids of its vocabulary (None: all), and the layers that it reads."""
     runner = session.runner
     layers = config.feature_layers or default_feature_layers(runner.num_layers)
     if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < runner.num_layers:
-        raise ConfigError(f"feature_layers must increase from 0 to below {runner.num_layers} layers, not {[*layers]}.")
+        limit = f"the target's {runner.num_layers} layers"
+        raise ConfigError(f"Set feature_layers to increasing numbers from 0 on, below {limit}, not {[*layers]}.")
     draft_to_target, size = session.vocabulary(), len(layers) * runner.shared_parts.hidden_size
     head = head_rows(runner.shared_parts.head, draft_to_target).cpu()
     block = Eagle3Block(Eagle3Shape(**session.draft_sizes(), feature_size=size, vocabulary=len(head)))

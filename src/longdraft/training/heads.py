@@ -6,7 +6,7 @@ target predicts token t + 1. Head i predicts token t + 1 + i. The target is not 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import accumulate, pairwise
@@ -18,7 +18,7 @@ from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import final_norm_weight
 from longdraft.training.config import HeadsConfig
 from longdraft.training.features import Features
-from longdraft.training.loop import StepReport, TrainingLoop
+from longdraft.training.loop import Reports, TrainingLoop
 from longdraft.training.session import Progress, Stop, TrainingSession, never_stop, no_progress
 from longdraft.training.trainer import DraftTrainer, StepOutput
 
@@ -40,7 +40,7 @@ class HeadsTrainer(DraftTrainer):
         Returns:
             ``depths`` are 1 for the first head, and so on.
         """
-        pack = self.pack(documents, num_context=0)
+        pack = self.pack(documents, context=0)
         # The label of head i + 1 at index r is that of head 1 at r + i, so a document's last i have none.
         bounds = list(pairwise(accumulate(pack.loss_lengths, initial=0)))
         indices = [
@@ -55,7 +55,7 @@ class HeadsTrainer(DraftTrainer):
         return self.output(hidden, self.target_head, labels, depths, self.decay ** (depths - 1))
 
 
-def train_heads(config: HeadsConfig, progress: Progress = no_progress, stop: Stop = never_stop) -> Iterator[StepReport]:
+def train_heads(config: HeadsConfig, progress: Progress = no_progress, stop: Stop = never_stop) -> Reports:
     """Trains chained heads; see :mod:`longdraft.training.session`."""
     # Before the target is loaded, so that a wrong folder is reported at once.
     init = None if config.init is None else HeadsDraft.load(config.init)
@@ -70,9 +70,9 @@ def train_heads(config: HeadsConfig, progress: Progress = no_progress, stop: Sto
         init.check(runner)
         draft_to_target, block = init.draft_to_target_ids, init.trainable_module()
     trainer = HeadsTrainer(block, runner.shared_parts, draft_to_target, config)
-    draft_config, layers = asdict(block.shape) | {"trained_length": config.max_length}, (runner.num_layers - 1,)
+    draft_config, last = asdict(block.shape) | {"trained_length": config.max_length}, (runner.num_layers - 1,)
     depths = {"levels": heads, "eval_levels": heads}
-    yield from TrainingLoop(session, trainer, layers, KIND, draft_config, **depths, on_start=on_start).run()
+    yield from TrainingLoop(session, trainer, last, KIND, draft_config, **depths, on_start=on_start).run()
 
 
 def _initialize(block: HeadsBlock, runner: TargetRunner, document: Features) -> None:

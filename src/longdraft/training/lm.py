@@ -6,7 +6,7 @@ SpecExtend (section 3) selects chunks and rotates their keys to the positions of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -17,7 +17,7 @@ from longdraft.model import small_llama
 from longdraft.training.attention import attend
 from longdraft.training.config import LmConfig
 from longdraft.training.features import Features, head_rows
-from longdraft.training.loop import StepReport, TrainingLoop
+from longdraft.training.loop import Reports, TrainingLoop
 from longdraft.training.session import Progress, Stop, TrainingSession, never_stop, no_progress
 from longdraft.training.trainer import DraftTrainer, StepOutput
 
@@ -38,7 +38,7 @@ class LmTrainer(DraftTrainer):
         return self.output(hidden, self.target_head, labels, torch.ones_like(labels.token_ids))
 
 
-def train_lm(config: LmConfig, progress: Progress = no_progress, stop: Stop = never_stop) -> Iterator[StepReport]:
+def train_lm(config: LmConfig, progress: Progress = no_progress, stop: Stop = never_stop) -> Reports:
     """Distils a small Llama from the target; see :mod:`longdraft.training.session`."""
     session = TrainingSession(config, 0, progress, stop)
     runner = session.runner

@@ -7,7 +7,7 @@ has a sliding window. Cross-attention sees the target's last-layer KV up to posi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -17,7 +17,7 @@ from longdraft.drafters.longspec import KIND, LongSpecBlock, LongSpecDraft, Long
 from longdraft.training.attention import attend
 from longdraft.training.config import LongSpecConfig
 from longdraft.training.features import Features
-from longdraft.training.loop import StepReport, TrainingLoop
+from longdraft.training.loop import Reports, TrainingLoop
 from longdraft.training.session import Progress, Stop, TrainingSession, never_stop, no_progress
 from longdraft.training.trainer import DraftTrainer, StepOutput
 
@@ -53,9 +53,7 @@ class LongSpecTrainer(DraftTrainer):
         return self.output(hidden, self.target_head, self.labels(pack), depths)
 
 
-def train_longspec(
-    config: LongSpecConfig, progress: Progress = no_progress, stop: Stop = never_stop
-) -> Iterator[StepReport]:
+def train_longspec(config: LongSpecConfig, progress: Progress = no_progress, stop: Stop = never_stop) -> Reports:
     """Trains a LongSpec draft (section 3.2, appendix E); see :mod:`longdraft.training.session`.
 
     The draft in ``config.init`` keeps its sizes and its vocabulary; ``window`` may change.
@@ -63,8 +61,8 @@ def train_longspec(
     session = TrainingSession(config, config.noise, progress, stop)
     check_rotary(session.runner)
     if config.init is None:
-        sizes = {**session.draft_sizes(), "window": config.window, "final_norm": config.final_norm}
-        block = LongSpecBlock(LongSpecShape(**sizes))
+        shape = LongSpecShape(**session.draft_sizes(), window=config.window, final_norm=config.final_norm)
+        block = LongSpecBlock(shape)
         block.initialize(config.seed)
         draft_to_target = session.vocabulary()
     else:

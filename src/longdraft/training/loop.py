@@ -53,9 +53,8 @@ class BatchIndices(NamedTuple):
 class BatchSampler:
     """Samples the batches of each step, ``processes * accumulate`` of them: a function of the seed alone.
 
-    Batches at the end of an epoch that do not fill a step are dropped; the next epoch's shuffle drops others. An epoch
-    with less than one full step has one step with as many batches as can be spread evenly over the processes, which may
-    be none.
+    The last batches of an epoch are dropped if they do not fill a step. An epoch without a full step has one step, with
+    as many batches as divide evenly among the processes (or none).
 
     Args:
         loss_tokens: tokens in the loss of each document. A batch has at most ``config.rows``, or one document.
@@ -122,8 +121,11 @@ class StepReport:
     simulated: SimulatedAcceptance | None = None
 
 
+Reports = Iterator[StepReport]
+
+
 class TrainingLoop:
-    """Trains a draft on a session's documents, writes checkpoints and the log, and saves the draft.
+    """Trains a draft on a session's documents, and writes log, checkpoints and drafts.
 
     Args:
         layers: decoder layers whose output states the draft reads; (): the last layer's KV; None: token ids alone.
@@ -182,7 +184,7 @@ class TrainingLoop:
         self.step, self.best = 0, 1.0
         self._simulated: SimulatedAcceptance | None = None
 
-    def run(self) -> Iterator[StepReport]:
+    def run(self) -> Reports:
         """Trains to the end and yields a report for each step. If ``stop`` is True, it writes a checkpoint and ends.
 
         Every process gets the same reports. The ``stop`` of any process ends all.
@@ -261,8 +263,8 @@ class TrainingLoop:
         norm = float(self.accelerator.clip_grad_norm_(self.module.parameters(), config.clip))
         for name, value in (("loss", loss), ("gradient's norm", norm)):
             if not math.isfinite(value):
-                step = self.step + 1
-                raise NumericalError(f"The {name} is {value} at step {step}. Lower lr: the last checkpoint is kept.")
+                at = f"at step {self.step + 1}"
+                raise NumericalError(f"The {name} is {value} {at}. Lower lr: the last checkpoint is kept.")
         self.optimizer.step()
         self.optimizer.zero_grad()
         speed = count / (time.perf_counter() - started)
@@ -367,10 +369,8 @@ class TrainingLoop:
     def _identity(self) -> dict[str, Any]:
         """The settings and data that a checkpoint and its resumed run must share, as JSON values."""
         config = {name: value for name, value in self.config.as_dict().items() if name not in RESUME_MAY_CHANGE}
-        data = {"steps": self.sampler.steps, "documents": self._documents.digest()}
-        identity = {"config": config, **data, "width": self.sampler.batches_per_step}
-        as_json: dict[str, Any] = json.loads(json.dumps(identity))
-        return as_json
+        data = {"documents": self._documents.digest(), "width": self.sampler.batches_per_step}
+        return dict(json.loads(json.dumps({"config": config, "steps": self.sampler.steps, **data})))
 
     def _resume(self) -> None:
         """Loads the newest checkpoint, if there is one. A finished run continues if it has more epochs or steps now.

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Rows of a chunk.
 LOGITS_CHUNK = 512
 
 
@@ -40,9 +39,7 @@ class TargetDistribution(NamedTuple):
 
 class _SoftCrossEntropy(torch.autograd.Function):
     """- sum over rows of  a log softmax(z)_label + b sum over k of p_k log softmax(z)_k  with logits z = h W^T.
-
-    ``weights`` (N, 2) are a and b of each row, p is the target's distribution.
-    """
+    ``weights`` (N, 2) are a and b of each row, p is the target's distribution."""
 
     @staticmethod
     def forward(
@@ -119,8 +116,7 @@ def soft_cross_entropy(
         head: (V, hidden size), frozen or trained, bfloat16 or float32: the dtype of matrix products. Log-sum-exp and
             sums are float32.
         labels: (N,) draft ids of the text's next tokens; -1 for a token that the draft's vocabulary lacks.
-        weights: (N,), of the rows.
-        distill: share of the loss against ``target``; 0 is plain cross-entropy.
+        weights: (N,), of the rows. distill: share of the loss against ``target``.
 
     Returns:
         The loss, a scalar, and (N,) the rank of each row's label: how many other ids have a logit at least as large.

@@ -1,7 +1,6 @@
 """Starts a training run: processes, target and documents.
 
-A kind of draft makes a module for a :class:`TrainingSession`, new or from a folder, and
-:class:`longdraft.training.loop.TrainingLoop` trains it.
+A kind of draft makes a module, which :class:`longdraft.training.loop.TrainingLoop` trains.
 
 Every ``train_...`` function takes settings, ``progress`` (called with messages while preparing) and ``stop`` (called
 after each step; True writes a checkpoint and ends). It yields a report for each step, and resumes the run in
@@ -34,7 +33,7 @@ from longdraft.training.features import FeatureReader
 # Long, because all wait while one downloads a model or reads a shard. The launcher may end a process that hangs.
 PROCESS_TIMEOUT = timedelta(days=7)
 
-# Called with a message; called after each step, True ends the run.
+# Called with a message; called after each step to end the run with True.
 Progress = Callable[[str], None]
 Stop = Callable[[], bool]
 
@@ -61,9 +60,7 @@ class TrainingSession:
         CapabilityError: a tracker is not installed, or accelerate does not know it.
     """
 
-    def __init__(
-        self, config: RunConfig, levels: int, progress: Progress = no_progress, stop: Stop = never_stop
-    ) -> None:
+    def __init__(self, config: RunConfig, levels: int, progress: Progress = no_progress, stop: Stop = never_stop):
         if config.threads:
             torch.set_num_threads(config.threads)
         device_name = config.device or ""
@@ -90,8 +87,8 @@ class TrainingSession:
         documents = dataset.read_dataset(
             config.data, self.tokenizer, skipped, runner.vocab_size, config.template_kwargs
         )
-        sides = dataset.split_dataset(documents, skipped, config, levels, runner.context_length)
-        self.train_documents, self.held_out = sides
+        split = dataset.split_dataset(documents, skipped, config, levels, runner.context_length)
+        self.train_documents, self.held_out = split
         progress(f"{len(self.train_documents):,} documents, {len(self.held_out):,} held out; left out: {skipped}")
 
     def draft_sizes(self) -> dict[str, Any]:

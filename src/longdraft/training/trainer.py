@@ -24,8 +24,8 @@ from longdraft.training.losses import TargetDistribution, soft_cross_entropy
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-# How a draft computes its levels: "shift": one forward each (LongSpec); "step": all in one forward; "text": all levels
-# are the same, as the draft reads the text itself (a language model).
+# How a draft computes its levels. "shift": a forward for each (LongSpec). "step": all in one forward. "text": all are
+# the same (a language model, which reads the text itself).
 LevelMode = Literal["shift", "step", "text"]
 
 
@@ -65,8 +65,7 @@ class PackedBatch:
     """Documents end to end.
 
     Attributes:
-        spans: (low, first, end) of each document: the inputs are positions ``low`` to ``end``; those from ``first`` on
-            have labels.
+        spans: (low, first, end) of each document: inputs are positions low to end, those from first on have labels.
     """
 
     documents: Sequence[Features]
@@ -106,8 +105,7 @@ class DraftTrainer(nn.Module):
     """Wraps a draft's module for training: its forward computes the loss of a batch.
 
     Args:
-        block: the module to train.
-        parts: embedding, final norm and head of the target, neither trained nor saved.
+        block: the module to train. parts: the target's embedding, final norm and head, neither trained nor saved.
         draft_to_target: (V',) target ids of the draft's vocabulary; None: all.
         config: the run's settings; None: plain cross-entropy in float32.
 
@@ -171,8 +169,7 @@ class DraftTrainer(nn.Module):
         states = self.parts.apply_final_norm(store.features[0, : len(ids)])
         products = (states.to(self.matmul_dtype) @ self.target_head.T).float()
         logits = out.logits[0]
-        if self.draft_to_target is not None:
-            logits = logits[:, self.draft_to_target.to(self.device)]
+        logits = logits if self.draft_to_target is None else logits[:, self.draft_to_target.to(self.device)]
         uncapped = logits.abs() < (cap / 2 if cap else math.inf)  # where the softcap and its rounding matter little
         logits, products = logits[uncapped], products[uncapped]
         logits = torch.atanh(logits / cap) * cap if cap else logits
@@ -194,20 +191,15 @@ class DraftTrainer(nn.Module):
         return num_tokens - start - self.label_shift + 1
 
     def pack(
-        self, documents: Sequence[Features], shifts: Sequence[int] = (), num_context: int | None = None
+        self, documents: Sequence[Features], shifts: Sequence[int] = (), context: int | None = None
     ) -> PackedBatch:
-        """Packs documents.
-
-        Args:
-            shifts: shift of each document; (): all 0.
-            num_context: inputs before the first one with a label; None: all.
-        """
+        """Packs documents with their shifts (none: 0). ``context``: inputs before the first label; None: all."""
         spans = []
         for document, shift in zip(documents, shifts or [0] * len(documents), strict=True):
             num_tokens = len(document.token_ids)
             end = num_tokens - self.label_shift
             first = end - self.num_loss_tokens(num_tokens, document.start, shift)
-            spans.append((0 if num_context is None else max(0, first - num_context), first, end))
+            spans.append((0 if context is None else max(0, first - context), first, end))
         return PackedBatch(documents, spans)
 
     def labels(self, pack: PackedBatch, indices: torch.Tensor | None = None) -> Labels:
@@ -241,7 +233,6 @@ class DraftTrainer(nn.Module):
         Args:
             hidden: (N, hidden size). head: (V', hidden size). depths, weight: (N,).
         """
-        weight = weight * labels.loss_mask
-        ids, target = labels.token_ids, labels.target_distribution
-        loss, ranks = soft_cross_entropy(hidden, head, ids, weight, target, self.distill)
-        return StepOutput(loss, torch.where(labels.token_ids >= 0, ranks, len(head)), depths, labels.loss_mask)
+        ids, _, mask, target = labels
+        loss, ranks = soft_cross_entropy(hidden, head, ids, weight * mask, target, self.distill)
+        return StepOutput(loss, torch.where(ids >= 0, ranks, len(head)), depths, mask)
