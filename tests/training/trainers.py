@@ -143,7 +143,7 @@ def _eagle3(trainer: Eagle3Trainer, document: Features, root: int, depth: int) -
             every = torch.cat(keys[seen], 1), torch.cat(values[seen], 1)
             return masked_attention(q, *every, torch.ones(1, every[0].shape[1], dtype=torch.bool))
 
-        out = block(trainer.embed(document.token_ids[row + 1][None]), g, *_turn(trainer, document, row), [attend])
+        out = block(trainer.embed(document.token_ids[row + 1][None]), g, *_rotary_at(trainer, document, row), [attend])
         if row >= root:
             outputs.append(out)
     return [block.logits(out)[0] for out in outputs]
@@ -168,7 +168,7 @@ def _onepass(trainer: OnePassTrainer, document: Features, root: int, depth: int)
             every = torch.cat(keys, 1), torch.cat(values, 1)
             return masked_attention(q, *every, torch.ones(1, len(keys), dtype=torch.bool))
 
-        out = block(x, g, *_turn(trainer, document, row), [attend])
+        out = block(x, g, *_rotary_at(trainer, document, row), [attend])
         if row >= root:
             z = block.logits(out)[0]
             if (before := int(trainer.target_to_draft[document.token_ids[row + 1]])) >= 0:
@@ -177,5 +177,5 @@ def _onepass(trainer: OnePassTrainer, document: Features, root: int, depth: int)
     return logits
 
 
-def _turn(trainer: Eagle3Trainer, document: Features, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _rotary_at(trainer: Eagle3Trainer, document: Features, row: int) -> tuple[torch.Tensor, torch.Tensor]:
     return trainer.rotary(document.positions[row][None])

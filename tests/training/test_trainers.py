@@ -24,7 +24,7 @@ from longdraft.training.simulated_acceptance import simulate
 from tests.support.quick import rotate_pairs
 from tests.support.tiny import FAMILIES, tiny_model
 from tests.training.helpers import same
-from tests.training.trainees import KINDS, READS, STEPS, make_trainer, predictions
+from tests.training.trainers import KINDS, READS, STEPS, make_trainer, predictions
 
 KEPT = torch.arange(0, 61, 2)
 SHIFTS = [2, 1, 3, 5, 4, 1]
