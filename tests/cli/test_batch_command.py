@@ -60,7 +60,7 @@ def test_a_run_that_ended_early_goes_on_with_every_row_once(shell, model_folder,
     press_ctrl_c(OutputFile, "write", 21)
     ended = shell("batch", source, out, *command)
     there = len(found(out))
-    assert ended.code == 130 and "the same command goes on" in ended.err and 20 <= there < 200
+    assert ended.code == 130 and "The same command continues" in ended.err and 20 <= there < 200
     with out.open("ab") as torn:
         torn.write(b'{"line": ')
     ended = shell("batch", source, out, *command, "--json")

@@ -106,10 +106,10 @@ def test_ctrl_c_stops_an_answer_and_clears_a_line_and_twice_it_ends_the_session(
     talk.until(lambda written: "stopped" in written and prompts(2)(written))
     talk.type("exi")
     talk.interrupt()
-    talk.until(lambda written: "once more" in written and prompts(3)(written))
+    talk.until(lambda written: "Ctrl-C again" in written and prompts(3)(written))
     talk.type("/set seed 3\n")
     talk.until(lambda written: "seed 3" in written.partition("/set seed 3")[2])
     talk.interrupt()  # the first again, as something was said in between
-    talk.until(lambda written: written.count("once more") == 2)
+    talk.until(lambda written: written.count("Ctrl-C again") == 2)
     talk.interrupt()
     assert talk.left()
