@@ -112,7 +112,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> Forwards:
 
     def watched(self: TargetRunner, block: Any, *rest: Any, **options: Any) -> Any:
         last, wanted = int(block.positions.max()), (options.get("logits", "all"), options.get("taps"))
-        seen.append(Forward(self.context_length, block.size, last, block.prompt, *wanted))
+        seen.append(Forward(self.context_length, block.query_len, last, block.is_prefill, *wanted))
         if seen.error is not None:
             raise seen.error
         return forward(self, block, *rest, **options)
