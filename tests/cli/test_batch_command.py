@@ -64,7 +64,7 @@ def test_a_run_that_ended_early_goes_on_with_every_row_once(shell, model_folder,
     with out.open("ab") as torn:
         torn.write(b'{"line": ')
     ended = shell("batch", source, out, *command, "--json")
-    assert ended.code == 0 and f"{there} of 200 rows are there" in ended.err
+    assert ended.code == 0 and f"{there} of 200 rows are done" in ended.err
     assert json.loads(ended.out)["rows_this_run"] == 200 - there
     assert shell("batch", source, whole, *command).code == 0
     assert found(out) == found(whole) and [row["id"] for row in found(whole)] == [f"r{i}" for i in range(200)]
