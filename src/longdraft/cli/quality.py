@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -68,7 +68,7 @@ def quality(
             method_args,
             temperature,
         )
-        kwargs = {"raw": prompt_options.raw, "asked": prompt_options.chat_prompt_kwargs}
+        kwargs: dict[str, Any] = {"raw": prompt_options.raw, "asked": prompt_options.chat_prompt_kwargs}
         prompt_settings = Settings(max_tokens=settings.max_tokens, contexts=(context,), **kwargs)
     output.check_writable()
     samples = prompt_options.read()
