@@ -30,7 +30,7 @@ def batch(
         typer.Option(min=0, help="KV cache to allocate at the start, in tokens.", show_default="as prompts need it"),
     ] = 0,
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "-n", min=1, help="Most new tokens of an answer, unless its prompt says.")
+        int, typer.Option("--max-tokens", "-n", min=1, help="Maximum number of new tokens, unless the prompt says.")
     ] = 256,
     sampling_options: options.SamplingOptions,
     seed: Annotated[int, typer.Option(min=0, help="Random seed of the first prompt; prompt i has this + i.")] = 0,

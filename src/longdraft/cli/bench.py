@@ -25,7 +25,7 @@ class BenchPromptOptions(measure_options.SeededPromptOptions):
     """Options of the prompts of ``bench``."""
 
     max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", "-n", help="Most new tokens of a prompt.", show_default=f"{TOKENS}")
+        int | None, typer.Option("--max-tokens", "-n", help="Maximum number of new tokens.", show_default=f"{TOKENS}")
     ] = None  # type: ignore[assignment]
 
 

@@ -28,7 +28,7 @@ def chat(
     method: options.Method = None,
     option: options.MethodOptionPairs = None,
     template_options: options.TemplateOptions,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Most new tokens of an answer.")] = 512,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Maximum number of new tokens.")] = 512,
     sampling_options: options.SamplingOptions,
     seed: Annotated[int | None, typer.Option(min=0, help="The same seed samples the same text.")] = None,
     decoding: method_options.DecodingOptions,

@@ -29,7 +29,7 @@ def generate(
     ] = None,
     method: options.Method = None,
     option: options.MethodOptionPairs = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most new tokens of the answer.")] = 256,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Maximum number of new tokens.")] = 256,
     sampling_options: options.SamplingOptions,
     seed: Annotated[int | None, typer.Option(help="Random seed: the same seed samples the same text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this string; repeatable.")] = None,

@@ -43,7 +43,7 @@ class PromptOptions(options.TemplateOptions):
         ),
     ] = None
     limit: Annotated[int | None, typer.Option(min=1, help="Rows to use of each file.", show_default="all")] = None
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=2, help="Most new tokens of a prompt.")] = 64
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=2, help="Maximum number of new tokens.")] = 64
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Ignore end-of-sequence tokens: all methods decode --max-tokens.")
     ] = False

@@ -17,7 +17,7 @@ class QualityPromptOptions(measure_options.PromptOptions):
     """Prompt options with a required --data."""
 
     data: Annotated[list[str], typer.Option("--data", help="JSONL or data sets, as for bench; repeatable.")] = field()
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most new tokens of a prompt.")] = 128
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Maximum number of new tokens.")] = 128
 
 
 def quality(

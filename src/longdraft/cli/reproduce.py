@@ -40,7 +40,7 @@ def reproduce(
     ] = None,
     max_tokens: Annotated[
         int | None,
-        typer.Option("--max-tokens", "-n", min=2, help="Most new tokens.", show_default="by --scale"),
+        typer.Option("--max-tokens", "-n", min=2, help="Maximum number of new tokens.", show_default="by --scale"),
     ] = None,
     plan: measure_options.Plan = "fixed",
     template_options: options.TemplateOptions,

@@ -69,7 +69,7 @@ def serve(
     ] = None,
     queue: Annotated[int, typer.Option(min=1, help="Number of requests that may wait; more get status 429.")] = 64,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most new tokens of an answer.", show_default="what the context allows")
+        int | None, typer.Option(min=1, help="Maximum number of new tokens.", show_default="what the context allows")
     ] = None,
     think: Annotated[
         bool,

@@ -116,7 +116,7 @@ def _make_command(name: str, summary: str) -> Any:
         ] = None,
         dry_run: Annotated[
             bool,
-            typer.Option(help="Only estimate memory and hours of the run; nothing is loaded or trained."),
+            typer.Option(help="Only estimate memory and hours of the run; nothing is trained."),
         ] = False,
         gpu: Annotated[str, typer.Option(help="For --dry-run: a100, b200, h100, h200, l40s or rtx4090.")] = "h100",
         gpus: Annotated[int, typer.Option(min=1, help="For --dry-run: number of GPUs.")] = 1,

@@ -62,7 +62,7 @@ def data(
         int | None, typer.Option(min=1, help="Number of rows at the end.", show_default="1000; tokens: all")
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Number of requests at a time.")] = 64,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Most tokens of an answer.")] = 256,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Maximum number of new tokens.")] = 256,
     passage_tokens: Annotated[str, typer.Option(metavar="MIN,MAX", help="Tokens of a passage.")] = "200,1500",
     per_passage: Annotated[int, typer.Option(min=1, help="Number of prompts about a passage.")] = 24,
     temperatures: Annotated[str, typer.Option(help="Temperatures of the answers, in turn.")] = "0,0,1",

@@ -42,7 +42,7 @@ class RunConfig(Options):
     max_length: int = option(1024, help="longest document in tokens: texts are split, chats cut at their end", min=1)
     min_length: int = option(32, help="shortest document in tokens; shorter ones are left out", min=1)
     learn: str = option(
-        "answers", help="chat tokens in the loss: answers, or all from the first on", choices=("answers", "all")
+        "answers", help="chat tokens in the loss: answers; all: from the first answer on", choices=("answers", "all")
     )
     chat_template: tuple[str, ...] = option((), help="arguments of the chat template, such as enable_thinking=false")
     anchor_offset: int = option(0, help="largest random offset of anchor-offset indices, in tokens; 0: none", min=0)
