@@ -54,7 +54,7 @@ def test_files_that_cannot_be_used_are_named(shell, model_folder, tmp_path, sour
 
 
 def test_a_run_that_ended_early_goes_on_with_every_row_once(shell, model_folder, tmp_path, press_ctrl_c):
-    """By Ctrl-C, and with what a process that is killed leaves of a line."""
+    """By Ctrl-C, and with the partial line that a killed process leaves."""
     source, out, whole = prompts(tmp_path / "in", 200), tmp_path / "out", tmp_path / "whole"
     command = ["--model", model_folder, "--method", "prompt-lookup", "--slots", 4, "-t", 0.7]
     press_ctrl_c(OutputFile, "write", 21)

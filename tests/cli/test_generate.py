@@ -1,4 +1,4 @@
-"""``longdraft generate`` from the command line to what it prints."""
+"""``longdraft generate`` from the command line to its output."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_stop_string_is_not_printed(generate):
 
 
 def read(forwards) -> list[int]:
-    """Tokens of each forward that read a prompt since this was asked last."""
+    """Tokens of each prefill forward since the last call."""
     pieces = [f.rows for f in forwards if f.logits != "all"]
     forwards.clear()
     return pieces

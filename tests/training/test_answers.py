@@ -1,4 +1,4 @@
-"""Answers of a server: what is written, gone on with after a kill, refused or broken off."""
+"""Answers of a server: the file, continuing after a kill, refusals, a server that fails."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Stub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def stub(monkeypatch):
-    """A server, and its state: what it was asked, and ``fault``, which says what goes wrong with an answer."""
+    """A server, and its state: the requests, and ``fault``, the way in which its answers fail."""
     monkeypatch.setattr(answers, "RETRIES", 0)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
     server.state = {
@@ -150,7 +150,7 @@ def test_no_server(tmp_path, monkeypatch):
 
 
 def test_the_command(stub, tmp_path, capsys):
-    """Each seed has passages of its own; no target is loaded."""
+    """Seeds have different passages; no target is loaded."""
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": f"the rain in spain {name} " * 30}) + "\n")
     asked = []

@@ -1,4 +1,4 @@
-"""The fused loss against torch's on whole logits, in float64."""
+"""The fused loss against torch's on full logits, in float64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZE, VOCAB = 12, 31
 
 
 def case(rows: int, outside: bool, seed: int, scale: float = 1.0, softcap: float | None = None):
-    """hidden, head, tokens, weights, target; a row of the target's states may serve several rows."""
+    """hidden, head, labels, weights, target; several rows may share a state of the target."""
     g = torch.Generator().manual_seed(seed)
     hidden, states = (torch.randn(n, SIZE, generator=g) for n in (rows, rows + 3))
     head, its = (torch.randn(VOCAB, SIZE, generator=g) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Text encoded once into shards: found again, continued, refused, in no memory; corpora by name."""
+"""Text encoded once into shards: read, continued, refused, without memory; folders of corpora."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_parquet(tmp_path):
 
 
 def _used(folder: str, out: str) -> None:
-    """Trains a schedule on shards and writes the growth of this process's own memory."""
+    """Reads documents of shards and writes the growth of this process's private memory."""
     before = _private()
     learned, _ = split_dataset(
         dataset.read_dataset([folder], TOKENIZER, SkipCounts(), 61), SkipCounts(), RunConfig(), 5
@@ -131,7 +131,7 @@ def _used(folder: str, out: str) -> None:
 
 
 def _private() -> int:
-    """Bytes of this process that no file backs."""
+    """Private memory of this process, in bytes."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.split("RssAnon:")[1].split()[0])
 

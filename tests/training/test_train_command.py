@@ -195,7 +195,7 @@ def test_a_resumed_run_says_where_and_a_checkpoint_says_where_the_draft_is(shell
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "ddp", "fsdp2"])
 def test_launchers(target, text, tmp_path, launcher):
-    """As docs/training.md calls them. accelerate shards on accelerators alone: here fsdp2.yaml is only read."""
+    """The commands of docs/training.md. accelerate shards only on accelerators, so fsdp2.yaml is just read here."""
     if launcher == "torchrun":
         begin = ["torch.distributed.run", "--nproc-per-node", 2]
     else:
