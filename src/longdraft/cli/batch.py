@@ -40,7 +40,7 @@ def batch(
     output: options.OutputOptions,
 ) -> None:
     """Answer the prompts of a file. A stopped run continues where it was. A prompt without an answer has an error."""
-    own = decoding.resolve_options(method, option)
+    method_args = decoding.resolve_options(method, option)
 
     from longdraft.engine.request import normalize_stop
     from longdraft.engine.session import default_batch_size
@@ -56,7 +56,7 @@ def batch(
 
     with options.settings_checked():
         sampling = sampling_options.sampling()
-        spec = longdraft.Speculator(method, **decoding.speculator_kwargs, **own)
+        spec = longdraft.Speculator(method, **decoding.speculator_kwargs, **method_args)
         defaults = Defaults(max_tokens, sampling, seed, normalize_stop(stop or ()), raw, decoding.model_name)
     if source.resolve() == answers.resolve():
         raise options.SettingError(f"{answers} is the file of prompts: name another file for the answers.")

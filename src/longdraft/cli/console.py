@@ -111,11 +111,11 @@ class Status:
 @contextmanager
 def status() -> Iterator[Status]:
     """A :class:`Status` that is closed at the end."""
-    shown = Status()
+    spinner = Status()
     try:
-        yield shown
+        yield spinner
     finally:
-        shown.close()
+        spinner.close()
 
 
 @contextmanager

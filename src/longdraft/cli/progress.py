@@ -50,17 +50,17 @@ class ProgressBar:
         self._activity: tuple[str, float, int] | None = None  # name, start time, number done at the start
         self._last_line = 0.0
 
-    def draw(self, what: str, done: int, total: int | None = None, figures: str = "") -> None:
+    def draw(self, activity: str, done: int, total: int | None = None, figures: str = "") -> None:
         """Draws the bar. Without a terminal, it prints a line at the start, every 15 seconds, and at the end.
 
         Args:
-            what: the activity; another one restarts the estimate of the time left. total: None: as before.
+            activity: a name; another one restarts the estimate of the time left. total: None: as before.
         """
         total, now = self._total if total is None else total, time.monotonic()
-        is_new = self._activity is None or self._activity[0] != what
+        is_new = self._activity is None or self._activity[0] != activity
         if self._activity is None or is_new:
-            self._activity = what, now, done
-            self._bar.reset(self._task, total=total, completed=done, description=what, figures=figures)
+            self._activity = activity, now, done
+            self._bar.reset(self._task, total=total, completed=done, description=activity, figures=figures)
         if self._shown:
             self._bar.start()
             self._bar.update(self._task, completed=done, total=total, figures=figures, refresh=True)
@@ -73,7 +73,7 @@ class ProgressBar:
                 left = (now - began) / (done - first) * (total - done)
                 time_left = f"about {timedelta(seconds=round(left))} left"
             text = ", ".join(filter(None, (f"{count} {self._unit}".rstrip(), figures, time_left)))
-            self.print_line(f"{what}: {text}" if what else text)
+            self.print_line(f"{activity}: {text}" if activity else text)
 
     def print_line(self, line: str) -> None:
         """Prints a line above the bar."""
@@ -95,12 +95,12 @@ class ThroughputBar(ProgressBar):
     """A progress bar that shows tokens/s.
 
     Args:
-        what: the activity. total: None if it is unknown.
+        activity: its name. total: None if it is unknown.
     """
 
-    def __init__(self, what: str, unit: str, total: int | None = None) -> None:
+    def __init__(self, activity: str, unit: str, total: int | None = None) -> None:
         super().__init__(unit, total)
-        self._what = what
+        self._name = activity
 
     @property
     def seconds(self) -> float:
@@ -109,7 +109,7 @@ class ThroughputBar(ProgressBar):
 
     def update(self, done: int, tokens: int, more: str = "") -> None:
         """Draws the bar. ``tokens``: tokens of this run; ``more``: further text."""
-        self.draw(self._what, done, figures=f"{tokens / max(1e-9, self.seconds):,.0f} tokens/s{more}")
+        self.draw(self._name, done, figures=f"{tokens / max(1e-9, self.seconds):,.0f} tokens/s{more}")
 
 
 class RunsBar(ProgressBar):
@@ -119,11 +119,11 @@ class RunsBar(ProgressBar):
         super().__init__("runs", total)
         self._started = 0
 
-    def ticker(self, what: str) -> Callable[[str], None]:
+    def ticker(self, run: str) -> Callable[[str], None]:
         """Returns a function to be called with the contender's name before each run."""
 
         def tick(name: str) -> None:
-            self.draw("", self._started, figures=f"{what}: {name}")
+            self.draw("", self._started, figures=f"{run}: {name}")
             self._started += 1
 
         return tick

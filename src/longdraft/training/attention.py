@@ -76,8 +76,8 @@ def _attend_block(
     distance = queries[:, None] + first - keys
     mask = (distance >= shift) & (distance < (window or len(distance) + first))
     if extra is not None:
-        own = (queries[:, None] == queries).repeat_interleave(extra[0].shape[2], 1)
-        mask = torch.cat([mask, own], 1)
+        same_query = (queries[:, None] == queries).repeat_interleave(extra[0].shape[2], 1)
+        mask = torch.cat([mask, same_query], 1)
         k, v = (torch.cat([x, more.to(x.dtype).flatten(1, 2)], 1) for x, more in zip((k, v), extra, strict=True))
     # Repeated, because not every kernel supports grouped-query attention with a mask.
     k, v = (x.repeat_interleave(q.shape[0] // x.shape[0], 0)[None] for x in (k, v))

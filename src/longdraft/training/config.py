@@ -218,13 +218,13 @@ def read_config(path: Path | str | None, overrides: Sequence[str], config_class:
         except yaml.YAMLError:
             values[key.strip()] = text.strip()  # such as a path with a colon
     with errors_name(path or ""):
-        known = declared(config_class)
-        if unknown := sorted(map(str, set(values) - {*known})):
-            close = get_close_matches(unknown[0], known, n=1)
+        settings = declared(config_class)
+        if unknown := sorted(map(str, set(values) - {*settings})):
+            close = get_close_matches(unknown[0], settings, n=1)
             advice = f"Did you mean {close[0]}? " if close else ""
-            raise ConfigError(f"No setting {', '.join(unknown)}. {advice}Settings: {', '.join(sorted(known))}.")
+            raise ConfigError(f"No setting {', '.join(unknown)}. {advice}Settings: {', '.join(sorted(settings))}.")
         make: Any = config_class
-        config: Config = make(**{n: _convert(known[n], v) for n, v in values.items()}, fields_set=tuple(values))
+        config: Config = make(**{n: _convert(settings[n], v) for n, v in values.items()}, fields_set=tuple(values))
         return config
 
 

@@ -32,8 +32,7 @@ from longdraft.training.simulated_acceptance import SimulatedAcceptance, simulat
 from longdraft.training.trainer import DraftTrainer, StepOutput
 
 LOG, CHECKPOINTS, STATE = "log.jsonl", "checkpoints", "state.json"
-# Held-out documents of a measurement, a compromise of precision and time.
-MAX_EVAL_DOCUMENTS = 48
+MAX_EVAL_DOCUMENTS = 48  # of a measurement: enough to compare drafts, few enough to be quick
 # Devices with a fused AdamW in torch.
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 # Settings that a resumed run may change, because they do not change its weights.
@@ -381,11 +380,12 @@ class TrainingLoop:
             with file_errors(path, f"The checkpoint {path} cannot be read", "Delete it, to go on from the one before."):
                 state, identity = read_json(path / STATE), self._identity
                 # A setting that is newer than the checkpoint had its default.
-                there = {f.name: f.default for f in dataclasses.fields(self.config)} | state["config"] | state
-                here = identity | identity["config"]
+                saved = {f.name: f.default for f in dataclasses.fields(self.config)} | state["config"] | state
+                current = identity | identity["config"]
                 longer = state["step"] == state["steps"] < self.sampler.steps
-                names = sorted({*here} - {"config"} - ({"epochs", "max_steps", "steps"} if longer else set()))
-                different = [f"{n}: {there.get(n)} there, {here[n]} here" for n in names if there.get(n) != here[n]]
+                names = sorted({*current} - {"config"} - ({"epochs", "max_steps", "steps"} if longer else set()))
+                pairs = {n: (saved.get(n), current[n]) for n in names if saved.get(n) != current[n]}
+                different = [f"{n}: {old} there, {new} here" for n, (old, new) in pairs.items()]
                 if different:
                     problem = f"{self.out} holds a run with other settings or data ({'; '.join(different)})"
                     raise CheckpointError(f"{problem}. Give another `out`, or delete its checkpoints.")
