@@ -231,4 +231,4 @@ def cpu_offloads(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.support.lazy_side import LazyCopyStream
 
     monkeypatch.setattr(offload, "check", lambda *_: None)
-    monkeypatch.setattr(offload, "Side", lambda device: LazyCopyStream())
+    monkeypatch.setattr(offload, "CopyStream", lambda device: LazyCopyStream())
