@@ -70,10 +70,10 @@ def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     if not path.exists():
         raise FileNotFoundError(errno.ENOENT, "There is no such file", str(path))
     with file_errors(path, f"{path} is not a valid JSON file", "Fetch it again."):
-        found = json.loads(require_regular(path, max_bytes).read_bytes().decode("utf-8"))
-        if not isinstance(found, dict):
+        value = json.loads(require_regular(path, max_bytes).read_bytes().decode("utf-8"))
+        if not isinstance(value, dict):
             raise ValueError("it holds no JSON object")
-        return found
+        return value
 
 
 def read_weight_index(path: Path) -> dict[str, Path]:
@@ -83,10 +83,10 @@ def read_weight_index(path: Path) -> dict[str, Path]:
         CheckpointError: the file is no weight index, or names files outside its folder.
     """
     with file_errors(path, f"{path} is not a weight index", "Fetch it again."):
-        found = {name: path.parent / file for name, file in read_json(path, MAX_TEXT_BYTES)["weight_map"].items()}
-        if outside := [file for file in found.values() if ".." in file.parts or not file.is_relative_to(path.parent)]:
+        files = {name: path.parent / file for name, file in read_json(path, MAX_TEXT_BYTES)["weight_map"].items()}
+        if outside := [file for file in files.values() if ".." in file.parts or not file.is_relative_to(path.parent)]:
             raise ValueError(f"it names {outside[0]}, which is not in its folder")
-        return found
+        return files
 
 
 def check_numbers(values: Any, file: Path | str, max_size: int = 1 << 24) -> None:
@@ -157,19 +157,19 @@ def file_errors(
         raise kind(f"{failure}: {reason_of(error)}. {remedy}".rstrip()) from error
 
 
-def reports_file_errors(what: str, remedy: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def reports_file_errors(subject: str, remedy: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator of a function that reads a file or folder, its first argument (or its class's): :func:`file_errors`."""
 
-    def bounded(read: Callable[P, R]) -> Callable[P, R]:
+    def decorate(read: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(read)
-        def reading(*args: P.args, **kwargs: P.kwargs) -> R:
-            file = next(str(each) for each in (*args, *kwargs.values()) if isinstance(each, str | os.PathLike))
-            with file_errors(file, f"{what} {file} cannot be read", remedy):
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+            file = next(str(x) for x in (*args, *kwargs.values()) if isinstance(x, str | os.PathLike))
+            with file_errors(file, f"{subject} {file} cannot be read", remedy):
                 return read(*args, **kwargs)
 
-        return reading
+        return wrapped
 
-    return bounded
+    return decorate
 
 
 @contextmanager

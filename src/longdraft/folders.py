@@ -23,9 +23,9 @@ def cache_folder() -> Path:
 
     A user without a home directory gets a temporary folder for each process.
     """
-    own, xdg = os.environ.get("LONGDRAFT_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    custom, xdg = os.environ.get("LONGDRAFT_CACHE"), os.environ.get("XDG_CACHE_HOME")
     try:
-        folder = Path(own).expanduser() if own else (Path(xdg) if xdg else Path.home() / ".cache") / "longdraft"
+        folder = Path(custom).expanduser() if custom else (Path(xdg) if xdg else Path.home() / ".cache") / "longdraft"
     except RuntimeError:  # no home, as for a container's user that has no passwd entry
         return _temporary()
     with suppress(OSError):

@@ -122,13 +122,13 @@ def number(text: str) -> int | float | str:
     return text
 
 
-def option(default: Any = None, *, help: str, min: float | None = None, **more: Any) -> Any:
+def option(default: Any = None, *, help: str, min: float | None = None, **attributes: Any) -> Any:
     """A field of an :class:`Options` dataclass.
 
     Args:
-        min: ``least`` of the :class:`Option`. more: its other attributes, such as ``choices``, ``usual``, ``aliases``.
+        min: ``least`` of the :class:`Option`; the others are its attributes, such as ``choices`` and ``aliases``.
     """
-    return dataclasses.field(default=default, metadata={"help": help, "least": min, **more})
+    return dataclasses.field(default=default, metadata={"help": help, "least": min, **attributes})
 
 
 class Options:

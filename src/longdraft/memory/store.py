@@ -288,11 +288,11 @@ class KVStore:
         """
         if self.features is None:
             return
-        rows = torch.cat([hidden[layer] for layer in self.feature_layers], dim=-1)
+        features = torch.cat([hidden[layer] for layer in self.feature_layers], dim=-1)
         for b, (slot, n) in enumerate(zip(batch.slots, batch.prefix_lens, strict=True)):
             # Of a prompt chunk, later layers may compute the last token alone.
             end = n + batch.tree_len
-            self.features[slot, end - rows.shape[1] : end] = rows[b]
+            self.features[slot, end - features.shape[1] : end] = features[b]
 
     def read_entries(self, slot: int, start: int, end: int) -> KVEntries:
         """Copies committed entries ``[start, end)`` of a slot to host memory."""
