@@ -76,7 +76,8 @@ def compose(
             options too.
         draft: a registered kind of trained draft, such as "longspec", that ``drafter`` gets as ``draft``: the shipped
             one that fits the target, or the folder that the user names.
-        summary, paper: what the method does, and its paper, for the list of methods.
+        summary: what the method does, for the list of methods.
+        paper: its paper, for that list.
 
     Raises:
         RequestError: a name that is taken or not allowed, an unknown kind of draft, or a drafter whose parameters do

@@ -232,7 +232,8 @@ class Speculator:
         Without this call, each size is captured when it comes up for the third time, which takes as long as two rounds.
 
         Args:
-            batch, context: as for :meth:`session`.
+            batch: as for :meth:`session`.
+            context: as for :meth:`session`.
             progress: called with a line of text now and then.
 
         Returns:

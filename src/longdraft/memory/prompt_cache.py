@@ -70,7 +70,8 @@ class PromptCache:
 
         Args:
             new_store: builds a store from (slots, capacity).
-            slots, capacity: slots that the run needs, and tokens of each.
+            slots: number of slots that the run needs.
+            capacity: tokens of each slot.
             feature_layers: layers whose hidden states the run needs; ``new_store`` makes space for them. A cache
                 without them is dropped.
             compat_key: :attr:`KVStore.compat_key` of the stores that ``new_store`` makes; a cache with another key is
