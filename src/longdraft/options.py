@@ -184,8 +184,8 @@ def takes(*groups: type[Options]) -> Callable[[F], F]:
 
 
 def options_of(factory: Callable[..., Any]) -> dict[str, Option]:
-    """The options of a factory by name: those of its dataclasses in ``options``, and its keyword parameters. Keywords of
-    a :func:`functools.partial` become defaults."""
+    """The options of a factory by name: those of its dataclasses in ``options``, and its keyword parameters. Keywords
+    of a :func:`functools.partial` become defaults."""
     if isinstance(factory, partial):
         known = options_of(factory.func)
         return {n: dataclasses.replace(o, default=factory.keywords.get(n, o.default)) for n, o in known.items()}

@@ -23,11 +23,11 @@ from longdraft.native.quantized_matrix import QuantizedMatrix
 REMEDY = "A value that cannot be right can be corrected in its config.json; otherwise copy the draft again."
 _ID_DTYPES = (torch.int64, torch.int32)
 logger = logging.getLogger("longdraft")
-Bound = TypeVar("Bound")
-Own = TypeVar("Own", bound="TrainedDraft[Any]")
+BoundT = TypeVar("BoundT")
+DraftT = TypeVar("DraftT", bound="TrainedDraft[Any]")
 
 
-class Draft(ABC, Generic[Bound]):
+class Draft(ABC, Generic[BoundT]):
     """Trained weights of a drafter. All runs on a target share the result of :meth:`bind`.
 
     Attributes:
@@ -59,7 +59,7 @@ class Draft(ABC, Generic[Bound]):
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
         self.required_target: dict[str, Any] = {}
-        self._bound: weakref.WeakKeyDictionary[TargetRunner, Bound] = weakref.WeakKeyDictionary()
+        self._bound: weakref.WeakKeyDictionary[TargetRunner, BoundT] = weakref.WeakKeyDictionary()
         self._warned_of_length = False
 
     def __repr__(self) -> str:
@@ -89,7 +89,7 @@ class Draft(ABC, Generic[Bound]):
         """Warnings about a target that fits, a sentence each. They concern acceptance, not correctness."""
         return []
 
-    def bind(self, runner: TargetRunner) -> Bound:
+    def bind(self, runner: TargetRunner) -> BoundT:
         """The draft bound to a target; made once, and freed with the target. Raises the errors of :meth:`check`."""
         bound = self._bound.get(runner)
         if bound is None:
@@ -112,11 +112,11 @@ class Draft(ABC, Generic[Bound]):
             )
 
     @abstractmethod
-    def make(self, runner: TargetRunner) -> Bound:
+    def make(self, runner: TargetRunner) -> BoundT:
         """Makes the object that drafts for a target. :meth:`bind` calls it after :meth:`check`."""
 
 
-class TrainedDraft(Draft[Bound]):
+class TrainedDraft(Draft[BoundT]):
     """A draft of one module. A subclass defines the module and :meth:`make`.
 
     Args:
@@ -161,7 +161,7 @@ class TrainedDraft(Draft[Bound]):
         self.required_target = self.needs() | contents.target
 
     @classmethod
-    def load(cls: type[Own], folder: Path | str) -> Own:
+    def load(cls: type[DraftT], folder: Path | str) -> DraftT:
         """Reads a draft folder.
 
         Raises:

@@ -16,11 +16,11 @@ from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.model.rotary import RotaryEmbedding
 from longdraft.model.runner import TargetRunner
 
-Bound = TypeVar("Bound")
-Own = TypeVar("Own", bound="EagleDraft[Any]")
+BoundT = TypeVar("BoundT")
+DraftT = TypeVar("DraftT", bound="EagleDraft[Any]")
 
 
-class EagleDraft(TrainedDraft[Bound]):
+class EagleDraft(TrainedDraft[BoundT]):
     """An EAGLE-like draft in any layout. The drafter's file defines the module.
 
     Attributes:
@@ -45,7 +45,7 @@ class EagleDraft(TrainedDraft[Bound]):
         self.window = draft_folder.optional_int(self.config, "window", folder)
 
     @classmethod
-    def load(cls: type[Own], folder: Path | str) -> Own:
+    def load(cls: type[DraftT], folder: Path | str) -> DraftT:
         """Reads a draft folder of our layout, a published one, or that of `speculators`.
 
         Raises:
