@@ -198,7 +198,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
     except CheckpointError:  # about another file
         raise
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be written: {error}. What is there already is kept.") from error
+        raise CheckpointError(f"{path} cannot be written: {error}. An earlier file stays as it is.") from error
     finally:
         with suppress(OSError):
             part.unlink(missing_ok=True)

@@ -87,7 +87,7 @@ def kind_of(folder: Path | str) -> Kind:
         raise CheckpointError(f"{folder} holds no draft that longdraft knows: see docs/drafts.md for the formats.")
     raise CheckpointError(
         f"{folder} holds a draft for {name!r}, which this version of longdraft does not read: get or train one of "
-        "a format of docs/drafts.md, such as EAGLE-3. Where a file of yours registers it, run that first (--load FILE)."
+        "a format of docs/drafts.md, such as EAGLE-3. If a file of yours registers it, load that first (--load FILE)."
     )
 
 

@@ -120,7 +120,7 @@ class PromptCache:
                 self.tokens[0] = to_array(snapshot.load(self.store, 0, fingerprint, self._pending))
                 self.rope_regimes[0] = header.rope_regime if header else ""
             except (snapshot.DamagedSnapshotError, MemoryBudgetError) as error:
-                logger.warning("%s The prompt is read anew.", error)
+                logger.warning("%s The prompt is prefilled again.", error)
                 self.snapshot_damaged = isinstance(error, snapshot.DamagedSnapshotError)
                 self.store.truncate(0, 0)
             self._pending = None

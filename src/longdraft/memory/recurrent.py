@@ -228,7 +228,7 @@ class RecurrentStates:
         """Restores the result of :meth:`save`, as the state after ``length`` tokens.
 
         Raises:
-            ValueError: the tensors are not those of such a state.
+            ValueError: the tensors are not such a state.
         """
         states = {key: self._load_checkpoints(key, tensors) for key in {"now", *(n.split(".")[0] for n in tensors)}}
         self._layers[slot], self._lengths[slot] = self._layer_states(states.pop("now")), length

@@ -134,7 +134,7 @@ def _read_kv(store: KVStore, slot: int, file: Any, header: SnapshotHeader, end: 
                 sums[name] = _checksum(entries, sums.get(name, _checksum_seed(entries.dtype, tensor.get_shape())))
                 target[i, :, :end] = entries[:, :end].to(target.device)
     if any(sums[name] != header.checksums[name] for name in sums):
-        raise ValueError("its keys and values are not those that were written")
+        raise ValueError("its keys and values are not what was written")
 
 
 def read_header(path: Path | str) -> SnapshotHeader | None:
