@@ -98,7 +98,7 @@ class RecurrentDrafter(Drafter):
         bound, features = self._bound, self._store.features
         assert features is not None
         # The root has no state yet: start from the state of the row before it.
-        state = bound.cell.begin(torch.stack([features[s.slot, len(s.token_ids) - 2] for s in sequences]))
+        state = bound.cell.begin(torch.stack([features[s.slot, len(s.tokens) - 2] for s in sequences]))
         last = torch.tensor([s.output[-1] for s in sequences], device=state.device)
         token_ids, scores = [last], [torch.zeros(len(sequences), device=state.device)]
         for _ in range(self.max_nodes if limit is None else min(self.max_nodes, limit.max_nodes)):
@@ -157,9 +157,10 @@ def train(config: Any, progress: Callable[..., None] = lambda *_: None, stop: Ca
     runner, kept = session.runner, session.vocabulary()
     torch.manual_seed(config.seed)
     cell = Cell(runner.shared_parts.hidden_size)
-    # Logits of unit size at first: a new cell is then unsure, not sure and wrong.
-    norms = head_rows(runner.shared_parts.head, None).float().norm(dim=-1)
-    nn.init.constant_(cell.norm.weight, 1 / float(norms.median()))
+    # Logits of unit size at first: a fresh cell is then unsure, not sure and wrong.
+    nn.init.constant_(
+        cell.norm.weight, 1 / float(head_rows(runner.shared_parts.head, None).float().norm(dim=-1).median())
+    )
     sizes = {"hidden_size": runner.shared_parts.hidden_size, "trained_length": config.max_length}
     trainer = CellTrainer(cell, runner.shared_parts, kept)
     layers = (runner.kv_shape.layers - 1,)  # whose output it reads

@@ -112,7 +112,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> Forwards:
 
     def watched(self: TargetRunner, block: Any, *rest: Any, **options: Any) -> Any:
         last, wanted = int(block.positions.max()), (options.get("logits", "all"), options.get("taps"))
-        seen.append(Forward(self.context_length, block.size, last, block.prompt, *wanted))
+        seen.append(Forward(self.context_length, block.query_len, last, block.is_prefill, *wanted))
         if seen.error is not None:
             raise seen.error
         return forward(self, block, *rest, **options)
@@ -166,7 +166,7 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     from longdraft.drafters import self_drafter
     from longdraft.views import draft_cache
 
-    monkeypatch.setattr(self_drafter, "FRESH", 6)
+    monkeypatch.setattr(self_drafter, "MIN_NEW_TOKENS", 6)
     monkeypatch.setattr(draft_cache, "MIN_NEW_ENTRIES", 8)
     monkeypatch.setattr(draft_cache, "PREFILL_CHUNK", 16)
 

@@ -252,7 +252,7 @@ def test_a_sampled_batch_is_the_same_each_time_whatever_is_drafted(specs: Specul
         ("encoder_repetition_penalty", {"encoder_repetition_penalty": 1.5}),
         ("encoder_no_repeat_ngram_size", {"encoder_no_repeat_ngram_size": 1}),
         ("guidance_scale", {"guidance_scale": 1.7}),
-        ("Calls", {"stopping_criteria": StoppingCriteriaList([StopsAtCall(5)])}),
+        ("StopsAtCall", {"stopping_criteria": StoppingCriteriaList([StopsAtCall(5)])}),
         ("streamer", {"streamer": RecordingStreamer()}),
     ],
 )
