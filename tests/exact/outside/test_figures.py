@@ -141,6 +141,9 @@ def test_bench_and_generate_agree_on_one_text():
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system says no other peak")
 def test_peak_memory_is_not_that_of_the_process_that_started_this_one():
     held = bytearray(200 << 20)
-    asked = "import types; from longdraft.memory import memory_info as info; print(info.peak_bytes(types.SimpleNamespace(type='cpu')))"
+    asked = (
+        "import types; from longdraft.memory import memory_info; "
+        "print(memory_info.peak_bytes(types.SimpleNamespace(type='cpu')))"
+    )
     peak = int(subprocess.run([sys.executable, "-c", asked], capture_output=True, check=True, text=True).stdout)
     assert 0 < peak < len(held) < psutil.Process().memory_info().rss
