@@ -52,7 +52,7 @@ def test_the_pieces_make_the_whole_text(text, sizes):
     for size in [*sizes, len(data)]:
         shown += text_of(stream.push(data[:size], 0))
         data = data[size:]
-    assert shown + text_of(stream.push([], 0, last=True)) == text
+    assert shown + text_of(stream.push([], 0, is_last=True)) == text
 
 
 @given(st.text(alphabet="ab", max_size=30), st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3))
@@ -60,7 +60,7 @@ def test_nothing_from_a_stop_string_on_is_shown(text, stops):
     stream, shown = TextStream(decode_bytes, stops), ""
     for byte in text.encode():
         shown += text_of(stream.push([byte], 0))
-    shown += text_of(stream.push([], 0, last=True))
+    shown += text_of(stream.push([], 0, is_last=True))
     ends = [text.find(stop) for stop in stops if stop in text]
     if not ends:
         assert shown == text
@@ -75,7 +75,7 @@ def test_the_beginning_of_a_stop_string_is_held_until_it_is_clear():
     assert text_of(stream.push(list(b"AR"), 0)) == "STAR"
     assert text_of(stream.push(list(b"ST"), 0)) == ""
     assert text_of(stream.push(list(b"OPxyz"), 0)) == ""
-    assert stream.push([], 0, last=True) == []
+    assert stream.push([], 0, is_last=True) == []
 
 
 def test_drafted_tokens_are_told_from_the_others():

@@ -1,8 +1,8 @@
 """Acceptance: a walk down the verified tree along tokens of the target.
 
-At each node, beginning at the root, the target's next token is the argmax, or a sample of its processed distribution
-p(. | path). If a child has that token, the child is accepted and the walk continues there. If not, the token is emitted
-all the same and the walk ends. So each emitted token is a sample of p(. | its path), and the output has the target's
+At each node, beginning at the root, the target's token is the argmax of the processed logits (greedy), or a sample of
+p(. | path). The token is emitted. If a child of the node has that token, the child is accepted and the walk continues
+there; otherwise the walk ends. Each emitted token is thus a sample of p(. | its path), so the output has the target's
 distribution for any tree. The tree only decides how many tokens one forward yields.
 """
 
@@ -26,7 +26,7 @@ class AcceptedPath:
     """The accepted path of a tree.
 
     Attributes:
-        nodes: accepted nodes, root first; their KV entries are to be committed.
+        nodes: accepted nodes, root first. Their KV entries are committed next.
         token_ids: emitted tokens, one for each node. The last is the bonus token, which was not drafted.
     """
 
@@ -37,32 +37,32 @@ class AcceptedPath:
 def sample_target_tokens(
     trees: Sequence[tuple[TokenTree, torch.Tensor, Sampler]], model: torch.nn.Module | None = None
 ) -> list[list[int] | None]:
-    """Computes the target's token at every node of several trees, and checks for NaN, with one copy to the host.
+    """Computes the target's token at every node of several trees. Tokens and a check for NaN take one copy to the host.
 
     Args:
-        trees: (tree, logits as in :func:`accept_path`, sampler) of each sequence.
-        model: the target, named in the error.
+        trees: for each sequence (tree, logits, sampler), as in :func:`accept_path`.
+        model: the target, whose name the error contains.
 
     Returns:
-        For each tree the tokens of its nodes; None if they depend on more than the node's logits, for example on
-        processors that read the context.
+        For each tree the target's token at each node; None if tokens depend on more than a node's logits, for example
+        if processors read the context.
 
     Raises:
         NumericalError: a node's logits are NaN.
     """
     tokens: list[torch.Tensor | None] = []
     has_nan: list[torch.Tensor] = []
-    for tree, padded, sampler in trees:
-        logits = padded[: tree.size]
-        # The maximum is NaN if any logit is. (All -inf, a fully masked vocabulary, is allowed.)
+    for tree, padded_logits, sampler in trees:
+        logits = padded_logits[: tree.size]
+        # The maximum is NaN if any logit is NaN. A row of -inf alone (a fully masked vocabulary) is allowed.
         row_max, argmax = logits.max(-1)
         has_nan.append(row_max.isnan().any())
         tokens.append(argmax if sampler.is_argmax else sampler.sample_nodes(logits, tree.depths))
-    values = torch.cat([torch.stack(has_nan).long(), *(x for x in tokens if x is not None)]).tolist()
-    if any(values[: len(trees)]):
+    host_values = torch.cat([torch.stack(has_nan).long(), *(x for x in tokens if x is not None)]).tolist()
+    if any(host_values[: len(trees)]):
         raise nan_logits_error(model)
-    remaining = iter(values[len(trees) :])
-    return [None if x is None else list(islice(remaining, len(x))) for x in tokens]
+    node_tokens = iter(host_values[len(trees) :])
+    return [None if x is None else list(islice(node_tokens, len(x))) for x in tokens]
 
 
 def accept_path(
@@ -76,20 +76,22 @@ def accept_path(
     """Walks down the tree as far as the target's tokens are in it.
 
     Args:
-        logits: (at least tree.size, vocabulary) raw target logits of the nodes, none of them NaN.
-        sampler: greedy or sampling, with its processors.
+        logits: (at least tree.size, vocabulary) raw target logits of the nodes, then of padding; none is NaN.
+        sampler: processes the logits, and takes the argmax or samples.
         get_context: returns the (n,) token ids up to and including the root; called only if processors need it.
-        should_stop: called with each emitted token in order; True ends the walk (nothing is sampled after an EOS).
-        target_tokens: the tokens of all nodes, from :func:`sample_target_tokens`; None: they are sampled on the way.
+        should_stop: called with each emitted token in order; True ends the walk, so nothing is sampled after an EOS.
+        target_tokens: the target's token at each node, from :func:`sample_target_tokens`; None: sample on the way.
     """
-    prefix = None if target_tokens is not None or not len(sampler.processors) else get_context()
-    empty = torch.empty(0, **CPU_INT64)
+    root_context = None if target_tokens is not None or not len(sampler.processors) else get_context()
+    no_context = torch.empty(0, **CPU_INT64)
     node, path, tokens = 0, [0], list[int]()
     while True:
         if target_tokens is not None:
             token = target_tokens[node]
         else:
-            context = empty if prefix is None else torch.cat([prefix, to_device(tokens, prefix.device, torch.long)])
+            context = no_context
+            if root_context is not None:
+                context = torch.cat([root_context, to_device(tokens, root_context.device, torch.long)])
             token = sampler.sample(context, logits[node])
         tokens.append(token)
         child = None if should_stop(token) else tree.child(node, token)
@@ -98,5 +100,5 @@ def accept_path(
         node = child
         path.append(node)
     if target_tokens is not None and not sampler.greedy:
-        sampler.noise.advance(len(tokens))
+        sampler.noise.advance(len(tokens))  # target_tokens were sampled with noise that was only peeked at
     return AcceptedPath(tuple(path), tuple(tokens))

@@ -17,38 +17,38 @@ from longdraft.views.view import View
 class Drafter(ABC):
     """Proposes token trees for all active sequences at once, so that a draft model can batch.
 
-    Its four methods are ``bind``, ``propose``, ``observe`` and ``release``. The other members declare what it reads of
-    the target, and its costs. A drafter affects the speed of decoding, never the output.
+    A drafter works in ``bind``, ``propose``, ``observe`` and ``release``. The other members declare its costs, and what
+    the drafter reads of the target. A drafter affects the speed of decoding, never the output.
     """
 
     max_nodes: int
-    """Most drafted nodes of a tree. The KV cache reserves as much scratch space."""
+    """Most drafted nodes of a tree. The KV cache reserves scratch entries for them."""
 
     free: bool = False
-    """True if it can propose without a forward of a draft model."""
+    """True if the drafter can propose without a forward of a draft model, so drafting is never skipped to save time."""
 
     forwards: int = 0
     """Number of draft forwards so far; 0 if drafting costs next to nothing."""
 
     prior_acceptance: float = 0.0
-    """Acceptance probability of a token before any was observed; for drafters with :meth:`kv_tokens_read`."""
+    """The planner's estimate of acceptance before any round; used if :meth:`kv_tokens_read` returns a number."""
 
     forward_cost_ratio: float = 1.0
-    """Time of a draft forward through the target's layers / of a target forward. Below 1 with quantized weights."""
+    """Time of a draft forward divided by that of a target forward; below 1 if the draft's weights are quantized."""
 
     num_prompt_queries: int = 1
-    """Number of the prompt's last tokens whose queries it needs, if any. The first result has them."""
+    """How many of the prompt's last tokens have queries in the first :class:`RoundResult`."""
 
     @property
     def views(self) -> tuple[View, ...]:
-        """The views of its sparse KV caches, after :meth:`bind`; empty without."""
+        """The views of the drafter's sparse KV caches, known after :meth:`bind`; empty if it has none."""
         return ()
 
     def use_planner(self) -> None:  # noqa: B027
-        """Called first if a planner sizes the trees. Each :meth:`propose` then gets a limit."""
+        """Called before :meth:`bind` if a planner sizes the trees. Each :meth:`propose` then gets a limit."""
 
     def use_chains(self) -> bool:
-        """Called first if branching is expensive for the target. Trees become chains, unless the user set their shape.
+        """Called before :meth:`bind` if the target verifies branches slowly: trees without a set shape become chains.
 
         Returns:
             True if every tree is a chain from now on.
@@ -56,38 +56,38 @@ class Drafter(ABC):
         return False
 
     def kv_tokens_read(self, context_len: int) -> float | None:
-        """KV entries that a draft forward reads, in units of target entries; None if the draft is another model."""
+        """KV that a draft forward reads, as a number of entries of the target; None if the draft is a second model."""
         return None
 
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """Target layers whose output hidden states it reads from the store's ``features``."""
+        """Target layers whose output hidden states the drafter reads from the store's ``features``."""
         return ()
 
     def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """Target layers whose queries it needs in the results."""
+        """Target layers whose queries the drafter needs in the results."""
         return ()
 
     def needs_queries(self, sequences: list[Sequence]) -> bool:
-        """True if it needs queries in the next results of any of these sequences."""
+        """True if the drafter needs queries in the next results of any of these sequences."""
         return True
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:  # noqa: B027
-        """Called once a run, before anything else, with the target and its KV store.
+        """Called before anything is drafted, and again when the KV store is replaced by a larger one.
 
         Raises:
             CheckpointError: the draft was made for another target, or its weights cannot be read.
             UnsupportedModelError: the drafter does not support this target.
-            MemoryBudgetError: the drafter's own memory does not fit the free memory.
+            MemoryBudgetError: the drafter's KV cache does not fit the free memory.
         """
 
     @abstractmethod
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
         """Returns a tree for each sequence, rooted at its last emitted token.
 
-        Not every round calls this. The sequences have all tokens emitted since the last call.
+        A round may skip this call, so several tokens may have been emitted since the last one.
 
         Args:
-            limit: bounds of the trees; None: the drafter's own sizes.
+            limit: bounds of the trees; None: the drafter's default sizes.
         """
 
     def observe(self, round_result: RoundResult) -> None:  # noqa: B027
@@ -98,18 +98,18 @@ class Drafter(ABC):
 
 
 def delegate_to(part: str, name: str) -> Any:
-    """Makes a property that returns attribute ``name`` of the inner drafter ``part``."""
+    """Makes a property that returns attribute ``name`` of the drafter in attribute ``part``."""
     return property(lambda drafter: getattr(getattr(drafter, part), name))
 
 
 class Plan(Protocol):
-    """Plans the rounds of one run. A round asks for a node limit, has its trees pruned, and reports its results."""
+    """Plans the rounds of one run: limits drafting, prunes the trees, and learns from the results."""
 
     def node_limit(self, sequences: SequenceOf[Sequence], kv_lens: SequenceOf[int]) -> NodeLimit:
         """Returns the bounds of this round's trees.
 
         Args:
-            kv_lens: KV entries that a verification reads, for each sequence.
+            kv_lens: for each sequence, the KV entries that its verification reads.
         """
         ...
 
@@ -127,9 +127,10 @@ class Plan(Protocol):
         """Learns from a round.
 
         Args:
-            round_results: one for each sequence.
-            num_draft_forwards: draft forwards of this round.
-            draft_seconds, verify_seconds: time of drafting, and of the rest.
+            round_results: the result of each sequence.
+            num_draft_forwards: forwards of the draft model in this round.
+            draft_seconds: time of drafting.
+            verify_seconds: time of the rest of the round.
         """
         ...
 

@@ -1,7 +1,7 @@
-"""Logits processors for sequences of a batch that advance independently: each sequence has its own copies.
+"""Logits processors of one batch, copied for each sequence, because the sequences advance independently.
 
-transformers calls a processor once a step with the whole batch. Here a processor sees one sequence: (1, n) ids and
-(1, vocabulary) scores, once for each emitted token, in order.
+transformers calls a processor once a step with the whole batch. Here a processor gets (1, n) ids and (1, vocabulary)
+scores of one sequence, once for each emitted token, in order.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from transformers.generation import logits_process as transformers_processors
 
 from longdraft.errors import CapabilityError
 
-# Processors with state for each sequence of a batch -> the argument of ``generate`` that makes them.
+# Processors that hold state of all sequences of a batch -> the argument of ``generate`` that makes the processor.
 _BATCH_PROCESSORS = {
     "EncoderRepetitionPenaltyLogitsProcessor": "encoder_repetition_penalty",
     "EncoderNoRepeatNGramLogitsProcessor": "encoder_no_repeat_ngram_size",
     "PrefixConstrainedLogitsProcessor": "prefix_allowed_tokens_fn",
     "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
 }
-# top-p rarely keeps tokens below this probability. At most 100,000 tokens are above.
+# top-p rarely keeps tokens below this probability, and few tokens of a distribution are above, so sorting is cheap.
 _MIN_PROBABILITY = 1e-5
 
 
 class FastTopP(TopPLogitsWarper):
-    """transformers' top-p, but sorts only tokens above a probability, if these are enough, not the whole vocabulary."""
+    """transformers' top-p, faster: sorts only the tokens above ``_MIN_PROBABILITY`` if their sum reaches ``top_p``."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if scores.shape[0] > 1 or scores.device.type != "cpu" or self.min_tokens_to_keep > 1:
@@ -36,18 +36,18 @@ class FastTopP(TopPLogitsWarper):
         probabilities = scores[0].softmax(-1)
         tokens = (probabilities >= _MIN_PROBABILITY).nonzero()[:, 0]
         sorted_probabilities, order = probabilities[tokens].sort(descending=True)
-        before = sorted_probabilities.cumsum(0) - sorted_probabilities
-        if not len(sorted_probabilities) or before[-1] < self.top_p:  # all of them are kept, and perhaps others
+        sum_before = sorted_probabilities.cumsum(0) - sorted_probabilities
+        if not len(tokens) or sum_before[-1] < self.top_p:  # tokens below _MIN_PROBABILITY may be kept too
             return super().__call__(input_ids, scores)
-        kept_ids = tokens[order[before < self.top_p]]
+        kept_ids = tokens[order[sum_before < self.top_p]]
         return torch.full_like(scores, self.filter_value).index_copy_(1, kept_ids, scores[:, kept_ids])
 
 
 def copy_processors(processors: Iterable[Any]) -> LogitsProcessorList:
-    """Copies processors with their state. Models and tokenizers in them are shared, not copied.
+    """Copies processors with their state. Models and tokenizers that a processor refers to are shared, not copied.
 
     Raises:
-        CapabilityError: naming a processor that cannot be copied.
+        CapabilityError: a processor cannot be copied; the message names it.
     """
     return LogitsProcessorList([_copy(p) for p in processors])
 
@@ -56,7 +56,7 @@ def processors_for_sequence(processors: Iterable[Any], sequence_index: int, num_
     """Returns the processors of one sequence of a batch; for a batch of one, the processors themselves.
 
     Raises:
-        CapabilityError: a processor cannot be called with single sequences.
+        CapabilityError: a processor works on a whole batch only.
     """
     return LogitsProcessorList([_for_sequence(p, sequence_index, num_sequences) for p in processors])
 
@@ -73,12 +73,12 @@ def _for_sequence(processor: Any, sequence_index: int, num_sequences: int) -> An
         )
     if num_sequences == 1:
         return processor
-    # The repetition penalty has the padding of each sequence.
-    lengths = x if isinstance(x := getattr(processor, "prompt_ignore_length", None), torch.Tensor) else None
-    is_per_batch = name in _BATCH_PROCESSORS or getattr(processor, "state", None) is not None
-    grammars = getattr(processor, "compiled_grammars", ())  # xgrammar's: one for all sequences, or one for each
-    is_unusable = is_transformers and (is_per_batch or (lengths is not None and lengths.shape[0] != num_sequences))
-    if is_unusable or len(grammars) not in (0, 1, num_sequences):
+    # transformers' repetition penalty holds a tensor with the length of padding of each sequence.
+    padding_lens = x if isinstance(x := getattr(processor, "prompt_ignore_length", None), torch.Tensor) else None
+    has_other_size = padding_lens is not None and padding_lens.shape[0] != num_sequences
+    is_per_batch = has_other_size or name in _BATCH_PROCESSORS or getattr(processor, "state", None) is not None
+    grammars = getattr(processor, "compiled_grammars", ())  # xgrammar: one for the batch, or one a sequence
+    if (is_transformers and is_per_batch) or len(grammars) not in (0, 1, num_sequences):
         raise CapabilityError(
             f"longdraft calls logits processors with one row, and this {name} is made for another batch, or for all "
             f"{num_sequences} rows of this one: give one prompt at a time, or leave "
@@ -87,17 +87,17 @@ def _for_sequence(processor: Any, sequence_index: int, num_sequences: int) -> An
     copied = _copy(processor)
     if len(grammars) > 1:
         copied.compiled_grammars = grammars[sequence_index : sequence_index + 1]
-    if lengths is not None:
-        copied.prompt_ignore_length = lengths[sequence_index : sequence_index + 1]
+    if padding_lens is not None:
+        copied.prompt_ignore_length = padding_lens[sequence_index : sequence_index + 1]
     return copied
 
 
 def _copy(processor: Any) -> Any:
-    parts = vars(processor) if hasattr(processor, "__dict__") else {}
-    shared = [p for p in parts.values() if isinstance(p, (torch.nn.Module, PreTrainedTokenizerBase))]
-    shared += parts.get("compiled_grammars", ())  # immutable
+    attributes = vars(processor) if hasattr(processor, "__dict__") else {}
+    shared = [p for p in attributes.values() if isinstance(p, (torch.nn.Module, PreTrainedTokenizerBase))]
+    shared += attributes.get("compiled_grammars", ())  # immutable, so sharing is safe
     try:
-        return copy.deepcopy(processor, {id(part): part for part in shared})
+        return copy.deepcopy(processor, {id(x): x for x in shared})  # the memo: objects in it are not copied
     except Exception as error:  # a user's class may raise anything
         raise CapabilityError(
             f"{type(processor).__name__} cannot be copied ({error}), and every row of a batch needs a logits processor "

@@ -1,7 +1,7 @@
 """The decoding loop with continuous batching. All methods share it: read :meth:`Engine._round` first.
 
-A request waits until a slot is free. Its chunked prefill alternates with decoding rounds of the other requests. When it
-has finished, the next request takes its slot.
+A request waits for a free slot of the KV cache. Its chunked prefill alternates with decoding rounds of the earlier
+requests. When a request has finished, the next one takes its slot.
 """
 
 from __future__ import annotations
@@ -32,19 +32,18 @@ logger = logging.getLogger("longdraft")
 
 
 class Engine:
-    """Decodes sequences, as many at a time as there are slots.
+    """Decodes sequences, as many at a time as the KV cache has slots.
 
     Args:
         runner: the target.
         drafter: proposes trees.
         verifier: verifies the trees; None: always on the full KV cache.
-        cache: has the KV, perhaps with prefixes of earlier runs; None: a new one.
-        planner: decides how much to draft and to verify; None: trees have the drafter's own sizes.
-        slots: sequences decoded at a time; fewer if their KV does not fit the memory.
-        capacity: context length (prompt and output) that memory is first allocated for, if no waiting sequence is
-            longer. A longer sequence that comes later waits until no other is active; then more is allocated.
-        chunk_size: prompt tokens read between two rounds, and in one forward at most; None: 1,024, on a GPU mostly
-            4,096.
+        cache: the user's prompt cache, which allocates the KV and reuses prefixes of earlier runs; None: a new one.
+        planner: decides how much to draft and to verify; None: trees have the drafter's default sizes.
+        slots: most sequences decoded at a time; halved while their KV does not fit the memory.
+        capacity: context length (prompt and output) to allocate first, if no waiting sequence is longer. A longer
+            sequence that comes later waits until no other is active; then more memory is allocated.
+        chunk_size: most prompt tokens read between two rounds, and in one forward; None: :func:`default_chunk_size`.
     """
 
     def __init__(
@@ -60,9 +59,9 @@ class Engine:
         chunk_size: int | None = None,
     ) -> None:
         self.runner, self.drafter, self.verifier = runner, drafter, verifier or Verifier()
-        self._reuses_outputs = cache is not None
+        self._reuses_outputs = cache is not None  # only a user's cache keeps the KV of outputs
         self.cache = PromptCache() if cache is None else cache
-        self._model, self.planner, self.slots = runner.model, planner, slots  # keeps the model alive
+        self._model, self.planner, self.slots = runner.model, planner, slots  # the runner may hold the model weakly
         self.chunk_size = default_chunk_size(runner) if chunk_size is None else chunk_size
         self._capacity = capacity
         self._waiting: deque[Sequence] = deque()
@@ -70,8 +69,8 @@ class Engine:
         self._free_slots: list[int] = []
         self._aborted_steps: list[Step] = []  # last steps of aborted sequences, to be returned
         self._plan: Plan | None = None
-        self._draft_end = 0.0  # time at which drafting ended
-        self._open_count = -1  # the cache's open_count when this engine opened it
+        self._draft_end = 0.0  # perf_counter at which the last drafting ended
+        self._open_count = -1  # the cache's open_count when this engine opened the cache; -1: not open
         self._last_was_prefill = False
         self._fingerprint = ""  # fingerprint of the target when the cache was opened
         if planner is not None:
@@ -103,7 +102,7 @@ class Engine:
         return round_results
 
     def _propose(self, batch: list[Sequence]) -> list[TokenTree]:
-        """Returns a tree for each sequence; a root alone if it is about to end, or if drafting is not worthwhile."""
+        """Returns a tree for each sequence; the root alone if the sequence has ended, or drafting is not worthwhile."""
         max_nodes = self.drafter.max_nodes
         kv_lens = [self.verifier.kv_len(s) for s in batch]
         limit = None if self._plan is None else count_forced_tokens(self._plan.node_limit(batch, kv_lens), max_nodes)
@@ -113,14 +112,14 @@ class Engine:
             selected = limit.select_sequences(selected, [roots[s.index] for s in selected])
         trees = self.drafter.propose(selected, limit) if selected else []
         drafted = roots | {s.index: tree for s, tree in zip(selected, trees, strict=True)}
-        # A path of depth k emits k + 1 tokens. Nodes beyond the remaining tokens need no verification.
+        # A path of depth k emits k + 1 tokens, so deeper nodes than remaining - 1 need no verification.
         trees = [fit_to_grammar(drafted[s.index], s, max_nodes).limit_depth(s.remaining - 1) for s in batch]
-        if self.runner.fixed_batch_rows is not None:  # more nodes would take a second forward
+        if self.runner.fixed_batch_rows is not None:  # the forward has a fixed size; more nodes would take a second one
             trees = [tree.keep_best(self.runner.fixed_batch_rows - 1) for tree in trees]
         return trees
 
     def _decode(self, batch: list[Sequence]) -> list[Step]:
-        """Runs a round, updates statistics and the planner, and returns the steps."""
+        """Runs a round, updates the statistics and the planner, and returns a step for each sequence."""
         start, forwards = time.perf_counter(), self.drafter.forwards
         round_results = self._round(batch)
         seconds = time.perf_counter() - start
@@ -135,15 +134,15 @@ class Engine:
             if round_result.mode == "partial":
                 stats.partial_rounds += 1
                 stats.partial_tokens += len(round_result.new_token_ids)
-        # The first step of a round has the round's seconds.
+        # The first step alone has the round's seconds, so that sums over steps are right.
         return [make_step(round_result, 0.0 if i else seconds) for i, round_result in enumerate(round_results)]
 
     # --- requests ---
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a sequence. It starts when a slot is free. Its index must be new to this engine.
+        """Queues a sequence, which starts when a slot is free. Its index must be new to this engine.
 
-        This and :meth:`step` raise the errors of :class:`~longdraft.engine.session.Session`.
+        Errors are those of :meth:`longdraft.engine.session.Session.add`.
         """
         limit, s = self.runner.max_context_length(len(sequence.prompt)), sequence
         if not s.prompt:
@@ -158,7 +157,7 @@ class Engine:
         self._waiting.append(s)
 
     def abort(self, index: int) -> None:
-        """Cancels a sequence; the next step reports it. Does nothing if it has finished already."""
+        """Cancels a sequence that has not finished; the next :meth:`step` returns its last step."""
         with self.runner.lock:
             for s in [*self._active, *self._waiting]:
                 if s.index == index:
@@ -197,7 +196,7 @@ class Engine:
             except BaseException:
                 self.close()
                 if self.cache.open_count == self._open_count and self._store.states:
-                    self.cache.clear()  # an interrupted forward has changed the states of some layers
+                    self.cache.clear()  # an interrupted forward may have advanced the states of some layers only
                 raise
 
     def close(self) -> None:
@@ -211,9 +210,9 @@ class Engine:
     # --- slots and memory ---
 
     def capture_graphs(self, on_progress: Callable[[float], None] = lambda fraction: None) -> int:
-        """Allocates the memory and captures CUDA graphs of verifications. Returns the number of graphs.
+        """Allocates the memory and captures CUDA graphs of verifications, before any decoding.
 
-        Nothing may be decoded yet. ``on_progress`` is called with the fraction done.
+        Returns the number of graphs. ``on_progress`` is called with the fraction done.
         """
         with self.runner.lock:
             if self._open_count < 0:
@@ -225,7 +224,7 @@ class Engine:
         """Gives free slots to waiting sequences."""
         while self._waiting:
             s = self._waiting[0]
-            # A model that was changed between two requests, for example by another adapter, computes other KV.
+            # A model that was changed between two requests, for example by an adapter, computes different KV.
             if not self._active and (
                 self._open_count < 0
                 or s.max_length > self._capacity
@@ -245,11 +244,12 @@ class Engine:
         self._active.remove(s)
         self._free_slots.append(s.slot)
         started = self._prefiller.discard(s) or bool(s.output)
-        # A sequence that was never started has not changed its slot. If another run has opened the cache since, the
-        # slot belongs to that run.
+        # A sequence that never started has written nothing. If another run has opened the cache since, the slot
+        # belongs to that run.
         if started and self.cache.open_count == self._open_count:
             self.verifier.release(s)
-            # A cache of the engine's own reuses prompts only: KV of outputs was not computed in full chunks.
+            # The engine's own cache keeps prompts only, because KV of outputs was not computed in full chunks: reusing
+            # it could change bits of the output.
             self.cache.record_tokens(s.slot, s.tokens if self._reuses_outputs else s.prompt)
         self.drafter.release(s)
 
@@ -261,13 +261,13 @@ class Engine:
         """
         runner, nodes = self.runner, self.drafter.max_nodes
         self._fingerprint = runner.synced_fingerprint()
-        # Grow by half at least, or each longer sequence would need a new store.
+        # Grow by half at least: else each sequence that is a little longer would need a new store.
         min_capacity = min(3 * self._capacity // 2, runner.context_length) if self._open_count >= 0 else self._capacity
         capacity = max([min_capacity, *(s.max_length for s in self._waiting)])
-        extra = nodes + self.verifier.num_extra_entries(nodes)
+        scratch = nodes + self.verifier.num_extra_entries(nodes)
         layers = self.drafter.feature_layers(runner) or self.cache.feature_layers
         new_store = partial(runner.new_store, feature_layers=layers)
-        num_entries, slots = capacity + extra, self.slots
+        num_entries, slots = capacity + scratch, self.slots
         while True:
             try:
                 store = self.cache.open(new_store, slots, num_entries, layers, runner.store_kind, self._fingerprint)
@@ -280,7 +280,7 @@ class Engine:
                     runner.tp_rank.check_views(bool(self.drafter.views or self.verifier.views or self._query_layers))
                 break
             except MemoryBudgetError:
-                if slots == 1 or self._reuses_outputs:
+                if slots == 1 or self._reuses_outputs:  # a user's cache is not replaced
                     raise
                 logger.warning("There is no memory for %d sequences at a time: decoding %d.", slots, slots // 2)
                 slots, self.cache = slots // 2, PromptCache()
@@ -295,6 +295,6 @@ class Engine:
         self._open_count = -1
         if self._active:
             raise CapabilityError(
-                "Another run has opened this run's PromptCache before it had finished. Give interleaved runs a cache "
-                "each, or finish or close one run before the next begins."
+                "Another run has opened this run's PromptCache while this run was decoding. Give each its own cache, "
+                "or finish or close one run before the next begins."
             )

@@ -18,7 +18,7 @@ from longdraft.options import Option, Options, checked, declared, method_in, opt
 
 @dataclass(frozen=True)
 class LookupOptions(Options):
-    """Suffix lookup in addition to a drafter that costs forwards."""
+    """Options of suffix lookup, which proposes tokens in addition to a draft model."""
 
     lookup: bool = option(False, help="also propose tokens by suffix lookup")
     earlier: int = option(0, min=0, help="how many tokens of earlier requests that lookup searches")
@@ -26,7 +26,7 @@ class LookupOptions(Options):
 
 @dataclass(frozen=True)
 class DrafterOption(Options):
-    """The drafter of a method that leaves the choice open."""
+    """The option ``drafter`` of methods that work with any drafter."""
 
     drafter: str | None = option(help="method whose drafter it takes", usual="the first whose weights are available")
 
@@ -36,14 +36,15 @@ class Method:
     """One entry of the catalogue.
 
     Attributes:
-        name: what users call it.
-        drafter: builds the drafter from keyword options, with ``draft`` if it needs trained weights. None if the option
-            ``drafter`` names another method, whose drafter it uses.
-        summary, paper: for the list of methods.
-        draft_kind: the kind of trained draft, a name of a :class:`~longdraft.drafts.kinds.Kind`; None without.
+        name: the name by which users choose the method.
+        drafter: builds the drafter from keyword options, with ``draft`` if it needs trained weights; None: the method
+            has an option ``drafter``, the name of another method whose drafter is used.
+        summary: what the method does, in the list of methods.
+        paper: the paper's citation in that list.
+        draft_kind: name of the :class:`~longdraft.drafts.kinds.Kind` of trained draft; None: no draft is needed.
         verifier: builds the verifier from keyword options.
         accepts_lookup: the method accepts ``lookup=true``. Methods with a trained draft always do.
-        is_worthwhile: for default methods: whether planned rounds are faster with it on a target.
+        is_worthwhile: whether planned rounds are faster with the method on a target; asked of default methods only.
     """
 
     name: str
@@ -58,12 +59,12 @@ class Method:
 
     @cached_property
     def exact(self) -> bool:
-        """True if greedy tokens and the sampling distribution are those of the target alone."""
+        """True if greedy tokens and the sampling distribution are those of plain decoding."""
         return self.verifier().exact
 
     @property
     def needs_draft(self) -> bool:
-        """True if it needs trained weights from a draft folder."""
+        """True if the method needs trained weights from a draft folder."""
         return self.draft_kind is not None
 
     @property
@@ -92,16 +93,16 @@ class Method:
         drafters: dict[str, Option] = {}
         for m in self.drafter_choices.values():
             for name, new in m.drafter_options.items():
-                known = drafters.get(name, new)
-                if known != new:  # options of one name that differ are checked by the drafter itself
-                    new = Option(name, aliases=(*known.aliases, *new.aliases))
+                previous = drafters.get(name, new)
+                if previous != new:  # two drafters differ in this option: the chosen drafter checks its value
+                    new = Option(name, aliases=(*previous.aliases, *new.aliases))
                 drafters[name] = new
-        # An option of both, such as `recent`, has the verifier's default.
+        # First for the order; last for the defaults of options that drafters have too, such as `recent`.
         return verifier_options | declared(DrafterOption) | drafters | verifier_options
 
     @property
     def takes_draft(self) -> bool:
-        """True if it accepts a draft folder."""
+        """True if the method accepts a draft folder, perhaps for the drafter that a user chooses."""
         return "draft" in self.options
 
     def check_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,18 +114,18 @@ class Method:
         return checked(f"Method {self.name}", options, self.options)
 
 
-# Drafters for methods that leave the choice open, in order of preference. The first with available weights is used.
+# Drafters for methods with an option ``drafter``, in order of preference. The first with available weights is used.
 DEFAULT_DRAFTERS = (
     "eagle3", "longspec", "onepass", "eagle", "small-lm", "heads", "prompt-lookup", "self", "triforce", "ar",
 )  # fmt: skip
-# Default methods, in order. The first that has the user's options and is worthwhile on the target is used.
+# Default methods. The first that accepts the user's options and is worthwhile on the target is used.
 DEFAULT_METHODS = ("self", "longspec", "prompt-lookup")
 
 METHODS: dict[str, Method] = {}
 
 
 def register(method: Method) -> Method:
-    """Adds a method to the catalogue, in place of one of the same name."""
+    """Adds a method to the catalogue. It replaces a method of the same name."""
     METHODS[method.name] = method
     return method
 
@@ -133,6 +134,6 @@ def get_method(name: str) -> Method:
     """Returns the method of that name.
 
     Raises:
-        UnknownMethodError: listing the names there are.
+        UnknownMethodError: there is none; the message lists the names.
     """
     return method_in(METHODS, name)

@@ -20,12 +20,12 @@ from longdraft.model.runner import TargetRunner
 from longdraft.trees.tree import TokenTree
 
 # Prompt tokens of one forward, and between two rounds: enough to keep the matrix units busy, few enough to bound memory
-# and the wait of other sequences. On a GPU larger chunks share each read of the prefix's keys.
+# and the waiting time of other sequences. A GPU reads the prefix's keys once a chunk, so larger chunks read them less.
 PREFILL_CHUNK, PREFILL_CHUNK_ON_GPU = 1024, 4096
 
 
 def default_chunk_size(runner: TargetRunner) -> int:
-    """Returns the most prompt tokens of one forward of a target."""
+    """Returns the default for the most prompt tokens of one forward."""
     # The buffers of sliding windows and recurrent layers have room for small chunks only.
     is_bounded = bool(runner.execution_model.layout.windows) or runner.has_recurrent_layers
     return PREFILL_CHUNK if runner.device.type == "cpu" or is_bounded else PREFILL_CHUNK_ON_GPU
@@ -50,7 +50,7 @@ class Prefiller:
     ) -> None:
         self._runner, self._drafter = runner, drafter
         self._cache, self._store, self._reuses_outputs = cache, store, reuses_outputs
-        self._layers = drafter.query_layers(runner)
+        self._query_layers = drafter.query_layers(runner)
         # A user's hooks see the prompt in one forward, as in the model's own generate.
         self._in_one_chunk = bool(user_code_in(runner.model))
         self.chunk_size = runner.context_length if self._in_one_chunk else chunk_size
@@ -58,11 +58,11 @@ class Prefiller:
         self._queries: dict[int, dict[int, list[torch.Tensor]]] = {}
 
     def discard(self, s: Sequence) -> bool:
-        """Drops a sequence's state. Returns True if its prefill has begun and is not complete."""
+        """Drops the queries of a sequence. Returns True if its prefill had begun and was not complete."""
         return self._queries.pop(s.index, None) is not None
 
     def in_prefill(self, s: Sequence) -> bool:
-        """True if a sequence's prompt is not read to the end."""
+        """True until the last token of a sequence's prompt is read."""
         return not s.output or s.index in self._queries
 
     def prefill(self, sequences: list[Sequence]) -> list[Step]:
@@ -83,31 +83,31 @@ class Prefiller:
         return steps
 
     def _begin(self, s: Sequence) -> int:
-        """Fills the slot with the cached prefix of the prompt; returns its length."""
+        """Starts a prefill: fills the slot with the cached prefix of the prompt, and returns the prefix's length."""
         alignment = 1 if self._reuses_outputs else self.chunk_size
         if s.sampler.prompt_logits_reader is not None or not s.reuse or self._in_one_chunk:
-            alignment = len(s.prompt)  # reuses nothing: a cached prefix has no logits, or is not wanted
-        self._queries[s.index] = {layer: [] for layer in self._layers}
+            alignment = len(s.prompt)  # no shorter prefix is a multiple of this, so none is reused
+        self._queries[s.index] = {layer: [] for layer in self._query_layers}
         return self._cache.reuse_prefix(s.slot, s.prompt, alignment, self._runner.rope_regime(len(s.prompt)))
 
     def _prefill_chunk(self, s: Sequence, start: int) -> tuple[int, ...]:
         """Reads the chunk of a prompt that begins at token ``start``. The last chunk emits the first new token.
 
-        Chunks end at multiples of :attr:`chunk_size`, for any drafter and batch, so equal prompts get equal bits.
+        Chunks end at multiples of :attr:`chunk_size` with any drafter and batch, so equal prompts get equal bits.
 
         Returns:
             The emitted token, if any.
         """
         store, num_queries, length = self._store, self._drafter.num_prompt_queries, len(s.prompt)
         end = min(length, (start // self.chunk_size + 1) * self.chunk_size)
-        taps = Taps(queries=self._layers) if end > length - num_queries else NO_TAPS
+        taps = Taps(queries=self._query_layers) if end > length - num_queries else NO_TAPS
         batch = store.make_forward_batch([s.slot], [s.prompt[start:end]], is_prefill=True, prompt_len=length)
-        reader = s.sampler.prompt_logits_reader
-        logits: Literal["all", "last", "none"] = "all" if reader else "last" if end == length else "none"
+        logits_reader = s.sampler.prompt_logits_reader
+        logits: Literal["all", "last", "none"] = "all" if logits_reader else "last" if end == length else "none"
         out = self._runner.forward(batch, store, logits=logits, taps=taps, check_nan=False)
         store.commit(s.slot, range(end - start))
-        if reader is not None and out.logits is not None:
-            reader.prompt_logits(start, out.logits[0])
+        if logits_reader is not None and out.logits is not None:
+            logits_reader.prompt_logits(start, out.logits[0])
             out.logits = out.logits[:, -1:]
         for layer, q in out.queries.items():
             self._queries[s.index][layer].append(q[0])

@@ -1,4 +1,4 @@
-"""Requests: a prompt with its settings. All entry points check them here."""
+"""Requests: a prompt with its settings. Every entry point checks its requests here."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from longdraft.options import listed, suggestion, whole_number
 
 Prompt = str | list[int]
 
-# Fields of a request that replace a Sampling.
+# Fields of a request that are used in place of a Sampling object.
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "repetition_window")
+# Without effect on greedy decoding.
 _FILTER_FIELDS = ("top_k", "top_p", "min_p")
-_SEED_RANGE = -(2**63), 2**64 - 1  # torch's
+_SEED_RANGE = -(2**63), 2**64 - 1  # of torch.Generator.manual_seed
 _CHAT_MESSAGE = (
-    "A chat's messages are no prompt: give token ids, those of tokenizer.apply_chat_template(messages, "
-    "add_generation_prompt=True, return_dict=False)."
+    "A list of chat messages is no prompt: give the token ids that tokenizer.apply_chat_template(messages, "
+    "add_generation_prompt=True, return_dict=False) returns."
 )
 
 
@@ -31,17 +32,17 @@ class Request:
     Attributes:
         prompt: a string, or token ids.
         max_new_tokens: most emitted tokens.
-        sampling: all sampling settings in one object; None: the fields below, which are greedy by default.
-        seed: gives the same output each time, for any method and batch; None: a random one.
-        processors: logits processors with transformers' interface, applied before those of ``sampling``. A stateful
-            processor serves one request only.
-        eos_token_ids: tokens that end the output; None: those of the model; an empty list: none.
-        stop: string or strings that end the output, and are cut from it. None: none.
-        chat: whether to wrap a string in the tokenizer's chat template, if there is one.
+        sampling: all sampling settings in one object; None: taken from ``temperature`` and the fields behind it.
+        seed: fixes the random numbers, so the output is the same for any method and batch; None: a random seed.
+        processors: logits processors with transformers' interface, applied before those of ``sampling``. One with state
+            can serve one request only.
+        eos_token_ids: tokens that end the output; None: the model's EOS tokens; an empty list: no token does.
+        stop: string or strings that end the output, and are cut from it; None or empty: no string does.
+        chat: whether to wrap a string in the tokenizer's chat template, if the tokenizer has one.
         temperature, top_k, top_p, min_p, repetition_penalty, repetition_window: as in :class:`~longdraft.Sampling`.
-        tenant: the user of the request. With ``earlier=N``, lookups see requests of the same tenant only.
-        predicted: token ids that the output may resemble; lookups search them too.
-        reuse: whether to reuse a cached prefix of the prompt.
+        tenant: the user who sent the request. With ``earlier=N``, lookups search requests of this tenant only.
+        predicted: token ids that the output may resemble, which lookups search too.
+        reuse: whether to reuse cached KV of a prefix of the prompt.
     """
 
     prompt: Prompt
@@ -63,10 +64,10 @@ class Request:
     reuse: bool = True
 
     def checked(self) -> Request:
-        """Returns the request with values of the declared types, and sampling settings in one object.
+        """Returns the request with all values checked, converted to the declared types, and sampling in one object.
 
         Raises:
-            RequestError: a value of a wrong type or out of range.
+            RequestError: a value has a wrong type or is out of range.
             PromptError: the prompt is neither a string nor token ids.
         """
         for name in ("chat", "reuse"):
@@ -74,7 +75,7 @@ class Request:
                 raise RequestError(f"{name} must be True or False, got {value!r}")
         wrong = [p for p in _list_argument("processors", self.processors) if not callable(p)]
         if wrong:
-            raise RequestError(f"processors takes logits processors, which are called; got {wrong[0]!r}")
+            raise RequestError(f"processors must be a list of callable logits processors, got {wrong[0]!r}")
         no_fields: dict[str, Any] = dict.fromkeys(SAMPLING_FIELDS)
         return replace(
             self,
@@ -94,22 +95,22 @@ class Request:
             sampling = Sampling(**fields)
             if sampling.greedy and (ignored := [name for name in _FILTER_FIELDS if name in fields]):
                 raise RequestError(
-                    f"{' and '.join(ignored)} shape{'s' * (len(ignored) < 2)} sampled text, and temperature is 0: give "
+                    f"{' and '.join(ignored)} ha{'s' if len(ignored) < 2 else 've'} no effect at temperature 0: give "
                     "a temperature above 0 too"
                 )
             return sampling
         if not isinstance(self.sampling, Sampling):
             raise RequestError(
-                f"sampling takes longdraft.Sampling(temperature=0.7, ...), got {self.sampling!r}; or give temperature= "
-                "and its like by themselves"
+                f"sampling must be a longdraft.Sampling(temperature=0.7, ...), got {self.sampling!r}; or "
+                "give temperature= and the other settings without it"
             )
         if fields:
-            raise RequestError(f"sampling and {', '.join(fields)} say the same thing: give one of the two")
+            raise RequestError(f"sampling and {', '.join(fields)} exclude each other: give one of the two")
         return self.sampling
 
 
 class RequestSettings(TypedDict, total=False):
-    """Fields of a :class:`Request` that calls with several prompts accept as keywords."""
+    """Fields of a :class:`Request` that methods with several prompts accept as keywords."""
 
     max_new_tokens: int
     sampling: Sampling | None
@@ -130,16 +131,16 @@ def make_requests(prompts: object, settings: RequestSettings) -> list[Request]:
 
     Args:
         prompts: one prompt or several, as in :meth:`longdraft.Speculator.stream`.
-        settings: for prompts that are not requests. Prompt i gets seed + i.
+        settings: of the prompts that are not :class:`Request` objects. Prompt i gets seed + i.
 
     Raises:
-        PromptError: no prompt, or a value that is none.
-        RequestError: a wrong value of a setting; as ArgumentError, an unknown setting.
+        PromptError: there are no prompts, or one is neither a string, token ids nor a request.
+        RequestError: a setting has a wrong value; ArgumentError: a setting does not exist.
     """
-    known = RequestSettings.__annotations__
+    allowed = RequestSettings.__annotations__
     for name in settings:
-        if name not in known:
-            raise ArgumentError(f"There is no setting {name}: {suggestion(name, known) or listed(known)}")
+        if name not in allowed:
+            raise ArgumentError(f"There is no setting {name}: {suggestion(name, allowed) or listed(allowed)}")
     is_single = isinstance(prompts, str | Request) or _is_ids(prompts := _to_list(prompts))
     prompt_list = [prompts] if is_single else cast("list[Any]", prompts)
     if not prompt_list:
@@ -181,19 +182,19 @@ def normalize_stop(value: object) -> tuple[str, ...]:
     """Returns stop strings as a tuple.
 
     Raises:
-        RequestError: one is no string, or empty, which would end every output at once.
+        RequestError: a stop string is not a string, or is empty and would end every output at once.
     """
     stops = (value,) if isinstance(value, str) else tuple(_list_argument("stop", () if value is None else value))
     for stop in stops:
         if not isinstance(stop, str):
-            raise RequestError(f"stop takes strings, got {stop!r}; token ids that end the output are eos_token_ids")
+            raise RequestError(f"stop must be strings, got {stop!r}; eos_token_ids takes token ids that end the output")
         if not stop:
             raise RequestError("stop has an empty string, which would end every output at once: leave it out")
     return cast("tuple[str, ...]", stops)
 
 
 def _to_list(value: object) -> list[Any]:
-    """Converts a tuple, range, array, tensor or iterator to a list; raises PromptError for other values."""
+    """Converts a tuple, range, array, tensor or iterator to a list; raises PromptError for any other value."""
     if isinstance(value, Mapping):
         if "role" in value:
             raise PromptError(_CHAT_MESSAGE)

@@ -11,26 +11,26 @@ import torch
 from longdraft.engine.sequence import Sequence
 from longdraft.trees.tree import TokenTree
 
-# The KV that the logits were computed with: prefill; the full cache; a partial cache; the full cache after partial
-# rounds, whose KV it recomputes (SpecPV, section 3).
+# What a target forward does: prefill; verification on the full KV cache ("full"), or on a partial one; verification on
+# the full cache that also recomputes the KV of partial rounds ("refresh": SpecPV, section 3).
 RoundMode = Literal["prefill", "full", "partial", "refresh"]
 
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What one target forward did for one sequence: prefill, or the verification of a tree.
+    """What one target forward did for one sequence: the end of prefill, or the verification of a tree.
 
     Attributes:
-        sequence: the sequence, which has the emitted tokens already.
-        tree: the verified tree, rooted at the last token before the round; a root alone if nothing was drafted.
-        num_accepted: accepted drafted tokens.
+        sequence: the sequence, with the emitted tokens appended.
+        tree: the verified tree, rooted at the last token before the round; the root alone if nothing was drafted.
+        num_accepted: number of accepted drafted tokens.
         path: accepted nodes of ``tree``, root first.
-        new_token_ids: emitted tokens: the accepted ones, and the bonus token.
-        mode: the kind of forward. A sequence's first result is "prefill": its prompt has been read.
-        queries: layer -> (query heads, n, head size), after RoPE, for the drafter's query layers. In prefill those of
-            the prompt's last ``num_prompt_queries`` tokens (fewer if a cached prefix leaves fewer to read), later that
-            of the deepest accepted node. The store has the KV up to the token of the last query.
-        kv_rewritten_from: first position whose approximate KV was replaced by exact KV; None without.
+        new_token_ids: emitted tokens: the accepted tokens, then the bonus token.
+        mode: the kind of forward. "prefill" is a sequence's first result, after the whole prompt has been read.
+        queries: layer -> (query heads, n, head size), after RoPE, for the drafter's query layers. After prefill n is
+            ``num_prompt_queries`` (fewer if less of the prompt had to be read), for the prompt's last tokens. Later n
+            is 1, for the deepest accepted node. The store has the KV up to the token of the last query.
+        kv_rewritten_from: first position whose approximate KV was replaced by exact KV; None if no KV was.
     """
 
     sequence: Sequence

@@ -1,7 +1,7 @@
-"""The sampler: processes the target's distribution and samples tokens of it.
+"""The sampler: processes the target's logits, and samples tokens.
 
-The processors are those of transformers, so settings mean what they mean in ``generate``. They see the full context up
-to a node, so penalties and bans apply along the node's own path.
+The logits processors are those of transformers, so settings mean what they mean in ``generate``. A processor gets the
+full context up to a node, so penalties and bans follow the node's path.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from longdraft.engine import logits_processors as logits_processors
 from longdraft.errors import RequestError
 from longdraft.options import check_number, whole_number
 
-# Takes token ids (1, n) and scores (1, vocabulary), returns scores: transformers' LogitsProcessor interface.
+# (token ids (1, n), scores (1, vocabulary)) -> scores: the interface of transformers' LogitsProcessor.
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-# Processors that ignore the context. They can be applied to the top k alone, with nearly the same result.
+# Processors that ignore the context. On a draft's top k alone they give nearly the result on the vocabulary.
 _CONTEXT_FREE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-_TINY = 1e-30  # replaces noise of 0, which has no logarithm
+_MIN_NOISE = 1e-30  # in place of noise of 0, whose logarithm is -inf
 
 
 class SampleNoise:
     """The random numbers of one sequence's samples: one exponential e for each token of the vocabulary.
 
-    A sample of p is the argmax of p / e, or of log p - log e (the Gumbel-max trick). A drafter that subtracts the log e
-    of future samples from its own logprobs mostly finds the tokens that will be sampled (Daliri et al. 2024,
-    arXiv:2408.07978).
+    A sample of p is the argmax of p / e, or of log p - log e (the Gumbel-max trick). A drafter that subtracts log e of
+    future samples from its logprobs mostly finds the sampled token (Daliri et al. 2024, arXiv:2408.07978).
 
     Args:
-        generator: used by nothing else in the meantime; None: torch's global one, whose future numbers are never known.
-        is_predictable: drafters may see the noise of future samples.
+        generator: gives the numbers, and nothing else draws from it meanwhile; None: torch's global generator, from
+            which noise cannot be drawn ahead.
+        is_predictable: whether drafters may see the noise of future samples.
     """
 
     def __init__(self, generator: torch.Generator | None, is_predictable: bool = True) -> None:
         self._generator, self._is_predictable = generator, is_predictable and generator is not None
-        # (generator state before, noise) of future samples.
+        # For each future sample (the generator's state before it was drawn, noise).
         self._drawn_ahead: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
         self._last_probabilities: torch.Tensor | None = None
 
@@ -58,7 +58,7 @@ class SampleNoise:
         return int((probabilities / noise).argmax())
 
     def peek(self, count: int) -> torch.Tensor | None:
-        """Returns the noise (vocabulary,) of the sample after ``count`` others; None if it is not known."""
+        """Returns the noise (vocabulary,) of a future sample, ``count`` samples from now; None if unpredictable."""
         if not self._is_predictable or self._last_probabilities is None or self._generator is None:
             return None
         while len(self._drawn_ahead) <= count:
@@ -66,7 +66,7 @@ class SampleNoise:
         return self._drawn_ahead[count][1]
 
     def advance(self, count: int) -> None:
-        """Skips the noise of ``count`` samples, which were chosen with noise from :meth:`peek`."""
+        """Uses up the noise of ``count`` samples that the caller computed with :meth:`peek`."""
         for _ in range(count):
             self._drawn_ahead.popleft()
 
@@ -77,7 +77,7 @@ class SampleNoise:
             self._drawn_ahead.clear()
 
     def fork_for_draft(self) -> SampleNoise:
-        """Returns a copy with the same future noise, which is not used up here; with other noise if not predictable."""
+        """Returns an independent copy with this future noise, or with different noise if it is not predictable."""
         device = torch.device("cpu") if self._generator is None else self._generator.device
         generator = torch.Generator(device)
         if self._generator is not None and not self._is_predictable:
@@ -87,8 +87,8 @@ class SampleNoise:
         forked._drawn_ahead, forked._last_probabilities = self._drawn_ahead.copy(), self._last_probabilities
         return forked
 
-    def _draw(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(like).exponential_(1, generator=self._generator)
+    def _draw(self, template: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(template).exponential_(1, generator=self._generator)
 
 
 class WindowedRepetitionPenalty(LogitsProcessor):
@@ -115,16 +115,16 @@ class Sampling:
     """Sampling settings.
 
     Attributes:
-        temperature: 0 is greedy; 1 is the model's own distribution.
+        temperature: divides the logits; 0 is greedy, 1 is the model's own distribution.
         top_k: sample from the k most probable tokens; None or 0: from all.
         top_p: sample from the smallest set of tokens with this total probability, above 0 and at most 1.
         min_p: sample from tokens with at least this fraction of the highest probability, 0 to 1.
         repetition_penalty: above 1 makes tokens of the context less likely, below 1 more likely.
         repetition_window: last tokens of the context that the penalty applies to; None: all.
-        foresee: drafters see the random numbers of future samples. Without, drafts are worse, the output is the same.
+        foresee: whether drafters see the random numbers of future samples; False makes drafts worse, not outputs.
 
     Raises:
-        RequestError: a value of a wrong kind or outside its range.
+        RequestError: a value has a wrong type or is out of range.
     """
 
     temperature: float = 0.0
@@ -146,14 +146,14 @@ class Sampling:
             if getattr(self, name) is not None:
                 whole_number(name, getattr(self, name), minimum)
         if self.repetition_window is not None and self.repetition_penalty is None:
-            raise RequestError("repetition_window needs repetition_penalty: give that too")
+            raise RequestError("repetition_window needs repetition_penalty: give both")
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
 
     def processors(self, first: Iterable[Processor] = ()) -> LogitsProcessorList:
-        """Returns the processors in the order of ``generate``, behind the processors ``first``."""
+        """Returns the processors ``first``, then those of the settings in the order of ``generate``."""
         processors = LogitsProcessorList(first)
         if self.repetition_penalty is not None and self.repetition_penalty != 1.0:
             if self.repetition_window is None:
@@ -175,23 +175,23 @@ class Sampling:
 
 @runtime_checkable
 class PromptLogitsReader(Protocol):
-    """A logits processor that also gets the prompt's logits. The whole prompt is then read, without a cached prefix."""
+    """A logits processor that also gets the prompt's logits, so no cached prefix of the prompt is reused."""
 
     def prompt_logits(self, start: int, logits: torch.Tensor) -> None:
-        """Takes the unprocessed logits (tokens, vocabulary) of the prompt's tokens from ``start`` on."""
+        """Called with the raw logits (tokens, vocabulary) of a chunk of the prompt that begins at token ``start``."""
 
 
 @dataclass
 class Sampler:
     """Samples one token from the target's logits at a node.
 
-    It is called once for each emitted token, in order. So a stateful processor sees exactly the calls of plain
-    decoding, and a seed gives the same output for any draft.
+    :meth:`sample` is called once for each emitted token, in order. So a stateful processor gets exactly the calls of
+    plain decoding, and a seed gives equal outputs for any draft.
 
     Attributes:
         greedy: take the most probable token instead of sampling.
-        processors: applied to the logits first.
-        noise: the random numbers; by default from torch's global generator.
+        processors: applied to the logits before a token is chosen.
+        noise: the random numbers, by default of torch's global generator.
     """
 
     greedy: bool
@@ -210,13 +210,13 @@ class Sampler:
 
     @property
     def is_noise_known(self) -> bool:
-        """True if the noise of future samples is known."""
+        """True if tokens are sampled, and the noise of future samples is known."""
         return not self.greedy and self.noise.peek(0) is not None
 
     def fork_for_draft(self) -> Sampler:
-        """Returns a sampler with the same future noise; this one is unchanged.
+        """Returns a copy with this sampler's future noise. Using the copy does not change this sampler.
 
-        From equal logits both sample the same tokens, from similar ones mostly the same.
+        Given equal logits, both sample equal tokens; given similar logits, mostly equal ones.
         """
         if self.greedy:
             return Sampler(True, logits_processors.copy_processors(self.processors))
@@ -226,12 +226,12 @@ class Sampler:
         """Adds the noise of a future sample to a draft's top-k logprobs, to predict the sampled token.
 
         Args:
-            count: samples before that one.
-            logprobs: (..., K), the draft's.
-            token_ids: (..., K).
+            count: samples that precede the future sample.
+            logprobs: (..., K) logprobs of the draft.
+            token_ids: (..., K) tokens of the logprobs.
 
         Returns:
-            (..., K) logprobs that each token will be sampled; those of the draft if the noise is not known.
+            (..., K) logprobs that each token will be sampled; ``logprobs`` if the noise is not known.
         """
         noise = self.noise.peek(count) if self.is_noise_known else None
         if noise is None:
@@ -240,7 +240,7 @@ class Sampler:
         for processor in self.processors:
             if isinstance(processor, _CONTEXT_FREE):
                 scores = processor(token_ids.reshape_as(scores), scores)
-        return (scores.view_as(logprobs) - noise[token_ids].clamp_min(_TINY).log()).log_softmax(-1)
+        return (scores.view_as(logprobs) - noise[token_ids].clamp_min(_MIN_NOISE).log()).log_softmax(-1)
 
     def sample(self, input_ids: torch.Tensor, logits: torch.Tensor) -> int:
         """Returns the token that follows a node.
@@ -258,20 +258,20 @@ class Sampler:
 
         Args:
             logits: (n, vocabulary) of the nodes.
-            depths: for each node, the number of samples before its own.
+            depths: for each node, the number of samples that precede the node's own.
 
         Returns:
-            (n,) token ids; None if they depend on more than logits and known noise. A caller that uses them then calls
-            :meth:`SampleNoise.advance`.
+            (n,) token ids; None if tokens depend on more than logits and known noise. A caller that emits such tokens
+            must call :meth:`SampleNoise.advance`.
         """
-        # On a CPU there is no device to wait for, and processing unvisited nodes costs time.
+        # A CPU has no device to wait for, and processing nodes that the walk never visits costs time.
         if logits.device.type == "cpu" or not all(isinstance(p, _CONTEXT_FREE) for p in self.processors):
             return None
         if not self.is_noise_known:
             return None
-        noise = [x for x in map(self.noise.peek, range(max(depths) + 1)) if x is not None]
+        noise_at_depth = [x for x in map(self.noise.peek, range(max(depths) + 1)) if x is not None]
         scores = logits.float()
-        node_noise = torch.stack([noise[depth] for depth in depths])
+        node_noise = torch.stack([noise_at_depth[depth] for depth in depths])
         for processor in self.processors:
             scores = processor(None, scores)
         return (scores.softmax(-1) / node_noise).argmax(-1)

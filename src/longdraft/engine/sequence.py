@@ -34,22 +34,23 @@ class SequenceStats:
 class Sequence:
     """State of one sequence.
 
-    Token ids are also in one preallocated tensor, so processors read them without a copy. New ids are written there in
-    one go when the tensor is read, for each write makes the host wait for a GPU.
+    Token ids are also in one preallocated tensor, which processors read without a copy. New ids are written to the
+    tensor only when it is read, all at once, because each write costs a copy to the device.
 
     Attributes:
-        index: its number in the engine.
+        index: the sequence's number in the engine.
+        slot: the sequence's slot in the KV cache, set by the engine.
         prompt: prompt token ids.
         max_new_tokens: most emitted tokens.
         device: the device of the logits, where processors need the ids.
-        processor_prompt: the prompt that processors and stopping criteria see, if another: in ``generate`` that with
-            padding, which the model never sees.
-        greedy: whether decoding is greedy. Drafters may draft accordingly.
-        sampler: samples its tokens; None if it is set later, before decoding. Drafters may fork it, but not sample.
-        stop_rules: called in order after each emitted token; the first reason that is returned ends the sequence.
-        tenant: the user of the request.
-        predicted: tokens that the output may contain, for lookups.
-        reuse: whether a cached prefix may be reused.
+        processor_prompt: the prompt with padding, which ``generate`` gives to processors and stopping criteria; None:
+            there is no padding. The model never sees padding.
+        greedy: whether decoding is greedy; drafters may read this.
+        sampler: samples the tokens; None until it is set before decoding. Drafters may fork it, but not sample.
+        stop_rules: called in order after each emitted token; the first reason returned ends the sequence.
+        tenant: the user who sent the request.
+        predicted: tokens that the output may contain, which lookups search.
+        reuse: whether cached KV of a prefix may be reused.
     """
 
     index: int
@@ -73,11 +74,11 @@ class Sequence:
         self._prompt_len = len(prompt)
         self._input_ids = torch.empty(len(prompt) + self.max_new_tokens, dtype=torch.long, device=self.device)
         self._input_ids[: len(prompt)] = to_device(prompt, self.device, torch.long)
-        self._num_written = 0  # output tokens in the tensor
+        self._num_written = 0  # output tokens that are in _input_ids already
 
     @property
     def tokens(self) -> list[int]:
-        """Prompt and output."""
+        """Token ids of prompt and output."""
         return self.prompt + self.output
 
     @property
@@ -96,22 +97,23 @@ class Sequence:
         return self.max_new_tokens - len(self.output)
 
     def input_ids(self) -> torch.Tensor:
-        """Returns (n,) ids of ``processor_prompt`` and output, as a view."""
+        """Returns (n,) ids of ``processor_prompt`` (or ``prompt``) and output, as a view of the tensor."""
         end = self._prompt_len + len(self.output)
         if self._num_written < len(self.output):
-            new = to_device(self.output[self._num_written :], self._input_ids.device, torch.long)
-            self._input_ids[self._prompt_len + self._num_written : end] = new
+            new_ids = to_device(self.output[self._num_written :], self._input_ids.device, torch.long)
+            self._input_ids[self._prompt_len + self._num_written : end] = new_ids
             self._num_written = len(self.output)
         return self._input_ids[:end]
 
     def emit(self, token: int) -> bool:
-        """Appends a token and returns whether it was the last."""
+        """Appends a token, sets ``finish_reason`` if a rule ends the sequence, and returns whether it has ended."""
         self.append(token)
         reasons = (rule(self) for rule in self.stop_rules)
         self.finish_reason = next((r for r in reasons if r), None) or ("length" if not self.remaining else None)
         return self.finish_reason is not None
 
     def append(self, token: int) -> None:
+        """Appends a token without calling the stop rules."""
         self.output.append(token)
 
     def fork(self) -> Sequence:

@@ -19,53 +19,55 @@ from longdraft.memory import memory_info
 from longdraft.model import support
 from longdraft.views.view import View
 
-# Sequences decoded at a time by default. Each additional one slows a step a little, and its KV takes memory.
+# Sequences decoded at a time by default. Each one makes a step a little slower, and takes memory for its KV.
 DEFAULT_BATCH, DEFAULT_BATCH_ON_GPU = 8, 32
 
 
 @dataclass
 class _RequestState:
-    """A request's sequence, with its text and times.
+    """A request's sequence, text and times.
 
     Attributes:
-        text: detokenizes its output; None without a tokenizer.
-        from_draft: for each output token, whether it was drafted.
-        pieces: the text so far, in deltas.
-        prefill_seconds, decode_seconds: time of its prefill, and of its rounds.
+        text_stream: detokenizes the output; None without a tokenizer.
+        is_drafted: for each output token, whether it was drafted.
+        deltas: the text so far.
+        prefill_seconds: time of prefilling this request.
+        decode_seconds: time of all rounds that the request took part in.
     """
 
     sequence: Sequence
-    text: TextStream | None
-    from_draft: list[bool] = field(default_factory=list)
-    pieces: list[TextDelta] = field(default_factory=list)
+    text_stream: TextStream | None
+    is_drafted: list[bool] = field(default_factory=list)
+    deltas: list[TextDelta] = field(default_factory=list)
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
 
     def with_text(self, step: Step) -> Step:
-        self.from_draft += [i < step.from_draft for i in range(len(step.token_ids))]
-        if self.text is None:
+        """Adds the step's tokens to the state, and returns the step with its text."""
+        self.is_drafted += [i < step.from_draft for i in range(len(step.token_ids))]
+        if self.text_stream is None:
             return step
-        deltas = self.text.push(step.token_ids, step.from_draft, step.finish_reason is not None)
-        self.pieces += deltas
+        deltas = self.text_stream.push(step.token_ids, step.from_draft, step.finish_reason is not None)
+        self.deltas += deltas
         return replace(step, pieces=tuple(deltas))
 
 
 class Session:
-    """Decodes requests that come and go (continuous batching). Made by :meth:`Speculator.session`:
+    """Decodes requests that may be added at any time (continuous batching). Made by :meth:`Speculator.session`:
 
     session = spec.session(batch=8)
     first = session.add("Why is the sky blue?")
     while session.busy:
         for step in session.step():
             ...  # step.sequence, step.text, step.token_ids, step.finish_reason
-        # others may be added at any time
+        # session.add(...) is allowed here
     print(session.result(first).text)
     """
 
     def __init__(self, engine: Engine, codec: TextCodec, method: str, exact: bool) -> None:
         self._engine, self._codec, self._method, self._exact = engine, codec, method, exact
         self._states: dict[int, _RequestState] = {}
-        self._next = 0
+        self._next_number = 0
         self.prefill_seconds = self.decode_seconds = 0.0
 
     def __repr__(self) -> str:
@@ -73,38 +75,39 @@ class Session:
         return f"{type(self).__name__}({self._method}, {len(self._states)} requests, {ended} ended)"
 
     def add(self, request: Request | Prompt) -> int:
-        """Queues a request. It starts when a slot is free.
+        """Queues a request, which starts when a slot is free.
 
         Returns:
-            Its number, which its steps have as ``sequence``.
+            The request's number, which is ``sequence`` in its steps.
 
         Raises:
-            RequestError: a wrong value of a setting, such as ``max_new_tokens`` below 1.
-            PromptError: no prompt, an empty one, or a token id that the model does not have.
+            RequestError: a setting has a wrong value, such as ``max_new_tokens`` below 1.
+            PromptError: the prompt is missing or empty, or has a token id that the model does not have.
             ContextError: prompt and new tokens exceed the model's context.
-            CapabilityError: a string as prompt, or stop strings, without a tokenizer.
+            CapabilityError: the prompt is a string, or there are stop strings, and there is no tokenizer.
         """
-        index = self._next
+        number = self._next_number
         request = (request if isinstance(request, Request) else Request(request)).checked()
-        sequence = _make_sequence(self._engine, self._codec, index, request)
+        sequence = _make_sequence(self._engine, self._codec, number, request)
         self._engine.add(sequence)
-        self._next += 1
-        text = None if self._codec.tokenizer is None else TextStream(self._codec.decode, normalize_stop(request.stop))
-        self._states[index] = _RequestState(sequence, text)
-        return index
+        self._next_number += 1
+        stream = None if self._codec.tokenizer is None else TextStream(self._codec.decode, normalize_stop(request.stop))
+        self._states[number] = _RequestState(sequence, stream)
+        return number
 
     def step(self) -> list[Step]:
         """Runs either prefill chunks or a decoding round, in alternation.
 
         Returns:
-            A step for each request involved.
+            A step for each request that took part.
 
         Raises:
-            MemoryBudgetError: not even one request fits the memory. No work has begun then.
-            CapabilityError: another run has opened the cache; torch.autocast is on.
+            MemoryBudgetError: the memory does not hold the KV of even one request; nothing was decoded.
+            CapabilityError: another run has opened the prompt cache, or torch.autocast is on.
             NumericalError: the target's logits are NaN.
         """
         steps = self._engine.step()
+        # A round decodes all its requests together, so each waits for the whole round. Prefills run one by one.
         decode_seconds = sum(step.seconds for step in steps if step.mode != "prefill")
         self.decode_seconds += decode_seconds
         for step in steps:
@@ -117,15 +120,16 @@ class Session:
 
     @property
     def views(self) -> tuple[View, ...]:
-        """The views of the drafter, then those of partial verification; known after the first step."""
+        """Which KV entries the drafter, and then partial verification, attend to; known after the first step."""
         return self._engine.drafter.views + self._engine.verifier.views
 
     def abort(self, number: int) -> None:
-        """Cancels a request; its finish reason is "cancelled". Does nothing if it has ended."""
+        """Cancels a request that has not ended; its finish reason is "cancelled"."""
         self._engine.abort(number)
 
     @property
     def busy(self) -> bool:
+        """True until all requests have ended and all steps were returned."""
         return bool(self._engine.unfinished)
 
     def close(self) -> None:
@@ -133,29 +137,29 @@ class Session:
         self._engine.close()
 
     def result(self, number: int) -> Result:
-        """Returns a request's result so far; its finish reason is "cancelled" if it has not ended.
+        """Returns a request's result so far. The finish reason is "cancelled" if the request has not ended.
 
         Raises:
-            RequestError: the session has no such request (any more).
+            RequestError: the session has no such request, or :meth:`take` has removed it.
         """
         if number not in self._states:
-            raise RequestError(f"this session has no request {number}, or its result was taken")
+            raise RequestError(f"this session has no request {number}: add did not return it, or its result was taken")
         state = self._states[number]
         return self._result(number, state.prefill_seconds, state.decode_seconds)
 
     def ended(self, number: int) -> bool:
-        """True if a request has ended and all its steps were returned."""
+        """True if a request has ended, and all its steps were returned."""
         return number not in self._engine.unfinished
 
     def take(self, number: int) -> Result:
         """Returns the result of a request that has ended, and removes it from the session.
 
         Raises:
-            RequestError: it is still decoded, or the session has no such request.
+            RequestError: the request is still being decoded, or the session has no such request.
         """
         result = self.result(number)
         if not self.ended(number):
-            raise RequestError(f"request {number} is still decoded: take it when its last step has come, or abort it")
+            raise RequestError(f"request {number} is still being decoded: take its result after its end, or abort it")
         del self._states[number]
         return result
 
@@ -172,21 +176,21 @@ class Session:
             prefill_seconds=prefill_seconds,
             decode_seconds=decode_seconds,
             peak_memory_bytes=memory_info.peak_bytes(runner.device),
-            from_draft=list(state.from_draft),
-            pieces=list(state.pieces),
+            from_draft=list(state.is_drafted),
+            pieces=list(state.deltas),
             arithmetic=runner.arithmetic,
-            **vars(s.stats),
+            **vars(s.stats),  # rounds, drafted, accepted, ...: SequenceStats
         )
 
     def _text(self, state: _RequestState) -> str:
         if self._codec.tokenizer is None:
             return ""
         is_finished = state.sequence.finish_reason not in (None, "cancelled")
-        return "".join(p.text for p in state.pieces) if is_finished else self._codec.decode(state.sequence.output)
+        return "".join(d.text for d in state.deltas) if is_finished else self._codec.decode(state.sequence.output)
 
 
 class Generation(Session):
-    """A list of requests in progress. Iterate over its :class:`Step` s, or call :meth:`results`."""
+    """A fixed list of requests. Iterate to get each :class:`Step`, or call :meth:`results`."""
 
     def __init__(
         self,
@@ -219,14 +223,14 @@ class Generation(Session):
         return self._steps
 
     def results(self) -> list[Result]:
-        """Runs to the end, and returns a result for each prompt. Seconds are those of the whole list."""
+        """Decodes to the end, and returns a result for each prompt. Each has the seconds of all prompts together."""
         for _ in self._steps:
             pass
         return [self._result(number, self.prefill_seconds, self.decode_seconds) for number in self._states]
 
 
 def eos_rule(eos: frozenset[int]) -> StopRule:
-    """Makes a stop rule: any of several EOS tokens."""
+    """Makes the stop rule that ends a sequence at any of these EOS tokens."""
 
     def rule(s: Sequence) -> FinishReason | None:
         return "eos" if s.output[-1] in eos else None
@@ -235,12 +239,12 @@ def eos_rule(eos: frozenset[int]) -> StopRule:
 
 
 def stop_string_rule(stops: tuple[str, ...], decode: Callable[[list[int]], str]) -> StopRule:
-    """Makes a stop rule: a stop string appears in the output's text, at any token boundaries.
+    """Makes the stop rule that ends a sequence when the output's text contains a stop string, even inside a token.
 
     Args:
-        decode: token ids to text, see :meth:`TextCodec.decoder_for_stops`.
+        decode: converts token ids to text, see :meth:`TextCodec.decoder_for_stops`.
     """
-    # A stop string of k bytes spans at most k tokens, and k UTF-8 characters are at most 4k bytes.
+    # k characters are at most 4k bytes, so at most 4k tokens. 8 more, for a tail may begin inside a character.
     window = 4 * max(map(len, stops)) + 8
 
     def rule(s: Sequence) -> FinishReason | None:
@@ -250,8 +254,8 @@ def stop_string_rule(stops: tuple[str, ...], decode: Callable[[list[int]], str])
     return rule
 
 
-def _make_sequence(engine: Engine, codec: TextCodec, index: int, request: Request) -> Sequence:
-    """Makes the sequence of a checked request. Raises the errors of :meth:`Session.add`."""
+def _make_sequence(engine: Engine, codec: TextCodec, number: int, request: Request) -> Sequence:
+    """Makes the sequence of a checked request. Errors are those of :meth:`Session.add`."""
     runner, sampling = engine.runner, request.sampling or Sampling()
     prompt = codec.encode(request.prompt, request.chat)
     support.check_tokens(runner.model, prompt)
@@ -272,7 +276,7 @@ def _make_sequence(engine: Engine, codec: TextCodec, index: int, request: Reques
         rules.append(eos_rule(eos))
     noise = SampleNoise(generator, sampling.foresee)
     return Sequence(
-        index,
+        number,
         prompt,
         request.max_new_tokens,
         runner.device,

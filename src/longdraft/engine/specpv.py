@@ -2,10 +2,10 @@
 
 A round verifies the trees in one of three modes:
 
-* full: the context is not longer than a partial cache would be.
+* full: on the full cache, while the context is not longer than a partial cache would be.
+* partial: on the partial cache. The KV of accepted tokens is buffered there.
 * refresh: on the full cache. The buffered tokens precede the tree as a chain, so their exact KV is computed and
   committed. The partial cache then selects the chunks that the tree's queries score highest.
-* partial: on the partial cache. Accepted tokens are buffered.
 
 Tokens that a partial verification accepts are emitted and not verified again, so the output is approximate.
 """
@@ -39,8 +39,8 @@ from longdraft.views.view import DTYPES, View, check_multiples, parse_dtype
 class SpecPVOptions(Options):
     """The partial KV that SpecPV verifies on (section 3.2).
 
-    Verifier and drafter share one set of options: ``sink`` and ``recent`` hold for both, ``block`` and ``selector`` for
-    the verifier alone.
+    Verifier and drafter share one set of options: ``sink`` and ``recent`` apply to both, ``block`` and ``selector`` to
+    the verifier only. An option ``block`` is a chunk of the view, ``recent`` its window, ``margin`` its buffer.
     """
 
     budget: int = option(1024, min=1, help="KV entries that are selected from the context")
@@ -57,30 +57,30 @@ class SpecPVOptions(Options):
     def view(self) -> View:
         """Makes the view of partial verification: sink | selected chunks | window | buffer.
 
-        Each layer and KV head has its own chunks: those that the queries of the last refresh score highest. The paper's
-        SpecPV-4K has a budget of 4,096. All sizes are multiples of a block.
+        Each layer and KV head has its own chunks, which the queries of the last refresh score highest. All sizes are
+        multiples of ``block``. The paper's SpecPV-4K has a budget of 4,096.
 
         Raises:
             ValueError: a size is out of range.
         """
         check_multiples("block", self.block, budget=self.budget, sink=self.sink, window=self.recent)
-        selects = SCORERS[self.selector] is not None
-        if selects and self.budget < self.sink + self.recent:
+        selects_chunks = SCORERS[self.selector] is not None
+        if selects_chunks and self.budget < self.sink + self.recent:
             raise ValueError(
                 f"budget must be at least sink + window ({self.sink + self.recent} tokens), got {self.budget}; "
                 "selector 'streaming' retrieves nothing."
             )
-        num_selected = self.budget if selects else 0
+        num_selected = self.budget if selects_chunks else 0
         return View(self.selector, num_selected, self.sink, self.recent, self.block, self.margin, self.reduction)
 
 
 class SpecPV(Verifier):
-    """Partial verification as published: its accepted tokens are emitted.
+    """Partial verification as published: tokens that it accepts are emitted without a second check.
 
     Args:
-        view: of :meth:`SpecPVOptions.view`; its ``max_new`` is the margin.
-        dtype: dtype of the partial cache's KV; None: that of the full cache.
-        min_context: context length above which verification is partial; None: the size of the view.
+        view: entries of the partial cache, from :meth:`SpecPVOptions.view`; ``max_new`` is the option ``margin``.
+        dtype: dtype of the partial cache's KV; None: the dtype of the full cache.
+        min_context: context length above which verification is partial; None: the view's size.
     """
 
     exact = False
@@ -99,13 +99,13 @@ class SpecPV(Verifier):
         if runner.has_recurrent_layers:
             raise UnsupportedModelError(
                 f"{type(runner.model).__name__} has recurrent layers, which SpecPV cannot verify in part: a state has "
-                "no KV entries to correct afterwards. Use its drafter's own name (longspec, eagle3, small-lm, "
-                "prompt-lookup), or self, which drafts on a part of the KV."
+                "no KV entries to correct afterwards. Use the drafter as a method (longspec, eagle3, small-lm, "
+                "prompt-lookup), or the method self, which drafts on a part of the KV."
             )
         if not store.shape.layers:
             raise UnsupportedModelError(
-                f"{type(runner.model).__name__} has windows in every layer, so SpecPV has nothing to verify in part. "
-                "Use its drafter's own name (longspec, eagle3, small-lm, prompt-lookup)."
+                f"{type(runner.model).__name__} has a sliding window in every layer, so SpecPV has no long KV to "
+                "verify in part. Use the drafter as a method (longspec, eagle3, small-lm, prompt-lookup)."
             )
 
         def new_store(slots: int, capacity: int) -> KVStore:
@@ -113,10 +113,10 @@ class SpecPV(Verifier):
                 slots, capacity, store.feature_layers, resident=True, dtype=self._dtype, with_states=False
             )
 
-        # The scratch space holds the tokens that exceed the margin, and the next tree.
+        # Scratch entries: the last path may exceed the margin by max_nodes + 1 tokens, and the next tree follows.
         self.partial_cache = SparseKVCache(store, new_store, self.view, 2 * (max_nodes + 1))
         self._all_queries = Taps(queries=tuple(range(store.shape.layers)))
-        # Slot -> layer -> (Hq, tokens, d): queries of the refresh that is being committed.
+        # Slot -> layer -> (Hq, tokens, d): queries of a refresh, from its forward to its commit.
         self._queries: dict[int, dict[int, torch.Tensor]] = {}
 
     def select_mode(self, sequence: Sequence) -> RoundMode:
@@ -127,7 +127,7 @@ class SpecPV(Verifier):
         return "partial" if self.partial_cache.num_buffered(slot) <= self.view.max_new else "refresh"
 
     def kv_len(self, sequence: Sequence) -> int:
-        """Entries of the partial cache once it is in use; not of refreshes, for drafting does not change their rate."""
+        """Returns the entries of the partial cache once it is in use. Refreshes, which read more, are not counted."""
         slot = sequence.slot
         return self.partial_cache.store.lengths[slot] if self.partial_cache.in_use(slot) else super().kv_len(sequence)
 
@@ -147,10 +147,10 @@ class SpecPV(Verifier):
         self, sequences: list[Sequence], trees: list[TokenTree], modes: list[RoundMode]
     ) -> list[VerifyOutput]:
         taps = self._all_queries if "refresh" in modes else Taps(queries=self.query_layers)
-        # Tokens before the root that have no KV in the full store yet.
+        # Tokens of partial rounds, before the root: they have no committed KV in the full store yet.
         buffered = [s.tokens[self.store.lengths[s.slot] : -1] for s in sequences]
         prefixed_trees = [tree.with_prefix(tokens) for tree, tokens in zip(trees, buffered, strict=True)]
-        # Buffered tokens are final: their logits are not needed.
+        # Buffered tokens are emitted already, so only the last logits of the forward are computed.
         size = max(tree.size for tree in prefixed_trees)
         out = self.forward(prefixed_trees, sequences, taps, size - min(map(len, buffered)))
         outputs = self.split_output(sequences, trees, out)
@@ -158,7 +158,7 @@ class SpecPV(Verifier):
             if mode == "refresh":
                 count = prefixed_trees[b].size
                 self._queries[output.sequence.slot] = {n: q[b, :, :count] for n, q in out.queries.items()}
-            # Cut to the tree, behind the buffered tokens.
+            # Cut off the buffered tokens. Logits lack the first size - len(logits) tokens, queries lack none.
             output.mode, output.logits = mode, output.logits[len(tokens) + len(output.logits) - size :]
             output.queries = {layer: q[:, len(tokens) :] for layer, q in output.queries.items()}
         return outputs
@@ -193,13 +193,13 @@ class SpecPV(Verifier):
         """Fills the partial cache with the chunks that queries of a refresh score highest.
 
         Args:
-            path: accepted tokens of the forward.
-            query_indices: tokens whose queries score; with reduction "last" it is the last of ``path``.
+            path: indices of the accepted tokens in the forward.
+            query_indices: indices of the tokens whose queries score. Reduction "last" takes the last of ``path``.
         """
         if self.view.reduction == "last":
-            query_indices = path[-1:]  # the newest verified token
+            query_indices = path[-1:]
         index = to_device(list(query_indices), self.runner.device)
-        if self.store.shape.padded:  # layers may have different heads
+        if self.store.shape.padded:  # layers differ in their heads, so their queries cannot be stacked
             by_layer = {layer: q.index_select(1, index.to(q.device)) for layer, q in queries.items()}
             self.partial_cache.reselect(slot, by_layer)
             return

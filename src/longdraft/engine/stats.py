@@ -1,4 +1,4 @@
-"""Steps and results of a run, as users get them."""
+"""Steps and results of requests, as users get them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from longdraft.engine.sequence import FinishReason
 from longdraft.engine.streaming import TextDelta
 from longdraft.trees.tree import TokenTree
 
-_REPR_CHARACTERS = 60  # of the output
+_REPR_CHARACTERS = 60  # of the text, in repr(result)
 
 
 @dataclass(frozen=True)
@@ -19,18 +19,18 @@ class Step:
 
     Attributes:
         sequence: the request's number.
-        token_ids: emitted tokens; empty until the prompt is read.
-        from_draft: how many of them were drafted; they come first, the bonus token last.
-        drafted: drafted nodes of this round.
-        accepted: accepted drafted nodes.
-        mode: "prefill" while the prompt is read; "full" for a verification on the full KV cache, "partial" on a partial
-            one, "refresh" for a full one that corrects partial ones (SpecPV, section 3).
-        seconds: wall time of the round, in its first step; 0.0 in the others.
-        prefilled: prompt tokens read so far (mode "prefill").
-        finish_reason: set on the last step of a sequence.
-        pieces: the emitted text in deltas, each with whether it was drafted; empty without a tokenizer. Incomplete
-            characters, and possible beginnings of stop strings, come with a later step.
-        tree: the verified tree, rooted at the last token before; None in prefill, and if the sequence was aborted.
+        token_ids: emitted tokens; empty until the whole prompt is read.
+        from_draft: how many of ``token_ids`` were drafted. They come first, the bonus token last.
+        drafted: number of drafted tokens in this round's tree.
+        accepted: number of accepted drafted tokens, equal to ``from_draft``.
+        mode: "prefill" while the prompt is read; then the KV cache that a verification read: "full", "partial", or
+            "refresh" for the full one with a correction of partial rounds (SpecPV, section 3).
+        seconds: wall time of the round. The round's first step has all of it, the steps of other sequences 0.0.
+        prefilled: prompt tokens read so far.
+        finish_reason: why the sequence has finished; None before its last step.
+        pieces: the emitted text in parts, each with whether it was drafted; empty without a tokenizer. Incomplete
+            characters, and text that may begin a stop string, come with a later step.
+        tree: the verified tree, rooted at the last token before this round; None in prefill and after an abort.
         path: accepted nodes of the tree, root first.
     """
 
@@ -49,27 +49,31 @@ class Step:
 
     @property
     def text(self) -> str:
-        """The emitted text. Those of all steps together are the result's."""
+        """The emitted text. The texts of all steps, joined, are that of the result."""
         return "".join(piece.text for piece in self.pieces)
 
 
 @dataclass(repr=False)
 class Result:
-    """A finished sequence. Figures are defined in docs/figures.md. A list of prompts shares seconds and memory.
+    """The output of a request, with its figures (docs/figures.md). Prompts in one list share seconds and peak memory.
 
     Attributes:
         text: the output, without a stop string that ended it; empty without a tokenizer.
         token_ids: emitted tokens, EOS included.
-        rounds: verification forwards of this sequence, with partial ones.
-        partial_rounds: verification forwards on a partial cache.
-        partial_tokens: tokens that these emitted.
-        rolled_back: always 0; for scripts that read it.
-        cached_tokens: prompt tokens whose KV was in the cache already.
-        prefill_seconds, decode_seconds: wall time of reading the prompts, and of everything after.
+        exact: whether the output is that of plain decoding.
+        prefill_seconds: wall time of reading the prompts.
+        decode_seconds: wall time of all rounds after.
+        rounds: verification forwards of this sequence, partial ones included.
+        drafted: tokens that were drafted for this sequence.
+        accepted: drafted tokens that were accepted.
         peak_memory_bytes: peak of the process (CPU) or of the allocator (GPU).
+        partial_rounds: verification forwards on a partial cache.
+        partial_tokens: tokens emitted by partial rounds.
+        rolled_back: always 0; there for scripts that read this field.
+        cached_tokens: prompt tokens whose KV was in the prompt cache.
         from_draft: for each token, whether it was drafted.
-        pieces: the text in deltas, each with whether it was drafted.
-        arithmetic: the target's: "int8", or its dtype.
+        pieces: the text in parts, each with whether it was drafted.
+        arithmetic: what the target computes in: "int8", or its dtype.
     """
 
     text: str
@@ -110,17 +114,17 @@ class Result:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens after the first / decode seconds; 0.0 if the prefill emitted all."""
+        """New tokens per decode second, without the first token, which the prefill emits; 0.0 if there is no other."""
         return metrics.tokens_per_second(self.new_tokens - 1, self.decode_seconds) or 0.0
 
     @property
     def mean_accepted_length(self) -> float:
-        """New tokens after the first / verification forwards. Bonus tokens count."""
+        """New tokens per verification forward, bonus tokens included, without the first token of the output."""
         return metrics.average([(self.new_tokens - 1, self.rounds)]) or 0.0
 
 
 def make_step(round_result: RoundResult, seconds: float) -> Step:
-    """Converts a round's result to a step."""
+    """Converts the result of a round of ``seconds`` to a step."""
     sequence = round_result.sequence
     return Step(
         sequence=sequence.index,

@@ -1,11 +1,11 @@
-"""Incremental detokenization: no incomplete characters, no parts of stop strings."""
+"""Incremental detokenization, which returns no incomplete characters and no parts of stop strings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-# Decoders write this for bytes that are not, or not yet, a character.
+# Tokenizers write this character for bytes that are not a character, or not yet a complete one.
 REPLACEMENT_CHARACTER = "\ufffd"
 
 
@@ -19,8 +19,8 @@ class TextDelta(NamedTuple):
 class Detokenizer:
     """Incremental detokenizer of one sequence.
 
-    New text is the difference of decoding the last tokens with and without the new one. So it has the spaces that a
-    tokenizer writes between tokens, but not before the first.
+    The last tokens are decoded with and without the new one, and the difference is the new text. So the text has the
+    spaces that a tokenizer writes between tokens, but not before the first one.
 
     Args:
         decode: token ids to text.
@@ -28,74 +28,76 @@ class Detokenizer:
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
-        self._tail: list[int] = []
-        self._shown = 0  # tokens of the tail whose text was returned
+        self._tail_ids: list[int] = []
+        self._num_returned = 0  # tokens of _tail_ids whose text was returned
 
     def push(self, token: int) -> str:
-        """Returns the new text; empty while a character lacks bytes."""
-        self._tail.append(token)
-        text = self._decode(self._tail)
-        shown_text = self._decode(self._tail[: self._shown])
-        if len(text) <= len(shown_text) or text.endswith(REPLACEMENT_CHARACTER):
+        """Adds a token; returns the new text, which is empty while a character lacks bytes."""
+        self._tail_ids.append(token)
+        text = self._decode(self._tail_ids)
+        returned_text = self._decode(self._tail_ids[: self._num_returned])
+        if len(text) <= len(returned_text) or text.endswith(REPLACEMENT_CHARACTER):
             return ""
-        self._tail = self._tail[self._shown :]
-        self._shown = len(self._tail)
-        return text[len(shown_text) :]
+        self._tail_ids = self._tail_ids[self._num_returned :]
+        self._num_returned = len(self._tail_ids)
+        return text[len(returned_text) :]
 
     def finish(self) -> str:
         """Returns the remaining text, broken characters included."""
-        text, shown_text = self._decode(self._tail), self._decode(self._tail[: self._shown])
-        if not text.startswith(shown_text):  # an incomplete character has changed the text before it
-            text, shown_text = self._decode(self._tail[self._shown :]), ""
-        self._tail, self._shown = [], 0
-        return text[len(shown_text) :]
+        text, returned_text = self._decode(self._tail_ids), self._decode(self._tail_ids[: self._num_returned])
+        if not text.startswith(returned_text):  # an incomplete character has changed the text before it
+            text, returned_text = self._decode(self._tail_ids[self._num_returned :]), ""
+        self._tail_ids, self._num_returned = [], 0
+        return text[len(returned_text) :]
 
 
 class TextStream:
-    """The text of one sequence as deltas.
+    """The text of one sequence, in deltas.
 
     Args:
         decode: token ids to text.
-        stops: strings that end the text, and are cut from it. Text that may begin one is held back.
+        stop_strings: strings that end the text, and are cut from it. Text that may begin one is held back.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = ()) -> None:
-        self._tokens = Detokenizer(decode)
-        self._stops = [stop for stop in stops if stop]
+    def __init__(self, decode: Callable[[list[int]], str], stop_strings: Sequence[str] = ()) -> None:
+        self._detokenizer = Detokenizer(decode)
+        self._stop_strings = [stop for stop in stop_strings if stop]
         self._pending: list[TextDelta] = []
         self._stopped = False
 
-    def push(self, tokens: Sequence[int], from_draft: int, last: bool = False) -> list[TextDelta]:
-        """Returns the deltas of a step, whose first ``from_draft`` tokens were drafted; the last holds nothing back."""
+    def push(self, tokens: Sequence[int], from_draft: int, is_last: bool = False) -> list[TextDelta]:
+        """Returns the new deltas of a step, of whose tokens the first ``from_draft`` were drafted."""
         for i, token in enumerate(tokens):
-            self._append_pending(self._tokens.push(token), i < from_draft)
-        if last:
-            self._append_pending(self._tokens.finish(), False)
-        return self._release(last)
+            self._append_pending(self._detokenizer.push(token), i < from_draft)
+        if is_last:
+            self._append_pending(self._detokenizer.finish(), False)
+        return self._release(is_last)
 
     def _append_pending(self, text: str, drafted: bool) -> None:
         if text and not self._stopped:
             self._pending.append(TextDelta(text, drafted))
 
-    def _release(self, last: bool) -> list[TextDelta]:
+    def _release(self, is_last: bool) -> list[TextDelta]:
+        """Returns pending text, up to a stop string; text that may begin a stop string stays pending."""
         text = "".join(delta.text for delta in self._pending)
-        stops = [position for stop in self._stops if (position := text.find(stop)) >= 0]
-        end = min(stops) if stops else len(text) if last else len(text) - self._stop_prefix_len(text)
+        stop_positions = [position for stop in self._stop_strings if (position := text.find(stop)) >= 0]
+        end = len(text) if is_last else len(text) - self._stop_prefix_len(text)
+        end = min(stop_positions, default=end)
         released = list[TextDelta]()
         while end > 0:
             delta, drafted = self._pending.pop(0)
             released.append(TextDelta(delta[:end], drafted))
-            if delta[end:]:
+            if delta[end:]:  # the rest of a delta that is released in part
                 self._pending.insert(0, TextDelta(delta[end:], drafted))
             end -= len(delta)
-        if stops:
+        if stop_positions:
             self._stopped, self._pending = True, []
         return released
 
     def _stop_prefix_len(self, text: str) -> int:
-        """Returns the number of last characters that may begin a stop string."""
-        longest = max(map(len, self._stops), default=1) - 1
+        """Returns the length of the longest end of the text that begins a stop string."""
+        longest = max(map(len, self._stop_strings), default=1) - 1
         for n in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-n:]) for stop in self._stops):
+            if any(stop.startswith(text[-n:]) for stop in self._stop_strings):
                 return n
         return 0

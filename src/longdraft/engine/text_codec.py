@@ -16,13 +16,13 @@ from longdraft.model.eos_tokens import eos_ids
 
 @dataclass(frozen=True)
 class TextCodec:
-    """Encodes and decodes with a target's tokenizer. Without a tokenizer, prompts and outputs are token ids."""
+    """Encodes and decodes with a target's tokenizer; None: prompts and outputs are token ids."""
 
     tokenizer: PreTrainedTokenizerBase | None
 
-    def _require_tokenizer(self, what: str) -> PreTrainedTokenizerBase:
+    def _require_tokenizer(self, feature: str) -> PreTrainedTokenizerBase:
         if self.tokenizer is None:
-            raise CapabilityError(f"{what} needs a tokenizer: Speculator(..., tokenizer=tokenizer).")
+            raise CapabilityError(f"{feature} needs a tokenizer: give Speculator(..., tokenizer=tokenizer).")
         return self.tokenizer
 
     def decode(self, tokens: list[int]) -> str:
@@ -31,7 +31,7 @@ class TextCodec:
         Raises:
             CapabilityError: there is no tokenizer.
         """
-        # The tokenizer does not know all EOS tokens as special.
+        # A tokenizer may not mark all EOS tokens as special, so skip_special_tokens would leave some.
         without_eos = [token for token in tokens if token not in self.eos_token_ids]
         return str(self._require_tokenizer("Text").decode(without_eos, skip_special_tokens=True))
 
@@ -39,7 +39,7 @@ class TextCodec:
         """Returns a prompt's token ids.
 
         Args:
-            chat: wrap a string in the model's chat template, if there is one.
+            chat: whether to wrap a string in the tokenizer's chat template, if there is one.
 
         Raises:
             CapabilityError: the prompt is a string, and there is no tokenizer.
@@ -55,7 +55,7 @@ class TextCodec:
         return frozenset() if self.tokenizer is None else eos_ids(self.tokenizer)
 
     def decoder_for_stops(self, stops: Sequence[str]) -> Callable[[list[int]], str]:
-        """Returns the decoder to search for stop strings in. It keeps special tokens if a stop string names one."""
+        """Returns the decoder whose text is searched for stop strings; with special tokens if a stop string has one."""
         tokenizer = self._require_tokenizer("A stop string")
         special = (*tokenizer.added_tokens_encoder, *tokenizer.convert_ids_to_tokens(sorted(self.eos_token_ids)))
         if any(token in stop for token in special for stop in stops):

@@ -1,4 +1,4 @@
-"""Verifiers: how a round's trees are verified. The default verifies on the full KV cache."""
+"""The verifier runs the target on a round's trees. The default one reads the full KV cache."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from longdraft.views.view import View
 
 @dataclass
 class VerifyOutput:
-    """A drafted tree with the target's logits: the input of acceptance.
+    """A drafted tree with the target's logits, from which :func:`~longdraft.engine.accept.accept_path` accepts.
 
     Attributes:
-        sequence: its last token is the tree's root.
-        logits: (at least tree.size, vocabulary), the target's.
-        mode: the KV that the logits were computed with.
+        sequence: the sequence, whose last token is the tree's root.
+        logits: (at least tree.size, vocabulary) logits of the target, raw.
+        mode: the kind of forward, see :data:`~longdraft.engine.round_result.RoundMode`.
         queries: layer -> (query heads, at least tree.size, head size), after RoPE, for :attr:`Verifier.query_layers`.
     """
 
@@ -44,12 +44,12 @@ class VerifyOutput:
 
 
 class Verifier:
-    """Verifies trees on the full KV cache: exact for any draft.
+    """Verifies trees on the full KV cache, which is exact for any draft.
 
     Attributes:
-        exact: whether the output is that of the target alone.
-        views: the views of partial verification; empty if all verification is full.
-        query_layers: target layers whose queries each :class:`VerifyOutput` has.
+        exact: whether the output is that of plain decoding.
+        views: which KV entries partial verification attends to; empty if every verification is full.
+        query_layers: target layers whose queries each :class:`VerifyOutput` contains.
     """
 
     exact = True
@@ -60,13 +60,13 @@ class Verifier:
         return 0
 
     def bind(self, runner: TargetRunner, store: KVStore, max_nodes: int, query_layers: tuple[int, ...] = ()) -> None:
-        """Called before anything else, and again when the store was replaced.
+        """Called before anything is verified, and again when the KV store was replaced.
 
         Args:
             max_nodes: most drafted nodes of a tree.
 
         Raises:
-            MemoryBudgetError: the verifier's own memory does not fit.
+            MemoryBudgetError: a KV cache of the verifier does not fit the free memory.
         """
         self.runner, self.store, self.query_layers = runner, store, query_layers
 
@@ -75,13 +75,13 @@ class Verifier:
         return sequence.length
 
     def verify(self, sequences: list[Sequence], trees: list[TokenTree]) -> list[VerifyOutput]:
-        """Computes the target's logits on a tree for each sequence, rooted at its last token. Commits nothing."""
+        """Computes the target's logits at the nodes of each sequence's tree. Commits no KV."""
         return self.split_output(sequences, trees, self.forward(trees, sequences, Taps(queries=self.query_layers)))
 
     def split_output(
         self, sequences: list[Sequence], trees: list[TokenTree], out: TargetOutput, mode: RoundMode = "full"
     ) -> list[VerifyOutput]:
-        """Splits the output of a batched forward into one for each tree."""
+        """Splits the output of a batched forward into an output for each tree."""
         assert out.logits is not None
         return [
             VerifyOutput(s, tree, out.logits[b], mode, {layer: out.queries[layer][b] for layer in self.query_layers})
@@ -91,7 +91,7 @@ class Verifier:
     def forward(
         self, trees: list[TokenTree], sequences: list[Sequence], taps: Taps = NO_TAPS, num_logits: int | None = None
     ) -> TargetOutput:
-        """Runs one forward on trees, padded to the largest; returns the last ``num_logits`` logits, or all."""
+        """Runs one forward on trees, padded to the largest. Returns the last ``num_logits`` logits, or all."""
         batch = make_tree_batch(self.store, [s.slot for s in sequences], trees)
         return self.runner.verify(batch, self.store, taps, num_logits)
 
@@ -101,7 +101,7 @@ class Verifier:
         return output.round_result(accepted)
 
     def release(self, sequence: Sequence) -> None:
-        """Called when a sequence has finished. Its slot keeps exact KV only."""
+        """Called when a sequence has finished. The slot then keeps exact KV only."""
 
 
 def verify_trees(
@@ -112,8 +112,8 @@ def verify_trees(
     root_positions: list[int] | None = None,
     taps: Taps = NO_TAPS,
 ) -> TargetOutput:
-    """Runs one forward on a tree for each slot, padded to the largest. Its KV is written, but not committed.
+    """Runs one forward on a tree for each slot, padded to the largest. KV is written as scratch, not committed.
 
-    Logits are not checked for NaN here. Acceptance does that, with its one copy to the host.
+    Logits are not checked for NaN here, because :func:`~longdraft.engine.accept.sample_target_tokens` does that.
     """
     return runner.forward(make_tree_batch(store, slots, trees, root_positions), store, taps=taps, check_nan=False)
