@@ -2,9 +2,9 @@
 
     working cache = sink | retrieved chunks | window
 
-After a verification, the queries of one target layer score the context's chunks. The draft sees the best ones until the
-next scoring. The paper has neither sink nor window, so a draft may miss the last words; here both are always part.
-This module selects entries; caches gather their KV.
+After a verification, the queries of one target layer score the context's chunks. The draft attends to the best chunks
+until the next scoring. Sink and window, which the paper lacks, keep the last words visible to the draft. This module
+selects entries; caches gather their KV.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from longdraft.views.view import View
 
 
 class ReselectionTimer:
-    """Decides when to reselect chunks, and stores the queries that score them. Slots are independent.
+    """Decides when chunks are selected again, and stores the queries that score them. Slots are independent.
 
     Args:
         interval: verifications from one selection to the next; 0: never due.
-        num_queries: the last queries to store for each slot.
+        num_queries: how many of the last queries to store for each slot.
     """
 
     def __init__(self, interval: int, num_queries: int) -> None:
@@ -35,24 +35,24 @@ class ReselectionTimer:
 
     def add_queries(self, slot: int, queries: Mapping[int, torch.Tensor]) -> None:
         """Appends queries, layer -> (Hq, n, d), the newest last."""
-        new, stored = torch.stack(list(queries.values())), self._queries.get(slot)
-        joined = new if stored is None else torch.cat([stored, new], dim=2)
-        self._queries[slot] = joined[:, :, -self._num_queries :]
+        new_queries, stored = torch.stack(list(queries.values())), self._queries.get(slot)
+        all_queries = new_queries if stored is None else torch.cat([stored, new_queries], dim=2)
+        self._queries[slot] = all_queries[:, :, -self._num_queries :]
 
     def queries(self, slot: int) -> torch.Tensor | None:
-        """Returns (layers, Hq, M, d), M at most ``num_queries``; None if there are none yet."""
+        """Returns the slot's last queries (layers, Hq, M, d), M at most ``num_queries``; None before the first."""
         return self._queries.get(slot)
 
     def count_verification(self, slot: int) -> None:
-        """Counts a verification."""
+        """Counts a verification of the slot."""
         self._num_verifications[slot] += 1
 
     def is_due(self, slot: int) -> bool:
-        """True if the interval is over."""
+        """True if it is time for a new selection."""
         return 0 < self.interval <= self._num_verifications[slot]
 
     def restart(self, slot: int) -> None:
-        """Called after a selection."""
+        """Begins a new interval; called after a selection."""
         self._num_verifications[slot] = 0
 
     def reset(self, slot: int) -> None:
@@ -62,22 +62,22 @@ class ReselectionTimer:
 
 
 class Retrieval:
-    """Selects the KV entries that a draft sees. Slots are independent.
+    """Selects the KV entries that a draft attends to. Slots are independent.
 
     Args:
-        view: shared by all heads. A "streaming" one has sink and window alone.
-        interval: verifications from one scoring to the next; 0: chunks are scored once.
-        layer: decoder layer of the target, from 0, whose queries and keys score the chunks; None: the last, as in the
-            paper. Layers in the middle, with retrieval heads, find quoted passages better.
+        view: layout of the selection, shared by all heads. With scorer "streaming" it has only sink and window.
+        interval: verifications from one scoring to the next; 0: chunks are scored once, after prefill.
+        layer: index of the target's decoder layer whose queries and keys score the chunks; None: the last layer, as in
+            the paper. Middle layers, which have retrieval heads, find quoted passages better.
     """
 
     def __init__(self, view: View, interval: int = 0, layer: int | None = None) -> None:
         assert view.shared_by_heads
         self.view, self.timer, self._layer = view, ReselectionTimer(interval, view.num_queries), layer
-        # By slot: the selected chunks, ascending; the end of the chunks of the last scoring; changes of the selection.
-        self._selected: dict[int, list[int]] = {}
-        self._scored_end: defaultdict[int, int] = defaultdict(int)
-        self._versions: defaultdict[int, int] = defaultdict(int)
+        # Of each slot:
+        self._selected: dict[int, list[int]] = {}  # selected chunks, ascending
+        self._scored_end: defaultdict[int, int] = defaultdict(int)  # end of the chunks of the last scoring
+        self._versions: defaultdict[int, int] = defaultdict(int)  # number of changes of the selection
 
     def scoring_layers(self, num_layers: int) -> tuple[int, ...]:
         """Returns the target layer whose queries are needed; empty if nothing is selected.
@@ -95,15 +95,16 @@ class Retrieval:
 
         Args:
             store: the target's KV, up to the token of the newest query.
-            queries: layer -> (Hq, n, d) after RoPE, for :meth:`scoring_layers`: of the prompt's last tokens, later of
-                the deepest accepted node.
+            queries: {layer: (Hq, n, d)} after RoPE, for :meth:`scoring_layers`: after prefill of the prompt's last
+                tokens, after a verification of the deepest accepted node.
         """
         self.timer.add_queries(slot, queries)
         if slot in self._selected:
             self.timer.count_verification(slot)
             if not self.timer.is_due(slot):
                 return
-        (layer,), kv_len = queries, store.readable_len(slot)
+        (layer,) = queries  # the only key
+        kv_len = store.readable_len(slot)
         last_queries = self.timer.queries(slot)
         assert last_queries is not None
         keys = store.layer(layer)[0][slot, :, :kv_len].to(store.shape.dtype)
@@ -117,21 +118,22 @@ class Retrieval:
         return self._selected.get(slot)
 
     def selection_version(self, slot: int) -> int:
-        """Returns a number that grows when the selection changes, and with :meth:`reset`."""
+        """Returns a number that grows when the selection changes, or the slot is reset."""
         return self._versions[slot]
 
     def kv_indices(self, slot: int, kv_len: int) -> torch.Tensor:
-        """Returns the entries of a context of ``kv_len`` that the draft sees: (n,) int64 on the host, ascending.
+        """Returns the entries of a context of ``kv_len`` that the draft attends to: (n,) int64 on the host, ascending.
 
-        If the view has room for more chunks than are selected, it takes the latest chunks that were not scored: any of
-        them before the first scoring, later those that have left the window since.
+        If fewer chunks are selected than the view has room for, the latest chunks without scores are added: before the
+        first scoring any chunk, after it chunks that have left the window since.
         """
         candidates, count = self.view.candidate_chunks(kv_len), self.view.num_chunks
         chunks = list(candidates)
         if len(chunks) > count:
             chunks = [c for c in self._selected.get(slot, ()) if c < candidates.stop]
             unscored = range(max(self._scored_end[slot], candidates.start), candidates.stop)
-            chunks += unscored[max(0, len(unscored) - (count - len(chunks))) :]
+            num_free = count - len(chunks)
+            chunks += unscored[max(0, len(unscored) - num_free) :]
         return self.view.kv_indices(torch.tensor([chunks], **CPU_INT64), kv_len)[0]
 
     def reset(self, slot: int) -> None:

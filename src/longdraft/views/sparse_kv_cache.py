@@ -1,10 +1,10 @@
-"""A sparse copy of the KV cache: the entries that a view selects, at their true positions.
+"""A sparse copy of the KV cache: the entries that a view selects, with RoPE at their true positions.
 
     sink | selected chunks | window | new entries | buffered entries
 
-Copied keys keep the RoPE of their true positions. A forward on the sparse cache writes behind the copies. Entries of
-tokens that it accepts may be buffered there (:meth:`SparseKVCache.buffer_path`). Drafters see these as unverified
-entries of the full store, where they are never committed. A context that fits the view is copied in full.
+A forward on the sparse cache writes behind the copies. Entries of accepted tokens may be buffered there
+(:meth:`SparseKVCache.buffer_path`). Buffered entries are also written to the full store, as unverified entries that
+drafters read and nobody commits. A context that fits the view is copied in full.
 """
 
 from __future__ import annotations
@@ -20,93 +20,93 @@ from longdraft.views.scorers import SCORERS
 from longdraft.views.summaries import ChunkSummaries, layer_groups, slot_kv, view_kernels
 from longdraft.views.view import View
 
-# For each layer (Hq, M, d), after RoPE, the newest last.
+# (Hq, M, d) of each layer, after RoPE, the newest token last.
 Queries = Mapping[int, torch.Tensor] | torch.Tensor
 
 
 class SparseKVCache:
-    """Sparse KV of a batch's sequences. Slots are independent.
+    """Sparse copies of the slots of a KV store. Slots are independent.
 
     Args:
         full_store: the store with all KV.
-        new_store: makes a store of (slots, capacity).
-        view: the entries to select, and the room for new ones.
-        scratch: entries that a forward writes behind the copies.
+        new_store: makes a store, given (slots, capacity).
+        view: which entries to select, and the room for new entries.
+        scratch: most entries that a forward writes behind the copies.
 
     Attributes:
-        store: each slot has the copies first, then the buffered entries as committed ones. A forward on it needs
-            ``root_positions``, for the position of an entry is not its index.
+        store: the sparse cache. Each slot has the copies, then buffered entries, all committed. A forward on it needs
+            ``root_positions``, because the position of an entry is not its index.
 
     Raises:
-        MemoryBudgetError: it does not fit the free memory.
+        MemoryBudgetError: the sparse cache does not fit the free memory.
     """
 
     def __init__(self, full_store: KVStore, new_store: Callable[[int, int], KVStore], view: View, scratch: int) -> None:
         self.full_store, self.view = full_store, view
-        # No context has more entries than the full store.
         self.store = new_store(full_store.slots, min(view.capacity, full_store.capacity) + scratch)
         self.store.use_states_of(full_store)
-        # For each slot the number of copies. The last of them, window and new entries, are entries [start, end) of the
-        # full store.
-        self._num_copied, self._starts, self._ends = ([0] * full_store.slots for _ in range(3))
+        # For each slot the number of copies. Window and new entries, the last copies, are entries
+        # [suffix start, suffix end) of the full store; start 0 means that the whole context is copied.
+        self._num_copied, self._suffix_starts, self._suffix_ends = ([0] * full_store.slots for _ in range(3))
         kinds = scorer.summary_kinds if (scorer := SCORERS[view.scorer]) else ()
-        # With summaries, selection need not read all keys.
+        # With summaries, a selection reads one entry a chunk, not all keys.
         self.summaries = ChunkSummaries(full_store, view.chunk_size, kinds) if kinds else None
-        # Slot -> (layers, Hkv, c), the chunk in each place of the copy; used by the copy kernel.
-        self._chunks_in_place: dict[int, torch.Tensor] = {}
+        # Slot -> (layers, Hkv, c), the chunks copied there in order. The kernel copies only chunks that have changed.
+        self._copied_chunks: dict[int, torch.Tensor] = {}
         self._select_kernels, self._copy_kernels = view_kernels(full_store), view_kernels(full_store, self.store)
 
     def has_full_context(self, slot: int) -> bool:
-        return self._starts[slot] == 0
+        """True if no entry of the context is left out."""
+        return self._suffix_starts[slot] == 0
 
     def in_use(self, slot: int) -> bool:
-        """True if anything of the context is copied."""
+        """True if the slot has copies."""
         return self._num_copied[slot] > 0
 
     def update(self, slot: int, queries: Queries | None = None, force: bool = False) -> bool:
-        """Appends entries that are new in the full store; reselects if there is no room for them.
+        """Copies entries that are new in the full store; selects chunks anew if the new entries have no room.
 
         Args:
             queries: score the chunks; None: the latest chunks are selected.
-            force: reselect in any case, unless the whole context is copied.
+            force: select chunks anew even if there is room, unless the whole context is copied.
 
         Returns:
             Whether chunks were selected.
         """
         end = self.full_store.readable_len(slot)
         self._drop_copies(slot, end)
-        fits = self._num_copied[slot] + end - self._ends[slot] <= self.view.capacity
+        fits = self._num_copied[slot] + end - self._suffix_ends[slot] <= self.view.capacity
         if not fits or (force and not self.has_full_context(slot)):
             if end > self.view.capacity:
                 self.reselect(slot, queries)
                 return True
             self._drop_copies(slot, 0)  # the context has become shorter, and now fits in full
-        size, start = self._num_copied[slot], self._ends[slot]
+        size, start = self._num_copied[slot], self._suffix_ends[slot]
         targets = slice(size, size + end - start)
-        self._num_copied[slot], self._ends[slot] = targets.stop, end
+        self._num_copied[slot], self._suffix_ends[slot] = targets.stop, end
         if start < end and self._copy_kernels is not None:
-            self._copy_kernels.copy_entries(*self._source_and_copies(), slot, range(start, end), targets.start)
+            self._copy_kernels.copy_entries(*self._kv_tensors(), slot, range(start, end), targets.start)
         elif start < end:
-            # Not by `layer`: an offloaded store would fetch whole layers for these few entries.
+            # Not by full_store.layer: an offloaded store would fetch whole layers for these few entries.
             for layers in self.full_store.layer_groups:
-                new = self.full_store.slot_kv(slot, layers, self.full_store.capacity)
-                for source, target in zip(new, (self.store.keys, self.store.values), strict=True):
-                    target[layers, slot, :, targets] = source[:, :, start:end].to(self.full_store.shape.dtype)
+                kv = self.full_store.slot_kv(slot, layers, self.full_store.capacity)
+                for source, copies in zip(kv, (self.store.keys, self.store.values), strict=True):
+                    copies[layers, slot, :, targets] = source[:, :, start:end].to(self.full_store.shape.dtype)
         self.store.lengths[slot] = targets.stop
         return False
 
     def _drop_copies(self, slot: int, start: int) -> None:
-        """Drops the copies of entries from ``start`` on."""
-        if start >= self._ends[slot]:
+        """Drops the copies of entries from ``start`` on, and all copies if ``start`` is before the window."""
+        if start >= self._suffix_ends[slot]:
             return
-        if start < self._starts[slot]:
-            self._num_copied[slot] = self._starts[slot] = self._ends[slot] = 0
+        if start < self._suffix_starts[slot]:
+            self._num_copied[slot] = self._suffix_starts[slot] = self._suffix_ends[slot] = 0
         else:
-            self._num_copied[slot] -= self._ends[slot] - start
-            self._ends[slot] = start
+            self._num_copied[slot] -= self._suffix_ends[slot] - start
+            self._suffix_ends[slot] = start
 
     def reselect(self, slot: int, queries: Queries | None = None) -> None:
-        """Selects chunks anew, and fills the slot from the full store. The buffer is empty then."""
+        """Selects chunks anew, and fills the slot from the full store. Empties the buffer."""
         end = self.full_store.readable_len(slot)
         if self.summaries is not None:
             self.summaries.update(slot, end)
@@ -115,52 +115,53 @@ class SparseKVCache:
         sink = min(view.sink, end)
         if chunks is not None and self._copy_kernels is not None:
             chunks = chunks.expand(-1, self.full_store.shape.kv_heads, -1).contiguous()
-            # A copy of a full context has no chunks in place.
-            in_place = None if self.has_full_context(slot) else self._chunks_in_place.get(slot)
-            if in_place is None or in_place.shape != chunks.shape:
-                in_place = self._chunks_in_place[slot] = torch.full_like(chunks, -1)
-            (source, copies), window = self._source_and_copies(), range(start, end)
-            self._copy_kernels.copy_view(source, copies, slot, chunks, in_place, view.chunk_size, sink, window)
+            # A copy of the full context is not laid out in chunks.
+            copied_chunks = None if self.has_full_context(slot) else self._copied_chunks.get(slot)
+            if copied_chunks is None or copied_chunks.shape != chunks.shape:
+                copied_chunks = self._copied_chunks[slot] = torch.full_like(chunks, -1)
+            (source, copies), window = self._kv_tensors(), range(start, end)
+            self._copy_kernels.copy_view(source, copies, slot, chunks, copied_chunks, view.chunk_size, sink, window)
             size = sink + chunks.shape[2] * view.chunk_size + end - start
         else:
             size = self._copy_layers(slot, end, queries, chunks)
         self.store.lengths[slot] = size
-        self._num_copied[slot], self._starts[slot], self._ends[slot] = size, start, end
+        self._num_copied[slot], self._suffix_starts[slot], self._suffix_ends[slot] = size, start, end
 
-    def _source_and_copies(self) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[KVTensor, KVTensor]]:
+    def _kv_tensors(self) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[KVTensor, KVTensor]]:
+        """Keys and values of the full store, and of the sparse cache."""
         return (self.full_store.keys, self.full_store.values), (self.store.keys, self.store.values)
 
     def _select_in_all_layers(self, slot: int, end: int, queries: Queries | None) -> torch.Tensor | None:
-        """Selects the chunks of all layers at once, (layers, Hkv or 1, c); None if it has to be done layer by layer."""
+        """Selects the chunks of all layers at once, (layers, Hkv or 1, c); None if :meth:`_copy_layers` must select."""
         layers, latest = self.full_store.shape.layers, self.view.unscored_chunks(end, queries is not None)
         if latest is not None:
             return torch.arange(latest.start, latest.stop, device=self.full_store.device).expand(layers, 1, -1)
         assert queries is not None
         scorer, reduction = self.view.scorer, self.view.reduction
-        supported = self.summaries is not None if scorer in SUMMARY_SCORERS else reduction != "max"
-        if self._select_kernels is None or not supported:
+        kernel_supports = self.summaries is not None if scorer in SUMMARY_SCORERS else reduction != "max"
+        if self._select_kernels is None or not kernel_supports:
             return None
         summaries = None if self.summaries is None else self.summaries.for_slot(slot)
         stacked = _queries_of(queries, slice(0, layers))
         stacked = stacked[:, :, -1:] if reduction == "last" else stacked
-        source, candidates = (self.full_store.keys, slot, end), self.view.candidate_chunks(end)
-        sizes = self.view.chunk_size, summaries, stacked, candidates, self.view.num_chunks
-        return self._select_kernels.select_chunks(scorer, reduction == "max", source, *sizes)
+        candidates, size, count = self.view.candidate_chunks(end), self.view.chunk_size, self.view.num_chunks
+        source, use_max = (self.full_store.keys, slot, end), reduction == "max"
+        return self._select_kernels.select_chunks(scorer, use_max, source, size, summaries, stacked, candidates, count)
 
     def _copy_layers(self, slot: int, end: int, queries: Queries | None, chunks: torch.Tensor | None) -> int:
-        """Copies the selected entries, a group of layers at a time; selects first if ``chunks`` is None.
+        """Copies the selected entries, a group of layers at a time; selects chunks first if ``chunks`` is None.
 
         Returns:
-            The number of entries.
+            The number of entries of one layer and KV head.
         """
-        all_summaries = None if self.summaries is None else self.summaries.for_slot(slot)
+        slot_summaries = None if self.summaries is None else self.summaries.for_slot(slot)
         dtype, size = self.full_store.shape.dtype, 0
         for layers in layer_groups(self.full_store, self._temporary_bytes(end, queries)):
             keys, values = (x[:, :, :end] for x in slot_kv(self.full_store, layers, slot))
             if chunks is not None:
                 indices = self.view.kv_indices(chunks[layers].to(keys.device), end)
             else:
-                summaries = None if all_summaries is None else {kind: x[layers] for kind, x in all_summaries.items()}
+                summaries = None if slot_summaries is None else {kind: x[layers] for kind, x in slot_summaries.items()}
                 group_queries = None if queries is None else _queries_of(queries, layers)
                 indices = self.view.select_kv_indices(keys.to(dtype), group_queries, summaries)
             size = indices.shape[-1]
@@ -171,30 +172,31 @@ class SparseKVCache:
     def _temporary_bytes(self, end: int, queries: Queries | None) -> int:
         """Estimates the temporary memory of selecting and copying one layer, in bytes."""
         heads, d = self.full_store.shape.kv_heads, self.full_store.shape.head_dim
-        copied = heads * self.view.capacity * d * self.full_store.shape.dtype.itemsize
+        copied_bytes = heads * self.view.capacity * d * self.full_store.shape.dtype.itemsize
         if queries is None or not self.view.num_chunks:
-            return copied
+            return copied_bytes
         query_heads, count, _ = queries[0].shape
         if self.summaries is not None:
-            scored = end // self.view.chunk_size
-            return copied + 4 * scored * (2 * query_heads * count + heads * d)
-        # One KV head at a time: its keys in float32, scores, attention weights, and results of reductions.
-        return copied + 4 * end * (3 * (query_heads // heads) * count + d)
+            num_chunks = end // self.view.chunk_size
+            return copied_bytes + 4 * num_chunks * (2 * query_heads * count + heads * d)
+        # Keys of one KV head in float32 (4 bytes), and of each query: scores, attention weights, reduced results.
+        return copied_bytes + 4 * end * (3 * (query_heads // heads) * count + d)
 
     def invalidate(self, slot: int, start: int = 0) -> None:
-        """Called when entries of the full store from ``start`` on were replaced or removed. Empties the buffer."""
+        """Called when the full store's entries from ``start`` on were replaced or removed. Empties the buffer."""
         self._drop_copies(slot, start)
         self.store.truncate(slot, self._num_copied[slot])
         if self.summaries is not None:
             self.summaries.invalidate(slot, start)
 
     def num_buffered(self, slot: int) -> int:
+        """Number of buffered entries."""
         return self.store.lengths[slot] - self._num_copied[slot]
 
     def buffer_path(self, slot: int, path: Sequence[int]) -> None:
-        """Buffers the accepted path of a forward on the view, and shows it to drafters.
+        """Buffers the accepted path of a forward on the sparse cache, and shows its entries to drafters.
 
-        Its entries become unverified entries of the full store: inexact, and overwritten by the next full verification.
+        In the full store the entries are unverified: inexact, and overwritten by the next full verification.
         """
         start = self.store.lengths[slot]
         self.store.commit(slot, path)
@@ -208,29 +210,29 @@ class SparseKVCache:
         self.full_store.num_unverified[slot] += len(path)
 
     def clear_buffer(self, slot: int) -> None:
-        """Drops buffered entries that were not shown to drafters."""
+        """Drops all buffered entries from the sparse cache, none from the full store."""
         self.store.truncate(slot, self._num_copied[slot])
 
 
 def _queries_of(queries: Queries, layers: slice) -> torch.Tensor:
-    """The queries of some layers, (layers, Hq, M, d)."""
+    """Returns the queries of some layers, (layers, Hq, M, d)."""
     if isinstance(queries, torch.Tensor):
         return queries[layers]
     return torch.stack([queries[layer] for layer in range(layers.start, layers.stop)])
 
 
 def gather_kv(source: torch.Tensor, kv_indices: torch.Tensor) -> torch.Tensor:
-    """Gathers entries of a layer. Several layers at once have a first dimension more.
+    """Gathers entries of a layer. Both arguments may have a leading dimension for several layers.
 
     Args:
         source: (Hkv, n, d), with any strides.
-        kv_indices: (Hkv, m) int64 for each KV head, or (1, m) for all.
+        kv_indices: (Hkv, m) int64, or (1, m) if all KV heads share the entries.
 
     Returns:
         (Hkv, m, d).
     """
     num_outer = len(source.shape) - 2
-    if kv_indices.shape[:-1].numel() == 1:
+    if kv_indices.shape[:-1].numel() == 1:  # index_select is faster than advanced indexing
         return source.index_select(num_outer, kv_indices.flatten())
     sizes = enumerate(source.shape[:num_outer])
     outer = [torch.arange(n, device=source.device).view(-1, *[1] * (num_outer - i)) for i, n in sizes]

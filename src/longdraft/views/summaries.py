@@ -1,4 +1,4 @@
-"""Summaries of key chunks, which are scored in place of the keys (SpecPV, section 3.2); kernels for views.
+"""Summaries of chunks of keys, to score in place of the keys (SpecPV, section 3.2); the choice of kernels for views.
 
 A summary is the element-wise maximum, minimum or mean of a chunk's keys after RoPE, for each layer and KV head.
 """
@@ -12,17 +12,18 @@ from longdraft.native import kernels
 from longdraft.native.library import HEAD_DIM_MULTIPLE
 from longdraft.native.views import ViewKernels
 
-# Most bytes of temporary tensors on a GPU.
+# Most bytes of temporary tensors for a group of layers on a GPU.
 MAX_TEMPORARY_BYTES = 512 << 20
 
 
 def view_kernels(full_store: KVStore, copy_store: KVStore | None = None) -> ViewKernels | None:
-    """Returns kernels that select entries of a store and copy them to a second one; None if they support neither.
+    """Returns the CPU kernels that select entries of a store and copy them to another; None if a store is unsupported.
 
     Args:
-        full_store: the store with all KV.
+        full_store: the store to read.
+        copy_store: the store to copy to; None: entries are selected only.
     """
-    # Offloaded stores fetch layers when they are read.
+    # Subclasses of KVStore are excluded, because offloaded stores fetch layers when these are read.
     is_bf16_rounded = full_store.dtype == torch.bfloat16 != full_store.shape.dtype
     float_dtype = is_bf16_rounded or full_store.dtype == torch.float32
     readable = type(full_store) is KVStore and full_store.device.type == "cpu" and float_dtype
@@ -35,10 +36,10 @@ def view_kernels(full_store: KVStore, copy_store: KVStore | None = None) -> View
 def layer_groups(store: KVStore, bytes_per_layer: int) -> list[slice]:
     """Groups a store's layers, to process a group at a time.
 
-    Each layer is its own group on a CPU, where one layer's data stays in the caches, and in an offloaded store.
+    A group is one layer on a CPU, because one layer's data stays in the processor's caches, and in an offloaded store.
 
     Args:
-        bytes_per_layer: of temporary tensors.
+        bytes_per_layer: bytes of the temporary tensors that processing one layer takes.
     """
     layers_per_group = 1
     if store.device.type != "cpu" and _is_in_memory(store):
@@ -78,31 +79,31 @@ class ChunkSummaries:
     def __init__(self, store: KVStore, chunk_size: int, kinds: tuple[str, ...]) -> None:
         self._store, self._chunk_size = store, chunk_size
         shape = store.shape
-        size = (shape.layers, store.slots, shape.kv_heads, store.capacity // chunk_size, shape.head_dim)
-        # Transposed: a few queries are multiplied with many chunks.
-        self._summaries = {kind: empty_transposed(size, shape.dtype, store.device) for kind in kinds}
+        summary_shape = (shape.layers, store.slots, shape.kv_heads, store.capacity // chunk_size, shape.head_dim)
+        # Transposed in memory, which is faster where a few queries are multiplied with many chunks.
+        self._summaries = {kind: empty_transposed(summary_shape, shape.dtype, store.device) for kind in kinds}
         self._kernels = view_kernels(store)
         self._num_summarized = [0] * store.slots
 
     def for_slot(self, slot: int) -> dict[str, torch.Tensor]:
-        """Returns kind -> (layers, Hkv, chunks, d). Chunks that are not summarized yet hold arbitrary numbers."""
+        """Returns {kind: (layers, Hkv, chunks, d)}. Summaries of incomplete chunks are arbitrary numbers."""
         return {kind: summary[:, slot] for kind, summary in self._summaries.items()}
 
     def update(self, slot: int, kv_len: int) -> None:
-        """Summarizes the chunks that a context of ``kv_len`` has completed since the last call."""
-        old, new = self._num_summarized[slot], kv_len // self._chunk_size
-        self._num_summarized[slot] = new
-        if new <= old:
+        """Summarizes the chunks that became complete since the last call, in a context of ``kv_len`` entries."""
+        start, end = self._num_summarized[slot], kv_len // self._chunk_size
+        self._num_summarized[slot] = end
+        if end <= start:
             return
         if self._kernels is not None:
-            self._kernels.summarize_chunks(self._store.keys, slot, self._chunk_size, self.for_slot(slot), old, new)
+            self._kernels.summarize_chunks(self._store.keys, slot, self._chunk_size, self.for_slot(slot), start, end)
             return
-        shape, entries = self._store.shape, slice(old * self._chunk_size, new * self._chunk_size)
+        shape, entries = self._store.shape, slice(start * self._chunk_size, end * self._chunk_size)
         for layers in layer_groups(self._store, 4 * shape.kv_heads * shape.head_dim * (entries.stop - entries.start)):
             keys = slot_kv(self._store, layers, slot)[0][:, :, entries]
             chunks = keys.to(shape.dtype).unflatten(2, (-1, self._chunk_size))
             for kind, summary in self._summaries.items():
-                summary[layers, slot, :, old:new] = summarize(kind, chunks).to(summary)
+                summary[layers, slot, :, start:end] = summarize(kind, chunks).to(summary)
 
     def invalidate(self, slot: int, start: int) -> None:
         """Called when the slot's entries from ``start`` on were replaced or removed."""

@@ -3,7 +3,7 @@
     sink | selected chunks | window | new entries
 
 The first entries (sink) and the last (window) always belong to a view. Between them, chunks are selected by the scores
-that queries give them (:mod:`longdraft.views.scorers`), by each KV head for itself or by all heads together. New
+that queries give them (:mod:`longdraft.views.scorers`), by each KV head or by all heads together. New
 entries follow the window until the chunks are selected anew.
 
 Chunks lie on a fixed grid: chunk i is entries [i * chunk_size, (i + 1) * chunk_size). The window starts at a chunk
@@ -19,7 +19,7 @@ import torch
 
 from longdraft.views.scorers import SCORERS, CandidateChunks, score_chunks
 
-# Dtypes that keys and values may be rounded to.
+# Dtypes that the keys and values of a view may be rounded to, by the option's value.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
@@ -38,7 +38,7 @@ def check_multiples(unit: str, divisor: int, **sizes: int) -> None:
 
 
 def parse_dtype(name: str | None, option: str = "view_dtype") -> torch.dtype | None:
-    """Returns the dtype of an option's value, None for None; raises ValueError for a name not in :data:`DTYPES`."""
+    """Returns the dtype of that name, None for None; raises ValueError, naming ``option``, for other names."""
     if name is None:
         return None
     if name not in DTYPES:
@@ -53,14 +53,15 @@ class View:
     Attributes:
         scorer: one of ``SCORERS``; "streaming" selects no chunks.
         num_selected: most entries of selected chunks, rounded down to whole chunks.
-        sink, window: the first and the last entries, always part of the view.
+        sink: number of first entries, which are always part of the view.
+        window: number of last entries, which are too.
         chunk_size: entries of a chunk.
-        max_new: new entries that are appended before chunks are selected anew.
-        reduction: one of ``REDUCTIONS``: how the scores of several queries become one.
+        max_new: most new entries that are appended before chunks are selected anew.
+        reduction: how the scores of several queries become one, see ``REDUCTIONS``.
         shared_by_heads: whether all KV heads have the same entries; else each KV head selects its own.
 
     Raises:
-        ValueError: a size out of range.
+        ValueError: a size is out of range.
     """
 
     scorer: str
@@ -79,12 +80,12 @@ class View:
 
     @property
     def size(self) -> int:
-        """Entries without new ones. A context of at most this length is seen in full."""
+        """Entries without new entries. A context of at most this length belongs to the view in full."""
         return self.sink + self.num_selected + self.window
 
     @property
     def capacity(self) -> int:
-        """Most entries, with new ones and a window that starts early."""
+        """Most entries, with new entries and a window that starts up to a chunk early."""
         return self.size + self.chunk_size - 1 + self.max_new
 
     @property
@@ -93,20 +94,20 @@ class View:
         return 0 if SCORERS[self.scorer] is None else self.num_selected // self.chunk_size
 
     def __str__(self) -> str:
-        """Its sizes as the bench prints them: sink + chunks x chunk_size + window."""
+        """The sizes as the bench prints them: sink + chunks x chunk_size + window."""
         chunks = f" + {self.num_chunks:,} x {self.chunk_size}" if self.num_chunks else ""
         return f"{self.sink:,}{chunks} + {self.window:,}"
 
     @property
     def num_queries(self) -> int:
-        """Number of queries that score the chunks: those of the context's last tokens."""
+        """How many of the context's last tokens have queries that score the chunks."""
         scorer = SCORERS[self.scorer]
         if scorer is None:
             return 0
         return self.window if scorer.uses_window_queries else 1
 
     def window_start(self, kv_len: int) -> int:
-        """First entry of the window in a context of ``kv_len``; ``kv_len`` if the sink has all of it."""
+        """First entry of the window in a context of ``kv_len``; ``kv_len`` if the sink covers the context."""
         return max(min(self.sink, kv_len), (kv_len - self.window) // self.chunk_size * self.chunk_size)
 
     def candidate_chunks(self, kv_len: int) -> range:
@@ -114,16 +115,16 @@ class View:
         return range(self.sink // self.chunk_size, self.window_start(kv_len) // self.chunk_size)
 
     def unscored_chunks(self, kv_len: int, has_queries: bool) -> range | None:
-        """Returns the chunks that are selected without scores, the latest ones; None if scores are needed."""
+        """Returns the latest chunks, if they are selected without scores; None if scores are needed."""
         candidates = self.candidate_chunks(kv_len)
         count = min(self.num_chunks, len(candidates))
-        scored = has_queries and 0 < count < len(candidates)
-        return None if scored else candidates[len(candidates) - count :]
+        needs_scores = has_queries and 0 < count < len(candidates)
+        return None if needs_scores else candidates[len(candidates) - count :]
 
     def select_chunks(
         self, keys: torch.Tensor, queries: torch.Tensor | None, summaries: Mapping[str, torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Selects the chunks of a layer. Several layers at once have a first dimension more everywhere.
+        """Selects the chunks of a layer. All tensors may have a leading dimension for several layers.
 
         Args:
             keys: (Hkv, n, d), after RoPE.
@@ -139,12 +140,12 @@ class View:
             chunks = torch.arange(latest.start, latest.stop, device=keys.device)
             return chunks.expand(*keys.shape[:-3], 1 if self.shared_by_heads else keys.shape[-3], -1)
         assert queries is not None
-        between = self.candidate_chunks(kv_len)
-        candidates = CandidateChunks(keys, between.start, between.stop, self.chunk_size, summaries)
+        candidate_range = self.candidate_chunks(kv_len)
+        candidates = CandidateChunks(keys, candidate_range.start, candidate_range.stop, self.chunk_size, summaries)
         scores = score_chunks(self.scorer, self.reduction, queries, candidates)
         if self.shared_by_heads:
             scores = scores.mean(-2, keepdim=True)
-        return scores.topk(self.num_chunks, dim=-1).indices.sort(-1).values + between.start
+        return scores.topk(self.num_chunks, dim=-1).indices.sort(-1).values + candidate_range.start
 
     def kv_indices(self, chunks: torch.Tensor, kv_len: int) -> torch.Tensor:
         """Returns the indices (..., m) int64 of sink, chunks (..., c) and window, ascending."""
