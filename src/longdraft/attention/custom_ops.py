@@ -1,4 +1,4 @@
-"""Custom operators of torch: one Triton kernel on a GPU, several small operators of torch on a CPU."""
+"""Defines custom operators of torch, which run a Triton kernel on a GPU and operators of torch on a CPU."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def define_op(reference: Callable[..., Any], triton_module: str, mutates_args: S
     """Defines the operator ``longdraft::NAME``, with the name, arguments and results of its reference implementation.
 
     Args:
-        reference: runs on a CPU.
-        triton_module: has a function of the same name for GPUs. Imported by the first call, for Triton may be missing.
+        reference: the implementation for CPUs.
+        triton_module: module with a function of its name for GPUs; imported when first called, as it needs Triton.
         mutates_args: arguments that the operator writes into.
     """
     name = reference.__name__

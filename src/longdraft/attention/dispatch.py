@@ -1,7 +1,7 @@
-"""Chooses the attention path, once per target. LONGDRAFT_ATTENTION forces one.
+"""Chooses the attention path (an implementation of tree attention) of a target. LONGDRAFT_ATTENTION forces a path.
 
-On a CPU these are our own kernels. On a GPU it is hybrid attention on torch's kernels; where that cannot run, torch's
-SDPA with a mask.
+A CPU uses our own kernels ("cpu"). A GPU uses hybrid attention on torch's kernels ("hybrid"), or, where hybrid cannot
+run, torch's SDPA with a mask ("sdpa").
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from longdraft.errors import CapabilityError
 
 log = logging.getLogger("longdraft")
 
-# The path that CUDA graphs can capture: it reads only upper bounds from the host. It supports no sliding windows, soft
-# caps, sinks, or values whose head size differs from the keys'.
+# The path that CUDA graphs can capture, because it reads only upper bounds from the host. It does not support sliding
+# windows, soft caps, sinks, or values whose head size differs from that of the keys.
 CAPTURABLE_PATH = "hybrid"
 ENVIRONMENT_VARIABLE = "LONGDRAFT_ATTENTION"
 
@@ -34,7 +34,7 @@ def unavailable(name: str, device: torch.device, dtype: torch.dtype, head_dim: i
 
 
 def choose(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """Returns the name of the path to use on this machine.
+    """Returns the name of the path for tensors of this kind.
 
     Raises:
         CapabilityError: LONGDRAFT_ATTENTION forces a path that cannot run here.
@@ -53,7 +53,7 @@ def choose(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
         return "sdpa"
     if (reason := hybrid.unavailable(device, dtype, head_dim)) is None:
         return "hybrid"
-    log.warning("Attention runs on torch's masked kernels, which read more than they need: %s.", reason)
+    log.warning("Attention runs on torch's masked kernels, which are slower than hybrid attention: %s.", reason)
     return "sdpa"
 
 
@@ -73,5 +73,5 @@ PATHS: dict[str, AttentionFunction] = {
 
 
 def prefers_transposed_keys(path: str, dtype: torch.dtype) -> bool:
-    """True if the KV store should keep keys transposed: our kernels multiply faster then."""
+    """True if the KV store should keep keys transposed, which makes our kernels faster."""
     return path == "cpu" and dtype == torch.float32 and native.kernels() is not None

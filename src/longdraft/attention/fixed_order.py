@@ -1,14 +1,14 @@
 """Batch-invariant tree attention: keys are summed in a fixed order (``deterministic=True``).
 
-A token of rank r attends to the r keys before it and its own. Plain decoding finds all of them in the prefix, a
-verification finds the last ones among the token's ancestors in the tree. Tiles of keys, and splits of tiles, are cut at
-fixed ranks. So a token's sums are the same in both.
+A token of rank r in its sequence attends to r earlier keys and its own. In plain decoding all of these keys are in the
+prefix; in a verification the last ones belong to the token's ancestors in the tree. Keys are summed in tiles, and tiles
+in splits, which begin at fixed ranks. So a token's sums are equal in both cases. The kernel takes three steps:
 
     full tiles of the prefix    read once for all tokens
-    the rest, and ancestors     gathered for each token, added to the running sums of the last split
+    other keys, and ancestors   gathered for each token, added to the running sums of the last split
     splits                      merged one after another; splits behind a token are empty and add nothing
 
-``longdraft::fixed_order_attention`` is defined here and runs so on a CPU; on a GPU it is :mod:`.fixed_order_kernel`.
+The operator ``longdraft::fixed_order_attention`` is the reference below on a CPU, :mod:`.fixed_order_kernel` on a GPU.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from longdraft.native.int8_kv import Int8KV
 
 # Keys of a tile in the reference implementation.
 TILE = 16
-# Keys of a split: small enough to fill a GPU at 16K tokens, large enough to have few partial results at 128K.
+# Keys of a split: few enough that 16K tokens occupy a GPU, many enough that 128K tokens have few partial results.
 SPLIT = 1024
 MAX_HEAD_DIM = 256
 
 
 def unavailable(dtype: torch.dtype, head_dim: int) -> str | None:
-    """Returns why it cannot run on a GPU; None if it can."""
+    """Returns why this attention cannot run on a GPU; None if it can."""
     if importlib.util.find_spec("triton") is None:
         return "its attention is a Triton kernel: `pip install longdraft[gpu]`"
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -60,12 +60,12 @@ def attend(
     """
     if isinstance(keys, Int8KV):
         raise CapabilityError(
-            "deterministic=True reads keys and values in the model's dtype: leave it out, or take views in that dtype."
+            "deterministic=True cannot read an int8 KV cache: leave it out, or the option for int8 KV."
         )
     if modifiers is not NO_MODIFIERS or batch.window_starts is not None or keys.shape[3] != values.shape[3]:
         raise CapabilityError(
-            "deterministic=True supports layers with full attention and plain scores only, and this model has others: "
-            "leave it out."
+            "deterministic=True supports no sliding windows, soft caps, sinks, or values of another head size, and "
+            "this model has one of them: leave it out."
         )
     ancestors, num_ancestors = ancestor_lists(batch, q.device)
     max_kv_len = max(batch.prefix_lens, default=0) + batch.tree_len
@@ -76,16 +76,17 @@ def attend(
 
 
 def ancestor_lists(batch: ForwardBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns each token's path in the tree, itself the last; computed by the first layer.
+    """Returns each token's path in the tree, the token itself last; computed once for all layers.
 
     Returns:
-        (B, T, W) int32 tree indices, and (B, T) int32, how many of them are the path.
+        (B, T, W) int32 tree indices that begin with the path, and (B, T) int32, the lengths of the paths.
     """
     key = "fixed order"
     if key not in batch.metadata:
         mask = batch.mask
         if mask is None:
             mask = batch.tree_mask(0, device).expand(batch.batch_size, -1, -1)
+        # A stable sort puts the attended tokens first, in order.
         order = torch.sort(mask.logical_not().to(torch.int8), dim=-1, stable=True).indices
         batch.metadata[key] = order.int(), mask.sum(-1, dtype=torch.int32)
     lists: tuple[torch.Tensor, torch.Tensor] = batch.metadata[key]
@@ -109,8 +110,8 @@ def fixed_order_attention(
         q: (B, Hq, T, d).
         keys, values: (slots, Hkv, capacity, d), any strides.
         slots, prefix_lens: (B,) int32, the slot of each sequence and the length of its prefix.
-        ancestors: (B, T, W) int32; the first num_ancestors[b, t] are the tree tokens that token t attends to, in order.
-        max_kv_len: upper bound on prefix_len + tree_len, a host integer; it never affects the result.
+        ancestors, num_ancestors: as :func:`ancestor_lists` returns.
+        max_kv_len: upper bound on prefix_len + tree_len, a host integer that never affects the result.
 
     Returns:
         (B, Hq, T, d) in q's dtype.
@@ -124,7 +125,7 @@ def fixed_order_attention(
     for start in range(0, int(kv_lens.max()) if batch_size else 0, TILE):
         ranks = torch.arange(start, start + TILE, device="cpu").view(1, 1, -1)
         seen = (ranks < kv_lens).view(batch_size, 1, 1, query_len, TILE)
-        # A rank below n is an entry of the prefix, one from n on an ancestor in the tree.
+        # Ranks below n are entries of the prefix, ranks from n on are ancestors in the tree.
         tree_rank = (ranks - n).clamp(0, ancestors.shape[2] - 1).expand(batch_size, query_len, -1)
         entries = torch.where(ranks < n, ranks, n + ancestors.gather(2, tree_rank))
         entries = torch.where(ranks < kv_lens, entries, 0).long()
@@ -146,10 +147,10 @@ custom_ops.define_op(fixed_order_attention, "longdraft.attention.fixed_order_ker
 @functools.cache
 @torch.no_grad()
 def check_batch_invariance(device: torch.device, dtype: torch.dtype, head_dim: int, group: int) -> None:
-    """Compares the tokens of a chain with the same tokens one by one, on random keys. The first call waits for the GPU.
+    """Compares attention of a chain of tokens with that of each token alone, on random keys. Waits for the GPU once.
 
     Raises:
-        CapabilityError: they differ.
+        CapabilityError: the bits differ.
     """
     kv_heads, prefix_len, query_len = 2, 2 * SPLIT - 9, 24  # the tokens lie on both sides of a split boundary
     generator = torch.Generator().manual_seed(0)
@@ -157,13 +158,13 @@ def check_batch_invariance(device: torch.device, dtype: torch.dtype, head_dim: i
     q, keys, values = (torch.randn(shape, generator=generator, **CPU_FLOAT32).to(device, dtype) for shape in shapes)
     chain_out = attend(q, keys, values, ForwardBatch.make([0], [prefix_len], query_len, device=device), head_dim**-0.5)
     for i in (0, 1, query_len // 2, query_len - 1):
-        # Stands for a plain step: token i comes first, and the padding behind it attends to itself alone.
-        rolled = q.roll(-i, 2)
+        # As in plain decoding, token i is the first new token; the other tokens are padding that attends to itself.
+        rolled_q = q.roll(-i, 2)
         mask = torch.eye(query_len, dtype=torch.bool, device="cpu")[None]
         batch = ForwardBatch.make([0], [prefix_len + i], query_len, mask, device)
-        single_out = attend(rolled, keys, values, batch, head_dim**-0.5)
-        if not torch.equal(single_out[:, :, 0], chain_out[:, :, i]):
+        out_alone = attend(rolled_q, keys, values, batch, head_dim**-0.5)
+        if not torch.equal(out_alone[:, :, 0], chain_out[:, :, i]):
             raise CapabilityError(
-                "deterministic=True does not work on this GPU: attention gives a token other bits in a verification "
-                "than alone. Leave it out, and report the GPU and Triton's version."
+                "deterministic=True does not work on this GPU: attention gives a token different bits in a "
+                "verification than alone. Leave it out, and report the GPU and Triton's version."
             )

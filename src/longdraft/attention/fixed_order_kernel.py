@@ -1,8 +1,8 @@
 """Triton kernels for :mod:`.fixed_order`: full tiles of the prefix, the rest of each token's keys, the merge of splits.
 
-All tiles have one size, whatever the number of rows, so every row is multiplied by the same instruction. Between the
-kernels, the running softmax of P splits (maximum m, sum z, and acc, in base 2, not normalised) lies in buffers
-(P, B*Hkv*R) and (P, B*Hkv*R, d). The next kernel continues from there with the bits of a single kernel.
+Three kernels run in this order. All tiles have one size, whatever the number of rows, so every row is multiplied by one
+instruction. The running softmax of each of P splits (in base 2: maximum m, sum z, weighted values acc) passes from
+kernel to kernel, without rounding, in buffers (P, B*Hkv*R) and (P, B*Hkv*R, d).
 """
 
 # Triton reads the annotations of a kernel's parameters, so run-time parameters have none.
@@ -32,12 +32,12 @@ MERGE_ROWS = 16
 
 
 @triton.jit
-def _store_sums(sums_m, sums_z, sums_acc, flat, ok, m, z, acc, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def _store_sums(sums_m, sums_z, sums_acc, rows, ok_rows, m, z, acc, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     dims = tl.arange(0, BLOCK_D)
-    tl.store(sums_m + flat, m, mask=ok)
-    tl.store(sums_z + flat, z, mask=ok)
+    tl.store(sums_m + rows, m, mask=ok_rows)
+    tl.store(sums_z + rows, z, mask=ok_rows)
     tl.store(
-        sums_acc + flat[:, None] * HEAD_DIM + dims[None, :], acc, mask=ok[:, None] & (dims < HEAD_DIM)[None, :]
+        sums_acc + rows[:, None] * HEAD_DIM + dims[None, :], acc, mask=ok_rows[:, None] & (dims < HEAD_DIM)[None, :]
     )  # fmt: skip
 
 
@@ -48,8 +48,8 @@ def prefix_sums_kernel(
     SPLIT: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Running softmax of split p over the full tiles of the prefix in ranks [p*SPLIT, (p+1)*SPLIT). Rows r = g*T + t of
-    a KV head's group, as in :mod:`.triton_kernels`. Grid: (row tiles, B*Hkv, splits).
+    """Running softmax of split p over the full tiles of the prefix in ranks [p*SPLIT, (p+1)*SPLIT). Rows are those of
+    :mod:`.triton_kernels`, r = g*T + t. Grid: (row tiles, B*Hkv, splits).
     """
     sequence_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -69,14 +69,14 @@ def prefix_sums_kernel(
     for start in range(split * SPLIT, split_end, BLOCK_N):
         ranks = start + tl.arange(0, BLOCK_N)
         entry = ranks.to(tl.int64)
-        ok = ranks < split_end
-        k_tile = load_tile(k_base, entry * k_n, ok, k_d, HEAD_DIM, BLOCK_D)
-        v_tile = load_tile(v_base, entry * v_n, ok, v_d, HEAD_DIM, BLOCK_D)
+        ok_keys = ranks < split_end
+        k_tile = load_tile(k_base, entry * k_n, ok_keys, k_d, HEAD_DIM, BLOCK_D)
+        v_tile = load_tile(v_base, entry * v_n, ok_keys, v_d, HEAD_DIM, BLOCK_D)
         scores = scores_of(q_tile, k_tile, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), scale, DOT)
-        scores = tl.where(ok[None, :], scores, float("-inf"))
+        scores = tl.where(ok_keys[None, :], scores, float("-inf"))
         m, z, acc = online_softmax(m, z, acc, scores, v_tile, DOT)
-    flat = (split.to(tl.int64) * tl.num_programs(1) + sequence_head) * R + rows
-    _store_sums(sums_m, sums_z, sums_acc, flat, rows < R, m, z, acc, HEAD_DIM, BLOCK_D)
+    flat_rows = (split.to(tl.int64) * tl.num_programs(1) + sequence_head) * R + rows
+    _store_sums(sums_m, sums_z, sums_acc, flat_rows, rows < R, m, z, acc, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["T", "W"])
@@ -86,7 +86,7 @@ def path_sums_kernel(
     SPLIT: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Adds the rest of the prefix and the tree path of token t, tile by tile. Grid: (T, B*Hkv)."""
+    """Adds the keys behind the full tiles of the prefix, and the tree path of token t. Grid: (T, B*Hkv)."""
     t = tl.program_id(0).to(tl.int64)
     sequence_head = tl.program_id(1).to(tl.int64)
     b = sequence_head // kv_heads
@@ -102,29 +102,29 @@ def path_sums_kernel(
     k_base = k + slot * k_slot + h * k_head
     v_base = v + slot * v_slot + h * v_head
     sequence_row = sequence_head * GROUP * T + g * T + t
-    per_split = tl.num_programs(1).to(tl.int64) * GROUP * T
-    first = n // BLOCK_N * BLOCK_N
-    flat = (first // SPLIT).to(tl.int64) * per_split + sequence_row
-    m = tl.load(sums_m + flat, mask=ok_rows, other=float("-inf"))
-    z = tl.load(sums_z + flat, mask=ok_rows, other=0.0)
+    rows_per_split = tl.num_programs(1).to(tl.int64) * GROUP * T
+    path_start = n // BLOCK_N * BLOCK_N
+    flat_rows = (path_start // SPLIT).to(tl.int64) * rows_per_split + sequence_row
+    m = tl.load(sums_m + flat_rows, mask=ok_rows, other=float("-inf"))
+    z = tl.load(sums_z + flat_rows, mask=ok_rows, other=0.0)
     in_acc = ok_rows[:, None] & (dims < HEAD_DIM)[None, :]
-    acc = tl.load(sums_acc + flat[:, None] * HEAD_DIM + dims[None, :], mask=in_acc, other=0.0)
-    for start in range(first, end, BLOCK_N):
+    acc = tl.load(sums_acc + flat_rows[:, None] * HEAD_DIM + dims[None, :], mask=in_acc, other=0.0)
+    for start in range(path_start, end, BLOCK_N):
         new_split = start % SPLIT == 0
         m = tl.where(new_split, float("-inf"), m)
         z = tl.where(new_split, 0.0, z)
         acc = tl.where(new_split, 0.0, acc)
         ranks = start + tl.arange(0, BLOCK_N)
-        ok = ranks < end
-        node = tl.load(ancestors + (b * T + t) * W + (ranks - n), mask=ok & (ranks >= n), other=0)
+        ok_keys = ranks < end
+        node = tl.load(ancestors + (b * T + t) * W + (ranks - n), mask=ok_keys & (ranks >= n), other=0)
         entry = tl.where(ranks < n, ranks, n + node).to(tl.int64)
-        k_tile = load_tile(k_base, entry * k_n, ok, k_d, HEAD_DIM, BLOCK_D)
-        v_tile = load_tile(v_base, entry * v_n, ok, v_d, HEAD_DIM, BLOCK_D)
+        k_tile = load_tile(k_base, entry * k_n, ok_keys, k_d, HEAD_DIM, BLOCK_D)
+        v_tile = load_tile(v_base, entry * v_n, ok_keys, v_d, HEAD_DIM, BLOCK_D)
         scores = scores_of(q_tile, k_tile, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), scale, DOT)
-        scores = tl.where(ok[None, :], scores, float("-inf"))
+        scores = tl.where(ok_keys[None, :], scores, float("-inf"))
         m, z, acc = online_softmax(m, z, acc, scores, v_tile, DOT)
-        flat = start // SPLIT * per_split + sequence_row
-        _store_sums(sums_m, sums_z, sums_acc, flat, ok_rows, m, z, acc, HEAD_DIM, BLOCK_D)
+        flat_rows = start // SPLIT * rows_per_split + sequence_row
+        _store_sums(sums_m, sums_z, sums_acc, flat_rows, ok_rows, m, z, acc, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["num_splits", "N", "T"])
@@ -135,16 +135,16 @@ def merge_splits_kernel(
     """Merges the splits of each of N = B*Hq*T rows in order. An empty split adds zeros. Grid: (row tiles,)."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     dims = tl.arange(0, BLOCK_D)
-    ok = rows < N
-    in_acc = ok[:, None] & (dims < HEAD_DIM)[None, :]
+    ok_rows = rows < N
+    in_acc = ok_rows[:, None] & (dims < HEAD_DIM)[None, :]
     m = tl.full((BLOCK_R,), float("-inf"), tl.float32)
     z = tl.zeros((BLOCK_R,), tl.float32)
     acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     for p in range(num_splits):
-        flat = p * N + rows
-        m_p = tl.load(sums_m + flat, mask=ok, other=float("-inf"))
-        z_p = tl.load(sums_z + flat, mask=ok, other=0.0)
-        acc_p = tl.load(sums_acc + flat[:, None] * HEAD_DIM + dims[None, :], mask=in_acc, other=0.0)
+        flat_rows = p * N + rows
+        m_p = tl.load(sums_m + flat_rows, mask=ok_rows, other=float("-inf"))
+        z_p = tl.load(sums_z + flat_rows, mask=ok_rows, other=0.0)
+        acc_p = tl.load(sums_acc + flat_rows[:, None] * HEAD_DIM + dims[None, :], mask=in_acc, other=0.0)
         m_new = tl.maximum(m, m_p)
         reference = tl.where(m_new == float("-inf"), 0.0, m_new)
         decay = tl.exp2(m - reference)

@@ -1,4 +1,4 @@
-"""The tokens that one forward appends to each sequence, and changes of a layer's attention scores."""
+"""The tokens that one forward appends to each sequence, and the score modifiers of an attention layer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from longdraft.attention.transfer import to_device
 
 @dataclass(frozen=True, eq=False)
 class ScoreModifiers:
-    """Changes of attention scores besides scaling.
+    """What a layer does to attention scores besides scaling them.
 
     Attributes:
-        softcap: scores s become softcap * tanh(s / softcap) before the mask (Gemma 2); None for no cap.
-        sinks: (Hq,) float32, a learned score of each head that is added to the softmax denominator (gpt-oss); None for
+        softcap: scores s become softcap * tanh(s / softcap) before the mask (Gemma 2); None: no soft cap.
+        sinks: (Hq,) float32, each head's learned score, whose exp is added to the softmax denominator (gpt-oss); None:
             no sinks.
     """
 
@@ -33,35 +33,35 @@ class ForwardBatch:
     """T new tokens for each of B sequences. Every token attends to its sequence's whole prefix.
 
     Token i of sequence b is written to entry ``prefix_lens[b] + tree_offset + i`` of slot ``slots[b]`` in the KV cache.
-    It is scratch until the accepted path is committed. A tree that grows level by level takes one batch for each level.
-    A token attends to all of the prefix ``[0, prefix_lens[b])``, and to those of the tree's ``tree_offset + T`` tokens
-    that ``mask`` allows. :meth:`longdraft.memory.store.KVStore.make_forward_batch` makes a batch.
+    The entry is scratch until the accepted path is committed. A tree that grows level by level takes a batch for each
+    level. A token attends to the whole prefix ``[0, prefix_lens[b])``, and to the tree tokens that ``mask`` allows.
+    :meth:`longdraft.memory.store.KVStore.make_forward_batch` makes a batch.
 
-    Slots and lengths are kept as host integers and as device tensors. Paths that loop over sequences read the integers,
-    kernels read the tensors, and neither has to synchronise.
+    Slots and lengths are both host integers, for code that loops over sequences, and device tensors, for kernels, so
+    neither has to synchronise.
 
     Attributes:
         slots: B host integers, the KV cache slot of each sequence.
         prefix_lens: B host integers, the committed KV entries of each sequence.
-        query_len: T, tokens of each sequence. Shorter trees are padded.
+        query_len: T, new tokens of each sequence. Shorter trees are padded.
         mask: (B, T, tree_offset + T) bool, True where token i attends to token j of the tree; None for a causal chain.
-        slots_t, prefix_lens_t: (B,) int32, the same on the cache's device.
+        slots_t, prefix_lens_t: (B,) int32, ``slots`` and ``prefix_lens`` on the cache's device.
         token_ids, positions: (B, T) on the cache's device; None if only attention is computed.
-        tree_offset: uncommitted tokens of the tree that earlier levels wrote, the same for all sequences.
-        root_positions: B host integers, the position of each tree's root. It differs from ``prefix_lens`` if the
+        tree_offset: number of uncommitted tokens of the tree that earlier levels wrote, equal for all sequences.
+        root_positions: B host integers, the position of each tree's root. Positions differ from ``prefix_lens`` if the
             cache holds a selection of the context.
-        window_starts: (B, T) int32, the first rank that each token attends to in a sliding window; None for all. The
+        window_starts: (B, T) int32, the first rank that each token attends to in a sliding window; None: no window. The
             rank of a prefix entry is its index, the rank of a tree token is prefix_len + the number of its ancestors.
-        is_captured: True if the forward is in a CUDA graph and replayed with other tensor contents. Slots and lengths
-            must then be read from the tensors: host slots have no meaning, and host lengths are upper bounds.
-        write_starts_t: (B,) int32, the entry that each sequence's first new token is written to; None: right behind
-            prefix and tree. A captured batch is padded with sequences that write to scratch memory.
-        is_prefill: True if the tokens are part of a prompt. In decoding (False) a token's result must not depend on the
-            tokens beside it, so one matrix product serves any number of tokens. Prefill uses the fastest product.
+        is_captured: True if the forward is captured in a CUDA graph, and replayed with other contents of its tensors.
+            Then host slots have no meaning, and host lengths are upper bounds.
+        write_starts_t: (B,) int32, the entry that each sequence's first new token is written to; None: the entry behind
+            prefix and tree. A captured batch is padded with sequences that write to scratch memory instead.
+        is_prefill: True if the tokens are part of a prompt, where matrix products are chosen for speed. In decoding
+            (False) one kind of product serves any number of tokens, so a token's bits never depend on the batch.
         prompt_len: tokens of the whole prompt in prefill; 0 in decoding, where each token is the last of its context.
             Needed by rotary embeddings that depend on the context length.
-        metadata: values that an attention path computes in the first layer and reuses in the others. They hold for one
-            forward: a copy of the batch (``dataclasses.replace``) starts with an empty dict.
+        metadata: values that an attention path computes in the first layer and reuses in later layers. A copy of the
+            batch (``dataclasses.replace``) begins with an empty dict.
     """
 
     slots: tuple[int, ...]
@@ -96,6 +96,7 @@ class ForwardBatch:
         root_positions: Sequence[int] | None = None,
         prompt_len: int = 0,
     ) -> ForwardBatch:
+        """Makes a batch from host values, with copies on the device."""
         if mask is not None and mask.shape != (len(slots), query_len, tree_offset + query_len):
             raise ValueError(f"mask is {tuple(mask.shape)}, not {(len(slots), query_len, tree_offset + query_len)}")
         return cls(
@@ -119,7 +120,7 @@ class ForwardBatch:
 
     @property
     def tree_len(self) -> int:
-        """Tokens of the tree behind the prefix, with this batch's."""
+        """Tokens of the tree behind the prefix, the new tokens included."""
         return self.tree_offset + self.query_len
 
     def tree_mask(self, sequence_index: int, device: torch.device) -> torch.Tensor:
@@ -145,7 +146,7 @@ class ForwardBatch:
         return torch.cat([prefix, tree], dim=1) & (ranks >= self.window_starts[sequence_index].to(device).unsqueeze(1))
 
     def last_tokens(self, count: int) -> ForwardBatch:
-        """A batch of the last ``count`` tokens, behind the others: for layers that compute only these."""
+        """Returns the batch of only the last ``count`` tokens, for layers that compute nothing else."""
         if count == self.query_len:
             return self
         mask = self.mask

@@ -1,16 +1,16 @@
 """Hybrid tree attention on a GPU (LongSpec, section 3.3) with torch's own kernels.
 
-    prefix   one call for all sequences, without a mask, which also returns the log-sum-exp
+    prefix   one call for all sequences, without a mask; the kernel also returns the log-sum-exp
     tree     masked attention of the new tokens to the tree, in float32
-    merge    the prefix is one more column of the tree's scores: its log-sum-exp is the score, its output the value
+    merge    the prefix counts as one more key: its log-sum-exp is the score, its output the value
 
 Keys and values are read in place: the cache is viewed as one flat list of KV entries, in which the prefix of sequence b
 starts at ``prefix_starts[b]``. The kernels read starts and lengths on the device, and only upper bounds on the host, so
 a CUDA graph can capture the forward.
 
-In 16 bits the kernel is flash attention. It splits the keys over the whole GPU only if a sequence has one query token
-and heads share keys. So all query tokens of a KV head are passed as query heads of one token, and each key is read
-once. float32 uses the memory-efficient kernel, which does not split keys; it is there for tests.
+In 16 bits the kernel is torch's flash attention. It splits the keys over the whole GPU only if a sequence has one query
+token and several query heads a KV head. So all query tokens are passed as query heads of one token, and each key is
+read once. In float32, for tests, the kernel is torch's memory-efficient attention, which does not split keys.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from longdraft.attention.tree_attention import flatten_kv, slot_stride
 
 log = logging.getLogger("longdraft")
 
-# A chain of at least so many tokens keeps a GPU busy without splitting its keys.
+# Least length of a chain that keeps a GPU busy without splitting the keys.
 MIN_CAUSAL_QUERY_LEN = 128
 MAX_HEAD_DIM = 256
 
 
 def unavailable(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Returns why torch's kernels cannot run here; None if they can."""
+    """Returns why hybrid attention cannot run here; None if it can."""
     if device.type != "cuda" or torch.version.hip is not None:
         return f"hybrid uses torch's kernels for NVIDIA GPUs, the model is on {device}; try sdpa"
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -50,13 +50,13 @@ def unavailable(device: torch.device, dtype: torch.dtype, head_dim: int) -> str 
 
 @dataclass(frozen=True)
 class HybridMetadata:
-    """Where prefixes and trees of a forward lie in the flat KV cache: device tensors, the same for all layers.
+    """Where the prefixes and trees of a forward lie in the flat KV cache: device tensors that all layers share.
 
     Attributes:
         slots: (B,) int32.
-        prefix_starts: (B + 1,) int32, flat index of each prefix's first entry; the kernels require one more number.
+        prefix_starts: (B + 1,) int32, flat index of each prefix's first entry; the kernels require one more, unused.
         prefix_lens: (B,) int32.
-        max_prefix_len: upper bound on prefix_lens, a host integer. It affects how keys are split, never the result.
+        max_prefix_len: upper bound on prefix_lens, a host integer, by which the kernels split keys.
         is_empty: (B, 1, 1) bool, True for an empty prefix; None if no prefix is empty.
         tree_indices: (B * W,) int32, flat indices of the tree's entries.
         tree_bias: (B, 1, 1, T, W) float32, -inf where token i may not attend to tree token j, else 0.
@@ -79,16 +79,16 @@ class HybridMetadata:
         max_prefix_len: int,
         mask: torch.Tensor,
         window_starts: torch.Tensor | None = None,
-        none_empty: bool = False,
+        no_empty_prefix: bool = False,
     ) -> HybridMetadata:
-        """Builds the metadata of prefixes, each with a tree behind it.
+        """Builds the metadata of a batch of prefixes, each with a tree behind it.
 
         Args:
             keys: (slots, Hkv, capacity, d); only its layout is read.
             slots, prefix_lens, window_starts: (B,) int32. Sequence b attends to entries
                 [window_start, window_start + prefix_len) of its slot; None: all start at 0.
             mask: (B, T, W) bool, True where token i may attend to token j of the tree; W may be 0.
-            none_empty: True if no prefix is empty.
+            no_empty_prefix: True if it is known that no prefix is empty.
         """
         prefix_starts = slots * slot_stride(keys)
         if window_starts is not None:
@@ -102,7 +102,7 @@ class HybridMetadata:
             prefix_starts=torch.cat([prefix_starts, prefix_starts.narrow(0, 0, 1)]),
             prefix_lens=prefix_lens,
             max_prefix_len=max_prefix_len,
-            is_empty=None if none_empty else (prefix_lens == 0).view(-1, 1, 1),
+            is_empty=None if no_empty_prefix else (prefix_lens == 0).view(-1, 1, 1),
             tree_indices=tree_indices.flatten(),
             tree_bias=tree_bias.unsqueeze(1).unsqueeze(1),
         )
@@ -110,7 +110,7 @@ class HybridMetadata:
 
 @cache
 def _warn_once() -> None:
-    log.warning("Layers with a window, a soft cap or sinks are computed by torch's masked kernels, not by hybrid.")
+    log.warning("Layers with a window, a soft cap or sinks run on torch's SDPA with a mask, not on hybrid attention.")
 
 
 def attend(
@@ -124,14 +124,14 @@ def attend(
 ) -> torch.Tensor:
     """Same contract as :func:`longdraft.attention.reference.attend`, on a GPU in float32, float16 or bfloat16.
 
-    Keys and values have the same layout, and the stride of a slot is a multiple of that of an entry. Layers that hybrid
-    attention does not support run on torch's masked kernels.
+    Keys and values must have equal layouts, and the stride of a slot must be a multiple of the stride of an entry.
+    Layers that hybrid attention does not support run on torch's SDPA with a mask.
     """
     if batch.window_starts is not None or modifiers is not NO_MODIFIERS or keys.shape[3] != values.shape[3]:
         _warn_once()
         return sdpa.attend(q, keys, values, batch, scale, modifiers)
     is_chain = batch.mask is None
-    if batch.tree_len == 1 or (is_chain and batch.query_len == 1):  # no mask is needed
+    if batch.tree_len == 1 or (is_chain and batch.query_len == 1):  # every token sees all keys
         return _prefix_attention(q, keys, values, _metadata_of(batch, keys, batch.tree_len), scale)[0]
     if is_chain and batch.query_len >= MIN_CAUSAL_QUERY_LEN and q.element_size() == 2:
         return _causal_attention(q, keys, values, _metadata_of(batch, keys, batch.tree_len), scale)
@@ -141,35 +141,35 @@ def attend(
 def attend_prefix_and_tree(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, metadata: HybridMetadata, scale: float
 ) -> torch.Tensor:
-    """Attends to the prefix and to the tree, and merges both: q -> (B, Hq, T, d)."""
+    """Attends to the prefix and to the tree, and merges the results, (B, Hq, T, d)."""
     o, lse = _prefix_attention(q, keys, values, metadata, scale)
     if metadata.is_empty is not None:
         # The kernels return infinity or NaN for an empty prefix.
         o, lse = o.masked_fill(metadata.is_empty.unsqueeze(-1), 0), lse.masked_fill(metadata.is_empty, float("-inf"))
     if not metadata.tree_bias.shape[-1]:
         return o
-    as_kernel, as_reference = torch.ops.longdraft.merge_tree_attention, tree_attention.merge_tree_attention
-    merge = as_kernel if tree_attention.uses_kernel(q, keys) else as_reference
+    kernel_op, reference_op = torch.ops.longdraft.merge_tree_attention, tree_attention.merge_tree_attention
+    merge = kernel_op if tree_attention.uses_kernel(q, keys) else reference_op
     out: torch.Tensor = merge(q, keys, values, o, lse, metadata.tree_indices, metadata.tree_bias, scale)
     return out
 
 
-def _metadata_of(batch: ForwardBatch, keys: torch.Tensor, num_seen: int) -> HybridMetadata:
-    """Metadata of a batch, computed by the first layer. The first ``num_seen`` tree tokens count as prefix."""
-    key = "hybrid", slot_stride(keys), num_seen
+def _metadata_of(batch: ForwardBatch, keys: torch.Tensor, num_in_prefix: int) -> HybridMetadata:
+    """Returns a batch's metadata, built by the first layer. ``num_in_prefix`` tree tokens count as prefix."""
+    key = "hybrid", slot_stride(keys), num_in_prefix
     if key not in batch.metadata:
         mask = batch.mask
-        if num_seen:
+        if num_in_prefix:
             mask = torch.zeros(batch.batch_size, batch.query_len, 0, dtype=torch.bool, device=keys.device)
         elif mask is None:
             mask = batch.tree_mask(0, keys.device).expand(batch.batch_size, -1, -1)
-        # A batch without a tree is prefix attention, whose prefixes are never empty.
-        all_filled = not batch.is_captured and min(batch.prefix_lens, default=1) > 0
-        none_empty = num_seen > 0 or not batch.tree_len or all_filled
-        prefix_lens = batch.prefix_lens_t + num_seen if num_seen else batch.prefix_lens_t
-        max_prefix_len = max(batch.prefix_lens, default=0) + num_seen
+        # Batches without a tree are those of prefix attention, where prefixes are never empty.
+        all_nonempty = not batch.is_captured and min(batch.prefix_lens, default=1) > 0
+        no_empty_prefix = num_in_prefix > 0 or not batch.tree_len or all_nonempty
+        prefix_lens = batch.prefix_lens_t + num_in_prefix if num_in_prefix else batch.prefix_lens_t
+        max_prefix_len = max(batch.prefix_lens, default=0) + num_in_prefix
         entries = batch.slots_t, prefix_lens, max_prefix_len
-        batch.metadata[key] = HybridMetadata.build(keys, *entries, mask, none_empty=none_empty)
+        batch.metadata[key] = HybridMetadata.build(keys, *entries, mask, no_empty_prefix=no_empty_prefix)
     metadata: HybridMetadata = batch.metadata[key]
     return metadata
 
@@ -177,7 +177,7 @@ def _metadata_of(batch: ForwardBatch, keys: torch.Tensor, num_seen: int) -> Hybr
 def _prefix_attention(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, metadata: HybridMetadata, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to the whole prefix: o (B, Hq, T, d) and float32 lse (B, Hq, T); undefined for an empty prefix."""
+    """Attention to the whole prefix: o (B, Hq, T, d) and float32 lse (B, Hq, T), both undefined for an empty prefix."""
     return (_flash_prefix if q.element_size() == 2 else _efficient_prefix)(q, keys, values, metadata, scale)
 
 
@@ -188,7 +188,7 @@ def _flash_prefix(
     is_single_query = heads * query_len == kv_heads
     # (B, Hkv, G*T, d): row g*T + t of a KV head is query head g of its group, token t.
     folded = q.reshape(batch_size, kv_heads, -1, d)
-    if is_single_query:  # the kernel splits the keys of two queries of a KV head, but not those of one
+    if is_single_query:  # the kernel splits keys only if a KV head has two queries or more
         folded = folded.expand(-1, -1, 2, -1)
     cu_seqlens = torch.arange(batch_size + 1, dtype=torch.int32, device=q.device)
     results = torch.ops.aten._flash_attention_forward(
@@ -204,7 +204,7 @@ def _flash_prefix(
 def _causal_attention(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, metadata: HybridMetadata, scale: float
 ) -> torch.Tensor:
-    """Causal attention: the last token attends to the whole prefix, each earlier one to one entry less."""
+    """Causal attention: the last token attends to the whole prefix, each earlier token to one entry less."""
     batch_size, heads, query_len, d = q.shape
     cu_seqlens = torch.arange(0, (batch_size + 1) * query_len, query_len, dtype=torch.int32, device=q.device)
     results = torch.ops.aten._flash_attention_forward(
@@ -228,5 +228,5 @@ def _efficient_prefix(
         metadata.prefix_starts, rows, metadata.max_prefix_len, 0.0, 0, True, scale=scale, seqlen_k=metadata.prefix_lens,
     )  # fmt: skip
     o = results[0].view(batch_size, rows, kv_heads, d).transpose(1, 2)
-    # The log-sum-exp is padded to a multiple of 32 rows.
+    # The kernel pads the log-sum-exp to a multiple of 32 rows.
     return o.reshape(q.shape), results[1].narrow(2, 0, rows).reshape(q.shape[:3])

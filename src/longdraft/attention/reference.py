@@ -32,16 +32,16 @@ def partial_attention(
     mask: torch.Tensor | None = None,
     modifiers: ScoreModifiers = NO_MODIFIERS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to one part of the keys, with its log-sum-exp, computed in float32.
+    """Attention to a part of the keys, in float32, with the log-sum-exp by which results of several parts are merged.
 
     Args:
         q: (..., Hq, T, d); k, v: (..., Hkv, n, d), Hq a multiple of Hkv.
         mask: broadcastable to (..., Hq, T, n), True where q may attend to k; None if every q attends to every k.
-        modifiers: soft cap and sinks. Of several parts only one may get the sinks.
+        modifiers: soft cap and sinks. Only one of several parts may get the sinks.
 
     Returns:
-        o (..., Hq, T, d) and lse (..., Hq, T), both float32, d that of the values. A query that attends to nothing has
-        o = 0, lse = -inf.
+        o (..., Hq, T, d of the values) and lse (..., Hq, T), both float32. A query without any key has o = 0 and
+        lse = -inf.
     """
     group = q.shape[-3] // k.shape[-3]
     k = k.float().repeat_interleave(group, dim=-3)
@@ -72,14 +72,14 @@ def attend(
 
     Args:
         q: (B, Hq, T, d), after RoPE.
-        keys, values: (slots, Hkv, capacity, d), with the batch's own tokens written already. The head size of values
-            may differ from that of keys.
+        keys, values: (slots, Hkv, capacity, d), the batch's tokens included. Values may have another head size than
+            keys.
         batch: slots, prefix_lens, mask and window_starts of the sequences.
         scale: the softmax scale, usually d ** -0.5.
         modifiers: soft cap and sinks of the layer.
 
     Returns:
-        (B, Hq, T, d) in q's dtype, d that of the values.
+        (B, Hq, T, d of the values) in q's dtype.
     """
     out = q.new_empty(*q.shape[:3], values.shape[3])
     for b, (slot, n) in enumerate(zip(batch.slots, batch.prefix_lens, strict=True)):

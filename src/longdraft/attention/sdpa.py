@@ -1,4 +1,4 @@
-"""Hybrid tree attention through torch's scaled_dot_product_attention: any device, no extra package."""
+"""Tree attention with torch's scaled_dot_product_attention (SDPA), on any device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ def attend_sequence(
 ) -> torch.Tensor:
     """Attention of one sequence: q (Hq, T, d), k and v (Hkv, n, d), mask (T, n) -> (Hq, T, head size of v).
 
-    The query heads of a group are folded into rows, so K and V are read once per KV head. They may have another dtype.
+    The query heads of a group are folded into rows, so K and V are read once per KV head. K and V may have
+    another dtype than q.
     """
     folded = q.reshape(k.shape[0], -1, q.shape[-1])
     mask = None if mask is None else mask.repeat(q.shape[0] // k.shape[0], 1)
@@ -40,8 +41,8 @@ def attend(
     """Same contract as :func:`longdraft.attention.reference.attend`.
 
     Prefix and tree are contiguous in the cache, so one call covers both. A single token, or a chain without a prefix,
-    needs no mask and keeps torch's fused kernels with grouped K/V; other batches use a boolean mask. Layers with soft
-    caps or sinks run on the reference, for torch's function does not support them.
+    needs no mask, so torch can use its fused kernels; other batches use a boolean mask. Layers with soft caps or sinks
+    run on the reference, because SDPA does not support them.
     """
     if modifiers.softcap is not None or modifiers.sinks is not None:
         return reference.attend(q, keys, values, batch, scale, modifiers)

@@ -1,7 +1,7 @@
 """Copies between host and device that do not make the host wait for the device.
 
-``torch.tensor(values, device="cuda")`` copies from pageable memory, so the host waits until the device has finished its
-queued work. A copy from pinned memory is queued behind that work, and the host continues.
+``torch.tensor(values, device="cuda")`` copies from pageable memory, so the host waits until the device has done all
+queued work. A copy from pinned memory is queued behind the work, and the host continues.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def to_device(
 
     Args:
         values: nested lists, or a tensor on host or device.
-        dtype: dtype of the result; None for the one that ``torch.as_tensor`` chooses.
+        dtype: dtype of the result; None: the dtype of the tensor, or what ``torch.tensor`` chooses for lists.
     """
     tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype, device="cpu")
     tensor = tensor.to(dtype or tensor.dtype)
@@ -32,16 +32,16 @@ class AsyncHostCopy:
     """An asynchronous copy to the host. :meth:`tolist` waits for this copy, not for work queued after it."""
 
     def __init__(self, values: torch.Tensor) -> None:
-        self._values, self._arrived = values, None
+        self._values, self._done = values, None
         if values.device.type == "cuda":
             self._values = values.to("cpu", non_blocking=True)  # to pinned memory
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
+            self._done = torch.cuda.Event()
+            self._done.record()
 
     def tolist(self) -> list[Any]:
         """Waits for the copy, and returns the values as nested lists."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        if self._done is not None:
+            self._done.synchronize()
         result: list[Any] = self._values.tolist()
         return result
 

@@ -1,9 +1,9 @@
 """Attention to the tree, merged with that to the prefix: the operator ``longdraft::merge_tree_attention``.
 
-With torch's own operators it takes fourteen launches a layer. :func:`merge_tree_attention` is the reference, used where
-the kernel (:mod:`.tree_attention_kernel`) cannot run.
+One kernel (:mod:`.tree_attention_kernel`) replaces fourteen launches a layer of torch's operators. The reference below,
+:func:`merge_tree_attention`, runs where the kernel cannot.
 
-The KV cache is viewed as one flat list of the entries of all slots. Entries of different KV heads overlap in this view.
+The KV cache is viewed as one flat list of the entries of all slots. In memory, entries of different KV heads overlap.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from longdraft.errors import reason_of
 
 log = logging.getLogger("longdraft")
 
-# Largest difference between the kernel and the reference, relative to the largest output.
+# Largest accepted difference between the kernel and the reference, relative to the largest output.
 _TOLERANCE = {torch.float16: 0.01, torch.bfloat16: 0.05}
 
 
@@ -26,7 +26,7 @@ def slot_stride(keys: torch.Tensor) -> int:
     """Returns the distance between two slots in the view of :func:`flatten_kv`, in entries."""
     slot, entry = keys.stride(0), keys.stride(2)
     if keys.stride(3) != 1 or slot % entry:
-        raise ValueError(f"hybrid attention cannot read keys laid out by {keys.stride()}; set LONGDRAFT_ATTENTION=sdpa")
+        raise ValueError(f"hybrid attention cannot read keys of strides {keys.stride()}; set LONGDRAFT_ATTENTION=sdpa")
     return slot // entry
 
 
@@ -57,7 +57,7 @@ def merge_tree_attention(
         tree_bias: (B, 1, 1, T, W) float32, -inf where token i may not attend to tree token j, else 0.
 
     Returns:
-        (B, Hq, T, d) in q's dtype, in memory (B, T, Hq, d).
+        (B, Hq, T, d) in q's dtype, laid out in memory as (B, T, Hq, d).
     """
     (batch_size, heads, query_len, d), kv_heads, tree_len = q.shape, keys.shape[1], tree_bias.shape[-1]
     group = heads // kv_heads
@@ -77,9 +77,9 @@ custom_ops.define_op(merge_tree_attention, "longdraft.attention.tree_attention_k
 
 
 def uses_kernel(q: torch.Tensor, keys: torch.Tensor) -> bool:
-    """True if the Triton kernel is used: in 16 bits on a GPU, if its results are right there; else the reference.
+    """True if the Triton kernel is used, not the reference: in 16 bits on a GPU where the kernel's results are right.
 
-    float32 is for tests, and its exact products take minutes to compile.
+    In float32, which is for tests, the kernel would take minutes to compile.
     """
     if q.device.type != "cuda" or q.element_size() != 2 or not custom_ops.triton_enabled():
         return False
@@ -88,12 +88,12 @@ def uses_kernel(q: torch.Tensor, keys: torch.Tensor) -> bool:
 
 @functools.cache
 def _kernel_matches(device: torch.device, dtype: torch.dtype, d: int, group: int) -> bool:
-    """Compares the kernel with the reference on random tensors. The first call waits for the device."""
-    batch_size, kv_heads, query_len, prefix = 2, 2, 5, (9, 10)
+    """True if the kernel agrees with the reference on random tensors. The first call waits for the device."""
+    batch_size, kv_heads, query_len, prefix_lens = 2, 2, 5, (9, 10)
     keys, values = torch.randn(2, batch_size, kv_heads, 24, d, dtype=dtype, device=device)
     q, o = torch.randn(2, batch_size, kv_heads * group, query_len, d, dtype=dtype, device=device)
     lse = torch.randn(batch_size, kv_heads * group, query_len, device=device, dtype=torch.float32)
-    indices = [slot * slot_stride(keys) + n + j for slot, n in enumerate(prefix) for j in range(query_len)]
+    indices = [slot * slot_stride(keys) + n + j for slot, n in enumerate(prefix_lens) for j in range(query_len)]
     tree_indices = torch.tensor(indices, dtype=torch.int32, device=device)
     shape = (batch_size, 1, 1, query_len, query_len)
     tree_bias = torch.full(shape, float("-inf"), device=device, dtype=torch.float32).triu(1)

@@ -1,6 +1,6 @@
 """A Triton kernel for attention to a tree, merged with that to its prefix, in one launch (LongSpec, section 3.3).
 
-The running softmax begins with the prefix's log-sum-exp and output, so no merge step is needed.
+The running softmax begins with the prefix's log-sum-exp and output, which merges the prefix without a further step.
 """
 
 # Triton reads the annotations of a kernel's parameters, so run-time parameters have none.
@@ -23,12 +23,12 @@ from longdraft.attention.triton_kernels import (
     scores_of,
 )
 
-# Rows of a tile. A tree has few keys, and small tiles keep more of the GPU busy.
+# Rows of a tile of queries. A tree has few keys, and small tiles make more programs, which keep a GPU busy.
 BLOCK_M = 16
-LOG2 = tl.constexpr(LOG2_E)
+LOG2_E_CONST = tl.constexpr(LOG2_E)
 
 
-@triton.jit(do_not_specialize=["T", "W"])  # or new sizes would compile while decoding
+@triton.jit(do_not_specialize=["T", "W"])  # else new sizes would be compiled while decoding
 def tree_attention_kernel(
     q, k, v, o, lse, tree_indices, tree_bias, out, scale, T, W, kv_heads,
     q_b, q_head, q_t, q_d, k_head, k_n, v_head, v_n, o_b, o_head, o_t, o_d, lse_b, lse_head, lse_t,
@@ -36,8 +36,8 @@ def tree_attention_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Rows r = g*T + t of a KV head's group, as in :mod:`.triton_kernels`. Tree token j of sequence b is entry
-    tree_indices[b*W + j] of the flat KV cache. Grid: (row tiles, B*Hkv).
+    """Attention of a tile of rows r = g*T + t (see :mod:`.triton_kernels`) to the tree and the prefix. Tree token j of
+    sequence b is entry tree_indices[b*W + j] of the flat KV cache. Grid: (row tiles, B*Hkv).
     """
     sequence_head = tl.program_id(1)
     b = (sequence_head // kv_heads).to(tl.int64)
@@ -47,26 +47,26 @@ def tree_attention_kernel(
     ok_rows = rows < R
     g = (rows // T).to(tl.int64)
     i = (rows % T).to(tl.int64)
-    first = h * GROUP
+    head_0 = h * GROUP
 
-    q_tile = load_queries(q + b * q_b + first * q_head, rows, T, q_head, q_t, q_d, R, HEAD_DIM, BLOCK_D)
-    acc = load_queries(o + b * o_b + first * o_head, rows, T, o_head, o_t, o_d, R, HEAD_DIM, BLOCK_D).to(tl.float32)
-    lse_ptr = lse + b * lse_b + (first + g) * lse_head + i * lse_t
-    m = tl.load(lse_ptr, mask=ok_rows, other=float("-inf")) * LOG2
+    q_tile = load_queries(q + b * q_b + head_0 * q_head, rows, T, q_head, q_t, q_d, R, HEAD_DIM, BLOCK_D)
+    acc = load_queries(o + b * o_b + head_0 * o_head, rows, T, o_head, o_t, o_d, R, HEAD_DIM, BLOCK_D).to(tl.float32)
+    lse_ptr = lse + b * lse_b + (head_0 + g) * lse_head + i * lse_t
+    m = tl.load(lse_ptr, mask=ok_rows, other=float("-inf")) * LOG2_E_CONST
     z = tl.where(m == float("-inf"), 0.0, 1.0)
     for start in range(0, W, BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
-        ok = j < W
-        entry = tl.load(tree_indices + b * W + j, mask=ok, other=0).to(tl.int64)
-        k_tile = load_tile(k + h * k_head, entry * k_n, ok, 1, HEAD_DIM, BLOCK_D)
-        v_tile = load_tile(v + h * v_head, entry * v_n, ok, 1, HEAD_DIM, BLOCK_D)
+        ok_keys = j < W
+        entry = tl.load(tree_indices + b * W + j, mask=ok_keys, other=0).to(tl.int64)
+        k_tile = load_tile(k + h * k_head, entry * k_n, ok_keys, 1, HEAD_DIM, BLOCK_D)
+        v_tile = load_tile(v + h * v_head, entry * v_n, ok_keys, 1, HEAD_DIM, BLOCK_D)
         scores = scores_of(q_tile, k_tile, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), scale, DOT)
         offsets = b * bias_b + i[:, None] * bias_i + j[None, :] * bias_j
-        scores += tl.load(tree_bias + offsets, mask=ok_rows[:, None] & ok[None, :], other=float("-inf"))
+        scores += tl.load(tree_bias + offsets, mask=ok_rows[:, None] & ok_keys[None, :], other=float("-inf"))
         m, z, acc = online_softmax(m, z, acc, scores, v_tile, DOT)
 
     dims = tl.arange(0, BLOCK_D)
-    out_offsets = b * out_b + (first + g) * out_head + i * out_t
+    out_offsets = b * out_b + (head_0 + g) * out_head + i * out_t
     tl.store(
         out + out_offsets[:, None] + dims[None, :] * out_d,
         (acc / tl.where(z > 0.0, z, 1.0)[:, None]).to(out.dtype.element_ty),

@@ -1,8 +1,8 @@
 """Building blocks of our Triton attention kernels: tiles, and the online softmax over them.
 
-Rows are the G = Hq/Hkv query heads of one KV head, folded: row r = g*T + t, R = G*T of them. The G heads read the same
-keys, so a tile of keys and values is loaded once for all of them. Scores are in base 2, because the hardware has exp2.
-Offsets are int64, because slot * stride exceeds 2^31 in a large cache.
+Rows are the queries of the G = Hq/Hkv heads that share one KV head: row r = g*T + t is head g and token t, R = G*T. A
+tile of keys and values is loaded once for all rows. Scores are in base 2, because the hardware has exp2. Offsets are
+int64, because slot * stride exceeds 2^31 in a large cache.
 """
 
 # Triton reads the annotations of a kernel's parameters, so run-time parameters have none.
@@ -16,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-# Bytes of an element -> elements of a tile. In 16 bits a tile of q and two stages each of K and V take 80 KiB of shared
-# memory, which fits every GPU since Ampere, and twice the large ones. float32 has no exact tensor core: its operands
-# pass through registers, which larger tiles would spill.
+# Bytes of an element -> elements of a tile. In 16 bits a tile of q, and two stages of K and V, take 80 KiB of shared
+# memory, which fits once into every GPU since Ampere, and twice into large ones. float32 products are exact without
+# tensor cores, from registers, which larger tiles would exceed.
 TILE_ELEMENTS = {2: 8192, 4: 2048}
 MAX_TILE_ROWS = 64
 WARPS = 4
@@ -28,7 +28,7 @@ LOG2_E = math.log2(math.e)
 
 @triton.jit
 def load_tile(ptr, row_offsets, row_ok, stride_d, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(rows, BLOCK_D) tile; zero in rows that are not ok and in the padding of the head size."""
+    """Loads a (rows, BLOCK_D) tile: 0 in rows without row_ok, and in the padding from HEAD_DIM to BLOCK_D."""
     dims = tl.arange(0, BLOCK_D)
     ok = row_ok[:, None] & (dims < HEAD_DIM)[None, :]
     return tl.load(ptr + row_offsets[:, None] + dims.to(tl.int64)[None, :] * stride_d, mask=ok, other=0.0)
@@ -36,28 +36,28 @@ def load_tile(ptr, row_offsets, row_ok, stride_d, HEAD_DIM: tl.constexpr, BLOCK_
 
 @triton.jit
 def load_queries(q, rows, T, q_head, q_t, q_d, R, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows r = g*T + t of one KV head's group; ``q`` points at (b, first head of the group)."""
+    """Loads the given rows of a KV head; ``q`` points at its first query head in a sequence."""
     offsets = (rows // T).to(tl.int64) * q_head + (rows % T).to(tl.int64) * q_t
     return load_tile(q, offsets, rows < R, q_d, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit
 def _dot(a, b, acc, DOT: tl.constexpr):
-    """acc + a @ b. DOT is the operands' own type, but float32 where the interpreter cannot multiply it."""
+    """Returns acc + a @ b, with operands of type DOT: their own type, or what :data:`DOT_TYPES` replaces it by."""
     return tl.dot(a.to(DOT), b.to(DOT), acc, input_precision="ieee")
 
 
 @triton.jit
 def scores_of(q_tile, k_tile, acc, scale, DOT: tl.constexpr):
-    """q k^T scale; the scale includes log2 e, so that the result is in base 2."""
+    """Returns q k^T scale. The scale includes log2 e, so the scores are in base 2."""
     return _dot(q_tile, tl.trans(k_tile), acc, DOT) * scale
 
 
 @triton.jit
 def online_softmax(m, z, acc, scores, v, DOT: tl.constexpr):
-    """Adds a tile of keys to running maximum m, running sum z = sum 2^(s - m), and acc = sum 2^(s - m) v."""
+    """Adds a tile of keys to the maximum m of the scores s, z = sum 2^(s - m), and acc = sum 2^(s - m) v."""
     m_new = tl.maximum(m, tl.max(scores, axis=1))
-    # A fully masked row has m = -inf, and -inf - -inf is NaN. Any finite reference avoids that.
+    # A fully masked row has m = -inf, and -inf - -inf is NaN. Any finite reference avoids this.
     reference = tl.where(m_new == float("-inf"), 0.0, m_new)
     decay = tl.exp2(m - reference)
     p = tl.exp2(scores - reference[:, None])
@@ -75,6 +75,6 @@ DOT_TYPES = {
 
 
 def key_tile(q: torch.Tensor) -> tuple[int, int]:
-    """Rows and columns of a tile of keys for queries (..., d): powers of two, at least 16 as tl.dot requires."""
+    """Returns (rows, columns) of a tile of keys for queries (..., d): powers of two, at least 16 as tl.dot requires."""
     block_d = max(16, triton.next_power_of_2(q.shape[-1]))
     return max(16, min(MAX_TILE_ROWS, TILE_ELEMENTS[q.element_size()] // block_d)), block_d

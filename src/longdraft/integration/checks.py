@@ -1,4 +1,4 @@
-"""Checks a call of ``generate``, and refuses what longdraft would decode differently."""
+"""Checks a call of ``generate``, and refuses calls that longdraft would decode differently."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from longdraft.integration.generate_arguments import CACHE_KEYWORDS, GenerateArg
 from longdraft.model.layout import KVLayout
 
 _SUPPORTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-# Generation modes that are refused -> the arguments that select them.
+# Refused generation mode -> the arguments that select this mode.
 _MODE_ARGUMENTS = {
     "contrastive_search": "penalty_alpha",
     "assisted_generation": "assistant_model, prompt_lookup_num_tokens, assistant_early_exit and use_mtp",
@@ -22,8 +22,9 @@ _MODE_ARGUMENTS = {
     "group_beam_search": "num_beams and num_beam_groups",
 }
 _TOKEN_TYPE_KEYWORDS = ("token_type_ids", "mm_token_type_ids")
+# Names of inputs for images, sound or video.
 _MEDIA = re.compile("pixel|image|video|audio|input_features|mm_")
-# Keywords of a forward that do not affect the tokens, or are checked here.
+# Keywords of a forward that do not affect the tokens, or have a check of their own below.
 _ACCEPTED_KEYWORDS = (
     *CACHE_KEYWORDS, "attention_mask", "position_ids", "use_cache", "cache_position", "logits_to_keep",
     "inputs_embeds", "output_attentions", "output_hidden_states",
@@ -31,19 +32,19 @@ _ACCEPTED_KEYWORDS = (
 
 
 def check_call(
-    config: Any, model_kwargs: dict[str, Any], input_ids: torch.Tensor, given: GenerateArguments, layout: KVLayout
+    config: Any, model_kwargs: dict[str, Any], input_ids: torch.Tensor, extra: GenerateArguments, layout: KVLayout
 ) -> None:
     """Refuses calls whose output would differ from that of ``generate``.
 
     Raises:
-        CapabilityError: names the argument to leave out.
-        PromptError: no token ids, or not of a batch.
+        CapabilityError: an argument is not supported; the message names it.
+        PromptError: input_ids are not a batch of token ids.
     """
-    _check_mode(config, given)
+    _check_mode(config, extra)
     for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
         if config.return_dict_in_generate and getattr(config, name, False):
-            raise CapabilityError(f"longdraft does not return {name}; leave it off.")
-    _check_inputs(model_kwargs, given)
+            raise CapabilityError(f"longdraft does not return {name}: leave it out.")
+    _check_inputs(model_kwargs, extra)
     if input_ids.dim() != 2 or input_ids.is_floating_point() or not input_ids.numel():
         raise PromptError(
             f"generate was given {input_ids.dtype} input_ids of shape {tuple(input_ids.shape)}: give it whole numbers, "
@@ -57,71 +58,70 @@ def check_call(
     else:
         raise CapabilityError(
             f"The attention_mask has the shape {tuple(mask.shape)}, input_ids {tuple(input_ids.shape)}: longdraft "
-            "reads a mask of the prompt, with a number for each token."
+            "needs a mask with one number for each token of input_ids."
         )
-    # Masked tokens between others still count in sliding windows and recurrent states.
-    between_tokens = is_token.int().cummax(-1).values & is_token.int().flip(-1).cummax(-1).values.flip(-1)
+    # In sliding windows and recurrent states, masked tokens that lie between unmasked tokens still count.
+    is_enclosed = is_token.int().cummax(-1).values & is_token.int().flip(-1).cummax(-1).values.flip(-1)
     has_local_state = layout.windows or layout.recurrent or layout.custom_cache_layers
-    if has_local_state and bool((between_tokens.bool() & ~is_token).any()):
+    if has_local_state and bool((is_enclosed.bool() & ~is_token).any()):
         raise CapabilityError(
-            "The attention_mask leaves out tokens between others, and this model has windows, recurrent layers or an "
-            "attention of its own, in which they still count: take them out of input_ids, or leave custom_generate out."
+            "The attention_mask masks tokens in the middle, which still count in sliding windows, recurrent layers and "
+            "custom attention, as this model has: take them out of input_ids, or leave custom_generate out."
         )
     _check_positions(model_kwargs.get("position_ids"), is_token)
 
 
-def _check_mode(config: Any, given: GenerateArguments) -> None:
-    mode = config.get_generation_mode(given.assistant)
+def _check_mode(config: Any, extra: GenerateArguments) -> None:
+    mode = config.get_generation_mode(extra.assistant)
     if mode not in _SUPPORTED_MODES:
         name = str(mode.value)
         raise CapabilityError(
             f"longdraft decodes greedily or by sampling, not by {name.replace('_', ' ')}: leave "
             f"{_MODE_ARGUMENTS.get(name, 'num_beams')} out."
         )
-    if given.synced:
-        raise CapabilityError("longdraft does not generate in step with other processes: leave synced_gpus out.")
+    if extra.synced:
+        raise CapabilityError("longdraft does not generate in lockstep with other processes: leave synced_gpus out.")
     if getattr(config, "cache_implementation", None) == "quantized":
-        raise CapabilityError("longdraft keeps its cache as the model computes it: leave cache_implementation out.")
+        raise CapabilityError("longdraft does not quantize its KV cache in this call: leave cache_implementation out.")
 
 
-def _check_inputs(model_kwargs: dict[str, Any], given: GenerateArguments) -> None:
+def _check_inputs(model_kwargs: dict[str, Any], extra: GenerateArguments) -> None:
     if model_kwargs.get("inputs_embeds") is not None:
         raise CapabilityError("longdraft reads token ids: pass input_ids instead of inputs_embeds.")
     cache = find_cache(model_kwargs)
-    has_lengths = any(hasattr(layer, "get_seq_length") for layer in getattr(cache, "layers", ()))  # Mamba's do not
-    if given.cache or (cache is not None and has_lengths and cache.get_seq_length() > 0):
+    has_lengths = any(hasattr(layer, "get_seq_length") for layer in getattr(cache, "layers", ()))  # Mamba's lack them
+    if extra.cache or (cache is not None and has_lengths and cache.get_seq_length() > 0):
         raise CapabilityError(
-            "longdraft keeps its own cache: leave cache (past_key_values) out. To read a text once for several calls, "
+            "longdraft has its own KV cache: leave cache (past_key_values) out. To read a prompt once for many calls, "
             "use Speculator.generate with cache=longdraft.PromptCache()."
         )
     if isinstance(model_kwargs.get("logits_to_keep"), torch.Tensor):
-        raise CapabilityError("longdraft goes on from the last token: leave logits_to_keep out.")
-    others = {k: v for k, v in model_kwargs.items() if v is not None and k not in _ACCEPTED_KEYWORDS}
-    unsupported = sorted(k for k, v in others.items() if not _is_text(k, v))
+        raise CapabilityError("longdraft computes the logits it needs: leave logits_to_keep out.")
+    passed_on = {k: v for k, v in model_kwargs.items() if v is not None and k not in _ACCEPTED_KEYWORDS}
+    unsupported = sorted(k for k, v in passed_on.items() if not _is_text(k, v))
     if images := [name for name in unsupported if _MEDIA.match(name)]:
         raise CapabilityError(
             f"longdraft reads text alone, and was given {', '.join(images)}: leave custom_generate out for prompts "
             "with images, sound or video."
         )
     if unsupported:
-        raise CapabilityError(f"longdraft does not hand {', '.join(unsupported)} on to the model: leave it out.")
+        raise CapabilityError(f"longdraft does not pass {', '.join(unsupported)} to the model: leave it out.")
 
 
 def _is_text(name: str, value: Any) -> bool:
-    """True for inputs of multimodal models that say text alone: no images, token types of 0."""
+    """True if an input of a multimodal model says that the prompt is text alone: no images, token types of 0."""
     if name == "mm_encoder_outputs":
         return not value
     return name in _TOKEN_TYPE_KEYWORDS and isinstance(value, torch.Tensor) and not value.any()
 
 
 def _check_positions(positions: torch.Tensor | None, is_token: torch.Tensor) -> None:
-    """Checks that positions count unmasked tokens from 0. Those of padding do not matter."""
+    """Checks that positions count unmasked tokens from 0; positions of masked tokens do not matter."""
     if positions is None:
         return
     expected = is_token.long().cumsum(-1) - 1
     has_shape = positions.dim() <= 2 and positions.shape[-1] == is_token.shape[-1]
     if not has_shape or bool((positions.to(is_token.device).expand_as(expected) != expected)[is_token].any()):
         raise CapabilityError(
-            "longdraft counts positions from the first token that the attention_mask keeps, and the given position_ids "
-            "are others: leave position_ids out."
+            "longdraft counts positions from the first unmasked token, but position_ids differ: leave position_ids out."
         )

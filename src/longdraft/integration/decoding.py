@@ -1,9 +1,9 @@
 """The decoding loop of transformers' ``generate(..., custom_generate=speculator)``.
 
-``generate`` has then merged the generation config, built logits processors and stopping criteria, and expanded the
-inputs for ``num_return_sequences``. Each sequence of the batch has its own copies. The output is that of ``generate``,
-or the call is refused before any work. In a sampled batch each sequence has its own random numbers, so it has the
-distribution of ``generate``, but other tokens.
+Before ``generate`` calls this loop, it has merged the generation config, built logits processors and stopping criteria,
+and expanded the inputs for ``num_return_sequences``. The output is that of ``generate``, or the call is refused before
+any work. In a sampled batch each sequence has its own random numbers, so the distribution is that of ``generate``, but
+the tokens differ.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from longdraft.model.runner import TargetRunner
 from longdraft.native.boundary import CPU_INT64
 from longdraft.recipes import Recipe
 
-# Criteria that look at one sequence alone.
+# Criteria that decide about each sequence alone.
 _PER_SEQUENCE_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria, StopStringCriteria)
 
 
@@ -43,7 +43,7 @@ def decode(
     recipe: Recipe,
     planner: Callable[[], Planner | None],
     input_ids: torch.Tensor,
-    given: GenerateArguments,
+    extra: GenerateArguments,
     *,
     logits_processor: Any,
     stopping_criteria: Any,
@@ -53,24 +53,24 @@ def decode(
 ) -> Any:
     """Decodes ``input_ids`` (B, n), padded on either side, with the output of ``generate``.
 
-    Random numbers come from torch's global generator. After ``torch.manual_seed`` a single sequence is that of
-    ``generate``, and a batch is the same each time.
+    Random numbers come from torch's global generator. After ``torch.manual_seed`` a single sequence equals that of
+    ``generate``, and a batch is repeatable.
 
     Args:
-        planner: called after all checks, for it may measure.
-        given: arguments that ``generate`` does not pass on.
-        tokenizer: only there so that ``generate`` accepts it, for its stop strings.
+        planner: makes the planner; called after all checks, because it may take time measurements.
+        extra: arguments that ``generate`` does not pass on.
+        tokenizer: unused; ``generate``, which needs it for stop strings, accepts only keywords that this loop has.
 
     Returns:
         (B, n + new tokens), right-padded; or a ``GenerateDecoderOnlyOutput`` if the config asks for a dict.
 
     Raises:
-        CapabilityError: longdraft cannot do this as ``generate`` does; see :mod:`longdraft.integration.checks`.
-        PromptError: no token ids, or ids that the model does not have.
+        CapabilityError: longdraft would not decode as ``generate`` does; see :mod:`longdraft.integration.checks`.
+        PromptError: there are no token ids, or one that the model does not have.
         ContextError: prompt and new tokens exceed the target's context.
     """
     config, drafter = generation_config, recipe.drafter()
-    checks.check_call(config, model_kwargs, input_ids, given, runner.execution_model.layout)
+    checks.check_call(config, model_kwargs, input_ids, extra, runner.execution_model.layout)
     support.check_tokens(runner.model, input_ids)
     mask = model_kwargs.get("attention_mask")
     batch_size, prompt_len = input_ids.shape
@@ -83,15 +83,16 @@ def decode(
     sequences = []
     for i, row in enumerate(input_ids):
         prompt = row if mask is None else row[mask[i].bool().to(row.device)]
-        own_processors = logits_processors.processors_for_sequence(logits_processor, i, batch_size)
-        sampler = Sampler(not config.do_sample, own_processors, noise[i])
-        prompts = prompt.tolist(), new_tokens, runner.device, row.tolist()
-        sequences.append(Sequence(i, *prompts, sampler.greedy, sampler))
+        processors = logits_processors.processors_for_sequence(logits_processor, i, batch_size)
+        sampler = Sampler(not config.do_sample, processors, noise[i])
+        padded_prompt = row.tolist()
+        s = Sequence(i, prompt.tolist(), new_tokens, runner.device, padded_prompt, sampler.greedy, sampler)
+        sequences.append(s)
     support.check_length(runner.model, max(len(s.prompt) for s in sequences) + new_tokens, drafter.max_nodes)
     pad_tensor = getattr(config, "_pad_token_tensor", None)  # set by generate
-    pad = config.pad_token_id if pad_tensor is None else int(pad_tensor)
-    stopping = BatchStopping(sequences, stopping_criteria, pad, given.streamer)
-    # Last, for the planner may measure for some seconds.
+    pad_token = config.pad_token_id if pad_tensor is None else int(pad_tensor)
+    stopping = BatchStopping(sequences, stopping_criteria, pad_token, extra.streamer)
+    # After all checks, because making the planner may take seconds.
     engine = Engine(runner, drafter, recipe.verifier(), planner=planner(), slots=batch_size)
     for s in sequences:
         s.stop_rules = (stopping.rule,)
@@ -104,7 +105,7 @@ def decode(
 
 
 def _make_noise(runner: TargetRunner, batch_size: int, is_predictable: bool) -> list[SampleNoise]:
-    """Makes the noise of each sequence: of torch's global generator for one, else of generators seeded by it."""
+    """Makes each sequence's noise: from torch's global generator for one sequence, else from generators it seeds."""
     generator = torch.default_generator
     if runner.device.type == "cuda":
         index = runner.device.index
@@ -120,39 +121,38 @@ def _make_noise(runner: TargetRunner, batch_size: int, is_predictable: bool) -> 
 class BatchStopping:
     """Ends the sequences of a batch, and cuts and pads their output, as ``generate`` does.
 
-    In ``generate`` a finished sequence is padded only if one of the criteria checks EOS tokens. Else it continues with
-    real tokens until all sequences have finished.
+    In ``generate`` a finished sequence is padded only if one of the criteria checks EOS tokens. Otherwise the sequence
+    continues until all sequences have finished.
 
     Args:
         sequences: the batch, in order.
         criteria: the stopping criteria of ``generate``.
-        pad: the padding token, if there is one.
-        streamer: gets the tokens of a single sequence, one by one, on the host.
+        pad_token: the padding token; None: there is none.
+        streamer: gets the tokens of a batch of one sequence, one by one, on the host.
 
     Raises:
-        CapabilityError: padding is needed, and there is no padding token; or criteria or streamer need all sequences of
-            a batch step by step, but these advance independently.
+        CapabilityError: padding is needed, and there is no padding token; or criteria or the streamer need sequences to
+            advance together, but sequences advance independently.
     """
 
     def __init__(
-        self, sequences: SequenceOf[Sequence], criteria: Any, pad: int | None = None, streamer: Any = None
+        self, sequences: SequenceOf[Sequence], criteria: Any, pad_token: int | None = None, streamer: Any = None
     ) -> None:
-        self._pads_output = any(hasattr(c, "eos_token_id") for c in criteria)  # the rule of generate
+        self._pads_output = any(hasattr(c, "eos_token_id") for c in criteria)  # as generate decides it
         if len(sequences) > 1:
-            if self._pads_output and pad is None:
+            if self._pads_output and pad_token is None:
                 raise CapabilityError(
-                    "Rows of a batch that end at an end-of-sequence token are padded, and there is no padding token: "
-                    "give pad_token_id."
+                    "Sequences of a batch that end early are padded, and there is no padding token: give pad_token_id."
                 )
             unsupported = [type(c).__name__ for c in criteria if type(c) not in _PER_SEQUENCE_CRITERIA]
             if unsupported := [*unsupported, *(["streamer"] if streamer is not None else [])]:
                 raise CapabilityError(
-                    f"longdraft decodes the rows of a batch at their own pace, and {', '.join(unsupported)} would see "
-                    "all of them step by step: give one prompt at a time, or leave it out."
+                    f"longdraft decodes the rows of a batch at their own pace, but {', '.join(unsupported)} must see "
+                    "all rows step by step: give one prompt at a time, or leave it out."
                 )
-        self._criteria, self._pad, self._streamer = criteria, pad or 0, streamer
+        self._criteria, self._pad, self._streamer = criteria, pad_token or 0, streamer
         self._sequences = sequences
-        self._end_lengths: list[int | None] = [None] * len(sequences)  # output lengths, once known
+        self._end_lengths: list[int | None] = [None] * len(sequences)  # final output lengths; None: not known yet
 
     def rule(self, s: Sequence) -> FinishReason | None:
         """The stop rule of all sequences, called after each emitted token."""
@@ -175,6 +175,6 @@ class BatchStopping:
 
     @property
     def _max_new_length(self) -> int | None:
-        """New tokens of the longest sequence; None if not known yet."""
-        known = [end for end in self._end_lengths if end is not None]
-        return max(known) if len(known) == len(self._end_lengths) else None
+        """New tokens of the longest sequence; None until all have ended."""
+        end_lengths = [end for end in self._end_lengths if end is not None]
+        return max(end_lengths) if len(end_lengths) == len(self._end_lengths) else None

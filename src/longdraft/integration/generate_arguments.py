@@ -1,9 +1,10 @@
 """Arguments that ``generate`` does not pass to a custom loop: tokenizer, streamer, assistant, the user's cache.
 
-``generate`` reads the signature of a custom loop to see which keywords it accepts. By then it has removed
-``tokenizer``, ``streamer`` and ``assistant_model`` from its keywords, so no custom loop gets them. Stop strings would
-lack a tokenizer, and the reader of a stream would wait for ever. So our signature, while ``generate`` reads it, looks
-at the calling frame and puts them back. Nothing is stored, so it is thread-safe. Other callers just get the signature.
+``generate`` reads the signature of a custom loop to see which keywords the loop accepts. By then ``generate`` has
+removed ``tokenizer``, ``streamer`` and ``assistant_model`` from its keywords, so no custom loop gets them: stop strings
+would lack a tokenizer, and the reader of a stream would wait for ever. So our ``__signature__`` is a descriptor, which
+finds the frame of ``generate`` that reads it, and puts the arguments back there. It stores nothing, so it is
+thread-safe. Other callers just get the signature.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import Any
 
 from transformers import GenerationMixin
 
-# Keywords of a forward's cache: since transformers 5.24, before, and of Mamba models before.
+# Keywords for a forward's cache: of transformers from 5.24 on, of earlier versions, and of their Mamba models.
 CACHE_KEYWORDS = ("cache", "past_key_values", "cache_params")
-# Most frames of `inspect` between generate and us.
+# Most frames of `inspect` between `generate` and the descriptor.
 _MAX_INSPECT_FRAMES = 16
 
 
@@ -28,8 +29,9 @@ class GenerateArguments:
     """Arguments of ``generate`` that it does not pass on.
 
     Attributes:
+        streamer: gets the new tokens, see :class:`transformers.TextStreamer`.
         assistant: the draft model of transformers' assisted decoding.
-        cache: whether the user passed a cache; otherwise ``generate`` makes one.
+        cache: whether the user passed a cache, in place of the cache that ``generate`` makes.
         synced: whether to generate in lockstep with other processes (``synced_gpus``).
     """
 
@@ -40,19 +42,19 @@ class GenerateArguments:
 
 
 def find_cache(keywords: dict[str, Any]) -> Any:
-    """Returns the cache among a forward's keywords, under any of :data:`CACHE_KEYWORDS`; None without."""
+    """Returns the cache among a forward's keywords, under any of :data:`CACHE_KEYWORDS`; None if there is none."""
     return next((cache for name in CACHE_KEYWORDS if (cache := keywords.get(name)) is not None), None)
 
 
 class CustomGenerateSignature(inspect.Signature):
-    """The ``__signature__`` of a custom loop's class, whose ``__call__`` has the keyword ``given``.
+    """The ``__signature__`` of a custom loop's class, whose ``__call__`` has the keyword ``extra``.
 
-    Of the class it is the constructor's signature. It is a descriptor, so it works on when a tool such as %autoreload
-    copies it to another class.
+    Read from the class, it is the constructor's signature. As a descriptor it still works after a tool such as
+    %autoreload has copied it to another class.
 
     Args:
-        decode: accepts the keywords of the loop, ``tokenizer`` among them.
-        constructor: of the class.
+        decode: the function with all keywords of the loop, ``tokenizer`` among them.
+        constructor: the ``__init__`` of the class.
     """
 
     def __init__(self, decode: Callable[..., Any], constructor: Callable[..., Any]) -> None:
@@ -67,7 +69,7 @@ class CustomGenerateSignature(inspect.Signature):
         functions = owner.__call__, self._decode
         call_parameters, decode_parameters = (list(inspect.signature(f).parameters.values()) for f in functions)
         keywords = [p for p in decode_parameters if p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]
-        return inspect.Signature([*call_parameters[1:-1], *keywords])
+        return inspect.Signature([*call_parameters[1:-1], *keywords])  # without self and **call
 
 
 def _find_generate_frame() -> FrameType | None:
@@ -82,13 +84,13 @@ def _find_generate_frame() -> FrameType | None:
 
 
 def _restore_keywords(frame_locals: dict[str, Any]) -> None:
-    """Puts removed arguments back among the keywords. It may be called twice."""
+    """Puts removed arguments back among the keywords. A second call does no harm."""
     keywords, mode_kwargs = frame_locals.get("kwargs"), frame_locals.get("generation_mode_kwargs")
     if not isinstance(keywords, dict) or not isinstance(mode_kwargs, dict):
         return
     if (tokenizer := mode_kwargs.get("tokenizer")) is not None:
         keywords["tokenizer"] = tokenizer
-    keywords["given"] = GenerateArguments(
+    keywords["extra"] = GenerateArguments(
         streamer=frame_locals.get("streamer"),
         assistant=frame_locals.get("assistant_model"),
         cache=find_cache(keywords) is not None,
