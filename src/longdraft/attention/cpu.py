@@ -35,13 +35,13 @@ def attend(
     # (B, Hkv, G*T, d): row g*T + t of a KV head is query head g of its group, token t.
     folded = q.reshape(batch_size, kv_heads, heads // kv_heads * query_len, dim)
     is_tiled = batch.mask is None and not batch.tree_offset and query_len > MAX_FOLDED_QUERY_LEN
-    score_options = {"softcap": modifiers.softcap, "sinks": modifiers.sinks}
+    cap, sinks = modifiers.softcap, modifiers.sinks
     out = q.new_empty(batch_size, heads, query_len, values.shape[3])
     for b, (slot, n) in enumerate(zip(batch.slots, batch.prefix_lens, strict=True)):
         k, v = (x[slot, :, : n + batch.tree_len] for x in (keys, values))
         queries = q[b] if is_tiled else folded[b]
         mask = None if is_tiled or batch.tree_len < 2 else batch.tree_mask(b, q.device)
         start = None if batch.window_starts is None else batch.window_starts[b]
-        o = kernels.attend(queries, k, v, mask, scale, prefill=is_tiled, window_start=start, **score_options)
+        o = kernels.attend(queries, k, v, mask, scale, prefill=is_tiled, window_start=start, softcap=cap, sinks=sinks)
         out[b] = o.view_as(out[b])
     return out

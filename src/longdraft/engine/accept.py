@@ -82,16 +82,14 @@ def accept_path(
         should_stop: called with each emitted token in order; True ends the walk, so nothing is sampled after an EOS.
         target_tokens: the target's token at each node, from :func:`sample_target_tokens`; None: sample on the way.
     """
-    root_context = None if target_tokens is not None or not len(sampler.processors) else get_context()
-    no_context = torch.empty(0, **CPU_INT64)
+    prefix = None if target_tokens is not None or not len(sampler.processors) else get_context()
+    no_ids = torch.empty(0, **CPU_INT64)
     node, path, tokens = 0, [0], list[int]()
     while True:
         if target_tokens is not None:
             token = target_tokens[node]
         else:
-            context = no_context
-            if root_context is not None:
-                context = torch.cat([root_context, to_device(tokens, root_context.device, torch.long)])
+            context = no_ids if prefix is None else torch.cat([prefix, to_device(tokens, prefix.device, torch.long)])
             token = sampler.sample(context, logits[node])
         tokens.append(token)
         child = None if should_stop(token) else tree.child(node, token)

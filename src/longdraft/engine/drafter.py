@@ -31,7 +31,7 @@ class Drafter(ABC):
     """Number of draft forwards so far; 0 if drafting costs next to nothing."""
 
     prior_acceptance: float = 0.0
-    """The planner's estimate of acceptance before any round; used if :meth:`kv_tokens_read` returns a number."""
+    """Acceptance probability that a planner assumes before any round; used with :meth:`kv_tokens_read`."""
 
     forward_cost_ratio: float = 1.0
     """Time of a draft forward divided by that of a target forward; below 1 if the draft's weights are quantized."""
@@ -49,10 +49,7 @@ class Drafter(ABC):
 
     def use_chains(self) -> bool:
         """Called before :meth:`bind` if the target verifies branches slowly: trees without a set shape become chains.
-
-        Returns:
-            True if every tree is a chain from now on.
-        """
+        Returns True if all trees are chains from now on."""
         return False
 
     def kv_tokens_read(self, context_len: int) -> float | None:

@@ -1,8 +1,7 @@
 """Drafting under a grammar: forced tokens are drafted without cost (jump-forward), forbidden ones are not verified.
 
-A JSON schema allows one continuation only for keys, punctuation and constants. These forced tokens are added to the
-tree of any drafter, and the tree is verified as usual. The output is that of plain decoding with the grammar, token for
-token.
+At keys, punctuation and constants a JSON schema allows only one continuation. These forced tokens are added to the
+tree of any drafter, and the tree is verified as usual. The output equals that of plain decoding with the grammar.
 """
 
 from __future__ import annotations

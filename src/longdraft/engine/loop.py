@@ -76,8 +76,6 @@ class Engine:
         if planner is not None:
             self.drafter.use_planner()
 
-    # --- a round ---
-
     def _round(self, batch: list[Sequence]) -> list[RoundResult]:
         """Drafts, verifies and commits once for each sequence of the batch."""
         profiler = self.runner.profiler
@@ -137,13 +135,8 @@ class Engine:
         # The first step alone has the round's seconds, so that sums over steps are right.
         return [make_step(round_result, 0.0 if i else seconds) for i, round_result in enumerate(round_results)]
 
-    # --- requests ---
-
     def add(self, sequence: Sequence) -> None:
-        """Queues a sequence, which starts when a slot is free. Its index must be new to this engine.
-
-        Errors are those of :meth:`longdraft.engine.session.Session.add`.
-        """
+        """Queues a sequence with a new index; raises the errors of :meth:`longdraft.engine.session.Session.add`."""
         limit, s = self.runner.max_context_length(len(sequence.prompt)), sequence
         if not s.prompt:
             raise PromptError("The prompt is empty. Give at least one token.")
@@ -207,13 +200,8 @@ class Engine:
             for s in list(self._active):
                 self._remove(s)
 
-    # --- slots and memory ---
-
     def capture_graphs(self, on_progress: Callable[[float], None] = lambda fraction: None) -> int:
-        """Allocates the memory and captures CUDA graphs of verifications, before any decoding.
-
-        Returns the number of graphs. ``on_progress`` is called with the fraction done.
-        """
+        """Captures CUDA graphs of verifications, before any decoding; returns their number, and reports progress."""
         with self.runner.lock:
             if self._open_count < 0:
                 self._open()

@@ -91,12 +91,9 @@ class Prefiller:
         return self._cache.reuse_prefix(s.slot, s.prompt, alignment, self._runner.rope_regime(len(s.prompt)))
 
     def _prefill_chunk(self, s: Sequence, start: int) -> tuple[int, ...]:
-        """Reads the chunk of a prompt that begins at token ``start``. The last chunk emits the first new token.
+        """Reads the chunk of a prompt that begins at token ``start``. The last chunk emits and returns a token.
 
         Chunks end at multiples of :attr:`chunk_size` with any drafter and batch, so equal prompts get equal bits.
-
-        Returns:
-            The emitted token, if any.
         """
         store, num_queries, length = self._store, self._drafter.num_prompt_queries, len(s.prompt)
         end = min(length, (start // self.chunk_size + 1) * self.chunk_size)

@@ -96,10 +96,7 @@ class Session:
         return number
 
     def step(self) -> list[Step]:
-        """Runs either prefill chunks or a decoding round, in alternation.
-
-        Returns:
-            A step for each request that took part.
+        """Runs prefill chunks and decoding rounds by turns; returns a step for each request that took part.
 
         Raises:
             MemoryBudgetError: the memory does not hold the KV of even one request; nothing was decoded.

@@ -40,7 +40,7 @@ class SpecPVOptions(Options):
     """The partial KV that SpecPV verifies on (section 3.2).
 
     Verifier and drafter share one set of options: ``sink`` and ``recent`` apply to both, ``block`` and ``selector`` to
-    the verifier only. An option ``block`` is a chunk of the view, ``recent`` its window, ``margin`` its buffer.
+    the verifier only. In the view, ``block`` is the chunk size, ``recent`` the window, ``margin`` the buffer's size.
     """
 
     budget: int = option(1024, min=1, help="KV entries that are selected from the context")
@@ -131,8 +131,6 @@ class SpecPV(Verifier):
         slot = sequence.slot
         return self.partial_cache.store.lengths[slot] if self.partial_cache.in_use(slot) else super().kv_len(sequence)
 
-    # --- verification ---
-
     def verify(self, sequences: list[Sequence], trees: list[TokenTree]) -> list[VerifyOutput]:
         modes = [self.select_mode(s) for s in sequences]
         outputs: dict[int, VerifyOutput] = {}
@@ -171,8 +169,6 @@ class SpecPV(Verifier):
         taps = Taps(queries=self.query_layers)
         out = verify_trees(self.runner, self.partial_cache.store, slots, trees, root_positions, taps)
         return self.split_output(sequences, trees, out, "partial")
-
-    # --- commit ---
 
     def commit(self, output: VerifyOutput, accepted: AcceptedPath) -> RoundResult:
         slot = output.sequence.slot

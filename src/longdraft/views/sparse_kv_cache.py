@@ -64,14 +64,11 @@ class SparseKVCache:
         return self._num_copied[slot] > 0
 
     def update(self, slot: int, queries: Queries | None = None, force: bool = False) -> bool:
-        """Copies entries that are new in the full store; selects chunks anew if the new entries have no room.
+        """Copies entries that are new in the full store. If they have no room, selects chunks anew, and returns True.
 
         Args:
             queries: score the chunks; None: the latest chunks are selected.
             force: select chunks anew even if there is room, unless the whole context is copied.
-
-        Returns:
-            Whether chunks were selected.
         """
         end = self.full_store.readable_len(slot)
         self._drop_copies(slot, end)
@@ -149,11 +146,7 @@ class SparseKVCache:
         return self._select_kernels.select_chunks(scorer, use_max, source, size, summaries, stacked, candidates, count)
 
     def _copy_layers(self, slot: int, end: int, queries: Queries | None, chunks: torch.Tensor | None) -> int:
-        """Copies the selected entries, a group of layers at a time; selects chunks first if ``chunks`` is None.
-
-        Returns:
-            The number of entries of one layer and KV head.
-        """
+        """Copies the selected entries, by groups of layers; selects chunks if None are given; returns the size."""
         slot_summaries = None if self.summaries is None else self.summaries.for_slot(slot)
         dtype, size = self.full_store.shape.dtype, 0
         for layers in layer_groups(self.full_store, self._temporary_bytes(end, queries)):
