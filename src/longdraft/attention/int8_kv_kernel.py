@@ -18,7 +18,7 @@ def dequantize_kernel(
     quants, scales, slots, out, kv_len, heads, q_slot, q_head, q_entry, q_d, s_slot, s_head, s_entry,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Dequantizes a tile of entries of one KV head of one sequence. Grid: (tiles, B*Hkv)."""
+    """Dequantizes a tile of entries of one KV head of one sequence. Grid: (tiles, B*Hkv). q_* and s_* are strides."""
     sequence_head = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + sequence_head // heads).to(tl.int64)
     head = sequence_head % heads

@@ -2,7 +2,8 @@
 
 Rows are the queries of the G = Hq/Hkv heads that share one KV head: row r = g*T + t is head g and token t, R = G*T. A
 tile of keys and values is loaded once for all rows. Scores are in base 2, because the hardware has exp2. Offsets are
-int64, because slot * stride exceeds 2^31 in a large cache.
+int64, because slot * stride exceeds 2^31 in a large cache. A parameter such as q_head is the stride of q's dimension
+"head"; dimensions are b (sequence), t (token), n (KV entry), d, i and j (query and key in a tree).
 """
 
 # Triton reads the annotations of a kernel's parameters, so run-time parameters have none.

@@ -80,7 +80,7 @@ class Method:
 
     @property
     def drafter_choices(self) -> dict[str, Method]:
-        """The methods that the option ``drafter`` accepts."""
+        """The methods that the option ``drafter`` accepts: the default drafters, and a method for each kind of draft."""
         trained = (m.name for m in METHODS.values() if m.needs_draft and m.name == m.draft_kind)
         return {name: METHODS[name] for name in dict.fromkeys([*DEFAULT_DRAFTERS, *trained]) if name in METHODS}
 
@@ -90,15 +90,15 @@ class Method:
         verifier_options = self.verifier_options
         if self.drafter is not None:
             return verifier_options | self.drafter_options
-        drafters: dict[str, Option] = {}
+        drafter_options: dict[str, Option] = {}
         for m in self.drafter_choices.values():
             for name, new in m.drafter_options.items():
-                previous = drafters.get(name, new)
+                previous = drafter_options.get(name, new)
                 if previous != new:  # two drafters differ in this option: the chosen drafter checks its value
                     new = Option(name, aliases=(*previous.aliases, *new.aliases))
-                drafters[name] = new
-        # First for the order; last for the defaults of options that drafters have too, such as `recent`.
-        return verifier_options | declared(DrafterOption) | drafters | verifier_options
+                drafter_options[name] = new
+        # The verifier's options are first in the order, and replace options of drafters by equal names, such as `recent`.
+        return verifier_options | declared(DrafterOption) | drafter_options | verifier_options
 
     @property
     def takes_draft(self) -> bool:

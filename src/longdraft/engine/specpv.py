@@ -113,7 +113,7 @@ class SpecPV(Verifier):
                 slots, capacity, store.feature_layers, resident=True, dtype=self._dtype, with_states=False
             )
 
-        # Scratch entries: the last path may exceed the margin by max_nodes + 1 tokens, and the next tree follows.
+        # Scratch entries for a path that exceeds the margin, of up to max_nodes + 1 tokens, and for the next tree.
         self.partial_cache = SparseKVCache(store, new_store, self.view, 2 * (max_nodes + 1))
         self._all_queries = Taps(queries=tuple(range(store.shape.layers)))
         # Slot -> layer -> (Hq, tokens, d): queries of a refresh, from its forward to its commit.
@@ -146,13 +146,13 @@ class SpecPV(Verifier):
     ) -> list[VerifyOutput]:
         taps = self._all_queries if "refresh" in modes else Taps(queries=self.query_layers)
         # Tokens of partial rounds, before the root: they have no committed KV in the full store yet.
-        buffered = [s.tokens[self.store.lengths[s.slot] : -1] for s in sequences]
-        prefixed_trees = [tree.with_prefix(tokens) for tree, tokens in zip(trees, buffered, strict=True)]
+        buffered_tokens = [s.tokens[self.store.lengths[s.slot] : -1] for s in sequences]
+        prefixed_trees = [tree.with_prefix(tokens) for tree, tokens in zip(trees, buffered_tokens, strict=True)]
         # Buffered tokens are emitted already, so only the last logits of the forward are computed.
         size = max(tree.size for tree in prefixed_trees)
-        out = self.forward(prefixed_trees, sequences, taps, size - min(map(len, buffered)))
+        out = self.forward(prefixed_trees, sequences, taps, size - min(map(len, buffered_tokens)))
         outputs = self.split_output(sequences, trees, out)
-        for b, (output, tokens, mode) in enumerate(zip(outputs, buffered, modes, strict=True)):
+        for b, (output, tokens, mode) in enumerate(zip(outputs, buffered_tokens, modes, strict=True)):
             if mode == "refresh":
                 count = prefixed_trees[b].size
                 self._queries[output.sequence.slot] = {n: q[b, :, :count] for n, q in out.queries.items()}
@@ -175,13 +175,13 @@ class SpecPV(Verifier):
         if output.mode == "partial":
             self.partial_cache.buffer_path(slot, accepted.nodes)
             return output.round_result(accepted)
-        start, buffered = self.store.lengths[slot], self.partial_cache.num_buffered(slot)
-        path = [*range(buffered), *(buffered + node for node in accepted.nodes)]
+        start, num_buffered = self.store.lengths[slot], self.partial_cache.num_buffered(slot)
+        path = [*range(num_buffered), *(num_buffered + node for node in accepted.nodes)]
         self.store.commit(slot, path)
         queries = self._queries.pop(slot, None)
         if queries is not None and self.store.lengths[slot] > self._min_context:
-            self._reselect(slot, queries, path, range(buffered, buffered + output.tree.size))
-        return output.round_result(accepted, start if buffered else None)
+            self._reselect(slot, queries, path, range(num_buffered, num_buffered + output.tree.size))
+        return output.round_result(accepted, start if num_buffered else None)
 
     def _reselect(
         self, slot: int, queries: dict[int, torch.Tensor], path: list[int], query_indices: SequenceOf[int]
@@ -209,8 +209,8 @@ class SpecPV(Verifier):
 
 @takes(SpecPVOptions)
 def make_specpv(**options: Any) -> SpecPV:
-    (o,) = parse("SpecPV", options, SpecPVOptions)
-    return SpecPV(o.view(), parse_dtype(o.view_dtype))
+    (values,) = parse("SpecPV", options, SpecPVOptions)
+    return SpecPV(values.view(), parse_dtype(values.view_dtype))
 
 
 register(

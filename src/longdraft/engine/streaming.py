@@ -95,7 +95,7 @@ class TextStream:
         return released
 
     def _stop_prefix_len(self, text: str) -> int:
-        """Returns the length of the longest end of the text that begins a stop string."""
+        """Returns how many of the text's last characters begin a stop string."""
         longest = max(map(len, self._stop_strings), default=1) - 1
         for n in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-n:]) for stop in self._stop_strings):

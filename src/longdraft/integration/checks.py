@@ -97,11 +97,11 @@ def _check_inputs(model_kwargs: dict[str, Any], extra: GenerateArguments) -> Non
         )
     if isinstance(model_kwargs.get("logits_to_keep"), torch.Tensor):
         raise CapabilityError("longdraft computes the logits it needs: leave logits_to_keep out.")
-    passed_on = {k: v for k, v in model_kwargs.items() if v is not None and k not in _ACCEPTED_KEYWORDS}
-    unsupported = sorted(k for k, v in passed_on.items() if not _is_text(k, v))
-    if images := [name for name in unsupported if _MEDIA.match(name)]:
+    unchecked = {k: v for k, v in model_kwargs.items() if v is not None and k not in _ACCEPTED_KEYWORDS}
+    unsupported = sorted(k for k, v in unchecked.items() if not _is_text(k, v))
+    if media := [name for name in unsupported if _MEDIA.match(name)]:
         raise CapabilityError(
-            f"longdraft reads text alone, and was given {', '.join(images)}: leave custom_generate out for prompts "
+            f"longdraft reads text alone, and was given {', '.join(media)}: leave custom_generate out for prompts "
             "with images, sound or video."
         )
     if unsupported:
@@ -120,8 +120,8 @@ def _check_positions(positions: torch.Tensor | None, is_token: torch.Tensor) -> 
     if positions is None:
         return
     expected = is_token.long().cumsum(-1) - 1
-    has_shape = positions.dim() <= 2 and positions.shape[-1] == is_token.shape[-1]
-    if not has_shape or bool((positions.to(is_token.device).expand_as(expected) != expected)[is_token].any()):
+    has_valid_shape = positions.dim() <= 2 and positions.shape[-1] == is_token.shape[-1]
+    if not has_valid_shape or bool((positions.to(is_token.device).expand_as(expected) != expected)[is_token].any()):
         raise CapabilityError(
             "longdraft counts positions from the first unmasked token, but position_ids differ: leave position_ids out."
         )

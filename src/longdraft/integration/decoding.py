@@ -59,7 +59,7 @@ def decode(
     Args:
         planner: makes the planner; called after all checks, because it may take time measurements.
         extra: arguments that ``generate`` does not pass on.
-        tokenizer: unused; ``generate``, which needs it for stop strings, accepts only keywords that this loop has.
+        tokenizer: unused; must be a keyword here, or ``generate`` would refuse the tokenizer for its stop strings.
 
     Returns:
         (B, n + new tokens), right-padded; or a ``GenerateDecoderOnlyOutput`` if the config asks for a dict.

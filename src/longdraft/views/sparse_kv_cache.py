@@ -146,7 +146,7 @@ class SparseKVCache:
         return self._select_kernels.select_chunks(scorer, use_max, source, size, summaries, stacked, candidates, count)
 
     def _copy_layers(self, slot: int, end: int, queries: Queries | None, chunks: torch.Tensor | None) -> int:
-        """Copies the selected entries, by groups of layers; selects chunks if None are given; returns the size."""
+        """Copies the selected entries by groups of layers, selecting chunks if they are None; returns their number."""
         slot_summaries = None if self.summaries is None else self.summaries.for_slot(slot)
         dtype, size = self.full_store.shape.dtype, 0
         for layers in layer_groups(self.full_store, self._temporary_bytes(end, queries)):
