@@ -24,12 +24,12 @@ CAPTURABLE_PATH = "hybrid"
 ENVIRONMENT_VARIABLE = "LONGDRAFT_ATTENTION"
 
 
-def unavailable(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def why_unavailable(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Returns why a path cannot run here, and what to do about it; None if it can."""
     if name == "cpu" and device.type != "cpu":
         return f"the cpu path runs on a CPU, the model is on {device}; try sdpa"
     if name == "hybrid":
-        return hybrid.unavailable(device, dtype, head_dim)
+        return hybrid.why_unavailable(device, dtype, head_dim)
     return None
 
 
@@ -43,7 +43,7 @@ def choose(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     if forced:
         if forced not in PATHS:
             raise CapabilityError(f"{ENVIRONMENT_VARIABLE}={forced} is not one of {', '.join(PATHS)}.")
-        reason = unavailable(forced, device, dtype, head_dim)
+        reason = why_unavailable(forced, device, dtype, head_dim)
         if reason is not None:
             raise CapabilityError(f"{ENVIRONMENT_VARIABLE}={forced} cannot run: {reason}.")
         return forced
@@ -51,7 +51,7 @@ def choose(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
         return "cpu"
     if device.type != "cuda":
         return "sdpa"
-    if (reason := hybrid.unavailable(device, dtype, head_dim)) is None:
+    if (reason := hybrid.why_unavailable(device, dtype, head_dim)) is None:
         return "hybrid"
     log.warning("Attention runs on torch's masked kernels, which are slower than hybrid attention: %s.", reason)
     return "sdpa"

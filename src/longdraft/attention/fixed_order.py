@@ -32,7 +32,7 @@ SPLIT = 1024
 MAX_HEAD_DIM = 256
 
 
-def unavailable(dtype: torch.dtype, head_dim: int) -> str | None:
+def why_unavailable(dtype: torch.dtype, head_dim: int) -> str | None:
     """Returns why this attention cannot run on a GPU; None if it can."""
     if importlib.util.find_spec("triton") is None:
         return "its attention is a Triton kernel: `pip install longdraft[gpu]`"

@@ -32,7 +32,7 @@ MIN_CAUSAL_QUERY_LEN = 128
 MAX_HEAD_DIM = 256
 
 
-def unavailable(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def why_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Returns why hybrid attention cannot run here; None if it can."""
     if device.type != "cuda" or torch.version.hip is not None:
         return f"hybrid uses torch's kernels for NVIDIA GPUs, the model is on {device}; try sdpa"

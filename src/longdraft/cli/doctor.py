@@ -87,7 +87,8 @@ def _check_model(info: dict[str, Any], model: Any, runner: TargetRunner | None) 
         "kv_bytes_per_1k_tokens": 1024 * shape.bytes_per_token,
         "kv_tokens_that_fit": None if free is None else free // shape.bytes_per_token,
     }
-    reasons = {name: dispatch.unavailable(name, model.device, model.dtype, shape.head_dim) for name in dispatch.PATHS}
+    device, dtype = model.device, model.dtype
+    reasons = {name: dispatch.why_unavailable(name, device, dtype, shape.head_dim) for name in dispatch.PATHS}
     path = None if runner is None else runner.attention_path
     info["attention"] = {
         "path": path,

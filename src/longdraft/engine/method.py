@@ -80,7 +80,7 @@ class Method:
 
     @property
     def drafter_choices(self) -> dict[str, Method]:
-        """The methods that the option ``drafter`` accepts: the default drafters, and a method for each kind of draft."""
+        """The methods that the option ``drafter`` accepts: default drafters, and a method for each kind of draft."""
         trained = (m.name for m in METHODS.values() if m.needs_draft and m.name == m.draft_kind)
         return {name: METHODS[name] for name in dict.fromkeys([*DEFAULT_DRAFTERS, *trained]) if name in METHODS}
 
@@ -97,7 +97,7 @@ class Method:
                 if previous != new:  # two drafters differ in this option: the chosen drafter checks its value
                     new = Option(name, aliases=(*previous.aliases, *new.aliases))
                 drafter_options[name] = new
-        # The verifier's options are first in the order, and replace options of drafters by equal names, such as `recent`.
+        # The verifier's options are first in the order, and replace drafters' options of equal names, such as `recent`.
         return verifier_options | declared(DrafterOption) | drafter_options | verifier_options
 
     @property

@@ -169,7 +169,7 @@ def _fitting(
         key = line.attention, contender_name(line.method, options)
         if key not in reasons:
             path, shape = line.attention, runner.kv_shape
-            missing = dispatch.unavailable(path, runner.device, shape.dtype, shape.head_dim) if path else None
+            missing = dispatch.why_unavailable(path, runner.device, shape.dtype, shape.head_dim) if path else None
             reasons[key] = why_unavailable(line.method, add_draft(line.method, options, drafts), runner) or missing
         return reasons[key]
 

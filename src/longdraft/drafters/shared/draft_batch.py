@@ -127,7 +127,7 @@ _VisibleKV = tuple[int, int, torch.Tensor | None]
 def attends_batched(cache: DraftCache) -> bool:
     """True if one call attends for all sequences."""
     shape = cache.store.shape
-    return shape.layers == 1 and hybrid.unavailable(cache.store.device, shape.dtype, shape.head_dim) is None
+    return shape.layers == 1 and hybrid.why_unavailable(cache.store.device, shape.dtype, shape.head_dim) is None
 
 
 class DeviceBatch(NamedTuple):

@@ -52,7 +52,7 @@ def fixed_batch_rows_for(runner: TargetRunner) -> int | None:
     elif runner.kv_is_rounded:
         reason = "its attention reads keys and values in the model's dtype"
     else:
-        reason = fixed_order.unavailable(runner.kv_shape.dtype, runner.kv_shape.head_dim)
+        reason = fixed_order.why_unavailable(runner.kv_shape.dtype, runner.kv_shape.head_dim)
     if reason is not None:
         raise CapabilityError(f"deterministic=True cannot be kept here: {reason}. Leave it out.")
     config = runner.model.config.get_text_config()
