@@ -120,7 +120,7 @@ def test_other_compilers(compiler, tmp_path, monkeypatch):
     if shutil.which(compiler) is None:
         pytest.skip(f"{compiler} is not installed")
     monkeypatch.setenv("CXX", "ccache g++" if compiler == "ccache" else compiler)
-    monkeypatch.setattr(build, "SOURCES", ("float.cpp", "products.cpp"))
+    monkeypatch.setattr(build, "SOURCES", ("matmul_f32.cpp", "matmul.cpp"))
     lib = ctypes.CDLL(str(build.ensure_compiled(build.supported_levels()[0], tmp_path)))
     assert lib.longdraft_lanes() in (4, 8, 16)
 
