@@ -345,7 +345,7 @@ def main() -> int:
                 run.measure("kernels", work, rows=rows, configuration=" ".join(switches))
     with tempfile.TemporaryDirectory() as folder:
         drafts = random_drafts(model, Path(folder))
-        loop.decide = forced(loop.decide, options.accepted)
+        loop.sample_target_tokens = forced(loop.sample_target_tokens, options.accepted)
 
         def options_of(method: str) -> dict[str, Any]:
             own = METHODS[method]

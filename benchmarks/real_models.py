@@ -51,7 +51,7 @@ from longdraft.engine.verifier import verify_trees
 from longdraft.memory.store import KVStore
 from longdraft.metrics import average
 from longdraft.model.runner import TargetRunner
-from longdraft.trees.tree import chain
+from longdraft.trees.tree import chain_tree
 
 Cell = dict[str, Any]
 Cells = Iterator[tuple[str, str, Callable[[], Cell]]]
@@ -128,7 +128,7 @@ class Model:
         for start in range(0, length, FILLED):
             rows = tokens[start : start + FILLED]
             if self.args.real_kv:
-                self.runner.forward(store.block([0], [rows], prompt=True), store, logits="none")
+                self.runner.forward(store.make_forward_batch([0], [rows], is_prefill=True), store, logits="none")
             else:
                 kv = torch.randn(2, shape.layers, shape.kv_heads, len(rows), shape.head_dim).to(shape.dtype)
                 store.write_entries(0, start, *kv)
@@ -163,7 +163,7 @@ def decoding(model: Model, store: KVStore, steps: int) -> float:
     length, token = store.lengths[0], 1
     start = time.perf_counter()
     for _ in range(steps):
-        logits = verify_trees(model.runner, store, [0], [chain(token, ())]).logits
+        logits = verify_trees(model.runner, store, [0], [chain_tree(token, ())]).logits
         assert logits is not None
         token = int(logits[0, 0].argmax())
         store.commit(0, [0])
@@ -189,7 +189,7 @@ def verify(model: Model, length: int) -> Cell:
     for turn in range(-1, model.args.verify_turns):
         for rows, own in seconds.items():
             start = time.perf_counter()
-            verify_trees(model.runner, store, [0], [chain(1, range(1, rows))])
+            verify_trees(model.runner, store, [0], [chain_tree(1, range(1, rows))])
             if turn >= 0:  # the first turn warms up
                 own.append(time.perf_counter() - start)
     step = median(seconds[1])

@@ -112,7 +112,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> Forwards:
 
     def watched(self: TargetRunner, block: Any, *rest: Any, **options: Any) -> Any:
         last, wanted = int(block.positions.max()), (options.get("logits", "all"), options.get("taps"))
-        seen.append(Forward(self.context_length, block.size, last, block.prompt, *wanted))
+        seen.append(Forward(self.context_length, block.query_len, last, block.is_prefill, *wanted))
         if seen.error is not None:
             raise seen.error
         return forward(self, block, *rest, **options)
@@ -167,8 +167,8 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     from longdraft.views import draft_cache
 
     monkeypatch.setattr(self_drafter, "FRESH", 6)
-    monkeypatch.setattr(draft_cache, "FRESH", 8)
-    monkeypatch.setattr(draft_cache, "PIECE", 16)
+    monkeypatch.setattr(draft_cache, "MIN_NEW_ENTRIES", 8)
+    monkeypatch.setattr(draft_cache, "PREFILL_CHUNK", 16)
 
 
 @pytest.fixture
@@ -231,4 +231,4 @@ def cpu_offloads(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.support.lazy_side import LazyCopyStream
 
     monkeypatch.setattr(offload, "check", lambda *_: None)
-    monkeypatch.setattr(offload, "Side", lambda device: LazyCopyStream())
+    monkeypatch.setattr(offload, "CopyStream", lambda device: LazyCopyStream())
