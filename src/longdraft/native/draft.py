@@ -78,9 +78,8 @@ class DraftLevelInput:
 
     def __post_init__(self) -> None:
         self.num_queries = len(self.num_tokens) * self.query_len
-        tensors = [
-            None if t is None else t.contiguous() for t in (self.embeds, self.features, self.cos, self.sin, self.mask)
-        ]
+        inputs = self.embeds, self.features, self.cos, self.sin, self.mask
+        tensors = [None if t is None else t.contiguous() for t in inputs]
         lists = self.num_tokens, self.slots, self.kv_starts, self.kv_lens, self.target_kv_lens
         numbers = [None if n is None else (Int64 * len(n))(*n) for n in lists]
         self._alive = tensors, numbers

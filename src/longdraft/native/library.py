@@ -67,8 +67,7 @@ class Kernels:
         library.longdraft_threads(_parallel_entry())
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Calls a function of :data:`~longdraft.native.header.FUNCTIONS` with torch's number of threads. Profilers show it
-        as ``longdraft::NAME``.
+        """Calls ``longdraft_NAME`` of kernels.h with torch's number of threads; profilers show ``longdraft::NAME``.
 
         Raises:
             MemoryBudgetError: it could not allocate its buffers.
@@ -78,11 +77,7 @@ class Kernels:
             self._functions[name](*arguments, torch.get_num_threads())
 
     def linear(self, x: torch.Tensor, weights: Sequence[LinearWeights], prompt: bool = False) -> list[torch.Tensor]:
-        """Several linear layers of one x (..., in) -> (..., out) for each.
-
-        Args:
-            prompt: rows are a prompt's: with AMX, int8 arithmetic is replaced by bfloat16.
-        """
+        """Several linear layers of one x (..., in) -> (..., out) for each. prompt: with AMX, bfloat16 replaces int8."""
         x = x.contiguous()
         in_features = x.shape[-1]
         outs = [torch.empty(*x.shape[:-1], w.shape[0], **CPU_FLOAT32) for w, _ in weights]

@@ -133,13 +133,12 @@ void copy_columns(const float *from, int64_t from_row, float *to, int64_t to_row
 void run_head(const LinearRecurrence &r, const RecurrentSequence &s, int64_t head) {
   static thread_local Scratch scratch;
   static thread_local std::vector<TokenInputs> prepared;  // pending tokens, then the tree's
-  const int64_t n = r.head_k_dim, floats_per_token = 4 * Scratch::round_up_to_line(n), n_tokens = s.pending.n_tokens + s.tree.n_tokens,
-                state = n * COLUMNS;
-  float *memory = scratch.get(floats_per_token * n_tokens + (s.tree.n_tokens + 1) * state),
-        *states = memory + floats_per_token * n_tokens;
+  const int64_t n = r.head_k_dim, state = n * COLUMNS, n_tokens = s.pending.n_tokens + s.tree.n_tokens;
+  const int64_t token_size = 4 * Scratch::round_up_to_line(n);
+  float *memory = scratch.get(token_size * n_tokens + (s.tree.n_tokens + 1) * state), *states = memory + token_size * n_tokens;
   prepared.resize(n_tokens);
   const auto prepare_at = [&](const RecurrentInputs &of, int64_t token, int64_t index) {
-    prepared[index] = prepare(r, of, token, head, memory + floats_per_token * index);
+    prepared[index] = prepare(r, of, token, head, memory + token_size * index);
   };
   for (int64_t token = 0; token < s.pending.n_tokens; token++) prepare_at(s.pending, token, token);
   for (int64_t i = 0; i < s.n_computed; i++) prepare_at(s.tree, s.order[i], s.pending.n_tokens + s.order[i]);

@@ -100,11 +100,7 @@ class GGUFHeader:
         return self.fields.get(f"{self.architecture}.{name}", default)
 
     def check(self) -> None:
-        """Checks hyperparameters against the tensors.
-
-        Raises:
-            CheckpointError: one does not fit.
-        """
+        """Checks hyperparameters against the tensors; raises CheckpointError if one does not fit."""
         fields = {name: value for name, value in self.fields.items() if name.startswith(f"{self.architecture}.")}
         check_numbers(fields, self.path, max(max(t.shape) for t in self.tensors.values()))
         layers = {found[1] for name in self.tensors if (found := LAYER_PATTERN.match(name))}

@@ -18,11 +18,7 @@ _EXTRA_MODULES = ("eh_proj", "enorm", "hnorm", "shared_head_norm")
 
 
 def has_mtp_layer(path: Path) -> bool:
-    """True if a file has an MTP layer.
-
-    Raises:
-        CheckpointError: the file is damaged.
-    """
+    """True if a file has an MTP layer; raises CheckpointError if it is damaged."""
     with open_gguf(path) as file:
         return bool(file(_COUNT_FIELD))
 

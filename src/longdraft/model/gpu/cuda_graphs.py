@@ -169,11 +169,9 @@ class CudaGraphs:
         if size is None:
             return None
         full_key = (*size, batch.tree_offset, key, store.keys.data_ptr(), store.values.data_ptr())
+        owner, uses = store.arena_buffers or store, 0 if capture_now else self._uses_before_capture
         graph: _TargetGraph | None = self._graph(
-            store.arena_buffers or store,
-            full_key,
-            0 if capture_now else self._uses_before_capture,
-            lambda backend: _TargetGraph(backend, store, *size, batch, forward),
+            owner, full_key, uses, lambda backend: _TargetGraph(backend, store, size, batch, forward)
         )
         return None if graph is None else graph(batch)
 
@@ -277,13 +275,9 @@ def batch_sizes(slots: int) -> list[int]:
 
 
 class _DraftGraph:
-    """The graph of one size of a draft's forward, with its input buffers.
+    """The graph of one size of a draft's forward, with its input buffers."""
 
-    Attributes:
-        bytes: of its outputs.
-    """
-
-    bytes = 0
+    bytes = 0  # of its outputs
 
     def __init__(
         self, backend: GraphBackend, size: tuple[int, int], inputs: Sequence[torch.Tensor], forward: DraftForwardFn
@@ -316,25 +310,19 @@ class _DraftGraph:
 
 
 class _TargetGraph:
-    """The graph of one size of the target's forward, with its input buffers.
+    """The graph of one size of the target's forward, with its input buffers."""
 
-    Attributes:
-        bytes: of its outputs.
-    """
-
-    bytes = 0
+    bytes = 0  # of its outputs
 
     def __init__(
         self,
         backend: GraphBackend,
         store: KVStore,
-        batch_size: int,
-        query_len: int,
-        kv_bound: int,
+        size: tuple[int, int, int],
         batch: ForwardBatch,
         forward: ForwardFn,
     ) -> None:
-        device = store.device
+        (batch_size, query_len, kv_bound), device = size, store.device
         self._token_ids, self._positions = torch.zeros(2, batch_size, query_len, dtype=torch.long, device=device)
         diagonal = torch.eye(query_len, dtype=torch.bool, device=device)
         self._padding_mask = torch.nn.functional.pad(diagonal, (batch.tree_offset, 0))  # a token sees itself alone
