@@ -40,7 +40,7 @@ struct QuantizedRows {
     groups.clear();
     int64_t n_padded = 0;
     for (int64_t g = 0; g < count; g++) {
-      groups.push_back(int8_layout(offsets[g + 1] - offsets[g], n_in, sub_blocks_per_scale));
+      groups.push_back(int8_activations(offsets[g + 1] - offsets[g], n_in, sub_blocks_per_scale));
       n_padded += groups[g].padded_rows();
     }
     auto *qs = reinterpret_cast<std::int8_t *>(qs_scratch.get(n_padded * n_in / 4));

@@ -34,9 +34,9 @@ struct Int8Activations {
     Block *blocks;
     Block128 *blocks128;
   };
-  std::int64_t rows, n_in;  // size: a multiple of 32
-  std::int64_t sub_blocks_per_scale;      // 1 or 4
-  std::int64_t tile_rows;       // for AMX 8, 12 or 16; else 0
+  std::int64_t rows, n_in;            // n_in: a multiple of 32
+  std::int64_t sub_blocks_per_scale;  // 1 or 4
+  std::int64_t tile_rows;             // for AMX 8, 12 or 16; else 0
 
   // Rows of the group that a row is in, with padding.
   std::int64_t group_rows(std::int64_t row) const {
@@ -66,7 +66,7 @@ struct Int8Activations {
 std::int64_t sub_blocks_per_act_scale(Format format);
 
 // Activations of these sizes, without memory.
-Int8Activations int8_layout(std::int64_t rows, std::int64_t n_in, std::int64_t sub_blocks_per_scale);
+Int8Activations int8_activations(std::int64_t rows, std::int64_t n_in, std::int64_t sub_blocks_per_scale);
 
 // Quantizes x (rows, n_in). A NaN or infinite number makes its scale NaN.
 void quantize_rows(const float *x, const Int8Activations &to, int threads);
@@ -76,7 +76,7 @@ struct Bf16Activations {
   static constexpr std::int64_t ROW_GROUP = 32;
 
   BFloat16 *values;
-  std::int64_t rows, n_in;  // size: a multiple of 32
+  std::int64_t rows, n_in;  // n_in: a multiple of 32
 
   // All rows, with padding.
   std::int64_t padded_rows() const { return (rows + ROW_GROUP - 1) / ROW_GROUP * ROW_GROUP; }

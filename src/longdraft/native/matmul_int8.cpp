@@ -372,7 +372,7 @@ int64_t sub_blocks_per_act_scale(Format format) {
   return sub_blocks;
 }
 
-Int8Activations int8_layout(int64_t rows, int64_t n_in, int64_t sub_blocks) {
+Int8Activations int8_activations(int64_t rows, int64_t n_in, int64_t sub_blocks) {
   Int8Activations result{nullptr, nullptr, rows, n_in, sub_blocks, 0};
   if (!HAVE_AMX || sub_blocks == 1 || rows < AMX_MIN_ROWS) return result;
   // The fewest tiles, with as few rows as these need.

@@ -8,11 +8,10 @@
 // emit(sub_block, w, scale, min) for each: w(i) gives the codes of weights 4i to 4i + 3, i < COLUMNS_PER_SUB_BLOCK.
 //   HEAD_BYTES, TAIL_BYTES  bytes before and after the units of 4 bytes that are interleaved (packed_rows.h)
 //   SCALES         scales of a sub-block: 1, or 2 (one for 16 weights)
-//   HAS_MIN        weight = scale * code + min; else weight = scale * (code - ZERO_POINT)
-//   MAX_CODE       the largest code, unsigned
+//   HAS_MIN        weight = scale * code + min; else weight = scale * (code - ZERO_POINT). MAX_CODE: the largest (unsigned) code
 //   HAS_CODEBOOK   codes are indices into CODEBOOK, whose entries include ZERO_POINT
-//   SUB_BLOCKS_PER_SCALE  sub-blocks that share one activation scale (matmul.h): 4 in K-quants, whose interleaved scales are d times an
-//                  integer, so that their integer sums can be added before they are scaled; else 1
+//   SUB_BLOCKS_PER_SCALE  sub-blocks that share one activation scale (matmul.h): 4 in blocks of 256 weights, whose scales are d times an
+//                  integer, so that integer sums of 4 sub-blocks are added before they are scaled; else 1
 //   INT32_SUMS     those sums exceed the 24 bits that floats represent exactly
 //   emit_order(i)  the sub-block of the i-th call of emit; of those that share a scale the last one comes last
 // Weights as floats have gguf's bits: exact, or rounded once.
