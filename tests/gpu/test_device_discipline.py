@@ -30,7 +30,7 @@ from tests.support.quick import slow, slow_except
 from tests.support.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [8, 1, 1, 6] * 9]
-TOKENS, TREE = "decide", "to_trees"
+TOKENS, TREE = "sample_target_tokens", "to_trees"
 # The most waits of the host in a round, by function: for the accepted tokens; for the tree, which is built on the host.
 WAITS: dict[str, dict[str, int]] = {
     "ar": {TOKENS: 1},

@@ -68,11 +68,7 @@ class UnsupportedPlatformError(OSError):
 
 
 def platform_levels() -> dict[str, str]:
-    """The entry of :data:`LEVELS` for this machine.
-
-    Raises:
-        UnsupportedPlatformError: there is none.
-    """
+    """The entry of :data:`LEVELS` for this machine; raises UnsupportedPlatformError if there is none."""
     if sys.platform != "linux" or platform.machine() not in LEVELS:
         supported = " and ".join(LEVELS)
         raise UnsupportedPlatformError(
@@ -82,11 +78,7 @@ def platform_levels() -> dict[str, str]:
 
 
 def supported_levels() -> list[str]:
-    """The instruction sets that this machine executes, the widest first.
-
-    Raises:
-        UnsupportedPlatformError: there are no kernels for this machine.
-    """
+    """The instruction sets that this machine executes, the widest first; raises as :func:`platform_levels`."""
     levels, flags = platform_levels(), set[str]()
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
@@ -106,10 +98,8 @@ def request_amx_permission() -> bool:
 
 
 def load_library(level: str, progress: Callable[[str], None] | None = None) -> ctypes.CDLL:
-    """Loads the kernels for an instruction set, from a file that only this user or root can have written.
-
-    Takes the arguments of :func:`ensure_compiled`, and raises OSError as it does, or if the file cannot be loaded.
-    """
+    """Loads the kernels for an instruction set, from a file that only this user or root can have written. Arguments and
+    errors are those of :func:`ensure_compiled`; also raises OSError if the file cannot be loaded."""
     if level.endswith("amx") and not request_amx_permission():
         raise OSError("the system does not let this process use AMX's tiles")
     prebuilt = _HERE / CARRIED / library_file_name(level)
@@ -225,11 +215,8 @@ def _compiler() -> list[str]:
 
 
 def _open(file: Path) -> int:
-    """Opens a file and checks who can write to it. The open descriptor is loaded later, so that no other file is.
-
-    Raises:
-        OSError: it is missing, a symbolic link, or writable by another user.
-    """
+    """Opens a file; raises OSError if it is missing, a symbolic link, or writable by another user. The descriptor is
+    loaded later, so that no other file can take its place."""
     descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or not _is_own(status):

@@ -65,9 +65,7 @@ void run_layer(const DecoderLayer &l, const AttentionMetadata &batch, const KVCa
     });
   }
   if (l.gated_attn) elementwise(attn_out, gate_values, n_tokens, q_size, threads, [](vec a, vec g) { return a * sigmoid(g); });
-  const auto project = [&](const Matrix &o) {
-    check(longdraft_linear(attn_out, n_tokens, q_size, &o, 1, batch.prefill, threads));
-  };
+  const auto project = [&](const Matrix &o) { check(longdraft_linear(attn_out, n_tokens, q_size, &o, 1, batch.prefill, threads)); };
   add_product(l.o, project, l.post_attn_norm, l.post_attn_eps, l.norm_offset, x, n_tokens, normed, threads);
   compute_mlp(l, l.mlp_eps, l.norm_offset, l.gelu, l.post_mlp_norm, l.post_mlp_eps, x, n_tokens, batch.prefill, threads);
 }
@@ -91,12 +89,11 @@ Status longdraft_stack(const DecoderStack *stack, const AttentionMetadata *metad
     }
     if (!logits && !topk) return;
     // The last rows of each sequence.
-    const int64_t rows_per_sequence = n_last ? n_last : metadata->query_len, rows = metadata->n_sequences * rows_per_sequence;
+    const int64_t n_rows = n_last ? n_last : metadata->query_len, rows = metadata->n_sequences * n_rows;
     static thread_local Scratch scratch;
     float *normed = scratch.get(Scratch::round_up_to_line(rows * hidden_size) + (logits ? 0 : rows * stack->head.n_out));
     for (int64_t r = 0; r < rows; r++) {
-      const float *row =
-          x + ((r / rows_per_sequence + 1) * metadata->query_len - rows_per_sequence + r % rows_per_sequence) * hidden_size;
+      const float *row = x + ((r / n_rows + 1) * metadata->query_len - n_rows + r % n_rows) * hidden_size;
       rms_norm(row, 1, hidden_size, stack->norm, stack->eps, normed + r * hidden_size, stack->norm_offset);
     }
     const Matrix head = with_output(stack->head, logits ? logits : normed + Scratch::round_up_to_line(rows * hidden_size), false);

@@ -60,9 +60,8 @@ class GroupedGemm:
         if any(w.shape != weights[0].shape for w in weights):
             raise ValueError("all matrices of a grouped GEMM must have one shape")
         self._weights = tuple(weights)  # keeps them alive
-        self._table = (Matrix * (num_experts * len(weights)))(
-            *(w.expert_struct(e) for e in range(num_experts) for w in weights)
-        )
+        structs = [w.expert_struct(e) for e in range(num_experts) for w in weights]
+        self._table = (Matrix * len(structs))(*structs)
         self._call = kernels.call
 
     def __call__(self, x: torch.Tensor, expert_ids: Sequence[int], offsets: Sequence[int]) -> torch.Tensor:

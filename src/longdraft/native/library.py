@@ -95,20 +95,11 @@ class Kernels:
         return out
 
     def can_repack(self, weights: QuantizedMatrix, out_features: int | None = None) -> bool:
-        """True if :meth:`repack` takes these weights: their outputs fill whole vectors.
-
-        Args:
-            out_features: of each of several matrices in ``weights``; None for one matrix.
-        """
+        """True if :meth:`repack` takes these weights. out_features: of each of several matrices; None for one."""
         return weights.is_quantized and (out_features or weights.shape[0]) % self.lanes == 0
 
     def repack(self, weights: QuantizedMatrix, out: torch.Tensor | None = None) -> QuantizedMatrix:
-        """Adds a copy with rows interleaved by vectors (packed_rows.h), which int8 arithmetic reads faster.
-
-        Args:
-            weights: :meth:`can_repack` is True.
-            out: memory for the copy, as many bytes as the weights; None: allocate it.
-        """
+        """Adds a copy with interleaved rows (packed_rows.h) for int8 arithmetic, in ``out`` if given."""
         data, (rows, size) = weights.data, weights.shape
         out = allocate_bytes(data.numel()) if out is None else out
         matrix = address(data, torch.uint8, strided_rows=True), weights.format_id, rows, size, data.stride(0)
@@ -291,15 +282,8 @@ def supports_attention(q: torch.Tensor, k: KVTensor, v: KVTensor) -> bool:
 
 
 def kernels(progress: Callable[[str], None] | None = None) -> Kernels | None:
-    """The kernels for this machine, compiled at the first call.
-
-    Args:
-        progress: called with a line of text before compiling.
-
-    Returns:
-        None if they are switched off (LONGDRAFT_NATIVE=0), or without a compiler or a supported processor. The log says
-        why.
-    """
+    """The kernels for this machine, compiled at the first call. None if they are switched off (LONGDRAFT_NATIVE=0), or
+    without a compiler or a supported processor; the log says why. progress: called with a line before compiling."""
     return _once(progress)[0]
 
 

@@ -179,10 +179,8 @@ struct RowColumns {
   ALWAYS_INLINE void shift_right(int bits) { bytes >>= bits; }
 };
 
-template <int N>
-ALWAYS_INLINE inline InterleavedColumns<N> columns(InterleavedRows in) { return InterleavedColumns<N>(in); }
-template <int N>
-ALWAYS_INLINE inline RowColumns<N> columns(SingleRow in) { return RowColumns<N>(in); }
+template <int N> ALWAYS_INLINE inline InterleavedColumns<N> columns(InterleavedRows in) { return InterleavedColumns<N>(in); }
+template <int N> ALWAYS_INLINE inline RowColumns<N> columns(SingleRow in) { return RowColumns<N>(in); }
 
 // 16 bytes of every fourth row of LANES rows: of rows 0, 4, 8, 12 with AVX-512.
 ALWAYS_INLINE inline vec load_quarters(const byte *rows, std::int64_t w_stride) {

@@ -34,15 +34,11 @@ struct QuantBlock {
   static constexpr int emit_order(int i) { return i; }
 };
 
-template <typename I>
-ALWAYS_INLINE inline I low_nibbles(I x) { return x & 0x0f0f0f0f; }
-
-template <typename I>
-ALWAYS_INLINE inline I high_nibbles(I x) { return x >> 4 & 0x0f0f0f0f; }
+template <typename I> ALWAYS_INLINE inline I low_nibbles(I x) { return x & 0x0f0f0f0f; }
+template <typename I> ALWAYS_INLINE inline I high_nibbles(I x) { return x >> 4 & 0x0f0f0f0f; }
 
 // Bits of x where the mask is 1, of y elsewhere.
-template <typename I>
-ALWAYS_INLINE inline I blend_bits(I x, I y, std::int32_t mask) { return (x & mask) | (y & ~mask); }
+template <typename I> ALWAYS_INLINE inline I blend_bits(I x, I y, std::int32_t mask) { return (x & mask) | (y & ~mask); }
 
 // Column i of 32 nibbles in 16 bytes (4 columns): the low nibbles are weights 0 to 15, the high ones 16 to 31.
 template <typename Columns>

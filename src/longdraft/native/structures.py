@@ -24,12 +24,7 @@ Matrix, SoftmaxParams, KVCache = (STRUCTURES[name] for name in ("Matrix", "Softm
 def matrix_struct(
     weights: LinearWeights, out: torch.Tensor | None = None, in_features: int | None = None
 ) -> ctypes.Structure:
-    """The structure of a linear layer.
-
-    Args:
-        out: memory for its results.
-        in_features: size of the rows that it is multiplied with; None if that was checked.
-    """
+    """The structure of a linear layer, which writes to ``out``. in_features: of its inputs, to be checked; or None."""
     w, bias = weights
     if in_features not in (None, w.shape[1]):
         raise TypeError(f"rows of {in_features} features do not fit a matrix {tuple(w.shape)}")

@@ -20,10 +20,8 @@ SUMMARY_NAMES = ("largest", "smallest", "mean")
 
 
 class ViewKernels:
-    """Tensors are float32 on the CPU, d a multiple of 16.
-
-    Summaries: name -> (layers, KV heads, chunks, d), with equal strides, 1 for the chunks.
-    """
+    """Tensors are float32 on the CPU, d a multiple of 16. Summaries: name -> (layers, KV heads, chunks, d), with equal
+    strides, 1 for the chunks."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._call = kernels.call
@@ -54,7 +52,7 @@ class ViewKernels:
         candidates: range,
         count: int,
     ) -> torch.Tensor:
-        """Chooses the ``count`` chunks of ``candidates`` with the highest scores.
+        """The ``count`` best chunks of ``candidates`` -> ids (layers, KV heads, count) int64, ascending.
 
         Args:
             scorer: one of :data:`SCORERS`.
@@ -62,9 +60,6 @@ class ViewKernels:
             source: keys (layers, slots, KV heads, capacity, d), the slot, and its KV entries.
             summaries: None for scorers that read keys.
             queries: (layers, query heads, M, d).
-
-        Returns:
-            (layers, KV heads, count) int64 chunk indices, ascending.
         """
         keys, slot, kv_len = source
         layers, _, heads, _, d = keys.shape

@@ -41,12 +41,8 @@ _REMEDY = (
 
 
 class GGUFFile(GGUFHeader):
-    """A GGUF file of a known architecture, ``arch``.
-
-    Raises:
-        CheckpointError: the architecture is unknown.
-        CapabilityError: layers differ in size, which is not read for this architecture.
-    """
+    """A GGUF file of a known architecture, ``arch``. Raises CheckpointError for an unknown one, and CapabilityError for
+    layers of different sizes, if they are not supported for the architecture."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -67,11 +63,7 @@ class GGUFFile(GGUFHeader):
         self.check()
 
     def config(self) -> Any:
-        """The transformers config, with RoPE scaling.
-
-        Raises:
-            CapabilityError: transformers lacks this RoPE scaling.
-        """
+        """The transformers config, with RoPE scaling; raises CapabilityError if transformers lacks it."""
         config = build_config(self, self.arch)
         if self.arch.rope_freqs_scale and (scaling := rope_scaling(self, config)):
             # With parameters for each layer type, windowed layers have their own base and are not scaled.
@@ -159,11 +151,8 @@ class GGUFFile(GGUFHeader):
 
 @contextmanager
 def open_gguf(path: Path) -> Iterator[GGUFFile]:
-    """Opens a GGUF file. Errors of parsing inside the context become a CheckpointError.
-
-    Raises:
-        CheckpointError: the file is damaged or of an unknown architecture, or the package gguf is not installed.
-    """
+    """Opens a GGUF file. Raises CheckpointError if it is damaged or of an unknown architecture, also for errors inside
+    the context, or if the package gguf is not installed."""
     require_package("gguf", path)
     with checkpoint_errors(path, f"{path} cannot be read as a GGUF model", _REMEDY), quiet():
         yield GGUFFile(path)

@@ -42,12 +42,8 @@ def extra_tensor_name(name: str) -> str | None:
 
 
 def tensor_names(parameter: str, name_map: Callable[[str], str | None], available: Collection[str]) -> tuple[str, ...]:
-    """The tensors that a model's parameter consists of; empty if gguf has no name for it.
-
-    Args:
-        name_map: name of a module or parameter in transformers -> in gguf, or None.
-        available: names of the file's tensors.
-    """
+    """The tensors, of those ``available``, that a model's parameter consists of; empty if gguf has no name for it.
+    name_map: name of a module or parameter in transformers -> in gguf, or None."""
     path, _, leaf = parameter.rpartition(".")
     layer = _LAYER.search(parameter)
     if (extra := extra_tensor_name(parameter)) is not None:
@@ -68,11 +64,7 @@ def tensor_names(parameter: str, name_map: Callable[[str], str | None], availabl
 
 
 def load_weight(arch: Arch, tensors: Sequence[GGUFTensor], config: Any, shape: Sequence[int]) -> LoadedWeight:
-    """A parameter of the model, from one tensor or several: quantized if all of them are, else floats.
-
-    Args:
-        shape: the parameter's.
-    """
+    """A parameter of a shape, from one tensor or several: quantized if all of them are, else floats."""
     tensor = tensors[0]
     name = _short_name(tensor.name)
     parts = [read_tensor(t) for t in tensors]
@@ -160,11 +152,8 @@ def _expand_heads(heads: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def load_experts(model: nn.Module, tensors: Mapping[str, torch.Tensor | QuantizedMatrix]) -> Iterator[str]:
-    """Loads the experts' weights of a model on the meta device. Yields what is wrong with them.
-
-    Args:
-        tensors: by name, quantized (experts * out, in) or floats (experts, out, in).
-    """
+    """Loads experts' weights into a model on the meta device; yields what is wrong with them. Tensors are quantized
+    (experts * out, in), or floats (experts, out, in)."""
     for path, module in list(model.named_modules()):
         if is_moe_experts(module):
             yield from _load_experts_of(model, path, module, tensors)
@@ -181,8 +170,8 @@ def _load_experts_of(
     weights: dict[str, torch.Tensor | QuantizedMatrix] = {}
     biases: dict[str, torch.Tensor] = {}
     for projection in (*first_projections, LAST):
-        rows, columns = (intermediate * (2 if projection == "gate_up" else 1), hidden)
-        rows, columns = (hidden, intermediate) if projection == LAST else (rows, columns)
+        inner = 2 * intermediate if projection == "gate_up" else intermediate
+        rows, columns = (hidden, intermediate) if projection == LAST else (inner, hidden)
         weight, bias = (tensors.get(name.format(projection) + leaf) for leaf in ("weight", "bias"))
         if weight is None:
             yield f"{path}.{projection} (not there)"

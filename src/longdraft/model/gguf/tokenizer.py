@@ -56,7 +56,7 @@ def build_tokenizer(field: Callable[[str], Any]) -> PreTrainedTokenizerBase:
     """The tokenizer of a file with the model gpt2 and one of :data:`PRE_TOKENIZERS`.
 
     Args:
-        value: gives the value of a name behind ``tokenizer.``, or None.
+        field: gives the value of a name behind ``tokenizer.``, or None.
     """
     pre = field("ggml.pre")
     tokens = field("ggml.tokens")

@@ -159,8 +159,8 @@ class CudaGraphs:
 
         Args:
             key: everything else that ``forward`` depends on, such as its outputs and weights.
+            forward: its graph outlives the store, whose memory the next store takes.
             capture_now: capture it now if there is no graph yet.
-            forward: the forward. Its graph outlives the store, whose memory the next store takes.
 
         Returns:
             The results of ``forward``, in new tensors, with logits in float32.

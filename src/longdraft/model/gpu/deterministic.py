@@ -64,11 +64,8 @@ def fixed_batch_rows_for(runner: TargetRunner) -> int | None:
 
 @torch.no_grad()
 def check_linears(model: nn.Module, batch_rows: int) -> None:
-    """Runs a linear layer of each class and size on equal rows, and on a row among larger ones.
-
-    Raises:
-        CapabilityError: a row's bits depend on its index, or on the other rows.
-    """
+    """Runs a linear layer of each class and size on equal rows, and on a row among larger ones; raises CapabilityError
+    if a row's bits depend on its index or on the other rows."""
     checked: set[tuple[object, ...]] = set()
     for name, module in model.named_modules():
         sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)

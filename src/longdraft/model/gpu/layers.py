@@ -67,12 +67,8 @@ class FusedLayer(NamedTuple):
     scale: float
 
     def run(self, x: torch.Tensor, cos_sin: CosSin, context: hosting.ForwardContext, kv_layer: int) -> torch.Tensor:
-        """x (B, T, hidden_size) -> the layer's output, in a new tensor.
-
-        Args:
-            cos_sin: (B or 1, T, rotary_dim) each.
-            kv_layer: the layer's index in the store.
-        """
+        """x (B, T, hidden_size) -> the layer's output, a new tensor. cos_sin: (B or 1, T, rotary_dim) each. kv_layer:
+        index in the store."""
         batch, (keys, values) = context.batch, context.store.layer(kv_layer)
         q, k, v = self.qkv(ops.rms_norm(x, self.attn_norm, self.attn_eps))
         write_starts = batch.write_starts_t  # of a captured batch, whose padding is not written behind a prefix
@@ -94,11 +90,8 @@ def _linear(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def fused_layer_of(layer: nn.Module, head_dim: int) -> FusedLayer | None:
-    """The fused form of a layer; None if the kernels do not know all its parts, or if the user has hooks inside it.
-
-    Args:
-        head_dim: if the attention module does not have it.
-    """
+    """The fused form of a layer; None if the kernels lack one of its parts, or if the user has hooks inside it.
+    head_dim: used if the attention module does not have it."""
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
     submodules = [m for m in layer.modules() if m is not layer]
     # Hooks of the layer itself do no harm: they run around any forward.

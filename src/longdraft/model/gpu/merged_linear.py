@@ -20,11 +20,7 @@ MERGED_PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class MergedLinear:
-    """Several linear layers of one input: one GEMM if their weights are contiguous in memory.
-
-    Attributes:
-        is_merged: True if it is one GEMM.
-    """
+    """Several linear layers of one input; ``is_merged``: one GEMM, because their weights are contiguous in memory."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self._weights: list[tuple[torch.Tensor, torch.Tensor | None]] = [
