@@ -130,17 +130,17 @@ def test_several_matrices_of_all_forms_in_one_call(kernels):
 
 
 @pytest.mark.parametrize(
-    ("form", "rows", "prompt"),
+    ("form", "rows", "prefill"),
     [(form, rows, False) for form in ("float32", "Q4_K", "Q4_K in int8") for rows in (3, 12)]
     + [("Q4_K in int8", 12, True)],
 )
-def test_nan_and_infinity_stay_in_their_row(kernels, form, rows, prompt):
+def test_nan_and_infinity_stay_in_their_row(kernels, form, rows, prefill):
     w, x = matrix(form, 33, 512), torch.randn(rows, 512, generator=generator(0))
-    fine = kernels.linear(x, [(w, None)], prompt)[0]
+    fine = kernels.linear(x, [(w, None)], prefill)[0]
     for number in (float("nan"), float("inf"), float("-inf")):
         spoiled = x.clone()
         spoiled[1, 300] = number
-        found = kernels.linear(spoiled, [(w, None)], prompt)[0]
+        found = kernels.linear(spoiled, [(w, None)], prefill)[0]
         assert not found[1].isfinite().any()
         assert torch.equal(found[0], fine[0]) and torch.equal(found[2:], fine[2:])
     weights = torch.ones(4, 20)
