@@ -84,7 +84,7 @@ inline void quantize(const float *x, int64_t d, std::int8_t *to, int64_t step, f
 
 // Writes the key and value (d,) of a head as entry `row` of a slot.
 inline void write_kv(const KVCache &kv, int64_t slot, int64_t head, int64_t row, const float *key, const float *value,
-                      int64_t d) {
+                     int64_t d) {
   const KVHead t = kv_head(kv, slot, head);
   dispatch_dtype(t.k, t.dtype, [&](auto *k) { quantize(key, d, k + row * t.k_row, t.k_dim, t.k_scale + row); });
   dispatch_dtype(t.v, t.dtype, [&](auto *v) { quantize(value, d, v + row * t.v_row, 1, t.v_scale + row); });

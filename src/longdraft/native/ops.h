@@ -31,10 +31,10 @@ inline void rms_norm(const float *from, int64_t rows, int64_t size, const float 
         squares.lanes[j] = fmadd(a, a, squares.lanes[j]);
       }
     }
-    const vec fold_to_vector = squares.fold_to_vector();
-    float sum_exp = horizontal_sums<1>(&fold_to_vector)[0];
-    for (; i < size; i++) sum_exp = fmadd(x[i], x[i], sum_exp);
-    const float factor = 1.0f / std::sqrt(sum_exp / size + eps);
+    const vec partial_sums = squares.fold_to_vector();
+    float sum = horizontal_sums<1>(&partial_sums)[0];
+    for (; i < size; i++) sum = fmadd(x[i], x[i], sum);
+    const float factor = 1.0f / std::sqrt(sum / size + eps);
     for (i = 0; i + LANES <= size; i += LANES) store(y + i, (load(weight + i) + norm_offset) * (load(x + i) * factor));
     for (; i < size; i++) y[i] = (weight[i] + norm_offset) * (x[i] * factor);
   });
@@ -122,7 +122,7 @@ inline void topk_of_row(const float *logits, int64_t size, int64_t k, float *log
 
 // The same for every row.
 inline void topk_of_rows(const float *logits, int64_t rows, int64_t size, int64_t k, float *logprobs, int64_t *indices,
-                      int threads) {
+                         int threads) {
   parallel_for(threads, rows, [=](int64_t r) {
     topk_of_row(logits + r * size, size, k, logprobs + r * k, indices + r * k);
   });

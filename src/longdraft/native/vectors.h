@@ -135,7 +135,7 @@ static inline vec fold_pair(vec a, vec b, std::integer_sequence<int, I...>) {
   // The lower half of the result combines pairs of a's lanes that are STEP apart, the upper half pairs of b's.
   constexpr int HALF = LANES / 2;
   return Op::apply(shuffle<(I / HALF * LANES + I % HALF / STEP * 2 * STEP + I % STEP)...>(a, b),
-                shuffle<(I / HALF * LANES + I % HALF / STEP * 2 * STEP + I % STEP + STEP)...>(a, b));
+                   shuffle<(I / HALF * LANES + I % HALF / STEP * 2 * STEP + I % STEP + STEP)...>(a, b));
 }
 
 // Horizontal sums (or maxima) of N <= LANES vectors: lane i of the result is that of v[i]. Vectors are folded in pairs, which takes
@@ -144,14 +144,14 @@ template <typename Op, int N, int STEP = LANES / 2>
 static inline vec reduce_lanes(const vec *v) {
   static_assert(0 < N && N <= 2 * STEP);
   constexpr int PAIRS = (N + 1) / 2;
-  vec fold_to_vector[PAIRS];
+  vec folded[PAIRS];
   UNROLL for (int i = 0; i < PAIRS; i++) {
-    fold_to_vector[i] = fold_pair<Op, STEP>(v[2 * i], 2 * i + 1 < N ? v[2 * i + 1] : vec{}, std::make_integer_sequence<int, LANES>{});
+    folded[i] = fold_pair<Op, STEP>(v[2 * i], 2 * i + 1 < N ? v[2 * i + 1] : vec{}, std::make_integer_sequence<int, LANES>{});
   }
   if constexpr (STEP == 1) {
-    return fold_to_vector[0];
+    return folded[0];
   } else {
-    return reduce_lanes<Op, PAIRS, STEP / 2>(fold_to_vector);
+    return reduce_lanes<Op, PAIRS, STEP / 2>(folded);
   }
 }
 

@@ -56,13 +56,13 @@ void score_chunks(const ChunkSelection &in, const float *q, int64_t layer, int64
 void score_by_keys(const ChunkSelection &in, const float *q, int64_t layer, int64_t head, float *scores, Scratch &scratch) {
   constexpr int64_t POOL = 5;  // keys over which SnapKV pools
   const int64_t rows = in.group_size * in.n_queries, end = in.scorer == Scorer::ATTENTION ? in.kv_len : in.end_chunk * in.chunk_size;
-  const int64_t blocks = (end + BLOCK - 1) / BLOCK, block_scores = rows * BLOCK;
-  float *token_scores = scratch.get((blocks + 1) * (block_scores + BLOCK) + in.d * BLOCK), *mass = token_scores + blocks * block_scores;
+  const int64_t blocks = (end + BLOCK - 1) / BLOCK, block_size = rows * BLOCK;
+  float *token_scores = scratch.get((blocks + 1) * (block_size + BLOCK) + in.d * BLOCK), *mass = token_scores + blocks * block_size;
   float *kt = mass + (blocks + 1) * BLOCK;
   const KVHead source = kv_head(kv_layer(*in.kv, layer), in.slot, head);
   for (int64_t a = 0; a < end; a += BLOCK) {
-    float *block = token_scores + a / BLOCK * block_scores;
-    std::fill_n(block, block_scores, MASKED);
+    float *block = token_scores + a / BLOCK * block_size;
+    std::fill_n(block, block_size, MASKED);
     score_block({q, rows, in.d, {}}, source, a, std::min(BLOCK, end - a), block, kt);
   }
   const int64_t chunks = in.end_chunk - in.first_chunk;
@@ -72,7 +72,7 @@ void score_by_keys(const ChunkSelection &in, const float *q, int64_t layer, int6
       for (int64_t c = 0; c < chunks; c++) {
         float max_score = MASKED;
         for (int64_t j = (in.first_chunk + c) * in.chunk_size; j < (in.first_chunk + c + 1) * in.chunk_size; j++) {
-          max_score = std::max(max_score, token_scores[j / BLOCK * block_scores + r * BLOCK + j % BLOCK]);
+          max_score = std::max(max_score, token_scores[j / BLOCK * block_size + r * BLOCK + j % BLOCK]);
         }
         scores[c] += max_score;
       }
@@ -83,11 +83,11 @@ void score_by_keys(const ChunkSelection &in, const float *q, int64_t layer, int6
   for (int64_t r = 0; r < rows; r++) {
     float max_score = MASKED;
     for (int64_t b = 0; b < blocks; b++) {
-      for (int64_t j = 0; j < BLOCK; j++) max_score = std::max(max_score, token_scores[b * block_scores + r * BLOCK + j]);
+      for (int64_t j = 0; j < BLOCK; j++) max_score = std::max(max_score, token_scores[b * block_size + r * BLOCK + j]);
     }
     vec total = {};
     for (int64_t b = 0; b < blocks; b++) {
-      for (float *p = token_scores + b * block_scores + r * BLOCK, *last = p + BLOCK; p < last; p += LANES) {
+      for (float *p = token_scores + b * block_size + r * BLOCK, *last = p + BLOCK; p < last; p += LANES) {
         const vec x = v_exp(load(p) - max_score);
         store(p, x);
         total += x;
@@ -96,7 +96,7 @@ void score_by_keys(const ChunkSelection &in, const float *q, int64_t layer, int6
     float sum = 0.0f;
     for (int i = 0; i < LANES; i++) sum += total[i];
     for (int64_t b = 0; b < blocks; b++) {
-      const float *p = token_scores + b * block_scores + r * BLOCK;
+      const float *p = token_scores + b * block_size + r * BLOCK;
       float *to = mass + b * BLOCK;
       for (int64_t j = 0; j < BLOCK; j += LANES) store(to + j, load(to + j) + load(p + j) / sum);
     }
