@@ -49,7 +49,7 @@ WAITS: dict[str, dict[str, int]] = {
     "mtp": {TOKENS: 1, TREE: 1},
     "tokenswift": {TOKENS: 1, TREE: 1},
     # The result of each level's verification is read, and so is the level's confidence.
-    "triforce": {TOKENS: 6, TREE: 5, "_step": 10},
+    "triforce": {TOKENS: 6, TREE: 5, "_extend": 10},
 }
 # The small trees that docs/gpu.md counts.
 FLAT = {"depth": 2, "top_k": 4}

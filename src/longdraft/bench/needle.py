@@ -217,7 +217,7 @@ class _FirstChoice(TreeConfig):
             self.predictions.extend((row, ids) for row in logits[:, 0])
             return logits
 
-        return super().grow(roots, kept, *args, **drafts | {"likeliest": None})
+        return super().grow(roots, kept, *args, **drafts | {"draft_topk": None})
 
 
 def _judged(logits: torch.Tensor, ids: torch.Tensor | None, token: int) -> TokenPrediction:
