@@ -121,7 +121,7 @@ def test_methods_decode_as_ar_does(method, tmp_path: Path, simulated_gpu):
 
 
 def test_a_tree_has_no_more_rows_than_the_bucket(simulated_gpu, monkeypatch):
-    monkeypatch.setattr(deterministic, "ROWS", 4)
+    monkeypatch.setattr(deterministic, "FIXED_BATCH_ROWS", 4)
     model = on_card()
     spec = Speculator("prompt-lookup", target=model, plan="fixed", deterministic=True, min_n=1)
     steps = list(spec.stream(PROMPTS, max_new_tokens=20, eos_token_ids=[]))

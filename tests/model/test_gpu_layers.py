@@ -84,7 +84,7 @@ def launches(fused: bool, joined: bool, size: int, monkeypatch, family="llama") 
 
 
 def test_the_page_says_what_a_layer_launches(monkeypatch):
-    ways = {"the model's own code": (False, False), "fused": (True, False), "fused, weights side by side": (True, True)}
+    ways = {"the model's own code": (False, False), "fused": (True, False), "fused, merged weights": (True, True)}
     for way, (fused, joined) in ways.items():
         row = re.search(rf"^\| {way} \| (\d+) \| (\d+) \|$", GPU_PAGE.read_text(), re.M)
         assert row is not None, way
