@@ -167,8 +167,8 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     from longdraft.views import draft_cache
 
     monkeypatch.setattr(self_drafter, "FRESH", 6)
-    monkeypatch.setattr(draft_cache, "FRESH", 8)
-    monkeypatch.setattr(draft_cache, "PIECE", 16)
+    monkeypatch.setattr(draft_cache, "MIN_NEW_ENTRIES", 8)
+    monkeypatch.setattr(draft_cache, "PREFILL_CHUNK", 16)
 
 
 @pytest.fixture
@@ -231,4 +231,4 @@ def cpu_offloads(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.support.lazy_side import LazyCopyStream
 
     monkeypatch.setattr(offload, "check", lambda *_: None)
-    monkeypatch.setattr(offload, "Side", lambda device: LazyCopyStream())
+    monkeypatch.setattr(offload, "CopyStream", lambda device: LazyCopyStream())

@@ -38,8 +38,8 @@ def attend(request, monkeypatch):
     compute = fixed_order.fixed_order_attention if request.param == "definition" else by_kernel(monkeypatch)
 
     def path(q, keys, values, block, scale, scoring=None):
-        bound = max(block.lengths) + block.width
-        rows = block.slots_t, block.lengths_t, *fixed_order.ancestor_lists(block, q.device)
+        bound = max(block.prefix_lens) + block.width
+        rows = block.slots_t, block.prefix_lens_t, *fixed_order.ancestor_lists(block, q.device)
         return compute(q, keys, values, *rows, bound, scale)
 
     return path
@@ -85,7 +85,7 @@ def test_the_check_at_the_start_passes_and_finds_another_order(monkeypatch):
     fixed_order.check_batch_invariance.cache_clear()
     fixed_order.check_batch_invariance(torch.device("cpu"), torch.float32, 16, 2)
     by_rank = fixed_order.attend
-    monkeypatch.setattr(fixed_order, "attend", lambda *inputs: by_rank(*inputs) + 1e-6 * inputs[3].lengths[0])
+    monkeypatch.setattr(fixed_order, "attend", lambda *inputs: by_rank(*inputs) + 1e-6 * inputs[3].prefix_lens[0])
     fixed_order.check_batch_invariance.cache_clear()
     with pytest.raises(CapabilityError, match="deterministic"):
         fixed_order.check_batch_invariance(torch.device("cpu"), torch.float32, 16, 2)

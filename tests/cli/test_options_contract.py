@@ -62,6 +62,6 @@ def test_the_file_of_the_command_line_is_that_of_the_catalogue_and_trees_have_a_
 )  # fmt: skip
 def test_memory_is_begun_for_weights_that_are_laid_out(chosen, begins, monkeypatch):
     begun = []
-    monkeypatch.setattr(huge_pages, "begin", lambda path, free: begun.append(path))
+    monkeypatch.setattr(huge_pages, "prefault", lambda path, free: begun.append(path))
     ModelOptions(model="large.gguf", **chosen).preload()
     assert begun == ["large.gguf"] * begins

@@ -9,7 +9,7 @@ from longdraft.drafters.shared import block_drafter, fused_level
 @pytest.fixture
 def float32_weights(monkeypatch):
     """Drafts are computed with the weights as they are, as their definitions in these tests are."""
-    monkeypatch.setattr(fused_level, "light", lambda weights: weights)
+    monkeypatch.setattr(fused_level, "quantize_for_draft", lambda weights: weights)
 
 
 @pytest.fixture

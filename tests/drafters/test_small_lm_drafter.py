@@ -131,7 +131,7 @@ def test_many_tokens_at_once(decoding):
 
 
 def test_defaults_are_the_papers_or_as_much_as_was_trained_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(draft_cache, "FRESH", 64)
+    monkeypatch.setattr(draft_cache, "MIN_NEW_ENTRIES", 64)
     long = SmallLMDraft.load(small_lm(tmp_path / "long", context=2048))
     short = SmallLMDraft.load(small_lm(tmp_path / "short", context=512))
     for draft, chunks, recent in ((long, 32, 1024), (short, 7, 408)):

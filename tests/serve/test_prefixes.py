@@ -297,7 +297,7 @@ def test_a_file_that_may_not_be_read_is_left_alone(tmp_path, caplog, monkeypatch
     def forbidden(path):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(snapshot, "head", forbidden)
+    monkeypatch.setattr(snapshot, "read_header", forbidden)
     assert Texts(tmp_path).read(TEXT) == 0
     assert files(tmp_path) == [file] and "Permission denied" in caplog.text
 

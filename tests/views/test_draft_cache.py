@@ -23,8 +23,8 @@ TRAINED, SLOTS = 60, 2
 
 @pytest.fixture(autouse=True)
 def _small_sizes(monkeypatch):
-    monkeypatch.setattr(draft_cache, "PIECE", 16)
-    monkeypatch.setattr(draft_cache, "SPARE", 5)  # rows are moved after a few tokens
+    monkeypatch.setattr(draft_cache, "PREFILL_CHUNK", 16)
+    monkeypatch.setattr(draft_cache, "SPARE_ENTRIES", 5)  # rows are moved after a few tokens
 
 
 # One layer: keys and values depend on token and position alone, whatever was attended to.

@@ -50,7 +50,7 @@ class Draft(ABC, Generic[Bound]):
         if (load := vars(cls).get("load")) is not None:
 
             def loaded(own: type[Any], folder: Path | str, *args: Any, **options: Any) -> Any:
-                return load.__func__(own, hub.local_folder(folder) if own.fetched else folder, *args, **options)
+                return load.__func__(own, hub.local_folder(folder) if own.loads_hub_files else folder, *args, **options)
 
             setattr(cls, "load", classmethod(reads("The draft in", REMEDY)(functools.wraps(load.__func__)(loaded))))  # noqa: B010
 

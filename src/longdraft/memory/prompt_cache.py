@@ -154,8 +154,8 @@ class PromptCache:
         the tree, if that has it. The last prompt token is never reused, as its logits have to be computed.
 
         Args:
-            piece: the number of reused rows is a multiple of this.
-            kind: of the prompt's rows; see :attr:`rope_regimes`.
+            chunk_size: the number of reused entries is a multiple of this.
+            rope_regime: the RoPE factors of the prompt's keys; see :attr:`rope_regimes`.
 
         Returns:
             The number of the prompt's tokens that the slot holds.
