@@ -1,6 +1,6 @@
 """Profiles rounds of a method: the time of each part.
 
-Measured in rounds of their own, never in those that are timed for tokens/s (:mod:`longdraft.model.round_profiler`).
+Profiled rounds are extra ones: rounds that are timed for tokens/s have no :mod:`~longdraft.model.round_profiler`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def profile_rounds(
     """
     run = job.start(spec, cache)
     engine = run._engine
-    engine.runner.profiler = clock = RoundProfiler(engine.runner.device)
+    engine.runner.profiler = profiler = RoundProfiler(engine.runner.device)
     profiled: list[dict[str, float]] = []
     try:
         for step in run:
-            parts = clock.pop_counts()
+            parts = profiler.pop_counts()
             if step.mode != "prefill" and step.seconds:  # the first step of a round has the round's time
                 profiled.append(parts | {"rest": step.seconds - sum(parts[name] for name in PARTS[:3])})
                 if len(profiled) > rounds:
