@@ -48,8 +48,7 @@ class RunSettings:
     """The settings of a run that differ within a file.
 
     Attributes:
-        options: the method's options, as JSON.
-        draft: fingerprint of the method's draft; empty: no draft.
+        options, draft: the method's options as JSON, and the fingerprint of its draft; empty: no draft.
         rope_factor: YaRN factor of the target; None: not stretched.
         sample, prompt: origin of the text, and a fingerprint of its tokens.
         sampling: a :data:`~longdraft.bench.data.SamplingScheme`; "coupled" for greedy decoding.
@@ -72,11 +71,8 @@ class AcceptanceRun:
     """The measured run of a prompt.
 
     Attributes:
-        asked: the run's settings.
-        new_tokens: without the prefill's token.
-        verifications: target forwards that emitted them.
-        accepted: for each verification: how many drafted tokens were accepted, and how many ``max_tokens`` left room
-            for.
+        new_tokens, verifications: emitted tokens without the prefill's, and the target forwards that emitted them.
+        accepted: for each verification, accepted drafted tokens, and their limit by ``max_tokens``.
         seconds: decode seconds, the median of the repeats. In files of earlier versions: None, or the fastest repeat's.
     """
 
@@ -86,6 +82,9 @@ class AcceptanceRun:
     verifications: int
     accepted: tuple[tuple[int, int], ...]
     seconds: float | None = field(default=None, compare=False)
+
+
+AcceptanceStep = Step[RunSettings, AcceptanceRun]
 
 
 def open_records(path: Path, settings: Settings, model: Mapping[str, Any]) -> RecordFile[AcceptanceRun]:
@@ -176,9 +175,7 @@ class AcceptanceBench:
             except CapabilityError as error:
                 self.notes.append(f"Lengths that need a factor of {factor or 1:g} are left out: {error}")
 
-    def steps(
-        self, samples: Sequence[Sample], lengths: Sequence[int], short: ShortTextPolicy
-    ) -> list[Step[RunSettings, AcceptanceRun]]:
+    def steps(self, samples: Sequence[Sample], lengths: Sequence[int], short: ShortTextPolicy) -> list[AcceptanceStep]:
         """A step for each text and YaRN factor.
 
         Raises:
@@ -186,7 +183,7 @@ class AcceptanceBench:
             PromptError: every text is shorter than all of the lengths.
         """
         s = self.settings
-        steps: list[Step[RunSettings, AcceptanceRun]] = []
+        steps: list[AcceptanceStep] = []
         for factor, group in lengths_by_rope_factor(lengths, self.context_length).items():
             context = int(self.context_length * (factor or 1.0))
             if context <= s.max_tokens:
@@ -233,8 +230,7 @@ class AcceptanceBench:
                 group = [s for s in missing if methods[s.method].prefill is prefill and s.length == prompt.context]
                 runs: dict[RunSettings, list[Run]] = {settings: [] for settings in group}
                 for _, settings in interleave(group, self._repeats):
-                    temperature = format_temperature(settings.temperature)
-                    tick(f"{settings.length:,} tokens, {settings.method}, {temperature}")
+                    tick(f"{settings.length:,} tokens, {settings.method}, {format_temperature(settings.temperature)}")
                     runs[settings].append(self._run(self._bench, methods[settings.method], settings, prompt))
                     if len(runs[settings]) == self._repeats:
                         run, seconds = runs[settings][0], median(run.decode_seconds for run in runs[settings])

@@ -42,9 +42,7 @@ def check_available() -> None:
         ) from None
 
 
-def draw_lines(
-    title: str, series: Mapping[str, Sequence[Point]], x_label: str, y_label: str, reference: float
-) -> bytes:
+def plot(title: str, series: Mapping[str, Sequence[Point]], x_label: str, y_label: str, reference: float) -> bytes:
     """An SVG file with a line for each method over a logarithmic x axis. matplotlib's own settings do not change.
 
     Args:

@@ -28,9 +28,7 @@ class Job:
     """A batch to decode, the same for every contender.
 
     Attributes:
-        prompts: token ids of each.
-        max_tokens: new tokens of each prompt, at most.
-        seed: the seed of sampling.
+        prompts, max_tokens: token ids of the prompts, and new tokens of each at most.
         eos_ids: token ids that end a sequence; empty: decode on to ``max_tokens``.
     """
 
@@ -63,8 +61,7 @@ class Run:
             where the prompt's KV came from a snapshot.
         decode_seconds: from the first token of the last prompt to the end.
         rounds: target forwards of each prompt after its first token.
-        accepted: for each round of all prompts, in the order in which the rounds ended: how many drafted tokens were
-            accepted, and how many ``max_tokens`` left room for.
+        accepted: for each round, in the order of their ends: accepted drafted tokens, and the ``max_tokens`` limit.
         view: which KV entries a draft or a partial verification sees, in words; empty: all.
     """
 
@@ -184,12 +181,10 @@ def weight_formats(model: nn.Module) -> str:
     seen: set[int] = set()
     for module in model.modules():
         matrix = getattr(module, "matrix", None)
-        weights = [
-            (p.data_ptr(), str(p.dtype).removeprefix("torch."), p.numel()) for p in module.parameters(recurse=False)
-        ]
+        own = [(p.data_ptr(), str(p.dtype).removeprefix("torch."), p.numel()) for p in module.parameters(recurse=False)]
         if isinstance(matrix, QuantizedMatrix):
-            weights.append((matrix.data.data_ptr(), matrix.format, matrix.shape[0] * matrix.shape[1]))
-        for pointer, name, size in weights:
+            own.append((matrix.data.data_ptr(), matrix.format, matrix.shape[0] * matrix.shape[1]))
+        for pointer, name, size in own:
             if pointer not in seen:  # tied weights count once
                 seen.add(pointer)
                 counts[name] += size

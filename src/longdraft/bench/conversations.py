@@ -48,9 +48,7 @@ def _messages(example: Example) -> list[dict[str, Any]]:
         PromptError: there are none.
     """
     messages = _parse(next((example.columns[c] for c in _MESSAGES if example.columns.get(c)), None))
-    valid = isinstance(messages, list) and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
-    )
+    valid = isinstance(messages, list) and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages)
     if not messages or not valid:
         raise PromptError(
             f"{example.origin} is no row of trajectories: it has no list of messages with roles; it has "

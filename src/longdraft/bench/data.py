@@ -82,7 +82,7 @@ class Sample:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """A conversation's messages."""
+
         earlier = [json.loads(line) for line in self.document.splitlines()]
         return [*earlier, json.loads(self.last_message) | {"content": self.instruction}]
 
@@ -161,18 +161,14 @@ def insert_needles(text: str, needles: Iterable[tuple[float, str]]) -> str:
 
 
 def encode_truncated(
-    sample: Sample, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None, raw: bool = False, **template_kwargs: Any
+    sample: Sample, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None, raw: bool = False, **kwargs: Any
 ) -> list[int]:
-    """Token ids of the sample's prompt, at most ``max_tokens``: its document is cut to fit.
-
-    Args:
-        max_tokens: None: nothing is cut.
-        raw, template_kwargs: those of :meth:`Sample.encode`.
+    """Token ids of the sample's prompt, whose document is cut so that they are at most ``max_tokens`` (None: not cut).
 
     Raises:
         ContextError: the instruction alone is longer.
     """
-    token_ids = sample.encode(tokenizer, raw, **template_kwargs)
+    token_ids = sample.encode(tokenizer, raw, **kwargs)
     if max_tokens is None or len(token_ids) <= max_tokens:
         return token_ids
     # A binary search for the number of characters; each trial is encoded to count its tokens.
@@ -183,13 +179,11 @@ def encode_truncated(
         guess = max(low + 1, min(high - 1, high * max_tokens // max(1, len(token_ids))))
         characters = (low + high) // 2 if best else guess
         trial = sample.truncated(characters)
-        token_ids = trial.encode(tokenizer, raw, **template_kwargs) if trial.document.strip() else []
+        token_ids = trial.encode(tokenizer, raw, **kwargs) if trial.document.strip() else []
         if len(token_ids) <= max_tokens:
             low, best = characters, token_ids or best
         else:
             high = characters
     if not best:
-        raise ContextError(
-            f"{sample.origin}: not even the instruction fits {max_tokens} tokens. Ask for a longer context."
-        )
+        raise ContextError(f"{sample.origin}: the instruction alone exceeds {max_tokens} tokens: ask for more context.")
     return best

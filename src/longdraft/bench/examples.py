@@ -16,16 +16,12 @@ from longdraft.files import file_errors, require_regular
 
 _TEXT_SUFFIXES = (".jsonl", ".json", ".txt")
 _TABLES = {".parquet": "parquet", ".csv": "csv"}
+ErrorOf = Callable[[str], Exception]
 
 
 @dataclass(frozen=True)
 class Example:
-    """A row of a data set as it is stored.
-
-    Attributes:
-        origin: file and line, for messages.
-        stem: the file's name without the suffix.
-    """
+    """A row of a data set. ``origin``: file and line, for messages. ``stem``: the file's name without its suffix."""
 
     columns: Mapping[str, Any]
     origin: str
@@ -131,7 +127,7 @@ def _read_file(file: Any, limit: int | None) -> Iterator[Example]:
 
 
 def _read_lines(file: Any, stem: str, limit: int | None) -> Iterator[Example]:
-    """Rows of a JSONL file."""
+
     with _named_errors(file), file.open(encoding="utf-8") as lines:
         not_blank = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
         for number, line in islice(not_blank, limit):
@@ -145,13 +141,8 @@ def _read_lines(file: Any, stem: str, limit: int | None) -> Iterator[Example]:
             yield Example(row, origin, stem)
 
 
-def _load_dataset(
-    origin: str, stem: str, limit: int | None, error: Callable[[str], Exception], **arguments: Any
-) -> list[Example]:
-    """Rows as the ``datasets`` library reads them.
-
-    Args:
-        error: a reason -> the exception to raise if the rows cannot be read.
+def _load_dataset(origin: str, stem: str, limit: int | None, error: ErrorOf, **arguments: Any) -> list[Example]:
+    """Rows as the ``datasets`` library reads them. ``error``: a reason -> the exception, if they cannot be read.
 
     Raises:
         CapabilityError: the library is missing.

@@ -30,8 +30,7 @@ class Step(Generic[K, R]):
     Attributes:
         description: a few words for the progress bar.
         keys: keys of the records that it makes.
-        measure: (missing keys, tick) -> their records; calls ``tick`` before each run.
-        ticks: calls of ``tick`` for each record.
+        measure: (missing keys, tick) -> their records; calls ``tick`` ``ticks`` times a record, before each run.
     """
 
     description: str
@@ -83,6 +82,7 @@ class Experiment(Generic[K, R]):
                     yield record
 
 
+Units = Mapping[str, "Unit"]
 UnitRecord = dict[str, Any]
 """``unit``: the unit's name; ``measured``: its result as a JSON object."""
 
@@ -94,13 +94,8 @@ class Unit(NamedTuple):
     measure: Callable[[Tick], Mapping[str, Any]]
 
 
-def unit_experiment(
-    units: Mapping[str, Unit], path: Path | None, header: Mapping[str, Any]
-) -> Experiment[str, UnitRecord]:
+def unit_experiment(units: Units, path: Path | None, header: Mapping[str, Any]) -> Experiment[str, UnitRecord]:
     """An experiment of units, by name: each is a step and a record.
-
-    Args:
-        path: the file of records; None: none is kept.
 
     Raises:
         ConfigError: the file holds a run with another header.
@@ -116,7 +111,7 @@ def unit_experiment(
 
 
 def interleave(names: Sequence[K], repeats: int) -> Iterator[tuple[int, K]]:
-    """(repeat, name) of runs that are compared: all names in turn, in reverse order every second time, so that a machine
-    that slows down slows all of them."""
+    """(repeat, name) of compared runs: all names in turn, in reverse order every second time, so that a machine that
+    slows down slows all of them."""
     for i in range(repeats):
         yield from ((i, name) for name in (names if i % 2 == 0 else reversed(names)))

@@ -46,18 +46,14 @@ BREAK_EVEN = (
     f"{SPEED_DEFINITION}; the median of the runs, then of the prompts; vs ar: a prompt's over ar's, the median.",
 )
 
-Row = Mapping[str, Any]
+Row, Runs = Mapping[str, Any], Iterable[AcceptanceRun]
 
 
-def acceptance_report(
-    runs: Iterable[AcceptanceRun], methods: Sequence[str], notes: Sequence[str], complete: bool
-) -> Report:
+def acceptance_report(runs: Runs, methods: Sequence[str], notes: Sequence[str], complete: bool) -> Report:
     """The report of ``bench acceptance``: a table for each temperature and data set, with a column for each length.
 
     Args:
-        methods: in the order of the rows.
-        notes: remarks about texts.
-        complete: True if no run is missing.
+        methods: in the order of the rows. notes: remarks about texts. complete: no run is missing.
     """
     runs = _decoded(runs)
     datasets: list[str | None] = list(dict.fromkeys(run.asked.dataset for run in runs))
@@ -96,9 +92,7 @@ def acceptance_report(
     return Report(document, tables, list(map(Text, notes)), DEFINITIONS)
 
 
-def break_even_report(
-    runs: Iterable[AcceptanceRun], methods: Sequence[str], notes: Sequence[str], complete: bool
-) -> Report:
+def break_even_report(runs: Runs, methods: Sequence[str], notes: Sequence[str], complete: bool) -> Report:
     """The report of ``bench length``: a table of accepted lengths and break-evens by length, and one of tokens/s. The
     arguments are those of :func:`acceptance_report`."""
     runs = _decoded(runs)
@@ -147,7 +141,7 @@ def _common_keys(runs: Sequence[AcceptanceRun]) -> dict[str, Any]:
 
 
 def _round_seconds(run: AcceptanceRun | None) -> float | None:
-    """Mean seconds of a round."""
+
     return None if run is None else ratio(run.seconds, run.verifications)
 
 
@@ -182,7 +176,7 @@ def acceptance_chart(rows: Sequence[Row]) -> bytes:
         series.setdefault(row["method"], []).append(point)
     most = pluralize(max(row["prompts"] for row in pooled), "prompt")
     title = f"{_sampling(rows[0])}, up to {most} a length"
-    return charts.draw_lines(title, series, "context, tokens", "mean accepted length", 1.0)
+    return charts.plot(title, series, "context, tokens", "mean accepted length", 1.0)
 
 
 def doubling_lengths(first: int, last: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from longdraft.bench import data
 from longdraft.bench.data import Sample
+from longdraft.bench.experiment import Tick
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.tables import mean_of
 from longdraft.drafters.shared.tree_drafter import TreeDrafter
@@ -49,21 +50,16 @@ SLACK = 16
 
 
 def make_haystacks(
-    path: Path,
-    context: int,
-    tokenizer: PreTrainedTokenizerBase,
-    samples: int = 2,
-    depths: Sequence[float] = DEPTHS,
-    **template_kwargs: Any,
-) -> list[Prompt]:
+    path: Path, context: int, tokenizer: PreTrainedTokenizerBase, samples: int = 2,
+    depths: Sequence[float] = DEPTHS, **template_kwargs: Any,
+) -> list[Prompt]:  # fmt: skip
     """Prompts with a needle. Those of one text are adjacent, deepest needle first, so that each shares a prefix with
     the next.
 
     Args:
         path: JSONL as the bench reads it, or plain text.
         context: tokens of a prompt.
-        samples: number of texts; each gets a needle at each depth.
-        depths: 0 is the beginning of the text, 1 its end.
+        samples: number of texts; each gets a needle at each depth, from 0 (its beginning) to 1.
         template_kwargs: ``system`` and arguments of the chat template.
 
     Raises:
@@ -83,9 +79,7 @@ def make_haystacks(
             sample = Sample(hay, question, "needle", f"{path}:{i + 1}", answers=(code,), needles=needles)
             tokens = data.encode_truncated(sample, tokenizer, context, **template_kwargs)
             if len(tokens) < context - SLACK:
-                raise PromptError(
-                    f"{path} holds {len(token_ids):,} tokens, and a haystack has {context:,}: name a longer text."
-                )
+                raise PromptError(f"{path} has {len(token_ids):,} tokens, a haystack {context:,}: name a longer text.")
             prompts.append(Prompt(sample, tuple(tokens), context))
     return prompts
 
@@ -129,8 +123,7 @@ class NeedleBench:
         for name, (method, view_options) in views.items():
             kind = get_method(method).draft_kind or ""
             draft = {"draft": loaded_drafts[kind]} if kind in loaded_drafts else {}
-            # Nothing is verified: a tree of one node is enough.
-            options = {**draft, **view_options, "widths": (1,)}
+            options = {**draft, **view_options, "widths": (1,)}  # nothing is verified: one node is enough
             recipe = self._recipes[name] = recipe_for(*resolve(method, options), self.runner)
             if "draft" in recipe.options:
                 loaded_drafts[kind] = recipe.options["draft"]  # a draft is read once
@@ -143,9 +136,7 @@ class NeedleBench:
         longest = max(len(encode(self._tokenizer, NEEDLE.format(colour=c, code=10**5))) for c in COLOURS)
         return self.runner.context_length - longest - 2
 
-    def measure(
-        self, haystack: Prompt, tick: Callable[[str], None] = lambda name: None
-    ) -> dict[str, list[TokenPrediction]]:
+    def measure(self, haystack: Prompt, tick: Tick = lambda name: None) -> dict[str, list[TokenPrediction]]:
         """Lets every view predict a haystack's needle.
 
         Args:
@@ -163,12 +154,10 @@ class NeedleBench:
             tick(name)
             drafter, tree, sampler = recipe.drafter(), _Top1Tree(), _ForcedSampler(answer)
             cast(TreeDrafter, drafter).tree = tree
-            # A limit of one token more than the answer: for the last token of a limit nothing is drafted.
-            prompt, limit = list(haystack.token_ids), len(answer) + 1
+            # One token more than the answer: before the last token of a limit nothing is drafted.
+            prompt, limit, device = list(haystack.token_ids), len(answer) + 1, self.runner.device
             engine = Engine(self.runner, drafter, _RootVerifier(), self._cache)
-            engine.add(
-                sequence.Sequence(0, prompt, limit, self.runner.device, sampler=sampler, stop_rules=[sampler.is_done])
-            )
+            engine.add(sequence.Sequence(0, prompt, limit, device, sampler=sampler, stop_rules=[sampler.is_done]))
             for _ in engine.run():
                 pass
             predictions[name] = [_judge(*pair, token) for pair, token in zip(tree.predictions, answer[1:], strict=True)]

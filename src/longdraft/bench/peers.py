@@ -121,10 +121,9 @@ def _config(job: Job, pad: int) -> GenerationConfig:
 
 @contextmanager
 def _settings(model: PreTrainedModel, config: GenerationConfig, attention: str) -> Iterator[None]:
-    """Sets the model's attention and generation configuration, and restores both afterwards.
+    """Sets the model's attention and generation configuration for a while.
 
-    The configuration replaces the model's own, from which ``generate`` would fill in what is None, such as an EOS that
-    is to be ignored.
+    ``generate`` fills in what is None from the model's own configuration, such as an EOS that is to be ignored.
     """
     previous_config, previous_attention = model.generation_config, model.config._attn_implementation
     model.generation_config = config

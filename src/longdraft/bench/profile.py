@@ -20,9 +20,7 @@ PARTS = ("draft", "attention", "forward", "rest")
 """Parts of a round: the drafter; the target's attention; the rest of the target's forward; everything else."""
 
 
-def profile_rounds(
-    spec: Speculator, job: Job, cache: PromptCache | None, rounds: int = ROUNDS
-) -> dict[str, Any] | None:
+def profile_job(spec: Speculator, job: Job, cache: PromptCache | None, rounds: int = ROUNDS) -> dict[str, Any] | None:
     """Decodes the first rounds of a job with clocks around the parts.
 
     Args:

@@ -24,8 +24,7 @@ class Prompt:
     """An encoded sample.
 
     Attributes:
-        context: the wanted length; None: the sample is not cut.
-        joined: True if its document holds the texts of several samples.
+        context: the wanted length; None: not cut. joined: the document holds the texts of several samples.
     """
 
     sample: Sample
@@ -71,20 +70,13 @@ def encode_prompts(samples: Sequence[Sample], loaded: LoadedModel, settings: Set
 
 
 def prompts_of_length(
-    samples: Sequence[Sample],
-    length: int,
-    max_prompt_tokens: int,
-    tokenizer: PreTrainedTokenizerBase,
-    short: ShortTextPolicy,
-    raw: bool = False,
-    **template_kwargs: Any,
-) -> tuple[list[Prompt], list[str]]:
+    samples: Sequence[Sample], length: int, max_prompt_tokens: int, tokenizer: PreTrainedTokenizerBase,
+    short: ShortTextPolicy, raw: bool = False, **template_kwargs: Any,
+) -> tuple[list[Prompt], list[str]]:  # fmt: skip
     """Every sample's prompt of a length, and notes on texts that are shorter.
 
     Args:
-        length: wanted tokens.
-        max_prompt_tokens: the limit that leaves room for new tokens.
-        short: what becomes of shorter texts.
+        length, max_prompt_tokens: wanted tokens, and the limit that leaves room for new ones.
         raw, template_kwargs: those of :meth:`~longdraft.bench.data.Sample.encode`.
     """
     size, found, short_lengths = min(length, max_prompt_tokens), [], []
@@ -94,8 +86,7 @@ def prompts_of_length(
             joined = _join_texts(sample, [*samples[i + 1 :], *samples[:i]], size, tokenizer, raw, **template_kwargs)
         token_ids = encode_truncated(joined, tokenizer, size, raw, **template_kwargs)
         # A cut text may lack a token or two of the size: then the uncut one is longer.
-        is_short = len(token_ids) < size and len(joined.encode(tokenizer, raw, **template_kwargs)) < size
-        if is_short:
+        if is_short := len(token_ids) < size and len(joined.encode(tokenizer, raw, **template_kwargs)) < size:
             short_lengths.append(len(token_ids))
         if not is_short or short == "keep":
             found.append(Prompt(sample, tuple(token_ids), length, joined is not sample))
@@ -114,10 +105,8 @@ def _join_texts(
     sample: Sample, others: Sequence[Sample], size: int, tokenizer: PreTrainedTokenizerBase, raw: bool, **kwargs: Any
 ) -> Sample:
     """Appends the documents of others of the same data set, each once, until the prompt has ``size`` tokens."""
-    documents = dict.fromkeys(
-        s.document for s in others if s.dataset == sample.dataset and s.document != sample.document
-    )
-    for document in documents:
+    further = dict.fromkeys(s.document for s in others if s.dataset == sample.dataset and s.document != sample.document)
+    for document in further:
         if len(sample.encode(tokenizer, raw, **kwargs)) >= size:
             break
         sample = replace(sample, document=f"{sample.document}\n\n{document}")

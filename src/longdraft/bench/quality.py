@@ -55,7 +55,7 @@ from longdraft.views.view import View, parse_dtype
 METHOD, FULL = "specpv", "full"
 VARIANT_DEFAULTS = {"selector": "minmax", "budget": 1024, "margin": 20}
 """Options that variants of specpv differ in, and their defaults."""
-Variants = dict[str, dict[str, Any]]
+Similarity, Variants = dict[str, float | None], dict[str, dict[str, Any]]
 """Options of variants by contender's name, such as ``specpv:budget=512``."""
 DEFINITIONS = (
     "full: full verification with the same drafter. Variants are compared with full; full and rounded KV are compared "
@@ -163,10 +163,10 @@ class QualityBench:
         self.settings, self._tokenizer = settings, loaded.tokenizer
         first_variant = {**settings.options, **next(iter(settings.variants.values()))}
         recipe = Speculator(METHOD, loaded.model, loaded.tokenizer, plan="fixed", **first_variant).recipe()
-        drafting_method = recipe.drafting_method
-        self.drafter = drafting_method.name
-        # The drafter's options hold its draft as it was read, so that it is read once.
-        drafter_options = {n: recipe.options[n] for n in drafting_method.drafter_options if n in recipe.options}
+        method = recipe.drafting_method
+        self.drafter = method.name
+        # The options hold the draft as it was read, so that it is read once.
+        drafter_options = {n: recipe.options[n] for n in method.drafter_options if n in recipe.options}
         common = {**settings.options, **drafter_options, "drafter": self.drafter}
         options: dict[str, dict[str, Any]] = {self.drafter: drafter_options}
         options |= {name: {**common, **variant} for name, variant in settings.variants.items()}
@@ -230,11 +230,10 @@ class QualityBench:
                 "score": score_answer(prompt.sample, text),
                 "view": None if view is None else f"{view.size:,} = {view}",
             }
-            reference = self.reference_of(name)
-            if reference is None:
-                runs[name] |= dict.fromkeys(("rouge_l", "same_tokens", "same_share"))
-            else:
-                runs[name] |= _similarity(tokens[reference], tokens[name], runs[reference]["text"], text)
+            similarity = dict.fromkeys(("rouge_l", "same_tokens", "same_share"))
+            if (reference := self.reference_of(name)) is not None:
+                similarity = _similarity(tokens[reference], tokens[name], runs[reference]["text"], text)
+            runs[name] |= similarity
         sample = prompt.sample
         origin = {"dataset": sample.dataset, "origin": sample.origin, "scored": sample.metric or None}
         return {**origin, "context_tokens": len(prompt.token_ids), "runs": runs}
@@ -288,9 +287,8 @@ class QualityBench:
 
     def _table(self, rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> tuple[str, Table]:
         """A title and a table for a data set."""
-        first = rows[0]
-        samples = pluralize(first["samples"], "sample")
-        title = f"{first['dataset']}: {samples}, {first['context_tokens']:,} prompt tokens, drafts by {self.drafter}"
+        samples, length = pluralize(rows[0]["samples"], "sample"), rows[0]["context_tokens"]
+        title = f"{rows[0]['dataset']}: {samples}, {length:,} prompt tokens, drafts by {self.drafter}"
         table = new_table(["method", "selector"], ["budget", "margin", *(heading for heading, *_ in columns)])
         for row in rows:
             cells = (("selector", "{}"), ("budget", "{:,}"), ("margin", "{}"), *(column[1:] for column in columns))
@@ -298,9 +296,7 @@ class QualityBench:
         return title, table
 
 
-def _similarity(
-    reference: Sequence[int], tokens: Sequence[int], reference_text: str, text: str
-) -> dict[str, float | None]:
+def _similarity(reference: Sequence[int], tokens: Sequence[int], reference_text: str, text: str) -> Similarity:
     """ROUGE-L of a text and its reference, tokens before the first difference, and their share of the longer text."""
     longer, same = max(len(reference), len(tokens)), first_difference(reference, tokens)
     same = longer if same is None else same

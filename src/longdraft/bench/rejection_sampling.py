@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from longdraft.bench.contenders import Job
 from longdraft.drafters.combined import CombinedDrafter
@@ -26,20 +27,15 @@ from longdraft.trees.tree import TokenTree
 SAMPLED_TREES = ("chain", "static")
 
 
-def acceptance_probs(
-    p: torch.Tensor, tokens: list[int], q: torch.Tensor | None = None
-) -> tuple[list[float], torch.Tensor]:
+def acceptance_probs(p: Tensor, tokens: list[int], q: Tensor | None = None) -> tuple[list[float], Tensor]:
     """Acceptance probabilities of a node's candidates, which are tried one after the other.
 
     Args:
-        tokens: the candidates, in order.
-        p: the target's distribution (vocabulary,).
-        q: the draft's distribution (vocabulary,), from which the candidates were drawn without replacement; None: they
-            were chosen.
+        p, q: (vocabulary,) the target's distribution, and the draft's, from which the candidates were drawn in this
+            order without replacement; None: they were chosen.
 
     Returns:
-        For each candidate the probability of its acceptance if all before were rejected; and the residual distribution,
-        from which a token is drawn if all are rejected.
+        Each candidate's probability if all before it were rejected; the residual distribution if all are rejected.
     """
     probs, p = list[float](), p.double()
     for token in tokens:
@@ -56,8 +52,7 @@ class RejectionSampler(Sampler):
     """Walks down each round's tree: accepts a candidate, or draws from the residual distribution.
 
     Attributes:
-        candidates_by_path: tokens of a path below the root -> the candidates sampled behind it, in order, and the
-            distribution that they were drawn from.
+        candidates_by_path: tokens of a path below the root -> candidates that were drawn behind it, and from what.
     """
 
     def __init__(self, sampling: Sampling, generator: torch.Generator) -> None:
@@ -73,8 +68,7 @@ class RejectionSampler(Sampler):
         children = {t: node for t, node in self._tree.children(self._path[-1]).items() if t < len(p)}
         tokens, q = self.candidates_by_path.get(tuple(self._tree.tokens[node] for node in self._path[1:]), ([], p))
         drawn, q = [token for token in tokens if token in children], F.pad(q, (0, len(p) - len(q)))
-        chosen = [t for t in children if t not in drawn]  # by rank or by a lookup
-        for candidates, draft in ((drawn, q), (chosen, None)):
+        for candidates, draft in ((drawn, q), ([t for t in children if t not in drawn], None)):
             probs, p = acceptance_probs(p, candidates, draft)
             for token, prob in zip(candidates, probs, strict=True):
                 if float(torch.rand((), generator=self.generator, device=p.device)) < prob:
@@ -83,11 +77,7 @@ class RejectionSampler(Sampler):
         return int(p.multinomial(1, generator=self.generator))
 
     def sampled_children(self, draft_logits: DraftLogits, ids: torch.Tensor | None) -> DraftTopk:
-        """A function for ``TreeConfig.grow`` that samples a node's children, in place of the top k.
-
-        Args:
-            draft_logits, ids: those of ``TreeConfig.grow``.
-        """
+        """A function for ``TreeConfig.grow`` that samples a node's children, in place of the top k."""
         paths = list[tuple[int, ...]]()
         self.candidates_by_path.clear()
 

@@ -47,8 +47,8 @@ DEFINITIONS = (
 
 PROFILE_DEFINITIONS = (
     "a round: draft is the drafter's time. Verifying is the model's forward over the drafted tokens: attention to the "
-    "context and to each other, and the rest, whose time does not depend on the context's length. Overhead is all else: "
-    "sampling, committing. prefix: the context's share of the keys that attention read.",
+    "context and to each other, and the rest, which takes the same time at any length. Overhead is all else: sampling, "
+    "committing. prefix: the context's share of the keys that attention read.",
 )
 PARTS = {"attention": "verify: attention", "forward": "verify: the rest", "rest": "overhead"}
 
@@ -224,10 +224,10 @@ def _differences(report: dict[str, Any], decode: Callable[[list[int]], str]) -> 
     lines = []
     for d in report["differences"]:
         kind = "near tie" if d["near_tie"] else "MISMATCH"
-        token, reference = (
+        own, reference = (
             "the end" if d[key] is None else f"{decode([d[key]])!r} ({d[key]})" for key in ("token", "reference")
         )
         gap = "" if d["gap"] is None else f", logits {d['gap']:.2g} apart"
-        text = f"{kind}: {d['method']} on {d['sample']}, new token {d['position'] + 1}: {token}, ar has {reference}{gap}"
+        text = f"{kind}: {d['method']} on {d['sample']}, new token {d['position'] + 1}: {own}, ar has {reference}{gap}"
         lines.append(Text(text, style="" if d["near_tie"] else "red"))
     return lines

@@ -18,12 +18,11 @@ from longdraft.model.checkpoints import LoadedModel
 from longdraft.model.runner import TargetRunner
 
 FORMAT, VERSION = "longdraft-bench", 1
+Json = dict[str, Any]
 _CACHE = "LONGDRAFT_CACHE"
 
 
-def bench_header(
-    bench: Bench, prompts: Sequence[Prompt], model: str, data: Sequence[str], limit: int | None
-) -> dict[str, Any]:
+def bench_header(bench: Bench, prompts: Sequence[Prompt], model: str, data: Sequence[str], limit: int | None) -> Json:
     """The header of ``bench``: all that its figures depend on, and remarks.
 
     Args:
@@ -58,15 +57,11 @@ def bench_header(
     return make_header(FORMAT, VERSION, content)
 
 
-def unit_header(
-    format_name: str, content: Mapping[str, Any], loaded: LoadedModel, name: str, tokens: Any
-) -> dict[str, Any]:
+def unit_header(format_name: str, content: Mapping[str, Any], loaded: LoadedModel, name: str, tokens: Any) -> Json:
     """The header of a :func:`~longdraft.bench.experiment.unit_experiment`: all that its records depend on.
 
     Args:
-        content: settings.
-        name: the model's.
-        tokens: token ids of the prompts, as a JSON value.
+        content, name, tokens: settings, the model's name, and the prompts' token ids as a JSON value.
     """
     prompts = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
     model = {"model": model_entry(TargetRunner(loaded.model), name), "prompts": prompts}
@@ -74,11 +69,7 @@ def unit_header(
 
 
 def model_entry(target: TargetRunner, name: str) -> dict[str, Any]:
-    """The header's entry for a model.
-
-    Args:
-        name: as the user wrote it.
-    """
+    """The header's entry for a model. ``name``: as the user wrote it."""
     return {
         "name": name,
         "dtype": str(target.kv_shape.dtype).removeprefix("torch."),

@@ -18,7 +18,7 @@ from longdraft.bench import scores
 from longdraft.bench.contenders import Contender, Job, MethodContender, Run, SharedPrefill, eos_ids
 from longdraft.bench.experiment import Step, Tick, interleave
 from longdraft.bench.peers import PEERS, TransformersGenerate
-from longdraft.bench.profile import profile_rounds
+from longdraft.bench.profile import profile_job
 from longdraft.bench.prompts import Prompt, PromptBatch
 from longdraft.bench.settings import REFERENCE, Settings, make_speculator
 from longdraft.bench.tables import median_of
@@ -39,12 +39,11 @@ BatchKey = tuple[str, int | None, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class SampleDifference:
-    """The first difference of a method's tokens from those of ``ar``, of one sample. The fields from ``position`` on are
+    """A sample's first difference between a method's tokens and those of ``ar``; from ``position`` on the fields are
     those of :class:`~longdraft.bench.ties.Difference`.
 
     Attributes:
-        sample: the sample's origin.
-        gap: None if one output has ended.
+        sample: the sample's origin. gap: None if one output has ended.
     """
 
     method: str
@@ -175,8 +174,7 @@ class Bench:
         s, device = self.settings, self.target.device
         job = self.make_job([p.token_ids for p in prompts], s.max_tokens)
         cold: dict[str, Run] = {}
-        # A later turn of a conversation: the KV of the turn before is cached.
-        continues = not s.cold and all(p.sample.continues_previous for p in prompts)
+        continues = not s.cold and all(p.sample.continues_previous for p in prompts)  # the turn before is cached
         for name in self._cold_contenders:
             tick(name)
             contender = self.contenders[name]
@@ -193,7 +191,7 @@ class Bench:
                 peaks[name] = max(memory_info.peak_bytes(device), peaks[name] or 0)
         # From the cached KV of the prompts; with ``cold`` each method has its own prefill.
         profiled = self.methods.items() if s.profile else ()
-        profiles = {name: profile_rounds(c.spec, job, None if s.cold else c.prefill.cache) for name, c in profiled}
+        profiles = {name: profile_job(c.spec, job, None if s.cold else c.prefill.cache) for name, c in profiled}
         comparable = [name for name, c in self.contenders.items() if c.is_comparable(s.sampling.greedy, len(prompts))]
         outputs = {name: [*rounds[name], *([cold[name]] if name in cold else [])] for name in comparable}
         differences = [d for name, runs in outputs.items() for d in self._differences(prompts, name, runs, rounds)]
@@ -217,7 +215,7 @@ class Bench:
         )
 
     def _scores(self, prompts: Sequence[Prompt], run: Run) -> list[float | None]:
-        """Scores of a run's answers."""
+
         texts = (self._codec.decode(list(tokens)) for tokens in run.tokens)
         return [scores.score_answer(prompt.sample, text) for prompt, text in zip(prompts, texts, strict=True)]
 

@@ -52,7 +52,7 @@ def choice(text: str, answer: str) -> float:
 
 
 def number(text: str, answer: str) -> float:
-    r"""1 if a text's number is the answer: the last in ``\boxed{}``, else the first behind "answer is", else the last."""
+    r"""1 if a text's number is right: the last in ``\boxed{}``, else the first behind "answer is", else the last."""
     boxed, stated = re.findall(r"\\boxed\{([^{}]*)\}", text), re.findall(r"(?i:answer is)(.*)", text)
     for parts, index in ((boxed[-1:], -1), (stated[-1:], 0), ([text], -1)):
         if candidates := [number for part in parts for number in _NUMBER.findall(part)]:
@@ -73,8 +73,7 @@ def contains_answer(text: str, answer: str) -> float:
 
 
 def class_match(text: str, answer: str, classes: Sequence[str]) -> float:
-    """1 / number of classes that a text names, if the answer is among them; 0 otherwise. A class whose name is a part of
-    the answer's does not count."""
+    """1 / number of classes that a text names, if the answer is among them. Parts of the answer's name do not count."""
     named = [c for c in classes if c in text and (c == answer or c not in answer)]
     return 1 / len(named) if answer in named else 0.0
 

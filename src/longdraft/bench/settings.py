@@ -98,11 +98,11 @@ class Settings:
         return {**common, **{k: x for k, x in further.items() if k not in ("plan", "kv_dtype")}}
 
     def plan_of(self, name: str) -> str | None:
-        """A contender's plan."""
+
         return dict(self.contender_options.get(name, {})).get("plan", self.plan)
 
     def kv_dtype_of(self, name: str) -> str | None:
-        """A contender's dtype of the KV cache."""
+
         return dict(self.contender_options.get(name, {})).get("kv_dtype")
 
     def takes_draft(self, name: str) -> bool:

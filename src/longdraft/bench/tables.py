@@ -29,8 +29,7 @@ class Report:
     Attributes:
         document: the JSON object.
         tables: titles and tables.
-        remarks: lines below the tables.
-        definitions: what the figures mean.
+        remarks, definitions: lines below the tables; the latter define the figures.
     """
 
     document: dict[str, Any]
@@ -67,9 +66,7 @@ def pivot(
     """A table with a line for each method and a column for each length.
 
     Args:
-        head: heading of the methods' column.
-        column: a row -> the heading of its column.
-        cell: a row -> the text of its cell.
+        column, cell: functions of a row: the heading of its column, the text of its cell.
     """
     headings = list(dict.fromkeys(column(row) for row in rows))
     table = new_table([head], headings)
@@ -121,17 +118,10 @@ def format_figure(value: float | str | None, form: str, missing: str = "-") -> s
 
 
 def acceptance_stats(texts: Iterable[TokenCounts]) -> dict[str, Any]:
-    """A row's accepted length, its standard error, and ``prompts``: how many had a verification.
-
-    Args:
-        texts: new tokens and verification forwards of each prompt.
-    """
-    verified = [text for text in texts if text[1]]
-    return {
-        "mean_accepted_length": average(verified),
-        "prompts": len(verified),
-        "standard_error": standard_error(verified),
-    }
+    """A row's accepted length, its standard error, and ``prompts``: how many had a verification."""
+    verified = [counts for counts in texts if counts[1]]
+    error = standard_error(verified)
+    return {"mean_accepted_length": average(verified), "prompts": len(verified), "standard_error": error}
 
 
 def format_cell(row: Mapping[str, Any], key: str = "mean_accepted_length", form: str = "{:.2f}") -> str:

@@ -192,7 +192,8 @@ def _make_samples(name: str, example: Example) -> Iterable[Sample]:
     placeholders = re.findall(r"\{(\w+)\}", "".join(halves))
     if column is None or not all(c in columns for c in placeholders):
         needed = " and ".join([" or ".join(task.document_columns), *placeholders])
-        raise PromptError(f"{example.origin} is no row of {name}: it lacks {needed}; it has {', '.join(example.columns)}.")
+        present = ", ".join(example.columns)
+        raise PromptError(f"{example.origin} is no row of {name}: it lacks {needed}; it has {present}.")
     document, values = columns[column], {c: columns[c] or "" for c in placeholders}
     if not isinstance(document, str) or not document.strip() or not all(isinstance(x, str) for x in values.values()):
         raise PromptError(f"{example.origin}: its {' or '.join((column, *placeholders))} is empty or not a string.")

@@ -27,10 +27,9 @@ MAX_ULPS = {4: 64, 8: 64, 2: 4}
 """By bytes of the model's dtype: the largest distance of two logits, in ulps, whose order rounding can change.
 
 An ulp is the distance between neighbouring numbers of the dtype at the size of the larger logit. In float16 and
-bfloat16 a sum is computed in float32 and rounded once; in float32 every addition rounds, hence the larger number.
-Measured on SmolLM2-135M between transformers with and without a cache, and longdraft's trees and steps: the distance of
-the two best logits changes by up to 3 ulps in bfloat16 and float16, and by up to 14 in float32. Larger models have
-longer sums.
+bfloat16 a sum is computed in float32 and rounded once; in float32 every addition rounds. Measured on SmolLM2-135M
+between transformers with and without a cache, and longdraft's trees and steps: the distance of the two best logits
+changes by up to 3 ulps in bfloat16 and float16, and by up to 14 in float32. Larger models have longer sums.
 """
 
 
@@ -69,13 +68,9 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 
 def compare_outputs(
-    runner: TargetRunner,
-    prompt: Sequence[int],
-    tokens: Sequence[int],
-    reference: Sequence[int],
-    sampling: Sampling | None = None,
-    cache: PromptCache | None = None,
-) -> Difference | None:
+    runner: TargetRunner, prompt: Sequence[int], tokens: Sequence[int], reference: Sequence[int],
+    sampling: Sampling | None = None, cache: PromptCache | None = None,
+) -> Difference | None:  # fmt: skip
     """The first difference between two outputs of a prompt, with its gap by the target; None if they are equal.
 
     Args:
@@ -99,17 +94,14 @@ def compare_outputs(
     gap = float((pair[0] - pair[1]).abs())
     if math.isnan(gap):  # a filter has excluded both tokens (-inf): neither should have been sampled
         gap = math.inf
-    is_tie = near_tie(gap, float(pair.max()), runner.kv_shape.dtype)
-    return Difference(position, tokens[position], reference[position], gap, is_tie)
+    tie = near_tie(gap, float(pair.max()), runner.kv_shape.dtype)
+    return Difference(position, tokens[position], reference[position], gap, tie)
 
 
 def forward_in_chunks(
-    runner: TargetRunner,
-    cache: PromptCache,
-    context: Sequence[int],
-    prefix: Sequence[int],
+    runner: TargetRunner, cache: PromptCache, context: Sequence[int], prefix: Sequence[int],
     logits_from: int | None = None,
-) -> Iterator[tuple[int, Sequence[int], TargetOutput]]:
+) -> Iterator[tuple[int, Sequence[int], TargetOutput]]:  # fmt: skip
     """Runs the target over a context in chunks. Yields each chunk's position, its tokens and the forward's output.
 
     Args:
@@ -122,12 +114,11 @@ def forward_in_chunks(
     try:
         while (start := store.lengths[0]) < len(context):
             needs_logits = logits_from is not None and start >= logits_from
-            if needs_logits:
-                end = start + LOGITS_CHUNK
-            else:
-                end = min(start + default_chunk_size(runner), logits_from or len(context))
+            prefill_end = min(start + default_chunk_size(runner), logits_from or len(context))
+            end = start + LOGITS_CHUNK if needs_logits else prefill_end
             chunk = context[start:end]
-            logits: Literal["all", "last", "none"] = "all" if needs_logits else "last" if end >= len(context) else "none"
+            is_last = end >= len(context)
+            logits: Literal["all", "last", "none"] = "all" if needs_logits else "last" if is_last else "none"
             batch = store.make_forward_batch([0], [chunk], is_prefill=not needs_logits, prompt_len=len(context))
             out = runner.forward(batch, store, logits=logits)
             store.commit(0, range(len(chunk)))
