@@ -91,9 +91,9 @@ def divergence(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 def scored(runner: TargetRunner, window: list[int], prompt: bool) -> torch.Tensor:
     """Logits of a window's scored rows."""
     store, context = runner.new_store(1, len(window)), window[:-SCORED]
-    runner.forward(store.block([0], [context], prompt=True), store, logits="none")
+    runner.forward(store.make_forward_batch([0], [context], is_prefill=True), store, logits="none")
     store.commit(0, range(len(context)))
-    logits = runner.forward(store.block([0], [window[-SCORED:]], prompt=prompt), store).logits
+    logits = runner.forward(store.make_forward_batch([0], [window[-SCORED:]], is_prefill=prompt), store).logits
     assert logits is not None
     return logits[0, :-1]
 

@@ -128,7 +128,7 @@ class Model:
         for start in range(0, length, FILLED):
             rows = tokens[start : start + FILLED]
             if self.args.real_kv:
-                self.runner.forward(store.block([0], [rows], prompt=True), store, logits="none")
+                self.runner.forward(store.make_forward_batch([0], [rows], is_prefill=True), store, logits="none")
             else:
                 kv = torch.randn(2, shape.layers, shape.kv_heads, len(rows), shape.head_dim).to(shape.dtype)
                 store.write_entries(0, start, *kv)

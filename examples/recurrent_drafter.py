@@ -75,7 +75,7 @@ class RecurrentDraft(TrainedDraft[Bound]):
 
     def make(self, runner: TargetRunner) -> Bound:
         head, ids = self.head(runner)  # a matrix, or one as a GGUF file stores it
-        return Bound(self.load_module(runner), runner.parts.embedding, parallel_linear(head), ids)
+        return Bound(self.load_module(runner), runner.shared_parts.embedding, parallel_linear(head), ids)
 
 
 # 3. The drafter: it proposes a chain. Whatever it proposes, the output stays the target's.
@@ -101,7 +101,7 @@ class RecurrentDrafter(Drafter):
         state = bind.cell.begin(torch.stack([features[s.slot, len(s.token_ids) - 2] for s in sequences]))
         last = torch.tensor([s.output[-1] for s in sequences], device=state.device)
         token_ids, scores = [last], [torch.zeros(len(sequences), device=state.device)]
-        for _ in range(self.max_nodes if limit is None else min(self.max_nodes, limit.nodes)):
+        for _ in range(self.max_nodes if limit is None else min(self.max_nodes, limit.max_nodes)):
             self.forwards += 1
             state = bind.cell.step(bind.embedding(last), state)
             logits = bind.head(bind.cell.norm(state))
@@ -156,11 +156,11 @@ def train(config: Any, progress: Callable[..., None] = lambda *_: None, stop: Ca
     session = TrainingSession(config, LEVELS, progress, stop)
     runner, kept = session.runner, session.vocabulary()
     torch.manual_seed(config.seed)
-    cell = Cell(runner.parts.hidden_size)
+    cell = Cell(runner.shared_parts.hidden_size)
     # Logits of unit size at first: a fresh cell is then unsure, not sure and wrong.
-    nn.init.constant_(cell.norm.weight, 1 / float(head_rows(runner.parts.head, None).float().norm(dim=-1).median()))
-    sizes = {"hidden_size": runner.parts.hidden_size, "trained_length": config.max_length}
-    trainer = CellTrainer(cell, runner.parts, kept)
+    nn.init.constant_(cell.norm.weight, 1 / float(head_rows(runner.shared_parts.head, None).float().norm(dim=-1).median()))
+    sizes = {"hidden_size": runner.shared_parts.hidden_size, "trained_length": config.max_length}
+    trainer = CellTrainer(cell, runner.shared_parts, kept)
     layers = (runner.kv_shape.layers - 1,)  # whose output it reads
     yield from TrainingLoop(session, trainer, layers, NAME, sizes, levels=LEVELS, eval_levels=LEVELS).run()
 

@@ -38,7 +38,7 @@ def attend(request, monkeypatch):
     compute = fixed_order.fixed_order_attention if request.param == "definition" else by_kernel(monkeypatch)
 
     def path(q, keys, values, block, scale, scoring=None):
-        bound = max(block.prefix_lens) + block.width
+        bound = max(block.prefix_lens) + block.tree_len
         rows = block.slots_t, block.prefix_lens_t, *fixed_order.ancestor_lists(block, q.device)
         return compute(q, keys, values, *rows, bound, scale)
 

@@ -92,8 +92,8 @@ def test_retrieved_rows_are_seen_as_if_they_stood_together(tmp_path, kind, setti
     def gathered() -> list[int]:
         """The rows that are seen now: new ones stand behind what is gathered."""
         end = len(s.tokens) - 1
-        new = min(end - cache.end(0), cache.fresh)
-        return [*retrieval.rows(0, end - new).tolist(), *range(end - new, end)]
+        new = min(end - cache.context_len(0), cache.max_new_entries)
+        return [*retrieval.kv_indices(0, end - new).tolist(), *range(end - new, end)]
 
     there.check(gathered())  # nothing scored: the latest chunks
     there.go_on(2)
@@ -101,7 +101,7 @@ def test_retrieved_rows_are_seen_as_if_they_stood_together(tmp_path, kind, setti
     for _ in range(3):
         for _ in range(RETRIEVAL["every"]):
             there.drafter.observe(query_event(s, {layer: 9 * torch.randn(6, 16)}))
-        chosen.append(retrieval.chosen(0))
+        chosen.append(retrieval.selected_chunks(0))
         seen = gathered()
         assert len(seen) < len(s.tokens) - 10
         for token in (3, 1, 4):
@@ -131,7 +131,7 @@ def test_a_working_cache_that_grows_out_of_its_room_is_gathered_anew(tmp_path):
 def test_the_room_of_a_window_decides_how_much_is_retrieved(tmp_path):
     def retrieved(folder: Any, **options: Any) -> Any:
         spec = Speculator(folder, target=target(), retrieval=True, **options)
-        return spec.recipe().drafter().retrieval.view.chunks
+        return spec.recipe().drafter().retrieval.view.num_chunks
 
     bounded = random_eagle3(tmp_path / "bounded", target(), window=512)
     unbounded = random_eagle3(tmp_path / "unbounded", target())

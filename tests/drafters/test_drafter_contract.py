@@ -70,7 +70,7 @@ def test_it_drafts_for_partial_verification(spec_factory, cpu_offloads, method, 
 def test_a_draft_takes_the_targets_dtype(spec_factory, method, dtype):
     model = tiny_model(vocab=11, layers=6, dtype=dtype)
     spec = Speculator(method, target=model, draft=spec_factory.draft(method, model))
-    bound = spec.options["draft"].bound(spec.runner())
+    bound = spec.options["draft"].bind(spec.runner())
     assert {p.dtype for p in bound.block.parameters()} == {dtype}
     result = spec.generate([[1, 2, 3]], max_new_tokens=8)[0]
     assert result.new_tokens == 8 and result.drafted > 0

@@ -407,7 +407,7 @@ def test_settings_survive_an_export_and_some_cannot_be(tmp_path):
     assert to_speculators(draft, tmp_path / "exported", "some/target") == []
     assert outcome(tmp_path / "exported", target()) == outcome(ours, target())
     found = kind_of(tmp_path / "exported").load(tmp_path / "exported")
-    assert found.reach == 256 and found.window == 100
+    assert found.max_context == 256 and found.window == 100
     with pytest.raises(CheckpointError):
         to_speculators(draft, ours, "some/target")
     with pytest.raises(ValueError, match="max_position"):
@@ -463,7 +463,7 @@ def test_what_published_drafts_leave_out_or_state_oddly(tmp_path):
     assert draft.feature_layers(runner) == (1, 3, 4)
     assert load(published_eagle3(tmp_path / "b", model, rope_theta=5e5)).rope["rope_theta"] == 5e5
     scaling = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}
-    assert load(published_eagle3(tmp_path / "d", model, rope_scaling=scaling)).reach == 4096
+    assert load(published_eagle3(tmp_path / "d", model, rope_scaling=scaling)).max_context == 4096
     # A layer of exactly the default sizes of Qwen3 says next to nothing.
     said = {"model_type": "qwen3", "num_hidden_layers": 1, "num_key_value_heads": 8, "intermediate_size": 12288}
     config = {"speculators_model_type": "eagle3", "transformer_layer_config": said, "draft_vocab_size": 32000}

@@ -79,7 +79,7 @@ def test_snapkvs_window_of_queries_whatever_the_pieces_of_the_prompt(length):
         drafter = SelfDrafter(**SNAPKV, depth=2)
         told, observe = [], drafter.observe
         drafter.observe = lambda event, told=told, observe=observe: (told.append(event), observe(event))[1]
-        (s,) = run(drafter, model, [prompt], 20, chunk=chunk)
+        (s,) = run(drafter, model, [prompt], 20, chunk_size=chunk)
         seen.append(told[0].queries[0].shape[1])
         seen.append((s.output, s.accepted))
     assert seen[0] == seen[2] == min(length, 4) and seen[1] == seen[3]
@@ -117,7 +117,7 @@ def test_specpv_takes_it_for_a_drafter(view):
 
     drafter.propose = watched
     schedule = SpecPV(SpecPVOptions(24, margin=6, sink=4, recent=4, block=4).view())
-    texts = run(drafter, model, PROMPTS, 30, schedule=schedule)
+    texts = run(drafter, model, PROMPTS, 30, verifier=schedule)
     assert sum(s.drafted for s in texts) > sum(s.accepted for s in texts) > 0 and max(rows) >= 24
     assert [s.partial_rounds > 0 for s in texts] == [True, False, True, False]  # of the short ones none
 

@@ -63,7 +63,7 @@ def test_forwards_in_one_call_are_those_of_the_hosted_model(folder, make):
     stores = [make(runner) for _ in range(2)]
     for store in stores:
         for slot, text in zip(slots, ([1, 2, 3, 4, 5, 6], [7, 8]), strict=True):
-            runner.forward(store.block([slot], [text]), store, logits="none")
+            runner.forward(store.make_forward_batch([slot], [text]), store, logits="none")
             store.commit(slot, range(len(text)))
 
     def compare(found, logits):
@@ -73,8 +73,8 @@ def test_forwards_in_one_call_are_those_of_the_hosted_model(folder, make):
 
     assert whole.supports(stores[1], 8) and not whole.supports(stores[1], 10_000)
     chains = [[3, 9], [5, 1]]
-    hosted = runner.forward(stores[0].block(slots, chains), stores[0], logits="last").logits
-    compare(whole.topk(stores[1].block(slots, chains), stores[1], 3, last_only=True), hosted)
+    hosted = runner.forward(stores[0].make_forward_batch(slots, chains), stores[0], logits="last").logits
+    compare(whole.topk(stores[1].make_forward_batch(slots, chains), stores[1], 3, last_only=True), hosted)
     for store in stores:
         for slot in slots:
             store.commit(slot, range(2))
@@ -84,9 +84,9 @@ def test_forwards_in_one_call_are_those_of_the_hosted_model(folder, make):
         sizes = {
             "depths": [[depth] * len(row) for row in tokens],
             "mask": seen,
-            "offset": seen.shape[2] - len(tokens[0]),
+            "tree_offset": seen.shape[2] - len(tokens[0]),
         }
-        blocks = [store.block(slots, torch.tensor(tokens), bases=[7, 3], **sizes) for store in stores]
+        blocks = [store.make_forward_batch(slots, torch.tensor(tokens), root_positions=[7, 3], **sizes) for store in stores]
         hosted = runner.forward(blocks[0], stores[0]).logits
         compare(whole.topk(blocks[1], stores[1], 3), hosted)
 

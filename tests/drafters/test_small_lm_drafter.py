@@ -29,7 +29,7 @@ PROMPTS = [[1, 2, 3], [t % 11 for t in range(30)], [(3 * t * t) % 11 for t in ra
 def rounds(spec: Speculator, new: int, prompts=PROMPTS) -> tuple[PreTrainedModel, list, list[Sequence]]:
     """The draft's model, what was drafted behind which tokens of its cache, and the sequences of a greedy run."""
     watching, sequences = run(spec, prompts, new, text_of=seen)
-    model = spec.options["draft"].bound(spec.runner()).runner.model
+    model = spec.options["draft"].bind(spec.runner()).runner.model
     return model, [(tokens, tree) for tokens, remaining, tree in watching.proposed if remaining > 1], sequences
 
 
@@ -37,10 +37,10 @@ def seen(drafter: SmallLMDrafter, s: Sequence) -> list[int]:
     """The tokens in a drafter's cache, in its order, the root last."""
     cache, text = drafter.cache, s.tokens
     assert s.remaining <= 1 or drafter.fed_token_ids[s.slot] == text  # nothing is drafted for the last token
-    if drafter.retrieval is None or cache.whole(s.slot):
+    if drafter.retrieval is None or cache.has_full_context(s.slot):
         return text
-    kept = cache.full.lengths[s.slot]
-    return [text[r] for r in cache.retrieval.rows(s.slot, kept)] + text[kept:]
+    kept = cache.full_store.lengths[s.slot]
+    return [text[r] for r in cache.retrieval.kv_indices(s.slot, kept)] + text[kept:]
 
 
 def assert_defined(model, tokens, tree, limit=14):

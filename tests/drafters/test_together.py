@@ -34,7 +34,7 @@ def test_drafts_on_the_hybrid_path_propose_what_they_do_one_by_one(kind, monkeyp
     draft = make(tmp_path / kind, model, window=12)
     prompts = [torch.randint(0, 61, (n,)).tolist() for n in (40, 3, 17)]
     for module in (draft_cache, block_drafter):
-        monkeypatch.setattr(module, "SPARE", 5)  # windows move after a few tokens
+        monkeypatch.setattr(module, "SPARE_ENTRIES", 5)  # windows move after a few tokens
 
     def steps(method, **given):
         spec = Speculator(method, target=model, plan="fixed", **given)

@@ -87,7 +87,7 @@ def law(model, prompt, rows, sampling):
     part.lengths[0] = len(rows)
 
     def following(*path):
-        logits = forward(runner, [list(path)], part, [0], bases=[n]).logits[0, -1:]
+        logits = forward(runner, [list(path)], part, [0], root_positions=[n]).logits[0, -1:]
         return torch.softmax(sampling.processors()(torch.tensor([[*prompt, *path]]), logits), -1)[0].double()
 
     pairs = [[following(r)[t] * following(r, t) for t in range(size)] for r in range(size)]

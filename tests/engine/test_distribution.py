@@ -119,7 +119,7 @@ def written(tree: TokenTree, logits: torch.Tensor, sampler: Sampler, walk, count
         said.append(token)
         return len(said) == count
 
-    emitted = list(walk(tree, logits, sampler, lambda: torch.tensor(PROMPT), enough).tokens)
+    emitted = list(walk(tree, logits, sampler, lambda: torch.tensor(PROMPT), enough).token_ids)
     while len(emitted) < count:
         text = [*PROMPT, *emitted]
         emitted.append(sampler.sample(torch.tensor(text), logits_after(text)))

@@ -53,7 +53,7 @@ def level(request):
 def read(runner: TargetRunner, store, slot: int, tokens: list[int]) -> None:
     """Reads a prompt, on one thread: torch's products for many rows depend on how many threads there are."""
     torch.set_num_threads(1)
-    forward(runner, [tokens], store, [slot], logits="none", prompt=True)
+    forward(runner, [tokens], store, [slot], logits="none", is_prefill=True)
     store.commit(slot, range(len(tokens)))
 
 
@@ -107,7 +107,7 @@ def test_a_verified_node(level, family, lengths, size, deep, levels, threads, se
             out = forward(
         runner,
                 [row[a:b] for row in tokens], store, slots,
-                depths=[d[a:b] for d in depths], mask=mask[:, a:b, :b], offset=a,
+                depths=[d[a:b] for d in depths], mask=mask[:, a:b, :b], tree_offset=a,
             )  # fmt: skip
             found.append(out.logits)
     logits = torch.cat(found, dim=1)

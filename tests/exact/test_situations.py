@@ -158,7 +158,7 @@ def test_two_requests_equal_two_fresh_ones(spec_factory, name):
 
 def drafts_weights(spec):
     """The matrices of a draft's own, in which a number may be wrong."""
-    bound = spec.draft().bound(spec.runner())
+    bound = spec.draft().bind(spec.runner())
     own = bound.runner.model if hasattr(bound, "runner") else bound.block
     return [w for name, w in own.named_parameters() if w.dim() == 2 and "embed" not in name and "lm_head" not in name]
 

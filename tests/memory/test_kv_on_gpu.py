@@ -60,7 +60,7 @@ def test_the_page_says_how_many_bytes_it_takes():
     own, small = KVStore(shape, 1, 61440, "meta"), KVStore(shape, 1, 61440, "meta", dtype=torch.int8)
     found = [
         sum(x.numel() * x.itemsize for x in tensors) / 1e9
-        for tensors in ((own.keys, own.values), (x for r in (small.keys, small.values) for x in (r.numbers, r.scales)))
+        for tensors in ((own.keys, own.values), (x for r in (small.keys, small.values) for x in (r.quants, r.scales)))
     ]
     assert row.format(*found) in GPU_PAGE.read_text(), found
 

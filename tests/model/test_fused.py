@@ -62,7 +62,7 @@ def test_a_prompt_with_stored_weights_is_read_as_by_the_models_own_code(family, 
             layer.register_forward_hook(lambda *_: None)
         runner = TargetRunner(model)
         assert bool(runner.execution_model.fused.layers) is not own_code
-        found.append(forward(runner, [tokens], runner.new_store(1, 80), [0], prompt=True).logits)
+        found.append(forward(runner, [tokens], runner.new_store(1, 80), [0], is_prefill=True).logits)
     exact = load(tmp_path / "a.gguf", device="cpu", arithmetic="float32").model(torch.tensor([tokens])).logits
     # A last bit of a float may move what is rounded to 8 bits, on processors without AMX: far less than 8 bits cost.
     fused, own = ((each - exact).abs().mean() for each in found)
@@ -116,7 +116,7 @@ def test_bits_do_not_depend_on_when_the_rows_of_windows_were_moved():
     for slot in (0, 1):
         for first in range(0, length, 1000):
             piece = text[first : first + 1000]
-            forward(runner, [piece], store, [slot], logits="none", prompt=True)
+            forward(runner, [piece], store, [slot], logits="none", is_prefill=True)
             store.commit(slot, range(len(piece)))
     forward(runner, [[1] * 300], store, [1], logits="none")
     (windows,) = store.states

@@ -254,7 +254,7 @@ def test_batches_are_padded_to_powers_of_two_or_all_slots(chain):
         if chain:  # token by token behind the prefix
             for offset in range(3):
                 pairs = zip((target.runner, target.plain), target.stores, strict=True)
-                got, expected = (forward(r, [[n + 1] for n in slots], s, slots, offset=offset) for r, s in pairs)
+                got, expected = (forward(r, [[n + 1] for n in slots], s, slots, tree_offset=offset) for r, s in pairs)
                 torch.testing.assert_close(got.logits, expected.logits, **CLOSE)
         else:
             target.check(slots, trees_of(*(3 + n % 2 for n in slots), seed=5), Taps((1,), (0,)))

@@ -34,7 +34,7 @@ def keys_at(runner: TargetRunner, token: int, positions: list[int]) -> torch.Ten
     """(layers, Hkv, n, d) of a token alone, at each position."""
     store = runner.new_store(len(positions), 1)
     slots = range(len(positions))
-    forward(runner, [[token]] * len(positions), store, slots, bases=positions, logits="none")
+    forward(runner, [[token]] * len(positions), store, slots, root_positions=positions, logits="none")
     return store.keys[:, :, :, 0].transpose(1, 2).contiguous()
 
 

@@ -37,7 +37,7 @@ def read(own: TargetRunner, store: KVStore, prompt: list[int], slot: int = 0, pi
     while store.lengths[slot] < len(prompt):
         done = store.lengths[slot]
         tokens = prompt[done : (done // piece + 1) * piece]
-        out = forward(own, [tokens], store, [slot], logits="last", prompt=True)
+        out = forward(own, [tokens], store, [slot], logits="last", is_prefill=True)
         store.commit(slot, range(len(tokens)))
     return out.logits[0, -1]
 

@@ -49,7 +49,7 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
 def hosted(runner: TargetRunner) -> torch.Tensor:
     """A run's: the text is read, but for its last three tokens, which are verified."""
     store = runner.new_store(1, 40)
-    first = forward(runner, [TEXT[:-3]], store, [0], prompt=True).logits
+    first = forward(runner, [TEXT[:-3]], store, [0], is_prefill=True).logits
     store.commit(0, range(len(TEXT) - 3))
     return torch.cat([first[0], forward(runner, [TEXT[-3:]], store, [0]).logits[0]])
 

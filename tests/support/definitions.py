@@ -304,7 +304,7 @@ def slot_mask(rows: int, ahead: int, window: int | None = None) -> torch.Tensor:
 def onepass(model: Any, draft: Any, window: int | None = None, candidates: int = 10**6) -> DraftLogprobs:
     """Ours: learned slots behind the root, and a bigram among the likely tokens."""
     w = {n: t.float() for n, t in draft.weights.items()}
-    ids = None if draft.ids is None else draft.ids.tolist()
+    ids = None if draft.draft_to_target_ids is None else draft.draft_to_target_ids.tolist()
 
     @torch.no_grad()
     def rows_of(text: list[int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,7 +19,7 @@ def outputs(runner: TargetRunner, prompts: Mapping[int, int], steps: int) -> lis
     """Logits, taps and all rows of two ragged texts, in slots 2 and 0."""
     store = runner.new_store(3, 200)
     for slot, n in prompts.items():
-        forward(runner, [[(7 * i + slot) % 60 for i in range(n)]], store, [slot], logits="none", prompt=True)
+        forward(runner, [[(7 * i + slot) % 60 for i in range(n)]], store, [slot], logits="none", is_prefill=True)
         store.commit(slot, range(n))
     full = runner.kv_shape.layers
     taps = Taps(hidden=(0, 2), queries=(0, full - 1) if full else ())

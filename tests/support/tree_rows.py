@@ -21,7 +21,7 @@ def prefill(runner: TargetRunner, store: KVStore, slot: int, prompt: list[int]) 
     """Reads a prompt in pieces, as an engine does."""
     for start in range(0, len(prompt), CHUNK):
         piece = prompt[start : start + CHUNK]
-        forward(runner, [piece], store, [slot], logits="none", prompt=True)
+        forward(runner, [piece], store, [slot], logits="none", is_prefill=True)
         store.commit(slot, range(len(piece)))
 
 

@@ -34,7 +34,7 @@ RUNNER = TargetRunner(tiny_model(layers=1, vocab=61))
 def read(cache, slot: int, tokens: list[int]) -> None:
     """Feeds tokens as a prompt."""
     while tokens:
-        count = cache.reading(slot, len(tokens))
+        count = cache.begin_chunk(slot, len(tokens))
         assert 1 <= count <= len(tokens)
         feed(cache, slot, tokens[:count])
         tokens = tokens[count:]
@@ -42,7 +42,7 @@ def read(cache, slot: int, tokens: list[int]) -> None:
 
 def feed(cache, slot: int, tokens: list[int]) -> None:
     forward(RUNNER, [tokens], cache.store, [slot], logits="none")
-    cache.extend(slot, len(tokens))
+    cache.commit(slot, len(tokens))
 
 
 def computed(tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,11 +73,11 @@ class Chosen:
         self.rows_of[slot] = rows
         self.versions[slot] += 1
 
-    def rows(self, slot: int, length: int) -> torch.Tensor:
+    def kv_indices(self, slot: int, length: int) -> torch.Tensor:
         ends = [*range(min(3, length)), *range(max(0, length - 5), length)]
         return torch.tensor(sorted({*ends, *(r for r in self.rows_of[slot] if r < length)}), dtype=torch.long)
 
-    def version(self, slot: int) -> int:
+    def selection_version(self, slot: int) -> int:
         return self.versions[slot]
 
     def reset(self, slot: int) -> None:
@@ -122,7 +122,7 @@ def test_a_working_cache_holds_the_rows_it_should_and_the_rest_is_kept(events):
             if not cache.has_full_context(slot):
                 # The selection as it was when it was gathered, and behind it what has been fed since.
                 at = before - cache.full_store.lengths[slot]
-                selected = chosen.rows(slot, before - at).tolist()
+                selected = chosen.kv_indices(slot, before - at).tolist()
                 assert_holds(cache, slot, [text[r] for r in selected] + text[before - at :])
             else:
                 assert_holds(cache, slot, text)

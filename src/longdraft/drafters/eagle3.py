@@ -198,8 +198,8 @@ class Eagle3Drafter(BlockDrafter):
             piece = max(1, min(PREFILL_CHUNK, (view.capacity - view.sink) // 2))
             return RepositionedKVCache(
                 store, full, self.scratch, self.retrieval,
-                lambda keys, places: apply_rotary(keys, *rotary.turns(places)),
-                lambda keys, places: apply_rotary(keys, *rotary.turns(-places)),
+                lambda keys, places: apply_rotary(keys, *rotary.rotation(places)),
+                lambda keys, places: apply_rotary(keys, *rotary.rotation(-places)),
                 piece, view.capacity,
             )  # fmt: skip
         # RoPE tells distances alone, so in a window all are distances that the draft knows: as if the positions were

@@ -180,7 +180,7 @@ class HeadsDrafter(TreeDrafter):
         if kind.depth > levels and (tree.widths is not None or tree.depth is not None):
             raise ValueError(f"a tree of {kind.depth} levels needs as many heads; there are {levels} to draft with")
         if ahead and kind.name == "static" and not kind.is_user_defined:  # first the one token that the target predicts
-            kind = replace(kind, children=(1, *kind.children))
+            kind = replace(kind, branching=(1, *kind.branching))
         self.tree = kind.limit_depth(levels)
         self._rounds = 0
 

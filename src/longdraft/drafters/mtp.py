@@ -132,7 +132,7 @@ class MtpDraft(Eagle3Draft):
         return sum(torch.Size(tensor.shape).numel() for tensor in self._tensors.values())
 
     @property
-    def reach(self) -> None:
+    def max_context(self) -> None:
         """It reads texts as long as the target does."""
         return
 

@@ -184,7 +184,7 @@ class OnePassRound(SingleForwardRound):
         bound, block, ahead = self._bound, self._bound.block, self._depth - 1
         rows, (tokens, cos, sin, features) = self.roots(level)
         x, g = bound.embedding(tokens), block.project_features(features)
-        further = block.behind(x[:, -1:], g[:, -1:], slice(ahead), bound.embedding)
+        further = block.mask_token_inputs(x[:, -1:], g[:, -1:], slice(ahead), bound.embedding)
         x, g = (torch.cat(each, 1) for each in zip((x, g), further, strict=True))
         cos, sin = (torch.cat(each, 1) for each in zip((cos, sin), self._ahead, strict=True))
         rows = DraftBatch.new(self._cache, rows.slots, rows.width, behind=ahead)

@@ -76,7 +76,7 @@ class SmallLMDrafter(RetrievalDrafter):
     def __init__(self, draft: SmallLMDraft, **options: Any) -> None:
         tree, seen = parse("small-lm", options, *self.options)
         view, sink, recent = seen.view, seen.sink, seen.recent
-        given = seen.sizes(view == "retrieval", "view=retrieval")
+        given = seen.retrieval_sizes(view == "retrieval", "view=retrieval")
         self.tree = tree.kind("opt" if view == "retrieval" else "dynamic")
         self.draft, self.view = draft.with_trimmed_vocab(seen.vocabulary), view
         # Room behind gathered rows: at least for a round's tokens.

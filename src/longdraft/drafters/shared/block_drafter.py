@@ -44,7 +44,7 @@ class BlockDrafter(RetrievalDrafter):
     bound: BoundDraft
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
-        self.bound = self.draft.bound(runner)
+        self.bound = self.draft.bind(runner)
         self.runner, self.store = runner, store
         self.cache = self.make_cache()
 
