@@ -1,15 +1,15 @@
-"""A simulated GPU: tensors that claim to be on ``cuda``, with their numbers in the host's memory.
+"""A simulated GPU: tensors that claim to be on ``cuda``, with their data in the host's memory.
 
-It finds operations that a real GPU would refuse or wait for. Every operation of torch is intercepted:
+It finds operations that a real GPU would refuse, or that would make the host wait. Every operation of torch is
+intercepted (attributes are those of :class:`SimulatedGPU`):
 
 * an operation on tensors of the device and of the host is an error, except for tensors without dimensions;
-* the host waits if it reads a number of the device, if a shape depends on numbers of the device, if it copies from
-  memory that is not pinned, or if it writes a number at a place (``x[3] = 5``, which copies that number):
-  :attr:`SimulatedGPU.waits` lists the places in our code;
-* an event behind which the device has more work does not leave it idle: :attr:`SimulatedGPU.overlapped` counts those;
-* operations of the device and copies between it and the host are counted (:attr:`SimulatedGPU.launches`, :attr:`SimulatedGPU.copies`);
-* while something is recorded (:attr:`SimulatedGPU.recording`), waits and copies from the host are errors: a CUDA graph would
-  copy the host's old memory again.
+* the host waits if it reads a number of the device, if a shape depends on data of the device, if it copies from memory
+  that is not pinned, or if it assigns a number (``x[3] = 5`` copies it): ``waits`` lists the lines of longdraft;
+* waiting for an event does not leave the device idle if work is queued behind the event: ``overlapped`` counts those;
+* ``launches`` counts operations of the device, ``copies`` copies between it and the host;
+* during a capture (``recording``), waits and copies from the host are errors: a CUDA graph would copy the host's old
+  memory again.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from tests.support import torch_kernels
 
 DEVICE = torch.device("cuda", 0)
 aten = torch.ops.aten
-# Operations whose output shapes depend on numbers.
-_COUNTING = {"nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "equal", "bincount"}
+# Operations whose output shapes depend on data.
+_DATA_DEPENDENT = {"nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "equal", "bincount"}
 _INDEXED = ("index", "index_put_", "index_put", "_index_put_impl_")
-# Operations that launch nothing.
+# Operations that launch no kernel.
 _FREE = {
     "empty",
     "empty_like",
@@ -47,11 +47,11 @@ _SOURCES = str(Path(__file__).parents[2] / "src" / "longdraft")
 
 
 class MixedDevicesError(AssertionError):
-    """Tensors of the host and of the device met."""
+    """An operation got tensors of the host and of the device."""
 
 
 class SimulatedTensor(torch.Tensor):
-    """A tensor of the device, with its numbers in the host tensor ``numbers``."""
+    """A tensor of the device, with its data in the host tensor ``numbers``."""
 
     numbers: torch.Tensor
     scalar = False  # a number that Python code writes into another tensor: on a real GPU it is still on the host
@@ -74,7 +74,7 @@ class SimulatedTensor(torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        # To torch itself it is on "meta": without CUDA it knows of no other device that it need not ask for anything.
+        # To torch itself it is on "meta", the only device that needs no backend.
         return DEVICE
 
     @property
@@ -92,18 +92,18 @@ class SimulatedTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
-        raise RuntimeError(f"{func} of a tensor of the device, outside the mode that knows how")
+        raise RuntimeError(f"{func} of a tensor of the device, outside the mode that simulates it")
 
 
 class SimulatedGPU(TorchDispatchMode):
     """Intercepts torch's operations.
 
     Attributes:
-        waits: places where the host has waited for the device: "file:line function (operation)".
-        launches: number of operations that the host has asked the device for; views are none, a replay is one.
+        waits: where the host has waited for the device: "file:line function (operation)".
+        launches: number of launched operations; views do not count, a replay counts as one.
         copies: number of copies between host and device.
-        overlapped: number of times that the host waited for an event while the device had work behind it.
-        recording: True while operations are being recorded.
+        overlapped: how often the host waited for an event while the device had work behind it.
+        recording: True during a capture.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class SimulatedGPU(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and a wrapper around every operation takes time
+        return False  # nothing is compiled here; dynamo's wrapper around every operation would take time
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
         kwargs = dict(kwargs or {})
@@ -127,7 +127,7 @@ class SimulatedGPU(TorchDispatchMode):
             return func(*args, **kwargs)
         if name in ("_fused_sdp_choice", "is_pinned"):
             return 0
-        if composite:  # inference mode passes them
+        if composite:  # inference mode does not decompose these
             with self:
                 return func.decompose(*args, **kwargs)
         if where is not None:
@@ -140,7 +140,7 @@ class SimulatedGPU(TorchDispatchMode):
                 self._wait(f"{name} by numbers of the host")
             if name in _INDEXED[1:] and getattr(args[2], "scalar", False) and not self._with_mask(args):
                 self._wait(f"{name} of a number")
-            if name in _COUNTING or name == "_local_scalar_dense" or self._by_mask(name, args):
+            if name in _DATA_DEPENDENT or name == "_local_scalar_dense" or self._by_mask(name, args):
                 self._wait(name)
         kwargs.pop("pin_memory", None)
         out = func(*_real(args), **{key: _real(x) for key, x in kwargs.items()})
@@ -150,7 +150,7 @@ class SimulatedGPU(TorchDispatchMode):
             return args[0]
         if "out" in kwargs:
             return kwargs["out"]
-        # Views of tensors that were made outside inference mode must be made outside of it too.
+        # Views of tensors from outside inference mode must be made outside of it too.
         with torch.inference_mode(all(x.is_inference() for x in tensors) and torch.is_inference_mode_enabled()):
             made = _claimed(out) if there else out
         if name == "scalar_tensor" and isinstance(made, SimulatedTensor):

@@ -37,9 +37,7 @@ def check_available() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise CapabilityError(
-            "Charts need matplotlib, which is not installed: pip install 'longdraft[report]'."
-        ) from None
+        raise CapabilityError("Charts need the package matplotlib: pip install 'longdraft[report]'.") from None
 
 
 def plot(title: str, series: Mapping[str, Sequence[Point]], x_label: str, y_label: str, reference: float) -> bytes:

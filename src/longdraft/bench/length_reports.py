@@ -46,7 +46,8 @@ BREAK_EVEN = (
     f"{SPEED_DEFINITION}; the median of the runs, then of the prompts; vs ar: a prompt's over ar's, the median.",
 )
 
-Row, Runs = Mapping[str, Any], Iterable[AcceptanceRun]
+Row = Mapping[str, Any]
+Runs = Iterable[AcceptanceRun]
 
 
 def acceptance_report(runs: Runs, methods: Sequence[str], notes: Sequence[str], complete: bool) -> Report:

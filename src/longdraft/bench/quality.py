@@ -55,7 +55,8 @@ from longdraft.views.view import View, parse_dtype
 METHOD, FULL = "specpv", "full"
 VARIANT_DEFAULTS = {"selector": "minmax", "budget": 1024, "margin": 20}
 """Options that variants of specpv differ in, and their defaults."""
-Similarity, Variants = dict[str, float | None], dict[str, dict[str, Any]]
+Similarity = dict[str, float | None]
+Variants = dict[str, dict[str, Any]]
 """Options of variants by contender's name, such as ``specpv:budget=512``."""
 DEFINITIONS = (
     "full: full verification with the same drafter. Variants are compared with full; full and rounded KV are compared "
