@@ -95,18 +95,18 @@ class RecurrentDrafter(Drafter):
 
     @torch.inference_mode()
     def propose(self, sequences: list[Text], limit: NodeLimit | None = None) -> list[TokenTree]:
-        bind, features = self._bound, self._store.features
+        bound, features = self._bound, self._store.features
         assert features is not None
         # The root has no state yet: start from the state of the row before it.
-        state = bind.cell.begin(torch.stack([features[s.slot, len(s.token_ids) - 2] for s in sequences]))
+        state = bound.cell.begin(torch.stack([features[s.slot, len(s.tokens) - 2] for s in sequences]))
         last = torch.tensor([s.output[-1] for s in sequences], device=state.device)
         token_ids, scores = [last], [torch.zeros(len(sequences), device=state.device)]
         for _ in range(self.max_nodes if limit is None else min(self.max_nodes, limit.max_nodes)):
             self.forwards += 1
-            state = bind.cell.step(bind.embedding(last), state)
-            logits = bind.head(bind.cell.norm(state))
+            state = bound.cell.step(bound.embedding(last), state)
+            logits = bound.head(bound.cell.norm(state))
             best, chosen = logits.float().log_softmax(-1).max(-1)
-            last = chosen if bind.ids is None else bind.ids[chosen]
+            last = chosen if bound.ids is None else bound.ids[chosen]
             token_ids.append(last)
             scores.append(best)
         chains = zip(torch.stack(token_ids, 1).tolist(), torch.stack(scores, 1).tolist(), sequences, strict=True)

@@ -77,7 +77,7 @@ def test_rows_beside_a_row_and_bounds_change_nothing(attend):
     expected = attend(q, keys, values, block, scale)
     larger = torch.cat([q[:, :, :2], 100 * q[:, :, 2:]], dim=2)
     assert torch.equal(attend(larger, keys, values, block, scale)[:, :, :2], expected[:, :, :2])
-    is_captured = replace(block, slots=(-1, -1), lengths=(40, 40), is_captured=True)
+    is_captured = replace(block, slots=(-1, -1), prefix_lens=(40, 40), is_captured=True)
     assert torch.equal(attend(q, keys, values, is_captured, scale), expected)
 
 

@@ -26,7 +26,7 @@ def offloaded(request, monkeypatch):
     resident = cycle([2, 1] if request.param == "host:2" else [0])
 
     def new_store(option, shape, slots, capacity, device, transposed=False, layers=(), size=0, *rest):
-        more = {"copy_stream": LazyCopyStream(), "resident": next(resident)}
+        more = {"copy_stream": LazyCopyStream(), "num_resident": next(resident)}
         return OffloadedKVStore(shape, slots, capacity, "cpu", layers, size, **more)
 
     return lambda: monkeypatch.setattr(offload, "new_store", new_store)

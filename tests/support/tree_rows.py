@@ -67,7 +67,7 @@ def check_tree_logits(
         whole = forward(runner, tokens, store, slots, mask=mask, depths=depths).logits
         levels = []
         for start, end in ((0, 1), (1, 4), (4, 6)):
-            cut = {"mask": mask[:, start:end, :end], "depths": [d[start:end] for d in depths], "offset": start}
+            cut = {"mask": mask[:, start:end, :end], "depths": [d[start:end] for d in depths], "tree_offset": start}
             levels.append(forward(runner, [t[start:end] for t in tokens], store, slots, **cut).logits)
         for found in (whole, torch.cat(levels, 1)):
             for b in (0, 1):

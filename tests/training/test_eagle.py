@@ -50,7 +50,7 @@ def test_a_step_foresees_the_next_state_and_what_it_says(runner):
     inputs = trainer.embed(document.token_ids[1:29]), f[:28]
     out = block(*inputs, *trainer.rotary(torch.arange(28)), [lambda q, k, v: masked_attention(q, k, v, seen)])
     o, following = out[8:], f[9:29]  # token 9 is learned from row 8 on, where the root is token 9
-    head = runner.parts.head
+    head = runner.shared_parts.head
     said = -((following @ head.T).softmax(-1) * (o @ head.T).log_softmax(-1)).sum()
     loss = F.smooth_l1_loss(o, following, reduction="sum") / o.shape[1] + 0.3 * said
     found = trainer([document], [7])

@@ -240,7 +240,7 @@ def test_starting_from_the_targets_own_layers(runner, features):
     with torch.no_grad():
         logits = runner.model(text.token_ids[None]).logits[0, :-1]
     truth = text.token_ids[1:]
-    ranks = LmTrainer(copy, runner.parts)([text]).ranks
+    ranks = LmTrainer(copy, runner.shared_parts)([text]).ranks
     assert torch.equal(ranks, (logits > logits.gather(1, truth[:, None])).sum(-1))
     small_llama.copy_target_layers(copy, runner, (2, 2, 0))
     assert torch.equal(copy.layers[0].mlp.up_proj.weight, runner.model.model.layers[2].mlp.up_proj.weight)

@@ -252,7 +252,7 @@ def load_or_measure(
         return known
     line = f"Measuring what a verification costs on this machine (once a model, {LIMIT_SECONDS:.0f} seconds at most)"
     logger.info(line)
-    table = measure_with(runner, done=fraction_reporter(line, progress))
+    table = measure_with(runner, on_progress=fraction_reporter(line, progress))
     if table is not None:
         try:
             with atomic_write(file) as part:
