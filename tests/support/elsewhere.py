@@ -59,7 +59,7 @@ def _in_the_foreground(name: str, function: Callable[..., None], *arguments: Any
 
 
 def command(*words: str) -> None:
-    """Runs longdraft's command line, for :func:`start` and :func:`start_at_terminal`; 200 columns without a terminal."""
+    """Runs longdraft's command line, for :func:`start` and :func:`start_at_terminal`; 200 columns without terminal."""
     from longdraft.cli.main import main
 
     if not sys.stdout.isatty():
