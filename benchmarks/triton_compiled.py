@@ -6,7 +6,7 @@ The launches are those of a layer of Llama-3.1-8B, Qwen3-8B (heads with norms), 
 on tensors without storage (device "meta"); its launches are recorded, not made, and Triton compiles for each what it
 would compile at that launch. Exit code 1: a kernel spills, does not fit a processor, or does not compile.
 
-shared: bytes of a program; programs: how many fit a processor at once; spills: bytes a thread. A tile is queries x keys.
+shared: bytes of a program; programs: how many a processor holds; spills: bytes a thread. A tile is queries x keys.
 """
 
 from __future__ import annotations

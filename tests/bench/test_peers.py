@@ -17,7 +17,7 @@ SAMPLES = [Sample("one two one two " * 4, "", "a", "a:1"), Sample("three four th
 
 def measured(loaded, unpacked=None, **wanted):
     wanted = settings(**({"max_tokens": 16, "repeats": 2} | wanted))
-    return measuring.measured(loaded, wanted, SAMPLES, unpacked=unpacked)
+    return measuring.measured(loaded, wanted, SAMPLES, load_dequantized=unpacked)
 
 
 def test_generate_can_have_a_model_of_its_own(loaded):

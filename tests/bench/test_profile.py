@@ -51,7 +51,7 @@ def test_every_method(spec_of, name, options):
         all(found["seconds"][part] > 0 for part in ("draft", "attention", "forward")) and found["seconds"]["rest"] >= 0
     )
     assert 0 < found["prefix_share"] < 1
-    assert spec.runner().clock is None  # the target is as it was
+    assert spec.runner().profiler is None  # the target is as it was
     assert spec.generate(list(PROMPT), max_new_tokens=24, eos_token_ids=[])[0].token_ids == before
 
 
