@@ -40,14 +40,14 @@ def case(
     device: str = "cpu",
     seed: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, ForwardBatch, float]:
-    """Arguments of an attend function. Slots are shuffled, and rows that nobody may see are NaN.
+    """Arguments of an attend function. Slots are shuffled, and entries that no token may attend to are NaN.
 
     Args:
         tree: random trees; False for a causal chain.
         mask: (B, size, behind + size) bool, instead of random trees.
-        transposed: keys are stored column-wise.
+        transposed: keys are transposed in memory.
         behind: the tree offset.
-        window: keys that a row sees, the last ones on its path; None for all.
+        window: keys that a token attends to, the last ones of its path; None for all.
     """
     generator = torch.Generator().manual_seed(len(lengths) + 7 * size + head_dim + 1000 * seed)
 
@@ -67,14 +67,14 @@ def case(
         keys = keys.transpose(-1, -2).contiguous().transpose(-1, -2)
     if tree and mask is None:
         mask = torch.stack([random_tree(width, generator)[behind:] for _ in lengths])
-    block = ForwardBatch.make(slots, lengths, size, mask, device, behind)
+    batch = ForwardBatch.make(slots, lengths, size, mask, device, behind)
     if window is not None:
-        ends = block.prefix_lens_t.unsqueeze(1) + block.depths(block.prefix_lens_t.device) + 1
-        block = replace(block, window_starts=(ends - window).clamp(min=0).int())
-    return q, keys, values, block, 1.3 * head_dim**-0.5
+        ends = batch.prefix_lens_t.unsqueeze(1) + batch.depths(batch.prefix_lens_t.device) + 1
+        batch = replace(batch, window_starts=(ends - window).clamp(min=0).int())
+    return q, keys, values, batch, 1.3 * head_dim**-0.5
 
 
-def scored(softcap: float | None, sinks: bool, heads: int, device: str = "cpu") -> ScoreModifiers:
+def make_modifiers(softcap: float | None, sinks: bool, heads: int, device: str = "cpu") -> ScoreModifiers:
     """A soft cap, and sinks of some size."""
     if softcap is None and not sinks:
         return NO_MODIFIERS
@@ -82,10 +82,10 @@ def scored(softcap: float | None, sinks: bool, heads: int, device: str = "cpu") 
     return ScoreModifiers(softcap, found.to(device) if sinks else None)
 
 
-def assert_like_reference(attend, q, keys, values, block, scale, scoring=NO_MODIFIERS, tolerance=None):
-    more = () if scoring is NO_MODIFIERS else (scoring,)  # paths without windows take none
-    expected = reference.attend(q, keys, values, block, scale, *more)
-    output = attend(q, keys, values, block, scale, *more)
+def assert_like_reference(attend, q, keys, values, batch, scale, modifiers=NO_MODIFIERS, tolerance=None):
+    more = () if modifiers is NO_MODIFIERS else (modifiers,)  # paths without windows take none
+    expected = reference.attend(q, keys, values, batch, scale, *more)
+    output = attend(q, keys, values, batch, scale, *more)
     assert output.shape == q.shape and output.dtype == q.dtype
     tolerance = TOLERANCE[q.dtype] if tolerance is None else tolerance
     torch.testing.assert_close(output.float(), expected.float(), atol=tolerance, rtol=tolerance)

@@ -1,4 +1,4 @@
-"""Every attention path computes what the reference computes: hybrid tree attention, and prefix attention."""
+"""Every attention path equals the reference, for tree attention and prefix attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from longdraft.attention import dispatch, prefix
-from tests.attention.cases import HEADS, TOLERANCE, assert_like_reference, case, scored
+from tests.attention.cases import HEADS, TOLERANCE, assert_like_reference, case, make_modifiers
 from tests.support import torch_kernels
 
 PATHS = ["cpu", "cpu without kernels", "sdpa", "hybrid"]
@@ -21,7 +21,7 @@ SIZES = st.one_of(st.integers(1, 12), st.integers(60, 70), st.integers(94, 100))
 
 @pytest.fixture(params=PATHS, scope="module")
 def path(request):
-    """The name of a path, ready to run."""
+    """The name of a path that can run here."""
     name, _, without = request.param.partition(" ")
     with pytest.MonkeyPatch.context() as patch, torch_kernels.registered():
         patch.setenv("LONGDRAFT_NATIVE", "0" if without else "1")
@@ -48,19 +48,19 @@ def path(request):
 @example([1018], 97, (6, 2), 64, torch.float32, False, False, 6, None, None, False, 0)
 @example([90], 100, (6, 2), 16, torch.bfloat16, False, False, 0, 64, 5.0, True, 0)
 def test_any_shape(path, lengths, size, heads, head_dim, dtype, tree, transposed, behind, window, softcap, sinks, seed):
-    """Ragged batches in shuffled slots, among rows that are no numbers and stay as they are."""
+    """Ragged batches in shuffled slots; all other entries are NaN and stay so."""
     if path == "hybrid":
         head_dim, transposed = max(8, head_dim // 8 * 8), False
     elif dtype == torch.float16:
         dtype = torch.bfloat16
-    q, keys, values, block, scale = case(
+    q, keys, values, batch, scale = case(
         lengths, size, heads=heads, head_dim=head_dim, tree=tree, transposed=transposed, dtype=dtype, behind=behind,
         window=window, seed=seed,
     )  # fmt: skip
     before = keys.nan_to_num(9), values.nan_to_num(9)
     attend = dispatch.PATHS[path]
     close = max(5e-6, TOLERANCE[dtype])
-    assert_like_reference(attend, q, keys, values, block, scale, scored(softcap, sinks, heads[0]), close)
+    assert_like_reference(attend, q, keys, values, batch, scale, make_modifiers(softcap, sinks, heads[0]), close)
     assert torch.equal(keys.nan_to_num(9), before[0]) and torch.equal(values.nan_to_num(9), before[1])
 
 
@@ -77,11 +77,11 @@ def test_prefix_attention(path, lengths, size, heads, dtype, transposed):
         transposed = False
     elif dtype == torch.float16:
         dtype = torch.bfloat16
-    q, keys, values, block, scale = case(lengths, size, heads=heads, tree=False, transposed=transposed, dtype=dtype)
-    for slot, n in zip(block.slots, block.prefix_lens, strict=True):
+    q, keys, values, batch, scale = case(lengths, size, heads=heads, tree=False, transposed=transposed, dtype=dtype)
+    for slot, n in zip(batch.slots, batch.prefix_lens, strict=True):
         keys[slot, :, n:], values[slot, :, n:] = math.nan, math.nan
     found, expected = (
-        prefix.make_prefix_attention(dispatch.PATHS[p])(q, keys, values, block, scale) for p in (path, "reference")
+        prefix.make_prefix_attention(dispatch.PATHS[p])(q, keys, values, batch, scale) for p in (path, "reference")
     )
     assert found.dtype == dtype
     torch.testing.assert_close(found.float(), expected.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])

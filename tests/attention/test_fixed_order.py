@@ -1,4 +1,4 @@
-"""Attention in a fixed order: a row's bits are those that it gets alone, behind its own path as a prefix."""
+"""Fixed-order attention: a token has the same bits in a tree as alone, with its path as prefix."""
 
 from __future__ import annotations
 
@@ -34,54 +34,54 @@ def by_kernel(monkeypatch):
 
 @pytest.fixture(params=["definition", "kernel"])
 def attend(request, monkeypatch):
-    """Attention by the definition or by the kernels, as a path."""
+    """The reference or the kernels, as an attention path."""
     compute = fixed_order.fixed_order_attention if request.param == "definition" else by_kernel(monkeypatch)
 
-    def path(q, keys, values, block, scale, scoring=None):
-        bound = max(block.prefix_lens) + block.tree_len
-        rows = block.slots_t, block.prefix_lens_t, *fixed_order.ancestor_lists(block, q.device)
+    def path(q, keys, values, batch, scale, scoring=None):
+        bound = max(batch.prefix_lens) + batch.tree_len
+        rows = batch.slots_t, batch.prefix_lens_t, *fixed_order.ancestor_lists(batch, q.device)
         return compute(q, keys, values, *rows, bound, scale)
 
     return path
 
 
 @pytest.mark.parametrize(("lengths", "dtype"), zip([[5, 0, 70], [63], [9]], TOLERANCE, strict=True), ids=str)
-def test_it_is_attention(attend, lengths, dtype):
+def test_fixed_order_equals_the_reference(attend, lengths, dtype):
     for arguments in (case(lengths, 4, dtype=dtype), case([9, 20], 2, dtype=dtype, tree=False, behind=3)):
         assert_like_reference(attend, *arguments, tolerance=max(1e-5, TOLERANCE[dtype]))
 
 
 @pytest.mark.parametrize(("before", "dtype"), [(58, torch.float32), *(slow(n, torch.bfloat16) for n in (0, 64, 121))])
-def test_a_row_of_a_tree_has_the_bits_of_a_plain_step(attend, before, dtype):
-    """Each row's path is laid out behind the prefix, as plain decoding would have left it, and padded as it would be.
-    Tiles and splits end between the rows of some paths."""
+def test_a_tree_token_has_the_bits_of_plain_decoding(attend, before, dtype):
+    """Each token's path is laid out behind the prefix and padded, as in plain decoding.
+    Tiles and splits end within some paths."""
     size, generator = 8, torch.Generator().manual_seed(before)
     mask = random_tree(size, generator)
     mask[4:7] = torch.tril(torch.ones(size, size, dtype=torch.bool))[4:7]  # a chain of seven too
-    q, keys, values, block, scale = case([before], size, mask=mask[None], dtype=dtype)
-    together = attend(q, keys, values, block, scale)
+    q, keys, values, batch, scale = case([before], size, mask=mask[None], dtype=dtype)
+    together = attend(q, keys, values, batch, scale)
     for i in (0, 6, 7):
         path = mask[i].nonzero().flatten()
         own = [x.clone() for x in (keys, values)]
         for x, old in zip(own, (keys, values), strict=True):
-            x[block.slots[0], :, before : before + len(path)] = old[block.slots[0], :, before + path]
+            x[batch.slots[0], :, before : before + len(path)] = old[batch.slots[0], :, before + path]
         n = before + len(path) - 1
         own = [torch.nn.functional.pad(x, (0, 0, 0, size)) for x in own]
-        alone = ForwardBatch.make(block.slots, [n], size, torch.eye(size, dtype=torch.bool)[None])
+        alone = ForwardBatch.make(batch.slots, [n], size, torch.eye(size, dtype=torch.bool)[None])
         moved = torch.cat([q[:, :, i : i + 1], torch.randn(q[:, :, 1:].shape).to(dtype)], dim=2)
         assert torch.equal(attend(moved, *own, alone, scale)[:, :, 0], together[:, :, i])
 
 
-def test_rows_beside_a_row_and_bounds_change_nothing(attend):
-    q, keys, values, block, scale = case([7, 11], 4)
-    expected = attend(q, keys, values, block, scale)
+def test_other_tokens_and_upper_bounds_change_no_bits(attend):
+    q, keys, values, batch, scale = case([7, 11], 4)
+    expected = attend(q, keys, values, batch, scale)
     larger = torch.cat([q[:, :, :2], 100 * q[:, :, 2:]], dim=2)
-    assert torch.equal(attend(larger, keys, values, block, scale)[:, :, :2], expected[:, :, :2])
-    is_captured = replace(block, slots=(-1, -1), prefix_lens=(40, 40), is_captured=True)
-    assert torch.equal(attend(q, keys, values, is_captured, scale), expected)
+    assert torch.equal(attend(larger, keys, values, batch, scale)[:, :, :2], expected[:, :, :2])
+    captured = replace(batch, slots=(-1, -1), prefix_lens=(40, 40), is_captured=True)
+    assert torch.equal(attend(q, keys, values, captured, scale), expected)
 
 
-def test_the_check_at_the_start_passes_and_finds_another_order(monkeypatch):
+def test_check_batch_invariance_passes_and_finds_another_order(monkeypatch):
     fixed_order.check_batch_invariance.cache_clear()
     fixed_order.check_batch_invariance(torch.device("cpu"), torch.float32, 16, 2)
     by_rank = fixed_order.attend
@@ -92,8 +92,8 @@ def test_the_check_at_the_start_passes_and_finds_another_order(monkeypatch):
 
 
 @pytest.mark.parametrize("rounded", [False, True])
-def test_other_layers_and_rows_in_eight_bits_are_refused(rounded):
-    q, keys, values, block, scale = case([5], 3)
+def test_modifiers_and_int8_kv_are_refused(rounded):
+    q, keys, values, batch, scale = case([5], 3)
     keys, values = (Int8KV.quantize(x) for x in (keys, values)) if rounded else (keys, values)
     with pytest.raises(CapabilityError, match="deterministic=True"):
-        fixed_order.attend(q, keys, values, block, scale, NO_MODIFIERS if rounded else ScoreModifiers(softcap=5.0))
+        fixed_order.attend(q, keys, values, batch, scale, NO_MODIFIERS if rounded else ScoreModifiers(softcap=5.0))

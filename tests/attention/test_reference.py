@@ -15,10 +15,10 @@ from tests.attention.cases import case
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 def test_the_reference_is_attention_under_an_explicit_mask(tree):
-    q, keys, values, block, scale = case([0, 5, 13], 6, tree=tree)
-    got = reference.attend(q, keys, values, block, scale)
-    for b, (slot, n) in enumerate(zip(block.slots, block.prefix_lens, strict=True)):
-        own = block.mask[b] if tree else torch.ones(6, 6, dtype=torch.bool).tril()
+    q, keys, values, batch, scale = case([0, 5, 13], 6, tree=tree)
+    got = reference.attend(q, keys, values, batch, scale)
+    for b, (slot, n) in enumerate(zip(batch.slots, batch.prefix_lens, strict=True)):
+        own = batch.mask[b] if tree else torch.ones(6, 6, dtype=torch.bool).tril()
         mask = torch.cat([torch.ones(6, n, dtype=torch.bool), own], dim=1)
         k, v = (t[slot, :, : n + 6].repeat_interleave(3, dim=0) for t in (keys, values))
         expected = F.scaled_dot_product_attention(q[b], k, v, attn_mask=mask, scale=scale)
@@ -32,7 +32,7 @@ def test_partial_attention_returns_the_log_sum_exp_of_the_scores():
     torch.testing.assert_close(lse.double(), scores.exp().sum(-1).log(), atol=1e-5, rtol=1e-5)
 
 
-def test_rows_that_see_nothing_give_zero_and_minus_infinity():
+def test_fully_masked_queries_give_zero_and_minus_infinity():
     mask = torch.tensor([[True, False], [False, False]])
     o, lse = partial_attention(torch.randn(1, 2, 4), torch.randn(1, 2, 4), torch.randn(1, 2, 4), 1.0, mask)
     assert torch.equal(o[0, 1], torch.zeros(4)) and lse[0, 1] == -math.inf

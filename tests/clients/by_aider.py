@@ -29,7 +29,7 @@ def edit(message: str, *more: str) -> None:
 session(
     lambda: edit("Add a function farewell(name) that returns 'Goodbye, ' and the name."),
     lambda: edit("Add a docstring to greet.", "--restore-chat-history"),
-    kept=0.5,  # the file, which has changed, stands before the last messages
+    cached=0.5,  # the changed file comes before the last messages
 )
 module: dict[str, object] = {}
 exec(compile(source.read_text(), "greeting.py", "exec"), module)

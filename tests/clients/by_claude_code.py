@@ -36,4 +36,4 @@ def reads() -> None:
 
 
 # The second session has the first one's beginning: instructions and tools.
-session(reads, lambda: asked("Call Edit on greeting.py: replace Hello by Goodbye."), kept=0.5)
+session(reads, lambda: asked("Call Edit on greeting.py: replace Hello by Goodbye."), cached=0.5)

@@ -1,4 +1,4 @@
-"""What an editor's completion asks: the text between a prompt and a suffix, streamed, in Qwen's form."""
+"""An editor's completion: fills in the middle between a prompt and a suffix, streamed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ asked = {"model": os.environ["MODEL"], "prompt": before, "max_tokens": 32, "temp
 try:
     filled = client.completions.create(suffix=after, **asked)
 except openai.BadRequestError as error:
-    assert "no tokens for text in the middle" in error.body["message"]  # a model that was not trained for it
+    assert "no fill-in-the-middle tokens" in error.body["message"]  # a model that was not trained for it
 else:
     code = filled.choices[0].text
     exec(compile(before + code + after, "area.py", "exec"))

@@ -1,4 +1,4 @@
-"""A client that is a program: run against the server in a folder that is its home."""
+"""Runs a client that is a program against the server, in a folder that is its home."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ folder = Path(tempfile.mkdtemp())
 
 
 def run(name: str, *words: str, **environment: str) -> str:
-    """Runs a program of this script's environment to a good end; what it says. HTTPS leads it nowhere."""
+    """Runs a program of the client's environment, without access to HTTPS. It must succeed. Returns its output."""
     command = [str(PROGRAMS / name), *words]
     nowhere = {"HTTPS_PROXY": "http://127.0.0.1:9", "NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "1"}
     env = os.environ | nowhere | {"HOME": str(folder), "PWD": str(folder)} | environment
@@ -27,26 +27,25 @@ def run(name: str, *words: str, **environment: str) -> str:
     return done.stdout
 
 
-def session(*turns: Callable[[], object], kept: float = 0.75) -> None:
-    """Runs the turns of a session: the server refuses no request, and has kept most of what the later turns send.
+def session(*turns: Callable[[], object], cached: float = 0.75) -> None:
+    """Runs the turns of a session. The server must refuse no request, and find most of later prompts in its cache.
 
     Args:
-        kept: the least share of a later turn's prompts that is not read again.
+        cached: minimum fraction of a later turn's prompt tokens that are cache hits.
     """
     for number, turn in enumerate(turns):
-        before = counts()
+        before = counters()
         turn()
-        sent, hits, refused = (now - then for now, then in zip(counts(), before, strict=True))
-        print(f"turn {number + 1}: {sent:.0f} tokens were sent, of which {hits:.0f} were kept")
-        assert sent and not refused, f"{refused:.0f} requests were refused or failed: the server's log names them"
-        assert not number or hits >= kept * sent, (hits, sent)
+        sent, hits, failed = (now - then for now, then in zip(counters(), before, strict=True))
+        print(f"turn {number + 1}: {sent:.0f} tokens were sent, {hits:.0f} of them cached")
+        assert sent and not failed, f"{failed:.0f} requests were refused or failed: the server's log names them"
+        assert not number or hits >= cached * sent, (hits, sent)
 
 
-def counts() -> list[float]:
-    """Of the server so far: tokens of prompts, those of them that were kept, requests that it refused or that failed
-    (not those of clients that went away: 499)."""
+def counters() -> list[float]:
+    """The server's counts of prompt tokens, cache hits, and failed requests (without 499: the client went away)."""
     with urlopen(f"{ROOT}/metrics") as answer:
         page = answer.read().decode()
-    refused = r'request_failure_total{.*status="(?!499).*}'
-    figures = ("prompt_tokens_total{.*}", "prefix_cache_hits_total{.*}", refused)
-    return [sum(map(float, re.findall(rf"^longdraft:{figure} (\S+)$", page, re.MULTILINE))) for figure in figures]
+    failures = r'request_failure_total{.*status="(?!499).*}'
+    metrics = ("prompt_tokens_total{.*}", "prefix_cache_hits_total{.*}", failures)
+    return [sum(map(float, re.findall(rf"^longdraft:{metric} (\S+)$", page, re.MULTILINE))) for metric in metrics]

@@ -1,8 +1,8 @@
-"""Runs real clients, as they come from their registries, against ``longdraft serve``.
+"""Runs real clients, as published, against ``longdraft serve``.
 
-``make test-clients`` does; ``python -m tests.clients.run openai aider --model FILE`` runs some. Each has an environment
-of its own below --folder, which stays for the next time. Prints a table of what worked. What this machine or the model
-cannot run is left out.
+``make test-clients`` runs all; ``python -m tests.clients.run openai aider --model FILE`` runs some. Each has its own
+environment below --folder, which is kept for the next time. Prints a table of results. Clients that this machine or the
+model cannot run are left out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import longdraft
 from tests.serve.browser import CHROMIUM
 
 HERE = Path(__file__).parent
-# Script -> packages of the package index, the client first; none: a program of this machine.
+# Script -> Python packages, the client first; none: a program of this machine.
 CLIENTS = {
     "browser": [],
     "openai": ["openai"],
@@ -42,7 +42,7 @@ CLIENTS = {
     "inference_perf": ["inference-perf"],
     "openai_agents": ["openai-agents"],
 }
-# The same of npm's.
+# Script -> npm packages.
 NODE = {
     "ai_sdk": ["ai", "@ai-sdk/openai-compatible", "@ai-sdk/openai", "zod"],
     "claude_code": ["@anthropic-ai/claude-code"],
@@ -52,7 +52,7 @@ NODE = {
 }
 PACKAGES = CLIENTS | NODE
 LONG = {"codex", "opencode", "qwen_code"}  # their own instructions have 6,000 to 17,000 tokens
-NEEDS = {"inference_perf": (3, 12)}  # versions of Python; others take this one
+MIN_PYTHON = {"inference_perf": (3, 12)}
 
 
 def main() -> int:
@@ -65,20 +65,20 @@ def main() -> int:
     if unknown := [name for name in options.clients if name not in PACKAGES]:
         parser.error(f"no client {', '.join(unknown)}; there are {', '.join(PACKAGES)}")
     embedded = not (options.model or options.url)
-    lacks = {name: lacking(name, embedded) for name in options.clients}
-    for name in [name for name in options.clients if lacks[name]]:
-        print(f"{name} is left out: it needs {lacks[name]}.")
+    missing = {name: missing_requirement(name, embedded) for name in options.clients}
+    for name in [name for name in options.clients if missing[name]]:
+        print(f"{name} is left out: it needs {missing[name]}.")
         options.clients.remove(name)
     options.folder.mkdir(parents=True, exist_ok=True)
-    server = None if options.url else serving(options.model, options.folder / "server.log")
+    server = None if options.url else start_server(options.model, options.folder / "server.log")
     url = options.url or "http://127.0.0.1:8765"
     try:
         wait_for(url, server)
         name = Path(options.model).name if options.model else "SmolLM2-135M-Instruct"
-        words = options.folder / "tokenizer"  # for clients that count tokens themselves
-        longdraft.load(options.model).tokenizer.save_pretrained(words)
-        environment = os.environ | {"BASE_URL": f"{url}/v1", "MODEL": name, "TOKENIZER": str(words.absolute())}
-        failed = [client for client in options.clients if not works(client, options.folder, environment)]
+        tokenizer = options.folder / "tokenizer"  # for clients that count tokens themselves
+        longdraft.load(options.model).tokenizer.save_pretrained(tokenizer)
+        environment = os.environ | {"BASE_URL": f"{url}/v1", "MODEL": name, "TOKENIZER": str(tokenizer.absolute())}
+        failed = [client for client in options.clients if not check_client(client, options.folder, environment)]
     finally:
         if server is not None:
             server.terminate()
@@ -91,9 +91,9 @@ def main() -> int:
     return len(failed)
 
 
-def lacking(client: str, embedded: bool) -> str | None:
-    """What a client needs and this machine, or the embedded model, does not have."""
-    if sys.version_info < (version := NEEDS.get(client, (3, 10))):
+def missing_requirement(client: str, embedded: bool) -> str | None:
+    """What a client needs that this machine, or the embedded model, does not have."""
+    if sys.version_info < (version := MIN_PYTHON.get(client, (3, 10))):
         return f"Python {'.'.join(map(str, version))}"
     if client == "browser" and CHROMIUM is None:
         return "Chromium (apt-get install chromium)"
@@ -102,9 +102,9 @@ def lacking(client: str, embedded: bool) -> str | None:
     return "a model with 32K of context (SERVED=FILE, --model FILE)" if client in LONG and embedded else None
 
 
-def serving(model: str | None, log: Path) -> subprocess.Popen[bytes]:
-    chosen = ["--context", "32768", "--slots", "2", "--model", model] if model else ["--context", "8192"]
-    command = [sys.executable, "-m", "longdraft", "serve", "--port", "8765", *chosen]
+def start_server(model: str | None, log: Path) -> subprocess.Popen[bytes]:
+    flags = ["--context", "32768", "--slots", "2", "--model", model] if model else ["--context", "8192"]
+    command = [sys.executable, "-m", "longdraft", "serve", "--port", "8765", *flags]
     print(f"Starting the server, which writes to {log} ...", flush=True)
     with log.open("wb") as out:
         return subprocess.Popen(command, stdout=out, stderr=out)
@@ -123,39 +123,40 @@ def wait_for(url: str, server: subprocess.Popen[bytes] | None, seconds: float = 
     raise SystemExit(f"Nothing answers at {url}.")
 
 
-def works(client: str, folder: Path, environment: dict[str, str]) -> bool:
-    """Installs a client if need be, runs its script, and prints a line of the table."""
+def check_client(client: str, folder: Path, environment: dict[str, str]) -> bool:
+    """Installs a client if necessary, and runs its script. Returns whether it succeeded."""
     if not PACKAGES[client]:
-        return ran(client, Path(sys.executable), "chromium", "", environment)
+        return run_script(client, Path(sys.executable), "chromium", "", environment)
     home, package = (folder / client).absolute(), PACKAGES[client][0].partition("[")[0]
     if not (home / ".installed").exists():
         print(f"Installing {package} ...", flush=True)
-        install = with_npm if client in NODE else with_pip
+        install = install_with_npm if client in NODE else install_with_pip
         install(home, PACKAGES[client])
         (home / ".installed").touch()
     if client in NODE:
         version = json.loads((home / "node_modules" / package / "package.json").read_text())["version"]
         programs = {"PROGRAMS": str(home / "node_modules" / ".bin")}
-        return ran(client, Path(sys.executable), package, version, environment | programs)
+        return run_script(client, Path(sys.executable), package, version, environment | programs)
     python = home / "bin" / "python"
     shown = subprocess.run([python, "-m", "pip", "show", package], capture_output=True, text=True, check=True).stdout
     version = next(line.split()[1] for line in shown.splitlines() if line.startswith("Version:"))
-    return ran(client, python, package, version, environment | {"PROGRAMS": str(python.parent)})
+    return run_script(client, python, package, version, environment | {"PROGRAMS": str(python.parent)})
 
 
-def with_pip(home: Path, packages: list[str]) -> None:
+def install_with_pip(home: Path, packages: list[str]) -> None:
     subprocess.run([sys.executable, "-m", "venv", home], check=True)
     pip = [home / "bin" / "python", "-m", "pip", "--disable-pip-version-check"]
     subprocess.run([*pip, "install", "--quiet", *packages], check=True)
 
 
-def with_npm(home: Path, packages: list[str]) -> None:
+def install_with_npm(home: Path, packages: list[str]) -> None:
     home.mkdir(exist_ok=True)
     command = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--no-update-notifier", "--prefix", str(home)]
     subprocess.run([*command, *packages], check=True)
 
 
-def ran(client: str, python: Path, package: str, version: str, environment: dict[str, str]) -> bool:
+def run_script(client: str, python: Path, package: str, version: str, environment: dict[str, str]) -> bool:
+    """Runs a client's script, and prints a line of the table."""
     start = time.monotonic()
     done = subprocess.run(
         [python.absolute(), HERE / f"by_{client}.py"], env=environment, capture_output=True, text=True

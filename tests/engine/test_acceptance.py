@@ -18,13 +18,13 @@ PREFIX = [1, 4, 4]
 
 
 def target(text: list[int]) -> torch.Tensor:
-    """Raw logits after a text: random, but the same each time; they depend on the last three tokens."""
+    """Raw logits after a context: random, but reproducible; they depend on the last three tokens."""
     seed = sum((token + 1) * 7**i for i, token in enumerate(text[-3:]))
     return 2 * torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(seed))
 
 
 def verified(tree: TokenTree, prefix: list[int]) -> torch.Tensor:
-    """Logits that one forward of the target returns; the root is the prefix's last token."""
+    """The target's logits on a tree whose root is the prefix's last token."""
     rows = [target(prefix[:-1] + [tree.tokens[i] for i in tree.path(node)]) for node in range(tree.size)]
     return torch.stack(rows)
 
@@ -40,11 +40,11 @@ def decode(tree_for, sampler: Sampler, n: int) -> list[int]:
     while len(text) - len(PREFIX) < n:
         tree = tree_for(text)
         left = n - (len(text) - len(PREFIX))
-        said: list[int] = []
+        emitted: list[int] = []
 
-        def full(token: int, said=said, left=left) -> bool:
-            said.append(token)
-            return len(said) == left
+        def full(token: int, emitted=emitted, left=left) -> bool:
+            emitted.append(token)
+            return len(emitted) == left
 
         text += accept_path(tree, verified(tree, text), sampler, lambda text=text: torch.tensor(text), full).token_ids
     return text[len(PREFIX) :]
@@ -64,7 +64,7 @@ def trees(draw) -> TokenTree:
 
 
 def walk(tree: TokenTree, following: list[int]) -> AcceptedPath:
-    """By definition: from the root down to the child that carries the next token, while there is one."""
+    """The definition: from the root down to the child with the next token, as far as there is one."""
     path = [0]
     for count, token in enumerate(following, start=1):
         children = [i for i in range(tree.size) if tree.parents[i] == path[-1] and tree.tokens[i] == token]
@@ -78,7 +78,7 @@ def walk(tree: TokenTree, following: list[int]) -> AcceptedPath:
 
 
 @pytest.mark.parametrize("penalty", [None, 1.8], ids=["plain", "repetition penalty"])
-def test_a_greedy_walk_follows_the_greedy_text_as_far_as_the_tree_has_it(penalty):
+def test_a_greedy_walk_accepts_the_greedy_tokens_that_are_in_the_tree(penalty):
     sampling = Sampling(repetition_penalty=penalty)
     following = decode(autoregressive, sampler(sampling), 21)
 
@@ -90,7 +90,7 @@ def test_a_greedy_walk_follows_the_greedy_text_as_far_as_the_tree_has_it(penalty
     check()
 
 
-def test_rows_of_padding_behind_the_tree_are_not_read():
+def test_logits_of_padding_are_not_read():
     tree = chain_tree(PREFIX[-1], [])
     padded = torch.cat([verified(tree, PREFIX), torch.full((3, VOCABULARY), float("nan"))])
     assert accept_path(tree, padded, sampler(), lambda: torch.tensor(PREFIX)).nodes == (0,)
@@ -103,7 +103,7 @@ def test_rows_of_padding_behind_the_tree_are_not_read():
 
 
 @pytest.mark.parametrize("stop_after", [1, 2, 3])
-def test_the_walk_ends_where_it_is_told_to_and_accepts_nothing_more(stop_after):
+def test_should_stop_ends_the_walk(stop_after):
     following = decode(autoregressive, sampler(), 4)
     tree = chain_tree(PREFIX[-1], following)
     told: list[int] = []
@@ -118,7 +118,7 @@ def test_the_walk_ends_where_it_is_told_to_and_accepts_nothing_more(stop_after):
 
 
 class Recorder:
-    """A stateful processor: it writes down every text that it is shown."""
+    """A stateful processor that records every context that it sees."""
 
     def __init__(self) -> None:
         self.texts: list[list[int]] = []

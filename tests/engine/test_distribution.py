@@ -41,19 +41,19 @@ def logits_after(text: list[int]) -> torch.Tensor:
 
 
 def tree_logits(tree: TokenTree) -> torch.Tensor:
-    """(nodes, vocabulary): what one forward over the tree behind the prompt gives; the prompt ends with the root."""
+    """(nodes, vocabulary) logits of a tree; the prompt ends with the root."""
     before = [PROMPT[-2], *(tree.tokens[parent] for parent in tree.parents[1:])]
     return TABLE[before, list(tree.tokens)]
 
 
 def next_distribution(text: list[int], sampling: Sampling) -> torch.Tensor:
-    """The target's processed distribution, computed plainly."""
+    """The target's processed distribution, computed by hand."""
     scores = sampling.processors()(torch.tensor([text]), logits_after(text)[None].clone())
     return torch.softmax(scores, -1)[0].double()
 
 
 def text_distribution(sampling: Sampling, tokens: int) -> torch.Tensor:
-    """(vocabulary,) * tokens: how likely plain decoding writes each text after the prompt."""
+    """(vocabulary,) * tokens: probability of each continuation in plain decoding."""
 
     def following(text: list[int], left: int) -> torch.Tensor:
         p = next_distribution(text, sampling)
@@ -88,14 +88,14 @@ TREES = {
 
 
 class Unscripted(Exception):
-    """A script ends before this sample."""
+    """The script has ended before this sample."""
 
     def __init__(self, distribution: torch.Tensor) -> None:
         self.distribution = distribution
 
 
 class Scripted(Sampler):
-    """Samples what a script says, and computes how likely that is."""
+    """Samples the tokens of a script, and computes their probability."""
 
     def __init__(self, sampling: Sampling, script: tuple[int, ...]) -> None:
         super().__init__(sampling.greedy, sampling.processors())
@@ -112,12 +112,12 @@ class Scripted(Sampler):
 
 
 def written(tree: TokenTree, logits: torch.Tensor, sampler: Sampler, walk, count: int) -> list[int]:
-    """Text of so many tokens: plain decoding goes on where a walk ends."""
-    said: list[int] = []
+    """``count`` tokens: plain decoding continues where the walk ends."""
+    emitted_tokens: list[int] = []
 
     def enough(token: int) -> bool:
-        said.append(token)
-        return len(said) == count
+        emitted_tokens.append(token)
+        return len(emitted_tokens) == count
 
     emitted = list(walk(tree, logits, sampler, lambda: torch.tensor(PROMPT), enough).token_ids)
     while len(emitted) < count:
@@ -127,7 +127,7 @@ def written(tree: TokenTree, logits: torch.Tensor, sampler: Sampler, walk, count
 
 
 def accepted_distribution(tree: TokenTree, sampling: Sampling, walk=accept_path) -> torch.Tensor:
-    """(vocabulary,) * COMPUTED: how likely each text comes out."""
+    """(vocabulary,) * COMPUTED: probability of each output."""
     logits, found, scripts = tree_logits(tree), torch.zeros([VOCABULARY] * COMPUTED, dtype=torch.double), [()]
     while scripts:
         sampler = Scripted(sampling, scripts.pop())
@@ -160,7 +160,7 @@ def test_accepted_text_has_the_targets_distribution(shape, setting):
 
 
 def forgets_the_path(tree, logits, sampler, text, stop):
-    """Lets processors see the prompt alone at every node."""
+    """Shows processors the prompt alone at each node."""
     sample = sampler.sample
     sampler.sample = lambda upto, row: sample(upto[: len(PROMPT)], row)
     try:

@@ -22,7 +22,7 @@ SETTINGS = {
 
 
 def processors_of_generate(**settings):
-    """The list that transformers hands to a decoding loop for these settings."""
+    """The processors that transformers passes to a decoding loop for these settings."""
     model, ids, got = tiny_model(), torch.tensor([[1, 2, 3]]), {}
 
     def loop(model, input_ids, logits_processor, **kwargs):
@@ -55,7 +55,7 @@ def test_a_penalty_window_is_transformers_penalty_on_the_last_tokens(window):
 
 
 def test_a_nodes_own_path_decides_what_is_penalised():
-    """The window moves along the path: what leaves it is not penalised any more."""
+    """The window moves along the path: tokens that leave it are not penalized any more."""
     sampler = Sampler(True, Sampling(repetition_penalty=2.0, repetition_window=2).processors())
     logits = torch.tensor([1.0, 1.5, 0.9])
     assert sampler.sample(torch.tensor([1, 0, 0]), logits) == 1
@@ -66,7 +66,7 @@ def test_a_nodes_own_path_decides_what_is_penalised():
 @pytest.mark.parametrize("scale", [0.5, 3.0, 8.0])
 @pytest.mark.parametrize("top_p", [0.02, 0.8, 0.999])
 def test_top_p_keeps_the_tokens_that_transformers_keeps(scale, top_p):
-    """From nearly flat distributions, of which all of the vocabulary is sorted, to such that one token leads."""
+    """From nearly uniform distributions, which sort the whole vocabulary, to peaked ones."""
     for seed in range(4):
         scores = scale * torch.randn(1, 20_000, generator=torch.Generator().manual_seed(seed))
         scores[0, 7] = -torch.inf

@@ -102,7 +102,7 @@ class Browser:
         self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
 
     def value(self, script: str) -> Any:
-        """What a JavaScript expression is."""
+        """The value of a JavaScript expression."""
         found = self.send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in found:
             raise RuntimeError(found["exceptionDetails"]["exception"].get("description"))
@@ -117,7 +117,7 @@ class Browser:
             time.sleep(0.03)
 
     def write(self, text: str) -> None:
-        """Into whatever has the focus."""
+        """Types into the focused element."""
         self.send("Input.insertText", text=text)
 
     def press(self, key: str) -> None:
@@ -135,5 +135,5 @@ class Browser:
             self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def screen(self, width: int, height: int) -> None:
-        """Pixels."""
+        """Sets the size in pixels."""
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)

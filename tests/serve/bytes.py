@@ -20,5 +20,5 @@ def byte_tokenizer(template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerF
 
 
 def byte_model():
-    """Its vocabulary is a little larger than the tokenizer's, as real ones are."""
+    """The model's vocabulary is a little larger than the tokenizer's, as with real models."""
     return tiny_model(vocab=264, context=1200)

@@ -1,4 +1,4 @@
-"""Plain HTTP requests, and waiting for what takes a moment."""
+"""Plain HTTP requests, and waiting for a condition."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def http(url: str, body: Any = None, timeout: float = 60, **headers: str) -> tuple[int, bytes]:
-    """Status and body of a response; a request with a body (bytes, or what becomes JSON) is a POST."""
+    """Status and body of a response. A request with a body (bytes, or an object to send as JSON) is a POST."""
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"content-type": "application/json", **headers})
     try:

@@ -1,7 +1,7 @@
-"""A server for the page whose model says what a question asks for; all else is the server's own.
+"""A server for tests of the page, whose model gives the answer that the question names.
 
-To look at the page by hand: ``python -m tests.serve.page_server``. What the last line of a question begins with says
-what comes: ``slow`` (an answer of about a minute), ``code`` (a code block, and markup that must stay text), ``think``
+To look at the page by hand: ``python -m tests.serve.page_server``. The first word of a question's last line chooses
+the answer: ``slow`` (an answer of about a minute), ``code`` (a code block, and markup that must stay text), ``think``
 (a thought, a list, a link, fences), ``free`` (what the model itself says), ``refuse`` (400, too long), ``busy`` (429
 first), ``broken`` (an error in the middle), ``gone`` (a connection that ends early), ``drain`` (503); anything else
 gets PLAIN.
@@ -44,7 +44,7 @@ SLOW = PLAIN * 4
 
 
 class Led:
-    """A processor that has the model say a text, and what else a kind of question asks for."""
+    """A logits processor that forces a text, and does what else the kind of question asks for."""
 
     def __init__(self, server: PageServer, kind: str, prompt: int, begun: str) -> None:
         self._server, self._kind, self._prompt = server, kind, prompt

@@ -1,4 +1,4 @@
-"""Rows of a batch, the file of its answers, and the run between them."""
+"""Rows of a batch, the output file, and the run."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_file_of_something_else_is_left_alone(tmp_path):
 
 
 class Backwards:
-    """A decoder that answers later rows sooner, and some with an unexpected error."""
+    """An engine that answers later rows sooner, and some with an unexpected error."""
 
     def __init__(self, unexpected: frozenset[int] = frozenset(), max_in_flight: int = 4) -> None:
         self.max_in_flight, self._unexpected = max_in_flight, unexpected
@@ -156,7 +156,7 @@ def test_an_engine_that_fails_row_after_row_ends_the_run_and_leaves_no_errors(tm
 
 
 def decode(spec: Speculator, prompts: list[str], folder: Path, cancelled=lambda: False) -> list[dict]:
-    """Decodes the prompts that the file of answers lacks; all of its rows."""
+    """Decodes the prompts that the output lacks. Returns all rows of the output."""
     source, path = folder / "in", folder / "out"
     source.write_text("".join(json.dumps({"prompt": p, "max_tokens": 8}) + "\n" for p in prompts))
     with OutputFile(path, MADE) as file:

@@ -1,4 +1,4 @@
-"""What browsers may ask: names of the server, and pages of other origins."""
+"""Requests of browsers: the ``Host`` header, and pages of other origins."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ CHAT = "/v1/chat/completions"
 
 
 def alone(n, **settings):
-    """The result of the same request by itself, without drafts."""
+    """The result of the same request alone, without drafts."""
     prompt = TOKENIZER.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
     return PLAIN.generate(Request(prompt, max_new_tokens=n, **settings))[0]
 
@@ -111,7 +111,7 @@ def test_a_trace_has_the_source_of_each_token(running):
 
 
 def own_logits(ids):
-    """The logits behind each token of a text, of the model itself."""
+    """The model's own logits after each token of a text."""
     with torch.inference_mode():
         logits: torch.Tensor = MODEL(torch.tensor([ids])).logits[0]
     return logits.clone()
@@ -152,7 +152,7 @@ def test_log_probabilities_are_the_models_own_before_temperature_and_penalties(r
 
 
 def test_penalties_and_biases_are_openais(running):
-    """Off a logit goes the presence penalty if the output has its token, and the frequency penalty each time."""
+    """The presence penalty is subtracted once for a token in the output, the frequency penalty for each occurrence."""
     prompt = TOKENIZER.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
     expected: list[int] = []
     while len(expected) < 30:
@@ -215,7 +215,7 @@ def test_an_echoed_prompt_has_the_models_own_log_probabilities_whatever_was_kept
     options = {"model": "tiny", "max_tokens": 3, "temperature": 0, "logprobs": 2}
     text = "the whale and the sea, the whale and the ship"
     ids = TOKENIZER(text)["input_ids"]
-    for prompt in (text, ids):  # the second time its rows have been kept
+    for prompt in (text, ids):  # the second time its KV is cached
         (choice,) = complete(prompt=prompt, echo=True, **options).choices
         scored = choice.logprobs
         assert choice.text.startswith(text) and len(scored.tokens) == len(ids) + 3
@@ -231,7 +231,7 @@ def test_an_echoed_prompt_has_the_models_own_log_probabilities_whatever_was_kept
 
 
 def test_a_completion_with_a_suffix_is_what_the_model_says_between():
-    """In Qwen-Coder's tokens; it ends where another file would begin."""
+    """With Qwen-Coder's tokens. A file separator ends it."""
     model, tokenizer = byte_model(), byte_tokenizer()
     names = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
     tokenizer.add_tokens(names, special_tokens=True)
@@ -365,7 +365,7 @@ def test_shutting_down_answers_what_runs_and_refuses_new_requests(serving):
     assert running.http(CHAT, {"messages": MESSAGES, "max_tokens": 3})[0] == 503
     kept = HTTPConnection("127.0.0.1", running.server.port, timeout=10)
     kept.request("GET", "/ready")
-    answer = kept.getresponse()  # who asks on one connection, again and again, does not keep the server
+    answer = kept.getresponse()  # a client that reuses its connection does not keep the server running
     assert answer.status == 503 and answer.getheader("connection") == "close"
     assert first + text_of(stream) == alone(300, eos_token_ids=[]).text
     running.thread.join(20)

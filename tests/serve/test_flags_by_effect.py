@@ -1,4 +1,4 @@
-"""Flags of ``longdraft serve`` by what they do: a server that has them beside one that has none. And its counters."""
+"""The effect of flags of ``longdraft serve``: a server with them and one without. And its counters."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tests.support.tiny import tiny_model, tiny_tokenizer
 CHAT = "/v1/chat/completions"
 LIMIT = 2**30 // 100  # --snapshot-gib 0.01
 FLAGS = ["--queue", "1", "--timeout", "1.5", "--prefix-gib", "0", "--snapshot-gib", "0.01", "--earlier", "4000"]
-if sys.platform == "linux":  # elsewhere a machine has one address of its own
+if sys.platform == "linux":  # elsewhere 127.0.0.1 is the only loopback address
     FLAGS += ["--host", "127.0.0.2"]
 
 
 class Started:
-    """A server in a process of its own, with one slot."""
+    """A server in its own process, with one slot."""
 
     def __init__(self, folder: Path, model: Path, flags: list[str]) -> None:
         folder.mkdir()
@@ -61,7 +61,7 @@ class Started:
 def servers(tmp_path_factory):
     """One with the flags, one without."""
     folder = tmp_path_factory.mktemp("servers")
-    # Of rows that take 9 KB, and texts of seconds.
+    # A token's KV takes 9 KB, and a long text takes seconds.
     tiny_model(context=8192, kv_heads=6, head_dim=64).save_pretrained(folder / "model")
     tiny_tokenizer(chat=True).save_pretrained(folder / "model")
     found = [Started(folder / name, folder / "model", flags) for name, flags in (("flags", FLAGS), ("none", []))]
@@ -98,7 +98,7 @@ def test_earlier_texts_are_looked_up_if_asked_for(servers):
 
 @pytest.mark.slow
 def test_other_texts_take_no_more_memory_and_disk_than_the_flags_say(servers):
-    """Three of 6 MB each: of the first one nothing is left in 10 MB of files, and all of it in memory."""
+    """Three texts of 6 MB each: the first one is evicted from 10 MB of files, but not from memory."""
     flags, none = servers
     for server in servers:
         for seed in (1, 2, 3):
@@ -136,7 +136,7 @@ def test_counters_are_the_sums_of_what_the_answers_say(serving):
     running = serving()
     usages = []
     for i, question in enumerate(["the sea, the sea, the sea", "a ship?", "abcabcabcabcabc"]):
-        # Asked again with half of what came in the question, so that tokens are accepted.
+        # Asks again with half of the answer in the question, so that drafts are accepted.
         body = {"messages": [{"role": "user", "content": question}], "max_tokens": 30 + i, "temperature": 0}
         text = json.loads(running.http(CHAT, body | {"ignore_eos": True})[1])
         usages.append(text["usage"])

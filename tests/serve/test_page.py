@@ -52,7 +52,7 @@ def server() -> Iterator[PageServer]:
 
 @pytest.fixture
 def page(browser: Browser, server: PageServer) -> Browser:
-    """The page, loaded; a port of its own is an origin of its own: nothing is left of the test before."""
+    """The loaded page. Each test has its own port, so its own origin and session storage."""
     browser.screen(1280, 850)
     browser.requests.clear()
     browser.open(server.url)
@@ -149,7 +149,7 @@ class TestAnswers:
         assert page.value("document.querySelector('details').open") is False
         assert page.value("document.querySelector('details summary').textContent") == "Thought"
         assert page.value("document.querySelector('details em').textContent") == "this"
-        # Fences whose newline came with them, one within another: what is behind them is text again.
+        # Nested code fences that arrive with their line breaks; text follows.
         assert page.value("document.querySelector('pre code').textContent") == "```\ninner\n```\n"
         assert page.value("document.querySelector('.answer > .text').lastElementChild.textContent") == "End."
         assert not page.problems

@@ -1,6 +1,6 @@
-"""Prompts on disk: there after a restart, bounded, and never damaged.
+"""The prompt cache on disk: it survives restarts, stays in its limit, and never uses damaged files.
 
-The engine is a stand-in on a cache with a folder behind it: the KV of a token is the token itself.
+No engine runs: the KV of a token is the token's id.
 """
 
 from __future__ import annotations
@@ -32,35 +32,35 @@ from tests.support import elsewhere
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 SHAPE = KVShape(2, 1, 4, torch.float32)
-# Bytes of a snapshot of n tokens: keys, values, tokens; and its head, at most.
-ROW, HEAD = SHAPE.bytes_per_token + 8, 1024
+# Bytes of a snapshot: for each token (keys, values, id), and at most its header.
+TOKEN_BYTES, HEADER_BYTES = SHAPE.bytes_per_token + 8, 1024
 TEXT = list(range(100))
 
 
-class Texts(DiskPromptCache):
-    """A cache that is open, with slots of 200 rows, where 4 tokens are worth a file."""
+class DiskCache(DiskPromptCache):
+    """An open cache with slots of 200 tokens and ``min_tokens=4``."""
 
     def __init__(
-        self, folder: Path, most: int = 1 << 30, slots: int = 2, rows: int = 200, target: str = "target",
+        self, folder: Path, max_bytes: int = 1 << 30, slots: int = 2, rows: int = 200, target: str = "target",
         layers: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
-        super().__init__(folder, target, most, 4)
+        super().__init__(folder, target, max_bytes, 4)
         self.open(lambda slots, rows: KVStore(SHAPE, slots, rows, feature_layers=layers, feature_size=3), slots, rows)
 
-    def read(self, prompt: list[int], slot: int = 0, piece: int = 1) -> int:
-        """Reads a prompt as an engine does. How much of it was there."""
-        kept = self.reuse_prefix(slot, prompt, piece)
+    def read(self, prompt: list[int], slot: int = 0, chunk_size: int = 1) -> int:
+        """Prefills a prompt as an engine does. Returns how many of its tokens were cached."""
+        cached = self.reuse_prefix(slot, prompt, chunk_size)
         store = self.store
-        assert store is not None and store.lengths[slot] == kept
-        new = torch.tensor(prompt[kept:], dtype=torch.float32)[:, None]
+        assert store is not None and store.lengths[slot] == cached
+        new = torch.tensor(prompt[cached:], dtype=torch.float32)[:, None]
         for tensor in (store.keys, store.values):
-            tensor[:, slot, :, kept : len(prompt)] = new
+            tensor[:, slot, :, cached : len(prompt)] = new
         if store.features is not None:
-            store.features[slot, kept : len(prompt)] = new.expand(-1, store.features.shape[2])
-        store.commit(slot, range(len(prompt) - kept))
+            store.features[slot, cached : len(prompt)] = new.expand(-1, store.features.shape[2])
+        store.commit(slot, range(len(prompt) - cached))
         self.record_tokens(slot, prompt)
         assert self.held(slot) == prompt
-        return kept
+        return cached
 
     def held(self, slot: int) -> list[int]:
         """The tokens whose KV a slot holds."""
@@ -72,8 +72,8 @@ class Texts(DiskPromptCache):
         assert all(other == first for other in others)
         return first
 
-    def keep_all(self) -> int:
-        """How many files it has written."""
+    def save_all(self) -> int:
+        """Saves all slots. Returns the number of files written."""
         written = 0
         while self.save_next():
             written += 1
@@ -85,16 +85,16 @@ def files(folder: Path) -> list[Path]:
 
 
 def kept(folder: Path, *texts: list[int], **options) -> Path:
-    """Writes a file for each text, in this order; the path of one of them."""
-    cache = Texts(folder, **options)
+    """Writes a file for each text, in this order. Returns the path of one of them."""
+    cache = DiskCache(folder, **options)
     for text in texts:
         cache.read(text)
-        assert cache.keep_all() == 1
+        assert cache.save_all() == 1
     return files(folder)[0]
 
 
 def sizes(folder: Path) -> list[int]:
-    """Tokens of each file, ascending."""
+    """Number of tokens of each file, sorted."""
     return sorted(map(length, files(folder)))
 
 
@@ -108,61 +108,61 @@ def family(i: int) -> list[int]:
 
 
 def room_for(texts: int) -> int:
-    """Bytes that hold so many texts of 60 tokens."""
-    return texts * (60 * ROW + HEAD)
+    """Bytes of this many texts of 60 tokens."""
+    return texts * (60 * TOKEN_BYTES + HEADER_BYTES)
 
 
 # --- reading ---
 
 
 @pytest.mark.parametrize(
-    ("prompt", "piece", "rows", "reused"),
+    ("prompt", "chunk_size", "capacity", "reused"),
     [
         ([*TEXT[:60], 7, 7], 1, 200, 60),
         ([7, *TEXT], 1, 200, 0),
         (TEXT, 1, 200, 99),  # the last token is read again
-        ([*TEXT[:60], 7], 25, 200, 50),  # only whole pieces are reused
-        ([*TEXT[:15], 7], 1, 20, 15),  # a long text's file serves slots with few rows
+        ([*TEXT[:60], 7], 25, 200, 50),  # only complete chunks are reused
+        ([*TEXT[:15], 7], 1, 20, 15),  # a long text's file serves short slots
     ],
 )
-def test_a_prompt_survives_a_restart(tmp_path, prompt, piece, rows, reused):
+def test_a_prompt_survives_a_restart(tmp_path, prompt, chunk_size, capacity, reused):
     kept(tmp_path, TEXT)
-    assert Texts(tmp_path, rows=rows).read(prompt, piece=piece) == reused
+    assert DiskCache(tmp_path, rows=capacity).read(prompt, chunk_size=chunk_size) == reused
 
 
 # --- writing ---
 
 
 def test_a_text_that_is_on_disk_or_short_is_not_written(tmp_path):
-    cache = Texts(tmp_path, slots=4)
+    cache = DiskCache(tmp_path, slots=4)
     for slot, text in enumerate((TEXT, TEXT[:30], [*TEXT[:50], 7, 7, 7], [1, 2, 3])):
         cache.read(text, slot)
-    assert cache.keep_all() == 1
-    assert Texts(tmp_path).keep_all() == 0  # nor is one of which nothing was decoded
+    assert cache.save_all() == 1
+    assert DiskCache(tmp_path).save_all() == 0  # nor is an empty slot
 
 
 def test_a_text_that_grows_is_one_file_and_is_written_when_a_quarter_is_new(tmp_path):
-    cache, written = Texts(tmp_path), []
+    cache, written = DiskCache(tmp_path), []
     for length in range(20, 180, 4):
         cache.read(list(range(length)))
         written += [length] if cache.save_next() else []
         assert sizes(tmp_path) == written[-1:]
-    assert written == [20, 28, 40, 56, 76, 104, 140] and Texts(tmp_path).read(list(range(170))) == 140
+    assert written == [20, 28, 40, 56, 76, 104, 140] and DiskCache(tmp_path).read(list(range(170))) == 140
 
 
 def test_questions_about_a_document_keep_it_and_what_they_add(tmp_path):
     document = TEXT[:60]
     short, long = [*document, 7, *range(9)], [*document, 8, *range(30)]
-    cache = Texts(tmp_path)
+    cache = DiskCache(tmp_path)
     for text in (document, short, long, [*document, 9, *range(31)]):
         cache.read(text)
         cache.save_next()
     assert sizes(tmp_path) == [91, 92]  # the document is in both; a sixth more is not worth a file
-    assert [Texts(tmp_path).read(text) for text in (document, short, long)] == [59, 60, 90]
+    assert [DiskCache(tmp_path).read(text) for text in (document, short, long)] == [59, 60, 90]
 
 
 def test_a_text_that_is_being_decoded_is_left_alone(tmp_path):
-    cache = Texts(tmp_path)
+    cache = DiskCache(tmp_path)
     cache.read(TEXT)
     cache.store.commit(0, range(3))
     assert not cache.save_next()
@@ -172,10 +172,10 @@ def test_a_text_that_is_being_decoded_is_left_alone(tmp_path):
 
 
 def test_the_least_recently_used_text_is_deleted(tmp_path):
-    kept(tmp_path, *map(family, range(3)), most=room_for(3))
-    Texts(tmp_path).read(family(0))  # in another run, which makes the second one the oldest
-    kept(tmp_path, family(3), most=room_for(3))
-    assert [Texts(tmp_path).read(family(i)) for i in range(4)] == [59, 0, 59, 59]
+    kept(tmp_path, *map(family, range(3)), max_bytes=room_for(3))
+    DiskCache(tmp_path).read(family(0))  # in another run, which makes the second one the oldest
+    kept(tmp_path, family(3), max_bytes=room_for(3))
+    assert [DiskCache(tmp_path).read(family(i)) for i in range(4)] == [59, 0, 59, 59]
 
 
 @settings(max_examples=40)
@@ -183,8 +183,8 @@ def test_the_least_recently_used_text_is_deleted(tmp_path):
     st.integers(1, 12),
     st.lists(st.tuples(st.integers(0, 3), st.integers(4, 90), st.integers(0, 2), st.booleans()), max_size=12),
 )
-def test_slots_hold_their_prompts_and_files_stay_in_their_limit_whatever_comes(tmp_path_factory, most, asked):
-    folder, most = tmp_path_factory.mktemp("kept"), most * 1000 + HEAD
+def test_slots_hold_their_prompts_and_files_stay_in_their_limit_whatever_comes(tmp_path_factory, max_bytes, asked):
+    folder, max_bytes = tmp_path_factory.mktemp("kept"), max_bytes * 1000 + HEADER_BYTES
     save = snapshot.save
 
     def used():
@@ -192,25 +192,25 @@ def test_slots_hold_their_prompts_and_files_stay_in_their_limit_whatever_comes(t
 
     def bounded(store, slot, tokens, target, path, kind):
         """There is room before anything is written."""
-        assert used() + len(tokens) * ROW <= most
+        assert used() + len(tokens) * TOKEN_BYTES <= max_bytes
         save(store, slot, tokens, target, path, kind)
 
-    cache = Texts(folder, most, slots=3)
+    cache = DiskCache(folder, max_bytes, slots=3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(snapshot, "save", bounded)
         for family, length, slot, restarts in asked:
             cache.read([min(x, 30 * family) for x in TEXT[:length]], slot)  # compares what the slot holds
             cache.save_next()
-            assert used() <= most
+            assert used() <= max_bytes
             if restarts:
-                cache = Texts(folder, most, slots=3)
+                cache = DiskCache(folder, max_bytes, slots=3)
 
 
 def test_a_text_that_is_larger_than_the_limit_is_not_kept_and_shorter_ones_are(tmp_path, caplog):
-    cache = Texts(tmp_path, 40 * ROW + HEAD)
+    cache = DiskCache(tmp_path, 40 * TOKEN_BYTES + HEADER_BYTES)
     cache.read(TEXT, 0)
     cache.read([7, *TEXT[:30]], 1)
-    assert cache.keep_all() == 1 and not cache.save_next()
+    assert cache.save_all() == 1 and not cache.save_next()
     assert sizes(tmp_path) == [31] and len(caplog.records) == 1
 
 
@@ -218,7 +218,7 @@ def test_a_text_that_is_larger_than_the_limit_is_not_kept_and_shorter_ones_are(t
 
 
 def test_a_full_disk_is_reported_once_and_nothing_is_lost(tmp_path, caplog, free_disk):
-    cache = Texts(tmp_path, room_for(2))
+    cache = DiskCache(tmp_path, room_for(2))
     for text in (TEXT[:20], family(7)):
         cache.read(text)
         cache.save_next()
@@ -234,10 +234,10 @@ def test_a_full_disk_is_reported_once_and_nothing_is_lost(tmp_path, caplog, free
 
 
 def test_writing_that_fails_leaves_nothing_behind_but_what_was_there(tmp_path, caplog):
-    """It fails by the system's limit for files."""
+    """The system's limit of file sizes makes it fail."""
     kept(tmp_path, TEXT[:20])
     before = files(tmp_path)
-    cache = Texts(tmp_path)
+    cache = DiskCache(tmp_path)
     cache.read(TEXT)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
@@ -246,11 +246,11 @@ def test_writing_that_fails_leaves_nothing_behind_but_what_was_there(tmp_path, c
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert len(caplog.records) == 1
-    assert [*tmp_path.iterdir()] == before and Texts(tmp_path).read(TEXT) == 20
+    assert [*tmp_path.iterdir()] == before and DiskCache(tmp_path).read(TEXT) == 20
 
 
 def with_metadata(**changed: str) -> Callable[[Path], object]:
-    """A change of what a file says of itself."""
+    """A function that changes a file's metadata."""
 
     def change(path: Path) -> None:
         with safe_open(path, framework="pt") as file:
@@ -259,7 +259,7 @@ def with_metadata(**changed: str) -> Callable[[Path], object]:
     return change
 
 
-# Each is a miss; "damaged" files are deleted, and the log says so.
+# Each is a cache miss. "damaged" files are deleted with a warning.
 CHANGES: dict[str, Callable[[Path], object]] = {
     "gone": Path.unlink,
     "damaged: cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
@@ -280,14 +280,14 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_file_that_is_not_what_was_written_is_not_used(tmp_path, caplog, change, when):
     file = kept(tmp_path, TEXT)
-    cache = Texts(tmp_path)
+    cache = DiskCache(tmp_path)
     if when == "after it":
         cache.read([*TEXT[:10], 9])
         CHANGES[change](file)
     else:
         CHANGES[change](file)
-        cache = Texts(tmp_path)
-    assert cache.read([*TEXT, 7]) == 0  # the ten of the slot are lost: they could have been overwritten
+        cache = DiskCache(tmp_path)
+    assert cache.read([*TEXT, 7]) == 0  # the slot's ten tokens are lost too: their KV could have been overwritten
     assert not change.startswith("damaged") or (not files(tmp_path) and "snapshot" in caplog.text)
 
 
@@ -298,28 +298,28 @@ def test_a_file_that_may_not_be_read_is_left_alone(tmp_path, caplog, monkeypatch
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(snapshot, "read_header", forbidden)
-    assert Texts(tmp_path).read(TEXT) == 0
+    assert DiskCache(tmp_path).read(TEXT) == 0
     assert files(tmp_path) == [file] and "Permission denied" in caplog.text
 
 
 def test_targets_share_a_folder_and_its_limit_and_no_files(tmp_path):
     def reused():
-        return [Texts(tmp_path, target=target).read(TEXT[:60]) for target in ("one", "two")]
+        return [DiskCache(tmp_path, target=target).read(TEXT[:60]) for target in ("one", "two")]
 
     for target in ("one", "two"):
-        kept(tmp_path, TEXT[:60], most=room_for(2), target=target)
+        kept(tmp_path, TEXT[:60], max_bytes=room_for(2), target=target)
     assert len(files(tmp_path)) == 2 and reused() == [59, 59]
-    kept(tmp_path, family(7), most=room_for(2), target="two")
+    kept(tmp_path, family(7), max_bytes=room_for(2), target="two")
     assert reused() == [0, 59]
 
 
 def test_a_file_is_read_only_if_it_has_the_hidden_states_that_are_needed(tmp_path):
     kept(tmp_path, TEXT)
-    cache = Texts(tmp_path, layers=(1, 2))
+    cache = DiskCache(tmp_path, layers=(1, 2))
     assert cache.read(TEXT) == 0
-    assert cache.keep_all() == 1  # with the hidden states
+    assert cache.save_all() == 1  # with the hidden states
     for layers, reused in (((1, 2), 99), ((), 99), ((0, 2), 0)):
-        assert Texts(tmp_path, layers=layers).read(TEXT) == reused
+        assert DiskCache(tmp_path, layers=layers).read(TEXT) == reused
 
 
 def test_a_server_whose_folder_cannot_be_written_does_not_start(tmp_path):
@@ -357,22 +357,22 @@ def test_a_file_that_memory_has_no_room_for_is_a_miss_and_stays(tmp_path, caplog
 
 
 def keep_for_ever(folder: Path) -> None:
-    """Texts that grow, and others: files come and go all the time."""
-    cache = Texts(folder, most=20 * (HEAD + 100 * ROW))
+    """Growing texts and others, so that files are written and deleted all the time."""
+    cache = DiskCache(folder, max_bytes=20 * (HEADER_BYTES + 100 * TOKEN_BYTES))
     for i in range(1 << 30):
         cache.read([i // 8 % 50, *range(10 + i % 8 * 20)])
         cache.save_next()
 
 
 def kill_at_any_time(folder: Path) -> None:
-    """In a process of its own; whatever is there can be used."""
+    """Kills the process at any time, 12 times. The files left can be used."""
     for number in range(12):
         if not (child := os.fork()):
             keep_for_ever(folder)
         time.sleep(0.05 + 0.013 * number)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        cache = Texts(folder)
+        cache = DiskCache(folder)
         assert files(folder) and not list(folder.glob("*.part"))
         for i in range(50):
             cache.read([i, *range(170)])

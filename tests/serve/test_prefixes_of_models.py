@@ -1,4 +1,4 @@
-"""Prompts on disk with real (tiny) models: tokens are those of a run without, whatever was there."""
+"""The prompt cache on disk with tiny models: tokens equal those of a run without a cache."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def cache_of(folder: Path, spec: Speculator = PLAIN, most: int = 1 << 30) -> Dis
 
 
 def asked(cache: DiskPromptCache, *prompts: list[int], spec: Speculator = PLAIN) -> list[Result]:
-    """What a server does: a session on the cache, prompts that come together, and then it is idle."""
+    """Decodes prompts together as a server does, and then saves snapshots as an idle server does."""
     session = spec.session(2, context=450, cache=cache)
     numbers = [session.add(Request(prompt, max_new_tokens=8, eos_token_ids=[])) for prompt in prompts]
     while session.busy:
@@ -53,7 +53,7 @@ def test_a_restart_answers_as_before_and_reads_what_is_new(tmp_path):
     assert before.cached_tokens == 0
     (again,) = asked(cache_of(tmp_path), question)
     assert again.cached_tokens == 200 and again.token_ids == alone(question)
-    # The answer is there too, but for its last token, which nobody has read.
+    # The answer is cached too, except for its last token, which has no KV.
     (further,) = asked(cache_of(tmp_path), [*TEXT[:200], *before.token_ids, 9])
     assert further.cached_tokens == 200 + 7
 
@@ -72,7 +72,7 @@ def test_stores_of_every_kind(tmp_path, cpu_offloads, kind):
     (first,) = asked(cache_of(folder, spec), TEXT[:200], spec=spec)
     (again,) = asked(cache_of(folder, spec), TEXT[:200], spec=spec)
     assert again.cached_tokens == 199 and again.token_ids == first.token_ids
-    if kind in ("bfloat16", "int8"):  # rounded rows are another target's
+    if kind in ("bfloat16", "int8"):  # rounded KV belongs to another target
         assert asked(cache_of(folder), TEXT[:200])[0].cached_tokens == 0
 
 
@@ -82,7 +82,7 @@ def test_hidden_states_come_with_the_rows(tmp_path):
     folder = tmp_path / "kept"
     asked(cache_of(folder), TEXT[:200])
     (first,) = asked(cache_of(folder, spec), TEXT[:200], spec=spec)
-    assert first.cached_tokens == 0  # what was kept lacks them
+    assert first.cached_tokens == 0  # the snapshot has no hidden states
     (again,) = asked(cache_of(folder, spec), TEXT[:200], spec=spec)
     assert again.cached_tokens == 199
     assert (again.token_ids, again.drafted, again.accepted) == (first.token_ids, first.drafted, first.accepted)

@@ -77,7 +77,7 @@ def model_folder(tmp_path_factory):
 
 @contextlib.contextmanager
 def running(*arguments):
-    """A process of the command; at last it is killed, and Ray's processes with it."""
+    """Runs the command in a process, which is killed at the end with Ray's processes."""
     command = [sys.executable, "-m", "longdraft", *map(str, arguments)]
     run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
     try:
@@ -91,7 +91,7 @@ def running(*arguments):
 
 
 def workers(run, name):
-    """Ray's processes below a run with a name in their titles."""
+    """The run's child processes whose title has a name."""
     found = []
     for process in psutil.Process(run.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):  # one that was killed
@@ -120,7 +120,7 @@ def test_two_replicas_one_is_killed_and_the_rest_is_drained(model_folder, tmp_pa
             usage = json.loads(ask(url, question, 4, session)[1])["usage"]
             return usage["prompt_tokens_details"]["cached_tokens"]
 
-        for i in range(4):  # a session stays with the replica that has read its text
+        for i in range(4):  # a session stays with the replica that has its prefix cached
             question = f"{i} asks who {i * i} is, and why?"
             assert cached(question, f"s{i}") < len(question)
             assert all(cached(question, f"s{i}") >= len(question) for _ in range(3))

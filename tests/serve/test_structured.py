@@ -1,4 +1,4 @@
-"""Text that is bound to a grammar is of the grammar, whatever the model and the method; and tools are called by it."""
+"""Structured output follows its grammar with any model and method; tool calls do too."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODEL, TOKENIZER = byte_model(), byte_tokenizer()
 
 
 def decoded(grammar: str, *seeds: int, method: str = "ar", n: int = 600, ahead: bool = True, temperature: float = 1.0):
-    """An answer for each seed, decoded together. ``ahead``: longdraft may ask what the grammar forces."""
+    """An answer for each seed, decoded together. ``ahead``: forced tokens are drafted."""
     prompt = TOKENIZER("say it")["input_ids"]
 
     def request(seed: int) -> Request:
@@ -124,7 +124,7 @@ def test_calls_are_separated_from_text_however_it_is_cut(cuts):
 
 
 def parsed(pieces, names=()):
-    """Content, parts of tool calls and the reason to finish."""
+    """Content, deltas of tool calls and the finish reason."""
     parser = ToolParser(names)
     deltas = [delta for piece in pieces for delta in parser.push(piece)]
     rest, reason = parser.finish()

@@ -1,4 +1,4 @@
-"""The engine thread: requests that come, are cancelled and end in any order get what they would get alone."""
+"""The engine thread: requests that arrive, are cancelled and end in any order get what they would get alone."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def alone(seed: int, length: int, sampled: bool = False) -> list[int]:
 
 
 class Submitted:
-    """A request that was submitted, and what its listener has heard."""
+    """A submitted request, and its updates."""
 
     def __init__(self, worker: Worker, make, method: str = "ar") -> None:
         self._updates: queue.Queue = queue.Queue()
-        self.ticket = RequestState(make(), method, self._updates.put)
-        worker.submit(self.ticket)
+        self.state = RequestState(make(), method, self._updates.put)
+        worker.submit(self.state)
 
     def end(self):
-        """Tokens, and the result or the error."""
+        """Waits for the end. Returns the tokens, and the result or the error."""
         tokens: list[int] = []
         while True:
             update = self._updates.get(timeout=30)
@@ -87,10 +87,10 @@ def test_requests_that_come_and_go_get_what_they_would_get_alone(asked):
             each = Submitted(worker, partial(request, *key), method)
             submitted.append((key, each))
             if leaves == 0:
-                worker.cancel(each.ticket)
+                worker.cancel(each.state)
         for key, each in submitted:
             tokens, outcome = each.end()
-            if each.ticket.cancelled:
+            if each.state.cancelled:
                 assert tokens == alone(*key)[: len(tokens)]
             else:
                 assert tokens == alone(*key) == outcome.token_ids
@@ -99,7 +99,7 @@ def test_requests_that_come_and_go_get_what_they_would_get_alone(asked):
 
 @pytest.mark.parametrize("turns", range(8))
 def test_whoever_asked_may_leave_at_any_moment(turns):
-    """In the turn of the event loop in which a token comes too."""
+    """Also in the iteration of the event loop in which a token arrives."""
     service = make_service()  # its worker does not run
 
     async def leave() -> bool:
@@ -121,7 +121,7 @@ def test_whoever_asked_may_leave_at_any_moment(turns):
 
 def test_memory_and_slots_do_not_grow_with_requests():
     def kept() -> Counter[str]:
-        """What is there of an engine, by kind."""
+        """Number of live objects of the engine, by class."""
         gc.collect()
         kinds = [type(each) for each in gc.get_objects()]
         return Counter(kind.__name__ for kind in kinds if kind.__module__.startswith("longdraft.engine"))
@@ -132,7 +132,7 @@ def test_memory_and_slots_do_not_grow_with_requests():
             submitted = [Submitted(worker, partial(request, i, 6)) for i in range(4)]
             for i, each in enumerate(submitted):
                 if (turn + i) % 3 == 0:
-                    worker.cancel(each.ticket)
+                    worker.cancel(each.state)
             for each in submitted:
                 each.end()
             del submitted, each

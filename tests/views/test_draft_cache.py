@@ -1,4 +1,4 @@
-"""The caches of drafts: what lies in them after any sequence of events."""
+"""Draft caches: their contents after any sequence of operations."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def assert_holds(cache, slot: int, tokens: list[int]) -> None:
             torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
 
 
-class Chosen:
-    """A retrieval that a test makes: sink, some rows, window."""
+class ScriptedRetrieval:
+    """A retrieval whose selection the test sets: sink, some entries, window."""
 
     def __init__(self) -> None:
         self.view = View("quest", 8, 3, 5, max_new=6, shared_by_heads=True)
@@ -102,9 +102,9 @@ EVENTS = st.one_of(
 
 
 @given(st.lists(EVENTS, max_size=14))
-def test_a_working_cache_holds_the_rows_it_should_and_the_rest_is_kept(events):
-    """Rows of the selection and all that was fed since, at compact positions; keys as if they were computed there."""
-    chosen = Chosen()
+def test_a_repositioned_cache_has_the_selected_entries_and_keeps_all(events):
+    """The selection and all tokens fed since, at contiguous positions, with keys as computed there."""
+    chosen = ScriptedRetrieval()
     cache = make_repositioned_cache(RUNNER, SLOTS, 1000, 4, chosen, TRAINED)
     texts: list[list[int]] = [[], []]
     for name, slot, what in events:
@@ -152,8 +152,8 @@ def test_a_working_cache_holds_the_rows_it_should_and_the_rest_is_kept(events):
                 )
 
 
-def test_a_prompt_is_read_behind_a_sliding_window():
-    """No position beyond those of training, and no piece that sees less than sink and recent tokens."""
+def test_prefill_attends_to_sink_and_window():
+    """No position exceeds the trained length, and every chunk attends to sink and window at least."""
     cache = make_repositioned_cache(RUNNER, 1, 400, 4, streaming(3, 5), 40)
     seen: list[tuple[int, int]] = []
     text = [i % 61 for i in range(300)]
@@ -179,7 +179,7 @@ def test_a_prompt_is_read_behind_a_sliding_window():
 
 @given(st.integers(2, 9), st.lists(st.integers(1, 9), min_size=1, max_size=99), st.integers(0, 40))
 def test_a_window_holds_the_last_tokens(size, pieces, begin):
-    """From any position on; and what a query of any depth sees of them."""
+    """From any start position; and the first entry that a query of any depth attends to."""
     store = KVStore(KVShape(1, 1, 4, torch.float32), 1, size + draft_cache.SPARE_ENTRIES + 1)
     cache, position = DraftCache(store, 0, size), begin
     cache.truncate(0, begin)

@@ -1,4 +1,4 @@
-"""On a GPU, rows of all layers are chosen and copied together: the same rows, in launches that layers do not add to."""
+"""On a GPU the layers are selected and copied in groups: the same entries, with few launches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHOOSING = [name for name, scorer in SCORERS.items() if scorer is not None]
 
 
 def filled(shape: KVShape, device: torch.device) -> tuple[KVStore, torch.Tensor]:
-    """A store whose second slot holds a text of 90 rows, and queries of all layers."""
+    """A store with 90 entries in its second slot, and queries of all layers."""
     random = torch.Generator().manual_seed(0)
     rows = torch.randn(2, 8, shape.kv_heads, 90, shape.head_dim, generator=random)[:, : shape.layers]
     queries = torch.randn(8, 4, 3, shape.head_dim, generator=random)[: shape.layers]
@@ -41,7 +41,7 @@ def cache_of(store: KVStore, scorer: str, shared: bool) -> SparseKVCache:
 @torch.inference_mode()
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("scorer", CHOOSING)
-def test_the_same_rows_in_launches_that_layers_do_not_add_to(scorer, shared, monkeypatch):
+def test_grouped_layers_select_the_same_with_fewer_launches(scorer, shared, monkeypatch):
     launches = []
     for layers in (2, 8):
         shape = replace(SHAPE, layers=layers)
@@ -62,7 +62,7 @@ def test_the_same_rows_in_launches_that_layers_do_not_add_to(scorer, shared, mon
 
 
 def refreshes(monkeypatch: pytest.MonkeyPatch, layers: int) -> int:
-    """The most launches of a recorded refresh."""
+    """Most launches of a captured reselection."""
     sizes = {"budget": 64, "sink": 16, "recent": 16, "block": 8, "margin": 4}
     with simulate_gpu(monkeypatch) as found:
         spec = Speculator("specpv", target=to_simulated_gpu(tiny_model(layers=layers)), plan="fixed", **sizes)
@@ -77,5 +77,5 @@ def refreshes(monkeypatch: pytest.MonkeyPatch, layers: int) -> int:
     return max(launches)
 
 
-def test_a_refresh_of_many_layers_is_one_of_few(monkeypatch):
+def test_a_reselection_of_many_layers_takes_few_launches(monkeypatch):
     assert refreshes(monkeypatch, 2) == refreshes(monkeypatch, 3) < 60

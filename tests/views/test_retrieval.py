@@ -1,4 +1,4 @@
-"""Retrieval: the chosen chunks, the time of choices, and invariants after any sequence of events."""
+"""Retrieval: selected chunks, times of selection, and invariants after any sequence of operations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def filled(length: int, slots: int = 1, shape: KVShape = SHAPE, transposed: bool
 
 
 def peaked(store: KVStore, slot: int, *chunks: int, chunk: int = 4) -> torch.Tensor:
-    """A query for whose attention these chunks stand out, the first one most."""
+    """A query that attends to these chunks most, in this order."""
     query = torch.randn(4, store.shape.head_dim)
     for rank, c in enumerate(chunks):
         keys = query.view(2, 2, -1).sum(1) * (20 - 2 * rank) / 8
@@ -61,7 +61,7 @@ def test_the_best_chunks_between_sink_and_recent_window_are_chosen(transposed):
 # --- when ---
 
 
-def test_every_few_verifications_are_scored():
+def test_chunks_are_scored_at_the_interval():
     store, retrieval = filled(80), make_retrieval(**SMALL)
     assert retrieval.selected_chunks(0) is None
     versions = []
@@ -80,7 +80,7 @@ def test_every_few_verifications_are_scored():
     assert retrieval.selection_version(0) == version
 
 
-def test_a_reset_is_a_new_version_also_when_as_many_choices_were_made_after_it_as_before():
+def test_a_reset_always_changes_the_version():
     store, retrieval, seen = filled(80), make_retrieval(**SMALL), list[int]()
     for _ in range(3):
         look(retrieval, store, 0, peaked(store, 0, 3))
@@ -98,7 +98,7 @@ changes = st.lists(st.tuples(st.sampled_from(["read", "look", "reset"]), st.inte
 
 
 @given(sizes, st.integers(1, 60), changes, st.sampled_from(CHOOSING))
-def test_rows_are_sorted_once_each_and_within_the_text(given_sizes, length, events, scorer):
+def test_kv_indices_are_ascending_and_within_the_context(given_sizes, length, events, scorer):
     chunk = given_sizes["chunk"]
     sink, recent = given_sizes["sink"] * chunk, given_sizes["recent"] * chunk
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Scores against their definitions, one loop an index, at any grain, and from summaries as from the keys."""
+"""Scores against their definitions as plain loops, for any chunk size, from summaries and from keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def random(*size: int, seed: int = 0) -> torch.Tensor:
 
 
 def single(name: str, q: torch.Tensor, keys: torch.Tensor, start: int, end: int, behind: int) -> float:
-    """Score of rows [start, end) for one query (d,), of one head's keys (n, d); candidates end at row ``behind``."""
+    """Score of entries [start, end) for one query (d,) and keys (n, d) of one head; candidates end at ``behind``."""
     rows = keys[start:end]
     high, low = rows.max(0).values, rows.min(0).values
     if name == "attention":
@@ -42,7 +42,7 @@ def single(name: str, q: torch.Tensor, keys: torch.Tensor, start: int, end: int,
 @every_scorer
 @pytest.mark.parametrize("chunk", [1, 3, 4])
 def test_scores_are_what_their_definitions_say(name, chunk):
-    """With every reduction over queries; of keys by row and by column."""
+    """With every reduction over queries; with keys contiguous and transposed."""
     keys, queries = random(2, 31, 4), random(4, 3, 4, seed=1)
     first, behind = 4 // chunk, 24 // chunk
     each = [
@@ -72,7 +72,7 @@ def test_scores_from_summaries_need_no_keys(name):
 
 
 @every_scorer
-def test_small_masses_of_a_long_text_do_not_vanish(name):
+def test_small_attention_weights_of_a_long_context_do_not_vanish(name):
     """Two chunks differ even if 1 / n is too small for sums in half precision."""
     keys = torch.zeros(1, 32768, 8, dtype=torch.float16)
     keys[:, 320:352] = 0.01
@@ -80,7 +80,7 @@ def test_small_masses_of_a_long_text_do_not_vanish(name):
     assert scores.argmax() == 10 and scores[10] > scores[12]
 
 
-def test_summaries_follow_a_text_that_grows_and_changes():
+def test_summaries_follow_a_context_that_grows_and_changes():
     store = KVStore(KVShape(2, 2, 4, torch.float32), 2, 40)
     store.keys.copy_(random(*store.keys.shape))
     found = ChunkSummaries(store, 4, ("largest", "smallest", "mean"))

@@ -1,4 +1,4 @@
-"""The rows that a view shows: sorted, once each, sink and window among them, never more than it may hold."""
+"""The entries of a view: ascending, with sink and window, never more than its capacity."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def random(*size: int, seed: int = 0) -> torch.Tensor:
 @given(
     scorer=st.sampled_from(list(SCORERS)),
     reduction=st.sampled_from(REDUCTIONS),
-    chunk_size=st.integers(1, 5),
+    chunk=st.integers(1, 5),
     sink_chunks=st.integers(0, 3),
     window=st.integers(1, 9),
-    num_selected=st.integers(0, 30),
+    chosen=st.integers(0, 30),
     length=st.integers(1, 110),
     shared=st.booleans(),
     told=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_sink_window_and_whole_chunks_between(
-    scorer, reduction, chunk_size, sink_chunks, window, num_selected, length, shared, told, seed
+    scorer, reduction, chunk, sink_chunks, window, chosen, length, shared, told, seed
 ):
-    view = View(scorer, num_selected, chunk_size * sink_chunks, window, chunk_size, 0, reduction, shared)
+    view = View(scorer, chosen, chunk * sink_chunks, window, chunk, 0, reduction, shared)
     keys, queries = random(2, length, 4, seed=seed), random(4, 3, 4, seed=seed + 1)
     rows = view.select_kv_indices(keys, queries if told else None)
     start = view.window_start(length)
@@ -41,21 +41,26 @@ def test_sink_window_and_whole_chunks_between(
         assert set(range(sink)) | set(range(max(0, length - window), length)) <= set(head)
         inner = head[sink : len(head) - (length - start)]
         assert head[len(head) - (length - start) :] == list(range(start, length))
-        assert inner == [row + i for row in inner[::chunk_size] for i in range(chunk_size)]
-        assert all(row % chunk_size == 0 for row in inner[::chunk_size])
-        between = (start - sink) // chunk_size if start > sink else 0
-        assert len(inner) == chunk_size * min(0 if scorer == "streaming" else num_selected // chunk_size, between)
+        assert inner == [row + i for row in inner[::chunk] for i in range(chunk)]
+        assert all(row % chunk == 0 for row in inner[::chunk])
+        between = (start - sink) // chunk if start > sink else 0
+        assert len(inner) == chunk * min(0 if scorer == "streaming" else chosen // chunk, between)
         if not told:
             assert inner == list(range(start - len(inner), start))  # the latest
-    if length <= view.sink + view.window or (length <= view.size and num_selected % chunk_size == 0 and scorer != "streaming"):
+    if length <= view.sink + view.window or (length <= view.size and chosen % chunk == 0 and scorer != "streaming"):
         assert rows[0].tolist() == list(range(length))
 
 
 @pytest.mark.parametrize(
     ("over", "says"),
     [
-        *(({"sink": 3}, "sink.* got 3"), ({"sink": -2}, "sink"), ({"window": 0}, "window"), ({"chunk_size": 0}, "chunk")),
-        *(({"num_selected": True}, "chosen"), ({"max_new": 2.0}, "room")),
+        *(
+            ({"sink": 3}, "sink.* got 3"),
+            ({"sink": -2}, "sink"),
+            ({"window": 0}, "window"),
+            ({"chunk_size": 0}, "chunk"),
+        ),
+        *(({"num_selected": True}, "num_selected"), ({"max_new": 2.0}, "max_new")),
     ],
     ids=str,
 )

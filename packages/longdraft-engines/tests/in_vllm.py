@@ -1,6 +1,6 @@
 """Our drafters in vLLM itself, with the embedded model: `make test-engines` runs this in an environment with vLLM.
 
-Greedy text equals that of vLLM without drafts, whatever is preempted or cached; acceptance is our own engine's.
+Greedy text equals vLLM's without drafts, also with preemption and prefix caching; acceptance equals our own engine's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from longdraft.drafters.eagle3 import Eagle3Draft
 from longdraft.drafts.speculators import to_speculators
 
 NEW = 48
-# How many texts are sampled.
+# Number of sampled texts.
 N = 400
 DRAFTS = files("longdraft") / "drafts"
 LOOKUP = {"method": "custom_class", "model": "longdraft_engines.vllm.Lookup", "num_speculative_tokens": 7}
@@ -28,7 +28,7 @@ LONGSPEC = {"method": "custom_class", "model": "longdraft_engines.vllm.LongSpec"
 SPECEXTEND = LONGSPEC | {"model": "longdraft_engines.vllm.SpecExtend"}
 LONGSPEC_OPTIONS = {"longdraft": {"draft": f"{DRAFTS}/smollm2-135m-instruct-longspec"}}
 
-# Small, so that most of the prompts are longer than what the draft sees.
+# Small, so that most prompts are longer than the draft's view.
 CHUNKS = {"draft": f"{DRAFTS}/smollm2-135m-instruct-lm", "chunk": 8, "chunks": 8, "sink": 16, "recent": 32}
 
 

@@ -56,7 +56,7 @@ def attention():
 
 
 class Engine:
-    """vLLM's runner as a proposer sees it: rows that move, pages at random, the CPU's packing, queries of each step."""
+    """vLLM's model runner as a proposer sees it: shuffled batches, random pages, the CPU's packing, queries."""
 
     def __init__(self, proposer, seed, index=LAYERS - 1):
         self.proposer, self.rng = proposer, random.Random(seed)
@@ -70,7 +70,7 @@ class Engine:
         self.kv_cache_config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=[self.name])])
 
     def step(self, texts, emitted):
-        """Proposals by the names of requests, of which these texts have come so far."""
+        """{request: proposed tokens}. ``texts``: all token ids of each request; ``emitted``: the new ones."""
         names = list(texts)
         self.rng.shuffle(names)
         ids, lengths = np.zeros((4, LONGEST), np.int32), np.zeros(4, np.int32)
@@ -87,7 +87,7 @@ class Engine:
                 mine.append(self.free.pop(self.rng.randrange(len(self.free))))
             table[row, : len(mine)] = mine
             before[row] = self.computed.get(name, self.rng.randrange(len(text) - len(emitted[name]) or 1))
-            drafts = self.rng.randrange(3)  # that were refused
+            drafts = self.rng.randrange(3)  # rejected draft tokens
             queries += [self.write(text[:-1], mine)[before[row] :], torch.full((drafts, HEADS, SIZE), torch.nan)]
             ends.append(ends[-1] + sum(map(len, queries[-2:])))
             self.computed[name] = len(text) - 1
@@ -170,7 +170,7 @@ CHUNKS = {"chunk": 2, "chunks": 4, "sink": 2, "recent": 4}
 
 @pytest.fixture(scope="module")
 def chunked(tmp_path_factory):
-    """Options, and what our engine drafts with them: by another layer it would see other chunks."""
+    """Options, and what our engine drafts with them. Another layer would choose other chunks."""
     MODEL.save_pretrained(folder := tmp_path_factory.mktemp("small"))
     options = {"draft": str(folder), **CHUNKS}
     found, other = (
@@ -208,7 +208,7 @@ def test_requests_without_a_slot_are_decoded_without_drafts(draft, expected):
     texts = {str(i): [*text, *expected[i][0][0]] for i, text in enumerate(TEXTS)}
     found = engine.step(texts, {name: expected[int(name)][0][0] for name in texts})
     assert sum(map(bool, found.values())) == 1
-    assert engine.step(texts, dict.fromkeys(texts, ())) == {key: [] for key in texts}  # prompts that are still read
+    assert engine.step(texts, dict.fromkeys(texts, ())) == {key: [] for key in texts}  # prompts in prefill
 
 
 @pytest.mark.parametrize("read", [read_interleaved_pages, read_vec_pages])

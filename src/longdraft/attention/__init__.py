@@ -1,4 +1,4 @@
-"""Attention of tree rows over a KV cache: one contract, four paths, and the choice between them.
+"""Tree attention over a KV cache: one interface, four implementations (paths), and the choice between them.
 
 May import: native.
 """

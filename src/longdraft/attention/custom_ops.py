@@ -1,4 +1,4 @@
-"""Operators that are one Triton kernel on a GPU in the place of several small ones of torch."""
+"""Custom operators of torch: one Triton kernel on a GPU, several small operators of torch on a CPU."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ def triton_enabled() -> bool:
 
 
 def define_op(reference: Callable[..., Any], triton_module: str, mutates_args: Sequence[str] = ()) -> None:
-    """Defines an operator of torch, ``longdraft::NAME``, with the name, arguments and results of its definition.
+    """Defines the operator ``longdraft::NAME``, with the name, arguments and results of its reference implementation.
 
     Args:
-        definition: computes it on a CPU.
-        module: has a function of the same name that computes it on a GPU; imported by the first call, as Triton may be
-            missing.
-        writes: arguments that it writes into.
+        reference: runs on a CPU.
+        triton_module: has a function of the same name for GPUs. Imported by the first call, for Triton may be missing.
+        mutates_args: arguments that the operator writes into.
     """
     name = reference.__name__
 

@@ -1,7 +1,7 @@
 """Chooses the attention path, once per target. LONGDRAFT_ATTENTION forces one.
 
-On a CPU the path is our own. On a GPU it is hybrid attention on torch's kernels, and where that cannot run, torch's
-masked kernels.
+On a CPU these are our own kernels. On a GPU it is hybrid attention on torch's kernels; where that cannot run, torch's
+SDPA with a mask.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from longdraft.errors import CapabilityError
 
 log = logging.getLogger("longdraft")
 
-# The path that reads only bounds from the host, so that a forward can be recorded. It takes no windows, soft caps,
-# sinks, or values of another head size than the keys'.
+# The path that CUDA graphs can capture: it reads only upper bounds from the host. It supports no sliding windows, soft
+# caps, sinks, or values whose head size differs from the keys'.
 CAPTURABLE_PATH = "hybrid"
 ENVIRONMENT_VARIABLE = "LONGDRAFT_ATTENTION"
 
 
 def unavailable(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """The reason why a path cannot run here, and what to do about it; None if it can."""
+    """Returns why a path cannot run here, and what to do about it; None if it can."""
     if name == "cpu" and device.type != "cpu":
         return f"the cpu path runs on a CPU, the model is on {device}; try sdpa"
     if name == "hybrid":
@@ -34,7 +34,7 @@ def unavailable(name: str, device: torch.device, dtype: torch.dtype, head_dim: i
 
 
 def choose(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """The name of the path to use on this machine.
+    """Returns the name of the path to use on this machine.
 
     Raises:
         CapabilityError: LONGDRAFT_ATTENTION forces a path that cannot run here.
@@ -73,5 +73,5 @@ PATHS: dict[str, AttentionFunction] = {
 
 
 def prefers_transposed_keys(path: str, dtype: torch.dtype) -> bool:
-    """True if the store should keep keys column-wise for this path: our kernels multiply faster with them."""
+    """True if the KV store should keep keys transposed: our kernels multiply faster then."""
     return path == "cpu" and dtype == torch.float32 and native.kernels() is not None

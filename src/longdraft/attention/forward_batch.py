@@ -1,4 +1,4 @@
-"""The block: the rows that one forward of a model appends to each sequence; and how a layer scores its keys."""
+"""The tokens that one forward appends to each sequence, and changes of a layer's attention scores."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from longdraft.attention.transfer import to_device
 
 @dataclass(frozen=True, eq=False)
 class ScoreModifiers:
-    """Changes of a layer's scores besides scaling.
+    """Changes of attention scores besides scaling.
 
     Attributes:
         softcap: scores s become softcap * tanh(s / softcap) before the mask (Gemma 2); None for no cap.
-        sinks: (Hq,) float32, a learned score of each head that joins the softmax's denominator and has no value
-            (gpt-oss); None for no sinks.
+        sinks: (Hq,) float32, a learned score of each head that is added to the softmax denominator (gpt-oss); None for
+            no sinks.
     """
 
     softcap: float | None = None
@@ -30,41 +30,38 @@ NO_MODIFIERS = ScoreModifiers()
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """T new rows for each of B sequences. Every row sees its sequence's whole prefix.
+    """T new tokens for each of B sequences. Every token attends to its sequence's whole prefix.
 
-    Row i of sequence b is written to cache row ``lengths[b] + offset + i`` of slot ``slots[b]``, which is scratch space
-    until the accepted path is committed. A tree that grows level by level writes one block for each level; ``tree_offset``
-    counts the rows that earlier levels wrote between the prefix and this block. A row sees all of the prefix
-    ``[0, lengths[b])`` and those of the tree's ``offset + T`` rows that ``mask`` allows.
+    Token i of sequence b is written to entry ``prefix_lens[b] + tree_offset + i`` of slot ``slots[b]`` in the KV cache.
+    It is scratch until the accepted path is committed. A tree that grows level by level takes one batch for each level.
+    A token attends to all of the prefix ``[0, prefix_lens[b])``, and to those of the tree's ``tree_offset + T`` tokens
+    that ``mask`` allows. :meth:`longdraft.memory.store.KVStore.make_forward_batch` makes a batch.
 
-    :meth:`longdraft.memory.store.KVStore.block` makes one.
-
-    Slots and lengths are kept twice, as host integers and as device tensors: paths that loop over sequences read the
-    integers, kernels read the tensors, and neither has to synchronise.
+    Slots and lengths are kept as host integers and as device tensors. Paths that loop over sequences read the integers,
+    kernels read the tensors, and neither has to synchronise.
 
     Attributes:
-        slots: cache slot of each sequence, B host integers.
-        lengths: committed prefix length of each sequence, B host integers.
-        size: T, rows of each sequence (shorter trees are padded).
-        mask: (B, T, offset + T) bool, True where row i may see row j of the tree; None for a causal chain.
-        slots_t, prefix_lens_t: slots and lengths as (B,) int32 tensors on the cache's device.
-        tokens, positions: (B, T) token ids and position ids on the cache's device; None if only attention is computed.
-        offset: the tree offset, unverified rows between the prefix and this block, the same for all sequences.
-        bases: B host integers, the row of the whole text that each tree begins at; they differ from ``prefix_lens`` where
-            the block is laid on a selection of the text's rows.
-        begins: (B, T) int32, the first rank that each row sees, where a layer sees the last rows only; None if every
-            row sees its whole prefix. The rank of a prefix row is its index, the rank of a tree row is the prefix
-            length + the number of its ancestors in the tree.
-        captured: True if the forward is recorded once and replayed with other numbers in the tensors. Slots and lengths
-            must then be read from the tensors: the host's slots have no meaning, and its lengths are upper bounds.
-        write_starts_t: (B,) int32, the cache row that each sequence's first new row is written to; None: behind the prefix and
-            the tree before it. A captured block is padded with sequences that write where nobody reads.
-        prompt: True if the rows are part of a prompt, False in decoding. In decoding a row's result must not depend on
-            the rows beside it, so one product serves any number of rows; prompts use the fastest product.
-        text: tokens of the whole prompt that the rows are a piece of; 0: each row is the last one of its text. Rotary
-            embeddings that depend on a text's length ask for it.
-        derived: values that an attention path computes in its first layer and reuses in the others. They hold for one
-            forward: a copy of the block (``dataclasses.replace``) starts with an empty dict.
+        slots: B host integers, the KV cache slot of each sequence.
+        prefix_lens: B host integers, the committed KV entries of each sequence.
+        query_len: T, tokens of each sequence. Shorter trees are padded.
+        mask: (B, T, tree_offset + T) bool, True where token i attends to token j of the tree; None for a causal chain.
+        slots_t, prefix_lens_t: (B,) int32, the same on the cache's device.
+        token_ids, positions: (B, T) on the cache's device; None if only attention is computed.
+        tree_offset: uncommitted tokens of the tree that earlier levels wrote, the same for all sequences.
+        root_positions: B host integers, the position of each tree's root. It differs from ``prefix_lens`` if the
+            cache holds a selection of the context.
+        window_starts: (B, T) int32, the first rank that each token attends to in a sliding window; None for all. The
+            rank of a prefix entry is its index, the rank of a tree token is prefix_len + the number of its ancestors.
+        is_captured: True if the forward is in a CUDA graph and replayed with other tensor contents. Slots and lengths
+            must then be read from the tensors: host slots have no meaning, and host lengths are upper bounds.
+        write_starts_t: (B,) int32, the entry that each sequence's first new token is written to; None: right behind
+            prefix and tree. A captured batch is padded with sequences that write to scratch memory.
+        is_prefill: True if the tokens are part of a prompt. In decoding (False) a token's result must not depend on the
+            tokens beside it, so one matrix product serves any number of tokens. Prefill uses the fastest product.
+        prompt_len: tokens of the whole prompt in prefill; 0 in decoding, where each token is the last of its context.
+            Needed by rotary embeddings that depend on the context length.
+        metadata: values that an attention path computes in the first layer and reuses in the others. They hold for one
+            forward: a copy of the batch (``dataclasses.replace``) starts with an empty dict.
     """
 
     slots: tuple[int, ...]
@@ -100,9 +97,7 @@ class ForwardBatch:
         prompt_len: int = 0,
     ) -> ForwardBatch:
         if mask is not None and mask.shape != (len(slots), query_len, tree_offset + query_len):
-            raise ValueError(
-                f"mask is {tuple(mask.shape)}, expected {(len(slots), query_len, tree_offset + query_len)}"
-            )
+            raise ValueError(f"mask is {tuple(mask.shape)}, not {(len(slots), query_len, tree_offset + query_len)}")
         return cls(
             slots=tuple(slots),
             prefix_lens=tuple(prefix_lens),
@@ -124,23 +119,23 @@ class ForwardBatch:
 
     @property
     def tree_len(self) -> int:
-        """Rows of the tree behind the prefix, including this block's."""
+        """Tokens of the tree behind the prefix, with this batch's."""
         return self.tree_offset + self.query_len
 
     def tree_mask(self, sequence_index: int, device: torch.device) -> torch.Tensor:
-        """(T, offset + T) bool mask of sequence ``sequence_index``; the causal triangle for a chain."""
+        """(T, tree_len) bool mask of a sequence; the causal triangle for a chain."""
         if self.mask is not None:
             return self.mask[sequence_index]
         return torch.ones(self.query_len, self.tree_len, dtype=torch.bool, device=device).tril(self.tree_offset)
 
     def depths(self, device: torch.device) -> torch.Tensor:
-        """(B, T) depth of each row in its tree: the number of its ancestors."""
+        """(B, T) depth of each token in its tree: the number of its ancestors."""
         if self.mask is None:
             return torch.arange(self.tree_offset, self.tree_len, device=device).expand(self.batch_size, -1)
         return self.mask.sum(-1) - 1
 
     def full_mask(self, sequence_index: int, device: torch.device) -> torch.Tensor:
-        """(T, prefix + offset + T) bool mask of sequence ``sequence_index``, its prefix and ``window_starts`` included."""
+        """(T, prefix_len + tree_len) bool mask of a sequence: prefix, tree and sliding window."""
         n = self.prefix_lens[sequence_index]
         tree = self.tree_mask(sequence_index, device)
         prefix = torch.ones(self.query_len, n, dtype=torch.bool, device=device)
@@ -150,20 +145,17 @@ class ForwardBatch:
         return torch.cat([prefix, tree], dim=1) & (ranks >= self.window_starts[sequence_index].to(device).unsqueeze(1))
 
     def last_tokens(self, count: int) -> ForwardBatch:
-        """The last ``count`` rows as a block of their own, behind the others: for layers that compute only these."""
+        """A batch of the last ``count`` tokens, behind the others: for layers that compute only these."""
         if count == self.query_len:
             return self
-        seen = self.mask
-        if seen is None and self.tree_len > 1:
-            seen = torch.ones(self.query_len, self.tree_len, dtype=torch.bool, device=self.slots_t.device).tril(
-                self.tree_offset
-            )
-            seen = seen.expand(self.batch_size, -1, -1)
+        mask = self.mask
+        if mask is None and self.tree_len > 1:
+            mask = self.tree_mask(0, self.slots_t.device).expand(self.batch_size, -1, -1)
         return replace(
             self,
             query_len=count,
             tree_offset=self.tree_len - count,
-            mask=None if seen is None else seen[:, -count:],
+            mask=None if mask is None else mask[:, -count:],
             window_starts=None if self.window_starts is None else self.window_starts[:, -count:],
             token_ids=None if self.token_ids is None else self.token_ids[:, -count:],
             positions=None if self.positions is None else self.positions[..., -count:],

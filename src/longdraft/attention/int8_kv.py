@@ -1,4 +1,4 @@
-"""Attention to keys and values in eight bits on a GPU: a layer's rows are unpacked for the path of the target."""
+"""Attention to an int8 KV cache on a GPU: each layer is dequantized, then the target's path attends to it."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from longdraft.native.int8_kv import Int8KV, KVTensor
 
 
 def accept_int8_kv(attend: AttentionFunction) -> AttentionFunction:
-    """``attend``, which takes keys and values in eight bits too."""
+    """Makes ``attend`` accept int8 keys and values too."""
 
-    def either(
+    def attend_either(
         q: torch.Tensor,
         keys: KVTensor,
         values: KVTensor,
-        block: ForwardBatch,
+        batch: ForwardBatch,
         scale: float,
-        scoring: ScoreModifiers = NO_MODIFIERS,
+        modifiers: ScoreModifiers = NO_MODIFIERS,
         /,
     ) -> torch.Tensor:
         if isinstance(keys, Int8KV) and isinstance(values, Int8KV):
-            behind = max(block.prefix_lens, default=0) + block.tree_len
+            kv_len = max(batch.prefix_lens, default=0) + batch.tree_len
             compute = torch.ops.longdraft.dequantize_kv if custom_ops.triton_enabled() else dequantize_kv
-            keys, values = (compute(x.quants, x.scales, block.slots_t, behind, q.dtype) for x in (keys, values))
-            if "unpacked" not in block.metadata:  # for all layers
-                own = torch.arange(block.batch_size, dtype=torch.int32, device=q.device)
-                block.metadata["unpacked"] = replace(block, slots=tuple(range(block.batch_size)), slots_t=own)
-            block = block.metadata["unpacked"]
-        return attend(q, cast(torch.Tensor, keys), cast(torch.Tensor, values), block, scale, scoring)
+            keys, values = (compute(x.quants, x.scales, batch.slots_t, kv_len, q.dtype) for x in (keys, values))
+            if "dequantized" not in batch.metadata:  # once for all layers
+                slots_t = torch.arange(batch.batch_size, dtype=torch.int32, device=q.device)
+                batch.metadata["dequantized"] = replace(batch, slots=tuple(range(batch.batch_size)), slots_t=slots_t)
+            batch = batch.metadata["dequantized"]
+        return attend(q, cast(torch.Tensor, keys), cast(torch.Tensor, values), batch, scale, modifiers)
 
-    return either
+    return attend_either
 
 
 def dequantize_kv(
     quantized: torch.Tensor, scales: torch.Tensor, slots: torch.Tensor, kv_len: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The first ``kv_len`` rows of B slots as floats (B, Hkv, rows, d).
+    """Dequantizes the first ``kv_len`` entries of B slots, to (B, Hkv, kv_len, d).
 
     Args:
-        numbers, scales: (slots, Hkv, capacity, d) int8 and (slots, Hkv, capacity) float32.
+        quantized, scales: (slots, Hkv, capacity, d) int8 and (slots, Hkv, capacity) float32.
         slots: (B,) int32.
     """
-    own, factors = (x.narrow(2, 0, kv_len).index_select(0, slots) for x in (quantized, scales))
-    return (own * factors[..., None]).to(dtype)
+    quantized, scales = (x.narrow(2, 0, kv_len).index_select(0, slots) for x in (quantized, scales))
+    return (quantized * scales[..., None]).to(dtype)
 
 
 custom_ops.define_op(dequantize_kv, "longdraft.attention.int8_kv_kernel")

@@ -12,19 +12,19 @@ from longdraft.attention.forward_batch import NO_MODIFIERS, ForwardBatch, ScoreM
 def attend_sequence(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, scale: float | None = None
 ) -> torch.Tensor:
-    """Attends within one text: q (Hq, T, d), k and v (Hkv, n, d), seen (T, n) -> (Hq, T, size of v).
+    """Attention of one sequence: q (Hq, T, d), k and v (Hkv, n, d), mask (T, n) -> (Hq, T, head size of v).
 
-    The heads of a group are folded into rows, so K/V are read once per KV head. k and v may be of another dtype.
+    The query heads of a group are folded into rows, so K and V are read once per KV head. They may have another dtype.
     """
-    rows = q.reshape(k.shape[0], -1, q.shape[-1])
+    folded = q.reshape(k.shape[0], -1, q.shape[-1])
     mask = None if mask is None else mask.repeat(q.shape[0] // k.shape[0], 1)
-    k, v = (_by_row(x.to(q.dtype))[None] for x in (k, v))
-    out = F.scaled_dot_product_attention(rows[None], k, v, attn_mask=mask, scale=scale)
+    k, v = (_row_contiguous(x.to(q.dtype))[None] for x in (k, v))
+    out = F.scaled_dot_product_attention(folded[None], k, v, attn_mask=mask, scale=scale)
     return out.reshape(*q.shape[:2], v.shape[-1])
 
 
-def _by_row(x: torch.Tensor) -> torch.Tensor:
-    """torch's fused kernels read keys and values by row."""
+def _row_contiguous(x: torch.Tensor) -> torch.Tensor:
+    """torch's fused kernels need keys and values that are contiguous in d."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -32,28 +32,28 @@ def attend(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    block: ForwardBatch,
+    batch: ForwardBatch,
     scale: float,
-    scoring: ScoreModifiers = NO_MODIFIERS,
+    modifiers: ScoreModifiers = NO_MODIFIERS,
     /,
 ) -> torch.Tensor:
     """Same contract as :func:`longdraft.attention.reference.attend`.
 
-    Prefix, earlier tree rows and block are contiguous, so one call covers all of them. A single row, or a chain without
-    a prefix, needs no mask and keeps torch's fused kernels with grouped K/V; other blocks use a boolean mask. Soft
-    caps and sinks, which torch's function does not know, are computed by the definition.
+    Prefix and tree are contiguous in the cache, so one call covers both. A single token, or a chain without a prefix,
+    needs no mask and keeps torch's fused kernels with grouped K/V; other batches use a boolean mask. Layers with soft
+    caps or sinks run on the reference, for torch's function does not support them.
     """
-    if scoring.softcap is not None or scoring.sinks is not None:
-        return reference.attend(q, keys, values, block, scale, scoring)
+    if modifiers.softcap is not None or modifiers.sinks is not None:
+        return reference.attend(q, keys, values, batch, scale, modifiers)
     out = q.new_empty(*q.shape[:3], values.shape[3])
-    for b, (slot, n) in enumerate(zip(block.slots, block.prefix_lens, strict=True)):
-        end = n + block.tree_len
-        k, v = keys[slot, :, :end], values[slot, :, :end]
-        if block.tree_len > 1 and block.mask is None and block.window_starts is None and end == block.query_len:
-            k, v = (_by_row(x.to(q.dtype))[None] for x in (k, v))
+    for b, (slot, n) in enumerate(zip(batch.slots, batch.prefix_lens, strict=True)):
+        kv_len = n + batch.tree_len
+        k, v = keys[slot, :, :kv_len], values[slot, :, :kv_len]
+        if batch.tree_len > 1 and batch.mask is None and batch.window_starts is None and kv_len == batch.query_len:
+            k, v = (_row_contiguous(x.to(q.dtype))[None] for x in (k, v))
             out[b] = F.scaled_dot_product_attention(q[b : b + 1], k, v, is_causal=True, scale=scale, enable_gqa=True)[0]
             continue
-        # A single row sees everything.
-        seen = block.full_mask(b, q.device) if block.tree_len > 1 or block.window_starts is not None else None
-        out[b] = attend_sequence(q[b], k, v, seen, scale)
+        # A single token attends to everything.
+        mask = batch.full_mask(b, q.device) if batch.tree_len > 1 or batch.window_starts is not None else None
+        out[b] = attend_sequence(q[b], k, v, mask, scale)
     return out

@@ -1,7 +1,7 @@
-"""Copies numbers from the host to the device without waiting for the device.
+"""Copies between host and device that do not make the host wait for the device.
 
-``torch.tensor(numbers, device="cuda")`` copies from pageable memory, and the host then waits until the device has
-finished its queued work. A copy from pinned memory is queued behind that work, and the host goes on.
+``torch.tensor(values, device="cuda")`` copies from pageable memory, so the host waits until the device has finished its
+queued work. A copy from pinned memory is queued behind that work, and the host continues.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 def to_device(
     values: Sequence[Any] | torch.Tensor, device: torch.device | str, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """The numbers as a tensor on the device.
+    """Returns the values as a tensor on the device.
 
     Args:
-        numbers: nested lists, or a tensor on either device.
+        values: nested lists, or a tensor on host or device.
         dtype: dtype of the result; None for the one that ``torch.as_tensor`` chooses.
     """
     tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype, device="cpu")
@@ -29,29 +29,29 @@ def to_device(
 
 
 class AsyncHostCopy:
-    """Numbers on their way to the host. :meth:`tolist` waits for them alone, not for work that was queued since."""
+    """An asynchronous copy to the host. :meth:`tolist` waits for this copy, not for work queued after it."""
 
-    def __init__(self, numbers: torch.Tensor) -> None:
-        self._numbers, self._arrived = numbers, None
-        if numbers.device.type == "cuda":
-            self._numbers = numbers.to("cpu", non_blocking=True)  # to pinned memory
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values, self._arrived = values, None
+        if values.device.type == "cuda":
+            self._values = values.to("cpu", non_blocking=True)  # to pinned memory
             self._arrived = torch.cuda.Event()
             self._arrived.record()
 
     def tolist(self) -> list[Any]:
-        """The numbers, as nested lists."""
+        """Waits for the copy, and returns the values as nested lists."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        found: list[Any] = self._numbers.tolist()
-        return found
+        result: list[Any] = self._values.tolist()
+        return result
 
 
 def copy_to_buffer(buffer: torch.Tensor, values: Sequence[Any]) -> None:
-    """Writes the numbers into a buffer on a device, in one copy."""
+    """Writes values into a buffer on a device, in one copy."""
     tensor = torch.as_tensor(values, dtype=buffer.dtype, device="cpu")
     buffer.copy_(_pinned(tensor) if buffer.device.type == "cuda" else tensor, non_blocking=True)
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    # torch refuses to pin one whose elements share memory, such as an expanded mask.
+    # torch cannot pin a tensor whose elements share memory, such as an expanded mask.
     return tensor.contiguous().pin_memory()

@@ -1,6 +1,6 @@
-"""A Triton kernel that attends to a tree behind a prefix whose attention is known (LongSpec, section 3.3): one launch.
+"""A Triton kernel for attention to a tree, merged with that to its prefix, in one launch (LongSpec, section 3.3).
 
-The prefix's log-sum-exp and output are where the running softmax begins, so nothing is left to merge.
+The running softmax begins with the prefix's log-sum-exp and output, so no merge step is needed.
 """
 
 # Triton reads the annotations of a kernel's parameters, so run-time parameters have none.
@@ -23,21 +23,21 @@ from longdraft.attention.triton_kernels import (
     scores_of,
 )
 
-# Rows of a tile, whatever the number of rows: a tree has few keys, and small tiles busy more of the GPU.
+# Rows of a tile. A tree has few keys, and small tiles keep more of the GPU busy.
 BLOCK_M = 16
 LOG2 = tl.constexpr(LOG2_E)
 
 
-@triton.jit(do_not_specialize=["T", "W"])  # or each new kind of number would be compiled in the midst of decoding
+@triton.jit(do_not_specialize=["T", "W"])  # or new sizes would compile while decoding
 def tree_attention_kernel(
-    q, k, v, o, lse, tree, hidden, out, scale, T, W, kv_heads,
+    q, k, v, o, lse, tree_indices, tree_bias, out, scale, T, W, kv_heads,
     q_b, q_head, q_t, q_d, k_head, k_n, v_head, v_n, o_b, o_head, o_t, o_d, lse_b, lse_head, lse_t,
-    hidden_b, hidden_i, hidden_j, out_b, out_head, out_t, out_d,
+    bias_b, bias_i, bias_j, out_b, out_head, out_t, out_d,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Rows r = g*T + t of a KV head's group, as in :mod:`.triton_kernels`. Row j of sequence b's tree is row
-    tree[b*W + j] of the cache. Grid: (row tiles, B*Hkv).
+    """Rows r = g*T + t of a KV head's group, as in :mod:`.triton_kernels`. Tree token j of sequence b is entry
+    tree_indices[b*W + j] of the flat KV cache. Grid: (row tiles, B*Hkv).
     """
     sequence_head = tl.program_id(1)
     b = (sequence_head // kv_heads).to(tl.int64)
@@ -51,24 +51,24 @@ def tree_attention_kernel(
 
     q_tile = load_queries(q + b * q_b + first * q_head, rows, T, q_head, q_t, q_d, R, HEAD_DIM, BLOCK_D)
     acc = load_queries(o + b * o_b + first * o_head, rows, T, o_head, o_t, o_d, R, HEAD_DIM, BLOCK_D).to(tl.float32)
-    at_lse = lse + b * lse_b + (first + g) * lse_head + i * lse_t
-    m = tl.load(at_lse, mask=ok_rows, other=float("-inf")) * LOG2
+    lse_ptr = lse + b * lse_b + (first + g) * lse_head + i * lse_t
+    m = tl.load(lse_ptr, mask=ok_rows, other=float("-inf")) * LOG2
     z = tl.where(m == float("-inf"), 0.0, 1.0)
     for start in range(0, W, BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
         ok = j < W
-        at = tl.load(tree + b * W + j, mask=ok, other=0).to(tl.int64)
-        k_tile = load_tile(k + h * k_head, at * k_n, ok, 1, HEAD_DIM, BLOCK_D)
-        v_tile = load_tile(v + h * v_head, at * v_n, ok, 1, HEAD_DIM, BLOCK_D)
+        entry = tl.load(tree_indices + b * W + j, mask=ok, other=0).to(tl.int64)
+        k_tile = load_tile(k + h * k_head, entry * k_n, ok, 1, HEAD_DIM, BLOCK_D)
+        v_tile = load_tile(v + h * v_head, entry * v_n, ok, 1, HEAD_DIM, BLOCK_D)
         scores = scores_of(q_tile, k_tile, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), scale, DOT)
-        offsets = b * hidden_b + i[:, None] * hidden_i + j[None, :] * hidden_j
-        scores += tl.load(hidden + offsets, mask=ok_rows[:, None] & ok[None, :], other=float("-inf"))
+        offsets = b * bias_b + i[:, None] * bias_i + j[None, :] * bias_j
+        scores += tl.load(tree_bias + offsets, mask=ok_rows[:, None] & ok[None, :], other=float("-inf"))
         m, z, acc = online_softmax(m, z, acc, scores, v_tile, DOT)
 
     dims = tl.arange(0, BLOCK_D)
-    places = b * out_b + (first + g) * out_head + i * out_t
+    out_offsets = b * out_b + (first + g) * out_head + i * out_t
     tl.store(
-        out + places[:, None] + dims[None, :] * out_d,
+        out + out_offsets[:, None] + dims[None, :] * out_d,
         (acc / tl.where(z > 0.0, z, 1.0)[:, None]).to(out.dtype.element_ty),
         mask=ok_rows[:, None] & (dims < HEAD_DIM)[None, :],
     )
@@ -85,15 +85,15 @@ def merge_tree_attention(
     scale: float,
 ) -> torch.Tensor:
     """Launches :func:`tree_attention_kernel`; see :func:`longdraft.attention.tree_attention.merge_tree_attention`."""
-    (batch, heads, size, d), kv_heads, width = q.shape, keys.shape[1], tree_bias.shape[-1]
+    (batch_size, heads, query_len, d), kv_heads, tree_len = q.shape, keys.shape[1], tree_bias.shape[-1]
     group = heads // kv_heads
-    out = q.new_empty(batch, size, heads, d).transpose(1, 2)
+    out = q.new_empty(batch_size, query_len, heads, d).transpose(1, 2)
     if not out.numel():
         return out
     block_n, block_d = key_tile(q)
     with torch.cuda.device_of(q):
-        tree_attention_kernel[(triton.cdiv(group * size, BLOCK_M), batch * kv_heads)](
-            q, keys, values, o, lse, tree_indices, tree_bias, out, scale * LOG2_E, size, width, kv_heads,
+        tree_attention_kernel[(triton.cdiv(group * query_len, BLOCK_M), batch_size * kv_heads)](
+            q, keys, values, o, lse, tree_indices, tree_bias, out, scale * LOG2_E, query_len, tree_len, kv_heads,
             *q.stride(), keys.stride(1), keys.stride(2), values.stride(1), values.stride(2), *o.stride(), *lse.stride(),
             *(tree_bias.stride(axis) for axis in (0, 3, 4)), *out.stride(), GROUP=group, HEAD_DIM=d, BLOCK_D=block_d,
             BLOCK_M=BLOCK_M, BLOCK_N=block_n, DOT=DOT_TYPES[q.dtype], num_warps=WARPS, num_stages=2,

@@ -1,7 +1,7 @@
-"""Parts of our Triton kernels for attention: tiles, and the running softmax over them.
+"""Building blocks of our Triton attention kernels: tiles, and the online softmax over them.
 
 Rows are the G = Hq/Hkv query heads of one KV head, folded: row r = g*T + t, R = G*T of them. The G heads read the same
-keys, so each key and value tile is loaded once for all of them. Scores are in base 2, because the hardware has exp2.
+keys, so a tile of keys and values is loaded once for all of them. Scores are in base 2, because the hardware has exp2.
 Offsets are int64, because slot * stride exceeds 2^31 in a large cache.
 """
 
@@ -55,9 +55,9 @@ def scores_of(q_tile, k_tile, acc, scale, DOT: tl.constexpr):
 
 @triton.jit
 def online_softmax(m, z, acc, scores, v, DOT: tl.constexpr):
-    """One key tile: running maximum m, running sum z = sum 2^(s - m), and acc = sum 2^(s - m) v."""
+    """Adds a tile of keys to running maximum m, running sum z = sum 2^(s - m), and acc = sum 2^(s - m) v."""
     m_new = tl.maximum(m, tl.max(scores, axis=1))
-    # A row that has seen nothing yet has m = -inf, and -inf - -inf is NaN. Any finite reference avoids that.
+    # A fully masked row has m = -inf, and -inf - -inf is NaN. Any finite reference avoids that.
     reference = tl.where(m_new == float("-inf"), 0.0, m_new)
     decay = tl.exp2(m - reference)
     p = tl.exp2(scores - reference[:, None])

@@ -1,4 +1,4 @@
-"""Files of requests, answered as the server answers them.
+"""Answers files of requests as the server answers requests.
 
 May import: everything but the command line.
 """

@@ -1,6 +1,6 @@
-"""The file of answers: one line for each row, in order. If the process is killed, at most the last line is torn.
+"""The output file: one line for each row of the input, in order. A killed process loses at most the last line.
 
-``<name>.run`` beside it records the input and the settings: a run continues a file only if both are the same.
+``<name>.run`` records the input and the settings: a run continues a file only if both are the same.
 """
 
 from __future__ import annotations
@@ -15,36 +15,34 @@ from longdraft.errors import CheckpointError, ConfigError
 from longdraft.files import atomic_write, file_errors, read_json, require_regular
 from longdraft.json_lines import JsonLines
 
-_FORMAT = {"format": "longdraft batch", "version": 1}
-# Seconds between two calls of fsync.
-_SYNC = 5.0
+_FORMAT, _FSYNC_SECONDS = {"format": "longdraft batch", "version": 1}, 5.0
 
 
 class OutputFile:
-    """The file that rows are appended to; the next run continues after the last whole row.
+    """The file to which rows are appended. The next run continues after the last complete row.
 
     Args:
-        origin: the input and the settings; name -> JSON value. places: line numbers of the input's rows; None: unknown.
+        provenance: the input and the settings; name -> JSON value. line_numbers: of the input's rows; None: unknown.
 
     Attributes:
-        errors: how many of its rows are errors. found: how many rows it had at the start.
+        errors: number of rows that are errors. rows_at_start: number of rows that an earlier run has written.
 
     Raises:
         ConfigError: the file was begun with another input or other settings, or has no record of them.
-        CheckpointError: the file cannot be read or written, is damaged, or another run writes it.
+        CheckpointError: the file cannot be read or written, is damaged, or another run is writing it.
     """
 
     def __init__(self, path: Path, provenance: Mapping[str, Any], line_numbers: Iterable[int] | None = None) -> None:
         self.path, self._record, self.errors = path, path.with_name(path.name + ".run"), 0
-        self._places = None if line_numbers is None else iter(line_numbers)
+        self._line_numbers = None if line_numbers is None else iter(line_numbers)
         with file_errors(path, f"{path} cannot be written"):
-            self._held = require_regular(path).open("ab")  # while this is open, no other run writes the file
+            self._locked_file = require_regular(path).open("ab")  # locked while it is open
         try:
             self._lock()
-            self._check_origin({**_FORMAT, **json.loads(json.dumps(provenance))})
-            self._file = JsonLines(path, self._take, _SYNC)
+            self._check_provenance({**_FORMAT, **json.loads(json.dumps(provenance))})
+            self._file = JsonLines(path, self._check_row, _FSYNC_SECONDS)
         except BaseException:
-            self._held.close()
+            self._locked_file.close()
             raise
         self.rows_at_start = self.rows
 
@@ -54,7 +52,7 @@ class OutputFile:
         return self._file.num_lines
 
     def write(self, row: Mapping[str, Any], failed: bool) -> None:
-        """Appends a row; it outlives a killed process.
+        """Appends a row. It is not lost if the process is killed.
 
         Raises:
             CheckpointError: the disk is full or fails.
@@ -63,8 +61,8 @@ class OutputFile:
         self.errors += failed
 
     def close(self) -> None:
-        with file_errors(self.path, f"{self.path} cannot be written"), self._held:
-            os.fsync(self._held.fileno())
+        with file_errors(self.path, f"{self.path} cannot be written"), self._locked_file:
+            os.fsync(self._locked_file.fileno())
 
     def __enter__(self) -> OutputFile:
         return self
@@ -73,43 +71,47 @@ class OutputFile:
         self.close()
 
     def _lock(self) -> None:
-        """Refuses a second run on the file, where the system has locks."""
+        """Refuses a second run on the same file, if the system has file locks."""
         try:
             import fcntl
         except ImportError:
             return
         try:
-            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._locked_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CheckpointError(f"Another run is writing {self.path}: wait for it, or name another file.") from None
         except OSError:  # a file system without locks
             return
 
-    def _check_origin(self, origin: dict[str, Any]) -> None:
-        """Writes the record of an empty file; compares that of another."""
+    def _check_provenance(self, provenance: dict[str, Any]) -> None:
+        """Writes the record if the file is empty, else compares it."""
         if self.path.stat().st_size == 0:
             with atomic_write(self._record) as part:
-                part.write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
+                part.write_text(json.dumps(provenance, indent=2) + "\n", encoding="utf-8")
             return
         advice = f"Name another file, or delete {self.path} and {self._record} to begin again."
         try:
             recorded = read_json(self._record)
-            known = {name: recorded[name] for name in _FORMAT} == _FORMAT
+            is_ours = {name: recorded[name] for name in _FORMAT} == _FORMAT
         except (OSError, ValueError, KeyError, TypeError):
-            known = False
-        if not known:
+            is_ours = False
+        if not is_ours:
             raise ConfigError(
-                f"{self.path} exists, and {self._record.name} beside it does not say what it was made from: a run "
-                f"cannot go on with it. {advice}"
+                f"{self.path} exists, but {self._record.name} does not record its input and settings: a run cannot "
+                f"continue it. {advice}"
             )
-        pairs = {name: (recorded.get(name), origin.get(name)) for name in {**recorded, **origin}}
-        if other := [f"{name} {old!r}, not {new!r}" for name, (old, new) in pairs.items() if old != new]:
+        pairs = {name: (recorded.get(name), provenance.get(name)) for name in {**recorded, **provenance}}
+        if changed := [f"{name} {old!r}, not {new!r}" for name, (old, new) in pairs.items() if old != new]:
             raise ConfigError(
-                f"{self.path} was begun with {'; '.join(other)}. Run it with the same input and settings. {advice}"
+                f"{self.path} was begun with {'; '.join(changed)}. Run it with the same input and settings. {advice}"
             )
 
-    def _take(self, number: int, row: dict[str, Any]) -> None:
-        """Counts a row that is there, which says what it answers."""
+    def _check_row(self, number: int, row: dict[str, Any]) -> None:
+        """Checks that an existing row answers the input's row ``number`` (from 1), and counts errors."""
         self.errors += bool(row.get("error"))
-        if self._places and row.get("line") != next(self._places, 0) and row.get("id") != f"batch_req_{number - 1}":
+        if (
+            self._line_numbers
+            and row.get("line") != next(self._line_numbers, 0)
+            and row.get("id") != f"batch_req_{number - 1}"
+        ):
             raise ValueError(f"not the answer to row {number}")

@@ -1,7 +1,7 @@
-"""Rows of a batch: a line of the input becomes a request of the server's, and its answer a line of the output.
+"""Rows of a batch: a line of the input becomes a request to the server, and the response a line of the output.
 
-There are two kinds: ours, the fields of a chat or a completion with ``id`` and ``metadata``, and those of OpenAI's
-batch files, ``{"custom_id": ..., "body": {...}}``. An unknown field of ours is refused, never ignored.
+There are two formats: ours has the fields of a chat or a completion, ``id`` and ``metadata``; OpenAI's batch files have
+``{"custom_id": ..., "body": {...}}``. Unknown fields are an error in ours.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class InputLine(NamedTuple):
     """A line of the input that is not blank.
 
     Attributes:
-        number: of the row, from 0. place: line number in the file, from 1.
+        row_index: from 0, without blank lines. line_number: in the file, from 1.
     """
 
     row_index: int
@@ -38,12 +38,12 @@ class InputLine(NamedTuple):
 
 @dataclass(frozen=True)
 class Defaults:
-    """Settings of rows that do not have their own.
+    """Defaults of the rows' fields.
 
     Attributes:
         seed: row i is sampled with seed + i.
-        raw: a prompt is a text to continue, not a turn of a chat.
-        model: the model's name in answers to OpenAI's rows.
+        raw: a prompt is text to continue, not a user's message.
+        model: the model's name in responses to rows in OpenAI's format.
     """
 
     max_tokens: int = 256
@@ -63,27 +63,27 @@ def read_lines(path: Path, skip: int = 0) -> Iterator[InputLine]:
     with file_errors(path, f"{path} cannot be read"):
         file = require_regular(path).open("rb")
     with file:
-        rows = ((place, content) for place, content in enumerate(file, 1) if content.strip())
-        for number, (place, content) in enumerate(rows):
-            if number >= skip:
-                yield InputLine(number, place, content)
+        rows = ((line_number, content) for line_number, content in enumerate(file, 1) if content.strip())
+        for row_index, (line_number, content) in enumerate(rows):
+            if row_index >= skip:
+                yield InputLine(row_index, line_number, content)
 
 
 def count_and_digest(path: Path) -> tuple[int, str]:
     """The number of rows in a file, and the SHA-256 of its lines that are not blank. Raises as :func:`read_lines`."""
-    digest, rows = sha256(), 0
+    digest, num_rows = sha256(), 0
     for line in read_lines(path):
         digest.update(line.content.rstrip(b"\r\n") + b"\n")
-        rows += 1
-    return rows, digest.hexdigest()
+        num_rows += 1
+    return num_rows, digest.hexdigest()
 
 
-class _Anything(protocol.StrictModel, extra="allow"):
-    """A row, before it is known of which kind it is."""
+class _AnyRow(protocol.StrictModel, extra="allow"):
+    """A row in either format."""
 
 
-class _Wrapped(protocol.StrictModel):
-    """A row of OpenAI's batch files."""
+class _OpenAIRow(protocol.StrictModel):
+    """A row in OpenAI's format."""
 
     custom_id: str | None = None
     method: Literal["POST"] | None = None
@@ -92,50 +92,44 @@ class _Wrapped(protocol.StrictModel):
 
 
 class Row:
-    """A line as a request, and the row of the output that answers it."""
+    """Converts a line to a request, and its result to a row of the output."""
 
     def __init__(self, line: InputLine, defaults: Defaults) -> None:
-        self._line, self._defaults, self._openai = line, defaults, False
+        self._line, self._defaults, self._is_openai = line, defaults, False
         self._row: dict[str, Any] = {}
-        self._fault: ApiError | None = None
+        self._parse_error: ApiError | None = None
         try:
-            self._row = parse_body(_Anything, line.content.removeprefix(b"\xef\xbb\xbf"), "json").model_dump()
-            self._openai = "body" in self._row or "custom_id" in self._row
+            self._row = parse_body(_AnyRow, line.content.removeprefix(b"\xef\xbb\xbf"), "json").model_dump()
+            self._is_openai = "body" in self._row or "custom_id" in self._row
         except ApiError as error:
-            self._fault = error
+            self._parse_error = error
 
     def create_response(self, service: Service) -> PendingResponse:
-        """Returns the answers that the row asks for, ready to be decoded.
-
-        Raises:
-            ApiError, LongdraftError: the line is no request, or a value cannot be used.
-        """
-        if self._fault is not None:
-            raise self._fault
-        body = self._of_openai() if self._openai else self._own()
+        """The row's pending response, to be submitted. Raises LongdraftError or ApiError if the line is no request."""
+        if self._parse_error is not None:
+            raise self._parse_error
+        body = self._openai_body() if self._is_openai else self._own_body()
         if isinstance(body, protocol.CompletionRequest):
             return serving.create_completion(service, body)
-        return (
-            serving.create_response(service, body)
-            if isinstance(body, ResponsesRequest)
-            else serving.create_chat_completion(service, body)
-        )
+        if isinstance(body, ResponsesRequest):
+            return serving.create_response(service, body)
+        return serving.create_chat_completion(service, body)
 
     def result_row(self, body: dict[str, Any], pending: PendingResponse) -> dict[str, Any]:
-        """The row of the output for the answer's object."""
-        if self._openai:
-            name = f"row_{self._line.row_index}"
-            body = body if isinstance(pending, serving.AdaptedResponse) else body | {"id": name}
-            response = {"status_code": 200, "request_id": name, "body": body}
+        """The row of the output for a response object."""
+        if self._is_openai:
+            request_id = f"row_{self._line.row_index}"
+            body = body if isinstance(pending, serving.AdaptedResponse) else body | {"id": request_id}
+            response = {"status_code": 200, "request_id": request_id, "body": body}
             return self._identity() | {"response": response, "error": None}
         texts = [choice.get("message", {}).get("content", choice.get("text")) for choice in body["choices"]]
         first = body["choices"][0]
-        more = {"tool_calls": first.get("message", {}).get("tool_calls"), "logprobs": first["logprobs"]}
+        optional = {"tool_calls": first.get("message", {}).get("tool_calls"), "logprobs": first["logprobs"]}
         result = pending.choices[0].result
         assert result is not None
         return self._identity() | {
             "text": texts[0] or "",
-            **{name: value for name, value in more.items() if value},
+            **{name: value for name, value in optional.items() if value},
             **({"texts": texts} if len(texts) > 1 else {}),
             "finish_reason": result.finish_reason,
             "prompt_tokens": result.prompt_tokens,
@@ -143,20 +137,21 @@ class Row:
         }
 
     def error_row(self, error: Exception) -> dict[str, Any]:
-        """The row of the output if there is no answer."""
+        """The row of the output for an error."""
         message = " ".join(str(error).split()) or type(error).__name__
-        if self._openai:
+        if self._is_openai:
             return self._identity() | {"response": None, "error": {"code": type(error).__name__, "message": message}}
         return self._identity() | {"error": message}
 
     def _identity(self) -> dict[str, Any]:
-        """The fields by which an answer is matched to its row."""
-        if self._openai:
+        """The fields that say which row of the input this is."""
+        if self._is_openai:
             return {"id": f"batch_req_{self._line.row_index}", "custom_id": self._row.get("custom_id")}
         identity: dict[str, Any] = {"line": self._line.line_number}
         return identity | {name: self._row[name] for name in ("id", "metadata") if name in self._row}
 
-    def _own(self) -> Body:
+    def _own_body(self) -> Body:
+        """The request of a row in our format."""
         fields = {name: value for name, value in self._row.items() if name not in ("id", "metadata")}
         if ("prompt" in fields) == ("messages" in fields):
             raise ApiError(400, "A row has a prompt or messages, one of the two.", param="prompt")
@@ -164,27 +159,28 @@ class Row:
             if not prompt.strip():
                 raise ApiError(400, "The prompt is empty: give some text.", param="prompt")
             fields["messages"] = [{"role": "user", "content": fields.pop("prompt")}]
-        # The text of a row has all that the model says.
+        # The row's text includes the model's reasoning.
         body = self._with_defaults(fields, {"reasoning_format": "none"} if "messages" in fields else {})
         if unknown := [name for name in fields if name not in type(body).model_fields]:
             raise ApiError(400, f"{unknown[0]} is no field of a row.", param=unknown[0])
         return body
 
-    def _of_openai(self) -> Body:
-        row = validate(_Wrapped, self._row)
+    def _openai_body(self) -> Body:
+        row = validate(_OpenAIRow, self._row)
         return self._with_defaults({k: v for k, v in row.body.items() if k != "model"}, {}, row.url)
 
     def _with_defaults(self, fields: dict[str, Any], more: dict[str, Any], url: str | None = None) -> Body:
-        defaults, known = self._defaults, protocol.SampledRequest.model_fields
+        """The request with ``fields``, and for others the run's defaults and ``more``."""
+        defaults, sampled = self._defaults, protocol.SampledRequest.model_fields
         fields = {name: value for name, value in fields.items() if value is not None}
-        values = {k: v for k, v in asdict(defaults.sampling).items() if v is not None and k in known}
+        values = {k: v for k, v in asdict(defaults.sampling).items() if v is not None and k in sampled}
         values |= {"seed": (defaults.seed + self._line.row_index) % 2**63, "stop": list(defaults.stop), **more}
-        kind: type[Body] = ResponsesRequest if url == "/v1/responses" else protocol.CompletionRequest
+        model: type[Body] = ResponsesRequest if url == "/v1/responses" else protocol.CompletionRequest
         if "messages" in fields and url in (None, "/v1/chat/completions"):
-            kind = protocol.ChatCompletionRequest
+            model = protocol.ChatCompletionRequest
         if not {"max_tokens", "max_completion_tokens", "max_output_tokens"} & fields.keys():
-            values["max_output_tokens" if kind is ResponsesRequest else "max_tokens"] = defaults.max_tokens
+            values["max_output_tokens" if model is ResponsesRequest else "max_tokens"] = defaults.max_tokens
         fields = values | fields
         if fields.pop("stream", False):
             raise ApiError(400, "stream is not served in a file: leave it out.", param="stream")
-        return validate(kind, fields)
+        return validate(model, fields)

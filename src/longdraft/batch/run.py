@@ -1,4 +1,4 @@
-"""A run: rows are read a little ahead, answered as the server answers requests, and written in their order."""
+"""A run: reads rows a little ahead, answers them as the server answers requests, and writes them in order."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from longdraft.serve.settings import ServerSettings
 from longdraft.speculator import Speculator
 
 T = TypeVar("T")
-# Rows to submit for each slot: while a long row holds back the file, the engine decodes those behind it.
-_AHEAD = 8
-# Seconds to wait for an answer before looking whether the run was cancelled.
-_PATIENCE = 0.2
-# After this many unexpected errors in a row, the engine itself is taken to have failed.
-_BROKEN = 8
+# Rows in flight for each slot: the engine decodes further rows while a long one delays the writing.
+_ROWS_PER_SLOT = 8
+# Seconds between checks whether the run was cancelled.
+_POLL_SECONDS = 0.2
+# This many consecutive unexpected errors end the run.
+_MAX_ERRORS = 8
 
 
 class RunCounts(NamedTuple):
-    """Counts of rows, their new tokens, and of their drafts."""
+    """Counts of the rows answered in this run."""
 
     rows: int = 0
     new_tokens: int = 0
-    spec_stats: SpecDecodingStats = SpecDecodingStats()  # is only added to
+    spec_stats: SpecDecodingStats = SpecDecodingStats()  # a shared default: never changed
 
 
 class RowResult(NamedTuple):
     """A row of the output.
 
     Attributes:
-        failed: the row holds an error. unexpected: which is not one of longdraft's own.
+        failed: the row has an error. unexpected: the error is not a LongdraftError.
     """
 
     row: dict[str, Any]
@@ -51,66 +51,66 @@ class RowResult(NamedTuple):
     spec_stats: SpecDecodingStats = SpecDecodingStats()
 
 
-class _Rows(Service):
-    """A service without a prompt cache: a row's text depends on no row before it, not even in its last bit."""
+class _BatchService(Service):
+    """A service without a prompt cache: the bits of a row's KV do not depend on earlier rows."""
 
-    room = 0
+    context = 0
 
     def new_session(self, method: str) -> Session:
-        return self.speculator(method).session(self.settings.slots, context=self.room)
+        return self.speculator(method).session(self.settings.slots, context=self.context)
 
 
 class BatchEngine:
     """Answers rows in this process.
 
     Args:
-        slots: rows decoded at a time. context: tokens of text to take memory for at once; 0: as rows need it.
+        slots: rows decoded at a time. context: length of the slots to allocate at once; 0: as rows need it.
 
     Attributes:
-        ahead: how many rows to ask for before their answers are needed.
+        max_in_flight: limit of rows that are waiting or decoded.
     """
 
     def __init__(self, spec: Speculator, defaults: Defaults, slots: int, context: int = 0) -> None:
         if spec.tokenizer is None:
             raise CapabilityError("Rows need a tokenizer: Speculator(..., tokenizer=tokenizer).")
-        self.max_in_flight, self._spec, self._defaults = _AHEAD * slots, spec, defaults
+        self.max_in_flight, self._spec, self._defaults = _ROWS_PER_SLOT * slots, spec, defaults
         settings = ServerSettings(
             defaults.model, (spec.method.name,), slots, spec.runner().context_length, 16 * self.max_in_flight,
             timeout=float("inf"), sse_ping_interval=float("inf"), foresee=defaults.sampling.foresee,
         )  # fmt: skip
-        self.service = _Rows(settings, lambda _: spec, spec.tokenizer)
-        self.service.room = context
+        self.service = _BatchService(settings, lambda _: spec, spec.tokenizer)
+        self.service.context = context
 
     @property
     def reproducibility_settings(self) -> dict[str, Any]:
-        """The settings the texts depend on. An exact method is not part of it, nor are the slots."""
+        """The settings on which the texts depend: not an exact method, nor the slots."""
         spec = self._spec
-        decisive = asdict(self._defaults) | {"target": spec.runner().fingerprint}
+        settings = asdict(self._defaults) | {"target": spec.runner().fingerprint}
         if not spec.exact:
             options = {name: str(value) for name, value in spec.options.items()}
-            decisive["method"] = {"name": spec.method.name, **options}
-        return decisive
+            settings["method"] = {"name": spec.method.name, **options}
+        return settings
 
     def prepare(self, progress: Progress | None = None) -> None:
-        """Measures what verifications cost here, if the planner needs it."""
+        """Measures the cost of verifications, if the planner needs it."""
         self._spec.planner(progress)
 
     async def answer(self, line: InputLine) -> RowResult:
         row = Row(line, self._defaults)
         try:
-            asked = row.create_response(self.service)
+            pending = row.create_response(self.service)
         except (ApiError, LongdraftError) as error:
             return RowResult(row.error_row(error), failed=True)
         try:
-            asked.submit()
-            body = await asked.full_response()
+            pending.submit()
+            body = await pending.full_response()
         except Exception as error:
             return RowResult(row.error_row(error), True, not isinstance(error, LongdraftError))
-        speculation = sum((choice.spec_stats for choice in asked.choices), SpecDecodingStats())
-        return RowResult(row.result_row(body, asked), False, False, asked.num_new_tokens, speculation)
+        spec_stats = sum((choice.spec_stats for choice in pending.choices), SpecDecodingStats())
+        return RowResult(row.result_row(body, pending), False, False, pending.num_new_tokens, spec_stats)
 
     def run_with(self, feed: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Returns what ``feed`` does, which asks for answers. Decodes in this thread: the main one is fastest."""
+        """Runs ``feed``, which calls :meth:`answer`, in another thread, and decodes in this one. Returns its result."""
 
         def feed_and_close() -> T:
             try:
@@ -119,53 +119,53 @@ class BatchEngine:
                 self.service.worker.close(0)
 
         with ThreadPoolExecutor(1, "longdraft batch") as pool:
-            fed = pool.submit(feed_and_close)
+            future = pool.submit(feed_and_close)
             self.service.worker.run()
-        return fed.result()
+        return future.result()
 
 
 async def run(
     input_lines: Iterator[InputLine],
     output: OutputFile,
     engine: BatchEngine,
-    progress: Callable[[RunCounts], None] = lambda figures: None,
+    progress: Callable[[RunCounts], None] = lambda counts: None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> RunCounts:
-    """Answers the rows that the output lacks.
+    """Answers rows and appends the results to the output, in order.
 
     Args:
         input_lines: the rows, from the first that the output lacks. progress: called after each row.
 
     Raises:
-        CapabilityError: row after row fails with an unexpected error.
+        CapabilityError: consecutive rows fail with unexpected errors.
         CheckpointError: the input cannot be read, or the output cannot be written.
     """
-    figures, going = RunCounts(), deque[asyncio.Task[RowResult]]()
-    held: list[RowResult] = []  # unexpected errors, until a row behind them is none
+    counts, tasks = RunCounts(), deque[asyncio.Task[RowResult]]()
+    unwritten: list[RowResult] = []  # unexpected errors are held back until a later row succeeds
 
     def write() -> None:
-        nonlocal figures
-        for each in held:
-            output.write(each.row, each.failed)
-            counted = figures.new_tokens + each.new_tokens, figures.spec_stats + each.spec_stats
-            figures = RunCounts(figures.rows + 1, *counted)
-            progress(figures)
-        held.clear()
+        nonlocal counts
+        for result in unwritten:
+            output.write(result.row, result.failed)
+            spec_stats = counts.spec_stats + result.spec_stats
+            counts = RunCounts(counts.rows + 1, counts.new_tokens + result.new_tokens, spec_stats)
+            progress(counts)
+        unwritten.clear()
 
     while not cancelled():
-        while len(going) < engine.max_in_flight and (line := next(input_lines, None)) is not None:
-            going.append(asyncio.create_task(engine.answer(line)))
-        if not going:
+        while len(tasks) < engine.max_in_flight and (line := next(input_lines, None)) is not None:
+            tasks.append(asyncio.create_task(engine.answer(line)))
+        if not tasks:
             write()
             break
-        await asyncio.wait([going[0]], timeout=_PATIENCE)
-        while going and going[0].done():
-            held.append(going.popleft().result())
-            if not held[-1].unexpected:
+        await asyncio.wait([tasks[0]], timeout=_POLL_SECONDS)
+        while tasks and tasks[0].done():
+            unwritten.append(tasks.popleft().result())
+            if not unwritten[-1].unexpected:
                 write()
-            elif len(held) == _BROKEN:
+            elif len(unwritten) == _MAX_ERRORS:
                 raise CapabilityError(
-                    f"{_BROKEN} rows after row {output.rows} failed, each with an error of the engine: {held[-1].row} "
-                    f"The {output.rows} rows before are written. Fix the cause, and run the same command to go on."
+                    f"{_MAX_ERRORS} rows after row {output.rows} failed, each with an error of the engine: "
+                    f"{unwritten[-1].row} Fix the cause, and run the same command to continue."
                 )
-    return figures
+    return counts

@@ -1,5 +1,5 @@
-"""The algorithm: the loop, what goes in (requests, sequences) and out (events, results), acceptance, the sampler,
-the schedules, and the contracts of a drafter and a planner.
+"""The decoding loop: requests and sequences, results, acceptance, the sampler, verifiers, and the interfaces of
+drafters and planners.
 
 May import: trees, views, model, memory, attention.
 """

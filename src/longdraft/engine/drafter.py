@@ -1,4 +1,4 @@
-"""The contracts of a drafter, and of a planner, which :mod:`longdraft.planning` implements."""
+"""Interfaces of drafters and planners. :mod:`longdraft.planning` implements the planner."""
 
 from __future__ import annotations
 
@@ -15,41 +15,40 @@ from longdraft.views.view import View
 
 
 class Drafter(ABC):
-    """Proposes continuations of all active sequences together, so that a neural one can batch.
+    """Proposes token trees for all active sequences at once, so that a draft model can batch.
 
-    Four methods, ``bind``, ``propose``, ``observe`` and ``release``; the rest declares what it needs of the target and
-    what it costs. A drafter may be wrong at will: it decides how fast decoding is, never what comes out.
+    Its four methods are ``bind``, ``propose``, ``observe`` and ``release``. The other members declare what it reads of
+    the target, and its costs. A drafter affects the speed of decoding, never the output.
     """
 
     max_nodes: int
-    """Largest number of drafted nodes of any tree; the cache keeps this much scratch space."""
+    """Most drafted nodes of a tree. The KV cache reserves as much scratch space."""
 
     free: bool = False
-    """True if it can propose without a forward of a draft."""
+    """True if it can propose without a forward of a draft model."""
 
     forwards: int = 0
-    """Forwards of a draft so far; stays 0 if drafting costs next to nothing."""
+    """Number of draft forwards so far; 0 if drafting costs next to nothing."""
 
     prior_acceptance: float = 0.0
-    """Chance that a drafted token is right before any was seen; for drafters with :meth:`kv_tokens_read`."""
+    """Acceptance probability of a token before any was observed; for drafters with :meth:`kv_tokens_read`."""
 
     forward_cost_ratio: float = 1.0
-    """Time of a forward of the target's own layers with the draft's weights, divided by one with the target's."""
+    """Time of a draft forward through the target's layers / of a target forward. Below 1 with quantized weights."""
 
     num_prompt_queries: int = 1
-    """Number of a prompt's last tokens whose queries it wants, if any; the first event brings them."""
+    """Number of the prompt's last tokens whose queries it needs, if any. The first result has them."""
 
     @property
     def views(self) -> tuple[View, ...]:
-        """Its views of longer texts, once it is bound; empty if it sees all rows or none."""
+        """The views of its sparse KV caches, after :meth:`bind`; empty without."""
         return ()
 
     def use_planner(self) -> None:  # noqa: B027
-        """Called first if a planner sizes the trees: each :meth:`propose` then gets a limit."""
+        """Called first if a planner sizes the trees. Each :meth:`propose` then gets a limit."""
 
     def use_chains(self) -> bool:
-        """Called first if a branch of a tree costs the target more than a row does: trees become chains, unless the
-        user chose their shape.
+        """Called first if branching is expensive for the target. Trees become chains, unless the user set their shape.
 
         Returns:
             True if every tree is a chain from now on.
@@ -57,60 +56,60 @@ class Drafter(ABC):
         return False
 
     def kv_tokens_read(self, context_len: int) -> float | None:
-        """Rows that a draft forward reads of a text's KV, in rows of the target's size; None for another model."""
+        """KV entries that a draft forward reads, in units of target entries; None if the draft is another model."""
         return None
 
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """Decoder layers of the target whose output hidden states it reads from the store's ``features``."""
+        """Target layers whose output hidden states it reads from the store's ``features``."""
         return ()
 
     def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """Decoder layers of the target whose queries events shall bring."""
+        """Target layers whose queries it needs in the results."""
         return ()
 
     def needs_queries(self, sequences: list[Sequence]) -> bool:
-        """True if the next event shall bring the queries of :meth:`query_layers`, of any of these sequences."""
+        """True if it needs queries in the next results of any of these sequences."""
         return True
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:  # noqa: B027
-        """Called once a run, before anything else, with the target and its KV (readable rows may be read).
+        """Called once a run, before anything else, with the target and its KV store.
 
         Raises:
-            CheckpointError: a draft was made for another target, or its weights cannot be read.
-            UnsupportedModelError: the target has nothing that the draft could share, or is not one to draft for so.
-            MemoryBudgetError: what it needs beside the KV does not fit the memory that is free.
+            CheckpointError: the draft was made for another target, or its weights cannot be read.
+            UnsupportedModelError: the drafter does not support this target.
+            MemoryBudgetError: the drafter's own memory does not fit the free memory.
         """
 
     @abstractmethod
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
         """Returns a tree for each sequence, rooted at its last emitted token.
 
-        Not every round calls this: tokens that were emitted since the last call are in the sequences.
+        Not every round calls this. The sequences have all tokens emitted since the last call.
 
         Args:
-            limit: how large the trees may be; None: the sizes that the drafter was made with.
+            limit: bounds of the trees; None: the drafter's own sizes.
         """
 
     def observe(self, round_result: RoundResult) -> None:  # noqa: B027
-        """Called once a sequence when its prompt has been read, and after each verification."""
+        """Called for each sequence after its prefill, and after each verification."""
 
     def release(self, sequence: Sequence) -> None:  # noqa: B027
         """Called when a sequence has finished."""
 
 
 def delegate_to(part: str, name: str) -> Any:
-    """An attribute of a drafter that one of its parts has: what it reads of the target, or what it costs."""
+    """Makes a property that returns attribute ``name`` of the inner drafter ``part``."""
     return property(lambda drafter: getattr(getattr(drafter, part), name))
 
 
 class Plan(Protocol):
-    """Plans the rounds of one run: each asks for a node limit, prunes its trees, and reports what happened."""
+    """Plans the rounds of one run. A round asks for a node limit, has its trees pruned, and reports its results."""
 
     def node_limit(self, sequences: SequenceOf[Sequence], kv_lens: SequenceOf[int]) -> NodeLimit:
-        """Returns how large this round's trees may be.
+        """Returns the bounds of this round's trees.
 
         Args:
-            kv_lens: KV rows that a verification reads of each sequence.
+            kv_lens: KV entries that a verification reads, for each sequence.
         """
         ...
 
@@ -128,9 +127,9 @@ class Plan(Protocol):
         """Learns from a round.
 
         Args:
-            events: one for each sequence.
-            num_draft_forwards: forwards of the draft.
-            drafting, verifying: seconds.
+            round_results: one for each sequence.
+            num_draft_forwards: draft forwards of this round.
+            draft_seconds, verify_seconds: time of drafting, and of the rest.
         """
         ...
 
@@ -139,5 +138,5 @@ class Planner(Protocol):
     """Makes a plan for each run."""
 
     def start(self, drafter: Drafter) -> Plan:
-        """Begins a run of this drafter."""
+        """Begins a run with this drafter."""
         ...

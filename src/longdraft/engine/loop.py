@@ -1,7 +1,7 @@
-"""The decoding loop. Every method is this loop with other parts in it: read :meth:`Engine._round` first.
+"""The decoding loop with continuous batching. All methods share it: read :meth:`Engine._round` first.
 
-Requests come and go between rounds. A request waits until a slot is free. Its prompt is read in pieces that take turns
-with the rounds of the others. When it has ended, the next request takes its slot.
+A request waits until a slot is free. Its chunked prefill alternates with decoding rounds of the other requests. When it
+has finished, the next request takes its slot.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ class Engine:
     Args:
         runner: the target.
         drafter: proposes trees.
-        verifier: verifies them; None: always on the whole cache.
-        cache: holds the KV, some of it perhaps from earlier runs; None: a cache of the engine's own.
+        verifier: verifies the trees; None: always on the full KV cache.
+        cache: has the KV, perhaps with prefixes of earlier runs; None: a new one.
         planner: decides how much to draft and to verify; None: trees have the drafter's own sizes.
-        slots: sequences decoded at a time; fewer if memory does not hold the KV of so many.
-        capacity: tokens of the longest text (prompt and output) that memory is first taken for, if no waiting text is
-            longer. A longer text that comes later waits until nobody decodes, and then has more memory taken.
-        chunk_size: prompt tokens read between two rounds, and at most in one forward; None: 1,024, on a GPU mostly 4,096.
+        slots: sequences decoded at a time; fewer if their KV does not fit the memory.
+        capacity: context length (prompt and output) that memory is first allocated for, if no waiting sequence is
+            longer. A longer sequence that comes later waits until no other is active; then more is allocated.
+        chunk_size: prompt tokens read between two rounds, and in one forward at most; None: 1,024, on a GPU mostly
+            4,096.
     """
 
     def __init__(
@@ -59,71 +60,73 @@ class Engine:
         chunk_size: int | None = None,
     ) -> None:
         self.runner, self.drafter, self.verifier = runner, drafter, verifier or Verifier()
-        self._keeps_outputs = cache is not None
+        self._reuses_outputs = cache is not None
         self.cache = PromptCache() if cache is None else cache
-        self._model, self.planner, self.slots = runner.model, planner, slots  # a model that may decode is kept
+        self._model, self.planner, self.slots = runner.model, planner, slots  # keeps the model alive
         self.chunk_size = default_chunk_size(runner) if chunk_size is None else chunk_size
         self._capacity = capacity
         self._waiting: deque[Sequence] = deque()
-        self._active: list[Sequence] = []  # those that have a slot, in the order in which they came
-        self._free: list[int] = []  # slots
-        self._unreported: list[Step] = []  # of aborted sequences
+        self._active: list[Sequence] = []  # sequences with a slot, in order of arrival
+        self._free_slots: list[int] = []
+        self._aborted_steps: list[Step] = []  # last steps of aborted sequences, to be returned
         self._plan: Plan | None = None
-        self._drafting_ended = 0.0  # a time on the clock
-        self._opened = -1  # the cache's count of runs when this one opened it
-        self._read_last = False
-        self._target = ""  # fingerprint of the target when the cache was opened
+        self._draft_end = 0.0  # time at which drafting ended
+        self._open_count = -1  # the cache's open_count when this engine opened it
+        self._last_was_prefill = False
+        self._fingerprint = ""  # fingerprint of the target when the cache was opened
         if planner is not None:
             self.drafter.use_planner()
 
     # --- a round ---
 
     def _round(self, batch: list[Sequence]) -> list[RoundResult]:
-        """Drafts, verifies and commits once for every sequence of a batch."""
-        clock = self.runner.profiler
-        with profiled(clock, "draft"):
+        """Drafts, verifies and commits once for each sequence of the batch."""
+        profiler = self.runner.profiler
+        with profiled(profiler, "draft"):
             trees = self._propose(batch)
         trees = trees if self._plan is None else self._plan.prune(trees)
-        self._drafting_ended = time.perf_counter()
+        self._draft_end = time.perf_counter()
         self.verifier.query_layers = self._query_layers if self.drafter.needs_queries(batch) else ()
-        with profiled(clock, "forward"):
-            verified = self.verifier.verify(batch, trees)  # one target forward
-        decided = sample_target_tokens([(v.tree, v.logits, v.sequence.sampler) for v in verified], self.runner.model)
+        with profiled(profiler, "forward"):
+            outputs = self.verifier.verify(batch, trees)  # one target forward
+        trees_logits = [(output.tree, output.logits, output.sequence.sampler) for output in outputs]
+        target_tokens = sample_target_tokens(trees_logits, self.runner.model)
         round_results = []
-        for v, tokens in zip(verified, decided, strict=True):
-            accepted = accept_path(v.tree, v.logits, v.sequence.sampler, v.sequence.input_ids, v.sequence.emit, tokens)
-            with profiled(clock, "commit"):
-                round_result = self.verifier.commit(v, accepted)
-            with profiled(clock, "draft"):
+        for output, tokens in zip(outputs, target_tokens, strict=True):
+            s = output.sequence
+            path = accept_path(output.tree, output.logits, s.sampler, s.input_ids, s.emit, tokens)
+            with profiled(profiler, "commit"):
+                round_result = self.verifier.commit(output, path)
+            with profiled(profiler, "draft"):
                 self.drafter.observe(round_result)
             round_results.append(round_result)
         return round_results
 
     def _propose(self, batch: list[Sequence]) -> list[TokenTree]:
-        """Returns a tree for each sequence: only the root if its text is about to end, or if drafting would not pay."""
-        most = self.drafter.max_nodes
-        lengths = [self.verifier.kv_len(s) for s in batch]
-        limit = None if self._plan is None else count_forced_tokens(self._plan.node_limit(batch, lengths), most)
+        """Returns a tree for each sequence; a root alone if it is about to end, or if drafting is not worthwhile."""
+        max_nodes = self.drafter.max_nodes
+        kv_lens = [self.verifier.kv_len(s) for s in batch]
+        limit = None if self._plan is None else count_forced_tokens(self._plan.node_limit(batch, kv_lens), max_nodes)
         roots = {s.index: TokenTree((s.output[-1],), (-1,)) for s in batch}
-        chosen = [s for s in batch if s.finish_reason is None]
+        selected = [s for s in batch if s.finish_reason is None]
         if limit is not None and not self.drafter.free:
-            chosen = limit.select_sequences(chosen, [roots[s.index] for s in chosen])
-        trees = self.drafter.propose(chosen, limit) if chosen else []
-        drafted = roots | {s.index: tree for s, tree in zip(chosen, trees, strict=True)}
-        # A path of depth k emits k + 1 tokens: deeper nodes than may be emitted are not worth verifying.
-        trees = [fit_to_grammar(drafted[s.index], s, most).limit_depth(s.remaining - 1) for s in batch]
-        if self.runner.fixed_batch_rows is not None:  # nor are nodes that take a forward more
+            selected = limit.select_sequences(selected, [roots[s.index] for s in selected])
+        trees = self.drafter.propose(selected, limit) if selected else []
+        drafted = roots | {s.index: tree for s, tree in zip(selected, trees, strict=True)}
+        # A path of depth k emits k + 1 tokens. Nodes beyond the remaining tokens need no verification.
+        trees = [fit_to_grammar(drafted[s.index], s, max_nodes).limit_depth(s.remaining - 1) for s in batch]
+        if self.runner.fixed_batch_rows is not None:  # more nodes would take a second forward
             trees = [tree.keep_best(self.runner.fixed_batch_rows - 1) for tree in trees]
         return trees
 
     def _decode(self, batch: list[Sequence]) -> list[Step]:
-        """Makes a round; counting, timing and the planner's learning follow its events."""
+        """Runs a round, updates statistics and the planner, and returns the steps."""
         start, forwards = time.perf_counter(), self.drafter.forwards
         round_results = self._round(batch)
         seconds = time.perf_counter() - start
         if self._plan is not None:
-            drafting = self._drafting_ended - start
-            self._plan.observe(round_results, self.drafter.forwards - forwards, drafting, seconds - drafting)
+            draft_seconds = self._draft_end - start
+            self._plan.observe(round_results, self.drafter.forwards - forwards, draft_seconds, seconds - draft_seconds)
         for round_result in round_results:
             stats = round_result.sequence.stats
             stats.rounds += 1
@@ -132,15 +135,15 @@ class Engine:
             if round_result.mode == "partial":
                 stats.partial_rounds += 1
                 stats.partial_tokens += len(round_result.new_token_ids)
-        # The first of a round's steps carries its seconds.
+        # The first step of a round has the round's seconds.
         return [make_step(round_result, 0.0 if i else seconds) for i, round_result in enumerate(round_results)]
 
     # --- requests ---
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a sequence, which joins as soon as a slot is free. Its index must be new to this engine.
+        """Queues a sequence. It starts when a slot is free. Its index must be new to this engine.
 
-        Errors of this and of :meth:`step` are those of :class:`~longdraft.engine.session.Session`.
+        This and :meth:`step` raise the errors of :class:`~longdraft.engine.session.Session`.
         """
         limit, s = self.runner.max_context_length(len(sequence.prompt)), sequence
         if not s.prompt:
@@ -148,152 +151,150 @@ class Engine:
         if s.max_length > limit:
             raise ContextError(
                 f"The prompt has {len(s.prompt)} tokens; with {s.max_new_tokens} new ones that is {s.max_length}, and "
-                f"{model_name(self.runner.model)} decodes {limit} (its context, or the length at which LongRoPE changes "
-                "all rows). Shorten the prompt, ask for fewer new tokens, or load the model with a rope_factor (YaRN), "
-                "which stretches its context."
+                f"{model_name(self.runner.model)} decodes {limit} (its context, or the length at which LongRoPE "
+                "switches its factors). Shorten the prompt, ask for fewer new tokens, or load the model with a "
+                "rope_factor (YaRN), which stretches its context."
             )
         self._waiting.append(s)
 
     def abort(self, index: int) -> None:
-        """Ends a sequence where it is; the next step reports it. Has no effect on one that has ended already."""
+        """Cancels a sequence; the next step reports it. Does nothing if it has finished already."""
         with self.runner.lock:
             for s in [*self._active, *self._waiting]:
                 if s.index == index:
                     s.finish_reason = "cancelled"
-                    self._unreported.append(Step(s.index, (), 0, 0, 0, "full", 0.0, len(s.prompt), s.finish_reason))
-                    self._leave(s)
+                    self._aborted_steps.append(Step(s.index, (), 0, 0, 0, "full", 0.0, len(s.prompt), s.finish_reason))
+                    self._remove(s)
 
     @property
     def unfinished(self) -> set[int]:
-        """The sequences of which a step is still to come, by index."""
-        return {s.index for s in (*self._active, *self._waiting)} | {step.sequence for step in self._unreported}
+        """Indices of sequences that will get another step."""
+        return {s.index for s in (*self._active, *self._waiting)} | {step.sequence for step in self._aborted_steps}
 
     def run(self) -> Iterator[Step]:
-        """Steps until all sequences have ended."""
+        """Steps until all sequences have finished."""
         while self.unfinished:
             yield from self.step()
 
     def step(self) -> list[Step]:
-        """Reads prompts for a while, or makes a round of all sequences that decode: the two take turns.
-
-        Returns a step for each sequence concerned.
-        """
+        """Runs either prefill chunks or a decoding round, in alternation. Returns a step for each sequence involved."""
         support.check_autocast(self.runner.device)
         with self.runner.lock, memory_checked():
             try:
                 self._check_cache()
                 self._admit()
-                steps, self._unreported = self._unreported, []
-                reading = [s for s in self._active if self._prompts.in_prefill(s)]
-                decoding = [s for s in self._active if not self._prompts.in_prefill(s)]
-                self._read_last = bool(reading) and not (decoding and self._read_last)
-                if self._read_last:
-                    steps += self._prompts.prefill(reading)
+                steps, self._aborted_steps = self._aborted_steps, []
+                prefilling = [s for s in self._active if self._prefiller.in_prefill(s)]
+                decoding = [s for s in self._active if not self._prefiller.in_prefill(s)]
+                self._last_was_prefill = bool(prefilling) and not (decoding and self._last_was_prefill)
+                if self._last_was_prefill:
+                    steps += self._prefiller.prefill(prefilling)
                 elif decoding:
                     steps += self._decode(decoding)
                 for s in [s for s in self._active if s.finish_reason is not None]:
-                    self._leave(s)
+                    self._remove(s)
                 return steps
             except BaseException:
                 self.close()
-                if self.cache.open_count == self._opened and self._store.states:
-                    self.cache.clear()  # a forward that ended early has changed some layers' states
+                if self.cache.open_count == self._open_count and self._store.states:
+                    self.cache.clear()  # an interrupted forward has changed the states of some layers
                 raise
 
     def close(self) -> None:
-        """Ends all sequences where they are. The cache stays usable."""
+        """Cancels all sequences. The cache stays usable."""
         with self.runner.lock:
             self._waiting.clear()
-            self._unreported.clear()
+            self._aborted_steps.clear()
             for s in list(self._active):
-                self._leave(s)
+                self._remove(s)
 
     # --- slots and memory ---
 
-    def capture_graphs(self, on_progress: Callable[[float], None] = lambda share: None) -> int:
-        """Takes the memory and records verifications, where forwards are recorded; returns the number of sizes.
+    def capture_graphs(self, on_progress: Callable[[float], None] = lambda fraction: None) -> int:
+        """Allocates the memory and captures CUDA graphs of verifications. Returns the number of graphs.
 
-        Nothing may be decoded yet. ``on_progress`` is called with the share of the work that is over.
+        Nothing may be decoded yet. ``on_progress`` is called with the fraction done.
         """
         with self.runner.lock:
-            if self._opened < 0:
+            if self._open_count < 0:
                 self._open()
-            return self.runner.capture_graphs(
-                self._store, self.drafter.max_nodes + 1, Taps(queries=self._query_layers), on_progress
-            )
+            taps = Taps(queries=self._query_layers)
+            return self.runner.capture_graphs(self._store, self.drafter.max_nodes + 1, taps, on_progress)
 
     def _admit(self) -> None:
         """Gives free slots to waiting sequences."""
         while self._waiting:
             s = self._waiting[0]
-            # A model that was changed between two requests, such as by another adapter, has other rows.
+            # A model that was changed between two requests, for example by another adapter, computes other KV.
             if not self._active and (
-                self._opened < 0 or s.max_length > self._capacity or self._target != self.runner.synced_fingerprint()
+                self._open_count < 0
+                or s.max_length > self._capacity
+                or self._fingerprint != self.runner.synced_fingerprint()
             ):
                 self._open()
-            if not self._free or s.max_length > self._capacity:
+            if not self._free_slots or s.max_length > self._capacity:
                 return
-            s.slot = self.cache.choose_slot(self._free, s.prompt[:-1], self.runner.rope_regime(len(s.prompt)))
-            self._free.remove(s.slot)
+            s.slot = self.cache.choose_slot(self._free_slots, s.prompt[:-1], self.runner.rope_regime(len(s.prompt)))
+            self._free_slots.remove(s.slot)
             self._active.append(self._waiting.popleft())
 
-    def _leave(self, s: Sequence) -> None:
+    def _remove(self, s: Sequence) -> None:
         if s in self._waiting:
             self._waiting.remove(s)
             return
         self._active.remove(s)
-        self._free.append(s.slot)
-        started = self._prompts.discard(s) or bool(s.output)
-        # A sequence that was never started leaves its slot's contents unchanged. If another run has taken the cache,
-        # the rows belong to that run.
-        if started and self.cache.open_count == self._opened:
+        self._free_slots.append(s.slot)
+        started = self._prefiller.discard(s) or bool(s.output)
+        # A sequence that was never started has not changed its slot. If another run has opened the cache since, the
+        # slot belongs to that run.
+        if started and self.cache.open_count == self._open_count:
             self.verifier.release(s)
-            # The engine's own cache reuses rows of prompts only: an output's were not computed in whole pieces.
-            self.cache.record_tokens(s.slot, s.tokens if self._keeps_outputs else s.prompt)
+            # A cache of the engine's own reuses prompts only: KV of outputs was not computed in full chunks.
+            self.cache.record_tokens(s.slot, s.tokens if self._reuses_outputs else s.prompt)
         self.drafter.release(s)
 
     def _open(self) -> None:
-        """Takes memory for the waiting sequences and binds drafter and schedule to it.
+        """Allocates memory for the waiting sequences, and binds drafter and verifier to it.
 
         Raises:
-            MemoryBudgetError: it does not hold a single one.
+            MemoryBudgetError: not even one sequence fits.
         """
         runner, nodes = self.runner, self.drafter.max_nodes
-        self._target = runner.synced_fingerprint()
-        # A store that was too small is made larger by half, or every longer text would need another.
-        larger = min(3 * self._capacity // 2, runner.context_length) if self._opened >= 0 else self._capacity
-        capacity = max([larger, *(s.max_length for s in self._waiting)])
-        beside = nodes + self.verifier.num_extra_entries(nodes)
+        self._fingerprint = runner.synced_fingerprint()
+        # Grow by half at least, or each longer sequence would need a new store.
+        min_capacity = min(3 * self._capacity // 2, runner.context_length) if self._open_count >= 0 else self._capacity
+        capacity = max([min_capacity, *(s.max_length for s in self._waiting)])
+        extra = nodes + self.verifier.num_extra_entries(nodes)
         layers = self.drafter.feature_layers(runner) or self.cache.feature_layers
         new_store = partial(runner.new_store, feature_layers=layers)
-        rows, slots = capacity + beside, self.slots
+        num_entries, slots = capacity + extra, self.slots
         while True:
             try:
-                store = self.cache.open(new_store, slots, rows, layers, runner.store_kind, self._target)
+                store = self.cache.open(new_store, slots, num_entries, layers, runner.store_kind, self._fingerprint)
                 self._store, self._query_layers = store, self.drafter.query_layers(runner)
                 self.drafter.bind(runner, store)
                 self.verifier.bind(runner, store, nodes, self._query_layers)
-                keeps = self._keeps_outputs
-                self._prompts = Prefiller(runner, self.drafter, self.cache, store, self.chunk_size, keeps)
+                reuses = self._reuses_outputs
+                self._prefiller = Prefiller(runner, self.drafter, self.cache, store, self.chunk_size, reuses)
                 if runner.tp_rank is not None:
                     runner.tp_rank.check_views(bool(self.drafter.views or self.verifier.views or self._query_layers))
                 break
             except MemoryBudgetError:
-                if slots == 1 or self._keeps_outputs:
+                if slots == 1 or self._reuses_outputs:
                     raise
-                logger.warning("There is no memory for %d sequences at a time: %d are decoded.", slots, slots // 2)
+                logger.warning("There is no memory for %d sequences at a time: decoding %d.", slots, slots // 2)
                 slots, self.cache = slots // 2, PromptCache()
-        self._capacity, self._opened = capacity, self.cache.open_count
-        self._free = list(range(slots))
+        self._capacity, self._open_count = capacity, self.cache.open_count
+        self._free_slots = list(range(slots))
         if self.planner is not None:
             self._plan = self.planner.start(self.drafter)
 
     def _check_cache(self) -> None:
-        if self._opened < 0 or self.cache.open_count == self._opened:
+        if self._open_count < 0 or self.cache.open_count == self._open_count:
             return
-        self._opened = -1
+        self._open_count = -1
         if self._active:
             raise CapabilityError(
-                "Another run has taken this run's PromptCache before it had ended. Give runs that take turns a cache "
-                "each, or finish or close one before the next begins."
+                "Another run has opened this run's PromptCache before it had finished. Give interleaved runs a cache "
+                "each, or finish or close one run before the next begins."
             )

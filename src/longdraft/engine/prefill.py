@@ -1,4 +1,4 @@
-"""Reading of prompts, in pieces that take turns with the rounds of others."""
+"""Chunked prefill: prompts are read in chunks, between decoding rounds of other sequences."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from longdraft.model.outputs import NO_TAPS, Taps
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.tree import TokenTree
 
-# Prompt tokens read between two rounds, and at most in one forward: enough to keep the matrix units busy, few enough to
-# bound memory and the time that the others wait. A GPU reads the prefix's keys once for more rows.
+# Prompt tokens of one forward, and between two rounds: enough to keep the matrix units busy, few enough to bound memory
+# and the wait of other sequences. On a GPU larger chunks share each read of the prefix's keys.
 PREFILL_CHUNK, PREFILL_CHUNK_ON_GPU = 1024, 4096
 
 
 def default_chunk_size(runner: TargetRunner) -> int:
-    """The number of prompt tokens that a target reads at most in one forward."""
-    # Buffers of windows and recurrent states have room for the smaller pieces.
-    bounded = bool(runner.execution_model.layout.windows) or runner.has_recurrent_layers
-    return PREFILL_CHUNK if runner.device.type == "cpu" or bounded else PREFILL_CHUNK_ON_GPU
+    """Returns the most prompt tokens of one forward of a target."""
+    # The buffers of sliding windows and recurrent layers have room for small chunks only.
+    is_bounded = bool(runner.execution_model.layout.windows) or runner.has_recurrent_layers
+    return PREFILL_CHUNK if runner.device.type == "cpu" or is_bounded else PREFILL_CHUNK_ON_GPU
 
 
 class Prefiller:
     """Reads the prompts of sequences into their slots.
 
     Args:
-        chunk: prompt tokens read between two rounds, and at most in one forward.
-        reuses_outputs: rows of earlier outputs may be reused, which were not computed in whole pieces.
+        chunk_size: most prompt tokens between two rounds, and in one forward.
+        reuses_outputs: also reuse cached prefixes that do not end at a chunk boundary, such as earlier outputs.
     """
 
     def __init__(
@@ -49,64 +49,62 @@ class Prefiller:
         reuses_outputs: bool,
     ) -> None:
         self._runner, self._drafter = runner, drafter
-        self._cache, self._store, self._keeps_outputs = cache, store, reuses_outputs
+        self._cache, self._store, self._reuses_outputs = cache, store, reuses_outputs
         self._layers = drafter.query_layers(runner)
-        # A user's hooks may look at a prompt's last row: they see it whole, as in the model's own generate.
-        self._whole = bool(user_code_in(runner.model))
-        self.chunk_size = runner.context_length if self._whole else chunk_size
-        # Sequence index -> layer -> query vectors (heads, rows, head size) of prompts still in prefill.
+        # A user's hooks see the prompt in one forward, as in the model's own generate.
+        self._in_one_chunk = bool(user_code_in(runner.model))
+        self.chunk_size = runner.context_length if self._in_one_chunk else chunk_size
+        # Sequence index -> layer -> queries (heads, tokens, head size) of prompts in prefill.
         self._queries: dict[int, dict[int, list[torch.Tensor]]] = {}
 
     def discard(self, s: Sequence) -> bool:
-        """Drops what is known of a sequence; True if its prompt was begun and is not read to the end."""
+        """Drops a sequence's state. Returns True if its prefill has begun and is not complete."""
         return self._queries.pop(s.index, None) is not None
 
     def in_prefill(self, s: Sequence) -> bool:
-        """True if a sequence's prompt is still to be read."""
+        """True if a sequence's prompt is not read to the end."""
         return not s.output or s.index in self._queries
 
-    def prefill(self, reading: list[Sequence]) -> list[Step]:
-        """Reads pieces of prompts, until they have :attr:`chunk_size` tokens together."""
+    def prefill(self, sequences: list[Sequence]) -> list[Step]:
+        """Reads chunks of prompts, up to :attr:`chunk_size` tokens in total."""
         steps: list[Step] = []
-        read = 0
-        for s in reading:
-            while self.in_prefill(s) and read < self.chunk_size:
+        num_read = 0
+        for s in sequences:
+            while self.in_prefill(s) and num_read < self.chunk_size:
                 start = time.perf_counter()
                 if s.index not in self._queries:
                     s.stats.cached_tokens = self._begin(s)
-                before = self._store.lengths[s.slot]
-                emitted = self._read_piece(s, before)
-                now = self._store.lengths[s.slot]
-                read += now - before
-                steps.append(
-                    Step(s.index, emitted, 0, 0, 0, "prefill", time.perf_counter() - start, now, s.finish_reason)
-                )
+                start_len = self._store.lengths[s.slot]
+                new_token_ids = self._prefill_chunk(s, start_len)
+                end_len = self._store.lengths[s.slot]
+                num_read += end_len - start_len
+                seconds = time.perf_counter() - start
+                steps.append(Step(s.index, new_token_ids, 0, 0, 0, "prefill", seconds, end_len, s.finish_reason))
         return steps
 
     def _begin(self, s: Sequence) -> int:
-        """Puts what was kept of a prompt's beginning into its slot; returns its tokens."""
-        piece = 1 if self._keeps_outputs else self.chunk_size
-        if s.sampler.prompt_logits_reader is not None or not s.reuse or self._whole:
-            piece = len(s.prompt)  # nothing that was kept: it has no logits, or is not wanted
+        """Fills the slot with the cached prefix of the prompt; returns its length."""
+        alignment = 1 if self._reuses_outputs else self.chunk_size
+        if s.sampler.prompt_logits_reader is not None or not s.reuse or self._in_one_chunk:
+            alignment = len(s.prompt)  # reuses nothing: a cached prefix has no logits, or is not wanted
         self._queries[s.index] = {layer: [] for layer in self._layers}
-        return self._cache.reuse_prefix(s.slot, s.prompt, piece, self._runner.rope_regime(len(s.prompt)))
+        return self._cache.reuse_prefix(s.slot, s.prompt, alignment, self._runner.rope_regime(len(s.prompt)))
 
-    def _read_piece(self, s: Sequence, start: int) -> tuple[int, ...]:
-        """Reads a prompt from token ``start`` on; the logits of its last token give the first new one.
+    def _prefill_chunk(self, s: Sequence, start: int) -> tuple[int, ...]:
+        """Reads the chunk of a prompt that begins at token ``start``. The last chunk emits the first new token.
 
-        Pieces end at multiples of :attr:`chunk_size`, whoever drafts and whoever else is there: rows that are read together
-        get the same bits.
+        Chunks end at multiples of :attr:`chunk_size`, for any drafter and batch, so equal prompts get equal bits.
 
         Returns:
-            The token that was emitted, if any.
+            The emitted token, if any.
         """
-        store, window, length = self._store, self._drafter.num_prompt_queries, len(s.prompt)
+        store, num_queries, length = self._store, self._drafter.num_prompt_queries, len(s.prompt)
         end = min(length, (start // self.chunk_size + 1) * self.chunk_size)
-        taps = Taps(queries=self._layers) if end > length - window else NO_TAPS
-        block = store.make_forward_batch([s.slot], [s.prompt[start:end]], is_prefill=True, prompt_len=length)
+        taps = Taps(queries=self._layers) if end > length - num_queries else NO_TAPS
+        batch = store.make_forward_batch([s.slot], [s.prompt[start:end]], is_prefill=True, prompt_len=length)
         reader = s.sampler.prompt_logits_reader
         logits: Literal["all", "last", "none"] = "all" if reader else "last" if end == length else "none"
-        out = self._runner.forward(block, store, logits=logits, taps=taps, check_nan=False)
+        out = self._runner.forward(batch, store, logits=logits, taps=taps, check_nan=False)
         store.commit(s.slot, range(end - start))
         if reader is not None and out.logits is not None:
             reader.prompt_logits(start, out.logits[0])
@@ -117,10 +115,10 @@ class Prefiller:
             return ()
         assert out.logits is not None
         root = TokenTree((s.prompt[-1],), (-1,))
-        (decided,) = sample_target_tokens([(root, out.logits[0], s.sampler)], self._runner.model)
-        emitted = accept_path(root, out.logits[0], s.sampler, s.input_ids, s.emit, decided).token_ids
-        pieces = self._queries.pop(s.index)
-        queries = {layer: torch.cat(q, dim=1)[:, -window:] for layer, q in pieces.items()}
+        (target_tokens,) = sample_target_tokens([(root, out.logits[0], s.sampler)], self._runner.model)
+        new_token_ids = accept_path(root, out.logits[0], s.sampler, s.input_ids, s.emit, target_tokens).token_ids
+        chunks = self._queries.pop(s.index)
+        queries = {layer: torch.cat(q, dim=1)[:, -num_queries:] for layer, q in chunks.items()}
         self._cache.record_tokens(s.slot, s.prompt)
-        self._drafter.observe(RoundResult(s, root, new_token_ids=emitted, mode="prefill", queries=queries))
-        return emitted
+        self._drafter.observe(RoundResult(s, root, new_token_ids=new_token_ids, mode="prefill", queries=queries))
+        return new_token_ids

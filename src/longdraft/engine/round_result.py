@@ -1,4 +1,4 @@
-"""Events: what a round did to a sequence, for its drafter and for whoever counts, prints, plans or learns."""
+"""The result of a round for one sequence."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ import torch
 from longdraft.engine.sequence import Sequence
 from longdraft.trees.tree import TokenTree
 
-# What logits were computed on: a prompt's own rows; the whole cache; a part of it; the whole cache, correcting what was
-# computed on a part (SpecPV, section 3).
+# The KV that the logits were computed with: prefill; the full cache; a partial cache; the full cache after partial
+# rounds, whose KV it recomputes (SpecPV, section 3).
 RoundMode = Literal["prefill", "full", "partial", "refresh"]
 
 
 @dataclass(frozen=True)
 class RoundResult:
-    """One forward of the target, as one sequence went through it. The emitted tokens are in the sequence already.
+    """What one target forward did for one sequence: prefill, or the verification of a tree.
 
     Attributes:
-        sequence: as its drafter sees it.
-        tree: the drafted tree, rooted at the token before; a root alone if nothing was drafted.
-        accepted: number of drafted tokens that were right.
-        path: the accepted nodes of ``tree``, the root first.
-        emitted: the new tokens: the accepted ones, and one that was not drafted.
-        mode: what the logits were computed on. "prefill": the prompt has been read and the first token emitted; the
-            first event of a sequence.
-        queries: layer -> (query heads, n, head size), after RoPE, for the layers that the drafter wants. At first those
-            of the prompt's last tokens, as many as its query window says (fewer if a kept cache left fewer to read);
-            later those of the deepest accepted node. The store's rows up to the last query's own can be read.
-        replaced: first position whose row in the store has been replaced by an exact one; None if none has.
+        sequence: the sequence, which has the emitted tokens already.
+        tree: the verified tree, rooted at the last token before the round; a root alone if nothing was drafted.
+        num_accepted: accepted drafted tokens.
+        path: accepted nodes of ``tree``, root first.
+        new_token_ids: emitted tokens: the accepted ones, and the bonus token.
+        mode: the kind of forward. A sequence's first result is "prefill": its prompt has been read.
+        queries: layer -> (query heads, n, head size), after RoPE, for the drafter's query layers. In prefill those of
+            the prompt's last ``num_prompt_queries`` tokens (fewer if a cached prefix leaves fewer to read), later that
+            of the deepest accepted node. The store has the KV up to the token of the last query.
+        kv_rewritten_from: first position whose approximate KV was replaced by exact KV; None without.
     """
 
     sequence: Sequence
@@ -45,5 +44,5 @@ class RoundResult:
 
     @property
     def is_prefill(self) -> bool:
-        """True for a sequence's first event."""
+        """True for a sequence's first result."""
         return self.mode == "prefill"

@@ -1,4 +1,4 @@
-"""One sequence: its tokens while decoding, its sampler, the rules that end it, and its counters."""
+"""A sequence: its tokens, its sampler, its stop rules, and its statistics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ StopRule = Callable[["Sequence"], FinishReason | None]
 
 @dataclass
 class SequenceStats:
-    """Counts the rounds of one sequence; the names are those of its :class:`~longdraft.Result`."""
+    """Statistics of one sequence. The fields are those of :class:`~longdraft.Result`."""
 
     cached_tokens: int = 0
     rounds: int = 0
@@ -34,23 +34,22 @@ class SequenceStats:
 class Sequence:
     """State of one sequence.
 
-    Token ids live in one preallocated tensor, so processors read them without copies. New ones are written there when
-    somebody reads it, all at once: a write of a single number makes the host wait for a GPU.
+    Token ids are also in one preallocated tensor, so processors read them without a copy. New ids are written there in
+    one go when the tensor is read, for each write makes the host wait for a GPU.
 
     Attributes:
-        index: its place in the batch.
+        index: its number in the engine.
         prompt: prompt token ids.
-        max_new_tokens: emitted at most.
-        device: where logits are, and so where processors want the ids.
-        processor_prompt: the prompt as processors and stopping criteria see it, if that differs: a padded row of transformers,
-            whose padding the model never sees.
-        greedy: whether its tokens are the most probable ones, not sampled. Drafters may draft accordingly.
-        sampler: decides its tokens from the target's logits; None if it is set before the sequence is decoded. Drafters
-            may rehearse coming tokens with it, but not sample.
-        stop_rules: called in order after each emitted token; the first reason that one returns ends the sequence.
-        tenant: the user whose request this is.
+        max_new_tokens: most emitted tokens.
+        device: the device of the logits, where processors need the ids.
+        processor_prompt: the prompt that processors and stopping criteria see, if another: in ``generate`` that with
+            padding, which the model never sees.
+        greedy: whether decoding is greedy. Drafters may draft accordingly.
+        sampler: samples its tokens; None if it is set later, before decoding. Drafters may fork it, but not sample.
+        stop_rules: called in order after each emitted token; the first reason that is returned ends the sequence.
+        tenant: the user of the request.
         predicted: tokens that the output may contain, for lookups.
-        reuse: whether kept rows of its prompt's beginning may be taken.
+        reuse: whether a cached prefix may be reused.
     """
 
     index: int
@@ -70,11 +69,11 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.slot = self.index
-        shown = self.prompt if self.processor_prompt is None else self.processor_prompt
-        self._start = len(shown)
-        self._ids = torch.empty(len(shown) + self.max_new_tokens, dtype=torch.long, device=self.device)
-        self._ids[: len(shown)] = to_device(shown, self.device, torch.long)
-        self._written = 0  # tokens of the output that are in it
+        prompt = self.prompt if self.processor_prompt is None else self.processor_prompt
+        self._prompt_len = len(prompt)
+        self._input_ids = torch.empty(len(prompt) + self.max_new_tokens, dtype=torch.long, device=self.device)
+        self._input_ids[: len(prompt)] = to_device(prompt, self.device, torch.long)
+        self._num_written = 0  # output tokens in the tensor
 
     @property
     def tokens(self) -> list[int]:
@@ -83,12 +82,12 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and output so far."""
+        """Number of tokens of prompt and output so far."""
         return len(self.prompt) + len(self.output)
 
     @property
     def max_length(self) -> int:
-        """Tokens of prompt and output at most."""
+        """Most tokens of prompt and output."""
         return len(self.prompt) + self.max_new_tokens
 
     @property
@@ -97,13 +96,13 @@ class Sequence:
         return self.max_new_tokens - len(self.output)
 
     def input_ids(self) -> torch.Tensor:
-        """(n,) ids of prompt, as it is shown, and output: a view."""
-        end = self._start + len(self.output)
-        if self._written < len(self.output):
-            new = to_device(self.output[self._written :], self._ids.device, torch.long)
-            self._ids[self._start + self._written : end] = new
-            self._written = len(self.output)
-        return self._ids[:end]
+        """Returns (n,) ids of ``processor_prompt`` and output, as a view."""
+        end = self._prompt_len + len(self.output)
+        if self._num_written < len(self.output):
+            new = to_device(self.output[self._num_written :], self._input_ids.device, torch.long)
+            self._input_ids[self._prompt_len + self._num_written : end] = new
+            self._num_written = len(self.output)
+        return self._input_ids[:end]
 
     def emit(self, token: int) -> bool:
         """Appends a token and returns whether it was the last."""
@@ -116,7 +115,7 @@ class Sequence:
         self.output.append(token)
 
     def fork(self) -> Sequence:
-        """Returns a copy in the same slot that goes on by itself; it shares the sampler."""
-        twin = copy(self)
-        twin.output, twin._ids = list(self.output), self._ids.clone()
-        return twin
+        """Returns an independent copy in the same slot, with the same sampler."""
+        forked = copy(self)
+        forked.output, forked._input_ids = list(self.output), self._input_ids.clone()
+        return forked

@@ -1,4 +1,4 @@
-"""Steps and results of a run, as users get them, while it runs and when it has ended."""
+"""Steps and results of a run, as users get them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from longdraft.engine.sequence import FinishReason
 from longdraft.engine.streaming import TextDelta
 from longdraft.trees.tree import TokenTree
 
-_REPR_CHARACTERS = 60  # of a text
+_REPR_CHARACTERS = 60  # of the output
 
 
 @dataclass(frozen=True)
@@ -18,21 +18,20 @@ class Step:
     """One round of one sequence.
 
     Attributes:
-        sequence: index in the batch.
-        token_ids: emitted tokens; empty while prefilling.
-        from_draft: how many of them, counted from the first, were drafted; the rest is the bonus token.
-        drafted: nodes drafted this round.
-        accepted: drafted nodes accepted this round.
-        mode: "prefill" while the prompt is read; "full" for a verification on the whole cache, "partial" on a partial
+        sequence: the request's number.
+        token_ids: emitted tokens; empty until the prompt is read.
+        from_draft: how many of them were drafted; they come first, the bonus token last.
+        drafted: drafted nodes of this round.
+        accepted: accepted drafted nodes.
+        mode: "prefill" while the prompt is read; "full" for a verification on the full KV cache, "partial" on a partial
             one, "refresh" for a full one that corrects partial ones (SpecPV, section 3).
-        seconds: wall time of the round, in the first of its steps; 0.0 in the others.
+        seconds: wall time of the round, in its first step; 0.0 in the others.
         prefilled: prompt tokens read so far (mode "prefill").
-        finish_reason: set on a sequence's last step.
-        pieces: the emitted text, each piece with whether it was drafted; none without a tokenizer. An incomplete
-            character, and what may be the beginning of a stop string, come with a later step.
-        tree: the verified tree, rooted at the token before; None if nothing was verified: the prompt was
-            read, or the sequence was aborted.
-        path: its accepted nodes, the root first.
+        finish_reason: set on the last step of a sequence.
+        pieces: the emitted text in deltas, each with whether it was drafted; empty without a tokenizer. Incomplete
+            characters, and possible beginnings of stop strings, come with a later step.
+        tree: the verified tree, rooted at the last token before; None in prefill, and if the sequence was aborted.
+        path: accepted nodes of the tree, root first.
     """
 
     sequence: int
@@ -50,27 +49,27 @@ class Step:
 
     @property
     def text(self) -> str:
-        """The emitted text; the texts of all steps together are the result's."""
+        """The emitted text. Those of all steps together are the result's."""
         return "".join(piece.text for piece in self.pieces)
 
 
 @dataclass(repr=False)
 class Result:
-    """A finished sequence. Figures are defined in docs/figures.md; those of a batch hold for the whole batch.
+    """A finished sequence. Figures are defined in docs/figures.md. A list of prompts shares seconds and memory.
 
     Attributes:
-        text: the output, without a stop string that ended it; empty when there is no tokenizer.
+        text: the output, without a stop string that ended it; empty without a tokenizer.
         token_ids: emitted tokens, EOS included.
-        rounds: target verification forwards that this sequence took part in, partial ones among them.
+        rounds: verification forwards of this sequence, with partial ones.
         partial_rounds: verification forwards on a partial cache.
-        partial_tokens: tokens that those accepted.
+        partial_tokens: tokens that these emitted.
         rolled_back: always 0; for scripts that read it.
-        cached_tokens: prompt tokens whose keys and values were in the cache already.
+        cached_tokens: prompt tokens whose KV was in the cache already.
         prefill_seconds, decode_seconds: wall time of reading the prompts, and of everything after.
         peak_memory_bytes: peak of the process (CPU) or of the allocator (GPU).
         from_draft: for each token, whether it was drafted.
-        pieces: the text again, each piece with whether it was drafted.
-        arithmetic: the target's: "int8" or the dtype it computes in.
+        pieces: the text in deltas, each with whether it was drafted.
+        arithmetic: the target's: "int8", or its dtype.
     """
 
     text: str
@@ -99,11 +98,11 @@ class Result:
 
     @property
     def summary(self) -> str:
-        """Its figures in one line."""
-        said = f"{self.prompt_tokens:,} + {self.new_tokens:,} tokens, {self.finish_reason}"
+        """The figures in one line."""
+        figures = f"{self.prompt_tokens:,} + {self.new_tokens:,} tokens, {self.finish_reason}"
         if self.rounds:
-            said += f", {self.mean_accepted_length:.2f} mean accepted length, {self.tokens_per_second:.1f} tokens/s"
-        return f"{self.method}, {'exact' if self.exact else 'approximate'}: {said}"
+            figures += f", {self.mean_accepted_length:.2f} mean accepted length, {self.tokens_per_second:.1f} tokens/s"
+        return f"{self.method}, {'exact' if self.exact else 'approximate'}: {figures}"
 
     @property
     def new_tokens(self) -> int:
@@ -111,17 +110,17 @@ class Result:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens but the prefill's / decode seconds; 0.0 when nothing was decoded after the prefill."""
+        """New tokens after the first / decode seconds; 0.0 if the prefill emitted all."""
         return metrics.tokens_per_second(self.new_tokens - 1, self.decode_seconds) or 0.0
 
     @property
     def mean_accepted_length(self) -> float:
-        """New tokens / verification forwards: bonus tokens count, the prefill's token does not."""
+        """New tokens after the first / verification forwards. Bonus tokens count."""
         return metrics.average([(self.new_tokens - 1, self.rounds)]) or 0.0
 
 
 def make_step(round_result: RoundResult, seconds: float) -> Step:
-    """A round as users see it."""
+    """Converts a round's result to a step."""
     sequence = round_result.sequence
     return Step(
         sequence=sequence.index,

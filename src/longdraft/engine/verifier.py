@@ -1,4 +1,4 @@
-"""Schedules: how a round's trees are verified. The default verifies each on the whole cache."""
+"""Verifiers: how a round's trees are verified. The default verifies on the full KV cache."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from longdraft.views.view import View
 
 @dataclass
 class VerifyOutput:
-    """A drafted tree with the target's logits, ready to be walked.
+    """A drafted tree with the target's logits: the input of acceptance.
 
     Attributes:
-        sequence: the tree's root is its last token.
+        sequence: its last token is the tree's root.
         logits: (at least tree.size, vocabulary), the target's.
-        mode: what the logits were computed on.
-        queries: layer -> (query heads, at least tree.size, head size) of the nodes, after RoPE, for the layers that
-            were given to :meth:`Verifier.bind`.
+        mode: the KV that the logits were computed with.
+        queries: layer -> (query heads, at least tree.size, head size), after RoPE, for :attr:`Verifier.query_layers`.
     """
 
     sequence: Sequence
@@ -36,7 +35,7 @@ class VerifyOutput:
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def round_result(self, accepted: AcceptedPath, kv_rewritten_from: int | None = None) -> RoundResult:
-        """The event of a walk."""
+        """Returns the result of the round, given the accepted path."""
         path, tokens = accepted.nodes, accepted.token_ids
         queries = {layer: q[:, path[-1] : path[-1] + 1] for layer, q in self.queries.items()}
         return RoundResult(
@@ -45,48 +44,44 @@ class VerifyOutput:
 
 
 class Verifier:
-    """Verifies every tree on the whole cache: exact, whatever is drafted.
+    """Verifies trees on the full KV cache: exact for any draft.
 
     Attributes:
-        exact: it emits what the target alone would have emitted.
-        views: views of longer texts by partial verifications; empty if every verification sees all rows.
+        exact: whether the output is that of the target alone.
+        views: the views of partial verification; empty if all verification is full.
+        query_layers: target layers whose queries each :class:`VerifyOutput` has.
     """
 
     exact = True
     views: tuple[View, ...] = ()
 
     def num_extra_entries(self, max_nodes: int) -> int:
-        """Rows that a slot needs behind prompt, output and tree."""
+        """Returns the KV entries that a slot needs beyond prompt, output and tree."""
         return 0
 
     def bind(self, runner: TargetRunner, store: KVStore, max_nodes: int, query_layers: tuple[int, ...] = ()) -> None:
-        """Called before anything else, and again when the store has been replaced.
+        """Called before anything else, and again when the store was replaced.
 
         Args:
             max_nodes: most drafted nodes of a tree.
-            query_layers: layers of the target whose queries every :class:`VerifyOutput` shall bring.
 
         Raises:
-            MemoryBudgetError: what it needs beside the store does not fit.
+            MemoryBudgetError: the verifier's own memory does not fit.
         """
         self.runner, self.store, self.query_layers = runner, store, query_layers
 
     def kv_len(self, sequence: Sequence) -> int:
-        """Rows of KV that a round usually reads of a sequence."""
+        """Returns the KV entries that a round usually reads of a sequence."""
         return sequence.length
 
     def verify(self, sequences: list[Sequence], trees: list[TokenTree]) -> list[VerifyOutput]:
-        """Computes the target's logits of a tree for each sequence; commits nothing.
-
-        Args:
-            trees: rooted at the last tokens.
-        """
+        """Computes the target's logits on a tree for each sequence, rooted at its last token. Commits nothing."""
         return self.split_output(sequences, trees, self.forward(trees, sequences, Taps(queries=self.query_layers)))
 
     def split_output(
         self, sequences: list[Sequence], trees: list[TokenTree], out: TargetOutput, mode: RoundMode = "full"
     ) -> list[VerifyOutput]:
-        """The trees with what a forward over them says of each."""
+        """Splits the output of a batched forward into one for each tree."""
         assert out.logits is not None
         return [
             VerifyOutput(s, tree, out.logits[b], mode, {layer: out.queries[layer][b] for layer in self.query_layers})
@@ -96,17 +91,17 @@ class Verifier:
     def forward(
         self, trees: list[TokenTree], sequences: list[Sequence], taps: Taps = NO_TAPS, num_logits: int | None = None
     ) -> TargetOutput:
-        """Runs one full forward of a batch of trees, padded to the largest; ``num_logits``: as of the target's ``verify``."""
-        block = make_tree_batch(self.store, [s.slot for s in sequences], trees)
-        return self.runner.verify(block, self.store, taps, num_logits)
+        """Runs one forward on trees, padded to the largest; returns the last ``num_logits`` logits, or all."""
+        batch = make_tree_batch(self.store, [s.slot for s in sequences], trees)
+        return self.runner.verify(batch, self.store, taps, num_logits)
 
     def commit(self, output: VerifyOutput, accepted: AcceptedPath) -> RoundResult:
-        """Keeps the KV rows of the accepted path, and returns what became of the sequence."""
+        """Commits the KV of the accepted path, and returns the result of the round."""
         self.store.commit(output.sequence.slot, accepted.nodes)
         return output.round_result(accepted)
 
     def release(self, sequence: Sequence) -> None:
-        """Called when a sequence has finished: its slot keeps exact rows alone."""
+        """Called when a sequence has finished. Its slot keeps exact KV only."""
 
 
 def verify_trees(
@@ -117,8 +112,8 @@ def verify_trees(
     root_positions: list[int] | None = None,
     taps: Taps = NO_TAPS,
 ) -> TargetOutput:
-    """Runs one forward over a tree a slot, padded to the largest. Writes KV behind the slots' rows, uncommitted.
+    """Runs one forward on a tree for each slot, padded to the largest. Its KV is written, but not committed.
 
-    Logits are not checked for NaN here: whoever walks the trees does that, and waits for the device once.
+    Logits are not checked for NaN here. Acceptance does that, with its one copy to the host.
     """
     return runner.forward(make_tree_batch(store, slots, trees, root_positions), store, taps=taps, check_nan=False)

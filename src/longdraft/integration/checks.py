@@ -1,4 +1,4 @@
-"""Checks a call of ``generate`` before work begins, and refuses what longdraft would decode differently."""
+"""Checks a call of ``generate``, and refuses what longdraft would decode differently."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from longdraft.errors import CapabilityError, PromptError
 from longdraft.integration.generate_arguments import CACHE_KEYWORDS, GenerateArguments, find_cache
 from longdraft.model.layout import KVLayout
 
-_PLAIN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-# Ways of decoding that are refused, and the arguments that ask for them.
-_ASKED_BY = {
+_SUPPORTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+# Generation modes that are refused -> the arguments that select them.
+_MODE_ARGUMENTS = {
     "contrastive_search": "penalty_alpha",
     "assisted_generation": "assistant_model, prompt_lookup_num_tokens, assistant_early_exit and use_mtp",
     "dola_generation": "dola_layers",
     "constrained_beam_search": "constraints and force_words_ids",
     "group_beam_search": "num_beams and num_beam_groups",
 }
-_KINDS = ("token_type_ids", "mm_token_type_ids")
+_TOKEN_TYPE_KEYWORDS = ("token_type_ids", "mm_token_type_ids")
 _MEDIA = re.compile("pixel|image|video|audio|input_features|mm_")
-# Keywords of a forward that have no effect on the tokens, or are checked here.
-_KNOWN = (
+# Keywords of a forward that do not affect the tokens, or are checked here.
+_ACCEPTED_KEYWORDS = (
     *CACHE_KEYWORDS, "attention_mask", "position_ids", "use_cache", "cache_position", "logits_to_keep",
     "inputs_embeds", "output_attentions", "output_hidden_states",
 )  # fmt: skip
@@ -33,11 +33,11 @@ _KNOWN = (
 def check_call(
     config: Any, model_kwargs: dict[str, Any], input_ids: torch.Tensor, given: GenerateArguments, layout: KVLayout
 ) -> None:
-    """Refuses calls that would not be decoded as ``generate`` decodes them.
+    """Refuses calls whose output would differ from that of ``generate``.
 
     Raises:
         CapabilityError: names the argument to leave out.
-        PromptError: no token ids, or not those of a batch.
+        PromptError: no token ids, or not of a batch.
     """
     _check_mode(config, given)
     for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
@@ -51,31 +51,32 @@ def check_call(
         )
     mask = model_kwargs.get("attention_mask")
     if mask is None:
-        kept = torch.ones_like(input_ids, dtype=torch.bool)
+        is_token = torch.ones_like(input_ids, dtype=torch.bool)
     elif mask.shape == input_ids.shape:
-        kept = mask.to(input_ids.device).bool()
+        is_token = mask.to(input_ids.device).bool()
     else:
         raise CapabilityError(
             f"The attention_mask has the shape {tuple(mask.shape)}, input_ids {tuple(input_ids.shape)}: longdraft "
             "reads a mask of the prompt, with a number for each token."
         )
-    # Tokens left out between others still count in windows and states.
-    inside = kept.int().cummax(-1).values & kept.int().flip(-1).cummax(-1).values.flip(-1)
-    if (layout.windows or layout.recurrent or layout.custom_cache_layers) and bool((inside.bool() & ~kept).any()):
+    # Masked tokens between others still count in sliding windows and recurrent states.
+    between_tokens = is_token.int().cummax(-1).values & is_token.int().flip(-1).cummax(-1).values.flip(-1)
+    has_local_state = layout.windows or layout.recurrent or layout.custom_cache_layers
+    if has_local_state and bool((between_tokens.bool() & ~is_token).any()):
         raise CapabilityError(
             "The attention_mask leaves out tokens between others, and this model has windows, recurrent layers or an "
             "attention of its own, in which they still count: take them out of input_ids, or leave custom_generate out."
         )
-    _check_positions(model_kwargs.get("position_ids"), kept)
+    _check_positions(model_kwargs.get("position_ids"), is_token)
 
 
 def _check_mode(config: Any, given: GenerateArguments) -> None:
     mode = config.get_generation_mode(given.assistant)
-    if mode not in _PLAIN:
+    if mode not in _SUPPORTED_MODES:
         name = str(mode.value)
         raise CapabilityError(
             f"longdraft decodes greedily or by sampling, not by {name.replace('_', ' ')}: leave "
-            f"{_ASKED_BY.get(name, 'num_beams')} out."
+            f"{_MODE_ARGUMENTS.get(name, 'num_beams')} out."
         )
     if given.synced:
         raise CapabilityError("longdraft does not generate in step with other processes: leave synced_gpus out.")
@@ -87,38 +88,39 @@ def _check_inputs(model_kwargs: dict[str, Any], given: GenerateArguments) -> Non
     if model_kwargs.get("inputs_embeds") is not None:
         raise CapabilityError("longdraft reads token ids: pass input_ids instead of inputs_embeds.")
     cache = find_cache(model_kwargs)
-    attends = any(hasattr(layer, "get_seq_length") for layer in getattr(cache, "layers", ()))  # Mamba's do not
-    if given.cache or (cache is not None and attends and cache.get_seq_length() > 0):
+    has_lengths = any(hasattr(layer, "get_seq_length") for layer in getattr(cache, "layers", ()))  # Mamba's do not
+    if given.cache or (cache is not None and has_lengths and cache.get_seq_length() > 0):
         raise CapabilityError(
             "longdraft keeps its own cache: leave cache (past_key_values) out. To read a text once for several calls, "
             "use Speculator.generate with cache=longdraft.PromptCache()."
         )
     if isinstance(model_kwargs.get("logits_to_keep"), torch.Tensor):
         raise CapabilityError("longdraft goes on from the last token: leave logits_to_keep out.")
-    foreign = sorted(k for k, v in model_kwargs.items() if v is not None and k not in _KNOWN and not _is_text(k, v))
-    if images := [name for name in foreign if _MEDIA.match(name)]:
+    others = {k: v for k, v in model_kwargs.items() if v is not None and k not in _ACCEPTED_KEYWORDS}
+    unsupported = sorted(k for k, v in others.items() if not _is_text(k, v))
+    if images := [name for name in unsupported if _MEDIA.match(name)]:
         raise CapabilityError(
             f"longdraft reads text alone, and was given {', '.join(images)}: leave custom_generate out for prompts "
             "with images, sound or video."
         )
-    if foreign:
-        raise CapabilityError(f"longdraft does not hand {', '.join(foreign)} on to the model: leave it out.")
+    if unsupported:
+        raise CapabilityError(f"longdraft does not hand {', '.join(unsupported)} on to the model: leave it out.")
 
 
 def _is_text(name: str, value: Any) -> bool:
-    """True for what models that read images are handed with text alone: no images, and a kind of 0 for each token."""
+    """True for inputs of multimodal models that say text alone: no images, token types of 0."""
     if name == "mm_encoder_outputs":
         return not value
-    return name in _KINDS and isinstance(value, torch.Tensor) and not value.any()
+    return name in _TOKEN_TYPE_KEYWORDS and isinstance(value, torch.Tensor) and not value.any()
 
 
-def _check_positions(positions: torch.Tensor | None, kept: torch.Tensor) -> None:
-    """Checks that positions count the tokens that the mask keeps, from 0; those of padding do not matter."""
+def _check_positions(positions: torch.Tensor | None, is_token: torch.Tensor) -> None:
+    """Checks that positions count unmasked tokens from 0. Those of padding do not matter."""
     if positions is None:
         return
-    expected = kept.long().cumsum(-1) - 1
-    sized = positions.dim() <= 2 and positions.shape[-1] == kept.shape[-1]
-    if not sized or bool((positions.to(kept.device).expand_as(expected) != expected)[kept].any()):
+    expected = is_token.long().cumsum(-1) - 1
+    has_shape = positions.dim() <= 2 and positions.shape[-1] == is_token.shape[-1]
+    if not has_shape or bool((positions.to(is_token.device).expand_as(expected) != expected)[is_token].any()):
         raise CapabilityError(
             "longdraft counts positions from the first token that the attention_mask keeps, and the given position_ids "
             "are others: leave position_ids out."

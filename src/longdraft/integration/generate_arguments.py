@@ -1,10 +1,9 @@
-"""Arguments that ``generate`` does not hand to a custom loop: tokenizer, streamer, assistant, the user's cache.
+"""Arguments that ``generate`` does not pass to a custom loop: tokenizer, streamer, assistant, the user's cache.
 
-``generate`` reads a custom loop's signature to see which keywords it takes. By then it has removed ``tokenizer``,
-``streamer`` and ``assistant_model`` from its keywords, so that they reach no custom loop, whatever its signature names:
-stop strings would lack a tokenizer, and the reader of a stream would wait for ever. The moment when it reads the
-signature is the only one when they can be had: our signature looks at the calling frame, and puts them back among the
-keywords. Nothing is stored, so threads do not meet. Any other caller just gets the signature.
+``generate`` reads the signature of a custom loop to see which keywords it accepts. By then it has removed
+``tokenizer``, ``streamer`` and ``assistant_model`` from its keywords, so no custom loop gets them. Stop strings would
+lack a tokenizer, and the reader of a stream would wait for ever. So our signature, while ``generate`` reads it, looks
+at the calling frame and puts them back. Nothing is stored, so it is thread-safe. Other callers just get the signature.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from typing import Any
 
 from transformers import GenerationMixin
 
-# Names of a forward's cache: since transformers 5.24, before, and before for Mamba's kind.
+# Keywords of a forward's cache: since transformers 5.24, before, and of Mamba models before.
 CACHE_KEYWORDS = ("cache", "past_key_values", "cache_params")
-# Frames of `inspect` between generate's call and ours, at most.
-_DEPTH = 16
+# Most frames of `inspect` between generate and us.
+_MAX_INSPECT_FRAMES = 16
 
 
 @dataclass(frozen=True)
 class GenerateArguments:
-    """Arguments of ``generate`` that it does not hand on.
+    """Arguments of ``generate`` that it does not pass on.
 
     Attributes:
         assistant: the draft model of transformers' assisted decoding.
-        cache: whether the user gave a cache; if not, ``generate`` makes one.
-        synced: whether to generate in step with other processes.
+        cache: whether the user passed a cache; otherwise ``generate`` makes one.
+        synced: whether to generate in lockstep with other processes (``synced_gpus``).
     """
 
     streamer: Any = None
@@ -41,16 +40,18 @@ class GenerateArguments:
 
 
 def find_cache(keywords: dict[str, Any]) -> Any:
-    """Returns the cache of a forward's keywords, under any of :data:`CACHE_KEYWORDS`; None: there is none."""
+    """Returns the cache among a forward's keywords, under any of :data:`CACHE_KEYWORDS`; None without."""
     return next((cache for name in CACHE_KEYWORDS if (cache := keywords.get(name)) is not None), None)
 
 
 class CustomGenerateSignature(inspect.Signature):
-    """The ``__signature__`` of a custom loop's class, whose ``__call__`` names ``given``. The class has that of its
-    constructor, which is this object: tools that take a class apart (%autoreload) put it into another one.
+    """The ``__signature__`` of a custom loop's class, whose ``__call__`` has the keyword ``given``.
+
+    Of the class it is the constructor's signature. It is a descriptor, so it works on when a tool such as %autoreload
+    copies it to another class.
 
     Args:
-        decode: takes the keywords that the loop passes on; it names ``tokenizer``.
+        decode: accepts the keywords of the loop, ``tokenizer`` among them.
         constructor: of the class.
     """
 
@@ -61,34 +62,35 @@ class CustomGenerateSignature(inspect.Signature):
     def __get__(self, loop: Any, owner: type) -> inspect.Signature:
         if loop is None:
             return self
-        if (asking := _generate()) is not None:
-            _hand_over(asking.f_locals)
-        own, others = (list(inspect.signature(f).parameters.values()) for f in (owner.__call__, self._decode))
-        keywords = [p for p in others if p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]
-        return inspect.Signature([*own[1:-1], *keywords])
+        if (generate_frame := _find_generate_frame()) is not None:
+            _restore_keywords(generate_frame.f_locals)
+        functions = owner.__call__, self._decode
+        call_parameters, decode_parameters = (list(inspect.signature(f).parameters.values()) for f in functions)
+        keywords = [p for p in decode_parameters if p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]
+        return inspect.Signature([*call_parameters[1:-1], *keywords])
 
 
-def _generate() -> FrameType | None:
-    """Returns the frame of the method of ``generate`` that reads a loop's signature, if that is what is calling."""
+def _find_generate_frame() -> FrameType | None:
+    """Returns the frame in which ``generate`` reads a loop's signature; None if another caller does."""
     method = getattr(GenerationMixin, "_extract_generation_mode_kwargs", None)
     frame: FrameType | None = sys._getframe(1)
-    for _ in range(_DEPTH):
+    for _ in range(_MAX_INSPECT_FRAMES):
         if method is None or frame is None or frame.f_code is method.__code__:
             return frame if method is not None else None
         frame = frame.f_back
     return None
 
 
-def _hand_over(names: dict[str, Any]) -> None:
-    """Puts removed arguments back among the keywords; may be called twice."""
-    keywords, taken = names.get("kwargs"), names.get("generation_mode_kwargs")
-    if not isinstance(keywords, dict) or not isinstance(taken, dict):
+def _restore_keywords(frame_locals: dict[str, Any]) -> None:
+    """Puts removed arguments back among the keywords. It may be called twice."""
+    keywords, mode_kwargs = frame_locals.get("kwargs"), frame_locals.get("generation_mode_kwargs")
+    if not isinstance(keywords, dict) or not isinstance(mode_kwargs, dict):
         return
-    if (tokenizer := taken.get("tokenizer")) is not None:
+    if (tokenizer := mode_kwargs.get("tokenizer")) is not None:
         keywords["tokenizer"] = tokenizer
     keywords["given"] = GenerateArguments(
-        streamer=names.get("streamer"),
-        assistant=names.get("assistant_model"),
+        streamer=frame_locals.get("streamer"),
+        assistant=frame_locals.get("assistant_model"),
         cache=find_cache(keywords) is not None,
-        synced=bool(taken.get("synced_gpus")),
+        synced=bool(mode_kwargs.get("synced_gpus")),
     )

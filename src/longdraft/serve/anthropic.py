@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: its requests as chats, and the parts of a chat's answer as its messages and events."""
+"""Anthropic's Messages API: converts its requests to chat completions, and their chunks to its messages and events."""
 
 from __future__ import annotations
 
@@ -21,19 +21,17 @@ from longdraft.serve.serving import AdaptedResponse, PendingResponse, create_cha
 
 logger = logging.getLogger(__name__)
 
-# Fields without which the answer would be another one: what Anthropic's servers do, and OpenAI's names.
-_ELSEWHERE = {"compaction", "container", "mcp_servers", "thread", *ChatCompletionRequest.model_fields} - {
-    "service_tier"
-}
-# Claude Code's bill, first in its system prompt: it would change all rows behind it.
-_BILL = "x-anthropic-billing-header:"
-# Kind of a block or tool -> the fields that it needs.
-_NEEDED = {"thinking": ("thinking",), "tool_use": ("id", "name"), "tool_result": ("tool_use_id",),
+# Fields that would change the answer and are refused: features of Anthropic's servers, and OpenAI's names.
+_UNSERVED = {"compaction", "container", "mcp_servers", "thread", *ChatCompletionRequest.model_fields} - {"service_tier"}
+# Claude Code puts this changing line first in its system prompt, which would defeat the prefix cache: it is dropped.
+_BILLING_HEADER = "x-anthropic-billing-header:"
+# Type of a block or tool -> its required fields.
+_REQUIRED = {"thinking": ("thinking",), "tool_use": ("id", "name"), "tool_result": ("tool_use_id",),
            "custom": ("name", "input_schema")}  # fmt: skip
 
 
 class TypedObject(StrictModel):
-    """A tool's choice, thinking, a tool or a block. Unknown fields are passed over: newer models know them."""
+    """A tool choice, ``thinking``, a tool or a block. Unknown fields are ignored: clients of newer models send them."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -45,14 +43,14 @@ class TypedObject(StrictModel):
 
     @model_validator(mode="after")
     def _complete(self) -> TypedObject:
-        needed = ("text",) if self.type == "text" and not self.data else _NEEDED.get(self.type, ())
-        if missing := [name for name in needed if getattr(self, name, None) is None]:
+        required = ("text",) if self.type == "text" and not self.data else _REQUIRED.get(self.type, ())
+        if missing := [name for name in required if getattr(self, name, None) is None]:
             raise ValueError(f"type {self.type} needs {missing[0]}")
         return self
 
 
 class Tool(TypedObject):
-    """A function of the client's; other types run at Anthropic, or are known to its models alone."""
+    """A function of the client. Other types run at Anthropic, or only its models know them."""
 
     type: str = "custom"
     description: str | None = None
@@ -64,12 +62,12 @@ class Tool(TypedObject):
         return {"type": "function", "function": {name: x for name, x in function.items() if x is not None}}
 
 
-# A text, or blocks, as blocks.
+# A text is converted to a list with one block.
 Blocks = Annotated["list[Block]", BeforeValidator(lambda x: [{"type": "text", "text": x}] if isinstance(x, str) else x)]
 
 
 class Block(TypedObject):
-    """A part of a message, or what is inside one: a document's source, the tool that comes or goes."""
+    """A part of a message, or a part of a block: a document's source, or a tool that is added or removed."""
 
     text: str | None = None
     thinking: str | None = None
@@ -86,7 +84,7 @@ class Block(TypedObject):
     definition: Tool | None = None
 
     def as_text(self) -> str | None:
-        """The block as text; None: it is none."""
+        """The block as text; None if it has no text."""
         if self.type == "text":
             return self.text
         if self.type == "tool_reference":
@@ -94,11 +92,11 @@ class Block(TypedObject):
         source = self if self.type == "search_result" else self.source
         if not isinstance(source, Block) or source.type not in ("text", "content", "search_result"):
             return None
-        told = self.source if isinstance(self.source, str) else self.context
-        return "\n".join(filter(None, (self.title, told, source.data or source.content_text()))) + "\n\n"
+        heading = self.source if isinstance(self.source, str) else self.context
+        return "\n".join(filter(None, (self.title, heading, source.data or source.content_text()))) + "\n\n"
 
     def content_text(self) -> str:
-        """Its content as text, which says of what is none that it is not there."""
+        """The block's ``content`` as text, with a note in place of blocks without text."""
         texts = [(block.as_text(), block.type) for block in self.content]
         return "\n".join(f"[{kind} left out: the model reads text]" if x is None else x for x, kind in texts)
 
@@ -110,7 +108,7 @@ class InputMessage(TypedObject):
 
 
 class CountTokensRequest(GenerationRequest):
-    """``/v1/messages/count_tokens``. Unknown fields are passed over, unless they are known to change the answer."""
+    """The body of ``/v1/messages/count_tokens``. Unknown fields are ignored."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -126,125 +124,128 @@ class CountTokensRequest(GenerationRequest):
     output_format: dict[str, Any] | None = None
 
     def as_chat(self) -> ChatCompletionRequest:
-        """The same request as a chat; raises ApiError for what no chat has."""
-        if wrong := [name for name, value in (self.model_extra or {}).items() if value and name in _ELSEWHERE]:
+        """The same request for ``/v1/chat/completions``. Raises ApiError for what is not served."""
+        if wrong := [name for name, value in (self.model_extra or {}).items() if value and name in _UNSERVED]:
             raise ApiError(400, f"{wrong[0]} is not served.", param=wrong[0])
         messages, tools = self._conversation()
-        choice, think = self.tool_choice, self.thinking.type
-        same = ("model", "max_tokens", "temperature", "top_p", "top_k", "seed", "method", "user")
+        choice, thinking = self.tool_choice, self.thinking.type
+        shared_fields = ("model", "max_tokens", "temperature", "top_p", "top_k", "seed", "method", "user")
         return validate(ChatCompletionRequest, {
-            **{name: getattr(self, name) for name in same}, "messages": messages, "stop": self.stop_sequences,
+            **{name: getattr(self, name) for name in shared_fields}, "messages": messages, "stop": self.stop_sequences,
             "tools": tools, "tool_choice": {"function": {"name": choice.name}} if choice.type == "tool"
             else "required" if choice.type == "any" else choice.type,
             "parallel_tool_calls": not choice.disable_parallel_tool_use,
-            # What is neither on nor off is the model's, or the server's, to say.
-            "reasoning_effort": "none" if think == "disabled" else self.output_config.get("effort"),
-            "chat_template_kwargs": {"enable_thinking": True} if think == "enabled" else {},
+            # "adaptive" leaves thinking to the server's default.
+            "reasoning_effort": "none" if thinking == "disabled" else self.output_config.get("effort"),
+            "chat_template_kwargs": {"enable_thinking": True} if thinking == "enabled" else {},
             "include_reasoning": self.thinking.display != "omitted",
             "response_format": self.output_config.get("format") or self.output_format,
         })  # fmt: skip
 
     def _conversation(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """The messages and the tools of the chat. What one side says in a row is one message."""
+        """The messages and the tools of the chat. Consecutive messages of a role are merged."""
         messages: list[dict[str, Any]] = []
-        if others := {tool.type for tool in self.tools} - {"custom"}:
-            logger.warning("Tools that Anthropic runs or knows are left out: %s.", ", ".join(sorted(others)))
-        known = {tool.name: tool for tool in self.tools if tool.type == "custom"}
-        offered = {name: tool for name, tool in known.items() if not tool.defer_loading}
+        if unserved := {tool.type for tool in self.tools} - {"custom"}:
+            logger.warning("Tools that Anthropic runs or knows are left out: %s.", ", ".join(sorted(unserved)))
+        tools = {tool.name: tool for tool in self.tools if tool.type == "custom"}
+        active = {name: tool for name, tool in tools.items() if not tool.defer_loading}
 
-        def last(role: str) -> dict[str, Any]:
+        def last_message(role: str) -> dict[str, Any]:
             if not messages or messages[-1]["role"] != role:
                 messages.append({"role": role, "content": ""})
             return messages[-1]
 
-        for number, turn in enumerate([InputMessage(role="system", content=self.system), *self.messages], -1):
-            between, role = "\n\n", turn.role
+        system = InputMessage(role="system", content=self.system)
+        for message_index, source in enumerate([system, *self.messages], -1):  # the system prompt has index -1
+            separator, role = "\n\n", source.role
             if role == "system" and messages and messages[-1]["role"] != "system":
-                role = "user"  # in mid-conversation, where many templates take no system message
-            for at, block in enumerate(turn.content):
+                role = "user"  # many templates take no system message in mid-conversation
+            for i, block in enumerate(source.content):
                 if (text := block.as_text()) is not None:
-                    if turn.role != "system" or (text and not text.startswith(_BILL)):
-                        said = last(role)
-                        said["content"] += (between if said["content"] else "") + text
-                        between = between if role == "system" else ""  # whose blocks are paragraphs
+                    if source.role != "system" or (text and not text.startswith(_BILLING_HEADER)):
+                        message = last_message(role)
+                        message["content"] += (separator if message["content"] else "") + text
+                        separator = separator if role == "system" else ""  # blocks are paragraphs in system alone
                 elif block.type == "thinking":
-                    said = last(role)
-                    said["reasoning_content"] = said.get("reasoning_content", "") + str(block.thinking)
+                    message = last_message(role)
+                    message["reasoning_content"] = message.get("reasoning_content", "") + str(block.thinking)
                 elif block.type == "tool_use":
                     call = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
-                    last(role).setdefault("tool_calls", []).append({"id": block.id, "function": call})
+                    last_message(role).setdefault("tool_calls", []).append({"id": block.id, "function": call})
                 elif block.type == "tool_result":
                     content = "Error: " * block.is_error + block.content_text()
                     messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
-                    found = [each.tool_name for each in block.content]
-                    offered |= {name: known[name] for name in found if name in known}
+                    # References in a result of a tool search activate deferred tools.
+                    names = [part.tool_name for part in block.content]
+                    active |= {name: tools[name] for name in names if name in tools}
                 elif block.type == "tool_removal" and block.tool is not None:
-                    offered.pop(block.tool.name, None)
-                elif block.tool is not None and (made := block.tool.definition or known.get(block.tool.name)):
-                    known[made.name] = offered[made.name] = made
+                    active.pop(block.tool.name, None)
+                elif block.tool is not None and (added := block.tool.definition or tools.get(block.tool.name)):
+                    tools[added.name] = active[added.name] = added
                 elif block.type != "redacted_thinking":
-                    place = f"messages.{number}.content.{at}" if number >= 0 else f"system.{at}"
-                    raise ApiError(400, f"{place}: {block.type} is not served: this server reads text.", param=place)
-        called = self.tool_choice.type != "none"
-        return messages, [tool.as_chat_tool() for tool in offered.values() if called]
+                    path = f"messages.{message_index}.content.{i}" if message_index >= 0 else f"system.{i}"
+                    raise ApiError(400, f"{path}: {block.type} is not served: this server reads text.", param=path)
+        may_call = self.tool_choice.type != "none"
+        return messages, [tool.as_chat_tool() for tool in active.values() if may_call]
 
 
 class MessagesRequest(CountTokensRequest):
-    """``/v1/messages``."""
+    """The body of ``/v1/messages``."""
 
     max_tokens: Annotated[int, Field(ge=1)]
 
 
 class MessagesAdapter:
-    """Builds one message: what the model thinks, says and calls become blocks, in that order of time."""
+    """Builds one message: reasoning, text and tool calls become content blocks in the order of time."""
 
     ping = sse_event({"type": "ping"}, "ping")
 
     def __init__(self, pending: PendingResponse) -> None:
-        self._asked, self._arguments, self._calls = pending, "", False
-        self._blocks: list[dict[str, Any]] = []  # the last one is open
+        self._pending, self._arguments, self._has_calls = pending, "", False
+        self._blocks: list[dict[str, Any]] = []  # the last one is in progress
         self.full_response: dict[str, Any] = {
             "id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant",
             "model": pending.service.settings.name, "content": [], "stop_reason": None, "stop_sequence": None,
-            "usage": _counts(len(pending.choices[0].request.prompt), 0, 0),
+            "usage": _usage(len(pending.choices[0].request.prompt), 0, 0),
         }  # fmt: skip
 
     def begin(self) -> Iterator[str]:
         yield _event("message_start", message=self.full_response)
 
     def push(self, chunk: Mapping[str, Any]) -> Iterator[str]:
-        """The events of a choice of the chat's chunks."""
-        part, self._calls = chunk["delta"], chunk["finish_reason"] == "tool_calls"
-        for kind, key in (("thinking", "reasoning_content"), ("text", "content")):
-            if text := part.get(key):
-                if not self._blocks or self._blocks[-1]["type"] != kind:
-                    yield from self._begin({"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {}))
-                self._blocks[-1][kind] += text
-                yield self._delta(f"{kind}_delta", kind, text)
-        for call in part.get("tool_calls", ()):
+        """The events for a chunk's choice."""
+        message, self._has_calls = chunk["delta"], chunk["finish_reason"] == "tool_calls"
+        for block_type, key in (("thinking", "reasoning_content"), ("text", "content")):
+            if text := message.get(key):
+                if not self._blocks or self._blocks[-1]["type"] != block_type:
+                    signature = {"signature": ""} if block_type == "thinking" else {}
+                    yield from self._begin({"type": block_type, block_type: "", **signature})
+                self._blocks[-1][block_type] += text
+                yield self._delta(f"{block_type}_delta", block_type, text)
+        for call in message.get("tool_calls", ()):
             function = call["function"]
             if "id" in call:
-                made = {"id": call["id"].replace("call_", "toolu_"), "name": function["name"], "input": {}}
-                yield from self._begin({"type": "tool_use", **made})
+                tool_use = {"id": call["id"].replace("call_", "toolu_"), "name": function["name"], "input": {}}
+                yield from self._begin({"type": "tool_use", **tool_use})
             self._arguments += function["arguments"]
             if function["arguments"]:
                 yield self._delta("input_json_delta", "partial_json", function["arguments"])
 
     def finish(self, cut: bool, usage: Mapping[str, Any]) -> Iterator[str]:
-        """The last events; the message has then ended."""
+        """The last events."""
         if not self._blocks:
             yield from self._begin({"type": "text", "text": ""})
         yield from self._end()
-        stop = None if cut or self._calls else self._asked.matched_stop()
-        reason = "tool_use" if self._calls else "max_tokens" if cut else "stop_sequence" if stop else "end_turn"
-        ended = {"stop_reason": reason, "stop_sequence": stop}
-        cached, thought = (usage[f"{of}_tokens_details"] for of in ("prompt", "completion"))
-        counts = _counts(usage["prompt_tokens"], cached["cached_tokens"], usage["completion_tokens"]) | {
-            "output_tokens_details": {"thinking_tokens": thought["reasoning_tokens"]},
-            "speculation": usage["speculation"],
-        }
-        self.full_response |= {"content": self._blocks, **ended, "usage": counts}
-        yield _event("message_delta", delta=ended, usage=counts)
+        stop = None if cut or self._has_calls else self._pending.matched_stop()
+        reason = "tool_use" if self._has_calls else "max_tokens" if cut else "stop_sequence" if stop else "end_turn"
+        stop_fields = {"stop_reason": reason, "stop_sequence": stop}
+        cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+        reasoning_tokens = usage["completion_tokens_details"]["reasoning_tokens"]
+        converted = _usage(usage["prompt_tokens"], cached_tokens, usage["completion_tokens"]) | {
+            "output_tokens_details": {"thinking_tokens": reasoning_tokens}, "speculation": usage["speculation"],
+        }  # fmt: skip
+        self.full_response |= {"content": self._blocks, **stop_fields, "usage": converted}
+        yield _event("message_delta", delta=stop_fields, usage=converted)
         yield _event("message_stop")
 
     def _begin(self, block: dict[str, Any]) -> Iterator[str]:
@@ -259,7 +260,7 @@ class MessagesAdapter:
     def _end(self) -> Iterator[str]:
         block = self._blocks[-1]
         if block["type"] == "tool_use":
-            with contextlib.suppress(ValueError):  # a limit may have cut it, and 1e999 is no number of JSON's
+            with contextlib.suppress(ValueError):  # the arguments may be cut, or have 1e999, which is not JSON
                 block["input"] = json.loads(json.dumps(from_json(self._arguments, allow_partial=True), allow_nan=False))
         elif block["type"] == "thinking":
             block["signature"] = hashlib.sha256(block["thinking"].encode()).hexdigest()
@@ -275,17 +276,17 @@ class MessagesAdapter:
 
 
 def create_message(service: Service, body: MessagesRequest, tenant: str | None = None) -> AdaptedResponse:
-    """Raises longdraft's errors and ApiError for what cannot be served."""
-    found = create_chat_completion(service, body.as_chat(), tenant)
-    return AdaptedResponse(service, found.choices, found.builders, adapter=MessagesAdapter(found))
+    """The pending response of ``/v1/messages``. Raises as :func:`create_chat_completion`."""
+    chat = create_chat_completion(service, body.as_chat(), tenant)
+    return AdaptedResponse(service, chat.choices, chat.builders, adapter=MessagesAdapter(chat))
 
 
 def _event(name: str, **content: Any) -> str:
     return sse_event({"type": name, **content}, name)
 
 
-def _counts(prompt: int, cached: int, new: int) -> dict[str, Any]:
-    """Anthropic's usage object. All of a prompt is kept, and nothing is billed as written to a cache."""
+def _usage(prompt: int, cached: int, new: int) -> dict[str, Any]:
+    """Anthropic's usage object. Caching is automatic, so no tokens count as written to the cache."""
     return {
         "input_tokens": prompt - cached, "cache_creation_input_tokens": 0, "cache_read_input_tokens": cached,
         "output_tokens": new,

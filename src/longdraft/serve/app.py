@@ -1,4 +1,4 @@
-"""The HTTP endpoints: OpenAI's API, Anthropic's, and what operators and the page need."""
+"""The HTTP endpoints: OpenAI's API, Anthropic's, the page, and health, readiness and metrics."""
 
 from __future__ import annotations
 
@@ -18,167 +18,169 @@ from longdraft.serve.errors import ApiError, to_api_error
 from longdraft.serve.middleware import GuardMiddleware
 from longdraft.serve.openai import DONE_EVENT, sse_event, usage_so_far
 from longdraft.serve.page import render_page
-from longdraft.serve.protocol import parse_body
+from longdraft.serve.protocol import ChatCompletionRequest, CompletionRequest, TokenizeRequest, parse_body
 from longdraft.serve.responses_request import ResponsesRequest
 from longdraft.serve.service import Service
-from longdraft.serve.serving import KEEP_ALIVE, PendingResponse
+from longdraft.serve.serving import KEEP_ALIVE, AdaptedResponse, PendingResponse, create_response
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=protocol.StrictModel)
-_TEXTS = {"/v1/completions": "prompt", "/tokenize": "prompt", "/v1/responses": "input"}  # who has no messages
+# Path -> the field that has the prompt, where it is not "messages".
+_PROMPT_FIELDS = {"/v1/completions": "prompt", "/tokenize": "prompt", "/v1/responses": "input"}
 
 
 def make_app(service: Service) -> FastAPI:
     """The web application of a service whose worker is running."""
     app = FastAPI(title="longdraft", docs_url=None, redoc_url=None)  # FastAPI's pages load scripts from elsewhere
     endpoints, settings = Endpoints(service), service.settings
-    app.add_middleware(GuardMiddleware, settings=settings, leaving=lambda: service.worker.draining)
-    for path, post, kind in (
-        ("/v1/chat/completions", endpoints.chat, protocol.ChatCompletionRequest),
-        ("/v1/completions", endpoints.complete, protocol.CompletionRequest),
+    app.add_middleware(GuardMiddleware, settings=settings, is_draining=lambda: service.worker.draining)
+    for path, post, model in (
+        ("/v1/chat/completions", endpoints.chat, ChatCompletionRequest),
+        ("/v1/completions", endpoints.complete, CompletionRequest),
         ("/v1/responses", endpoints.respond, ResponsesRequest), ("/v1/messages", endpoints.message, MessagesRequest),
-        ("/v1/messages/count_tokens", endpoints.count, CountTokensRequest), ("/tokenize", endpoints.tokenize, protocol.TokenizeRequest),
+        ("/v1/messages/count_tokens", endpoints.count, CountTokensRequest),
+        ("/tokenize", endpoints.tokenize, TokenizeRequest),
     ):  # fmt: skip
-        described = {"content": {"application/json": {"schema": kind.model_json_schema()}}, "required": True}
-        app.post(path, response_model=None, openapi_extra={"requestBody": described})(post)
+        request_body = {"content": {"application/json": {"schema": model.model_json_schema()}}, "required": True}
+        app.post(path, response_model=None, openapi_extra={"requestBody": request_body})(post)
     for path, get in (
         ("/v1/models", endpoints.models), ("/v1/models/{name:path}", endpoints.model), ("/health", endpoints.health),
         ("/ready", endpoints.ready), ("/metrics", endpoints.metrics), ("/version", endpoints.version),
         ("/", endpoints.page),
     ):  # fmt: skip
         app.get(path, response_model=None)(get)
-    app.head("/v1/messages", response_model=None)(lambda: Response())  # clients ask whether there is a server
+    app.head("/v1/messages", response_model=None)(lambda: Response())  # clients probe the server with it
     for error in (ApiError, LongdraftError, TimeoutError, HTTPException, Exception):
-        app.add_exception_handler(error, endpoints.refused)
+        app.add_exception_handler(error, endpoints.on_error)
     return app
 
 
-def _comment(choices: Sequence[Choice]) -> str:
-    """An SSE comment, which clients pass over: proxies end connections on which nothing comes."""
-    read, of = choices[0].num_prefilled_tokens, len(choices[0].request.prompt)
-    return f": {read} of {of} tokens of the prompt have been read\n\n"
+def _keep_alive_comment(choices: Sequence[Choice]) -> str:
+    """An SSE comment, which clients ignore. It keeps proxies from closing an idle connection."""
+    choice = choices[0]
+    return f": {choice.num_prefilled_tokens} of {len(choice.request.prompt)} tokens of the prompt have been read\n\n"
 
 
 class Endpoints:
-    """One method for each endpoint."""
+    """The endpoints' handlers, one method each."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def refused(self, request: Request, error: Exception) -> Response:
+    async def on_error(self, request: Request, error: Exception) -> Response:
         """The response to a request that raised an error."""
         if isinstance(error, HTTPException):
             message, code, headers = f"{error.detail}: {request.method} {request.url.path}.", None, error.headers
-            if error.status_code == 405:  # the router names the methods of one route alone
-                found = {m for r in request.app.routes if r.matches(request.scope)[0].value for m in r.methods}
-                headers = {"Allow": ", ".join(sorted(found | ({"HEAD"} if "GET" in found else set())))}
+            if error.status_code == 405:  # the router names the methods of a single route
+                allowed = {m for r in request.app.routes if r.matches(request.scope)[0].value for m in r.methods}
+                headers = {"Allow": ", ".join(sorted(allowed | ({"HEAD"} if "GET" in allowed else set())))}
             if error.status_code == 404:
-                known = [route.path for route in request.app.routes if route.path.startswith("/v1/")]
-                message, code = f"There is no {request.url.path} here, but {', '.join(known)}.", "not_found"
+                paths = [route.path for route in request.app.routes if route.path.startswith("/v1/")]
+                message, code = f"There is no {request.url.path} here, but {', '.join(paths)}.", "not_found"
             error = ApiError(error.status_code, message, code=code, headers=dict(headers or {}))
-        refusal = to_api_error(error, _TEXTS.get(request.scope["path"], "messages"))
-        self._service.metrics.count_failure(refusal.status)
-        return refusal.response(request.scope)
+        api_error = to_api_error(error, _PROMPT_FIELDS.get(request.scope["path"], "messages"))
+        self._service.metrics.count_failure(api_error.status)
+        return api_error.response(request.scope)
 
-    # --- answers ---
+    # --- generation ---
 
-    async def _read(
-        self, request: Request, kind: type[Body], ask: Callable[[Service, Body, str | None], T]
+    async def _parse(
+        self, request: Request, model: type[Body], create: Callable[[Service, Body, str | None], T]
     ) -> tuple[Body, T]:
-        """The request's body, and what is made of it, beside the event loop."""
+        """Parses the request's body in the executor. Returns it with what ``create`` makes of it."""
         raw, tenant = await request.body(), request.state.tenant
         content_type = request.headers.get("content-type", "")
 
         def work() -> tuple[Body, T]:
-            body = parse_body(kind, raw, content_type)
-            return body, ask(self._service, body, tenant)
+            body = parse_body(model, raw, content_type)
+            return body, create(self._service, body, tenant)
 
-        return await self._service.executor(work, len(raw) + 1)
+        return await self._service.executor.run(work, len(raw) + 1)
 
     async def chat(self, request: Request) -> Response:
-        return await self._answer(
-            *await self._read(request, protocol.ChatCompletionRequest, serving.create_chat_completion), request
-        )
+        parsed = await self._parse(request, ChatCompletionRequest, serving.create_chat_completion)
+        return await self._answer(*parsed, request)
 
     async def complete(self, request: Request) -> Response:
-        return await self._answer(
-            *await self._read(request, protocol.CompletionRequest, serving.create_completion), request
-        )
+        return await self._answer(*await self._parse(request, CompletionRequest, serving.create_completion), request)
 
     async def _answer(self, body: protocol.SampledRequest, pending: PendingResponse, request: Request) -> Response:
         pending.submit()
         if body.stream:
-            return self._streamed(self._chunks(body.stream_options, pending))
-        whole = await _unless_left(request, pending.full_response())
-        return await self._service.executor(lambda: JSONResponse(whole))
+            return self._stream(self._chunk_events(body.stream_options, pending))
+        return await self._full_response(pending, request)
 
-    async def _chunks(self, options: protocol.StreamOptions, pending: PendingResponse) -> AsyncIterator[str]:
-        choices, answers, head = pending.choices, pending.builders, pending.envelope()
-        kind = answers[0].chunk_object_type
+    async def _full_response(self, pending: PendingResponse, request: Request) -> Response:
+        content = await _unless_disconnected(request, pending.full_response())
+        return await self._service.executor.run(lambda: JSONResponse(content))
+
+    async def _chunk_events(self, options: protocol.StreamOptions, pending: PendingResponse) -> AsyncIterator[str]:
+        """Yields OpenAI's chunks as server-sent events."""
+        choices, builders, envelope = pending.choices, pending.builders, pending.envelope()
+        object_type = builders[0].chunk_object_type
         usage: dict[str, Any] = {"usage": None} if options.include_usage else {}
         if options.include_trace:
             trace = {"phase": "prefill", "read": 0, "of": len(choices[0].request.prompt)}
-            yield sse_event(head.wrap(kind, [answers[0].empty_chunk()], trace=trace, **usage))
+            yield sse_event(envelope.wrap(object_type, [builders[0].empty_chunk()], trace=trace, **usage))
         async for i, delta in pending.deltas():
             if delta is KEEP_ALIVE:
-                yield _comment(choices)
+                yield _keep_alive_comment(choices)
                 continue
             if options.include_usage and options.continuous_usage_stats:
                 usage = {"usage": usage_so_far(choices)}
             chunks = await pending.chunks(i, delta)
             if delta.trace is not None:
-                yield sse_event(head.wrap(kind, chunks or [answers[i].empty_chunk()], trace=delta.trace, **usage))
+                chunks = chunks or [builders[i].empty_chunk()]
+                yield sse_event(envelope.wrap(object_type, chunks, trace=delta.trace, **usage))
                 continue
             for chunk in chunks:
-                yield sse_event(head.wrap(kind, [chunk], **usage))
+                yield sse_event(envelope.wrap(object_type, [chunk], **usage))
         if options.include_usage:
-            yield sse_event(head.wrap(kind, [], **await self._service.executor(pending.final_fields)))
+            final_fields = await self._service.executor.run(pending.final_fields)
+            yield sse_event(envelope.wrap(object_type, [], **final_fields))
         yield DONE_EVENT
 
     async def respond(self, request: Request) -> Response:
-        return await self._told(*await self._read(request, ResponsesRequest, serving.create_response), request)
+        return await self._adapted(*await self._parse(request, ResponsesRequest, create_response), request)
 
     async def message(self, request: Request) -> Response:
-        return await self._told(*await self._read(request, MessagesRequest, create_message), request)
+        return await self._adapted(*await self._parse(request, MessagesRequest, create_message), request)
 
-    async def _told(
-        self, body: protocol.GenerationRequest, found: serving.AdaptedResponse, request: Request
-    ) -> Response:
-        """A chat's answer in another API's form."""
-        found.submit()
+    async def _adapted(self, body: protocol.GenerationRequest, pending: AdaptedResponse, request: Request) -> Response:
+        pending.submit()
         if not body.stream:
-            whole = await _unless_left(request, found.full_response())
-            return await self._service.executor(lambda: JSONResponse(whole))
-        events = (
-            found.adapter.ping or _comment(found.choices) if each is None else each async for each in found.events()
-        )
-        return self._streamed(events, found.adapter.error_event)
+            return await self._full_response(pending, request)
+        return self._stream(self._adapted_events(pending), pending.adapter.error_event)
 
-    def _streamed(
-        self, chunks: AsyncIterator[str], failed: Callable[[ApiError], str] = lambda error: sse_event(error.body)
+    async def _adapted_events(self, pending: AdaptedResponse) -> AsyncIterator[str]:
+        async for event in pending.events():
+            yield pending.adapter.ping or _keep_alive_comment(pending.choices) if event is None else event
+
+    def _stream(
+        self, events: AsyncIterator[str], error_event: Callable[[ApiError], str] = lambda error: sse_event(error.body)
     ) -> StreamingResponse:
         async def with_errors() -> AsyncIterator[str]:
             try:
-                async for chunk in chunks:
-                    yield chunk
+                async for event in events:
+                    yield event
             except (GeneratorExit, asyncio.CancelledError):
                 self._service.metrics.count_failure(499)
                 raise
             except Exception as error:  # the status has been sent: the error is an event
-                refusal = to_api_error(error)
-                self._service.metrics.count_failure(refusal.status)
-                yield failed(refusal)
+                api_error = to_api_error(error)
+                self._service.metrics.count_failure(api_error.status)
+                yield error_event(api_error)
 
         return StreamingResponse(with_errors(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     # --- about the server ---
 
     async def tokenize(self, request: Request) -> Response:
-        def answer(service: Service, body: protocol.TokenizeRequest, tenant: str | None) -> Response:
+        def answer(service: Service, body: TokenizeRequest, tenant: str | None) -> Response:
             tokens = serving.tokenize(service, body)
             return JSONResponse({"count": len(tokens), "max_model_len": service.settings.context, "tokens": tokens})
 
-        return (await self._read(request, protocol.TokenizeRequest, answer))[1]
+        return (await self._parse(request, TokenizeRequest, answer))[1]
 
     async def count(self, request: Request) -> Response:
         def answer(service: Service, body: CountTokensRequest, tenant: str | None) -> Response:
@@ -186,12 +188,12 @@ class Endpoints:
             chat = body.as_chat()
             return JSONResponse({"input_tokens": len(serving.render_chat_prompt(service, chat, chat.tools)[0])})
 
-        return (await self._read(request, CountTokensRequest, answer))[1]
+        return (await self._parse(request, CountTokensRequest, answer))[1]
 
     async def models(self) -> Response:
         name = self._service.settings.name
-        ends = {"has_more": False, "first_id": name, "last_id": name}  # Anthropic's list
-        return JSONResponse({"object": "list", "data": [self._service.model_object()], **ends})
+        pagination = {"has_more": False, "first_id": name, "last_id": name}  # of Anthropic's list
+        return JSONResponse({"object": "list", "data": [self._service.model_object()], **pagination})
 
     async def model(self, name: str) -> Response:
         if not name:
@@ -220,19 +222,19 @@ class Endpoints:
         return HTMLResponse(render_page())
 
 
-async def _unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Returns what the work returns. Ends it, and raises ApiError, if the client goes away."""
+async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Returns what the work returns. If the client disconnects first, cancels the work and raises ApiError."""
 
-    async def left() -> None:
+    async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    task, leaving = asyncio.create_task(work), asyncio.create_task(left())
+    task, disconnect = asyncio.create_task(work), asyncio.create_task(disconnected())
     try:
-        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ApiError(499, "The client went away.")
         return await task
     finally:
         task.cancel()
-        leaving.cancel()
+        disconnect.cancel()

@@ -1,11 +1,11 @@
-"""One answer in progress: the engine's steps become text, log-probabilities, a finish reason and draft statistics."""
+"""A choice in progress: turns the engine's steps into deltas of text and log-probabilities, and draft statistics."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any, cast
 
@@ -18,17 +18,17 @@ from longdraft.serve.processors import LogprobRecorder, ProcessorFactories, Prom
 from longdraft.serve.worker import RequestState, Restarted, Update
 from longdraft.trees.tree import TokenTree
 
-# longdraft's finish reason -> OpenAI's. Who hears of a cancelled answer had it cut by the server's limit of time.
+# longdraft's finish reason -> OpenAI's. A client sees "cancelled" only if the server's timeout cut the choice.
 FINISH_REASONS: dict[str | None, str] = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "length"}
 
 
 @dataclass
 class SpecDecodingStats:
-    """Draft statistics, counted as vLLM counts them: a draft is a verification that had drafted tokens.
+    """Draft statistics with vLLM's definitions: a draft is a verification that had drafted tokens.
 
     Attributes:
-        num_accepted_tokens_per_pos: position in the draft, from 0 -> drafts whose token there was accepted.
-        rounds: verifications. emitted: tokens that they emitted.
+        num_accepted_tokens_per_pos: position in the draft, from 0 -> number of drafts whose token there was accepted.
+        num_rounds: verifications, also those without a draft. num_emitted_tokens: tokens that they emitted.
     """
 
     num_drafts: int = 0
@@ -39,7 +39,7 @@ class SpecDecodingStats:
     num_emitted_tokens: int = 0
 
     def observe(self, step: Step) -> None:
-        if step.tree is None:  # a text was read
+        if step.tree is None:  # a prefill step
             return
         self.num_rounds += 1
         self.num_emitted_tokens += len(step.token_ids)
@@ -50,45 +50,40 @@ class SpecDecodingStats:
             self.num_accepted_tokens_per_pos.update(range(step.accepted))
 
     def __add__(self, other: SpecDecodingStats) -> SpecDecodingStats:
-        return SpecDecodingStats(
-            self.num_drafts + other.num_drafts, self.num_draft_tokens + other.num_draft_tokens, self.num_accepted_tokens + other.num_accepted_tokens,
-            self.num_accepted_tokens_per_pos + other.num_accepted_tokens_per_pos, self.num_rounds + other.num_rounds, self.num_emitted_tokens + other.num_emitted_tokens,
-        )  # fmt: skip
+        return SpecDecodingStats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """vLLM's metric: mean number of tokens that a draft emitted, its bonus token included."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+    @property
+    def accepted_per_pos(self) -> list[int]:
+        counts = self.num_accepted_tokens_per_pos
+        return [counts[i] for i in range(max(counts, default=-1) + 1)]
 
     @property
     def mean_accepted_length(self) -> float:
-        """longdraft's figure, over all verifications."""
+        """longdraft's metric: mean number of tokens that a verification emitted, with a draft or without."""
         return round(metrics.average([(self.num_emitted_tokens, self.num_rounds)]) or 1.0, 4)
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "mean_acceptance_length": round(1 + self.num_accepted_tokens / self.num_drafts, 4)
-            if self.num_drafts
-            else 1.0,
+            "mean_acceptance_length": round(self.mean_acceptance_length, 4),
             "num_drafts": self.num_drafts,
             "num_draft_tokens": self.num_draft_tokens,
             "num_accepted_tokens": self.num_accepted_tokens,
-            "accepted_tokens_per_pos": [
-                self.num_accepted_tokens_per_pos[i]
-                for i in range(max(self.num_accepted_tokens_per_pos, default=-1) + 1)
-            ],
+            "accepted_tokens_per_pos": self.accepted_per_pos,
             "mean_accepted_length": self.mean_accepted_length,
         }
 
     def as_vllm(self) -> dict[str, Any]:
-        """The same as vLLM's responses have it; without a longest draft, which differs from round to round here."""
-        at_least = [
-            self.num_drafts,
-            *(
-                self.num_accepted_tokens_per_pos[i]
-                for i in range(max(self.num_accepted_tokens_per_pos, default=-1) + 1)
-            ),
-            0,
-        ]
+        """The statistics in the form of vLLM's responses. ``num_spec_tokens`` is null: drafts differ in length here."""
+        at_least = [self.num_drafts, *self.accepted_per_pos, 0]  # drafts with at least i accepted tokens
         return {
-            "mean_acceptance_length": 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0,
+            "mean_acceptance_length": self.mean_acceptance_length,
             "draft_acceptance_rate": self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0,
-            "acceptance_histogram": [more - most for more, most in pairwise(at_least)],
+            "acceptance_histogram": [n - n_next for n, n_next in pairwise(at_least)],
             "num_spec_steps": self.num_drafts,
             "num_accepted_draft_tokens": self.num_accepted_tokens,
             "num_draft_tokens": self.num_draft_tokens,
@@ -98,10 +93,10 @@ class SpecDecodingStats:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token with its log-probability; None for a prompt's first.
+    """A token with its log-probability, which is None for the first token of a prompt.
 
     Attributes:
-        best: the most probable tokens at its position, each with its log-probability.
+        top_logprobs: (token id, log-probability) of the most probable tokens at its position.
     """
 
     token_id: int
@@ -111,11 +106,12 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Delta:
-    """The text that one step adds to an answer.
+    """What one step adds to a choice.
 
     Attributes:
-        token_ids: the new tokens; their text may come later. scored: the same, if log-probabilities were asked for.
+        logprobs: the new tokens' log-probabilities; empty if the request asks for none.
         finish_reason: longdraft's finish reason, set on the last delta.
+        token_ids: the new tokens; their text may come with a later delta.
     """
 
     text: str = ""
@@ -126,51 +122,44 @@ class Delta:
 
 
 class Choice(RequestState):
-    """One answer to a request.
+    """One of a request's ``n`` answers.
 
     Args:
         num_logprobs: how many of the most probable tokens to report at each position; None: no log-probabilities.
-        traced: report what each round drafted.
-        echo: the prompt as text, which the answer begins with; None: it does not.
+        include_trace: report what each round drafted.
+        echo: the prompt as text, to put before the answer; None: no echo.
+
+    Attributes:
+        text, num_tokens: the answer so far. first_token_time: ``time.monotonic()``; 0 before the first token.
     """
 
     def __init__(
-        self,
-        request: Request,
-        method: str,
-        decode: Callable[[list[int]], str],
-        processor_factories: ProcessorFactories = (),
-        num_logprobs: int | None = None,
-        include_trace: bool = False,
+        self, request: Request, method: str, decode: Callable[[list[int]], str],
+        processor_factories: ProcessorFactories = (), num_logprobs: int | None = None, include_trace: bool = False,
         echo: str | None = None,
-    ) -> None:
-        super().__init__(
-            request,
-            method,
-            processor_factories=processor_factories if num_logprobs is None else [self._record, *processor_factories],
-        )
-        self._decode = decode
-        self._log_probs, self._traced, self._echo = num_logprobs, include_trace, echo
-        self.text, self.num_tokens, self.num_prefilled_tokens = "", 0, 0  # read: how much of the prompt is
-        self._begin()
+    ) -> None:  # fmt: skip
+        recorder = [] if num_logprobs is None else [self._new_recorder]
+        super().__init__(request, method, processor_factories=[*recorder, *processor_factories])
+        self._decode, self._num_logprobs, self._include_trace, self._echo = decode, num_logprobs, include_trace, echo
+        self.text, self.num_tokens, self.num_prefilled_tokens = "", 0, 0
+        self._reset()
         self.result: Result | None = None
-        self.first_token_time = 0.0  # time.monotonic()
+        self.first_token_time = 0.0
         self._recorder: LogprobRecorder | None = None
 
-    def _record(self) -> LogprobRecorder:
-        assert self._log_probs is not None
-        if self._echo is None:
-            self._recorder = LogprobRecorder(self._log_probs)
-        else:
-            self._recorder = PromptLogprobRecorder(self._log_probs, prompt=self._prompt)
+    def _new_recorder(self) -> LogprobRecorder:
+        assert self._num_logprobs is not None
+        self._recorder = LogprobRecorder(self._num_logprobs)
+        if self._echo is not None:
+            self._recorder = PromptLogprobRecorder(self._num_logprobs, prompt=self._prompt)
         return self._recorder
 
     def process_update(self, update: Update) -> Iterator[Delta]:
-        """Yields the deltas that an update adds to the answer; raises the update if it is an error."""
+        """Yields the deltas that an update adds to the answer. Raises the update if it is an error."""
         if isinstance(update, Exception):
             raise update
         if isinstance(update, Restarted):
-            self._begin()
+            self._reset()
             return
         if isinstance(update, Result):
             self.result = update
@@ -181,65 +170,66 @@ class Choice(RequestState):
         if update.token_ids and not self.first_token_time:
             self.first_token_time = time.monotonic()
             if self._echo is not None:
-                yield Delta(self._echo, tuple(self._scored_prompt()))
+                yield Delta(self._echo, tuple(self._prompt_logprobs()))
         self.spec_stats.observe(update)
         self._text += update.text
         recorder = self._recorder
-        scored = [] if recorder is None else [TokenLogprob(token, *recorder.pop(token)) for token in update.token_ids]
-        known = max(0, self.num_tokens - self._tokens)
-        new = tuple(scored[known:])
-        self._tokens += len(update.token_ids)
-        self.num_tokens = max(self.num_tokens, self._tokens)
-        trace = self._trace(update, self._tokens, self._detokenizer) if self._traced else None
-        added = self._text[len(self.text) :]
-        ids = update.token_ids[known:]
-        if added or ids or trace:
-            self.text += added
-            yield Delta(added, new, trace, token_ids=ids)
+        logprobs = [] if recorder is None else [TokenLogprob(token, *recorder.pop(token)) for token in update.token_ids]
+        # After a restart tokens come again: the first ones have been reported already.
+        num_repeated = max(0, self.num_tokens - self._num_tokens)
+        self._num_tokens += len(update.token_ids)
+        self.num_tokens = max(self.num_tokens, self._num_tokens)
+        trace = self._trace(update, self._num_tokens, self._detokenizer) if self._include_trace else None
+        new_text = self._text[len(self.text) :]
+        token_ids = update.token_ids[num_repeated:]
+        if new_text or token_ids or trace:
+            self.text += new_text
+            yield Delta(new_text, tuple(logprobs[num_repeated:]), trace, token_ids=token_ids)
 
-    def _begin(self) -> None:
-        """Resets the counters of the text: the request has begun (again), and its tokens are repeated."""
-        self._text, self._tokens, self._detokenizer = "", 0, Detokenizer(self._decode)
+    def _reset(self) -> None:
+        """Starts counting anew: the request has started, or restarted and will repeat its tokens."""
+        self._text, self._num_tokens, self._detokenizer = "", 0, Detokenizer(self._decode)
         self.spec_stats = SpecDecodingStats()
 
     @property
     def _prompt(self) -> list[int]:
         return cast("list[int]", self.request.prompt)
 
-    def _scored_prompt(self) -> Iterator[TokenLogprob]:
-        """The prompt's tokens with their log-probabilities, if they are asked for."""
+    def _prompt_logprobs(self) -> Iterator[TokenLogprob]:
+        """Log-probabilities of the prompt's tokens; none if the request does not ask for any."""
         if isinstance(self._recorder, PromptLogprobRecorder):
             yield TokenLogprob(self._prompt[0], None, [])
-            for token, scored in zip(self._prompt[1:], self._recorder.prompt_logprobs, strict=True):
-                yield TokenLogprob(token, *scored)
+            for token, logprobs in zip(self._prompt[1:], self._recorder.prompt_logprobs, strict=True):
+                yield TokenLogprob(token, *logprobs)
 
-    def _trace(self, step: Step, tokens: int, detokenizer: Detokenizer) -> dict[str, Any]:
+    def _trace(self, step: Step, num_tokens: int, detokenizer: Detokenizer) -> dict[str, Any]:
+        """The ``trace`` field: progress of the prefill, or a round's drafted tree and who proposed each new token."""
         if step.mode == "prefill" and not step.token_ids:
             return {"phase": "prefill", "read": step.prefilled, "of": len(self.request.prompt)}
         if step.tree is None and not step.token_ids:
             return {}
-        tree, drawn = step.tree, None
+        tree, drafted_tree = step.tree, None
         sources = ["target"] * len(step.token_ids)
         if tree is not None:
             node_sources = ["target", *(_proposer(tree, i) for i in range(1, tree.size))]
             for i, node in enumerate(step.path[1:][: step.from_draft]):
                 sources[i] = node_sources[node]
-            drawn = {
+            drafted_tree = {
                 "tokens": [self._decode([token]) for token in tree.tokens], "parents": tree.parents,
                 "sources": node_sources, "accepted": step.path, "logprobs": [round(x, 3) for x in tree.logprobs],
             }  # fmt: skip
         pieces = [[detokenizer.push(token), source] for token, source in zip(step.token_ids, sources, strict=True)]
         seconds = time.monotonic() - self.first_token_time
         return {
-            "phase": "round", "round": self.spec_stats.num_rounds, "tree": drawn,
+            "phase": "round", "round": self.spec_stats.num_rounds, "tree": drafted_tree,
             "pieces": [piece for piece in pieces if piece[0]],
-            "tokens_per_second": round(metrics.tokens_per_second(tokens - 1, seconds) or 0.0, 2),
+            "tokens_per_second": round(metrics.tokens_per_second(num_tokens - 1, seconds) or 0.0, 2),
             "mean_accepted_length": self.spec_stats.mean_accepted_length,
         }  # fmt: skip
 
 
 def _proposer(tree: TokenTree, node: int) -> str:
-    """Names the proposer of a node of a drafted tree."""
+    """Who proposed a node of a drafted tree."""
     if node in tree.lookup_nodes:
         return "lookup"
     return "grammar" if node in tree.forced_nodes else "draft"

@@ -1,8 +1,8 @@
-"""Prompts that survive a restart: slots are written to disk while the server is idle, and read when needed.
+"""A prompt cache that survives restarts: slots are written to disk while the server is idle, and read when needed.
 
-A file is a snapshot (:mod:`longdraft.memory.snapshot`) of a whole text. It is written under another name and then
-renamed, so a process that is killed leaves no half-written file. The tokens of each file are read at the start, its
-keys and values when a prompt begins like it.
+A file is a snapshot (:mod:`longdraft.memory.snapshot`) of a slot. It is written under another name and then renamed, so
+a killed process leaves no incomplete file. At the start only the token ids of files are read; keys and values are read
+when a prompt shares their prefix.
 """
 
 from __future__ import annotations
@@ -27,209 +27,201 @@ from longdraft.memory.token_ids import common_prefix_len, to_array
 logger = logging.getLogger("longdraft")
 
 _SUFFIX = ".kv.safetensors"
-# The most bytes of a file's header.
-_HEADER = 1024
+# Upper limit of a file's header.
+_HEADER_BYTES = 1024
 
 
 @dataclass(frozen=True)
 class _File:
-    """A snapshot in the folder. ``feature_layers``: layers whose hidden states it holds; ``size``: bytes; ``rope_regime``: of
-    its rows."""
+    """A snapshot in the folder. ``feature_layers``: layers whose hidden states it has. ``size``: in bytes."""
 
     tokens: array[int]
     feature_layers: tuple[int, ...]
     size: int
-    kind: str
+    rope_regime: str
 
 
 def create_snapshot_folder(folder: Path) -> None:
-    """Creates the folder. Raises CheckpointError if nothing can be written there."""
+    """Creates the folder. Raises CheckpointError if it cannot be written."""
     with file_errors(folder, f"Prompts cannot be kept in {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
 
 
 class DiskPromptCache(PromptCache):
-    """A prompt cache with a folder behind it. All calls come from the engine's thread.
+    """A prompt cache in memory and in a folder. Only the engine thread calls it.
 
-    Tenants share the KV of prompts that begin alike, here as in memory. No text shows in another's output, but an early
-    first token can reveal that somebody has sent the same beginning.
+    Tenants share the KV of common prefixes, here as in memory. Outputs reveal nothing of others, but a fast first token
+    can reveal that somebody has sent the same prefix.
 
     Args:
         folder: created if missing. Only one server at a time may use it.
-        fingerprint: identifies the target. Snapshots of other targets count towards the bytes and are not read.
+        fingerprint: of the target. Snapshots of other targets count towards ``max_bytes``, but are not read.
         max_bytes: limit of all snapshots in the folder. The least recently used are deleted first.
-        min_tokens: a text is written if this many of its tokens, and a quarter of it, are in no file; and read if that
-            saves this many.
-        feature_layers: see :class:`PromptCache`. Snapshots that lack hidden states that a run needs are not read.
-        tree_bytes: see :class:`PromptCache`.
+        min_tokens: a slot is written if this many of its tokens, and a quarter of them, are in no file. A file is read
+            if that saves this many tokens.
+        feature_layers, tree_bytes: see :class:`PromptCache`. Snapshots without the needed hidden states are not read.
 
     Raises:
         CheckpointError: the folder cannot be created or read.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        fingerprint: str,
-        max_bytes: int,
-        min_tokens: int = 256,
-        feature_layers: tuple[int, ...] = (),
-        tree_bytes: int = 0,
-    ) -> None:
+        self, folder: Path, fingerprint: str, max_bytes: int, min_tokens: int = 256,
+        feature_layers: tuple[int, ...] = (), tree_bytes: int = 0,
+    ) -> None:  # fmt: skip
         super().__init__(feature_layers, tree_bytes)
         self._folder, self._target = folder, fingerprint
         self._max_bytes, self._min_tokens = max_bytes, max(1, min_tokens)
         # The least recently used first. Those of other targets have no tokens.
         self._files: OrderedDict[Path, _File] = OrderedDict()
-        # Slots whose text was written since a request last used them. It is not written again after it had to go for
-        # another slot's text, or two that do not fit the folder together would drive each other out for ever.
+        # Slots that were written since a request last used them. They are not written again if their file is deleted:
+        # two slots that do not fit the folder together would replace each other for ever.
         self._written: set[int] = set()
         self._warned: set[str] = set()
         create_snapshot_folder(folder)
         with file_errors(folder, f"Prompts cannot be kept in {folder}"):
-            self._find()
+            self._scan_folder()
 
     def reuse_prefix(self, slot: int, prompt: Sequence[int], chunk_size: int = 1, rope_regime: str = "") -> int:
-        """Like :meth:`PromptCache.reuse_prefix`, but first reads a file that has more of the prompt than any slot."""
+        """:meth:`PromptCache.reuse_prefix` after loading a file, if one has more of the prompt than memory has."""
         self._written.discard(slot)
         prompt = to_array(prompt)
-        text = prompt[:-1]
-        in_slots = max(self._common_prefix_len(each, text, rope_regime) for each in range(len(self.tokens)))
-        known = max(in_slots, self._prefix_len_in_tree(text, rope_regime)) // chunk_size * chunk_size
-        path, shared = self._nearest(text, rope_regime)
-        shared = shared // chunk_size * chunk_size
-        if path is not None and shared >= self._min_tokens:
-            self._use(path)
-            if shared >= known + self._min_tokens:
+        tokens = prompt[:-1]
+        in_slots = max(self._common_prefix_len(s, tokens, rope_regime) for s in range(len(self.tokens)))
+        in_memory = max(in_slots, self._prefix_len_in_tree(tokens, rope_regime)) // chunk_size * chunk_size
+        path, in_file = self._best_match(tokens, rope_regime)
+        in_file = in_file // chunk_size * chunk_size
+        if path is not None and in_file >= self._min_tokens:
+            self._mark_used(path)
+            if in_file >= in_memory + self._min_tokens:
                 self._save_to_tree(slot, 0)
-                self._load(path, slot, shared, rope_regime)
+                self._load(path, slot, in_file, rope_regime)
         return super().reuse_prefix(slot, prompt, chunk_size, rope_regime)
 
     def save_next(self) -> bool:
-        """Writes the longest text in a slot that is in no file. Call it while nothing is decoded.
+        """Writes the slot with most tokens that is in no file. Call it while nothing is decoded.
 
-        Files of other texts are deleted first to make room. If it cannot be written (no space, too large), a warning is
-        logged once, and the text stays in its slot.
+        Other files are deleted first to make room. If writing fails (no space, too large), a warning is logged once.
 
         Returns:
-            Whether it wrote one; there may be more to write.
+            True if it wrote one; there may be more.
         """
         if self.store is None:
             return False
         for slot in sorted(range(len(self.tokens)), key=lambda slot: -len(self.tokens[slot])):
-            text = self.tokens[slot]
-            # A slot with more rows than its text is being decoded.
-            if len(text) < self._min_tokens or len(text) != self.store.lengths[slot] or slot in self._written:
+            tokens = self.tokens[slot]
+            # A slot whose KV is longer than its known tokens is being decoded.
+            if len(tokens) < self._min_tokens or len(tokens) != self.store.lengths[slot] or slot in self._written:
                 continue
-            new = len(text) - self._nearest(text, self.rope_regimes[slot])[1]
-            # A text that grows is written again once a quarter of it is new: in all, a few times its length.
-            if new >= max(self._min_tokens, len(text) // 4) and self._write(slot, text):
+            num_new = len(tokens) - self._best_match(tokens, self.rope_regimes[slot])[1]
+            # A growing conversation is written again once a quarter of it is new: in total, a few times its length.
+            if num_new >= max(self._min_tokens, len(tokens) // 4) and self._write(slot, tokens):
                 self._written.add(slot)
                 return True
         return False
 
     # --- files ---
 
-    def _nearest(self, text: array[int], kind: str) -> tuple[Path | None, int]:
-        """The file with the needed hidden states that shares the longest prefix with a text; how many tokens."""
+    def _best_match(self, tokens: array[int], rope_regime: str) -> tuple[Path | None, int]:
+        """The usable file that shares the longest prefix with ``tokens``, and the length of that."""
         assert self.store is not None
-        needed, best, longest = self.store.feature_layers, None, 0
+        needed, best_path, best_len = self.store.feature_layers, None, 0
         for path, file in self._files.items():
-            if file.kind == kind and (not needed or file.feature_layers == needed):
-                shared = common_prefix_len(file.tokens, text)
-                if shared > longest:
-                    best, longest = path, shared
-        return best, longest
+            if file.rope_regime == rope_regime and (not needed or file.feature_layers == needed):
+                shared = common_prefix_len(file.tokens, tokens)
+                if shared > best_len:
+                    best_path, best_len = path, shared
+        return best_path, best_len
 
-    def _write(self, slot: int, text: array[int]) -> bool:
+    def _write(self, slot: int, tokens: array[int]) -> bool:
         assert self.store is not None
-        store, kind = self.store, self.rope_regimes[slot]
-        size = len(text) * (store.shape.bytes_per_token + text.itemsize) + _HEADER
+        store, rope_regime = self.store, self.rope_regimes[slot]
+        size = len(tokens) * (store.shape.bytes_per_token + tokens.itemsize) + _HEADER_BYTES
         if store.features is not None:
-            size += len(text) * store.features[slot, 0].nbytes
-        covered = [path for path, file in self._files.items() if self._covers(file, text, kind)]
-        deleted = self._deleted_for(size, covered)
-        if deleted is None:
-            problem = f"A text of {len(text)} tokens takes {size} bytes, more than --snapshot-gib leaves: raise it."
+            size += len(tokens) * store.features[slot, 0].nbytes
+        prefixes = [path for path, file in self._files.items() if self._is_prefix(file, tokens, rope_regime)]
+        evicted = self._choose_evicted(size, prefixes)
+        if evicted is None:
+            problem = f"A text of {len(tokens)} tokens takes {size} bytes, more than --snapshot-gib allows: raise it."
             self._warn("large", problem)
             return False
-        made = (self._target, store.feature_layers, *([kind] if kind else []))
-        name = hashlib.sha256(repr(made).encode() + text.tobytes()).hexdigest()
+        key = (self._target, store.feature_layers, *([rope_regime] if rope_regime else []))
+        name = hashlib.sha256(repr(key).encode() + tokens.tobytes()).hexdigest()
         path = self._folder / (name[:24] + _SUFFIX)
         try:
             free = shutil.disk_usage(self._folder).free
-            if free + sum(self._files[old].size for old in deleted) < size:  # before anything is deleted in vain
+            if free + sum(self._files[old].size for old in evicted) < size:  # checked before files are deleted in vain
                 raise CheckpointError(f"{size} bytes are needed on the disk of {self._folder}, and {free} are free.")
-            for old in deleted:
+            for old in evicted:
                 self._drop(old)
-            snapshot.save(store, slot, text, self._target, path, kind)
-            self._files[path] = _File(text, store.feature_layers, path.stat().st_size, kind)
-        except (OSError, MemoryBudgetError, RuntimeError) as error:  # RuntimeError: a GPU has no room to gather rows
+            snapshot.save(store, slot, tokens, self._target, path, rope_regime)
+            self._files[path] = _File(tokens, store.feature_layers, path.stat().st_size, rope_regime)
+        except (OSError, MemoryBudgetError, RuntimeError) as error:  # RuntimeError: a GPU is out of memory
             self._warn("write", str(error))
             return False
-        for old in covered:
+        for old in prefixes:
             self._drop(old)
         return True
 
-    def _covers(self, file: _File, text: array[int], kind: str) -> bool:
-        """True if a text has all that a file of this target has."""
+    def _is_prefix(self, file: _File, tokens: array[int], rope_regime: str) -> bool:
+        """True if a new file with ``tokens`` makes an old one of this target superfluous."""
         assert self.store is not None
-        same = file.kind == kind and file.feature_layers in ((), self.store.feature_layers)
-        return same and 0 < len(file.tokens) == common_prefix_len(file.tokens, text)
+        same = file.rope_regime == rope_regime and file.feature_layers in ((), self.store.feature_layers)
+        return same and 0 < len(file.tokens) == common_prefix_len(file.tokens, tokens)
 
-    def _deleted_for(self, size: int, covered: list[Path]) -> list[Path] | None:
-        """Files to be deleted before one of ``size`` bytes is written: those that it covers, then the least recently
-        used. None if they do not make room."""
+    def _choose_evicted(self, size: int, first: list[Path]) -> list[Path] | None:
+        """Files to delete before one of ``size`` bytes is written: ``first``, then the least recently used. None if
+        that is not enough."""
         total = size + sum(file.size for file in self._files.values())
-        deleted: list[Path] = []
-        for path in dict.fromkeys((*covered, *self._files)):
+        evicted: list[Path] = []
+        for path in dict.fromkeys((*first, *self._files)):
             if total > self._max_bytes:
-                deleted.append(path)
+                evicted.append(path)
                 total -= self._files[path].size
-        return deleted if total <= self._max_bytes else None
+        return evicted if total <= self._max_bytes else None
 
-    def _use(self, path: Path) -> None:
-        """Makes a file the last to be deleted."""
+    def _mark_used(self, path: Path) -> None:
+        """Makes a file the last to be evicted."""
         self._files.move_to_end(path)
         with contextlib.suppress(OSError):
-            path.touch()  # the next start orders the files by this
+            path.touch()  # the next start sorts the files by this
 
-    def _load(self, path: Path, slot: int, count: int, kind: str) -> None:
-        """Reads the first ``count`` rows of a file into a slot. A damaged file is deleted."""
+    def _load(self, path: Path, slot: int, num_tokens: int, rope_regime: str) -> None:
+        """Loads a file's first ``num_tokens`` tokens into a slot. A damaged file is deleted."""
         assert self.store is not None
         try:
-            tokens = snapshot.load(self.store, slot, self._target, path, count)
+            tokens = snapshot.load(self.store, slot, self._target, path, num_tokens)
         except (CheckpointError, MemoryBudgetError) as error:
             self._warn(str(path), str(error))
             tokens = []
             if isinstance(error, CheckpointError):
                 self._drop(path)
-        # If reading failed, part of the slot's text may have been overwritten.
+        # If loading failed, the slot's old KV may have been overwritten.
         self.store.truncate(slot, len(tokens))
-        self.tokens[slot], self.rope_regimes[slot] = to_array(tokens), kind
+        self.tokens[slot], self.rope_regimes[slot] = to_array(tokens), rope_regime
 
-    def _find(self) -> None:
-        """Reads the tokens of the folder's files. Deletes damaged files, and those that a killed process left."""
+    def _scan_folder(self) -> None:
+        """Reads the headers of the folder's files. Deletes damaged files, and temporary ones of a killed process."""
         for part in self._folder.glob(f"*{_SUFFIX}*{snapshot.PART_SUFFIX}"):
             part.unlink(missing_ok=True)
-        found: dict[Path, snapshot.SnapshotHeader] = {}
+        headers: dict[Path, snapshot.SnapshotHeader] = {}
         for path in self._folder.glob(f"*{_SUFFIX}"):
             if path.is_symlink() or not path.is_file():
-                continue  # nothing that a server wrote
+                continue  # not written by a server
             try:
-                head = snapshot.read_header(path)
+                header = snapshot.read_header(path)
             except CheckpointError as error:
                 logger.warning("%s It is deleted.", error)
                 self._drop(path)
             except (OSError, MemoryBudgetError) as error:
                 logger.warning("%s cannot be read, and is left as it is: %s", path, error)
             else:
-                found |= {} if head is None else {path: head}
-        for path in sorted(found, key=lambda path: path.stat().st_mtime_ns):
-            head = found[path]
-            tokens = head.tokens if head.target_fingerprint == self._target else to_array(())
-            self._files[path] = _File(tokens, head.feature_layers, path.stat().st_size, head.rope_regime)
+                headers |= {} if header is None else {path: header}
+        for path in sorted(headers, key=lambda path: path.stat().st_mtime_ns):
+            header = headers[path]
+            tokens = header.tokens if header.target_fingerprint == self._target else to_array(())
+            self._files[path] = _File(tokens, header.feature_layers, path.stat().st_size, header.rope_regime)
 
     def _drop(self, path: Path) -> None:
         """Deletes a file. If that fails, the next start finds it again."""

@@ -1,4 +1,4 @@
-"""OpenAI's error object, Anthropic's, and the one for each of our exceptions."""
+"""Error objects of OpenAI's and Anthropic's APIs, and their choice for each of longdraft's exceptions."""
 
 from __future__ import annotations
 
@@ -20,57 +20,53 @@ from longdraft.errors import (
 )
 from longdraft.serve.worker import Draining, QueueFull
 
-# Status -> the type of Anthropic's error object; any other below 500 is an invalid request's.
-_TYPES = {
+# Status -> type of Anthropic's error object. Others below 500 are "invalid_request_error".
+_ANTHROPIC_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
 
 
 def is_anthropic_request(scope: Scope) -> bool:
-    """Returns True for a request of Anthropic's API."""
+    """True for a request to Anthropic's API."""
     return scope["path"].startswith("/v1/messages") or "anthropic-version" in Headers(scope=scope)
 
 
 class ApiError(Exception):
-    """An error that a client gets: an HTTP status, and OpenAI's error object as the body.
+    """An HTTP error response: status and OpenAI's error object.
 
     Args:
-        param: the field that is wrong. headers: of the response.
+        param: the wrong field. headers: further headers of the response.
     """
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        error_type: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> None:
+        self, status: int, message: str, error_type: str = "invalid_request_error", param: str | None = None,
+        code: str | None = None, headers: dict[str, str] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(message)
         self.status, self.headers = status, headers or {}
         self.body: dict[str, Any] = {"error": {"message": message, "type": error_type, "param": param, "code": code}}
 
     def body_for(self, scope: Scope) -> dict[str, Any]:
-        """The body in the form of the API that a request is of."""
+        """The error object of the API that the request used."""
         return self.anthropic_body() if is_anthropic_request(scope) else self.body
 
     def anthropic_body(self, message: str = "") -> dict[str, Any]:
-        """Anthropic's error object, in other words than OpenAI's if they are given."""
-        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-        request = f"req_{secrets.token_hex(12)}"
-        return {"type": "error", "error": {"type": kind, "message": message or str(self)}, "request_id": request}
+        """Anthropic's error object, with another message if one is given."""
+        error_type = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        error = {"type": error_type, "message": message or str(self)}
+        return {"type": "error", "error": error, "request_id": f"req_{secrets.token_hex(12)}"}
 
     def response(self, scope: Scope, **headers: str) -> JSONResponse:
         return JSONResponse(self.body_for(scope), self.status, self.headers | headers)
 
 
 class ContextOverflow(ApiError):
-    """A prompt that leaves no room for an answer, in the words by which OpenAI's clients know to shorten it.
+    """The prompt leaves no room for an answer. Clients recognise OpenAI's message and shorten the prompt.
 
     Attributes:
-        prompt_tokens: of the prompt. max_tokens: new ones that were asked for, 1 at least. limit: of both together.
+        prompt_tokens, max_tokens: length of the prompt and of the requested completion (at least 1).
+        max_model_len: limit of their sum.
     """
 
     def __init__(self, prompt_tokens: int, max_tokens: int, max_model_len: int, param: str = "messages") -> None:
@@ -83,14 +79,15 @@ class ContextOverflow(ApiError):
         super().__init__(400, message, param=param, code="context_length_exceeded")
 
     def anthropic_body(self, message: str = "") -> dict[str, Any]:
-        most = min(self.max_model_len, self.prompt_tokens - 1)
-        return super().anthropic_body(f"prompt is too long: {self.prompt_tokens} tokens > {most} maximum")
+        max_prompt_tokens = min(self.max_model_len, self.prompt_tokens - 1)
+        return super().anthropic_body(f"prompt is too long: {self.prompt_tokens} tokens > {max_prompt_tokens} maximum")
 
 
 def to_api_error(error: Exception, prompt_field: str = "messages") -> ApiError:
-    """The error that a client gets for an exception; ``prompt_field``: the field that has the prompt.
+    """The error response to an exception. Messages of unexpected exceptions are not sent to clients.
 
-    The text of an unexpected one stays in the log.
+    Args:
+        prompt_field: the request's field that has the prompt.
     """
     message = str(error)
     match error:

@@ -1,4 +1,4 @@
-"""Work that grows with a request: done in a few threads beside the event loop, which answers everybody meanwhile."""
+"""Runs work whose time grows with a request in a few threads, so that the event loop stays free."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from typing import TypeVar
 from longdraft.serve.worker import QueueFull
 
 T = TypeVar("T")
-# Bytes of a request that counts as large: one of these is prepared at a time, and the others pass it.
-_LARGE = 1 << 18
+# Requests of more bytes run in a thread of their own, one at a time, so that smaller ones do not wait for them.
+_LARGE_BYTES = 1 << 18
 
 
 class RequestExecutor:
-    """Does work that grows with a request in a few threads beside the event loop, which answers everybody meanwhile.
+    """Three threads for small requests and one for large ones.
 
     Args:
-        waiting: how many requests may wait for a thread. seconds: that the work of one may take, waiting included.
+        max_waiting: requests that may be queued or running. timeout: seconds for one request, waiting included.
     """
 
     def __init__(self, max_waiting: int, timeout: float) -> None:
-        self._waiting, self._seconds = max_waiting, timeout
+        self._max_waiting, self._timeout = max_waiting, timeout
         self._small, self._large = (ThreadPoolExecutor(n, "longdraft request") for n in (3, 1))
-        self._asked = 0
+        self._num_pending = 0
 
-    async def __call__(self, work: Callable[[], T], size: int = 0) -> T:
+    async def run(self, work: Callable[[], T], size: int = 0) -> T:
         """Returns what the work returns.
 
         Args:
-            size: bytes of the request; 0: it is an answer's, which waits as long as it takes.
+            size: bytes of the request; 0 for work on a response, which has no limits.
 
         Raises:
-            QueueFull: too many wait. TimeoutError: it takes too long.
+            QueueFull: too many requests wait. TimeoutError: the work took too long.
         """
-        if size and self._asked >= self._waiting:
-            raise QueueFull(self._asked, 1.0)
-        future = (self._large if size > _LARGE else self._small).submit(work)
-        self._asked += 1
+        if size and self._num_pending >= self._max_waiting:
+            raise QueueFull(self._num_pending, 1.0)
+        future = (self._large if size > _LARGE_BYTES else self._small).submit(work)
+        self._num_pending += 1
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(future), self._seconds if size else None)
+            return await asyncio.wait_for(asyncio.wrap_future(future), self._timeout if size else None)
         except asyncio.TimeoutError:
             raise TimeoutError from None
         finally:
-            self._asked -= 1
+            self._num_pending -= 1

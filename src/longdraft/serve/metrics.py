@@ -1,4 +1,4 @@
-"""Counters and histograms in Prometheus' format, under the names that vLLM's dashboards know."""
+"""Prometheus metrics, under vLLM's names with the prefix ``longdraft:``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 
 
 class Metrics:
-    """Figures of the server for Prometheus.
+    """The server's metrics.
 
     Args:
-        model: the label of every figure.
-        load: gives how many requests run, and how many wait.
+        model: value of the label ``model_name``.
+        get_load: returns the number of running requests, and of waiting ones.
     """
 
     def __init__(self, model: str, get_load: Callable[[], tuple[int, int]]) -> None:
@@ -33,48 +33,49 @@ class Metrics:
             gauge = Gauge(f"longdraft:{name}", help, ["model_name"], registry=self._registry)
             gauge.labels(model).set_function(value)
 
-        gauge("num_requests_running", "Decoded.", lambda: get_load()[0])
-        gauge("num_requests_waiting", "Waiting.", lambda: get_load()[1])
+        gauge("num_requests_running", "Running requests.", lambda: get_load()[0])
+        gauge("num_requests_waiting", "Waiting requests.", lambda: get_load()[1])
         self._requests = counter("request_success", "Requests that ended, by the reason.", "finished_reason")
-        self._failed = counter("request_failure", "Requests that were refused or failed, by status.", "status")
-        self._prompt = counter("prompt_tokens", "Prompt tokens.")
-        self._output = counter("generation_tokens", "Emitted tokens.")
-        self._looked_up = counter("prefix_cache_queries", "Prompt tokens that were looked for in kept KV.")
-        self._hits = counter("prefix_cache_hits", "Prompt tokens whose KV was there.")
+        self._failures = counter("request_failure", "Requests that were refused or failed, by status.", "status")
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens.")
+        self._generation_tokens = counter("generation_tokens", "Emitted tokens.")
+        self._cache_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self._cache_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self._drafts = counter("spec_decode_num_drafts", "Verifications that had drafted tokens.")
-        self._drafted = counter("spec_decode_num_draft_tokens", "Drafted tokens.")
-        self._accepted = counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
-        self._accepted_at = counter("spec_decode_num_accepted_tokens_per_pos", "The same by their place.", "position")
-        self._verifications = counter("verifications", "Forwards of the model after the prompts.")
-        self._verified = counter("verification_tokens", "Tokens that these gave.")
-        self._first = histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", _SECONDS)
-        self._between = histogram("time_per_output_token_seconds", "Between tokens, a request's mean.", _PER_TOKEN)
-        self._total = histogram("e2e_request_latency_seconds", "From a request's arrival to its end.", _SECONDS)
+        self._draft_tokens = counter("spec_decode_num_draft_tokens", "Drafted tokens.")
+        self._accepted_tokens = counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
+        self._accepted_per_pos = counter("spec_decode_num_accepted_tokens_per_pos", "The same by position.", "position")
+        self._verifications = counter("verifications", "Forwards of the model, without prefill.")
+        self._verified_tokens = counter("verification_tokens", "Tokens emitted by verifications.")
+        self._ttft = histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", _SECONDS)
+        self._tpot = histogram("time_per_output_token_seconds", "Between tokens, a request's mean.", _PER_TOKEN)
+        self._latency = histogram("e2e_request_latency_seconds", "From a request's arrival to its end.", _SECONDS)
 
     def observe_choice(self, choice: Choice, reason: str) -> None:
-        """Counts an answer that has ended."""
-        result, spec = choice.result, choice.spec_stats
+        """Records a choice that has ended."""
+        result, stats = choice.result, choice.spec_stats
         self._requests.labels(self._model, reason).inc()
         if result is None:
             return
         for metric, value in (
-            (self._prompt, result.prompt_tokens), (self._output, result.new_tokens),
-            (self._looked_up, result.prompt_tokens), (self._hits, result.cached_tokens), (self._drafts, spec.num_drafts),
-            (self._drafted, spec.num_draft_tokens), (self._accepted, spec.num_accepted_tokens),
-            (self._verifications, spec.num_rounds), (self._verified, spec.num_emitted_tokens),
+            (self._prompt_tokens, result.prompt_tokens), (self._generation_tokens, result.new_tokens),
+            (self._cache_queries, result.prompt_tokens), (self._cache_hits, result.cached_tokens),
+            (self._drafts, stats.num_drafts), (self._draft_tokens, stats.num_draft_tokens),
+            (self._accepted_tokens, stats.num_accepted_tokens),
+            (self._verifications, stats.num_rounds), (self._verified_tokens, stats.num_emitted_tokens),
         ):  # fmt: skip
             metric.labels(self._model).inc(value)
-        for position, count in spec.num_accepted_tokens_per_pos.items():
-            self._accepted_at.labels(self._model, position).inc(count)
+        for position, count in stats.num_accepted_tokens_per_pos.items():
+            self._accepted_per_pos.labels(self._model, position).inc(count)
         if choice.first_token_time:
-            self._first.labels(self._model).observe(choice.first_token_time - choice.arrival_time)
+            self._ttft.labels(self._model).observe(choice.first_token_time - choice.arrival_time)
             if result.new_tokens > 1:
                 seconds = max(0.0, choice.end_time - choice.first_token_time)
-                self._between.labels(self._model).observe(seconds / (result.new_tokens - 1))
-        self._total.labels(self._model).observe(choice.end_time - choice.arrival_time)
+                self._tpot.labels(self._model).observe(seconds / (result.new_tokens - 1))
+        self._latency.labels(self._model).observe(choice.end_time - choice.arrival_time)
 
     def count_failure(self, status: int) -> None:
-        self._failed.labels(self._model, status).inc()
+        self._failures.labels(self._model, status).inc()
 
     def render(self) -> bytes:
         return generate_latest(self._registry)

@@ -1,5 +1,7 @@
-"""Checks on every request before an endpoint sees it: the name it calls the server by, its size, how long its body
-takes, and its API key; what pages of other origins may read; and the end of connections while the server shuts down."""
+"""Middleware that checks each request before an endpoint sees it: host name, API key, body size and time, encoding.
+
+It also adds CORS headers, and closes connections while the server shuts down.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from longdraft.serve.errors import ApiError
 from longdraft.serve.settings import ServerSettings
 
-# A request's target with the server's name.
-_WHOLE = re.compile(r"https?://(?:[^/]*@)?([^/@]*)(/.*)?", re.IGNORECASE | re.DOTALL)
-# Served without a key: whether the server lives, and the page, which asks for one.
+# A request target in absolute form, as sent to a proxy: GET http://host/path.
+_ABSOLUTE_FORM = re.compile(r"https?://(?:[^/]*@)?([^/@]*)(/.*)?", re.IGNORECASE | re.DOTALL)
+# Served without a key: health, metrics, and the page, which asks for one.
 PUBLIC_PATHS = ("/", "/health", "/ready", "/version", "/metrics")
 
 
@@ -29,21 +31,16 @@ class GuardMiddleware:
     """ASGI middleware.
 
     Args:
-        settings: of the server: names, origins, keys and limits.
-        leaving: whether connections shall end with their answers; or a client that asks again and again on one would
-            keep a server that shuts down for ever.
+        settings: host names, origins, keys and limits.
+        is_draining: if it returns True, connections are closed after their response. Without that, a client that sends
+            one request after another on a connection would keep the server from shutting down.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        settings: ServerSettings,
-        leaving: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._app, self._hosts, self._keys, self._leaving = app, settings.hosts, settings.keys, leaving
-        self._max_body, self._body_seconds = settings.max_body_bytes, settings.body_timeout
+    def __init__(self, app: ASGIApp, settings: ServerSettings, is_draining: Callable[[], bool] = lambda: False) -> None:
+        self._app, self._hosts, self._keys, self._is_draining = app, settings.hosts, settings.keys, is_draining
+        self._max_body_bytes, self._body_timeout = settings.max_body_bytes, settings.body_timeout
         self._outer: ASGIApp = self._checked
-        if settings.origins:  # refusals too can be read there
+        if settings.origins:  # outermost, so that errors have the headers too
             self._outer = CORSMiddleware(
                 self._checked, settings.origins, allow_methods=["GET", "POST"], allow_headers=["*"],
                 expose_headers=["Retry-After"],
@@ -58,52 +55,52 @@ class GuardMiddleware:
             return
         headers = Headers(scope=scope)
         host = headers.get("host", "")
-        if whole := _WHOLE.fullmatch(scope["path"]):  # as to a proxy: GET http://host/path
-            host, scope = whole[1], {**scope, "path": whole[2] or "/"}
-        if self._leaving():
-            send = _last(send)
+        if match := _ABSOLUTE_FORM.fullmatch(scope["path"]):
+            host, scope = match[1], {**scope, "path": match[2] or "/"}
+        if self._is_draining():
+            send = _closing(send)
         body = None
         try:
             self._check_host(host)
             scope.setdefault("state", {})["tenant"] = self._tenant(scope["path"], headers)
             length = headers.get("content-length", "")
-            if length.isdigit() and int(length) > self._max_body:
+            if length.isdigit() and int(length) > self._max_body_bytes:
                 raise self._too_large()
-            body = await self._body(receive)
-            coding = headers.get("content-encoding", "").strip().lower().removeprefix("x-")
-            if body and coding not in ("", "identity"):
-                body = await asyncio.to_thread(self._decoded, body, coding)
+            body = await self._read_body(receive)
+            encoding = headers.get("content-encoding", "").strip().lower().removeprefix("x-")
+            if body and encoding not in ("", "identity"):
+                body = await asyncio.to_thread(self._decompress, body, encoding)
         except ApiError as error:
             more = body is None and error.status not in (408, 499)
             await error.response(scope, connection="close")(scope, receive, lambda x: send({**x, "more_body": more}))
-            if more:  # an end before the body's would reset the connection, and the client miss the answer
+            if more:  # closing before the body has arrived would reset the connection, and the client lose the error
                 with contextlib.suppress(ApiError):
-                    await self._body(receive, kept=False)
+                    await self._read_body(receive, discard=True)
                 await send({"type": "http.response.body"})
             return
-        if scope["method"] == "HEAD" and not scope["path"].startswith("/v1/messages"):  # uvicorn leaves the body out
+        if scope["method"] == "HEAD" and not scope["path"].startswith("/v1/messages"):  # uvicorn omits the body
             scope = {**scope, "method": "GET"}
         await self._app(scope, replay_body(body, receive), send)
 
     def _check_host(self, host: str) -> None:
-        """Refuses names that are not the server's: a page can have one of its own point here (DNS rebinding)."""
+        """Refuses unknown host names: a web page could make its own name resolve to this server (DNS rebinding)."""
         name = re.sub(r":\d*$", "", host.lower()).strip("[]").removesuffix(".")
-        if not host or any(fnmatchcase(name, known.lower()) for known in self._hosts):
+        if not host or any(fnmatchcase(name, pattern.lower()) for pattern in self._hosts):
             return
-        if "0.0.0.0" in self._hosts and re.fullmatch(r"[\d.]+|[\da-f:.]*:[\da-f:.]*", name):
+        if "0.0.0.0" in self._hosts and re.fullmatch(r"[\d.]+|[\da-f:.]*:[\da-f:.]*", name):  # any IP address
             return
         raise ApiError(403, f"This server goes by other names than {name!r}: start it with --allow-host.", code="host")
 
     def _tenant(self, path: str, headers: Headers) -> str | None:
         if not self._keys or path in PUBLIC_PATHS:
             return None
-        kind, _, given = headers.get("authorization", "").partition(" ")
-        bearer = given.strip() if kind.lower() == "bearer" else ""
+        scheme, _, credentials = headers.get("authorization", "").partition(" ")
+        bearer = credentials.strip() if scheme.lower() == "bearer" else ""
         tenant = None
-        # Compares all keys, each in constant time, so that the time tells nothing about which came near.
+        # Compares with all keys, each in constant time, so that the time reveals nothing about them.
         for name, key in self._keys.items():
-            for given in (bearer, headers.get("x-api-key", "").strip()):
-                if hmac.compare_digest(given.encode(), key.encode()):
+            for sent in (bearer, headers.get("x-api-key", "").strip()):
+                if hmac.compare_digest(sent.encode(), key.encode()):
                     tenant = name
         if tenant is None:
             raise ApiError(
@@ -112,58 +109,58 @@ class GuardMiddleware:
             )  # fmt: skip
         return tenant
 
-    async def _body(self, receive: Receive, kept: bool = True) -> bytes:
-        """Raises ApiError if it is too large or too slow, or the client disconnects."""
-        parts, size, until = [], 0, time.monotonic() + self._body_seconds
+    async def _read_body(self, receive: Receive, discard: bool = False) -> bytes:
+        """The request's body. Raises ApiError if it is too large or too slow, or the client disconnects."""
+        parts, size, deadline = [], 0, time.monotonic() + self._body_timeout
         while True:
             try:
-                message = await asyncio.wait_for(receive(), max(0.01, until - time.monotonic()))
+                message = await asyncio.wait_for(receive(), max(0.01, deadline - time.monotonic()))
             except asyncio.TimeoutError:
-                raise ApiError(408, "The request's body did not come to its end in time.") from None
+                raise ApiError(408, "The request's body did not arrive in time.") from None
             if message["type"] == "http.disconnect":
                 raise ApiError(499, "The client went away.")
-            parts.append(message.get("body", b"") if kept else b"")
+            parts.append(b"" if discard else message.get("body", b""))
             size += len(parts[-1])
-            if size > self._max_body:
+            if size > self._max_body_bytes:
                 raise self._too_large()
             if not message.get("more_body", False):
                 return b"".join(parts)
 
-    def _decoded(self, body: bytes, coding: str) -> bytes:
-        """A body without its content coding. Raises ApiError if that is unknown, or it is too large or damaged."""
-        if coding not in ("gzip", "deflate"):
+    def _decompress(self, body: bytes, encoding: str) -> bytes:
+        """A body without its content encoding. Raises ApiError if that is unknown, or the body too large or damaged."""
+        if encoding not in ("gzip", "deflate"):
             raise ApiError(
-                415, f"Bodies in gzip and deflate are read, and none in {coding!r}.", param="Content-Encoding",
+                415, f"Bodies may be in gzip or deflate, not in {encoding!r}.", param="Content-Encoding",
                 headers={"Accept-Encoding": "gzip, deflate"},
             )  # fmt: skip
-        # What is called deflate has zlib's frame, which begins with 8 in four bits; some send it without.
-        frame = 31 if coding == "gzip" else 15 if body[:1] and body[0] & 15 == 8 else -15
-        reader = zlib.decompressobj(frame)
+        # "deflate" has zlib's header, whose low four bits are 8. Some clients send it without (raw: -15).
+        window_bits = 31 if encoding == "gzip" else 15 if body[:1] and body[0] & 15 == 8 else -15
+        decompressor = zlib.decompressobj(window_bits)
         with contextlib.suppress(zlib.error):
-            found = reader.decompress(body, self._max_body + 1)
-            if len(found) > self._max_body:
+            content = decompressor.decompress(body, self._max_body_bytes + 1)
+            if len(content) > self._max_body_bytes:
                 raise self._too_large()
-            if reader.eof and not reader.unused_data:
-                return found
-        raise ApiError(400, f"The body is not one whole stream of {coding}.", param="Content-Encoding")
+            if decompressor.eof and not decompressor.unused_data:
+                return content
+        raise ApiError(400, f"The body is not one complete {encoding} stream.", param="Content-Encoding")
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"A request has {self._max_body} bytes at most here.", code="request_too_large")
+        return ApiError(413, f"A request may have {self._max_body_bytes} bytes here.", code="request_too_large")
 
 
-def _last(send: Send) -> Send:
-    """A ``send`` whose answer is the last one on its connection."""
+def _closing(send: Send) -> Send:
+    """A ``send`` that adds ``Connection: close`` to the response."""
 
-    async def sending(message: Message) -> None:
+    async def send_and_close(message: Message) -> None:
         if message["type"] == "http.response.start":
             message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
         await send(message)
 
-    return sending
+    return send_and_close
 
 
 def replay_body(body: bytes, receive: Receive) -> Receive:
-    """A ``receive`` that gives the body in one piece, and then what the other gives, such as a disconnect."""
+    """A ``receive`` that first gives a body already read, then further messages, such as a disconnect."""
     pending = [body]
 
     async def replay() -> Message:

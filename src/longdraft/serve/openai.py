@@ -1,4 +1,4 @@
-"""OpenAI's response objects, whole or as a stream of chunks."""
+"""OpenAI's response objects, and their streams of chunks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from longdraft.serve.reasoning import ReasoningParser
 from longdraft.serve.tool_parser import ToolParser
 
 DONE_EVENT = "data: [DONE]\n\n"
-# How OpenAI's API begins the name of a token that is a part of a character.
+# OpenAI's notation for a token that is part of a UTF-8 character begins so.
 PARTIAL_CHAR_PREFIX = "bytes:"
 
 
 def sse_event(content: Any, name: str | None = None) -> str:
     """A server-sent event."""
-    head = f"event: {name}\n" if name else ""
-    return f"{head}data: {json.dumps(content, ensure_ascii=False)}\n\n"
+    event_line = f"event: {name}\n" if name else ""
+    return f"{event_line}data: {json.dumps(content, ensure_ascii=False)}\n\n"
 
 
 class ResponseEnvelope:
@@ -33,21 +33,15 @@ class ResponseEnvelope:
         self.model, self.created = model, int(time.time())
 
     def wrap(self, object_type: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": object_type,
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-            **more,
-        }
+        envelope = {"id": self.id, "object": object_type, "created": self.created, "model": self.model}
+        return {**envelope, "choices": choices, **more}
 
 
 class ChoiceBuilder(ABC):
-    """Builds one choice of a response.
+    """Builds the JSON of one choice, complete or in chunks.
 
     Args:
-        piece: token id to text and bytes. include_logprobs, include_token_ids: report log-probabilities, and token ids.
+        token_to_piece: maps a token id to its text and bytes.
     """
 
     object_type: str
@@ -55,135 +49,128 @@ class ChoiceBuilder(ABC):
     id_prefix: str
 
     def __init__(
-        self,
-        index: int,
-        token_to_piece: Callable[[int], tuple[str, bytes]],
-        include_logprobs: bool,
+        self, index: int, token_to_piece: Callable[[int], tuple[str, bytes]], include_logprobs: bool,
         include_token_ids: bool,
-    ) -> None:
-        self._index, self._piece, self._with_log_probs = index, token_to_piece, include_logprobs
-        self._ids: list[int] | None = [] if include_token_ids else None
-        self._scored: list[TokenLogprob] = []
-        self._finish: str | None = None
+    ) -> None:  # fmt: skip
+        self._index, self._token_to_piece, self._include_logprobs = index, token_to_piece, include_logprobs
+        self._token_ids: list[int] | None = [] if include_token_ids else None
+        self._logprobs: list[TokenLogprob] = []
+        self._finish_reason: str | None = None
 
     @abstractmethod
     def empty_chunk(self) -> dict[str, Any]:
-        """The choice of a chunk that adds nothing."""
+        """A chunk's choice with an empty delta."""
 
     @abstractmethod
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        """The choices of the chunks for what a step adds."""
+        """The choices of the chunks for a delta; none if it adds nothing to report."""
 
     @abstractmethod
     def full_choice(self) -> dict[str, Any]:
-        """The choice of an answer that has ended."""
+        """The complete choice, once all deltas have been passed to :meth:`chunks`."""
 
-    def _added(self, delta: Delta) -> dict[str, Any]:
-        """Keeps what a step adds of tokens; the field of a chunk's token ids, if there are any and they are wanted."""
-        self._scored += delta.logprobs
-        if self._ids is None or not delta.token_ids:
+    def _add_tokens(self, delta: Delta) -> dict[str, Any]:
+        """Records a delta's tokens. Returns the chunk's field ``token_ids``; {} if it is empty or not requested."""
+        self._logprobs += delta.logprobs
+        if self._token_ids is None or not delta.token_ids:
             return {}
-        self._ids += delta.token_ids
+        self._token_ids += delta.token_ids
         return {"token_ids": list(delta.token_ids)}
 
-    def _with_ids(self, choice: dict[str, Any]) -> dict[str, Any]:
-        return choice if self._ids is None else choice | {"token_ids": self._ids}
+    def _with_token_ids(self, choice: dict[str, Any]) -> dict[str, Any]:
+        return choice if self._token_ids is None else choice | {"token_ids": self._token_ids}
 
 
 class ChatChoiceBuilder(ChoiceBuilder):
     """Builds one choice of ``/v1/chat/completions``.
 
     Args:
-        parser: separates tool calls from text; None if the model may call no tools.
-        thinking: separates what the model thinks from what it says; None: it stays in the text.
-        include_reasoning: report what it thinks.
+        tool_parser: separates tool calls from text; None if the model may call no tools.
+        reasoning_parser: separates reasoning from the answer; None leaves it in the text.
+        include_reasoning: report ``reasoning_content``.
 
     Attributes:
-        reasoning_tokens: how many tokens it has thought.
+        reasoning_tokens: number of tokens so far that are reasoning.
     """
 
     object_type, chunk_object_type, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def __init__(
-        self,
-        index: int,
-        token_to_piece: Callable[[int], tuple[str, bytes]],
-        include_logprobs: bool,
-        include_token_ids: bool,
-        tool_parser: ToolParser | None = None,
-        reasoning_parser: ReasoningParser | None = None,
-        include_reasoning: bool = True,
-    ) -> None:
+        self, index: int, token_to_piece: Callable[[int], tuple[str, bytes]], include_logprobs: bool,
+        include_token_ids: bool, tool_parser: ToolParser | None = None,
+        reasoning_parser: ReasoningParser | None = None, include_reasoning: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__(index, token_to_piece, include_logprobs, include_token_ids)
-        self._parser, self._thinking, self._with_thoughts = tool_parser, reasoning_parser, include_reasoning
-        self._content, self._thoughts, self.reasoning_tokens = "", "", 0
-        self._calls: list[dict[str, Any]] = []
-        self._begun = False
+        self._tool_parser, self._reasoning_parser = tool_parser, reasoning_parser
+        self._include_reasoning, self.reasoning_tokens = include_reasoning, 0
+        self._content, self._reasoning, self._role_sent = "", "", False
+        self._tool_calls: list[dict[str, Any]] = []
 
     def empty_chunk(self) -> dict[str, Any]:
         return {"index": self._index, "finish_reason": None, "delta": {}}
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        parts: list[dict[str, Any]] = []
-        text, finish = delta.text, FINISH_REASONS.get(delta.finish_reason)
-        if self._thinking is not None and (text or finish):
-            thought, text = self._thinking.push(text, last=finish is not None)
-            self.reasoning_tokens += len(delta.token_ids) * bool(self._thinking.in_reasoning or thought)
-            parts = [{"reasoning_content": thought}] if thought and self._with_thoughts else []
+        message_deltas: list[dict[str, Any]] = []
+        text, finish_reason = delta.text, FINISH_REASONS.get(delta.finish_reason)
+        if self._reasoning_parser is not None and (text or finish_reason):
+            reasoning, text = self._reasoning_parser.push(text, last=finish_reason is not None)
+            is_reasoning = self._reasoning_parser.in_reasoning or reasoning
+            self.reasoning_tokens += len(delta.token_ids) * bool(is_reasoning)
+            message_deltas = [{"reasoning_content": reasoning}] if reasoning and self._include_reasoning else []
         if text:
-            parts += [{"content": text}] if self._parser is None else self._parser.push(text)
-        if finish is not None and self._parser is not None:
-            rest, reason = self._parser.finish(cut=delta.finish_reason != "eos")
-            parts += rest
-            finish = reason or finish
-        ids = self._added(delta)
-        if not parts and (delta.logprobs or ids or finish):
-            parts = [{}]
-        self._finish = finish
+            message_deltas += [{"content": text}] if self._tool_parser is None else self._tool_parser.push(text)
+        if finish_reason is not None and self._tool_parser is not None:
+            rest, tool_reason = self._tool_parser.finish(cut=delta.finish_reason != "eos")
+            message_deltas += rest
+            finish_reason = tool_reason or finish_reason
+        token_ids = self._add_tokens(delta)
+        if not message_deltas and (delta.logprobs or token_ids or finish_reason):
+            message_deltas = [{}]
+        self._finish_reason = finish_reason
         chunks = []
-        for i, part in enumerate(parts):
-            self._keep(part)
-            first = {} if self._begun else {"role": "assistant", "content": ""}
-            self._begun = True
-            chunk = self.empty_chunk() | {"delta": first | part}
-            if self._with_log_probs:
-                chunk["logprobs"] = self._log_probs(delta.logprobs if i == 0 else ())
-            chunks.append(chunk | (ids if i == 0 else {}))
+        for i, message_delta in enumerate(message_deltas):
+            self._add(message_delta)
+            role = {} if self._role_sent else {"role": "assistant", "content": ""}
+            self._role_sent = True
+            chunk = self.empty_chunk() | {"delta": role | message_delta}
+            if self._include_logprobs:
+                chunk["logprobs"] = self._logprobs_object(delta.logprobs if i == 0 else ())
+            chunks.append(chunk | (token_ids if i == 0 else {}))
         if chunks:
-            chunks[-1]["finish_reason"] = finish
+            chunks[-1]["finish_reason"] = finish_reason
         return chunks
 
-    def _keep(self, part: dict[str, Any]) -> None:
-        self._content += part.get("content", "")
-        self._thoughts += part.get("reasoning_content", "")
-        for call in part.get("tool_calls", ()):
+    def _add(self, message_delta: dict[str, Any]) -> None:
+        """Adds a delta to the complete message."""
+        self._content += message_delta.get("content", "")
+        self._reasoning += message_delta.get("reasoning_content", "")
+        for call in message_delta.get("tool_calls", ()):
             if "id" in call:
-                kind = call["type"]
-                self._calls.append({"id": call["id"], "type": kind, kind: dict(call[kind])})
+                call_type = call["type"]
+                self._tool_calls.append({"id": call["id"], "type": call_type, call_type: dict(call[call_type])})
             else:
-                self._calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+                self._tool_calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
 
     def full_choice(self) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": self._content, "refusal": None}
-        if self._calls:
-            message |= {"content": self._content or None, "tool_calls": self._calls}
-        if self._thoughts:
-            message["reasoning_content"] = self._thoughts
-        logprobs = self._log_probs(self._scored) if self._with_log_probs else None
-        return self._with_ids(
-            {"index": self._index, "message": message, "logprobs": logprobs, "finish_reason": self._finish}
-        )
+        if self._tool_calls:
+            message |= {"content": self._content or None, "tool_calls": self._tool_calls}
+        if self._reasoning:
+            message["reasoning_content"] = self._reasoning
+        logprobs = self._logprobs_object(self._logprobs) if self._include_logprobs else None
+        choice = {"index": self._index, "message": message, "logprobs": logprobs, "finish_reason": self._finish_reason}
+        return self._with_token_ids(choice)
 
-    def _log_probs(self, scored: Sequence[TokenLogprob]) -> dict[str, Any]:
-        content = [
-            self._token(s.token_id, s.logprob) | {"top_logprobs": [self._token(*best) for best in s.top_logprobs]}
-            for s in scored
-        ]
+    def _logprobs_object(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        content = []
+        for x in logprobs:
+            top_logprobs = [self._token_object(*top) for top in x.top_logprobs]
+            content.append(self._token_object(x.token_id, x.logprob) | {"top_logprobs": top_logprobs})
         return {"content": content, "refusal": None}
 
-    def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
-        assert logprob is not None  # that of a prompt's first token, which chats do not repeat
-        text, content = self._piece(token)
+    def _token_object(self, token: int, logprob: float | None) -> dict[str, Any]:
+        assert logprob is not None  # only the first token of an echoed prompt has none, and chats have no echo
+        text, content = self._token_to_piece(token)
         return {"token": text, "logprob": round(logprob, 6), "bytes": list(content)}
 
 
@@ -199,36 +186,38 @@ class CompletionChoiceBuilder(ChoiceBuilder):
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
         offset = len(self._text)
         self._text += delta.text
-        self._finish = FINISH_REASONS.get(delta.finish_reason)
-        ids = self._added(delta)
-        if not (delta.text or delta.logprobs or ids or delta.finish_reason):
+        self._finish_reason = FINISH_REASONS.get(delta.finish_reason)
+        token_ids = self._add_tokens(delta)
+        if not (delta.text or delta.logprobs or token_ids or delta.finish_reason):
             return []
-        return [self._choice(delta.text, delta.logprobs, offset) | ids]
+        return [self._choice(delta.text, delta.logprobs, offset) | token_ids]
 
     def full_choice(self) -> dict[str, Any]:
-        return self._with_ids(self._choice(self._text, self._scored, 0))
+        return self._with_token_ids(self._choice(self._text, self._logprobs, 0))
 
-    def _choice(self, text: str, scored: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-        """``offset``: how many characters come before the text."""
-        logprobs = None
-        if self._with_log_probs:
-            tokens = [self._piece(s.token_id)[0] for s in scored]
+    def _choice(self, text: str, logprobs: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+        """``offset``: number of characters before the text."""
+        logprobs_object = None
+        if self._include_logprobs:
+            tokens = [self._token_to_piece(x.token_id)[0] for x in logprobs]
             lengths = [0 if token.startswith(PARTIAL_CHAR_PREFIX) else len(token) for token in tokens]
-            logprobs = {
+            logprobs_object = {
                 "tokens": tokens,
-                "token_logprobs": [None if s.logprob is None else round(s.logprob, 6) for s in scored],
-                "top_logprobs": [
-                    None if s.logprob is None else {self._piece(token)[0]: round(x, 6) for token, x in s.top_logprobs}
-                    for s in scored
-                ],
+                "token_logprobs": [None if x.logprob is None else round(x.logprob, 6) for x in logprobs],
+                "top_logprobs": [self._top_logprobs(x) for x in logprobs],
                 "text_offset": list(accumulate(lengths[:-1], initial=offset)) if tokens else [],
             }
-        return {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": self._finish}
+        return {"index": self._index, "text": text, "logprobs": logprobs_object, "finish_reason": self._finish_reason}
+
+    def _top_logprobs(self, x: TokenLogprob) -> dict[str, float] | None:
+        if x.logprob is None:
+            return None
+        return {self._token_to_piece(token)[0]: round(logprob, 6) for token, logprob in x.top_logprobs}
 
 
 def usage(choices: Sequence[Choice], reasoning_tokens: int = 0) -> dict[str, Any]:
-    """OpenAI's usage object of answers that have ended, with draft statistics; ``reasoning_tokens`` tokens were thoughts."""
-    cached = sum(max(c.result.cached_tokens if c.result else 0 for c in each) for each in _by_prompt(choices))
+    """OpenAI's usage object of choices that have ended, with draft statistics."""
+    cached = sum(max(c.result.cached_tokens if c.result else 0 for c in group) for group in _by_prompt(choices))
     return usage_so_far(choices) | {
         "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
@@ -237,28 +226,30 @@ def usage(choices: Sequence[Choice], reasoning_tokens: int = 0) -> dict[str, Any
 
 
 def _by_prompt(choices: Sequence[Choice]) -> list[list[Choice]]:
-    """The answers to each prompt, which share its tokens."""
-    return [list(each) for _, each in groupby(choices, key=lambda choice: id(choice.request.prompt))]
+    """The choices grouped by prompt: ``n`` choices share one, which is counted once."""
+    return [list(group) for _, group in groupby(choices, key=lambda choice: id(choice.request.prompt))]
 
 
 def timings_and_metrics(choice: Choice) -> dict[str, Any]:
-    """The figures of an answer that has ended where clients of vLLM look, and those of llama.cpp."""
-    result, spec = choice.result, choice.spec_stats
+    """llama.cpp's field ``timings``, and vLLM's ``metrics``, of a choice that has ended."""
+    result, stats = choice.result, choice.spec_stats
     if result is None:
         return {}
-    read, new = result.prompt_tokens - result.cached_tokens, result.new_tokens
-    first = min(choice.first_token_time or choice.end_time, choice.end_time)  # it is heard of after it came
-    reading, decoding = 1e3 * (first - choice.arrival_time), 1e3 * (choice.end_time - first)
+    # The event loop may hear of the first token after the engine has ended the request.
+    first_token_time = min(choice.first_token_time or choice.end_time, choice.end_time)
+    prefill_ms, decode_ms = 1e3 * (first_token_time - choice.arrival_time), 1e3 * (choice.end_time - first_token_time)
     timings = {
-        "cache_n": result.cached_tokens, **_timed("prompt", read, reading), **_timed("predicted", new, decoding),
-    }  # fmt: skip
-    if not spec.num_drafts:
+        "cache_n": result.cached_tokens,
+        **_timings("prompt", result.prompt_tokens - result.cached_tokens, prefill_ms),
+        **_timings("predicted", result.new_tokens, decode_ms),
+    }
+    if not stats.num_drafts:
         return {"timings": timings}
-    timings |= {"draft_n": spec.num_draft_tokens, "draft_n_accepted": spec.num_accepted_tokens}
-    return {"timings": timings, "metrics": {"speculative_decoding": spec.as_vllm()}}
+    timings |= {"draft_n": stats.num_draft_tokens, "draft_n_accepted": stats.num_accepted_tokens}
+    return {"timings": timings, "metrics": {"speculative_decoding": stats.as_vllm()}}
 
 
-def _timed(name: str, tokens: int, milliseconds: float) -> dict[str, float]:
+def _timings(name: str, tokens: int, milliseconds: float) -> dict[str, float]:
     return {
         f"{name}_n": tokens,
         f"{name}_ms": milliseconds,
@@ -268,6 +259,7 @@ def _timed(name: str, tokens: int, milliseconds: float) -> dict[str, float]:
 
 
 def usage_so_far(choices: Sequence[Choice]) -> dict[str, int]:
-    """The token counts of answers in progress."""
-    prompt, new = sum(len(each[0].request.prompt) for each in _by_prompt(choices)), sum(c.num_tokens for c in choices)
-    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+    """The token counts of choices in progress."""
+    prompt_tokens = sum(len(group[0].request.prompt) for group in _by_prompt(choices))
+    new_tokens = sum(choice.num_tokens for choice in choices)
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": new_tokens, "total_tokens": prompt_tokens + new_tokens}

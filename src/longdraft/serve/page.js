@@ -8,24 +8,24 @@ const make = (tag, properties = {}, ...children) => {
 const button = (textContent, onclick) => make("button", { type: "button", textContent, onclick });
 const number = (x, digits = 0) => x.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 const plural = (n, noun) => `${number(n)} ${noun}${n === 1 ? "" : "s"}`;
-const aboutTokens = (text) => Math.ceil(text.length / 4);
-const notice = (text) => { $("notice").textContent = text; };
+const estimateTokens = (text) => Math.ceil(text.length / 4);
+const showNotice = (text) => { $("notice").textContent = text; };
 const read = (name) => JSON.parse(sessionStorage.getItem(name));
 
-/* A turn: {system, question, documents: [{name, size, text}], answers: [answer, ...]}; the conversation goes on from its
-   last answer. An answer's state is "running", "done", "stopped" or "failed"; its rounds are the server's traces. */
+/* A turn: {system, question, documents: [{name, size, text}], answers: [answer, ...]}; its last answer counts as history.
+   An answer's state is "running", "done", "stopped" or "failed"; its rounds are the server's traces. */
 let turns = read("turns") ?? [];
 let model = null;        // as /v1/models describes it
 let documents = [];      // of the next turn
-let editing = null;      // turn whose question is in the box: sending replaces it and all that follows
-let running = null;      // AbortController of the answer that streams
+let editing = null;      // turn whose question is in the box: sending replaces it and all later turns
+let running = null;      // AbortController of the streaming answer
 const views = new Map(); // answer -> its element
 
 /* ---- The server ---- */
 
 const failure = (message, status = 0) => Object.assign(new Error(message), { status });
 
-async function call(path, options = {}) {
+async function fetchApi(path, options = {}) {
   const key = sessionStorage.getItem("key");
   const headers = { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
   const response = await fetch(path, { ...options, headers }).catch((error) => {
@@ -42,7 +42,7 @@ async function stream(answer, messages, signal) {
     model: model?.id, messages, temperature, seed, ...(max_tokens && { max_tokens }), ...(method && { method }),
     stream: true, stream_options: { include_usage: true, include_trace: true },
   });
-  const response = await call("v1/chat/completions", { method: "POST", body, signal });
+  const response = await fetchApi("v1/chat/completions", { method: "POST", body, signal });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   for (let rest = ""; ;) {
     const { value } = await reader.read().catch((error) => { if (signal.aborted) throw error; return {}; });
@@ -51,14 +51,14 @@ async function stream(answer, messages, signal) {
     rest = lines.pop();
     for (const line of lines) {
       if (line === "data: [DONE]") return;
-      if (line.startsWith("data:")) take(answer, JSON.parse(line.slice(5)));
+      if (line.startsWith("data:")) addChunk(answer, JSON.parse(line.slice(5)));
     }
-    showSoon(answer);
+    showAnswerSoon(answer);
   }
 }
 
 /* A chunk of the stream. */
-function take(answer, { error, trace, choices, usage }) {
+function addChunk(answer, { error, trace, choices, usage }) {
   if (error) throw failure(error.message);
   if (trace?.phase === "prefill") answer.read = trace;
   if (trace?.phase === "round") answer.rounds.push(trace);
@@ -70,25 +70,25 @@ function take(answer, { error, trace, choices, usage }) {
 
 async function loadModels() {
   try {
-    model = (await (await call("v1/models")).json()).data[0];
-    notice("");
+    model = (await (await fetchApi("v1/models")).json()).data[0];
+    showNotice("");
   } catch (error) {
-    notice(error.message);
+    showNotice(error.message);
     if (error.status === 401) askForKey();
   }
   const methods = model?.longdraft?.methods ?? [], wanted = read("settings")?.method;
   $("method").replaceChildren(...methods.map((name) => make("option", { value: name, textContent: name })));
   $("method").value = methods.includes(wanted) ? wanted : (methods[0] ?? "");
   $("model").textContent = [model?.id, model?.longdraft?.exact && "exact output"].filter(Boolean).join(" · ");
-  showRoom();
+  showContextUse();
 }
 
 /* ---- Asking ---- */
 
 function messagesOf(turn, before) {
   const user = (t) => ({ role: "user", content: [...t.documents.map((d) => d.text), t.question].join("\n\n") });
-  const said = (t) => t.answers.findLast((answer) => answer.text);
-  const earlier = before.filter(said).flatMap((t) => [user(t), { role: "assistant", content: said(t).text }]);
+  const answerOf = (t) => t.answers.findLast((answer) => answer.text);
+  const earlier = before.filter(answerOf).flatMap((t) => [user(t), { role: "assistant", content: answerOf(t).text }]);
   return [...(turn.system ? [{ role: "system", content: turn.system }] : []), ...earlier, user(turn)];
 }
 
@@ -96,13 +96,13 @@ async function answerTurn(turn, answer, ...further) {
   running = new AbortController();
   Object.assign(answer, { state: "running", began: Date.now(), read: null, error: "", finish: null });
   showAll();
-  const clock = setInterval(() => !answer.text && show(answer), 1000);
+  const clock = setInterval(() => !answer.text && showAnswer(answer), 1000);
   try {
     await stream(answer, [...messagesOf(turn, turns.slice(0, turns.indexOf(turn))), ...further], running.signal);
     answer.state = "done";
   } catch (error) {
     Object.assign(answer, { state: error.name === "AbortError" ? "stopped" : "failed", error: error.message });
-    if (error.status >= 400 && error.status < 500) refused(turn, error);
+    if (error.status >= 400 && error.status < 500) restoreToBox(turn, error);
   }
   clearInterval(clock);
   running = null;
@@ -110,19 +110,19 @@ async function answerTurn(turn, answer, ...further) {
   save();
 }
 
-/* What the server did not take is in the box again: too long, too busy, no key, a wrong setting. */
-function refused(turn, error) {
+/* Puts a message back into the box that the server refused: too long, too busy, no key, a wrong setting. */
+function restoreToBox(turn, error) {
   if (error.status === 401) askForKey();
   if (turn !== turns.at(-1) || turn.answers.some((answer) => answer.text)) return;
   turns.pop();
-  fill($("question").value || turn.question, [...turn.documents, ...documents]);
-  notice(error.message);
+  fillBox($("question").value || turn.question, [...turn.documents, ...documents]);
+  showNotice(error.message);
 }
 
-/* What is in the box, to be sent next. */
-function fill(question, files, turn = null) {
+/* Fills the box with a message to be edited and sent. */
+function fillBox(question, files, turn = null) {
   [$("question").value, documents, editing] = [question, [...files], turn];
-  notice(turn ? "Sending replaces this question and all that follows it; Esc leaves it as it is." : "");
+  showNotice(turn ? "Sending replaces this question and all that follows it; Esc leaves it as it is." : "");
   showDocuments();
   $("question").focus();
 }
@@ -131,39 +131,39 @@ function send() {
   const question = $("question").value.trim();
   if (running || !(question || documents.length)) return;
   const turn = { system: $("system").value.trim(), question, documents, answers: [] };
-  const kept = editing ? turns.slice(0, turns.indexOf(editing)) : turns;
-  if (!ask(turn, [...kept, turn])) return;
-  fill("", []);
+  const earlier = editing ? turns.slice(0, turns.indexOf(editing)) : turns;
+  if (!startAnswer(turn, [...earlier, turn])) return;
+  fillBox("", []);
   $("log").scrollTo(0, $("log").scrollHeight);
 }
 
-/* Has a turn of the conversation answered, once more perhaps, unless a setting is wrong. */
-function ask(turn, conversation = turns) {
-  const settings = running ? null : chosenSettings();
+/* Starts an answer to a turn, perhaps another one. Returns false if a setting is wrong. */
+function startAnswer(turn, conversation = turns) {
+  const settings = running ? null : readSettings();
   if (!settings) return false;
   turns = conversation;
   const answer = { ...settings, rounds: [], text: "", thought: "", usage: null };
-  turn.answers = [...turn.answers.filter((each) => each.state !== "failed"), answer];
+  turn.answers = [...turn.answers.filter((other) => other.state !== "failed"), answer];
   answerTurn(turn, answer);
   return true;
 }
 
 /* ---- The conversation ---- */
 
-const escaped = (text) => text.replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
-// Markup that a model writes stays text, and nothing is fetched.
-marked.use({ renderer: { html: ({ text }) => escaped(text), image: ({ href, text }) => escaped(text || href) } });
+const escapeHtml = (text) => text.replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
+// HTML that a model writes is shown as text, and images are not fetched.
+marked.use({ renderer: { html: ({ text }) => escapeHtml(text), image: ({ href, text }) => escapeHtml(text || href) } });
 
 function markdown(text) {
-  const made = make("div", { className: "text" }, DOMPurify.sanitize(marked.parse(text), { RETURN_DOM_FRAGMENT: true }));
-  for (const block of made.querySelectorAll("p, li, h1, h2, h3, h4, h5, h6, blockquote, td, th")) block.dir = "auto";
-  for (const link of made.querySelectorAll("a")) Object.assign(link, { target: "_blank", rel: "noopener noreferrer" });
-  for (const code of made.querySelectorAll("pre > code")) code.after(copyButton(code.textContent));
-  return made;
+  const element = make("div", { className: "text" }, DOMPurify.sanitize(marked.parse(text), { RETURN_DOM_FRAGMENT: true }));
+  for (const block of element.querySelectorAll("p, li, h1, h2, h3, h4, h5, h6, blockquote, td, th")) block.dir = "auto";
+  for (const link of element.querySelectorAll("a")) Object.assign(link, { target: "_blank", rel: "noopener noreferrer" });
+  for (const code of element.querySelectorAll("pre > code")) code.after(copyButton(code.textContent));
+  return element;
 }
 
-/* Browsers have a clipboard for pages of this machine and of https alone; elsewhere a selection is copied. */
-async function copied(text) {
+/* The clipboard API needs localhost or https; elsewhere a selection is copied. */
+async function copyText(text) {
   if (await navigator.clipboard?.writeText(text).then(() => true, () => false)) return true;
   const box = make("textarea", { value: text }), before = document.activeElement;
   document.body.append(box);
@@ -175,31 +175,31 @@ async function copied(text) {
 }
 
 function copyButton(text) {
-  const made = button("Copy", async () => {
-    const done = await copied(text);
-    made.textContent = done ? "Copied" : "Not allowed";
-    setTimeout(() => { made.textContent = "Copy"; }, 2000);
+  const element = button("Copy", async () => {
+    const done = await copyText(text);
+    element.textContent = done ? "Copied" : "Not allowed";
+    setTimeout(() => { element.textContent = "Copy"; }, 2000);
   });
-  return made;
+  return element;
 }
 
-/* A thought is folded. */
-function parts(answer) {
+/* The answer as Markdown, with its reasoning folded. */
+function answerElements(answer) {
   const fold = make("details", { open: answer.unfolded ?? false, ontoggle: () => { answer.unfolded = fold.open; } });
   fold.append(make("summary", { textContent: answer.text ? "Thought" : "Thinking …" }), markdown(answer.thought));
   return [answer.thought.trim() && fold, answer.text && markdown(answer.text)];
 }
 
-/* Tokens in the colour of who proposed them; a click shows what their round drafted. */
-function pieces(answer) {
+/* The tokens, coloured by who proposed them; a click shows the tree of their round. */
+function tokenElements(answer) {
   const shown = make("div", { className: "pieces", dir: "auto" }), tree = make("pre", { tabIndex: 0, hidden: true });
   for (const round of answer.rounds) {
     for (const [textContent, source] of round.pieces) {
-      const piece = make("span", { className: `piece ${source}`, textContent, title: described(round) });
+      const piece = make("span", { className: `piece ${source}`, textContent, title: roundTitle(round) });
       piece.onclick = () => {
         for (const old of shown.querySelectorAll(".chosen")) old.classList.remove("chosen");
         piece.classList.add("chosen");
-        Object.assign(tree, { hidden: false, textContent: [described(round), ...drawn(round.tree)].join("\n") });
+        Object.assign(tree, { hidden: false, textContent: [roundTitle(round), ...treeLines(round.tree)].join("\n") });
       };
       shown.append(piece);
     }
@@ -207,22 +207,22 @@ function pieces(answer) {
   return [shown, tree];
 }
 
-function described({ round, tree }) {
+function roundTitle({ round, tree }) {
   const drafted = (tree?.tokens.length ?? 1) - 1, accepted = (tree?.accepted.length ?? 1) - 1;
   if (!round) return "The first token: reading the prompt gave it.";
   return `Round ${number(round)}: ${drafted ? `${accepted} of ${plural(drafted, "drafted token")} accepted` : "nothing was drafted"}.`;
 }
 
-/* A tree as lines: ● accepted, ○ not; a branch is indented, the accepted path is not. */
-function drawn(tree, node = 0, depth = 0) {
+/* A tree as lines: ● accepted, ○ rejected; branches off the accepted path are indented. */
+function treeLines(tree, node = 0, depth = 0) {
   if (!tree) return [];
-  const kept = (i) => tree.accepted.includes(i), children = tree.parents.flatMap((parent, i) => (parent === node ? [i] : []));
-  const straight = children.find(kept) ?? children.at(-1);
-  const own = `${"  ".repeat(depth)}${kept(node) ? "●" : "○"} ${JSON.stringify(tree.tokens[node])} ${node ? tree.sources[node] : ""}`;
-  return [own, ...children.flatMap((i) => (i === straight ? [] : drawn(tree, i, depth + 1))), ...(straight ? drawn(tree, straight, depth) : [])];
+  const isAccepted = (i) => tree.accepted.includes(i), children = tree.parents.flatMap((parent, i) => (parent === node ? [i] : []));
+  const straight = children.find(isAccepted) ?? children.at(-1);
+  const line = `${"  ".repeat(depth)}${isAccepted(node) ? "●" : "○"} ${JSON.stringify(tree.tokens[node])} ${node ? tree.sources[node] : ""}`;
+  return [line, ...children.flatMap((i) => (i === straight ? [] : treeLines(tree, i, depth + 1))), ...(straight ? treeLines(tree, straight, depth) : [])];
 }
 
-function figures(answer, first) {
+function footer(answer, first) {
   const last = answer.rounds.findLast((round) => round.tokens_per_second), usage = answer.usage;
   const cached = usage?.prompt_tokens_details?.cached_tokens, other = answer !== first && answer.state !== "running";
   return [
@@ -234,40 +234,40 @@ function figures(answer, first) {
   ].filter(Boolean).join(" · ");
 }
 
-/* How far the prompt is read, from the first second on. */
-function reading({ read, began }) {
+/* Progress of the prefill. */
+function prefillProgress({ read, began }) {
   const text = `Reading the prompt: ${read ? `${number(read.read)} of ${plural(read.of, "token")}, ` : ""}${plural(Math.round((Date.now() - began) / 1000), "second")}`;
   return [text, make("progress", { ariaLabel: "Prompt read", ...(read && { max: read.of, value: read.read }) })];
 }
 
-function show(answer) {
-  const turn = turns.find((each) => each.answers.includes(answer)), view = views.get(answer);
+function showAnswer(answer) {
+  const turn = turns.find((t) => t.answers.includes(answer)), view = views.get(answer);
   if (!turn || !view) return;
   const below = $("log").scrollHeight - $("log").scrollTop - $("log").clientHeight;
   const busy = answer.state === "running", waits = busy && !answer.text && !answer.thought;
   const how = `${answer.method || "default method"} · ${answer.temperature ? `temperature ${answer.temperature}` : "greedy"}, seed ${answer.seed}`;
   const tools = busy ? [] : [
-    answer.text && copyButton(answer.text), button(answer.state === "failed" ? "Try again" : "Again", () => ask(turn)),
+    answer.text && copyButton(answer.text), button(answer.state === "failed" ? "Try again" : "Again", () => startAnswer(turn)),
     answer.finish === "length" && answer.text && button("Continue", () => running || answerTurn(turn, answer, { role: "assistant", content: answer.text })),
-    answer.rounds.length && button(answer.colours ? "As text" : "Who wrote it", () => { answer.colours = !answer.colours; show(answer); }),
+    answer.rounds.length && button(answer.colours ? "As text" : "Who wrote it", () => { answer.colours = !answer.colours; showAnswer(answer); }),
   ];
   view.ariaBusy = String(busy);
   view.replaceChildren(
-    make("small", { textContent: how }), ...(answer.colours ? pieces(answer) : parts(answer)).filter(Boolean),
-    make("div", { role: "status" }, ...(waits ? reading(answer) : [])),
+    make("small", { textContent: how }), ...(answer.colours ? tokenElements(answer) : answerElements(answer)).filter(Boolean),
+    make("div", { role: "status" }, ...(waits ? prefillProgress(answer) : [])),
     ...(answer.state === "failed" ? [make("p", { className: "failed", role: "alert", textContent: answer.error })] : []),
-    make("small", { className: "figures", textContent: figures(answer, turn.answers[0]) }), make("div", { className: "row" }, ...tools),
+    make("small", { className: "figures", textContent: footer(answer, turn.answers[0]) }), make("div", { className: "row" }, ...tools),
   );
   if (below < 120) $("log").scrollTo(0, $("log").scrollHeight);
 }
 
-/* Shows an answer that grows, with a tenth of the time at most. */
+/* Redraws a growing answer; drawing takes a tenth of the time at most. */
 let due = 0;
-function showSoon(answer) {
+function showAnswerSoon(answer) {
   due ||= setTimeout(() => {
     const began = performance.now();
-    show(answer);
-    due = setTimeout(() => { due = 0; if (answer.state === "running") showSoon(answer); }, 9 * (performance.now() - began));
+    showAnswer(answer);
+    due = setTimeout(() => { due = 0; if (answer.state === "running") showAnswerSoon(answer); }, 9 * (performance.now() - began));
   }, 16);
 }
 
@@ -277,21 +277,21 @@ function showAll() {
   views.clear();
   for (const turn of turns) {
     for (const answer of turn.answers) views.set(answer, make("article", { className: "answer" }));
-    const edit = button("Edit", () => running || fill(turn.question, turn.documents, turn));
+    const edit = button("Edit", () => running || fillBox(turn.question, turn.documents, turn));
     $("log").append(make("section", { className: "turn" },
       make("div", { className: "question" }, make("ul", { className: "row" }, ...turn.documents.map((d) => chip(d))),
         make("p", { textContent: turn.question, dir: "auto" }), make("div", { className: "row" }, edit)),
       make("div", { className: "answers" }, ...turn.answers.map((answer) => views.get(answer)))));
-    turn.answers.forEach(show);
+    turn.answers.forEach(showAnswer);
   }
   $("send").textContent = running ? "Stop" : "Send";
-  showRoom();
+  showContextUse();
 }
 
 /* ---- Documents ---- */
 
 function chip(file, remove) {
-  const textContent = `${file.name} · ${number(file.size / 1000, 1)} kB · about ${plural(aboutTokens(file.text), "token")} `;
+  const textContent = `${file.name} · ${number(file.size / 1000, 1)} kB · about ${plural(estimateTokens(file.text), "token")} `;
   return make("li", { textContent }, remove && Object.assign(button("✕", remove), { ariaLabel: `Remove ${file.name}` }));
 }
 
@@ -303,32 +303,32 @@ async function addFiles(files) {
     else if (text === null || text.includes("\0")) wrong.push(`${file.name} is not a text file in UTF-8.`);
     else documents.push({ name: file.name, size: file.size, text });
   }
-  notice(wrong.join(" "));
+  showNotice(wrong.join(" "));
   showDocuments();
   $("question").focus();
 }
 
 function showDocuments() {
-  const removed = (file) => () => { documents = documents.filter((other) => other !== file); showDocuments(); };
-  $("documents").replaceChildren(...documents.map((file) => chip(file, removed(file))));
-  showRoom();
+  const remover = (file) => () => { documents = documents.filter((other) => other !== file); showDocuments(); };
+  $("documents").replaceChildren(...documents.map((file) => chip(file, remover(file))));
+  showContextUse();
 }
 
-/* About how much of the model's context the next question takes. */
-function showRoom() {
+/* Estimates how much of the context the next question takes. */
+function showContextUse() {
   const context = model?.longdraft?.context, box = { system: $("system").value, question: $("question").value, documents };
   const before = editing ? turns.slice(0, turns.indexOf(editing)) : turns;
-  const tokens = messagesOf(box, before).reduce((sum, message) => sum + aboutTokens(message.content), 0);
+  const tokens = messagesOf(box, before).reduce((sum, message) => sum + estimateTokens(message.content), 0);
   $("room").textContent = context && tokens ? `about ${number(tokens)} of ${plural(context, "token")}` : "";
   $("room").classList.toggle("over", tokens > context);
 }
 
-/* ---- Settings, and what stays while the tab is open ---- */
+/* ---- Settings, and what is saved until the tab closes ---- */
 
 const FIELDS = ["method", "temperature", "seed", "max_tokens", "system"];
 
-/* What the next answer is asked with; null, and the wrong field shown, where one is wrong. */
-function chosenSettings() {
+/* The settings of the next answer. If one is wrong, shows its field and returns null. */
+function readSettings() {
   const numbers = ["temperature", "seed", "max_tokens"], wrong = numbers.map($).find((field) => !field.checkValidity());
   if (!wrong) return { method: $("method").value, ...Object.fromEntries(numbers.map((id) => [id, Number($(id).value)])) };
   $("settings").showModal();
@@ -341,18 +341,18 @@ function askForKey() {
   $("key").focus();
 }
 
-/* The conversation with what its rounds drafted; without that where it is too much for the browser. */
+/* Saves the conversation with its rounds, or without them if they exceed the browser's limit. */
 function save() {
-  for (const kept of [undefined, (name, value) => (name === "rounds" ? [] : value)]) {
+  for (const replacer of [undefined, (name, value) => (name === "rounds" ? [] : value)]) {
     try {
-      return sessionStorage.setItem("turns", JSON.stringify(turns, kept));
-    } catch { /* Full: once more with less. */ }
+      return sessionStorage.setItem("turns", JSON.stringify(turns, replacer));
+    } catch { /* Full: tries with less. */ }
   }
   sessionStorage.removeItem("turns");
-  return notice("This conversation is too long to be kept when the page is loaded again.");
+  return showNotice("This conversation is too long to be replacer when the page is loaded again.");
 }
 
-/* ---- The frame ---- */
+/* ---- Events ---- */
 
 $("composer").onsubmit = (event) => {
   event.preventDefault();
@@ -360,12 +360,12 @@ $("composer").onsubmit = (event) => {
   else send();
 };
 $("question").onkeydown = (event) => {
-  // An Enter that ends a composition (of an input method) sends nothing; Safari says so by 229 alone.
+  // An Enter that ends an input method's composition sends nothing; in Safari only keyCode 229 tells.
   if (event.key !== "Enter" || event.shiftKey || event.isComposing || event.keyCode === 229) return;
   event.preventDefault();
   send();
 };
-$("question").oninput = showRoom;
+$("question").oninput = showContextUse;
 $("files").onchange = () => addFiles([...$("files").files]).then(() => { $("files").value = ""; });
 $("new").onclick = () => {
   running?.abort();
@@ -383,7 +383,7 @@ for (const id of FIELDS) $(id).onchange = () => sessionStorage.setItem("settings
 document.onkeydown = (event) => {
   if (event.key !== "Escape" || $("settings").open) return;
   running?.abort();
-  if (editing) fill("", []);
+  if (editing) fillBox("", []);
 };
 document.ondragover = (event) => event.preventDefault();
 document.ondrop = (event) => {

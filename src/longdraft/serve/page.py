@@ -1,4 +1,4 @@
-"""The page at ``/``: one answer with all that it uses inside. ``vendored/`` has libraries of others, with licences."""
+"""The page at ``/``, sent as a single file. ``vendored/`` has its JavaScript libraries with their licences."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from importlib.resources import files
 
 
 def render_page() -> str:
-    """The page as HTML; scripts that it names by their files stand in it."""
+    """The page's HTML, with its script files inlined."""
     folder = files("longdraft.serve")
-    text = folder.joinpath("page.html").read_text(encoding="utf-8")
+    html = folder.joinpath("page.html").read_text(encoding="utf-8")
 
-    def inside(script: re.Match[str]) -> str:
+    def inline(script: re.Match[str]) -> str:
         return "<script>" + folder.joinpath(script[1]).read_text(encoding="utf-8")
 
-    return re.sub(r'<script src="([\w./]+)">', inside, text)
+    return re.sub(r'<script src="([\w./]+)">', inline, html)

@@ -1,6 +1,6 @@
-"""Logits processors for clients' options: penalties and log-probabilities.
+"""Logits processors for request options: penalties and log-probabilities.
 
-Each belongs to one request. longdraft calls it once for each emitted token, in order, with the text so far.
+Each belongs to one request. The engine calls it once for each emitted token, in order, with all token ids so far.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ProcessorFactories = Sequence[Callable[[], Processor]]
 
 @dataclass
 class Penalties:
-    """OpenAI's presence and frequency penalties, on the output's tokens and not the prompt's (``prompt_len`` tokens)."""
+    """OpenAI's presence and frequency penalties, which count output tokens only: those after ``prompt_len``."""
 
     prompt_len: int
     presence: float = 0.0
@@ -31,11 +31,11 @@ class Penalties:
 
 @dataclass
 class LogprobRecorder:
-    """Keeps log-probabilities of the model's own distribution; must come before all other processors.
+    """Records log-probabilities of the model's unmodified distribution. It must be the first processor.
 
     Attributes:
-        best: how many of the most probable tokens to keep at each position.
-        rows: the positions that have not been taken yet: the largest log-probabilities, their tokens, and all
+        num_logprobs: how many of the most probable tokens to record at each position.
+        pending: positions that :meth:`pop` has not returned yet: top log-probabilities, their token ids, and all
             (vocabulary,) log-probabilities.
     """
 
@@ -43,32 +43,32 @@ class LogprobRecorder:
     pending: deque[tuple[list[float], list[int], torch.Tensor]] = field(default_factory=deque)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self._keep(scores[0])
+        self._record(scores[0])
         return scores
 
-    def _keep(self, logits: torch.Tensor) -> None:
+    def _record(self, logits: torch.Tensor) -> None:
         logprobs = logits.float().log_softmax(-1)
-        largest = logprobs.topk(max(1, self.num_logprobs))
-        self.pending.append((largest.values.tolist(), largest.indices.tolist(), logprobs))
+        topk = logprobs.topk(max(1, self.num_logprobs))
+        self.pending.append((topk.values.tolist(), topk.indices.tolist(), logprobs))
 
     def pop(self, token: int) -> tuple[float, list[tuple[int, float]]]:
-        """The emitted token's log-probability at the next position, and the most probable tokens with theirs."""
-        values, tokens, logprobs = self.pending.popleft()
-        return float(logprobs[token]), list(zip(tokens, values, strict=True))[: self.num_logprobs]
+        """The emitted token's log-probability at the oldest pending position, and the top (id, log-probability)."""
+        topk_logprobs, topk_ids, logprobs = self.pending.popleft()
+        return float(logprobs[token]), list(zip(topk_ids, topk_logprobs, strict=True))[: self.num_logprobs]
 
 
 @dataclass
 class PromptLogprobRecorder(LogprobRecorder):
-    """Those of a prompt's own tokens too.
+    """Also records log-probabilities of the prompt's tokens.
 
     Attributes:
-        prompt_logprobs: for each token of the prompt but the first, what :meth:`pop` returns.
+        prompt_logprobs: what :meth:`pop` returns, for each token of the prompt but the first.
     """
 
     prompt: Sequence[int] = ()
     prompt_logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
 
     def prompt_logits(self, start: int, logits: torch.Tensor) -> None:
-        for row, token in zip(logits, self.prompt[start + 1 :], strict=False):
-            self._keep(row)
+        for token_logits, token in zip(logits, self.prompt[start + 1 :], strict=False):
+            self._record(token_logits)
             self.prompt_logprobs.append(self.pop(token))

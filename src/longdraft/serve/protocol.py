@@ -1,5 +1,7 @@
-"""Bodies of requests: the fields of OpenAI's API that are served. Others are refused if they would change the answer,
-and not looked at if not, as clients send ever more. An error says what is wrong."""
+"""Request bodies of OpenAI's API. Fields that are not served are refused if they would change the answer, else ignored.
+
+Ignoring matters as clients add fields all the time.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,16 @@ from pydantic_core import PydanticCustomError
 
 from longdraft.serve.errors import ApiError
 
-# Levels of objects and lists within one another; readers of schemas and templates go down one by one.
-_LEVELS = 96
-_HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
+# Limit of nested JSON: code that reads schemas, and templates, recurse.
+_MAX_DEPTH = 96
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class StrictModel(BaseModel):
-    """Refuses what changes an answer and is not served; a null counts as a missing field.
+    """Refuses fields in ``unserved``, and treats null as a missing field.
 
     Attributes:
-        unserved: names of such fields, each with the value that changes nothing; None: what is empty.
+        unserved: {name: value that changes nothing} of fields that would change the answer; None: any empty value.
     """
 
     model_config = ConfigDict(extra="ignore", strict=False)
@@ -35,38 +37,38 @@ class StrictModel(BaseModel):
     def _without_nulls(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        found = {name: x for name, x in data.items() if x is not None}
-        for name in sorted(found.keys() & cls.unserved.keys() - cls.model_fields.keys()):
-            value, neutral = found[name], cls.unserved[name]
+        fields = {name: x for name, x in data.items() if x is not None}
+        for name in sorted(fields.keys() & cls.unserved.keys() - cls.model_fields.keys()):
+            value, neutral = fields[name], cls.unserved[name]
             if value == {} or (value if neutral is None else value != neutral):
                 raise PydanticCustomError("unserved", "It is not served", {"name": name})
-        return found
+        return fields
 
 
-_TEXTS = Literal["text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal"]
+_TEXT_TYPES = Literal["text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal"]
 
 
 class ContentPart(StrictModel):
     """A part of a message; only text is served."""
 
-    type: _TEXTS
+    type: _TEXT_TYPES
     text: str = Field(validation_alias=pydantic.AliasChoices("text", "refusal"))
 
 
 def replace_non_text(result: Any) -> Any:
-    """A tool's result in which a text stands for what is none, such as an image: who calls cannot leave that out."""
+    """A tool's result with a note in place of images and the like, which the caller cannot avoid."""
 
-    def text_of(part: Any) -> Any:
-        if not isinstance(part, dict) or part.get("type") in get_args(_TEXTS):
+    def replace(part: Any) -> Any:
+        if not isinstance(part, dict) or part.get("type") in get_args(_TEXT_TYPES):
             return part
         kind = str(part.get("type")).removeprefix("input_").removesuffix("_url")
         return {"type": "text", "text": f"[The {kind} is not shown: this model reads text alone.]"}
 
-    return [text_of(part) for part in result] if isinstance(result, list) else result
+    return [replace(part) for part in result] if isinstance(result, list) else result
 
 
 class FunctionCall(StrictModel):
-    """``input``: that of a custom tool, in the place of arguments."""
+    """``input``: a custom tool has it instead of arguments."""
 
     name: str
     arguments: str | dict[str, Any] = "{}"
@@ -78,12 +80,12 @@ class ToolCall(StrictModel):
     function: FunctionCall = Field(validation_alias=pydantic.AliasChoices("function", "custom"))
 
     def for_template(self) -> dict[str, Any]:
-        """The call as chat templates take it: arguments are an object, which they write in JSON themselves."""
+        """The call for a chat template, which takes arguments as an object."""
         arguments: Any = self.function.arguments or "{}"
         if self.function.input is not None:
             arguments = {"input": self.function.input}
         elif isinstance(arguments, str):
-            with contextlib.suppress(ValueError):  # a model's mistake, which it may see
+            with contextlib.suppress(ValueError):  # invalid JSON by the model is passed as it is
                 arguments = json.loads(arguments)
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
@@ -98,15 +100,15 @@ class ChatMessage(StrictModel):
     tool_call_id: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
-    reasoning: Any = None  # the same, as other servers call it
+    reasoning: Any = None  # other servers' name of reasoning_content
 
     @pydantic.field_validator("content", mode="before")
     @classmethod
-    def _seen(cls, content: Any, others: pydantic.ValidationInfo) -> Any:
-        return replace_non_text(content) if others.data.get("role") == "tool" else content
+    def _tool_result(cls, content: Any, info: pydantic.ValidationInfo) -> Any:
+        return replace_non_text(content) if info.data.get("role") == "tool" else content
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates take it."""
+        """The message for a chat template."""
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": join_text(self.content or self.refusal or "")}
         if self.tool_calls:
@@ -115,9 +117,9 @@ class ChatMessage(StrictModel):
             message["tool_call_id"] = self.tool_call_id
         if self.name:
             message["name"] = self.name
-        thought = self.reasoning_content or self.reasoning
-        if isinstance(thought, str) and thought:
-            message["reasoning_content"] = thought
+        reasoning = self.reasoning_content or self.reasoning
+        if isinstance(reasoning, str) and reasoning:
+            message["reasoning_content"] = reasoning
         return message
 
 
@@ -134,39 +136,39 @@ def join_text(content: str | list[ContentPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def _stops(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _limit(value: int | None) -> int | None:
+def _check_max_tokens(value: int | None) -> int | None:
     if value is not None and value < 1 and value != -1:
-        raise ValueError("at least 1, or -1 for as many as there is room for")
+        raise ValueError("at least 1, or -1 for what the context leaves")
     return None if value == -1 else value
 
 
-# New tokens at most; None: as many as there is room for.
-MaxTokens = Annotated[int | None, AfterValidator(_limit)]
+# Limit of new tokens; None: what the context leaves.
+MaxTokens = Annotated[int | None, AfterValidator(_check_max_tokens)]
 
-
-# Fields of other endpoints and servers that change an answer.
-_NAMES = (
+# Fields of other endpoints and servers that would change the answer, ...
+_UNSERVED_NAMES = (
     "allowed_token_ids audio background bad_words chat_template conversation documents dry_multiplier dynatemp_range "
     "echo functions grammar guided_choice guided_grammar guided_json guided_regex include_stop_str_in_output input "
     "instructions json_schema logits_processors logprobs lora max_completion_tokens max_output_tokens max_tokens "
     "messages mirostat previous_response_id prompt prompt_logprobs response_format stop_token_ids "
     "structured_outputs suffix tools top_logprobs truncate_prompt_tokens use_beam_search xtc_probability"
 )
-_UNSERVED: dict[str, Any] = dict.fromkeys(_NAMES.split()) | {
+# ... and those that have a neutral value.
+_UNSERVED: dict[str, Any] = dict.fromkeys(_UNSERVED_NAMES.split()) | {
     "best_of": 1, "length_penalty": 1, "modalities": ["text"], "n_predict": -1, "skip_special_tokens": True, "tfs_z": 1,
     "top_n_sigma": -1, "typical_p": 1,
 }  # fmt: skip
 
 
 class GenerationRequest(StrictModel):
-    """The fields of all endpoints that answer with text.
+    """The fields of all endpoints that generate text.
 
     Attributes:
-        texts: the field that has the prompt.
+        prompt_field: the name of the field that has the prompt.
     """
 
     unserved = _UNSERVED
@@ -184,7 +186,7 @@ class GenerationRequest(StrictModel):
 
 
 class SampledRequest(GenerationRequest):
-    """The fields of chats and completions."""
+    """The fields of all endpoints of OpenAI's that generate text."""
 
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
     top_k: Annotated[int, Field(ge=-1)] = 0
@@ -194,7 +196,7 @@ class SampledRequest(GenerationRequest):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
-    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_stops), Field(max_length=16)] = Field(
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list), Field(max_length=16)] = Field(
         default_factory=list
     )
     n: Annotated[int, Field(ge=1, le=16)] = 1
@@ -208,9 +210,9 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ChatTemplateFields(StrictModel):
-    """Fields of what goes through the chat template.
+    """Fields that concern the chat template.
 
-    A last message of the assistant's is continued, unless the client asks for another turn, as those of vLLM may.
+    A last message of the assistant is continued, unless ``add_generation_prompt`` (vLLM's) asks for a new turn.
     """
 
     add_generation_prompt: bool | None = None
@@ -220,7 +222,7 @@ class ChatTemplateFields(StrictModel):
 
 
 class ChatCompletionRequest(SampledRequest, ChatTemplateFields):
-    """``/v1/chat/completions``."""
+    """The body of ``/v1/chat/completions``."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_tokens: MaxTokens = None
@@ -231,12 +233,12 @@ class ChatCompletionRequest(SampledRequest, ChatTemplateFields):
     tools: list[dict[str, Any]] = Field(default_factory=list)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
-    reasoning_format: Literal["auto", "deepseek", "none"] = "auto"  # llama.cpp's; none: thoughts are left in the text
+    reasoning_format: Literal["auto", "deepseek", "none"] = "auto"  # llama.cpp's; none leaves it in the text
     include_reasoning: bool = True  # vLLM's
 
 
 class CompletionRequest(SampledRequest):
-    """``/v1/completions``."""
+    """The body of ``/v1/completions``."""
 
     prompt_field = "prompt"
 
@@ -248,7 +250,7 @@ class CompletionRequest(SampledRequest):
 
 
 class TokenizeRequest(ChatTemplateFields):
-    """``/tokenize``: a text, or a chat with the model's template."""
+    """The body of ``/tokenize``: a text, or a chat."""
 
     model: str = ""
     prompt: str | None = None
@@ -257,67 +259,56 @@ class TokenizeRequest(ChatTemplateFields):
     add_special_tokens: bool = True
 
 
-# --- reading ---
+# --- parsing ---
 
 T = TypeVar("T", bound=StrictModel)
 
 
 def parse_body(model: type[T], body: bytes, content_type: str) -> T:
-    """The body of a request as an object of the class.
-
-    Raises:
-        ApiError: it is none.
-    """
+    """Parses a request body. Raises ApiError if it is not JSON, or not a valid ``model``."""
     if "json" not in content_type:
         raise ApiError(415, f"The body is JSON: say so with the header Content-Type: application/json, not with "
                        f"{content_type or 'none'!r}.", param="Content-Type")  # fmt: skip
     try:
         text = body.decode()
-        found = json.loads(text, parse_constant=_finite, parse_float=_finite)
-        if _HALF_CHARACTER.search(text):
-            json.dumps(found, ensure_ascii=False).encode()
+        values = json.loads(text, parse_constant=_finite, parse_float=_finite)
+        if _SURROGATE.search(text):  # fails if half of a surrogate pair is missing
+            json.dumps(values, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"The body is no JSON text in UTF-8: {error}.") from None
-    if _deep(found):
-        raise ApiError(400, f"The body has more than {_LEVELS} levels of objects and lists within one another.")
-    return validate(model, found)
+    if _is_too_deep(values):
+        raise ApiError(400, f"The body has more than {_MAX_DEPTH} levels of nested objects and lists.")
+    return validate(model, values)
 
 
 def validate(model: type[T], values: Any) -> T:
-    """JSON's values as an object of the class.
-
-    Raises:
-        ApiError: they are none.
-    """
+    """A ``model`` from JSON values. Raises ApiError, which names the field, if they are not valid."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        # The deepest one is what is wrong with the kind of value that was meant, where a field takes several kinds.
-        first = max(error.errors(), key=lambda each: len(each["loc"]))
-        named = [first["ctx"]["name"]] if first["type"] == "unserved" else []
-        field = ".".join(str(x) for x in (*first["loc"], *named) if str(x) != "str" and "[" not in str(x))
-        problem = "is not served" if named else f"cannot be used: {first['msg']}"
-        if first["type"] == "literal_error":
-            problem += f", not {str(first['input'])[:60]!r}"
+        # A union has an error for each type. The deepest one belongs to the type that was meant.
+        deepest = max(error.errors(), key=lambda e: len(e["loc"]))
+        unserved = [deepest["ctx"]["name"]] if deepest["type"] == "unserved" else []
+        # Leaves out the union's types, which pydantic adds to the path.
+        field = ".".join(str(x) for x in (*deepest["loc"], *unserved) if str(x) != "str" and "[" not in str(x))
+        problem = "is not served" if unserved else f"cannot be used: {deepest['msg']}"
+        if deepest["type"] == "literal_error":
+            problem += f", not {str(deepest['input'])[:60]!r}"
         raise ApiError(400, f"{field or 'The body'} {problem}.", param=field or None) from None
 
 
 def _finite(number: str) -> float:
     value = float(number)
     if not isfinite(value):
-        raise ValueError(f"{number} is no finite number")
+        raise ValueError(f"{number} is not finite")
     return value
 
 
-def _deep(value: Any) -> bool:
+def _is_too_deep(value: Any) -> bool:
     level = [value]
-    for _ in range(_LEVELS):
-        level = [
-            inner
-            for each in level
-            if isinstance(each, dict | list)
-            for inner in (each.values() if isinstance(each, dict) else each)
-        ]
+    for _ in range(_MAX_DEPTH):
+        containers = [x for x in level if isinstance(x, dict | list)]
+        level = [inner for x in containers for inner in (x.values() if isinstance(x, dict) else x)]
         if not level:
             return False
     return True

@@ -1,7 +1,7 @@
-"""The server on Ray: Ray Serve starts replicas of the application, watches, scales, drains and replaces them.
+"""The server on Ray: Ray Serve starts, monitors, scales, drains and replaces replicas of the application.
 
-Its proxy takes the requests. One with a header ``x-session-id`` goes to the replica that had the session's last one,
-which has read its text already. Ray is imported only when a function here needs it.
+Its proxy takes the requests. Those with a header ``x-session-id`` go to the replica that served the session before,
+which has its prefix cached. Ray is imported only when a function here needs it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
 
 def connect() -> Any:
-    """The module ``ray``, connected to the cluster that ``RAY_ADDRESS`` names or that this machine belongs to; if there
-    is none, to one that lives as long as this process.
+    """Connects to the cluster of ``RAY_ADDRESS`` or of this machine, else starts one for this process. Returns ``ray``.
 
     Raises:
         CapabilityError: Ray is not installed, or the cluster does not answer.
@@ -45,74 +44,74 @@ def connect() -> Any:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:
             ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-        except Exception as error:  # Ray's own are of no class
+        except Exception as error:  # Ray's exceptions have no common class
             raise CapabilityError(f"Ray does not start, or its cluster does not answer: {error}.") from error
     return ray
 
 
 def check_resources(ray: Any, num_processes: int, cpus: float, gpus: float) -> None:
-    """Refuses processes that would wait for ever. A cluster may grow, so Ray itself reports what that lacks.
+    """Refuses processes that would wait for resources for ever. A cluster is not checked, as it may grow.
 
     Raises:
-        CapabilityError: this machine has too few processors.
+        CapabilityError: this machine has too few CPUs or GPUs.
     """
     if os.environ.get("RAY_ADDRESS"):
         return
-    has = ray.cluster_resources()
-    for kind, each in (("CPU", cpus), ("GPU", gpus)):
-        if has.get(kind, 0) < num_processes * each:
+    available = ray.cluster_resources()
+    for kind, count in (("CPU", cpus), ("GPU", gpus)):
+        if available.get(kind, 0) < num_processes * count:
             raise CapabilityError(
-                f"{num_processes} processes with {each:g} {kind} each need {num_processes * each:g}, and Ray has "
-                f"{has.get(kind, 0):g}: ask for fewer, or set RAY_ADDRESS to a cluster."
+                f"{num_processes} processes with {count:g} {kind} each need {num_processes * count:g}, and Ray has "
+                f"{available.get(kind, 0):g}: ask for fewer, or set RAY_ADDRESS to a cluster."
             )
 
 
 def error_line(message: str) -> str:
-    """The last line of Ray's messages that names an error, else the last line."""
+    """The last line of Ray's message that names an error, else the last line."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
-    named = [line for line in lines if "Error" in line.split(":")[0] and ":" in line]
-    return (named or lines or ["unknown"])[-1]
+    errors = [line for line in lines if "Error" in line.split(":")[0] and ":" in line]
+    return (errors or lines or ["unknown"])[-1]
 
 
 def deployment_options(
     settings: ServerSettings, replicas: int, cpus: int, gpus: int, config_file: Path | None, drain_timeout: float
 ) -> dict[str, Any]:
-    """Options of Ray's deployment.
+    """Options of Ray Serve's deployment.
 
     Args:
-        replicas: how many, unless the file says, or has an ``autoscaling_config``.
-        cpus, gpus: of each replica. config: a YAML or JSON file with further options, which override the others.
-        drain: seconds that a replica may take to end.
+        replicas: their number, unless the file has ``num_replicas`` or ``autoscaling_config``.
+        cpus, gpus: of each replica. config_file: YAML or JSON with further options, which override the others.
+        drain_timeout: seconds in which a replica must end.
 
     Raises:
         RequestError: the file cannot be read.
     """
-    more: Any = {}
+    file_options: Any = {}
     if config_file is not None:
         import yaml
 
         with file_errors(config_file, f"--ray-config {config_file} cannot be read", kind=RequestError):
-            more = yaml.safe_load(require_regular(config_file).read_text(encoding="utf-8"))
-        if not isinstance(more, dict):
+            file_options = yaml.safe_load(require_regular(config_file).read_text(encoding="utf-8"))
+        if not isinstance(file_options, dict):
             raise RequestError(f"--ray-config {config_file} holds no options: name: value, of Ray Serve's deployment.")
     options = {
         "ray_actor_options": {"num_cpus": cpus, "num_gpus": gpus},
-        "max_ongoing_requests": settings.slots + settings.queue + 16,  # its own queue refuses more, with 429
+        "max_ongoing_requests": settings.slots + settings.queue + 16,  # not reached: full replicas answer 429
         "graceful_shutdown_timeout_s": drain_timeout,
         "health_check_period_s": 5,
-        "max_constructor_retry_count": 1,  # one that cannot start will not start the next time either
+        "max_constructor_retry_count": 1,  # a failure to start would only be repeated
         "request_router_config": {"request_router_class": _ROUTER},
     }
-    return {**options, **({} if "autoscaling_config" in more else {"num_replicas": replicas}), **more}
+    return {**options, **({} if "autoscaling_config" in file_options else {"num_replicas": replicas}), **file_options}
 
 
 class Replica:
-    """Ray's deployment: a service and its application. ``make_service`` makes the service with settings of its own."""
+    """Ray Serve's deployment class: a service and its application."""
 
     def __init__(self, make_service: Callable[[ServerSettings], Service], settings: ServerSettings) -> None:
         from ray import serve
 
-        if settings.snapshots is not None:  # no other replica has this folder
+        if settings.snapshots is not None:  # a folder of its own
             rank = serve.get_replica_context().rank.rank
             settings = replace(settings, snapshots=settings.snapshots / str(rank))
         self._service = make_service(settings)
@@ -132,17 +131,13 @@ class Replica:
 
 
 def serve(
-    make_service: Callable[[ServerSettings], Service],
-    settings: ServerSettings,
-    options: dict[str, Any],
-    host: str,
-    port: int,
-    on_listening: Callable[[int], None],
-) -> None:
-    """Serves until SIGINT or SIGTERM. Then ongoing requests are answered; a second signal ends all.
+    make_service: Callable[[ServerSettings], Service], settings: ServerSettings, options: dict[str, Any], host: str,
+    port: int, on_listening: Callable[[int], None],
+) -> None:  # fmt: skip
+    """Serves until SIGINT or SIGTERM. Running requests are then answered; a second signal ends all.
 
     Args:
-        make_service: makes the service of a replica. options: Ray's (:func:`deployment_options`).
+        make_service: makes a replica's service, in the replica. options: see :func:`deployment_options`.
         on_listening: called with the port once all replicas are ready.
 
     Raises:
@@ -151,11 +146,11 @@ def serve(
     ray = connect()
     from ray import serve as ray_serve
 
-    ended = threading.Event()
-    for sig in (signal.SIGINT, signal.SIGTERM):  # Ray has its own handler of the second one
-        signal.signal(sig, lambda *_: ended.set())
-    port = port or _free(host)
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # what it starts is said here
+    signalled = threading.Event()
+    for sig in (signal.SIGINT, signal.SIGTERM):  # replaces Ray's handler of SIGTERM
+        signal.signal(sig, lambda *_: signalled.set())
+    port = port or _free_port(host)
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # the command reports the start itself
     try:
         replica = ray_serve.deployment(ray_serve.ingress()(Replica), name="replica", **options)
         try:
@@ -163,25 +158,26 @@ def serve(
             ray_serve.run(replica.bind(make_service, settings), name=APP_NAME, route_prefix="/")
         except (RuntimeError, ValueError, TimeoutError) as error:
             status = ray_serve.status().applications.get(APP_NAME)
-            said = [each.message for each in status.deployments.values() if each.message] if status else []
-            problem = error_line("\n".join(said) or str(error))
+            messages = [d.message for d in status.deployments.values() if d.message] if status else []
+            problem = error_line("\n".join(messages) or str(error))
             raise CapabilityError(f"The replicas do not start: {problem}") from error
         on_listening(port)
-        ended.wait()
-        ended.clear()
+        signalled.wait()
+        signalled.clear()
     finally:
-        with contextlib.suppress(Exception):  # why it ends is more than why Ray does not
+        with contextlib.suppress(Exception):  # must not hide the error that led here
             ray_serve.delete(APP_NAME, _blocking=False)
-            until = time.monotonic() + options["graceful_shutdown_timeout_s"]
-            while APP_NAME in ray_serve.status().applications and time.monotonic() < until and not ended.wait(0.2):
-                pass  # the last answers are given
-            if not ray_serve.status().applications:  # nobody else's
+            deadline = time.monotonic() + options["graceful_shutdown_timeout_s"]
+            while APP_NAME in ray_serve.status().applications:  # the last requests are answered
+                if time.monotonic() >= deadline or signalled.wait(0.2):
+                    break
+            if not ray_serve.status().applications:  # the cluster serves no other application
                 ray_serve.shutdown()
         ray.shutdown()
 
 
-def _free(host: str) -> int:
-    """A port that nothing listens at."""
+def _free_port(host: str) -> int:
+    """A port that is not in use."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]

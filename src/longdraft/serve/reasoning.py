@@ -1,4 +1,4 @@
-"""Separates what a model thinks, in ``<think>`` tags, from what it says."""
+"""Separates reasoning, in ``<think>`` tags, from the answer."""
 
 from __future__ import annotations
 
@@ -11,43 +11,44 @@ _END = regex.compile(rf"\n*{THINK_END}")
 
 
 class ReasoningParser:
-    """Tells the thoughts of an answer from what it says, as its text comes.
+    """Separates reasoning from the answer while text streams.
 
     Args:
-        inside: the prompt ends within the tags.
+        in_reasoning: the prompt ends inside ``<think>``.
     """
 
     def __init__(self, in_reasoning: bool = False) -> None:
         self._pending = ""
-        self._state: Literal["first", "opened", "thought", "closed", "said"] = "opened" if in_reasoning else "first"
+        # "opened", "closed": skips line breaks after a tag.
+        self._state: Literal["start", "opened", "reasoning", "closed", "answer"] = "opened" if in_reasoning else "start"
 
     @property
     def in_reasoning(self) -> bool:
-        return self._state in ("opened", "thought")
+        return self._state in ("opened", "reasoning")
 
     def push(self, text: str, last: bool = False) -> tuple[str, str]:
-        """The next piece of text: what is thought, and what is said. Line ends beside the tags are left out."""
+        """Splits new text into reasoning and answer. Line breaks next to the tags are dropped."""
         self._pending += text
-        thought = said = ""
-        if self._state == "first":  # the text begins with the tag, or never has it
-            begun = self._pending.lstrip()
-            if begun.startswith(THINK_START):
-                self._pending, self._state = begun[len(THINK_START) :], "opened"
-            elif last or not THINK_START.startswith(begun):
-                self._state = "said"
+        reasoning = answer = ""
+        if self._state == "start":  # only a tag at the very start opens reasoning
+            stripped = self._pending.lstrip()
+            if stripped.startswith(THINK_START):
+                self._pending, self._state = stripped[len(THINK_START) :], "opened"
+            elif last or not THINK_START.startswith(stripped):
+                self._state = "answer"
         if self._state == "opened":
             self._pending = self._pending.lstrip("\n")
-            self._state = "thought" if self._pending else "opened"
-        if self._state == "thought":
+            self._state = "reasoning" if self._pending else "opened"
+        if self._state == "reasoning":
             end = _END.search(self._pending, partial=True)
-            thought = self._pending[: end.start()]
+            reasoning = self._pending[: end.start()]
             self._pending = self._pending[end.start() if end.partial else end.end() :]
             if last and end.partial:
-                thought, self._pending = thought + self._pending.rstrip("\n"), ""
-            self._state = "thought" if end.partial else "closed"
+                reasoning, self._pending = reasoning + self._pending.rstrip("\n"), ""
+            self._state = "reasoning" if end.partial else "closed"
         if self._state == "closed":
             self._pending = self._pending.lstrip("\n")
-            self._state = "said" if self._pending else "closed"
-        if self._state == "said":
-            said, self._pending = self._pending, ""
-        return thought, said
+            self._state = "answer" if self._pending else "closed"
+        if self._state == "answer":
+            answer, self._pending = self._pending, ""
+        return reasoning, answer

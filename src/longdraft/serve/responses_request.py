@@ -1,4 +1,4 @@
-"""The body of ``/v1/responses``, and what it is as a chat."""
+"""The body of ``/v1/responses``, and its conversion to a chat completion request."""
 
 from __future__ import annotations
 
@@ -7,22 +7,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
+from longdraft.serve import protocol
 from longdraft.serve.errors import ApiError
-from longdraft.serve.protocol import (
-    ChatCompletionRequest,
-    ContentPart,
-    Effort,
-    MaxTokens,
-    SampledRequest,
-    StrictModel,
-    join_text,
-    replace_non_text,
-)
+from longdraft.serve.protocol import ChatCompletionRequest, ContentPart, Effort, MaxTokens, SampledRequest, StrictModel
 from longdraft.serve.tool_types import SHELL_PARAMETERS, is_unserved_item
 
 
 class ResponseItem(StrictModel):
-    """An item of ``/v1/responses``: a message, or what an earlier response had in its output."""
+    """An input item of ``/v1/responses``: a message, or an output item of an earlier response."""
 
     type: Literal[
         "message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output",
@@ -31,12 +23,12 @@ class ResponseItem(StrictModel):
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    # An output of OpenAI's local shell has an id, and so has a reference.
+    # Outputs of OpenAI's local shell, and references, have an id instead.
     call_id: str | None = Field(default=None, validation_alias=AliasChoices("call_id", "id"))
     arguments: str | dict[str, Any] = "{}"
     input: str = ""
     action: dict[str, Any] = Field(default_factory=dict)
-    output: Annotated[str | list[ContentPart], BeforeValidator(replace_non_text)] = ""
+    output: Annotated[str | list[ContentPart], BeforeValidator(protocol.replace_non_text)] = ""
     summary: list[ContentPart] | None = None
 
     @model_validator(mode="after")
@@ -49,11 +41,11 @@ class ResponseItem(StrictModel):
         return self
 
     def add_to(self, messages: list[dict[str, Any]]) -> None:
-        """Adds the item to a chat's messages: what the assistant thought, said and called in a row is one."""
+        """Adds the item to a chat's messages. Consecutive items of the assistant become one message."""
         if self.type.endswith("_output"):
-            messages.append({"role": "tool", "tool_call_id": self.call_id, "content": join_text(self.output)})
+            messages.append({"role": "tool", "tool_call_id": self.call_id, "content": protocol.join_text(self.output)})
             return
-        text = join_text(self.content or self.summary or "")
+        text = protocol.join_text(self.content or self.summary or "")
         if self.type == "reasoning" and not text:
             return
         role = self.role or "assistant"
@@ -65,12 +57,9 @@ class ResponseItem(StrictModel):
             if self.type == "custom_tool_call":
                 call = {"name": self.name, "input": self.input}
             elif self.type == "local_shell_call":
-                known = {
-                    name: x
-                    for name, x in self.action.items()
-                    if name in SHELL_PARAMETERS["properties"] and x is not None
-                }
-                call = {"name": "local_shell", "arguments": known}
+                fields = SHELL_PARAMETERS["properties"]
+                arguments = {name: x for name, x in self.action.items() if name in fields and x is not None}
+                call = {"name": "local_shell", "arguments": arguments}
             message.setdefault("tool_calls", []).append({"id": self.call_id, "function": call})
         else:
             key = "content" if self.type == "message" else "reasoning_content"
@@ -78,35 +67,33 @@ class ResponseItem(StrictModel):
 
 
 class ResponseStore:
-    """The outputs of recent responses by id, for clients that refer to them instead of sending them again.
-
-    The oldest are forgotten first, and all of them with the server.
+    """Output items of recent responses, in memory, for clients that refer to them by id instead of sending them again.
 
     Args:
-        most: items that are kept.
+        max_items: limit; the oldest items are dropped first.
     """
 
     def __init__(self, max_items: int = 4096) -> None:
-        self._most, self._items = max_items, dict[tuple[str | None, str], dict[str, Any]]()
+        self._max_items, self._items = max_items, dict[tuple[str | None, str], dict[str, Any]]()
 
     def put(self, tenant: str | None, items: Sequence[dict[str, Any]]) -> None:
         self._items |= {(tenant, item["id"]): item for item in items}
-        for oldest in list(self._items)[: -self._most]:
+        for oldest in list(self._items)[: -self._max_items]:
             del self._items[oldest]
 
     def resolve(self, tenant: str | None, item: ResponseItem) -> ResponseItem:
-        """The item, or the one that it refers to. Raises ApiError if that is not there."""
+        """Returns the item, or the one that it refers to. Raises ApiError if that is not stored."""
         if item.type != "item_reference":
             return item
-        kept = self._items.get((tenant, str(item.call_id)))
-        if kept is None:
-            message = f"Item {item.call_id!r} is not here any more: send it whole, as clients do with store: false."
+        stored = self._items.get((tenant, str(item.call_id)))
+        if stored is None:
+            message = f"Item {item.call_id!r} is not stored any more: send it in full, as clients do with store: false."
             raise ApiError(404, message, param="input", code="item_not_found")
-        return ResponseItem.model_validate({**kept, "call_id": kept.get("call_id", kept["id"])})
+        return ResponseItem.model_validate({**stored, "call_id": stored.get("call_id", stored["id"])})
 
 
 class TextFormat(StrictModel):
-    """The ``response_format`` of ``/v1/responses``, under the name that it has there."""
+    """The ``text.format`` of ``/v1/responses``, which is the ``response_format`` of chats."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
@@ -124,21 +111,21 @@ class Reasoning(StrictModel):
     effort: Effort | None = None
 
 
-class _ChatOfResponse(ChatCompletionRequest):
+class _ConvertedRequest(ChatCompletionRequest):
     prompt_field = "input"
 
 
-def _readable(items: Any) -> Any:
-    """Items without what OpenAI's own tools left behind, which no model here reads; the log says so."""
+def _without_unserved(items: Any) -> Any:
+    """Drops items that come from OpenAI's own tools. Logs a warning."""
     if not isinstance(items, list):
         return items
     return [item for item in items if not (isinstance(item, dict) and is_unserved_item(item.get("type")))]
 
 
 class ResponsesRequest(SampledRequest):
-    """``/v1/responses``: text and calls of functions."""
+    """The body of ``/v1/responses``."""
 
-    input: Annotated[str | Annotated[list[ResponseItem], Field(min_length=1)], BeforeValidator(_readable)]
+    input: Annotated[str | Annotated[list[ResponseItem], Field(min_length=1)], BeforeValidator(_without_unserved)]
     n: Annotated[int, Field(ge=1, le=1)] = 1
     instructions: str | None = None
     store: bool = True
@@ -151,15 +138,16 @@ class ResponsesRequest(SampledRequest):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     def as_chat(self, resolve: Callable[[ResponseItem], ResponseItem] = lambda item: item) -> ChatCompletionRequest:
-        """The same request as a chat; ``resolve`` returns an item, or the one that it refers to."""
+        """The same request for ``/v1/chat/completions``. ``resolve``: see :meth:`ResponseStore.resolve`."""
         messages: list[dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
         for item in [ResponseItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input:
             resolve(item).add_to(messages)
-        same = (*SampledRequest.model_fields, "tool_choice", "parallel_tool_calls", "chat_template_kwargs")
-        return _ChatOfResponse.model_validate({
-            **{name: getattr(self, name) for name in same}, "messages": messages, "max_tokens": self.max_output_tokens,
+        shared_fields = (*SampledRequest.model_fields, "tool_choice", "parallel_tool_calls", "chat_template_kwargs")
+        return _ConvertedRequest.model_validate({
+            **{name: getattr(self, name) for name in shared_fields},
+            "messages": messages, "max_tokens": self.max_output_tokens,
             "tools": [{"type": (kind := str(tool.get("type"))), kind: {k: v for k, v in tool.items() if k != "type"}}
                       for tool in self.tools],
             "reasoning_effort": self.reasoning.effort, "response_format": self.text.format.as_response_format(),

@@ -1,4 +1,4 @@
-"""The server behind the endpoints: its model and methods, and the engine requests that clients' requests become."""
+"""The server behind the endpoints: the model, its methods and engine thread, and the making of engine requests."""
 
 from __future__ import annotations
 
@@ -38,36 +38,32 @@ from longdraft.speculator import Speculator
 
 
 class Service:
-    """A model with the engine thread that decodes all requests for it.
+    """A model with the engine thread that decodes all its requests.
 
     Args:
-        speculator: makes the speculator of a method.
-        tokenizer: the model's.
+        new_speculator: makes the speculator of a method.
 
     Attributes:
-        executor: does what takes long beside the event loop. recent: outputs that clients may refer to.
+        executor: runs long work off the event loop. response_store: output items that clients may refer to.
     """
 
     def __init__(
-        self,
-        settings: ServerSettings,
-        new_speculator: Callable[[str], Speculator],
-        tokenizer: PreTrainedTokenizerBase,
+        self, settings: ServerSettings, new_speculator: Callable[[str], Speculator], tokenizer: PreTrainedTokenizerBase
     ) -> None:
         self.settings, self.tokenizer = settings, tokenizer
         self._new_speculator = new_speculator
         self._speculators: dict[str, Speculator] = {}
-        self._disk: DiskPromptCache | None = None
+        self._disk_cache: DiskPromptCache | None = None
         self.executor = RequestExecutor(settings.queue + settings.slots, settings.prepare_timeout)
-        # What is idle writes a prompt to disk, if the server keeps them.
-        self.worker = Worker(
-            self.new_session, settings.slots, settings.queue, lambda: self._disk is not None and self._disk.save_next()
-        )
+        self.worker = Worker(self.new_session, settings.slots, settings.queue, self._save_snapshot)
         self.metrics = Metrics(settings.name, lambda: self.worker.load)
         self._random, self._created = random.SystemRandom(), int(time.time())
         self.response_store = ResponseStore()
 
     # --- the engine thread ---
+
+    def _save_snapshot(self) -> bool:
+        return self._disk_cache is not None and self._disk_cache.save_next()
 
     def speculator(self, method: str) -> Speculator:
         if method not in self._speculators:
@@ -75,22 +71,22 @@ class Service:
         return self._speculators[method]
 
     def new_session(self, method: str) -> Session:
-        """A session with a new prompt cache: after a failure, the rows of the old one may be the cause."""
+        """A session with a new prompt cache: if the old session failed, its KV may be the cause."""
         spec, settings = self.speculator(method), self.settings
-        layers, tree = spec.feature_layers(), settings.prefix_cache_bytes
+        layers, tree_bytes = spec.feature_layers(), settings.prefix_cache_bytes
         if method != settings.methods[0]:
             cache = PromptCache(layers)
         elif settings.snapshots is None:
-            cache = PromptCache(layers, tree)
+            cache = PromptCache(layers, tree_bytes)
         else:
-            cache = self._disk = DiskPromptCache(
+            cache = self._disk_cache = DiskPromptCache(
                 settings.snapshots, spec.runner().fingerprint, settings.snapshot_bytes,
-                feature_layers=layers, tree_bytes=tree,
+                feature_layers=layers, tree_bytes=tree_bytes,
             )  # fmt: skip
-        spec.planner()  # measures what verifications cost before anybody waits for an answer
+        spec.planner()  # measures the cost of verifications now, not during the first request
         return spec.session(settings.slots, context=settings.context, cache=cache, piece=settings.prefill_chunk)
 
-    # --- from requests to answers ---
+    # --- requests ---
 
     def decode(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
@@ -101,7 +97,7 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def token_to_piece(self, token: int) -> tuple[str, bytes]:
-        """A token's text and its bytes; the text of a part of a character is written as OpenAI does."""
+        """A token's text and bytes. Part of a UTF-8 character has OpenAI's notation, such as ``bytes:\\xe2\\x80``."""
         text = str(self.tokenizer.decode([token]))
         if REPLACEMENT_CHARACTER not in text:
             return text, text.encode()
@@ -109,26 +105,17 @@ class Service:
         return PARTIAL_CHAR_PREFIX + "".join(f"\\x{byte:02x}" for byte in content), content
 
     def make_choices(
-        self,
-        prompt: list[int],
-        body: protocol.SampledRequest,
-        max_tokens: int | None,
-        tenant: str | None,
-        num_logprobs: int | None = None,
-        constraint_factory: Callable[[], Processor] | None = None,
-        stop_token_ids: Sequence[int] = (),
-        echo: str | None = None,
-    ) -> list[Choice]:
-        """The answers that a request asks for, to be submitted.
+        self, prompt: list[int], body: protocol.SampledRequest, max_tokens: int | None, tenant: str | None,
+        num_logprobs: int | None = None, constraint_factory: Callable[[], Processor] | None = None,
+        stop_token_ids: Sequence[int] = (), echo: str | None = None,
+    ) -> list[Choice]:  # fmt: skip
+        """The ``n`` choices of a request, to be submitted. Raises ApiError if a value cannot be used.
 
         Args:
             num_logprobs: how many of the most probable tokens to report; None: no log-probabilities.
-            constraint: makes the processor that binds the text to a grammar.
-            ends: tokens that end the text besides the model's own.
-            echo: the prompt as text, which the answer begins with; None: it does not.
-
-        Raises:
-            ApiError: a value that cannot be used.
+            constraint_factory: makes the logits processor of a grammar.
+            stop_token_ids: further tokens that end the answer, besides the model's own.
+            echo: the prompt as text, to put before the answer; None: no echo.
         """
         settings = self.settings
         method = settings.methods[0] if body.method is None else body.method
@@ -136,27 +123,27 @@ class Service:
             message = f"This server decodes with {', '.join(settings.methods)}, not {method!r}."
             raise ApiError(400, message, param="method")
         runner = self.speculator(settings.methods[0]).runner()
-        longest = min(settings.context, runner.max_context_length(len(prompt)))
-        room = longest - len(prompt)
-        if room < 1:
-            raise ContextOverflow(len(prompt), max_tokens or 1, longest, body.prompt_field)
-        vocabulary = len(self.tokenizer)
-        if wrong := [token for token in body.logit_bias if not 0 <= token < vocabulary]:
+        max_model_len = min(settings.context, runner.max_context_length(len(prompt)))
+        tokens_left = max_model_len - len(prompt)
+        if tokens_left < 1:
+            raise ContextOverflow(len(prompt), max_tokens or 1, max_model_len, body.prompt_field)
+        vocab_size = len(self.tokenizer)
+        if wrong := [token for token in body.logit_bias if not 0 <= token < vocab_size]:
             raise ApiError(400, f"There is no token {wrong[0]}.", param="logit_bias")
 
-        processors: list[Callable[[], Processor]] = []
+        factories: list[Callable[[], Processor]] = []
         if body.presence_penalty or body.frequency_penalty:
-            processors.append(partial(Penalties, len(prompt), body.presence_penalty, body.frequency_penalty))
+            factories.append(partial(Penalties, len(prompt), body.presence_penalty, body.frequency_penalty))
         if body.logit_bias:
-            processors.append(partial(SequenceBiasLogitsProcessor, {(t,): bias for t, bias in body.logit_bias.items()}))
-        ending: list[int] | None = [] if body.ignore_eos else None  # None: the model's own
-        if ending is None and (stop_token_ids or body.min_tokens):
-            ending = self._ends(stop_token_ids)
-        if body.min_tokens and ending:
-            bounds = len(prompt), body.min_tokens, ending, runner.device
-            processors.append(partial(MinNewTokensLengthLogitsProcessor, *bounds))
+            factories.append(partial(SequenceBiasLogitsProcessor, {(t,): bias for t, bias in body.logit_bias.items()}))
+        eos_ids: list[int] | None = [] if body.ignore_eos else None  # None: the model's own
+        if eos_ids is None and (stop_token_ids or body.min_tokens):
+            eos_ids = self._eos_ids(stop_token_ids)
+        if body.min_tokens and eos_ids:
+            arguments = len(prompt), body.min_tokens, eos_ids, runner.device
+            factories.append(partial(MinNewTokensLengthLogitsProcessor, *arguments))
         if constraint_factory is not None:
-            processors.append(constraint_factory)
+            factories.append(constraint_factory)
         greedy = body.temperature == 0
         sampling = Sampling(
             temperature=body.temperature,
@@ -164,126 +151,111 @@ class Service:
             top_p=None if greedy or body.top_p == 1 else body.top_p,
             min_p=None if greedy or body.min_p == 0 else body.min_p,
             repetition_penalty=None if body.repetition_penalty == 1 else body.repetition_penalty,
-            repetition_window=body.repetition_window,
-            foresee=settings.foresee,
-        )
-        # A request that begins again has to repeat its text, so it needs a seed.
+            repetition_window=body.repetition_window, foresee=settings.foresee,
+        )  # fmt: skip
+        # A restarted request must repeat its tokens, so it needs a seed.
         seed = self._random.randrange(2**62) if body.seed is None else body.seed
+        max_new_tokens = min(max_tokens or tokens_left, settings.max_tokens or tokens_left, tokens_left)
         request = Request(
-            prompt,
-            min(max_tokens or room, settings.max_tokens or room, room),
-            sampling,
-            stop=tuple(body.stop),
-            eos_token_ids=ending,
-            tenant=tenant,
+            prompt, max_new_tokens, sampling, stop=tuple(body.stop), eos_token_ids=eos_ids, tenant=tenant,
             reuse=body.cache_prompt,
-        )
+        )  # fmt: skip
         requests = [replace(request, seed=(seed + i) % 2**63) for i in range(body.n)]
-        traced = body.stream_options.include_trace
-        return [Choice(each, method, self.decode, processors, num_logprobs, traced, echo) for each in requests]
+        options = factories, num_logprobs, body.stream_options.include_trace, echo
+        return [Choice(request, method, self.decode, *options) for request in requests]
 
-    def _ends(self, more: Sequence[int]) -> list[int]:
-        """The tokens that end a text, the model's own and others."""
+    def _eos_ids(self, stop_token_ids: Sequence[int]) -> list[int]:
+        """All tokens that end an answer: the model's own and ``stop_token_ids``."""
         spec = self.speculator(self.settings.methods[0])
-        return sorted({*spec.runner().eos_token_ids, *spec.texts.eos_token_ids, *more})
+        return sorted({*spec.runner().eos_token_ids, *spec.texts.eos_token_ids, *stop_token_ids})
 
     def model_object(self) -> dict[str, Any]:
         """The model as ``/v1/models`` lists it."""
         settings = self.settings
         spec = self._speculators.get(settings.methods[0])
         return {
-            "id": settings.name,
-            "object": "model",
-            "type": "model",  # Anthropic's names of the same, too
-            "display_name": settings.name,
+            "id": settings.name, "object": "model",
+            "type": "model", "display_name": settings.name,  # these, created_at, max_input_tokens are Anthropic's
             "created": self._created,
             "created_at": f"{datetime.fromtimestamp(self._created, timezone.utc):%Y-%m-%dT%H:%M:%SZ}",
-            "max_input_tokens": settings.context,
-            "owned_by": "longdraft",
-            "max_model_len": settings.context,
+            "max_input_tokens": settings.context, "owned_by": "longdraft", "max_model_len": settings.context,
             "longdraft": {
-                "method": settings.methods[0],
-                "methods": list(settings.methods),
-                "context": settings.context,
+                "method": settings.methods[0], "methods": list(settings.methods), "context": settings.context,
                 "exact": spec is not None and spec.exact,
             },
-        }
+        }  # fmt: skip
 
 
 def make_service(
-    loaded: LoadedModel,
-    settings: ServerSettings,
-    speculator_options: Mapping[str, Any],
-    first_method_options: Mapping[str, Any],
-    num_services: int = 1,
-    progress: Progress | None = None,
+    loaded: LoadedModel, settings: ServerSettings, speculator_options: Mapping[str, Any],
+    first_method_options: Mapping[str, Any], num_services: int = 1, progress: Progress | None = None,
     note: Callable[[str], None] = lambda text: None,
-) -> Service:
-    """The service of a model, ready to answer.
+) -> Service:  # fmt: skip
+    """A service that is ready to answer.
 
     Args:
-        settings: without ``methods``, the one that suits the model, and ar; with a ``context`` of 0, the model's, or
-            what the memory holds.
-        arguments: of all speculators. first: further ones of the first method's.
-        sharing: how many services share the memory. note: gets sentences for the one who starts the server.
+        settings: no ``methods`` means the best one for the model, and ar. A ``context`` of 0 means the model's, or as
+            much as the memory holds.
+        speculator_options: of all methods. first_method_options: further ones of the first method.
+        num_services: how many services share the memory. note: called with messages for the user.
 
     Raises:
-        RequestError, MemoryBudgetError: the context is longer than the model's, or than fits the memory.
-        CheckpointError: prompts cannot be kept in the folder.
+        RequestError, MemoryBudgetError: the context exceeds the model's, or the memory.
+        CheckpointError: the snapshot folder cannot be written.
     """
 
     def speculator(method: str | None) -> Speculator:
-        given = dict(speculator_options)
+        options = dict(speculator_options)
         if method is None or method in settings.methods[:1]:
-            given |= first_method_options
+            options |= first_method_options
         if settings.earlier and (method is None or "earlier" in get_method(method).options):
-            given |= {"earlier": settings.earlier}
+            options |= {"earlier": settings.earlier}
             if method not in (None, "suffix", "prompt-lookup"):
-                given["lookup"] = True
-        return Speculator(method, loaded.model, loaded.tokenizer, **given)
+                options["lookup"] = True
+        return Speculator(method, loaded.model, loaded.tokenizer, **options)
 
     if settings.snapshots is not None:
         create_snapshot_folder(settings.snapshots)
-    chosen = speculator(settings.methods[0] if settings.methods else None)
-    chosen.planner(progress)
-    methods = settings.methods or tuple(dict.fromkeys((chosen.method.name, "ar")))
-    context = _context(chosen.runner(), settings, len(methods), num_services, note)
-    made = replace(settings, methods=methods, context=context)
-    service = Service(made, lambda method: chosen if method == methods[0] else speculator(method), loaded.tokenizer)
+    first = speculator(settings.methods[0] if settings.methods else None)
+    first.planner(progress)
+    methods = settings.methods or tuple(dict.fromkeys((first.method.name, "ar")))
+    context = _context(first.runner(), settings, len(methods), num_services, note)
+    resolved = replace(settings, methods=methods, context=context)
+    service = Service(resolved, lambda method: first if method == methods[0] else speculator(method), loaded.tokenizer)
     service.speculator(methods[0])
-    chosen.record(settings.slots, context, progress)
+    first.record(settings.slots, context, progress)
     return service
 
 
 def _context(
-    runner: TargetRunner, settings: ServerSettings, methods: int, sharing: int, note: Callable[[str], None]
+    runner: TargetRunner, settings: ServerSettings, num_methods: int, num_services: int, note: Callable[[str], None]
 ) -> int:
-    """Tokens of the longest text: as asked for, or as the model and four fifths of the free memory allow."""
+    """Length of the slots in tokens: as set, or what the model and 80 % of the free memory allow."""
     context, limit, slots = settings.context, runner.context_length, settings.slots
     if context > limit:
         raise RequestError(f"--context {context}: the model's context holds {limit} (--rope-factor stretches it).")
-    row = runner.kv_shape.bytes_per_token * runner.kv_dtype.itemsize // runner.kv_shape.dtype.itemsize
+    bytes_per_token = runner.kv_shape.bytes_per_token * runner.kv_dtype.itemsize // runner.kv_shape.dtype.itemsize
     free = memory_info.available_bytes(runner.device)
     if free is None or runner.offload is not None:
-        room = limit
+        max_tokens = limit
     else:
-        kept = settings.prefix_cache_bytes * sharing if runner.device.type == "cpu" else 0
-        room = int(0.8 * max(0, free - kept) / (row * slots * methods * sharing))
-    if context > room:
+        reserved = settings.prefix_cache_bytes * num_services if runner.device.type == "cpu" else 0
+        max_tokens = int(0.8 * max(0, free - reserved) / (bytes_per_token * slots * num_methods * num_services))
+    if context > max_tokens:
         raise MemoryBudgetError(
-            f"--context {context}: the free memory holds {room} tokens for each of {slots} slots. Ask for less, for "
-            "fewer --slots or, on a CPU, for a smaller --prefix-gib."
+            f"--context {context}: the free memory holds {max_tokens} tokens in each of {slots} slots. Choose fewer, "
+            "or fewer --slots or, on a CPU, a smaller --prefix-gib."
         )
-    if not context and limit > room:
+    if not context and limit > max_tokens:
         note(
-            f"The memory that is free holds texts of {room:,} of the model's {limit:,} tokens in {slots} slots. Fewer "
-            "--slots or, on a CPU, a smaller --prefix-gib leave room for longer ones."
+            f"The free memory holds {max_tokens:,} of the model's {limit:,} tokens in each of {slots} slots. Fewer "
+            "--slots or, on a CPU, a smaller --prefix-gib allow longer contexts."
         )
-    context = context or min(limit, room)
+    context = context or min(limit, max_tokens)
     if runner.offload is None:
-        most = row * context * slots * methods
+        kv_bytes = bytes_per_token * context * slots * num_methods
         note(
-            f"{slots} slot{'s' * (slots > 1)} of {context:,} tokens: the KV takes {most / 2**30:.1f} GiB at most, "
-            f"and the beginnings of other texts {settings.prefix_cache_bytes / 2**30:.1f}."
+            f"{slots} slot{'s' * (slots > 1)} of {context:,} tokens: the KV takes {kv_bytes / 2**30:.1f} GiB at most, "
+            f"the prefix cache {settings.prefix_cache_bytes / 2**30:.1f}."
         )
     return context

@@ -1,6 +1,6 @@
-"""From a request to the answers that it asks for, and to the end of these.
+"""Turns request bodies into pending responses: the choices to decode, and the builders of their JSON.
 
-Making them takes as long as the request's texts are.
+The functions' time grows with the request, so they run in the service's executor, not on the event loop.
 """
 
 from __future__ import annotations
@@ -17,44 +17,36 @@ from typing import Any, Protocol
 
 from longdraft.errors import CapabilityError
 from longdraft.model.chat import encode, encode_conversation
-from longdraft.serve import protocol, structured, tools
+from longdraft.serve import openai, structured, tools
 from longdraft.serve.choice import FINISH_REASONS, Choice, Delta
 from longdraft.serve.errors import ApiError, ContextOverflow
-from longdraft.serve.openai import (
-    ChatChoiceBuilder,
-    ChoiceBuilder,
-    CompletionChoiceBuilder,
-    ResponseEnvelope,
-    timings_and_metrics,
-    usage,
-)
+from longdraft.serve.openai import ChatChoiceBuilder, ChoiceBuilder, CompletionChoiceBuilder, ResponseEnvelope
+from longdraft.serve.protocol import ChatCompletionRequest, ChatTemplateFields, CompletionRequest, TokenizeRequest
 from longdraft.serve.reasoning import THINK_END, THINK_START, ReasoningParser
 from longdraft.serve.responses import ResponsesAdapter
 from longdraft.serve.responses_request import ResponsesRequest
 from longdraft.serve.service import Service
 from longdraft.serve.tool_parser import ToolParser
-from longdraft.serve.tool_types import as_functions as kinds_of
+from longdraft.serve.tool_types import as_functions
 from longdraft.serve.worker import Update
 
-# The prompt's last tokens, which may open the model's thoughts.
-_TAIL = 24
-
-
-KEEP_ALIVE = Delta()
-# Tokens before the prompt, before the suffix, and before the model's answer, where it fills in the middle: Qwen-Coder's
-# and CodeGemma's form, and StarCoder's. The others end such an answer too: another file would begin.
-_FILLING = (("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"))
-_NEXT_FILES = ("<|file_separator|>", "<file_sep>")
-# So many tokens with log-probabilities take long enough to write to do it beside the event loop.
-_MANY = 64
+KEEP_ALIVE = Delta()  # yielded when no delta has come for a while
+# Tokens of the prompt's end to search for <think>, which a chat template may write there.
+_TAIL_TOKENS = 24
+# Fill-in-the-middle tokens (prefix, suffix, middle): those of Qwen-Coder and CodeGemma, and those of StarCoder.
+_FIM_TOKENS = (("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"))
+# These also end such an answer: the next file would begin.
+_FILE_SEPARATORS = ("<|file_separator|>", "<file_sep>")
+# Building the JSON of this many log-probabilities would hold up the event loop.
+_MANY_LOGPROBS = 64
 
 
 @dataclass(frozen=True)
 class PendingResponse:
-    """The answers to a request: its choices, and the builder of each one's answer. First :meth:`submit` them.
+    """A request's choices in progress, each with the builder of its JSON. Call :meth:`submit` first.
 
     Attributes:
-        updates: what the worker tells of the choices, each with the choice's index.
+        updates: (choice's index, update) from the worker.
     """
 
     service: Service
@@ -63,46 +55,48 @@ class PendingResponse:
     updates: asyncio.Queue[tuple[int, Update]] = field(default_factory=asyncio.Queue)
 
     def submit(self) -> None:
-        """Hands all choices to the worker, or none; from the loop that listens to them.
+        """Hands all choices to the worker, or none. Call it in the event loop that reads the deltas.
 
         Raises:
-            QueueFull, Draining: no more requests are taken. RequestError: so many never are.
+            QueueFull, Draining: no requests are taken now. RequestError: the queue could never hold this many.
         """
         loop = asyncio.get_running_loop()
 
-        def hear(i: int, update: Update) -> None:
+        def on_update(i: int, update: Update) -> None:
             loop.call_soon_threadsafe(self.updates.put_nowait, (i, update))
 
         for i, choice in enumerate(self.choices):
-            choice.listener = partial(hear, i)
+            choice.listener = partial(on_update, i)
         if self.choices:
             self.service.worker.submit(*self.choices)
 
     async def full_response(self) -> dict[str, Any]:
-        """OpenAI's object of the answers once they have ended; raises as :meth:`deltas`."""
+        """Waits for the end of all choices and returns OpenAI's response object. Raises as :meth:`deltas`."""
         async for i, delta in self.deltas():
             await self.chunks(i, delta)
-        head, kind = self.envelope(), self.builders[0].object_type
-        return await self.service.executor(
-            lambda: head.wrap(kind, [answer.full_choice() for answer in self.builders], **self.final_fields())
+        envelope, object_type = self.envelope(), self.builders[0].object_type
+        return await self.service.executor.run(
+            lambda: envelope.wrap(object_type, [b.full_choice() for b in self.builders], **self.final_fields())
         )
 
     def envelope(self) -> ResponseEnvelope:
         return ResponseEnvelope(self.builders[0].id_prefix, self.service.settings.name)
 
     def final_fields(self) -> dict[str, Any]:
-        """The fields that tell of the answers: usage, and for a single one those of other servers."""
-        return {"usage": self.usage(), **(timings_and_metrics(self.choices[0]) if len(self.choices) == 1 else {})}
+        """The last fields of the response object: usage, and for a single choice timings and metrics."""
+        single = openai.timings_and_metrics(self.choices[0]) if len(self.choices) == 1 else {}
+        return {"usage": self.usage(), **single}
 
     @property
     def num_new_tokens(self) -> int:
         return sum(choice.num_tokens for choice in self.choices)
 
     def usage(self) -> dict[str, Any]:
-        return usage(self.choices, sum(a.reasoning_tokens for a in self.builders if isinstance(a, ChatChoiceBuilder)))
+        reasoning_tokens = sum(b.reasoning_tokens for b in self.builders if isinstance(b, ChatChoiceBuilder))
+        return openai.usage(self.choices, reasoning_tokens)
 
     def matched_stop(self) -> str | None:
-        """The stop string that ended the first answer; None: none did."""
+        """The stop string that ended the first choice; None if another reason did."""
         result, stops = self.choices[0].result, self.choices[0].request.stop or ()
         if result is None or result.finish_reason != "stop":
             return None
@@ -111,121 +105,121 @@ class PendingResponse:
         return min((stop for stop in sorted(stops, key=len) if stop in text), key=text.find, default=None)
 
     async def chunks(self, i: int, delta: Delta) -> list[dict[str, Any]]:
-        """The choices of OpenAI's chunks for what a step adds to an answer."""
-        if len(delta.logprobs) < _MANY:
+        """The entries of ``choices`` in OpenAI's chunks for a delta of choice ``i``."""
+        if len(delta.logprobs) < _MANY_LOGPROBS:
             return self.builders[i].chunks(delta)
-        return await self.service.executor(lambda: self.builders[i].chunks(delta))
+        return await self.service.executor.run(lambda: self.builders[i].chunks(delta))
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
-        """Yields the deltas of all choices as they come, each with the index of its choice; SILENCE after a while
-        without any. Answers end where they are once the request has taken as long as it may.
+        """Yields (choice's index, delta) as they come, and KEEP_ALIVE after ``sse_ping_interval`` without one.
+
+        At the request's timeout all choices are cut where they are.
 
         Raises:
-            TimeoutError: no token came in time. What the engine failed with.
+            TimeoutError: no token came before the timeout. Exception: the engine failed with it.
         """
         settings, worker = self.service.settings, self.service.worker
-        until, running = time.monotonic() + settings.timeout, len(self.choices)
-        coming = asyncio.ensure_future(self.updates.get())
+        deadline, num_running = time.monotonic() + settings.timeout, len(self.choices)
+        next_update = asyncio.ensure_future(self.updates.get())
         try:
-            while running:
-                left = until - time.monotonic()
-                if left <= 0:
+            while num_running:
+                seconds_left = deadline - time.monotonic()
+                if seconds_left <= 0:
                     if not any(choice.num_tokens for choice in self.choices):
                         raise TimeoutError
                     for choice in self.choices:
-                        worker.cancel(choice)  # it still tells its end
-                    until = left = math.inf
+                        worker.cancel(choice)  # its result still comes
+                    deadline = seconds_left = math.inf
                 # asyncio.wait_for of Python 3.10 and 3.11 may lose a cancellation that comes with a result.
-                await asyncio.wait((coming,), timeout=min(left, settings.sse_ping_interval))
-                if not coming.done():
+                await asyncio.wait((next_update,), timeout=min(seconds_left, settings.sse_ping_interval))
+                if not next_update.done():
                     yield 0, KEEP_ALIVE
                     continue
-                i, update = coming.result()
-                coming = asyncio.ensure_future(self.updates.get())
+                i, update = next_update.result()
+                next_update = asyncio.ensure_future(self.updates.get())
                 for delta in self.choices[i].process_update(update):
                     if delta.finish_reason is not None:
-                        running -= 1
+                        num_running -= 1
                         self.service.metrics.observe_choice(self.choices[i], FINISH_REASONS[delta.finish_reason])
                     yield i, delta
         finally:
-            coming.cancel()
+            next_update.cancel()
             for choice in self.choices:
                 worker.cancel(choice)
 
 
 def constraint_factory(constraint: structured.Constraint) -> Callable[[], structured.Constraint]:
-    """Makes constraints; the first one is made here already, as a large one keeps the engine waiting."""
+    """Returns a function that copies a constraint. The first copy is made now: a large one would delay the engine."""
     ready = [copy.deepcopy(constraint)]
     return lambda: ready.pop() if ready else copy.deepcopy(constraint)
 
 
-def create_chat_completion(
-    service: Service, body: protocol.ChatCompletionRequest, tenant: str | None = None
-) -> PendingResponse:
-    """Raises longdraft's errors and ApiError for what cannot be served."""
+def create_chat_completion(service: Service, body: ChatCompletionRequest, tenant: str | None = None) -> PendingResponse:
+    """The pending response of ``/v1/chat/completions``. Raises LongdraftError or ApiError if it cannot be served."""
     service.check_model(body.model)
-    functions, kinds = kinds_of(body.tools)
-    choice, offered = tools.resolve_tool_choice(functions, body.tool_choice)
-    answer = structured.response_schema(body.response_format) if body.response_format else None
-    prompt, thinking = render_chat_prompt(service, body, functions if offered else [])
-    parallel = body.parallel_tool_calls
-    constraint = tools.tool_constraint(service.tokenizer, offered, choice, parallel, len(prompt), thinking, answer)
-    bound = None if constraint is None else constraint_factory(constraint)
+    functions, tool_types = as_functions(body.tools)
+    tool_choice, callable_tools = tools.resolve_tool_choice(functions, body.tool_choice)
+    schema = structured.response_schema(body.response_format) if body.response_format else None
+    prompt, in_reasoning = render_chat_prompt(service, body, functions if callable_tools else [])
+    constraint = tools.tool_constraint(
+        service.tokenizer, callable_tools, tool_choice, body.parallel_tool_calls, len(prompt), in_reasoning, schema
+    )
+    new_constraint = None if constraint is None else constraint_factory(constraint)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs goes with logprobs: true.", param="top_logprobs")
-    logprobs = body.top_logprobs if body.logprobs else None
-    limit = body.max_completion_tokens or body.max_tokens
-    choices = service.make_choices(prompt, body, limit, tenant, logprobs, bound)
-    names = [tool["function"]["name"] for tool in offered]
+    num_logprobs = body.top_logprobs if body.logprobs else None
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    choices = service.make_choices(prompt, body, max_tokens, tenant, num_logprobs, new_constraint)
+    names = [tool["function"]["name"] for tool in callable_tools]
     return PendingResponse(service, choices, [
         ChatChoiceBuilder(
             i, service.token_to_piece, body.logprobs, body.return_token_ids,
-            ToolParser(names, choice != "auto", answer is not None, kinds) if offered else None,
-            ReasoningParser(thinking) if body.reasoning_format != "none" else None, body.include_reasoning,
+            ToolParser(names, tool_choice != "auto", schema is not None, tool_types) if callable_tools else None,
+            ReasoningParser(in_reasoning) if body.reasoning_format != "none" else None, body.include_reasoning,
         )
         for i in range(body.n)
     ])  # fmt: skip
 
 
 def render_chat_prompt(
-    service: Service,
-    body: protocol.ChatCompletionRequest | protocol.TokenizeRequest,
-    tools_offered: Sequence[dict[str, Any]] = (),
+    service: Service, body: ChatCompletionRequest | TokenizeRequest, tools_offered: Sequence[dict[str, Any]] = ()
 ) -> tuple[list[int], bool]:
-    """Token ids of a chat, ready for the model's answer, and whether they end within its thoughts."""
-    messages, begun = [message.for_template() for message in body.messages or ()], ""
-    wanted, last = body.continue_final_message, messages[-1]
-    mine = last["role"] == "assistant" and "tool_calls" not in last
-    if wanted and (body.add_generation_prompt or not mine):
-        message = "continue_final_message goes with a last message of the assistant's, without add_generation_prompt."
+    """The prompt's token ids, up to where the model's answer begins, and whether they end inside ``<think>``."""
+    messages, prefill = [message.for_template() for message in body.messages or ()], ""
+    continues, last = body.continue_final_message, messages[-1]
+    can_continue = last["role"] == "assistant" and "tool_calls" not in last
+    if continues and (body.add_generation_prompt or not can_continue):
+        message = "continue_final_message needs a last message of the assistant, and no add_generation_prompt."
         raise ApiError(400, message, param="continue_final_message")
-    if mine and wanted is not False and not body.add_generation_prompt:
-        begun = messages.pop()["content"]
-    messages, template = tools.messages_with_tools(service.tokenizer, messages, tools_offered)
-    prompt = encode_conversation(service.tokenizer, messages, begun, **_template(service, body), **template)
-    tail = str(service.tokenizer.decode(prompt[-_TAIL:])).rstrip()
-    return prompt, tail.endswith(THINK_START) or begun.rfind(THINK_START) > begun.rfind(THINK_END)
+    if can_continue and continues is not False and not body.add_generation_prompt:
+        prefill = messages.pop()["content"]
+    messages, tool_kwargs = tools.messages_with_tools(service.tokenizer, messages, tools_offered)
+    prompt = encode_conversation(service.tokenizer, messages, prefill, **_template_kwargs(service, body), **tool_kwargs)
+    tail = str(service.tokenizer.decode(prompt[-_TAIL_TOKENS:])).rstrip()
+    return prompt, tail.endswith(THINK_START) or prefill.rfind(THINK_START) > prefill.rfind(THINK_END)
 
 
-def _template(service: Service, body: protocol.ChatCompletionRequest | protocol.TokenizeRequest) -> dict[str, Any]:
-    """Further arguments of the chat template."""
-    asked: dict[str, Any] = {} if service.settings.think else {"enable_thinking": False}
+def _template_kwargs(service: Service, body: ChatTemplateFields) -> dict[str, Any]:
+    """Variables for the chat template. Raises ApiError if ``chat_template_kwargs`` has an argument of the method."""
+    kwargs: dict[str, Any] = {} if service.settings.think else {"enable_thinking": False}
     if body.reasoning_effort == "none":
-        asked["enable_thinking"] = False
+        kwargs["enable_thinking"] = False
     elif body.reasoning_effort and "reasoning_effort" in str(service.tokenizer.chat_template):
-        asked["reasoning_effort"] = body.reasoning_effort
-    # What the method takes itself is the server's to say: another template among it.
-    taken = {*inspect.signature(service.tokenizer.apply_chat_template).parameters, "messages"} - {"documents", "kwargs"}
-    if wrong := sorted(taken & body.chat_template_kwargs.keys()):
+        kwargs["reasoning_effort"] = body.reasoning_effort
+    # Only the server sets the arguments of apply_chat_template itself, such as another template.
+    parameters = inspect.signature(service.tokenizer.apply_chat_template).parameters
+    reserved = {*parameters, "messages"} - {"documents", "kwargs"}
+    if wrong := sorted(reserved & body.chat_template_kwargs.keys()):
         raise ApiError(400, f"{wrong[0]} is not for chat_template_kwargs.", param=f"chat_template_kwargs.{wrong[0]}")
-    return asked | body.chat_template_kwargs
+    return kwargs | body.chat_template_kwargs
 
 
 class ApiAdapter(Protocol):
-    """Builds the answer of another API of a chat's chunks.
+    """Converts the chunks of a chat completion into the events and the response of another API.
 
     Attributes:
-        ping: the event where nothing else comes; "" for a comment. whole: the answer once it has ended.
+        ping: the event to send when nothing else comes; "" to send an SSE comment instead.
+        full_response: the response object, complete once :meth:`finish` has run.
     """
 
     ping: str
@@ -239,10 +233,10 @@ class ApiAdapter(Protocol):
 
 @dataclass(frozen=True)
 class AdaptedResponse(PendingResponse):
-    """The answer to a request of ``/v1/responses`` or ``/v1/messages``: a chat's, told as items or blocks."""
+    """The response of ``/v1/responses`` or ``/v1/messages``: a chat completion, converted by an adapter."""
 
     adapter: ApiAdapter = field(kw_only=True)
-    overflow: ContextOverflow | None = None  # is raised in the stream, as OpenAI does: Codex looks for it there alone
+    overflow: ContextOverflow | None = None  # raised within the stream, as by OpenAI: Codex looks for it only there
 
     async def full_response(self) -> dict[str, Any]:
         async for _ in self.events():
@@ -250,9 +244,9 @@ class AdaptedResponse(PendingResponse):
         return self.adapter.full_response
 
     async def events(self) -> AsyncIterator[str | None]:
-        """Yields the API's events; None after a while without any. Raises as :meth:`deltas`."""
-        for begun in self.adapter.begin():
-            yield begun
+        """Yields the API's events, and None after ``sse_ping_interval`` without one. Raises as :meth:`deltas`."""
+        for event in self.adapter.begin():
+            yield event
         if self.overflow is not None:
             raise self.overflow
         cut = False
@@ -262,29 +256,28 @@ class AdaptedResponse(PendingResponse):
                 continue
             cut = FINISH_REASONS.get(delta.finish_reason) == "length"
             for chunk in await self.chunks(0, delta):
-                for told in self.adapter.push(chunk):
-                    yield told
-        total = await self.service.executor(self.usage)
-        for told in self.adapter.finish(cut, total):
-            yield told
+                for event in self.adapter.push(chunk):
+                    yield event
+        usage = await self.service.executor.run(self.usage)
+        for event in self.adapter.finish(cut, usage):
+            yield event
 
 
 def create_response(service: Service, body: ResponsesRequest, tenant: str | None = None) -> AdaptedResponse:
-    """Raises longdraft's errors and ApiError for what cannot be served."""
-    teller = ResponsesAdapter(
-        ResponseEnvelope("resp", service.settings.name), body, partial(service.response_store.put, tenant)
-    )
+    """The pending response of ``/v1/responses``. Raises as :func:`create_chat_completion`."""
+    store = service.response_store
+    adapter = ResponsesAdapter(ResponseEnvelope("resp", service.settings.name), body, partial(store.put, tenant))
     try:
-        found = create_chat_completion(service, body.as_chat(partial(service.response_store.resolve, tenant)), tenant)
+        chat = create_chat_completion(service, body.as_chat(partial(store.resolve, tenant)), tenant)
     except ContextOverflow as error:
         if not body.stream:
             raise
-        return AdaptedResponse(service, [], [], adapter=teller, overflow=error)
-    return AdaptedResponse(service, found.choices, found.builders, adapter=teller)
+        return AdaptedResponse(service, [], [], adapter=adapter, overflow=error)
+    return AdaptedResponse(service, chat.choices, chat.builders, adapter=adapter)
 
 
-def create_completion(service: Service, body: protocol.CompletionRequest, tenant: str | None = None) -> PendingResponse:
-    """Raises longdraft's errors and ApiError for what cannot be served."""
+def create_completion(service: Service, body: CompletionRequest, tenant: str | None = None) -> PendingResponse:
+    """The pending response of ``/v1/completions``. Raises as :func:`create_chat_completion`."""
     service.check_model(body.model)
     prompts: Any = body.prompt
     if not isinstance(prompts, list) or not prompts or isinstance(prompts[0], int):
@@ -293,49 +286,42 @@ def create_completion(service: Service, body: protocol.CompletionRequest, tenant
         raise ApiError(400, "At most 16 prompts a request here.", param="prompt")
     choices: list[Choice] = []
     for prompt in prompts:
-        ids, ends = _completed(service, prompt, body.suffix)
+        token_ids, stop_token_ids = _encode_prompt(service, prompt, body.suffix)
         echo = None
         if body.echo:
-            echo = prompt if isinstance(prompt, str) else str(service.tokenizer.decode(ids))
+            echo = prompt if isinstance(prompt, str) else str(service.tokenizer.decode(token_ids))
         choices += service.make_choices(
-            ids, body, body.max_tokens, tenant, body.logprobs, stop_token_ids=ends, echo=echo
+            token_ids, body, body.max_tokens, tenant, body.logprobs, stop_token_ids=stop_token_ids, echo=echo
         )
-    scored = body.logprobs is not None
-    return PendingResponse(
-        service,
-        choices,
-        [
-            CompletionChoiceBuilder(i, service.token_to_piece, scored, body.return_token_ids)
-            for i in range(len(choices))
-        ],
-    )
+    options = service.token_to_piece, body.logprobs is not None, body.return_token_ids
+    return PendingResponse(service, choices, [CompletionChoiceBuilder(i, *options) for i in range(len(choices))])
 
 
-def _completed(service: Service, prompt: str | list[int], suffix: str) -> tuple[list[int], list[int]]:
-    """Token ids of a prompt of ``/v1/completions``, and those that end its answer besides the known ends."""
+def _encode_prompt(service: Service, prompt: str | list[int], suffix: str) -> tuple[list[int], list[int]]:
+    """Token ids of a prompt of ``/v1/completions``, and the stop token ids that fill-in-the-middle adds."""
     if not isinstance(prompt, str):
         if suffix:
             raise ApiError(400, "suffix needs a prompt that is a text.", param="suffix")
         return list(prompt), []
     if not suffix:
         return encode(service.tokenizer, prompt), []
-    known = service.tokenizer.get_vocab()
-    form = next((form for form in _FILLING if all(token in known for token in form)), None)
-    if form is None:
+    vocab = service.tokenizer.get_vocab()
+    fim_tokens = next((tokens for tokens in _FIM_TOKENS if all(token in vocab for token in tokens)), None)
+    if fim_tokens is None:
         raise CapabilityError(
-            "This model has no tokens for text in the middle (such as <|fim_prefix|>), so suffix cannot be served: "
+            "This model has no fill-in-the-middle tokens (such as <|fim_prefix|>), so suffix cannot be served: "
             "leave it out, or serve a model of code that was trained for it, such as Qwen2.5-Coder."
         )
-    before, between, answer = form
-    ids = encode(service.tokenizer, f"{before}{prompt}{between}{suffix}{answer}")
-    return ids, [known[token] for token in (*form, *_NEXT_FILES) if token in known]
+    fim_prefix, fim_suffix, fim_middle = fim_tokens
+    token_ids = encode(service.tokenizer, f"{fim_prefix}{prompt}{fim_suffix}{suffix}{fim_middle}")
+    return token_ids, [vocab[token] for token in (*fim_tokens, *_FILE_SEPARATORS) if token in vocab]
 
 
-def tokenize(service: Service, body: protocol.TokenizeRequest) -> list[int]:
-    """The tokens of a text or a chat."""
+def tokenize(service: Service, body: TokenizeRequest) -> list[int]:
+    """Token ids of a text or a chat, for ``/tokenize``."""
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "Give a prompt, or messages.", param="prompt")
     if body.messages is not None:
-        return render_chat_prompt(service, body, kinds_of(body.tools)[0])[0]
+        return render_chat_prompt(service, body, as_functions(body.tools)[0])[0]
     encoded = service.tokenizer(body.prompt, add_special_tokens=body.add_special_tokens, verbose=False)
     return list(encoded["input_ids"])

@@ -18,21 +18,21 @@ class ServerSettings:
     """Attributes:
     name: the model's name for clients.
     methods: the methods that a request may name; the first is the default.
-    slots: requests decoded at a time, for each method. context: tokens of the longest text, prompt and output.
+    slots: requests decoded at a time, for each method. context: most tokens of a prompt and its output together.
     queue: requests that may wait; more are refused with 429.
-    max_tokens: the most new tokens of an answer; None: as many as there is room for.
-    timeout: seconds that a request may take, waiting included. preparing: those of its texts and grammars.
-    sse_ping_interval: seconds after which a stream without news has a comment.
-    think: whether templates that know it let the model think, unless the request says.
-    max_body_bytes: bytes of a request. body_timeout: seconds that it may take to arrive, as its headers may.
-    connections: that may be open; None: half of the files that the process may have.
+    max_tokens: limit of new tokens; None: what the context leaves.
+    timeout: seconds for a request, waiting included. prepare_timeout: seconds for tokenizing it and its grammars.
+    sse_ping_interval: a stream sends a keep-alive after this many seconds without an event.
+    think: whether chat templates that support it enable thinking, unless the request says.
+    max_body_bytes: of a request. body_timeout: seconds until it has arrived; its headers have as many.
+    connections: limit of open ones; None: half of the process's file descriptors.
     keys: tenant -> API key; empty: no key is needed.
-    hosts: names that requests may call the server by, with * for any part; 0.0.0.0: also any address.
-    origins: pages of these origins may read answers, with * for all.
-    piece: prompt tokens that are read between two rounds of the other requests.
-    foresee: whether drafts may know the coming random numbers.
-    earlier: tokens of a tenant's earlier requests that lookups search too.
-    prefix_cache_bytes: limit of the texts that are kept in memory when others take their slots.
+    hosts: accepted values of the Host header, where * matches any part; 0.0.0.0: also any IP address.
+    origins: pages of these origins may read answers (CORS); * for all.
+    prefill_chunk: prompt tokens that are read between two rounds of the other requests.
+    foresee: whether drafts may use the random numbers that the target will be sampled with.
+    earlier: lookups also search this many tokens of a tenant's earlier requests.
+    prefix_cache_bytes: limit of the tree of prefixes that lost their slot.
     snapshots: folder for prompts; None: they do not survive a restart. snapshot_bytes: limit of all files together.
     """
 
@@ -61,20 +61,20 @@ class ServerSettings:
 
 
 def normalize_origins(origins: Iterable[str]) -> tuple[str, ...]:
-    """Origins as browsers write them.
+    """Origins as browsers send them.
 
     Raises:
-        RequestError: one that is none, such as an address with a path.
+        RequestError: one is not an origin, such as an address with a path.
     """
-    found = tuple(origin.lower().removesuffix("/") for origin in origins)
-    for origin in found:
+    normalized = tuple(origin.lower().removesuffix("/") for origin in origins)
+    for origin in normalized:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s?#]+", origin):
             raise RequestError(f"--allow-origin takes an origin such as http://localhost:3000, or *, not {origin!r}.")
-    return found
+    return normalized
 
 
 def read_api_keys(file: Path) -> dict[str, str]:
-    """The API keys in a file. A line has a key, or a tenant's name and a key; # begins a comment.
+    """{tenant: API key} from a file. A line has a key, or a tenant's name and a key; # begins a comment.
 
     Raises:
         RequestError: the file cannot be read, has no key, or names a tenant or key twice.
@@ -87,7 +87,7 @@ def read_api_keys(file: Path) -> dict[str, str]:
             continue
         if len(words) > 2:
             raise RequestError(
-                f"--api-key-file {file}, line {number}: a name and a key, or a key, not {len(words)} words."
+                f"--api-key-file {file}, line {number}: a key, or a name and a key, not {len(words)} words."
             )
         name = words[0] if len(words) == 2 else f"key {number}"
         if name in keys or words[-1] in keys.values():

@@ -1,8 +1,8 @@
-"""Text bound to a grammar: a logits processor that forbids all other tokens, with llguidance.
+"""Structured output: a logits processor that masks the tokens that a grammar forbids, with llguidance.
 
-longdraft calls a processor once for each emitted token, in order, with the text so far; the grammar's state advances by
-the new tokens. Before that it asks what the grammar forces, which is drafted for nothing, and what it forbids of other
-drafts (:mod:`longdraft.engine.grammar`).
+The engine calls it once for each emitted token, in order; the grammar's state advances by the new tokens. Before a
+verification the engine asks which tokens the grammar forces, to draft them at no cost, and which drafted tokens it
+forbids (:mod:`longdraft.engine.grammar`).
 """
 
 from __future__ import annotations
@@ -25,31 +25,27 @@ from longdraft.serve.reasoning import THINK_END
 
 logger = logging.getLogger(__name__)
 
-# Making a tokenizer's table takes up to a second.
-_tables: WeakKeyDictionary[PreTrainedTokenizerBase, LLTokenizer] = WeakKeyDictionary()
+# Making one takes up to a second.
+_ll_tokenizers: WeakKeyDictionary[PreTrainedTokenizerBase, LLTokenizer] = WeakKeyDictionary()
 
-
-# Words of JSON schema: whose value is a schema or a list of them; whose value has them by name; that may allow further
-# properties.
-_INNER = {"items", "prefixItems", "anyOf", "oneOf", "allOf", "additionalProperties", "additionalItems", "not", "if",
+# Keywords of JSON schema whose value is a schema or a list of schemas, ...
+_SUBSCHEMA = {"items", "prefixItems", "anyOf", "oneOf", "allOf", "additionalProperties", "additionalItems", "not", "if",
           "then", "else", "contains", "propertyNames", "unevaluatedProperties", "unevaluatedItems"}  # fmt: skip
-_NAMED = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
-_OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "anyOf", "oneOf", "if"}
-# A tool's schema is followed as far as llguidance can; that of an answer wholly, or it is refused.
+# ... a {name: schema} object, ...
+_NAMED_SUBSCHEMAS = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
+# ... and those that may allow properties which ``properties`` does not list.
+_OPENING = {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "anyOf", "oneOf", "if"}
+# For tools: llguidance ignores what it does not support in a schema. The schema of an answer is refused then.
 LENIENT = {"lenient": True, "coerce_one_of": True}
 
 
 def response_schema(response_format: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The schema of OpenAI's ``response_format``; None for any text.
-
-    Raises:
-        RequestError: an unknown type, or no schema.
-    """
+    """The JSON schema of OpenAI's ``response_format``; None if it is text. Raises RequestError if it has none."""
     kind = response_format.get("type")
     if kind == "text":
         return None
-    found = response_format.get(str(kind), response_format)  # llama.cpp's clients leave OpenAI's wrapper out
-    schema = found.get("schema") if isinstance(found, Mapping) else None
+    wrapper = response_format.get(str(kind), response_format)  # clients of llama.cpp omit OpenAI's wrapper
+    schema = wrapper.get("schema") if isinstance(wrapper, Mapping) else None
     if kind == "json_object" and schema is None:
         return {"type": "object"}
     if kind not in ("json_object", "json_schema"):
@@ -60,179 +56,180 @@ def response_schema(response_format: Mapping[str, Any]) -> Mapping[str, Any] | N
 
 
 def json_grammar(schema: Mapping[str, Any], rules: str = "start: answer") -> str:
-    """The grammar of a JSON schema, without line breaks and further properties, in which small models get lost.
+    """The grammar of a JSON schema, compact and without unlisted properties: small models get lost in these.
 
     Args:
-        rules: Lark's, where the schema stands as ``answer`` among others.
+        rules: further Lark rules. They refer to the schema as ``answer``.
 
     Raises:
         RequestError: llguidance does not accept the schema.
     """
-    written = json.dumps({**close_objects(schema), "x-guidance": {"whitespace_flexible": False}})
-    return validate_grammar(str(LLMatcher.grammar_from_lark(f"{rules}\nanswer: %json {written}\n")))
+    schema_json = json.dumps({**close_objects(schema), "x-guidance": {"whitespace_flexible": False}})
+    return lark_grammar(f"{rules}\nanswer: %json {schema_json}\n")
 
 
 def close_objects(schema: Any) -> Any:
-    """The schema without further properties in objects that list theirs and say nothing of others.
+    """The schema with ``additionalProperties: false`` in objects that list properties and do not mention others.
 
-    Schemas with ``allOf`` stay as they are, since an object then has the properties of several lists.
+    Schemas with ``allOf`` are unchanged: an object may then have the properties of several lists.
     """
-    return schema if '"allOf"' in json.dumps(schema) else _closed(schema)
+    return schema if '"allOf"' in json.dumps(schema) else _close_objects(schema)
 
 
-def _closed(schema: Any) -> Any:
+def _close_objects(schema: Any) -> Any:
     if not isinstance(schema, Mapping):
         return schema
-    found = _with_inner(schema, _closed)
-    if "properties" in schema and not _OPEN & schema.keys():
-        found["additionalProperties"] = False
-    return found
+    closed = _map_subschemas(schema, _close_objects)
+    if "properties" in schema and not _OPENING & schema.keys():
+        closed["additionalProperties"] = False
+    return closed
 
 
-def _with_inner(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """The schema with the schemas directly inside it changed."""
-    found = dict(schema)
+def _map_subschemas(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """The schema with its direct subschemas changed."""
+    changed = dict(schema)
     for key, value in schema.items():
-        if key in _NAMED and isinstance(value, Mapping):
-            found[key] = {name: change(each) for name, each in value.items()}
-        elif key in _INNER:
-            found[key] = [change(each) for each in value] if isinstance(value, list) else change(value)
-    return found
+        if key in _NAMED_SUBSCHEMAS and isinstance(value, Mapping):
+            changed[key] = {name: change(subschema) for name, subschema in value.items()}
+        elif key in _SUBSCHEMA:
+            changed[key] = [change(item) for item in value] if isinstance(value, list) else change(value)
+    return changed
 
 
 def rebase_refs(schema: Any, pointer: str) -> Any:
-    """A schema whose references are right when it stands at a place of another, such as ``#/$defs/a``."""
+    """A schema to be embedded in another at ``pointer``, such as ``#/$defs/a``: its ``$ref`` are relative to that."""
     if not isinstance(schema, Mapping):
         return schema
-    # An address of its own would be what references begin at.
-    kept = {key: value for key, value in schema.items() if key not in ("$id", "$schema")}
-    found = _with_inner(kept, lambda inner: rebase_refs(inner, pointer))
-    reference = found.get("$ref")
+    # References would be resolved against an $id.
+    without_id = {key: value for key, value in schema.items() if key not in ("$id", "$schema")}
+    rebased = _map_subschemas(without_id, lambda subschema: rebase_refs(subschema, pointer))
+    reference = rebased.get("$ref")
     if isinstance(reference, str) and reference[:2] in ("#", "#/"):
-        found["$ref"] = pointer + reference[1:]
-    return found
+        rebased["$ref"] = pointer + reference[1:]
+    return rebased
 
 
 def relax_tool_schema(schema: Mapping[str, Any], def_name: str, tool_name: str) -> dict[str, Any]:
-    """A tool's schema, to stand at ``#/$defs/place``, with anything in the place of the properties that no grammar can
-    follow, or of all of it; the log says so, once."""
+    """A tool's schema, to be embedded at ``#/$defs/{def_name}``. Properties that llguidance does not support allow any
+    value, or all of the schema does. A warning is logged once."""
 
-    def fault(tried: Mapping[str, Any]) -> tuple[bool, list[str]]:
-        whole = {"$ref": f"#/$defs/{def_name}", "$defs": {def_name: tried}, "x-guidance": LENIENT}
-        return LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_json_schema(json.dumps(whole)))
+    def check(schema: Mapping[str, Any]) -> tuple[bool, list[str]]:  # (is refused, warnings)
+        embedding = {"$ref": f"#/$defs/{def_name}", "$defs": {def_name: schema}, "x-guidance": LENIENT}
+        return LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_json_schema(json.dumps(embedding)))
 
     schema = close_objects(rebase_refs(schema, f"#/$defs/{def_name}"))
-    found, left = fault(schema), []
-    if found[0] and isinstance(named := schema.get("properties"), Mapping):
-        left = [name for name in named if fault({**schema, "properties": {name: named[name]}, "required": []})[0]]
-        schema = {**schema, "properties": {**named, **dict.fromkeys(left, True)}}
-        found = fault(schema)
-    if found[0]:
-        schema, left, found = {"type": "object"}, ["all of it"], (False, [])
-    if left or found[1]:
-        warn_not_followed(tool_name, ", ".join([*left, *found[1]]))
+    (refused, warnings), relaxed = check(schema), []
+    if refused and isinstance(named := schema.get("properties"), Mapping):
+        relaxed = [name for name in named if check({**schema, "properties": {name: named[name]}, "required": []})[0]]
+        schema = {**schema, "properties": {**named, **dict.fromkeys(relaxed, True)}}
+        refused, warnings = check(schema)
+    if refused:
+        schema, relaxed, warnings = {"type": "object"}, ["all of it"], []
+    if relaxed or warnings:
+        warn_not_followed(tool_name, ", ".join([*relaxed, *warnings]))
     return dict(schema)
 
 
-@lru_cache(maxsize=1000)
+@lru_cache(maxsize=1000)  # once for each tool
 def warn_not_followed(tool_name: str, parts: str) -> None:
     logger.warning("The schema of tool %r is not followed in: %s", tool_name, parts)
 
 
-def validate_grammar(grammar: str) -> str:
-    """The grammar itself. Raises RequestError if llguidance does not accept it."""
-    if wrong := LLMatcher.validate_grammar(grammar):
-        raise RequestError(f"This schema cannot be followed: {wrong.splitlines()[0]}")
+def lark_grammar(rules: str) -> str:
+    """llguidance's grammar from Lark rules. Raises RequestError if it does not accept them."""
+    grammar = str(LLMatcher.grammar_from_lark(rules))
+    if problem := LLMatcher.validate_grammar(grammar):
+        raise RequestError(f"This schema cannot be followed: {problem.splitlines()[0]}")
     return grammar
 
 
 def lark_tag(tokenizer: PreTrainedTokenizerBase, tag: str) -> str:
-    """A tag such as ``<tool_call>`` in Lark: by its name if it is a token of its own, else as text."""
-    table = ll_tokenizer(tokenizer)
-    tokens = table.tokenize_str(tag)
-    return tag if len(tokens) == 1 and table.is_special_token(tokens[0]) else json.dumps(tag)
+    """Lark's notation for a tag such as ``<tool_call>``: a special token if the vocabulary has it, else text."""
+    vocab = ll_tokenizer(tokenizer)
+    tokens = vocab.tokenize_str(tag)
+    return tag if len(tokens) == 1 and vocab.is_special_token(tokens[0]) else json.dumps(tag)
 
 
 class Constraint:
-    """A logits processor for one request, which is also a :class:`~longdraft.engine.grammar.Grammar`.
+    """A request's logits processor that follows a grammar; implements :class:`~longdraft.engine.grammar.Grammar`.
 
     Args:
-        grammar: llguidance's. prompt: how many tokens the prompt has.
-        thinking: the prompt ends within ``<think>``: the text is bound from the end of that on.
+        grammar: llguidance's. prompt_len: tokens of the prompt.
+        in_reasoning: the prompt ends inside ``<think>``. Text up to ``</think>`` is then unconstrained.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, grammar: str, prompt_len: int, in_reasoning: bool = False
     ) -> None:
         self._tokenizer, self._ll_tokenizer = tokenizer, ll_tokenizer(tokenizer)
-        self._unconstrained, self._unconstrained_tail = in_reasoning, list[int]()  # the last tokens of what is free
+        self._unconstrained, self._tail = in_reasoning, list[int]()  # tail: last tokens of unconstrained text
         self._matcher = LLMatcher(self._ll_tokenizer, grammar)
-        self._prompt_len, self._consumed = prompt_len, 0
-        self._eos = tokenizer.eos_token_id
+        self._prompt_len, self._num_consumed = prompt_len, 0
+        self._eos_id = tokenizer.eos_token_id
         self._check_prefix(self._matcher, self._matcher.compute_ff_tokens())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Constraint:
-        twin = copy.copy(self)
-        twin._matcher = self._matcher.deep_copy()
-        return twin
+        clone = copy.copy(self)
+        clone._matcher = self._matcher.deep_copy()
+        return clone
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self._consume(input_ids[0, self._prompt_len + self._consumed :].tolist())
+        self._consume(input_ids[0, self._prompt_len + self._num_consumed :].tolist())
         if self._unconstrained:
             return scores
         if self._matcher.is_stopped():
             allowed = torch.zeros(scores.shape[-1], dtype=torch.bool, device="cpu")
-            allowed[self._eos] = True
+            allowed[self._eos_id] = True
         else:
             bits = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8) > 0
             allowed = torch.nn.functional.pad(bits[: scores.shape[-1]], (0, max(0, scores.shape[-1] - len(bits))))
         return scores.masked_fill(~allowed.to(scores.device), float("-inf"))
 
-    def _consume(self, new: list[int]) -> None:
-        for token in new:
-            self._consumed += 1
+    def _consume(self, token_ids: list[int]) -> None:
+        for token in token_ids:
+            self._num_consumed += 1
             if self._unconstrained:
                 self._advance_unconstrained(token)
             else:
                 self._advance(token)
 
     def _advance_unconstrained(self, token: int) -> None:
-        """Binds the text if its thoughts end with this token."""
-        self._unconstrained_tail = [*self._unconstrained_tail[-len(THINK_END) :], token]  # a new list: copies share it
-        _, ended, behind = str(self._tokenizer.decode(self._unconstrained_tail)).partition(THINK_END)
-        if ended:
-            self._unconstrained, self._unconstrained_tail = False, []
-            self._matcher.try_consume_tokens(self._ll_tokenizer.tokenize_bytes(behind.encode()))
+        """Begins to follow the grammar if this token completes ``</think>``."""
+        self._tail = [*self._tail[-len(THINK_END) :], token]  # a new list, as clones share the old one
+        _, end_tag, answer = str(self._tokenizer.decode(self._tail)).partition(THINK_END)
+        if end_tag:
+            self._unconstrained, self._tail = False, []
+            self._matcher.try_consume_tokens(self._ll_tokenizer.tokenize_bytes(answer.encode()))
 
     def _advance(self, token: int) -> None:
         if not self._matcher.is_stopped():
             self._matcher.consume_tokens([token])
         if self._matcher.is_error():
-            raise RequestError(f"The grammar was left: {self._matcher.get_error().splitlines()[0]}")
+            raise RequestError(f"The text does not follow the grammar: {self._matcher.get_error().splitlines()[0]}")
 
     @staticmethod
     def _check_prefix(matcher: LLMatcher, token_ids: Sequence[int]) -> None:
-        """Raises RequestError now if the first tokens are too much for the grammar."""
+        """Raises RequestError if the grammar is too complex to accept its first tokens."""
         matcher = matcher.deep_copy()
         matcher.consume_tokens(list(token_ids))
         matcher.compute_logit_bias()
         if matcher.is_error():
             raise RequestError(f"This schema cannot be followed: {matcher.get_error().splitlines()[0]}")
 
-    # --- looking ahead ---
+    # --- Grammar, for drafts ---
 
     def advance_to(self, output: Sequence[int]) -> None:
-        self._consume(list(output[self._consumed :]))
+        self._consume(list(output[self._num_consumed :]))
 
     def forced_tokens(self) -> list[int]:
         if self._unconstrained:
             return []
         if self._matcher.is_stopped():
-            return [] if self._matcher.stop_reason() == "EndOfSentence" else [self._eos]
+            return [] if self._matcher.stop_reason() == "EndOfSentence" else [self._eos_id]
         return list(self._matcher.compute_ff_tokens())
 
     def likely_tokens(self) -> list[int]:
-        """The first token of the bytes that must come, which could be divided into tokens in other ways too."""
+        """The first token of the bytes that must come. Other tokenizations of these are possible."""
         if self._unconstrained:
             return []
         return list(self._ll_tokenizer.tokenize_bytes(self._matcher.compute_ff_bytes())[:1])
@@ -240,8 +237,8 @@ class Constraint:
     def accept_token(self, token: int) -> bool:
         if self._unconstrained:
             return True
-        known = token < self._ll_tokenizer.vocab_size  # a draft's may be none: models have more than their tokenizers
-        return known and not self._matcher.is_stopped() and self._matcher.try_consume_tokens([token]) == 1
+        exists = token < self._ll_tokenizer.vocab_size  # a model's head may be larger than the tokenizer's vocabulary
+        return exists and not self._matcher.is_stopped() and self._matcher.try_consume_tokens([token]) == 1
 
     def rollback(self, count: int) -> None:
         if count and not self._unconstrained:
@@ -249,11 +246,12 @@ class Constraint:
 
 
 def ll_tokenizer(tokenizer: PreTrainedTokenizerBase) -> LLTokenizer:
-    if tokenizer not in _tables:
+    """llguidance's tokenizer for a transformers tokenizer. Raises CapabilityError if there can be none."""
+    if tokenizer not in _ll_tokenizers:
         if tokenizer.eos_token_id is None:
             raise CapabilityError("Structured output needs a tokenizer with an end-of-sequence token.")
         try:
-            _tables[tokenizer] = from_tokenizer(tokenizer)
+            _ll_tokenizers[tokenizer] = from_tokenizer(tokenizer)
         except Exception as error:
             raise CapabilityError(f"llguidance cannot read this model's tokenizer: {error}.") from error
-    return _tables[tokenizer]
+    return _ll_tokenizers[tokenizer]

@@ -1,5 +1,4 @@
-"""Tools of other types than functions. A custom tool and the client's shell are served as functions, the rest is left
-out: nobody here searches the web."""
+"""Tool types other than functions. Custom tools and the client's shell are served as functions, others left out."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+_CUSTOM_PARAMETERS = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 SHELL_PARAMETERS: dict[str, Any] = {
     "type": "object", "required": ["command"],
     "properties": {
@@ -18,66 +17,62 @@ SHELL_PARAMETERS: dict[str, Any] = {
         "working_directory": {"type": "string"},
     },
 }  # fmt: skip
-"""Parameters of the client's shell: the fields of its calls' actions."""
+"""JSON schema of the client's shell: the fields of an ``action``."""
 
 
 def as_functions(tools: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """The tools of a chat as functions, and the type of each that is none, by its name."""
-    found: list[dict[str, Any]] = []
-    kinds: dict[str, str] = {}
+    """The served tools of a chat as functions, and {name: type} of those that are not functions."""
+    functions: list[dict[str, Any]] = []
+    types: dict[str, str] = {}
     for tool in tools:
         kind = tool_type(tool)
         function = tool.get(kind)
         if kind == "custom" and isinstance(function, Mapping):
-            told = [function.get("description"), *_definitions(function.get("format"))]
-            description = "\n\n".join(str(each) for each in told if each)
-            function = {"name": function.get("name"), "description": description, "parameters": _INPUT}
+            # The input's grammar is shown to the model, but not enforced.
+            paragraphs = [function.get("description"), *_grammar_definitions(function.get("format"))]
+            description = "\n\n".join(str(paragraph) for paragraph in paragraphs if paragraph)
+            function = {"name": function.get("name"), "description": description, "parameters": _CUSTOM_PARAMETERS}
         elif kind == "local_shell":
-            function = {
-                "name": kind,
-                "description": "Runs a command on the user's machine.",
-                "parameters": SHELL_PARAMETERS,
-            }
+            description = "Runs a command on the user's machine."
+            function = {"name": kind, "description": description, "parameters": SHELL_PARAMETERS}
         elif kind != "function":
-            _say("tool", kind)
+            _warn_left_out("tool", kind)
             continue
-        found.append(dict(tool) if kind == "function" else {"type": "function", "function": function})
+        functions.append(dict(tool) if kind == "function" else {"type": "function", "function": function})
         if kind != "function" and isinstance(function, Mapping):
-            kinds[str(function["name"])] = kind
-    return found, kinds
+            types[str(function["name"])] = kind
+    return functions, types
 
 
 def tool_type(tool: Mapping[str, Any]) -> str:
-    """The type that a tool or a choice says, or that of a function."""
+    """The ``type`` of a tool or a tool choice; "function" if it has none."""
     kind = tool.get("type")
     return kind if isinstance(kind, str) else "function"
 
 
-def _definitions(form: Any) -> list[Any]:
-    """The grammar of a custom tool's input, which its model reads and nothing binds."""
-    if not isinstance(form, Mapping):
+def _grammar_definitions(input_format: Any) -> list[Any]:
+    """The grammar in a custom tool's ``format``."""
+    if not isinstance(input_format, Mapping):
         return []
-    return [form.get("definition"), *_definitions(form.get("grammar"))]
+    return [input_format.get("definition"), *_grammar_definitions(input_format.get("grammar"))]
 
 
 def typed_call(tool_type: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a call of a tool that is no function, from the arguments of the function in its place."""
-    return {
-        "type": tool_type,
-        tool_type: {"name": name, "input": str(arguments.get("input", ""))} if tool_type == "custom" else arguments,
-    }
+    """A call's fields for a tool that is not a function, from the arguments of the function that stands in for it."""
+    custom = {"name": name, "input": str(arguments.get("input", ""))}
+    return {"type": tool_type, tool_type: custom if tool_type == "custom" else arguments}
 
 
 def is_unserved_item(item_type: Any) -> bool:
-    """True for an item of a response that a tool made which is not served; the log names it."""
+    """True for an item that comes from a tool which is not served. Logs a warning."""
     if not isinstance(item_type, str) or item_type.startswith(("message", "function", "custom", "local_shell")):
         return False
-    left = item_type.startswith("mcp_") or item_type.endswith(("_call", "_output"))
-    if left:
-        _say("item", item_type)
-    return left
+    is_unserved = item_type.startswith("mcp_") or item_type.endswith(("_call", "_output"))
+    if is_unserved:
+        _warn_left_out("item", item_type)
+    return is_unserved
 
 
-@lru_cache(maxsize=100)
-def _say(what: str, kind: str) -> None:
-    logger.warning("The %s of type %r is left out: functions, custom tools and a local shell are served.", what, kind)
+@lru_cache(maxsize=100)  # once for each type
+def _warn_left_out(noun: str, kind: str) -> None:
+    logger.warning("The %s of type %r is left out: functions, custom tools and a local shell are served.", noun, kind)

@@ -1,4 +1,4 @@
-"""Views of long texts, which see some rows alone: layouts, scorers, copies and rings of KV rows.
+"""Sparse views of long contexts: layout, scorers, sparse KV caches, and the KV caches of drafts.
 
 May import: model, memory, attention, native.
 """

@@ -1,13 +1,12 @@
-"""The keys and values of a draft's own, a slot a text: at true positions, or of chosen rows at compact ones.
+"""The KV caches of a draft: at true positions, or with selected entries moved to contiguous positions.
 
-    true:     all of the text, or its last rows | tree
-    compact:  sink | retrieved chunks | window | new tokens | tree                (SpecExtend, section 2.2)
+    DraftCache:           the whole context, or its last entries | tree
+    RepositionedKVCache:  sink | retrieved chunks | window | new tokens | tree    (SpecExtend, section 2.2)
 
-A forward writes behind the committed rows of the store; only emitted tokens are committed. A cache of the last rows is
-moved back to its beginning when they reach the end of their room, so its memory is the same at any length. Compact
-positions are 0, 1, 2, ...: a draft meets none beyond those of its training. All keys of the text are then kept a second
-time, without a position, and rows are gathered from them when their choice has changed, or when there is no room for
-new ones.
+A forward writes behind the committed entries of the store; only emitted tokens are committed. A cache of the last
+entries moves them to its beginning when it is full, so its memory does not depend on the context length. Positions
+0, 1, 2, ... of the repositioned cache never exceed those of the draft's training. It keeps all keys a second time
+without RoPE. Entries are gathered from these when the selection has changed, or when there is no room for new ones.
 """
 
 from __future__ import annotations
@@ -20,28 +19,28 @@ from longdraft.memory.store import KVStore
 from longdraft.views.retrieval import Retrieval
 from longdraft.views.view import View
 
-# Rows beside the last ones: they are moved once in this many tokens.
+# Room beyond ``keep_last``: entries are moved once in this many tokens.
 SPARE_ENTRIES = 256
-# Tokens of a prompt that are read in one forward.
+# Most prompt tokens of one forward.
 PREFILL_CHUNK = 512
-# Tokens that may be appended to gathered rows before they are gathered anew; more if a tree is deeper.
+# Room for new tokens behind gathered entries; more if trees are deeper.
 MIN_NEW_ENTRIES = 64
 
-# Keys (..., n, d) and positions (n,) -> the keys, turned by these positions.
+# Keys (..., n, d) and positions (n,) -> the keys, rotated to these positions (RoPE).
 RotateFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class DraftCache:
-    """Rows at their true positions.
+    """A draft's KV cache at true positions.
 
     Args:
-        store: holds them.
-        scratch: rows that a round writes behind the text.
-        keep_last: rows that stay when there is no room for more; None: there is room for any text.
-        window: keys that a query sees, its own included; None: as many as stay.
+        store: holds the entries.
+        scratch: entries that a round writes behind the committed ones.
+        keep_last: last entries that stay when the cache is full; None: it holds any context.
+        window: keys that a query attends to, its own included; None: ``keep_last``.
 
     Attributes:
-        max_new_entries: tokens that may be fed at once before drafting.
+        max_new_entries: most new tokens that may be fed at once before drafting.
     """
 
     max_new_entries = MIN_NEW_ENTRIES
@@ -49,81 +48,81 @@ class DraftCache:
     def __init__(self, store: KVStore, scratch: int, keep_last: int | None = None, window: int | None = None) -> None:
         self.store, self.scratch, self.keep_last = store, scratch, keep_last
         self.window = keep_last if window is None else window
-        self._firsts = [0] * store.slots  # position of each slot's first row
+        self._first_positions = [0] * store.slots  # of each slot's first entry
 
     def context_len(self, slot: int) -> int:
-        """Tokens of the text that were read."""
-        return self._firsts[slot] + self.store.lengths[slot]
+        """Number of tokens processed so far."""
+        return self._first_positions[slot] + self.store.lengths[slot]
 
     def next_position(self, slot: int) -> int:
-        """Position of the next row."""
+        """Position of the next entry."""
         return self.context_len(slot)
 
     def contiguous_suffix_len(self, slot: int) -> int:
-        """The last rows of the text that are there, one behind the other."""
+        """Number of the context's last tokens that are all in the cache."""
         return self.store.lengths[slot]
 
     def window_start(self, slot: int, depth: int = 0) -> int:
-        """The first row that a query sees; nodes of a tree see fewer of the oldest rows the deeper they are."""
+        """First entry that a query attends to; at depth k of a tree it is k entries later."""
         return 0 if self.window is None else max(0, self.store.lengths[slot] - self.window + depth)
 
     def make_room(self, slot: int, count: int) -> None:
-        """Makes room for ``count`` new rows of a round."""
+        """Makes room for ``count`` new entries of a round."""
         n = self.store.lengths[slot]
         if self.keep_last is None or n + count <= self.keep_last + SPARE_ENTRIES:
             return
-        kept = max(0, min(n, self.keep_last - count))
-        for rows in self.store.slot_kv(slot, slice(None)):
-            rows[:, :, :kept] = rows[:, :, n - kept : n].clone()
-        self._firsts[slot] += n - kept
-        self.store.lengths[slot] = kept
+        remaining = max(0, min(n, self.keep_last - count))
+        for kv in self.store.slot_kv(slot, slice(None)):
+            kv[:, :, :remaining] = kv[:, :, n - remaining : n].clone()
+        self._first_positions[slot] += n - remaining
+        self.store.lengths[slot] = remaining
 
     def begin_chunk(self, slot: int, num_tokens: int) -> int:
-        """Makes room for the next piece of a text that is read; returns how many of ``num_tokens`` tokens it may have."""
+        """Makes room for the next prefill chunk; returns its length, at most ``num_tokens``."""
         return min(num_tokens, PREFILL_CHUNK)
 
     def append_positions(self, slot: int, count: int) -> torch.Tensor:
-        """The positions (count,) at which :meth:`append` takes keys."""
+        """Positions (count,) of the RoPE that :meth:`append` expects in its keys."""
         return torch.arange(self.context_len(slot), self.context_len(slot) + count, device=self.store.device)
 
     def append(self, slot: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Commits rows of the text that were computed elsewhere.
+        """Appends and commits entries that were computed elsewhere.
 
         Args:
-            keys, values: (layers, Hkv, n, d), n at most the rows that stay.
+            keys, values: (layers, Hkv, n, d), n at most ``keep_last``.
         """
         self.make_room(slot, keys.shape[2])
         self.store.write_entries(slot, self.store.lengths[slot], keys, values)
         self.commit(slot, keys.shape[2])
 
     def commit(self, slot: int, count: int) -> None:
-        """Commits the next ``count`` rows behind the others."""
+        """Commits the next ``count`` entries."""
         self.store.commit(slot, range(count))
 
     def truncate(self, slot: int, start: int = 0) -> None:
-        """Forgets the text's rows from ``start`` on. If none is left, the next row is ``start``."""
-        kept = max(0, start - self._firsts[slot])
-        if kept > self.store.lengths[slot]:
-            kept = 0
-        self.store.truncate(slot, kept)
-        if not kept:
-            self._firsts[slot] = start
+        """Drops entries from position ``start`` on. If none is left, the next entry has position ``start``."""
+        remaining = max(0, start - self._first_positions[slot])
+        if remaining > self.store.lengths[slot]:
+            remaining = 0
+        self.store.truncate(slot, remaining)
+        if not remaining:
+            self._first_positions[slot] = start
 
     def restorable_length(self, slot: int, length: int) -> int:
-        """The largest number of a text's tokens, ``length`` at most, that :meth:`truncate` can leave."""
+        """The largest context length, at most ``length``, that :meth:`truncate` can go back to."""
         return self.store.restorable_length(slot, length)
 
 
 class RepositionedKVCache(DraftCache):
-    """Chosen rows at positions 0, 1, 2, ..., and new tokens behind them.
+    """A draft's KV cache of selected entries at positions 0, 1, 2, ..., with new tokens behind them.
 
     Args:
-        store: a slot's first rows are gathered, the committed rows behind them are new.
-        full_store: keys without a position, and values, of all tokens but the new ones.
-        retrieval: chooses the rows.
-        turn, back: turn keys without a position to places, and back.
-        piece: tokens of a text that are read in one forward, behind a sliding window of the store.
-        reach: rows of the store while a text is read.
+        store: each slot has the gathered entries first, then those of new tokens.
+        full_store: keys without RoPE, and values, of all tokens but the new ones.
+        retrieval: selects the entries.
+        rotate, unrotate: apply RoPE to keys, and undo it.
+        chunk_size: most prompt tokens of one forward. They attend to sink and window.
+        prefill_capacity: entries of the store that prefill uses.
     """
 
     def __init__(
@@ -139,41 +138,40 @@ class RepositionedKVCache(DraftCache):
     ) -> None:
         super().__init__(store, scratch)
         self.full_store, self.retrieval, self.max_new_entries = full_store, retrieval, retrieval.view.max_new
-        self._turn, self._back, self._piece, self._reach = rotate, unrotate, chunk_size, prefill_capacity
+        self._rotate, self._unrotate = rotate, unrotate
+        self._chunk_size, self._prefill_capacity = chunk_size, prefill_capacity
         sink = retrieval.view.sink
-        self._reading = Retrieval(
-            View("streaming", 0, sink, max(1, prefill_capacity - sink - chunk_size), shared_by_heads=True)
-        )
-        self._gathered = [0] * store.slots
-        # Version of the choice that the rows were gathered by; None: others are there.
+        window = max(1, prefill_capacity - sink - chunk_size)
+        self._prefill_window = Retrieval(View("streaming", 0, sink, window, shared_by_heads=True))
+        self._num_gathered = [0] * store.slots
+        # Version of the selection that the slot's entries are gathered by; None: of no selection.
         self._versions: list[int | None] = [None] * store.slots
 
     def context_len(self, slot: int) -> int:
-        return self.full_store.lengths[slot] + self.store.lengths[slot] - self._gathered[slot]
+        return self.full_store.lengths[slot] + self.store.lengths[slot] - self._num_gathered[slot]
 
     def next_position(self, slot: int) -> int:
         return self.store.lengths[slot]
 
     def has_full_context(self, slot: int) -> bool:
-        """True if all of the text is there."""
-        return self._gathered[slot] == self.full_store.lengths[slot]
+        """True if the whole context is in the store."""
+        return self._num_gathered[slot] == self.full_store.lengths[slot]
 
     def contiguous_suffix_len(self, slot: int) -> int:
         return min(self.context_len(slot), self.retrieval.view.window)
 
     def begin_chunk(self, slot: int, num_tokens: int) -> int:
-        count = min(num_tokens, self._piece)
-        if self.store.lengths[slot] + count > self._reach or (
-            self._gathered[slot] == 0 < self.full_store.lengths[slot]
-        ):
-            self._gather(slot, self._reading)
+        count = min(num_tokens, self._chunk_size)
+        is_full = self.store.lengths[slot] + count > self._prefill_capacity
+        if is_full or self._num_gathered[slot] == 0 < self.full_store.lengths[slot]:
+            self._gather(slot, self._prefill_window)
             self._versions[slot] = None
         return count
 
     def make_room(self, slot: int, count: int) -> None:
         version = self.retrieval.selection_version(slot)
-        room = self.store.lengths[slot] + count <= self.retrieval.view.capacity
-        if not room or not (self.has_full_context(slot) or self._versions[slot] == version):
+        fits = self.store.lengths[slot] + count <= self.retrieval.view.capacity
+        if not fits or not (self.has_full_context(slot) or self._versions[slot] == version):
             self._gather(slot, self.retrieval)
             self._versions[slot] = version
 
@@ -182,48 +180,48 @@ class RepositionedKVCache(DraftCache):
 
     def append(self, slot: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         n, count = self.store.lengths[slot], keys.shape[2]
-        if n and n + count <= self.retrieval.view.capacity:  # new rows of a round
-            places = torch.arange(n, n + count, device=self.store.device)
-            self.store.write_entries(slot, n, self._turn(keys, places), values)
+        if n and n + count <= self.retrieval.view.capacity:  # new tokens of a round
+            positions = torch.arange(n, n + count, device=self.store.device)
+            self.store.write_entries(slot, n, self._rotate(keys, positions), values)
             self.commit(slot, count)
             return
-        self._settle(slot)
-        self._drop(slot)
-        self._keep(slot, keys, values)
+        self._flush_new(slot)
+        self._drop_gathered(slot)
+        self._append_to_full(slot, keys, values)
 
     def restorable_length(self, slot: int, length: int) -> int:
         return length
 
     def truncate(self, slot: int, start: int = 0) -> None:
-        kept = self.full_store.lengths[slot]
-        if start >= kept:
-            self.store.truncate(slot, min(self.store.lengths[slot], self._gathered[slot] + start - kept))
+        full_len = self.full_store.lengths[slot]
+        if start >= full_len:
+            self.store.truncate(slot, min(self.store.lengths[slot], self._num_gathered[slot] + start - full_len))
             return
         self.full_store.truncate(slot, start)
-        self._drop(slot)
+        self._drop_gathered(slot)
 
-    def _drop(self, slot: int) -> None:
-        """Drops the gathered rows: they are gathered anew when they are needed."""
+    def _drop_gathered(self, slot: int) -> None:
+        """Empties the store. Entries are gathered again when they are needed."""
         self.store.truncate(slot, 0)
-        self._gathered[slot], self._versions[slot] = 0, None
+        self._num_gathered[slot], self._versions[slot] = 0, None
 
-    def _keep(self, slot: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def _append_to_full(self, slot: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.full_store.write_entries(slot, self.full_store.lengths[slot], keys, values)
         self.full_store.lengths[slot] += keys.shape[2]
 
-    def _settle(self, slot: int) -> None:
-        """Moves new tokens' rows to the whole text."""
-        start, end = self._gathered[slot], self.store.lengths[slot]
+    def _flush_new(self, slot: int) -> None:
+        """Moves the entries of new tokens to the full store."""
+        start, end = self._num_gathered[slot], self.store.lengths[slot]
         if start < end:
             keys, values = (x[:, slot, :, start:end] for x in (self.store.keys, self.store.values))
-            self._keep(slot, self._back(keys, torch.arange(start, end, device=self.store.device)), values)
-        self._gathered[slot] = end
+            self._append_to_full(slot, self._unrotate(keys, torch.arange(start, end, device=self.store.device)), values)
+        self._num_gathered[slot] = end
 
     def _gather(self, slot: int, retrieval: Retrieval) -> None:
-        """Fills the store with the chosen rows."""
-        self._settle(slot)
-        rows = retrieval.kv_indices(slot, self.full_store.lengths[slot]).to(self.full_store.device)
-        keys, values = (x[:, slot].index_select(2, rows) for x in (self.full_store.keys, self.full_store.values))
-        places = torch.arange(len(rows), device=self.full_store.device)
-        self.store.write_entries(slot, 0, self._turn(keys, places), values)
-        self.store.lengths[slot] = self._gathered[slot] = len(rows)
+        """Fills the store with the selected entries."""
+        self._flush_new(slot)
+        indices = retrieval.kv_indices(slot, self.full_store.lengths[slot]).to(self.full_store.device)
+        keys, values = (x[:, slot].index_select(2, indices) for x in (self.full_store.keys, self.full_store.values))
+        positions = torch.arange(len(indices), device=self.full_store.device)
+        self.store.write_entries(slot, 0, self._rotate(keys, positions), values)
+        self.store.lengths[slot] = self._num_gathered[slot] = len(indices)

@@ -1,18 +1,18 @@
-"""Scorers: they rank the chunks of a layer's keys by its queries. A chunk may have one row or many.
+"""Scorers rank chunks of KV entries by a layer's queries. A chunk has one entry or more.
 
-Queries are (Hkv, G, M, d): the G query heads of each KV head's group, M tokens. The scores of single queries are
-reduced over the M tokens and averaged over the group, so every KV head ranks its own chunks. Sums are float32.
+Queries are (Hkv, G, M, d): the G query heads of each KV head's group, M tokens. Scores of single queries are reduced
+over the M tokens and averaged over the group, so each KV head ranks its own chunks. Sums are float32.
 
-All shapes are those of one layer. Several layers at once have one more dimension in front, and the same results.
+Shapes are those of one layer. Several layers at once have a first dimension more, and the same results.
 
 ========== ======================================================================== =============================
-minmax     max(q . Kmax, q . Kmin), of the keys' element-wise largest and smallest  SpecPV, section 3.2
-quest      sum_d max(q_d Kmax_d, q_d Kmin_d): no q . k of the chunk is larger       Quest
+minmax     max(q . Kmax, q . Kmin), element-wise maximum and minimum of the keys    SpecPV, section 3.2
+quest      sum_d max(q_d Kmax_d, q_d Kmin_d), an upper bound on q . k               Quest
 mean-key   q . mean(K)                                                              TriForce, section 4.1
 tokens     the largest q . k of the chunk                                           TokenSwift, section 3
-attention  the softmax mass that falls on the chunk, of all rows of the text        SpecExtend, section 2.2
-snapkv     the softmax mass of all rows before the window, averaged over neighbours SnapKV; MagicDec, section 4
-streaming  none: nothing is chosen                                                  StreamingLLM
+attention  the chunk's attention weights, softmax over the whole context            SpecExtend, section 2.2
+snapkv     the same, softmax over all before the window, with average pooling       SnapKV; MagicDec, section 4
+streaming  none: nothing is selected                                                StreamingLLM
 ========== ======================================================================== =============================
 """
 
@@ -26,10 +26,10 @@ import torch
 from longdraft.views.summaries import summarize
 
 REDUCTIONS = ("mean", "max", "last")
-# Rows over which SnapKV averages.
+# Kernel size of SnapKV's average pooling.
 SNAPKV_POOL_SIZE = 5
 
-# (Hkv, G, M, n) of single queries -> (Hkv, n)
+# Scores of single queries (Hkv, G, M, n) -> (Hkv, n)
 ReduceFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -38,11 +38,10 @@ class CandidateChunks:
     """The chunks of a layer that are scored.
 
     Attributes:
-        keys: (Hkv, n, d) of the whole text, after RoPE.
-        first, behind: chunks [first, behind) are scored.
-        chunk: rows of each.
-        kept: kind -> (Hkv, chunks, d), summaries of the text's chunks from the first on, so that the keys need not be
-            read; None: there are none.
+        keys: (Hkv, n, d) of the whole context, after RoPE.
+        start, end: chunks [start, end) are scored.
+        chunk_size: entries of a chunk.
+        summaries: kind -> (Hkv, chunks, d), of all chunks from chunk 0 on, read in place of the keys; None: read keys.
     """
 
     keys: torch.Tensor
@@ -53,69 +52,71 @@ class CandidateChunks:
 
     @property
     def chunk_keys(self) -> torch.Tensor:
-        """Keys of the chunks, (Hkv, rows, d)."""
+        """Keys of the scored chunks, (Hkv, entries, d)."""
         return self.keys[..., self.start * self.chunk_size : self.end * self.chunk_size, :]
 
     def summary(self, kind: str) -> torch.Tensor:
-        """Returns summaries of the chunks, (Hkv, chunks, d)."""
+        """Returns summaries of the scored chunks, (Hkv, chunks, d)."""
         if self.summaries is not None:
             return self.summaries[kind][..., self.start : self.end, :]
         return summarize(kind, self.chunk_keys.unflatten(-2, (-1, self.chunk_size)))
 
     def group_by_chunk(self, x: torch.Tensor) -> torch.Tensor:
-        """Groups numbers of the chunks' rows: (..., rows) -> (..., chunks, chunk)."""
+        """Splits entries into chunks: (..., entries) -> (..., chunks, chunk_size)."""
         return x.unflatten(-1, (-1, self.chunk_size))
 
 
-def _dots(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """q . k: queries (Hkv, G, M, d), keys (Hkv, n, d) -> (Hkv, G, M, n)."""
+def _dot_products(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Queries (Hkv, G, M, d) . keys (Hkv, n, d) -> (Hkv, G, M, n)."""
     return (q.flatten(-3, -2) @ keys.float().transpose(-1, -2)).unflatten(-2, q.shape[-3:-1])
 
 
-def _masses(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def _attention_weights(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """The attention weights of each query, (Hkv, G, M, n)."""
-    return torch.softmax(_dots(q * q.shape[-1] ** -0.5, keys), -1)
+    return torch.softmax(_dot_products(q * q.shape[-1] ** -0.5, keys), -1)
 
 
 def minmax(q: torch.Tensor, c: CandidateChunks, reduce: ReduceFunction) -> torch.Tensor:
-    scores = _dots(q, c.summary("largest"))
-    return reduce(torch.maximum(scores, _dots(q, c.summary("smallest")), out=scores))
+    scores = _dot_products(q, c.summary("largest"))
+    return reduce(torch.maximum(scores, _dot_products(q, c.summary("smallest")), out=scores))
 
 
 def quest(q: torch.Tensor, c: CandidateChunks, reduce: ReduceFunction) -> torch.Tensor:
-    """For q_d > 0 the largest key counts, for q_d < 0 the smallest: two matrix products."""
-    return reduce(_dots(q.clamp(min=0), c.summary("largest")) + _dots(q.clamp(max=0), c.summary("smallest")))
+    """Uses the largest keys where q_d > 0, the smallest where q_d < 0: two matrix products."""
+    return reduce(
+        _dot_products(q.clamp(min=0), c.summary("largest")) + _dot_products(q.clamp(max=0), c.summary("smallest"))
+    )
 
 
 def mean_key(q: torch.Tensor, c: CandidateChunks, reduce: ReduceFunction) -> torch.Tensor:
     if c.summaries is not None:
-        return reduce(_dots(q, c.summary("mean")))
-    return reduce(c.group_by_chunk(_dots(q, c.chunk_keys)).mean(-1))  # the same number: q . k is linear in k
+        return reduce(_dot_products(q, c.summary("mean")))
+    return reduce(c.group_by_chunk(_dot_products(q, c.chunk_keys)).mean(-1))  # equal, for q . k is linear in k
 
 
 def tokens(q: torch.Tensor, c: CandidateChunks, reduce: ReduceFunction) -> torch.Tensor:
-    return reduce(c.group_by_chunk(_dots(q, c.chunk_keys)).amax(-1))
+    return reduce(c.group_by_chunk(_dot_products(q, c.chunk_keys)).amax(-1))
 
 
 def attention(q: torch.Tensor, c: CandidateChunks, reduce: ReduceFunction) -> torch.Tensor:
-    mass = _masses(q, c.keys)[..., c.start * c.chunk_size : c.end * c.chunk_size]
+    mass = _attention_weights(q, c.keys)[..., c.start * c.chunk_size : c.end * c.chunk_size]
     return reduce(c.group_by_chunk(mass).sum(-1))
 
 
 def snapkv(q: torch.Tensor, c: CandidateChunks, reduce: ReduceFunction) -> torch.Tensor:
-    mass = reduce(_masses(q, c.keys[..., : c.end * c.chunk_size, :]))
+    mass = reduce(_attention_weights(q, c.keys[..., : c.end * c.chunk_size, :]))
     pooled = torch.nn.functional.avg_pool1d(mass, SNAPKV_POOL_SIZE, 1, SNAPKV_POOL_SIZE // 2)
     return c.group_by_chunk(pooled[..., c.start * c.chunk_size :]).sum(-1)
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """A scorer and what it needs.
+    """A scorer and the inputs that it needs.
 
     Attributes:
         score: (queries (Hkv, G, M, d) float32, candidates, reduction) -> (Hkv, chunks) float32.
-        summary_kinds: kinds of summaries from which it can score without the keys.
-        uses_window_queries: whether the queries of all rows of the window choose, not the newest one alone.
+        summary_kinds: summaries that it can score by, in place of the keys.
+        uses_window_queries: whether it uses the queries of the whole window; else the newest query alone.
     """
 
     score: Callable[[torch.Tensor, CandidateChunks, ReduceFunction], torch.Tensor]
@@ -138,7 +139,7 @@ def score_chunks(name: str, reduction: str, queries: torch.Tensor, candidates: C
     """Scores a layer's chunks.
 
     Args:
-        name: one of ``SCORERS``, but not "streaming".
+        name: one of ``SCORERS`` except "streaming".
         reduction: over the tokens: "mean", "max", or "last" for the newest token alone.
         queries: (Hq, M, d), after RoPE, the newest last, Hq a multiple of Hkv.
 
@@ -157,8 +158,8 @@ def score_chunks(name: str, reduction: str, queries: torch.Tensor, candidates: C
 
     if candidates.summaries is not None and scorer.summary_kinds:
         return scorer.score(q, candidates, reduce)
-    # One head at a time: float32 copies of all keys, and the masses of all queries, are large.
-    each = (
+    # One KV head at a time: float32 copies of all keys, and the weights of all queries, are large.
+    by_head = (
         scorer.score(
             q[..., h : h + 1, :, :, :],
             replace(candidates, keys=candidates.keys[..., h : h + 1, :, :], summaries=None),
@@ -166,4 +167,4 @@ def score_chunks(name: str, reduction: str, queries: torch.Tensor, candidates: C
         )
         for h in range(heads)
     )
-    return torch.cat(list(each), dim=-2)
+    return torch.cat(list(by_head), dim=-2)

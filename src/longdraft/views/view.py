@@ -1,13 +1,13 @@
-"""Views: the rows of a text that are seen.
+"""Views: which KV entries of a long context are attended to.
 
-    sink | chosen chunks | window | new rows
+    sink | selected chunks | window | new entries
 
-The first rows (sink) and the last (window) are always there. Between them, whole chunks are chosen by the score that
-queries give them (:mod:`longdraft.views.scorers`): by each KV head for itself, or by all heads together. New rows stand
-behind the window until the view is chosen anew.
+The first entries (sink) and the last (window) always belong to a view. Between them, chunks are selected by the scores
+that queries give them (:mod:`longdraft.views.scorers`), by each KV head for itself or by all heads together. New
+entries follow the window until the chunks are selected anew.
 
-Chunks lie on a fixed grid: chunk i is rows [i * chunk, (i + 1) * chunk). The window starts at a chunk's border, up to a
-chunk earlier than its size says, so that every row before it can be chosen.
+Chunks lie on a fixed grid: chunk i is entries [i * chunk_size, (i + 1) * chunk_size). The window starts at a chunk
+boundary, up to a chunk earlier than its size says, so every entry before it belongs to a chunk.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.in
 
 
 def check_sizes(minimum: int, **sizes: object) -> None:
-    """Raises ValueError for a size that is no whole number of at least ``minimum``."""
+    """Raises ValueError unless all sizes are integers of at least ``minimum``."""
     for name, size in sizes.items():
         if type(size) is not int or size < minimum:
             raise ValueError(f"{name} must be a whole number of at least {minimum}, got {size!r}")
 
 
 def check_multiples(unit: str, divisor: int, **sizes: int) -> None:
-    """Raises ValueError for a size that is no multiple of ``divisor`` tokens, the value of the option ``unit``."""
+    """Raises ValueError unless all sizes are multiples of ``divisor`` tokens, the value of the option ``unit``."""
     for name, size in sizes.items():
         if size % divisor:
             raise ValueError(f"{name} must be a multiple of {unit} ({divisor} tokens), got {size}")
 
 
 def parse_dtype(name: str | None, option: str = "view_dtype") -> torch.dtype | None:
-    """Returns the dtype that an option names, None for None; raises ValueError for a name not in :data:`DTYPES`."""
+    """Returns the dtype of an option's value, None for None; raises ValueError for a name not in :data:`DTYPES`."""
     if name is None:
         return None
     if name not in DTYPES:
@@ -48,19 +48,19 @@ def parse_dtype(name: str | None, option: str = "view_dtype") -> torch.dtype | N
 
 @dataclass(frozen=True)
 class View:
-    """The settings of a view. Sizes are rows of one layer and KV head.
+    """Settings of a view. Sizes count KV entries of one layer and KV head.
 
     Attributes:
-        scorer: one of ``SCORERS``; "streaming" chooses no chunks.
-        num_selected: rows of chosen chunks at most; as many whole chunks as they make.
-        sink, window: the first and the last rows, always there.
-        chunk_size: rows that are chosen together; 1: each row for itself.
-        max_new: new rows that are taken in before the view is chosen anew.
+        scorer: one of ``SCORERS``; "streaming" selects no chunks.
+        num_selected: most entries of selected chunks, rounded down to whole chunks.
+        sink, window: the first and the last entries, always part of the view.
+        chunk_size: entries of a chunk.
+        max_new: new entries that are appended before chunks are selected anew.
         reduction: one of ``REDUCTIONS``: how the scores of several queries become one.
-        shared_by_heads: whether all KV heads see the same rows; else each chooses its own.
+        shared_by_heads: whether all KV heads have the same entries; else each KV head selects its own.
 
     Raises:
-        ValueError: sizes that make no view.
+        ValueError: a size out of range.
     """
 
     scorer: str
@@ -73,73 +73,73 @@ class View:
     shared_by_heads: bool = False
 
     def __post_init__(self) -> None:
-        check_sizes(0, chosen=self.num_selected, sink=self.sink, room=self.max_new)
+        check_sizes(0, num_selected=self.num_selected, sink=self.sink, max_new=self.max_new)
         check_sizes(1, window=self.window, chunk=self.chunk_size)
         check_multiples("chunk", self.chunk_size, sink=self.sink)
 
     @property
     def size(self) -> int:
-        """Rows that the view holds, without new ones: a text of no more is seen whole."""
+        """Entries without new ones. A context of at most this length is seen in full."""
         return self.sink + self.num_selected + self.window
 
     @property
     def capacity(self) -> int:
-        """Rows that it holds at most, with new ones and a window that starts early."""
+        """Most entries, with new ones and a window that starts early."""
         return self.size + self.chunk_size - 1 + self.max_new
 
     @property
     def num_chunks(self) -> int:
-        """Number of chosen chunks at most."""
+        """Most selected chunks."""
         return 0 if SCORERS[self.scorer] is None else self.num_selected // self.chunk_size
 
     def __str__(self) -> str:
-        """Its sizes as the bench prints them: sink + chunks x rows of each + window."""
+        """Its sizes as the bench prints them: sink + chunks x chunk_size + window."""
         chunks = f" + {self.num_chunks:,} x {self.chunk_size}" if self.num_chunks else ""
         return f"{self.sink:,}{chunks} + {self.window:,}"
 
     @property
     def num_queries(self) -> int:
-        """Number of a text's last queries that choose the chunks."""
+        """Number of queries that score the chunks: those of the context's last tokens."""
         scorer = SCORERS[self.scorer]
         if scorer is None:
             return 0
         return self.window if scorer.uses_window_queries else 1
 
     def window_start(self, kv_len: int) -> int:
-        """First row of the window in a text of ``kv_len`` rows; ``kv_len`` if the sink holds all of the text."""
+        """First entry of the window in a context of ``kv_len``; ``kv_len`` if the sink has all of it."""
         return max(min(self.sink, kv_len), (kv_len - self.window) // self.chunk_size * self.chunk_size)
 
     def candidate_chunks(self, kv_len: int) -> range:
-        """The chunks between sink and window."""
+        """The range of chunks between sink and window."""
         return range(self.sink // self.chunk_size, self.window_start(kv_len) // self.chunk_size)
 
     def unscored_chunks(self, kv_len: int, has_queries: bool) -> range | None:
-        """Returns the chunks that are chosen without scores, the latest ones; None if scores have to choose."""
-        between = self.candidate_chunks(kv_len)
-        count = min(self.num_chunks, len(between))
-        scored = has_queries and 0 < count < len(between)
-        return None if scored else between[len(between) - count :]
+        """Returns the chunks that are selected without scores, the latest ones; None if scores are needed."""
+        candidates = self.candidate_chunks(kv_len)
+        count = min(self.num_chunks, len(candidates))
+        scored = has_queries and 0 < count < len(candidates)
+        return None if scored else candidates[len(candidates) - count :]
 
     def select_chunks(
         self, keys: torch.Tensor, queries: torch.Tensor | None, summaries: Mapping[str, torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Chooses the chunks of a layer, or of several at once, whose dimension comes first everywhere.
+        """Selects the chunks of a layer. Several layers at once have a first dimension more everywhere.
 
         Args:
             keys: (Hkv, n, d), after RoPE.
-            queries: (Hq, M, d), after RoPE, the newest last, M >= 1; None: the latest chunks are chosen.
-            kept: summaries of the text's chunks, see :class:`~longdraft.views.scorers.Candidates`.
+            queries: (Hq, M, d), after RoPE, the newest last, M >= 1; None: the latest chunks are selected.
+            summaries: of the context's chunks, see :class:`~longdraft.views.scorers.CandidateChunks`.
 
         Returns:
-            (Hkv, c) int64 indices of chunks, sorted, none twice; (1, c) if they are shared. c depends on n alone.
+            (Hkv, c) int64 chunk indices, ascending; (1, c) if shared by heads. c depends on n alone.
         """
-        length = keys.shape[-2]
-        latest = self.unscored_chunks(length, queries is not None)
+        kv_len = keys.shape[-2]
+        latest = self.unscored_chunks(kv_len, queries is not None)
         if latest is not None:
             chunks = torch.arange(latest.start, latest.stop, device=keys.device)
             return chunks.expand(*keys.shape[:-3], 1 if self.shared_by_heads else keys.shape[-3], -1)
         assert queries is not None
-        between = self.candidate_chunks(length)
+        between = self.candidate_chunks(kv_len)
         candidates = CandidateChunks(keys, between.start, between.stop, self.chunk_size, summaries)
         scores = score_chunks(self.scorer, self.reduction, queries, candidates)
         if self.shared_by_heads:
@@ -147,15 +147,15 @@ class View:
         return scores.topk(self.num_chunks, dim=-1).indices.sort(-1).values + between.start
 
     def kv_indices(self, chunks: torch.Tensor, kv_len: int) -> torch.Tensor:
-        """Returns the rows (..., m) int64 of chosen chunks (..., c), with sink and window: sorted, none twice."""
-        each = torch.arange(self.chunk_size, device=chunks.device)
-        inner = (chunks[..., None] * self.chunk_size + each).flatten(-2)
+        """Returns the indices (..., m) int64 of sink, chunks (..., c) and window, ascending."""
+        in_chunk = torch.arange(self.chunk_size, device=chunks.device)
+        selected = (chunks[..., None] * self.chunk_size + in_chunk).flatten(-2)
         ends = ((0, min(self.sink, kv_len)), (self.window_start(kv_len), kv_len))
-        sink, window = (torch.arange(a, b, device=chunks.device).expand(*inner.shape[:-1], -1) for a, b in ends)
-        return torch.cat([sink, inner, window], dim=-1)
+        sink, window = (torch.arange(a, b, device=chunks.device).expand(*selected.shape[:-1], -1) for a, b in ends)
+        return torch.cat([sink, selected, window], dim=-1)
 
     def select_kv_indices(
         self, keys: torch.Tensor, queries: torch.Tensor | None, summaries: Mapping[str, torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Chooses the rows of a layer, (Hkv or 1, m), with sink and window; arguments as in :meth:`select_chunks`."""
+        """Selects the entries of a layer: indices (Hkv or 1, m). Arguments as in :meth:`select_chunks`."""
         return self.kv_indices(self.select_chunks(keys, queries, summaries), keys.shape[-2])

@@ -1,4 +1,4 @@
 """Our drafters inside another engine: vLLM.
 
-May import: all rooms below the catalogue.
+May import: all packages below the catalogue of methods.
 """

@@ -1,8 +1,8 @@
 """Our drafters inside vLLM: ``speculative_config={"method": "custom_class", "model": "longdraft_engines.vllm.Lookup",
 "num_speculative_tokens": 7}``.
 
-vLLM takes chains from such a proposer, and passes it nothing but token ids. So our plugin entry point
-(:mod:`~longdraft_engines.vllm.plugin`) gives it the model runner that it works for. Options go in
+vLLM takes chains from such a proposer, and passes it token ids only. So our plugin
+(:mod:`~longdraft_engines.vllm.plugin`) gives it the model runner. Options go in
 ``additional_config={"longdraft": {...}}``.
 """
 

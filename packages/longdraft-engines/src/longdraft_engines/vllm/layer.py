@@ -1,4 +1,4 @@
-"""One attention layer of vLLM's target: its keys and values in vLLM's pages, and the queries that vLLM computes."""
+"""One attention layer of vLLM's target: its paged KV cache, and the queries that vLLM computes."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from longdraft.errors import CapabilityError
 
-# The instruction set whose packing of the CPU backend's pages is read here.
+# The CPU backend packs pages by instruction set. Only this packing can be read here.
 _VEC = "vec"
 
 
 class AttentionLayer:
-    """A layer as vLLM keeps it.
+    """Reads the KV cache of a decoder layer in vLLM.
 
-    A page of its cache is (kv_heads, block, 2 head_dim) numbers. On a GPU (FlashAttention, Triton, FlexAttention) each
-    token's value follows its key. The CPU backend packs pages by instruction set. Of these, "vec" in float32 is read
-    here: for each head the keys as (head_dim, block), then the values as (block, head_dim).
+    A page has (kv_heads, block_size, 2 head_dim) numbers. On a GPU (FlashAttention, Triton, FlexAttention) each token's
+    value follows its key. On a CPU with packing "vec", in float32, each head has its keys as (head_dim, block_size),
+    then its values as (block_size, head_dim).
 
     Args:
         config: vLLM's ``VllmConfig``. index: of the decoder layer.
 
     Attributes:
-        name: vLLM's name. attention: its module.
+        name: vLLM's name of the attention module. attention: the module.
 
     Raises:
         CapabilityError: the model has no such layer.
@@ -44,10 +45,10 @@ class AttentionLayer:
         self._checked = False
 
     def read(self, runner: Any, req_index: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values (kv_heads, stop - start, head_dim) of a row of the engine's batch.
+        """Keys and values (kv_heads, stop - start, head_dim) of a request.
 
         Args:
-            runner: vLLM's model runner. start, stop: positions.
+            runner: vLLM's model runner. req_index: in vLLM's input batch. start, stop: positions.
 
         Raises:
             CapabilityError: the cache has another layout.
@@ -57,86 +58,81 @@ class AttentionLayer:
             self._check(cache)
         groups = runner.kv_cache_config.kv_cache_groups
         group = next(i for i, group in enumerate(groups) if self.name in group.layer_names)
-        table = runner.input_batch.block_table[group].block_table.np[req_index]
-        size = cache.shape[2]
+        block_table = runner.input_batch.block_table[group].block_table.np[req_index]
+        block_size = cache.shape[2]
         positions = np.arange(start, stop)
-        blocks = torch.from_numpy(table[positions // size].astype(np.int64)).to(cache.device)
-        places = torch.from_numpy(positions % size).to(cache.device)
-        keys, values = (read_vec_pages if cache.device.type == "cpu" else read_interleaved_pages)(cache, blocks, places)
+        block_ids = torch.from_numpy(block_table[positions // block_size].astype(np.int64)).to(cache.device)
+        block_offsets = torch.from_numpy(positions % block_size).to(cache.device)
+        read_pages = read_vec_pages if cache.device.type == "cpu" else read_interleaved_pages
+        keys, values = read_pages(cache, block_ids, block_offsets)
         return keys.transpose(0, 1), values.transpose(0, 1)
 
     def _check(self, cache: torch.Tensor) -> None:
         packing = getattr(self.attention, "isa", _VEC)
         if cache.device.type == "cpu" and (packing != _VEC or cache.dtype != torch.float32):
             raise CapabilityError(
-                f"vLLM packs this CPU's KV cache for {packing} in {cache.dtype}, which is not read here: serve in "
+                f"vLLM packs this CPU's KV cache for {packing} in {cache.dtype}, which cannot be read here: serve in "
                 "float32 (--dtype float32), or use longdraft_engines.vllm.Lookup."
             )
         if cache.dim() != 4 or not cache.dtype.is_floating_point or cache.dtype.itemsize < 2:
             raise CapabilityError(
-                f"A KV cache of {tuple(cache.shape)} in {cache.dtype} is not read here: use "
+                f"A KV cache of {tuple(cache.shape)} in {cache.dtype} cannot be read here: use "
                 "longdraft_engines.vllm.Lookup."
             )
         self._checked = True
 
 
-def read_interleaved_pages(
-    cache: torch.Tensor, block_ids: torch.Tensor, block_offsets: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values (n, kv_heads, head_dim) of n tokens, in pages (pages, kv_heads, block, 2 head_dim).
+def read_interleaved_pages(cache: Tensor, block_ids: Tensor, block_offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values (n, kv_heads, head_dim) of n tokens from pages (pages, kv_heads, block_size, 2 head_dim).
 
     Args:
-        blocks, places: (n,) the page of each token, and its place there.
+        block_ids, block_offsets: (n,) the page of each token, and its offset there.
     """
     keys, values = cache[block_ids, :, block_offsets].chunk(2, dim=-1)
     return keys, values
 
 
-def read_vec_pages(
-    cache: torch.Tensor, block_ids: torch.Tensor, block_offsets: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same as :func:`read_interleaved_pages`, for pages that the CPU backend packs for "vec"."""
-    pages, heads, block, both = cache.shape
+def read_vec_pages(cache: Tensor, block_ids: Tensor, block_offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`read_interleaved_pages` for pages with the CPU backend's packing "vec"."""
+    pages, heads, block_size, size = cache.shape
     keys, values = cache.view(pages, heads, 2, -1).unbind(2)
-    keys = keys.view(pages, heads, both // 2, block)
-    return keys[block_ids, :, :, block_offsets], values.view(pages, heads, block, both // 2)[
-        block_ids, :, block_offsets
-    ]
+    keys = keys.view(pages, heads, size // 2, block_size)
+    values = values.view(pages, heads, block_size, size // 2)
+    return keys[block_ids, :, :, block_offsets], values[block_ids, :, block_offsets]
 
 
 class StepQueries:
-    """A layer's queries, after RoPE, of the tokens that vLLM computed in its newest step.
+    """A layer's queries, after RoPE, of the tokens that vLLM computed in its last step.
 
-    vLLM's compiled models and CUDA graphs call a layer's attention as one opaque operation; its implementation is
-    wrapped here. The wrapper adds one copy to memory that never moves, so a recorded graph repeats the copy although
-    no Python runs then.
+    Wraps the implementation of the layer's attention, which vLLM's compiled models and CUDA graphs call as one opaque
+    operation. The wrapper copies the queries to a fixed buffer, so that replays of a graph copy them too.
     """
 
     def __init__(self, layer: AttentionLayer, device: torch.device) -> None:
         config, attention = layer.config, layer.attention
-        longest = config.scheduler_config.max_num_batched_tokens
-        shape = longest, attention.num_heads, attention.head_size
-        kept = torch.zeros(shape, dtype=config.model_config.dtype, device=device)
-        compute = attention.impl.forward
+        max_tokens = config.scheduler_config.max_num_batched_tokens
+        shape = max_tokens, attention.num_heads, attention.head_size
+        buffer = torch.zeros(shape, dtype=config.model_config.dtype, device=device)
+        original = attention.impl.forward
 
-        def forward(module: Any, query: torch.Tensor, *others: Any, **settings: Any) -> Any:
-            kept[: len(query)].copy_(query[:longest])
-            return compute(module, query, *others, **settings)
+        def forward(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            buffer[: len(query)].copy_(query[:max_tokens])
+            return original(module, query, *args, **kwargs)
 
         attention.impl.forward = forward
-        self._kept = kept
+        self._buffer = buffer
 
     def read(self, runner: Any, req_index: int, stop: int, num_positions: int) -> torch.Tensor | None:
-        """Queries (Hq, n, d) of the ``num_positions`` positions before ``stop`` in a row of the engine's batch.
+        """Queries (Hq, n, d) of a request at the ``num_positions`` positions before ``stop``.
 
-        They are fewer if this step computed fewer of these positions, and None if it computed none before ``stop``.
+        They are fewer if the step computed fewer of these positions, and None if it did not compute ``stop - 1``.
 
         Args:
-            runner: vLLM's model runner, after the step.
+            runner: vLLM's model runner, after the step. req_index: in its input batch.
         """
         first = int(runner.input_batch.num_computed_tokens_cpu[req_index])  # position of the step's first token
-        begin, end = runner.query_start_loc.np[req_index : req_index + 2].tolist()
-        if not first < stop <= first + end - begin:
+        start_loc, end_loc = runner.query_start_loc.np[req_index : req_index + 2].tolist()
+        if not first < stop <= first + end_loc - start_loc:
             return None
-        place = begin + stop - first
-        return self._kept[max(begin, place - num_positions) : place].transpose(0, 1).clone()
+        stop_loc = start_loc + stop - first
+        return self._buffer[max(start_loc, stop_loc - num_positions) : stop_loc].transpose(0, 1).clone()

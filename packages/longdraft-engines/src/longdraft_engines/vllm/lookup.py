@@ -1,4 +1,4 @@
-"""Suffix lookups in vLLM: proposes what followed earlier matches of a request's end, in its own text."""
+"""Suffix lookups in vLLM: drafts what followed earlier matches of a request's last tokens."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from longdraft_engines.vllm.proposer import Proposer
 
 
 class Lookup(Proposer):
-    """Needs no draft and reads nothing of the target, so any model and attention backend will do.
+    """Needs no draft and reads nothing of the target, so it works with any model and attention backend.
 
-    Options: ``min_n``, ``max_n`` (lengths of matches); ``earlier`` (how many tokens of ended requests to search too:
-    of all tenants, so leave it at 0 if these must not know of each other).
+    Options: ``min_n``, ``max_n`` (lengths of matches); ``earlier`` (also search this many tokens of ended requests, of
+    all tenants: leave it at 0 if they must not learn of each other).
     """
 
     @staticmethod
@@ -21,6 +21,5 @@ class Lookup(Proposer):
 
     def load_model(self, model: Any) -> None:
         del model
-        self.drafter = SuffixDrafter(
-            max_draft=self.num_speculative_tokens, max_nodes=self.num_speculative_tokens, branches=1, **self.options
-        )
+        k = self.num_speculative_tokens
+        self.drafter = SuffixDrafter(max_draft=k, max_nodes=k, branches=1, **self.options)

@@ -1,4 +1,4 @@
-"""vLLM runs this at the start of each of its processes (entry point ``vllm.general_plugins``)."""
+"""The plugin, which vLLM runs at the start of each of its processes (entry point ``vllm.general_plugins``)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from longdraft_engines.vllm.sampling import patch_sampling
 
 
 def register() -> None:
-    """Gives each of our proposers the model runner that made it. Calling it again changes nothing."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # the base of the CPU's
+    """Makes vLLM's model runners set ``Proposer.runner``. Calling it again changes nothing."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # also the base class of the CPU's
 
     original = GPUModelRunner.__init__
     if hasattr(original, "longdraft"):
         return
 
     @functools.wraps(original)
-    def init(runner: Any, *arguments: Any, **settings: Any) -> None:
-        original(runner, *arguments, **settings)
+    def init(runner: Any, *args: Any, **kwargs: Any) -> None:
+        original(runner, *args, **kwargs)
         proposer = getattr(runner, "drafter", None)
         if isinstance(proposer, Proposer):
             proposer.runner = runner

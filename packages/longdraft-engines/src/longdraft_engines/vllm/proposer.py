@@ -1,4 +1,4 @@
-"""A proposer for vLLM's ``custom_class`` that drafts with one of our drafters."""
+"""A proposer for vLLM's method ``custom_class`` that drafts with one of our drafters."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.round_result import RoundResult
@@ -19,12 +19,12 @@ from longdraft.trees.tree import TokenTree
 
 @dataclass
 class TrackedRequest:
-    """A request that is drafted for.
+    """A request that gets drafts.
 
     Attributes:
-        row: its row in the engine's batch, in this step. emitted: its new tokens in this step.
-        new: the drafter has not observed it yet.
-        queries: of this step, if the drafter needs any: see :class:`~longdraft.engine.round_result.Event`.
+        req_index, new_token_ids: its index in vLLM's input batch, and its new tokens, in this step.
+        is_new: the drafter has not observed it yet.
+        queries: of this step, if the drafter needs any: see :class:`~longdraft.engine.round_result.RoundResult`.
     """
 
     sequence: Sequence
@@ -35,18 +35,18 @@ class TrackedRequest:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Count of tokens with KV in the engine's cache: all but the newest."""
+        """Number of tokens with KV in vLLM's cache: all but the newest."""
         return len(self.sequence.prompt) + len(self.sequence.output) - 1
 
 
 class Proposer(ABC):
-    """Proposes drafts inside vLLM, in the place of its own proposer.
+    """Proposes drafts inside vLLM, in place of its own proposer.
 
-    Tracks requests by vLLM's ids. One that is missing from a step's batch (ended, aborted, preempted) is forgotten; if
-    it comes back, it is a new one whose text so far is its prompt.
+    Tracks requests by vLLM's ids. A request that is missing from a step's batch (ended, aborted, preempted) is dropped.
+    If it comes back, it is a new request whose tokens so far are the prompt.
 
-    Drafts are the most probable tokens, for sampled text too: vLLM accepts a drafted token with the probability that
-    the target gives it, which is exact for drafts that are not sampled.
+    Drafts are the most probable tokens, for sampled text too: vLLM accepts a drafted token with its probability under
+    the target, which is exact for drafts that are not sampled.
 
     Args:
         config: vLLM's ``VllmConfig``.
@@ -54,7 +54,7 @@ class Proposer(ABC):
     Attributes:
         drafter: made by :meth:`load_model`.
         runner: vLLM's model runner; :mod:`~longdraft_engines.vllm.plugin` sets it.
-        max_model_len: the most tokens of a text.
+        max_model_len: limit of a request's tokens, prompt and output.
     """
 
     drafter: Drafter
@@ -82,30 +82,30 @@ class Proposer(ABC):
 
     @property
     def slots(self) -> int:
-        """Count of requests drafted for at a time; others are decoded without drafts."""
+        """Number of requests that can get drafts at a time; others are decoded without."""
         return int(self.config.scheduler_config.max_num_seqs)
 
     @abstractmethod
     def load_model(self, model: Any) -> None:
-        """Makes the drafter. Called by vLLM with the loaded target."""
+        """Makes the drafter. vLLM calls it with the loaded target."""
 
     def prepare(self, requests: list[TrackedRequest]) -> None:
-        """Called before a step's drafts; copies what the drafter reads of the target."""
+        """Copies what the drafter reads of the target. Called before each step's drafts."""
         del requests
 
     @torch.inference_mode()
     def propose(
         self,
         sampled_token_ids: list[list[int]],
-        num_tokens_no_spec: np.ndarray[Any, Any],
-        token_ids_cpu: np.ndarray[Any, Any],
+        num_tokens_no_spec: NDArray[Any],
+        token_ids_cpu: NDArray[Any],
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Drafted tokens for each row of the engine's batch.
+        """Drafted tokens for each request of vLLM's input batch.
 
         Args:
-            sampled_token_ids: the new tokens of each row; none while its prompt is read.
-            num_tokens_no_spec, token_ids_cpu: (rows,) length and (rows, longest) tokens of its text, with the new ones.
+            sampled_token_ids: the new tokens of each request; none during its prefill.
+            num_tokens_no_spec, token_ids_cpu: (requests,) number of tokens, (requests, max_model_len) their ids.
         """
         del slot_mappings
         if self.runner is None:
@@ -114,58 +114,59 @@ class Proposer(ABC):
                 "VLLM_PLUGINS where that is set."
             )
         batch = self.runner.input_batch
-        for name in set(self._tracked) - set(batch.req_ids):
-            self._forget(name)
-        drafted: list[list[int]] = [[] for _ in sampled_token_ids]
-        tracked = []
-        for req_index, emitted in enumerate(sampled_token_ids):
-            text = token_ids_cpu[req_index, : int(num_tokens_no_spec[req_index])]
-            if not emitted or len(text) >= self.max_model_len:
+        for req_id in set(self._tracked) - set(batch.req_ids):
+            self._drop(req_id)
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        requests = []
+        for req_index, new_token_ids in enumerate(sampled_token_ids):
+            token_ids = token_ids_cpu[req_index, : int(num_tokens_no_spec[req_index])]
+            if not new_token_ids or len(token_ids) >= self.max_model_len:
                 continue
-            request = self._track(batch.req_ids[req_index], req_index, text, len(emitted))
+            request = self._track(batch.req_ids[req_index], req_index, token_ids, len(new_token_ids))
             if request is not None:
-                tracked.append(request)
-        if tracked:
-            self.prepare(tracked)
-            for request in tracked:
+                requests.append(request)
+        if requests:
+            self.prepare(requests)
+            for request in requests:
                 self._observe(request)
-            trees = self.drafter.propose([request.sequence for request in tracked])
-            for request, tree in zip(tracked, trees, strict=True):
-                room = min(self.num_speculative_tokens, request.sequence.remaining - 1)
-                drafted[request.req_index] = list(tree.tokens[1 : 1 + max(0, room)])
-        return drafted
+            trees = self.drafter.propose([request.sequence for request in requests])
+            for request, tree in zip(requests, trees, strict=True):
+                max_drafted = max(0, min(self.num_speculative_tokens, request.sequence.remaining - 1))
+                drafts[request.req_index] = list(tree.tokens[1 : 1 + max_drafted])
+        return drafts
 
-    def _track(self, name: str, req_index: int, text: np.ndarray[Any, Any], new: int) -> TrackedRequest | None:
-        """A request whose text has so many new tokens; None if no slot is free."""
-        tracked = self._tracked.get(name)
-        if tracked is not None and len(text) != tracked.num_computed_tokens + 1 + new:  # a step was missed
-            self._forget(name)
-            tracked = None
-        if tracked is None:
+    def _track(self, req_id: str, req_index: int, token_ids: NDArray[Any], num_new: int) -> TrackedRequest | None:
+        """The request, updated by its ``num_new`` new tokens; None if no slot is free."""
+        request = self._tracked.get(req_id)
+        if request is not None and len(token_ids) != request.num_computed_tokens + 1 + num_new:  # missed a step
+            self._drop(req_id)
+            request = None
+        if request is None:
             if not self.free_slots:
                 return None
-            tracked = TrackedRequest(Sequence(self._next, text[:-new].tolist(), self.max_model_len - len(text) + new))
-            tracked.sequence.slot, self._next = self.free_slots.pop(0), self._next + 1
-            self._tracked[name] = tracked
-        tracked.req_index, tracked.new_token_ids = req_index, tuple(text[-new:].tolist())
-        for token in tracked.new_token_ids:
-            tracked.sequence.append(token)
-        return tracked
+            max_new_tokens = self.max_model_len - len(token_ids) + num_new
+            request = TrackedRequest(Sequence(self._next, token_ids[:-num_new].tolist(), max_new_tokens))
+            request.sequence.slot, self._next = self.free_slots.pop(0), self._next + 1
+            self._tracked[req_id] = request
+        request.req_index, request.new_token_ids = req_index, tuple(token_ids[-num_new:].tolist())
+        for token in request.new_token_ids:
+            request.sequence.append(token)
+        return request
 
     def _observe(self, request: TrackedRequest) -> None:
-        s, emitted = request.sequence, request.new_token_ids
-        root = TokenTree((s.tokens[-len(emitted) - 1],), (-1,))
-        mode = "prefill" if request.is_new else "full"
+        sequence, new_token_ids = request.sequence, request.new_token_ids
+        num_new, mode = len(new_token_ids), "prefill" if request.is_new else "full"
+        root = TokenTree((sequence.tokens[-num_new - 1],), (-1,))
         self.drafter.observe(
             RoundResult(
-                s, root, len(emitted) - 1, new_token_ids=emitted, mode=mode,  # type: ignore[arg-type]
+                sequence, root, num_new - 1, new_token_ids=new_token_ids, mode=mode,  # type: ignore[arg-type]
                 queries=request.queries,
             )
         )  # fmt: skip
         request.is_new = False
 
-    def _forget(self, name: str) -> None:
-        request = self._tracked.pop(name)
+    def _drop(self, req_id: str) -> None:
+        request = self._tracked.pop(req_id)
         self.free_slots.append(request.sequence.slot)
         if not request.is_new:
             self.drafter.release(request.sequence)

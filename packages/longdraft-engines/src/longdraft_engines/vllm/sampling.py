@@ -1,4 +1,4 @@
-"""Mends a mistake in vLLM's CPU backend: text that is sampled with drafts follows no distribution. GPUs are right."""
+"""Patches a bug in vLLM's CPU backend: text sampled with drafts has a wrong distribution. GPUs are not affected."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from longdraft.native.boundary import CPU_FLOAT32, CPU_INT64
 def patch_sampling() -> None:
     """Replaces vLLM's function that repeats a request's temperature, top-k and top-p for each of its drafted tokens.
 
-    On a CPU, vLLM 0.32 leaves the result unwritten (its pull request 42638), and top-k fails in a step that verifies no
-    drafts. Does nothing if vLLM is right already.
+    On a CPU, vLLM 0.32 does not write the result (its pull request 42638), and top-k fails in a step without drafts.
+    Does nothing if vLLM is correct.
     """
     from vllm.platforms import current_platform
     from vllm.v1.sample import rejection_sampler as sampler
@@ -23,10 +23,10 @@ def patch_sampling() -> None:
     values = torch.tensor([0.5, 0.25], **CPU_FLOAT32)
     if not torch.equal(sampler.expand_batch_to_tokens(values, torch.tensor([1, 3], **CPU_INT64), 3), values[[0, 1, 1]]):
         sampler.expand_batch_to_tokens = expand_batch_to_tokens
-    constrained = sampler.apply_sampling_constraints
+    original = sampler.apply_sampling_constraints
 
-    def apply_sampling_constraints(logits: torch.Tensor, *others: Any) -> Any:
-        return constrained(logits, *others) if len(logits) else logits
+    def apply_sampling_constraints(logits: torch.Tensor, *args: Any) -> Any:
+        return original(logits, *args) if len(logits) else logits
 
     sampler.apply_sampling_constraints = apply_sampling_constraints
 
@@ -34,11 +34,11 @@ def patch_sampling() -> None:
 def expand_batch_to_tokens(
     x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> torch.Tensor:
-    """Repeats the number of each request, (n,), for each of its drafted tokens: (num_tokens,).
+    """Repeats each request's value, (n,), for each of its drafted tokens: (num_tokens,).
 
     Args:
-        cu_num_tokens: (n,) how many tokens are drafted up to and including each request.
-        replace_from, replace_to: values equal to the first become the second.
+        cu_num_tokens: (n,) cumulative number of drafted tokens.
+        replace_from, replace_to: values equal to ``replace_from`` become ``replace_to``.
     """
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     return torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(counts, output_size=num_tokens)

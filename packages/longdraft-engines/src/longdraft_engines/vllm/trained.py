@@ -1,4 +1,4 @@
-"""vLLM's proposers with a trained draft that reads one layer of the target in vLLM's own KV cache."""
+"""Proposers for vLLM with a trained draft, which reads one layer of the target's KV in vLLM's cache."""
 
 from __future__ import annotations
 
@@ -23,25 +23,23 @@ from longdraft.model.shared_parts import SharedParts
 from longdraft_engines.vllm.layer import AttentionLayer, StepQueries
 from longdraft_engines.vllm.proposer import Proposer, TrackedRequest
 
-_SIZES = ("chunk", "chunks", "every", "layer", "recent")
+_VIEW_OPTIONS = ("chunk", "chunks", "every", "layer", "recent")
 
 
 class EngineTarget:
-    """A target on one device.
+    """vLLM's model on one device, with the attributes of :class:`TargetRunner` that drafts read.
 
     Args:
-        described: its text configuration, as in transformers. model: the engine's loaded model.
-        head_dim, kv_heads: sizes of its attention.
-        weights: digest of the weights that the draft was trained for. They are not compared, as an engine joins and
-            packs its weights.
+        text_config: as in transformers. model: vLLM's loaded model.
+        weights: digest of the weights that the draft was trained for. It is not checked: vLLM fuses and packs weights.
 
     Attributes:
-        last: index of its last layer. share: always None: the target is on one device. rooms: always None: a draft's
+        last: index of the last layer. tp_rank: None, as the target is on one device. buffer_arena: None, as a draft's
             memory lasts as long as the engine.
-        model: its configuration, which names its folder. vocab_size: size of its vocabulary.
+        model: the configuration, which names the model's folder.
 
     Raises:
-        CapabilityError: its embedding or head cannot be shared.
+        CapabilityError: the draft cannot share the embedding or the head.
     """
 
     tp_rank = None
@@ -78,13 +76,12 @@ class EngineTarget:
 
 
 class TrainedProposer(Proposer):
-    """Copies one layer's keys and values as they come, for some requests at a time.
+    """Copies the new keys and values of one layer in each step, for a limited number of requests.
 
-    In a model of 32 layers this is a thirty-second of its KV. With the copy, the draft need not know how vLLM packs its
-    pages, or which prefixes were cached.
+    In a model of 32 layers this is a thirty-second of the KV. With the copy, the draft need not know how vLLM packs its
+    pages, nor which prefixes were cached.
 
-    Options: ``draft``, the draft's folder; ``slots``, how many requests are drafted for at a time (others are decoded
-    without drafts).
+    Options: ``draft``, the draft's folder; ``slots``, number of requests that get drafts at a time.
     """
 
     @staticmethod
@@ -104,34 +101,33 @@ class TrainedProposer(Proposer):
         return num_layers - 1
 
     def load_model(self, model: Any) -> None:
-        """Raises CheckpointError if the draft was made for another target, RequestError if there is no draft."""
+        """Raises CheckpointError if the draft belongs to another target, RequestError if none is given."""
         folder = self.options["draft"]
         if folder is None:
             raise RequestError(
                 f'{type(self).__name__} needs a draft: additional_config={{"longdraft": {{"draft": "FOLDER"}}}}.'
             )
-        parallel, described = self.config.parallel_config, self.config.model_config
+        parallel, model_config = self.config.parallel_config, self.config.model_config
         if parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
             raise CapabilityError(
                 f"{type(self).__name__} drafts for a model on one device: use longdraft_engines.vllm.Lookup."
             )
         draft, self.drafter = self.load(Path(folder))
-        sizes = int(described.get_head_size()), int(described.get_total_num_kv_heads())
-        self.target = target = EngineTarget(
-            described.hf_text_config, model, *sizes, draft.required_target.get("weights")
-        )
+        head_dim, kv_heads = int(model_config.get_head_size()), int(model_config.get_total_num_kv_heads())
+        weights = draft.required_target.get("weights")
+        self.target = target = EngineTarget(model_config.hf_text_config, model, head_dim, kv_heads, weights)
         self.layer = AttentionLayer(self.config, self.layer_index(target.last + 1))
         transposed = dispatch.prefers_transposed_keys(target.attention_path, target.kv_shape.dtype)
         self._store = KVStore(target.kv_shape, self.slots, self.max_model_len, target.device, transposed)
         self.drafter.bind(target, self._store)  # type: ignore[arg-type]
 
     def prepare(self, requests: list[TrackedRequest]) -> None:
-        for request in requests:  # up to the newest token, which has no KV yet
+        for request in requests:
             slot, stop = request.sequence.slot, request.num_computed_tokens
             start = 0 if request.is_new else self._store.lengths[slot]
-            rows = self.layer.read(self.runner, request.req_index, start, stop)
-            for there, new in zip(self._store.slot_kv(slot, slice(0, 1), start), rows, strict=True):
-                there[0, :, start:stop] = new
+            new_kv = self.layer.read(self.runner, request.req_index, start, stop)
+            for stored, new in zip(self._store.slot_kv(slot, slice(0, 1), start), new_kv, strict=True):
+                stored[0, :, start:stop] = new
             self._store.lengths[slot] = stop
 
 
@@ -144,22 +140,22 @@ class LongSpec(TrainedProposer):
 
 
 class SpecExtend(TrainedProposer):
-    """Drafts chains with a small language model, which has its own KV and sees the chunks of a text that a layer of the
-    target attends to (SpecExtend, section 2.2).
+    """Drafts chains with a small language model. It sees only the chunks of its own KV that a layer of the target
+    attends to (SpecExtend, section 2.2).
 
-    Further options: ``chunk``, ``chunks``, ``every``, ``layer``, ``sink``, ``recent``, as of method ``specextend``.
+    Further options: ``chunk``, ``chunks``, ``every``, ``layer``, ``sink``, ``recent``: those of method ``specextend``.
     """
 
     drafter: SmallLMDrafter
 
     @staticmethod
     def default_options() -> dict[str, Any]:
-        return TrainedProposer.default_options() | dict.fromkeys(_SIZES) | {"sink": 32}
+        return TrainedProposer.default_options() | dict.fromkeys(_VIEW_OPTIONS) | {"sink": 32}
 
     def load(self, folder: Path) -> tuple[SmallLMDraft, SmallLMDrafter]:
         draft = SmallLMDraft.load(folder)
-        sizes = {name: self.options[name] for name in (*_SIZES, "sink")}
-        return draft, SmallLMDrafter(draft, tree="chain", depth=self.num_speculative_tokens, view="retrieval", **sizes)
+        view = {name: self.options[name] for name in (*_VIEW_OPTIONS, "sink")}
+        return draft, SmallLMDrafter(draft, tree="chain", depth=self.num_speculative_tokens, view="retrieval", **view)
 
     def layer_index(self, num_layers: int) -> int:
         assert self.drafter.retrieval is not None
@@ -168,15 +164,14 @@ class SpecExtend(TrainedProposer):
 
     def load_model(self, model: Any) -> None:
         super().load_model(model)
-        self._queries = StepQueries(self.layer, self.target.device)
+        self._step_queries = StepQueries(self.layer, self.target.device)
 
     def prepare(self, requests: list[TrackedRequest]) -> None:
         super().prepare(requests)
         for request in requests:
-            queries = self._queries.read(
-                self.runner, request.req_index, request.num_computed_tokens, self.drafter.num_prompt_queries
-            )
-            request.queries = {} if queries is None else {0: queries}  # the copy has one layer
+            request_position = request.req_index, request.num_computed_tokens
+            queries = self._step_queries.read(self.runner, *request_position, self.drafter.num_prompt_queries)
+            request.queries = {} if queries is None else {0: queries}  # the copied layer has index 0
 
 
 def _weight(model: Any, name: str) -> torch.Tensor:

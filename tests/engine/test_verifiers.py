@@ -1,4 +1,4 @@
-"""Schedules on tiny models: what holds of all of them, and SpecPV's partial verification with its corrections."""
+"""Verifiers on tiny models: properties of all of them, and SpecPV's partial verification and refreshes."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ def sizes(budget: int = 8, **over) -> View:
 
 
 def eager() -> SpecPV:
-    """Verifies in part from the first token on, with a partial cache that holds all of a text."""
+    """Verifies on a partial cache from the first token on, which holds the full context."""
     return SpecPV(sizes(200), min_context=0)
 
 
-SCHEDULES = {
+VERIFIERS = {
     "full": Verifier,
     "specpv": lambda: SpecPV(sizes()),
     "eager": eager,
 }
-MODES = {name: {"full"} if name == "full" else {"refresh", "partial"} for name in SCHEDULES}
+MODES = {name: {"full"} if name == "full" else {"refresh", "partial"} for name in VERIFIERS}
 
 
-def run(model, schedule, drafter=None, prompts=PROMPTS, n=28, sampling=None, eos=()):
-    """Decodes with a schedule: the sequences, which count their rounds, the steps and the engine."""
+def run(model, verifier, drafter=None, prompts=PROMPTS, n=28, sampling=None, eos=()):
+    """Decodes with a verifier. Returns the sequences with their round counts, the steps, and the engine."""
     sampling = sampling or Sampling()
     sequences = []
     for i, prompt in enumerate(prompts):
         sampler = Sampler(sampling.greedy, sampling.processors(), SampleNoise(torch.Generator().manual_seed(i)))
         sequences.append(Sequence(i, list(prompt), n, sampler=sampler, stop_rules=[eos_rule(frozenset(eos))]))
-    engine = Engine(TargetRunner(model), drafter or NoDrafter(), schedule)
+    engine = Engine(TargetRunner(model), drafter or NoDrafter(), verifier)
     return sequences, run_to_end(engine, sequences), engine
 
 
@@ -86,21 +86,21 @@ def model_of(family: str = "llama", **shape):
     ],
     ids=str,
 )
-def test_a_schedule_that_sees_all_rows_gives_the_tokens_of_plain_decoding(tmp_path, name, drafted):
+def test_exact_verifiers_give_the_tokens_of_plain_decoding(tmp_path, name, drafted):
     family, kind = drafted
     model = model_of(family)
     for n, eos in ((28, ()), (28, (3,)), (28, (10,)), (1, ()), (2, ()), (7, ())):
         want, _, _ = run(model, Verifier(), n=n, eos=eos)
-        got, steps, _ = run(model, SCHEDULES[name](), drafter(kind, model, tmp_path), n=n, eos=eos)
+        got, steps, _ = run(model, VERIFIERS[name](), drafter(kind, model, tmp_path), n=n, eos=eos)
         assert outputs(got) == outputs(want)
         assert [s.finish_reason for s in got] == [s.finish_reason for s in want]
         assert n < 28 or eos or {step.mode for step in steps} >= MODES[name]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_after_a_run_the_cache_holds_exact_rows_alone(name):
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_after_a_run_the_cache_has_exact_kv_only(name):
     model = model_of()
-    got, _, engine = run(model, SCHEDULES[name](), SuffixDrafter(), PROMPTS[:1], 13)
+    got, _, engine = run(model, VERIFIERS[name](), SuffixDrafter(), PROMPTS[:1], 13)
     store = engine.cache.store
     n = store.lengths[0]
     assert store.num_unverified[0] == 0 and n <= len(got[0].tokens) - 1
@@ -110,7 +110,7 @@ def test_after_a_run_the_cache_holds_exact_rows_alone(name):
 
 
 def computed(model, tokens, *layers):
-    """A store with the rows of a text, as one forward computes them."""
+    """A store with the KV of a context, computed in one forward."""
     runner = TargetRunner(model)
     store = runner.new_store(1, len(tokens), *layers)
     forward(runner, [tokens], store, [0], logits="none")
@@ -118,7 +118,7 @@ def computed(model, tokens, *layers):
 
 
 class Listening(Drafter):
-    """Drafts the text to come on one branch, and compares the queries that events bring with a plain forward's."""
+    """Drafts the right tokens on one branch, and compares the queries of results with those of a plain forward."""
 
     max_nodes = 4
 
@@ -139,8 +139,8 @@ class Listening(Drafter):
             trees.append(TokenTree((s.output[-1], (s.output[-1] + 1) % 11, *right), parents))
         return trees
 
-    def observe(self, event):
-        sequence, queries = event.sequence, {layer: q[:, -1] for layer, q in event.queries.items()}
+    def observe(self, result):
+        sequence, queries = result.sequence, {layer: q[:, -1] for layer, q in result.queries.items()}
         if self.store.num_unverified[sequence.slot]:
             return  # the queries of a partial verification can be compared with nothing
         text = sequence.tokens[: self.store.readable_len(sequence.slot)]
@@ -153,13 +153,13 @@ class Listening(Drafter):
         self.heard += 1
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", VERIFIERS)
 def test_drafters_get_the_queries_of_the_deepest_accepted_node(name):
-    """In every mode: also where a chain stands before the tree."""
+    """In every mode, also if buffered tokens precede the tree."""
     model = model_of()
     want, _, _ = run(model, Verifier())
     listening = Listening(outputs(want))
-    got, steps, _ = run(model, SCHEDULES[name](), listening)
+    got, steps, _ = run(model, VERIFIERS[name](), listening)
     assert outputs(got) == outputs(want) or name == "specpv"
     assert {s.mode for s in steps} >= MODES[name]
     assert listening.heard > 10 and sum(s.accepted for s in steps) > 10
@@ -195,14 +195,14 @@ def test_specpv_emits_from_partial_rounds_and_is_approximate():
     assert outputs(got)[2][:8] == outputs(want)[2][:8]  # a short text is verified in full
 
 
-def test_refreshes_come_when_more_than_the_margin_waits():
+def test_refreshes_come_when_the_buffer_exceeds_the_margin():
     _, steps, _ = run(model_of(), SpecPV(sizes(margin=6)), prompts=PROMPTS[:1])
     modes = [s.mode for s in steps if s.mode != "prefill"]
     assert {s.mode for s in steps} == {"prefill", "refresh", "partial"}
     assert modes[:9] == ["refresh", *["partial"] * 7, "refresh"]
 
 
-def test_a_sequence_refreshes_when_it_would_alone():
+def test_a_sequence_of_a_batch_refreshes_as_it_would_alone():
     got, steps, _ = run(model_of(), SpecPV(sizes(margin=6)))
     for i, prompt in enumerate(PROMPTS):
         alone, own, _ = run(model_of(), SpecPV(sizes(margin=6)), prompts=[prompt])
@@ -211,13 +211,13 @@ def test_a_sequence_refreshes_when_it_would_alone():
 
 
 class Checked(Eagle3Drafter):
-    """After every refresh, drafts what a drafter would that has read everything anew."""
+    """After each refresh, checks that its drafts equal those of a new drafter that has read the context again."""
 
     checked, fresh = 0, False
 
-    def observe(self, event):
-        super().observe(event)
-        self.fresh = self.fresh or event.kv_rewritten_from is not None
+    def observe(self, result):
+        super().observe(result)
+        self.fresh = self.fresh or result.kv_rewritten_from is not None
 
     def propose(self, sequences, limit=None):
         found = super().propose(sequences, limit)

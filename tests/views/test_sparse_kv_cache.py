@@ -1,4 +1,4 @@
-"""The view's KV: copies of exact rows, whatever was chosen, appended and taken back."""
+"""The sparse KV cache has exact copies after any selections, appends and truncations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHAPE = KVShape(layers=2, kv_heads=2, head_dim=4, dtype=torch.float32)
 
 
 def fill(store: KVStore, slot: int, start: int, end: int, seed: int) -> None:
-    """Rows whose values say layer, head and position; keys are random."""
+    """A store whose values encode layer, head and position; keys are random."""
     d = store.shape.head_dim
     keys = torch.randn(2, 2, end - start, d, generator=torch.Generator().manual_seed(seed))
     values = torch.arange(start, end, dtype=torch.float32)[None, None, :, None].expand(2, 2, -1, d).clone()
@@ -30,7 +30,7 @@ def fill(store: KVStore, slot: int, start: int, end: int, seed: int) -> None:
 
 
 def positions(cache: SparseKVCache, slot: int, layer: int, head: int) -> list[int]:
-    """Returns the positions of a slot's rows; checks that keys and values are those of the full store."""
+    """Returns the positions of a slot's entries; checks that keys and values equal those of the full store."""
     n = cache.store.lengths[slot]
     values = cache.store.values[layer, slot, head, :n]
     rows = (values[:, 0] - 1e5 * layer - 1e4 * head).long()
@@ -50,8 +50,8 @@ moves = st.lists(
     st.sampled_from(list(SCORERS)), st.sampled_from([1, 2]), st.integers(0, 12), st.booleans(),
     st.sampled_from([4, 16]), moves,
 )  # fmt: skip
-def test_what_is_there_after_any_moves(scorer, chunk, room, transposed, d, steps):
-    """Heads of 16 numbers are our kernels' where there are any, smaller ones torch's."""
+def test_copies_are_right_after_any_operations(scorer, chunk, room, transposed, d, steps):
+    """Head size 16 runs on our kernels if there are any, smaller ones on torch."""
     view, shape = View(scorer, 9, 4, 3, chunk, room), replace(SHAPE, head_dim=d)
     full = KVStore(shape, 2, 400, transposed_keys=transposed)
     cache = SparseKVCache(
@@ -103,8 +103,8 @@ def test_what_is_there_after_any_moves(scorer, chunk, room, transposed, d, steps
 
 
 @pytest.mark.parametrize("scorer", list(SCORERS))
-def test_an_offloaded_text(scorer):
-    """What is chosen of a text in memory."""
+def test_an_offloaded_store_selects_the_same(scorer):
+    """As from a store in memory."""
     stores = KVStore(SHAPE, 1, 100), OffloadedKVStore(SHAPE, 1, 100, "cpu", copy_stream=LazyCopyStream())
     queries, found = [torch.randn(4, 4, 4)] * 2, []
     for full in stores:
@@ -118,7 +118,7 @@ def test_an_offloaded_text(scorer):
     assert found[0] == found[1]
 
 
-def test_what_waits_is_shown_to_drafters_and_forgotten():
+def test_buffered_entries_are_shown_to_drafters_and_dropped():
     full = KVStore(SHAPE, 1, 100)
     fill(full, 0, 0, 60, 0)
     full.commit(0, range(60))

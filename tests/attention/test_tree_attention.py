@@ -1,4 +1,4 @@
-"""Attention to a tree behind a known prefix as one operator: the kernel and the definition against the reference."""
+"""merge_tree_attention: kernel and torch implementation against the reference."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
 def arguments(lengths, size, **over):
-    """Arguments of merge_tree_attention, and the attention of the whole by its definition."""
-    q, keys, values, block, scale = case(lengths, size, device=DEVICE, **over)
-    mask = torch.stack([block.tree_mask(b, q.device) for b in range(block.batch_size)])
+    """Arguments of merge_tree_attention, and the reference's attention to prefix and tree."""
+    q, keys, values, batch, scale = case(lengths, size, device=DEVICE, **over)
+    mask = torch.stack([batch.tree_mask(b, q.device) for b in range(batch.batch_size)])
     o, lse = torch.zeros_like(q), q.new_zeros(q.shape[:3], dtype=torch.float32)
-    for b, (slot, n) in enumerate(zip(block.slots, block.prefix_lens, strict=True)):
+    for b, (slot, n) in enumerate(zip(batch.slots, batch.prefix_lens, strict=True)):
         found = reference.partial_attention(q[b], keys[slot, :, :n], values[slot, :, :n], scale)
         o[b], lse[b] = found[0].to(q.dtype), found[1]
-    places = HybridMetadata.build(keys, block.slots_t, block.prefix_lens_t, max(lengths), mask)
-    whole = reference.attend(q, keys, values, block, scale)
+    places = HybridMetadata.build(keys, batch.slots_t, batch.prefix_lens_t, max(lengths), mask)
+    whole = reference.attend(q, keys, values, batch, scale)
     return (q, keys, values, o, lse, places.tree_indices, places.tree_bias, scale), whole
 
 
@@ -39,7 +39,7 @@ def arguments(lengths, size, **over):
     ],
     ids=str,
 )
-def test_the_kernel_and_the_definition_are_attention_to_the_whole(dtype, lengths, size, over):
+def test_kernel_and_reference_equal_attention_to_prefix_and_tree(dtype, lengths, size, over):
     given, whole = arguments(lengths, size, dtype=dtype, **over)
     for found in (tree_attention_kernel.merge_tree_attention(*given), tree_attention.merge_tree_attention(*given)):
         assert found.dtype == dtype and found.transpose(1, 2).is_contiguous()  # as the next product reads it

@@ -1,4 +1,4 @@
-"""Keys and values in eight bits on a GPU's path: attention to the rows that they are unpacked to."""
+"""Attention to an int8 KV cache on a GPU's path equals attention to the dequantized cache."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []  # one is to be seen 
 
 @pytest.mark.parametrize("path", ["hybrid", "sdpa"])
 @pytest.mark.parametrize("lengths", [[20, 3], [70]])
-def test_rows_are_unpacked_as_far_as_a_text_goes_and_others_take_the_path_as_they_are(path, lengths):
+def test_int8_kv_is_dequantized_up_to_the_context_and_float_kv_is_unchanged(path, lengths):
     with torch_kernels.registered() if path == "hybrid" else nullcontext():
-        q, keys, values, block, scale = case(lengths, 4)
+        q, keys, values, batch, scale = case(lengths, 4)
         small, behind = (Int8KV.quantize(keys), Int8KV.quantize(values)), max(lengths) + 4
         for x in small:  # rows behind the texts may hold anything
             x.scales[:, :, behind:] = torch.nan
         for way in (lambda attend: attend, prefix.make_prefix_attention):
             attend, either = (way(each) for each in (dispatch.PATHS[path], accept_int8_kv(dispatch.PATHS[path])))
-            found = either(q, *small, block, scale)
-            assert torch.equal(found, attend(q, *(x.to(q.dtype) for x in small), block, scale))
-            own = either(q, keys, values, block, scale)
-            assert torch.equal(own, attend(q, keys, values, block, scale)) and not torch.equal(own, found)
+            found = either(q, *small, batch, scale)
+            assert torch.equal(found, attend(q, *(x.to(q.dtype) for x in small), batch, scale))
+            own = either(q, keys, values, batch, scale)
+            assert torch.equal(own, attend(q, keys, values, batch, scale)) and not torch.equal(own, found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("d", [24, 128])
-def test_the_kernel_unpacks_what_its_definition_says(dtype, d):
+def test_the_dequantize_kernel_equals_its_reference(dtype, d):
     """In Triton's interpreter, and on a GPU by ``make test-gpu``."""
     kernel = pytest.importorskip("longdraft.attention.int8_kv_kernel")
     rows = torch.randn(3, 2, 90, d, generator=torch.Generator().manual_seed(0)).to(DEVICE)
