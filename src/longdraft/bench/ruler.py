@@ -60,7 +60,7 @@ def make_samples(kind: str, template: str, haystack: str | None = None, count: i
     Args:
         kind: one of :data:`KINDS`.
         template: RULER's prompt, with ``{kind}``, ``{context}`` and ``{query}``.
-        hay: the text around the needles; None: RULER's noise.
+        haystack: the text around the needles; None: RULER's noise.
         count: number of samples; None: :data:`COUNT`.
     """
     found = []
