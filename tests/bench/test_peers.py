@@ -1,4 +1,4 @@
-"""What we are measured against: transformers' own generate."""
+"""The peers: transformers' own ``generate``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def measured(loaded, unpacked=None, **wanted):
 
 
 def test_generate_can_have_a_model_of_its_own(loaded):
-    """As it must where ours holds weights as a file stores them: it is read once, and only for those who run on it."""
+    """A dequantized model for peers, needed if ours has quantised weights: loaded once, and only if there are peers."""
     reads = []
 
     def unpacked():

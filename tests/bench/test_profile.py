@@ -1,4 +1,4 @@
-"""Where a round's time goes: what is measured adds up, and changes nothing."""
+"""Profiles of rounds: the parts add up, and the output does not change."""
 
 from __future__ import annotations
 

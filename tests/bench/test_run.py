@@ -1,4 +1,4 @@
-"""The measuring loop, with contenders that are right, wrong, and on a machine that slows down."""
+"""The measurement of batches, with right and wrong contenders."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_generate_starts_from_its_kept_prompt(loaded):
 
 
 def eos_model():
-    """Ends after a few tokens: the seed is one where it does."""
+    """A model that emits EOS after a few tokens (with this seed)."""
     tokenizer = tiny_tokenizer(chat=True)
     model = tiny_model(context=512, layers=2)
     with torch.no_grad():
@@ -186,7 +186,7 @@ def test_the_end_of_sequence_ends_all_contenders_alike():
 
 
 def test_one_prefill_serves_all_of_ours(loaded, tmp_path):
-    """The drafts read hidden states that ar's prefill has kept for them."""
+    """Drafts read hidden states that ar's prefill has cached for them."""
     draft = random_eagle3(tmp_path, loaded.model, layers=(0, 1), feature_size=2 * loaded.model.config.hidden_size)
     wanted = settings(methods=("prompt-lookup", "eagle3", "hf"), cold=False, draft_options={"draft": draft})
     bench = Bench(loaded, wanted)
@@ -200,7 +200,7 @@ def test_one_prefill_serves_all_of_ours(loaded, tmp_path):
 
 
 def test_rows_say_how_much_a_draft_sees(loaded):
-    """With the sizes in effect, defaults too; the tiny model's text is shorter."""
+    """The view has the sizes in effect, defaults too, though the tiny model's context is shorter."""
     names = ("self", "self:view=chunks:budget=64", "specpv:drafter=self", "specpv:drafter=ar", "quantspec")
     own = {names[1]: {"view": "chunks", "budget": 64}, names[2]: {"drafter": "self"}, names[3]: {"drafter": "ar"}}
     found = rows(loaded, settings(methods=names, contender_options=own, cold=False), samples=SAMPLES[:1])

@@ -116,11 +116,11 @@ def default_methods(target: TargetRunner) -> tuple[str, ...]:
 
 def lengths_by_rope_factor(lengths: Sequence[int], context: int) -> dict[float | None, list[int]]:
     """Lengths (tokens) by the YaRN factor that they need, a power of two; None: within the context."""
-    found: dict[float | None, list[int]] = {}
+    lengths_by_factor: dict[float | None, list[int]] = {}
     for length in sorted(set(lengths)):
         factor = None if length <= context else 2.0 ** math.ceil(math.log2(length / context))
-        found.setdefault(factor, []).append(length)
-    return found
+        lengths_by_factor.setdefault(factor, []).append(length)
+    return lengths_by_factor
 
 
 class AcceptanceBench:

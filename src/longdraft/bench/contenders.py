@@ -176,17 +176,17 @@ def eos_ids(runner: TargetRunner, tokenizer: PreTrainedTokenizerBase, ignore_eos
 
 
 def weight_formats(model: nn.Module) -> str:
-    """Dtypes and GGUF types of a model's weights, the most common first: ``float32``, ``Q4_1 and Q8_0``."""
+    """Dtypes and GGUF types of a model's ps, the most common first: ``float32``, ``Q4_1 and Q8_0``."""
     counts: Counter[str] = Counter()
-    seen: set[int] = set()
+    seen_pointers: set[int] = set()
     for module in model.modules():
         matrix = getattr(module, "matrix", None)
-        own = [(p.data_ptr(), str(p.dtype).removeprefix("torch."), p.numel()) for p in module.parameters(recurse=False)]
+        ps = [(p.data_ptr(), str(p.dtype).removeprefix("torch."), p.numel()) for p in module.parameters(recurse=False)]
         if isinstance(matrix, QuantizedMatrix):
-            own.append((matrix.data.data_ptr(), matrix.format, matrix.shape[0] * matrix.shape[1]))
-        for pointer, name, size in own:
-            if pointer not in seen:  # tied weights count once
-                seen.add(pointer)
+            ps.append((matrix.data.data_ptr(), matrix.format, matrix.shape[0] * matrix.shape[1]))
+        for pointer, name, size in ps:
+            if pointer not in seen_pointers:  # tied ps count once
+                seen_pointers.add(pointer)
                 counts[name] += size
-    # Norms and biases, under 1 % of the weights, stay in float32 whatever the matrices are.
+    # Norms and biases, under 1 % of the ps, stay in float32 whatever the matrices are.
     return " and ".join(name for name, size in counts.most_common() if size > counts.total() / 100)

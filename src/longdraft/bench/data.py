@@ -134,8 +134,8 @@ def _make_sample(example: Example, path: Path) -> Sample:
 
 def reference_answers(row: Mapping[str, Any], *columns: str) -> tuple[str, ...]:
     """A row's reference answers, from the first of these columns that it has; empty if it has none."""
-    found = next((row[column] for column in columns if row.get(column) is not None), ())
-    return tuple(map(str, found)) if isinstance(found, list | tuple) else (str(found),)
+    answers = next((row[column] for column in columns if row.get(column) is not None), ())
+    return tuple(map(str, answers)) if isinstance(answers, list | tuple) else (str(answers),)
 
 
 def read_document(path: Path) -> str:

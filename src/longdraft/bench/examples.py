@@ -97,8 +97,8 @@ def read_hub(name: str, hub: Mapping[str, Any], limit: int | None = None) -> lis
 
 
 def _not_empty(examples: Iterable[Example], path: Path) -> list[Example]:
-    if found := list(examples):
-        return found
+    if rows := list(examples):
+        return rows
     raise PromptError(f"{path} has no rows.")
 
 

@@ -37,10 +37,10 @@ def hardware() -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """Versions of Python and of :data:`PACKAGES`; None for a package that is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    installed: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+            installed[package] = None
+    return installed

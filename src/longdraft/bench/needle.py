@@ -214,13 +214,13 @@ class _Top1Tree(TreeConfig):
 
 def _judge(logits: torch.Tensor, target_ids: torch.Tensor | None, token: int) -> TokenPrediction:
     """A draft's prediction of a token of the target, from its logits (V,) and its vocabulary (V,)."""
-    found = [token] if target_ids is None else (target_ids == token).nonzero().flatten().tolist()
-    if not found or found[0] >= len(logits):
+    draft_ids = [token] if target_ids is None else (target_ids == token).nonzero().flatten().tolist()
+    if not draft_ids or draft_ids[0] >= len(logits):
         return TokenPrediction(False, None)
     logprobs = torch.log_softmax(logits.float(), -1)
-    logprob = float(logprobs[found[0]])
+    logprob = float(logprobs[draft_ids[0]])
     # NaN and infinity (a draft that overflowed) count as no prediction.
-    return TokenPrediction(int(logprobs.argmax()) == found[0], logprob if math.isfinite(logprob) else None)
+    return TokenPrediction(int(logprobs.argmax()) == draft_ids[0], logprob if math.isfinite(logprob) else None)
 
 
 def accuracy(tokens: Sequence[TokenPrediction]) -> float | None:

@@ -79,7 +79,7 @@ def prompts_of_length(
         length, max_prompt_tokens: wanted tokens, and the limit that leaves room for new ones.
         raw, template_kwargs: those of :meth:`~longdraft.bench.data.Sample.encode`.
     """
-    size, found, short_lengths = min(length, max_prompt_tokens), [], []
+    size, prompts, short_lengths = min(length, max_prompt_tokens), [], []
     for i, sample in enumerate(samples):
         joined = sample
         if short == "join" and not sample.last_message:  # conversations are not joined
@@ -89,16 +89,16 @@ def prompts_of_length(
         if is_short := len(token_ids) < size and len(joined.encode(tokenizer, raw, **template_kwargs)) < size:
             short_lengths.append(len(token_ids))
         if not is_short or short == "keep":
-            found.append(Prompt(sample, tuple(token_ids), length, joined is not sample))
+            prompts.append(Prompt(sample, tuple(token_ids), length, joined is not sample))
     notes = []
-    if count := sum(prompt.joined for prompt in found):
+    if count := sum(prompt.joined for prompt in prompts):
         notes.append(f"{length:,} tokens: {count} of {len(samples)} texts go on with those of the rows after them.")
     if short_lengths:
         few = len(short_lengths) < len(samples)
         which = f"{len(short_lengths)} of {len(samples)} texts are not" if few else "no text is"
         fate = "taken as they are" if short == "keep" else "left out"
         notes.append(f"{length:,} tokens: {which} that long (the longest of them: {max(short_lengths):,}); {fate}.")
-    return found, notes
+    return prompts, notes
 
 
 def _join_texts(

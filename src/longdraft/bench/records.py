@@ -51,8 +51,8 @@ class RecordFile(Generic[T]):
                 raise self._wrong_file()
             self._file.append(header)
         elif changes := list(_differences(without_volatile(self._header), without_volatile(header))):
-            shown = "; ".join(changes[:5]) + (f"; and {len(changes) - 5} more" if len(changes) > 5 else "")
-            raise ConfigError(f"{path} holds another run ({shown}): keep its settings, or name another file.")
+            message = "; ".join(changes[:5]) + (f"; and {len(changes) - 5} more" if len(changes) > 5 else "")
+            raise ConfigError(f"{path} holds another run ({message}): keep its settings, or name another file.")
 
     def _read_line(self, number: int, content: Any) -> None:
         """Keeps the content of a line: the header (line 1), or a record."""

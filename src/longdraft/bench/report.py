@@ -224,10 +224,10 @@ def _differences(report: dict[str, Any], decode: Callable[[list[int]], str]) -> 
     lines = []
     for d in report["differences"]:
         kind = "near tie" if d["near_tie"] else "MISMATCH"
-        own, reference = (
+        token, ar = (
             "the end" if d[key] is None else f"{decode([d[key]])!r} ({d[key]})" for key in ("token", "reference")
         )
         gap = "" if d["gap"] is None else f", logits {d['gap']:.2g} apart"
-        text = f"{kind}: {d['method']} on {d['sample']}, new token {d['position'] + 1}: {own}, ar has {reference}{gap}"
+        text = f"{kind}: {d['method']} on {d['sample']}, new token {d['position'] + 1}: {token}, ar has {ar}{gap}"
         lines.append(Text(text, style="" if d["near_tie"] else "red"))
     return lines

@@ -63,7 +63,7 @@ def make_samples(kind: str, template: str, haystack: str | None = None, count: i
         haystack: the text around the needles; None: RULER's noise.
         count: number of samples; None: :data:`COUNT`.
     """
-    found = []
+    samples = []
     for i in range(COUNT if count is None else count):
         generator = random.Random(f"{kind} {i}")
         sentences, query, answers = KINDS[kind](generator)
@@ -73,10 +73,10 @@ def make_samples(kind: str, template: str, haystack: str | None = None, count: i
             noun, wording = "number", template.replace("Some", "A").replace("are all", "is").replace("are", "is")
         before, after = wording.replace("{kind}", noun).replace("{query}", query).split("{context}")
         needles = tuple(zip(depths, sentences, strict=True))
-        found.append(
+        samples.append(
             Sample(
                 haystack or NOISE * _NOISE_TIMES, after, kind, f"{kind}:{i + 1}", before, separator="", answers=answers,
                 metric=metric_of_dataset(kind), needles=needles,
             )
         )  # fmt: skip
-    return found
+    return samples

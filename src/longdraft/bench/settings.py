@@ -74,8 +74,8 @@ class Settings:
             raise ValueError("context and batch must name one value at least")
         for name in self.methods:
             if method_name(name) not in METHODS and name not in PEERS:
-                known = f"Methods: {', '.join(METHODS)}. To compare with: {', '.join(PEERS)}."
-                raise UnknownMethodError(f"There is no method {name!r}. {known}")
+                names = f"Methods: {', '.join(METHODS)}. To compare with: {', '.join(PEERS)}."
+                raise UnknownMethodError(f"There is no method {name!r}. {names}")
             if name not in PEERS:
                 resolve(method_name(name), self.options(name))  # raises on a wrong option or an unreadable draft
             plans.check_plan(self.plan_of(name))

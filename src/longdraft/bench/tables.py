@@ -78,14 +78,14 @@ def pivot(
 
 def median_of(values: Iterable[float | None]) -> float | None:
     """The median of the values that are not None; None if there are none."""
-    known = [v for v in values if v is not None]
-    return median(known) if known else None
+    numbers = [v for v in values if v is not None]
+    return median(numbers) if numbers else None
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:
     """The mean of the values that are not None; None if there are none."""
-    known = [v for v in values if v is not None]
-    return mean(known) if known else None
+    numbers = [v for v in values if v is not None]
+    return mean(numbers) if numbers else None
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
@@ -95,8 +95,8 @@ def ratio(numerator: float | None, denominator: float | None) -> float | None:
 
 def spread(values: Iterable[float | None]) -> list[float] | None:
     """The lowest and the highest of the values that are not None; None if there are none."""
-    known = [v for v in values if v is not None]
-    return [min(known), max(known)] if known else None
+    numbers = [v for v in values if v is not None]
+    return [min(numbers), max(numbers)] if numbers else None
 
 
 def group_by(rows: Iterable[Mapping[str, Any]], *keys: str) -> list[list[Mapping[str, Any]]]:
@@ -130,9 +130,9 @@ def format_cell(row: Mapping[str, Any], key: str = "mean_accepted_length", form:
     return format_figure(row.get(key), form) + format_figure(error, " ± {:.2f}", missing="")
 
 
-def pluralize(number: int, what: str) -> str:
+def pluralize(number: int, noun: str) -> str:
     """``1 sample``, ``2 samples``."""
-    return f"{number:,} {what}" + ("" if number == 1 else "s")
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def depth_accepted(rounds: Sequence[tuple[int, int]]) -> list[float]:

@@ -85,9 +85,9 @@ def plan_speed(
 
     def batches(path: str, t: float, column: Column) -> dict[str, PromptBatch]:
         """Batches by the name of their unit. Columns that differ in options only share their units."""
-        own, n = prompts[column.name], column.batch
-        name = f"{column.dataset}, {own[0].context or 'whole'} tokens, batch {n}, T = {t:g}{path and ', ' + path}"
-        return {f"{name}, {i + 1}": tuple(own[i * n : (i + 1) * n]) for i in range(len(own) // n)}
+        group, n = prompts[column.name], column.batch
+        name = f"{column.dataset}, {group[0].context or 'whole'} tokens, batch {n}, T = {t:g}{path and ', ' + path}"
+        return {f"{name}, {i + 1}": tuple(group[i * n : (i + 1) * n]) for i in range(len(group) // n)}
 
     units: dict[str, Unit] = {}
     for t, (path, by_contender) in product(table.temperatures, paths.items()):

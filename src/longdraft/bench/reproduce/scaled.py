@@ -63,27 +63,27 @@ class ScaledTable:
 
     def options(self, line: Line, column: Column) -> dict[str, Any]:
 
-        known = METHODS[line.method].options if line.method in METHODS else ()
-        options = {**line.options, **{name: x for name, x in column.options.items() if name in known}}
+        method_options = METHODS[line.method].options if line.method in METHODS else ()
+        options = {**line.options, **{name: x for name, x in column.options.items() if name in method_options}}
         return {name: max(1, x // self.shrink) if name in SCALED_OPTIONS else x for name, x in options.items()}
 
     def differences(self) -> list[str]:
         """Differences from the paper that this scale makes in all rows."""
-        found = []
+        texts = []
         if self.max_tokens != self.table.max_tokens:
-            found.append(f"up to {self.max_tokens:,} new tokens (paper: {self.table.max_tokens:,})")
+            texts.append(f"up to {self.max_tokens:,} new tokens (paper: {self.table.max_tokens:,})")
         if self.prompts != self.table.prompts:
-            found.append(f"prompts a column: {self.prompts} (paper: {self.table.prompts or 'all rows'})")
+            texts.append(f"prompts a column: {self.prompts} (paper: {self.table.prompts or 'all rows'})")
         if self.shrink > 1:
             part = {2: "half", 4: "a quarter", 8: "an eighth"}.get(self.shrink, f"1/{self.shrink}")
-            found.append(f"prompts, KV budgets and counts of chunks are {part} of the paper's")
+            texts.append(f"prompts, KV budgets and counts of chunks are {part} of the paper's")
         elif self.small and any(column.tokens is None for column in self.table.columns):
-            found.append(f"prompts are cut to {self.table.small.context:,} tokens")
+            texts.append(f"prompts are cut to {self.table.small.context:,} tokens")
         if self.small:
-            found.append("answers have all of their tokens: EOS is ignored")
+            texts.append("answers have all of their tokens: EOS is ignored")
         if self.plan != "fixed":
-            found.append("trees are fitted to this machine by the planner; the paper's are fixed")
-        return found
+            texts.append("trees are fitted to this machine by the planner; the paper's are fixed")
+        return texts
 
 
 @dataclass(frozen=True)

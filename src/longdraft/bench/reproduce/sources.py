@@ -57,12 +57,12 @@ class SampleSources:
         if (file := self.files.get(dataset)) is None:
             return stand_in_samples(dataset) if self.stand_ins else tasks.load_samples([dataset], limit)
         try:
-            found = tasks.load_samples([f"{dataset}={file}"], limit)
+            loaded = tasks.load_samples([f"{dataset}={file}"], limit)
         except PromptError:
             if not file.endswith(".jsonl"):
                 raise
-            found = data.read_samples([Path(file).expanduser()], limit)  # not in the data set's own format
-        return [replace(sample, dataset=dataset) for sample in found]
+            loaded = data.read_samples([Path(file).expanduser()], limit)  # not in the data set's own format
+        return [replace(sample, dataset=dataset) for sample in loaded]
 
 
 def stand_in_samples(dataset: str) -> list[Sample]:
