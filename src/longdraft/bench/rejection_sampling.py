@@ -52,7 +52,7 @@ class RejectionSampler(Sampler):
     """Walks down each round's tree: accepts a candidate, or draws from the residual distribution.
 
     Attributes:
-        candidates_by_path: tokens of a path below the root -> candidates that were drawn behind it, and from what.
+        candidates_by_path: tokens of a path below the root -> its drawn candidates, and the distribution of the draw.
     """
 
     def __init__(self, sampling: Sampling, generator: torch.Generator) -> None:
@@ -84,14 +84,14 @@ class RejectionSampler(Sampler):
         def sample_level(level: TreeLevel, count: int) -> tuple[torch.Tensor, torch.Tensor]:
             nodes = zip(level.parents[0].tolist(), level.tokens[0].tolist(), strict=True)
             paths[:] = [(*paths[parent], token) for parent, token in nodes] if level.depth else [()]
-            q = torch.stack([self.probabilities(row[:0].long(), row) for row in draft_logits(level)[0]])
+            q = torch.stack([self.probabilities(logits[:0].long(), logits) for logits in draft_logits(level)[0]])
             # The top k of q / Exp(1) is a sample without replacement.
             drawn = (q / torch.empty_like(q).exponential_(generator=self.generator)).topk(min(count, q.shape[1]))
-            for path, row, values, tokens in zip(paths, q, drawn.values, drawn.indices, strict=True):
-                tokens = tokens[values > 0]
+            for path, q_node, scores, tokens in zip(paths, q, drawn.values, drawn.indices, strict=True):
+                tokens = tokens[scores > 0]
                 if ids is not None:
-                    row, tokens = row.new_zeros(int(ids.max()) + 1).index_copy(0, ids, row), ids[tokens]
-                self.candidates_by_path[path] = tokens.tolist(), row
+                    q_node, tokens = q_node.new_zeros(int(ids.max()) + 1).index_copy(0, ids, q_node), ids[tokens]
+                self.candidates_by_path[path] = tokens.tolist(), q_node
             # Scores are ranks, so that a tree does not prefer some of the drawn tokens to others.
             ranks = -torch.arange(1.0, 1 + drawn.indices.shape[1], device=q.device)
             return ranks.expand(drawn.indices.shape)[None], drawn.indices[None]
