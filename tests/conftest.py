@@ -166,7 +166,7 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     from longdraft.drafters import self_drafter
     from longdraft.views import draft_cache
 
-    monkeypatch.setattr(self_drafter, "FRESH", 6)
+    monkeypatch.setattr(self_drafter, "MIN_NEW_TOKENS", 6)
     monkeypatch.setattr(draft_cache, "MIN_NEW_ENTRIES", 8)
     monkeypatch.setattr(draft_cache, "PREFILL_CHUNK", 16)
 

@@ -54,17 +54,17 @@ def test_files_that_cannot_be_used_are_named(shell, model_folder, tmp_path, sour
 
 
 def test_a_run_that_ended_early_goes_on_with_every_row_once(shell, model_folder, tmp_path, press_ctrl_c):
-    """By Ctrl-C, and with what a process that is killed leaves of a line."""
+    """By Ctrl-C, and with the partial line that a killed process leaves."""
     source, out, whole = prompts(tmp_path / "in", 200), tmp_path / "out", tmp_path / "whole"
     command = ["--model", model_folder, "--method", "prompt-lookup", "--slots", 4, "-t", 0.7]
     press_ctrl_c(OutputFile, "write", 21)
     ended = shell("batch", source, out, *command)
     there = len(found(out))
-    assert ended.code == 130 and "the same command goes on" in ended.err and 20 <= there < 200
+    assert ended.code == 130 and "The same command continues" in ended.err and 20 <= there < 200
     with out.open("ab") as torn:
         torn.write(b'{"line": ')
     ended = shell("batch", source, out, *command, "--json")
-    assert ended.code == 0 and f"{there} of 200 rows are there" in ended.err
+    assert ended.code == 0 and f"{there} of 200 rows are done" in ended.err
     assert json.loads(ended.out)["rows_this_run"] == 200 - there
     assert shell("batch", source, whole, *command).code == 0
     assert found(out) == found(whole) and [row["id"] for row in found(whole)] == [f"r{i}" for i in range(200)]

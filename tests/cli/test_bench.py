@@ -1,4 +1,4 @@
-"""The verb ``bench``: grids, results files, data by name, and being interrupted."""
+"""``longdraft bench``: grids, results files, named data sets, and interrupts."""
 
 from __future__ import annotations
 

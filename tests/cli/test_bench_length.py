@@ -1,4 +1,4 @@
-"""``longdraft bench acceptance`` and ``bench length``: drafts against the length of the text."""
+"""``longdraft bench acceptance`` and ``bench length``: drafts against context length."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_table_and_json(measured):
 
 
 def test_a_results_file_is_gone_on_with_and_added_to(measured, tmp_path):
-    """Also one of an earlier version, whose runs lack their seconds."""
+    """Also a file of an earlier version, whose runs have no seconds."""
     path = tmp_path / "r.jsonl"
     given = ("--lengths", 64, "--results", path)
     first = last(measured("acceptance", *given))["rows"]
@@ -80,7 +80,7 @@ def test_a_results_file_is_gone_on_with_and_added_to(measured, tmp_path):
 
 
 def test_the_papers_sampling_stands_beside_ours(measured, tmp_path):
-    """In one file; it says which is which, and greedy text has neither."""
+    """Both in one file, which names the scheme; greedy text has none."""
     given = ("--lengths", 64, "--results", tmp_path / "r.jsonl")
     ours, papers = (measured("acceptance", *given, "--sampling", scheme) for scheme in ("coupled", "standard"))
     for ended, scheme in ((ours, "coupled"), (papers, "standard")):

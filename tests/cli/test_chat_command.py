@@ -77,7 +77,7 @@ REFUSED = {
     "/set temperature hot": "hot", "/set heat 3": "heat", "/set top_p 3": "top_p", "/file nowhere.txt": "nowhere.txt",
     "/set temperature inf": "temperature", "/set max_tokens ,": "max_tokens", "/set top_p 0.9,1": "top_p",
     "/set seed x": "whole number",
-    "long " * 200: "/new begins another conversation",
+    "long " * 200: "/new starts a new conversation",
 }  # fmt: skip
 
 

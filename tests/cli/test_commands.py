@@ -18,7 +18,7 @@ def test_version(shell):
 
 
 def test_as_a_module():
-    """In a process of its own, as from a shell; and it starts without what training needs."""
+    """In its own process, as from a shell; it starts without the packages of training."""
     command = [sys.executable, "-X", "importtime", "-m", "longdraft", "--version"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"longdraft {longdraft.__version__}\n")

@@ -1,4 +1,4 @@
-"""What the terminal, or a file in its place, is given."""
+"""Output on a terminal and to a file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """Puts a terminal in the place of stdout and stderr; called by the test, as pytest puts its own there before."""
+    """Replaces stdout and stderr by a terminal. Tests call it, because pytest replaces them before a test."""
     redirected = ExitStack()
 
     def open_terminal() -> Terminal:

@@ -38,7 +38,7 @@ def bench(shell, model_folder, tmp_path):
 
 @pytest.fixture
 def doctor(shell, model_folder, shipped_in, tmp_path):
-    """What doctor finds and prints with such a draft, where none comes along; its exit code and the draft's entry."""
+    """Runs doctor with a draft and without shipped ones: its exit code and the draft's entry."""
     shipped_in(tmp_path / "nothing")
 
     def run(*draft):

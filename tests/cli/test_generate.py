@@ -1,4 +1,4 @@
-"""``longdraft generate`` from the command line to what it prints."""
+"""``longdraft generate`` from the command line to its output."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_stop_string_is_not_printed(generate):
 
 
 def read(forwards) -> list[int]:
-    """Tokens of each forward that read a prompt since this was asked last."""
+    """Tokens of each prefill forward since the last call."""
     pieces = [f.rows for f in forwards if f.logits != "all"]
     forwards.clear()
     return pieces
@@ -89,11 +89,11 @@ def test_the_second_run_with_a_kv_cache_reads_one_token(generate, tmp_path, forw
     first = generate(*arguments)
     prompt_tokens = sum(read(forwards))
     assert prompt_tokens > 100
-    assert f"kept {prompt_tokens} prompt tokens" in first.err
+    assert f"saved {prompt_tokens} prompt tokens" in first.err
     second = generate(*arguments)
     assert read(forwards) == [1]
     assert second.out == first.out
-    assert f"{prompt_tokens - 1} of {prompt_tokens} prompt tokens were there" in second.err
+    assert f"{prompt_tokens - 1} of {prompt_tokens} prompt tokens reused" in second.err
     other = generate("-p", "hello " * 19 + "world?", "-n", 10, "--kv-cache", file)
     assert other.code == 0
     assert 1 < sum(read(forwards)) < 20
@@ -158,7 +158,7 @@ def test_a_cache_in_fewer_bytes_is_said_to_be_another_model(generate):
 def test_what_was_chosen_and_what_has_no_effect_is_said(generate):
     ended = generate("-p", "hi", "-n", "4", "-o", "branches=2", "--top-p", "0.9")
     assert ended.code == 0 and "decoding with prompt-lookup, which has the option branches" in ended.err
-    assert "--top-p: of no effect" in ended.err
+    assert "--top-p: no effect" in ended.err
     assert not re.search("No --method|no effect", generate("-p", "hi", "-n", "4").err)
 
 

@@ -1,4 +1,4 @@
-"""What ``--help`` shows first, and what shells complete."""
+"""The panels of ``--help``, and shell completion."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 
 def panels(text: str) -> dict[str, list[str]]:
-    """Panel -> the long flags, or commands, that stand in it."""
+    """Panel -> its long flags, or commands."""
     found: dict[str, list[str]] = {}
     for line in text.splitlines():
         if title := re.match(r"^╭─ (.+?) ─+╮", line):

@@ -62,7 +62,7 @@ def by_two(words):
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [[], ["--temperature", "0.9", "--compare"]], ids=["greedy", "sampled"])
 def test_generate_by_two_processes_is_that_of_one(shell, model_folder, settings):
-    """Where nobody gave a seed, all have the one that is said."""
+    """Without --seed, all processes use the seed that is printed."""
     words = ["generate", "-p", "hello", "-n", "12", "--json", "--method", "prompt-lookup", "--plan", "fixed"]
     words += ["--model", str(model_folder), *settings]
     done = by_two(words)

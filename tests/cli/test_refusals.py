@@ -1,4 +1,4 @@
-"""What the command line refuses: one line that names what is at fault, an exit code, and nothing on stdout."""
+"""Refusals of the command line: one line that names the fault, an exit code, and nothing on stdout."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ USAGE = [
 
 @pytest.fixture(scope="session")
 def places(tmp_path_factory, model_folder):
-    """What words in capitals stand for."""
+    """The values of words in capitals."""
     folder = tmp_path_factory.mktemp("places")
     (folder / "bare").mkdir()
     shutil.copy(model_folder / "config.json", folder / "bare")

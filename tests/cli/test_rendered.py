@@ -1,4 +1,4 @@
-"""Measurements as files for people."""
+"""Reports of measurements: Markdown, and files that cannot be written."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_papers_and_tables_are_listed(shell):
 
 
 def test_a_table_of_speed(reproduce, drafts, tmp_path):
-    """Ours and the paper's stand in one row; what has no draft is left out; a stopped run goes on."""
+    """Our figures and the paper's are in one row; methods without a draft are left out; a stopped run continues."""
     path = tmp_path / "r.jsonl"
     given = ("longspec", "fig6", "--draft", drafts["longspec"], "--results", path)
     ended = reproduce(*given)

@@ -1,4 +1,4 @@
-"""Settings of a conversation and of its wording, by what they do to the text: what Python writes with the same ones."""
+"""Settings of a conversation, by their effect: the text equals that of Python with the same settings."""
 
 from __future__ import annotations
 

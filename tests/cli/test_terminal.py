@@ -20,7 +20,7 @@ from tests.support import elsewhere
 
 
 class Terminal:
-    """A function in a terminal of so many columns."""
+    """Runs a function in a terminal with this many columns."""
 
     def __init__(self, function: Callable[..., None], *arguments: str, columns: int = 80) -> None:
         self.columns, self.written = columns, ""
@@ -53,7 +53,7 @@ class Terminal:
         self.type("\x03")
 
     def until(self, done: Callable[[str], bool], seconds: float = 60) -> str:
-        """What was written once that is so."""
+        """Waits until the output satisfies a condition, and returns it."""
         end = time.monotonic() + seconds
         while not done(self.written):
             assert time.monotonic() < end, self.written
@@ -61,7 +61,7 @@ class Terminal:
         return self.written
 
     def ended(self) -> str:
-        """What was written in the end."""
+        """The complete output."""
         while self.process.is_alive():
             self._read(0.1)
         while self._read(0.1):
@@ -69,7 +69,7 @@ class Terminal:
         return self.written
 
     def left(self) -> bool:
-        """True once the program has ended well."""
+        """Waits for the end of the program; True if it succeeded."""
         self.ended()
         return self.process.exitcode == 0
 
@@ -106,10 +106,10 @@ def test_ctrl_c_stops_an_answer_and_clears_a_line_and_twice_it_ends_the_session(
     talk.until(lambda written: "stopped" in written and prompts(2)(written))
     talk.type("exi")
     talk.interrupt()
-    talk.until(lambda written: "once more" in written and prompts(3)(written))
+    talk.until(lambda written: "Ctrl-C again" in written and prompts(3)(written))
     talk.type("/set seed 3\n")
     talk.until(lambda written: "seed 3" in written.partition("/set seed 3")[2])
     talk.interrupt()  # the first again, as something was said in between
-    talk.until(lambda written: written.count("once more") == 2)
+    talk.until(lambda written: written.count("Ctrl-C again") == 2)
     talk.interrupt()
     assert talk.left()

@@ -16,4 +16,4 @@ def float32_weights(monkeypatch):
 def small_chunks(monkeypatch):
     """EAGLE-3 and one-pass drafts read 7 rows of a text at a time."""
     for module in (eagle3, block_drafter):
-        monkeypatch.setattr(module, "CHUNK", 7)
+        monkeypatch.setattr(module, "KV_CHUNK", 7)

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from longdraft import Speculator
-from longdraft.drafters.onepass import CANDIDATES
+from longdraft.drafters.onepass import NUM_CANDIDATES
 from longdraft.model.rotary import RotaryEmbedding
 from longdraft.native import kernels
 from tests.support import definitions as said
@@ -77,7 +77,7 @@ def onepass(options: dict[str, Any], vocab: int = 11, **settings: Any) -> Row:
     deepest = None if "tree" in options else len(options.get("widths", ())) or options.get("depth", settings["slots"])
     return Row(
         lambda folder, model: random_onepass(folder, model, **settings),
-        lambda model, spec, folder: said.onepass(model, spec.draft(), settings.get("window"), CANDIDATES),
+        lambda model, spec, folder: said.onepass(model, spec.draft(), settings.get("window"), NUM_CANDIDATES),
         options, {"vocab": vocab}, settings.get("kept"), depth=deepest,
     )  # fmt: skip
 
@@ -387,14 +387,14 @@ def test_rounded_weights_say_nearly_the_same(tmp_path, monkeypatch):
     monkeypatch.undo()
     folder = random_onepass(tmp_path / "draft", target(), head_dim=16)
     spec = Speculator(folder, target=target(), plan="fixed", **NARROW)
-    compare(spec, said.onepass(target(), spec.draft(), None, CANDIDATES), near=0.4)
+    compare(spec, said.onepass(target(), spec.draft(), None, NUM_CANDIDATES), near=0.4)
 
 
 def test_a_tree_wider_than_there_are_candidates(tmp_path):
     model = target(vocab=61)
     spec = Speculator(random_onepass(tmp_path / "draft", model), target=model, widths=(2, 60, 9))
     tree = drafted_rounds(spec, PROMPTS[:1], 6)[0][0][1]
-    assert [sum(depth == k for depth in tree.depths) for k in (1, 2, 3)] == [2, 2 * CANDIDATES, 9]
+    assert [sum(depth == k for depth in tree.depths) for k in (1, 2, 3)] == [2, 2 * NUM_CANDIDATES, 9]
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_states_of_the_roots_themselves(tmp_path, model, kept):
     """The first level is then what the target says, one token of it, and the heads follow (the paper's tree)."""
     draft = HeadsDraft.load(random_heads(tmp_path, model, kept=kept))
     level = SelfDrafter(view="tokens", depth=1)  # of texts that its view holds
-    drafter = HeadsDrafter(draft, _level=level)
+    drafter = HeadsDrafter(draft, _self_drafter=level)
     assert drafter.max_nodes == 1 + 3 + 9 + 27
     rounds = proposals(model, drafter, prompts=(PROMPT, [4, 4]))
     right = 0

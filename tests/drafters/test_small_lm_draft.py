@@ -86,7 +86,9 @@ def test_forwards_in_one_call_are_those_of_the_hosted_model(folder, make):
             "mask": seen,
             "tree_offset": seen.shape[2] - len(tokens[0]),
         }
-        blocks = [store.make_forward_batch(slots, torch.tensor(tokens), root_positions=[7, 3], **sizes) for store in stores]
+        blocks = [
+            store.make_forward_batch(slots, torch.tensor(tokens), root_positions=[7, 3], **sizes) for store in stores
+        ]
         hosted = runner.forward(blocks[0], stores[0]).logits
         compare(whole.topk(blocks[1], stores[1], 3), hosted)
 

@@ -98,7 +98,7 @@ def law(model, prompt, rows, sampling):
 @pytest.mark.slow
 def test_what_a_level_emits_follows_the_level(tmp_path, monkeypatch, sampling):
     """Chi-square of the two tokens that it proposes after the target's first, against its own law on its own rows."""
-    monkeypatch.setattr(self_drafter, "FRESH", 0)
+    monkeypatch.setattr(self_drafter, "MIN_NEW_TOKENS", 0)
     model, prompt, counts = tiny_model(vocab=4, layers=1), [1, 2, 3, 1, 2, 0, 1] * 3, torch.zeros(4, 4, 4)
     level = SelfDrafter(view="streaming", budget=4, sink=1, window=3)
     watching = Watching(TriForceDrafter(small(tmp_path, 4, depth=1), level, 2))

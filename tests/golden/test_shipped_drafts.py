@@ -130,7 +130,7 @@ def test_planned_trees(desk, method):
 
 def test_where_nobody_names_a_method(desk, monkeypatch):
     """LongSpec's shipped draft with lookups beside it, planned, where the model's own drafts do not suit."""
-    monkeypatch.setitem(METHODS, "self", replace(METHODS["self"], pays=lambda runner: False))
+    monkeypatch.setitem(METHODS, "self", replace(METHODS["self"], is_worthwhile=lambda runner: False))
     results = desk.decode(None, 12, plan=TABLE)
     assert results[0].method == "longspec" and sum(r.accepted for r in results) > 0
     assert [r.token_ids for r in results] == [written[:12] for written in desk.plain]

@@ -30,7 +30,7 @@ from tests.support.quick import slow, slow_except
 from tests.support.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [8, 1, 1, 6] * 9]
-TOKENS, TREE = "decide", "to_trees"
+TOKENS, TREE = "sample_target_tokens", "to_trees"
 # The most waits of the host in a round, by function: for the accepted tokens; for the tree, which is built on the host.
 WAITS: dict[str, dict[str, int]] = {
     "ar": {TOKENS: 1},
@@ -49,7 +49,7 @@ WAITS: dict[str, dict[str, int]] = {
     "mtp": {TOKENS: 1, TREE: 1},
     "tokenswift": {TOKENS: 1, TREE: 1},
     # The result of each level's verification is read, and so is the level's confidence.
-    "triforce": {TOKENS: 6, TREE: 5, "_step": 10},
+    "triforce": {TOKENS: 6, TREE: 5, "_extend": 10},
 }
 # The small trees that docs/gpu.md counts.
 FLAT = {"depth": 2, "top_k": 4}

@@ -64,7 +64,7 @@ def event(s: Sequence, verified: TokenTree, accepted: int) -> RoundResult:
     return RoundResult(s, verified, accepted, tuple(range(accepted + 1)), came)
 
 
-def rounds(planner, count, right, *, num_draft_tokens=HALF, free=ROOT, forwards=1, each=0.1, step=1.0, sequences=None):
+def rounds(planner, count, right, *, draft_tree=HALF, free=ROOT, forwards=1, each=0.1, step=1.0, sequences=None):
     """Rounds of a run: which of them asked the draft, and what they took.
 
     Args:
@@ -77,7 +77,7 @@ def rounds(planner, count, right, *, num_draft_tokens=HALF, free=ROOT, forwards=
         limit = plan.node_limit(sequences)
         chosen = limit.select_sequences(sequences, [free] * len(sequences))
         asked.append(len(chosen))
-        verified = plan.prune([num_draft_tokens if s in chosen else free for s in sequences])
+        verified = plan.prune([draft_tree if s in chosen else free for s in sequences])
         drafting = forwards * each if chosen else 0.0
         verifying = planner.costs.table.seconds_at(max(t.size for t in verified) * len(sequences), 0) * step
         events = [event(s, t, right if s in chosen else 0) for s, t in zip(sequences, verified, strict=True)]
@@ -96,26 +96,25 @@ def rounds(planner, count, right, *, num_draft_tokens=HALF, free=ROOT, forwards=
 )
 def test_no_other_number_of_nodes_promises_more_tokens_a_second(chances, steps, rng):
     parents = tuple(rng.randrange(i + 1) for i in range(len(chances)))
-    num_draft_tokens = tree(*chances, parents=parents)
+    draft_tree = tree(*chances, parents=parents)
     planner = Planner(table(*accumulate([1.0, *steps])))
-    (kept,) = begun(planner).prune([num_draft_tokens])
+    (kept,) = begun(planner).prune([draft_tree])
 
-    paths = [1.0] * num_draft_tokens.size
-    for node in range(1, num_draft_tokens.size):
-        paths[node] = paths[num_draft_tokens.parents[node]] * exp(num_draft_tokens.logprobs[node])
+    paths = [1.0] * draft_tree.size
+    for node in range(1, draft_tree.size):
+        paths[node] = paths[draft_tree.parents[node]] * exp(draft_tree.logprobs[node])
     best = sorted(map(discount_odds, paths[1:]), reverse=True)
     rates = [
-        (1 + sum(best[:n])) / planner.costs.forward_seconds(n + 1, [4])
-        for n in range(num_draft_tokens.num_draft_tokens + 1)
+        (1 + sum(best[:n])) / planner.costs.forward_seconds(n + 1, [4]) for n in range(draft_tree.num_draft_tokens + 1)
     ]
     assert rates[kept.num_draft_tokens] == pytest.approx(max(rates))
 
 
 def test_dear_nodes_must_be_likely():
-    num_draft_tokens = tree(0.9, 0.9, 0.9, 0.9)
-    assert begun(Planner(CHEAP)).prune([num_draft_tokens])[0].num_draft_tokens == 4
-    assert begun(Planner(table(1.0, 1.7, 2.6, 3.6, 4.7))).prune([num_draft_tokens])[0].num_draft_tokens == 1
-    assert begun(Planner(DEAR)).prune([num_draft_tokens])[0].num_draft_tokens == 0
+    draft_tree = tree(0.9, 0.9, 0.9, 0.9)
+    assert begun(Planner(CHEAP)).prune([draft_tree])[0].num_draft_tokens == 4
+    assert begun(Planner(table(1.0, 1.7, 2.6, 3.6, 4.7))).prune([draft_tree])[0].num_draft_tokens == 1
+    assert begun(Planner(DEAR)).prune([draft_tree])[0].num_draft_tokens == 0
 
 
 def test_a_batch_shares_a_forward():
@@ -131,13 +130,13 @@ def test_a_batch_shares_a_forward():
 
 
 def test_a_draft_that_is_right_is_asked_all_the_time():
-    asked, _ = rounds(Planner(CHEAP), 200, right=2, num_draft_tokens=tree(0.8, 0.8), forwards=2)
+    asked, _ = rounds(Planner(CHEAP), 200, right=2, draft_tree=tree(0.8, 0.8), forwards=2)
     assert sum(asked) > 180
 
 
 @pytest.mark.parametrize("each", [0.05, 0.15, 0.3])
 def test_a_draft_that_is_wrong_costs_little(each):
-    asked, seconds = rounds(Planner(CHEAP), 128, right=0, num_draft_tokens=tree(0.3, 0.3), forwards=2, each=each)
+    asked, seconds = rounds(Planner(CHEAP), 128, right=0, draft_tree=tree(0.3, 0.3), forwards=2, each=each)
     assert sum(asked) >= 1 and seconds < 128 * 1.03
 
 
@@ -146,7 +145,7 @@ def test_what_was_given_up_is_tried_again():
     asked, _ = rounds(planner, 300, right=0, forwards=2, each=0.15)
     last = len(asked) - asked[::-1].index(1)
     assert last > 100 and sum(asked) < 30
-    again, _ = rounds(planner, 500, right=3, num_draft_tokens=tree(0.8, 0.8, 0.8), forwards=2, each=0.15)
+    again, _ = rounds(planner, 500, right=3, draft_tree=tree(0.8, 0.8, 0.8), forwards=2, each=0.15)
     assert sum(again) > 150
 
 
@@ -162,7 +161,7 @@ def test_a_sure_lookup_needs_no_draft():
 def test_only_what_the_lookup_had_not_is_the_drafts():
     """A draft that says what the lookup says adds nothing, however right it is."""
     same = tree(0.5, 0.5)
-    asked, _ = rounds(Planner(CHEAP), 100, right=2, num_draft_tokens=same, free=same, forwards=2, each=0.2)
+    asked, _ = rounds(Planner(CHEAP), 100, right=2, draft_tree=same, free=same, forwards=2, each=0.2)
     assert sum(asked) < 20
 
 

@@ -1,4 +1,4 @@
-"""Plain computations that the tests compare with, and runs of all kinds of draft, in this process or in others."""
+"""Reference computations, and runs of all kinds of draft, in this process or in others."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def settings(kind: str, target: Path, data: Path, out: Path, **over: Any) -> Run
 
 
 def begun(config: RunConfig, *arguments: Any) -> Any:
-    """The reports of a run, which goes on as they are asked for."""
+    """Yields the reports of a run while it trains."""
     training = next(t for t in TRAININGS.values() if t.load_settings() is type(config))
     return training.load_run()(config, *arguments)
 
@@ -58,7 +58,7 @@ def steps(config: RunConfig) -> list[StepReport]:
 
 
 def in_memory(documents: Iterable[Document]) -> TokenDataset:
-    """Documents as files hold them."""
+    """Documents as a dataset in memory."""
     found = TokenDataset()
     found.add_shard(TokenShard.from_documents(documents))
     return found
@@ -69,7 +69,7 @@ def same(a: dict, b: dict) -> bool:
 
 
 def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """q (Hq, T, d), k, v (Hkv, S, d), seen (T, S) bool -> (Hq, T, d); zeros where nothing is seen."""
+    """q (Hq, T, d), k, v (Hkv, S, d), mask (T, S) bool -> (Hq, T, d); zeros where all is masked."""
     group = q.shape[0] // k.shape[0]
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
     scores = (q @ k.transpose(1, 2) / q.shape[-1] ** 0.5).masked_fill(~seen, float("-inf"))

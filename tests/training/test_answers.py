@@ -1,4 +1,4 @@
-"""Answers of a server: what is written, gone on with after a kill, refused or broken off."""
+"""Answers of a server: the file, continuing after a kill, refusals, a server that fails."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Stub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def stub(monkeypatch):
-    """A server, and its state: what it was asked, and ``fault``, which says what goes wrong with an answer."""
+    """A server, and its state: the requests, and ``fault``, the way in which its answers fail."""
     monkeypatch.setattr(answers, "RETRIES", 0)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
     server.state = {
@@ -125,7 +125,7 @@ def test_gone_on_after_a_kill(stub, tmp_path):
         run(stub, out)
 
 
-@pytest.mark.parametrize(("fault", "said"), [("broken", "cannot be asked any more"), (500, "no such thing")])
+@pytest.mark.parametrize(("fault", "said"), [("broken", "cannot be reached any more"), (500, "no such thing")])
 def test_a_server_that_breaks_off(stub, tmp_path, fault, said):
     stub["fault"] = lambda text, count: fault if count > 5 else None
     with pytest.raises(CapabilityError, match=said) as caught:
@@ -138,19 +138,19 @@ def test_prompts_that_a_server_refuses(stub, tmp_path, monkeypatch):
     stub["fault"] = lambda text, count: 400 if text.startswith("1") else None
     file = run(stub, tmp_path / "a.jsonl")
     assert file.num_answers == 9 and file.num_refused == 3
-    monkeypatch.setattr(answers, "PATIENCE", 2)
+    monkeypatch.setattr(answers, "MAX_REFUSALS", 2)
     with pytest.raises(PromptError, match="no such thing"):
         run(stub, tmp_path / "b.jsonl")
 
 
 def test_no_server(tmp_path, monkeypatch):
     monkeypatch.setattr(answers, "RETRIES", 0)
-    with pytest.raises(CapabilityError, match="cannot be asked"):
+    with pytest.raises(CapabilityError, match="cannot be reached"):
         run({"url": "http://127.0.0.1:9"}, tmp_path / "a.jsonl")
 
 
 def test_the_command(stub, tmp_path, capsys):
-    """Each seed has passages of its own; no target is loaded."""
+    """Seeds have different passages; no target is loaded."""
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": f"the rain in spain {name} " * 30}) + "\n")
     asked = []

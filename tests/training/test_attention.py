@@ -1,4 +1,4 @@
-"""Training's attention, its gradients and its memory, against the definition with whole masks."""
+"""Training's attention, its gradients and its memory, against attention with full masks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ D = 8
 
 
 def defined(q, k, v, shift, window, own):
-    """A row's keys are written out: those of the text that it sees, then its own."""
+    """The keys of a query are written out: those of the text within its mask, then its own."""
     rows, keys = q.shape[1], k.shape[1]
     out, group = [], q.shape[0] // k.shape[0]
     for i in range(rows):
@@ -48,7 +48,7 @@ def test_values_and_gradients_are_those_of_the_definition(heads, length, shift, 
     leaves = [x.clone().requires_grad_() for x in (q, k, v, *(() if own is None else own))]
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "BLOCK", 16)
+        patch.setattr(attention, "QUERY_BLOCK", 16)
         for function in (attend, defined):
             out = function(*leaves[:3], shift, window, tuple(leaves[3:]) or None)
             found.append([out, *torch.autograd.grad((out * torch.linspace(-1, 1, D)).sum(), leaves)])
@@ -58,7 +58,7 @@ def test_values_and_gradients_are_those_of_the_definition(heads, length, shift, 
 
 @pytest.mark.parametrize(("window", "shift"), [(None, 2), (64, 0), (64, 2)])
 def test_memory_grows_with_the_length_of_the_text(window, shift):
-    """What is kept for the backward pass: twice as much for twice the text, not four times."""
+    """Memory for the backward pass: twice as much for twice the text, not four times."""
     kept = []
     for length in (1024, 2048):
         q, k, v = (torch.randn(2, length, D, requires_grad=True) for _ in range(3))

@@ -1,4 +1,4 @@
-"""The schedule: the same every time, every document once an epoch, as many batches for every process."""
+"""The batch sampler: reproducible, every document once an epoch, equally many batches for every process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings: files, overrides, and everything that is wrong with them in one line."""
+"""Settings: files, overrides, and errors in one line."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_configurations_are_complete(kind, path):
 
 
 def test_presets_go_by_name():
-    """In a package that was installed, too, and by the paths that they had."""
+    """Also by the paths that they had in older versions."""
     assert {
         "longspec/1-short",
         "eagle3/8b/1-answers",

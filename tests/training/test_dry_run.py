@@ -1,4 +1,4 @@
-"""Dry runs: their formula against steps under fake tensors and a real run, and what users read of it."""
+"""Dry runs: the formula against steps under fake tensors and a real run, and the output."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SIZES = {
     [("longspec", False), ("longspec", True), ("eagle3", False), ("eagle3", True)],
 )
 def test_the_formula_is_a_step_under_fake_tensors(tmp_path, kind, recompute):
-    """Weights are equal; operations and the memory between forward and backward are so within a fifth."""
+    """Weights are equal; operations and activation memory are within a fifth."""
     LlamaConfig(**SIZES).save_pretrained(tmp_path)
     words = [f"target={tmp_path}", "max_length=2048", "rows=4096", f"recompute={recompute}", "distill=0", "ttt=3"]
     config = read_config(None, words[: 5 + (kind == "eagle3")], TRAININGS[kind].load_settings())

@@ -19,7 +19,7 @@ from longdraft.training.eagle import EagleTrainer
 from longdraft.training.features import FeatureReader
 from tests.support.tiny import tiny_model
 from tests.training.helpers import begun, checkpoint_tensors, masked_attention, same, steps
-from tests.training.trainees import filled
+from tests.training.trainers import filled
 
 
 @pytest.fixture(scope="module")

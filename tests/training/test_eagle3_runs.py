@@ -1,4 +1,4 @@
-"""EAGLE-3 runs that go on from other drafts: adapting to long text, published drafts; what they refuse."""
+"""EAGLE-3 runs from other drafts: adapting to long text, published drafts, and refusals."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def theirs(target, tmp_path) -> Callable[..., Path]:
 
 
 def loss_of(config: Eagle3Config, draft: Eagle3Draft) -> float:
-    """A draft's loss on all that a run learns, per learned row, with the positions that it decodes with."""
+    """A draft's mean loss on all documents of a run, with the positions of decoding."""
     session = Training(config, EVAL_DEPTH)
     reader = session.feature_reader(draft.feature_layers(session.runner))
     documents = [reader.read(document) for document in session.train_documents]
@@ -98,7 +98,7 @@ def loss_of(config: Eagle3Config, draft: Eagle3Draft) -> float:
 
 
 def stretched(folder: Path) -> Eagle3Draft:
-    """A draft of texts of 64 tokens with YaRN's positions, four times as many."""
+    """A draft of texts of 64 tokens, stretched four times by YaRN."""
     draft = Eagle3Draft.load(folder)
     draft.rope = make_rope_parameters(draft.rope["rope_theta"], 4.0, 64)
     return draft
@@ -106,7 +106,7 @@ def stretched(folder: Path) -> Eagle3Draft:
 
 @pytest.mark.slow
 def test_a_published_draft_is_adapted_to_long_text(eagle3, theirs, target, tmp_path):
-    """SpecPV's YaRN adaptation, two steps of it: all documents are one batch, so the first loss is the whole text's."""
+    """Two steps of SpecPV's YaRN adaptation. All documents are one batch, so the first loss is that of all."""
     init = theirs()
     run = eagle3(init=str(init), rope_factor=4.0, rope_factor_inference=8.0, max_length=192, rows=100_000, epochs=2.0,
                  lr=1e-3, ttt=4, **BROUGHT)  # fmt: skip
@@ -179,7 +179,7 @@ def test_published_folders_that_cannot_be_trained_further(eagle3, theirs, tmp_pa
     refused(theirs("wrong", intermediate_size=97), r"\(96, 48\) where config.json asks for \(97, 48\)")
     refused(theirs("other", vocab_size=62), r"vocab_size 62 \(this target: 61\)")
     refused(theirs("deep", eagle_config=None), "must be there and increase")
-    refused(theirs("unsaid", max_position_embeddings=None), "set rope_original_length", rope_factor=4.0)
+    refused(theirs("unsaid", max_position_embeddings=None), "in tokens: set both", rope_factor=4.0)
     tensors = torch.load(theirs("first") / "pytorch_model.bin", weights_only=True)
     first = {n.replace("midlayer", "layers.0"): t for n, t in tensors.items() if "norm" not in n}
     torch.save(first, tmp_path / "first" / "pytorch_model.bin")

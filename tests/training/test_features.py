@@ -28,7 +28,7 @@ def reader(layers: tuple[int, ...] | None = (), dtype: torch.dtype = torch.float
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("start", "offset"), [(1, 0), (1, 100), (17, 0), (17, 100), (39, 3)])
 def test_features_are_the_models_own(family, start, offset, monkeypatch):
-    monkeypatch.setattr(features, "CHUNK", 16)  # several forwards
+    monkeypatch.setattr(features, "PREFILL_CHUNK", 16)  # several forwards
     model = tiny_model(family)
     text = document(40, start, 1)
     by_kv, by_hidden = (FeatureReader(TargetRunner(model), torch.float32, x, last=True) for x in ((), LAYERS))

@@ -1,4 +1,4 @@
-"""The fused loss against torch's on whole logits, in float64."""
+"""The fused loss against torch's on full logits, in float64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZE, VOCAB = 12, 31
 
 
 def case(rows: int, outside: bool, seed: int, scale: float = 1.0, softcap: float | None = None):
-    """hidden, head, tokens, weights, target; a row of the target's states may serve several rows."""
+    """hidden, head, labels, weights, target; several rows may share a state of the target."""
     g = torch.Generator().manual_seed(seed)
     hidden, states = (torch.randn(n, SIZE, generator=g) for n in (rows, rows + 3))
     head, its = (torch.randn(VOCAB, SIZE, generator=g) for _ in range(2))
@@ -27,7 +27,7 @@ def case(rows: int, outside: bool, seed: int, scale: float = 1.0, softcap: float
 def plain(hidden, head, tokens, weights, target, distill):
     """The same loss, row by row."""
     total = hidden.double().sum() * 0 + head.double().sum() * 0
-    for h, token, weight, place in zip(hidden.double(), tokens, weights.double(), target.rows, strict=True):
+    for h, token, weight, place in zip(hidden.double(), tokens, weights.double(), target.state_indices, strict=True):
         logits = (h @ head.double().T)[None]
         if token >= 0:
             total = total + weight * (1 - distill) * F.cross_entropy(logits, token[None])

@@ -1,4 +1,4 @@
-"""Whole runs of all kinds: killed and resumed, stopped and resumed, on two processes; what they refuse."""
+"""Complete runs of all kinds: killed and resumed, stopped and resumed, on two processes; refusals."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def test_a_loss_that_is_no_number(config, tmp_path):
 
 
 def test_trackers(config, tmp_path):
-    """accelerate's; log.jsonl is written in any case."""
+    """Trackers of accelerate; log.jsonl is written in any case."""
     with pytest.raises(CapabilityError, match="voodoo"):
         steps(config(track=("voodoo",)))
     pytest.importorskip("tensorboard")
@@ -336,7 +336,7 @@ def test_a_draft_that_diverged_is_no_success(config, tmp_path, kind, over):
 
 
 def test_a_dead_draft_is_never_right(config, tmp_path, monkeypatch):
-    """All logits are equal: none of them is the first choice."""
+    """All logits are equal, so no token is the first choice."""
     monkeypatch.setattr(LongSpecTrainer, "target_head", torch.zeros(61, 48))
     with pytest.raises(NumericalError, match="never right"):
         steps(config(held_out=0.5, max_steps=3, measure_every=1))

@@ -1,4 +1,4 @@
-"""Text encoded once into shards: found again, continued, refused, in no memory; corpora by name."""
+"""Text encoded once into shards: read, continued, refused, without memory; folders of corpora."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_shards_hold_what_the_files_do_and_go_on_after_a_stop(text, tmp_path, mo
     many = tmp_path / "many.jsonl"
     many.write_text('not json\n{"x": 1}\n' + 6 * text.read_text())
     whole = [d for d in encode_documents([many], TOKENIZER, SkipCounts(), 61) if d]
-    monkeypatch.setattr(dataset, "SHARD", 3000)
+    monkeypatch.setattr(dataset, "MIN_SHARD_TOKENS", 3000)
     calls = []
     folder = tmp_path / "shards"
     write(folder, many, stop=lambda: calls.append(0) or len(calls) == 2)
@@ -67,7 +67,7 @@ def test_shards_that_do_not_serve(text, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_on_shards_is_resumed_to_the_bit(config, text, tmp_path, monkeypatch, processes):
-    monkeypatch.setattr(dataset, "SHARD", 2000)
+    monkeypatch.setattr(dataset, "MIN_SHARD_TOKENS", 2000)
     write(tmp_path / "shards", text)
     whole = config(data=tmp_path / "shards", out=tmp_path / "whole", accumulate=3 - processes)
     cut = config(data=tmp_path / "shards", out=tmp_path / "cut", accumulate=3 - processes)
@@ -108,7 +108,7 @@ def test_a_corpus_is_its_folder(tmp_path, name):
     assert TOKENIZER.decode(found.token_ids) == ("<user>hi<eos><assistant>yes<eos>" if chat else "abc<eos>")
     (tmp_path / "empty").mkdir()
     for wrong in (tmp_path / "empty", f"{name}:{tmp_path}"):
-        with pytest.raises(PromptError, match="by its folder"):
+        with pytest.raises(PromptError, match="Name a file or a folder"):
             list(encode_documents([wrong], TOKENIZER, SkipCounts(), 61))
 
 
@@ -120,7 +120,7 @@ def test_parquet(tmp_path):
 
 
 def _used(folder: str, out: str) -> None:
-    """Trains a schedule on shards and writes the growth of this process's own memory."""
+    """Reads documents of shards and writes the growth of this process's private memory."""
     before = _private()
     learned, _ = split_dataset(
         dataset.read_dataset([folder], TOKENIZER, SkipCounts(), 61), SkipCounts(), RunConfig(), 5
@@ -131,7 +131,7 @@ def _used(folder: str, out: str) -> None:
 
 
 def _private() -> int:
-    """Bytes of this process that no file backs."""
+    """Private memory of this process, in bytes."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.split("RssAnon:")[1].split()[0])
 

@@ -131,7 +131,7 @@ def test_a_finished_run_goes_on(shell, target, text, tmp_path):
         (["longspec", "--config", "none.yaml"], "There is no configuration none.yaml"),
         (["longspec", "data=x.jsonl", "speed=1"], "No setting speed"),
         (["longspec", "data=x.jsonl", "epoch=1"], "No setting epoch. Did you mean epochs?"),
-        (["longspec", "data=none.jsonl"], "There is no file none.jsonl"),
+        (["longspec", "data=none.jsonl"], "There is no file or folder none.jsonl"),
         (["longspec", "data=x.jsonl", "target_rope_factor=0.5"], "target_rope_factor must be"),
         *(([kind], "No data") for kind in sorted(SMALL)),
         (["heads", "head=2", "data=x.jsonl"], "Settings:"),
@@ -195,7 +195,7 @@ def test_a_resumed_run_says_where_and_a_checkpoint_says_where_the_draft_is(shell
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "ddp", "fsdp2"])
 def test_launchers(target, text, tmp_path, launcher):
-    """As docs/training.md calls them. accelerate shards on accelerators alone: here fsdp2.yaml is only read."""
+    """The commands of docs/training.md. accelerate shards only on accelerators, so fsdp2.yaml is just read here."""
     if launcher == "torchrun":
         begin = ["torch.distributed.run", "--nproc-per-node", 2]
     else:

@@ -1,4 +1,4 @@
-"""A training run in a process of its own, which may be told to die.
+"""A training run in its own process, which can be killed at a step.
 
 Manners: ``step`` dies by SIGKILL after a step, ``checkpoint`` in the middle of writing that step's checkpoint;
 ``fsdp`` shards with FSDP2, and one process is told to stop after a step if one is named.
@@ -18,7 +18,7 @@ def die() -> None:
 
 
 def shard() -> None:
-    """accelerate shards on accelerators only; what it then does works on a CPU too."""
+    """accelerate shards only on accelerators; this makes it shard on a CPU."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType

@@ -29,7 +29,7 @@ class Table:
     def logprobs(self, sequence: int, path: Path) -> list[float]:
         return torch.log_softmax(self.row(sequence, path), -1).tolist()
 
-    def expand(self, level: TreeLevel) -> torch.Tensor:
+    def draft_logits(self, level: TreeLevel) -> torch.Tensor:
         self.calls.append(level)
         out = []
         for i, sequence in enumerate(level.sequence_indices):

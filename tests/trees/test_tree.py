@@ -57,14 +57,12 @@ def test_a_child_is_the_first_node_below_that_carries_the_token(tree):
 
 @given(trees(), st.integers(0, 6))
 def test_limiting_the_depth_keeps_exactly_the_nodes_above_it(tree, max_depth):
-    limit_depth = tree.limit_depth(max_depth)
+    limited = tree.limit_depth(max_depth)
     kept = [i for i in range(tree.size) if tree.depths[i] <= max_depth]
-    assert limit_depth.tokens == tuple(tree.tokens[i] for i in kept)
-    assert limit_depth.depths == tuple(tree.depths[i] for i in kept)
-    assert [limit_depth.path(i) for i in range(limit_depth.size)] == [
-        [kept.index(j) for j in tree.path(i)] for i in kept
-    ]
-    assert limit_depth.logprobs == (tuple(tree.logprobs[i] for i in kept) if tree.logprobs else ())
+    assert limited.tokens == tuple(tree.tokens[i] for i in kept)
+    assert limited.depths == tuple(tree.depths[i] for i in kept)
+    assert [limited.path(i) for i in range(limited.size)] == [[kept.index(j) for j in tree.path(i)] for i in kept]
+    assert limited.logprobs == (tuple(tree.logprobs[i] for i in kept) if tree.logprobs else ())
 
 
 @given(st.lists(trees(), min_size=1, max_size=4), st.integers(0, 3))

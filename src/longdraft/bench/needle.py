@@ -209,7 +209,7 @@ class _Top1Tree(TreeConfig):
             return logits
 
         # Without a top-k function the tree asks for logits.
-        return super().grow(roots, recording, *args, **options | {"likeliest": None})
+        return super().grow(roots, recording, *args, **options | {"draft_topk": None})
 
 
 def _judge(logits: torch.Tensor, target_ids: torch.Tensor | None, token: int) -> TokenPrediction:

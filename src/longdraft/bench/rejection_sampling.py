@@ -105,7 +105,7 @@ class RejectionSamplingJob(Job):
     def start(self, spec: Speculator, cache: PromptCache | None) -> Generation:
         run = super().start(spec, cache)
         drafter: Any = run._engine.drafter
-        draft: Any = drafter.paid if isinstance(drafter, CombinedDrafter) else drafter
+        draft: Any = drafter.draft_model if isinstance(drafter, CombinedDrafter) else drafter
         is_sampled = isinstance(draft, TreeDrafter) and draft.tree.name in SAMPLED_TREES
         propose: Any = drafter.propose
         sampler = RejectionSampler(self.sampling, torch.Generator(run._engine.runner.device).manual_seed(self.seed + 1))

@@ -1,4 +1,4 @@
-"""``longdraft bench acceptance`` and ``bench length``: every draft against the length of the text."""
+"""``longdraft bench acceptance`` and ``bench length``: drafts against context length."""
 
 from __future__ import annotations
 
@@ -21,144 +21,142 @@ if TYPE_CHECKING:
 
 LENGTHS = "512,1024,2048,4096,8192,16384,32768"
 MIN_LENGTH, MAX_LENGTH = 1024, 131072
-_CUT = "Tokens that prompts are cut to; YaRN stretches the model for those beyond its context."
+_CUT = "Prompt lengths in tokens; texts are cut to them. Beyond the model's context, YaRN stretches it."
 
 
 @dataclass(frozen=True)
 class LengthPromptOptions(measure_options.SeededPromptOptions):
-    """Prompts of ``bench length``."""
+    """Options of the prompts of ``bench length``."""
 
-    limit: Annotated[int, typer.Option(min=1, help="Rows of each file.")] = 2
+    limit: Annotated[int, typer.Option(min=1, help="Rows to use of each file.")] = 2
 
 
 def acceptance(
     *,
-    prompting: measure_options.SeededPromptOptions,
+    prompt_options: measure_options.SeededPromptOptions,
     lengths: Annotated[str, typer.Option(help=_CUT)] = LENGTHS,
     short: measure_options.ShortPrompts = "leave",
     methods: Annotated[
         str | None,
         typer.Option(
-            help="Methods, with commas between; options of one behind colons: longspec:nodes=20.",
-            show_default="every draft that comes along for the model",
+            help="Methods to compare, separated by commas; options follow a method: longspec:nodes=20.",
+            show_default="every draft that ships for the model",
         ),
     ] = None,
-    drafting: method_options.DraftOptions,
+    draft_options: method_options.DraftOptions,
     temperature: Annotated[
-        str, typer.Option("--temperature", "-t", help="One or several, with commas between; 0 is greedy.")
+        str, typer.Option("--temperature", "-t", help="Sampling temperatures, separated by commas; 0 is greedy.")
     ] = "0,1",
     sampling: Annotated[
         SamplingScheme,
-        typer.Option(help="At T > 0: coupled, a draw of the target's a token; standard, the papers' rejection."),
+        typer.Option(help="Above temperature 0. coupled: sample the target at each token; standard: rejection."),
     ] = "coupled",
     foresee: options.Foresee = True,
-    loading: options.ModelOptions,
+    model_options: options.ModelOptions,
     output: measure_options.ReportOptions,
-    svg: Annotated[
-        Path | None, typer.Option(help="Draw the figure; of several temperatures, one each: NAME-t1.svg.")
-    ] = None,
-    composed: options.Load = None,
+    svg: Annotated[Path | None, typer.Option(help="Write a chart to this SVG file, one for each temperature.")] = None,
+    user_files: options.Load = None,
 ) -> None:
-    """Measure mean accepted length against context length: every draft, greedy and sampled, with the papers' trees.
+    """Measure mean accepted length against context length, greedy and sampled, with the papers' trees.
 
-    Ctrl-C ends it with the figures so far.
+    Ctrl-C ends it and shows the results so far.
     """
     from longdraft.bench import length_reports
 
-    cut_to = method_options.parse_ints("--lengths", lengths)
+    prompt_lengths = method_options.parse_ints("--lengths", lengths)
     temperatures = tuple(dict.fromkeys(method_options.parse_floats("--temperature", temperature)))
-    if not temperatures or not cut_to:
-        raise options.SettingError("--lengths and --temperature must name one value at least.")
+    if not temperatures or not prompt_lengths:
+        raise options.SettingError("--lengths and --temperature must have at least one value.")
     for t in temperatures:
         longdraft.Sampling(temperature=t)
     output.check_writable(svg=svg)
     if svg is not None:
         charts.check_available()
 
-    def report(*found: Any) -> Report:
-        report = length_reports.acceptance_report(*found)
+    def make_report(*arguments: Any) -> Report:
+        report = length_reports.acceptance_report(*arguments)
         if svg is not None:
-            drawn = group_by(report.document["rows"], "temperature")
-            for own in drawn:
-                which = "" if len(drawn) == 1 else f"-t{own[0]['temperature']:g}"
-                path = svg.with_name(f"{svg.stem}{which}{svg.suffix}")
-                measure_options.write_file(path, length_reports.acceptance_chart(own))
-                console.note(f"The figure is in {path}.")
+            by_temperature = group_by(report.document["rows"], "temperature")
+            for rows in by_temperature:
+                suffix = "" if len(by_temperature) == 1 else f"-t{rows[0]['temperature']:g}"
+                path = svg.with_name(f"{svg.stem}{suffix}{svg.suffix}")
+                measure_options.write_file(path, length_reports.acceptance_chart(rows))
+                console.note(f"The chart is in {path}.")
         return report
 
     _measure(
-        report, methods, drafting, prompting, loading, output, lambda context: cut_to, short, temperatures,
-        scheme=sampling, contexts=cut_to, plan="fixed", sampling=longdraft.Sampling(foresee=foresee),
+        make_report, methods, draft_options, prompt_options, model_options, output, lambda context: prompt_lengths,
+        short, temperatures, scheme=sampling, contexts=prompt_lengths, plan="fixed",
+        sampling=longdraft.Sampling(foresee=foresee),
     )  # fmt: skip
 
 
 def bench_length(
     *,
-    prompting: LengthPromptOptions,
+    prompt_options: LengthPromptOptions,
     lengths: Annotated[
-        str | None, typer.Option(help=_CUT, show_default="1024, 2048, ... as far as the model goes")
+        str | None, typer.Option(help=_CUT, show_default="1024, 2048, ... up to the model's context")
     ] = None,
     short: measure_options.ShortPrompts = "join",
     methods: Annotated[
         str | None,
         typer.Option(
-            help="Methods, with commas between; options of one behind colons. ar comes by itself.",
-            show_default="every draft that comes along for the model, else self",
+            help="Methods to compare, separated by commas; ar is added. Options follow a method: longspec:nodes=20.",
+            show_default="every draft that ships for the model, else self",
         ),
     ] = None,
-    drafting: method_options.DraftOptions,
+    draft_options: method_options.DraftOptions,
     plan: measure_options.Plan = "fixed",
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each; their median counts.")] = 2,
-    loading: options.ModelOptions,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of timed runs; the median counts.")] = 2,
+    model_options: options.ModelOptions,
     output: measure_options.ReportOptions,
-    composed: options.Load = None,
+    user_files: options.Load = None,
 ) -> None:
-    """Measure what must be accepted at each length for speculation to pay, and what is.
+    """Measure, at each length, the mean accepted length that speculation needs to be faster, and what drafts reach.
 
-    Greedy. Ctrl-C ends it with the figures so far.
+    Greedy. Ctrl-C ends it and shows the results so far.
     """
     from longdraft.bench import length_reports
     from longdraft.bench.settings import REFERENCE
 
     output.check_writable()
-    cut_to = None if lengths is None else method_options.parse_ints("--lengths", lengths)
+    prompt_lengths = None if lengths is None else method_options.parse_ints("--lengths", lengths)
 
-    def lengths_of(context: int) -> Sequence[int]:
-        return cut_to or length_reports.doubling_lengths(MIN_LENGTH, min(context, MAX_LENGTH))
+    def lengths_for(context: int) -> Sequence[int]:
+        return prompt_lengths or length_reports.doubling_lengths(MIN_LENGTH, min(context, MAX_LENGTH))
 
     _measure(
-        length_reports.break_even_report, methods, drafting, prompting, loading, output, lengths_of, short, (0.0,),
-        (REFERENCE,), ("self",), repeats, contexts=cut_to or (None,), plan=plan,
+        length_reports.break_even_report, methods, draft_options, prompt_options, model_options, output, lengths_for,
+        short, (0.0,), (REFERENCE,), ("self",), repeats, contexts=prompt_lengths or (None,), plan=plan,
     )  # fmt: skip
 
 
 def _measure(
-    report: Callable[..., Report],
+    make_report: Callable[..., Report],
     methods: str | None,
-    drafting: method_options.DraftOptions,
-    prompting: measure_options.SeededPromptOptions,
-    loading: options.ModelOptions,
+    draft_options: method_options.DraftOptions,
+    prompt_options: measure_options.SeededPromptOptions,
+    model_options: options.ModelOptions,
     output: measure_options.ReportOptions,
-    lengths: Callable[[int], Sequence[int]],
+    lengths_for: Callable[[int], Sequence[int]],
     short: ShortTextPolicy,
     temperatures: tuple[float, ...],
     always: Sequence[str] = (),
-    otherwise: Sequence[str] = (),
+    fallback: Sequence[str] = (),
     repeats: int = 1,
     scheme: SamplingScheme = "coupled",
-    **more: Any,
+    **settings_args: Any,
 ) -> None:
-    """Measures methods on texts of several lengths; the model is loaded anew for each YaRN factor.
+    """Measures methods on prompts of several lengths. The model is loaded again for each YaRN factor.
 
     Args:
-        report: makes the report of the runs, the methods, notes, and whether no run is missing.
-        methods: with commas between, checked before a model is read; None: the given draft's, else those that come
-            along for the model, else ``otherwise``.
-        lengths: of texts, by the model's context.
-        always: methods that come first, named or not. more: further settings of the bench.
+        make_report: makes a report of (runs, methods, notes, True if no run is missing).
+        methods: separated by commas; None: that of --draft, else of drafts that ship for the model, else ``fallback``.
+        lengths_for: returns prompt lengths for the model's context length.
+        always: methods that are measured first in any case. settings_args: further arguments of the bench's Settings.
 
     Raises:
-        SettingError: no method of ours, or an option that none of them has.
+        SettingError: a method that is not longdraft's, or an option that none of the methods has.
     """
     from longdraft.bench.acceptance import AcceptanceBench, default_methods, open_records
     from longdraft.bench.experiment import Experiment
@@ -167,44 +165,47 @@ def _measure(
     from longdraft.drafts.kinds import kind_of
 
     names = None if methods is None else method_options.split_commas(methods)
-    if names is None and drafting.draft is not None:
-        names = [kind_of(drafting.draft).name]
-    more |= {name: getattr(prompting, name) for name in ("max_tokens", "seed", "raw", "ignore_eos", "asked")}
+    if names is None and draft_options.draft is not None:
+        names = [kind_of(draft_options.draft).name]
+    settings_args |= {name: getattr(prompt_options, name) for name in ("max_tokens", "seed", "raw", "ignore_eos")}
+    settings_args |= {"asked": prompt_options.chat_prompt_kwargs}
 
-    def made(names: Sequence[str]) -> Settings:
+    def make_settings(names: Sequence[str]) -> Settings:
         if not names or any(name in PEERS for name in names):
-            raise options.SettingError("--methods takes methods of longdraft, one at least: see `longdraft methods`.")
+            raise options.SettingError("--methods must name at least one method of `longdraft methods`, and no other.")
         with options.settings_checked():
             return Settings(
-                tuple(dict.fromkeys((*always, *names))), draft_options=drafting.options(),
-                contender_options=method_options.contender_options(names), **more,
+                tuple(dict.fromkeys((*always, *names))), draft_options=draft_options.options(),
+                contender_options=method_options.contender_options(names), **settings_args,
             )  # fmt: skip
 
-    chosen = None if names is None else made(names)
+    settings = None if names is None else make_settings(names)
 
-    def settings(target: TargetRunner) -> Settings:
-        if chosen is not None:
-            return chosen
-        if not (found := default_methods(target) or otherwise):
+    def settings_for(target: TargetRunner) -> Settings:
+        if settings is not None:
+            return settings
+        if not (shipped := default_methods(target) or fallback):
             raise CapabilityError("No draft for this model comes with longdraft: name one with --draft, or --methods.")
-        return made(found)
+        return make_settings(shipped)
 
-    samples = prompting.read()
+    samples = prompt_options.read()
     with console.status() as status:
 
         def load(factor: float | None) -> longdraft.LoadedModel:
             if factor is None:
-                return loading.load(status)
-            # The runs' progress is on the screen.
-            return replace(loading, rope_factor=factor * (loading.rope_factor or 1)).load(lambda message: None)
+                return model_options.load(status)
+            # Silent, because the progress bar of the runs is on the screen.
+            stretched = replace(model_options, rope_factor=factor * (model_options.rope_factor or 1))
+            return stretched.load(lambda message: None)
 
         with options.settings_checked():
-            hosted = AcceptanceBench(load, settings, temperatures, loading.name, status, repeats, scheme)
-        cut_to = lengths(hosted.context_length)
-        status(f"Cutting {len(samples)} texts to {len(set(cut_to))} lengths")
-        steps = hosted.steps(samples, cut_to, short)
-    for note in hosted.notes:
+            bench = AcceptanceBench(load, settings_for, temperatures, model_options.name, status, repeats, scheme)
+        lengths = lengths_for(bench.context_length)
+        status(f"Cutting {len(samples)} texts to {len(set(lengths))} lengths")
+        steps = bench.steps(samples, lengths, short)
+    for note in bench.notes:
         console.note(note)
-    file = None if output.results is None else open_records(output.results, hosted.settings, hosted.model_entry)
+    file = None if output.results is None else open_records(output.results, bench.settings, bench.model_entry)
     experiment = Experiment(steps, lambda run: run.asked, file)
-    output.run(experiment, lambda complete: report(experiment.records, hosted.settings.methods, hosted.notes, complete))
+    methods_run, notes = bench.settings.methods, bench.notes
+    output.run(experiment, lambda complete: make_report(experiment.records, methods_run, notes, complete))

@@ -1,4 +1,4 @@
-"""``longdraft batch``: answers a file of prompts."""
+"""``longdraft batch``: answers the prompts of a file."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from longdraft.cli.cancel import Cancel
 from longdraft.cli.progress import ThroughputBar
 from longdraft.errors import CapabilityError, CheckpointError
 
-_BAD_ROWS = 1
+_BAD_ROWS = 1  # exit code if a prompt has no answer
 
 
 def batch(
     *,
-    source: Annotated[Path, typer.Argument(metavar="IN", help="Rows: JSON objects with prompt or messages.")],
-    answers: Annotated[Path, typer.Argument(metavar="OUT", help="Answers: a line a row, in order.")],
+    source: Annotated[Path, typer.Argument(metavar="IN", help="Prompts: JSONL objects with prompt or messages.")],
+    answers: Annotated[Path, typer.Argument(metavar="OUT", help="JSONL file to write: answers in the same order.")],
     method: options.Method = None,
     option: options.MethodOptionPairs = None,
     slots: Annotated[
-        int | None, typer.Option(min=1, help="Rows decoded at a time.", show_default="8, 32 on a GPU")
+        int | None, typer.Option(min=1, help="Number of prompts decoded at a time.", show_default="8, 32 on a GPU")
     ] = None,
     context: Annotated[
         int,
-        typer.Option(min=0, help="Tokens of text to take memory for at once.", show_default="as rows need it"),
+        typer.Option(min=0, help="KV cache to allocate at the start, in tokens.", show_default="as prompts need it"),
     ] = 0,
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "-n", min=1, help="New tokens of a row at most, if it does not say.")
+        int, typer.Option("--max-tokens", "-n", min=1, help="Maximum number of new tokens, unless the prompt says.")
     ] = 256,
-    choosing: options.SamplingOptions,
-    seed: Annotated[int, typer.Option(min=0, help="Row i is sampled with this seed + i.")] = 0,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; repeatable.")] = None,
+    sampling_options: options.SamplingOptions,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the first prompt; prompt i has this + i.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop before this string; repeatable.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt, without a chat template.")] = False,
-    hosting: method_options.DecodingOptions,
+    decoding: method_options.DecodingOptions,
     output: options.OutputOptions,
 ) -> None:
-    """Answer a file of prompts. A run that was ended continues where it was; rows without an answer say why."""
-    own = hosting.resolve_options(method, option)
+    """Answer the prompts of a file. A stopped run continues where it was. A prompt without an answer has an error."""
+    method_args = decoding.resolve_options(method, option)
 
     from longdraft.engine.request import normalize_stop
     from longdraft.engine.session import default_batch_size
@@ -55,49 +55,47 @@ def batch(
         ) from error
 
     with options.settings_checked():
-        sampling = choosing.sampling()
-        spec = longdraft.Speculator(method, **hosting.speculator_kwargs, **own)
-        defaults = Defaults(max_tokens, sampling, seed, normalize_stop(stop or ()), raw, hosting.model_name)
+        sampling = sampling_options.sampling()
+        spec = longdraft.Speculator(method, **decoding.speculator_kwargs, **method_args)
+        defaults = Defaults(max_tokens, sampling, seed, normalize_stop(stop or ()), raw, decoding.model_name)
     if source.resolve() == answers.resolve():
-        raise options.SettingError(f"{answers} is the file of prompts: give the answers another name.")
+        raise options.SettingError(f"{answers} is the file of prompts: name another file for the answers.")
     total, digest = count_and_digest(source)
     if not total:
-        raise CheckpointError(f"{source} has no rows: give a file with a JSON object a line.")
+        raise CheckpointError(f"{source} has no rows: name a file with a JSON object on each line.")
     with console.status() as status:
-        loaded = hosting.model_options.load(status)
+        loaded = decoding.model_options.load(status)
         with options.settings_checked():
             spec.use(loaded.model, loaded.tokenizer)
         engine = BatchEngine(spec, defaults, slots or default_batch_size(spec.runner().device.type), context)
-        places = (line.line_number for line in read_lines(source))
-        with OutputFile(
-            answers, {"input": f"{total} rows, SHA-256 {digest}", **engine.reproducibility_settings}, places
-        ) as file:
+        header = {"input": f"{total} rows, SHA-256 {digest}", **engine.reproducibility_settings}
+        with OutputFile(answers, header, (line.line_number for line in read_lines(source))) as file:
             if file.rows_at_start:
-                console.note(f"{answers}: {file.rows_at_start:,} of {total:,} rows are there; going on behind them.")
+                console.note(f"{answers}: {file.rows_at_start:,} of {total:,} rows are done; continuing after them.")
             if file.rows_at_start < total:
                 engine.prepare(status)
             status.close()
             first = file.rows
             with ThroughputBar("", "rows", total) as bar, Cancel(sigterm=True) as cancel:
 
-                def draw(now: RunCounts) -> None:
-                    bar.update(file.rows, now.new_tokens, f", {file.errors} errors" if file.errors else "")
+                def draw(counts: RunCounts) -> None:
+                    bar.update(file.rows, counts.new_tokens, f", {file.errors} errors" if file.errors else "")
 
-                figures = engine.run_with(lambda: run(read_lines(source, first), file, engine, draw, cancel))
+                counts = engine.run_with(lambda: run(read_lines(source, first), file, engine, draw, cancel))
             seconds = bar.seconds
     console.note(
-        f"{answers}: {file.rows:,} of {total:,} rows, {file.errors:,} of them errors; {figures.new_tokens:,} new tokens in "
-        f"{seconds:,.1f} s, mean accepted length {figures.spec_stats.mean_accepted_length:.2f}."
+        f"{answers}: {file.rows:,} of {total:,} rows, {file.errors:,} of them errors; {counts.new_tokens:,} new tokens "
+        f"in {seconds:,.1f} s, mean accepted length {counts.spec_stats.mean_accepted_length:.2f}."
     )
     output.print_json(
         {
-            "rows": total, "written": file.rows, "errors": file.errors, "rows_this_run": figures.rows,
-            "new_tokens": figures.new_tokens, "seconds": round(seconds, 3),
-            "mean_accepted_length": figures.spec_stats.mean_accepted_length,
+            "rows": total, "written": file.rows, "errors": file.errors, "rows_this_run": counts.rows,
+            "new_tokens": counts.new_tokens, "seconds": round(seconds, 3),
+            "mean_accepted_length": counts.spec_stats.mean_accepted_length,
         }
     )  # fmt: skip
     if file.rows < total:
-        console.note("Cancelled: the same command goes on behind the last row.")
+        console.note("Cancelled. The same command continues after the last row.")
         raise typer.Exit(cancel.exit_code)
     if file.errors:
         raise typer.Exit(_BAD_ROWS)

@@ -1,4 +1,4 @@
-"""``longdraft bench``: methods beside each other on the same prompts."""
+"""``longdraft bench``: compares methods on the same prompts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from longdraft.cli import console, measure_options, method_options, options, pro
 
 SELF_DRAFTING = "self:lookup=true"  # the default method on a CPU
 METHODS_BY_DEFAULT = ("ar", "prompt-lookup", SELF_DRAFTING, "hf")
-# Long enough to be a long prompt, short enough that all of it takes minutes on two CPU cores.
+# A long prompt, but a benchmark of minutes on two CPU cores.
 BUILT_IN_CONTEXT, QUICK_CONTEXT = 2048, 1024
 TOKENS, QUICK_TOKENS = 64, 32
 REPEATS, QUICK_REPEATS = 3, 1
@@ -22,65 +22,65 @@ QUICK_ROWS = 2
 
 @dataclass(frozen=True)
 class BenchPromptOptions(measure_options.SeededPromptOptions):
-    """Prompts of ``bench``."""
+    """Options of the prompts of ``bench``."""
 
     max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", "-n", help="New tokens at most.", show_default=f"{TOKENS}")
+        int | None, typer.Option("--max-tokens", "-n", help="Maximum number of new tokens.", show_default=f"{TOKENS}")
     ] = None  # type: ignore[assignment]
 
 
 def bench(
     *,
-    prompting: BenchPromptOptions,
+    prompt_options: BenchPromptOptions,
     methods: Annotated[
         str | None,
         typer.Option(
-            help="Methods, with commas between; to compare with: hf (transformers' generate), hf-eager. Options of one "
-            "behind colons: specpv:budget=512:selector=quest.",
-            show_default=",".join(METHODS_BY_DEFAULT) + "; with --draft, its method in the place of the third",
+            help="Methods to compare, separated by commas; also hf (transformers' generate) and hf-eager. Options "
+            "follow a method: specpv:budget=512:selector=quest.",
+            show_default=",".join(METHODS_BY_DEFAULT) + "; with --draft, its method instead of the third",
         ),
     ] = None,
     quick: Annotated[
         bool,
         typer.Option(
             "--quick",
-            help=f"A first look: {QUICK_ROWS} rows of each file, {QUICK_TOKENS} tokens, one round; other options win.",
+            help=f"Use {QUICK_ROWS} rows of each file, {QUICK_TOKENS} new tokens, one repeat; other options win.",
         ),
     ] = False,
-    drafting: method_options.DraftOptions,
+    draft_options: method_options.DraftOptions,
     plan: options.Plan = None,
     context: Annotated[
         str | None,
         typer.Option(
-            help="Cut the documents so that prompts have at most this many tokens; several with commas between.",
-            show_default=f"as they are; {BUILT_IN_CONTEXT} without --data",
+            help="Longest prompt in tokens; documents are cut. Several, separated by commas, are all measured.",
+            show_default=f"not cut; {BUILT_IN_CONTEXT} without --data",
         ),
     ] = None,
-    batch: Annotated[str, typer.Option(help="Prompts decoded together; several with commas between.")] = "1",
+    batch: Annotated[str, typer.Option(help="Batch size; several, separated by commas, are all measured.")] = "1",
     repeats: Annotated[
-        int | None, typer.Option(help="Timed rounds; their median counts.", show_default=f"{REPEATS}")
+        int | None, typer.Option(help="Number of timed repeats; the median counts.", show_default=f"{REPEATS}")
     ] = None,
-    choosing: options.SamplingOptions,
+    sampling_options: options.SamplingOptions,
     cold: Annotated[
         bool,
         typer.Option(
             "--cold/--one-prefill",
-            help="Let every method read the prompts itself, or ar for all of ours (long prompts).",
+            help="Prefill the prompts with every method, or once with ar for all (faster for long prompts).",
         ),
     ] = True,
-    loading: options.ModelOptions,
+    model_options: options.ModelOptions,
     offload: options.Offload = None,
     profile: Annotated[
         bool,
-        typer.Option("--profile", help="Look into some rounds after the timed ones: where their time goes."),
+        typer.Option("--profile", help="Profile some rounds after the timed ones: shows where the time goes."),
     ] = False,
     output: measure_options.ReportOptions,
-    composed: options.Load = None,
+    user_files: options.Load = None,
 ) -> None:
-    """Measure methods on the same prompts, in turn, against ar (and against transformers with hf).
+    """Measure methods on the same prompts, in turn, against ar (plain decoding) and hf (transformers).
 
-    Without options: summaries of and quotations from three modules of Python's standard library, 2,048 prompt tokens,
-    64 new ones, three rounds. Ctrl-C ends it with the figures so far.
+    Without options, prompts ask for summaries of and quotations from three modules of Python's standard library: 2,048
+    prompt tokens, 64 new tokens, three repeats. Ctrl-C ends it and shows the results so far.
     """
 
     from longdraft.bench import report
@@ -93,58 +93,58 @@ def bench(
     from longdraft.drafts.kinds import kind_of
     from longdraft.model.stored_model import has_stored_weights
 
-    if quick:  # other options win
-        prompting = replace(
-            prompting,
-            limit=prompting.limit or QUICK_ROWS,
-            max_tokens=QUICK_TOKENS if prompting.max_tokens is None else prompting.max_tokens,
+    if quick:
+        prompt_options = replace(
+            prompt_options,
+            limit=prompt_options.limit or QUICK_ROWS,
+            max_tokens=QUICK_TOKENS if prompt_options.max_tokens is None else prompt_options.max_tokens,
         )
-    tokens = TOKENS if prompting.max_tokens is None else prompting.max_tokens
-    rounds = repeats if repeats is not None else QUICK_REPEATS if quick else REPEATS
+    tokens = TOKENS if prompt_options.max_tokens is None else prompt_options.max_tokens
+    num_repeats = repeats if repeats is not None else QUICK_REPEATS if quick else REPEATS
     contexts: tuple[int | None, ...] = (None,)
     if context is not None:
         contexts = method_options.parse_ints("--context", context)
-    elif not prompting.data:
+    elif not prompt_options.data:
         contexts = (QUICK_CONTEXT if quick else BUILT_IN_CONTEXT,)
     names = METHODS_BY_DEFAULT if methods is None else tuple(method_options.split_commas(methods))
-    if methods is None and drafting.draft is not None:  # its method takes the place of the one that drafts itself
-        names = tuple(kind_of(drafting.draft).name if name == SELF_DRAFTING else name for name in names)
+    if methods is None and draft_options.draft is not None:
+        names = tuple(kind_of(draft_options.draft).name if name == SELF_DRAFTING else name for name in names)
     with options.settings_checked():
         settings = Settings(
-            names, tokens, contexts, method_options.parse_ints("--batch", batch), rounds, choosing.sampling(),
-            prompting.seed, prompting.raw, prompting.ignore_eos, cold,
-            draft_options=drafting.options(),
+            names, tokens, contexts, method_options.parse_ints("--batch", batch), num_repeats,
+            sampling_options.sampling(), prompt_options.seed, prompt_options.raw, prompt_options.ignore_eos, cold,
+            draft_options=draft_options.options(),
             plan=plan,
             offload=offload,
             contender_options=method_options.contender_options(names),
             profile=profile,
-            asked=prompting.asked,
+            asked=prompt_options.chat_prompt_kwargs,
         )  # fmt: skip
     processes.check_options({"--results": output.results, "--profile": profile})
     output.check_writable()
-    samples = prompting.read()
-    if lacking := scores.missing_rouge_note(samples):
-        console.note(lacking)
+    samples = prompt_options.read()
+    if note := scores.missing_rouge_note(samples):
+        console.note(note)
     with console.status() as status:
-        loaded = loading.load(status)
+        loaded = model_options.load(status)
         status(f"Encoding {len(samples)} samples")
         prompts = encode_prompts(samples, loaded, settings)
-        groups, left_over = make_batches(prompts, settings.batches)
-        plain = replace(loading, weights="float32", arithmetic=None)
-        unpacked = (lambda: plain.load(status)) if has_stored_weights(loaded.model) else None
+        batches, left_over = make_batches(prompts, settings.batches)
+        float_options = replace(model_options, weights="float32", arithmetic=None)
+        load_dequantized = (lambda: float_options.load(status)) if has_stored_weights(loaded.model) else None
         with options.settings_checked():
-            hosted = Bench(loaded, settings, progress=status, load_dequantized=unpacked)
+            bench = Bench(loaded, settings, progress=status, load_dequantized=load_dequantized)
     file = None
     if output.results is not None:
-        about = bench_header(hosted, prompts, loading.name, prompting.sources, prompting.limit)
-        file = RecordFile(output.results, about, BatchResult)
+        header = bench_header(bench, prompts, model_options.name, prompt_options.sources, prompt_options.limit)
+        file = RecordFile(output.results, header, BatchResult)
     for size, left in left_over.items():
         if left:
             console.note(f"{left} sample{'s are' if left > 1 else ' is'} left out of batches of {size}.")
-    experiment = Experiment(hosted.steps(groups), lambda measured: measured.key, file)
+    experiment = Experiment(bench.steps(batches), lambda result: result.key, file)
 
-    def made(complete: bool) -> Report:
-        found = report.document(hosted.names, experiment.records, hosted.notes, complete)
-        return report.make_report(found, lambda ids: str(loaded.tokenizer.decode(ids)))
+    def make_report(complete: bool) -> Report:
+        document = report.document(bench.names, experiment.records, bench.notes, complete)
+        return report.make_report(document, lambda ids: str(loaded.tokenizer.decode(ids)))
 
-    output.run(experiment, made, "batches")
+    output.run(experiment, make_report, "batches")

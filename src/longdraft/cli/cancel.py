@@ -1,4 +1,4 @@
-"""Ctrl-C: the first asks the engine to stop, the second ends the process. SIGTERM, where it is asked for, only asks."""
+"""Cancels a run on Ctrl-C: the first asks the engine to stop, the second ends the process. SIGTERM may only ask."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ import typer
 
 from longdraft.cli import console, processes
 
-EXIT_CODE = 130  # 128 + SIGINT, as shells have it
+EXIT_CODE = 130  # 128 + SIGINT, as in shells
 
 
 class Cancel:
-    """Inside the ``with``, calling it says whether Ctrl-C was pressed.
+    """A context manager that catches Ctrl-C. Calling it returns True once Ctrl-C was pressed.
 
     Args:
-        terminate: take SIGTERM too, as launchers and schedulers send it.
+        sigterm: catch SIGTERM too, which launchers and schedulers send.
     """
 
     def __init__(self, sigterm: bool = False) -> None:
         self._signals = (signal.SIGINT, signal.SIGTERM) if sigterm else (signal.SIGINT,)
-        self._asked: int | None = None
-        self._before: dict[int, Any] = {}
+        self._received: int | None = None
+        self._previous: dict[int, Any] = {}
 
     def __call__(self) -> bool:
-        return self._asked is not None
+        return self._received is not None
 
     @property
     def exit_code(self) -> int:
-        """Exit code of a process that a signal stopped, by the convention of shells."""
-        return EXIT_CODE if self._asked is None else 128 + self._asked
+        """128 + the number of the signal, as in shells."""
+        return EXIT_CODE if self._received is None else 128 + self._received
 
     def __enter__(self) -> Cancel:
-        # Python delivers signals to the main thread alone, and lets no other one take them.
+        # Python delivers signals to the main thread only, and lets no other thread catch them.
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in self._signals}
+            self._previous = {number: signal.signal(number, self._handle) for number in self._signals}
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._asked is not None and number == signal.SIGINT:
+        if self._received is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        # Nothing is printed here: a handler may run in the middle of a write.
-        self._asked = number
+        # No printing here: a handler may run in the middle of a write.
+        self._received = number
 
 
 def interruptible(verb: Callable[..., None]) -> Callable[..., None]:
-    """Ctrl-C ends a verb the same way with every version of typer, whose own ways differ."""
+    """Makes Ctrl-C end a command in the same way with every version of typer."""
 
     @functools.wraps(verb)
     def wrapped(*arguments: Any, **options: Any) -> None:

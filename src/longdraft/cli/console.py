@@ -1,4 +1,4 @@
-"""Output: results go to stdout, everything said about them to stderr."""
+"""Terminal output: results go to stdout, notes and progress to stderr."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-# Columns of what is no terminal: rich would take 80 and cut tables there.
+# Columns if the output is no terminal. rich would take 80 and cut tables.
 NO_TERMINAL_WIDTH = 200
 
-# Consoles are made when they are needed: the streams may have been replaced since this file was imported.
+# Consoles are made at each use, because tests and torchrun replace the streams.
 
 
 def stdout() -> Console:
@@ -26,22 +26,22 @@ def stderr() -> Console:
 
 
 def _console(stderr: bool) -> Console:
-    made = Console(stderr=stderr, highlight=False, soft_wrap=True)
-    if not made.is_terminal:
-        made.width = NO_TERMINAL_WIDTH
-    return made
+    console = Console(stderr=stderr, highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = NO_TERMINAL_WIDTH
+    return console
 
 
 def has_colors(console: Console) -> bool:
     """True for a terminal with colours, unless NO_COLOR is set."""
-    able = console.is_terminal and console.color_system is not None and not console.legacy_windows
-    return able and not console.no_color
+    capable = console.is_terminal and console.color_system is not None and not console.legacy_windows
+    return capable and not console.no_color
 
 
 def print_renderable(target: Console, renderable: RenderableType) -> None:
-    """Prints a table or the like, without the blanks that rich pads its lines with where nobody sees them."""
+    """Prints a table or another renderable, without trailing blanks if the output is no terminal."""
     if target.is_terminal:
-        # What is too wide for the terminal goes on in its next line, rather than lose columns.
+        # A table that is too wide wraps, instead of losing columns.
         width = max(target.width, target.measure(renderable).minimum)
         target.print(renderable, soft_wrap=False, width=width, crop=False)
         return
@@ -54,7 +54,7 @@ def print_renderable(target: Console, renderable: RenderableType) -> None:
 def print_report(
     tables: Iterable[tuple[str, RenderableType]], remarks: Iterable[Text] = (), definitions: Iterable[str] = ()
 ) -> None:
-    """Tables on stdout, each under its title; remarks; and what the figures mean."""
+    """Prints tables under their titles, then remarks and the definitions of the figures, on stdout."""
     out = stdout()
     for title, table in tables:
         out.print(Text(title, style="bold"))
@@ -65,33 +65,33 @@ def print_report(
 
 
 def note(message: str) -> None:
-    """A line on stderr."""
+    """Prints a line on stderr."""
     stderr().print(Text(message, style="dim"))
 
 
 def error(message: str) -> None:
-    """A red line on stderr, on one line whatever the message holds."""
+    """Prints an error on stderr, in red and on one line."""
     stderr().print(Text("error: " + " ".join(message.split()), style="red"))
 
 
 def print_line(text: str) -> None:
-    """A line on stdout, as it is."""
+    """Prints a line on stdout, without markup."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
 def progress_bar(share: float, width: int = 20) -> Text:
-    """A share of something as a bar."""
+    """A bar for a share of 0 to 1."""
     done = round(min(max(share, 0.0), 1.0) * width)
     return Text.assemble(("━" * done, "green"), ("━" * (width - done), "dim"))
 
 
 class Status:
-    """Shows on stderr what is being done: a line with a spinner on a terminal, which wakes up many times a second, so
-    not while something is timed; else a line each."""
+    """Shows messages on stderr: a spinner on a terminal, else a line each. Close it before anything is timed, because
+    the spinner's thread wakes up many times a second."""
 
     def __init__(self) -> None:
-        self._console, self._said = stderr(), ""
+        self._console, self._last = stderr(), ""
         self._spinner = self._console.status(Text("")) if self._console.is_terminal else None
 
     def __call__(self, message: str) -> None:
@@ -99,9 +99,9 @@ class Status:
         if self._spinner is not None:
             self._spinner.update(text if share is None else Text.assemble(progress_bar(share), " ", text))
             self._spinner.start()
-        elif share is None or message != self._said:
+        elif share is None or message != self._last:
             self._console.print(text)
-        self._said = message
+        self._last = message
 
     def close(self) -> None:
         if self._spinner is not None:
@@ -110,33 +110,33 @@ class Status:
 
 @contextmanager
 def status() -> Iterator[Status]:
-    """Says what takes seconds, for as long as it takes."""
-    shown = Status()
+    """A :class:`Status` that is closed at the end."""
+    spinner = Status()
     try:
-        yield shown
+        yield spinner
     finally:
-        shown.close()
+        spinner.close()
 
 
 @contextmanager
 def warnings_once() -> Iterator[None]:
-    """Inside it, each warning of the package is said once: every run has a fresh drafter, which would warn anew."""
-    said: set[object] = set()
+    """Shows each warning of the package once: every run has a new drafter, which would repeat it."""
+    seen: set[object] = set()
 
-    def new(record: logging.LogRecord) -> bool:
-        told = record.msg in said
-        said.add(record.msg)
-        return not told
+    def is_new(record: logging.LogRecord) -> bool:
+        repeated = record.msg in seen
+        seen.add(record.msg)
+        return not repeated
 
     logger = logging.getLogger("longdraft")
-    logger.addFilter(new)
+    logger.addFilter(is_new)
     try:
         yield
     finally:
-        logger.removeFilter(new)
+        logger.removeFilter(is_new)
 
 
-# Names of arguments in Python that are flags here; "--top-k" is of sampling.
+# Python's names of arguments -> flags. "--top-k" is an option of sampling, "--tree-top-k" of trees.
 _FLAGS = {
     name: f"--{name.replace('_', '-')}"
     for name in (
@@ -145,12 +145,12 @@ _FLAGS = {
         "tree", "weights", "widths",
     )
 } | {"max_new_tokens": "--max-tokens", "top_k": "--tree-top-k"}  # fmt: skip
-# How errors go on that are about an argument's value.
-_SAID = r"(?=(?: '[^']*')? (?:must|cannot|takes?|is|are|has|says|needs|shapes?)\b)"
-_ARGUMENT = re.compile(rf"(?:{'|'.join(_FLAGS)}){_SAID}")
+# How an error about an argument's value continues after the argument's name.
+_VERB = r"(?=(?: '[^']*')? (?:must|cannot|takes?|is|are|has|says|needs|shapes?)\b)"
+_ARGUMENT = re.compile(rf"(?:{'|'.join(_FLAGS)}){_VERB}")
 
 
 def with_flag_names(message: str) -> str:
-    """A message about the value of an argument, which it names first, with the flag in the name's place."""
-    found = _ARGUMENT.match(message)
-    return message if found is None else _FLAGS[found[0]] + message[found.end() :]
+    """Replaces the argument's name, with which an error about its value begins, by the flag."""
+    match = _ARGUMENT.match(message)
+    return message if match is None else _FLAGS[match[0]] + message[match.end() :]

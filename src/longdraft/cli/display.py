@@ -1,4 +1,4 @@
-"""The text of a run as it comes."""
+"""Shows the text of a run as it is generated."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from longdraft.cli import console
 from longdraft.cli.progress import ThroughputBar
 from longdraft.engine.streaming import TextDelta
 
-_DRAFTED, _PLAIN = "\x1b[32m", "\x1b[0m"  # green, as figures.DRAFTED says it below
+_GREEN, _RESET = "\x1b[32m", "\x1b[0m"  # the colour of figures.DRAFTED_STYLE
 
 
 class TextOutput:
-    """Writes the text to stdout as it comes, drafted tokens in colour where colour shows.
+    """Writes text to stdout as it comes, with drafted tokens in colour on a terminal.
 
     Args:
-        silent: writes nothing (the text goes into a JSON object instead).
+        silent: writes nothing (the text will be in a JSON object).
     """
 
     def __init__(self, silent: bool = False) -> None:
@@ -28,30 +28,30 @@ class TextOutput:
         self.colored = console.has_colors(out) and not silent
 
     def write(self, deltas: Sequence[TextDelta]) -> None:
-        """Writes and flushes, so that whoever reads sees each step."""
+        """Writes and flushes."""
         if self._silent:
             return
         for text, drafted in deltas:
             self._last = text[-1:]
-            # Not through rich: it would wrap lines, expand tabs piece by piece and take brackets for markup.
-            colours = (_DRAFTED, _PLAIN) if drafted and self.colored else ("", "")
-            sys.stdout.write((_printable(text) if self._terminal else text).join(colours))
+            # Not with rich, which wraps lines, expands the tabs of each delta, and reads brackets as markup.
+            color = (_GREEN, _RESET) if drafted and self.colored else ("", "")
+            sys.stdout.write((_printable(text) if self._terminal else text).join(color))
         sys.stdout.flush()
 
     def end(self) -> None:
-        """Ends the line, if there is one."""
+        """Ends the last line, unless it is empty."""
         if self._last not in ("", "\n"):
             sys.stdout.write("\n")
             sys.stdout.flush()
 
 
 def _printable(text: str) -> str:
-    """Without the characters that would steer the terminal: a document must not be able to, through the model."""
+    """Removes control characters, with which a document could control the terminal through the model."""
     return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
 
 
 def display_run(run: longdraft.Generation, prompt_tokens: int, output: TextOutput) -> longdraft.Result:
-    """Decodes, and shows bar and text as they come."""
+    """Decodes, and shows a progress bar of the prefill, then the text."""
     try:
         with ThroughputBar("Reading the prompt", "tokens", prompt_tokens) as bar:
             bar.update(0, 0)
@@ -62,6 +62,6 @@ def display_run(run: longdraft.Generation, prompt_tokens: int, output: TextOutpu
                     bar.close()
                 output.write(step.pieces)
     finally:
-        # Also on a second Ctrl-C: the shell's prompt must not follow the text on its line.
+        # Also on a second Ctrl-C, so that the shell's prompt is on a new line.
         output.end()
     return run.results()[0]

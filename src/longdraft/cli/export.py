@@ -1,4 +1,4 @@
-"""``longdraft export``: a draft in the layout that another program reads."""
+"""``longdraft export``: writes a draft in the layout of vLLM, or in quantized form."""
 
 from __future__ import annotations
 
@@ -12,68 +12,68 @@ from longdraft.errors import ArgumentError, CapabilityError
 
 
 def export(
-    draft: Annotated[Path, typer.Argument(help="Draft folder.")],
-    out: Annotated[Path, typer.Argument(help="Folder to write; what is there already is overwritten.")],
+    draft: Annotated[Path, typer.Argument(help="Draft folder to export.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write; its files are overwritten.")],
     verifier: Annotated[
         str | None,
         typer.Option(
             "--verifier",
-            help="The target, as it will be served: a Hugging Face id or a folder.",
-            show_default="needed, but for longdraft",
+            help="speculators: the target that will be served, a Hugging Face id or a folder.",
+            show_default="required for speculators",
         ),
     ] = None,
     to: Annotated[
         Literal["speculators", "longdraft"],
-        typer.Option("--to", help="speculators: what vLLM serves; longdraft: our own layout, smaller with --bits."),
+        typer.Option("--to", help="Layout: speculators, which vLLM serves, or longdraft, with weights of --bits."),
     ] = "speculators",
     max_position: Annotated[
-        int, typer.Option("--max-position", help="speculators: longest text that will be served, in tokens.")
+        int, typer.Option("--max-position", help="speculators: longest context that will be served, in tokens.")
     ] = 131_072,
     speculative_tokens: Annotated[
         int,
-        typer.Option("--speculative-tokens", help="speculators: drafted tokens of a round that the folder proposes."),
+        typer.Option("--speculative-tokens", help="speculators: drafted tokens of a round."),
     ] = 5,
     bits: Annotated[
         Literal["8", "4"],
-        typer.Option("--bits", help="longdraft: bits of a weight, with a scale for each row (8) or each 32 (4)."),
+        typer.Option("--bits", help="longdraft: bits of a weight; scales are for each row (8) or 32 weights (4)."),
     ] = "8",
     debug: options.Debug = False,
 ) -> None:
-    """Write a draft for another program to serve."""
+    """Write a draft in the layout of another program, or with quantized weights."""
     if to == "longdraft":
-        _packed(draft, out, int(bits))
+        _export_quantized(draft, out, int(bits))
     elif verifier is None:
-        raise ArgumentError("--verifier names the target, which this layout needs.")
+        raise ArgumentError("--to speculators needs the target: name it with --verifier.")
     else:
-        for sentence in _draft(draft, out, verifier, max_position, speculative_tokens):
-            console.note(sentence)
+        for note in _export_speculators(draft, out, verifier, max_position, speculative_tokens):
+            console.note(note)
     console.note(f"{out} is written in the layout of {to}.")
 
 
-def _packed(draft: Path, out: Path, bits: int) -> None:
-    """A draft in our own layout, with packed matrices."""
+def _export_quantized(draft: Path, out: Path, bits: int) -> None:
+    """Writes a draft folder with quantized matrices."""
     from longdraft.drafts.draft import TrainedDraft
     from longdraft.drafts.kinds import kind_of
 
     loaded = kind_of(draft).load(draft)
     if not isinstance(loaded, TrainedDraft):
-        raise CapabilityError(f"{draft} is a language model as it is: only drafts that were trained here are packed.")
+        raise CapabilityError(f"{draft} is a language model: only drafts of longdraft are exported.")
     if out.resolve() == draft.resolve():
-        raise CapabilityError(f"{out} is the draft itself: name another folder to write to.")
+        raise CapabilityError(f"{out} is the draft itself: name another folder.")
     loaded.save(out, bits)
 
 
-def _draft(draft: Path, out: Path, verifier: str, max_position: int, speculative_tokens: int) -> list[str]:
-    """A draft alone, as its kind writes it for vLLM."""
+def _export_speculators(draft: Path, out: Path, verifier: str, max_position: int, speculative_tokens: int) -> list[str]:
+    """Writes a draft for vLLM; returns notes for the user."""
     from longdraft.drafts.kinds import kind_of
     from longdraft.drafts.speculators import to_speculators
     from longdraft.model.shared_parts import causal_lm_class_name
 
     kind = kind_of(draft)
     if kind.name != "eagle3":
-        raise CapabilityError(f"{draft} holds a draft for {kind.name}; eagle3's alone have a layout that others read.")
+        raise CapabilityError(f"{draft} holds a draft for {kind.name}; only drafts for eagle3 can be exported to vLLM.")
     loaded: Any = kind.load(draft)
     model_type = loaded.required_target.get("model_type")
-    named = causal_lm_class_name(model_type) if model_type else None
+    architecture = causal_lm_class_name(model_type) if model_type else None
     with options.settings_checked():
-        return to_speculators(loaded, out, verifier, named, max_position, speculative_tokens)
+        return to_speculators(loaded, out, verifier, architecture, max_position, speculative_tokens)

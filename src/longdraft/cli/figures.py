@@ -1,4 +1,4 @@
-"""The figures of a run, for programs and for people. What they mean is defined in DEFINITION and docs/figures.md."""
+"""Shows the figures of a run, as JSON and as text. DEFINITION and docs/figures.md define them."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ _REASONS = {
 
 
 def result_json(result: longdraft.Result) -> dict[str, Any]:
-    """The JSON object of a run; what partial verification did is in it where there was any."""
+    """The JSON object of a run. Figures of partial verification are included if there was any."""
     partial = ("partial_rounds", "partial_tokens", "rolled_back") if result.partial_rounds else ()
     return {name: getattr(result, name) for name in (*_KEYS, *partial)}
 
 
 def footer(result: longdraft.Result, kernels: str, colored: bool) -> Group:
-    """The figures below a text.
+    """The figures that are shown below a text.
 
     Args:
-        kernels: which ones computed, in a line.
-        colored: the text above shows drafted tokens in colour.
+        kernels: the kernels that computed it, in a line.
+        colored: the text shows drafted tokens in colour.
     """
     exactness = "exact" if result.exact else "approximate"
     title = Text(f"{result.method}, {exactness}, {result.arithmetic} arithmetic", style="bold")
     if colored and result.drafted:
         title.append("   drafted and accepted", style=DRAFTED_STYLE)
-        title.append(" / written by the target itself", style="not bold")
+        title.append(" / written by the target", style="not bold")
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column()
@@ -70,14 +70,12 @@ def footer(result: longdraft.Result, kernels: str, colored: bool) -> Group:
 
 
 def _prompt(result: longdraft.Result) -> str:
-    reused = result.cached_tokens
-    read = result.prompt_tokens - reused
-    seconds = result.prefill_seconds
-    rate = f" ({read / seconds:,.0f} tokens/s)" if seconds > 0 and read > 1 else ""
-    kept = f", {reused:,} of them from the KV cache" if reused else ""
+    seconds, computed = result.prefill_seconds, result.prompt_tokens - result.cached_tokens
+    rate = f" ({computed / seconds:,.0f} tokens/s)" if seconds > 0 and computed > 1 else ""
+    cached = f", {result.cached_tokens:,} of them from the KV cache" if result.cached_tokens else ""
     if result.finish_reason == "cancelled" and not result.token_ids:
-        return f"{result.prompt_tokens:,} tokens{kept}; cancelled while they were read"
-    return f"{result.prompt_tokens:,} tokens{kept}; {read:,} read in {seconds:.2f} s{rate}"
+        return f"{result.prompt_tokens:,} tokens{cached}; cancelled while they were read"
+    return f"{result.prompt_tokens:,} tokens{cached}; {computed:,} read in {seconds:.2f} s{rate}"
 
 
 def _partial(result: longdraft.Result) -> str:
@@ -88,8 +86,8 @@ def _partial(result: longdraft.Result) -> str:
 
 
 def comparison_json(result: longdraft.Result, ar: longdraft.Result, difference: Difference | None) -> dict[str, Any]:
-    """The value of ``compare`` in the JSON object; ``near_tie`` is null where all tokens agree, ``speedup_vs_ar`` where
-    one of them decoded nothing."""
+    """The value of ``compare`` in the JSON object. ``near_tie`` is None if all tokens agree, ``speedup_vs_ar`` if one
+    of the runs decoded nothing."""
     return {
         "ar": result_json(ar),
         "speedup_vs_ar": ratio(result.tokens_per_second or None, ar.tokens_per_second),
@@ -99,25 +97,25 @@ def comparison_json(result: longdraft.Result, ar: longdraft.Result, difference: 
 
 
 def comparison_view(
-    own: longdraft.Result, ar: longdraft.Result, difference: Difference | None, decode: Callable[[list[int]], str]
+    result: longdraft.Result, ar: longdraft.Result, difference: Difference | None, decode: Callable[[list[int]], str]
 ) -> Group:
-    """The two beside each other, and where they first differ, for people."""
-    made = new_table(["compared"], ["tokens/s", "decode", "tokens", "forwards", "accepted"])
-    for result in (own, ar):
-        made.add_row(
-            Text(result.method), f"{result.tokens_per_second:.1f}", f"{result.decode_seconds:.2f} s",
-            f"{result.new_tokens:,}", f"{result.rounds:,}", f"{result.mean_accepted_length:.2f}",
+    """A table of both runs, the speedup, and the first token that differs."""
+    view = new_table(["compared"], ["tokens/s", "decode", "tokens", "forwards", "accepted"])
+    for run in (result, ar):
+        view.add_row(
+            Text(run.method), f"{run.tokens_per_second:.1f}", f"{run.decode_seconds:.2f} s",
+            f"{run.new_tokens:,}", f"{run.rounds:,}", f"{run.mean_accepted_length:.2f}",
         )  # fmt: skip
     lines, style = [], ""
-    if speedup := ratio(own.tokens_per_second or None, ar.tokens_per_second):
-        said = Text(f"{speedup:.2f} times the tokens/s of ar", style="bold")
-        lines.append(said.append(" (one run each; `longdraft bench` measures medians)", style="not bold"))
-    text = f"all {own.new_tokens:,} tokens agree with ar"
+    if speedup := ratio(result.tokens_per_second or None, ar.tokens_per_second):
+        line = Text(f"{speedup:.2f} times the tokens/s of ar", style="bold")
+        lines.append(line.append(" (one run each; `longdraft bench` measures medians)", style="not bold"))
+    text = f"all {result.new_tokens:,} tokens agree with ar"
     if (d := difference) is not None:
-        style = "" if d.near_tie or not own.exact else "red"
+        style = "" if d.near_tie or not result.exact else "red"
         tokens = ("the end" if t is None else repr(decode([t])) for t in (d.token, d.reference))
         text = "tokens first differ at new token {}: {}, ar has {}".format(d.position + 1, *tokens)
         if d.token is not None and d.reference is not None:
             near = f"a near tie: the logits are {d.gap:.1g} apart, which is rounding"
             text += f"; {near if d.near_tie else f'no near tie, the logits are {d.gap:.3g} apart'}"
-    return Group(made, *lines, Text(text, style=style))
+    return Group(view, *lines, Text(text, style=style))

@@ -1,4 +1,4 @@
-"""``longdraft generate``: read, answer, show."""
+"""``longdraft generate``: answers a prompt."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ from longdraft.model.chat import chat_prompt, encode
 def generate(
     *,
     prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="The instruction; with a file, it follows the document.")
+        str | None,
+        typer.Option("--prompt", "-p", help="The prompt; with --file, it follows the documents."),
     ] = None,
     file: Annotated[
         list[str] | None,
-        typer.Option("--file", "-f", help="A document in UTF-8; repeat it for several. - is standard input."),
+        typer.Option("--file", "-f", help="Document to read, text in UTF-8 or PDF; repeatable. - is standard input."),
     ] = None,
     method: options.Method = None,
     option: options.MethodOptionPairs = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="New tokens at most.")] = 256,
-    choosing: options.SamplingOptions,
-    seed: Annotated[int | None, typer.Option(help="The same seed samples the same text.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; repeatable.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text; no chat template.")] = False,
-    wording: options.TemplateOptions,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Maximum number of new tokens.")] = 256,
+    sampling_options: options.SamplingOptions,
+    seed: Annotated[int | None, typer.Option(help="Random seed: the same seed samples the same text.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop before this string; repeatable.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt, without a chat template.")] = False,
+    template_options: options.TemplateOptions,
     kv_cache: Annotated[
         Path | None,
-        typer.Option("--kv-cache", help="Keep the read prompt in this file; the next run starts from it."),
+        typer.Option("--kv-cache", help="Save the prompt's KV cache to this file, and reuse it in the next run."),
     ] = None,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Decode plainly too: how much faster, and the same?")
+        bool, typer.Option("--compare", help="Also decode without drafts, and compare speed and tokens.")
     ] = False,
-    hosting: method_options.DecodingOptions,
+    decoding: method_options.DecodingOptions,
     output: options.OutputOptions,
 ) -> None:
-    """Answer a prompt, about documents if there are any. The text goes to stdout, all else to stderr."""
-    own_options = hosting.resolve_options(method, option)
-
-    hosting.model_options.preload()
-    # Imports of seconds, which wrong options of methods do not wait for.
+    """Answer a prompt, with or without documents. The text goes to stdout, all else to stderr."""
+    method_args = decoding.resolve_options(method, option)
+    decoding.model_options.preload()
+    # Slow imports, after wrong options have been refused.
     from longdraft.engine.request import normalize_stop
     from longdraft.model.kernel_report import kernel_report
 
     with options.settings_checked():
-        sampling = choosing.sampling()
+        sampling = sampling_options.sampling()
         # A draft that cannot be read is refused before the model is loaded.
-        spec = longdraft.Speculator(method, **hosting.speculator_kwargs, **own_options)
+        spec = longdraft.Speculator(method, **decoding.speculator_kwargs, **method_args)
         if max_tokens < 1:
             raise ValueError(f"--max-tokens must be at least 1, got {max_tokens}")
         if seed is not None and not 0 <= seed < 2**63:
@@ -66,21 +66,22 @@ def generate(
         raise CheckpointError(f"{kv_cache} is a folder: --kv-cache takes the name of a file.")
     request = prompt_input.read_prompt(prompt, file or [])
     with console.status() as status:
-        loaded = hosting.model_options.load(status)
+        loaded = decoding.model_options.load(status)
         status("Preparing the prompt")
         with options.settings_checked():
             spec.use(loaded.model, loaded.tokenizer)
-            if method is None and own_options and own_options.get("draft") is None:
-                asked = " and ".join(own_options)
-                console.note(f"No --method: decoding with {spec.method.name}, which has the option {asked}.")
+            if method is None and method_args and method_args.get("draft") is None:
+                names = " and ".join(method_args)
+                console.note(f"No --method: decoding with {spec.method.name}, which has the option {names}.")
             spec.planner(status)
         if raw:
-            tokens = encode(loaded.tokenizer, "\n\n".join(part for part in request if part))
+            token_ids = encode(loaded.tokenizer, "\n\n".join(part for part in request if part))
         else:
-            tokens = chat_prompt(loaded.tokenizer, request.instruction, document=request.document, **wording.asked)
+            kwargs = {"document": request.document, **template_options.chat_prompt_kwargs}
+            token_ids = chat_prompt(loaded.tokenizer, request.instruction, **kwargs)
     if not sampling.greedy and seed is None:
-        share = spec.runner().tp_rank
-        seed = random.randrange(2**32) if share is None else share.shared_seed()
+        tp_rank = spec.runner().tp_rank
+        seed = random.randrange(2**32) if tp_rank is None else tp_rank.shared_seed()
         console.note(f"Sampling with --seed {seed}")
     cache, restored = longdraft.PromptCache(), False
     if kv_cache is not None and kv_cache.exists():
@@ -91,43 +92,44 @@ def generate(
             "cancelled": cancel,
         }  # fmt: skip
         text = TextOutput(silent=output.as_json)
-        own = display_run(spec.stream(tokens, **arguments), len(tokens), text)
+        result = display_run(spec.stream(token_ids, **arguments), len(token_ids), text)
         restored = restored and not cache.snapshot_damaged
         if restored:
-            console.note(f"{kv_cache}: {own.cached_tokens:,} of {len(tokens):,} prompt tokens were there")
+            console.note(f"{kv_cache}: {result.cached_tokens:,} of {len(token_ids):,} prompt tokens reused")
         console.stderr().print()
-        console.print_renderable(console.stderr(), footer(own, kernel_report(spec.runner()).line, text.colored))
-        report: dict[str, Any] = result_json(own)
+        console.print_renderable(console.stderr(), footer(result, kernel_report(spec.runner()).line, text.colored))
+        report: dict[str, Any] = result_json(result)
         if compare:
-            report["compare"] = None if cancel() else _compared(spec, own, loaded, tokens, arguments)
-    output.print_json(report)  # before the file: a full disk must not cost the answer
-    if kv_cache is not None and not restored and own.token_ids:
+            report["compare"] = None if cancel() else _compare_with_ar(spec, result, loaded, token_ids, arguments)
+    output.print_json(report)  # before saving the KV cache, which may fail
+    if kv_cache is not None and not restored and result.token_ids:
         assert cache.store is not None
-        cache.store.truncate(0, len(tokens))  # the answer's rows are cut off
-        cache.record_tokens(0, tokens)
+        cache.store.truncate(0, len(token_ids))  # without the answer
+        cache.record_tokens(0, token_ids)
         cache.save(kv_cache, spec.runner().fingerprint)
-        console.note(f"{kv_cache}: kept {len(tokens):,} prompt tokens for the next run")
+        console.note(f"{kv_cache}: saved {len(token_ids):,} prompt tokens for the next run")
     if cancel():
         console.note("Cancelled.")
         raise typer.Exit(EXIT_CODE)
 
 
-def _compared(
+def _compare_with_ar(
     spec: longdraft.Speculator,
-    own: longdraft.Result,
+    result: longdraft.Result,
     loaded: longdraft.LoadedModel,
-    tokens: list[int],
+    token_ids: list[int],
     arguments: dict[str, Any],
 ) -> dict[str, Any] | None:
-    """Decodes with ``ar`` from the prompt's KV, says how the two compare, and returns it for the JSON object."""
+    """Decodes with ``ar`` from the prompt's KV, prints the comparison, and returns it for the JSON object."""
     from longdraft.bench.ties import compare_outputs
 
     same: dict[str, Any] = {"offload": spec.offload, "deterministic": spec.deterministic}
     console.note("Decoding the same prompt plainly (ar) ...")
-    ar = longdraft.Speculator("ar", loaded.model, loaded.tokenizer, **same).stream(tokens, **arguments).results()[0]
+    ar = longdraft.Speculator("ar", loaded.model, loaded.tokenizer, **same).stream(token_ids, **arguments).results()[0]
     if arguments["cancelled"]():
         return None
-    tie = compare_outputs(spec.runner(), tokens, own.token_ids, ar.token_ids, arguments["sampling"], arguments["cache"])
+    sampling, cache = arguments["sampling"], arguments["cache"]
+    tie = compare_outputs(spec.runner(), token_ids, result.token_ids, ar.token_ids, sampling, cache)
     console.stderr().print()
-    console.print_renderable(console.stderr(), comparison_view(own, ar, tie, spec.decode))
-    return comparison_json(own, ar, tie)
+    console.print_renderable(console.stderr(), comparison_view(result, ar, tie, spec.decode))
+    return comparison_json(result, ar, tie)

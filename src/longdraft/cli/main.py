@@ -1,4 +1,4 @@
-"""The command ``longdraft``: its verbs, and how errors end it."""
+"""The command ``longdraft``: its subcommands, and the exit codes of errors."""
 
 from __future__ import annotations
 
@@ -29,46 +29,46 @@ from longdraft.cli.train import TrainCommandGroup, load_user_files, presets
 from longdraft.cli.train_data import data
 from longdraft.errors import CapabilityError, ConfigError, LongdraftError, memory_checked
 
-# Of the click that typer uses: its own copy, or the package.
+# From the click that typer uses, which is a copy in newer versions.
 USAGE_ERROR: Any = typer.BadParameter.__base__
 
 
 class CommandGroup(TyperGroup):
-    """Verbs of one word or two: ``bench`` measures, and ``bench quality`` is a verb of its own."""
+    """Subcommands of one or two words: both ``bench`` and ``bench quality`` are commands."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        two = " ".join(args[:2])
-        if len(args) > 1 and two in self.commands:
-            return two, self.commands[two], args[2:]
+        two_words = " ".join(args[:2])
+        if len(args) > 1 and two_words in self.commands:
+            return two_words, self.commands[two_words], args[2:]
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        return [each for each in super().shell_complete(ctx, incomplete) if " " not in each.value]
+        return [item for item in super().shell_complete(ctx, incomplete) if " " not in item.value]
 
 
 class PrefixCommand(TyperCommand):
-    """A verb that others begin with: shells are told their second words."""
+    """A subcommand; shells complete the second word of commands that begin with it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
         except USAGE_ERROR as error:
             if ctx.info_name == "generate" and "extra argument" in error.message:
-                error.message += ". What the model is asked goes behind -p: -p 'Summarise this.'"
+                error.message += ". Put the prompt behind -p: -p 'Summarise this.'"
             raise
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        own = super().shell_complete(ctx, incomplete)
-        kind = type(super().shell_complete(ctx, "--help")[0])
-        others = [name.split()[1] for name in ctx.parent.command.commands if name.startswith(f"{ctx.info_name} ")]
-        return [*own, *(kind(word) for word in others if word.startswith(incomplete))]
+        items = super().shell_complete(ctx, incomplete)
+        item_class = type(super().shell_complete(ctx, "--help")[0])
+        second = [name.split()[1] for name in ctx.parent.command.commands if name.startswith(f"{ctx.info_name} ")]
+        return [*items, *(item_class(word) for word in second if word.startswith(incomplete))]
 
 
 app = typer.Typer(
     cls=CommandGroup,
     help="Long-context text generation, faster: speculative decoding on Hugging Face models as they are.",
     no_args_is_help=True,
-    # Our own handler says what is wrong in one line; --debug shows the rest, plainly.
+    # main() prints errors in one line; --debug adds a plain traceback.
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -76,14 +76,14 @@ app = typer.Typer(
 
 
 WRITE, LOOK, MEASURE, TRAIN = "Write", "Look around", "Measure", "Train and export"
-for verb, panel in (
+for command, panel in (
     (processes.distributed(generate), WRITE), (chat, WRITE), (serve, WRITE), (batch, WRITE),
     (methods, LOOK), (doctor, LOOK), (processes.distributed(bench), MEASURE), (reproduce, MEASURE),
     (export, TRAIN),
 ):  # fmt: skip
-    app.command(rich_help_panel=panel, cls=PrefixCommand)(interruptible(options.expand_groups(verb)))
-for name, part in (("acceptance", acceptance), ("length", bench_length), ("quality", quality)):
-    app.command(f"bench {name}", rich_help_panel=MEASURE)(interruptible(options.expand_groups(part)))
+    app.command(rich_help_panel=panel, cls=PrefixCommand)(interruptible(options.expand_groups(command)))
+for name, command in (("acceptance", acceptance), ("length", bench_length), ("quality", quality)):
+    app.command(f"bench {name}", rich_help_panel=MEASURE)(interruptible(options.expand_groups(command)))
 
 training = typer.Typer(cls=TrainCommandGroup, no_args_is_help=True)
 training.callback()(load_user_files)
@@ -92,11 +92,11 @@ training.command()(interruptible(presets))
 app.add_typer(training, name="train", rich_help_panel=TRAIN)
 
 BAD_SETTING, FAILED = 2, 1
-_NO_MORE = (errno.EPIPE, errno.ENOSPC, errno.EBADF)
+_STDOUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EBADF)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         from longdraft import __version__
 
         console.print_line(f"longdraft {__version__}")
@@ -107,7 +107,7 @@ def _version(wanted: bool) -> None:
 def _everywhere(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say the version.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
     debug: options.Debug = False,
 ) -> None:
@@ -117,13 +117,13 @@ def _everywhere(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line and returns the exit code: 0, 2 for a bad setting, 1 for a failure, 130 for Ctrl-C."""
     options.reset_debug()
-    if sys.stdout is None:  # closed: writing fails, and no other file takes its number
+    if sys.stdout is None:  # closed: writing must fail, and no other file get its descriptor
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
     code = _run(arguments)
     try:
         sys.stdout.flush()
     except OSError as error:
-        code = code or _lost(error)
+        code = code or _stdout_failed(error)
     return code
 
 
@@ -134,18 +134,18 @@ def _run(arguments: Sequence[str] | None) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except Exception as error:
-        # One of a file has the file's name, or is longdraft's own.
-        if isinstance(error, OSError) and error.errno in _NO_MORE and error.filename is None:
-            return _lost(error)
+        # An OSError of another file has that file's name, or is a LongdraftError.
+        if isinstance(error, OSError) and error.errno in _STDOUT_ERRORS and error.filename is None:
+            return _stdout_failed(error)
         return _failed(error)
     return 0
 
 
-def _lost(error: OSError) -> int:
-    """Ends a command whose stdout takes no more; Python would complain once more when it flushes at exit."""
+def _stdout_failed(error: OSError) -> int:
+    """Ends a command that cannot write to stdout. Redirects it, as Python flushes it again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if error.errno != errno.EPIPE:  # else whoever read our output has had enough (`| head`)
-        console.error(f"stdout takes no more: {error.strerror}.")
+    if error.errno != errno.EPIPE:  # EPIPE: the reader of a pipe has ended (`| head`)
+        console.error(f"stdout cannot be written: {error.strerror}.")
     return FAILED
 
 
@@ -155,11 +155,11 @@ def _failed(error: Exception) -> int:
     if isinstance(error, LongdraftError):
         code = BAD_SETTING if isinstance(error, ValueError | CapabilityError) else FAILED
         if code == BAD_SETTING and not processes.is_main_process():
-            return code  # the first process says it
-        # A training run's settings are no flags.
+            return code  # the main process prints it
+        # The settings of a training run are not flags.
         console.error(str(error) if isinstance(error, ConfigError) else console.with_flag_names(str(error)))
         return code
-    hint = "" if options.debugging() else " Add --debug to see where."
+    hint = "" if options.debugging() else " Add --debug for a traceback."
     console.error(f"unexpected {type(error).__name__}: {error}.{hint}")
     return FAILED
 

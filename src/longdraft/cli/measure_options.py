@@ -1,4 +1,4 @@
-"""Measurements on the command line: options that they share, progress, Ctrl-C, and the forms that they are shown in."""
+"""Options that benchmarks share, and how benchmarks run: progress, Ctrl-C, reports."""
 
 from __future__ import annotations
 
@@ -21,99 +21,99 @@ from longdraft.files import file_errors
 
 Plan = Annotated[
     Literal["fixed", "auto"],
-    typer.Option("--plan", help="fixed: trees as the papers have them; auto: trees that pay here, or none."),
+    typer.Option("--plan", help="fixed: the methods' own trees; auto: the fastest trees on this machine, or none."),
 ]
 ShortPrompts = Annotated[
     ShortTextPolicy,
-    typer.Option(help="Texts shorter than a length: leave them out, join the next rows' texts, or keep them."),
+    typer.Option(help="Texts that are too short: leave them out, join them with the next ones, or keep them."),
 ]
 
 
 @dataclass(frozen=True)
 class PromptOptions(options.TemplateOptions):
-    """Prompts of a measurement, and how they are answered."""
+    """Options of a benchmark's prompts and answers."""
 
     data: Annotated[
         list[str] | None,
         typer.Option(
             "--data",
-            help="JSONL (rows with `text`, or with `context` and `input`); or a data set by name, from the hub "
-            f"({', '.join(tasks.NAMES)}), or NAME=PATH with its files; repeatable.",
+            help="JSONL file (rows with `text`, or `context` and `input`); or a data set of the hub "
+            f"({', '.join(tasks.NAMES)}); or NAME=PATH, a data set in files; repeatable.",
             show_default="long modules of Python's standard library",
         ),
     ] = None
-    limit: Annotated[int | None, typer.Option(min=1, help="Rows of each file.", show_default="all")] = None
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=2, help="New tokens at most.")] = 64
+    limit: Annotated[int | None, typer.Option(min=1, help="Rows to use of each file.", show_default="all")] = None
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=2, help="Maximum number of new tokens.")] = 64
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Decode on to --max-tokens, so that all do the same work.")
+        bool, typer.Option("--ignore-eos", help="Ignore end-of-sequence tokens: all methods decode --max-tokens.")
     ] = False
-    raw: Annotated[bool, typer.Option("--raw", help="Prompts as they are; no chat template.")] = False
+    raw: Annotated[bool, typer.Option("--raw", help="Use prompts as plain text, without a chat template.")] = False
 
     @property
     def sources(self) -> list[str]:
-        """The data sets and files."""
+        """Names of the data sets and files."""
         return self.data or [tasks.BUILT_IN]
 
     def read(self) -> list[Sample]:
-        """The samples."""
+        """Reads the samples."""
         return tasks.load_samples(self.sources, self.limit)
 
 
 @dataclass(frozen=True)
 class SeededPromptOptions(PromptOptions):
-    """The same with a seed."""
+    """Prompt options with a seed."""
 
-    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0
+    seed: Annotated[int, typer.Option(help="Random seed of sampling.")] = 0
 
 
 @dataclass(frozen=True)
 class ReportOptions(options.OutputOptions):
-    """The file that keeps what is measured, and the forms that its tables are shown in."""
+    """Options of the file of results, and of the report."""
 
     results: Annotated[
         Path | None,
-        typer.Option(help="Append each measurement to this file (JSONL); what is there already is not made again."),
+        typer.Option(help="Append each result to this file (JSONL); results that it has are not measured again."),
     ] = None
-    markdown: Annotated[Path | None, typer.Option(help="Write the tables to this file (Markdown).")] = None
+    markdown: Annotated[Path | None, typer.Option(help="Write the tables to this Markdown file.")] = None
 
-    def check_writable(self, **more: Path | None) -> None:
-        """Refuses what cannot be written, before anything is measured.
+    def check_writable(self, **others: Path | None) -> None:
+        """Checks that output files can be written, before anything is measured.
 
         Args:
-            more: files of further options, by the option's name.
+            others: files of other options, by the option's name.
 
         Raises:
-            CheckpointError: a folder that does not exist, or a file's name that is a folder.
+            CheckpointError: a folder does not exist, or a file's name is that of a folder.
         """
-        for option, path in {"results": self.results, "markdown": self.markdown, **more}.items():
+        for option, path in {"results": self.results, "markdown": self.markdown, **others}.items():
             if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
                 raise CheckpointError(f"--{option} {path}: its folder does not exist, or it is a folder itself.")
 
-    def run(self, experiment: Experiment[Any, Any], report: Callable[[bool], Report], unit: str = "runs") -> None:
-        """Makes the records that are missing, and shows what there is then; Ctrl-C ends it with the records so far.
+    def run(self, experiment: Experiment[Any, Any], make_report: Callable[[bool], Report], unit: str = "runs") -> None:
+        """Measures what the results file lacks, and shows the report. Ctrl-C ends it and reports the results so far.
 
         Args:
-            report: makes the report; False: some records are missing.
-            unit: what a record is, for people.
+            make_report: makes the report; its argument is False if some results are missing.
+            unit: what a result is called in messages.
         """
         if experiment.records and experiment.file is not None:
-            there, left = len(experiment.records), len(experiment.keys) - len(experiment.records)
-            console.note(f"{there} {unit} are in {experiment.file.path} already; {left} are left.")
+            done, left = len(experiment.records), len(experiment.keys) - len(experiment.records)
+            console.note(f"{done} {unit} are in {experiment.file.path} already; {left} are left.")
         complete = True
-        with console.warnings_once(), RunsBar(experiment.ticks) as shown:
+        with console.warnings_once(), RunsBar(experiment.ticks) as bar:
             try:
-                for _ in experiment.run(shown.ticker):
+                for _ in experiment.run(bar.ticker):
                     pass
             except KeyboardInterrupt:
                 complete = False
-        self.show(report(complete))
+        self.show(make_report(complete))
         if not complete:
-            kept = "" if experiment.file is not None else " Nothing is kept."
-            console.note(f"Stopped after {len(experiment.records)} of {len(experiment.keys)} {unit}.{kept}")
+            hint = "" if experiment.file is not None else " They are not saved: name a file with --results."
+            console.note(f"Stopped after {len(experiment.records)} of {len(experiment.keys)} {unit}.{hint}")
             raise typer.Exit(EXIT_CODE)
 
     def show(self, report: Report) -> None:
-        """Shows a report on stdout, the JSON object last, and writes its file."""
+        """Shows a report on stdout, the JSON object last, and writes the Markdown file."""
         if report.document.get("rows", True):
             console.print_report(report.tables, report.remarks, report.definitions)
             if self.markdown is not None and processes.is_main_process():
@@ -122,10 +122,6 @@ class ReportOptions(options.OutputOptions):
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Writes a file.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
+    """Writes a file. Raises CheckpointError if that fails."""
     with file_errors(path, f"{path} cannot be written"):
         path.write_bytes(content)

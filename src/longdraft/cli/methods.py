@@ -1,4 +1,4 @@
-"""``longdraft methods``: what there is to decode with, and the options of one method."""
+"""``longdraft methods``: lists the methods, or the options of one method."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def methods(
         str | None, typer.Argument(help="Show the options of this method.", show_default="all methods")
     ] = None,
     *,
-    composed: options.Load = None,
+    user_files: options.Load = None,
     output: options.OutputOptions,
 ) -> None:
-    """List the methods, or the options of one. An exact one writes what the model alone would; it is only faster."""
+    """List the methods, or the options of one. The output of an exact method is the model's own."""
     from longdraft.methods import METHODS, get_method
     from longdraft.methods import methods as described
 
@@ -32,30 +32,30 @@ def methods(
         _show_options(method)
         output.print_json([asdict(option) | {"kind": option.kind.__name__} for option in method.options.values()])
         return
-    found = new_table(["method", "exact", "draft", "available"])
-    found.add_column("what it does")
+    view = new_table(["method", "exact", "draft", "available"])
+    view.add_column("what it does")
     for entry in described():
         summary = Text(METHODS[entry["name"]].summary)
         if entry["paper"]:
             summary.append("\n" + entry["paper"], style="dim")
-        found.add_row(
+        view.add_row(
             Text(entry["name"]),
             "yes" if entry["exact"] else "approximate",
             "needed" if entry["needs_draft"] else "none",
             "yes" if entry["available"] else "no",
             summary,
         )
-    console.print_renderable(console.stdout(), found)
+    console.print_renderable(console.stdout(), view)
     output.print_json(described())
 
 
 def _show_options(method: Method) -> None:
-    found = new_table(["-o name=value"])
-    found.add_column("what it is, what it takes, and its default")
+    view = new_table(["-o name=value"])
+    view.add_column("what it is, what it takes, and its default")
     for option in method.options.values():
         takes = "; ".join(
             filter(None, (option.range, option.default_in_words and f"default {option.default_in_words}"))
         )
-        found.add_row(Text(option.name), Text.assemble(option.help or "as the drafter takes it", "\n", (takes, "dim")))
+        view.add_row(Text(option.name), Text.assemble(option.help or "as the drafter takes it", "\n", (takes, "dim")))
     console.print_line(f"{method.name}: {method.summary}")
-    console.print_renderable(console.stdout(), found)
+    console.print_renderable(console.stdout(), view)

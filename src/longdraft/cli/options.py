@@ -1,4 +1,4 @@
-"""Options that several verbs share, and what is wrong with their values."""
+"""Options that several commands share, and the error for bad values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from longdraft.model.embedded import EMBEDDED_ID
 if TYPE_CHECKING:
     from longdraft.model.checkpoints import Progress
 
-# Panel of ``--help`` -> the parameters of all verbs that it shows. Others come first.
+# Panel of ``--help`` -> the parameters that it shows, of all commands. Other parameters come first.
 _PANELS = {
     "Sampling": (
         "top_k", "top_p", "min_p", "repetition_penalty", "repetition_window", "foresee", "stop", "raw",
@@ -42,12 +42,12 @@ _PANELS = {
     "Limits": ("queue", "timeout", "max_body", "allow_host", "allow_origin"),
     "Ray": ("ray", "replicas", "ray_config"),
     "Data": ("short", "limit", "preface", "split", "column"),
-    "Everything else": ("load", "composed", "debug", "profile"),
+    "Everything else": ("load", "user_files", "debug", "profile"),
 }  # fmt: skip
 
 
 class SettingError(LongdraftError, ValueError):
-    """A value on the command line cannot be used."""
+    """A value on the command line is invalid."""
 
 
 _debug = False
@@ -59,7 +59,7 @@ def debugging() -> bool:
 
 
 def set_debug(value: bool) -> bool:
-    """Turns tracebacks and log lines on, and returns the value; a later option that was not given turns nothing off."""
+    """Turns tracebacks and log lines on, and returns the value. False changes nothing: --debug has two places."""
     global _debug
     if value:
         _debug = True
@@ -74,18 +74,14 @@ def reset_debug() -> None:
 
 
 def run_user_files(paths: list[Path] | None) -> list[Path] | None:
-    """Runs the user's own Python files, which make methods (``longdraft.compose``) and kinds (``longdraft.register``).
+    """Runs Python files that define methods (``longdraft.compose``) or kinds of drafts (``longdraft.register``).
 
-    Returns:
-        The paths, which other processes run too.
-
-    Raises:
-        SettingError: one that is not there or fails.
+    Returns the paths, for replicas, which run them too. Raises SettingError for a file that is missing or fails.
     """
     for path in paths or []:
         try:
             runpy.run_path(str(path))
-        except Exception as error:  # whatever the user's own code raises
+        except Exception as error:  # the user's code may raise anything
             raise SettingError(f"--load {path}: {type(error).__name__}: {error}") from error
     return paths
 
@@ -96,45 +92,45 @@ Load = Annotated[
         "--load",
         callback=run_user_files,
         is_eager=True,
-        help="Run a Python file first, which makes methods with longdraft.compose or kinds of drafts with "
-        "longdraft.register; repeatable.",
+        help="Run this Python file first; it may define methods (longdraft.compose) or kinds of drafts "
+        "(longdraft.register); repeatable.",
         show_default="none",
     ),
 ]
 Debug = Annotated[
-    bool, typer.Option("--debug", callback=set_debug, is_eager=True, help="Show log lines and full tracebacks.")
+    bool, typer.Option("--debug", callback=set_debug, is_eager=True, help="Show log messages and full tracebacks.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="End with one JSON object as the last line of stdout.")]
+Json = Annotated[bool, typer.Option("--json", help="Print a JSON object as the last line of stdout.")]
 Offload = Annotated[
     str | None,
     typer.Option(
         "--offload",
-        help="Keep the KV cache of a model on a GPU in the host's memory: host (the GPU keeps the layers that fit) or "
-        "host:N (it keeps N).",
-        show_default="nowhere else",
+        help="On a GPU: offload the KV cache to host memory. host: the GPU keeps the layers that fit; host:N: it keeps "
+        "N layers.",
+        show_default="no offload",
     ),
 ]
 KVDtype = Annotated[
     str | None,
     typer.Option(
         "--kv-dtype",
-        help="Round the KV cache to bfloat16 or int8: fewer bytes to read and to hold, and a text that is nearly the "
-        "model's own (float32 on a CPU; int8 on a GPU).",
-        show_default="not rounded",
+        help="Quantize the KV cache to bfloat16 or int8 (float32 models on a CPU), or int8 (on a GPU). It takes less "
+        "memory and time; the text may differ from the model's own.",
+        show_default="the model's dtype",
     ),
 ]
 Deterministic = Annotated[
     bool,
     typer.Option(
         "--deterministic",
-        help="On a GPU: plain decoding and every exact method agree to the bit. Slower, as each forward has 64 rows.",
+        help="On a GPU: exact methods equal plain decoding bit by bit. Slower: forwards are padded to 64 tokens.",
     ),
 ]
 Foresee = Annotated[
     bool,
     typer.Option(
         "--foresee/--no-foresee",
-        help="At temperatures above 0, let drafts know the random numbers of coming samples; the papers' do not.",
+        help="Above temperature 0: drafts use the random numbers of the next samples, so more is accepted.",
     ),
 ]
 
@@ -150,74 +146,78 @@ Method = Annotated[
     typer.Option(
         "--method",
         autocompletion=_method_names,
-        help="How to decode; see `longdraft methods`.",
+        help="Decoding method; `longdraft methods` lists them.",
         show_default="the first of self, longspec and prompt-lookup that suits the model",
     ),
 ]
 MethodOptionPairs = Annotated[
-    list[str] | None, typer.Option("--option", "-o", help="An option of the method, name=value; repeatable.")
+    list[str] | None, typer.Option("--option", "-o", help="An option of the method as name=value; repeatable.")
 ]
 Plan = Annotated[
     str | None,
     typer.Option(
         "--plan",
-        help="auto: trees as large as pays on this machine, or none; fixed: the method's own.",
-        show_default="auto, fixed where a tree is asked for",
+        help="auto: draft trees of the size that is fastest on this machine, or none; fixed: the method's own trees.",
+        show_default="auto; fixed if a tree option is set",
     ),
 ]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N or mps.", show_default="the best there is")]
+Dtype = Annotated[str, typer.Option(help="dtype of the model: auto, float32, bfloat16 or float16.")]
+Device = Annotated[str | None, typer.Option(help="Device: cpu, cuda, cuda:N or mps.", show_default="the best one")]
 Threads = Annotated[
     int | None,
-    typer.Option(min=1, help="Of the CPU; fewer where it does something else too.", show_default="all cores"),
+    typer.Option(min=1, help="Number of CPU threads; use fewer if other programs run.", show_default="all cores"),
 ]
 
 
 class OptionGroup:
-    """Options that belong together. A verb, or another group, takes them as one parameter: :func:`expand_groups`."""
+    """Options that a command, or another group, takes as one parameter; see :func:`expand_groups`."""
 
 
 @dataclass(frozen=True)
 class OutputOptions(OptionGroup):
-    """Output beside the text for people."""
+    """Options of further output."""
 
     as_json: Json = False
     debug: Debug = False
 
-    def print_json(self, found: Any) -> None:
-        """Prints the object where it is asked for."""
+    def print_json(self, value: Any) -> None:
+        """Prints the JSON object if --json is set."""
         if self.as_json:
-            console.print_line(json.dumps(found))
+            console.print_line(json.dumps(value))
 
 
 @dataclass(frozen=True)
 class TemplateOptions(OptionGroup):
-    """Arguments of the chat template beside the prompt."""
+    """Options of the chat template."""
 
-    system: Annotated[str | None, typer.Option(help="What the model is told before all else.")] = None
+    system: Annotated[str | None, typer.Option(help="System message, before the prompt.")] = None
     think: Annotated[
-        bool, typer.Option("--think/--no-think", help="Let a model that thinks before it answers do so (Qwen3).")
+        bool,
+        typer.Option(
+            "--think/--no-think",
+            help="Let a model with a thinking mode reason before it answers.",
+        ),
     ] = True
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """Arguments of the template itself; only those that differ from the default."""
+        """Arguments of the template that differ from the default."""
         return {} if self.think else {"enable_thinking": False}
 
     @property
-    def asked(self) -> dict[str, Any]:
-        """Arguments of ``chat_prompt``; only those that differ from the default."""
+    def chat_prompt_kwargs(self) -> dict[str, Any]:
+        """Arguments of ``chat_prompt`` that differ from the default."""
         return self.template_kwargs if self.system is None else {"system": self.system, **self.template_kwargs}
 
 
 @dataclass(frozen=True)
 class ModelOptions(OptionGroup):
-    """The model."""
+    """Options of the model."""
 
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", "-m", help="A Hugging Face id, a folder or a .gguf file.", show_default="embedded SmolLM2"
+            "--model", "-m", help="Model: a Hugging Face id, a folder or a .gguf file.", show_default="embedded SmolLM2"
         ),
     ] = None
     dtype: Dtype = "auto"
@@ -225,42 +225,42 @@ class ModelOptions(OptionGroup):
     weights: Annotated[
         Literal["stored", "float32"] | None,
         typer.Option(
-            help="stored: compute with the file's own blocks or halves; float32: unpack them.",
-            show_default="stored, where this processor has kernels for it",
+            help="stored: compute on the file's quantized or 16-bit weights; float32: dequantize them first.",
+            show_default="stored, if this CPU has kernels for it",
         ),
     ] = None
     arithmetic: Annotated[
         Literal["int8", "float32"] | None,
         typer.Option(
-            help="int8: round what meets stored weights to 8 bits and multiply whole numbers; float32: round nothing.",
-            show_default="int8 for GGUF files in 8 bits or fewer, on a CPU",
+            help="int8: quantize activations to 8 bits for products with stored weights; float32: do not.",
+            show_default="int8 for GGUF files of 8 bits or fewer, on a CPU",
         ),
     ] = None
     rope_factor: Annotated[
-        float | None, typer.Option("--rope-factor", help="Stretch the model's context this many times (YaRN).")
+        float | None, typer.Option("--rope-factor", help="Stretch the model's context by this factor (YaRN).")
     ] = None
     threads: Threads = None
 
     @property
     def name(self) -> str:
-        """The model as the user named it, or the embedded one."""
+        """The model's name: --model, or the embedded model's."""
         return self.model or EMBEDDED_ID
 
     @property
     def uses_gpu(self) -> bool:
-        """True if the model goes to a GPU: the one asked for, or by default any this machine has."""
+        """True if the model goes to a CUDA device, by --device or by default."""
         import torch
 
         return torch.cuda.is_available() if self.device is None else self.device.startswith("cuda")
 
     def preload(self) -> None:
-        """Begins what :meth:`load` needs, in the background: torch and transformers take three seconds to import."""
-        floats = "float32" in (self.weights, self.arithmetic) or self.dtype not in ("auto", "float32")
-        if self.device in (None, "cpu") and not floats:
+        """Starts allocating memory for :meth:`load` in the background, while torch and transformers are imported."""
+        as_floats = "float32" in (self.weights, self.arithmetic) or self.dtype not in ("auto", "float32")
+        if self.device in (None, "cpu") and not as_floats:
             huge_pages.prefault(self.model, memory_info.available_host_bytes())
 
     def load(self, progress: Progress) -> longdraft.LoadedModel:
-        """The model, and what its texts are made of."""
+        """Loads the model and its tokenizer."""
         self.preload()
         import torch
 
@@ -268,92 +268,93 @@ class ModelOptions(OptionGroup):
 
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        chosen = dict(vars(self))
-        place, _ = chosen.pop("model"), chosen.pop("threads")
+        arguments = dict(vars(self))
+        model, _ = arguments.pop("model"), arguments.pop("threads")
         if processes.num_processes() == 1:
             try:
-                return longdraft.load(place, **chosen, progress=progress)
+                return longdraft.load(model, **arguments, progress=progress)
             finally:
                 huge_pages.drop_prefaulted()
-        for name in (name for name, each in chosen.items() if name != "dtype" and each is not None):
-            raise SettingError(f"{name} cannot be chosen for a model that processes share: leave it out.")
-        return loading.load_tensor_parallel(place, self.dtype, progress)
+        for name in (name for name, value in arguments.items() if name != "dtype" and value is not None):
+            raise SettingError(f"{name} cannot be set for a model that processes share: leave it out.")
+        return loading.load_tensor_parallel(model, self.dtype, progress)
 
 
 @dataclass(frozen=True)
 class SamplingOptions(OptionGroup):
-    """Sampling."""
+    """Options of sampling."""
 
-    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 takes the most probable token.")] = 0.0
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="Sampling temperature; 0 is greedy.")] = 0.0
     top_k: Annotated[int | None, typer.Option("--top-k", min=0, help="Sample from the K most probable tokens.")] = None
     top_p: Annotated[
         float | None,
-        typer.Option("--top-p", min=0, max=1, help="Sample from the fewest tokens with this probability."),
+        typer.Option("--top-p", min=0, max=1, help="Sample from the fewest tokens with this total probability."),
     ] = None
     min_p: Annotated[
         float | None,
-        typer.Option("--min-p", min=0, max=1, help="Drop tokens below this share of the best one's probability."),
+        typer.Option("--min-p", min=0, max=1, help="Drop tokens below this share of the highest probability."),
     ] = None
     repetition_penalty: Annotated[
-        float | None, typer.Option("--repetition-penalty", help="Above 1 makes tokens less likely to come again.")
+        float | None,
+        typer.Option("--repetition-penalty", help="Penalty on repeated tokens; above 1, they repeat less."),
     ] = None
     repetition_window: Annotated[
         int | None,
         typer.Option(
             "--repetition-window",
-            help="The penalty is for the last so many tokens of the text.",
-            show_default="all of it",
+            help="Number of last tokens that the penalty applies to.",
+            show_default="all",
         ),
     ] = None
     foresee: Foresee = True
 
     def sampling(self) -> longdraft.Sampling:
-        """Raises RequestError for values that make none."""
-        made = longdraft.Sampling(**vars(self))
-        idle = [f"--{name.replace('_', '-')}" for name in ("top_k", "top_p", "min_p") if vars(self)[name] is not None]
-        if made.greedy and idle:
-            console.note(f"{', '.join(idle)}: of no effect at temperature 0; sample with --temperature (-t) above 0.")
-        return made
+        """Makes the sampling settings. Raises RequestError for bad values."""
+        sampling = longdraft.Sampling(**vars(self))
+        unused = [f"--{name.replace('_', '-')}" for name in ("top_k", "top_p", "min_p") if vars(self)[name] is not None]
+        if sampling.greedy and unused:
+            console.note(f"{', '.join(unused)}: no effect at temperature 0; set --temperature (-t) above 0.")
+        return sampling
 
 
 def expand_groups(verb: Callable[..., None]) -> Callable[..., None]:
-    """A verb whose groups of options are options of its own, as typer wants them."""
-    parameters = [p.replace(kind=Parameter.KEYWORD_ONLY, annotation=_placed(p.name, p.annotation)) for p in _flat(verb)]
+    """Wraps a command for typer: each option of its groups becomes a parameter."""
+    flat = list(_flatten(verb))
+    parameters = [p.replace(kind=Parameter.KEYWORD_ONLY, annotation=_with_panel(p.name, p.annotation)) for p in flat]
 
     @functools.wraps(verb)
-    def spreading(**given: Any) -> None:
-        verb(**_grouped(verb, given))
+    def expanded(**values: Any) -> None:
+        verb(**_group(verb, values))
 
-    spreading.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    spreading.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return spreading
-
-
-def _parts(call: Callable[..., Any]) -> list[tuple[Parameter, type[OptionGroup] | None]]:
-    """The parameters of a verb or a group, each with the group that it is."""
-    hints = get_type_hints(call, include_extras=True)  # of a group's bases each in its own module
-    found = [p.replace(annotation=hints[p.name]) for p in inspect.signature(call).parameters.values()]
-    return [
-        (p, p.annotation if isinstance(p.annotation, type) and issubclass(p.annotation, OptionGroup) else None)
-        for p in found
-    ]
+    expanded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    expanded.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return expanded
 
 
-def _flat(call: Callable[..., Any]) -> Iterator[Parameter]:
-    for parameter, group in _parts(call):
-        yield from [parameter] if group is None else _flat(group)
+def _parameters(call: Callable[..., Any]) -> list[tuple[Parameter, type[OptionGroup] | None]]:
+    """The parameters of a command or a group; for each, the group that it is, or None."""
+    hints = get_type_hints(call, include_extras=True)  # resolves inherited annotations in their own modules
+    resolved = [p.replace(annotation=hints[p.name]) for p in inspect.signature(call).parameters.values()]
+    is_group = [isinstance(p.annotation, type) and issubclass(p.annotation, OptionGroup) for p in resolved]
+    return [(p, p.annotation if group else None) for p, group in zip(resolved, is_group, strict=True)]
 
 
-def _grouped(call: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    return {p.name: given[p.name] if group is None else group(**_grouped(group, given)) for p, group in _parts(call)}
+def _flatten(call: Callable[..., Any]) -> Iterator[Parameter]:
+    for parameter, group in _parameters(call):
+        yield from [parameter] if group is None else _flatten(group)
 
 
-def _placed(name: str, annotation: Any) -> Any:
-    """A parameter's annotation, whose option knows its panel."""
+def _group(call: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
+    parameters = _parameters(call)
+    return {p.name: values[p.name] if group is None else group(**_group(group, values)) for p, group in parameters}
+
+
+def _with_panel(name: str, annotation: Any) -> Any:
+    """A parameter's annotation, with the help panel of its option."""
     panel = next((panel for panel, names in _PANELS.items() if name in names), None)
     if panel is None or get_origin(annotation) is not Annotated:
         return annotation
-    parts = [copy(part) if isinstance(part, OptionInfo) else part for part in get_args(annotation)]  # other verbs' too
+    parts = [copy(part) if isinstance(part, OptionInfo) else part for part in get_args(annotation)]  # may be shared
     for part in parts:
         if isinstance(part, OptionInfo):
             part.rich_help_panel = panel
@@ -361,5 +362,5 @@ def _placed(name: str, annotation: Any) -> Any:
 
 
 def settings_checked() -> AbstractContextManager[None]:
-    """Inside it, a ValueError or TypeError is about a value that the user gave, and a SettingError."""
+    """A context manager that turns a ValueError or TypeError, about a value of the user, into a SettingError."""
     return values_checked(SettingError, (ValueError, TypeError))

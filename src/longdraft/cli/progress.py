@@ -1,4 +1,4 @@
-"""Shows progress on stderr: a bar on a terminal, elsewhere a line now and then."""
+"""Progress on stderr: a bar on a terminal, otherwise a line now and then."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 Self = TypeVar("Self", bound="ProgressBar")
 
-# Seconds between two lines where no terminal is.
+# Seconds between two lines without a terminal.
 LINE_INTERVAL = 15.0
 
 
 class ProgressBar:
-    """Inside the ``with``, something is shown. It is gone from a terminal when that ends.
+    """A progress bar, which disappears at the end of its ``with`` block.
 
     Args:
-        unit: of what is counted. total: None where it is not known.
-        silent: shows nothing (another process speaks).
+        unit: name of what is counted. total: None if it is unknown.
+        silent: shows nothing.
     """
 
     def __init__(self, unit: str = "", total: int | None = None, silent: bool = False) -> None:
@@ -41,47 +41,47 @@ class ProgressBar:
             TextColumn("{task.fields[figures]}", markup=False, style="dim"),
             console=self._err,
             transient=True,
-            # Drawn when something happened: a thread that draws would take its share of what is measured.
+            # Drawn on updates only, because a drawing thread would slow down what is measured.
             auto_refresh=False,
             disable=not self._shown,
         )
         self._task = self._bar.add_task("", total=total, figures="")
         self._unit, self._total, self._began = unit, total, time.monotonic()
-        self._activity: tuple[str, float, int] | None = None  # its name, and when it began with how many done
-        self._said = 0.0
+        self._activity: tuple[str, float, int] | None = None  # name, start time, number done at the start
+        self._last_line = 0.0
 
-    def draw(self, what: str, done: int, total: int | None = None, figures: str = "") -> None:
-        """Draws the bar; without a terminal, says it in a line: at once, now and then, and at the end.
+    def draw(self, activity: str, done: int, total: int | None = None, figures: str = "") -> None:
+        """Draws the bar. Without a terminal, it prints a line at the start, every 15 seconds, and at the end.
 
         Args:
-            what: another one is another activity, whose speed is not the last one's. total: None: as before.
+            activity: a name; another one restarts the estimate of the time left. total: None: as before.
         """
         total, now = self._total if total is None else total, time.monotonic()
-        anew = self._activity is None or self._activity[0] != what
-        if self._activity is None or anew:
-            self._activity = what, now, done
-            self._bar.reset(self._task, total=total, completed=done, description=what, figures=figures)
+        is_new = self._activity is None or self._activity[0] != activity
+        if self._activity is None or is_new:
+            self._activity = activity, now, done
+            self._bar.reset(self._task, total=total, completed=done, description=activity, figures=figures)
         if self._shown:
             self._bar.start()
             self._bar.update(self._task, completed=done, total=total, figures=figures, refresh=True)
-        elif anew or now - self._said >= LINE_INTERVAL or done == total:
-            self._said = now
+        elif is_new or now - self._last_line >= LINE_INTERVAL or done == total:
+            self._last_line = now
             _, began, first = self._activity
-            many = f"{done:,} of {total:,}" if total is not None else f"{done:,}"
-            rest = ""
+            count = f"{done:,} of {total:,}" if total is not None else f"{done:,}"
+            time_left = ""
             if total is not None and first < done < total:
                 left = (now - began) / (done - first) * (total - done)
-                rest = f"about {timedelta(seconds=round(left))} left"
-            told = ", ".join(filter(None, (f"{many} {self._unit}".rstrip(), figures, rest)))
-            self.print_line(f"{what}: {told}" if what else told)
+                time_left = f"about {timedelta(seconds=round(left))} left"
+            text = ", ".join(filter(None, (f"{count} {self._unit}".rstrip(), figures, time_left)))
+            self.print_line(f"{activity}: {text}" if activity else text)
 
     def print_line(self, line: str) -> None:
-        """A line above the bar, or in its place."""
+        """Prints a line above the bar."""
         if not self._silent:
             self._err.print(Text(line, style="dim" if self._shown else ""))
 
     def close(self) -> None:
-        """Takes the bar away; more than once does no harm."""
+        """Removes the bar. May be called again."""
         self._bar.stop()
 
     def __enter__(self: Self) -> Self:
@@ -92,50 +92,50 @@ class ProgressBar:
 
 
 class ThroughputBar(ProgressBar):
-    """Counts work whose speed is in tokens.
+    """A progress bar that shows tokens/s.
 
     Args:
-        what: names the work. total: None where it is not known.
+        activity: its name. total: None if it is unknown.
     """
 
-    def __init__(self, what: str, unit: str, total: int | None = None) -> None:
+    def __init__(self, activity: str, unit: str, total: int | None = None) -> None:
         super().__init__(unit, total)
-        self._what = what
+        self._name = activity
 
     @property
     def seconds(self) -> float:
-        """Seconds so far."""
+        """Seconds since the start."""
         return time.monotonic() - self._began
 
     def update(self, done: int, tokens: int, more: str = "") -> None:
-        """Shows what is done, and the speed of the tokens that this run has made."""
-        self.draw(self._what, done, figures=f"{tokens / max(1e-9, self.seconds):,.0f} tokens/s{more}")
+        """Draws the bar. ``tokens``: tokens of this run; ``more``: further text."""
+        self.draw(self._name, done, figures=f"{tokens / max(1e-9, self.seconds):,.0f} tokens/s{more}")
 
 
 class RunsBar(ProgressBar):
-    """Counts runs of contenders, with the time that is left."""
+    """A progress bar of a benchmark's runs."""
 
     def __init__(self, total: int) -> None:
         super().__init__("runs", total)
-        self._begun = 0
+        self._started = 0
 
-    def ticker(self, what: str) -> Callable[[str], None]:
-        """A function to be called before each run with the contender's name."""
+    def ticker(self, run: str) -> Callable[[str], None]:
+        """Returns a function to be called with the contender's name before each run."""
 
         def tick(name: str) -> None:
-            self.draw("", self._begun, figures=f"{what}: {name}")
-            self._begun += 1
+            self.draw("", self._started, figures=f"{run}: {name}")
+            self._started += 1
 
         return tick
 
 
 class TrainingBar(ProgressBar):
-    """Shows the steps of a training run."""
+    """A progress bar of a training run's steps."""
 
     _agreement = ""
 
     def show_step(self, report: StepReport) -> None:
-        """Shows a step's figures on the bar, and a line for every measurement."""
+        """Shows a step's metrics on the bar, and prints a line for a measurement."""
         if report.agreement:
             levels = range(1, max(report.agreement) + 1)
             self._agreement = f", agreement {_percent([report.agreement.get(j) for j in levels])}"
@@ -150,5 +150,5 @@ class TrainingBar(ProgressBar):
 
 
 def _percent(shares: Sequence[float | None]) -> str:
-    """The shares in per cent; a dash for a level that a batch does not have."""
+    """Shares as percentages; a dash for None."""
     return " ".join("-" if share is None else f"{100 * share:.0f}" for share in shares) + " %"

@@ -1,4 +1,4 @@
-"""Reads the prompt: files, standard input, and the instruction that follows them."""
+"""Reads a prompt from files, standard input, and an instruction that follows them."""
 
 from __future__ import annotations
 
@@ -17,30 +17,27 @@ from longdraft.errors import PromptError, reason_of
 from longdraft.files import file_errors, require_regular
 
 STDIN = "-"
-# Seconds without a byte on standard input before we say that we are waiting for it.
+# Seconds without input until a note says that standard input is read.
 STDIN_WAIT = 2.0
 
 
 class PromptParts(NamedTuple):
-    """Attributes:
-    document: long text, may be empty.
-    instruction: what to do with it, may be empty; not both.
-    """
+    """A prompt's parts, of which one may be empty."""
 
     document: str
     instruction: str
 
 
 def read_prompt(prompt: str | None, files: Sequence[str]) -> PromptParts:
-    """Files, then standard input if something is piped into it, then the instruction.
+    """Reads files, then standard input if it is piped, then the instruction.
 
-    What is piped in is a document where there is an instruction, and the instruction where there is none.
+    Piped text is a document if there is an instruction, else it is the instruction.
 
     Raises:
-        PromptError: nothing to read, or a file that is missing, a folder, binary or empty.
+        PromptError: the prompt is empty, or a file is missing, a folder, binary or empty.
     """
-    documents = [(name, _stdin_text() if name == STDIN else _file_text(name)) for name in files]
-    piped = _stdin_text() if STDIN not in files and _piped(needed=prompt is None and not files) else ""
+    documents = [(name, _read_stdin() if name == STDIN else _read_file(name)) for name in files]
+    piped = _read_stdin() if STDIN not in files and _piped(needed=prompt is None and not files) else ""
     instruction = prompt or ""
     if piped.strip():
         if instruction.strip():
@@ -48,36 +45,36 @@ def read_prompt(prompt: str | None, files: Sequence[str]) -> PromptParts:
         else:
             instruction = piped
     if not documents and not instruction.strip():
-        raise PromptError(
-            "The prompt is empty: give one with -p TEXT, a document with --file PATH, or pipe text into it."
-        )
-    return PromptParts(_joined(documents), instruction)
+        raise PromptError("The prompt is empty: use -p TEXT, --file PATH, or pipe text into the command.")
+    return PromptParts(_join(documents), instruction)
 
 
 def read_document(name: str) -> str:
-    """A file's text, with its name before it; for errors, see :func:`read_prompt`."""
-    return f"File: {Path(name).name}\n\n{_file_text(name).strip()}"
+    """A file's name and text. Raises as :func:`read_prompt`."""
+    return f"File: {Path(name).name}\n\n{_read_file(name).strip()}"
 
 
-def _joined(documents: Sequence[tuple[str, str]]) -> str:
+def _join(documents: Sequence[tuple[str, str]]) -> str:
     if len(documents) < 2:
         return "".join(text for _, text in documents)
     names = ["standard input" if name == STDIN else Path(name).name for name, _ in documents]
     return "\n\n".join(f"File: {name}\n\n{text.strip()}" for name, (_, text) in zip(names, documents, strict=True))
 
 
-def _file_text(name: str) -> str:
+def _read_file(name: str) -> str:
     path = Path(name).expanduser()
     if path.is_dir():
-        raise PromptError(f"{name} is a folder: --file takes a text file; give the option once for each file.")
+        raise PromptError(f"{name} is a folder: --file takes a text file; repeat the option for several files.")
     with file_errors(name, f"{name} cannot be read", "Check the path.", PromptError):
-        data = (path if path.parent.name == "fd" else require_regular(path)).read_bytes()  # <(...) of a shell
-    return _text(data, name)
+        data = (
+            path if path.parent.name == "fd" else require_regular(path)
+        ).read_bytes()  # /dev/fd/N is a shell's <(...)
+    return _decode(data, name)
 
 
-def _text(data: bytes, name: str) -> str:
-    if b"%PDF-" in data[:1024]:  # some begin with a few other bytes
-        return _pdf_text(data, name)
+def _decode(data: bytes, name: str) -> str:
+    if b"%PDF-" in data[:1024]:  # a few other bytes may come first
+        return _decode_pdf(data, name)
     if data.startswith(b"PK\x03\x04"):
         raise PromptError(f"{name} is a zip archive, as Word, EPUB and ODT files are: save it as plain text in UTF-8.")
     if b"\0" in data:
@@ -94,10 +91,7 @@ def _text(data: bytes, name: str) -> str:
 
 
 def _piped(needed: bool) -> bool:
-    """True if standard input is a pipe or a file.
-
-    A socket or device, which a parent process may have left there without a thought, only where nothing else is.
-    """
+    """True if standard input is a pipe or a file. A socket or device counts only if it is ``needed``."""
     if sys.stdin is None or sys.stdin.isatty():
         return False
     try:
@@ -107,42 +101,39 @@ def _piped(needed: bool) -> bool:
     return needed or stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
 
-def _stdin_text() -> str:
+def _read_stdin() -> str:
     try:
         if sys.stdin.isatty() or not select.select([sys.stdin], [], [], STDIN_WAIT)[0]:
             console.note("Waiting for standard input; it ends with Ctrl-D.")
     except (OSError, ValueError, io.UnsupportedOperation):
-        pass  # not something that can be waited for
+        pass  # select cannot wait for it
     try:
         data = sys.stdin.buffer.read()
     except (OSError, ValueError):
         return ""
-    return _text(data, "standard input") if data.strip() else ""
+    return _decode(data, "standard input") if data.strip() else ""
 
 
-def _pdf_text(data: bytes, name: str) -> str:
-    """The text of a PDF's pages, with a blank line between two, by pypdf where it is installed.
-
-    Raises:
-        PromptError: there is no pypdf, or nothing that it can read.
-    """
+def _decode_pdf(data: bytes, name: str) -> str:
+    """The text of a PDF's pages, separated by blank lines. Raises PromptError without pypdf or without text."""
     try:
         from pypdf import PdfReader
     except ImportError:
         raise PromptError(
-            f'{name} is a PDF: pip install "longdraft[pdf]" and it is read, or make text of it, as with '
-            "`pdftotext FILE.pdf FILE.txt`."
+            f'{name} is a PDF: pip install "longdraft[pdf]" to read it, or convert it with `pdftotext FILE.pdf`.'
         ) from None
-    logging.getLogger("pypdf").setLevel(logging.ERROR)  # what is odd about a file that can be read
+    logging.getLogger("pypdf").setLevel(logging.ERROR)  # hides warnings about odd but readable files
     try:
         reader = PdfReader(io.BytesIO(data))
         if reader.is_encrypted and not reader.decrypt(""):
-            raise PromptError(f"{name} is a PDF with a password: take it off first, as with `qpdf --decrypt`.")
-        found = "\n\n".join(page.extract_text() for page in reader.pages)
+            raise PromptError(f"{name} is a PDF with a password: remove it, for example with `qpdf --decrypt`.")
+        text = "\n\n".join(page.extract_text() for page in reader.pages)
     except PromptError:
         raise
-    except Exception as error:  # what a broken file leads to is beyond listing
-        raise PromptError(f"{name} is a PDF that cannot be read: {reason_of(error)}. Make text of it.") from error
-    if not found.strip():
-        raise PromptError(f"{name} is a PDF without text, as of scanned pages: run text recognition (OCR) on it first.")
-    return found
+    except Exception as error:  # pypdf raises many kinds for broken files
+        raise PromptError(f"{name} is a PDF that cannot be read: {reason_of(error)}. Convert it to text.") from error
+    if not text.strip():
+        raise PromptError(
+            f"{name} is a PDF without text, such as scanned pages: run text recognition (OCR) on it first."
+        )
+    return text

@@ -1,7 +1,7 @@
-"""Several drafters at once: their proposals in one tree.
+"""Two drafters whose proposals are merged to one tree.
 
-A suffix lookup knows what the text repeats, a trained draft what the model would say; each is right where the other is
-not. What both propose is verified once, and a planner keeps the nodes that are worth their rows, whoever proposed them.
+A suffix lookup proposes repetitions, a draft model new text, so each is often right where the other is not. Common
+nodes are verified once, and a planner keeps the nodes that are worth verifying, whoever proposed them.
 """
 
 from __future__ import annotations
@@ -17,78 +17,83 @@ from longdraft.trees.tree import NodeLimit, TokenTree, merge_trees
 
 
 class CombinedDrafter(Drafter):
-    """A drafter that costs next to nothing, and one that costs forwards.
+    """Merges a drafter that costs next to nothing with one that costs forwards.
 
     Args:
-        unpaid: proposes in every round.
-        paid: proposes for every sequence, or with a limit for those that the planner chooses given the other's
-            proposals.
-
-    Both see every token; hidden states and queries are those that the paid one reads.
+        lookup: proposes in every round.
+        draft_model: proposes for every sequence; with a limit, for those that the planner selects by the lookup's
+            trees. Only this drafter may read hidden states and queries.
     """
 
     free = True
 
-    def __init__(self, unpaid: Drafter, paid: Drafter) -> None:
-        self.unpaid, self.paid = unpaid, paid
-        # For each sequence, what either proposed in this round.
+    def __init__(self, lookup: Drafter, draft_model: Drafter) -> None:
+        self.lookup, self.draft_model = lookup, draft_model
+        # {sequence index: the trees of both in this round}
         self._proposed: dict[int, tuple[TokenTree, TokenTree]] = {}
         self._chains = False
 
     @property
     def max_nodes(self) -> int:  # type: ignore[override]
-        return self.unpaid.max_nodes + self.paid.max_nodes
+        return self.lookup.max_nodes + self.draft_model.max_nodes
 
     forwards, prior_acceptance, forward_cost_ratio = (
-        delegate_to("paid", name) for name in ("forwards", "prior_acceptance", "forward_cost_ratio")
+        delegate_to("draft_model", name) for name in ("forwards", "prior_acceptance", "forward_cost_ratio")
     )
-    views, num_prompt_queries = delegate_to("paid", "views"), delegate_to("paid", "num_prompt_queries")
-    kv_tokens_read, feature_layers = delegate_to("paid", "kv_tokens_read"), delegate_to("paid", "feature_layers")
-    query_layers, needs_queries = delegate_to("paid", "query_layers"), delegate_to("paid", "needs_queries")
+    views, num_prompt_queries = delegate_to("draft_model", "views"), delegate_to("draft_model", "num_prompt_queries")
+    kv_tokens_read, feature_layers = (
+        delegate_to("draft_model", "kv_tokens_read"),
+        delegate_to("draft_model", "feature_layers"),
+    )
+    query_layers, needs_queries = (
+        delegate_to("draft_model", "query_layers"),
+        delegate_to("draft_model", "needs_queries"),
+    )
 
     def use_planner(self) -> None:
-        self.unpaid.use_planner()
-        self.paid.use_planner()
+        self.lookup.use_planner()
+        self.draft_model.use_planner()
 
     def use_chains(self) -> bool:
-        """Proposes the likelier of two chains."""
-        unpaid, paid = self.unpaid.use_chains(), self.paid.use_chains()
-        self._chains = unpaid and paid
+        """Proposes the better of two chains."""
+        self._chains = all([self.lookup.use_chains(), self.draft_model.use_chains()])
         return self._chains
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
-        self.unpaid.bind(runner, store)
-        self.paid.bind(runner, store)
+        self.lookup.bind(runner, store)
+        self.draft_model.bind(runner, store)
 
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
-        free = self.unpaid.propose(sequences, limit)
-        chosen = sequences if limit is None else limit.select_sequences(sequences, free)
-        paid = dict(zip((s.index for s in chosen), self.paid.propose(chosen, limit) if chosen else [], strict=True))
+        lookup_trees = self.lookup.propose(sequences, limit)
+        selected = sequences if limit is None else limit.select_sequences(sequences, lookup_trees)
+        drafted = self.draft_model.propose(selected, limit) if selected else []
+        draft_trees = {s.index: tree for s, tree in zip(selected, drafted, strict=True)}
         trees = []
-        for s, tree in zip(sequences, free, strict=True):
-            other = paid.get(s.index) or TokenTree(tree.tokens[:1], (-1,))
-            tree = self.adapt_lookup(s, tree, other)
-            self._proposed[s.index] = (tree, other)
-            both = merge_trees(tree, other)
-            trees.append(both.best_path() if self._chains else both)
+        for s, lookup_tree in zip(sequences, lookup_trees, strict=True):
+            draft_tree = draft_trees.get(s.index) or TokenTree(lookup_tree.tokens[:1], (-1,))
+            lookup_tree = self.adapt_lookup(s, lookup_tree, draft_tree)
+            self._proposed[s.index] = (lookup_tree, draft_tree)
+            merged = merge_trees(lookup_tree, draft_tree)
+            trees.append(merged.best_path() if self._chains else merged)
         return trees
 
-    def adapt_lookup(self, s: Sequence, tree: TokenTree, paid: TokenTree) -> TokenTree:
-        """The free tree that joins a paid one: as it was proposed, if a drafter does not know better."""
-        return tree
+    def adapt_lookup(self, s: Sequence, lookup_tree: TokenTree, draft_tree: TokenTree) -> TokenTree:
+        """Returns the lookup's tree to merge; a subclass may change it by the draft's tree."""
+        return lookup_tree
 
     def observe(self, round_result: RoundResult) -> None:
-        """Passes the event on to both, each with its own tree."""
+        """Passes the result on to both drafters, each with its own tree."""
         s = round_result.sequence
         roots = (TokenTree(round_result.tree.tokens[:1], (-1,)),) * 2
         proposed = self._proposed.pop(s.index, roots)
         if not round_result.tree.num_draft_tokens:
             proposed = roots
-        came = s.output[len(s.output) - round_result.num_accepted - 1 :][: round_result.num_accepted]
-        for drafter, own in zip((self.unpaid, self.paid), proposed, strict=True):
-            drafter.observe(replace(round_result, tree=own, num_accepted=own.match_length(came)))
+        num_accepted = round_result.num_accepted
+        accepted = s.output[len(s.output) - num_accepted - 1 :][:num_accepted]
+        for drafter, tree in zip((self.lookup, self.draft_model), proposed, strict=True):
+            drafter.observe(replace(round_result, tree=tree, num_accepted=tree.match_length(accepted)))
 
     def release(self, sequence: Sequence) -> None:
         self._proposed.pop(sequence.index, None)
-        self.unpaid.release(sequence)
-        self.paid.release(sequence)
+        self.lookup.release(sequence)
+        self.draft_model.release(sequence)

@@ -1,16 +1,16 @@
 """DFlash and DSpark: a block of tokens from one forward of a few layers, from published drafts.
 
-    c_t = RMSNorm(fc(f_t))                    f_t: hidden states of the target at position t, side by side
-    x   = embed(anchor, mask, ..., mask)      the rows of a block; the anchor is the text's last token
+    c_t = RMSNorm(fc(f_t))                    f_t: hidden states of the target at position t, concatenated
+    x   = embed(anchor, mask, ..., mask)      the block to draft; the anchor is the last token of the context
     layer: attention of x to [c, x]           the same k and v projections for both; RoPE at absolute positions
            and SwiGLU, both with norms before
-    logits_k = head(RMSNorm(x_k))             of the token at x_k's place; DSpark's of the one behind it
+    logits_k = head(RMSNorm(x_k))             of the token at x_k's position; DSpark: of the token after it
 
-Keys and values of the text are projections of c alone, kept in the draft's own cache: no forward reads a prompt. The
-rows of a block see each other in both directions, but do not know each other's tokens. What corrects a level's logits
-for the token t before it:
+Keys and values of the context are projections of c, in the draft's own KV cache: a prefill runs no forward. The tokens
+of a block attend to each other in both directions, but do not depend on each other's tokens. DSpark corrects a level's
+logits for the token t before it:
 
-    DSpark    W2 W1[t]                        the gated head: W2 (sigmoid(W [x_k, W1[t]]) W1[t]); the recurrent head
+    W2 W1[t]                                  the gated head: W2 (sigmoid(W [x_k, W1[t]]) W1[t]); the recurrent head
                                               has a state along the path
 
 DFlash: arXiv:2602.06036; DSpark: arXiv:2607.05147.
@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from longdraft.attention.sdpa import attend_sequence
 from longdraft.attention.transfer import to_device
 from longdraft.drafters.eagle3 import Eagle3Draft
-from longdraft.drafters.onepass import CANDIDATES, DepthTopk, OnePassDrafter, SingleForwardRound
+from longdraft.drafters.onepass import NUM_CANDIDATES, DepthTopk, OnePassDrafter, SingleForwardRound
 from longdraft.drafters.shared.draft_block import DraftLayer
 from longdraft.drafts.dflash_formats import KIND, DFlashShape
 from longdraft.drafts.formats import check_mask_token
@@ -42,11 +42,11 @@ from longdraft.trees.level import TreeLevel, topk_logprobs
 
 
 class MarkovHead(nn.Module):
-    """DSpark's correction of a level's logits for the token before."""
+    """DSpark's correction of a level's logits for the token before it."""
 
-    def __init__(self, shape: DFlashShape, rank: int, tokens: int) -> None:
+    def __init__(self, shape: DFlashShape, rank: int, vocab_size: int) -> None:
         super().__init__()
-        self.markov_w1 = nn.Embedding(tokens, rank)
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, shape.vocabulary, bias=False)
         if shape.gated:
             self.gate_proj = nn.Linear(shape.hidden_size + rank, rank)
@@ -58,14 +58,14 @@ class DFlashBlock(nn.Module):
     """The module. Its state dict is the published layout.
 
     Args:
-        tokens: the target's vocabulary.
-        causal: for each layer, whether the rows of a block see only those before them.
-        windows: for each layer, rows of the text that it sees; None: all.
+        vocab_size: of the target.
+        causal: for each layer, whether tokens of the block attend to earlier ones only.
+        windows: for each layer, how many of the context's last tokens it attends to; None: all.
     """
 
     has_fused_kernel = False
 
-    def __init__(self, shape: DFlashShape, tokens: int, causal: list[bool], windows: list[int | None]) -> None:
+    def __init__(self, shape: DFlashShape, vocab_size: int, causal: list[bool], windows: list[int | None]) -> None:
         super().__init__()
         self.shape, self.causal, self.windows = shape, causal, windows
         size, eps = shape.hidden_size, shape.rms_norm_eps
@@ -80,10 +80,10 @@ class DFlashBlock(nn.Module):
         if shape.own_mask:
             self.mask_embedding = nn.Parameter(torch.zeros(size, dtype=torch.float32))
         if shape.markov_rank is not None:
-            self.markov_head = MarkovHead(shape, shape.markov_rank, tokens)
+            self.markov_head = MarkovHead(shape, shape.markov_rank, vocab_size)
 
     def borrow_head(self, head: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Borrows the target's head, (T, hidden) -> (T, vocabulary), for a draft without one of its own."""
+        """Sets the target's head, (T, hidden) -> (T, vocabulary), for a draft without one."""
         self._head = head
 
     @property
@@ -98,51 +98,48 @@ class DFlashBlock(nn.Module):
     def keys_values(
         self, x: torch.Tensor, g: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys (after RoPE) and values (layers, Hkv, T, d) of rows c (T, hidden) of the text, which ``g`` holds."""
-        each = [layer.self_attn.keys_values(g, cos, sin) for layer in self._decoder]
-        return torch.stack([k for k, _ in each]), torch.stack([v for _, v in each])
+        """Keys after RoPE and values (layers, Hkv, T, d) of the context, from c (T, hidden): ``g``. ``x`` is unused."""
+        by_layer = [layer.self_attn.keys_values(g, cos, sin) for layer in self._decoder]
+        return torch.stack([k for k, _ in by_layer]), torch.stack([v for _, v in by_layer])
 
     def forward(
         self,
         x: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        texts: list[tuple[torch.Tensor, torch.Tensor]],
+        context_kv: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> torch.Tensor:
-        """Blocks (B, S, hidden) of embeddings -> their rows behind the last norm (B, S, hidden).
-
-        Args:
-            cos, sin: (B * S, d) rotary embedding at the rows' positions.
-            texts: each sequence's keys and values (layers, Hkv, n, d) of its text, as :meth:`keys_values` gives them.
-        """
-        rows = x.flatten(0, 1)
+        """Embeddings (B, S, hidden) of blocks -> outputs (B, S, hidden) after the final norm.
+        ``cos``, ``sin``: (B * S, d) rotary embedding at the tokens' positions. ``context_kv``: keys and values (layers,
+        Hkv, n, d) of each sequence, from :meth:`keys_values`."""
+        h = x.flatten(0, 1)
         for i, layer in enumerate(self._decoder):
-            rows = layer.run_layer(layer.input_layernorm(rows), rows, cos, sin, partial(self._attend, i, texts))
-        found: torch.Tensor = self.norm(rows)
-        return found.view(x.shape)
+            h = layer.run_layer(layer.input_layernorm(h), h, cos, sin, partial(self._attend, i, context_kv))
+        out: torch.Tensor = self.norm(h)
+        return out.view(x.shape)
 
     def logits(self, out: torch.Tensor) -> torch.Tensor:
-        """Rows (T, hidden) behind the last norm -> (T, vocabulary)."""
+        """Outputs (T, hidden) after the final norm -> logits (T, vocabulary)."""
         shape = self.shape
         logits: torch.Tensor = (self.lm_head if shape.own_head else self._head)(out) * shape.logit_scale
         return logits if shape.softcap is None else torch.tanh(logits / shape.softcap) * shape.softcap
 
     def _attend(
         self,
-        index: int,
-        texts: list[tuple[torch.Tensor, torch.Tensor]],
+        layer: int,
+        context_kv: list[tuple[torch.Tensor, torch.Tensor]],
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> torch.Tensor:
-        """Attends from the rows of the blocks to their texts, and to each other."""
-        window, rows = self.windows[index], q.shape[1] // len(texts)
-        seen = torch.ones(rows, rows, dtype=torch.bool, device=q.device).tril() if self.causal[index] else None
+        """Attention of the blocks' tokens to their contexts, and to each other."""
+        window, size = self.windows[layer], q.shape[1] // len(context_kv)
+        causal = torch.ones(size, size, dtype=torch.bool, device=q.device).tril() if self.causal[layer] else None
         outputs = []
-        for text, q_, *own in zip(texts, *(x.split(rows, 1) for x in (q, k, v)), strict=True):
-            first = 0 if window is None else max(0, text[0].shape[2] - window)
-            keys, values = (torch.cat([t[index, :, first:], x], 1) for t, x in zip(text, own, strict=True))
-            mask = None if seen is None else F.pad(seen, (keys.shape[1] - rows, 0), value=True)
+        for context, q_, *block in zip(context_kv, *(x.split(size, 1) for x in (q, k, v)), strict=True):
+            first = 0 if window is None else max(0, context[0].shape[2] - window)
+            keys, values = (torch.cat([c[layer, :, first:], x], 1) for c, x in zip(context, block, strict=True))
+            mask = None if causal is None else F.pad(causal, (keys.shape[1] - size, 0), value=True)
             outputs.append(attend_sequence(q_, keys, values, mask))
         return torch.cat(outputs, 1)
 
@@ -161,11 +158,11 @@ class DFlashDraft(Eagle3Draft):
         return shape
 
     def module(self) -> DFlashBlock:
-        tokens = self.config.get("target_vocabulary") or self.shape.vocabulary
-        return DFlashBlock(self.shape, tokens, self.config["causal"], self.config["windows"])
+        vocab_size = self.config.get("target_vocabulary") or self.shape.vocabulary
+        return DFlashBlock(self.shape, vocab_size, self.config["causal"], self.config["windows"])
 
     def default_feature_layers(self, count: int) -> tuple[int, ...]:
-        """The layers that the authors' code takes, evenly from the second to the fourth from the end, or EAGLE-3's."""
+        """Evenly spaced from the second layer to the fourth from the end, as in the authors' code; or EAGLE-3's."""
         n = self.shape.feature_size // self.required_target["hidden_size"]
         evenly = (count // 2,) if n == 1 else tuple(round(1 + i * (count - 4) / (n - 1)) for i in range(n))
         return super().default_feature_layers(count) if self.layout == "speculators" else evenly
@@ -183,46 +180,44 @@ class DFlashDraft(Eagle3Draft):
 
     @property
     def is_multi_layer(self) -> bool:
-        return False  # its layers see projections of the target's states alone
+        return False  # keys and values of all layers are projections of the target's hidden states
 
     def trainable_module(self) -> Any:
         raise CapabilityError(f"{self.folder} holds a DFlash draft, which longdraft does not train.")
 
 
 class DFlashRound(SingleForwardRound):
-    """One round of a batch."""
+    """Drafts the trees of one round from a block of mask tokens."""
 
     def __init__(self, drafter: DFlashDrafter, sequences: list[Sequence], depth: int) -> None:
         super().__init__(drafter, sequences, depth)
         self._shape: DFlashShape = drafter.draft.shape
-        # Of each sequence, the states (W, rank) of the level's nodes: what the recurrent head knows of their paths.
+        # {sequence index: states (W, rank) of the recurrent head at the nodes of the last level}
         self._states: dict[int, torch.Tensor] = {}
 
     @property
-    def candidates(self) -> int:
-        return CANDIDATES if self._shape.markov_rank is not None else 1
+    def num_candidates(self) -> int:
+        return NUM_CANDIDATES if self._shape.markov_rank is not None else 1
 
-    def ask(self, level: TreeLevel, count: int) -> tuple[torch.Tensor, ...]:
-        """The forward: the text's rows that the cache lacks enter it, then a block of each sequence."""
+    def forward_all_depths(self, level: TreeLevel, k: int) -> tuple[torch.Tensor, ...]:
+        """Writes the new tokens to the cache, and runs the forward over a block of each sequence."""
         block, shape, cache = self._bound.block, self._shape, self._cache
-        slots, places, texts = self.slots(level), [], []
-        for slot, s in ((slot, self.sequences[row]) for slot, row in zip(slots, level.sequence_indices, strict=True)):
-            self._owner.read(s, self._owner.known(s))
-            cache.make_room(slot, 0)
-            places += [cache.next_position(slot) + i for i in range(shape.block_size)]
-            seen = slice(cache.window_start(slot), cache.store.lengths[slot])
-            texts.append((cache.store.keys[:, slot, :, seen], cache.store.values[:, slot, :, seen]))
-        cos, sin = self._bound.rotary(to_device(places, self._device))
+        positions, context_kv = [], []
+        for s in (self.sequences[i] for i in level.sequence_indices):
+            self._drafter.prefill(s, self._drafter.num_inputs(s))
+            cache.make_room(s.slot, 0)
+            positions += [cache.next_position(s.slot) + i for i in range(shape.block_size)]
+            visible = slice(cache.window_start(s.slot), cache.store.lengths[s.slot])
+            context_kv.append((cache.store.keys[:, s.slot, :, visible], cache.store.values[:, s.slot, :, visible]))
+        cos, sin = self._bound.rotary(to_device(positions, self._device))
         first = 0 if shape.from_anchor else 1
-        out = block(self._embedded(level, shape.block_size), cos, sin, texts)[:, first : first + self._depth]
-        return *topk_logprobs(block.logits(out.flatten(0, 1)).unflatten(0, out.shape[:2]), count), out
+        out = block(self._embed(level, shape.block_size), cos, sin, context_kv)[:, first : first + self._depth]
+        return *topk_logprobs(block.logits(out.flatten(0, 1)).unflatten(0, out.shape[:2]), k), out
 
-    def _embedded(self, level: TreeLevel, size: int) -> torch.Tensor:
-        """(B, S, hidden) of the anchors, and of the mask in all other rows."""
-        shape = self._shape
-        masks = torch.full(
-            (len(level.sequence_indices), size - 1), shape.mask_token, device=level.tokens.device, dtype=torch.long
-        )
+    def _embed(self, level: TreeLevel, block_size: int) -> torch.Tensor:
+        """Embeddings (B, S, hidden) of each anchor, and of S - 1 mask tokens."""
+        shape, num_masks = self._shape, (len(level.sequence_indices), block_size - 1)
+        masks = torch.full(num_masks, shape.mask_token, device=level.tokens.device, dtype=torch.long)
         if not shape.own_mask:
             x: torch.Tensor = self._bound.embedding(torch.cat([level.tokens, masks], 1))
         else:
@@ -230,27 +225,27 @@ class DFlashRound(SingleForwardRound):
             x = torch.cat([self._bound.embedding(level.tokens), mask], 1)
         return x * shape.embedding_scale if shape.embedding_scale != 1 else x
 
-    def corrected(self, level: TreeLevel, row: DepthTopk) -> torch.Tensor:
+    def corrected_scores(self, level: TreeLevel, topk: DepthTopk) -> torch.Tensor:
         width, shape = level.tokens.shape[1], self._shape
         if shape.markov_rank is None:
-            return row.logprobs.expand(-1, width, -1)
-        head, hidden = self._bound.block.markov_head, row.correction_inputs.expand(-1, width, -1)
-        known = head.markov_w1(level.tokens)
+            return topk.logprobs.expand(-1, width, -1)
+        head, hidden = self._bound.block.markov_head, topk.correction_inputs.expand(-1, width, -1)
+        w1 = head.markov_w1(level.tokens)
         if shape.gated:
-            known = torch.sigmoid(head.gate_proj(torch.cat([hidden, known], -1))) * known
+            w1 = torch.sigmoid(head.gate_proj(torch.cat([hidden, w1], -1))) * w1
         elif shape.recurrent:
-            known = self._recurrent(level, known, hidden)
-        successors = head.markov_w2.weight[row.ids[:, 0]]
-        return row.logprobs + (known @ successors.mT).float()
+            w1 = self._recurrent_step(level, w1, hidden)
+        w2 = head.markov_w2.weight[topk.ids[:, 0]]
+        return topk.logprobs + (w1 @ w2.mT).float()
 
-    def _recurrent(self, level: TreeLevel, known: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Advances the recurrent head to a level: its output (B', W, rank) for each node. Keeps the nodes' states."""
+    def _recurrent_step(self, level: TreeLevel, w1: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """The recurrent head's output (B', W, rank) at each node of a level. Stores the nodes' states."""
         if level.depth == 0:
-            state = torch.zeros_like(known)
+            state = torch.zeros_like(w1)
         else:
-            state = torch.stack([self._states[row][level.parents[i]] for i, row in enumerate(level.sequence_indices)])
-        joined = self._bound.block.markov_head.joint_proj(torch.cat([state, known, hidden], -1))
-        gate, candidate, out = joined.chunk(3, -1)
+            state = torch.stack([self._states[n][level.parents[i]] for i, n in enumerate(level.sequence_indices)])
+        projected = self._bound.block.markov_head.joint_proj(torch.cat([state, w1, hidden], -1))
+        gate, candidate, out = projected.chunk(3, -1)
         gate = torch.sigmoid(gate)
         state = gate * state + (1 - gate) * torch.tanh(candidate)
         self._states = dict(zip(level.sequence_indices, state, strict=True))
@@ -258,17 +253,17 @@ class DFlashRound(SingleForwardRound):
 
 
 class DFlashDrafter(OnePassDrafter):
-    """Drafts trees with one forward a round."""
+    """Drafts trees with one forward of a block a round."""
 
     round_type = DFlashRound
     draft: DFlashDraft  # type: ignore[assignment]
 
     def keys_values(self, sequence: Sequence, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes keys and values of c alone: no token is embedded."""
-        c = self.bound.block.project_features(self.features(sequence.slot, start, end))
+        """Keys and values (layers, Hkv, T, d) from the target's features at [start, end)."""
+        c = self.bound.block.project_features(self.target_features(sequence.slot, start, end))
         cos, sin = self.bound.rotary(self.cache.append_positions(sequence.slot, end - start))
-        found: tuple[torch.Tensor, torch.Tensor] = self.bound.block.keys_values(c, c, cos, sin)
-        return found
+        kv: tuple[torch.Tensor, torch.Tensor] = self.bound.block.keys_values(c, c, cos, sin)
+        return kv
 
 
 register(

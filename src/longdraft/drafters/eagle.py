@@ -1,15 +1,15 @@
-"""EAGLE-1 and EAGLE-2: a one-layer drafter that foresees the target's last hidden states, from published drafts.
+"""EAGLE-1 and EAGLE-2: a one-layer draft that predicts the target's last hidden states, from published drafts.
 
-    f_t                                     the target's last hidden state at position t, behind its final norm
+    f_t                                     the target's last hidden state at position t, after its final norm
     n_t = fc([embed(token_{t+1}), f_t])     back to the hidden size
-    a_t = n_t + Attn(n_t)                   no norm before it; RoPE at position t
+    a_t = n_t + Attn(n_t)                   without a norm before; RoPE at position t
     o_t = a_t + SwiGLU(RMSNorm(a_t))
     logits of token_{t+2} = target_head(o_t)
 
-o is what the target's next f would be, and stands in for it further on, so no norm comes before the head. Embedding,
-final norm and head are the target's own, by reference. EAGLE-2 changed the tree alone. It drafts as EAGLE-3 does
-(:mod:`longdraft.drafters.eagle3`): what differs is the module, and that it reads one layer (Li et al. 2024,
-arXiv:2401.15077, section 3.1, and arXiv:2406.16858).
+o_t predicts f_{t+1}, and replaces it in the nodes of a tree, so there is no norm before the head. Embedding, final norm
+and head are the target's, by reference. EAGLE-2 changed the tree only. Drafting is as in EAGLE-3
+(:mod:`longdraft.drafters.eagle3`), with another module and features of one layer (Li et al. 2024, arXiv:2401.15077,
+section 3.1, and arXiv:2406.16858).
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ class EagleBlock(Eagle3Block):
         self.shape = shape
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=shape.fc_bias)
         self.midlayer = DraftLayer(shape, shape.hidden_size)
-        self.norm = nn.Identity()  # type: ignore[assignment]  # o is normed as f is
+        self.norm = nn.Identity()  # type: ignore[assignment]  # o predicts f, which is normed already
 
     def borrow_target_head(
         self, runner: TargetRunner, head: Callable[[torch.Tensor], torch.Tensor] | None = None
     ) -> None:
-        """Borrows the target's final norm, and its head, (T, hidden) -> (T, vocabulary), if no other is given.
+        """Sets the target's final norm, and its head if ``head`` is None.
 
         Raises:
-            UnsupportedModelError: it has no norm before its head.
+            UnsupportedModelError: the target has no norm before its head.
         """
         if (norm := norm_before_head(runner.model)) is None:
             raise UnsupportedModelError(
-                f"{type(runner.model).__name__} has no norm before its head, behind which such drafts read it."
+                f"{type(runner.model).__name__} has no norm before its head. Such drafts read its output."
             )
-        # A call, not a module: it is the target's.
+        # A function, not a module: its weights are the target's.
         self._norm = norm.__call__
         self.borrow_head(head or parallel_linear(runner.shared_parts.head))
 
@@ -73,7 +73,7 @@ class EagleDraft(Eagle3Draft):
 
     kind, label = EAGLE, "EAGLE"
     shape_type, module_type = EagleShape, EagleBlock
-    default_depth = 6  # of its authors' trees
+    default_depth = 6  # the authors' trees
 
     def default_feature_layers(self, count: int) -> tuple[int, ...]:
         return (count - 1,)
@@ -88,7 +88,7 @@ register(
     Kind(
         EAGLE,
         Eagle3Drafter,
-        "published drafts of EAGLE-1 and EAGLE-2: one layer that foresees the model's last hidden states",
+        "published drafts of EAGLE-1 and EAGLE-2: one layer that predicts the model's last hidden states",
         "Li et al. 2024, EAGLE, arXiv:2401.15077; EAGLE-2, arXiv:2406.16858",
         load=EagleDraft.load,
         training=Training(

@@ -1,18 +1,18 @@
-"""EAGLE-3: a one-layer drafter that reads what the target thought of each token (Li et al. 2025; SpecPV, section 3.1).
+"""EAGLE-3: a one-layer draft on the target's hidden states (Li et al. 2025; SpecPV, section 3.1).
 
-    g_t = fc(f_t)                           f_t: three hidden states of the target at position t, side by side
+    g_t = fc(f_t)                           f_t: three hidden states of the target at position t, concatenated
     x_t = [RMSNorm(embed(token_{t+1})), RMSNorm(g_t)]
     a_t = g_t + Attn(x_t)                   q, k, v from twice the hidden size; RoPE at position t
     o_t = a_t + SwiGLU(RMSNorm(a_t))
     logits of token_{t+2} = head(RMSNorm(o_t))
 
-Row t joins the target's hidden states at position t, kept in the store by every forward, with the token that follows,
-and predicts the one after that. Past the tokens that the target has read there are no hidden states: the draft's own o
-stands in for the next g. The embedding is the target's own, by reference, the head the draft's. EAGLE-3.1 norms the
-hidden states before fc, and o before it becomes the next g.
+The input at position t is the target's hidden states at t, which every forward writes to the store, and token t + 1. It
+predicts token t + 2. Nodes of a tree have no hidden states of the target: the draft's own o_t is used as g_{t+1}. The
+embedding is the target's, the head is the draft's. EAGLE-3.1 norms the hidden states before fc, and o before its use as
+g.
 
-A round: the rows that are new since the last one enter the draft's own cache (a window where the draft has one), the
-newest of them, which carries the root, goes through the whole layer; then the tree grows level by level.
+A round: keys and values of the new tokens enter the draft's KV cache (a window if the draft has one). The last of them,
+with the root as its token, goes through the whole layer. Then the tree grows level by level.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from longdraft.drafters.shared.block_drafter import CHUNK, BlockDrafter
+from longdraft.drafters.shared.block_drafter import KV_CHUNK, BlockDrafter
 from longdraft.drafters.shared.draft_batch import DraftBatch
 from longdraft.drafters.shared.draft_block import DraftBlock, DraftLayer, initialize
 from longdraft.drafters.shared.draft_round import BoundDraft
@@ -47,7 +47,7 @@ from longdraft.views.draft_cache import PREFILL_CHUNK, DraftCache, RepositionedK
 
 
 class Eagle3Block(DraftBlock):
-    """The module. Its state dict is the published layout; the tables ``d2t`` and ``t2d`` are kept beside it."""
+    """The module. Its state dict is the published layout without the tables ``d2t`` and ``t2d``."""
 
     norm: nn.RMSNorm
     norm_output = False
@@ -76,11 +76,7 @@ class Eagle3Block(DraftBlock):
         return self.midlayer
 
     def initialize(self, seed: int = 0, std: float = 0.02, head: torch.Tensor | None = None) -> None:
-        """Normal weights, unit norms, zero output projections.
-
-        Args:
-            head: (vocabulary, hidden) rows of the target's head to start from.
-        """
+        """Normal weights, unit norms, zero output projections. ``head``: (vocabulary, hidden) the target's weight."""
         initialize(self, seed, std)
         if head is not None:
             with torch.no_grad():
@@ -96,8 +92,8 @@ class Eagle3Block(DraftBlock):
         return out
 
     def next_features(self, out: torch.Tensor) -> torch.Tensor:
-        following: torch.Tensor = self.norm(out) if self.norm_output else out
-        return following
+        features: torch.Tensor = self.norm(out) if self.norm_output else out
+        return features
 
     def combine_inputs(self, x: torch.Tensor, g: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         assert g is not None
@@ -111,14 +107,14 @@ class Eagle3Block(DraftBlock):
 
 
 class Eagle3Draft(EagleDraft[BoundDraft]):
-    """A trained draft of any layout."""
+    """A trained EAGLE-3 draft of any layout."""
 
     module_type: ClassVar[type[Any]] = Eagle3Block
-    default_depth: int | None = None  # of a dynamic tree; None: as usual
+    default_depth: int | None = None  # of a dynamic tree; None: the tree's default
 
     @property
     def is_multi_layer(self) -> bool:
-        """True if the rows of a text go through several layers, which see the rows before in each."""
+        """True if the draft has several layers, so that a prefill computes outputs too."""
         return self.decoder_layers > 1
 
     def make(self, runner: TargetRunner) -> BoundDraft:
@@ -128,19 +124,19 @@ class Eagle3Draft(EagleDraft[BoundDraft]):
 
 @dataclass(frozen=True)
 class WindowOptions(Options):
-    """The tokens that an EAGLE draft sees."""
+    """The tokens that an EAGLE draft attends to."""
 
     window: int | None = option(
-        min=1, help="the draft sees so many tokens back and no further", usual="its folder's, or the trained length"
+        min=1, help="the draft attends to the last N tokens only", usual="its folder's, or the trained length"
     )
 
 
 class Eagle3Drafter(BlockDrafter):
     """Drafts trees with an EAGLE-3 layer.
 
-    With retrieval, it sees the chunks of the text that the target attends to, at compact positions, and keeps its own
-    keys of the whole text behind them (SpecExtend, section 2.2); a window that its folder names is then the room that
-    they have.
+    With retrieval, the draft attends to the chunks of the context that the target attends to, at positions 0, 1, 2, ...
+    Its own keys of the full context are stored apart (SpecExtend, section 2.2). A window in the draft's folder is then
+    the size of its working cache.
 
     Args:
         draft: a trained draft.
@@ -152,69 +148,70 @@ class Eagle3Drafter(BlockDrafter):
     draft: Eagle3Draft
 
     def __init__(self, draft: Eagle3Draft, **options: Any) -> None:
-        tree, own, *others = parse(draft.label, options, *self.options)
+        tree, window, *others = parse(draft.label, options, *self.options)
         retrieval: RetrievalOptions = others[0] if others else RetrievalOptions()
         self.tree = self.adapt_tree(
-            tree.kind("opt" if retrieval.retrieval else "dynamic", draft.default_depth), draft, options
+            tree.config("opt" if retrieval.retrieval else "dynamic", draft.default_depth), draft, options
         )
-        self.window = draft.window if own.window is None else own.window
+        self.window = draft.window if window.window is None else window.window
         if self.window is not None and self.tree.depth >= self.window:
-            whose = f"{draft.folder}: " if own.window is None else ""
+            source = f"{draft.folder}: " if window.window is None else ""
             raise ValueError(
-                f"{whose}window must be more tokens than the tree has levels ({self.tree.depth}), got {self.window}"
+                f"{source}window must be more tokens than the tree has levels ({self.tree.depth}), got {self.window}"
             )
-        if retrieval.retrieval and own.window is not None:
-            raise ValueError("window and retrieval both say what the draft sees: give one of them")
+        if retrieval.retrieval and window.window is not None:
+            raise ValueError("window and retrieval both limit what the draft attends to: give one of them")
         self.retrieval = retrieval.build(draft, None if self.window is None else self.window - self.tree.depth)
         if self.retrieval is not None:
             self.window = None
         self.draft = draft
 
     def adapt_tree(self, tree: TreeConfig, draft: Eagle3Draft, options: Mapping[str, Any]) -> TreeConfig:
-        """The tree as the draft can grow it. ``options`` are the user's."""
+        """Adapts the tree to the draft. ``options``: the user's."""
         return tree
 
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """The layers that the draft's folder names, usually three."""
+        """The layers in the draft's folder, usually three."""
         return self.draft.feature_layers(runner)
 
     @property
     def scratch(self) -> int:
-        """Rows of its own cache that a round needs behind the text."""
+        """Number of entries of the draft's cache that a round writes after the context."""
         return self.tree.max_expanded_nodes
 
     def kv_shape_of_draft(self) -> KVShape:
-        """The shape of the draft's own keys and values."""
+        """The shape of the draft's keys and values."""
         shape = self.draft.shape
         return KVShape(self.draft.decoder_layers, shape.kv_heads, shape.head_dim, self.runner.kv_shape.dtype)
 
     def make_cache(self) -> DraftCache:
-        capacity, own = self.store.capacity, self.kv_shape_of_draft()
+        capacity, kv_shape = self.store.capacity, self.kv_shape_of_draft()
         if self.retrieval is not None:
             rotary, view = self.bound.rotary, self.retrieval.view
-            store = self.new_cache_store(own, view.capacity + self.scratch)
-            full = KVStore(own, self.store.slots, capacity, self.runner.device)
-            # Through several layers a text is read behind a window of the working cache.
-            piece = max(1, min(PREFILL_CHUNK, (view.capacity - view.sink) // 2))
+            store = self.new_cache_store(kv_shape, view.capacity + self.scratch)
+            full = KVStore(kv_shape, self.store.slots, capacity, self.runner.device)
+            # A multi-layer draft is prefilled through a sliding window in the working cache.
+            chunk_size = max(1, min(PREFILL_CHUNK, (view.capacity - view.sink) // 2))
             return RepositionedKVCache(
                 store, full, self.scratch, self.retrieval,
-                lambda keys, places: apply_rotary(keys, *rotary.rotation(places)),
-                lambda keys, places: apply_rotary(keys, *rotary.rotation(-places)),
-                piece, view.capacity,
+                lambda keys, positions: apply_rotary(keys, *rotary.rotation(positions)),
+                lambda keys, positions: apply_rotary(keys, *rotary.rotation(-positions)),
+                chunk_size, view.capacity,
             )  # fmt: skip
-        # RoPE tells distances alone, so in a window all are distances that the draft knows: as if the positions were
-        # moved back to 0. No text of this run outgrows the store.
-        seen = max(min(self.window or self.draft.max_context or capacity, capacity), self.tree.depth + 1)
-        # The rows that are read together through several layers see as many back as one alone.
-        return self.last_rows(own, seen + (CHUNK + 1 if self.draft.is_multi_layer else 0), self.scratch, seen)
+        # RoPE depends on distances only, and in a window all distances are within the trained length. So the positions
+        # need not be moved back to 0. No sequence outgrows the store's capacity.
+        window = max(min(self.window or self.draft.max_context or capacity, capacity), self.tree.depth + 1)
+        # In a multi-layer draft, the tokens of a chunk each attend to a full window.
+        num_entries = window + (KV_CHUNK + 1 if self.draft.is_multi_layer else 0)
+        return self.window_cache(kv_shape, num_entries, self.scratch, window)
 
     @torch.inference_mode()
     def observe(self, round_result: RoundResult) -> None:
-        """Reads a prompt's last window, keys and values alone; forgets changed rows; scores chunks when that is due."""
+        """Prefills a prompt's last window; updates the retrieval; drops entries whose features were rewritten."""
         if round_result.is_prefill:
-            self._warn(round_result.sequence)
+            self._warn_if_too_long(round_result.sequence)
         super().observe(round_result)
-        if round_result.kv_rewritten_from is not None:  # the row before joins the first of their tokens
+        if round_result.kv_rewritten_from is not None:  # the input before it has the first rewritten token
             self.cache.truncate(round_result.sequence.slot, max(0, round_result.kv_rewritten_from - 1))
 
     def lookback(self, end: int) -> int:
@@ -231,24 +228,23 @@ class Eagle3Drafter(BlockDrafter):
             cache.make_room(slot, end - start)
         while start < end:
             count = cache.begin_chunk(slot, end - start)
-            x, g, *_ = self.inputs(sequence, start, start + count)
-            first = cache.next_position(slot)
+            x, g, *_ = self.block_inputs(sequence, start, start + count)
+            first = cache.next_position(slot)  # not ``start`` in a working cache
             cos_sin = self.bound.rotary(torch.arange(first, first + count, device=self.runner.device))
             cache.commit(slot, count)
-            self.bound.block(x, g, *cos_sin, DraftBatch.new(cache, (slot,), count).attends(cache))
+            self.bound.block(x, g, *cos_sin, DraftBatch.from_new_tokens(cache, (slot,), count).attend_fns(cache))
             start += count
 
-    def _warn(self, s: Sequence) -> None:
-        """Warns if a text is longer than the draft was trained for."""
-        reach, length = self.draft.max_context, s.max_length
-        what, then = "this one has", f"it sees the last {reach} tokens (another: window=N)"
+    def _warn_if_too_long(self, s: Sequence) -> None:
+        """Warns if a sequence can become longer than the draft was trained for."""
+        max_context, length = self.draft.max_context, s.max_length
+        seen, consequence = "this one has", f"it sees the last {max_context} tokens (another: window=N)"
         if self.retrieval is not None:
             length = min(length, self.retrieval.view.capacity + self.tree.depth)
-            what, then = "its working cache has", "acceptance will be lower: give fewer chunks"
-        if self.window is None and reach is not None and length > reach:
-            self.draft.warn_beyond_trained_length(
-                reach, f"{what} up to {length}", f"{then}, or set YaRN in its config.json"
-            )
+            seen, consequence = "its working cache has", "acceptance will be lower: give fewer chunks"
+        if self.window is None and max_context is not None and length > max_context:
+            consequence = f"{consequence}, or set YaRN in its config.json"
+            self.draft.warn_beyond_trained_length(max_context, f"{seen} up to {length}", consequence)
 
 
 register(
@@ -268,8 +264,8 @@ register(
 method.register(
     Method(
         "specextend-eagle3",
-        partial(Eagle3Drafter, retrieval=True),  # and so an OPT-Tree
-        "EAGLE-3 that sees the chunks of a long text which the model attends to, at positions it knows",
+        partial(Eagle3Drafter, retrieval=True),  # with an OPT-Tree
+        "EAGLE-3 on the chunks of a long context that the model attends to, at positions it was trained for",
         "Cha et al. 2025, SpecExtend, arXiv:2505.20776",
         draft_kind="eagle3",
     )

@@ -1,12 +1,12 @@
-"""Chained heads: the next tokens from one hidden state of the target (TokenSwift, Wu et al. 2025, arXiv:2502.18890).
+"""Chained heads: predict the next tokens from one hidden state of the target (TokenSwift, Wu et al. 2025, 2502.18890).
 
     h_i = h_{i-1} + W_i RMSNorm(h_{i-1})        i = 1 .. heads
-    logits_i = target_head(RMSNorm(h_i))        the target's own head, by reference
+    logits_i = target_head(RMSNorm(h_i))        the target's head, by reference
 
-h_0 is the hidden state of the last verified token, before the target's final norm. It lies in the store, so drafting
-costs one product with the target's head and no forward. Head i predicts the i-th token behind the root.
+h_0 is the hidden state of the token before the root, before the target's final norm. It is in the store, so drafting
+costs one multiplication by the target's head and no forward. Head i predicts the i-th token after the root.
 
-The paper starts from the root's own state instead, which a forward of the target on a part of its KV gives
+The paper starts from the root's hidden state instead, which it computes by a forward of the target on a part of its KV
 (:mod:`longdraft.drafters.tokenswift`).
 """
 
@@ -39,17 +39,14 @@ from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import NodeLimit, TokenTree
 from longdraft.views.view import View
 
-# Fresh heads say the token before theirs. They should not be as sure of it as the target is of its own.
+# Scale of the norm of new heads. They repeat the prediction of the head before, and must be less sure than the target.
 INITIAL_NORM_SCALE = 0.3
 
 
 @dataclass(frozen=True)
 class HeadsShape:
     """Sizes. The hidden size is the target's.
-
-    Attributes:
-        own_norms: each head has a norm of its own before the target's head, as TokenSwift's published ones.
-    """
+    ``own_norms``: each head has its own norm before the target's head, as in TokenSwift's published heads."""
 
     hidden_size: int
     heads: int
@@ -58,7 +55,7 @@ class HeadsShape:
 
 
 class _Head(nn.Module):
-    """One step: from the state that says a token to the state that says the next one."""
+    """One step: from the hidden state that predicts a token to the one that predicts the next token."""
 
     def __init__(self, shape: HeadsShape) -> None:
         super().__init__()
@@ -71,7 +68,7 @@ class _Head(nn.Module):
 
 
 class HeadsBlock(nn.Module):
-    """The heads, and the norm before the target's head, or one of each head."""
+    """The heads, and one norm before the target's head, or one for each head."""
 
     def __init__(self, shape: HeadsShape) -> None:
         super().__init__()
@@ -84,12 +81,12 @@ class HeadsBlock(nn.Module):
             self.norm = nn.RMSNorm(size, eps)
 
     def initialize(self, final_norm: torch.Tensor, size: float = 1.0) -> None:
-        """Zero projections: at first every head repeats what the target itself says, less surely.
+        """Zero projections: at first every head repeats the target's prediction, less surely.
 
         Args:
-            final_norm: (hidden,) weight of the target's.
-            size: of a number of the target's states, root of the mean square. A step of training then moves states of
-                any size as far.
+            final_norm: (hidden,) weight of the target's final norm.
+            size: root mean square of the target's hidden states, so that a training step moves them by the same
+                fraction, whatever their size.
         """
         with torch.no_grad():
             for name, weight in self.heads.named_parameters():
@@ -97,24 +94,20 @@ class HeadsBlock(nn.Module):
             self.norm.weight.copy_(INITIAL_NORM_SCALE * final_norm)
 
     def forward(self, h: torch.Tensor, heads: int | None = None) -> list[torch.Tensor]:
-        """h (rows, hidden) -> for each of the first ``heads`` heads, (rows, hidden): the input of the target's head."""
-        found = []
+        """h (T, hidden) -> for each of the first ``heads`` heads, the input (T, hidden) of the target's head."""
+        outputs = []
         for i, head in enumerate(self.heads[:heads]):
             h = head(h)
-            found.append(self.norms[i](h) if self.shape.own_norms else self.norm(h))
-        return found
+            outputs.append(self.norms[i](h) if self.shape.own_norms else self.norm(h))
+        return outputs
 
 
 KIND = "heads"
 
 
 class BoundHeads(NamedTuple):
-    """Heads in their target's dtype and on its device.
-
-    Attributes:
-        head: the input of the target's head -> (..., draft vocabulary).
-        draft_to_target_ids: (draft vocabulary,) target id of each draft id; None where they are the same.
-    """
+    """Heads in their target's dtype and on its device. ``head``: (..., hidden) -> (..., draft vocabulary).
+    ``draft_to_target_ids``: (draft vocabulary,) target id of each draft id; None: they are the same."""
 
     block: HeadsBlock
     head: Callable[[torch.Tensor], torch.Tensor]
@@ -122,14 +115,14 @@ class BoundHeads(NamedTuple):
 
 
 class HeadsDraft(TrainedDraft[BoundHeads]):
-    """Trained heads, as their folder holds them."""
+    """Trained heads in a folder."""
 
     kind, layer_count_key = KIND, "heads"
     shape_type, module_type = HeadsShape, HeadsBlock
 
     @classmethod
     def load(cls, folder: Path | str) -> HeadsDraft:
-        """Reads a draft folder of ours, or heads that TokenSwift publishes within their model's folder.
+        """Reads a draft folder in our layout, or heads that TokenSwift publishes in the folder of their model.
 
         Raises:
             CheckpointError: unreadable, without heads, or tensors missing, unexpected or of a wrong shape.
@@ -142,17 +135,16 @@ class HeadsDraft(TrainedDraft[BoundHeads]):
 
     def make(self, runner: TargetRunner) -> BoundHeads:
         head, ids = self.head(runner)
-        found = draft_kernels(runner, runner.kv_shape.head_dim)
-        return BoundHeads(
-            self.load_module(runner), parallel_linear(head if found is None else quantize_for_draft(head)), ids
-        )
+        if draft_kernels(runner, runner.kv_shape.head_dim) is not None:
+            head = quantize_for_draft(head)
+        return BoundHeads(self.load_module(runner), parallel_linear(head), ids)
 
 
 @dataclass(frozen=True)
 class HeadOptions(Options):
-    """Trained heads."""
+    """Use of trained heads."""
 
-    heads: int | None = option(min=1, help="use so many of the draft's heads", usual="all")
+    heads: int | None = option(min=1, help="number of the draft's heads to use", usual="all")
 
 
 class HeadsDrafter(TreeDrafter):
@@ -160,102 +152,104 @@ class HeadsDrafter(TreeDrafter):
 
     Args:
         draft: trained heads.
-        options: of :class:`HeadOptions` and :class:`TreeOptions`. Levels cost nothing. The paper's tree is static; a
-            planner is given its best nodes instead.
-        _level: the target on a part of its KV, whose forward gives the roots' own hidden states and the first level of
-            the trees (TokenSwift); None: the heads go on from the states of the last verified tokens.
+        options: of :class:`HeadOptions` and :class:`TreeOptions`. The tree is static, as in the paper, unless a planner
+            sizes it.
+        _self_drafter: the target on a part of its KV (TokenSwift). Its forward computes the roots' hidden states, and
+            the first level of the trees. None: the heads start from the tokens before the roots.
     """
 
     options = (HeadOptions, TreeOptions)
 
-    def __init__(self, draft: HeadsDraft, _level: SelfDrafter | None = None, **options: Any) -> None:
-        own, tree = parse("heads", options, *self.options)
-        count = draft.shape.heads
-        if own.heads is not None and own.heads > count:
-            raise ValueError(f"heads must be a whole number from 1 to {count}, which the draft has, got {own.heads}")
-        self.heads = own.heads or count
-        self.draft, self.level = draft, _level
-        ahead = _level is not None
-        levels, kind = self.heads + ahead, tree.kind("static")
-        if kind.depth > levels and (tree.widths is not None or tree.depth is not None):
-            raise ValueError(f"a tree of {kind.depth} levels needs as many heads; there are {levels} to draft with")
-        if ahead and kind.name == "static" and not kind.is_user_defined:  # first the one token that the target predicts
-            kind = replace(kind, branching=(1, *kind.branching))
-        self.tree = kind.limit_depth(levels)
+    def __init__(self, draft: HeadsDraft, _self_drafter: SelfDrafter | None = None, **options: Any) -> None:
+        config, tree_options = parse("heads", options, *self.options)
+        num_heads = draft.shape.heads
+        self.heads = config.heads or num_heads
+        if self.heads > num_heads:
+            raise ValueError(
+                f"heads must be a whole number from 1 to {num_heads}, which the draft has, got {self.heads}"
+            )
+        self.draft, self.self_drafter = draft, _self_drafter
+        max_depth, tree = self.heads + (_self_drafter is not None), tree_options.config("static")
+        if tree.depth > max_depth and (tree_options.widths is not None or tree_options.depth is not None):
+            raise ValueError(f"a tree of {tree.depth} levels needs as many heads; there are {max_depth} to draft with")
+        if _self_drafter is not None and tree.name == "static" and not tree.is_user_defined:
+            tree = replace(tree, branching=(1, *tree.branching))  # the first level is the self-drafter's top-1 token
+        self.tree = tree.limit_depth(max_depth)
         self._rounds = 0
 
     @property
     def forwards(self) -> int:  # type: ignore[override]
-        """Products with the target's head, or forwards of the level if there are more."""
-        return max(self._rounds, 0 if self.level is None else self.level.forwards)
+        """Multiplications by the target's head, or forwards of the self-drafter if there are more."""
+        return max(self._rounds, 0 if self.self_drafter is None else self.self_drafter.forwards)
 
     @property
     def views(self) -> tuple[View, ...]:
-        return () if self.level is None else self.level.views
+        return () if self.self_drafter is None else self.self_drafter.views
 
     @property
     def num_prompt_queries(self) -> int:  # type: ignore[override]
-        return 1 if self.level is None else self.level.num_prompt_queries
+        return 1 if self.self_drafter is None else self.self_drafter.num_prompt_queries
 
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """The last layer, unless a level gives the states."""
-        return (runner.num_layers - 1,) if self.level is None else ()
+        """The last layer, unless the self-drafter computes the hidden states."""
+        return (runner.num_layers - 1,) if self.self_drafter is None else ()
 
     def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        return () if self.level is None else self.level.query_layers(runner)
+        return () if self.self_drafter is None else self.self_drafter.query_layers(runner)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         self._bound, self._store = self.draft.bind(runner), store
-        if self.level is not None:
-            self.level.bind(runner, store, (runner.num_layers - 1,))
+        if self.self_drafter is not None:
+            self.self_drafter.bind(runner, store, (runner.num_layers - 1,))
 
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
-        bound, (hidden, first) = self._bound, self._states(sequences)
+        bound, ids = self._bound, self._bound.draft_to_target_ids
+        hidden, root_logits = self._hidden_states(sequences)
         self._rounds += 1
-        # One product with the head: (B, levels, draft vocabulary).
-        said = bound.head(torch.stack(bound.block(hidden, self.heads), dim=1))
-        if first is not None:
-            first = first if bound.draft_to_target_ids is None else first[:, bound.draft_to_target_ids]
-            said = torch.cat([first[:, None].to(said.dtype), said], dim=1)
+        # One multiplication by the head: (B, levels, draft vocabulary).
+        logits = bound.head(torch.stack(bound.block(hidden, self.heads), dim=1))
+        if root_logits is not None:
+            first = root_logits if ids is None else root_logits[:, ids]
+            logits = torch.cat([first[:, None].to(logits.dtype), logits], dim=1)
 
-        def expand(level: TreeLevel) -> torch.Tensor:
-            # What a head says does not depend on the path before it.
-            # By the host's numbers: an index tensor would have to travel to the device.
-            own = torch.stack([said[row, level.depth, None] for row in level.sequence_indices])
-            return own.expand(-1, level.tokens.shape[1], -1)
+        def draft_logits(level: TreeLevel) -> torch.Tensor:
+            # A head's logits do not depend on the path. Not by an index tensor, which would be copied to the device.
+            selected = torch.stack([logits[i, level.depth, None] for i in level.sequence_indices])
+            return selected.expand(-1, level.tokens.shape[1], -1)
 
-        # All levels are there already: one more costs nothing.
+        # All levels are computed already: one more costs nothing.
         limit = None if limit is None else replace(limit, min_expected_gain=0.0)
-        return self.grow(sequences, expand, bound.draft_to_target_ids, said.device, limit)
+        return self.grow(sequences, draft_logits, ids, logits.device, limit)
 
-    def _states(self, sequences: SequenceOf[Sequence]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """States (B, hidden) of the target's last layer, before its final norm: of the roots, with what the target says
-        by them (B, vocabulary); or of the tokens before the roots, whose own nobody has computed yet."""
+    def _hidden_states(self, sequences: SequenceOf[Sequence]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Hidden states (B, hidden) of the target's last layer, before its final norm: with a self-drafter those of the
+        roots, and its logits (B, vocabulary) there; else those of the tokens before the roots, and None."""
         store, logits = self._store, None
-        rows = [s.length - 2 for s in sequences]
-        if self.level is not None:
-            self.level.update_views(sequences)
-            judged = self.level.verify(sequences, [TokenTree((s.output[-1],), (-1,)) for s in sequences])
-            logits, store = torch.stack([of_root[0] for of_root in judged]), self.level.cache.store
-            rows = [store.lengths[s.slot] for s in sequences]  # behind the view; nothing keeps it
+        positions = [s.length - 2 for s in sequences]
+        if self.self_drafter is not None:
+            self.self_drafter.update_views(sequences)
+            roots = [TokenTree((s.output[-1],), (-1,)) for s in sequences]
+            logits = torch.stack([of_tree[0] for of_tree in self.self_drafter.verify(sequences, roots)])
+            store = self.self_drafter.cache.store
+            positions = [store.lengths[s.slot] for s in sequences]  # scratch entries after the view
         assert store.features is not None
-        return torch.stack([store.features[s.slot, row] for s, row in zip(sequences, rows, strict=True)]), logits
+        return torch.stack([store.features[s.slot, i] for s, i in zip(sequences, positions, strict=True)]), logits
 
     def observe(self, round_result: RoundResult) -> None:
-        if self.level is not None:
-            self.level.observe(round_result)
+        if self.self_drafter is not None:
+            self.self_drafter.observe(round_result)
 
     def release(self, sequence: Sequence) -> None:
-        if self.level is not None:
-            self.level.release(sequence)
+        if self.self_drafter is not None:
+            self.self_drafter.release(sequence)
 
 
 register(
     Kind(
         "heads",
         HeadsDrafter,
-        "a few trained heads say the next tokens from one hidden state of the model, at next to no cost",
+        "a few trained heads predict the next tokens from one hidden state of the model, at next to no cost",
         "Wu et al. 2025, TokenSwift, arXiv:2502.18890; Cai et al. 2024, Medusa, arXiv:2401.10774",
         load=HeadsDraft.load,
         training=Training(

@@ -1,14 +1,14 @@
-"""LongSpec: a one-block drafter whose memory does not grow with the context (Yang et al. 2025, section 3.1).
+"""LongSpec: a one-block draft whose memory does not grow with the context (Yang et al. 2025, section 3.1).
 
-    h = x + SelfAttn(RMSNorm(x))            keys of the last `window` positions
-    h = h + CrossAttn(RMSNorm(h))           keys and values: the target's last layer, read in its KV cache
+    h = x + SelfAttn(RMSNorm(x))            over the last `window` positions
+    h = h + CrossAttn(RMSNorm(h))           over the KV cache of the target's last layer
     h = h + SwiGLU(RMSNorm(h))
     logits = target_head(h)                 no final norm in the paper; `final_norm` adds one
 
-x is the target's token embedding; embedding, head and rotary embedding are the target's own, by reference.
+Token embedding x, head and rotary embedding are the target's, by reference.
 
-A round: the tokens emitted since the last one enter the window; the newest of them, the root, goes through the whole
-block; then the tree grows level by level.
+A round: keys and values of the new tokens enter the window. The last of them, the root, goes through the whole block.
+Then the tree grows level by level.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from longdraft.trees.options import TreeOptions
 from longdraft.views.draft_cache import DraftCache
 
 KIND = "longspec"
-# Published drafts carry these; the block never uses what they compute.
-_DEAD = {f"cross_attn.{part}_proj.{kind}" for part in "kv" for kind in ("weight", "bias")}
+# Tensors of published drafts that the forward does not use.
+_UNUSED_TENSORS = {f"cross_attn.{part}_proj.{kind}" for part in "kv" for kind in ("weight", "bias")}
 
 
 @dataclass(frozen=True)
 class LongSpecShape:
-    """Sizes of the block. Head counts and sizes are the target's, or its KV could not be read."""
+    """Sizes of the block. Numbers and size of heads must be the target's, whose KV it reads."""
 
     hidden_size: int
     intermediate_size: int
@@ -51,9 +51,9 @@ class LongSpecShape:
     head_dim: int
     rms_norm_eps: float = 1e-6
     window: int = 512
-    """Keys that self-attention sees, the query's own included."""
+    """Number of keys that self-attention reads, the query's own included."""
     final_norm: bool = False
-    """An RMSNorm before the head. The paper has none; with it, training is stable at a higher learning rate."""
+    """An RMSNorm before the head, as an addition to the paper: training is stable at a higher learning rate."""
     attention_bias: ClassVar[bool] = True
     output_bias: ClassVar[bool] = False
     qk_norm: ClassVar[bool] = False
@@ -61,7 +61,7 @@ class LongSpecShape:
 
 
 class LongSpecBlock(DraftLayer, DraftBlock):
-    """The block. Its state dict is the published layout without the cross-attention's unused k and v."""
+    """The block. Its state dict is the published layout without the cross-attention's unused k_proj and v_proj."""
 
     has_fused_kernel = True
 
@@ -75,7 +75,7 @@ class LongSpecBlock(DraftLayer, DraftBlock):
         return self
 
     def combine_inputs(self, x: torch.Tensor, g: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values depend on token and position alone."""
+        """Returns (RMSNorm(x), x): keys and values depend on token and position only."""
         return self.input_layernorm(x), x
 
     def initialize(self, seed: int = 0, std: float = 0.02) -> None:
@@ -83,21 +83,23 @@ class LongSpecBlock(DraftLayer, DraftBlock):
         initialize(self, seed, std)
         if self.shape.final_norm:
             with torch.no_grad():
-                self.norm.get_parameter("weight").fill_(0.5)  # small logits: at first the block repeats its input
+                self.norm.get_parameter("weight").fill_(
+                    0.5
+                )  # small logits at first, since the block starts as the identity
 
 
 class LongSpecDraft(TrainedDraft[BoundDraft]):
-    """A trained draft, ours or one as LongSpec's authors published them."""
+    """A trained draft in our layout, or as LongSpec's authors published it."""
 
     kind, label = KIND, "LongSpec"
     shape_type, module_type = LongSpecShape, LongSpecBlock
 
     def __init__(self, folder: Path | str, contents: DraftFolder) -> None:
-        theirs = contents.kind == KIND and "longdraft_format" not in contents.config
-        super().__init__(folder, _as_ours(folder, contents) if theirs else contents)
+        is_published = contents.kind == KIND and "longdraft_format" not in contents.config
+        super().__init__(folder, _converted(folder, contents) if is_published else contents)
 
     def needs(self) -> dict[str, Any]:
-        """The target's KV is read with the draft's heads."""
+        """The draft's heads must be the target's, whose KV they read."""
         return {n: getattr(self.shape, n) for n in ("hidden_size", "heads", "kv_heads", "head_dim")}
 
     def check(self, runner: TargetRunner) -> None:
@@ -112,7 +114,7 @@ class LongSpecDraft(TrainedDraft[BoundDraft]):
 
 
 def check_rotary(runner: TargetRunner) -> None:
-    """Raises UnsupportedModelError for a target whose last full layer or rotary embedding a draft cannot share."""
+    """Raises UnsupportedModelError for a target without full attention, or whose rotary embedding cannot be shared."""
     if not runner.kv_shape.layers:
         raise UnsupportedModelError(
             f"{type(runner.model).__name__} has no layer with full attention, whose keys LongSpec drafts read. Use "
@@ -126,14 +128,14 @@ def check_rotary(runner: TargetRunner) -> None:
         )
 
 
-def _as_ours(folder: Path | str, published: DraftFolder) -> DraftFolder:
-    """A published draft in our layout: transformers names its sizes differently and leaves some out."""
+def _converted(folder: Path | str, published: DraftFolder) -> DraftFolder:
+    """Converts a published draft to our layout. Its config has transformers' names, and lacks some sizes."""
     config = with_derived_sizes(published.config)
     shape = read_shape(LongSpecShape, config, folder, "LongSpec", HF_NAMES)
-    ours = asdict(shape) | {n: config[n] for n in ("trained_length", "draft_vocab_size") if n in config}
+    our_config = asdict(shape) | {n: config[n] for n in ("trained_length", "draft_vocab_size") if n in config}
     target = {} if config.get("vocab_size") is None else {"vocab_size": config["vocab_size"]}
-    tensors = {name: t for name, t in published.tensors.items() if name not in _DEAD}
-    return DraftFolder(KIND, ours, tensors, target | published.target)
+    tensors = {name: t for name, t in published.tensors.items() if name not in _UNUSED_TENSORS}
+    return DraftFolder(KIND, our_config, tensors, target | published.target)
 
 
 class LongSpecDrafter(BlockDrafter):
@@ -144,20 +146,20 @@ class LongSpecDrafter(BlockDrafter):
 
     def __init__(self, draft: LongSpecDraft, **options: Any) -> None:
         (tree,) = parse("LongSpec", options, *self.options)
-        self.tree = tree.kind("beam")
+        self.tree = tree.config("beam")
         if self.tree.depth >= draft.shape.window:
             raise ValueError(f"{self.tree.depth} levels do not fit the draft's window of {draft.shape.window} tokens")
         self.draft = draft
 
     def make_cache(self) -> DraftCache:
-        """The last keys, which depend on token and position alone."""
-        # Forwards of other texts may move the target's keys and values, by numbers on the host.
+        """Makes a cache of the last ``window`` tokens."""
+        # Offloaded target KV moves between forwards, under control of the host.
         self.is_capturable = self.store.is_resident
-        own = replace(self.runner.kv_shape, layers=1, kv_heads=self.draft.shape.kv_heads)
-        return self.last_rows(own, self.draft.shape.window, self.tree.max_expanded_nodes)
+        kv_shape = replace(self.runner.kv_shape, layers=1, kv_heads=self.draft.shape.kv_heads)
+        return self.window_cache(kv_shape, self.draft.shape.window, self.tree.max_expanded_nodes)
 
-    def text(self, slots: SequenceOf[int]) -> TargetKV:
-        """The target's last-layer keys and values, which cross-attention sees."""
+    def target_kv(self, slots: SequenceOf[int]) -> TargetKV:
+        """Keys and values of the target's last layer."""
         return *self.store.layer(self.store.shape.layers - 1), [self.store.readable_len(slot) for slot in slots]
 
 

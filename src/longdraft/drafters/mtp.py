@@ -1,15 +1,15 @@
-"""MTP: the layer inside a model's own checkpoint that predicts further tokens (DeepSeek-V3, arXiv:2412.19437, 2.2).
+"""MTP: the multi-token prediction layer in a model's own checkpoint (DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
-    f_t                                                     the target's last hidden state at t, behind its final norm
+    f_t                                                     the target's last hidden state at t, after its final norm
     n_t = eh_proj([RMSNorm(embed(token_{t+1})), RMSNorm(f_t)])
     o_t = RMSNorm(DecoderLayer(n_t))                        a layer of the target's own class
     logits of token_{t+2} = target_head(o_t)
 
-Further on, o stands in for f, so one layer drafts as many tokens as pay. Checkpoints with several such layers use the
-first. It drafts as EAGLE-3 does (:mod:`longdraft.drafters.eagle3`): its own keys and values, chain or tree.
+In the nodes of a tree, o_t replaces f_{t+1}, so one layer drafts any number of tokens. Of several such layers, the
+first is used. Drafting is as in EAGLE-3 (:mod:`longdraft.drafters.eagle3`), with a KV cache of its own.
 
-RoPE depends on differences of positions alone: with a window, a draft sees what it would see at positions that were
-moved back to 0. Texts longer than the model was trained for before its RoPE was stretched get one by themselves.
+RoPE depends on distances only, so a draft with a window needs no change of positions. A window is set by default for
+contexts longer than the model's training before its RoPE was scaled.
 """
 
 from __future__ import annotations
@@ -40,23 +40,19 @@ KIND = "mtp"
 
 
 class MtpBlock(EagleBlock):
-    """The module around a layer of the target's class.
-
-    Args:
-        runner: the target.
-        sparse: the layer has experts.
+    """The module around a layer of the target's class. ``has_experts``: the layer is a mixture of experts.
 
     Raises:
-        UnsupportedModelError: the target's layers cannot be made once more, or it has no norm before its head.
+        UnsupportedModelError: the target's layer class cannot be constructed, or it has no norm before its head.
     """
 
     enorm: nn.Module
     hnorm: nn.Module
 
-    def __init__(self, runner: TargetRunner, sparse: bool) -> None:
+    def __init__(self, runner: TargetRunner, has_experts: bool) -> None:
         nn.Module.__init__(self)
         size, eps = runner.shared_parts.hidden_size, runner.shared_parts.rms_norm_eps
-        self.layer = mtp_layer.new_decoder_layer(runner.model, sparse)
+        self.layer = mtp_layer.new_decoder_layer(runner.model, has_experts)
         for name in ("enorm", "hnorm", "norm"):
             self.add_module(name, mtp_layer.new_norm(self.layer, size, eps))
         with torch.device("meta"):
@@ -83,27 +79,24 @@ class MtpBlock(EagleBlock):
         output_rows: OutputRows = ALL,
         cross: CrossAttend | None = None,
     ) -> torch.Tensor:
-        """The module over T rows: o (Tq, hidden), behind the last norm."""
+        """Runs the module on T tokens: o (Tq, hidden), after the final norm."""
         n, (attend,) = self.combine_inputs(x, g)[0], attend_fns
-        sees = attend
-        if output_rows is not ALL:  # of the other rows, keys and values alone
+        attend_all = attend
+        if output_rows is not ALL:  # the layer gets the output tokens only, so the keys of all are computed before
             keys, values = mtp_layer.compute_kv(self.layer, n, cos, sin)
 
-            def sees(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            def attend_all(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
                 return attend(q, keys, values)
 
-        out: torch.Tensor = self.norm(
-            mtp_layer.run_layer(self.layer, n[output_rows], cos[output_rows], sin[output_rows], sees)
-        )
+        n, cos, sin = n[output_rows], cos[output_rows], sin[output_rows]
+        out: torch.Tensor = self.norm(mtp_layer.run_layer(self.layer, n, cos, sin, attend_all))
         return out
 
 
 class MtpDraft(Eagle3Draft):
-    """The further layer of a checkpoint. Its module is of the target's class, so it is made when it is bound.
+    """The MTP layer of a checkpoint. Its module has the target's layer class, so it is constructed by :meth:`make`.
 
-    Args:
-        folder: the checkpoint, a folder or a GGUF file.
-        tensors: of the layer, as :func:`longdraft.drafts.mtp_formats.read` names them.
+    ``folder``: the checkpoint, or a GGUF file. ``tensors``: from :func:`longdraft.drafts.mtp_formats.read`.
     """
 
     kind, label = KIND, "MTP"
@@ -115,12 +108,12 @@ class MtpDraft(Eagle3Draft):
         self.draft_to_target_ids, self.configured_layers, self.window = None, None, None
         projection = tensors.get("eh_proj.weight")
         if projection is None:
-            raise CheckpointError(f"{folder} has no projection before its further layer (fc or eh_proj).")
+            raise CheckpointError(f"{folder} has no projection before its MTP layer (fc or eh_proj).")
         self.required_target = {"hidden_size": projection.shape[0]}
 
     @classmethod
     def load(cls, folder: Path | str) -> MtpDraft:
-        """Reads the layer out of a target's folder or GGUF file; other tensors are not read.
+        """Reads the layer from a target's folder or GGUF file, without its other tensors.
 
         Raises:
             CheckpointError: unreadable, without such a layer, or a draft for another method.
@@ -133,7 +126,7 @@ class MtpDraft(Eagle3Draft):
 
     @property
     def max_context(self) -> None:
-        """It reads texts as long as the target does."""
+        """None: as the target's."""
         return
 
     def default_feature_layers(self, count: int) -> tuple[int, ...]:
@@ -142,7 +135,7 @@ class MtpDraft(Eagle3Draft):
     def check(self, runner: TargetRunner) -> None:
         draft_folder.check_target(self.required_target, runner.shared_parts.description, self.folder)
         if runner.tp_rank is not None:
-            raise CapabilityError("MTP layers are not shared out to several processes: take eagle3 or prompt-lookup.")
+            raise CapabilityError("MTP layers do not run in tensor parallel: use eagle3 or prompt-lookup.")
 
     def remarks(self, runner: TargetRunner) -> list[str]:
         return []
@@ -151,25 +144,25 @@ class MtpDraft(Eagle3Draft):
         tensors = self._tensors
         block = MtpBlock(runner, any(".experts." in name for name in tensors))
         sizes = {name: tensor.shape for name, tensor in block.state_dict().items()}
-        found = {name: torch.empty(t.shape, dtype=torch.float32, device="meta") for name, t in tensors.items()}
-        draft_folder.check_tensors(found, sizes, self.folder, self.label)
+        shapes = {name: torch.empty(t.shape, dtype=torch.float32, device="meta") for name, t in tensors.items()}
+        draft_folder.check_tensors(shapes, sizes, self.folder, self.label)
         mtp_layer.load_weights(block, tensors, runner.device, runner.kv_shape.dtype, int8=runner.arithmetic == "int8")
         return BoundDraft(runner, block, runner.shared_parts.rotary, None)
 
 
 class MtpDrafter(Eagle3Drafter):
-    """Drafts with the further layer of a target's own checkpoint."""
+    """Drafts with the MTP layer of the target's own checkpoint."""
 
     options: ClassVar[tuple[type[Options], ...]] = (TreeOptions, WindowOptions)
-    is_capturable = False  # the target's class may choose experts
+    is_capturable = False  # the layer may choose experts by its data
     draft: MtpDraft
 
     @torch.inference_mode()
     def kv_shape_of_draft(self) -> KVShape:
         runner, bound = self.runner, self.bound
-        row = torch.zeros(1, runner.shared_parts.hidden_size, dtype=runner.kv_shape.dtype, device=runner.device)
+        x = torch.zeros(1, runner.shared_parts.hidden_size, dtype=runner.kv_shape.dtype, device=runner.device)
         cos, sin = bound.rotary(torch.zeros(1, dtype=torch.long, device=runner.device))
-        keys, _ = bound.block.keys_values(row, row, cos, sin)
+        keys, _ = bound.block.keys_values(x, x, cos, sin)
         return KVShape(1, keys.shape[0], keys.shape[2], runner.kv_shape.dtype)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:

@@ -1,14 +1,14 @@
 """One pass: all levels of a tree from one forward of EAGLE-3's layer (P-EAGLE, arXiv:2602.01469; DSpark, 2607.05147).
 
-    row 0:         x = embed(root),         g = fc(f_t)           the row that EAGLE-3 begins with
-    row k > 0:     x = embed(root) + m_k,   g = fc(f_t) + s_k     m_k, s_k learned; sees rows 0 .. k - 1
-    logits_k = head(RMSNorm(o_k)) + W_out W_in[token before]      a bigram of low rank
+    input 0:       x = embed(root),         g = fc(f_t)         the root, as in EAGLE-3
+    input k > 0:   x = embed(root) + m_k,   g = fc(f_t) + s_k   a mask token; m_k, s_k are learned; attends to 0 .. k
+    logits_k = head(RMSNorm(o_k)) + W_out W_in[parent]          low-rank bigram
 
-Rows k > 0 stand where tokens are not known yet; the bigram corrects each level for the token just before, left to
-right, without another forward. Memory is a window: it does not grow with the text.
+Mask tokens stand for unknown tokens, one for each further level. The bigram corrects a level's logits for the parent
+token, without another forward. The KV cache is a window, so memory does not grow with the context.
 
-P-EAGLE's published drafts have x = embed(mask) and g = fc(s) in the rows k > 0, the same behind every anchor, and no
-bigram: levels do not know each other's tokens.
+P-EAGLE's published drafts have x = embed(mask) and g = fc(s) for all k > 0, and no bigram: a level does not depend on
+the tokens of other levels.
 """
 
 from __future__ import annotations
@@ -37,27 +37,22 @@ from longdraft.trees.tree import NodeLimit, TokenTree
 
 @dataclass(frozen=True, kw_only=True)
 class OnePassShape(Eagle3Shape):
-    """Sizes of the module.
-
-    Attributes:
-        slots: tokens that one forward proposes, the row of the anchor included.
-        rank: of the bigram.
-    """
+    """Sizes of the module. ``slots``: number of levels that one forward predicts. ``rank``: of the bigram."""
 
     slots: int
     rank: int
 
 
 class OnePassBlock(Eagle3Block):
-    """The module."""
+    """EAGLE-3's module with mask tokens and a bigram."""
 
     shape: OnePassShape
 
     def __init__(self, shape: OnePassShape) -> None:
         super().__init__(shape)
-        ahead = shape.slots - 1
-        self.slot_embedding = nn.Parameter(torch.zeros(ahead, shape.hidden_size, dtype=torch.float32))
-        self.slot_state = nn.Parameter(torch.zeros(ahead, shape.hidden_size, dtype=torch.float32))
+        num_masks = shape.slots - 1
+        self.slot_embedding = nn.Parameter(torch.zeros(num_masks, shape.hidden_size, dtype=torch.float32))
+        self.slot_state = nn.Parameter(torch.zeros(num_masks, shape.hidden_size, dtype=torch.float32))
         self.bigram_in = nn.Embedding(shape.vocabulary, shape.rank)
         self.bigram_out = nn.Embedding(shape.vocabulary, shape.rank)
 
@@ -66,7 +61,7 @@ class OnePassBlock(Eagle3Block):
         self.initialize_slots(seed)
 
     def initialize_slots(self, seed: int = 0) -> None:
-        """Rows that differ a little, and a bigram that says nothing yet."""
+        """Small random mask tokens, and a bigram with zero output."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter, std in ((self.slot_embedding, 0.02), (self.slot_state, 0.02), (self.bigram_in.weight, 0.25)):
@@ -74,23 +69,23 @@ class OnePassBlock(Eagle3Block):
             self.bigram_out.weight.zero_()
 
     def mask_token_inputs(
-        self, x: torch.Tensor, g: torch.Tensor, rows: slice, embedding: nn.Module | None = None
+        self, x: torch.Tensor, g: torch.Tensor, indices: slice, embedding: nn.Module | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs (B, T, hidden) of some of the rows k > 0, counted from 0, of anchors' x and g (B, 1, hidden)."""
-        return x + self.slot_embedding[rows], g + self.slot_state[rows]
+        """Inputs (B, T, hidden) of mask tokens (``indices`` from 0), from x and g (B, 1, hidden) of the roots."""
+        return x + self.slot_embedding[indices], g + self.slot_state[indices]
 
     def successor_weights(self, ids: torch.Tensor) -> torch.Tensor:
-        """The bigram's output rows (B, depth, rank, M) of draft ids (B, depth, M)."""
+        """W_out (B, depth, rank, M) of draft ids (B, depth, M)."""
         out: torch.Tensor = self.bigram_out(ids).mT
         return out
 
-    def predecessor_weights(self, before: torch.Tensor) -> torch.Tensor:
-        """The bigram's input rows (..., rank) of draft ids (...); zeros for -1, an unknown token."""
-        found: torch.Tensor = self.bigram_in(before.clamp_min(0)) * (before >= 0)[..., None]
-        return found
+    def predecessor_weights(self, ids: torch.Tensor) -> torch.Tensor:
+        """W_in (..., rank) of draft ids (...); zeros for -1, a token without a draft id."""
+        weights: torch.Tensor = self.bigram_in(ids.clamp_min(0)) * (ids >= 0)[..., None]
+        return weights
 
     def correction(self, previous_ids: torch.Tensor, successor_weights: torch.Tensor) -> torch.Tensor:
-        """The numbers added to the scores (B, W, M) of tokens behind draft ids (B, W), given what is beside them."""
+        """Corrections (B, W, M) of the logits of M candidates, for the draft ids (B, W) before them."""
         return (self.predecessor_weights(previous_ids) @ successor_weights).float()
 
 
@@ -98,119 +93,111 @@ KIND = "onepass"
 
 
 class OnePassDraft(Eagle3Draft):
-    """A trained draft."""
+    """A trained one-pass draft."""
 
     kind, label = KIND, "one-pass"
     shape_type, module_type = OnePassShape, OnePassBlock
 
 
-# Likely tokens of a row that the bigram chooses among; the rest keep the share of the distribution that they have.
-CANDIDATES = 24
-# What another level costs, in forwards of the draft.
-LEVEL = 0.1
+# Number of likely tokens of a level that the bigram corrects. The others keep their total probability.
+NUM_CANDIDATES = 24
+# Cost of one more level, in forwards of the draft.
+LEVEL_COST = 0.1
 
 
 class DepthTopk(NamedTuple):
-    """The forward's output for the depths of B sequences, or for one of them: the M likeliest tokens.
+    """The M likeliest tokens of each depth for B sequences, before the correction.
 
     Attributes:
-        logprobs, ids: (B, depths, M); draft ids.
-        rest: (B, depths, 1) log-probability of all other tokens together.
-        beside: (B, depths, ...): what corrects the scores for the token before.
+        logprobs, ids: (B, depths, M) log-probabilities and draft ids.
+        rest_logprob: (B, depths, 1) log-probability of all other tokens together.
+        correction_inputs: (B, depths, ...) further inputs of the correction.
     """
 
     logprobs: torch.Tensor
     ids: torch.Tensor
-    rest: torch.Tensor
+    rest_logprob: torch.Tensor
     correction_inputs: torch.Tensor
 
 
 class SingleForwardRound(DraftRound):
-    """One round of a batch, in which one forward says the likeliest tokens of every level, and a small correction
-    follows the tokens that a node comes after."""
+    """Drafts the trees of one round with one forward for all levels, and a small correction by each node's path."""
 
     def __init__(self, drafter: Eagle3Drafter, sequences: list[Sequence], depth: int) -> None:
         super().__init__(drafter, sequences, depth)
-        # The level of the sequences, and what was said of each depth.
+        # The level of the roots, and the forward's result for all depths.
         self._roots: TreeLevel | None = None
-        self._rows: DepthTopk | None = None
+        self._topk: DepthTopk | None = None
 
     @abstractmethod
-    def ask(self, level: TreeLevel, count: int) -> tuple[torch.Tensor, ...]:
-        """The forward: ``logprobs``, ``ids`` and ``successor_weights`` of a :class:`DepthTopk`.
-
-        Args:
-            level: the roots. count: likeliest tokens of a depth.
-        """
+    def forward_all_depths(self, level: TreeLevel, k: int) -> tuple[torch.Tensor, ...]:
+        """Runs the forward; returns ``logprobs``, ``ids`` and ``correction_inputs`` of a :class:`DepthTopk`.
+        ``level``: the roots. ``k``: number of likeliest tokens of a depth."""
 
     @abstractmethod
-    def corrected(self, level: TreeLevel, row: DepthTopk) -> torch.Tensor:
-        """Scores (B', W, M) of the likeliest tokens behind each node of a level.
-
-        Args:
-            row: of the level's depth, of its sequences.
-        """
+    def corrected_scores(self, level: TreeLevel, topk: DepthTopk) -> torch.Tensor:
+        """Unnormalized log-probabilities (B', W, M) of the candidates for the children of each node.
+        ``topk``: of the level's depth and sequences."""
 
     @property
-    def candidates(self) -> int:
-        """Likely tokens of a depth that the correction chooses among."""
-        return CANDIDATES
+    def num_candidates(self) -> int:
+        """Number of likely tokens of a depth that are corrected."""
+        return NUM_CANDIDATES
 
-    def said(self, level: TreeLevel, best: int) -> tuple[torch.Tensor, ...]:
-        """The likeliest tokens, at most :attr:`candidates`. Trees of this drafter never ask for logits."""
-        assert best, "a one-pass draft tells its likeliest tokens alone"
+    def logits_or_topk(self, level: TreeLevel, top_k: int) -> tuple[torch.Tensor, ...]:
+        """Log-probabilities and draft ids of at most :attr:`num_candidates` children. ``top_k`` must not be 0."""
+        assert top_k, "a one-pass draft has no logits of all tokens"
         if level.depth == 0:
-            self._owner.forwards += 1
-            logprobs, ids, successor_weights = self.ask(level, max(best, self.candidates))
+            self._drafter.forwards += 1
+            logprobs, ids, correction_inputs = self.forward_all_depths(level, max(top_k, self.num_candidates))
             rest = torch.log1p(-logprobs.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
             if logprobs.shape[-1] == self._bound.block.shape.vocabulary:
                 rest.fill_(float("-inf"))
-            self._roots, self._rows = level, DepthTopk(logprobs, ids, rest, successor_weights)
-        assert self._roots is not None and self._rows is not None
-        row = DepthTopk(
-            *(self._roots.index_select(level.sequence_indices, t)[:, level.depth, None] for t in self._rows)
-        )
-        scores = self.corrected(level, row)
-        whole = torch.logaddexp(scores.logsumexp(-1, keepdim=True), row.rest)
-        found = scores.topk(min(best, scores.shape[-1]), dim=-1)
-        return found.values - whole, row.ids.expand_as(scores).gather(2, found.indices)
+            self._roots, self._topk = level, DepthTopk(logprobs, ids, rest, correction_inputs)
+        assert self._roots is not None and self._topk is not None
+        of_sequences = (self._roots.index_select(level.sequence_indices, x) for x in self._topk)
+        topk = DepthTopk(*(x[:, level.depth, None] for x in of_sequences))
+        scores = self.corrected_scores(level, topk)
+        total = torch.logaddexp(scores.logsumexp(-1, keepdim=True), topk.rest_logprob)
+        best = scores.topk(min(top_k, scores.shape[-1]), dim=-1)
+        return best.values - total, topk.ids.expand_as(scores).gather(2, best.indices)
 
 
 class OnePassRound(SingleForwardRound):
-    """One round of a batch."""
+    """Drafts the trees of one round with mask tokens."""
 
-    def ask(self, level: TreeLevel, count: int) -> tuple[torch.Tensor, ...]:
-        """The forward: the rows that the cache lacks, and behind each root those of the tokens further on."""
-        bound, block, ahead = self._bound, self._bound.block, self._depth - 1
-        rows, (tokens, cos, sin, features) = self.roots(level)
+    def forward_all_depths(self, level: TreeLevel, k: int) -> tuple[torch.Tensor, ...]:
+        """Runs the forward over the new tokens, and mask tokens after each root."""
+        bound, block, num_masks = self._bound, self._bound.block, self._depth - 1
+        batch, (tokens, cos, sin, features) = self.root_inputs(level)
         x, g = bound.embedding(tokens), block.project_features(features)
-        further = block.mask_token_inputs(x[:, -1:], g[:, -1:], slice(ahead), bound.embedding)
-        x, g = (torch.cat(each, 1) for each in zip((x, g), further, strict=True))
-        cos, sin = (torch.cat(each, 1) for each in zip((cos, sin), self._ahead, strict=True))
-        rows = DraftBatch.new(self._cache, rows.slots, rows.width, behind=ahead)
-        _, *said = self.step(rows, (x, cos, sin, g), count)
-        logprobs, ids = (t.view(len(level.sequence_indices), rows.going, -1) for t in said)
+        masks = block.mask_token_inputs(x[:, -1:], g[:, -1:], slice(num_masks), bound.embedding)
+        x, g = (torch.cat(parts, 1) for parts in zip((x, g), masks, strict=True))
+        cos, sin = (torch.cat(parts, 1) for parts in zip((cos, sin), self._next_rotary, strict=True))
+        batch = DraftBatch.from_new_tokens(self._cache, batch.slots, batch.query_len, num_mask_tokens=num_masks)
+        _, *topk = self.forward(batch, (x, cos, sin, g), k)
+        logprobs, ids = (t.view(len(level.sequence_indices), batch.num_outputs, -1) for t in topk)
         return logprobs, ids, block.successor_weights(ids)
 
-    def corrected(self, level: TreeLevel, row: DepthTopk) -> torch.Tensor:
-        table = self._bound.target_to_draft_ids
-        before = level.tokens if table is None else table[level.tokens]
-        return row.logprobs + self._bound.block.correction(before, row.correction_inputs[:, 0])
+    def corrected_scores(self, level: TreeLevel, topk: DepthTopk) -> torch.Tensor:
+        draft_ids = self._bound.target_to_draft_ids
+        previous_ids = level.tokens if draft_ids is None else draft_ids[level.tokens]
+        return topk.logprobs + self._bound.block.correction(previous_ids, topk.correction_inputs[:, 0])
 
 
 class OnePassDrafter(Eagle3Drafter):
-    """Drafts trees with one forward a round. A tree has no more levels than the draft has rows."""
+    """Drafts trees with one forward a round, of at most ``slots`` levels."""
 
     round_type: ClassVar[type[DraftRound]] = OnePassRound
     draft: OnePassDraft
 
     def adapt_tree(self, tree: TreeConfig, draft: Eagle3Draft, options: Mapping[str, Any]) -> TreeConfig:
         slots: int = draft.shape.slots
-        deep = [name for name in ("widths", "depth") if options.get(name) is not None]
-        if deep and tree.depth > slots:
+        set_by_user = [name for name in ("widths", "depth") if options.get(name) is not None]
+        if set_by_user and tree.depth > slots:
             raise ValueError(
                 f"a tree of {tree.depth} levels is deeper than the {slots} tokens that the draft proposes: "
-                f"give {deep[0]} of {slots} levels at most"
+                f"give {set_by_user[0]} of {slots} levels at most"
             )
         return tree.limit_depth(slots)
 
@@ -219,9 +206,9 @@ class OnePassDrafter(Eagle3Drafter):
         return self.draft.shape.slots - 1
 
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
-        # A planner's price is a forward's, which is taken by then whatever the depth.
+        # The planner states the cost of a forward, but another level of this draft costs none.
         return super().propose(
-            sequences, None if limit is None else replace(limit, min_expected_gain=LEVEL * limit.min_expected_gain)
+            sequences, None if limit is None else replace(limit, min_expected_gain=LEVEL_COST * limit.min_expected_gain)
         )
 
 
@@ -243,19 +230,14 @@ register(
 
 @dataclass(frozen=True, kw_only=True)
 class PEagleShape(Eagle3Shape):
-    """Sizes of the module.
-
-    Attributes:
-        slots: tokens that one forward proposes.
-        mask_token: the token whose embedding stands for those not known yet.
-    """
+    """Sizes of the module. ``slots``: number of levels that one forward predicts."""
 
     slots: int
     mask_token: int
 
 
 class PEagleBlock(Eagle3Block):
-    """The module. Its state dict is the published layout."""
+    """EAGLE-3's module with one mask token. Its state dict is the published layout."""
 
     shape: PEagleShape
 
@@ -264,10 +246,10 @@ class PEagleBlock(Eagle3Block):
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, shape.feature_size, dtype=torch.float32))
 
     def mask_token_inputs(
-        self, x: torch.Tensor, g: torch.Tensor, rows: slice, embedding: nn.Module
+        self, x: torch.Tensor, g: torch.Tensor, indices: slice, embedding: nn.Module
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs (B, T, hidden) of some of the rows k > 0, the same behind every anchor."""
-        size, count = x.shape[2], rows.stop
+        """Inputs (B, T, hidden) of ``indices.stop`` mask tokens, all the same."""
+        size, count = x.shape[2], indices.stop
         mask = torch.full((1,), self.shape.mask_token, device=x.device, dtype=torch.long)
         state = self.project_features(self.mask_hidden.view(1, -1))
         return embedding(mask).expand(len(x), count, size), state.expand(len(x), count, size)
@@ -276,12 +258,12 @@ class PEagleBlock(Eagle3Block):
         return ids
 
     def correction(self, previous_ids: torch.Tensor, successor_weights: torch.Tensor) -> torch.Tensor:
-        """Nothing: levels do not know each other's tokens."""
+        """Zeros: a level does not depend on the tokens of other levels."""
         return torch.zeros(*previous_ids.shape, 1, dtype=torch.float32, device=previous_ids.device)
 
 
 class PEagleDraft(Eagle3Draft):
-    """A draft as `speculators` writes it, or as EAGLE-3's are published."""
+    """A draft in the layout of `speculators`, or of published EAGLE-3 drafts."""
 
     kind, label = PEAGLE, "P-EAGLE"
     shape_type, module_type = PEagleShape, PEagleBlock

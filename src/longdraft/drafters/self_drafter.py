@@ -1,12 +1,11 @@
-"""The target as its own drafter: it drafts on a part of its KV and verifies on all of it.
+"""Self-drafting: the target drafts on a part of its KV (a :class:`~longdraft.views.view.View`), and verifies on all.
 
-A draft forward reads all of the weights, but a few hundred rows of KV instead of the text's; or all of them, in a
-quarter of the bytes (Tiwari et al. 2025, QuantSpec). So it pays where the KV is what a forward waits for: long texts,
-and batches, whose sequences share the weights and not the KV (Sadhukhan et al. 2024, MagicDec). What part: a
-:class:`~longdraft.views.view.View`.
+A draft forward reads all weights, but only a few hundred KV entries; or all entries in a quarter of the bytes (Tiwari
+et al. 2025, QuantSpec). So it pays where reading KV dominates a forward: for long contexts, and for batches, whose
+sequences share the weights but not the KV (Sadhukhan et al. 2024, MagicDec).
 
-A round: the view takes in the exact rows that the last verification left in the full store, then the root and the tree
-behind it are fed level by level, each level's rows behind those before. These rows are forgotten afterwards.
+A round: the view copies the exact KV entries that the last verification wrote to the full store. Then the root and the
+tree are fed level by level. Their KV is written after the view, and dropped after the round.
 """
 
 from __future__ import annotations
@@ -39,17 +38,18 @@ from longdraft.views.scorers import SCORERS
 from longdraft.views.sparse_kv_cache import SparseKVCache
 from longdraft.views.view import DTYPES, View, parse_dtype
 
+# KV entries of a view.
 DEFAULT_BUDGET = 512
-# StreamingLLM's first tokens, which MagicDec and TokenSwift take over.
+# First tokens, as in StreamingLLM, MagicDec and TokenSwift.
 SINK = 16
-# SnapKV's window, whose queries choose (MagicDec, section 4).
+# Last tokens: SnapKV's window, whose queries rank the chunks (MagicDec, section 4).
 WINDOW = 32
-# TriForce, section 4.1.
+# Entries of a chunk (TriForce, section 4.1).
 CHUNK = 8
-# Rows of a window that no text leaves.
-EVERYTHING = 2**40
-# View -> its scorer, and the rows that it chooses together; None: there is nothing to choose, or only single rows.
-VIEWS: dict[str, tuple[str, int | None]] = {
+# A window that is longer than any context.
+UNLIMITED = 2**40
+# View -> its scorer, and the default chunk size; None: it selects nothing, or single entries only.
+VIEW_SCORERS: dict[str, tuple[str, int | None]] = {
     "all": ("streaming", None),
     "streaming": ("streaming", None),
     "snapkv": ("snapkv", 1),
@@ -64,73 +64,73 @@ VIEWS: dict[str, tuple[str, int | None]] = {
 
 @dataclass(frozen=True)
 class ViewOptions(Options):
-    """The part of its KV that a model drafts on. None: not given."""
+    """The part of its KV that a model drafts on. None: the default."""
 
     budget: int | None = option(
-        min=1, help="KV rows of each layer and head, sink and window included", usual="512; 2048 of view=attention"
+        min=1, help="KV entries of each layer and head, sink and window included", usual="512; view=attention: 2048"
     )
-    sink: int | None = option(min=0, help="first rows, always seen", usual="16")
+    sink: int | None = option(min=0, help="first tokens, always in the view", usual="16")
     window: int | None = option(
-        min=1, help="last rows, always seen", usual="32; of view=streaming all that the budget leaves"
+        min=1, help="last tokens, always in the view", usual="32; view=streaming: the rest of the budget"
     )
-    chunk: int | None = option(min=1, help="rows that are chosen together", usual="8; 1 of snapkv and tokens")
+    chunk: int | None = option(min=1, help="tokens that are selected together", usual="8; snapkv and tokens: 1")
     refresh: int | None = option(
         min=0,
-        help="verifications from one choice to the next; 0: only when the view has no room for new rows",
-        usual="8; 16 of snapkv",
+        help="verifications from one selection to the next; 0: only when the view has no space for new tokens",
+        usual="8; snapkv: 16",
     )
     view_dtype: str | None = option(
-        choices=tuple(DTYPES), help="what the view's keys and values are rounded to", usual="int8 of all and attention"
+        choices=tuple(DTYPES), help="dtype of the view's keys and values", usual="all and attention: int8"
     )
 
 
 def make_self_view(view: str, budget: int | None, sink: int | None, window: int | None, chunk: int | None) -> View:
-    """A view from a drafter's options, None for those that were not given.
+    """Makes a view from a drafter's options. None: the default.
 
     Args:
-        view: one of :data:`VIEWS`; "all" has no sizes.
-        budget: rows, sink and window among them; 512 by default, of "streaming" with a window as many as that makes.
-        sink: 16 by default, or as many of the first chunks as hold so many.
-        window: 32 by default; with "streaming", all that the budget leaves.
-        chunk: 8 by default, 1 with "snapkv"; not of "streaming" or "tokens".
+        view: one of :data:`VIEW_SCORERS`; "all" has no sizes.
+        budget: entries, sink and window included. Default 512; for "streaming" with a window, sink + window.
+        sink: default 16, rounded up to whole chunks.
+        window: default 32; for "streaming", the rest of the budget.
+        chunk: default 8, for "snapkv" 1; "streaming" and "tokens" have none.
     """
     if view == "all":
         sizes = {"budget": budget, "sink": sink, "window": window, "chunk": chunk}
-        if given := [name for name, size in sizes.items() if size is not None]:
-            raise ValueError(f"view=all sees all rows: leave {' and '.join(given)} out, or take another view")
-        return View("streaming", 0, 0, EVERYTHING)
-    scorer, usual = VIEWS[view]
-    if chunk is not None and usual is None:
+        if names := [name for name, size in sizes.items() if size is not None]:
+            raise ValueError(f"view=all has no sizes: leave {' and '.join(names)} out, or take another view")
+        return View("streaming", 0, 0, UNLIMITED)
+    scorer, default_chunk = VIEW_SCORERS[view]
+    if chunk is not None and default_chunk is None:
         raise ValueError(f"chunk shapes views that choose chunks, such as view=chunks, and not view={view}")
-    size = chunk if chunk is not None else usual or 1
+    size = chunk if chunk is not None else default_chunk or 1
     sink = -(-SINK // size) * size if sink is None else sink
-    streaming = SCORERS[scorer] is None
+    is_streaming = SCORERS[scorer] is None
     if budget is None:
-        budget = sink + window if streaming and window is not None else DEFAULT_BUDGET
+        budget = sink + window if is_streaming and window is not None else DEFAULT_BUDGET
     if window is None:
-        window = max(budget - sink, 1) if streaming else WINDOW
-    least = sink + window + (size if size > 1 else 0)
-    if budget < least:
+        window = max(budget - sink, 1) if is_streaming else WINDOW
+    minimum = sink + window + (size if size > 1 else 0)
+    if budget < minimum:
         raise ValueError(
-            f"budget must be at least sink + window{' + chunk' if size > 1 else ''} ({least} tokens), got {budget}: "
+            f"budget must be at least sink + window{' + chunk' if size > 1 else ''} ({minimum} tokens), got {budget}: "
             "give a larger budget, or a smaller sink and window"
         )
     reduction = "mean" if scorer == "snapkv" else "last"
     return View(scorer, budget - sink - window, sink, window, size, reduction=reduction)
 
 
-# New rows that a view takes in before it is chosen anew, as a share of its budget, and at least.
-FRESH_SHARE, FRESH = 4, 64
-# Verifications from one choice to the next.
-REFRESH, USUAL_REFRESH = {"snapkv": 16}, 8
-# Share of tokens that it is believed to choose as the target does, at first (docs/self-drafting.md): on all rows; on
-# 512; so much more each time these are doubled; at most, on some rows.
-ALL, SOME, DOUBLED, MOST = 0.95, 0.4, 0.225, 0.85
-# Rows of a view by attention where nobody says how many (docs/self-drafting.md).
-MANY = 2048
-# Time of a forward on lighter weights, of one on the target's (docs/self-drafting.md); in int8 arithmetic there are no
-# lighter ones.
-LIGHTER = 0.8
+# Space of a view for new tokens before it is reselected: 1 / NEW_FRACTION of its budget, at least MIN_NEW_TOKENS.
+NEW_FRACTION, MIN_NEW_TOKENS = 4, 64
+# Verifications from one selection to the next, by view.
+RESELECT_INTERVALS, DEFAULT_INTERVAL = {"snapkv": 16}, 8
+# Prior acceptance rate (docs/self-drafting.md): with all entries; with 512 entries; increase for each doubling of the
+# budget, and its limit.
+FULL_ACCEPTANCE, BASE_ACCEPTANCE, ACCEPTANCE_PER_DOUBLING, MAX_ACCEPTANCE = 0.95, 0.4, 0.225, 0.85
+# Default budget of view=attention (docs/self-drafting.md).
+ATTENTION_BUDGET = 2048
+# Time of a forward with quantised draft weights, as a fraction of the target's (docs/self-drafting.md). In int8
+# arithmetic the draft uses the target's weights.
+QUANTIZED_FORWARD_RATIO = 0.8
 
 
 @dataclass(frozen=True)
@@ -139,15 +139,14 @@ class SelfOptions(ViewOptions):
 
     view: str = option(
         "attention",
-        choices=tuple(VIEWS),
-        help="all rows, rounded; streaming: the first and the last; or these and the rows that a query ranks best",
-        usual="attention; snapkv of magicdec, all of quantspec",
+        choices=tuple(VIEW_SCORERS),
+        help="all: all tokens, in int8; streaming: the first and the last; others: these, and the best by this scorer",
+        usual="attention; magicdec: snapkv; quantspec: all",
     )
 
 
 def can_draft_quantized(runner: TargetRunner) -> bool:
-    """True if a model drafts on an eight-bit view, and in float32 on lighter weights than it verifies on, by kernels of
-    ours."""
+    """True if our kernels draft on an int8 view, and for a float32 model also with quantised weights."""
     return (
         runner.can_round_kv
         and not runner.kv_is_rounded
@@ -160,60 +159,62 @@ class SelfDrafter(TreeDrafter):
     """Drafts with the target on a sparse view of its own KV.
 
     Args:
-        options: of :class:`SelfOptions` and :class:`TreeOptions`; the tree is a chain of 4, and with a planner one as
-            long as pays.
+        options: of :class:`SelfOptions` and :class:`TreeOptions`. The tree is a chain of 4 tokens, or as many as pay
+            with a planner.
 
     Attributes:
-        cache: the views' KV; from :meth:`bind` on.
+        cache: KV of the views; from :meth:`bind` on.
     """
 
     options: ClassVar[tuple[type[Options], ...]] = (SelfOptions, TreeOptions)
 
     def __init__(self, **options: Any) -> None:
-        own, tree = parse("self-drafting", options, SelfOptions, TreeOptions)
-        view = own.view
-        self.view_dtype = parse_dtype("int8" if view == "all" and own.view_dtype is None else own.view_dtype)
-        self._many = view == "attention" and own.budget is None and own.view_dtype is None
-        sizes = make_self_view(view, MANY if self._many else own.budget, own.sink, own.window, own.chunk)
-        self.view = replace(sizes, max_new=max(FRESH, sizes.size // FRESH_SHARE))
-        interval = REFRESH.get(view, USUAL_REFRESH) if own.refresh is None else own.refresh
-        self.refresh = ReselectionTimer(interval, self.view.num_queries)
-        self.tree = tree.kind("chain")
-        more = log2(max(1.0, self.view.size / DEFAULT_BUDGET))
-        self.prior_acceptance = ALL if view == "all" else min(SOME + DOUBLED * more, MOST)
-        self._agreement: dict[int, AcceptanceCalibrator] = {}  # of each text
+        config, tree = parse("self-drafting", options, SelfOptions, TreeOptions)
+        view, budget = config.view, config.budget
+        dtype = "int8" if view == "all" and config.view_dtype is None else config.view_dtype
+        self.view_dtype = parse_dtype(dtype)
+        self._prefers_int8 = view == "attention" and budget is None and config.view_dtype is None
+        budget = ATTENTION_BUDGET if self._prefers_int8 else budget
+        sizes = make_self_view(view, budget, config.sink, config.window, config.chunk)
+        self.view = replace(sizes, max_new=max(MIN_NEW_TOKENS, sizes.size // NEW_FRACTION))
+        interval = RESELECT_INTERVALS.get(view, DEFAULT_INTERVAL) if config.refresh is None else config.refresh
+        self.timer = ReselectionTimer(interval, self.view.num_queries)
+        self.tree = tree.config("chain")
+        acceptance = BASE_ACCEPTANCE + ACCEPTANCE_PER_DOUBLING * log2(max(1.0, self.view.size / DEFAULT_BUDGET))
+        self.prior_acceptance = FULL_ACCEPTANCE if view == "all" else min(acceptance, MAX_ACCEPTANCE)
+        self._calibrators: dict[int, AcceptanceCalibrator] = {}  # by sequence index
         self.fused_lm: FusedLM | None = None
-        # Rows that trees fill which another one drafted and this one judges.
+        # Maximum number of tokens that :meth:`verify` gets in a round.
         self.max_verified_tokens = 0
 
     @property
     def forward_cost_ratio(self) -> float:  # type: ignore[override]
-        return LIGHTER if self.fused_lm is not None and self.fused_lm.is_quantized else 1.0
+        return QUANTIZED_FORWARD_RATIO if self.fused_lm is not None and self.fused_lm.is_quantized else 1.0
 
-    def kv_tokens_read(self, length: int) -> float | None:
-        kept = self.runner.kv_dtype
-        return min(length, self.view.size) * (self.view_dtype or kept).itemsize / kept.itemsize
+    def kv_tokens_read(self, context_len: int) -> float | None:
+        kv_dtype = self.runner.kv_dtype
+        return min(context_len, self.view.size) * (self.view_dtype or kv_dtype).itemsize / kv_dtype.itemsize
 
     @property
     def views(self) -> tuple[View, ...]:
-        return () if self.view.window == EVERYTHING else (self.view,)
+        return () if self.view.window == UNLIMITED else (self.view,)
 
     @property
     def num_prompt_queries(self) -> int:  # type: ignore[override]
         return max(1, self.view.num_queries)
 
     def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """All, where rows are chosen: each layer for itself."""
+        """All layers if the view selects entries, because each layer selects its own."""
         return tuple(range(runner.kv_shape.layers)) if self.view.num_queries else ()
 
     def needs_queries(self, sequences: list[Sequence]) -> bool:
-        """Not while the views hold all of the texts, and nothing is to be chosen."""
-        # A recorded verification brings them for nothing, and one without them would be another recording.
-        return self.runner.graphs.enabled or any(s.length + FRESH > self.view.size for s in sequences)
+        """False while the views hold all of the contexts, so that nothing is selected."""
+        # A captured verification returns queries at no cost; one without them would need another capture.
+        return self.runner.graphs.enabled or any(s.length + MIN_NEW_TOKENS > self.view.size for s in sequences)
 
     def bind(self, runner: TargetRunner, store: KVStore, feature_layers: tuple[int, ...] = ()) -> None:
         self.runner, features = runner, feature_layers or store.feature_layers
-        if self._many and runner.can_round_kv:
+        if self._prefers_int8 and runner.can_round_kv:
             self.view_dtype = torch.int8
 
         def new_store(slots: int, capacity: int) -> KVStore:
@@ -224,72 +225,68 @@ class SelfDrafter(TreeDrafter):
 
     @property
     def scratch_entries(self) -> int:
-        """Rows behind a view that a round fills at most, the root's included."""
+        """Maximum number of entries that a round writes after a view, the root's included."""
         return max(self.tree.max_expanded_nodes, self.max_verified_tokens) + 1
 
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
         self.update_views(sequences)
 
-        def lift(level: TreeLevel, logprobs: torch.Tensor) -> torch.Tensor:
-            texts = zip((sequences[row] for row in level.sequence_indices), logprobs, strict=True)
-            return torch.stack([self.calibrator(s).calibrate(x) for s, x in texts])
+        def calibrate(level: TreeLevel, logprobs: torch.Tensor) -> torch.Tensor:
+            calibrators = [self.calibrator(sequences[i]) for i in level.sequence_indices]
+            return torch.stack([c.calibrate(x) for c, x in zip(calibrators, logprobs, strict=True)])
 
-        drafted, device = (
-            LMDraftRound(self, self.runner, self.cache.store, self.fused_lm, sequences),
-            self.runner.device,
-        )
-        return self.grow(sequences, drafted.expand, None, device, limit, drafted.likeliest, lift)
+        draft_round = LMDraftRound(self, self.runner, self.cache.store, self.fused_lm, sequences)
+        logits, topk = draft_round.draft_logits, draft_round.draft_topk
+        return self.grow(sequences, logits, None, self.runner.device, limit, topk, calibrate)
 
     def calibrator(self, sequence: Sequence) -> AcceptanceCalibrator:
-        """The estimate of how often it chooses the target's token in this text."""
-        return self._agreement.setdefault(sequence.index, AcceptanceCalibrator(self.prior_acceptance))
+        """The acceptance calibrator of a sequence."""
+        return self._calibrators.setdefault(sequence.index, AcceptanceCalibrator(self.prior_acceptance))
 
     @torch.inference_mode()
     def update_views(self, sequences: SequenceOf[Sequence]) -> None:
-        """Updates the views to the readable rows of each text, and chooses rows again where that is due."""
+        """Copies new entries of each sequence to its view, and reselects the view if that is due."""
         for s in sequences:
-            due = self.view.num_queries > 0 and self.refresh.is_due(s.slot)
-            if self.cache.update(s.slot, self.refresh.queries(s.slot), due):
-                self.refresh.restart(s.slot)
+            is_due = self.view.num_queries > 0 and self.timer.is_due(s.slot)
+            if self.cache.update(s.slot, self.timer.queries(s.slot), is_due):
+                self.timer.restart(s.slot)
 
     def observe(self, round_result: RoundResult) -> None:
-        """Keeps queries for the next choice, learns from accepted tokens, forgets copies of changed rows."""
+        """Stores queries for the next selection, drops copies of rewritten entries, and calibrates."""
         slot = round_result.sequence.slot
-        if round_result.is_prefill:  # nothing is kept of the last text in the slot
-            self._begin(slot)
+        if round_result.is_prefill:  # the slot held another sequence before
+            self._reset(slot)
         if self.view.num_queries and round_result.queries:
-            self.refresh.add_queries(slot, round_result.queries)
+            self.timer.add_queries(slot, round_result.queries)
         if round_result.kv_rewritten_from is not None:
             self.cache.invalidate(slot, round_result.kv_rewritten_from)
-        if round_result.is_prefill:  # as part of reading the prompt: the first round takes no longer than others
+        if round_result.is_prefill:  # now, so that the first round takes no longer than others
             self.update_views([round_result.sequence])
-        elif round_result.tree.num_draft_tokens:  # a plain round says nothing of the view
-            self.refresh.count_verification(slot)
+        elif round_result.tree.num_draft_tokens:  # a round without drafts says nothing of the view
+            self.timer.count_verification(slot)
             if round_result.tree.logprobs:
                 self.calibrator(round_result.sequence).observe(round_result.tree, round_result.new_token_ids)
 
     def release(self, sequence: Sequence) -> None:
-        self._agreement.pop(sequence.index, None)
-        self._begin(sequence.slot)
+        self._calibrators.pop(sequence.index, None)
+        self._reset(sequence.slot)
 
-    # --- as a verifier of what another one drafts ---
+    # --- as a verifier of another drafter's trees (TriForce, TokenSwift) ---
 
     @torch.inference_mode()
     def verify(self, sequences: SequenceOf[Sequence], trees: list[TokenTree]) -> list[torch.Tensor]:
-        """Its logits (at least tree.size, vocabulary) on a tree of each sequence, rooted at its last token.
-
-        The views must hold everything before the roots: call :meth:`update_views` first.
-        """
+        """Logits (at least tree.size, vocabulary) on the views, for a tree of each sequence rooted at its last token.
+        The views must hold everything before the roots: call :meth:`update_views` first."""
         self.forwards += 1
-        slots, bases = [s.slot for s in sequences], [s.length - 1 for s in sequences]
-        out = verify_trees(self.runner, self.cache.store, slots, trees, bases)
+        slots, root_positions = [s.slot for s in sequences], [s.length - 1 for s in sequences]
+        out = verify_trees(self.runner, self.cache.store, slots, trees, root_positions)
         assert out.logits is not None
         return list(out.logits)
 
-    def _begin(self, slot: int) -> None:
+    def _reset(self, slot: int) -> None:
         self.cache.invalidate(slot)
-        self.refresh.reset(slot)
+        self.timer.reset(slot)
 
 
 method.register(

@@ -1,7 +1,8 @@
-"""Suffix lookup: what followed the longest matches of the text's end, as a tree with probabilities.
+"""Suffix lookup: proposes what followed earlier occurrences of the sequence's last tokens, as a tree.
 
-Prompt lookup (Saxena 2023) takes the latest match; SuffixDecoding (arXiv:2411.04975) counts what followed, over the
-output, the prompt and earlier requests, and grows a tree by it. So does this, with counts of all match lengths mixed.
+Prompt lookup (Saxena 2023) takes the latest match. SuffixDecoding (arXiv:2411.04975) counts what followed matches in
+the output, the prompt and earlier requests, and grows a tree by these counts. This does so too, and interpolates the
+counts of all match lengths.
 """
 
 from __future__ import annotations
@@ -21,61 +22,59 @@ from longdraft.engine.sequence import Sequence
 from longdraft.options import Options, option, parse
 from longdraft.trees.tree import NodeLimit, TokenTree
 
-# Matches that the unknown counts as: greedy text repeats more of what stands before it than sampled text.
+# {is greedy: pseudo-count of continuations not seen yet}. Greedy output repeats its context more than sampled output.
 UNSEEN_PSEUDO_COUNT = {True: 1.0, False: 3.0}
-# The least probability of a path where nothing plans (SuffixDecoding: 0.1), and where a planner knows what a node must
-# promise: there it bounds the work.
+# Minimum probability of a path without a planner (SuffixDecoding: 0.1), and with one, which prunes the tree itself.
 MIN_PATH_PROBABILITY, MIN_PATH_PROBABILITY_PLANNED = 0.2, 0.01
 
 
 def mixed_match_probabilities(matches: SequenceOf[tuple[int, int]], pseudo_count: float) -> dict[int, float]:
-    """Probabilities of the next token, from what followed earlier matches.
+    """Probabilities of the next token, interpolated from matches of all lengths.
 
-    From shorter to longer matches, each length's shares f pull the estimate p of the shorter ones towards them::
+    From shorter to longer matches, the estimate p moves towards the frequencies f of the next tokens of all N matches
+    that are at least as long::
 
-        p <- f + (p - f) ((1 + shorter) / (1 + length)) ^ log2(1 + N / unknown)
+        p <- f + (p - f) ((1 + shorter) / (1 + length)) ^ log2(1 + N / pseudo_count)
 
-    N: how many matches there are of at least that length. A single match of n tokens is right with n / (n + 1), where
-    one counts as the unknown does; many that agree are believed sooner, and longer matches before frequent ones.
+    With a pseudo-count of 1, a single match of n tokens gives its next token the probability n / (n + 1). Matches that
+    agree raise it, but longer matches count more than frequent ones.
 
     Args:
-        matches: (length, the token that followed), longest first.
-        unknown: matches that a token which never followed counts as.
+        matches: (length, next token), longest first.
+        pseudo_count: of continuations not seen yet.
     """
     counts: dict[int, int] = {}
-    chances: dict[int, float] = {}
-    left = 1.0  # what longer matches leave to shorter ones
+    probabilities: dict[int, float] = {}
+    remaining = 1.0  # probability that longer matches leave to shorter ones
     for i, (length, token) in enumerate(matches, 1):
         counts[token] = counts.get(token, 0) + 1
         shorter = matches[i][0] if i < len(matches) else 0
         if shorter < length:
-            kept = left * ((1 + shorter) / (1 + length)) ** log2(1 + i / pseudo_count)
-            for known, times in counts.items():
-                chances[known] = chances.get(known, 0.0) + (left - kept) * times / i
-            left = kept
-    return chances
+            rest = remaining * ((1 + shorter) / (1 + length)) ** log2(1 + i / pseudo_count)
+            for next_token, frequency in counts.items():
+                probabilities[next_token] = probabilities.get(next_token, 0.0) + (remaining - rest) * frequency / i
+            remaining = rest
+    return probabilities
 
 
 class OnlinePlattScaler:
-    """Corrects such probabilities by how right they were lately: a line in log-odds, learned online.
+    """Calibrates probabilities by a line in log-odds (Platt scaling), learned online.
+    It also learns from proposals that were not verified, because the next token becomes known in any case."""
 
-    It learns whether or not a proposal was verified, since the next token is seen in any case.
-    """
-
-    # How fast the line follows: its shift, and a tenth of that its slope. Both are as good at half and at twice this.
+    # Learning rate of the shift; the slope's is a tenth. Half and twice these values are as good.
     RATE = 0.05
 
     def __init__(self) -> None:
         self.shift, self.slope = 0.0, 1.0
 
-    def calibrate(self, said: float) -> float:
-        return 1.0 / (1.0 + exp(-self.shift - self.slope * _log_odds(said)))
+    def calibrate(self, p: float) -> float:
+        return 1.0 / (1.0 + exp(-self.shift - self.slope * _log_odds(p)))
 
-    def observe(self, said: float, right: bool) -> None:
-        """Learns whether a proposed token was right."""
-        step = self.RATE * (right - self.calibrate(said))
+    def observe(self, p: float, correct: bool) -> None:
+        """Learns whether a token that was proposed with probability ``p`` was correct."""
+        step = self.RATE * (correct - self.calibrate(p))
         self.shift += step
-        self.slope += 0.1 * step * _log_odds(said)
+        self.slope += 0.1 * step * _log_odds(p)
 
 
 def _log_odds(p: float) -> float:
@@ -83,182 +82,174 @@ def _log_odds(p: float) -> float:
     return log(p / (1 - p))
 
 
-class _Node:
-    """A continuation of the text: the matches that agree with it, and the tokens that followed them.
+class _Continuation:
+    """A node of the tree: a continuation of the sequence, and the matches that agree with it.
 
     Args:
-        matches: length, the tokens that the match lies in, and the place of the next one there; longest first.
-        path: tokens from the text's end on. A match that runs into the text's end is periodic, and goes on in them.
+        matches: (length, tokens that contain the match, index of its next token there), longest first.
+        path: the continuation. A match that reaches the end of the sequence itself is periodic, and continues there.
 
     Attributes:
-        said: probability of each next token, before it is corrected.
+        probabilities: of each next token, before calibration.
     """
 
-    def __init__(self, matches: SequenceOf[tuple[int, list[int], int]], path: list[int], unknown: float) -> None:
-        self.path = path
-        self._unknown = unknown
-        self._matches = [
-            (token, *match)
-            for match in matches
-            if (token := match[1][match[2]] if match[2] < len(match[1]) else path[match[2] - len(match[1])])
-            != SEPARATOR
-        ]
-        self.said = mixed_match_probabilities([(length, token) for token, length, _, _ in self._matches], unknown)
-        self.children: dict[int, _Node] = {}
+    def __init__(self, matches: SequenceOf[tuple[int, list[int], int]], path: list[int], pseudo_count: float) -> None:
+        self.path, self._pseudo_count = path, pseudo_count
+        self._matches = []  # (next token, length, tokens, index of the next token)
+        for length, tokens, i in matches:
+            token = tokens[i] if i < len(tokens) else path[i - len(tokens)]
+            if token != SEPARATOR:
+                self._matches.append((token, length, tokens, i))
+        lengths = [(length, token) for token, length, _, _ in self._matches]
+        self.probabilities = mixed_match_probabilities(lengths, pseudo_count)
+        self.children: dict[int, _Continuation] = {}
 
-    def follow(self, token: int) -> _Node:
-        """The child node for a token."""
-        going = [(length + 1, tokens, at + 1) for known, length, tokens, at in self._matches if known == token]
-        self.children[token] = _Node(going, [*self.path, token], self._unknown)
+    def follow(self, token: int) -> _Continuation:
+        """Makes the child node of a token."""
+        matches = [(length + 1, tokens, i + 1) for t, length, tokens, i in self._matches if t == token]
+        self.children[token] = _Continuation(matches, [*self.path, token], self._pseudo_count)
         return self.children[token]
 
 
-class _Text:
-    """Matches of a sequence's end: in its own text, in earlier requests, and in its predicted output.
+class _SequenceMatches:
+    """Matches of the end of a sequence: in itself, in earlier requests, and in its predicted output.
+    ``scaler`` is its own, so drafts do not depend on the rest of the batch. ``proposed``: root of the last tree."""
 
-    Attributes:
-        trust: its own, so that a text is drafted alike whatever is decoded beside it.
-        proposed: the root of the last round's paths.
-    """
+    def __init__(self, prompt: list[int], max_length: int, other_indices: SequenceOf[OccurrenceIndex]) -> None:
+        self._index = OccurrenceIndex()
+        self._matches = [SuffixMatches(index, max_length) for index in (self._index, *other_indices)]
+        self.scaler = OnlinePlattScaler()
+        self.proposed: _Continuation | None = None
+        # Matches are at most ``max_length`` long, so they are followed through the end of the prompt only.
+        for token in prompt[:-max_length]:
+            self._index.append(token)
 
-    def __init__(self, prompt: list[int], longest: int, others: SequenceOf[OccurrenceIndex]) -> None:
-        self._own = OccurrenceIndex()
-        self._matches = [SuffixMatches(store, longest) for store in (self._own, *others)]
-        self.trust = OnlinePlattScaler()
-        self.proposed: _Node | None = None
-        # Matches begin at the end: nobody asks for those of a prompt's inside.
-        for token in prompt[:-longest]:
-            self._own.append(token)
-
-    def read(self, s: Sequence) -> list[int]:
-        """Reads the text's new tokens, and returns them."""
-        read, prompt = len(self._own.token_ids), len(s.prompt)
-        new = s.output[read - prompt :] if read >= prompt else s.tokens[read:]
+    def advance(self, s: Sequence) -> list[int]:
+        """Extends the matches by the sequence's new tokens, and returns these."""
+        num_read, prompt_len = len(self._index.token_ids), len(s.prompt)
+        new = s.output[num_read - prompt_len :] if num_read >= prompt_len else s.tokens[num_read:]
         for token in new:
             for matches in self._matches:
                 matches.advance(token)
-            self._own.append(token)
+            self._index.append(token)
         return new
 
-    def root(self, least: int, unknown: float) -> _Node:
-        found = [match for matches in self._matches for match in matches.select(least)]
-        # Of equally long ones the own text's before earlier ones, and the latest of each first.
-        found.sort(key=lambda match: (-match[0], match[1] is not self._own.token_ids, -match[2]))
-        self.proposed = _Node(found, [], unknown)
+    def root(self, min_length: int, pseudo_count: float) -> _Continuation:
+        selected = [match for matches in self._matches for match in matches.select(min_length)]
+        # Longest first; of equal lengths, the sequence's own matches first, then the latest.
+        selected.sort(key=lambda match: (-match[0], match[1] is not self._index.token_ids, -match[2]))
+        self.proposed = _Continuation(selected, [], pseudo_count)
         return self.proposed
 
 
 @dataclass(frozen=True)
 class SuffixOptions(Options):
-    """Lookups, and the trees that they propose."""
+    """Lookups, and the shape of their trees."""
 
     max_draft: int = option(15, min=1, help="longest continuation, in tokens")
-    max_nodes: int = option(15, min=1, help="most drafted nodes of a tree")
-    branches: int = option(15, min=1, help="most leaves of a tree; 1 gives a chain")
-    min_n: int = option(1, min=1, help="shortest match that counts, in tokens")
-    max_n: int = option(64, min=1, help="longest match that counts, in tokens")
-    earlier: Any = option(0, help="look the latest so many tokens of earlier requests up too")
+    max_nodes: int = option(15, min=1, help="maximum number of draft nodes")
+    branches: int = option(15, min=1, help="maximum number of leaves; 1: a chain")
+    min_n: int = option(1, min=1, help="minimum length of a match, in tokens")
+    max_n: int = option(64, min=1, help="maximum length of a match, in tokens")
+    earlier: Any = option(0, help="also look up the latest N tokens of earlier requests")
 
 
 class SuffixDrafter(Drafter):
-    """Drafts what followed matches of the text's end, in prompt and output, and if asked in earlier requests.
-
-    Args:
-        options: of :class:`SuffixOptions`. ``earlier`` may also be an :class:`Earlier`, which several drafters share.
-    """
+    """Drafts what followed matches of the sequence's end in prompt and output, and optionally in earlier requests.
+    Options: :class:`SuffixOptions`. ``earlier`` may also be a :class:`RequestHistory` that drafters share."""
 
     free = True
     options = (SuffixOptions,)
 
     def __init__(self, **options: Any) -> None:
-        (own,) = parse("prompt-lookup", options, SuffixOptions)
-        if own.min_n > own.max_n:
-            raise ValueError(f"min_n must be at most max_n, got {own.min_n} and {own.max_n}")
-        self.max_draft, self.max_nodes, self.branches = own.max_draft, own.max_nodes, own.branches
-        self.min_n, self.max_n = own.min_n, own.max_n
-        self._shaped = "branches" in options
-        given = own.earlier
-        self.earlier = given if isinstance(given, RequestHistory) else RequestHistory(given) if given else None
-        self._texts: dict[int, _Text] = {}
+        (config,) = parse("prompt-lookup", options, SuffixOptions)
+        if config.min_n > config.max_n:
+            raise ValueError(f"min_n must be at most max_n, got {config.min_n} and {config.max_n}")
+        self.max_draft, self.max_nodes, self.branches = config.max_draft, config.max_nodes, config.branches
+        self.min_n, self.max_n = config.min_n, config.max_n
+        self._has_user_branches = "branches" in options
+        earlier = config.earlier
+        self.earlier = earlier if isinstance(earlier, RequestHistory) else RequestHistory(earlier) if earlier else None
+        self._matches: dict[int, _SequenceMatches] = {}
 
     def use_chains(self) -> bool:
-        if not self._shaped:
+        if not self._has_user_branches:
             self.branches = 1
         return self.branches == 1
 
-    def _store(self, s: Sequence) -> RequestHistory | None:
+    def _history(self, s: Sequence) -> RequestHistory | None:
         return None if self.earlier is None else self.earlier.for_tenant(s.tenant)
 
-    def _others(self, s: Sequence) -> list[OccurrenceIndex]:
-        earlier = self._store(s)
-        found = [] if earlier is None else [earlier.index]
+    def _other_indices(self, s: Sequence) -> list[OccurrenceIndex]:
+        history = self._history(s)
+        indices = [] if history is None else [history.index]
         if s.predicted:
-            found.append(OccurrenceIndex())
+            indices.append(OccurrenceIndex())
             for token in (*s.predicted, SEPARATOR):
-                found[-1].append(token)
-        return found
+                indices[-1].append(token)
+        return indices
 
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
-        return [
-            self._propose(s, MIN_PATH_PROBABILITY if limit is None else MIN_PATH_PROBABILITY_PLANNED) for s in sequences
-        ]
+        min_probability = MIN_PATH_PROBABILITY if limit is None else MIN_PATH_PROBABILITY_PLANNED
+        return [self._propose(s, min_probability) for s in sequences]
 
-    def _propose(self, s: Sequence, least: float) -> TokenTree:
-        """Adds nodes, the likeliest first, until the tree is full or no node is likely enough."""
+    def _propose(self, s: Sequence, min_probability: float) -> TokenTree:
+        """Adds nodes, the most probable first, until the tree is full or the next node's path is too improbable."""
         tokens, parents, logprobs = [s.output[-1]], [-1], [0.0]
-        text, depth, order = self._texts[s.index], min(self.max_draft, s.remaining - 1), count()
-        heap: list[tuple[float, int, int, int, float, _Node]] = []
+        matches, max_depth, order = self._matches[s.index], min(self.max_draft, s.remaining - 1), count()
+        # (minus the path log-probability, order of insertion, parent, token, log-probability, parent's continuation)
+        heap: list[tuple[float, int, int, int, float, _Continuation]] = []
 
-        def offer(place: int, score: float, node: _Node) -> None:
-            for token, said in node.said.items():
-                chance = log(text.trust.calibrate(said))
-                heappush(heap, (-score - chance, next(order), place, token, chance, node))
+        def push_children(node: int, path_logprob: float, continuation: _Continuation) -> None:
+            for token, p in continuation.probabilities.items():
+                logprob = log(matches.scaler.calibrate(p))
+                heappush(heap, (-path_logprob - logprob, next(order), node, token, logprob, continuation))
 
-        offer(0, 0.0, text.root(self.min_n, UNSEEN_PSEUDO_COUNT[s.greedy]))
-        inner: set[int] = set()
-        leaves = 1
-        while heap and depth > 0 and len(tokens) <= self.max_nodes and heap[0][0] <= -log(least):
-            score, _, parent, token, chance, node = heappop(heap)
-            if parent in inner:
-                if leaves == self.branches:
+        push_children(0, 0.0, matches.root(self.min_n, UNSEEN_PSEUDO_COUNT[s.greedy]))
+        inner_nodes: set[int] = set()
+        num_leaves = 1
+        while heap and max_depth > 0 and len(tokens) <= self.max_nodes and heap[0][0] <= -log(min_probability):
+            cost, _, parent, token, logprob, continuation = heappop(heap)
+            if parent in inner_nodes:
+                if num_leaves == self.branches:
                     continue
-                leaves += 1
-            inner.add(parent)
+                num_leaves += 1
+            inner_nodes.add(parent)
             tokens.append(token)
             parents.append(parent)
-            logprobs.append(chance)
-            if len(node.path) + 1 < depth:
-                offer(len(tokens) - 1, -score, node.follow(token))
-        looked_up = frozenset(range(1, len(tokens)))
-        return TokenTree(tuple(tokens), tuple(parents), tuple(logprobs), lookup_nodes=looked_up)
+            logprobs.append(logprob)
+            if len(continuation.path) + 1 < max_depth:
+                push_children(len(tokens) - 1, -cost, continuation.follow(token))
+        lookup_nodes = frozenset(range(1, len(tokens)))
+        return TokenTree(tuple(tokens), tuple(parents), tuple(logprobs), lookup_nodes=lookup_nodes)
 
     def observe(self, round_result: RoundResult) -> None:
-        """Reads the emitted tokens, and learns how right the last round's probabilities were."""
+        """Extends the matches by the emitted tokens, and calibrates by the last proposal."""
         s = round_result.sequence
         if round_result.is_prefill:
-            self._texts[s.index] = _Text(s.prompt, self.max_n, self._others(s))
-        text = self._texts[s.index]
-        came, node = text.read(s), text.proposed
-        text.proposed = None
-        for token in came:
-            if node is None:
+            self._matches[s.index] = _SequenceMatches(s.prompt, self.max_n, self._other_indices(s))
+        matches = self._matches[s.index]
+        new_tokens, continuation = matches.advance(s), matches.proposed
+        matches.proposed = None
+        for token in new_tokens:
+            if continuation is None:
                 break
-            for known, said in node.said.items():
-                text.trust.observe(said, known == token)
-            node = node.children.get(token)
+            for proposed, p in continuation.probabilities.items():
+                matches.scaler.observe(p, proposed == token)
+            continuation = continuation.children.get(token)
 
     def release(self, sequence: Sequence) -> None:
-        """Adds the text to the earlier ones: its output, preceded by enough of the prompt for the longest match."""
-        known = self._texts.pop(sequence.index, None)
-        if known is not None and (store := self._store(sequence)) is not None:
-            store.add(sequence.prompt[-self.max_n :] + sequence.output)
+        """Adds the output to the history, with enough of the prompt before it for the longest match."""
+        matches = self._matches.pop(sequence.index, None)
+        if matches is not None and (history := self._history(sequence)) is not None:
+            history.add(sequence.prompt[-self.max_n :] + sequence.output)
 
 
 register(
     Method(
         "prompt-lookup",
         SuffixDrafter,
-        "drafts what followed the same words before, in prompt or output",
+        "drafts what followed the same tokens before, in prompt or output",
         "Saxena 2023, prompt lookup decoding; Yang et al. 2023, arXiv:2304.04487",
     )
 )
@@ -266,7 +257,7 @@ register(
     Method(
         "suffix",
         SuffixDrafter,
-        "the same drafter by the name of its paper: earlier=N looks N tokens of earlier requests up too",
+        "prompt-lookup by the name of its paper; earlier=N also looks up N tokens of earlier requests",
         "Oliaro et al. 2024, SuffixDecoding, arXiv:2411.04975",
     )
 )

@@ -1,11 +1,11 @@
 """TokenSwift: the target on a part of its KV, chained heads, and phrases of the output (Wu et al. 2025, section 3).
 
-    root -> target on a view of its KV -> 1 token -> heads -> 3 tokens each, level by level     (1, 3, 3, 3)
-                                       -> phrases of the output that began with it              one tree with these
+    root -> target on a view of its KV -> 1 token -> heads -> 3 children each, level by level   (1, 3, 3, 3)
+                                                  -> phrases of the output that start with it   merged into the tree
 
-A forward of the target reads the root on a sparse view and gives its hidden state; the heads go on from there. Every
-phrase of n tokens that was emitted is counted, and the k that began most often with the first drafted token are
-proposed too; where nothing else is drafted, those that began with the last token.
+A forward of the target on a sparse view of its KV computes the root's hidden state and the first token. The heads start
+from that state. The n-grams ("phrases") of the output are counted, and the k most frequent ones that start with the
+first draft token are proposed too; without a draft token, those that start with the root.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from longdraft.drafters.combined import CombinedDrafter
 from longdraft.drafters.heads import HeadOptions, HeadsDraft, HeadsDrafter
-from longdraft.drafters.self_drafter import VIEWS, SelfDrafter, ViewOptions
+from longdraft.drafters.self_drafter import VIEW_SCORERS, SelfDrafter, ViewOptions
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.method import Method, register
 from longdraft.engine.round_result import RoundResult
@@ -29,75 +29,68 @@ from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import NodeLimit, TokenTree, tree_from_paths
 from longdraft.views.view import check_sizes
 
-# TokenSwift: phrases of four tokens, twenty of them.
-PHRASE, PHRASES = 4, 20
+# TokenSwift's length and number of phrases.
+PHRASE_LENGTH, NUM_PHRASES = 4, 20
 
 
 class PhraseTable:
-    """The phrases of a growing text, counted. Adding a token and looking up take the same time however long it is.
-
-    Args:
-        n: tokens of a phrase. k: how many that begin with the same token are kept in order.
-    """
+    """Counts the n-grams of a growing output. The cost of a token does not depend on the output's length.
+    ``k``: number of phrases that are ranked for each first token."""
 
     def __init__(self, n: int, k: int) -> None:
         self.n, self.k = n, k
-        self.text: list[int] = []
-        # How often each phrase stood in the text, and each beginning of one.
+        self.token_ids: list[int] = []
+        # Count of each phrase, and of each prefix of one.
         self._counts: defaultdict[tuple[int, ...], int] = defaultdict(int)
-        # By first token, the best k, in order. One that falls out comes back by being seen again, and only so.
+        # {first token: the k most frequent phrases, sorted}. A phrase that falls out returns when it occurs again.
         self._best: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
 
     def extend(self, tokens: SequenceOf[int]) -> None:
         for token in tokens:
-            self.text.append(token)
-            if len(self.text) < self.n:
+            self.token_ids.append(token)
+            if len(self.token_ids) < self.n:
                 continue
-            phrase = tuple(self.text[-self.n :])
+            phrase = tuple(self.token_ids[-self.n :])
             for length in range(1, self.n + 1):
                 self._counts[phrase[:length]] += 1
             self._rank(phrase)
 
     def _rank(self, phrase: tuple[int, ...]) -> None:
-        """Moves the phrase that was just seen before those that are no more frequent."""
+        """Moves the phrase that just occurred before those that are at most as frequent."""
         best = self._best[phrase[0]]
         if phrase in best:
             best.remove(phrase)
         count = self._counts[phrase]
-        place = next((i for i, other in enumerate(best) if self._counts[other] <= count), len(best))
-        best.insert(place, phrase)
+        rank = next((i for i, other in enumerate(best) if self._counts[other] <= count), len(best))
+        best.insert(rank, phrase)
         del best[self.k :]
 
     def continuations(self, token: int) -> list[tuple[int, ...]]:
-        """The most frequent continuations of a token, n - 1 tokens each, the best first."""
+        """The most frequent continuations of a token, n - 1 tokens each, sorted."""
         return [phrase[1:] for phrase in self._best.get(token, ())]
 
     def logprobs(self, token: int, continuation: SequenceOf[int]) -> list[float]:
-        """Log-probability of each token given those before: its share of the continuations, plus one for a new one."""
+        """Log-probability of each token given those before, with a pseudo-count of 1 for unseen continuations."""
         phrase = (token, *continuation)
-        seen = [self._counts[phrase[:length]] for length in range(1, len(phrase) + 1)]
-        return [log(after / (before + 1)) for before, after in pairwise(seen)]
+        counts = [self._counts[phrase[:length]] for length in range(1, len(phrase) + 1)]
+        return [log(count / (prefix_count + 1)) for prefix_count, count in pairwise(counts)]
 
 
 class ReuseDrafter(Drafter):
-    """Proposes the phrases of the output that began most often with its last token.
-
-    Args:
-        n: tokens of a phrase, the last token of the text among them.
-        k: phrases at most; None: the usual number, or one where a fork costs.
-    """
+    """Proposes the most frequent phrases of the output that start with its last token (TokenSwift's token reuse).
+    ``n``: tokens of a phrase. ``k``: maximum number of phrases; None: the default, or one if drafts must be chains."""
 
     free = True
 
-    def __init__(self, n: int = PHRASE, k: int | None = None) -> None:
-        self.n, self.k, self._shaped = n, PHRASES if k is None else k, k is not None
+    def __init__(self, n: int = PHRASE_LENGTH, k: int | None = None) -> None:
+        self.n, self.k, self._has_user_k = n, NUM_PHRASES if k is None else k, k is not None
         check_sizes(2, reuse_n=n)
         check_sizes(1, reuse_k=self.k)
         self.max_nodes = self.k * (n - 1)
         self._phrases: dict[int, PhraseTable] = {}
 
     def use_chains(self) -> bool:
-        if not self._shaped:
+        if not self._has_user_k:
             self.k, self.max_nodes = 1, self.n - 1
         return self.k == 1
 
@@ -109,73 +102,75 @@ class ReuseDrafter(Drafter):
         trees = []
         for s in sequences:
             phrases, root = self._phrases[s.index], s.output[-1]
-            phrases.extend(s.output[len(phrases.text) :])
-            found = phrases.continuations(root)
-            trees.append(tree_from_paths(root, found, logprobs=[phrases.logprobs(root, path) for path in found]))
+            phrases.extend(s.output[len(phrases.token_ids) :])
+            paths = phrases.continuations(root)
+            trees.append(tree_from_paths(root, paths, logprobs=[phrases.logprobs(root, path) for path in paths]))
         return trees
 
-    def extend_draft(self, s: Sequence, drafted: TokenTree) -> TokenTree:
-        """The phrases that begin with the first token of a drafted tree, behind it."""
-        first = max(drafted.children(0).values(), key=drafted.path_logprobs.__getitem__)
-        token, phrases = drafted.tokens[first], self._phrases[s.index]
-        found, logprob = phrases.continuations(token), drafted.path_logprobs[first]
-        logprobs = [[logprob, *phrases.logprobs(token, path)] for path in found]
-        return tree_from_paths(s.output[-1], [(token, *path) for path in found], logprobs=logprobs)
+    def extend_draft(self, s: Sequence, draft_tree: TokenTree) -> TokenTree:
+        """Returns the phrases that start with the best first token of a draft tree, after the root."""
+        first = max(draft_tree.children(0).values(), key=draft_tree.path_logprobs.__getitem__)
+        token, logprob, phrases = draft_tree.tokens[first], draft_tree.path_logprobs[first], self._phrases[s.index]
+        paths = phrases.continuations(token)
+        logprobs = [[logprob, *phrases.logprobs(token, path)] for path in paths]
+        return tree_from_paths(s.output[-1], [(token, *path) for path in paths], logprobs=logprobs)
 
     def release(self, sequence: Sequence) -> None:
         self._phrases.pop(sequence.index, None)
 
 
 class TokenSwiftDrafter(CombinedDrafter):
-    """Heads, and the phrases that go on from the first token that they draft."""
+    """Heads, and phrases that continue their first draft token."""
 
-    unpaid: ReuseDrafter
+    lookup: ReuseDrafter
 
-    def adapt_lookup(self, s: Sequence, tree: TokenTree, paid: TokenTree) -> TokenTree:
-        return self.unpaid.extend_draft(s, paid) if paid.num_draft_tokens else tree
+    def adapt_lookup(self, s: Sequence, lookup_tree: TokenTree, draft_tree: TokenTree) -> TokenTree:
+        return self.lookup.extend_draft(s, draft_tree) if draft_tree.num_draft_tokens else lookup_tree
 
 
-# In place of a view: no forward of the target drafts.
+# The value of ``view`` without a forward of the target.
 NO_VIEW = "none"
 
 
 @dataclass(frozen=True)
 class TokenSwiftOptions(ViewOptions):
-    """The target's own part of the drafts, and phrases of the output."""
+    """The target's view, and phrases of the output."""
 
     view: str = option(
-        "tokens", choices=(*VIEWS, NO_VIEW), help="what of its KV the target drafts on; none: it does not"
+        "tokens",
+        choices=(*VIEW_SCORERS, NO_VIEW),
+        help="the part of its KV that the target drafts on; none: it does not draft",
     )
     reuse: bool = option(True, help="also propose phrases of the output")
-    reuse_n: int = option(PHRASE, min=2, help="tokens of a phrase")
-    reuse_k: int = option(PHRASES, min=1, help="phrases at most")
+    reuse_n: int = option(PHRASE_LENGTH, min=2, help="tokens of a phrase")
+    reuse_k: int = option(NUM_PHRASES, min=1, help="maximum number of phrases")
 
 
 @takes(HeadOptions, TreeOptions, TokenSwiftOptions)
 def tokenswift(draft: HeadsDraft, **options: Any) -> Drafter:
-    """TokenSwift's drafter (Wu et al. 2025, arXiv:2502.18890, section 3).
+    """Makes TokenSwift's drafter (Wu et al. 2025, arXiv:2502.18890, section 3).
 
     Args:
-        options: of :class:`HeadOptions`, :class:`TreeOptions` (``nodes`` counts those of the heads alone; the first of
-            ``widths`` is the level that the target itself drafts) and :class:`TokenSwiftOptions`.
+        options: of :class:`HeadOptions`, :class:`TreeOptions` (without the phrases' nodes; the first of ``widths`` is
+            the level that the target drafts) and :class:`TokenSwiftOptions`.
     """
-    heads, tree, own = parse("tokenswift", options, HeadOptions, TreeOptions, TokenSwiftOptions)
-    sizes = {name: getattr(own, name) for name in declared(ViewOptions)}
-    level = None
-    if own.view != NO_VIEW:
-        level = SelfDrafter(view=own.view, depth=1, **sizes)
-    elif given := [name for name, value in sizes.items() if value is not None]:
-        raise ValueError(f"{' and '.join(given)} shape a view of the KV: leave view={NO_VIEW} out, or them")
-    trained = HeadsDrafter(draft, level, **heads.given(), **tree.given())
-    phrases = own.reuse_k if "reuse_k" in options else None
-    return TokenSwiftDrafter(ReuseDrafter(own.reuse_n, phrases), trained) if own.reuse else trained
+    head_options, tree, config = parse("tokenswift", options, HeadOptions, TreeOptions, TokenSwiftOptions)
+    sizes = {name: getattr(config, name) for name in declared(ViewOptions)}
+    self_drafter = None
+    if config.view != NO_VIEW:
+        self_drafter = SelfDrafter(view=config.view, depth=1, **sizes)
+    elif names := [name for name, value in sizes.items() if value is not None]:
+        raise ValueError(f"{' and '.join(names)} shape a view of the KV: leave view={NO_VIEW} out, or them")
+    heads = HeadsDrafter(draft, self_drafter, **head_options.given(), **tree.given())
+    k = config.reuse_k if "reuse_k" in options else None
+    return TokenSwiftDrafter(ReuseDrafter(config.reuse_n, k), heads) if config.reuse else heads
 
 
 register(
     Method(
         "tokenswift",
         tokenswift,
-        "the heads, behind a forward of the model on a part of its KV cache, and phrases of the output",
+        "heads after a forward of the model on a part of its KV cache, and phrases of the output",
         "Wu et al. 2025, TokenSwift, arXiv:2502.18890",
         draft_kind="heads",
     )

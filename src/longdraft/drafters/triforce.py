@@ -1,14 +1,12 @@
-"""TriForce: a small language model drafts for the target on a part of its KV, which drafts for it on all of it.
+"""TriForce: hierarchical speculation. A small language model drafts for the self-drafter, which drafts for the target.
 
-A level is the target on a view of its KV: cheaper than the target on all of it, surer than the draft under it. A round:
-the level walks down the draft's chains as the target will down its own, sampling from its own distribution; what it
-emits goes on in the next chain, until there are enough tokens; these are the chain that the target verifies (Sun et al.
-2024, section 4). Each level's tokens follow that level's distribution, and since the target decides every token that is
-emitted, the output is the target's whatever the levels did.
+The self-drafter is the target on a view of its KV: cheaper than the target on all of its KV, better than the small
+model. In a round, it verifies trees of the small model one after another, as the target would, and emits tokens of its
+own distribution. When there are enough, the target verifies them as a chain (Sun et al. 2024, section 4). The output
+is the target's, because it decides every emitted token.
 
-Where tokens are sampled, the level uses the random numbers that the target's next samples will use (Sampler.rehearsal):
-from two similar distributions, both then mostly choose the same token. What it computes for its tokens waits behind its
-view until the round ends.
+If tokens are sampled, the self-drafter uses the noise of the target's next samples (``Sampler.fork_for_draft``), so
+that two similar distributions mostly give the same token. The KV of its tokens is dropped when the round ends.
 """
 
 from __future__ import annotations
@@ -37,70 +35,70 @@ from longdraft.trees.kind import MAX_CHAIN_LENGTH
 from longdraft.trees.tree import NodeLimit, TokenTree
 from longdraft.views.view import View
 
-# Section 5.1: tokens that the level emits before the target verifies them (gamma_2), tokens that the small model drafts
-# for the level (gamma_1), and the rows that it sees.
-LENGTH, DRAFTED, STREAMED = 6, 1, 256
-# Nodes of the small model's trees where a planner decides the rest: a level verifies a few rows for little more than
-# one.
-NODES = 5
+# Section 5.1: tokens that the self-drafter emits before the target verifies them (gamma_2), tokens that the small model
+# drafts at a time (gamma_1), and tokens that it attends to.
+CHAIN_LENGTH, DRAFTED, STREAMED = 6, 1, 256
+# Nodes of the small model's trees with a planner: verifying a few tokens costs little more than one.
+INNER_NODES = 5
 
 
 @dataclass
-class _Walk:
-    """One sequence's round.
+class _SelfDraft:
+    """A sequence's round of the self-drafter.
 
     Attributes:
-        twin: the sequence with the tokens that the level emitted; its sampler is the level's.
-        room: tokens that may still be emitted.
-        logprobs: the level's log-probability of each emitted token.
+        fork: copy of the sequence with the tokens that the self-drafter emitted, and its own sampler.
+        tokens_left: number of tokens that it may still emit.
+        logprobs: its log-probability of each emitted token.
     """
 
-    twin: Sequence
-    room: int
+    fork: Sequence
+    tokens_left: int
     logprobs: list[float] = field(default_factory=list)
 
     @property
     def emitted(self) -> list[int]:
-        return self.twin.output[len(self.twin.output) - len(self.logprobs) :]
+        return self.fork.output[len(self.fork.output) - len(self.logprobs) :]
 
     def emit(self, token: int) -> bool:
-        """Appends a token. True if there is no room for another."""
-        self.twin.append(token)
-        self.room -= 1
-        return self.room == 0
+        """Appends a token. Returns True if it was the last one allowed."""
+        self.fork.append(token)
+        self.tokens_left -= 1
+        return self.tokens_left == 0
 
 
 class TriForceDrafter(Drafter):
-    """Drafts chains with the target on a view, which a small language model drafts for.
+    """Drafts chains with the target on a view, for which a small language model drafts.
 
     Args:
-        small: sees the first and the last tokens.
-        level: the target on a view.
-        depth: tokens that the level emits before the target verifies them; None: 6, and with a planner as many as pay.
+        small_lm: attends to the first and the last tokens.
+        self_drafter: the target on a view.
+        depth: tokens that the self-drafter emits before the target verifies them; None: 6, or as many as pay with a
+            planner.
     """
 
-    def __init__(self, small: SmallLMDrafter, level: SelfDrafter, depth: int | None = None) -> None:
-        self.small, self.level = small, level
-        self.max_nodes, self._asked = depth or LENGTH, depth is not None
-        self._walks: dict[int, _Walk] = {}
+    def __init__(self, small_lm: SmallLMDrafter, self_drafter: SelfDrafter, depth: int | None = None) -> None:
+        self.small_lm, self.self_drafter = small_lm, self_drafter
+        self.max_nodes, self._fixed_length = depth or CHAIN_LENGTH, depth is not None
+        self._drafts: dict[int, _SelfDraft] = {}  # by sequence index
 
-    # The small model is cheaper than the level: its forwards count as part of the level's.
+    # The small model's forwards are not counted: their time is part of the self-drafter's forwards.
     forwards, num_prompt_queries, query_layers = (
-        delegate_to("level", name) for name in ("forwards", "num_prompt_queries", "query_layers")
+        delegate_to("self_drafter", name) for name in ("forwards", "num_prompt_queries", "query_layers")
     )
 
     @property
     def views(self) -> tuple[View, ...]:
-        return self.small.views + self.level.views
+        return self.small_lm.views + self.self_drafter.views
 
     def use_planner(self) -> None:
-        """The level stops where another token does not pay, unless a length was asked for."""
-        if not self._asked:
+        """Ends chains where another token does not pay, unless the user chose the length."""
+        if not self._fixed_length:
             self.max_nodes = max(self.max_nodes, MAX_CHAIN_LENGTH)
-        self.small.use_planner()
+        self.small_lm.use_planner()
 
     def use_chains(self) -> bool:
-        """Returns True: the level emits chains."""
+        """Returns True: all drafts are chains."""
         return True
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
@@ -109,76 +107,75 @@ class TriForceDrafter(Drafter):
                 f"{type(runner.model).__name__} has recurrent layers, so it cannot verify on a part of its KV as "
                 "triforce does. Use self or magicdec, which draft on a part of the target's KV, or small-lm."
             )
-        self.level.max_verified_tokens = self.max_nodes + self.small.max_nodes
-        self.level.bind(runner, store)
-        self.small.bind(runner, store)
-        self._walks = {}
+        self.self_drafter.max_verified_tokens = self.max_nodes + self.small_lm.max_nodes
+        self.self_drafter.bind(runner, store)
+        self.small_lm.bind(runner, store)
+        self._drafts = {}
 
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
-        length, price, inner = self.max_nodes, 0.0, None
+        length, min_gain, inner_limit = self.max_nodes, 0.0, None
         if limit is not None:
-            inner = NodeLimit(NODES, limit.min_expected_gain)
-            if not self._asked:
-                length, price = max(1, min(length, limit.max_nodes)), limit.min_expected_gain
+            inner_limit = NodeLimit(INNER_NODES, limit.min_expected_gain)
+            if not self._fixed_length:
+                length, min_gain = max(1, min(length, limit.max_nodes)), limit.min_expected_gain
         # A path of depth k emits k + 1 tokens.
         drafted = [s for s in sequences if s.remaining > 1]
-        self.level.update_views(drafted)
-        self._walks |= {s.index: self._begin(s, min(length, s.remaining - 1)) for s in drafted}
-        walks = [self._walks[s.index] for s in drafted]
-        going = walks
-        while going:
-            self._step(going, inner)
-            going = [w for w in going if w.room and (not price or exp(sum(w.logprobs)) > price)]
-        for w in walks:
-            self.level.cache.clear_buffer(w.twin.slot)
+        self.self_drafter.update_views(drafted)
+        self._drafts |= {s.index: self._begin(s, min(length, s.remaining - 1)) for s in drafted}
+        drafts = [self._drafts[s.index] for s in drafted]
+        growing = drafts
+        while growing:
+            self._extend(growing, inner_limit)
+            growing = [d for d in growing if d.tokens_left and (not min_gain or exp(sum(d.logprobs)) > min_gain)]
+        for draft in drafts:
+            self.self_drafter.cache.clear_buffer(draft.fork.slot)
         return [self._chain(s) for s in sequences]
 
-    def _begin(self, s: Sequence, room: int) -> _Walk:
-        twin = s.fork()
-        twin.sampler = s.sampler.fork_for_draft()
-        return _Walk(twin, room)
+    def _begin(self, s: Sequence, tokens_left: int) -> _SelfDraft:
+        fork = s.fork()
+        fork.sampler = s.sampler.fork_for_draft()
+        return _SelfDraft(fork, tokens_left)
 
-    def _step(self, walks: list[_Walk], limit: NodeLimit | None) -> None:
-        """The small model proposes, the level verifies, and both go on behind what it emitted."""
-        twins = [w.twin for w in walks]
-        proposed = self.small.propose(twins, limit)
-        trees = [tree.limit_depth(w.room - 1) for w, tree in zip(walks, proposed, strict=True)]
-        judged = self.level.verify(twins, trees)
-        decided = sample_target_tokens(
-            [(tree, logits, t.sampler) for tree, logits, t in zip(trees, judged, twins, strict=True)]
-        )
-        for w, tree, logits, tokens in zip(walks, trees, judged, decided, strict=True):
-            accepted = accept_path(tree, logits, w.twin.sampler, w.twin.input_ids, w.emit, tokens)
-            said = torch.log_softmax(logits.index_select(0, to_device(accepted.nodes, logits.device)), -1)
-            chosen = said.gather(1, to_device(accepted.token_ids, said.device)[:, None])
-            w.logprobs += self.level.calibrator(w.twin).calibrate(chosen)[:, 0].tolist()
-            self.level.cache.store.commit(w.twin.slot, accepted.nodes)
+    def _extend(self, drafts: list[_SelfDraft], limit: NodeLimit | None) -> None:
+        """The small model proposes, and the self-drafter verifies and emits."""
+        forks = [draft.fork for draft in drafts]
+        proposed = self.small_lm.propose(forks, limit)
+        trees = [tree.limit_depth(d.tokens_left - 1) for d, tree in zip(drafts, proposed, strict=True)]
+        all_logits = self.self_drafter.verify(forks, trees)
+        samplers = [fork.sampler for fork in forks]
+        sampled = sample_target_tokens(list(zip(trees, all_logits, samplers, strict=True)))
+        for draft, tree, logits, tokens in zip(drafts, trees, all_logits, sampled, strict=True):
+            fork = draft.fork
+            accepted = accept_path(tree, logits, fork.sampler, fork.input_ids, draft.emit, tokens)
+            logprobs = torch.log_softmax(logits.index_select(0, to_device(accepted.nodes, logits.device)), -1)
+            emitted = logprobs.gather(1, to_device(accepted.token_ids, logprobs.device)[:, None])
+            draft.logprobs += self.self_drafter.calibrator(fork).calibrate(emitted)[:, 0].tolist()
+            self.self_drafter.cache.store.commit(fork.slot, accepted.nodes)
 
     def _chain(self, s: Sequence) -> TokenTree:
-        """The tokens that the level emitted, as a chain on the sequence's last token."""
-        walk = self._walks.get(s.index) if s.remaining > 1 else None
-        tokens, logprobs = (walk.emitted, walk.logprobs) if walk is not None else ([], [])
+        """The tokens that the self-drafter emitted, as a chain on the sequence's last token."""
+        draft = self._drafts.get(s.index) if s.remaining > 1 else None
+        tokens, logprobs = (draft.emitted, draft.logprobs) if draft is not None else ([], [])
         return TokenTree((s.output[-1], *tokens), tuple(range(-1, len(tokens))), (0.0, *logprobs))
 
     def observe(self, round_result: RoundResult) -> None:
-        """Passes the target's verification on. The small model goes back to where the target refuted the level."""
-        self.level.observe(round_result)
-        self.small.observe(replace(round_result, queries={}))
-        walk = self._walks.pop(round_result.sequence.index, None)
-        if walk is not None and not round_result.is_prefill:
-            s = round_result.sequence
-            self.small.rewind(s, len(s.prompt) + common_prefix_len(walk.twin.output, s.output))
+        """Passes the target's result on. The small model goes back to the first token that the target rejected."""
+        self.self_drafter.observe(round_result)
+        self.small_lm.observe(replace(round_result, queries={}))
+        draft, s = self._drafts.pop(round_result.sequence.index, None), round_result.sequence
+        if draft is not None and not round_result.is_prefill:
+            self.small_lm.rewind(s, len(s.prompt) + common_prefix_len(draft.fork.output, s.output))
 
     def release(self, sequence: Sequence) -> None:
-        self._walks.pop(sequence.index, None)
-        self.level.release(sequence)
-        self.small.release(sequence)
+        self._drafts.pop(sequence.index, None)
+        self.self_drafter.release(sequence)
+        self.small_lm.release(sequence)
 
 
 @dataclass(frozen=True)
 class TriForceOptions(ViewOptions):
-    """The target's view, and the small model under it (TriForce, section 5.1)."""
+    """The target's view, and the small model (TriForce, section 5.1)."""
 
     depth: int | None = option(
         min=1,
@@ -186,17 +183,19 @@ class TriForceOptions(ViewOptions):
         usual="6, planned: as many as pay",
     )
     drafted: int = option(DRAFTED, min=1, help="tokens that the small model drafts at a time (gamma_1)")
-    streamed: int = option(STREAMED, min=SINK + 1, help="tokens that the small model sees, the first and the last")
+    streamed: int = option(
+        STREAMED, min=SINK + 1, help="tokens that the small model attends to, the first and the last"
+    )
 
 
 @takes(TriForceOptions)
 def triforce(draft: SmallLMDraft, **options: Any) -> TriForceDrafter:
-    """A small language model on the first and last tokens drafts for the target on the chunks that it retrieves."""
-    (own,) = parse("triforce", options, TriForceOptions)
-    streaming = {"view": "streaming", "sink": SINK, "recent": own.streamed - SINK}
-    small = SmallLMDrafter(draft, tree="chain", depth=own.drafted, **streaming)
-    sizes = {name: getattr(own, name) for name in declared(ViewOptions)}
-    return TriForceDrafter(small, SelfDrafter(view="chunks", **sizes), own.depth)
+    """Makes TriForce's drafter: a small model on the first and last tokens, and the target on retrieved chunks."""
+    (config,) = parse("triforce", options, TriForceOptions)
+    streaming = {"view": "streaming", "sink": SINK, "recent": config.streamed - SINK}
+    small_lm = SmallLMDrafter(draft, tree="chain", depth=config.drafted, **streaming)
+    sizes = {name: getattr(config, name) for name in declared(ViewOptions)}
+    return TriForceDrafter(small_lm, SelfDrafter(view="chunks", **sizes), config.depth)
 
 
 register(

@@ -1,8 +1,8 @@
-"""Knowledge of a draft, as posteriors that forget.
+"""What a planner learns of a draft, as Bayesian estimates with exponential decay.
 
-:class:`AcceptanceModel`: the chance that a node is right, given the probability that its drafter gives its path (Beta
-posteriors). :class:`DraftGain`: the tokens that a forward of the draft adds to a round (a Gamma posterior), and its time.
-Times are in plain steps: one step of decoding without a draft.
+:class:`AcceptanceModel`: the probability that a node is accepted, given the drafter's probability of its path (Beta
+posteriors). :class:`DraftGain`: the tokens that drafting adds to a round (a Gamma posterior), and its time. Times are
+in plain steps: one step is a decoding step without a draft.
 """
 
 from __future__ import annotations
@@ -10,54 +10,49 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import exp
 
-# Nodes are grouped into grades by the log-probability of their path: steps of half a nat, the last grade open.
-_STEP, _GRADES = 0.5, 12
-# A prior weighs as much as this many observations.
+# Nodes are binned by path log-probability: bins of half a nat, the last one open.
+_BIN_WIDTH, _NUM_BINS = 0.5, 12
+# Number of observations that a prior counts as.
 PRIOR_WEIGHT = 4.0
-# Before it was tried, a draft is believed to add this many tokens per plain step that it takes: a bad one is given up
-# after two trials.
+# Prior: tokens that a draft adds per plain step of its time. With this value a bad draft is given up after two rounds.
 PRIOR_TOKENS_PER_STEP = 4 / 3
-# Longest chain considered when a draft's chance of being right is known beforehand.
+# Longest chain that :meth:`PriorDraftGain.assume_best_chain` considers.
 MAX_ASSUMED_CHAIN = 8
-# Evidence is multiplied by this once a round, so about the last hundred rounds count.
+# Factor on the evidence, once a round: about the last hundred rounds count.
 DECAY = 0.99
 
 
 class AcceptanceModel:
-    """Corrects a drafter's probabilities by how often nodes of the same grade were right."""
+    """Corrects a drafter's path probabilities by how often nodes of the same bin were accepted."""
 
     def __init__(self) -> None:
-        self._right = [0.0] * _GRADES
-        self._counts = [0.0] * _GRADES
+        self._accepted = [0.0] * _NUM_BINS
+        self._counts = [0.0] * _NUM_BINS
 
     def probability(self, path_logprob: float) -> float:
-        """The chance that a path of this log-probability is right: the mean of a Beta posterior."""
-        grade = _grade(path_logprob)
-        return (PRIOR_WEIGHT * exp(path_logprob) + self._right[grade]) / (PRIOR_WEIGHT + self._counts[grade])
+        """Probability that a path of this log-probability is accepted: the mean of a Beta posterior."""
+        index = _bin(path_logprob)
+        return (PRIOR_WEIGHT * exp(path_logprob) + self._accepted[index]) / (PRIOR_WEIGHT + self._counts[index])
 
     def observe(self, path_logprob: float, accepted: bool) -> None:
-        """Counts a verified node; ``accepted`` if all of its path was."""
-        self._right[_grade(path_logprob)] += accepted
-        self._counts[_grade(path_logprob)] += 1.0
+        """Counts a verified node. ``accepted``: all of its path was."""
+        self._accepted[_bin(path_logprob)] += accepted
+        self._counts[_bin(path_logprob)] += 1.0
 
     def decay(self) -> None:
-        """Called once a round."""
-        self._right = [x * DECAY for x in self._right]
+        """Forgets some of the evidence. Called once a round."""
+        self._accepted = [x * DECAY for x in self._accepted]
         self._counts = [x * DECAY for x in self._counts]
 
 
-def _grade(logprob: float) -> int:
-    return min(int(-logprob / _STEP), _GRADES - 1)
+def _bin(path_logprob: float) -> int:
+    return min(int(-path_logprob / _BIN_WIDTH), _NUM_BINS - 1)
 
 
 @dataclass
 class PriorDraftGain:
-    """The belief about a draft that has not been tried: it pays by a little, unless its drafter knows better.
-
-    Attributes:
-        extra_steps: plain steps that a round with the draft takes longer.
-        expected_tokens: tokens that it adds to such a round; None if the drafter does not say.
-    """
+    """The assumed gain of a draft before its first use: it pays by a little, unless its drafter states an estimate.
+    ``extra_steps``: plain steps that drafting adds to a round. ``expected_tokens``: tokens that it adds by estimate."""
 
     extra_steps: float
     expected_tokens: float | None = None
@@ -68,16 +63,12 @@ class PriorDraftGain:
 
     @property
     def is_worthwhile(self) -> bool:
-        """True if the draft adds more tokens than plain decoding makes in the same time."""
+        """True if the draft adds more tokens than plain decoding emits in the same time."""
         return self.added_tokens > self.extra_steps
 
     def assume_best_chain(self, acceptance: float, steps_per_token: float) -> None:
-        """Assumes the chain that makes the most tokens a plain step.
-
-        Args:
-            acceptance: chance of each of its tokens to be right, if those before it are.
-            steps_per_token: plain steps that drafting and verifying one more token takes.
-        """
+        """Assumes the chain length with the most tokens per plain step. ``acceptance``: of a token whose path is
+        accepted. ``steps_per_token``: plain steps to draft and verify one more token."""
         tokens, best_rate = 0.0, 0.0
         for n in range(1, MAX_ASSUMED_CHAIN + 1):
             tokens += acceptance**n
@@ -87,41 +78,33 @@ class PriorDraftGain:
 
 
 class DraftGain:
-    """The gain of drafting in a round: the tokens it adds if nothing else proposes any, and the plain steps it takes.
-
-    Args:
-        prior: weighs as much as ``PRIOR_WEIGHT`` rounds; for one text, the gain over all texts.
-    """
+    """The learned gain of drafting in a round: tokens it adds where no lookup proposes any, and plain steps it takes.
+    ``prior`` counts as ``PRIOR_WEIGHT`` rounds; for one sequence, it is the gain over all sequences."""
 
     def __init__(self, prior: PriorDraftGain | DraftGain) -> None:
         self._prior = prior
-        self._tokens = self._new = self._steps = self._rounds = 0.0
+        self._added_tokens = self._new_fractions = self._extra_steps = self._rounds = 0.0
 
     @property
     def added_tokens(self) -> float:
-        """Mean of a Gamma posterior for Poisson counts; a round weighs as much as its share of new tokens."""
-        return (PRIOR_WEIGHT * self._prior.added_tokens + self._tokens) / (PRIOR_WEIGHT + self._new)
+        """Mean of a Gamma posterior for Poisson counts. A round counts by its fraction of new tokens."""
+        return (PRIOR_WEIGHT * self._prior.added_tokens + self._added_tokens) / (PRIOR_WEIGHT + self._new_fractions)
 
     @property
     def extra_steps(self) -> float:
-        return (PRIOR_WEIGHT * self._prior.extra_steps + self._steps) / (PRIOR_WEIGHT + self._rounds)
+        return (PRIOR_WEIGHT * self._prior.extra_steps + self._extra_steps) / (PRIOR_WEIGHT + self._rounds)
 
     def observe(self, added_tokens: float, new_fraction: float, extra_steps: float) -> None:
-        """Counts a round with the draft.
-
-        Args:
-            added_tokens: that the draft added.
-            new_fraction: share of the draft's tokens that nothing else proposed.
-            extra_steps: plain steps that the round took longer.
-        """
-        self._tokens += added_tokens
-        self._new += new_fraction
-        self._steps += extra_steps
+        """Counts a round with the draft: accepted tokens that only the draft proposed, the fraction of its tokens that
+        no lookup proposed, and the plain steps that it took."""
+        self._added_tokens += added_tokens
+        self._new_fractions += new_fraction
+        self._extra_steps += extra_steps
         self._rounds += 1.0
 
     def decay(self) -> None:
-        """Called once a round."""
-        self._tokens *= DECAY
-        self._new *= DECAY
-        self._steps *= DECAY
+        """Forgets some of the evidence. Called once a round."""
+        self._added_tokens *= DECAY
+        self._new_fractions *= DECAY
+        self._extra_steps *= DECAY
         self._rounds *= DECAY

@@ -1,7 +1,7 @@
-"""The costs of verifications on this machine: a table measured once a model, and the machine's present speed.
+"""The time of target forwards on this machine: a table measured once for each model, corrected by later rounds.
 
-A forward of n rows on L tokens of text costs much less than n forwards of one row. How much less depends on machine,
-model and L, and no formula gives it. So it is measured at a few n and L, and kept on disk.
+A forward of n tokens on a KV cache of length L costs much less than n forwards of one token. How much less depends on
+machine, model and L. So it is measured at a few n and L, and cached on disk.
 """
 
 from __future__ import annotations
@@ -34,49 +34,50 @@ from longdraft.trees.tree import TokenTree
 
 logger = logging.getLogger(__name__)
 
-# What is measured: rows of a forward, and tokens of text, with which attention's time grows evenly. On a model of 1.5B
-# that is over after 3 seconds, and says what more rows, lengths and turns said.
+# The measured numbers of tokens, and KV lengths, in which attention is linear. A model of 1.5B takes 3 seconds; more
+# tokens, lengths and repeats gave the same predictions.
 NUM_TOKENS = (1, 2, 4, 8, 16, 32)
 KV_LENGTHS = (64, 4096)
-# How often; a turn through all sizes is repeated only if it took so many seconds at most, because long forwards differ
-# less from each other. The first forward of all also prepares weights.
+# Repeats of each measurement. There is no second repeat if the first took longer than ENOUGH_SECONDS, because long
+# forwards vary less. The first forward of all also prepares weights.
 REPEATS, ENOUGH_SECONDS = 2, 1.0
-# Measuring ends after this many seconds with what there is by then: the model may be large, or the machine busy.
+# Measuring stops after this time with what there is by then: the model may be large, or the machine busy.
 LIMIT_SECONDS = 10.0
-# Version of the tables on disk: raise it when one means something else than before.
+# Version of the tables on disk; to be raised when their meaning changes.
 _FORMAT = 7
-# Rows of a forward that wakes a model up.
-_WAKING = 4
-# Of the made-up trees.
-_tokens = random.Random(0)
-# Weight of a new round in the estimate of the machine's present speed, and the factor by which one may seem off.
-_FOLLOW, OUTLIER_FACTOR = 0.15, 2.0
+# Tokens of the forward that prepares weights if the table is on disk already.
+_WARM_UP_TOKENS = 4
+# Draws the tokens of made-up trees.
+_random = random.Random(0)
+# Weight of a new round in running averages, and the largest factor between a round's time and its prediction that
+# counts.
+_SMOOTHING, OUTLIER_FACTOR = 0.15, 2.0
 
 
 class ProgressLine(str):
-    """A line of text about something that takes seconds, with the share of it that is done."""
+    """A status line of a task that takes seconds. ``share``: the fraction of the task that is done."""
 
     share: float
 
     def __new__(cls, line: str, share: float) -> ProgressLine:
-        made = super().__new__(cls, line)
-        made.share = share
-        return made
+        progress_line = super().__new__(cls, line)
+        progress_line.share = share
+        return progress_line
 
 
 def fraction_reporter(line: str, progress: Progress | None) -> Callable[[float], None]:
-    """Returns a function of the share of a work that is done, which reports it."""
+    """Returns a function that reports the fraction of a task that is done, with this status line."""
     return lambda share: None if progress is None else progress(ProgressLine(line, share))
 
 
 @dataclass(frozen=True)
 class CostTable:
-    """Seconds of a forward by rows and tokens of text.
+    """Seconds of a forward, by its number of tokens and the KV length.
 
     Attributes:
-        lengths: tokens of text, ascending.
-        rows: rows of a forward, ascending, the first of them 1.
-        seconds: for each length, for each number of rows.
+        lengths: KV lengths, ascending.
+        rows: numbers of tokens of a forward, ascending from 1.
+        seconds: [KV length][number of tokens].
     """
 
     lengths: tuple[int, ...]
@@ -84,84 +85,85 @@ class CostTable:
     seconds: tuple[tuple[float, ...], ...]
 
     def __post_init__(self) -> None:
-        shaped = len(self.seconds) == len(self.lengths) and all(len(s) == len(self.rows) for s in self.seconds)
-        sized = all(n and n[0] >= 0 and list(n) == sorted({int(each) for each in n}) for n in (self.lengths, self.rows))
-        timed = all(0 <= seconds < LIMIT_SECONDS * 1e3 for row in self.seconds for seconds in row)
-        if not (shaped and sized and timed) or self.rows[0] != 1:
+        is_shaped = len(self.seconds) == len(self.lengths) and all(len(s) == len(self.rows) for s in self.seconds)
+        is_sorted = all(x and x[0] >= 0 and list(x) == sorted({int(n) for n in x}) for x in (self.lengths, self.rows))
+        is_timed = all(0 <= seconds < LIMIT_SECONDS * 1e3 for row in self.seconds for seconds in row)
+        if not (is_shaped and is_sorted and is_timed) or self.rows[0] != 1:
             raise ValueError("a table of costs has seconds for each length, and for each number of rows from 1 on")
 
     def seconds_at(self, num_tokens: float, kv_len: float) -> float:
-        """Seconds of a forward of ``num_tokens`` rows on ``kv_len`` tokens; linear between measurements, and beyond them."""
-        return _between(self.lengths, [_between(self.rows, s, num_tokens) for s in self.seconds], kv_len)
+        """Seconds of a forward, by linear interpolation between the measurements and extrapolation beyond them."""
+        return _interpolate(self.lengths, [_interpolate(self.rows, s, num_tokens) for s in self.seconds], kv_len)
 
 
-def _between(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
+def _interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
     if len(xs) == 1:
         return ys[0]
     i = min(max(bisect_right(xs, x), 1), len(xs) - 1)
     slope = (ys[i] - ys[i - 1]) / (xs[i] - xs[i - 1])
-    # Noise must not make a long text cheaper than a short one further out.
+    # Noise in the measurements must not make a longer context cheaper when extrapolated.
     return ys[i] + max(slope, 0.0) * (x - xs[i]) if x > xs[-1] else max(ys[i - 1] + slope * (x - xs[i - 1]), 1e-9)
 
 
 @dataclass
 class CostModel:
-    """Predicts the seconds of a verification: the table's, times the machine's present pace and the table's bias."""
+    """Predicts the seconds of a target forward: those of the table, times the machine's pace and the table's bias."""
 
     table: CostTable
     _pace: float = 1.0
-    # (column of the table, sequences) -> factor by which the table is off, and how often that was seen.
+    # (column of the table, batch size) -> ratio of measured and predicted seconds, and the number of observations.
     _bias: dict[tuple[int, int], tuple[float, int]] = field(default_factory=dict)
 
     def forward_seconds(self, num_tokens: int, kv_lens: Sequence[int]) -> float:
-        """Seconds of one forward over ``num_tokens`` rows of each sequence of a batch with these tokens of text."""
-        return self._pace * self._bias_of(num_tokens, len(kv_lens))[0] * self._expected(num_tokens, kv_lens)
+        """Seconds of a forward over ``num_tokens`` tokens of each sequence of a batch with these KV lengths."""
+        return self._pace * self._bias_of(num_tokens, len(kv_lens))[0] * self._table_seconds(num_tokens, kv_lens)
 
     def observe(self, num_tokens: int, kv_lens: Sequence[int], seconds: float) -> None:
-        """Learns from a round: other work on the machine slows all rounds (pace), a wrong table some (bias)."""
-        ratio = seconds / self._expected(num_tokens, kv_lens)
+        """Learns from a round: other work on the machine slows all rounds (pace), a table's error some (bias)."""
+        ratio = seconds / self._table_seconds(num_tokens, kv_lens)
         ratio = min(max(ratio, self._pace / OUTLIER_FACTOR), self._pace * OUTLIER_FACTOR)
-        bias, times = self._bias_of(num_tokens, len(kv_lens))
-        # A batch was never measured, only computed from the table: its first rounds say more than the table does.
-        follow = _FOLLOW if len(kv_lens) == 1 else max(_FOLLOW, 1 / (times + 1))
-        self._bias[self._column(num_tokens), len(kv_lens)] = (bias + follow * (ratio / self._pace - bias), times + 1)
-        self._pace += _FOLLOW * (ratio / bias - self._pace)
+        bias, count = self._bias_of(num_tokens, len(kv_lens))
+        # Batches are not in the table but computed from it, so their first rounds count more than the prediction.
+        weight = _SMOOTHING if len(kv_lens) == 1 else max(_SMOOTHING, 1 / (count + 1))
+        self._bias[self._column(num_tokens), len(kv_lens)] = (bias + weight * (ratio / self._pace - bias), count + 1)
+        self._pace += _SMOOTHING * (ratio / bias - self._pace)
 
-    def _bias_of(self, rows: int, batch: int) -> tuple[float, int]:
-        """The bias of a forward, and how often it was seen; if it never was, the bias of the nearest batch size."""
-        column = self._column(rows)
-        if (column, batch) in self._bias:
-            return self._bias[column, batch]
-        batches = [b for c, b in self._bias if c == column]
-        if not batches:
+    def _bias_of(self, num_tokens: int, batch_size: int) -> tuple[float, int]:
+        """The bias of a forward and how often it was observed; if never, the bias of the nearest batch size."""
+        column = self._column(num_tokens)
+        if (column, batch_size) in self._bias:
+            return self._bias[column, batch_size]
+        batch_sizes = [b for c, b in self._bias if c == column]
+        if not batch_sizes:
             return 1.0, 0
-        return self._bias[column, min(batches, key=lambda b: abs(b - batch))][0], 0
+        return self._bias[column, min(batch_sizes, key=lambda b: abs(b - batch_size))][0], 0
 
-    def _expected(self, rows: int, lengths: Sequence[int]) -> float:
-        # Weights are read once for the rows of all sequences, a sequence's text for its own rows alone.
-        shared = self.table.seconds_at(rows * len(lengths), 0)
-        texts = sum(self.table.seconds_at(rows, n) - self.table.seconds_at(rows, 0) for n in lengths)
-        return max(shared + texts, 1e-9)
+    def _table_seconds(self, num_tokens: int, kv_lens: Sequence[int]) -> float:
+        # Weights are read once for the tokens of all sequences, a sequence's KV for its own tokens only.
+        weights = self.table.seconds_at(num_tokens * len(kv_lens), 0)
+        kv = sum(self.table.seconds_at(num_tokens, n) - self.table.seconds_at(num_tokens, 0) for n in kv_lens)
+        return max(weights + kv, 1e-9)
 
-    def _column(self, rows: int) -> int:
-        return bisect_right(self.table.rows, rows)
+    def _column(self, num_tokens: int) -> int:
+        return bisect_right(self.table.rows, num_tokens)
 
 
-def _filled_store(runner: TargetRunner, length: int, rows: int) -> KVStore:
-    """A store with a made-up text of zeros, and room for so many rows behind it."""
-    store = runner.new_store(1, length + rows)
+def _filled_store(runner: TargetRunner, kv_len: int, num_tokens: int) -> KVStore:
+    """A store with ``kv_len`` entries of zeros, and space for ``num_tokens`` more."""
+    store = runner.new_store(1, kv_len + num_tokens)
     for layer in range(store.shape.layers):
         for tensor in store.layer(layer):
             tensor.zero_()
-    store.lengths[0] = length
+    store.lengths[0] = kv_len
     return store
 
 
-def _time(runner: TargetRunner, store: KVStore, rows: int) -> float:
-    """Seconds of a forward over a chain, or a tree with a branch at every second node, as what is drafted.
-    Its tokens differ, as a draft's do: a mixture of experts reads more of them for more tokens."""
-    tokens = tuple(_tokens.randrange(runner.vocab_size) for _ in range(rows))
-    parents = tuple(i - 1 if runner.branching_is_expensive or not i else (i - 1) // 2 * 2 for i in range(rows))
+def _time_forward(runner: TargetRunner, store: KVStore, num_tokens: int) -> float:
+    """Seconds of a forward over a made-up draft: a tree with a branch at every second node, or a chain.
+
+    The tokens are random, because a mixture of experts reads more experts for different tokens."""
+    tokens = tuple(_random.randrange(runner.vocab_size) for _ in range(num_tokens))
+    parents = tuple(i - 1 if runner.branching_is_expensive or not i else (i - 1) // 2 * 2 for i in range(num_tokens))
     wait = partial(torch.cuda.synchronize, runner.device) if runner.device.type == "cuda" else lambda: None
     wait()
     start = time.perf_counter()
@@ -175,55 +177,55 @@ def measure(
     kv_lens: Sequence[int] = KV_LENGTHS,
     num_tokens: Sequence[int] = NUM_TOKENS,
     on_progress: Callable[[float], None] = lambda share: None,
-    time_forward: Callable[[TargetRunner, KVStore, int], float] = _time,
+    time_forward: Callable[[TargetRunner, KVStore, int], float] = _time_forward,
 ) -> CostTable | None:
-    """Times forwards on a made-up text, all sizes in turn, and keeps the least times.
+    """Measures the seconds of forwards on a made-up KV cache: the minimum of some repeats for each size.
 
-    Each length has its share of :data:`LIMIT_SECONDS`. If that is not enough, there are fewer rows or fewer lengths;
-    costs beyond these are then extrapolated.
+    Each KV length has an equal part of :data:`LIMIT_SECONDS`. If the time runs out, the table has fewer sizes, and
+    costs beyond them are extrapolated.
 
     Args:
-        kv_lens: a longer one than the model reads becomes the longest that it does.
-        on_progress: called with the share of the work that is over.
-        time_forward: returns the seconds of a forward of so many rows on a store.
+        kv_lens: longer ones than the model's context are shortened to it.
+        on_progress: called with the fraction of the work that is done.
+        time_forward: (runner, store, number of tokens) -> seconds.
 
     Returns:
-        None if memory does not even allow the shortest length; lengths that do not fit are left out.
+        The table without lengths that do not fit the memory; None if not even the shortest fits.
     """
     kv_lens = sorted({max(1, min(length, runner.context_length - num_tokens[-1])) for length in kv_lens})
     start = time.perf_counter()
-    table: list[dict[int, float]] = []  # for each length, the least seconds by rows
+    table: list[dict[int, float]] = []  # for each KV length, {number of tokens: minimum of seconds}
     for i, length in enumerate(kv_lens):
         try:
             store = _filled_store(runner, length, num_tokens[-1])
         except MemoryBudgetError:
             break
         sizes = list(table[0] if table else num_tokens)
-        began = time.perf_counter()
-        end = start + LIMIT_SECONDS * (i + 1) / len(kv_lens)
-        least: dict[int, float] = {}
-        for turn, n in enumerate(sizes * REPEATS):
-            on_progress((i + turn / len(sizes) / REPEATS) / len(kv_lens))
-            if turn == len(sizes) and time.perf_counter() - began > ENOUGH_SECONDS:
+        length_start = time.perf_counter()
+        deadline = start + LIMIT_SECONDS * (i + 1) / len(kv_lens)
+        minima: dict[int, float] = {}
+        for step, n in enumerate(sizes * REPEATS):
+            on_progress((i + step / len(sizes) / REPEATS) / len(kv_lens))
+            if step == len(sizes) and time.perf_counter() - length_start > ENOUGH_SECONDS:
                 break
-            # The next forward takes what one of this size took, or twice what a smaller one did.
-            known = least.get(n) or (table[-1][n] if table else 2 * least.get(sizes[turn - 1], 0.0))
-            if time.perf_counter() + known > end and (table or turn > 1):
+            # Expect the time that this size took before, or twice the time of the next smaller size.
+            expected = minima.get(n) or (table[-1][n] if table else 2 * minima.get(sizes[step - 1], 0.0))
+            if time.perf_counter() + expected > deadline and (table or step > 1):
                 break
             seconds = time_forward(runner, store, n)
-            least[n] = min(seconds, least.get(n, seconds))
-        if table and len(least) < len(sizes):
+            minima[n] = min(seconds, minima.get(n, seconds))
+        if table and len(minima) < len(sizes):
             break
-        table.append(least)
+        table.append(minima)
     on_progress(1.0)
     if not table:
         return None
-    # Other work on the machine only ever adds, and fewer rows or less text cannot cost more.
-    lowest = [
-        tuple(min(other[m] for other in table[i:] for m in least if m >= n) for n in least)
-        for i, least in enumerate(table)
+    # Other work on the machine only adds time, and fewer tokens or a shorter context cannot cost more.
+    seconds_table = [
+        tuple(min(other[m] for other in table[i:] for m in minima if m >= n) for n in minima)
+        for i, minima in enumerate(table)
     ]
-    return CostTable(tuple(kv_lens[: len(table)]), tuple(table[0]), tuple(lowest))
+    return CostTable(tuple(kv_lens[: len(table)]), tuple(table[0]), tuple(seconds_table))
 
 
 def load_or_measure(
@@ -232,24 +234,24 @@ def load_or_measure(
     progress: Progress | None = None,
     measure_with: Callable[..., CostTable | None] = measure,
 ) -> CostTable | None:
-    """Returns a target's costs on this machine: read from disk, or measured and kept.
+    """Returns a target's cost table on this machine: read from disk, or measured and written to disk.
 
     Args:
-        folder: where tables are kept; None: in the package's cache.
-        progress: called with a :class:`ProgressLine` now and then while measuring.
-        measure_with: measures them as :func:`measure` does.
+        folder: of the tables; None: in the package's cache.
+        progress: called with a :class:`ProgressLine` while measuring.
+        measure_with: replaces :func:`measure`.
 
     Returns:
-        None if not even the shortest text fits the free memory.
+        None if not even the shortest KV length fits the free memory.
     """
     key = _key(runner)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     file = (cache_folder() / "costs" if folder is None else folder) / f"{digest}.json"
-    known = _read(file)
-    if known is not None:
-        with suppress(MemoryBudgetError):  # what the first forward does once (packing weights) is no round's cost
-            _time(runner, _filled_store(runner, 1, _WAKING), _WAKING)
-        return known
+    cached = _read(file)
+    if cached is not None:
+        with suppress(MemoryBudgetError):  # the first forward packs weights, which must not count as a round's cost
+            _time_forward(runner, _filled_store(runner, 1, _WARM_UP_TOKENS), _WARM_UP_TOKENS)
+        return cached
     line = f"Measuring what a verification costs on this machine (once a model, {LIMIT_SECONDS:.0f} seconds at most)"
     logger.info(line)
     table = measure_with(runner, on_progress=fraction_reporter(line, progress))
@@ -257,13 +259,13 @@ def load_or_measure(
         try:
             with atomic_write(file) as part:
                 part.write_text(json.dumps({"key": key, "table": asdict(table)}, indent=1) + "\n", encoding="utf-8")
-        except CheckpointError as error:  # it is measured again the next time
+        except CheckpointError as error:  # it will be measured again
             logger.info("The table of costs cannot be kept: %s", error)
     return table
 
 
 def _key(runner: TargetRunner) -> dict[str, object]:
-    """Everything that a table depends on."""
+    """Everything that the measured times depend on."""
     return {
         "format": _FORMAT,
         "rows": "chain" if runner.branching_is_expensive else "tree",
@@ -279,10 +281,10 @@ def _key(runner: TargetRunner) -> dict[str, object]:
 
 
 def _read(file: Path) -> CostTable | None:
-    """Reads a kept table; returns None if there is none, or none that can be read."""
+    """Reads a table from disk; returns None if there is none, or if it cannot be read."""
     try:
-        kept = read_json(file)["table"]
-        return CostTable(tuple(kept["lengths"]), tuple(kept["rows"]), tuple(map(tuple, kept["seconds"])))
+        table = read_json(file)["table"]
+        return CostTable(tuple(table["lengths"]), tuple(table["rows"]), tuple(map(tuple, table["seconds"])))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
@@ -291,7 +293,7 @@ def _read(file: Path) -> CostTable | None:
 
 
 def cpu_name() -> str:
-    """Returns the processor's own name if Linux tells it, else what ``platform`` knows."""
+    """Returns the processor's name from /proc/cpuinfo, or else from ``platform``."""
     with suppress(OSError, IndexError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith(("model name", "Model")):
@@ -300,7 +302,7 @@ def cpu_name() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Returns a GPU's name, or the CPU's with the number of threads that torch uses."""
+    """Returns a GPU's name, or the CPU's name with torch's number of threads."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return f"{cpu_name()}, {torch.get_num_threads()} threads"

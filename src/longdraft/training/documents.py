@@ -1,7 +1,7 @@
-"""Training text: rows of files become documents of token ids.
+"""Reads training data: rows of files become documents of token ids.
 
-A source is a file, or a folder such as a corpus as its authors publish it: all files below it that may hold text are
-read, in order of their paths.
+A source is a file, or a folder such as a downloaded corpus. All files below a folder with one of :data:`FILE_SUFFIXES`
+are read, in order of their paths.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Example = dict[str, Any]
-# What the names of files in a folder end with.
 FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst", ".json", ".parquet", ".txt")
 
 
@@ -35,9 +34,9 @@ class Document:
     """Token ids of one text.
 
     Attributes:
-        token_ids: the whole text, with its end-of-sequence token if it has one.
-        start: the first token that is learned; those before it (a chat's prompt) are only context.
-        loss_mask: of each token, whether it is learned; None: all are from ``start`` on.
+        token_ids: all tokens, end of sequence included.
+        start: index of the first token that counts in the loss; earlier ones (a chat's prompt) are context.
+        loss_mask: for each token, whether it counts in the loss; None: all from ``start`` on do.
     """
 
     token_ids: list[int]
@@ -50,12 +49,12 @@ class Document:
 
 
 class SkipCounts(Counter[str]):
-    """The rows that were left out, counted by reason."""
+    """Counts the rows that were left out, by reason."""
 
     def __str__(self) -> str:
-        said = [f"{count} {reason}" for reason, count in self.most_common(8)]
-        more = sum(self.values()) - sum(count for _, count in self.most_common(8))
-        return ", ".join([*said, *([f"{more} for other reasons"] if more else [])]) or "none"
+        reasons = [f"{count} {reason}" for reason, count in self.most_common(8)]
+        others = sum(self.values()) - sum(count for _, count in self.most_common(8))
+        return ", ".join([*reasons, *([f"{others} for other reasons"] if others else [])]) or "none"
 
 
 def encode_documents(
@@ -66,78 +65,79 @@ def encode_documents(
     num_done: int = 0,
     template: Mapping[str, Any] | None = None,
 ) -> Iterator[Document | None]:
-    """The document of each row after the first ``num_done``; None for one that is left out, and counted.
+    """Yields the document of each row after the first ``num_done``; None for a row that is left out and counted.
 
-    A row has ``token_ids`` (ids) and ``start``; or ``text``; or a chat, whose answers are learned
-    (:func:`longdraft.training.chats.messages_of`), with its ``tools`` and ``chat_template_kwargs`` if it has them.
+    A row has ``tokens`` (ids) and ``start``, or ``text``, or a chat (:func:`~longdraft.training.chats.chat_messages`)
+    with ``tools`` and ``chat_template_kwargs``. The answers of a chat count in the loss.
 
     Args:
-        template: further arguments of the chat template; a row's own come first.
+        template: arguments of the chat template; ``chat_template_kwargs`` of a row take precedence.
     """
-    for row in islice(read_examples(sources, skipped), num_done, None):
+    for example in islice(read_examples(sources, skipped), num_done, None):
         document = None
-        if row is not None:
+        if example is not None:
             try:
-                document = _document(row, tokenizer, template)
+                document = _encode(example, tokenizer, template)
             except PromptError as error:
                 skipped[f"that cannot be encoded ({str(error)[:200]})"] += 1
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 why = str(error) if type(error) is ValueError else "with text, messages or tokens of another form"
-                skipped[f"{why} (keys: {', '.join(map(str, row))})"] += 1
+                skipped[f"{why} (keys: {', '.join(map(str, example))})"] += 1
         if document is not None and not all(0 <= t < vocab_size for t in document.token_ids):
             skipped["with token ids outside the vocabulary"] += 1
             document = None
         yield document
 
 
-def _document(row: Example, tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any] | None = None) -> Document:
-    row = {key: value for key, value in row.items() if value is not None}
-    if "tokens" in row:
-        return Document([int(t) for t in row["tokens"]], int(row.get("start", 1)))
-    messages = chat_messages(row)
+def _encode(
+    example: Example, tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any] | None = None
+) -> Document:
+    example = {key: value for key, value in example.items() if value is not None}
+    if "tokens" in example:
+        return Document([int(t) for t in example["tokens"]], int(example.get("start", 1)))
+    messages = chat_messages(example)
     if messages is not None:
-        tools, own = row.get("tools"), row.get("chat_template_kwargs")
-        tools, own = (json.loads(each) if isinstance(each, str) else each for each in (tools, own))
-        settings = {**(template or {}), **(own or {})}
-        tokens, learned = encode_chat(messages, tokenizer, tools or None, settings, bool(row.get("cut")))
-        if not any(learned):
+        fields = example.get("tools"), example.get("chat_template_kwargs")
+        tools, kwargs = (json.loads(field) if isinstance(field, str) else field for field in fields)
+        kwargs = {**(template or {}), **(kwargs or {})}
+        ids, mask = encode_chat(messages, tokenizer, tools or None, kwargs, bool(example.get("cut")))
+        if not any(mask):
             raise ValueError("whose answers are no tokens")
-        start, end = learned.index(True), len(learned) - learned[::-1].index(True)
-        learned = learned[:end]
-        return Document(tokens[:end], start, None if all(learned[start:]) else learned)
-    if "text" in row:
-        tokens = encode(tokenizer, row["text"])
-        # EOS is learned, because a draft that never proposes it costs a verification at the end of every text.
+        start, end = mask.index(True), len(mask) - mask[::-1].index(True)
+        return Document(ids[:end], start, None if all(mask[start:end]) else mask[:end])
+    if "text" in example:
+        tokens = encode(tokenizer, example["text"])
+        # EOS counts in the loss: a draft that never proposes it costs a verification at the end of every text.
         return Document(tokens if tokenizer.eos_token_id is None else [*tokens, tokenizer.eos_token_id])
     raise ValueError("with neither text, messages nor tokens")
 
 
 def read_examples(sources: Iterable[Path | str], skipped: SkipCounts) -> Iterator[Example | None]:
-    """Each row of files and folders; None for one that is no JSON object, and counted. ``.txt`` is one row.
+    """Yields the rows of files and folders; None for a row that is no JSON object. A ``.txt`` file is one row.
 
     Raises:
-        PromptError: a source is missing, has nothing that is read, or cannot be read.
-        CapabilityError: its format needs a package that is not installed.
+        PromptError: a source is missing, has no file to read, or cannot be read.
+        CapabilityError: a format needs a package that is not installed.
     """
     for source in map(Path, sources):
         files = [source]
         if source.is_dir():
             files = sorted(path for path in source.rglob("*") if path.name.endswith(FILE_SUFFIXES) and path.is_file())
         if not files or not files[0].exists():
-            ends = ", ".join(FILE_SUFFIXES)
-            raise PromptError(f"There is no file {source}, or no text in it ({ends}). A corpus goes by its folder.")
+            suffixes = ", ".join(FILE_SUFFIXES)
+            raise PromptError(f"There is no file {source}, or no text in it ({suffixes}). Name a file or a folder.")
         for path in files:
             try:
-                for row in _read(path):
-                    if not isinstance(row, dict):
-                        skipped["not JSON" if row is None else "not an object"] += 1
-                    yield row if isinstance(row, dict) else None
+                for example in _read(path):
+                    if not isinstance(example, dict):
+                        skipped["not JSON" if example is None else "not an object"] += 1
+                    yield example if isinstance(example, dict) else None
             except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
-                raise PromptError(f"{path} cannot be read ({error}): is it whole, and what its name says?") from None
+                raise PromptError(f"{path} cannot be read ({error}): is it complete, and of this format?") from None
 
 
 def _read(path: Path) -> Iterator[Any]:
-    """The rows of a file; None for a line that is not JSON."""
+    """Yields the rows of a file; None for a line that is not JSON."""
     if path.suffix == ".txt":
         yield {"text": path.read_text(encoding="utf-8", errors="replace")}
     elif path.suffix == ".json":
@@ -147,8 +147,8 @@ def _read(path: Path) -> Iterator[Any]:
             yield from batch.to_pylist()
     else:
         zst = partial(_arrow(path).input_stream, compression="zstd") if path.suffix == ".zst" else None
-        packed: Any = zst or {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, partial(open, mode="rb"))
-        with io.TextIOWrapper(packed(path), "utf-8", "replace") as lines:
+        open_binary: Any = zst or {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, partial(open, mode="rb"))
+        with io.TextIOWrapper(open_binary(path), "utf-8", "replace") as lines:
             for line in filter(str.strip, lines):
                 try:
                     yield json.loads(line)

@@ -1,25 +1,25 @@
-"""Training of EAGLE-3 and one-pass drafts: the step with its loss (:class:`Eagle3Trainer`), and the runs.
+"""Trains EAGLE-3 and one-pass drafts: the step with its loss (:class:`Eagle3Trainer`), and the runs.
 
-EAGLE-3, section 3, training-time test. Row t joins the target's features of position t with the embedding of token
-t + 1 and predicts token t + 2; its rotary position is t in every step. With f the block and o(i, t) its output:
+EAGLE-3, section 3, training-time test. The input at position t is the target's features of t and the embedding of token
+t + 1; the output predicts token t + 2. The rotary position is t in every step. With f the block and o(i, t) its output:
 
     o(0, t) = f(token t + 1, features of t)
     o(i, t) = f(token t + 1, o(i - 1, t - 1))        for steps i > 0, as when the draft reads its own output
     loss    = sum over i and t of decay^i * cross-entropy(head(norm(o(i, t))), target's distribution of token t + 2)
 
-Every row sees the keys it will see when drafting (:mod:`longdraft.training.attention`).
+A query sees the keys that it sees in drafting (:mod:`longdraft.training.attention`).
 
-The same run adapts a draft to long text (SpecPV, appendix A): ``init`` names a draft of short texts in any layout that
-longdraft decodes, and ``rope_factor`` stretches its positions with YaRN.
+The same run adapts a draft to long text (SpecPV, appendix A): ``init`` is a draft of short texts in any layout that
+longdraft reads, and ``rope_factor`` stretches its positions with YaRN.
 
-A one-pass draft differs in its later steps: row t of step k stands k tokens after its anchor, row t - k. Its inputs are
-the anchor's embedding and features and two learned vectors of step k. It sees the rows that the anchor sees and the
-rows of steps 1 .. k on its own path. The bigram reads the text's token.
+A one-pass draft differs in later steps: position t of step k is k tokens after its anchor t - k. Its inputs are the
+anchor's embedding and features, and two learned vectors of step k. It sees the anchor's keys, and those of steps
+1 .. k with the same anchor. The bigram's input is the text's token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -39,24 +39,23 @@ from longdraft.model.shared_parts import SharedParts
 from longdraft.training.attention import KVPair, attend
 from longdraft.training.config import EVAL_DEPTH, Eagle3Config, OnePassConfig, RunConfig
 from longdraft.training.features import Features, head_rows
-from longdraft.training.loop import StepReport, TrainingLoop
+from longdraft.training.loop import Reports, TrainingLoop
 from longdraft.training.session import Progress, Stop, TrainingSession, never_stop, no_progress
 from longdraft.training.trainer import Attention, DraftTrainer, PackedBatch, StepOutput
 
-# Size of the random part of a fresh fc, relative to the layer that passes through.
+# Size of the random part of a new fc, relative to its identity part.
 FC_NOISE = 0.3
 
 
 class Eagle3Trainer(DraftTrainer):
-    """A training step of an EAGLE-3 block, which has a head of its own.
+    """A training step of an EAGLE-3 block, whose head is trained too.
 
     Args:
-        rotary: the draft's own rotary embedding.
-        window: keys of its own that a row sees, the row included; None for all.
+        window: sliding window of the draft in tokens, the query included; None: all keys.
 
     Attributes:
-        ttt_steps: of the training-time test.
-        retain: share of a batch's documents that goes on from each step to the next. Less makes later steps cheaper and
+        ttt_steps: steps of the training-time test.
+        retain: fraction of a batch's documents that goes on from a step to the next. Less makes later steps cheaper and
             gives them less weight (conditional drop of P-EAGLE, arXiv:2602.01469, by document).
     """
 
@@ -64,8 +63,7 @@ class Eagle3Trainer(DraftTrainer):
     label_shift = 2
     needs_target_argmax = True
     window_slides = True
-    """The window of a later step's row ends with that row, as a node's does in drafting. Else it sees what its anchor
-    sees, and the later steps' keys beside it."""
+    """True: the window of a later step ends at its own position, as in drafting. False: at its anchor's."""
     ttt_steps, retain = 1, 1.0
 
     def __init__(
@@ -85,120 +83,118 @@ class Eagle3Trainer(DraftTrainer):
     def forward(
         self, documents: Sequence[Features], shifts: Sequence[int] = (), ttt_steps: int | None = None
     ) -> StepOutput:
-        """The loss of packed documents, summed over rows and, with their weights, over steps.
+        """The loss of packed documents, summed over tokens and, weighted, over steps.
 
-        A row takes part in step i if i learned rows come before it. A row whose likeliest token (the target's) is
-        outside the draft's vocabulary has no weight.
+        Step i leaves out the first i tokens in the loss of each document, which have no output of step i - 1 to read.
+        Tokens where the target's argmax is outside the draft's vocabulary have weight 0.
 
         Args:
-            shifts: not used; every row goes through every step.
-            ttt_steps: number of steps if not the one for training (for measuring).
+            shifts: not used.
+            ttt_steps: number of steps; None: that of training.
 
         Returns:
             ``depths`` are 1 for step 0, and so on.
         """
         device = self.device
-        pack = self.pack(documents, num_context=None if self.window is None else self.window - 1)
-        learned = pack.loss_indices.to(device)
+        pack = self.pack(documents, context=None if self.window is None else self.window - 1)
+        in_loss = pack.loss_indices.to(device)
         x = self.embed(pack.gather([d.token_ids for d in documents], shift=1))
         cos, sin = self.rotary(pack.gather([d.positions for d in documents]).to(device))
         g = self.project_features(pack, shifts)
-        # Of each document, the rows that take part; of each step, each document's keys and values.
-        counts, seen = pack.loss_lengths, list[list[KVPair]]()
-
-        first = self.run_layer(self.block, x, g, cos, sin, [self._attention(pack.input_lengths, counts, seen)], learned)
-        outputs, rows = [first], [torch.arange(len(learned), device=device)]
-        x, g, cos, sin = (t[learned] for t in (x, g, cos, sin))
+        # Queries of each document in the present step; keys and values of each step and document.
+        counts, step_kv = pack.loss_lengths, list[list[KVPair]]()
+        attention = [self._step_attention(pack.input_lengths, counts, step_kv)]
+        outputs = [self.run_layer(self.block, x, g, cos, sin, attention, in_loss)]
+        indices = [torch.arange(len(in_loss), device=device)]  # of each step's queries, among the tokens in the loss
+        x, g, cos, sin = (t[in_loss] for t in (x, g, cos, sin))
         for step in range(1, ttt_steps or self.ttt_steps):
             retained = max(1, round(len(documents) * (self.retain**step if self.training else 1)))
-            each = torch.arange(sum(counts)).split(counts)[:retained]
+            ranges = torch.arange(sum(counts)).split(counts)[:retained]
             counts = [max(0, n - 1) if d < retained else 0 for d, n in enumerate(counts)]
             if not sum(counts):  # all documents are too short
                 break
-            # All but each document's first row take part, and read the outputs of all but its last.
-            fed, feeding = (torch.cat([r[part] for r in each]).to(device) for part in (slice(1, None), slice(-1)))
-            row = rows[-1][fed]
-            inputs = self.step_inputs(step, x, g, row, outputs[-1][feeding])
-            attention = [self._attention(counts, counts, seen)]
-            outputs.append(self.run_layer(self.block, *inputs, cos[row], sin[row], attention))
-            rows.append(row)
+            # Each query but a document's first goes on, and reads the output of the query before it.
+            queries, sources = (torch.cat([r[part] for r in ranges]).to(device) for part in (slice(1, None), slice(-1)))
+            index = indices[-1][queries]
+            inputs = self.step_inputs(step, x, g, index, outputs[-1][sources])
+            attention = [self._step_attention(counts, counts, step_kv)]
+            outputs.append(self.run_layer(self.block, *inputs, cos[index], sin[index], attention))
+            indices.append(index)
 
-        depths = torch.cat([torch.full_like(each, i + 1) for i, each in enumerate(rows)])
-        decays = torch.tensor([self.decay**i for i in range(len(rows))], device=device)[depths - 1]
-        row = torch.cat(rows)
-        labels = self.labels(pack, row)
+        depths = torch.cat([torch.full_like(index, i + 1) for i, index in enumerate(indices)])
+        decays = torch.tensor([self.decay**i for i in range(len(indices))], device=device)[depths - 1]
+        index = torch.cat(indices)
+        labels = self.labels(pack, index)
         weight = (labels.target_argmax >= 0) * decays
-        tokens = torch.cat(
-            [d.token_ids[first + 1 : -1] for d, (_, first, _) in zip(documents, pack.spans, strict=True)]
-        )
+        spans = zip(documents, pack.spans, strict=True)
+        previous = torch.cat([d.token_ids[first + 1 : -1] for d, (_, first, _) in spans])
         out = torch.cat(outputs)
-        hidden, head = self.states_and_head(self.block.norm(out), self.target_to_draft[tokens.to(device)][row])
+        hidden, head = self.states_and_head(self.block.norm(out), self.target_to_draft[previous.to(device)][index])
         return self.step_loss(pack, out, self.output(hidden, head, labels, depths, weight))
 
     def project_features(self, pack: PackedBatch, shifts: Sequence[int]) -> torch.Tensor:
-        """The projected features (rows, hidden) of the computed rows."""
+        """The projected features (N, hidden size) of the pack's N inputs."""
         features = pack.gather([d.hidden for d in pack.documents]).to(self.device, self.matmul_dtype)
-        # Sums of the residual stream are float32; autocast decides about the products.
+        # The residual stream is float32; autocast decides about matrix products.
         return self.block.project_features(features).float()
 
     def step_loss(self, pack: PackedBatch, out: torch.Tensor, output: StepOutput) -> StepOutput:
-        """The result of a step, from all steps' outputs o and the cross-entropy of what they say."""
+        """The result of a training step, from the outputs ``out`` of all steps and their cross-entropy."""
         return output
 
     def step_inputs(
         self, step: int, x: torch.Tensor, g: torch.Tensor, indices: torch.Tensor, previous: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The block's two inputs in a later step.
+        """The block's two inputs in step 1, 2, ...
 
         Args:
-            x, g: embeddings and projected features of the learned rows, the inputs of step 0.
-            rows: the rows of this step among them.
-            previous: for each of these, the last step's output of the row before it.
+            x, g: embeddings and projected features of the tokens in the loss, the inputs of step 0.
+            indices: this step's queries among them.
+            previous: for each query, the previous step's output at the position before it.
         """
         return x[indices], self.block.next_features(previous)
 
     def states_and_head(self, hidden: torch.Tensor, previous_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """States (N, size), and the head (V', size) that they are multiplied with.
+        """Returns states (N, size) and the head (V', size) whose product are the logits.
 
         Args:
-            before: (N,) draft ids of the tokens before the predicted ones; -1 where the vocabulary lacks the token.
+            previous_ids: (N,) draft ids of the tokens before the predicted ones; -1: not in the draft's vocabulary.
         """
         return hidden, self.block.lm_head.weight.to(self.matmul_dtype)
 
-    def _attention(self, lengths: list[int], counts: list[int], steps: list[list[KVPair]]) -> Attention:
-        """The attention of the step behind ``ttt_steps``, to which it adds its keys and values.
-
-        It may be called again in the backward pass, when later steps have been.
+    def _step_attention(self, lengths: list[int], counts: list[int], step_kv: list[list[KVPair]]) -> Attention:
+        """Makes the attention function of the next step, which appends the step's keys and values to ``step_kv``. With
+        ``recompute``, it is called again in the backward pass, after later steps were appended.
 
         Args:
-            lengths, counts: rows of each document, and how many of them, the last ones, are learned.
+            lengths, counts: keys and queries of each document; the queries are its last positions.
         """
-        before = list(steps)
+        before = list(step_kv)
 
         def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             # Split, never sliced: the gradient of a slice is as large as the tensor it was cut from.
             pairs = list(zip(k.split(lengths, 1), v.split(lengths, 1), strict=True))
             if not before:
                 pairs = [(k.contiguous(), v.contiguous()) for k, v in pairs]
-            if len(steps) == len(before):
-                steps.append(pairs)
-            each = zip(q.split(counts, 1), zip(*before, pairs, strict=True), strict=True)
-            return torch.cat([self._drafted(queries, *of_steps) for queries, of_steps in each], 1)
+            if len(step_kv) == len(before):
+                step_kv.append(pairs)
+            by_document = zip(q.split(counts, 1), zip(*before, pairs, strict=True), strict=True)
+            return torch.cat([self._attend(queries, *kv) for queries, kv in by_document], 1)
 
         return attention
 
-    def _drafted(self, q: torch.Tensor, first: KVPair, *steps: KVPair) -> torch.Tensor:
-        """One document's attention, to its keys and values of step 0 and of later steps."""
+    def _attend(self, q: torch.Tensor, first: KVPair, *later: KVPair) -> torch.Tensor:
+        """Attention of one document's queries to the keys and values of step 0 and of later steps."""
         n, window = q.shape[1], self.window
         if n == 0:
             return q
         if window is not None and not self.window_slides:
-            window += len(steps)
-        if not steps:
+            window += len(later)
+        if not later:
             return attend(q, *first, 0, window)
-        # An earlier step has more rows; nobody sees its last ones any more.
-        keys, values = (torch.stack([pair[i][:, :n] for pair in steps], 2) for i in (0, 1))
-        return attend(q, *first, len(steps), window, (keys, values))
+        # An earlier step has more positions at its end, which no query sees.
+        keys, values = (torch.stack([pair[i][:, :n] for pair in later], 2) for i in (0, 1))
+        return attend(q, *first, len(later), window, (keys, values))
 
 
 class OnePassTrainer(Eagle3Trainer):
@@ -219,23 +215,18 @@ class OnePassTrainer(Eagle3Trainer):
         return self.block.mask_token_inputs(x[anchors], g[anchors], slice(step - 1, step))
 
     def states_and_head(self, hidden: torch.Tensor, previous_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # One product for head and bigram: the bigram's rows beside the states, its matrix beside the head.
+        # One product for head and bigram, with both concatenated along the inner dimension.
         head = torch.cat([self.block.lm_head.weight, self.block.bigram_out.weight], 1)
-        return torch.cat([hidden, self.block.predecessor_weights(previous_ids).to(hidden.dtype)], 1), head.to(
-            self.matmul_dtype
-        )
+        bigram = self.block.predecessor_weights(previous_ids)
+        return torch.cat([hidden, bigram.to(hidden.dtype)], 1), head.to(self.matmul_dtype)
 
 
-def train_eagle3(
-    config: Eagle3Config, progress: Progress = no_progress, stop: Stop = never_stop
-) -> Iterator[StepReport]:
+def train_eagle3(config: Eagle3Config, progress: Progress = no_progress, stop: Stop = never_stop) -> Reports:
     """Trains an EAGLE-3 draft (EAGLE-3, section 3; SpecPV, appendix A); see :mod:`longdraft.training.session`."""
     return _train(config, KIND, Eagle3Trainer, lambda block: block, progress, stop)
 
 
-def train_onepass(
-    config: OnePassConfig, progress: Progress = no_progress, stop: Stop = never_stop
-) -> Iterator[StepReport]:
+def train_onepass(config: OnePassConfig, progress: Progress = no_progress, stop: Stop = never_stop) -> Reports:
     """Trains a one-pass draft; see :mod:`longdraft.training.session`."""
     if config.init is not None and kind_of(config.init).name == onepass.KIND:
         shape = OnePassDraft.load(config.init).shape
@@ -244,10 +235,10 @@ def train_onepass(
     def with_slots(block: Eagle3Block) -> Eagle3Block:
         if isinstance(block, OnePassBlock):
             return block
-        made = OnePassBlock(OnePassShape(**asdict(block.shape), slots=config.ttt, rank=config.rank))
-        made.initialize_slots(config.seed)
-        made.load_state_dict(made.state_dict() | block.state_dict())
-        return made
+        one_pass = OnePassBlock(OnePassShape(**asdict(block.shape), slots=config.ttt, rank=config.rank))
+        one_pass.initialize_slots(config.seed)
+        one_pass.load_state_dict(one_pass.state_dict() | block.state_dict())
+        return one_pass
 
     return _train(config, onepass.KIND, OnePassTrainer, with_slots, progress, stop)
 
@@ -259,54 +250,53 @@ def _train(
     adapt: Callable[[Eagle3Block], Eagle3Block],
     progress: Progress,
     stop: Stop,
-) -> Iterator[StepReport]:
-    """Trains a draft whose layer is EAGLE-3's; ``adapt`` makes the block to train from EAGLE-3's."""
+) -> Reports:
+    """Trains a draft with EAGLE-3's layer. ``adapt`` turns an EAGLE-3 block into the block to train."""
     init: Eagle3Draft | None = None
     if config.init is not None:  # before the target is loaded, so that a wrong folder is reported at once
-        its_kind = kind_of(config.init)
-        if its_kind.name not in (KIND, kind):
-            raise CheckpointError(f"{config.init} holds a draft for {its_kind.name}, not for {kind}.")
-        loaded = its_kind.load(config.init)
+        init_kind = kind_of(config.init)
+        if init_kind.name not in (KIND, kind):
+            raise CheckpointError(f"{config.init} holds a draft for {init_kind.name}, not for {kind}.")
+        loaded = init_kind.load(config.init)
         assert isinstance(loaded, Eagle3Draft)
         init = loaded
-    # A document needs a row for every step, those of measuring included.
+    # A document needs a token for each step, also in measurements.
     session = TrainingSession(config, max(config.ttt, EVAL_DEPTH), progress, stop)
     runner, window = session.runner, config.window
     rope = make_rope_parameters(float(runner.shared_parts.description.get("rope_theta") or DEFAULT_ROPE_THETA))
     if init is None:
-        plain, kept, layers = _new(config, session)
+        eagle3_block, draft_to_target, layers = _new(config, session)
     else:
-        layers = _checked(config, init, runner)
-        plain, kept, rope = init.trainable_module(), init.draft_to_target_ids, init.rope
+        layers = _check_init(config, init, runner)
+        eagle3_block, draft_to_target, rope = init.trainable_module(), init.draft_to_target_ids, init.rope
         window = window if "window" in config.fields_set else init.window
-    rope, factor, inference = _positions(config, init, rope)
-    block = adapt(plain)
+    rope, factor, inference_factor = _rope_settings(config, init, rope)
+    block = adapt(eagle3_block)
     rotary = RotaryEmbedding(block.shape.head_dim, rope, device=runner.device)
-    trainer = trainer_class(block, runner.shared_parts, rotary, kept, config, window)
-    described = asdict(block.shape) | {
+    trainer = trainer_class(block, runner.shared_parts, rotary, draft_to_target, config, window)
+    draft_config = asdict(block.shape) | {
         "feature_layers": list(layers),
         "draft_vocab_size": block.shape.vocabulary,
         "window": window,
         "rope_theta": rope["rope_theta"],
-        "rope_factor": inference,
+        "rope_factor": inference_factor,
         "rope_factor_trained": factor,
         "rope_original_length": None if factor is None else rope["original_max_position_embeddings"],
         "trained_length": config.max_length,
     }
-    if factor is None and rope["rope_type"] != "default":  # a published draft's own way to stretch
-        described["rope_parameters"] = rope
+    if factor is None and rope["rope_type"] != "default":  # a published draft's own RoPE scaling
+        draft_config["rope_parameters"] = rope
     scale = None if init is not None else partial(scale_to_features, block, len(layers))
-    yield from TrainingLoop(session, trainer, layers, kind, described, levels=config.ttt, on_start=scale).run()
+    yield from TrainingLoop(session, trainer, layers, kind, draft_config, levels=config.ttt, on_start=scale).run()
 
 
 def scale_to_features(block: Eagle3Block, layers: int, document: Features) -> None:
-    """Scales a fresh block to its target's features, and its logits to unit size.
+    """Scales a new block to its target's features, and its logits to unit size.
 
-    States of different layers differ by orders of magnitude, so ``fc`` is divided by the size of each layer's states:
-    the median over a text, because the first token's states can be a thousand times as large as the others. The last
-    layer read, nearest to the head, passes through; the rest of ``fc`` is random. With the target's rows for a head and
-    a norm of ones, a fresh draft is as sure as the target and always wrong, and takes a hundred steps to unlearn that;
-    so the last norm scales logits to unit size.
+    States of layers differ by orders of magnitude, so the columns of ``fc`` are divided by the size of their layer's
+    states: the median, because the first token's states can be a thousand times as large. The last layer passes
+    through; the rest of ``fc`` is random. With the target's head and a norm of ones, a new draft would be confident and
+    wrong, and take a hundred steps to unlearn that. So the last norm scales its logits to unit size.
     """
     features = document.hidden.cpu().float().chunk(layers, dim=-1)
     sizes = [part.square().mean(-1).sqrt().median().clamp_min(1e-6) for part in features]
@@ -319,44 +309,46 @@ def scale_to_features(block: Eagle3Block, layers: int, document: Features) -> No
 
 
 def _new(config: Eagle3Config, session: TrainingSession) -> tuple[Eagle3Block, torch.Tensor | None, tuple[int, ...]]:
-    """A new block, its vocabulary, and the layers that it reads."""
+    """Makes a new block; returns it, the target ids of its vocabulary (None: all), and the layers that it reads."""
     runner = session.runner
     layers = config.feature_layers or default_feature_layers(runner.num_layers)
     if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < runner.num_layers:
-        raise ConfigError(
-            f"Set feature_layers to increasing ones of the target's {runner.num_layers} layers, not {[*layers]}"
-        )
-    kept, size = session.vocabulary(), len(layers) * runner.shared_parts.hidden_size
-    head = head_rows(runner.shared_parts.head, kept).cpu()
+        limit = f"the target's {runner.num_layers} layers"
+        raise ConfigError(f"Set feature_layers to increasing numbers from 0 on, below {limit}, not {[*layers]}.")
+    draft_to_target, size = session.vocabulary(), len(layers) * runner.shared_parts.hidden_size
+    head = head_rows(runner.shared_parts.head, draft_to_target).cpu()
     block = Eagle3Block(Eagle3Shape(**session.draft_sizes(), feature_size=size, vocabulary=len(head)))
     block.initialize(config.seed, head=head)
-    return block, kept, layers
+    return block, draft_to_target, layers
 
 
-def _checked(config: Eagle3Config, init: Eagle3Draft, runner: TargetRunner) -> tuple[int, ...]:
-    """The layers that a draft to go on from reads; raises if it cannot be trained for the target."""
+def _check_init(config: Eagle3Config, init: Eagle3Draft, runner: TargetRunner) -> tuple[int, ...]:
+    """Returns the layers that the draft in ``init`` reads. Raises if it cannot be trained for the target."""
     init.check(runner)
     if init.shape.embedding is not None or init.shape.decoder_layers > 1:
-        raise ConfigError(f"{init.folder} has an embedding of its own or several layers, which training does not know.")
+        raise ConfigError(f"{init.folder} has its own embedding or several layers: such drafts cannot be trained.")
     layers = init.feature_layers(runner)
     if config.feature_layers and config.feature_layers != layers:
         raise ConfigError(f"feature_layers {config.feature_layers}: the draft in init reads {layers}; leave it out.")
     return layers
 
 
-def _positions(
+def _rope_settings(
     config: Eagle3Config, init: Eagle3Draft | None, rope: dict[str, Any]
 ) -> tuple[dict[str, Any], float | None, float | None]:
-    """RoPE's parameters in training, and YaRN's factors in training and in decoding, if it stretches them."""
-    factor, inference, own = config.rope_factor, config.rope_factor_inference, {} if init is None else init.config
+    """RoPE parameters in training, and YaRN's factors in training and in decoding (None: no YaRN)."""
+    factor, inference_factor = config.rope_factor, config.rope_factor_inference
+    init_config = {} if init is None else init.config
     if factor is None:
-        inference = own.get("rope_factor")
-        factor = own.get("rope_factor_trained") or inference
+        inference_factor = init_config.get("rope_factor")
+        factor = init_config.get("rope_factor_trained") or inference_factor
     elif config.rope_original_length is not None:
         rope = rope | {"original_max_position_embeddings": config.rope_original_length}
-    length = rope.get("original_max_position_embeddings") or own.get("rope_original_length")
+    length = rope.get("original_max_position_embeddings") or init_config.get("rope_original_length")
     length = length or (None if init is None else init.trained_length)
     if factor is not None and not length:
-        raise ConfigError("rope_factor needs rope_original_length, the length to stretch: set rope_original_length.")
+        raise ConfigError(
+            "rope_factor needs rope_original_length, the length that YaRN stretches, in tokens: set both."
+        )
     rope = scale_rope(rope, length, config.rope_theta, factor, "" if init is None else init.folder)
-    return rope, factor, inference or factor
+    return rope, factor, inference_factor or factor

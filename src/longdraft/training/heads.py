@@ -1,12 +1,12 @@
-"""Training of chained heads: the step with its loss (:class:`HeadsTrainer`), and the run (:func:`train_heads`).
+"""Trains chained heads: the step with its loss (:class:`HeadsTrainer`), and the run (:func:`train_heads`).
 
-TokenSwift (Wu et al. 2025). Row t has the target's hidden state of token t before the final norm, from which the target
-itself predicts token t + 1; head i predicts token t + 1 + i. The target is not trained, and no head sees a later token.
+TokenSwift (Wu et al. 2025). The input at position t is the target's hidden state before the final norm, from which the
+target predicts token t + 1. Head i predicts token t + 1 + i. The target is not trained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import accumulate, pairwise
@@ -18,7 +18,7 @@ from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import final_norm_weight
 from longdraft.training.config import HeadsConfig
 from longdraft.training.features import Features
-from longdraft.training.loop import StepReport, TrainingLoop
+from longdraft.training.loop import Reports, TrainingLoop
 from longdraft.training.session import Progress, Stop, TrainingSession, never_stop, no_progress
 from longdraft.training.trainer import DraftTrainer, StepOutput
 
@@ -27,57 +27,56 @@ class HeadsTrainer(DraftTrainer):
     """A training step of all heads."""
 
     block: HeadsBlock
-    label_shift = 2  # token t + 1 is the root, which the target predicts itself
+    label_shift = 2  # token t + 1 is the root, which the target predicts
 
     def forward(
         self, documents: Sequence[Features], shifts: Sequence[int] = (), levels: int | None = None
     ) -> StepOutput:
-        """The loss of packed documents: sum over rows and heads i of decay^(i - 1) * cross-entropy.
+        """The loss of packed documents: sum over tokens and heads i of decay^(i - 1) * cross-entropy.
 
         Args:
-            shifts, levels: not used; every row goes through every head.
+            shifts, levels: not used; all heads are computed.
 
         Returns:
             ``depths`` are 1 for the first head, and so on.
         """
-        pack = self.pack(documents, num_context=0)
-        # Row r of head i + 1 predicts what row r + i of head 1 predicts, so the last i rows of a document drop out.
+        pack = self.pack(documents, context=0)
+        # The label of head i + 1 at index r is that of head 1 at r + i, so a document's last i have none.
         bounds = list(pairwise(accumulate(pack.loss_lengths, initial=0)))
-        rows = [
+        indices = [
             torch.cat([torch.arange(begin, max(begin, end - i)) for begin, end in bounds])
             for i in range(self.block.shape.heads)
         ]
-        # Sums of the residual stream are float32; autocast decides about the products.
+        # The residual stream is float32; autocast decides about matrix products.
         states = self.block(pack.gather([d.hidden for d in documents]).to(self.device).float())
-        hidden = torch.cat([state[row.to(self.device)] for state, row in zip(states, rows, strict=True)])
-        labels = self.labels(pack, torch.cat([row + i for i, row in enumerate(rows)]).to(self.device))
-        depths = torch.cat([torch.full_like(row, i + 1) for i, row in enumerate(rows)]).to(self.device)
+        hidden = torch.cat([state[index.to(self.device)] for state, index in zip(states, indices, strict=True)])
+        labels = self.labels(pack, torch.cat([index + i for i, index in enumerate(indices)]).to(self.device))
+        depths = torch.cat([torch.full_like(index, i + 1) for i, index in enumerate(indices)]).to(self.device)
         return self.output(hidden, self.target_head, labels, depths, self.decay ** (depths - 1))
 
 
-def train_heads(config: HeadsConfig, progress: Progress = no_progress, stop: Stop = never_stop) -> Iterator[StepReport]:
+def train_heads(config: HeadsConfig, progress: Progress = no_progress, stop: Stop = never_stop) -> Reports:
     """Trains chained heads; see :mod:`longdraft.training.session`."""
     # Before the target is loaded, so that a wrong folder is reported at once.
     init = None if config.init is None else HeadsDraft.load(config.init)
     heads = config.heads if init is None else init.shape.heads
     session = TrainingSession(config, heads, progress, stop)
-    runner, fit = session.runner, None
+    runner, on_start = session.runner, None
     if init is None:
-        kept = session.vocabulary()
+        draft_to_target = session.vocabulary()
         block = HeadsBlock(HeadsShape(runner.shared_parts.hidden_size, heads, runner.shared_parts.rms_norm_eps))
-        fit = partial(_fit, block, runner)
+        on_start = partial(_initialize, block, runner)
     else:
         init.check(runner)
-        kept, block = init.draft_to_target_ids, init.trainable_module()
-    trainer = HeadsTrainer(block, runner.shared_parts, kept, config)
-    described = asdict(block.shape) | {"trained_length": config.max_length}
-    yield from TrainingLoop(
-        session, trainer, (runner.num_layers - 1,), KIND, described, levels=heads, eval_levels=heads, on_start=fit
-    ).run()
+        draft_to_target, block = init.draft_to_target_ids, init.trainable_module()
+    trainer = HeadsTrainer(block, runner.shared_parts, draft_to_target, config)
+    draft_config, last = asdict(block.shape) | {"trained_length": config.max_length}, (runner.num_layers - 1,)
+    depths = {"levels": heads, "eval_levels": heads}
+    yield from TrainingLoop(session, trainer, last, KIND, draft_config, **depths, on_start=on_start).run()
 
 
-def _fit(block: HeadsBlock, runner: TargetRunner, document: Features) -> None:
-    """Scales fresh heads to the target's final norm and to the size of its states."""
+def _initialize(block: HeadsBlock, runner: TargetRunner, document: Features) -> None:
+    """Initializes new heads for the target's final norm and the size of its states."""
     # The median, because the first token's state can be a thousand times as large as the others.
     size = float(document.hidden.cpu().float().square().mean(-1).sqrt().median())
     block.initialize(final_norm_weight(runner.model).cpu(), size)

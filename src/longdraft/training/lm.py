@@ -1,12 +1,12 @@
-"""Training of small language models: the step with its loss (:class:`LmTrainer`), and the run (:func:`train_lm`).
+"""Trains small language models as drafts: the step with its loss (:class:`LmTrainer`), and the run (:func:`train_lm`).
 
-Row t reads token t and predicts token t + 1. The text is short on purpose: while drafting, the model sees as little at
-once (SpecExtend, section 3, keeps the keys that matter and rotates them to the positions of a short text).
+The input at position t is token t, the label token t + 1. Documents are short, as the context is in drafting:
+SpecExtend (section 3) selects chunks and rotates their keys to the positions of a short context.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -17,30 +17,28 @@ from longdraft.model import small_llama
 from longdraft.training.attention import attend
 from longdraft.training.config import LmConfig
 from longdraft.training.features import Features, head_rows
-from longdraft.training.loop import StepReport, TrainingLoop
+from longdraft.training.loop import Reports, TrainingLoop
 from longdraft.training.session import Progress, Stop, TrainingSession, never_stop, no_progress
 from longdraft.training.trainer import DraftTrainer, StepOutput
 
 
 class LmTrainer(DraftTrainer):
-    """A training step of a decoder that :func:`longdraft.model.small_llama.decoder` has made."""
+    """A training step of a decoder that :func:`longdraft.model.small_llama.build_decoder` made."""
 
     level_mode = "text"
 
     def forward(self, documents: Sequence[Features], shifts: Sequence[int] = ()) -> StepOutput:
-        """The loss of packed documents. ``shifts`` are not used, and all ``depths`` of the result are 1."""
+        """The loss of packed documents. ``shifts`` are not used; all ``depths`` of the result are 1."""
         pack = self.pack(documents)
         x = self.embed(pack.gather([d.token_ids for d in documents]))
         positions = pack.gather([d.positions for d in documents]).to(self.device)
         attention = partial(pack.attend, attend)
-        hidden = self.run_layer(small_llama.hidden_states, self.block, x, positions, attention)[
-            pack.loss_indices.to(self.device)
-        ]
-        labels = self.labels(pack)
+        hidden = self.run_layer(small_llama.hidden_states, self.block, x, positions, attention)
+        labels, hidden = self.labels(pack), hidden[pack.loss_indices.to(self.device)]
         return self.output(hidden, self.target_head, labels, torch.ones_like(labels.token_ids))
 
 
-def train_lm(config: LmConfig, progress: Progress = no_progress, stop: Stop = never_stop) -> Iterator[StepReport]:
+def train_lm(config: LmConfig, progress: Progress = no_progress, stop: Stop = never_stop) -> Reports:
     """Distils a small Llama from the target; see :mod:`longdraft.training.session`."""
     session = TrainingSession(config, 0, progress, stop)
     runner = session.runner
@@ -49,18 +47,18 @@ def train_lm(config: LmConfig, progress: Progress = no_progress, stop: Stop = ne
             runner, config.layers, config.intermediate_size, config.rope_theta, config.max_length
         )
         decoder: nn.Module = small_llama.build_decoder(sizes)
-        kept = session.vocabulary()
+        draft_to_target = session.vocabulary()
         if config.start_from is not None:
             small_llama.copy_target_layers(decoder, runner, config.start_from)
         else:
-            small_llama.initialize(decoder, config.seed, head_rows(runner.shared_parts.head, kept).cpu())
+            small_llama.initialize(decoder, config.seed, head_rows(runner.shared_parts.head, draft_to_target).cpu())
     else:
         init = TrainedLM.load(config.init)
         init.check(runner)
         sizes = init.sizes | {"max_position_embeddings": config.max_length}
-        decoder, kept = init.trainable_module(), init.draft_to_target_ids
-    described = {"model": sizes, "trained_length": config.max_length}
+        decoder, draft_to_target = init.trainable_module(), init.draft_to_target_ids
+    draft_config = {"model": sizes, "trained_length": config.max_length}
     if config.retrieval_layer is not None:
-        described["retrieval_layer"] = config.retrieval_layer
-    trainer = LmTrainer(decoder, runner.shared_parts, kept, config)
-    yield from TrainingLoop(session, trainer, None, KIND, described, levels=1).run()
+        draft_config["retrieval_layer"] = config.retrieval_layer
+    trainer = LmTrainer(decoder, runner.shared_parts, draft_to_target, config)
+    yield from TrainingLoop(session, trainer, None, KIND, draft_config, levels=1).run()

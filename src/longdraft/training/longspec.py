@@ -1,13 +1,13 @@
-"""Training of LongSpec drafts: the step with its loss (:class:`LongSpecTrainer`), and the run (:func:`train_longspec`).
+"""Trains LongSpec drafts: the step with its loss (:class:`LongSpecTrainer`), and the run (:func:`train_longspec`).
 
-LongSpec, section 3.2, flash noisy training. Row t reads token t and predicts token t + 1. Self-attention sees the last
-``window`` rows of the text. Cross-attention sees the target's last-layer KV up to position t - j, where the shift j is
-one of 1 .. ``noise``: a node at level j of a drafted tree has its newest verified key just there.
+LongSpec, section 3.2, flash noisy training. The input at position t is token t, the label token t + 1. Self-attention
+has a sliding window. Cross-attention sees the target's last-layer KV up to position t - j, where the shift j is one of
+1 .. ``noise``: the newest verified key lies j positions before a node at level j of a drafted tree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -17,7 +17,7 @@ from longdraft.drafters.longspec import KIND, LongSpecBlock, LongSpecDraft, Long
 from longdraft.training.attention import attend
 from longdraft.training.config import LongSpecConfig
 from longdraft.training.features import Features
-from longdraft.training.loop import StepReport, TrainingLoop
+from longdraft.training.loop import Reports, TrainingLoop
 from longdraft.training.session import Progress, Stop, TrainingSession, never_stop, no_progress
 from longdraft.training.trainer import DraftTrainer, StepOutput
 
@@ -29,7 +29,7 @@ class LongSpecTrainer(DraftTrainer):
     level_mode = "shift"
 
     def num_loss_tokens(self, num_tokens: int, start: int, shift: int) -> int:
-        """The number of learned rows; a row before ``shift`` has no key that far back."""
+        """Tokens in the loss of a document. Positions below ``shift`` have no key that far back."""
         return num_tokens - 1 - max(start - 1, shift)
 
     def forward(self, documents: Sequence[Features], shifts: Sequence[int]) -> StepOutput:
@@ -41,40 +41,37 @@ class LongSpecTrainer(DraftTrainer):
         self_attend = partial(pack.attend, partial(attend, window=window))
 
         def cross_attend(q: torch.Tensor) -> torch.Tensor:
-            # The row after the last learned one has KV too, which no learned row may see.
-            each = zip(q.split(pack.loss_lengths, 1), documents, shifts, strict=True)
-            out = [attend(q, d.keys[:, :-1].to(q.device), d.values[:, :-1].to(q.device), j) for q, d, j in each]
+            # A document's last token has KV too, but no label. No query may see it.
+            queries = zip(q.split(pack.loss_lengths, 1), documents, shifts, strict=True)
+            out = [attend(q, d.keys[:, :-1].to(q.device), d.values[:, :-1].to(q.device), j) for q, d, j in queries]
             return torch.cat(out, 1)
 
-        learned = pack.loss_indices.to(self.device)
-        hidden = self.block.norm(self.run_layer(self.block, x, None, cos, sin, [self_attend], learned, cross_attend))
-        each = zip(shifts, pack.loss_lengths, strict=True)
-        depths = torch.cat([torch.full((count,), shift, device=self.device) for shift, count in each])
+        in_loss = pack.loss_indices.to(self.device)
+        hidden = self.block.norm(self.run_layer(self.block, x, None, cos, sin, [self_attend], in_loss, cross_attend))
+        counts = zip(shifts, pack.loss_lengths, strict=True)
+        depths = torch.cat([torch.full((count,), shift, device=self.device) for shift, count in counts])
         return self.output(hidden, self.target_head, self.labels(pack), depths)
 
 
-def train_longspec(
-    config: LongSpecConfig, progress: Progress = no_progress, stop: Stop = never_stop
-) -> Iterator[StepReport]:
+def train_longspec(config: LongSpecConfig, progress: Progress = no_progress, stop: Stop = never_stop) -> Reports:
     """Trains a LongSpec draft (section 3.2, appendix E); see :mod:`longdraft.training.session`.
 
-    The draft in ``config.init`` keeps its sizes and its vocabulary; the window may be set anew.
+    The draft in ``config.init`` keeps its sizes and its vocabulary; ``window`` may change.
     """
     session = TrainingSession(config, config.noise, progress, stop)
     check_rotary(session.runner)
     if config.init is None:
-        block = LongSpecBlock(
-            LongSpecShape(**session.draft_sizes(), window=config.window, final_norm=config.final_norm)
-        )
+        shape = LongSpecShape(**session.draft_sizes(), window=config.window, final_norm=config.final_norm)
+        block = LongSpecBlock(shape)
         block.initialize(config.seed)
-        kept = session.vocabulary()
+        draft_to_target = session.vocabulary()
     else:
         init = LongSpecDraft.load(config.init)
         init.check(session.runner)
-        block, kept = init.trainable_module(), init.draft_to_target_ids
+        block, draft_to_target = init.trainable_module(), init.draft_to_target_ids
         if "window" in config.fields_set:
             block.shape = replace(block.shape, window=config.window)
-    trainer = LongSpecTrainer(block, session.runner.shared_parts, kept, config)
+    trainer = LongSpecTrainer(block, session.runner.shared_parts, draft_to_target, config)
     lengths = {"trained_length": config.max_length, "trained_positions": config.max_length + config.anchor_offset}
-    described = asdict(block.shape) | lengths
-    yield from TrainingLoop(session, trainer, (), KIND, described, levels=config.noise, max_shift=config.noise).run()
+    draft_config = asdict(block.shape) | lengths
+    yield from TrainingLoop(session, trainer, (), KIND, draft_config, levels=config.noise, max_shift=config.noise).run()

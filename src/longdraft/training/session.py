@@ -1,13 +1,12 @@
-"""The beginning of every training run: processes, the target, and the documents.
+"""Starts a training run: processes, target and documents.
 
-A kind of draft makes a module for a :class:`TrainingSession`, new or read from a folder, and
-:class:`longdraft.training.loop.Loop` trains it.
+A kind of draft makes a module, which :class:`longdraft.training.loop.TrainingLoop` trains.
 
-Every ``train_...`` function takes settings, a ``progress`` (called with what is being prepared), and a ``stop`` (called
+Every ``train_...`` function takes settings, ``progress`` (called with messages while preparing) and ``stop`` (called
 after each step; True writes a checkpoint and ends). It yields a report for each step, and resumes the run in
-``config.out`` if there is one. The draft with the best simulated acceptance is saved in ``out/best``, the last one in
-``out/last``. Under torchrun or ``accelerate launch``, every process calls it. It raises LongdraftError for bad data, a
-full disk, a draft or checkpoint that does not fit, or a target that takes no drafts.
+``config.out`` if there is one. ``out/best`` has the best simulated acceptance, ``out/last`` is the last draft.
+Under torchrun or ``accelerate launch``, every process calls it. It raises LongdraftError for bad data, a full disk, a
+draft or checkpoint that does not fit, or a target without support for drafts.
 """
 
 from __future__ import annotations
@@ -31,46 +30,44 @@ from longdraft.training.config import RunConfig
 from longdraft.training.documents import SkipCounts
 from longdraft.training.features import FeatureReader
 
-# The other processes wait while one downloads a model or reads a shard. Ending a hung one is left to the launcher.
+# Long, because all wait while one downloads a model or reads a shard. The launcher may end a process that hangs.
 PROCESS_TIMEOUT = timedelta(days=7)
 
-# Called with what is being prepared; asked after each step whether to end there.
+# Called with a message; called after each step to end the run with True.
 Progress = Callable[[str], None]
 Stop = Callable[[], bool]
 
 
-def no_progress(what: str) -> None:
-    """A ``progress`` that shows nothing."""
+def no_progress(message: str) -> None:
+    """Shows nothing."""
 
 
 def never_stop() -> bool:
-    """A ``stop`` that never stops."""
+    """Always False."""
     return False
 
 
 class TrainingSession:
-    """A run whose processes are there, whose target is loaded, and whose documents are read.
+    """The accelerator, the target, and the documents of a run.
 
     Args:
-        levels: a document must have more learned tokens than this.
+        levels: drafted levels; a document must have more tokens in the loss than this.
 
     Attributes:
-        learned, held_out: the documents to train on and to measure on.
+        train_documents, held_out: the documents to train on and to measure on.
 
     Raises:
-        CapabilityError: a tracker is asked for that is not installed, or that accelerate does not know.
+        CapabilityError: a tracker is not installed, or accelerate does not know it.
     """
 
-    def __init__(
-        self, config: RunConfig, levels: int, progress: Progress = no_progress, stop: Stop = never_stop
-    ) -> None:
+    def __init__(self, config: RunConfig, levels: int, progress: Progress = no_progress, stop: Stop = never_stop):
         if config.threads:
             torch.set_num_threads(config.threads)
         device_name = config.device or ""
         if device_name.startswith("cuda:") and torch.cuda.is_available():
-            torch.cuda.set_device(device_name)  # accelerate takes the current one
-        if lacking := set(config.track) - {str(each) for each in get_available_trackers()}:
-            raise CapabilityError(f"track: {', '.join(sorted(lacking))} is not there: install it, or leave it out.")
+            torch.cuda.set_device(device_name)  # accelerate uses the current device
+        if missing := set(config.track) - {str(tracker) for tracker in get_available_trackers()}:
+            raise CapabilityError(f"track: {', '.join(sorted(missing))} is not installed: install it, or leave it out.")
         self.config, self.progress, self.stop = config, progress, stop
         self.accelerator = accelerator = Accelerator(
             cpu=device_name == "cpu",
@@ -79,16 +76,19 @@ class TrainingSession:
             project_dir=config.out,
             kwargs_handlers=[InitProcessGroupKwargs(timeout=PROCESS_TIMEOUT)],
         )
-        place = accelerator.device if accelerator.num_processes > 1 or not config.device else config.device
+        device = accelerator.device if accelerator.num_processes > 1 or not config.device else config.device
         factor, skipped = config.target_rope_factor, SkipCounts()
-        with accelerator.main_process_first():  # the first process downloads, and compiles kernels
-            loaded = load(config.target, dtype=config.target_dtype, device=place, rope_factor=factor, progress=progress)
+        with accelerator.main_process_first():  # which downloads, and compiles kernels
+            loaded = load(
+                config.target, dtype=config.target_dtype, device=device, rope_factor=factor, progress=progress
+            )
         model, self.tokenizer = loaded
         self.runner = runner = TargetRunner(model)
-        whole = dataset.read_dataset(config.data, self.tokenizer, skipped, runner.vocab_size, config.template_kwargs)
-        self.train_documents, self.held_out = dataset.split_dataset(
-            whole, skipped, config, levels, runner.context_length
+        documents = dataset.read_dataset(
+            config.data, self.tokenizer, skipped, runner.vocab_size, config.template_kwargs
         )
+        split = dataset.split_dataset(documents, skipped, config, levels, runner.context_length)
+        self.train_documents, self.held_out = split
         progress(f"{len(self.train_documents):,} documents, {len(self.held_out):,} held out; left out: {skipped}")
 
     def draft_sizes(self) -> dict[str, Any]:
@@ -104,27 +104,26 @@ class TrainingSession:
         }
 
     def vocabulary(self) -> torch.Tensor | None:
-        """Target ids of a new draft's vocabulary; None for all."""
+        """Target ids of a new draft's vocabulary; None: all."""
         config, runner = self.config, self.runner
         if config.vocabulary is None or config.vocabulary >= runner.vocab_size:
             return None
-        counted = self.train_documents
+        documents = self.train_documents
         if config.vocabulary_from:
-            counted = dataset.read_dataset(config.vocabulary_from, self.tokenizer, SkipCounts(), runner.vocab_size)
-        return dataset.most_frequent_tokens(counted, runner.vocab_size, config.vocabulary, runner.eos_token_ids)
+            documents = dataset.read_dataset(config.vocabulary_from, self.tokenizer, SkipCounts(), runner.vocab_size)
+        return dataset.most_frequent_tokens(documents, runner.vocab_size, config.vocabulary, runner.eos_token_ids)
 
     def anchor_offset(self, i: int, epoch: int) -> int:
-        """A learned document's anchor-offset in an epoch: uniform in 0 .. ``anchor_offset``, or less to stay in the
-        context (LongSpec, section 3.2)."""
+        """Anchor-offset of training document i in an epoch (LongSpec, section 3.2): uniform, within the context."""
         config = self.config
-        most = max(0, min(config.anchor_offset, self.runner.context_length - self.train_documents.lengths[i]))
-        return random.Random(f"{config.seed}/{epoch}/{i}").randint(0, most) if most else 0
+        limit = max(0, min(config.anchor_offset, self.runner.context_length - self.train_documents.lengths[i]))
+        return random.Random(f"{config.seed}/{epoch}/{i}").randint(0, limit) if limit else 0
 
     def feature_reader(self, layers: tuple[int, ...] | None, with_argmax: bool = True) -> FeatureReader:
-        """The reader of the target's features, ``layers`` and ``with_argmax`` as :class:`FeatureReader` has them."""
+        """Makes the reader of features with this run's dtype and cache; arguments as in :class:`FeatureReader`."""
         config, runner = self.config, self.runner
         dtype = torch.bfloat16 if config.precision == "bf16" else runner.kv_shape.dtype
-        # The factor is not in the description: drafts fit either way.
+        # The description lacks the YaRN factor, because a draft fits the target with or without it.
         identity = runner.shared_parts.description, str(runner.kv_shape.dtype), str(dtype), config.target_rope_factor
         cache = None if config.cache is None else Path(config.cache)
         return FeatureReader(runner, dtype, layers, config.distill > 0, cache, identity, with_argmax)

@@ -1,12 +1,12 @@
-"""Simulated acceptance: how many tokens a draft would get accepted, computed on held-out text in a few forwards.
+"""Simulated acceptance: the tokens of a draft that would be accepted, computed on held-out text in a few forwards.
 
-On text that the target wrote greedily, drafting follows the true tokens up to its first wrong one. So the ranks of the
-true next token at every level tell how far a tree of given widths would come from any position: a level is accepted if
-the true token is among its first choices. (Levels are shifts j = 1, 2, ... for LongSpec, steps of the training-time
-test for EAGLE-3, and all the same for a language model.)
+On text that the target wrote greedily, drafting follows the text up to the draft's first error. So the ranks of next
+tokens, at each level, tell how far a tree of given widths reaches from any position: a level is accepted if the true
+token is among the first choices of that width. (Levels are shifts j = 1, 2, ... in LongSpec, steps of the training-time
+test in EAGLE-3, and all the same in a language model.)
 
-Rounds follow each other as in decoding. The first root is the first learned token, which prefill has given; a round
-emits the accepted tokens and one more, and that one is the next root.
+Rounds follow each other as in decoding. The first root is the first token of an answer, which prefill predicts. A round
+emits the accepted tokens and a bonus token, the next root.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from longdraft.training.features import Features
 from longdraft.training.trainer import LevelMode, StepOutput
 
 TREE_WIDTHS = (4, 3, 2, 1, 1)
+# The rank of a token that does not count.
+NO_RANK = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -29,10 +31,10 @@ class SimulatedAcceptance:
     """Simulated acceptance on some documents.
 
     Attributes:
-        agreement: share of the positions where the draft's first choice is right, by level.
-        chain: mean accepted length (tokens a round, bonus included) of a chain as deep as there are levels.
-        tree: the same if level d offers each node's best ``WIDTHS[d]`` tokens. It stands in for the tree of decoding,
-            which takes the best paths instead.
+        agreement: share of the tokens that are the draft's first choice, by level.
+        chain: mean accepted length (tokens a round, bonus included) of a chain of all levels.
+        tree: the same of a tree with the top ``TREE_WIDTHS[d]`` children of each node at level d. It approximates the
+            trees of decoding, which keep the best paths.
     """
 
     agreement: tuple[float, ...]
@@ -40,23 +42,19 @@ class SimulatedAcceptance:
     tree: float
 
 
-# The rank where a level has none.
-NO_RANK = 1 << 30
-
-
 def label_ranks(
     trainer: Callable[..., StepOutput], document: Features, levels: int, level_mode: LevelMode
 ) -> torch.Tensor:
-    """Ranks of the text's next tokens (levels, L - 1).
+    """(levels, L - 1), the rank of each token t + 1 when it is drafted at each level.
 
-    Column t is for the token after t, which level d predicts as the d-th token beyond what the target has read.
+    At level d, it is the d-th token beyond those that the target has computed.
     """
     ranks = torch.full((levels, len(document.token_ids) - 1), NO_RANK)
     for shift in range(1, min(levels + 1, ranks.shape[1])) if level_mode == "shift" else (1,):
         out = trainer([document], [shift], *([levels] if level_mode == "step" else []))
         for depth in out.depths.unique().tolist():  # a one-pass draft may have fewer levels
-            row = out.ranks[out.depths == depth].cpu()
-            ranks[depth - 1, ranks.shape[1] - len(row) :] = row
+            level_ranks = out.ranks[out.depths == depth].cpu()
+            ranks[depth - 1, ranks.shape[1] - len(level_ranks) :] = level_ranks
     ranks[:, ~document.loss_mask[1:]] = NO_RANK
     return ranks[:1].repeat(levels, 1) if level_mode == "text" else ranks
 
@@ -69,42 +67,42 @@ def simulate(
     level_mode: LevelMode = "step",
     all_reduce: Callable[[torch.Tensor], torch.Tensor] = lambda counts: counts,
 ) -> SimulatedAcceptance:
-    """Simulated acceptance over documents.
+    """Measures simulated acceptance on documents.
 
     Args:
-        trainee: in eval mode. by: how it computes its levels.
-        levels: of the tree, whatever number the draft was trained for.
-        all_reduce: adds up whole numbers over processes.
+        trainer: in eval mode. level_mode: how it computes its levels.
+        levels: depth of chain and tree, whatever depth the draft was trained for.
+        all_reduce: sums integers over processes.
     """
-    # Of each level the hits and the learned rows; of chain and tree the tokens and the rounds.
-    levelled, walked = torch.zeros(2, levels, dtype=torch.long), torch.zeros(2, 2, dtype=torch.long)
+    # (correct tokens, tokens) by level; (tokens, rounds) of chain and tree.
+    by_level, by_shape = torch.zeros(2, levels, dtype=torch.long), torch.zeros(2, 2, dtype=torch.long)
     widths = [1] * levels, [*TREE_WIDTHS, *[1] * levels][:levels]
     for document in documents:
         ranks = label_ranks(trainer, document, levels, level_mode)
-        levelled += torch.stack([(ranks == 0).sum(1), (ranks < NO_RANK).sum(1)])
-        within = [ranks < torch.tensor(width)[:, None] for width in widths]
+        by_level += torch.stack([(ranks == 0).sum(1), (ranks < NO_RANK).sum(1)])
+        hits = [ranks < torch.tensor(width)[:, None] for width in widths]
         for first, end in _spans(document.loss_mask.tolist()):
-            walked += torch.tensor([_walk(each[:, : end - 1], first) for each in within])
-    counts = all_reduce(torch.cat([levelled.flatten(), walked.flatten()]))
-    (hits, learned), walked = counts[:-4].view(2, levels), counts[-4:].view(2, 2)
-    chain, tree = (tokens / max(1, rounds) for tokens, rounds in walked.tolist())
-    return SimulatedAcceptance(tuple((hits / learned.clamp_min(1)).tolist()), chain, tree)
+            by_shape += torch.tensor([_decode(hit[:, : end - 1], first) for hit in hits])
+    counts = all_reduce(torch.cat([by_level.flatten(), by_shape.flatten()]))
+    (correct, total), by_shape = counts[:-4].view(2, levels), counts[-4:].view(2, 2)
+    chain, tree = (tokens / max(1, rounds) for tokens, rounds in by_shape.tolist())
+    return SimulatedAcceptance(tuple((correct / total.clamp_min(1)).tolist()), chain, tree)
 
 
-def _spans(learned: list[bool]) -> list[tuple[int, int]]:
-    """First and end of each run of learned tokens."""
-    edges = [i for i, (a, b) in enumerate(pairwise([False, *learned, False])) if a != b]
+def _spans(loss_mask: list[bool]) -> list[tuple[int, int]]:
+    """(first, end) of each span of tokens in the loss."""
+    edges = [i for i, (a, b) in enumerate(pairwise([False, *loss_mask, False])) if a != b]
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def _walk(within: torch.Tensor, position: int) -> tuple[int, int]:
-    """Tokens and rounds of decoding with the first root at column ``position``.
+def _decode(hits: torch.Tensor, position: int) -> tuple[int, int]:
+    """Counts (tokens, rounds) of decoding with the first root at column ``position``.
 
     Args:
-        within: (levels, T) bool: whether the proposals of level d after column t hold the text's next token.
+        hits: (levels, T) bool, whether the drafted tokens at a level include token t + 1.
     """
-    levels, length = within.shape
-    table = within.tolist()
+    levels, length = hits.shape
+    table = hits.tolist()
     tokens = rounds = 0
     while position < length:
         accepted = 0

@@ -1,4 +1,4 @@
-"""The base of all training steps: packed documents, what their rows should predict, and the loss."""
+"""The base class of all training steps: packs documents, makes labels, and computes the loss."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from longdraft.training.losses import TargetDistribution, soft_cross_entropy
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-# How a draft computes its levels: a forward for each (LongSpec's shifts), all in one (the others), or, of a language
-# model, which reads the text itself, the same at every level.
+# How a draft computes its levels. "shift": a forward for each (LongSpec). "step": all in one forward. "text": all are
+# the same (a language model, which reads the text itself).
 LevelMode = Literal["shift", "step", "text"]
 
 
 class StepOutput(NamedTuple):
-    """The result of a training step. It is a tuple so that FSDP finds the loss in it.
+    """The result of a training step on N labels. A tuple, so that FSDP finds the loss in it.
 
     Attributes:
-        loss: summed over the learned rows, with its graph.
-        ranks: (rows,) how many tokens the draft ranks above the text's next token; 0 if its first choice is right.
-        depths: (rows,) the level of the tree that each row was trained for, 1 for the root's children.
-        loss_mask: (rows,) bool, False for what another speaker says: such rows have no weight. None: all are.
+        loss: the sum over labels, with its autograd graph.
+        ranks: (N,) number of tokens that the draft ranks above the label; 0: its first choice is right.
+        depths: (N,) the level of the draft tree that each label belongs to, 1 for the root's children.
+        loss_mask: (N,) bool, False for labels without weight (a user's turn); None: all have weight.
     """
 
     loss: torch.Tensor
@@ -46,12 +46,12 @@ class StepOutput(NamedTuple):
 
 
 class Labels(NamedTuple):
-    """The tokens that N rows should predict, as draft ids; -1 where the draft's vocabulary lacks the token.
+    """N labels as draft ids; -1 for a token that the draft's vocabulary lacks.
 
     Attributes:
-        token_ids: (N,) the text's tokens. learned: (N,) bool, whether they are learned.
-        target_argmax: (N,) the target's; the text's where they are not read.
-        target_distribution: its distribution; None where the loss does not follow it.
+        token_ids: (N,) the text's tokens. loss_mask: (N,) bool, the labels with weight.
+        target_argmax: (N,) the target's argmax, or ``token_ids`` if it is not needed.
+        target_distribution: None without distillation.
     """
 
     token_ids: torch.Tensor
@@ -62,10 +62,10 @@ class Labels(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Documents laid end to end.
+    """Documents end to end.
 
     Attributes:
-        spans: (low, first, end) of each: rows from ``low`` to ``end`` are computed, those from ``first`` on learned.
+        spans: (low, first, end) of each document: inputs are positions low to end, those from first on have labels.
     """
 
     documents: Sequence[Features]
@@ -73,56 +73,56 @@ class PackedBatch:
 
     @property
     def input_lengths(self) -> list[int]:
-        """Computed rows of each document."""
+        """Number of inputs of each document."""
         return [end - low for low, _, end in self.spans]
 
     @property
     def loss_lengths(self) -> list[int]:
-        """Learned rows of each document."""
+        """Number of labels of each document."""
         return [end - first for _, first, end in self.spans]
 
     @property
     def loss_indices(self) -> torch.Tensor:
-        """(sum of counts,) indices of the learned rows among all computed rows."""
+        """(sum of loss_lengths,) indices of the inputs that have labels."""
         begins = accumulate(self.input_lengths, initial=0)
-        each = zip(begins, self.spans, strict=False)
-        return torch.cat([torch.arange(begin + first - low, begin + end - low) for begin, (low, first, end) in each])
+        spans = zip(begins, self.spans, strict=False)
+        return torch.cat([torch.arange(begin + first - low, begin + end - low) for begin, (low, first, end) in spans])
 
     def gather(self, values: Sequence[torch.Tensor], shift: int = 0) -> torch.Tensor:
-        """Joins one tensor (L, ...) of each document: (sum of lengths, ...), each row's entry ``label_shift`` rows later."""
-        each = zip(values, self.spans, strict=True)
-        return torch.cat([value[low + shift : end + shift] for value, (low, _, end) in each])
+        """Takes the inputs' entries, ``shift`` positions later, of a tensor (L, ...) of each document."""
+        spans = zip(values, self.spans, strict=True)
+        return torch.cat([value[low + shift : end + shift] for value, (low, _, end) in spans])
 
     def attend(self, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attention within each document; q are all rows or the learned ones, k and v all rows."""
-        queries = self.input_lengths if q.shape[1] == k.shape[1] else self.loss_lengths
+        """Attention within each document. k and v are of all inputs, q of all or of those with labels."""
+        query_lens = self.input_lengths if q.shape[1] == k.shape[1] else self.loss_lengths
         # Split, never sliced: the gradient of a slice is as large as the tensor it was cut from.
-        each = zip(q.split(queries, 1), k.split(self.input_lengths, 1), v.split(self.input_lengths, 1), strict=True)
-        return torch.cat([attention(*qkv) for qkv in each], 1)
+        k_and_v = (x.split(self.input_lengths, 1) for x in (k, v))
+        return torch.cat([attention(*qkv) for qkv in zip(q.split(query_lens, 1), *k_and_v, strict=True)], 1)
 
 
 class DraftTrainer(nn.Module):
-    """A module to train, with the parts it borrows from the target. Borrowed parts are neither trained nor saved.
+    """Wraps a draft's module for training: its forward computes the loss of a batch.
 
     Args:
-        block: the module to train, which has the draft's weights.
-        draft_to_target: (V',) target ids of the draft's vocabulary; None for all.
+        block: the module to train. parts: the target's embedding, final norm and head, neither trained nor saved.
+        draft_to_target: (V',) target ids of the draft's vocabulary; None: all.
         config: the run's settings; None: plain cross-entropy in float32.
 
     Attributes:
-        distill: share of the loss that follows the target's distribution.
-        matmul_dtype: dtype of the matrix product with the head.
-        recompute: compute the layers again in the backward pass instead of keeping what is between them.
-        logit_scale: factor of the target's own logits.
-        decay: weight of a level relative to the level before it.
-        target_to_draft: (vocabulary,) the draft id of each target id; -1 for those outside the draft's vocabulary.
+        distill: share of the loss that distils the target's distribution.
+        matmul_dtype: dtype of matrix products with the head.
+        recompute: recompute layers in the backward pass (gradient checkpointing).
+        logit_scale: factor between the target's head and its logits.
+        decay: weight of a level in the loss, relative to the level before it.
+        target_to_draft: (V,) the draft id of each target id; -1: not in the draft's vocabulary.
     """
 
     label_shift = 1
-    """Row t predicts token t + ahead."""
+    """The label of position t is token t + label_shift."""
     level_mode: ClassVar[LevelMode] = "step"
     needs_target_argmax: ClassVar[bool] = False
-    """Whether a row's weight depends on the target's likeliest token, which takes logits of all its vocabulary."""
+    """True if the weights of labels depend on the target's argmax, which takes logits over its vocabulary."""
 
     def __init__(
         self,
@@ -147,84 +147,78 @@ class DraftTrainer(nn.Module):
 
     @cached_property
     def target_head(self) -> torch.Tensor:
-        """(V', hidden size) rows of the target's head for the draft's vocabulary."""
+        """(V', hidden size), the rows of the target's head for the draft's vocabulary."""
         return head_rows(self.parts.head, self.draft_to_target).detach().to(self.matmul_dtype)
 
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(N,) tokens -> (N, hidden size) the target's embedding of them, float32."""
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The target's embeddings (N, hidden size), float32, of token ids (N,)."""
         with torch.no_grad():
-            return self.parts.embedding(tokens.to(self.device)).float()
+            return self.parts.embedding(token_ids.to(self.device)).float()
 
     @torch.no_grad()
     def measure_logit_scale(self, runner: TargetRunner) -> None:
-        """Finds the factor between products with the target's head and its logits, on a few tokens.
+        """Measures :attr:`logit_scale` on a few tokens.
 
         Raises:
-            UnsupportedModelError: its logits are not such products.
+            UnsupportedModelError: the target's logits are not a multiple of a product with its head.
         """
-        tokens, cap = list(range(8)), self.parts.softcap
-        store = runner.new_store(1, len(tokens), (runner.num_layers - 1,))
-        out = runner.forward(store.make_forward_batch([0], [tokens], is_prefill=True, prompt_len=len(tokens)), store)
+        ids, cap = list(range(8)), self.parts.softcap
+        store = runner.new_store(1, len(ids), (runner.num_layers - 1,))
+        out = runner.forward(store.make_forward_batch([0], [ids], is_prefill=True, prompt_len=len(ids)), store)
         assert out.logits is not None and store.features is not None
-        states = self.parts.apply_final_norm(store.features[0, : len(tokens)])
+        states = self.parts.apply_final_norm(store.features[0, : len(ids)])
         products = (states.to(self.matmul_dtype) @ self.target_head.T).float()
-        logits = (
-            out.logits[0] if self.draft_to_target is None else out.logits[0][:, self.draft_to_target.to(self.device)]
-        )
-        clear = logits.abs() < (cap / 2 if cap else math.inf)  # a cap there does little, and so does rounding
-        logits, products = logits[clear], products[clear]
+        logits = out.logits[0]
+        logits = logits if self.draft_to_target is None else logits[:, self.draft_to_target.to(self.device)]
+        uncapped = logits.abs() < (cap / 2 if cap else math.inf)  # where the softcap and its rounding matter little
+        logits, products = logits[uncapped], products[uncapped]
         logits = torch.atanh(logits / cap) * cap if cap else logits
         scale = float(logits @ products / products.square().sum())
         if not (logits - scale * products).norm() < 0.1 * logits.norm():
             name = type(runner.model).__name__
-            raise UnsupportedModelError(f"{name} has logits of a make that no draft learns from: set distill to 0.")
+            raise UnsupportedModelError(f"{name} computes logits in a way that cannot be distilled: set distill=0.")
         self.logit_scale = 1.0 if abs(scale - 1) < 0.01 else scale
 
     def run_layer(self, compute: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
-        """``compute(*arguments)``, the part of a step that ``recompute`` is about; it may be called twice."""
+        """Returns ``compute(*arguments)``; with ``recompute``, it is called again in the backward pass."""
         if not self.recompute or not torch.is_grad_enabled():
             return compute(*arguments)
         out: torch.Tensor = checkpoint(compute, *arguments, use_reentrant=False, preserve_rng_state=False)
         return out
 
     def num_loss_tokens(self, num_tokens: int, start: int, shift: int) -> int:
-        """The number of learned rows of a text of ``num_tokens`` tokens that is learned from token ``start`` on."""
+        """Number of labels of a document, as in ``spans``. ``start``: its first token in the loss."""
         return num_tokens - start - self.label_shift + 1
 
     def pack(
-        self, documents: Sequence[Features], shifts: Sequence[int] = (), num_context: int | None = None
+        self, documents: Sequence[Features], shifts: Sequence[int] = (), context: int | None = None
     ) -> PackedBatch:
-        """Lays documents end to end.
-
-        Args:
-            shifts: shift of each document; none: all 0.
-            num_context: rows before the first learned one that are computed too; None for all.
-        """
+        """Packs documents with their shifts (none: 0). ``context``: inputs before the first label; None: all."""
         spans = []
         for document, shift in zip(documents, shifts or [0] * len(documents), strict=True):
-            tokens = len(document.token_ids)
-            end = tokens - self.label_shift
-            first = end - self.num_loss_tokens(tokens, document.start, shift)
-            spans.append((0 if num_context is None else max(0, first - num_context), first, end))
+            num_tokens = len(document.token_ids)
+            end = num_tokens - self.label_shift
+            first = end - self.num_loss_tokens(num_tokens, document.start, shift)
+            spans.append((0 if context is None else max(0, first - context), first, end))
         return PackedBatch(documents, spans)
 
     def labels(self, pack: PackedBatch, indices: torch.Tensor | None = None) -> Labels:
-        """The labels of the learned rows, or of those chosen among them: the tokens that lie ``label_shift``."""
+        """Makes the labels of a batch. ``indices``: the labels to take among all, with repetitions; None: all."""
         firsts = [(d, first + self.label_shift) for d, (_, first, _) in zip(pack.documents, pack.spans, strict=True)]
         with torch.no_grad():
-            text = self.target_to_draft[torch.cat([d.token_ids[at:] for d, at in firsts]).to(self.device)]
-            likeliest = text
+            ids = self.target_to_draft[torch.cat([d.token_ids[at:] for d, at in firsts]).to(self.device)]
+            argmax = ids
             if self.needs_target_argmax:
-                read = [d.target_argmax[at - d.start :] for d, at in firsts if d.target_argmax is not None]
-                likeliest = self.target_to_draft[torch.cat(read).to(self.device)]
-            learned = torch.cat([d.loss_mask[at:] for d, at in firsts]).to(self.device)
-            rows = torch.arange(len(text), device=self.device) if indices is None else indices
+                argmaxes = [d.target_argmax[at - d.start :] for d, at in firsts if d.target_argmax is not None]
+                argmax = self.target_to_draft[torch.cat(argmaxes).to(self.device)]
+            mask = torch.cat([d.loss_mask[at:] for d, at in firsts]).to(self.device)
+            indices = torch.arange(len(ids), device=self.device) if indices is None else indices
             target = None
             if self.distill:
                 last = [d.last[at - 1 : -1, -self.parts.hidden_size :] for d, at in firsts]
                 states = self.parts.apply_final_norm(torch.cat(last).to(self.device)).to(self.matmul_dtype)
-                target = TargetDistribution(states, rows, self.target_head, self.logit_scale, self.parts.softcap)
-            return Labels(text[rows], likeliest[rows], learned[rows], target)
+                target = TargetDistribution(states, indices, self.target_head, self.logit_scale, self.parts.softcap)
+            return Labels(ids[indices], argmax[indices], mask[indices], target)
 
     def output(
         self,
@@ -234,13 +228,11 @@ class DraftTrainer(nn.Module):
         depths: torch.Tensor,
         weight: torch.Tensor | float = 1.0,
     ) -> StepOutput:
-        """The loss of (N, hidden size) rows. A token that the draft's vocabulary lacks has the worst rank.
+        """Computes the loss. A label that the draft's vocabulary lacks has rank V'.
 
         Args:
-            head: (V', hidden size). weight: of each row, (N,).
+            hidden: (N, hidden size). head: (V', hidden size). depths, weight: (N,).
         """
-        weight = weight * labels.loss_mask
-        loss, ranks = soft_cross_entropy(
-            hidden, head, labels.token_ids, weight, labels.target_distribution, self.distill
-        )
-        return StepOutput(loss, torch.where(labels.token_ids >= 0, ranks, len(head)), depths, labels.loss_mask)
+        ids, _, mask, target = labels
+        loss, ranks = soft_cross_entropy(hidden, head, ids, weight * mask, target, self.distill)
+        return StepOutput(loss, torch.where(ids >= 0, ranks, len(head)), depths, mask)

@@ -1,4 +1,4 @@
-"""Token trees, a file for each way to grow them, and their masks.
+"""Token trees, the shapes in which they grow, and their attention masks.
 
 May import: model, memory, attention.
 """

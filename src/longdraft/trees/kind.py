@@ -1,15 +1,14 @@
-"""Kinds of trees: how they grow from a draft level by level, their sizes, and the sizes that a planner gives them.
+"""Shapes of draft trees: how a tree grows from a draft level by level, and the size that a planner gives it.
 
-All grow alike: the nodes of a level that are expanded get their most probable children, and those are the next level.
-The kinds differ in four numbers: children of a node, nodes that a level keeps, nodes of it that are expanded, and where
-they stop. Of all that was drafted, the most probable nodes by cumulative log-probability are verified; they are closed
-under parents, for a score only falls along a path. The last level is never expanded: D levels cost D draft forwards.
+The expanded nodes of a level get their most probable children, which are the next level. Of all drafted nodes, those
+with the largest path log-probabilities are verified; they contain their parents, because these only fall along a path.
+The last level is not expanded: D levels cost D draft forwards. The presets:
 
 * beam: a level keeps its best nodes, and all of them are expanded (LongSpec, appendix E);
 * static: all nodes of a level have the same number of children (TokenSwift);
 * dynamic: the ``top_k`` best nodes of a level have ``top_k`` children each, and all children are candidates: wide where
-  the draft hesitates, deep where it is sure (EAGLE-2, section 4; EAGLE-3 keeps it);
-* chain: first choices, ended where the draft grows unsure (MagicDec's gamma, Sadhukhan et al. 2024, section 3);
+  the draft is unsure, deep where it is sure (EAGLE-2, section 4; EAGLE-3 keeps it);
+* chain: the top-1 tokens; a planner ends it where the draft is unsure (MagicDec's gamma, Sadhukhan et al. 2024, 3);
 * opt: OPT-Tree, the tree with the longest expected acceptance (Wang et al. 2025, section 3).
 """
 
@@ -22,38 +21,43 @@ from math import log
 import torch
 
 from longdraft.attention.transfer import AsyncHostCopy
-from longdraft.trees.level import Calibrate, CoupledLogprobs, DraftLogits, DraftTopk, TreeLevel, root_level, to_trees
-from longdraft.trees.level import expand_level as children_of
-from longdraft.trees.level import topk_logprobs as likeliest_of
+from longdraft.trees.level import (
+    Calibrate,
+    CoupledLogprobs,
+    DraftLogits,
+    DraftTopk,
+    TreeLevel,
+    expand_level,
+    root_level,
+    to_trees,
+    topk_logprobs,
+)
 from longdraft.trees.tree import NodeLimit, TokenTree
 
-# LongSpec, appendix E.
-BEAM = (4, 16, 16, 16, 16)
-# TokenSwift's widths, without its first level, which is the target's own token.
+BEAM = (4, 16, 16, 16, 16)  # LongSpec, appendix E: nodes of each level
+# TokenSwift's children of each node, without its first level, which is the target's own token.
 STATIC = (3, 3, 3)
-# EAGLE-3's dynamic tree: levels, nodes of a level that are expanded, and drafted nodes (its 60 count the root).
+# EAGLE-3's dynamic tree: levels, nodes of a level that are expanded, and draft nodes (its 60 count the root).
 DYNAMIC = (8, 10, 59)
 # SpecExtend's OPT-Tree, appendix D: nodes, levels, threshold. The paper expands all nodes of a level; here it is 10.
 OPT, OPT_TOP_K = (50, 10, 0.7), 10
-# Tokens of a chain by default, and at most if a planner ends it.
-CHAIN_LENGTH, MAX_CHAIN_LENGTH = 4, 12
+CHAIN_LENGTH, MAX_CHAIN_LENGTH = 4, 12  # tokens of a chain by default, and at most if a planner ends it
 
 
 @dataclass(frozen=True, kw_only=True)
 class TreeConfig:
-    """A kind of tree with its sizes.
+    """The shape of a draft tree.
 
     Attributes:
-        name: what options call it.
-        branching: of an expanded node, level by level; fewer if the vocabulary has no more.
-        prune_levels: a level keeps no more nodes than one node has children, the best; else all.
-        top_k: nodes of a level that are expanded at most, the best; None: all.
-        nodes: drafted nodes that are verified, the most probable ones; None: all.
-        min_expected_gain: of a chain: it ends with the first token whose path is no likelier than this.
-        max_chain_length: of a chain: tokens at most if a planner ends it.
-        threshold: of an OPT-Tree: tokens by which a level has to lengthen the expected acceptance for another one to
-            follow; None: levels follow whatever they promise.
-        is_user_defined: whether the user chose the tree, so that a planner leaves it as it is.
+        name: the preset.
+        branching: children of each expanded node, level by level; fewer if the vocabulary is smaller.
+        prune_levels: a level keeps only as many nodes as one node has children, the best.
+        top_k: maximum number of expanded nodes of a level, the best; None: all.
+        nodes: maximum number of draft nodes to verify, the most probable ones; None: all.
+        min_expected_gain: a chain ends at the first token whose path probability is at most this.
+        max_chain_length: maximum number of tokens of a chain that a planner ends.
+        threshold: of an OPT-Tree: minimum increase of the expected accepted length by a level, for another to follow.
+        is_user_defined: the user chose the shape, so a planner does not change it.
     """
 
     name: str
@@ -68,51 +72,45 @@ class TreeConfig:
 
     @property
     def depth(self) -> int:
-        """Levels at most, and so forwards of the draft."""
+        """Maximum number of levels, which is the maximum number of draft forwards."""
         return len(self.branching)
 
     @property
     def max_candidates(self) -> int:
-        """Drafted nodes at most, before the most probable of them are chosen."""
-        return sum(size for size, _ in self._sizes())
+        """Maximum number of nodes that are drafted, before the most probable ones are chosen."""
+        return sum(size for size, _ in self._level_sizes())
 
     @property
     def max_expanded_nodes(self) -> int:
-        """Drafted nodes that the draft expands in a round at most: rows of KV that it needs for a tree."""
-        return sum(expanded for _, expanded in list(self._sizes())[:-1])
+        """Maximum number of draft nodes that are expanded: KV entries that the draft needs for a tree."""
+        return sum(num_expanded for _, num_expanded in list(self._level_sizes())[:-1])
 
     @property
     def max_nodes(self) -> int:
-        """Drafted nodes of a tree at most."""
+        """Maximum number of draft nodes of a finished tree."""
         return min(self.max_candidates, self.nodes or self.max_candidates)
 
-    def _sizes(self) -> Iterator[tuple[int, int]]:
-        """For each level its nodes, and those of them that may be expanded."""
-        expanded = 1
-        for branching in self.branching:
-            size = branching if self.prune_levels else expanded * branching
-            expanded = size if self.top_k is None else min(size, self.top_k)
-            yield size, expanded
+    def _level_sizes(self) -> Iterator[tuple[int, int]]:
+        """For each level, its number of nodes and how many of them may be expanded."""
+        num_expanded = 1
+        for children in self.branching:
+            size = children if self.prune_levels else num_expanded * children
+            num_expanded = size if self.top_k is None else min(size, self.top_k)
+            yield size, num_expanded
 
     def limit_depth(self, max_depth: int) -> TreeConfig:
-        """Returns the same kind with at most ``max_depth`` levels."""
-        return replace(
-            self, branching=self.branching[:max_depth], max_chain_length=min(self.max_chain_length, max_depth)
-        )
+        """Returns the same shape with at most ``max_depth`` levels."""
+        length = min(self.max_chain_length, max_depth)
+        return replace(self, branching=self.branching[:max_depth], max_chain_length=length)
 
     def fit(self, limit: NodeLimit | None) -> TreeConfig:
-        """Returns the tree to grow within a planner's limit: a chain, or in place of any other kind an OPT-Tree.
-
-        Without a limit, or if the user chose it, it is this one.
-        """
+        """Returns the shape to grow within a planner's limit: a chain stays a chain, others become an OPT-Tree.
+        Returns this shape if there is no limit, or if the user chose it."""
         if limit is None or self.is_user_defined:
             return self
         if self.name == "chain":
-            return replace(
-                self,
-                branching=(1,) * max(1, min(self.max_chain_length, limit.max_nodes)),
-                min_expected_gain=limit.min_expected_gain,
-            )
+            length = max(1, min(self.max_chain_length, limit.max_nodes))
+            return replace(self, branching=(1,) * length, min_expected_gain=limit.min_expected_gain)
         nodes = max(1, min(self.max_nodes, OPT[0], limit.max_nodes))
         return opt(nodes, self.depth, limit.min_expected_gain, self.top_k if self.name == "opt" else OPT_TOP_K)
 
@@ -121,102 +119,99 @@ class TreeConfig:
         roots: Sequence[int],
         draft_logits: DraftLogits,
         max_depths: Sequence[int] | None = None,
-        ids: torch.Tensor | None = None,
+        draft_to_target_ids: torch.Tensor | None = None,
         device: torch.device | str = "cpu",
         *,
-        likeliest: DraftTopk | None = None,
+        draft_topk: DraftTopk | None = None,
         coupled_logprobs: CoupledLogprobs | None = None,
         calibrate: Calibrate | None = None,
     ) -> list[TokenTree]:
-        """Grows a tree for each sequence of a batch; none depends on the others.
+        """Grows a tree for each sequence of a batch, independent of the others.
 
         Args:
             roots: token id of each root.
-            draft_logits: the draft. Called with the roots, then with the nodes of each level but the last that are expanded.
-            max_depths: levels of each sequence's tree at most, 0 for a root alone; None: as many as the kind has.
-            ids: (draft vocabulary,) target id of each draft id; None: they are the same.
-            device: where the draft's logits are.
-            likeliest: used in place of ``draft_logits`` by a draft that finds the likeliest tokens without computing logits.
-            coupled_logprobs: used if tokens are sampled and the random numbers are known; None: the draft's probabilities count.
-            calibrate: corrects the draft's probabilities by how they fared; None: they count as they are.
+            draft_logits: the draft. Called with the roots, then with the expanded nodes of each level but the last.
+            max_depths: maximum number of levels of each sequence's tree, 0 for a root alone; None: ``depth``.
+            draft_to_target_ids: (draft vocabulary,) target id of each draft id; None: they are the same.
+            device: of the draft's logits.
+            draft_topk: replaces ``draft_logits`` for a draft that finds its top k without computing all logits.
+            coupled_logprobs: replaces the draft's log-probabilities if tokens are sampled with noise known in advance.
+            calibrate: corrects the log-probabilities by how often drafts were accepted; None: no correction.
         """
-        deepest = min(self.depth, self.max_nodes)  # a deeper node has more ancestors than there are nodes to keep
-        max_depths = [deepest] * len(roots) if max_depths is None else [min(deepest, depth) for depth in max_depths]
-        find = likeliest or (lambda level, count: likeliest_of(draft_logits(level), count))
+        max_depth = min(self.depth, self.max_nodes)  # a deeper node has more ancestors than there are nodes to verify
+        depths = [max_depth] * len(roots) if max_depths is None else [min(max_depth, n) for n in max_depths]
+        topk = draft_topk or (lambda level, k: topk_logprobs(draft_logits(level), k))
         expanded, levels = root_level(roots, device), list[TreeLevel]()
-        # (B', W): the places of the expanded nodes in their level, where they are only some of it.
-        places: torch.Tensor | None = None
-        promise = None if self.threshold is None else _Promise(self, self.threshold, expanded)
-        going = [row for row in expanded.sequence_indices if max_depths[row]]
-        while going:
-            of, count = expanded.index_select, self.branching[len(levels)]
-            level = children_of(expanded.select(going), count, find, ids, coupled_logprobs, calibrate)
+        # (B', W) index of each expanded node in its level; None if all nodes of the level are expanded.
+        indices: torch.Tensor | None = None
+        stop_rule = None if self.threshold is None else _StopRule(self, self.threshold, expanded)
+        growing = [i for i in expanded.sequence_indices if depths[i]]
+        while growing:
+            index_select, k = expanded.index_select, self.branching[len(levels)]
+            level = expand_level(expanded.select(growing), k, topk, draft_to_target_ids, coupled_logprobs, calibrate)
             if self.prune_levels:
-                level, _ = level.topk(count)
-            # In the tree, parents are nodes of the whole level above, not only of those that were expanded.
-            above = None if places is None else of(going, places).gather(1, level.parents)
-            levels.append(level if above is None else replace(level, parents=above))
-            going, width = [row for row in going if max_depths[row] > level.depth], self.top_k
-            if self.min_expected_gain > 0 and going:
-                likely = dict(zip(level.sequence_indices, level.path_logprobs[:, 0].tolist(), strict=True))
-                going = [row for row in going if likely[row] > log(self.min_expected_gain)]
-            elif promise is not None and going:
-                going, width = promise.after(level, of, going)
-            expanded, places = (level, None) if width is None else level.topk(width)
+                level, _ = level.topk(k)
+            # ``parents`` index the expanded nodes. The finished tree needs indices into the whole level above.
+            parents = None if indices is None else index_select(growing, indices).gather(1, level.parents)
+            levels.append(level if parents is None else replace(level, parents=parents))
+            growing, num_expanded = [i for i in growing if depths[i] > level.depth], self.top_k
+            if self.min_expected_gain > 0 and growing:
+                logprobs = dict(zip(level.sequence_indices, level.path_logprobs[:, 0].tolist(), strict=True))
+                growing = [i for i in growing if logprobs[i] > log(self.min_expected_gain)]
+            elif stop_rule is not None and growing:
+                growing, num_expanded = stop_rule.update(level, index_select, growing)
+            expanded, indices = (level, None) if num_expanded is None else level.topk(num_expanded)
         return [tree.keep_best(self.max_nodes) for tree in to_trees(roots, levels)]
 
 
-# Picks the rows of a tensor for these sequences.
-Pick = Callable[[Sequence[int], torch.Tensor], torch.Tensor]
+IndexSelect = Callable[[Sequence[int], torch.Tensor], torch.Tensor]  # see :meth:`TreeLevel.index_select`
 
 
-class _Promise:
-    """Whether another level of an OPT-Tree pays, and how many nodes of the last one may have children in the tree.
+class _StopRule:
+    """Decides for which sequences an OPT-Tree gets another level, and how many nodes of the last level are expanded.
 
-    A node is accepted with about the probability that the draft gives its path, so a tree's expected accepted length is
-    the sum of its nodes' path probabilities, and the best tree of N nodes holds the N most probable paths. Drafting
-    goes on while a level makes the expectation of the best N so far longer by more than the threshold: the price of a
-    draft forward in tokens. A node that is not better than the N-th best candidate so far has no descendant among the
-    best, and need not be expanded.
+    The expected accepted length is the sum of the path probabilities. Another level follows if the last one increased
+    this sum, over the best N candidates, by more than the threshold, the cost of a draft forward in tokens. A node that
+    is not among the best N candidates has no descendant among them, so it is not expanded.
 
-    The host decides this. A GPU does not wait for it: while it computes a level, the host reads what the level before
-    it promised. So a tree there may have one level more than it would elsewhere, and expands as many nodes as it may.
+    A CPU decides by the level itself. On a GPU, to avoid a wait, the host reads the result of the level before. So a
+    tree there may have one level more, and ``top_k`` nodes of each are expanded.
     """
 
-    def __init__(self, kind: TreeConfig, threshold: float, roots: TreeLevel) -> None:
-        self._nodes, self._top_k, self._threshold = kind.max_nodes, kind.top_k or kind.max_nodes, threshold
-        self._best = roots.path_logprobs[:, :0]  # (B', up to N) scores of the best candidates so far, the best first
-        self._expected = [0.0] * len(roots.sequence_indices)
-        self._late = roots.path_logprobs.device.type != "cpu"
-        self._waiting: tuple[Sequence[int], AsyncHostCopy] | None = None
+    def __init__(self, config: TreeConfig, threshold: float, roots: TreeLevel) -> None:
+        self._nodes, self._top_k, self._threshold = config.max_nodes, config.top_k or config.max_nodes, threshold
+        self._best = roots.path_logprobs[:, :0]  # (B', up to N) path log-probabilities of the best candidates, sorted
+        self._expected_lengths = [0.0] * len(roots.sequence_indices)
+        self._is_delayed = roots.path_logprobs.device.type != "cpu"
+        self._pending: tuple[Sequence[int], AsyncHostCopy] | None = None
 
-    def after(self, level: TreeLevel, of: Pick, deeper: list[int]) -> tuple[list[int], int]:
-        """Takes a level.
+    def update(self, level: TreeLevel, index_select: IndexSelect, growing: list[int]) -> tuple[list[int], int]:
+        """Adds a level.
 
         Args:
-            of: picks from the rows of the level before.
-            deeper: the sequences that may have another level.
+            index_select: of the level before.
+            growing: indices of the sequences that may have another level.
 
         Returns:
-            Those for which it pays, and the number of nodes to expand.
+            The sequences that get another level, and the number of nodes to expand.
         """
-        best = torch.cat([of(level.sequence_indices, self._best), level.path_logprobs], dim=1)
-        self._best = best = best.topk(min(self._nodes, best.shape[1]), dim=-1).values
-        # With fewer candidates than nodes, all of them may have children among the best.
-        promising = level.path_logprobs > (best[:, -1:] if best.shape[1] == self._nodes else float("-inf"))
-        promised = level.sequence_indices, AsyncHostCopy(torch.stack([best.exp().sum(1), promising.float().sum(1)]))
-        read, self._waiting = (self._waiting, promised) if self._late else (promised, None)
-        if read is None:  # the first level of a GPU
-            return deeper, self._top_k
-        results = dict(zip(read[0], zip(*read[1].tolist(), strict=True), strict=True))
-        going, width = list[int](), self._top_k if self._late else 0
-        for row in deeper:
-            length, count = results[row]
-            if count and length - self._expected[row] > self._threshold:
-                going.append(row)
-                width = max(width, min(self._top_k, int(count)))
-            self._expected[row] = length
-        return going, width
+        candidates = torch.cat([index_select(level.sequence_indices, self._best), level.path_logprobs], dim=1)
+        self._best = best = candidates.topk(min(self._nodes, candidates.shape[1]), dim=-1).values
+        # As long as there are fewer candidates than nodes, any node may have children among the best.
+        is_promising = level.path_logprobs > (best[:, -1:] if best.shape[1] == self._nodes else float("-inf"))
+        result = level.sequence_indices, AsyncHostCopy(torch.stack([best.exp().sum(1), is_promising.float().sum(1)]))
+        ready, self._pending = (self._pending, result) if self._is_delayed else (result, None)
+        if ready is None:  # the first level on a GPU
+            return growing, self._top_k
+        results = dict(zip(ready[0], zip(*ready[1].tolist(), strict=True), strict=True))
+        continuing, num_expanded = list[int](), self._top_k if self._is_delayed else 0
+        for i in growing:
+            expected_length, num_promising = results[i]
+            if num_promising and expected_length - self._expected_lengths[i] > self._threshold:
+                continuing.append(i)
+                num_expanded = max(num_expanded, min(self._top_k, int(num_promising)))
+            self._expected_lengths[i] = expected_length
+        return continuing, num_expanded
 
 
 def beam(widths: Sequence[int] = BEAM, nodes: int | None = None) -> TreeConfig:
@@ -230,19 +225,19 @@ def static(widths: Sequence[int] = STATIC, nodes: int | None = None) -> TreeConf
 
 
 def dynamic(depth: int = DYNAMIC[0], top_k: int = DYNAMIC[1], nodes: int | None = DYNAMIC[2]) -> TreeConfig:
-    """A dynamic tree. ``top_k``: nodes of a level that are expanded, and children of each."""
+    """A dynamic tree. ``top_k``: expanded nodes of a level, and children of each."""
     return TreeConfig(name="dynamic", branching=(top_k,) * depth, top_k=top_k, nodes=nodes)
 
 
 def chain(depth: int = CHAIN_LENGTH, max_chain_length: int = MAX_CHAIN_LENGTH, nodes: int | None = None) -> TreeConfig:
-    """The draft's first choices."""
+    """A chain of the draft's top-1 tokens."""
     return TreeConfig(name="chain", branching=(1,) * depth, max_chain_length=max_chain_length, nodes=nodes)
 
 
 def opt(
     nodes: int = OPT[0], depth: int = OPT[1], threshold: float = OPT[2], top_k: int | None = OPT_TOP_K
 ) -> TreeConfig:
-    """An OPT-Tree. ``top_k``: nodes of a level that are expanded at most; with ``nodes``, nothing is missed."""
+    """An OPT-Tree. ``top_k``: maximum number of expanded nodes of a level; with ``nodes``, nothing is missed."""
     return TreeConfig(
         name="opt", branching=(nodes,) * depth, prune_levels=True, top_k=top_k, nodes=nodes, threshold=threshold
     )

@@ -1,4 +1,4 @@
-"""Levels of growing trees, as tensors: the host waits for a GPU once a round, when the finished trees go to it."""
+"""Levels of growing trees, as tensors on the device. The host synchronises once a round, for the finished trees."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from longdraft.trees.tree import TokenTree
 
 @dataclass(frozen=True)
 class TreeLevel:
-    """The nodes of one depth, for the sequences of a batch whose trees go on: B' rows of W nodes.
+    """The nodes of one depth: W nodes for each of the B' sequences of a batch whose trees still grow.
 
     Attributes:
-        rows: the sequence of the batch that each row belongs to, integers on the host.
+        sequence_indices: index in the batch of each of the B' sequences, integers on the host.
         depth: 0 for the roots, one node each.
         tokens: (B', W) target ids.
-        parents: (B', W) each node's parent, as an index into its row of the level before; 0 at depths 0 and 1.
-        logprobs: float32 (B', W) each node's log-probability given its path.
-        scores: float32 (B', W) the log-probability of its path.
+        parents: (B', W) index of each node's parent in its sequence's part of the level before.
+        logprobs: float32 (B', W) log-probability of each node given its path.
+        path_logprobs: float32 (B', W) log-probability of each node's path.
     """
 
     sequence_indices: tuple[int, ...]
@@ -33,112 +33,111 @@ class TreeLevel:
     path_logprobs: torch.Tensor
 
     def select(self, sequence_indices: Sequence[int]) -> TreeLevel:
-        """Returns the level of these sequences alone."""
+        """Returns the level of these sequences."""
         tensors = self.tokens, self.parents, self.logprobs, self.path_logprobs
         return TreeLevel(
             tuple(sequence_indices), self.depth, *(self.index_select(sequence_indices, x) for x in tensors)
         )
 
     def index_select(self, sequence_indices: Sequence[int], x: torch.Tensor) -> torch.Tensor:
-        """Returns these sequences' rows of a tensor that has one for each row of the level."""
+        """Returns the entries of these sequences from a tensor (B', ...)."""
         if tuple(sequence_indices) == self.sequence_indices:
             return x
-        # An index tensor would have to be copied to the device.
-        return torch.stack([x[self.sequence_indices.index(row)] for row in sequence_indices])
+        # Not by an index tensor, which would have to be copied to the device.
+        return torch.stack([x[self.sequence_indices.index(i)] for i in sequence_indices])
 
     def topk(self, k: int) -> tuple[TreeLevel, torch.Tensor]:
-        """Returns the ``k`` best nodes of each row, the best first, and their places (B', W) in this level."""
-        scores, chosen = self.path_logprobs.topk(min(k, self.path_logprobs.shape[1]), dim=-1)
-        tokens, parents, logprobs = (x.gather(1, chosen) for x in (self.tokens, self.parents, self.logprobs))
-        return TreeLevel(self.sequence_indices, self.depth, tokens, parents, logprobs, scores), chosen
+        """Returns the ``k`` best nodes of each sequence, sorted, and their indices (B', k) in this level."""
+        path_logprobs, indices = self.path_logprobs.topk(min(k, self.path_logprobs.shape[1]), dim=-1)
+        tokens, parents, logprobs = (x.gather(1, indices) for x in (self.tokens, self.parents, self.logprobs))
+        return TreeLevel(self.sequence_indices, self.depth, tokens, parents, logprobs, path_logprobs), indices
 
 
-# The score of NaN: below all others, and sums of it can still be compared.
-_HOPELESS = -1e9
-# A level -> the draft's logits (B', W, draft vocabulary) of the tokens that follow its nodes.
+# Replaces a NaN log-probability: below all others, and finite, so that sums of it can be compared.
+_NAN_LOGPROB = -1e9
+# level -> the draft's logits (B', W, draft vocabulary) for the children of its nodes.
 DraftLogits = Callable[[TreeLevel], torch.Tensor]
-# A level and a number k -> log-probabilities and draft ids (B', W, k) of the likeliest following tokens, best first.
+# (level, k) -> log-probabilities and draft ids (B', W, k) of the k likeliest children of its nodes, sorted.
 DraftTopk = Callable[[TreeLevel, int], tuple[torch.Tensor, torch.Tensor]]
-# A level, and the draft's log-probabilities and target ids (B', W, K) of the likeliest following tokens -> the
-# log-probability (B', W, K) that each of them will be sampled there.
+# (level, log-probabilities and target ids (B', W, K) of the likeliest children) -> log-probabilities (B', W, K) with
+# which the target samples them, given the Gumbel noise that it will use.
 CoupledLogprobs = Callable[[TreeLevel, torch.Tensor, torch.Tensor], torch.Tensor]
-# A level, and log-probabilities (B', W, K) of its nodes' children, the likeliest first -> corrected log-probabilities.
+# (level, log-probabilities (B', W, K) of the children of its nodes, sorted) -> corrected log-probabilities.
 Calibrate = Callable[[TreeLevel, torch.Tensor], torch.Tensor]
-# How many of a draft's likeliest tokens are given to ``Foresee``.
-COUPLED_TOP_K = 64
+COUPLED_TOP_K = 64  # K of ``CoupledLogprobs``
 
 
 def expand_level(
     level: TreeLevel,
     k: int,
-    likeliest: DraftTopk,
+    draft_topk: DraftTopk,
     draft_to_target_ids: torch.Tensor | None = None,
     coupled_logprobs: CoupledLogprobs | None = None,
     calibrate: Calibrate | None = None,
 ) -> TreeLevel:
-    """Returns the ``k`` most probable children of each node, their ``parents`` as indices into ``level``.
-
-    Arguments are those of :meth:`longdraft.trees.kind.TreeConfig.grow`.
-    """
-    logprobs, token = likeliest(level, k if coupled_logprobs is None else max(k, COUPLED_TOP_K))
-    token = token if draft_to_target_ids is None else draft_to_target_ids[token]
+    """Returns the level of the ``k`` most probable children of each node. Their ``parents`` are indices into ``level``.
+    The other arguments are those of :meth:`longdraft.trees.kind.TreeConfig.grow`."""
+    logprobs, tokens = draft_topk(level, k if coupled_logprobs is None else max(k, COUPLED_TOP_K))
+    tokens = tokens if draft_to_target_ids is None else draft_to_target_ids[tokens]
     if coupled_logprobs is not None:
-        logprobs = coupled_logprobs(level, logprobs, token).nan_to_num(nan=_HOPELESS)
-        logprobs, chosen = logprobs.topk(min(k, logprobs.shape[-1]), dim=-1)
-        token = token.gather(-1, chosen)
+        logprobs = coupled_logprobs(level, logprobs, tokens).nan_to_num(nan=_NAN_LOGPROB)
+        logprobs, indices = logprobs.topk(min(k, logprobs.shape[-1]), dim=-1)
+        tokens = tokens.gather(-1, indices)
     logprobs = logprobs if calibrate is None else calibrate(level, logprobs)
-    # Rounding must not lift a child above its parent: the best nodes would not be closed under parents. And a draft
-    # that overflowed may propose badly, but its numbers must still be comparable.
-    logprobs = logprobs.nan_to_num(nan=_HOPELESS).clamp(max=0.0)
-    scores, tokens = (level.path_logprobs[..., None] + logprobs).flatten(1), token.flatten(1)
-    parents = _in_groups(token.shape[1], token.shape[2], token.device).expand_as(tokens)
-    return TreeLevel(level.sequence_indices, level.depth + 1, tokens, parents, logprobs.flatten(1), scores)
+    # Rounding must not put a child above its parent, or the best nodes would not contain their parents. A draft whose
+    # numbers overflowed may propose badly, but its log-probabilities must be comparable.
+    logprobs = logprobs.nan_to_num(nan=_NAN_LOGPROB).clamp(max=0.0)
+    path_logprobs = (level.path_logprobs[..., None] + logprobs).flatten(1)
+    parents = _repeated_indices(tokens.shape[1], tokens.shape[2], tokens.device).expand_as(path_logprobs)
+    tokens, logprobs = tokens.flatten(1), logprobs.flatten(1)
+    return TreeLevel(level.sequence_indices, level.depth + 1, tokens, parents, logprobs, path_logprobs)
 
 
 def topk_logprobs(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities and ids (..., k) of the ``k`` largest logits (..., vocabulary), the largest first."""
-    logits = logits.float()
-    best, token = logits.topk(min(k, logits.shape[-1]), dim=-1)
-    return best - logits.logsumexp(-1, keepdim=True), token
+    """Log-probabilities and ids (..., k) of the ``k`` largest logits (..., vocabulary), sorted."""
+    values, ids = (logits := logits.float()).topk(min(k, logits.shape[-1]), dim=-1)
+    return values - logits.logsumexp(-1, keepdim=True), ids
 
 
 def root_level(roots: Sequence[int], device: torch.device | str) -> TreeLevel:
     """Makes the level of the roots, one node a sequence."""
     tokens = to_device(roots, device)[:, None]
     zeros = torch.zeros(tokens.shape, device=device, dtype=torch.float32)
-    parents = _in_groups(1, 1, tokens.device).expand_as(tokens)
+    parents = _repeated_indices(1, 1, tokens.device).expand_as(tokens)
     return TreeLevel(tuple(range(len(roots))), 0, tokens, parents, zeros, zeros)
 
 
 @lru_cache(maxsize=256)
 @torch.inference_mode(False)
-def _in_groups(groups: int, size: int, device: torch.device) -> torch.Tensor:
-    """The group that each of ``groups * size`` numbers belongs to. There are few shapes: it is kept for each."""
-    return torch.arange(groups, device=device).repeat_interleave(size)
+def _repeated_indices(count: int, repeats: int, device: torch.device) -> torch.Tensor:
+    """0 .. count - 1, each ``repeats`` times, on the device. Cached, as there are few sizes."""
+    return torch.arange(count, device=device).repeat_interleave(repeats)
 
 
 def to_trees(roots: Sequence[int], levels: Sequence[TreeLevel]) -> list[TokenTree]:
-    """Turns levels into trees on the host; the one place that waits for the device."""
+    """Copies levels to the host and joins them to trees. Only this function waits for the device."""
     if not levels:
         return [TokenTree((root,), (-1,), (0.0,)) for root in roots]
-    # Everything is transferred as integers of 32 bits, in one copy.
+    # One copy of 32-bit words: tokens and parents (int64) of all levels, then their log-probabilities (float32).
     integers = [x.contiguous().flatten() for level in levels for x in (level.tokens, level.parents)]
-    parts = [x.view(torch.int32) for x in (*integers, *(x.logprobs.flatten() for x in levels))]
-    fetched = torch.cat(parts).cpu()
-    count = 2 * sum(map(len, integers))
-    numbers, floats = fetched[:count].view(torch.long).tolist(), fetched[count:].view(torch.float32).tolist()
+    words = [x.view(torch.int32) for x in (*integers, *(level.logprobs.flatten() for level in levels))]
+    copied = torch.cat(words).cpu()
+    split = 2 * sum(map(len, integers))
+    numbers, floats = copied[:split].view(torch.long).tolist(), copied[split:].view(torch.float32).tolist()
     tokens, parents, logprobs = [[root] for root in roots], [[-1] for _ in roots], [[0.0] for _ in roots]
-    at = 0
-    above = [0] * len(roots)  # index of the first node of each sequence's last level
+    level_start = 0  # nodes of the levels before, over all sequences
+    parent_offset = [0] * len(roots)  # for each sequence, index in its tree of the first node of the level before
     for level in levels:
         width = level.path_logprobs.shape[1]
-        count = len(level.sequence_indices) * width
-        for i, row in enumerate(level.sequence_indices):
-            first = len(tokens[row])
-            here = 2 * at + i * width
-            tokens[row] += numbers[here : here + width]
-            parents[row] += [above[row] + p for p in numbers[here + count : here + count + width]]
-            logprobs[row] += floats[at + i * width : at + (i + 1) * width]
-            above[row] = first
-        at += count
+        level_size = len(level.sequence_indices) * width
+        for i, sequence in enumerate(level.sequence_indices):
+            offset = parent_offset[sequence]
+            parent_offset[sequence] = len(tokens[sequence])
+            first = level_start + i * width  # in ``floats``
+            first_token = level_start + first  # in ``numbers``: a level has twice as many there
+            first_parent = first_token + level_size
+            tokens[sequence] += numbers[first_token : first_token + width]
+            parents[sequence] += [offset + p for p in numbers[first_parent : first_parent + width]]
+            logprobs[sequence] += floats[first : first + width]
+        level_start += level_size
     return [TokenTree(tuple(t), tuple(p), tuple(x)) for t, p, x in zip(tokens, parents, logprobs, strict=True)]

@@ -11,7 +11,7 @@ from longdraft.options import Options, option
 if TYPE_CHECKING:
     from longdraft.trees.kind import TreeConfig
 
-# The kinds of trees, and the options that shape each beside ``nodes``.
+# Type of tree -> the options that shape it, besides ``nodes``.
 TREE_TYPES = {
     "chain": ("depth",),
     "static": ("widths",),
@@ -23,67 +23,66 @@ TREE_TYPES = {
 
 @dataclass(frozen=True)
 class TreeOptions(Options):
-    """The shape of a draft tree. None: not given."""
+    """The shape of a draft tree. None: the default."""
 
     tree: str | None = option(
         choices=tuple(TREE_TYPES),
-        help="the kind of tree",
+        help="the type of tree",
         usual="beam (longspec), static (heads), chain (self), opt (with retrieval), else dynamic",
     )
     widths: tuple[int, ...] | None = option(
         min=1,
-        help="a beam tree: drafted nodes of each level; a static tree: children of each node, level by level",
+        help="beam: draft nodes of each level; static: children of each node, level by level",
         usual="4,16,16,16,16 (longspec)",
     )
     nodes: int | None = option(
-        min=1, help="verify only so many drafted nodes, the best", usual="all; 59 of a dynamic tree, 50 of an opt tree"
+        min=1, help="maximum number of draft nodes to verify, the most probable ones", usual="all; dynamic: 59; opt: 50"
     )
     depth: int | None = option(
         min=1,
-        help="a dynamic or opt tree: its levels, at most; a chain: its tokens",
-        usual="8 (EAGLE-1 and 2: 6); 10 of an opt tree, 4 of a chain",
+        help="dynamic, opt: maximum number of levels; chain: number of tokens",
+        usual="dynamic: 8 (EAGLE-1 and 2: 6); opt: 10; chain: 4",
     )
     top_k: int | None = option(
         min=1,
-        help="a dynamic or opt tree: nodes of a level that go on; of a dynamic one, children of each too",
+        help="dynamic, opt: nodes of a level that are expanded; dynamic: also the children of each",
         usual="10",
     )
     threshold: float | None = option(
         min=0,
-        help="an opt tree: another level only if the last one promised so many more accepted tokens",
+        help="opt: minimum increase of the expected accepted tokens by a level, for another one to follow",
         usual="0.7",
     )
 
-    def kind(self, default: str, depth: int | None = None) -> TreeConfig:
-        """Returns the kind of tree that the options describe.
+    def config(self, default: str, depth: int | None = None) -> TreeConfig:
+        """Returns the tree that the options describe. ``depth``: default levels of a dynamic tree.
 
         Args:
-            default: the kind of tree if neither ``tree`` nor an option that only one kind has says which.
-            depth: levels of a dynamic tree by default.
+            default: type of tree, if neither ``tree`` nor an option of only one type determines it.
 
         Raises:
-            ValueError: options of two kinds together, or sizes that make no tree.
+            ValueError: options of two types together, or sizes that make no tree.
         """
-        from longdraft.trees import kind  # here, because it imports torch
+        from longdraft.trees import kind as presets  # imported here, because it imports torch
 
-        given: dict[str, Any] = self.given()
-        is_user_defined = bool(given)
-        tree = given.pop("tree", None) or _implied(default, given)
-        if wrong := [name for name in given if name not in ("nodes", *TREE_TYPES[tree])]:
+        options: dict[str, Any] = self.given()
+        is_user_defined = bool(options)
+        tree = options.pop("tree", None) or _implied_type(default, options)
+        if wrong := [name for name in options if name not in ("nodes", *TREE_TYPES[tree])]:
             raise ValueError(
                 f"{' and '.join(wrong)} do not shape a tree {tree!r}: it takes {', '.join(TREE_TYPES[tree])}"
             )
         if tree == "dynamic" and depth is not None:
-            given.setdefault("depth", depth)
-        made: kind.TreeConfig = getattr(kind, tree)(**given)
-        return replace(made, is_user_defined=is_user_defined)
+            options.setdefault("depth", depth)
+        config: presets.TreeConfig = getattr(presets, tree)(**options)
+        return replace(config, is_user_defined=is_user_defined)
 
 
-def _implied(default: str, given: Collection[str]) -> str:
-    """The kind that options without ``tree`` describe."""
-    if "widths" in given:
+def _implied_type(default: str, names: Collection[str]) -> str:
+    """The type of tree that options without ``tree`` describe."""
+    if "widths" in names:
         return "static" if default == "static" else "beam"
-    if "threshold" in given:
+    if "threshold" in names:
         return "opt"
-    other = [name for name in ("depth", "top_k") if name in given and name not in TREE_TYPES[default]]
-    return "dynamic" if other else default
+    is_dynamic = any(name in names and name not in TREE_TYPES[default] for name in ("depth", "top_k"))
+    return "dynamic" if is_dynamic else default

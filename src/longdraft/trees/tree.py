@@ -1,4 +1,4 @@
-"""Token trees: drafted continuations that one forward verifies together; how they are made, and a planner's limit."""
+"""Token trees: drafted continuations that one target forward verifies together."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TokenTree:
-    """A tree of drafted tokens under a root that is already decided.
+    """A tree of draft tokens under a root that is already emitted.
 
-    Node 0 is the root: the last emitted token, whose KV the target has not computed yet. Every other node is a drafted
+    Node 0 is the root: the last emitted token, whose KV the target has not computed yet. Every other node is a draft
     token. A parent always comes before its children.
 
     Attributes:
         tokens: token id of each node.
         parents: index of each node's parent; -1 for the root, and for it alone.
-        logprobs: the drafter's log-probability of each node given its path, 0.0 if it has none; empty: it has none.
-        lookup_nodes: nodes that a lookup proposed, not a draft; for display.
-        forced_nodes: nodes that are right if their parents are, as a grammar forbids every other token.
+        logprobs: the drafter's log-probability of each node given its parents; empty if the drafter has none.
+        lookup_nodes: nodes that a suffix lookup proposed, not a draft model; for display.
+        forced_nodes: nodes that are accepted if their parents are, because a grammar forbids every other token.
     """
 
     tokens: tuple[int, ...]
@@ -42,12 +42,12 @@ class TokenTree:
 
     @property
     def size(self) -> int:
-        """Nodes, the root included."""
+        """Number of nodes, the root included."""
         return len(self.tokens)
 
     @property
     def num_draft_tokens(self) -> int:
-        """Drafted nodes: all but the root."""
+        """Number of nodes without the root."""
         return len(self.tokens) - 1
 
     @cached_property
@@ -60,7 +60,7 @@ class TokenTree:
 
     @cached_property
     def path_logprobs(self) -> tuple[float, ...]:
-        """The drafter's log-probability of each node's path from the root; 0.0 if it gives none."""
+        """The drafter's log-probability of each node's path from the root; zeros if the drafter has none."""
         scores = [0.0] * self.size
         for node in range(1, self.size if self.logprobs else 0):
             scores[node] = scores[self.parents[node]] + self.logprobs[node]
@@ -68,12 +68,12 @@ class TokenTree:
 
     @cached_property
     def is_chain(self) -> bool:
-        """True if no node has two children: the causal mask serves."""
+        """True if no node has two children, so the causal mask is its mask."""
         return all(parent == i - 1 for i, parent in enumerate(self.parents))
 
     @cached_property
     def _children(self) -> tuple[dict[int, int], ...]:
-        """For each node, its children by token; the first of two equal ones counts."""
+        """For each node, {token: child}. Of two children with one token, the first."""
         children: list[dict[int, int]] = [{} for _ in self.tokens]
         for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
             if parent >= 0:
@@ -81,15 +81,15 @@ class TokenTree:
         return tuple(children)
 
     def child(self, node: int, token: int) -> int | None:
-        """Returns the child of ``node`` with this token; None if there is none."""
+        """Returns the child of ``node`` with this token, or None."""
         return self._children[node].get(token)
 
     def children(self, node: int) -> dict[int, int]:
-        """Returns the children of ``node`` by token."""
+        """Returns {token: child} of ``node``."""
         return self._children[node]
 
     def match_length(self, tokens: Sequence[int]) -> int:
-        """Counts how many of these tokens, from the first on, are a path from the root."""
+        """Returns the length of the longest prefix of ``tokens`` that is a path from the root."""
         node: int | None = 0
         for count, token in enumerate(tokens):
             node = self.child(node or 0, token)
@@ -105,7 +105,7 @@ class TokenTree:
         return nodes[::-1]
 
     def with_prefix(self, tokens: Sequence[int]) -> TokenTree:
-        """Returns the tree with a chain of tokens before its root, the first of them the new root."""
+        """Returns the tree with a chain of tokens before its root. The first of them is the new root."""
         if not tokens:
             return self
         n = len(tokens)
@@ -121,63 +121,60 @@ class TokenTree:
         """Returns the tree without nodes deeper than ``max_depth``."""
         if not self.num_draft_tokens or max(self.depths) <= max_depth:
             return self
-        kept = [i for i, depth in enumerate(self.depths) if depth <= max_depth]
-        return self._only(kept)
+        return self._select([i for i, depth in enumerate(self.depths) if depth <= max_depth])
 
     def keep_best(self, max_nodes: int) -> TokenTree:
-        """Returns the tree of the best drafted nodes by cumulative log-probability; it is closed under parents."""
+        """Returns the tree of the ``max_nodes`` draft nodes with the largest path log-probabilities."""
         if self.num_draft_tokens <= max_nodes:
             return self
         scores = self.path_logprobs
-        # A child never scores above its parent; of equal ones the parent comes first, for sorting keeps their order.
-        return self._only([0, *sorted(sorted(range(1, self.size), key=lambda i: -scores[i])[:max_nodes])])
+        # The result contains the parents of its nodes: a child never scores above its parent, and the sort is stable.
+        ranked = sorted(range(1, self.size), key=lambda i: -scores[i])
+        return self._select([0, *sorted(ranked[:max_nodes])])
 
     def best_path(self) -> TokenTree:
-        """Returns the chain, down to a leaf, with the most tokens that are expected to be accepted."""
+        """Returns the path to a leaf with the largest expected accepted length, as a chain."""
         expected = [0.0] * self.size
         for node in range(1, self.size):
             expected[node] = expected[self.parents[node]] + exp(self.path_logprobs[node])
-        return self._only(self.path(max(range(self.size), key=expected.__getitem__)))
+        return self._select(self.path(max(range(self.size), key=expected.__getitem__)))
 
-    def _only(self, kept: Sequence[int]) -> TokenTree:
-        """Returns the tree of these nodes, which are in order and closed under parents."""
-        new = {old: i for i, old in enumerate(kept)} | {-1: -1}
+    def _select(self, nodes: Sequence[int]) -> TokenTree:
+        """Returns the tree of these nodes. They are ascending, and contain the parents of each."""
+        new_index = {node: i for i, node in enumerate(nodes)} | {-1: -1}
         return TokenTree(
-            tuple(self.tokens[i] for i in kept),
-            tuple(new[self.parents[i]] for i in kept),
-            tuple(self.logprobs[i] for i in kept) if self.logprobs else (),
-            frozenset(new[i] for i in kept if i in self.lookup_nodes),
-            frozenset(new[i] for i in kept if i in self.forced_nodes),
+            tuple(self.tokens[i] for i in nodes),
+            tuple(new_index[self.parents[i]] for i in nodes),
+            tuple(self.logprobs[i] for i in nodes) if self.logprobs else (),
+            frozenset(new_index[i] for i in nodes if i in self.lookup_nodes),
+            frozenset(new_index[i] for i in nodes if i in self.forced_nodes),
         )
 
 
 def chain_tree(root: int, tokens: Sequence[int], logprobs: Sequence[float] = ()) -> TokenTree:
-    """Makes a tree of one continuation; ``logprobs``: of its tokens, given those before."""
+    """Makes the tree of one continuation. ``logprobs``: of each token, given the tokens before it."""
     return TokenTree((root, *tokens), tuple(range(-1, len(tokens))), (0.0, *logprobs) if logprobs else ())
 
 
 def tree_from_paths(
     root: int, paths: Iterable[Sequence[int]], logprobs: Iterable[Sequence[float]] = repeat(())
 ) -> TokenTree:
-    """Makes the prefix tree of several continuations: shared beginnings are verified once.
-
-    Args:
-        logprobs: for each path, as of :func:`chain_tree`.
-    """
-    return merge_trees(chain_tree(root, ()), *(chain_tree(root, *each) for each in zip(paths, logprobs, strict=False)))
+    """Makes the prefix tree of several continuations, so that a shared prefix is verified once.
+    ``logprobs``: of the tokens of each path, as for :func:`chain_tree`."""
+    return merge_trees(chain_tree(root, ()), *(chain_tree(root, *path) for path in zip(paths, logprobs, strict=False)))
 
 
 def merge_trees(first: TokenTree, *others: TokenTree) -> TokenTree:
-    """Merges trees on the same root; a node that several have gets the largest probability."""
-    drafted = [tree for tree in (first, *others) if tree.num_draft_tokens]
-    if len(drafted) < 2:
-        return drafted[0] if drafted else first
-    tokens, parents, looked_up, forced = [first.tokens[0]], [-1], set[int](), set[int]()
+    """Merges trees with the same root. A node of several trees gets the largest of their probabilities."""
+    nonempty = [tree for tree in (first, *others) if tree.num_draft_tokens]
+    if len(nonempty) < 2:
+        return nonempty[0] if nonempty else first
+    tokens, parents, lookup_nodes, forced_nodes = [first.tokens[0]], [-1], set[int](), set[int]()
     logprobs, nodes = [0.0], dict[tuple[int, int], int]()  # (parent, token) -> node
-    for tree in drafted:
-        places = [0]  # of its nodes in the merged tree
+    for tree in nonempty:
+        merged = [0]  # index in the merged tree, for each node of this tree
         for node in range(1, tree.size):
-            key = places[tree.parents[node]], tree.tokens[node]
+            key = merged[tree.parents[node]], tree.tokens[node]
             logprob = tree.logprobs[node] if tree.logprobs else 0.0
             if key in nodes:
                 logprobs[nodes[key]] = max(logprobs[nodes[key]], logprob)
@@ -186,34 +183,34 @@ def merge_trees(first: TokenTree, *others: TokenTree) -> TokenTree:
                 tokens.append(key[1])
                 parents.append(key[0])
                 logprobs.append(logprob)
-            places.append(nodes[key])
-        looked_up |= {places[node] for node in tree.lookup_nodes}
-        forced |= {places[node] for node in tree.forced_nodes}
-    return TokenTree(tuple(tokens), tuple(parents), tuple(logprobs), frozenset(looked_up), frozenset(forced))
+            merged.append(nodes[key])
+        lookup_nodes |= {merged[node] for node in tree.lookup_nodes}
+        forced_nodes |= {merged[node] for node in tree.forced_nodes}
+    return TokenTree(tuple(tokens), tuple(parents), tuple(logprobs), frozenset(lookup_nodes), frozenset(forced_nodes))
 
 
-# (sequences, a tree for each that cost nothing) -> the sequences for which forwards of the draft are worthwhile.
+# (sequences, the tree that a lookup proposed for each) -> the sequences for which forwards of the draft pay.
 SelectSequences = Callable[[list[Any], list[TokenTree]], list[Any]]
 
 
-def _all(sequences: list[Any], trees: list[TokenTree]) -> list[Any]:
+def _select_all(sequences: list[Any], trees: list[TokenTree]) -> list[Any]:
     return sequences
 
 
 @dataclass(frozen=True)
 class NodeLimit:
-    """Bounds of the trees that a drafter grows in one round; it may stay below them.
+    """A planner's upper bounds on the trees that a drafter grows in one round.
 
     Attributes:
-        max_nodes: drafted nodes of a tree that can be worth verifying.
-        min_expected_gain: cost of one more draft forward in expected tokens: a level that promises less is not worthwhile.
-        select_sequences: selects the sequences to draft for by forwards, given what is proposed without.
+        max_nodes: draft nodes of a tree that can be worth verifying.
+        min_expected_gain: expected accepted tokens that one more level must add to pay for its draft forward.
+        select_sequences: chooses the sequences to run the draft for, given the trees that lookups proposed.
     """
 
     max_nodes: int
     min_expected_gain: float
-    select_sequences: SelectSequences = _all
+    select_sequences: SelectSequences = _select_all
 
 
-# A kind fitted to this limit is as large as a planner may ever want it; memory is taken for that.
+# Gives the largest tree that a planner may ask for; scratch memory is allocated for that.
 NO_LIMIT = NodeLimit(max_nodes=sys.maxsize, min_expected_gain=0.0)

@@ -1,4 +1,4 @@
-"""Base of drafters whose draft has a block, and keys and values of its own."""
+"""Base of drafters whose draft is a block with a KV cache of its own."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ from longdraft.model.runner import TargetRunner
 from longdraft.trees.tree import NodeLimit, TokenTree
 from longdraft.views.draft_cache import SPARE_ENTRIES, DraftCache
 
-# Rows whose keys and values are computed together: bounds the memory that reading a long prompt takes.
-CHUNK = 1024
+# Tokens of a prompt whose keys and values are computed together. Bounds the memory of a prefill.
+KV_CHUNK = 1024
 
 
 class BlockDrafter(RetrievalDrafter):
     """Drafts trees with a block, level by level.
 
+    The draft's input at position t is token t + ``token_shift``. EAGLE's (``token_shift`` 1) also reads features at t:
+    the target's hidden states for tokens of the context, and the parent's output for nodes of a tree.
+
     Attributes:
         draft: the trained draft.
-        bound, cache: the draft on its target, and its own keys and values; from :meth:`bind` on.
+        bound, cache: the draft bound to its target, and its KV cache; from :meth:`bind` on.
     """
 
     token_shift: ClassVar[int] = 0
-    """The distance from a row's position to the token behind it that it embeds. Where there is one, rows join what the
-    target says of their positions with it, and nodes their parents' outputs."""
     round_type: ClassVar[type[DraftRound]] = DraftRound
     """The class that drafts the trees of one round."""
     is_capturable: bool = True
-    """Forwards may be recorded; they must not choose what they compute by what they read."""
+    """CUDA graphs may capture forwards. False if what a forward computes depends on its data."""
     draft: Any
     cache: DraftCache
     bound: BoundDraft
@@ -50,82 +51,81 @@ class BlockDrafter(RetrievalDrafter):
 
     @abstractmethod
     def make_cache(self) -> DraftCache:
-        """Its own keys and values, empty."""
+        """Makes the draft's empty KV cache."""
 
-    def features(self, slot: int, start: int, end: int) -> torch.Tensor | None:
-        """The target's hidden states (T, feature_size) of rows [start, end); None if the draft reads none."""
+    def target_features(self, slot: int, start: int, end: int) -> torch.Tensor | None:
+        """The target's hidden states (T, feature_size) at positions [start, end); None if the draft reads none."""
         features = self.store.features if self.token_shift else None
         return None if features is None else features[slot, start:end]
 
-    def inputs(self, sequence: Sequence, start: int, end: int) -> tuple[torch.Tensor | None, ...]:
-        """Embeddings and projected features (T, hidden) of rows, the next of the cache, with cos and sin (T, d)."""
-        x = self.bound.embedding(to_device(self.tokens(sequence, start, end), self.runner.device))
-        features = self.features(sequence.slot, start, end)
+    def block_inputs(self, sequence: Sequence, start: int, end: int) -> tuple[torch.Tensor | None, ...]:
+        """Embeddings and projected features (T, hidden), cos and sin (T, d) of the next tokens [start, end)."""
+        x = self.bound.embedding(to_device(self.input_tokens(sequence, start, end), self.runner.device))
+        features = self.target_features(sequence.slot, start, end)
         g = None if features is None else self.bound.block.project_features(features)
         return x, g, *self.bound.rotary(self.cache.append_positions(sequence.slot, end - start))
 
     def keys_values(self, sequence: Sequence, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values (layers, Hkv, T, d) of rows [start, end), the next ones of the cache."""
-        k, v = self.bound.block.keys_values(*self.inputs(sequence, start, end))
+        """Keys and values (layers, Hkv, T, d) of the next tokens [start, end)."""
+        k, v = self.bound.block.keys_values(*self.block_inputs(sequence, start, end))
         return k[None], v[None]
 
     @torch.inference_mode()
     def observe(self, round_result: RoundResult) -> None:
-        """Reads a prompt, keys and values alone; scores chunks when that is due. Emitted tokens enter the cache in the
-        next round."""
+        """Prefills a prompt; updates the retrieval. The next round feeds the emitted tokens."""
         if round_result.is_prefill:
             self.cache.truncate(round_result.sequence.slot, 0)
-            self.read(round_result.sequence, self.known(round_result.sequence) - 1)
+            self.prefill(round_result.sequence, self.num_inputs(round_result.sequence) - 1)
         self.update_retrieval(self.store, round_result)
 
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
-        drafted = self.round_type(self, sequences, self.tree.fit(limit).depth)
-        return self.grow(
-            sequences, drafted.expand, self.bound.draft_to_target_ids, self.runner.device, limit, drafted.likeliest
-        )
+        draft_round = self.round_type(self, sequences, self.tree.fit(limit).depth)
+        ids, device = self.bound.draft_to_target_ids, self.runner.device
+        return self.grow(sequences, draft_round.draft_logits, ids, device, limit, draft_round.draft_topk)
 
-    def known(self, sequence: Sequence) -> int:
-        """Rows of the text that the draft can feed."""
+    def num_inputs(self, sequence: Sequence) -> int:
+        """The number of positions of a sequence whose inputs are known."""
         return sequence.length - self.token_shift
 
-    def tokens(self, sequence: Sequence, start: int, end: int) -> SequenceOf[int]:
-        """The tokens that rows [start, end) embed."""
+    def input_tokens(self, sequence: Sequence, start: int, end: int) -> SequenceOf[int]:
+        """The input tokens at positions [start, end)."""
         first = start + self.token_shift - len(sequence.prompt)
         if first >= 0:
             return sequence.output[first : first + end - start]
         return sequence.tokens[start + self.token_shift : end + self.token_shift]
 
-    def read(self, sequence: Sequence, end: int) -> None:
-        """Reads keys and values of the rows before ``end`` that the cache lacks, as far back as it goes."""
+    def prefill(self, sequence: Sequence, end: int) -> None:
+        """Computes keys and values of the tokens before ``end`` that the cache lacks, as far back as it holds them."""
         cache, slot = self.cache, sequence.slot
         start = max(cache.context_len(slot), end - self.lookback(end))
         if start >= end:
             return
         if start > cache.context_len(slot):
             cache.truncate(slot, start)
-        piece = min(CHUNK, cache.window or CHUNK)
-        for a in range(start, end, piece):
-            self.prefill_chunk(sequence, a, min(end, a + piece))
+        chunk_size = min(KV_CHUNK, cache.window or KV_CHUNK)
+        for chunk_start in range(start, end, chunk_size):
+            self.prefill_chunk(sequence, chunk_start, min(end, chunk_start + chunk_size))
 
     def lookback(self, end: int) -> int:
-        """Rows before ``end`` that the cache takes."""
+        """Number of tokens before ``end`` that the cache holds."""
         return self.cache.keep_last or end
 
     def prefill_chunk(self, sequence: Sequence, start: int, end: int) -> None:
-        """Takes a piece of a text into the cache."""
+        """Computes keys and values of a chunk of the context, and writes them to the cache."""
         self.cache.append(sequence.slot, *self.keys_values(sequence, start, end))
 
-    def text(self, slots: SequenceOf[int]) -> TargetKV | None:
-        """The target's keys and values that the draft sees; None: none."""
+    def target_kv(self, slots: SequenceOf[int]) -> TargetKV | None:
+        """The target's keys and values for cross-attention; None without it."""
         return None
 
-    def new_cache_store(self, shape: KVShape, rows: int) -> KVStore:
-        """Memory for ``rows`` rows of each text; the last one takes a batch's padding."""
-        # Zeros: a masked row that was never written must not hold a NaN, which a weight of zero would not silence.
-        zeroed = replace(shape, padded=True)
-        return KVStore(zeroed, self.store.slots, rows + 1, self.runner.device, buffer_arena=self.runner.buffer_arena)
+    def new_cache_store(self, shape: KVShape, num_entries: int) -> KVStore:
+        """Makes a store with ``num_entries`` entries a slot, and one more for the padding of CUDA graphs."""
+        # Zeroed: a masked entry must not hold a NaN, which its weight of zero would not cancel.
+        padded = replace(shape, padded=True)
+        slots, arena = self.store.slots, self.runner.buffer_arena
+        return KVStore(padded, slots, num_entries + 1, self.runner.device, buffer_arena=arena)
 
-    def last_rows(self, shape: KVShape, last: int, scratch: int, window: int | None = None) -> DraftCache:
-        """A cache of a text's last rows."""
+    def window_cache(self, shape: KVShape, last: int, scratch: int, window: int | None = None) -> DraftCache:
+        """Makes a cache that keeps the ``last`` entries of each sequence."""
         return DraftCache(self.new_cache_store(shape, last + SPARE_ENTRIES + scratch), scratch, last, window)

@@ -1,7 +1,7 @@
-"""The rows that are fed to a draft, and their attention to the draft's own cache and to each other.
+"""The tokens of one draft forward, and their self-attention over the draft's KV cache.
 
-On a GPU all sequences attend in one call, whose numbers are on the device, so it can be recorded; elsewhere they attend
-one by one.
+On a GPU one call attends for all sequences, with all indices on the device, so that it can be captured in a CUDA graph.
+Elsewhere the sequences attend one by one.
 """
 
 from __future__ import annotations
@@ -23,172 +23,183 @@ from longdraft.views.draft_cache import DraftCache
 
 @dataclass(frozen=True)
 class DraftBatch:
-    """Rows of B sequences, W of each: new tokens of the text, or the nodes of a level behind them.
+    """W tokens for each of B sequences: new tokens of the context, or the nodes of one tree level.
+
+    Keys and values are computed for all of them, outputs for the last T of each sequence.
 
     Attributes:
-        slots: slot of each sequence.
-        width: W, rows of each sequence.
-        going: the last rows of each that get an output; all rows get keys and values.
-        places: the rows [begin, end) of the cache that each sequence sees, its fed rows the last of them.
-        mask: (B, going, S) bool, which of the last S rows each row that goes on sees; None: all.
-        behind: how many of the last rows stand for tokens not known yet, and see each other as a chain.
+        slots: KV cache slot of each sequence.
+        query_len: W.
+        num_outputs: T.
+        kv_ranges: [start, end) of the cache entries that each sequence attends to. The last W are the tokens' own.
+        mask: (B, T, S) bool, which of the last S entries each output token attends to; None: all.
+        num_mask_tokens: how many of the last tokens are mask tokens (P-EAGLE), which stand for unknown ones.
     """
 
     slots: tuple[int, ...]
-    width: int
-    going: int
-    places: tuple[tuple[int, int], ...]
+    query_len: int
+    num_outputs: int
+    kv_ranges: tuple[tuple[int, int], ...]
     mask: torch.Tensor | None = None
-    behind: int = 0
+    num_mask_tokens: int = 0
 
     @classmethod
-    def new(cls, cache: DraftCache, slots: Sequence[int], width: int, behind: int = 0) -> DraftBatch:
-        """The newest rows of each text, of which the last one goes on, with those behind it."""
-        lengths = [cache.store.lengths[slot] for slot in slots]
-        places = tuple((cache.window_start(slot), n + behind) for slot, n in zip(slots, lengths, strict=True))
-        going = 1 + behind
-        chain = torch.ones(going, going, dtype=torch.bool, device="cpu").tril().expand(len(slots), -1, -1)
-        return cls(tuple(slots), width + behind, going, places, chain if behind else None, behind)
+    def from_new_tokens(
+        cls, cache: DraftCache, slots: Sequence[int], query_len: int, num_mask_tokens: int = 0
+    ) -> DraftBatch:
+        """The last ``query_len`` committed tokens of each sequence, and mask tokens after them. Outputs are computed
+        for the root, which is the last committed token, and for the mask tokens."""
+        ends = [cache.store.lengths[slot] + num_mask_tokens for slot in slots]
+        kv_ranges = tuple((cache.window_start(slot), end) for slot, end in zip(slots, ends, strict=True))
+        num_outputs = 1 + num_mask_tokens
+        causal = torch.ones(num_outputs, num_outputs, dtype=torch.bool, device="cpu").tril()
+        mask = causal.expand(len(slots), -1, -1) if num_mask_tokens else None
+        return cls(tuple(slots), query_len + num_mask_tokens, num_outputs, kv_ranges, mask, num_mask_tokens)
 
     @classmethod
-    def nodes(cls, cache: DraftCache, slots: Sequence[int], depth: int, ancestors: torch.Tensor) -> DraftBatch:
-        """The nodes of a level: ``ancestors`` (B, W, S) of S nodes so far, of which these are the last W."""
-        _, width, count = ancestors.shape
-        places = tuple((cache.window_start(slot, depth), cache.store.lengths[slot] + count) for slot in slots)
-        return cls(tuple(slots), width, width, places, ancestors)
+    def from_level(cls, cache: DraftCache, slots: Sequence[int], depth: int, mask: torch.Tensor) -> DraftBatch:
+        """The W nodes of a level. ``mask``: (B, W, S), which of the S nodes so far they attend to."""
+        _, width, num_nodes = mask.shape
+        kv_ranges = tuple((cache.window_start(slot, depth), cache.store.lengths[slot] + num_nodes) for slot in slots)
+        return cls(tuple(slots), width, width, kv_ranges, mask)
 
     @property
-    def longest(self) -> int:
-        """Rows that a sequence sees at most."""
-        return max(end - begin for begin, end in self.places)
+    def max_kv_len(self) -> int:
+        """Largest number of cache entries that a sequence attends to."""
+        return max(end - start for start, end in self.kv_ranges)
 
-    def outputs(self, device: torch.device | str) -> OutputRows:
-        """Which of all sequences' rows go on."""
-        if self.going == self.width:
+    def output_rows(self, device: torch.device | str) -> OutputRows:
+        """Indices of the output tokens among all B * W tokens."""
+        if self.num_outputs == self.query_len:
             return ALL
         if len(self.slots) == 1:
-            return slice(self.width - self.going, None)
-        rows = torch.arange(len(self.slots) * self.width, device=device).view(-1, self.width)
-        return rows[:, self.width - self.going :].flatten()
+            return slice(self.query_len - self.num_outputs, None)
+        indices = torch.arange(len(self.slots) * self.query_len, device=device).view(-1, self.query_len)
+        return indices[:, self.query_len - self.num_outputs :].flatten()
 
-    def attends(self, cache: DraftCache) -> list[SelfAttend]:
-        """The attention of each layer. All rows enter the cache; in a cache of several layers all get an output."""
-        layers = cache.store.shape.layers
-        if layers == 1 and attends_batched(cache):
-            return [batched_attend(cache, DeviceBatch.of(cache, self), self.longest)]
-        seen = [self._all(cache, i) if layers > 1 else self._seen(cache, i) for i in range(len(self.slots))]
-        return [self._one_by_one(*cache.store.layer(layer), seen) for layer in range(layers)]
+    def attend_fns(self, cache: DraftCache) -> list[SelfAttend]:
+        """The self-attention of each layer, which also writes the tokens' keys and values to the cache. With several
+        layers all tokens are queries, because the next layer's keys are computed from their outputs."""
+        num_layers = cache.store.shape.layers
+        if num_layers == 1 and attends_batched(cache):
+            return [batched_attend(cache, DeviceBatch.make(cache, self), self.max_kv_len)]
+        visible_kv = self._visible_to_outputs if num_layers == 1 else self._visible_to_all
+        visible = [visible_kv(cache, i) for i in range(len(self.slots))]
+        return [self._attend_each(*cache.store.layer(layer), visible) for layer in range(num_layers)]
 
-    def _one_by_one(self, keys: torch.Tensor, values: torch.Tensor, seen: list[_Seen]) -> SelfAttend:
+    def _attend_each(self, keys: torch.Tensor, values: torch.Tensor, visible: list[_VisibleKV]) -> SelfAttend:
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             outputs = []
-            parts = (x.split(x.shape[1] // len(self.slots), 1) for x in (q, k, v))
-            for slot, (begin, end, mask), q_, k_, v_ in zip(self.slots, seen, *parts, strict=True):
-                keys[slot, :, end - self.width : end], values[slot, :, end - self.width : end] = k_, v_
-                outputs.append(attend_sequence(q_, keys[slot, :, begin:end], values[slot, :, begin:end], mask))
+            q_k_v = (x.split(x.shape[1] // len(self.slots), 1) for x in (q, k, v))
+            for slot, (start, end, mask), q_, k_, v_ in zip(self.slots, visible, *q_k_v, strict=True):
+                new = slice(end - self.query_len, end)
+                keys[slot, :, new], values[slot, :, new] = k_, v_
+                outputs.append(attend_sequence(q_, keys[slot, :, start:end], values[slot, :, start:end], mask))
             return torch.cat(outputs, dim=1)
 
         return attend
 
-    def _seen(self, cache: DraftCache, i: int) -> _Seen:
-        """The part of a sequence that the rows that go on see."""
-        (begin, end), mask = self.places[i], self.mask
+    def _visible_to_outputs(self, cache: DraftCache, i: int) -> _VisibleKV:
+        """The entries that the output tokens of sequence i attend to."""
+        (start, end), mask = self.kv_ranges[i], self.mask
         if mask is None:
-            return begin, end, None
-        whole = F.pad(mask[i], (end - begin - mask.shape[2], 0), value=True)
-        return begin, end, to_device(whole, cache.store.device)
+            return start, end, None
+        full_mask = F.pad(mask[i], (end - start - mask.shape[2], 0), value=True)
+        return start, end, to_device(full_mask, cache.store.device)
 
-    def _all(self, cache: DraftCache, i: int) -> _Seen:
-        """The part of a sequence that all rows see, each its own window of a text that is fed in pieces."""
-        if self.going == self.width and not self.behind and self.mask is not None:
-            return self._seen(cache, i)
-        end, window = self.places[i][1], cache.window or self.places[i][1]
-        first = end - self.width
-        begin = max(0, first + 1 - window)
-        at, keys = (torch.arange(a, end, device=cache.store.device) for a in (first, begin))
-        # Rows behind the text see each other however small the window is.
-        near = (at[:, None] - keys < window) | (keys >= end - self.behind)
-        return begin, end, (keys <= at[:, None]) & near
+    def _visible_to_all(self, cache: DraftCache, i: int) -> _VisibleKV:
+        """The entries that all tokens of sequence i attend to: causally, each in its own window."""
+        if self.num_outputs == self.query_len and not self.num_mask_tokens and self.mask is not None:  # a tree level
+            return self._visible_to_outputs(cache, i)
+        end, window = self.kv_ranges[i][1], cache.window or self.kv_ranges[i][1]
+        first_query = end - self.query_len
+        start = max(0, first_query + 1 - window)
+        queries, keys = (torch.arange(first, end, device=cache.store.device) for first in (first_query, start))
+        # Mask tokens attend to each other even if the window is smaller.
+        in_window = (queries[:, None] - keys < window) | (keys >= end - self.num_mask_tokens)
+        return start, end, (keys <= queries[:, None]) & in_window
 
 
-# The rows [begin, end) of a slot, and which of them each query sees, (T, end - begin) bool; None: all.
-_Seen = tuple[int, int, torch.Tensor | None]
+# [start, end) of a slot's entries, and which of them each query attends to, (T, end - start) bool; None: all.
+_VisibleKV = tuple[int, int, torch.Tensor | None]
 
 
 def attends_batched(cache: DraftCache) -> bool:
-    """True if all sequences attend in one call."""
+    """True if one call attends for all sequences."""
     shape = cache.store.shape
     return shape.layers == 1 and hybrid.unavailable(cache.store.device, shape.dtype, shape.head_dim) is None
 
 
 class DeviceBatch(NamedTuple):
-    """Rows of a batch as tensors on the device.
+    """The indices of a :class:`DraftBatch` as tensors on the device.
 
     Attributes:
-        into: (B, W, 2) slot and row of each fed row.
-        slots, begins, lengths: (B,) int32: rows [begin, begin + length) of each slot are seen by all its queries.
-        mask: (B, T, S) bool, which of the S rows behind those each of the T queries sees; S may be 0.
+        write_indices: (B, W, 2) int64, slot and cache entry of each token's keys and values.
+        slots, kv_starts, kv_lens: (B,) int32. All queries of a sequence attend to [start, start + len) of its slot.
+        mask: (B, T, S) bool, which of the S entries after those each query attends to; S may be 0.
     """
 
-    into: torch.Tensor
+    write_indices: torch.Tensor
     slots: torch.Tensor
-    begins: torch.Tensor
-    lengths: torch.Tensor
+    kv_starts: torch.Tensor
+    kv_lens: torch.Tensor
     mask: torch.Tensor
 
     @classmethod
-    def of(cls, cache: DraftCache, rows: DraftBatch, width: int | None = None, batch: int | None = None) -> DeviceBatch:
-        """Makes them, with one copy to the device.
+    def make(
+        cls, cache: DraftCache, batch: DraftBatch, padded_query_len: int = 0, padded_batch_size: int = 0
+    ) -> DeviceBatch:
+        """Makes the tensors, with one copy to the device, and one of the mask if it is on the host.
 
         Args:
-            width: pad the fed rows to so many a sequence, and the mask to all of the scratch space.
-            batch: pad the sequences to so many. The others' rows are padding, and they see one row, of the first slot.
+            padded_query_len: if not 0, pad W to this, and S to the cache's scratch space.
+            padded_batch_size: if not 0, pad B to this. Padding sequences attend to the first entry of the first slot.
         """
-        device, padding = cache.store.device, cache.store.capacity - 1
-        mask = rows.mask
+        # Padding tokens write to the last entry of a slot, which no query attends to.
+        device, padding_entry = cache.store.device, cache.store.capacity - 1
+        slots, query_len, kv_ranges, mask = batch.slots, batch.query_len, batch.kv_ranges, batch.mask
         if mask is None:
-            mask = torch.empty(len(rows.slots), 1, 0, dtype=torch.bool, device=device)
-        more, wide = (batch or len(rows.slots)) - len(rows.slots), width or rows.width
-        into = [
-            (slot, end - rows.width + i if i < rows.width else padding)
-            for slot, (_, end) in zip(rows.slots, rows.places, strict=True)
-            for i in range(wide)
+            mask = torch.empty(len(slots), 1, 0, dtype=torch.bool, device=device)
+        batch_size, width = padded_batch_size or len(slots), padded_query_len or query_len
+        num_padding = batch_size - len(slots)
+        writes = [
+            (slot, end - query_len + i if i < query_len else padding_entry)
+            for slot, (_, end) in zip(slots, kv_ranges, strict=True)
+            for i in range(width)
         ]
-        into += [(rows.slots[0], padding)] * wide * more
+        writes += [(slots[0], padding_entry)] * width * num_padding
         columns = [
-            [*rows.slots, *[rows.slots[0]] * more],
-            [*(begin for begin, _ in rows.places), *[0] * more],
-            [*(end - begin - mask.shape[2] for begin, end in rows.places), *[1] * more],
+            [*slots, *[slots[0]] * num_padding],
+            [*(start for start, _ in kv_ranges), *[0] * num_padding],
+            [*(end - start - mask.shape[2] for start, end in kv_ranges), *[1] * num_padding],
         ]
-        count = len(rows.slots) + more
-        # Each column begins at a multiple of 16 bytes, which kernels may rely on.
-        seen = [n for each in columns for n in (*each, *[0] * (-count % 4))]
-        # Integers of both widths travel together.
-        into_h = torch.tensor(into, **CPU_INT64).view(torch.int32).flatten()
-        numbers = to_device(torch.cat([into_h, torch.tensor(seen, dtype=torch.int32, device="cpu")]), device)
-        slots_t, begins_t, lengths_t = numbers[len(into_h) :].view(3, -1)[:, :count].unbind()
+        # Each column starts at a multiple of 16 bytes, on which kernels may rely.
+        aligned = [n for column in columns for n in (*column, *[0] * (-batch_size % 4))]
+        # int64 and int32 numbers travel in one copy, as words of 32 bits.
+        write_words = torch.tensor(writes, **CPU_INT64).view(torch.int32).flatten()
+        words = to_device(torch.cat([write_words, torch.tensor(aligned, dtype=torch.int32, device="cpu")]), device)
+        write_indices = words[: len(write_words)].view(torch.long).view(-1, width, 2)
+        slots_t, kv_starts, kv_lens = words[len(write_words) :].view(3, -1)[:, :batch_size].unbind()
         mask = to_device(mask, device)
-        if width is not None:
-            mask = F.pad(mask, (0, cache.scratch - mask.shape[2], 0, 0, 0, more))
-        into_t = numbers[: len(into_h)].view(torch.long).view(-1, wide, 2)
-        return cls(into_t, slots_t, begins_t, lengths_t, mask)
+        if padded_query_len:
+            mask = F.pad(mask, (0, cache.scratch - mask.shape[2], 0, 0, 0, num_padding))
+        return cls(write_indices, slots_t, kv_starts, kv_lens, mask)
 
 
-def batched_attend(cache: DraftCache, at: DeviceBatch, bound: int) -> SelfAttend:
-    """Attends for all sequences at once: q (Hq, B * T, d), k and v (Hkv, B * W, d), which enter the cache.
-
-    Args:
-        bound: upper bound on the numbers of visible rows; the work is split by it.
-    """
+def batched_attend(cache: DraftCache, device_batch: DeviceBatch, max_kv_len: int) -> SelfAttend:
+    """Attention of all sequences in one call: q (Hq, B * T, d), k and v (Hkv, B * W, d). Writes k and v to the cache.
+    ``max_kv_len``: upper bound on the numbers of visible entries, by which the kernel splits its work."""
     keys, values = cache.store.layer(0)
-    slot, row = at.into.reshape(-1, 2).unbind(1)
-    where = hybrid.HybridMetadata.build(keys, at.slots, at.lengths, bound, at.mask, at.begins)
+    slots, entries = device_batch.write_indices.reshape(-1, 2).unbind(1)
+    metadata = hybrid.HybridMetadata.build(
+        keys, device_batch.slots, device_batch.kv_lens, max_kv_len, device_batch.mask, device_batch.kv_starts
+    )
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        for rows, x in ((keys, k), (values, v)):
-            rows[slot, :, row] = x.transpose(0, 1)
-        queries = q.unflatten(1, (len(at.slots), -1)).transpose(0, 1)
-        out = hybrid.attend_prefix_and_tree(queries, keys, values, where, keys.shape[3] ** -0.5)
+        for cached, x in ((keys, k), (values, v)):
+            cached[slots, :, entries] = x.transpose(0, 1)
+        queries = q.unflatten(1, (len(device_batch.slots), -1)).transpose(0, 1)
+        out = hybrid.attend_prefix_and_tree(queries, keys, values, metadata, keys.shape[3] ** -0.5)
         return out.transpose(0, 1).flatten(1, 2)
 
     return attend

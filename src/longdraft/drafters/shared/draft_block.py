@@ -1,12 +1,12 @@
-"""The block of drafts that have keys and values of their own: LongSpec's, EAGLE's and those of one pass.
+"""The decoder block of a draft with a KV cache of its own: LongSpec, EAGLE, P-EAGLE and their like.
 
-    n, h = join(x, g)               x: embeddings of tokens; g: what EAGLE's drafts know of the target at their places
+    n, h = combine_inputs(x, g)     x: token embeddings; g: features of the target (EAGLE), or None
     h = h + SelfAttn(n)
-    h = h + CrossAttn(RMSNorm(h))   LongSpec's alone: keys and values of the target
+    h = h + CrossAttn(RMSNorm(h))   LongSpec only: to the target's keys and values
     h = h + SwiGLU(RMSNorm(h))
     logits = head(RMSNorm(h))
 
-A drafter's file says how its block joins, and what stands before and behind.
+Each drafter's file defines ``combine_inputs``, and the modules before and after the block.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch.nn import functional as F
 
 from longdraft.native.boundary import CPU_FLOAT32
 
-# q (Hq, T, d), k and v (Hkv, T', d) of the same call, after RoPE -> output (Hq, T, d)
+# q (Hq, T, d), k and v (Hkv, T', d) of one forward, after RoPE -> output (Hq, T, d)
 SelfAttend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-# q (Hq, T, d) -> output (Hq, T, d): attends to keys that another model has computed.
+# q (Hq, T, d) -> output (Hq, T, d): attends to the target's keys and values.
 CrossAttend = Callable[[torch.Tensor], torch.Tensor]
-# The rows of a call that get an output.
+# Indices of the tokens of a forward whose outputs are computed.
 OutputRows = slice | torch.Tensor
 ALL = slice(None)
 
@@ -46,57 +46,54 @@ class SwiGLU(nn.Module):
 
 
 class DraftAttention(nn.Module):
-    """An attention's projections of rows n (T, size), and RoPE; whoever calls it attends.
+    """Projections and RoPE of an attention layer with inputs n (T, size). The caller computes the attention itself.
 
     Args:
-        shape: the block's sizes.
-        size: of the rows.
-        own: it has keys and values of its own, and does not attend to another model's.
+        shape: sizes of the block. size: of an input.
+        has_kv: False for cross-attention, whose keys and values are the target's.
     """
 
-    def __init__(self, shape: Any, size: int, own: bool = True) -> None:
+    def __init__(self, shape: Any, size: int, has_kv: bool = True) -> None:
         super().__init__()
         self.head_dim, bias, eps = shape.head_dim, shape.attention_bias, shape.rms_norm_eps
         self.q_proj = nn.Linear(size, shape.heads * shape.head_dim, bias=bias)
-        if own:
+        if has_kv:
             self.k_proj = nn.Linear(size, shape.kv_heads * shape.head_dim, bias=bias)
             self.v_proj = nn.Linear(size, shape.kv_heads * shape.head_dim, bias=bias)
         self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden_size, bias=shape.output_bias)
         self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, eps) if shape.qk_norm else nn.Identity() for _ in "qk")
 
-    def split(self, x: torch.Tensor) -> torch.Tensor:
+    def split_heads(self, x: torch.Tensor) -> torch.Tensor:
         """(T, heads * d) -> (heads, T, d)."""
         return x.view(x.shape[0], -1, self.head_dim).transpose(0, 1)
 
-    def merge(self, x: torch.Tensor) -> torch.Tensor:
+    def merge_heads(self, x: torch.Tensor) -> torch.Tensor:
         """(heads, T, d) -> (T, hidden)."""
         out: torch.Tensor = self.o_proj(x.transpose(0, 1).reshape(x.shape[1], -1))
         return out
 
     def queries(self, n: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Queries after RoPE (Hq, T, d); cos and sin (T, d) at the rows' positions."""
-        return rotate(self.q_norm(self.split(self.q_proj(n))), cos, sin)
+        """Queries (Hq, T, d) after RoPE. cos and sin: (T, d) at the tokens' positions."""
+        return rotate(self.q_norm(self.split_heads(self.q_proj(n))), cos, sin)
 
     def keys_values(self, n: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys after RoPE, and values (Hkv, T, d)."""
-        return rotate(self.k_norm(self.split(self.k_proj(n))), cos, sin), self.split(self.v_proj(n))
+        """Keys after RoPE and values, both (Hkv, T, d)."""
+        return rotate(self.k_norm(self.split_heads(self.k_proj(n))), cos, sin), self.split_heads(self.v_proj(n))
 
     def forward(
-        self, n: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: SelfAttend, going: OutputRows = ALL
+        self, n: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: SelfAttend, output_rows: OutputRows = ALL
     ) -> torch.Tensor:
-        """Outputs (Tq, hidden) of the rows that go on, by what attends; all rows have keys and values."""
+        """Outputs (Tq, hidden) of ``output_rows``. Keys and values are computed for all T tokens."""
         keys, values = self.keys_values(n, cos, sin)
-        return self.merge(attend(self.queries(n[going], cos[going], sin[going]), keys, values))
+        return self.merge_heads(attend(self.queries(n[output_rows], cos[output_rows], sin[output_rows]), keys, values))
 
 
 class DraftLayer(nn.Module):
-    """A decoder layer, whose input the block norms and joins.
+    """A decoder layer without ``combine_inputs``, which the block defines. ``norms``: names of its first norms.
 
     Args:
-        shape: the block's sizes.
-        size: of the attention's input.
-        norms: names of the norms before it.
-        cross: there is an attention to another model's keys too.
+        shape: sizes of the block. size: of the attention's input.
+        cross: the layer has cross-attention to the target's keys too.
     """
 
     input_layernorm: nn.RMSNorm
@@ -113,7 +110,7 @@ class DraftLayer(nn.Module):
         self.cross_attn: DraftAttention | None = None
         if cross:
             self.post_self_attention_layernorm = nn.RMSNorm(hidden, eps)
-            self.cross_attn = DraftAttention(shape, hidden, own=False)
+            self.cross_attn = DraftAttention(shape, hidden, has_kv=False)
         self.add_module(f"post_{'cross_' if cross else ''}attention_layernorm", nn.RMSNorm(hidden, eps))
         self.mlp = SwiGLU(hidden, shape.intermediate_size)
 
@@ -131,22 +128,18 @@ class DraftLayer(nn.Module):
         output_rows: OutputRows = ALL,
         cross: CrossAttend | None = None,
     ) -> torch.Tensor:
-        """The attention's input (T, size) and the residual (T, hidden) -> (Tq, hidden)."""
+        """Attention input n (T, size) and residual (T, hidden) -> (Tq, hidden)."""
         h = residual[output_rows] + self.self_attn(n, cos, sin, attend, output_rows)
         if self.cross_attn is not None and cross is not None:
             q = self.cross_attn.queries(self.post_self_attention_layernorm(h), cos[output_rows], sin[output_rows])
-            h = h + self.cross_attn.merge(cross(q))
+            h = h + self.cross_attn.merge_heads(cross(q))
         out: torch.Tensor = h + self.mlp(self.mlp_norm(h))
         return out
 
 
 class DraftBlock(nn.Module):
-    """A block. A subclass says how its rows join, and has a ``norm`` before the head.
-
-    Attributes:
-        has_fused_kernel: our kernels can compute it.
-        later_layers: the layers behind the first.
-    """
+    """Base of blocks. A subclass defines :meth:`combine_inputs` and the ``norm`` before the head.
+    ``has_fused_kernel``: our CPU kernels can compute it. ``later_layers``: the layers after the first."""
 
     shape: Any
     norm: nn.Module
@@ -160,20 +153,20 @@ class DraftBlock(nn.Module):
 
     @abstractmethod
     def combine_inputs(self, x: torch.Tensor, g: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The attention's input (T, size), and the residual (T, hidden), of rows x and g (T, hidden)."""
+        """x and g (T, hidden) -> the first attention's input (T, size), and the residual (T, hidden)."""
 
     def project_features(self, features: torch.Tensor) -> torch.Tensor:
         """The target's features (T, feature_size) -> g (T, hidden)."""
         raise NotImplementedError
 
     def next_features(self, out: torch.Tensor) -> torch.Tensor:
-        """The output (T, hidden) of a step -> the next step's g (T, hidden)."""
+        """Output (T, hidden) of a node -> g (T, hidden) of its children."""
         return out
 
     def keys_values(
         self, x: torch.Tensor, g: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys (after RoPE) and values (Hkv, T, d) of rows: all that a prefill needs of a draft of one layer."""
+        """Keys after RoPE and values (Hkv, T, d): all that the prefill of a one-layer draft computes."""
         return self.first_layer.self_attn.keys_values(self.combine_inputs(x, g)[0], cos, sin)
 
     def forward(
@@ -186,44 +179,44 @@ class DraftBlock(nn.Module):
         output_rows: OutputRows = ALL,
         cross: CrossAttend | None = None,
     ) -> torch.Tensor:
-        """The layers over T rows.
+        """Runs the layers on T tokens.
 
         Args:
-            x: (T, hidden) embeddings of the rows' tokens.
-            g: (T, hidden): :meth:`project_features` of the features, or :meth:`next_features` of the draft's own previous output.
-            cos, sin: (T, d) rotary embedding at the rows' positions.
-            attend_fns: each layer's attention among the rows, and to the cache that it holds.
-            output_rows: the rows to compute an output for; all rows have keys and values.
-            cross: attends to the target's keys and values.
+            x: (T, hidden) token embeddings.
+            g: (T, hidden) from :meth:`project_features` or, for nodes of a tree, from :meth:`next_features`.
+            cos, sin: (T, d) rotary embedding at the tokens' positions.
+            attend_fns: self-attention of each layer, to its cache and among the tokens.
+            output_rows: tokens whose outputs are computed. Keys and values are computed for all.
+            cross: attention to the target's keys and values.
 
         Returns:
-            (Tq, hidden), before the last norm.
+            Outputs (Tq, hidden) before the final norm.
         """
-        behind = list(zip(self.later_layers, attend_fns[1:], strict=True))
+        later = list(zip(self.later_layers, attend_fns[1:], strict=True))
         out = self.first_layer.run_layer(
-            *self.combine_inputs(x, g), cos, sin, attend_fns[0], ALL if behind else output_rows, cross
+            *self.combine_inputs(x, g), cos, sin, attend_fns[0], ALL if later else output_rows, cross
         )
-        for layer, attend in behind:
+        for layer, attend in later:
             out = layer.run_layer(layer.input_layernorm(out), out, cos, sin, attend)
-        return out[output_rows] if behind else out
+        return out[output_rows] if later else out
 
     def borrow_head(self, head: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Borrows the target's head, (T, hidden) -> (T, vocabulary). It is a call, and no part of the module."""
+        """Sets the target's head, (T, hidden) -> (T, vocabulary), as a function: its weights are not the module's."""
         self.head = head
 
     def logits(self, out: torch.Tensor) -> torch.Tensor:
-        """Outputs (T, hidden) -> (T, vocabulary)."""
+        """Outputs (T, hidden) -> logits (T, vocabulary)."""
         return self.head(self.norm(out))
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """RoPE in the half-split convention. x (heads, T, d); cos, sin (T, d), of any dtype."""
+    """RoPE in the half-split convention. x: (heads, T, d); cos, sin: (T, d), of any dtype."""
     a, b = x.chunk(2, dim=-1)
     return x * cos.to(x.dtype) + torch.cat((-b, a), dim=-1) * sin.to(x.dtype)
 
 
 def initialize(module: nn.Module, seed: int, std: float) -> None:
-    """Normal weights, unit norms, zero biases, and zero output projections: a residual layer starts as the identity."""
+    """Normal weights, unit norms, zero biases and zero output projections: a layer starts as the identity."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():

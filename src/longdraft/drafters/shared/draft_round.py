@@ -1,7 +1,7 @@
-"""A round of drafts with keys and values of their own: the rows that are new, then the tree level by level.
+"""One round of a draft with a KV cache of its own: feeds the new tokens, then grows the trees level by level.
 
-Everything that is computed goes through :meth:`DraftRound.step`: by one call of our kernels, by torch, or by a recorded
-graph. All sequences feed as many rows: those that lack fewer feed earlier ones once more.
+:meth:`DraftRound.forward` does all computation: by one call of our CPU kernels, by torch, or by a captured CUDA graph.
+All sequences of a batch feed the same number of tokens: those with fewer new tokens feed earlier ones again.
 """
 
 from __future__ import annotations
@@ -32,24 +32,27 @@ from longdraft.trees.masks import AncestorMask
 if TYPE_CHECKING:
     from longdraft.drafters.shared.block_drafter import BlockDrafter
 
-# New rows of a text that are fed in a round; more are read before, keys and values alone.
+# Maximum number of new tokens that a round feeds. Earlier ones are prefilled: only their keys and values are computed.
 MAX_NEW_TOKENS = 64
-# Inputs for W rows of each of B sequences: tokens (B, W) as ids, or (B, W, hidden) as embeddings; cos and sin (B, W, d)
-# at their positions, W may be 1 for all; and (B, W, size) what EAGLE's drafts join with the tokens.
+# Inputs of W tokens for each of B sequences: token ids (B, W), or embeddings (B, W, hidden); cos and sin (B, W, d) of
+# their positions, or (B, 1, d) if all are at one; for EAGLE's drafts also features (B, W, size): the target's for new
+# tokens, the parents' outputs for nodes.
 Inputs = tuple[torch.Tensor, ...]
+# (slots, KV lengths, q) -> output: see ``_cross_attend``.
+CrossFn = Callable[..., torch.Tensor]
 
 
 class BoundDraft:
-    """A draft in its target's dtype and on its device, with what it shares of the target.
+    """A draft in its target's dtype and on its device, with the parts that it shares with the target.
 
     Args:
         rotary: positions (T,) -> cos and sin (T, d).
-        draft_to_target_ids: (draft vocabulary,) target id of each draft id; None if they are the same.
-        head: the target's rows that the draft borrows; None: it has a head of its own.
+        draft_to_target_ids: (draft vocabulary,) target id of each draft id; None: they are the same.
+        head: (draft vocabulary, hidden) weight of the target's head for a draft without one; None: it has its own.
 
     Attributes:
         fused_level: computes a level in one kernel call; None without such kernels.
-        target_to_draft_ids: (vocabulary,) draft id of each target id, -1 for one that the draft does not know; None: the same.
+        target_to_draft_ids: (vocabulary,) draft id of each target id, -1 if there is none; None: they are the same.
     """
 
     def __init__(
@@ -60,241 +63,224 @@ class BoundDraft:
         draft_to_target_ids: torch.Tensor | None,
         head: torch.Tensor | QuantizedMatrix | None = None,
     ) -> None:
-        self.block, self.rotary, self.draft_to_target_ids = (
-            block,
-            rotary,
-            None if draft_to_target_ids is None else draft_to_target_ids.to(runner.device),
-        )
+        self.block, self.rotary, device = block, rotary, runner.device
         self.embedding: nn.Module = getattr(block, "embed_tokens", runner.shared_parts.embedding)
-        self.fused_level = self.target_to_draft_ids = None
-        if block.has_fused_kernel and (found := draft_kernels(runner, block.shape.head_dim)) is not None:
-            self.fused_level = FusedLevel(found, block, block.lm_head.weight if head is None else head)
-        if self.draft_to_target_ids is not None:
-            self.target_to_draft_ids = torch.full(
-                (runner.shared_parts.head.shape[0],), -1, device=runner.device, dtype=torch.long
-            )
-            self.target_to_draft_ids[self.draft_to_target_ids] = torch.arange(
-                len(self.draft_to_target_ids), device=runner.device
-            )
+        self.fused_level = self.draft_to_target_ids = self.target_to_draft_ids = None
+        if block.has_fused_kernel and (kernels := draft_kernels(runner, block.shape.head_dim)) is not None:
+            self.fused_level = FusedLevel(kernels, block, block.lm_head.weight if head is None else head)
+        if draft_to_target_ids is not None:
+            self.draft_to_target_ids = ids = draft_to_target_ids.to(device)
+            vocab_size = runner.shared_parts.head.shape[0]
+            self.target_to_draft_ids = torch.full((vocab_size,), -1, device=device, dtype=torch.long)
+            self.target_to_draft_ids[ids] = torch.arange(len(ids), device=device)
         patch_linears(block)
 
-    def flat(self, entering: bool, tokens: torch.Tensor, *others: torch.Tensor) -> BlockInputs:
-        """Rows (B * W, ...) of inputs as the block takes them: embeddings, what joins them, cos and sin.
-
-        Args:
-            entering: the rows are new tokens, and join what the target says of them.
-        """
-        batch, width = tokens.shape[:2]
+    def block_inputs(self, uses_target_features: bool, tokens: torch.Tensor, *others: torch.Tensor) -> BlockInputs:
+        """Converts :data:`Inputs` to the block's inputs (B * W, ...): embeddings, features, cos and sin.
+        ``uses_target_features``: the features are the target's, and still to be projected."""
+        batch_size, width = tokens.shape[:2]
+        cos, sin, *features = (t.expand(batch_size, width, -1).flatten(0, 1) for t in others)
+        g = self.block.project_features(features[0]) if uses_target_features else features[0] if features else None
         x = tokens.flatten(0, 1)
-        cos, sin, *joined = (t.expand(batch, width, -1).flatten(0, 1) for t in others)
-        g = self.block.project_features(joined[0]) if entering else joined[0] if joined else None
         return x if x.is_floating_point() else self.embedding(x), g, cos, sin
 
 
 def _forward(
-    bound: BoundDraft, entering: bool, cross: Callable[..., torch.Tensor] | None, best: int, count: int, *given: Any
+    bound: BoundDraft, uses_target_features: bool, cross: CrossFn | None, top_k: int, num_inputs: int, *args: Any
 ) -> tuple[torch.Tensor, ...]:
-    """The block on ``count`` inputs: what its nodes' children join, and what is said of them.
-
-    It depends on what it is given alone: a recording outlives the round.
+    """The children's features (T, hidden), and their logits or top k. No side effects but KV writes, for capturing.
 
     Args:
-        cross: what the block attends to beside its own keys.
-        given: the inputs, further tensors of ``cross``, what attends, and the rows that go on.
+        cross: cross-attention, called with its tensors and the queries; None: the block has none.
+        num_inputs: number of tensors of :data:`Inputs`.
+        args: the inputs, the tensors of ``cross``, the self-attention of each layer, and the output rows.
     """
-    *beside, attends, going = given[count:]
-    out = bound.block(*bound.flat(entering, *given[:count]), attends, going, cross and partial(cross, *beside))
+    inputs, (*cross_tensors, attend_fns, output_rows) = args[:num_inputs], args[num_inputs:]
+    cross_attend = None if cross is None else partial(cross, *cross_tensors)
+    out = bound.block(*bound.block_inputs(uses_target_features, *inputs), attend_fns, output_rows, cross_attend)
     logits = bound.block.logits(out)
-    return bound.block.next_features(out), *(topk_logprobs(logits, best) if best else (logits,))
+    return bound.block.next_features(out), *(topk_logprobs(logits, top_k) if top_k else (logits,))
 
 
-def _cross(
+def _cross_attend(
     prefix_attend: PrefixAttentionFunction,
     keys: torch.Tensor,
     values: torch.Tensor,
-    block: ForwardBatch,
-    longest: int,
+    batch: ForwardBatch,
+    max_kv_len: int,
     slots: torch.Tensor,
-    lengths: torch.Tensor,
+    kv_lens: torch.Tensor,
     q: torch.Tensor,
 ) -> torch.Tensor:
-    """Every row attends to the target's keys and values before its sequence's root.
-
-    Args:
-        block: of the sequences. slots, lengths: its own, or those of a recorded graph, with ``longest`` rows at most.
-    """
-    seen, query_len = block, q.shape[1] // len(slots)
-    if lengths is not block.prefix_lens_t:
-        nowhere = (-1,) * len(slots)
-        seen = ForwardBatch(nowhere, (longest,) * len(slots), query_len, None, slots, lengths, is_captured=True)
-    rows = q.unflatten(1, (-1, query_len)).transpose(0, 1)
-    return prefix_attend(rows, keys, values, seen, keys.shape[3] ** -0.5).transpose(0, 1).flatten(1, 2)
+    """Attention of q (Hq, B * T, d) to the target's keys and values before each sequence's root.
+    ``slots``, ``kv_lens``: of ``batch``, or the inputs of a CUDA graph, with at most ``max_kv_len`` entries each."""
+    query_len = q.shape[1] // len(slots)
+    if kv_lens is not batch.prefix_lens_t:
+        no_slots = (-1,) * len(slots)  # only the tensors are read
+        batch = ForwardBatch(no_slots, (max_kv_len,) * len(slots), query_len, None, slots, kv_lens, is_captured=True)
+    queries = q.unflatten(1, (-1, query_len)).transpose(0, 1)
+    return prefix_attend(queries, keys, values, batch, keys.shape[3] ** -0.5).transpose(0, 1).flatten(1, 2)
 
 
 class DraftRound:
-    """One round of a batch.
-
-    Args:
-        depth: levels of the trees at most.
-    """
+    """Drafts the trees of one round for a batch, with at most ``depth`` levels."""
 
     def __init__(self, drafter: BlockDrafter, sequences: list[Sequence], depth: int) -> None:
-        self.sequences, self._owner, self._depth = sequences, drafter, depth
+        self.sequences, self._drafter, self._depth = sequences, drafter, depth
         self._cache, self._bound = drafter.cache, drafter.bound
-        self._prefixes: ForwardBatch | None = None  # of the last level's sequences
+        self._cross_batch: ForwardBatch | None = None  # for the sequences of the last level
         self._graphs, self._device = drafter.runner.graphs, drafter.runner.device
         self._ancestors = AncestorMask()
-        # The last level, and its nodes' outputs (B', W, hidden).
+        # The last level, and the features (B', W, hidden) of its nodes' children.
         self._last: tuple[TreeLevel, torch.Tensor] | None = None
-        # The level of the roots; cos and sin (B, depth - 1, d) at the levels behind them.
-        self._entered: TreeLevel | None = None
-        self._ahead: tuple[torch.Tensor, ...] = ()
+        # The level of the roots, and cos and sin (B, depth - 1, d) of the positions after them.
+        self._root_level: TreeLevel | None = None
+        self._next_rotary: tuple[torch.Tensor, ...] = ()
 
-    def expand(self, level: TreeLevel) -> torch.Tensor:
-        """Logits (B', W, draft vocabulary) of what follows each node."""
-        return self.said(level, 0)[0].view(*level.tokens.shape, -1)
+    def draft_logits(self, level: TreeLevel) -> torch.Tensor:
+        """Logits (B', W, draft vocabulary) for the children of each node."""
+        return self.logits_or_topk(level, 0)[0].view(*level.tokens.shape, -1)
 
-    def likeliest(self, level: TreeLevel, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and draft ids (B', W, k) of the likeliest tokens behind each node."""
-        logprobs, ids = (x.view(*level.tokens.shape, -1) for x in self.said(level, count))
+    def draft_topk(self, level: TreeLevel, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and draft ids (B', W, k) of the likeliest children of each node."""
+        logprobs, ids = (x.view(*level.tokens.shape, -1) for x in self.logits_or_topk(level, k))
         return logprobs, ids
 
-    def said(self, level: TreeLevel, best: int) -> tuple[torch.Tensor, ...]:
-        """Logits (B' * W, draft vocabulary) of what follows each node where ``best`` is 0; else log-probabilities and
-        draft ids (B' * W, k) of the ``best`` likeliest."""
-        self._owner.forwards += 1
-        rows, inputs = self.nodes(level) if level.depth else self.roots(level)
-        out, *said = self.step(rows, inputs, best, entering=not level.depth)
-        self._last = level, out.view(*level.tokens.shape, -1)
-        return tuple(said)
+    def logits_or_topk(self, level: TreeLevel, top_k: int) -> tuple[torch.Tensor, ...]:
+        """Feeds a level to the draft. Returns for the children of each node: logits (B' * W, draft vocabulary) if
+        ``top_k`` is 0, else log-probabilities and draft ids (B' * W, top_k)."""
+        self._drafter.forwards += 1
+        batch, inputs = self.node_inputs(level) if level.depth else self.root_inputs(level)
+        features, *result = self.forward(batch, inputs, top_k, uses_target_features=not level.depth)
+        self._last = level, features.view(*level.tokens.shape, -1)
+        return tuple(result)
 
-    def roots(self, level: TreeLevel) -> tuple[DraftBatch, Inputs]:
-        """The rows that the cache lacks, the roots the last of them. They join what the target says of them, and count
-        as read from now on."""
-        cache, sequences = self._cache, [self.sequences[row] for row in level.sequence_indices]
-        ends = [self._owner.known(s) for s in sequences]
-        width = self._fit(sequences, ends)
-        for s, end in zip(sequences, ends, strict=True):
-            self._owner.read(s, end - width)
-            cache.make_room(s.slot, end - cache.context_len(s.slot))
-            cache.commit(s.slot, end - cache.context_len(s.slot))
-        each = [(s, end - width, end) for s, end in zip(sequences, ends, strict=True)]
-        tokens = [token for of_text in each for token in self._owner.tokens(*of_text)]
-        places = [cache.next_position(s.slot) - width + i for s in sequences for i in range(width + self._depth - 1)]
-        numbers = to_device([*tokens, *places], self._device)
-        cos, sin = (x.unflatten(0, (len(ends), -1)) for x in self._bound.rotary(numbers[len(tokens) :]))
-        self._entered, self._ahead = level, (cos[:, width:], sin[:, width:])
-        found = [self._owner.features(s.slot, start, end) for s, start, end in each]
-        joined = [torch.stack(states)] if (states := [x for x in found if x is not None]) else []
-        inputs = numbers[: len(tokens)].view(len(ends), width), cos[:, :width], sin[:, :width], *joined
-        return DraftBatch.new(cache, self.slots(level), width), inputs
+    def root_inputs(self, level: TreeLevel) -> tuple[DraftBatch, Inputs]:
+        """Commits the new tokens of each sequence to the cache; returns the forward over them. The last is the root."""
+        drafter, cache = self._drafter, self._cache
+        sequences = [self.sequences[i] for i in level.sequence_indices]
+        ends = [drafter.num_inputs(s) for s in sequences]
+        width = self._num_fed_tokens(sequences, ends)
+        spans = [(s, end - width, end) for s, end in zip(sequences, ends, strict=True)]
+        for s, start, end in spans:
+            drafter.prefill(s, start)
+            num_new = end - cache.context_len(s.slot)
+            cache.make_room(s.slot, num_new)
+            cache.commit(s.slot, num_new)
+        tokens = [token for span in spans for token in drafter.input_tokens(*span)]
+        # Positions of the tokens, and of the levels after them.
+        num_positions = width + self._depth - 1
+        positions = [cache.next_position(s.slot) - width + i for s in sequences for i in range(num_positions)]
+        numbers = to_device([*tokens, *positions], self._device)
+        token_ids = numbers[: len(tokens)].view(len(sequences), width)
+        cos, sin = (x.unflatten(0, (len(sequences), -1)) for x in self._bound.rotary(numbers[len(tokens) :]))
+        self._root_level, self._next_rotary = level, (cos[:, width:], sin[:, width:])
+        features = [drafter.target_features(s.slot, start, end) for s, start, end in spans]
+        stacked = [torch.stack(states)] if (states := [x for x in features if x is not None]) else []
+        batch = DraftBatch.from_new_tokens(cache, self.slots(level), width)
+        return batch, (token_ids, cos[:, :width], sin[:, :width], *stacked)
 
-    def nodes(self, level: TreeLevel) -> tuple[DraftBatch, Inputs]:
-        """The nodes of a level, which join their parents' outputs: a node's position is its root's + its depth."""
-        rows = DraftBatch.nodes(self._cache, self.slots(level), level.depth, self._ancestors.add(level))
-        assert self._entered is not None
-        cos, sin = (
-            self._entered.index_select(level.sequence_indices, x)[:, level.depth - 1, None] for x in self._ahead
-        )
-        if not self._owner.token_shift:
-            return rows, (level.tokens, cos, sin)
+    def node_inputs(self, level: TreeLevel) -> tuple[DraftBatch, Inputs]:
+        """The forward over the nodes of a level. Their position is that of their root, plus their depth."""
+        batch = DraftBatch.from_level(self._cache, self.slots(level), level.depth, self._ancestors.add(level))
+        assert self._root_level is not None
+        rotary = (self._root_level.index_select(level.sequence_indices, x) for x in self._next_rotary)
+        cos, sin = (x[:, level.depth - 1, None] for x in rotary)
+        if not self._drafter.token_shift:
+            return batch, (level.tokens, cos, sin)
         assert self._last is not None
         above = self._last[0].index_select(level.sequence_indices, self._last[1])
-        joined = above.gather(1, level.parents[..., None].expand(-1, -1, above.shape[2]))
-        return rows, (level.tokens, cos, sin, joined)
+        features = above.gather(1, level.parents[..., None].expand(-1, -1, above.shape[2]))
+        return batch, (level.tokens, cos, sin, features)
 
-    def _fit(self, sequences: list[Sequence], ends: list[int]) -> int:
-        """The number of rows that every sequence feeds."""
+    def _num_fed_tokens(self, sequences: list[Sequence], ends: list[int]) -> int:
+        """The number of tokens that every sequence feeds, new or again."""
         cache = self._cache
-        lacking = [end - cache.context_len(s.slot) for s, end in zip(sequences, ends, strict=True)]
-        most = max(1, min(MAX_NEW_TOKENS, cache.max_new_entries, *([cache.keep_last] if cache.keep_last else [])))
-        width = max(1, min(max(lacking), most))
-        if attends_batched(cache) and self._owner.is_capturable:
-            width = min(self._graphs.padded_query_len(width) or width, most)
-        # Rows that are fed once more lie one behind the other in the cache.
-        return max(
-            1, min(width, *(cache.contiguous_suffix_len(s.slot) + n for s, n in zip(sequences, lacking, strict=True)))
-        )
+        num_new = [end - cache.context_len(s.slot) for s, end in zip(sequences, ends, strict=True)]
+        limit = max(1, min(MAX_NEW_TOKENS, cache.max_new_entries, cache.keep_last or MAX_NEW_TOKENS))
+        width = max(1, min(max(num_new), limit))
+        if attends_batched(cache) and self._drafter.is_capturable:
+            width = min(self._graphs.padded_query_len(width) or width, limit)
+        # Tokens are fed again only if their entries are contiguous in the cache.
+        available = (cache.contiguous_suffix_len(s.slot) + n for s, n in zip(sequences, num_new, strict=True))
+        return max(1, min(width, *available))
 
     def slots(self, level: TreeLevel) -> tuple[int, ...]:
-        return tuple(self.sequences[row].slot for row in level.sequence_indices)
+        return tuple(self.sequences[i].slot for i in level.sequence_indices)
 
-    # --- the one step ---
-
-    def _beside(
-        self, rows: DraftBatch
-    ) -> tuple[Callable[..., torch.Tensor] | None, tuple[torch.Tensor, ...], Hashable]:
-        """The attention beside the block's own keys, further tensors (B, ...) that it takes, and its recordings'
-        key: they are of these keys and values."""
-        text = self._owner.text(rows.slots)
-        if text is None:
+    def _cross_attention(self, draft_batch: DraftBatch) -> tuple[CrossFn | None, tuple[torch.Tensor, ...], Hashable]:
+        """The cross-attention to the target's KV or None, its input tensors (B, ...), and a CUDA graph's key for it."""
+        target_kv = self._drafter.target_kv(draft_batch.slots)
+        if target_kv is None:
             return None, (), ()
-        keys, values, lengths = text
-        if self._prefixes is None or self._prefixes.slots != rows.slots:
-            self._prefixes = ForwardBatch.make(rows.slots, lengths, rows.going, device=keys.device)
-        block, longest = (
-            replace(self._prefixes, query_len=rows.going),
-            self._graphs.kv_bound(max(lengths), keys.shape[2]),
-        )
-        cross = partial(_cross, self._owner.runner.prefix_attend, keys, values, block, longest)
-        return cross, (block.slots_t, block.prefix_lens_t), (keys.data_ptr(), values.data_ptr(), longest)
+        keys, values, kv_lens = target_kv
+        query_len = draft_batch.num_outputs
+        if self._cross_batch is None or self._cross_batch.slots != draft_batch.slots:
+            self._cross_batch = ForwardBatch.make(draft_batch.slots, kv_lens, query_len, device=keys.device)
+        batch = replace(self._cross_batch, query_len=query_len)
+        max_kv_len = self._graphs.kv_bound(max(kv_lens), keys.shape[2])
+        cross = partial(_cross_attend, self._drafter.runner.prefix_attend, keys, values, batch, max_kv_len)
+        return cross, (batch.slots_t, batch.prefix_lens_t), (keys.data_ptr(), values.data_ptr(), max_kv_len)
 
-    def step(self, rows: DraftBatch, inputs: Inputs, best: int, entering: bool = False) -> tuple[torch.Tensor, ...]:
-        """One forward over some rows: outputs (rows that go on, hidden), and what :meth:`said` returns.
-
-        Args:
-            entering: the rows are new tokens, and join what the target says of them.
-        """
-        entering = entering and len(inputs) > 3
+    def forward(
+        self, batch: DraftBatch, inputs: Inputs, top_k: int, uses_target_features: bool = False
+    ) -> tuple[torch.Tensor, ...]:
+        """Runs the draft. Returns features (B * T, hidden) for the children of the T output tokens, then logits or top
+        k as :meth:`logits_or_topk`. ``uses_target_features``: features in ``inputs``, if any, are the target's."""
+        uses_target_features = uses_target_features and len(inputs) > 3
         if self._bound.fused_level is not None:
-            flat, text = self._bound.flat(entering, *inputs), self._owner.text(rows.slots)
-            out, *said = self._bound.fused_level(rows, flat, self._cache, text, best)
-            return self._bound.block.next_features(out), *said
-        cross, beside, kind = self._beside(rows)
-        forward = partial(_forward, self._bound, entering, cross, best, len(inputs))
-        kind = kind, self._bound.block, entering, best
-        recordable = self._owner.is_capturable and not inputs[0].is_floating_point() and attends_batched(self._cache)
-        found = self._replayed(rows, inputs, beside, forward, kind) if recordable else None
-        if found is not None:
-            return found
-        return forward(*inputs, *beside, rows.attends(self._cache), rows.outputs(self._device))
+            block_inputs = self._bound.block_inputs(uses_target_features, *inputs)
+            target_kv = self._drafter.target_kv(batch.slots)
+            out, *result = self._bound.fused_level(batch, block_inputs, self._cache, target_kv, top_k)
+            return self._bound.block.next_features(out), *result
+        cross, cross_tensors, cross_key = self._cross_attention(batch)
+        forward = partial(_forward, self._bound, uses_target_features, cross, top_k, len(inputs))
+        if self._drafter.is_capturable and not inputs[0].is_floating_point() and attends_batched(self._cache):
+            key = cross_key, self._bound.block, uses_target_features, top_k
+            replayed = self._replay(batch, inputs, cross_tensors, forward, key)
+            if replayed is not None:
+                return replayed
+        return forward(*inputs, *cross_tensors, batch.attend_fns(self._cache), batch.output_rows(self._device))
 
-    def _replayed(
+    def _replay(
         self,
-        rows: DraftBatch,
+        batch: DraftBatch,
         inputs: SequenceOf[torch.Tensor],
-        beside: SequenceOf[torch.Tensor],
+        cross_tensors: SequenceOf[torch.Tensor],
         forward: Callable[..., tuple[torch.Tensor, ...]],
-        kind: Hashable,
+        key: Hashable,
     ) -> tuple[torch.Tensor, ...] | None:
-        """The forward, replayed from a recorded graph; None if there is none.
-
-        New tokens are as many as a recording takes already; nodes are padded.
-        """
+        """Replays ``forward`` from a captured CUDA graph; returns None if there is none.
+        The nodes of a level are padded to a captured size. New tokens are not: their number must be such a size."""
         graphs, cache = self._graphs, self._cache
-        wide = graphs.padded_query_len(rows.width)
-        if wide is None or (wide != rows.width and rows.going < rows.width):
+        query_len = graphs.padded_query_len(batch.query_len)
+        has_all_outputs = batch.num_outputs == batch.query_len
+        if query_len is None or (query_len != batch.query_len and not has_all_outputs):
             return None
-        sequences = len(rows.slots)
-        batch = padded_batch_size(sequences, cache.store.slots)
-        bound = graphs.kv_bound(rows.longest, cache.store.capacity)
-        going = wide if rows.going == rows.width else rows.going
+        batch_size = padded_batch_size(len(batch.slots), cache.store.slots)
+        max_kv_len = graphs.kv_bound(batch.max_kv_len, cache.store.capacity)
 
-        def given() -> list[torch.Tensor]:
-            more = batch - sequences  # which are like the first sequence
-            rest = [torch.cat([x, x[:1].expand(more, *x.shape[1:])]) for x in beside] if more else beside
-            return [*inputs, *rest, *DeviceBatch.of(cache, rows, wide, batch)]
+        def make_inputs() -> list[torch.Tensor]:
+            num_padding = batch_size - len(batch.slots)
+            padding = (x[:1].expand(num_padding, *x.shape[1:]) for x in cross_tensors)  # copies of the first sequence
+            padded = [torch.cat(x) for x in zip(cross_tensors, padding, strict=True)] if num_padding else cross_tensors
+            return [*inputs, *padded, *DeviceBatch.make(cache, batch, query_len, batch_size)]
 
-        memory = copy(cache)  # the same tensors; a recording outlives the cache itself
-        memory.store = copy(cache.store)
-        memory.store.arena_buffers = None
-        like = DraftBatch((0,) * batch, wide, going, ((0, bound),) * batch)
+        # The graph outlives the cache object, so it holds copies that share its tensors.
+        graph_cache = copy(cache)
+        graph_cache.store = copy(cache.store)
+        graph_cache.store.arena_buffers = None
+        num_outputs = query_len if has_all_outputs else batch.num_outputs
+        padded_batch = DraftBatch((0,) * batch_size, query_len, num_outputs, ((0, max_kv_len),) * batch_size)
 
-        def level(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            own, at = given[: -len(DeviceBatch._fields)], DeviceBatch(*given[-len(DeviceBatch._fields) :])
-            out = forward(*own, [batched_attend(memory, at, bound)], like.outputs(own[0].device))
-            return tuple(x.unflatten(0, (batch, -1)) for x in out)
+        def padded_forward(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            num_fields = len(DeviceBatch._fields)
+            tensors, device_batch = args[:-num_fields], DeviceBatch(*args[-num_fields:])
+            attend = batched_attend(graph_cache, device_batch, max_kv_len)
+            results = forward(*tensors, [attend], padded_batch.output_rows(tensors[0].device))
+            return tuple(x.unflatten(0, (batch_size, -1)) for x in results)
 
-        key = kind, bound, cache.scratch, rows.going == rows.width
-        found = graphs.run_draft(cache.store.arena_buffers or cache.store, key, (batch, wide), given, level)
-        return None if found is None else tuple(x[:, : rows.going].flatten(0, 1) for x in found)
+        graph_key = key, max_kv_len, cache.scratch, has_all_outputs
+        owner = cache.store.arena_buffers or cache.store
+        results = graphs.run_draft(owner, graph_key, (batch_size, query_len), make_inputs, padded_forward)
+        return None if results is None else tuple(x[:, : batch.num_outputs].flatten(0, 1) for x in results)

@@ -1,7 +1,7 @@
-"""A level of a one-layer draft in one call of our kernels: block, head, and the likeliest tokens.
+"""One tree level of a one-layer draft in one call of our CPU kernels: block, head and top k.
 
-A draft may be wrong at will, so its weights are held in eight bits: a quarter of the bytes to read, and products of
-whole numbers.
+Errors of a draft do not change the output, so its weights are quantised to int8: a quarter of the bytes to read, and
+integer products.
 """
 
 from __future__ import annotations
@@ -23,25 +23,20 @@ from longdraft.native.quantized_matrix import QuantizedMatrix
 from longdraft.native.structures import LinearWeights
 from longdraft.views.draft_cache import DraftCache
 
-# Keys and values (slots, kv_heads, capacity, d) of the target's last layer, and how many of each sequence's are seen.
+# Keys and values (slots, kv_heads, capacity, d) of the target's last layer, and the visible length of each sequence.
 TargetKV = tuple[torch.Tensor, torch.Tensor, Sequence[int]]
-# Rows (T, ...) of all sequences: embeddings, what EAGLE's drafts join with them, cos and sin.
+# Block inputs (T, ...) of all sequences: embeddings, features (EAGLE) or None, cos and sin.
 BlockInputs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]
 
 
 def draft_kernels(runner: TargetRunner, head_dim: int) -> Kernels | None:
-    """The kernels, if they can compute drafts for this target; None: torch does."""
-    plain = runner.tp_rank is None and runner.device.type == "cpu" and runner.kv_shape.dtype == torch.float32
-    return kernels() if plain and runner.attention_path == "cpu" and head_dim % HEAD_DIM_MULTIPLE == 0 else None
+    """The kernels if they can compute drafts for this target; None if torch must."""
+    is_supported = runner.tp_rank is None and runner.device.type == "cpu" and runner.kv_shape.dtype == torch.float32
+    return kernels() if is_supported and runner.attention_path == "cpu" and head_dim % HEAD_DIM_MULTIPLE == 0 else None
 
 
 class FusedLevel:
-    """Computes a level of a plain block in one kernel call.
-
-    Args:
-        found: the kernels.
-        head: (draft vocabulary, hidden).
-    """
+    """Computes a tree level in one kernel call. ``head``: (draft vocabulary, hidden) weight."""
 
     def __init__(self, kernels: Kernels, block: DraftBlock, head: torch.Tensor | QuantizedMatrix) -> None:
         layer, shape = block.first_layer, block.shape
@@ -53,28 +48,27 @@ class FusedLevel:
             "final_norm": block.norm,
         }
         weights = {name: norm.weight for name, norm in norms.items() if isinstance(norm, nn.RMSNorm)}
-        products = {name: getattr(layer.self_attn, f"{name}_proj") for name in "qkvo"}
-        products |= {name: getattr(layer.mlp, f"{name}_proj") for name in ("gate", "up", "down")}
+        linears = {name: getattr(layer.self_attn, f"{name}_proj") for name in "qkvo"}
+        linears |= {name: getattr(layer.mlp, f"{name}_proj") for name in ("gate", "up", "down")}
         if layer.cross_attn is not None:
-            products |= {"cross_q": layer.cross_attn.q_proj, "cross_o": layer.cross_attn.o_proj}
-        rounded: dict[str, LinearWeights] = {
-            name: (quantize_for_draft(x.weight), x.bias) for name, x in products.items()
+            linears |= {"cross_q": layer.cross_attn.q_proj, "cross_o": layer.cross_attn.o_proj}
+        quantized: dict[str, LinearWeights] = {
+            name: (quantize_for_draft(linear.weight), linear.bias) for name, linear in linears.items()
         }
-        rounded["head"] = quantize_for_draft(head), None
+        quantized["head"] = quantize_for_draft(head), None
         sizes = shape.heads, shape.kv_heads, shape.head_dim, shape.rms_norm_eps
-        self._kernels, self.block = kernels, KernelBlock(weights, rounded, *sizes, shape.norm_before_residual)
+        self._kernels, self.block = kernels, KernelBlock(weights, quantized, *sizes, shape.norm_before_residual)
 
     def __call__(
         self, batch: DraftBatch, inputs: BlockInputs, cache: DraftCache, target_kv: TargetKV | None, top_k: int
     ) -> tuple[torch.Tensor, ...]:
-        """The rows that go on: outputs (rows, hidden) before the last norm; logits (rows, draft vocabulary) where
-        ``top_k`` is 0, else log-probabilities and draft ids (rows, k) of the ``top_k`` likeliest tokens. Keys and values
-        enter the cache.
-        """
-        begins, ends = zip(*batch.places, strict=True)
-        lengths = None if target_kv is None else target_kv[2]
-        counts = (batch.width,) * len(batch.slots)
-        nodes = DraftLevelInput(batch.going, counts, batch.slots, *inputs, begins, ends, batch.mask, lengths)
+        """Runs the draft on a batch, and writes its keys and values to the cache. Returns outputs (B * T, hidden)
+        before the final norm, then logits (B * T, draft vocabulary) if ``top_k`` is 0, else log-probabilities and
+        draft ids (B * T, top_k)."""
+        starts, ends = zip(*batch.kv_ranges, strict=True)
+        target_lens = None if target_kv is None else target_kv[2]
+        query_lens, mask = (batch.query_len,) * len(batch.slots), batch.mask
+        level = DraftLevelInput(batch.num_outputs, query_lens, batch.slots, *inputs, starts, ends, mask, target_lens)
         caches = cache.store.layer(0), None if target_kv is None else target_kv[:2]
-        out, logits, *found = self._kernels.draft_level(self.block, nodes, *caches, top_k)
-        return (out, *found) if top_k else (out, logits)
+        out, logits, *topk = self._kernels.draft_level(self.block, level, *caches, top_k)
+        return (out, *topk) if top_k else (out, logits)

@@ -1,4 +1,4 @@
-"""A round of a drafter that is a hosted language model: a small one, or the target on a part of its KV."""
+"""One round of a drafter that is a hosted language model: a small one, or the target on a part of its KV."""
 
 from __future__ import annotations
 
@@ -15,48 +15,54 @@ from longdraft.trees.masks import AncestorMask
 
 
 class LMDraftRound:
-    """One round of a batch, whose forwards take all sequences together. The root is the first node that is fed.
+    """Drafts the trees of one round, with one forward a level for all sequences. The root is fed as the first node.
 
     Args:
         drafter: counts the forwards.
-        whole: computes few rows in one kernel call; None: without such kernels.
+        runner: the draft model. store: its KV.
+        fused_lm: computes forwards of few tokens in one kernel call; None without such kernels.
     """
 
     def __init__(
-        self, drafter: Drafter, runner: TargetRunner, store: KVStore, whole: FusedLM | None, sequences: list[Sequence]
+        self,
+        drafter: Drafter,
+        runner: TargetRunner,
+        store: KVStore,
+        fused_lm: FusedLM | None,
+        sequences: list[Sequence],
     ) -> None:
-        self._drafter, self._runner, self._store, self._whole = drafter, runner, store, whole
+        self._drafter, self._runner, self._store, self._fused_lm = drafter, runner, store, fused_lm
         self._sequences, self._ancestors = sequences, AncestorMask()
 
-    def root(self, sequence: Sequence) -> int:
+    def root_position(self, sequence: Sequence) -> int:
         """Position of a sequence's last token."""
         return sequence.length - 1
 
-    def of(self, level: TreeLevel) -> list[Sequence]:
-        return [self._sequences[row] for row in level.sequence_indices]
+    def sequences_of(self, level: TreeLevel) -> list[Sequence]:
+        return [self._sequences[i] for i in level.sequence_indices]
 
-    def expand(self, level: TreeLevel) -> torch.Tensor:
-        """Logits (B', W, draft vocabulary) of what follows each node; its KV lies behind that of the levels before."""
-        return self._logits(self._block(level))
+    def draft_logits(self, level: TreeLevel) -> torch.Tensor:
+        """Logits (B', W, draft vocabulary) for the children of each node."""
+        return self._logits(self._forward_batch(level))
 
-    def likeliest(self, level: TreeLevel, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and draft ids (B', W, k) of the likeliest tokens behind each node."""
-        block = self._block(level)
-        if self._whole is None or not self._whole.supports(self._store, level.tokens.numel()):
-            return topk_logprobs(self._logits(block), count)
-        return self._whole.topk(block, self._store, count)
+    def draft_topk(self, level: TreeLevel, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and draft ids (B', W, k) of the likeliest children of each node."""
+        batch = self._forward_batch(level)
+        if self._fused_lm is None or not self._fused_lm.supports(self._store, level.tokens.numel()):
+            return topk_logprobs(self._logits(batch), k)
+        return self._fused_lm.topk(batch, self._store, k)
 
-    def _logits(self, block: ForwardBatch) -> torch.Tensor:
-        out = self._runner.forward(block, self._store, check_nan=False)
+    def _logits(self, batch: ForwardBatch) -> torch.Tensor:
+        out = self._runner.forward(batch, self._store, check_nan=False)
         assert out.logits is not None
         return out.logits
 
-    def _block(self, level: TreeLevel) -> ForwardBatch:
-        """The rows of a forward over a level, which is counted."""
+    def _forward_batch(self, level: TreeLevel) -> ForwardBatch:
+        """The batch of the forward over a level, whose KV lies after that of the levels before. Counts the forward."""
         self._drafter.forwards += 1
-        sequences, (batch, width) = self.of(level), level.tokens.shape
-        depths, mask = [[level.depth] * width] * batch, self._ancestors.add(level)
-        slots, roots = [s.slot for s in sequences], [self.root(s) for s in sequences]
+        sequences, (batch_size, width) = self.sequences_of(level), level.tokens.shape
+        slots, roots = [s.slot for s in sequences], [self.root_position(s) for s in sequences]
+        depths, mask = [[level.depth] * width] * batch_size, self._ancestors.add(level)
         offset = mask.shape[2] - width
         return self._store.make_forward_batch(
             slots, level.tokens, root_positions=roots, depths=depths, mask=mask, tree_offset=offset

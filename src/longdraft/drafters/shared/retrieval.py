@@ -1,4 +1,4 @@
-"""Retrieval for drafters: its options, and the base of drafters that see retrieved chunks (SpecExtend, section 2.2)."""
+"""Retrieval for drafters: a draft attends to retrieved chunks of the context only (SpecExtend, section 2.2)."""
 
 from __future__ import annotations
 
@@ -18,58 +18,56 @@ from longdraft.views.view import View, check_multiples
 
 @dataclass(frozen=True)
 class ChunkOptions(Options):
-    """The chunks of a text that a draft sees. None: not given."""
+    """The chunks of the context that a draft attends to. None: the default."""
 
-    chunk: int | None = option(min=1, help="tokens that are chosen together", usual="32")
+    chunk: int | None = option(min=1, help="tokens of a chunk", usual="32")
     chunks: int | None = option(
-        min=1, help="chunks that the draft sees", usual="64, of a small model 32, or as many as it was trained for"
+        min=1, help="number of retrieved chunks", usual="64, of a small model 32, or as many as it was trained for"
     )
     refresh: int | None = option(
-        min=1, aliases=("every",), help="verifications from one choice to the next", usual="8, of a small model 4"
+        min=1, aliases=("every",), help="verifications from one selection to the next", usual="8, of a small model 4"
     )
-    sink: int = option(32, min=0, help="first tokens, always seen")
-    recent: int | None = option(min=1, help="last tokens, always seen", usual="128")
+    sink: int = option(32, min=0, help="first tokens, always in the view")
+    recent: int | None = option(min=1, help="last tokens, always in the view", usual="128")
     layer: int | None = option(
         min=0, help="the target's layer whose attention ranks the chunks", usual="the draft's, or the last"
     )
     scorer: str | None = option(choices=tuple(SCORERS), help="how chunks are ranked", usual="attention")
 
     def retrieval_sizes(self, is_enabled: bool, remedy: str) -> dict[str, Any]:
-        """The options that only retrieval has and that were given.
-
-        ``sink`` and ``recent`` are not among them: schedules have options of these names too.
+        """Returns the options that were set, but for ``sink`` and ``recent``, which verifiers have too.
 
         Raises:
-            ValueError: some are given, and there is no retrieval, which ``remedy`` would switch on.
+            ValueError: some are set, but retrieval is not enabled. ``remedy``: the option that enables it.
         """
-        own = declared(ChunkOptions).keys() - {"sink", "recent"}
-        found = {name: value for name, value in self.given().items() if name in own}
-        if found and not is_enabled:
-            raise ValueError(f"{', '.join(found)} shape the retrieval of chunks: give {remedy} too")
-        return found
+        names = declared(ChunkOptions).keys() - {"sink", "recent"}
+        sizes = {name: value for name, value in self.given().items() if name in names}
+        if sizes and not is_enabled:
+            raise ValueError(f"{', '.join(sizes)} shape the retrieval of chunks: give {remedy} too")
+        return sizes
 
 
 @dataclass(frozen=True)
 class RetrievalOptions(ChunkOptions):
-    """Retrieval for a draft with an architecture of its own."""
+    """Retrieval for drafts that are a block, not a language model."""
 
-    retrieval: bool = option(False, help="see the chunks of the text that the target attends to, not all of it")
+    retrieval: bool = option(False, help="attend to the chunks that the target attends to, not to all of the context")
 
     def build(self, draft: Draft[Any], max_tokens: int | None = None) -> Retrieval | None:
-        """The retrieval; None without.
+        """Makes the retrieval; returns None if it is not enabled.
 
         Args:
-            draft: its folder may name the layer.
-            room: rows that the draft can see at all; None: any number.
+            draft: its folder may name the scoring layer.
+            max_tokens: maximum number of tokens that the draft can attend to; None: no limit.
 
         Raises:
-            ValueError: as :meth:`retrieval_sizes` and :func:`make_retrieval` do.
+            ValueError: as :meth:`retrieval_sizes` and :func:`make_retrieval`.
         """
         sizes = self.retrieval_sizes(self.retrieval, "retrieval=True")
         if not self.retrieval:
             return None
         # 64 chunks every 8 verifications: SpecExtend's best for EAGLE (appendix E.1), and for LongSpec's
-        # cross-attention. One chunk of room is spared, or every new token would gather all of them again.
+        # cross-attention. Space for one chunk is left free, or every new token would gather all of them again.
         defaults = {"refresh": 8, "layer": draft.retrieval_layer}
         recent = 128 if self.recent is None else self.recent
         return make_retrieval(
@@ -78,11 +76,8 @@ class RetrievalOptions(ChunkOptions):
 
 
 class RetrievalDrafter(TreeDrafter):
-    """Base of drafters that can see only the chunks of a text that the target attends to.
-
-    Attributes:
-        retrieval: chooses the rows it sees; None: it sees all.
-    """
+    """Base of drafters that can attend to retrieved chunks of the context only.
+    ``retrieval`` chooses the chunks; None: the draft attends to all of the context."""
 
     retrieval: Retrieval | None = None
 
@@ -99,7 +94,7 @@ class RetrievalDrafter(TreeDrafter):
         return () if self.retrieval is None else self.retrieval.scoring_layers(runner.kv_shape.layers)
 
     def update_retrieval(self, store: KVStore, round_result: RoundResult) -> None:
-        """Passes an event on to the retrieval: queries."""
+        """Passes a round's queries on to the retrieval."""
         slot = round_result.sequence.slot
         if self.retrieval is None:
             return
@@ -122,28 +117,28 @@ def make_retrieval(
     spare_chunks: int = 0,
     new_tokens: int | None = None,
 ) -> Retrieval:
-    """A retrieval from its sizes.
+    """Makes a retrieval.
 
     Args:
         chunk, refresh, sink, recent, layer, scorer: of :class:`ChunkOptions`.
-        chunks: how many are retrieved (the paper's k); None: the ``default_chunks`` number, or as many as fit the room.
-        max_tokens: rows that the draft can see at all; None: any number.
-        spare_chunks: chunks to leave free if the room decides how many fit.
-        new_tokens: room for new rows beside the others; None: as many as ``recent``, or what the room leaves.
+        chunks: number of retrieved chunks (the paper's k); None: ``default_chunks``, or as many as fit ``max_tokens``.
+        max_tokens: maximum number of tokens that the draft can attend to; None: no limit.
+        spare_chunks: number of chunks to leave free if ``max_tokens`` determines how many fit.
+        new_tokens: space for new tokens; None: ``recent``, or what ``max_tokens`` leaves.
 
     Raises:
-        ValueError: sizes that make no working cache, or one larger than the room.
+        ValueError: sizes that make no working cache, or one larger than ``max_tokens``.
     """
     count = default_chunks if chunks is None else chunks
     check_multiples("chunk", chunk, sink=sink, recent=recent)
-    ends = sink + recent + chunk - 1  # the recent window starts up to a chunk early
-    if max_tokens is not None and ends + count * chunk > max_tokens:
-        fit = (max_tokens - ends) // chunk - spare_chunks
+    sink_and_recent = sink + recent + chunk - 1  # the recent window starts up to a chunk early
+    if max_tokens is not None and sink_and_recent + count * chunk > max_tokens:
+        fit = (max_tokens - sink_and_recent) // chunk - spare_chunks
         fits = fit * chunk >= sink + recent
         if chunks is not None or not fits:
             raise ValueError(
-                f"a working cache of up to {ends + count * chunk} tokens does not fit the {max_tokens} that the draft was "
-                f"trained for, or its window has, beside those of a round: "
+                f"a working cache of up to {sink_and_recent + count * chunk} tokens does not fit the {max_tokens} that "
+                f"the draft was trained for, or its window has, beside those of a round: "
                 f"{f'give at most {fit} chunks, or' if fits else 'give'} a smaller sink and recent window"
             )
         count = fit
@@ -153,6 +148,6 @@ def make_retrieval(
             f"({sink + recent} tokens): give more chunks, or a smaller sink and recent window"
         )
     if new_tokens is None:
-        new_tokens = recent if max_tokens is None else max_tokens - ends - count * chunk
+        new_tokens = recent if max_tokens is None else max_tokens - sink_and_recent - count * chunk
     view = View(scorer, chunk * count, sink, recent, chunk, new_tokens, shared_by_heads=True)
     return Retrieval(view, refresh, layer)

@@ -1,9 +1,9 @@
-"""Finds earlier occurrences of the end of a text: in the text itself, or in a bounded store of earlier texts.
+"""Finds earlier occurrences of the end of a token sequence: in itself, or in a bounded history of other sequences.
 
-Each token knows where it stood last, so the occurrences of a token are a chain, latest first. A match is followed from
-token to token: the positions where the text's end stood before are those of one token earlier that go on alike, and the
-latest occurrences of the new token. So a token costs the same however long the text is and however long its matches
-are, and the oldest texts can be dropped.
+Each token has a link to its previous occurrence, so the occurrences of a token are a linked list. Matches are extended
+token by token: the matches after a new token are those before it that continue with the same token, and the latest
+occurrences of the new token. So the cost of a token does not depend on the length of the sequence or of its matches,
+and the oldest tokens can be dropped.
 """
 
 from __future__ import annotations
@@ -12,62 +12,61 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 
-# Matches that are followed: of each token as many of the latest occurrences are looked at, and no more than twice as
-# many are kept.
+# For each new token, this number of its latest occurrences become matches. At most twice as many matches are kept.
 MAX_MATCHES = 16
-# A match at least so long is kept where one token differs: what follows a changed word is often what followed before.
+# A match of at least this length survives one differing token: what follows a changed word has often followed before.
 MIN_RESUME_LENGTH = 4
-# Ends a text in a store; no token.
+# Ends each sequence of a history; not a token.
 SEPARATOR = -1
 
 
 class OccurrenceIndex:
-    """Tokens with an index of earlier occurrences: some twenty bytes a token.
+    """Tokens with links to earlier occurrences, some twenty bytes a token.
 
-    Position p is behind the p-th token; tokens that were dropped count.
+    A position p is after the p-th token, dropped ones included.
 
     Attributes:
-        tokens: those that are kept. dropped: how many there were before them.
+        token_ids: the tokens. num_dropped: number of tokens dropped before them.
     """
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self.num_dropped = 0
-        # For each kept token, the position behind its occurrence before; for each token id, behind its last one.
-        self._before = array("q")
+        # For each token, the position of its previous occurrence; for each token id, the position of its last one.
+        self._previous = array("q")
         self._last: dict[int, int] = {}
 
     def append(self, token: int) -> None:
         self.token_ids.append(token)
-        self._before.append(self._last.get(token, 0))
+        self._previous.append(self._last.get(token, 0))
         self._last[token] = self.num_dropped + len(self.token_ids)
 
     def drop_first(self, count: int) -> None:
-        """Forgets the first tokens that are kept."""
+        """Drops the first ``count`` tokens."""
         for position, token in enumerate(self.token_ids[:count], self.num_dropped + 1):
             if self._last[token] == position:
                 del self._last[token]
-        del self.token_ids[:count], self._before[:count]
+        del self.token_ids[:count], self._previous[:count]
         self.num_dropped += count
 
     def occurrences(self, token: int, max_count: int) -> list[int]:
-        """The positions behind a token's occurrences, the latest first."""
-        found: list[int] = []
+        """The positions of a token's occurrences, the latest first."""
+        positions: list[int] = []
         position = self._last.get(token, 0)
-        while position > self.num_dropped and len(found) < max_count:
-            found.append(position)
-            position = self._before[position - self.num_dropped - 1]
-        return found
+        while position > self.num_dropped and len(positions) < max_count:
+            positions.append(position)
+            position = self._previous[position - self.num_dropped - 1]
+        return positions
 
 
 class RequestHistory:
-    """The latest texts of earlier requests. A drafter that shares it proposes tokens from them.
+    """The tokens of the latest requests. Drafters that share it propose continuations from them.
 
     Args:
-        tokens: kept at most; the oldest text goes first, as a whole, and of a longer text only its end is kept.
+        max_tokens: capacity. The oldest request is dropped first; of a request that is longer, the end is kept.
 
     Raises:
-        ValueError: no number of tokens.
+        ValueError: not a number of tokens.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -79,29 +78,29 @@ class RequestHistory:
         self._tenants: dict[str, RequestHistory] = {}
 
     def for_tenant(self, tenant: str | None) -> RequestHistory:
-        """The store of one tenant, which no other tenant sees; None: the store of requests that name no tenant."""
+        """The history of one tenant, which no other tenant reads; None: of requests without a tenant."""
         return self if tenant is None else self._tenants.setdefault(tenant, RequestHistory(self.max_tokens))
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """Keeps a text, for as long as there is room."""
-        kept = [*token_ids[-(self.max_tokens - 1) :], SEPARATOR]
-        while len(self.index.token_ids) + len(kept) > self.max_tokens:
+        """Adds a request's tokens, and drops the oldest requests if there is no space."""
+        added = [*token_ids[-(self.max_tokens - 1) :], SEPARATOR]
+        while len(self.index.token_ids) + len(added) > self.max_tokens:
             self.index.drop_first(self._sizes.popleft())
-        self._sizes.append(len(kept))
-        for token in kept:
+        self._sizes.append(len(added))
+        for token in added:
             self.index.append(token)
 
 
 class SuffixMatches:
-    """Earlier occurrences of the end of a growing text in a store, with the number of matching tokens.
+    """The occurrences in an index that match the end of a growing sequence, and the lengths of the matches.
 
     Args:
-        suffixes: the store; where it is the text itself, a token is followed before it is appended.
-        longest: matches count as no longer than this, in tokens. most: see :data:`MAX_MATCHES`.
-        resumed: see :data:`MIN_RESUME_LENGTH`; None: a match ends where a token differs.
+        index: may be of the sequence itself; then :meth:`advance` comes before the token's ``append``.
+        max_length: upper bound on a match's length, in tokens. max_matches: see :data:`MAX_MATCHES`.
+        min_resume_length: see :data:`MIN_RESUME_LENGTH`; None: a match ends where a token differs.
 
     Attributes:
-        lengths: position -> matching tokens before it. A resumed match counts as one of one token, and grows again.
+        lengths: position -> length of the match before it. A match that survives a differing token starts at 1 again.
     """
 
     def __init__(
@@ -111,29 +110,30 @@ class SuffixMatches:
         max_matches: int = MAX_MATCHES,
         min_resume_length: int | None = MIN_RESUME_LENGTH,
     ) -> None:
-        self.index, self._longest, self._most, self._resumed = index, max_length, max_matches, min_resume_length
+        self.index, self._max_length = index, max_length
+        self._max_matches, self._min_resume_length = max_matches, min_resume_length
         self.lengths: dict[int, int] = {}
 
     def advance(self, token: int) -> None:
-        """Advances by one token of the text."""
-        tokens, dropped = self.index.token_ids, self.index.num_dropped
-        going: dict[int, int] = {}
+        """Extends the matches by the sequence's next token."""
+        tokens, dropped, min_resume_length = self.index.token_ids, self.index.num_dropped, self._min_resume_length
+        lengths: dict[int, int] = {}
         for position, length in self.lengths.items():
             if position <= dropped:
                 continue
-            following = tokens[position - dropped]
-            if following == token:
-                going[position + 1] = min(length + 1, self._longest)
-            elif self._resumed is not None and length >= self._resumed and following != SEPARATOR:
-                going[position + 1] = 1
-        for position in self.index.occurrences(token, self._most):
-            going.setdefault(position, 1)
-        if len(going) > 2 * self._most:
-            best = sorted(going.items(), key=lambda item: (item[1], item[0]), reverse=True)
-            going = dict(best[: self._most])
-        self.lengths = going
+            next_token = tokens[position - dropped]
+            if next_token == token:
+                lengths[position + 1] = min(length + 1, self._max_length)
+            elif min_resume_length is not None and length >= min_resume_length and next_token != SEPARATOR:
+                lengths[position + 1] = 1
+        for position in self.index.occurrences(token, self._max_matches):
+            lengths.setdefault(position, 1)
+        if len(lengths) > 2 * self._max_matches:
+            longest = sorted(lengths.items(), key=lambda item: (item[1], item[0]), reverse=True)
+            lengths = dict(longest[: self._max_matches])
+        self.lengths = lengths
 
     def select(self, min_length: int) -> list[tuple[int, list[int], int]]:
-        """The matches of at least so many tokens: length, the tokens that are kept, and the place of the next one."""
+        """The matches of at least ``min_length`` tokens: (length, the index's tokens, index of the next token)."""
         tokens, dropped = self.index.token_ids, self.index.num_dropped
         return [(n, tokens, p - dropped) for p, n in self.lengths.items() if n >= min_length and p > dropped]

@@ -1,4 +1,4 @@
-"""Base of drafters that grow a tree of any kind from a draft's logits."""
+"""Base of drafters that grow a tree from a draft's logits."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from longdraft.trees.tree import NO_LIMIT, NodeLimit, TokenTree
 
 
 class TreeDrafter(Drafter):
-    """Drafts trees of one kind. Options that make no tree, or that do not go together, are a ValueError.
-
-    Attributes:
-        tree: the kind, and its sizes.
-    """
+    """Drafts trees of one shape, ``tree``."""
 
     tree: TreeConfig
 
@@ -27,11 +23,11 @@ class TreeDrafter(Drafter):
         return self.tree.max_nodes
 
     def use_planner(self) -> None:
-        """Switches to a tree that a planner can size, a chain or an OPT-Tree, unless the user chose one."""
+        """Switches to a shape that a planner can size, a chain or an OPT-Tree, unless the user chose one."""
         self.tree = self.tree.fit(NO_LIMIT)
 
     def use_chains(self) -> bool:
-        """Drafts a chain, as long as the tree would have been deep, unless the user chose the tree."""
+        """Drafts a chain as long as the tree is deep, unless the user chose the shape."""
         if not self.tree.is_user_defined and self.tree.name != "chain":
             self.tree = chain(self.tree.depth, self.tree.depth)
         return self.tree.name == "chain"
@@ -43,30 +39,28 @@ class TreeDrafter(Drafter):
         draft_to_target_ids: torch.Tensor | None,
         device: torch.device | str,
         limit: NodeLimit | None,
-        likeliest: DraftTopk | None = None,
+        draft_topk: DraftTopk | None = None,
         calibrate: Calibrate | None = None,
     ) -> list[TokenTree]:
-        """A tree for each sequence, rooted at its last token.
+        """Grows a tree for each sequence, rooted at its last token.
+        ``limit``: the planner's; None: the drafter's own tree shape. The others are as for :meth:`TreeConfig.grow`."""
+        is_sampled = not sequences[0].greedy
 
-        Args:
-            expand, ids, device, likeliest, lift: the draft, as :meth:`TreeConfig.grow` takes them.
-            limit: how large the trees may be; None: the sizes that the drafter was made with.
-        """
-        sampled = not sequences[0].greedy
-
-        def foresee(level: TreeLevel, logprobs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-            samplers = [sequences[row].sampler for row in level.sequence_indices]
-            rows = zip(samplers, logprobs, tokens, strict=True)
-            return torch.stack([sampler.gumbel_coupled_logprobs(level.depth, *row) for sampler, *row in rows])
+        def coupled_logprobs(level: TreeLevel, logprobs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+            samplers = [sequences[i].sampler for i in level.sequence_indices]
+            items = zip(samplers, logprobs, tokens, strict=True)
+            return torch.stack([sampler.gumbel_coupled_logprobs(level.depth, *item) for sampler, *item in items])
 
         return self.tree.fit(limit).grow(
             [s.output[-1] for s in sequences],
             draft_logits,
-            # A path of depth k emits k + 1 tokens. Positions beyond the context are never asked for either.
+            # A path of depth k emits k + 1 tokens. This also keeps positions within the context.
             [s.remaining - 1 for s in sequences],
             draft_to_target_ids,
             device,
-            likeliest=likeliest,
+            draft_topk=draft_topk,
             calibrate=calibrate,
-            coupled_logprobs=foresee if sampled and all(s.sampler.is_noise_known for s in sequences) else None,
+            coupled_logprobs=coupled_logprobs
+            if is_sampled and all(s.sampler.is_noise_known for s in sequences)
+            else None,
         )

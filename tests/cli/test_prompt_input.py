@@ -1,4 +1,4 @@
-"""What is read, in which order, and what is refused."""
+"""Reading of prompts: files, standard input, their order, and refusals."""
 
 from __future__ import annotations
 

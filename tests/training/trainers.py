@@ -1,4 +1,4 @@
-"""A random draft of every kind, its training step, and its predictions as drafting makes them, row by row."""
+"""A random draft of every kind, its training step, and its predictions in drafting, token by token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WINDOW, STEPS, DECAY = 7, 4, 0.7
 
 
 def filled(block: nn.Module) -> nn.Module:
-    """A module in which every part matters: no weight is zero, no norm is one."""
+    """Fills a module so that every part matters: no weight is zero, no norm is one."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, weight in block.named_parameters():
@@ -83,7 +83,7 @@ def make_trainer(
 def predictions(
     kind: str, trainer: DraftTrainer, document: Features, shift: int
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """(depth, index of the predicted token, logits) of each learned row, in the order of a training step."""
+    """(depth, index of the predicted token, logits) of each label, in the order of a training step."""
     length = len(document.token_ids)
     if kind == "longspec":
         logits = _longspec(trainer, document, shift)
@@ -104,7 +104,7 @@ def predictions(
 
 
 def _longspec(trainer: LongSpecTrainer, document: Features, shift: int) -> torch.Tensor:
-    """(L, V'): logits at every row of a text, drafting at level ``shift``, with full masks."""
+    """(L, V') logits at every position of a text, drafting at level ``shift``, with full masks."""
     at = torch.arange(len(document.token_ids))
     behind = at[:, None] - at
     cos, sin = trainer.parts.rotary(document.positions)
@@ -143,7 +143,7 @@ def _eagle3(trainer: Eagle3Trainer, document: Features, root: int, depth: int) -
             every = torch.cat(keys[seen], 1), torch.cat(values[seen], 1)
             return masked_attention(q, *every, torch.ones(1, every[0].shape[1], dtype=torch.bool))
 
-        out = block(trainer.embed(document.token_ids[row + 1][None]), g, *_turn(trainer, document, row), [attend])
+        out = block(trainer.embed(document.token_ids[row + 1][None]), g, *_rotary_at(trainer, document, row), [attend])
         if row >= root:
             outputs.append(out)
     return [block.logits(out)[0] for out in outputs]
@@ -168,7 +168,7 @@ def _onepass(trainer: OnePassTrainer, document: Features, root: int, depth: int)
             every = torch.cat(keys, 1), torch.cat(values, 1)
             return masked_attention(q, *every, torch.ones(1, len(keys), dtype=torch.bool))
 
-        out = block(x, g, *_turn(trainer, document, row), [attend])
+        out = block(x, g, *_rotary_at(trainer, document, row), [attend])
         if row >= root:
             z = block.logits(out)[0]
             if (before := int(trainer.target_to_draft[document.token_ids[row + 1]])) >= 0:
@@ -177,5 +177,5 @@ def _onepass(trainer: OnePassTrainer, document: Features, root: int, depth: int)
     return logits
 
 
-def _turn(trainer: Eagle3Trainer, document: Features, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _rotary_at(trainer: Eagle3Trainer, document: Features, row: int) -> tuple[torch.Tensor, torch.Tensor]:
     return trainer.rotary(document.positions[row][None])

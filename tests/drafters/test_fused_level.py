@@ -37,51 +37,51 @@ class Desk:
             self.head = self.block.lm_head.weight.detach()
         self.hidden = model.config.hidden_size
         self.block.requires_grad_(False)
-        self.whole = FusedLevel(kernels_of(level), self.block, self.head)
+        self.fused_level = FusedLevel(kernels_of(level), self.block, self.head)
         shape = KVShape(1, KV_HEADS, D, torch.float32, padded=True)
         self.caches = [DraftCache(KVStore(shape, 3, WINDOW + SPARE_ENTRIES + 17), 16, WINDOW) for _ in range(2)]
-        self.text = torch.randn(3, KV_HEADS, D, 70).transpose(2, 3), torch.randn(3, KV_HEADS, 70, D), [70, 33]
+        self.target_kv = torch.randn(3, KV_HEADS, D, 70).transpose(2, 3), torch.randn(3, KV_HEADS, 70, D), [70, 33]
 
-    def inputs(self, rows: int) -> tuple[torch.Tensor | None, ...]:
-        joined = None if self.longspec else torch.randn(rows, self.hidden)
-        angles = torch.rand(rows, D // 2) * 6
+    def inputs(self, num_tokens: int) -> tuple[torch.Tensor | None, ...]:
+        features = None if self.longspec else torch.randn(num_tokens, self.hidden)
+        angles = torch.rand(num_tokens, D // 2) * 6
         cos, sin = (torch.cat([x, x], -1) for x in (angles.cos(), angles.sin()))
-        return torch.randn(rows, self.hidden), joined, cos, sin
+        return torch.randn(num_tokens, self.hidden), features, cos, sin
 
-    def plain(self, rows: DraftBatch, inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    def by_torch(self, batch: DraftBatch, inputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs and logits."""
-        attends, going = rows.attends(self.caches[0]), rows.outputs("cpu")
+        attend_fns, output_rows = batch.attend_fns(self.caches[0]), batch.output_rows("cpu")
 
         def cross(q):
-            keys, values, lengths = self.text
-            own = zip(q.split(rows.going, dim=1), rows.slots, lengths, strict=False)
+            keys, values, lengths = self.target_kv
+            own = zip(q.split(batch.num_outputs, dim=1), batch.slots, lengths, strict=False)
             parts = [partial_attention(x, keys[s, :, :n], values[s, :, :n], D**-0.5)[0] for x, s, n in own]
             return torch.cat(parts, dim=1).to(q.dtype)
 
-        out = self.block(*inputs, attends, going, cross)
+        out = self.block(*inputs, attend_fns, output_rows, cross)
         return out, self.block.norm(out) @ self.head.T
 
-    def read(self, slots: tuple[int, ...], width: int, best: int) -> None:
+    def read(self, slots: tuple[int, ...], width: int, k: int) -> None:
         for cache in self.caches:
             for slot in slots:
                 cache.make_room(slot, width)
                 cache.commit(slot, width)
-        self.compare(DraftBatch.new(self.caches[0], slots, width), best)
+        self.compare(DraftBatch.from_new_tokens(self.caches[0], slots, width), k)
 
-    def compare(self, rows: DraftBatch, best: int) -> None:
-        inputs = self.inputs(rows.width * len(rows.slots))
+    def compare(self, batch: DraftBatch, k: int) -> None:
+        inputs = self.inputs(batch.query_len * len(batch.slots))
         near = {"rtol": 1e-4, "atol": 1e-3}
-        out, logits = self.plain(rows, inputs)
-        text = self.text if self.longspec else None
-        wanted = self.whole(rows, inputs, self.caches[1], text, 0)[1]
-        got = self.whole(rows, inputs, self.caches[1], text, best)
-        torch.testing.assert_close(got[0], out, **near)
-        torch.testing.assert_close(wanted, logits, **near)
+        out, logits = self.by_torch(batch, inputs)
+        target_kv = self.target_kv if self.longspec else None
+        logits_alone = self.fused_level(batch, inputs, self.caches[1], target_kv, 0)[1]
+        with_topk = self.fused_level(batch, inputs, self.caches[1], target_kv, k)
+        torch.testing.assert_close(with_topk[0], out, **near)
+        torch.testing.assert_close(logits_alone, logits, **near)
         for x, y in zip(*((c.store.keys, c.store.values) for c in self.caches), strict=True):
             torch.testing.assert_close(y, x, **near)
-        said = torch.log_softmax(wanted, -1).topk(best, dim=-1)
-        torch.testing.assert_close(got[1], said.values, rtol=1e-5, atol=1e-5)
-        assert torch.equal(got[2], said.indices)
+        expected = torch.log_softmax(logits_alone, -1).topk(k, dim=-1)
+        torch.testing.assert_close(with_topk[1], expected.values, rtol=1e-5, atol=1e-5)
+        assert torch.equal(with_topk[2], expected.indices)
 
 
 @pytest.mark.usefixtures("float32_weights")
@@ -94,10 +94,10 @@ def test_a_level_is_what_the_module_says(kind, level):
     desk.read((0,), 7, 3)
     desk.read((2, 0), 4, 131)
     first = torch.eye(5, dtype=torch.bool).expand(2, -1, -1)
-    desk.compare(DraftBatch.nodes(desk.caches[0], (2, 0), 1, first), 1)
+    desk.compare(DraftBatch.from_level(desk.caches[0], (2, 0), 1, first), 1)
     chosen = torch.stack([first[0][[0, 0, 3]], first[1][[4, 1, 1]]])
     second = torch.cat([chosen, torch.eye(3, dtype=torch.bool).expand(2, -1, -1)], dim=2)
-    desk.compare(DraftBatch.nodes(desk.caches[0], (2, 0), 2, second), 10)
+    desk.compare(DraftBatch.from_level(desk.caches[0], (2, 0), 2, second), 10)
 
 
 @pytest.mark.skipif(kernels() is None, reason="no kernels here")
@@ -109,5 +109,5 @@ def test_a_drafts_weights_are_rounded(tmp_path):
     runner = TargetRunner(model)
     held = [draft.bind(runner).fused_level.block.projections for draft in (one, two)]
     assert all(isinstance(w, QuantizedMatrix) and w.int8 for products in held for w, _ in products.values())
-    wanted = quantize_for_draft(model.get_output_embeddings().weight[[1, 2, 5]])
-    assert torch.equal(held[0]["head"][0].data, wanted.data)
+    expected = quantize_for_draft(model.get_output_embeddings().weight[[1, 2, 5]])
+    assert torch.equal(held[0]["head"][0].data, expected.data)

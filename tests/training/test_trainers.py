@@ -1,4 +1,4 @@
-"""Training steps of all kinds: the loss against drafting row by row, packs, and simulated acceptance."""
+"""Training steps of all kinds: the loss against drafting token by token, packing, and simulated acceptance."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from longdraft.training.simulated_acceptance import simulate
 from tests.support.quick import rotate_pairs
 from tests.support.tiny import FAMILIES, tiny_model
 from tests.training.helpers import same
-from tests.training.trainees import KINDS, READS, STEPS, make_trainer, predictions
+from tests.training.trainers import KINDS, READS, STEPS, make_trainer, predictions
 
 KEPT = torch.arange(0, 61, 2)
 SHIFTS = [2, 1, 3, 5, 4, 1]
@@ -37,7 +37,7 @@ def runner() -> TargetRunner:
 
 @pytest.fixture(scope="module")
 def features(runner):
-    """Features of texts that are learned from their beginning and of others from further on, as a kind reads them."""
+    """Features of texts with an early and with a late start, as a kind reads them."""
 
     def read(kind: str) -> list[Features]:
         reader = FeatureReader(runner, torch.float32, READS[kind], last=True)
@@ -91,7 +91,7 @@ def test_a_step_learns_what_drafting_predicts(runner, features, kind, over):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_another_speaker_says_is_not_learned(runner, features, kind):
-    """Of two complementary halves of a text's tokens, the losses add up to that of all, and so do the rows."""
+    """With two complementary loss masks, the losses add up to the loss without a mask, and so do the counts."""
     trainer = make_trainer(kind, runner)
     documents, halves = features(kind), ([], [])
     for document in documents:
@@ -108,7 +108,7 @@ def test_what_another_speaker_says_is_not_learned(runner, features, kind):
 
 
 def test_a_cached_text_moves_with_its_offset():
-    """Keys of a model of one layer depend on their own position alone: rotated ones are those of a new reading."""
+    """Keys of a model of one layer depend on their own position alone, so rotated keys equal computed ones."""
     runner = TargetRunner(tiny_model(context=512, layers=1))
     document = Document([(5 * i) % 61 for i in range(40)], 3)
     with tempfile.TemporaryDirectory() as folder:
@@ -125,7 +125,7 @@ def test_a_cached_text_moves_with_its_offset():
 
 
 def scaled(kind: str):
-    """A model whose logits are those of its head's product up to a factor or a cap."""
+    """A model whose logits are the head's product up to a factor or a softcap."""
     if kind in FAMILIES:
         return tiny_model(kind)
     if kind == "gemma2":
@@ -193,7 +193,7 @@ def test_layers_computed_again_keep_less_and_learn_the_same(runner, features, ki
 
 @pytest.mark.parametrize(("kind", "window"), rotate_pairs(["longspec", "eagle3", "onepass"], [9, None]))
 def test_simulated_acceptance_is_a_chain_decoded_by_the_engine(kind, window, tmp_path):
-    """On text that the target wrote, by a draft that has learned it often enough to be right now and then."""
+    """On text that the target wrote, with a draft that was trained until it is sometimes right."""
     model, levels, prompt = tiny_model(context=512), STEPS if kind == "onepass" else EVAL_DEPTH, 12
     g = torch.Generator().manual_seed(5)
     prompts = torch.randint(0, 61, (3, prompt), generator=g).tolist()
@@ -233,7 +233,7 @@ def decoder(runner, layers: int, intermediate_size: int | None = None, theta: fl
 
 
 def test_starting_from_the_targets_own_layers(runner, features):
-    """All of them, with the target's rotary base, are the target."""
+    """A draft with all of the target's layers and its rotary base is the target."""
     copy = decoder(runner, 3, theta=runner.model.config.rope_parameters["rope_theta"])
     small_llama.copy_target_layers(copy, runner, (0, 1, 2))
     text = features("lm")[0]

@@ -1,4 +1,4 @@
-"""The index of suffixes against searches through the text."""
+"""The index of occurrences against searches through the tokens."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ small_texts = st.lists(st.integers(0, 2), max_size=40)
 
 
 def index_of(text: list[int]) -> OccurrenceIndex:
-    suffixes = OccurrenceIndex()
+    index = OccurrenceIndex()
     for token in text:
-        suffixes.append(token)
-    return suffixes
+        index.append(token)
+    return index
 
 
-def state(suffixes: OccurrenceIndex) -> tuple[object, ...]:
+def state(index: OccurrenceIndex) -> tuple[object, ...]:
     """All that it keeps, positions counted from what it has not dropped."""
     every = (*range(4), SEPARATOR)
-    return suffixes.token_ids, [[p - suffixes.num_dropped for p in suffixes.occurrences(token, ALL)] for token in every]
+    return index.token_ids, [[p - index.num_dropped for p in index.occurrences(token, ALL)] for token in every]
 
 
-def followed(text: list[int], most: int = ALL, longest: int = ALL, resumed: int | None = None) -> SuffixMatches:
+def followed(
+    text: list[int], max_matches: int = ALL, max_length: int = ALL, min_resume_length: int | None = None
+) -> SuffixMatches:
     """Matches of a text's end in the text itself."""
-    suffixes = OccurrenceIndex()
-    matches = SuffixMatches(suffixes, longest, most, resumed)
+    index = OccurrenceIndex()
+    matches = SuffixMatches(index, max_length, max_matches, min_resume_length)
     for token in text:
         matches.advance(token)
-        suffixes.append(token)
+        index.append(token)
     return matches
 
 
@@ -65,11 +67,11 @@ def test_occurrences_are_the_latest_ones(text, token, most):
 
 @given(small_texts, st.integers(0, 40), small_texts)
 def test_dropped_tokens_are_gone(text, count, then):
-    suffixes = index_of(text)
-    suffixes.drop_first(min(count, len(text)))
+    index = index_of(text)
+    index.drop_first(min(count, len(text)))
     for token in then:
-        suffixes.append(token)
-    assert state(suffixes) == state(index_of(text[count:] + then))
+        index.append(token)
+    assert state(index) == state(index_of(text[count:] + then))
 
 
 # --- matches ---
@@ -103,10 +105,10 @@ def test_matches_in_a_store_do_not_go_across_its_texts(texts, text):
 
 def test_a_long_match_goes_on_behind_a_token_that_differs():
     text = [1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4]
-    matches = followed([*text, 9], resumed=4)
+    matches = followed([*text, 9], min_resume_length=4)
     assert matches.lengths == {5: 1}
-    assert followed([*text, 9, 6], resumed=4).lengths == {6: 2}
-    assert followed([*text, 9], resumed=5).lengths == {}
+    assert followed([*text, 9, 6], min_resume_length=4).lengths == {6: 2}
+    assert followed([*text, 9], min_resume_length=5).lengths == {}
 
 
 def test_a_text_is_not_resumed_behind_its_end():

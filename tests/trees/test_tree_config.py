@@ -47,7 +47,7 @@ SMALL = [
 def test_a_tree_is_what_its_definition_gives(kind, depths, seed):
     depths = [min(depth, kind.depth) for depth in depths]
     roots, table = list(range(len(depths))), Table(seed)
-    trees = kind.grow(roots, table.expand, depths)
+    trees = kind.grow(roots, table.draft_logits, depths)
     for b, (tree, depth) in enumerate(zip(trees, depths, strict=True)):
         expected, levels = by_definition(kind, table, b, roots[b], depth)
         found = scores(tree)
@@ -63,12 +63,12 @@ def test_a_tree_is_what_its_definition_gives(kind, depths, seed):
 class TestAnyKind:
     def test_tokens_are_the_targets_if_the_draft_has_a_vocabulary_of_its_own(self, kind):
         ids, table = [100, 7, 42, 99], Table(5, vocabulary=4)
-        (tree,) = kind.grow([0], table.expand, ids=torch.tensor(ids))
+        (tree,) = kind.grow([0], table.draft_logits, draft_to_target_ids=torch.tensor(ids))
         assert scores(tree).keys() == by_definition(kind, table, 0, 0, 3, ids)[0].keys()
 
     def test_sequences_leave_when_their_tree_is_deep_enough(self, kind):
         table = Table(0)
-        trees = kind.grow([1, 2, 3], table.expand, [3, 0, 1])
+        trees = kind.grow([1, 2, 3], table.draft_logits, [3, 0, 1])
         assert trees[1].num_draft_tokens == 0 and max(trees[2].depths) == 1
         assert [level.sequence_indices for level in table.calls] == [(0, 2), (0,), (0,)]
 
@@ -99,18 +99,18 @@ class TestAnyKind:
 
 def test_the_papers_sizes():
     table = Table(0, vocabulary=50)
-    (tree,) = beam(widths=(4, 16, 16, 16, 16)).grow([3], table.expand)
+    (tree,) = beam(widths=(4, 16, 16, 16, 16)).grow([3], table.draft_logits)
     assert tree.num_draft_tokens == 68
     assert [level.tokens.shape[1] for level in table.calls] == [1, 4, 16, 16, 16]
     table = Table(0, vocabulary=50)
-    (tree,) = dynamic().grow([3], table.expand)
+    (tree,) = dynamic().grow([3], table.draft_logits)
     assert tree.size == 60
     assert [level.tokens.shape[1] for level in table.calls] == [1, *[10] * 7]
-    assert dynamic(nodes=None).grow([3], Table(0, vocabulary=50).expand)[0].num_draft_tokens == 10 + 7 * 100
+    assert dynamic(nodes=None).grow([3], Table(0, vocabulary=50).draft_logits)[0].num_draft_tokens == 10 + 7 * 100
 
 
 def test_a_dynamic_trees_children_can_be_verified_without_being_expanded():
-    (tree,) = dynamic(depth=3, top_k=2, nodes=None).grow([0], Table(1).expand)
+    (tree,) = dynamic(depth=3, top_k=2, nodes=None).grow([0], Table(1).draft_logits)
     leaves = set(range(1, tree.size)) - set(tree.parents)
     assert any(tree.depths[leaf] < 3 for leaf in leaves)
 
@@ -127,14 +127,14 @@ def test_a_chain_ends_where_it_no_longer_pays():
 def test_an_opt_tree_stops_when_it_would_alone(count, threshold, seed):
     roots, table = [0, 1, 2, 3], Table(seed)
     kind = opt(nodes=count, depth=5, threshold=threshold, top_k=6)
-    for b, tree in enumerate(kind.grow(roots, table.expand)):
+    for b, tree in enumerate(kind.grow(roots, table.draft_logits)):
 
         class Own(Table):
             def row(self, sequence, path, b=b):
                 return super().row(b, path)
 
         alone = Own(seed)
-        (own,) = kind.grow([roots[b]], alone.expand)
+        (own,) = kind.grow([roots[b]], alone.draft_logits)
         assert scores(own).keys() == scores(tree).keys()
         assert len(alone.calls) == sum(b in level.sequence_indices for level in table.calls)
 
@@ -143,7 +143,7 @@ def test_an_opt_tree_stops_when_it_would_alone(count, threshold, seed):
 def test_no_tree_of_as_many_nodes_is_expected_to_do_better_than_an_opt_tree(count, seed):
     """With no threshold and all nodes expanded, it holds the most probable of all paths."""
     table = Table(seed, vocabulary=4)
-    (tree,) = opt(nodes=count, depth=3, threshold=0.0, top_k=count).grow([0], table.expand)
+    (tree,) = opt(nodes=count, depth=3, threshold=0.0, top_k=count).grow([0], table.draft_logits)
     every = {}
     for length in (1, 2, 3):
         for path in itertools.product(range(4), repeat=length):
@@ -205,19 +205,19 @@ def test_nodes_whose_children_cannot_be_among_the_best_are_not_expanded():
     ids=str,
 )
 def test_options_choose_a_kind_and_its_sizes(default, options, kind, sizes):
-    made = TreeOptions(**options).kind(default)
+    made = TreeOptions(**options).config(default)
     assert made.name == kind and (made.max_nodes, made.max_expanded_nodes, made.depth) == sizes
-    (tree,) = made.grow([0], Table(0, vocabulary=30).expand, [100])
+    (tree,) = made.grow([0], Table(0, vocabulary=30).draft_logits, [100])
     assert tree.num_draft_tokens <= made.max_nodes and max(tree.depths) <= made.depth
 
 
 def test_a_threshold_arrives():
-    eager, lazy = (TreeOptions(threshold=t, top_k=7).kind("opt").grow([0], certain(0.6), [8])[0] for t in (0, 5))
+    eager, lazy = (TreeOptions(threshold=t, top_k=7).config("opt").grow([0], certain(0.6), [8])[0] for t in (0, 5))
     assert max(eager.depths) > max(lazy.depths) == 1
 
 
 def test_a_planner_sizes_a_tree_unless_the_user_chose_it():
-    kind = TreeOptions().kind("chain")
+    kind = TreeOptions().config("chain")
     assert kind.fit(None) is kind and kind.fit(NO_LIMIT).max_nodes == MAX_CHAIN_LENGTH
 
     def num_draft_tokens(kind, sure, limit):
@@ -225,9 +225,9 @@ def test_a_planner_sizes_a_tree_unless_the_user_chose_it():
 
     assert num_draft_tokens(kind, 0.9, NodeLimit(8, 0.7)) == 4  # 0.9^4 = 0.66
     assert num_draft_tokens(kind, 0.99, NodeLimit(8, 0.7)) == 8
-    assert num_draft_tokens(TreeOptions(depth=6).kind("chain"), 0.5, NodeLimit(2, 0.9)) == 6
+    assert num_draft_tokens(TreeOptions(depth=6).config("chain"), 0.5, NodeLimit(2, 0.9)) == 6
     for default in ("beam", "static", "dynamic"):
-        fitted = TreeOptions().kind(default).fit(NodeLimit(8, 0.7))
+        fitted = TreeOptions().config(default).fit(NodeLimit(8, 0.7))
         assert fitted.name == "opt" and fitted.nodes == 8 and fitted.threshold == 0.7
 
 
@@ -246,4 +246,4 @@ def test_a_planner_sizes_a_tree_unless_the_user_chose_it():
 def test_options_that_make_no_tree(options, word):
     for default in ("beam", "chain", "dynamic", "opt"):
         with pytest.raises(ValueError, match=word):
-            TreeOptions(**options).kind(default)
+            TreeOptions(**options).config(default)
