@@ -190,8 +190,9 @@ class AcceptanceBench:
                 raise ContextError(f"A context of {context:,} tokens has no room for {s.max_tokens:,} new ones.")
             by_sample: dict[Sample, list[Prompt]] = {}
             for length in group:
-                limit = context - s.max_tokens
-                prompts, notes = prompts_of_length(samples, length, limit, self.tokenizer, short, s.raw, **s.asked)
+                prompts, notes = prompts_of_length(
+                    samples, length, context - s.max_tokens, self.tokenizer, short, s.raw, **s.template_kwargs
+                )
                 self.notes += notes
                 for prompt in prompts:
                     by_sample.setdefault(prompt.sample, []).append(prompt)

@@ -46,12 +46,12 @@ def profile_job(spec: Speculator, job: Job, cache: PromptCache | None, rounds: i
         run.close()
     finally:
         engine.runner.profiler = None
-    kept = profiled[1:] or profiled
-    if not kept:
+    counted = profiled[1:] or profiled
+    if not counted:
         return None
-    prefix_keys, keys = (sum(part[name] for part in kept) for name in ("prefix keys", "keys"))
+    prefix_keys, keys = (sum(part[name] for part in counted) for name in ("prefix keys", "keys"))
     return {
-        "rounds": len(kept),
-        "seconds": {name: mean(part[name] for part in kept) for name in PARTS},
+        "rounds": len(counted),
+        "seconds": {name: mean(part[name] for part in counted) for name in PARTS},
         "prefix_share": prefix_keys / keys if keys else None,
     }

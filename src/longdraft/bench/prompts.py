@@ -57,7 +57,7 @@ def encode_prompts(samples: Sequence[Sample], loaded: LoadedModel, settings: Set
     prompts = []
     for sample in samples:
         for context in settings.contexts:
-            tokens = encode_truncated(sample, loaded.tokenizer, context, settings.raw, **settings.asked)
+            tokens = encode_truncated(sample, loaded.tokenizer, context, settings.raw, **settings.template_kwargs)
             if len(tokens) + settings.max_tokens > limit:
                 room = limit - settings.max_tokens
                 advice = f"Cut the documents with --context {room}" if room > 0 else "Ask for fewer with --max-tokens"

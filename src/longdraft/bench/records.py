@@ -20,7 +20,6 @@ from longdraft.errors import CheckpointError, ConfigError
 from longdraft.json_lines import JsonLines
 
 T = TypeVar("T")
-
 _SAMPLED_BYTES = 1 << 20  # of the beginning and of the end of a weight file, which its fingerprint reads
 # Entries of a header that figures do not depend on.
 _VOLATILE = ("created", "command", "memory_available_bytes")

@@ -33,7 +33,7 @@ def bench_header(bench: Bench, prompts: Sequence[Prompt], model: str, data: Sequ
     for prompt in prompts:
         prompts_digest.update(json.dumps([prompt.sample.dataset, prompt.context, prompt.token_ids]).encode())
     methods = [name for name in s.contenders if name not in PEERS]
-    copied = ("contexts", "batches", "max_tokens", "repeats", "seed", "raw", "asked", "ignore_eos", "cold")
+    copied = ("contexts", "batches", "max_tokens", "repeats", "seed", "raw", "ignore_eos", "cold")
     content = {
         "settings": {
             "contenders": bench.names,
@@ -41,6 +41,7 @@ def bench_header(bench: Bench, prompts: Sequence[Prompt], model: str, data: Sequ
             "plan": {name: s.plan_of(name) for name in methods},
             "exact": {c.name: c.is_comparable(s.sampling.greedy, 1) for c in bench.contenders.values()},
             **{name: getattr(s, name) for name in copied},
+            "asked": dict(s.template_kwargs),
             "sampling": asdict(s.sampling),
             "offload": s.offload,
             "data": data,

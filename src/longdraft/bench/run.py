@@ -32,7 +32,6 @@ from longdraft.model.runner import TargetRunner
 
 WARM_UP_PROMPT, WARM_UP_TOKENS = 64, 4  # prompt tokens and new tokens
 
-
 BatchKey = tuple[str, int | None, tuple[str, ...]]
 """A batch's data set, context, and origins of its samples."""
 

@@ -47,14 +47,14 @@ def edit_similarity(text: str, answer: str) -> float:
 
 def choice(text: str, answer: str) -> float:
     """1 if "The correct answer is (X)" has the answer's letter; the brackets are optional."""
-    found = re.search(r"The correct answer is (?:\(([A-D])\)|([A-D]))", text.replace("*", ""))
-    return float(found is not None and (found[1] or found[2]) == answer.strip())
+    match = re.search(r"The correct answer is (?:\(([A-D])\)|([A-D]))", text.replace("*", ""))
+    return float(match is not None and (match[1] or match[2]) == answer.strip())
 
 
 def number(text: str, answer: str) -> float:
     r"""1 if a text's number is right: the last in ``\boxed{}``, else the first behind "answer is", else the last."""
-    boxed, stated = re.findall(r"\\boxed\{([^{}]*)\}", text), re.findall(r"(?i:answer is)(.*)", text)
-    for parts, index in ((boxed[-1:], -1), (stated[-1:], 0), ([text], -1)):
+    boxed, after_phrase = re.findall(r"\\boxed\{([^{}]*)\}", text), re.findall(r"(?i:answer is)(.*)", text)
+    for parts, index in ((boxed[-1:], -1), (after_phrase[-1:], 0), ([text], -1)):
         if candidates := [number for part in parts for number in _NUMBER.findall(part)]:
             return float(_value(candidates[index]) == _value((_NUMBER.findall(answer) or ["nan"])[-1]))
     return 0.0
@@ -62,9 +62,9 @@ def number(text: str, answer: str) -> float:
 
 def numbers(text: str, answer: str) -> float:
     """Share of a text's whole numbers that equal the answer's first one."""
-    found = re.findall(r"\d+", text)
+    candidates = re.findall(r"\d+", text)
     expected = re.findall(r"\d+", answer)[:1]
-    return sum([x] == expected for x in found) / len(found) if found else 0.0
+    return sum([x] == expected for x in candidates) / len(candidates) if candidates else 0.0
 
 
 def contains_answer(text: str, answer: str) -> float:
@@ -98,10 +98,10 @@ def rouge_l() -> Callable[[str, str], float]:
     return score
 
 
-ROUGE, CLASSES, FOUND = "rouge_l", "classes", "found"
+ROUGE, CLASSES, CONTAINS = "rouge_l", "classes", "found"
 _BY_REFERENCE: dict[str, Callable[[str, str], float]] = {
     "f1": f1, "edit_similarity": edit_similarity, "choice": choice, "number": number, "numbers": numbers,
-    FOUND: contains_answer,
+    CONTAINS: contains_answer,
 }  # fmt: skip
 METRICS = (*_BY_REFERENCE, ROUGE, CLASSES)
 """Names of all metrics."""
@@ -113,7 +113,7 @@ _DATASETS = {
     CLASSES: ("trec",),
     "choice": ("longbench-v2",),
     "number": ("aime24",),
-    FOUND: ("ruler", "niah_single", "niah_multikey", "niah_multivalue", "niah_multiquery", "vt"),
+    CONTAINS: ("ruler", "niah_single", "niah_multikey", "niah_multivalue", "niah_multiquery", "vt"),
 }
 
 
@@ -141,7 +141,7 @@ def score_answer(sample: Sample, text: str) -> float | None:
     if sample.metric == CLASSES:
         return max(class_match(text, answer, sample.classes) for answer in sample.answers)
     scores = [_BY_REFERENCE[sample.metric](text, answer) for answer in sample.answers]
-    return sum(scores) / len(scores) if sample.metric == FOUND else max(scores)
+    return sum(scores) / len(scores) if sample.metric == CONTAINS else max(scores)
 
 
 def missing_rouge_note(samples: Iterable[Sample]) -> str:

@@ -35,7 +35,7 @@ class Settings:
         batches: batch sizes, each measured.
         repeats: timed runs of each contender.
         raw: prompts are plain text, without the chat template.
-        asked: ``system`` and arguments of the chat template, such as ``enable_thinking``.
+        template_kwargs: ``system`` and arguments of the chat template, such as ``enable_thinking``.
         ignore_eos: decode on to ``max_tokens``.
         cold: every contender has a run with its own prefill, which gives its time to first token. If False, ``ar``
             does the prefill for all of longdraft's methods.
@@ -60,7 +60,7 @@ class Settings:
     plan: str | None = None
     offload: str | None = None
     profile: bool = False
-    asked: Mapping[str, Any] = field(default_factory=dict)
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         counts = {
