@@ -158,7 +158,9 @@ def train(config: Any, progress: Callable[..., None] = lambda *_: None, stop: Ca
     torch.manual_seed(config.seed)
     cell = Cell(runner.shared_parts.hidden_size)
     # Logits of unit size at first: a fresh cell is then unsure, not sure and wrong.
-    nn.init.constant_(cell.norm.weight, 1 / float(head_rows(runner.shared_parts.head, None).float().norm(dim=-1).median()))
+    nn.init.constant_(
+        cell.norm.weight, 1 / float(head_rows(runner.shared_parts.head, None).float().norm(dim=-1).median())
+    )
     sizes = {"hidden_size": runner.shared_parts.hidden_size, "trained_length": config.max_length}
     trainer = CellTrainer(cell, runner.shared_parts, kept)
     layers = (runner.kv_shape.layers - 1,)  # whose output it reads

@@ -1,6 +1,6 @@
 """longdraft: speculative decoding for long contexts, on Hugging Face models as they are.
 
-Names are imported when they are first used: ``import longdraft`` alone loads neither torch nor transformers.
+Names are imported at first use: ``import longdraft`` alone loads neither torch nor transformers.
 """
 
 from importlib import import_module
@@ -41,21 +41,21 @@ __all__ = [
     "register",
 ]
 
-_ROOMS = {
+_NAMES_BY_MODULE = {
     "engine.request": "Request", "engine.sampler": "Sampling", "engine.session": "Generation Session",
     "engine.stats": "Result Step", "memory.prompt_cache": "PromptCache", "methods": "compose methods register",
     "model.checkpoints": "LoadedModel", "model.loading": "load", "speculator": "Speculator",
 }  # fmt: skip
-_WHERE = {name: room for room, names in _ROOMS.items() for name in names.split()}
+_MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with gc_paused():
-        room = import_module(f"longdraft.{_WHERE[name]}")
-    return room if name == "methods" else getattr(room, name)
+        module = import_module(f"longdraft.{_MODULE_OF[name]}")
+    return module if name == "methods" else getattr(module, name)
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_WHERE]
+    return [*globals(), *_MODULE_OF]

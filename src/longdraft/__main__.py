@@ -4,13 +4,13 @@ import signal
 
 
 def run() -> None:
-    """The entry point of the command. Until it can answer Ctrl-C itself, that just ends the process."""
-    taken = signal.getsignal(signal.SIGINT)
-    if taken is signal.default_int_handler:  # not where it is ignored, as in the background
+    """The entry point of the command. Until the command handles Ctrl-C, that just ends the process."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:  # background jobs ignore it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from longdraft.cli.main import run
 
-    signal.signal(signal.SIGINT, taken)
+    signal.signal(signal.SIGINT, handler)
     run()
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 
 class LongdraftError(Exception):
-    """Base class: catch this to catch all of them."""
+    """Base class of all errors that longdraft raises on purpose."""
 
 
 class PromptError(LongdraftError, ValueError):
@@ -42,7 +42,7 @@ class CheckpointError(LongdraftError, OSError):
 
 
 class UnknownMethodError(LongdraftError, ValueError):
-    """No method goes by that name."""
+    """No method has that name."""
 
 
 class NumericalError(LongdraftError, ArithmeticError):
@@ -58,10 +58,10 @@ class ConfigError(LongdraftError, ValueError):
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line of another library's error without its full stop, or the error's type if it has no text."""
+    """The first line of another library's message without its full stop; the error's type if there is no message."""
     if isinstance(error, KeyError):
         return f"it lacks {error}"
-    if isinstance(error, pickle.UnpicklingError):  # whose own text advises to unpickle the file anyway
+    if isinstance(error, pickle.UnpicklingError):  # torch's message advises to unpickle the file anyway
         return "its .bin file is damaged or holds more than weights, and only weights are unpickled"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
@@ -72,7 +72,7 @@ def reason_of(error: BaseException) -> str:
 def values_checked(
     kind: type[LongdraftError] = RequestError, instead_of: tuple[type[Exception], ...] = (ValueError,)
 ) -> Iterator[None]:
-    """Turns errors of the types ``instead_of``, raised inside for a value from the user, into errors of ``kind``."""
+    """Turns errors of the types ``instead_of`` that a user's value causes inside into errors of ``kind``."""
     try:
         yield
     except LongdraftError:
@@ -82,14 +82,14 @@ def values_checked(
         raise kind(text if text.endswith("?") else f"{text}.") from error
 
 
-# What torch, oneDNN, C++ and the readers of files say of it.
+# How torch, oneDNN, C++ and file readers report it.
 _NO_MEMORY = re.compile("allocate memory|out of memory|bad_alloc|could not create a primitive$", re.IGNORECASE)
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """True if memory did not suffice, whoever says so, and whatever the error was turned into on its way."""
+    """True if an error, or one of its causes, reports that memory ran out."""
     cause: BaseException | None = error
-    seen: list[BaseException] = []  # causes may go round in a circle
+    seen: list[BaseException] = []  # causes may form a circle
     while cause is not None and cause not in seen:
         seen.append(cause)
         if isinstance(cause, MemoryError) or getattr(cause, "errno", None) == errno.ENOMEM:
@@ -102,8 +102,8 @@ def lacks_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_checked() -> Iterator[None]:
-    """Turns an error inside it into a MemoryBudgetError if memory did not suffice: a file that cannot be mapped is not
-    damaged."""
+    """Turns errors that report a lack of memory into MemoryBudgetError, so that a file that cannot be mapped does not
+    count as damaged."""
     try:
         yield
     except MemoryBudgetError:

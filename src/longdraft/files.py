@@ -1,4 +1,4 @@
-"""Files that others made: regular ones of a bounded size, numbers in declared ranges, errors that name the file."""
+"""Readers of untrusted files: checks of type, size and numbers, and errors that name the file."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from longdraft.errors import CheckpointError, LongdraftError, MemoryBudgetError,
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Bytes of a configuration, and of other files of text, such as the words of a tokenizer.
+# Most bytes of a configuration, and of other text files, such as a tokenizer's vocabulary.
 MAX_CONFIG_BYTES, MAX_TEXT_BYTES = 10 << 20, 200 << 20
-# Sizes that are believed without a tensor that has them, and items of a list in a configuration.
-_SIZES = _ITEMS = 1 << 16
-# Names of numbers, in configurations of transformers, of drafts and in GGUF files -> least and largest value; None: the
-# largest size of a tensor.
+# Largest size that is accepted without a tensor of that size, and most items of a list in a configuration.
+_MAX_SIZE = _MAX_ITEMS = 1 << 16
+# Names of numbers in configurations (transformers', drafts', GGUF) -> smallest and largest value. None: the largest
+# size of a tensor.
 _RANGES: tuple[tuple[str, float, float | None], ...] = (
     (r"((num_)?(hidden|decoder|encoder)_|n_|num_)layers|n_layer|(num_)?blocks|block_count", 0, 1024),
     (r"block_size|slots|fc_norm|(num_)?speculative_tokens", 0, 1024),
@@ -44,74 +44,72 @@ _RANGES: tuple[tuple[str, float, float | None], ...] = (
 
 
 def require_regular(path: Path, max_bytes: int | None = None) -> Path:
-    """The path, unless a device, a pipe or a socket is there, or a file of more than ``max_bytes`` bytes.
+    """Returns the path if it is a regular file, a folder or missing.
 
     Raises:
-        CheckpointError: one of these is there.
+        CheckpointError: it is a device, a pipe or a socket, or a file of more than ``max_bytes``.
     """
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
-        return path  # whoever opens it says why that fails
-    if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+        return path  # opening it raises the error
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         raise CheckpointError(f"{path} is a device, a pipe or a socket: give a file.")
-    if max_bytes is not None and found.st_size > max_bytes and stat.S_ISREG(found.st_mode):
-        raise CheckpointError(
-            f"{path} has {found.st_size:,} bytes, where at most {max_bytes:,} are read: fetch it again."
-        )
+    if max_bytes is not None and status.st_size > max_bytes and stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path} has {status.st_size:,} bytes, at most {max_bytes:,} are read: fetch it again.")
     return path
 
 
 def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """Reads the JSON object that a file holds.
+    """Reads a file that holds a JSON object.
 
     Raises:
-        CheckpointError: it holds none in UTF-8, is no regular file, or has more than ``max_bytes`` bytes.
-        FileNotFoundError: there is none.
+        CheckpointError: the file holds no JSON object in UTF-8, is not regular, or has more than ``max_bytes``.
+        FileNotFoundError: there is no such file.
     """
     if not path.exists():
         raise FileNotFoundError(errno.ENOENT, "There is no such file", str(path))
     with file_errors(path, f"{path} is not a valid JSON file", "Fetch it again."):
-        found = json.loads(require_regular(path, max_bytes).read_bytes().decode("utf-8"))
-        if not isinstance(found, dict):
+        value = json.loads(require_regular(path, max_bytes).read_bytes().decode("utf-8"))
+        if not isinstance(value, dict):
             raise ValueError("it holds no JSON object")
-        return found
+        return value
 
 
 def read_weight_index(path: Path) -> dict[str, Path]:
-    """The file of each tensor, by the tensor's name, of a weight index: they lie in the index's folder.
+    """Reads a weight index: name of a tensor -> its file, in the index's folder.
 
     Raises:
-        CheckpointError: it is no weight index, or names files elsewhere.
+        CheckpointError: the file is no weight index, or names files outside its folder.
     """
     with file_errors(path, f"{path} is not a weight index", "Fetch it again."):
-        found = {name: path.parent / file for name, file in read_json(path, MAX_TEXT_BYTES)["weight_map"].items()}
-        if outside := [file for file in found.values() if ".." in file.parts or not file.is_relative_to(path.parent)]:
+        files = {name: path.parent / file for name, file in read_json(path, MAX_TEXT_BYTES)["weight_map"].items()}
+        if outside := [file for file in files.values() if ".." in file.parts or not file.is_relative_to(path.parent)]:
             raise ValueError(f"it names {outside[0]}, which is not in its folder")
-        return found
+        return files
 
 
 def check_numbers(values: Any, file: Path | str, max_size: int = 1 << 24) -> None:
-    """Checks numbers of a configuration, those within lists and mappings too, before anything is built of them.
+    """Checks the numbers of a configuration, also in lists and mappings, before anything is built from them.
 
     Args:
         max_size: the largest size of a tensor of its weights.
 
     Raises:
-        CheckpointError: a number is outside of its range, or not finite; a list is too long.
+        CheckpointError: a number is outside its range or not finite, or a list is too long.
     """
-    left: list[tuple[str, Any]] = [("", values)]
-    while left:
-        name, value = left.pop()
+    todo: list[tuple[str, Any]] = [("", values)]
+    while todo:
+        name, value = todo.pop()
         if isinstance(value, Mapping):
-            left += [(str(key), each) for key, each in value.items()]
+            todo += [(str(key), item) for key, item in value.items()]
         elif isinstance(value, list | tuple):
-            if len(value) > _ITEMS:
-                raise CheckpointError(f"{file} has {name[:99]} with {len(value):,} items, of at most {_ITEMS:,}.")
-            left += [(name, each) for each in value]
+            if len(value) > _MAX_ITEMS:
+                raise CheckpointError(f"{file} has {name[:99]} with {len(value):,} items, of at most {_MAX_ITEMS:,}.")
+            todo += [(name, item) for item in value]
         elif isinstance(value, int | float):
             low, high = _range(name.rpartition(".")[2])
-            high = max(max_size, _SIZES) if high is None else high
+            high = max(max_size, _MAX_SIZE) if high is None else high
             if not low <= value <= high:
                 shown = f"{value:g}" if isinstance(value, float) else str(value)[:40]
                 raise CheckpointError(f"{file} has {name[:99]} {shown}, which is not from {low:g} to {high:g}.")
@@ -119,12 +117,12 @@ def check_numbers(values: Any, file: Path | str, max_size: int = 1 << 24) -> Non
 
 @functools.lru_cache(1024)
 def _range(name: str) -> tuple[float, float | None]:
-    return next((least, most) for names, least, most in _RANGES if re.fullmatch(names, name, re.DOTALL))
+    return next((low, high) for pattern, low, high in _RANGES if re.fullmatch(pattern, name, re.DOTALL))
 
 
 @contextmanager
 def errors_name(file: Path | str) -> Iterator[None]:
-    """Has the errors of longdraft that are raised inside name a file."""
+    """Context in which longdraft's errors get the file's name in front, unless they have it."""
     try:
         yield
     except LongdraftError as error:
@@ -137,45 +135,46 @@ def errors_name(file: Path | str) -> Iterator[None]:
 def file_errors(
     file: Path | str, failure: str, remedy: str = "", kind: type[LongdraftError] = CheckpointError
 ) -> Iterator[None]:
-    """The boundary of a reader: any error that a bad file sets off inside becomes an error of longdraft's own.
+    """Context of a reader, in which any error that a bad file causes becomes an error of longdraft.
 
     Args:
-        file: what is read, which every error names.
-        failure, remedy: beginning and end of the message of the ``kind``; the reason comes between them.
+        file: the file that is read; every error names it.
+        failure, remedy: beginning and end of the message. The reason stands between them.
+        kind: class of the errors.
     """
     try:
         with errors_name(file):
             yield
     except LongdraftError:
         raise
-    except BaseException as error:  # no list of types would be complete, and panics of Rust are no Exceptions
+    except BaseException as error:  # any type is possible, and Rust's panics are no Exceptions
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        if type(error).__name__ == "OutOfMemoryError":  # of a GPU
+        if type(error).__name__ == "OutOfMemoryError":  # a GPU's
             raise
         if lacks_memory(error):
             raise MemoryBudgetError(f"{failure}: there is not enough memory.") from error
         raise kind(f"{failure}: {reason_of(error)}. {remedy}".rstrip()) from error
 
 
-def reads(what: str, remedy: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def reports_file_errors(subject: str, remedy: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator of a function that reads a file or folder, its first argument (or its class's): :func:`file_errors`."""
 
-    def bounded(read: Callable[P, R]) -> Callable[P, R]:
+    def decorate(read: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(read)
-        def reading(*args: P.args, **kwargs: P.kwargs) -> R:
-            file = next(str(each) for each in (*args, *kwargs.values()) if isinstance(each, str | os.PathLike))
-            with file_errors(file, f"{what} {file} cannot be read", remedy):
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+            file = next(str(x) for x in (*args, *kwargs.values()) if isinstance(x, str | os.PathLike))
+            with file_errors(file, f"{subject} {file} cannot be read", remedy):
                 return read(*args, **kwargs)
 
-        return reading
+        return wrapped
 
-    return bounded
+    return decorate
 
 
 @contextmanager
 def open_safetensors(path: Path, remedy: str) -> Iterator[Any]:
-    """An open safetensors file, and the boundary of what is read from it: :func:`file_errors`."""
+    """Opens a safetensors file, with :func:`file_errors` around what is read from it."""
     from safetensors import safe_open
 
     with file_errors(path, f"{path} cannot be read", remedy), safe_open(require_regular(path), framework="pt") as file:
@@ -184,22 +183,22 @@ def open_safetensors(path: Path, remedy: str) -> Iterator[Any]:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """A path to write to, which then takes the place of ``path``: the file appears whole or not at all.
+    """Yields a temporary path to write to, which then replaces ``path``: the file appears complete or not at all.
 
     Raises:
-        CheckpointError: it cannot be written. What was there is kept.
+        CheckpointError: the file cannot be written. An earlier one stays.
     """
     from safetensors import SafetensorError
 
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")  # processes that train together may write the same
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")  # processes of one training run may write the same file
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield part
         part.replace(path)
-    except CheckpointError:  # of another file
+    except CheckpointError:  # about another file
         raise
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be written: {error}. What is there already is kept.") from error
+        raise CheckpointError(f"{path} cannot be written: {error}. An earlier file stays as it is.") from error
     finally:
         with suppress(OSError):
             part.unlink(missing_ok=True)

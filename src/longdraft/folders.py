@@ -1,4 +1,4 @@
-"""The folder where the package keeps measured costs and compiled kernels; and names of GGUF files."""
+"""The cache folder of measured costs and compiled kernels; and the test for GGUF file names."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ logger = logging.getLogger("longdraft")
 
 
 def is_gguf(name: str | os.PathLike[str]) -> bool:
-    """True if a name is that of a GGUF file, which need not exist."""
+    """True for the name of a GGUF file, which need not exist."""
     path = Path(name)
     return path.suffix == ".gguf" and not path.is_dir()
 
 
 def cache_folder() -> Path:
-    """$LONGDRAFT_CACHE, or ``longdraft`` in the user's cache folder. If it is missing, it is made for this user alone.
+    """$LONGDRAFT_CACHE, or ``longdraft`` in the user's cache folder. It is created for this user alone.
 
-    For a user without a home directory it is a folder among the temporary files, another one for each process.
+    A user without a home directory gets a temporary folder for each process.
     """
-    own, shared = os.environ.get("LONGDRAFT_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    custom, xdg = os.environ.get("LONGDRAFT_CACHE"), os.environ.get("XDG_CACHE_HOME")
     try:
-        folder = Path(own).expanduser() if own else (Path(shared) if shared else Path.home() / ".cache") / "longdraft"
-    except RuntimeError:  # no home, as for a container's user without an entry
+        folder = Path(custom).expanduser() if custom else (Path(xdg) if xdg else Path.home() / ".cache") / "longdraft"
+    except RuntimeError:  # no home, as for a container's user that has no passwd entry
         return _temporary()
     with suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -35,7 +35,7 @@ def cache_folder() -> Path:
 
 @cache
 def _temporary() -> Path:
-    """A private folder of this process."""
+    """A temporary folder of this process."""
     folder = Path(tempfile.mkdtemp(prefix="longdraft-"))
     logger.warning(
         "There is no home directory: the model, kernels and costs are in %s, for this process alone. Set "

@@ -1,7 +1,7 @@
-"""Memory in large pages, for weights that are read once a step; those of a file can be taken before they are needed.
+"""Memory in transparent huge pages for model weights, which can be faulted in before the weights are loaded.
 
-The system clears a page, and a virtual machine finds one, when it is first written to. While Python imports torch and
-transformers, which keeps one core busy for three seconds, another can do that.
+The first write to a page makes the system clear it (and a virtual machine find one). Another core can do that while
+Python imports torch and transformers, which keeps one core busy for three seconds.
 """
 
 from __future__ import annotations
@@ -13,67 +13,67 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
 
-_LEAST = 256 << 20  # bytes of a file for which it pays
-_STEP = 64 << 20  # bytes that are written at a time: in between, Python waits for the thread that imports
+_MIN_FILE_BYTES = 256 << 20  # prefaulting does not pay for smaller files
+_STEP = 64 << 20  # bytes cleared at a time; in between, the importing thread gets its turn
 
-_begun: tuple[mmap.mmap, Thread, Event] | None = None
+_prefaulting: tuple[mmap.mmap, Thread, Event] | None = None
 
 
 def allocate(size: int) -> mmap.mmap | None:
-    """So many bytes of zeros, in large pages where Linux has some; None on a system without such memory.
+    """Allocates ``size`` zero bytes, in huge pages if Linux has some; None on a system without them.
 
-    What is read once a step is mostly not in the caches, and with small pages the processor would look for a page's
-    place every 4 KiB.
+    Weights are read once a step and mostly miss the caches. With small pages, the processor would also look up an
+    address (a TLB miss) every 4 KiB.
     """
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
     pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them
+    with suppress(OSError):  # a Linux kernel without huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
 
 
-def prefault(path: str | os.PathLike[str] | None, available: int, min_bytes: int = _LEAST) -> None:
-    """Begins to take memory for the weights of a GGUF file, and to read the file, in the background.
+def prefault(path: str | os.PathLike[str] | None, available: int, min_bytes: int = _MIN_FILE_BYTES) -> None:
+    """Starts in the background to fault in memory for a GGUF file's weights, and to read the file.
 
-    Does nothing for another path, for a file below ``min_bytes`` bytes, and if twice its size is not ``available``.
+    Does nothing for another kind of file, one below ``min_bytes``, or one of more than half the ``available`` bytes.
     """
-    global _begun
-    if _begun is not None or not os.fspath(path or "").endswith(".gguf"):
+    global _prefaulting
+    if _prefaulting is not None or not os.fspath(path or "").endswith(".gguf"):
         return
-    # Whoever loads the model says what is wrong with its file.
+    # Loading the model reports what is wrong with its file.
     with suppress(OSError, RuntimeError, ValueError):
         file = Path(path or "").expanduser()
         size = file.stat().st_size if file.is_file() else 0
         if min_bytes <= size <= available // 2 and (pages := allocate(size)) is not None:
             with file.open("rb") as read:
                 os.posix_fadvise(read.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
-            over = Event()
-            thread = Thread(target=_write, args=(pages, over), daemon=True)
+            stop = Event()
+            thread = Thread(target=_fault_in, args=(pages, stop), daemon=True)
             thread.start()
-            _begun = pages, thread, over
+            _prefaulting = pages, thread, stop
 
 
-def _write(pages: mmap.mmap, over: Event) -> None:
-    """Writes to every page, until they are taken."""
-    first = ctypes.addressof(ctypes.c_char.from_buffer(pages))
-    for at in range(0, len(pages), _STEP):
-        if over.is_set():
+def _fault_in(pages: mmap.mmap, stop: Event) -> None:
+    """Writes to one page after another, until all are written or ``stop`` is set."""
+    base = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+    for offset in range(0, len(pages), _STEP):
+        if stop.is_set():
             return
-        ctypes.memset(first + at, 0, min(_STEP, len(pages) - at))
+        ctypes.memset(base + offset, 0, min(_STEP, len(pages) - offset))
 
 
 def take_prefaulted(size: int) -> mmap.mmap | None:
-    """The memory that was begun, which nobody else gets then; None if so many bytes do not fit it."""
-    global _begun
-    if _begun is None:
+    """Hands over the prefaulted memory, once; None if there is none or it has fewer than ``size`` bytes."""
+    global _prefaulting
+    if _prefaulting is None:
         return None
-    (pages, thread, over), _begun = _begun, None
-    over.set()
-    thread.join()  # it would write to what is somebody's by then
+    (pages, thread, stop), _prefaulting = _prefaulting, None
+    stop.set()
+    thread.join()  # it must not write to memory that has an owner
     return pages if len(pages) >= size else None
 
 
 def drop_prefaulted() -> None:
-    """Gives the memory that was begun back, if nobody took it."""
+    """Frees the prefaulted memory, if nothing took it."""
     take_prefaulted(0)

@@ -1,4 +1,4 @@
-"""Files of JSON lines that a run adds to and a later one goes on with, such as results, answers and training text."""
+"""JSON Lines files that a run appends to and a later run continues, such as results, answers and training data."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from longdraft.files import file_errors, require_regular
 
 
 class JsonLines:
-    """A file that rows are appended to, behind its last whole line: what a killed process left of one is overwritten.
+    """A JSON Lines file to append rows to. A line that a killed process left incomplete is overwritten.
 
     Nothing is written before the first row.
 
     Args:
-        take: called with the number of each line that is there, from 1, and what it holds. An exception says that it is
-            none of this file's.
-        seconds: between two calls of fsync; 0: a row is on the disk once :meth:`append` returns.
+        on_line: called with the number (from 1) and the value of each existing line. It raises for a line that does not
+            belong to this file.
+        fsync_seconds: time between two calls of fsync; 0: a row is on the disk once :meth:`append` returns.
 
     Attributes:
-        num_lines: lines of the file.
+        num_lines: number of lines in the file.
 
     Raises:
-        CheckpointError: it cannot be read, or has a line that is damaged or none of this file's. What ``on_line`` raises
-            of longdraft's own.
+        CheckpointError: the file cannot be read, or has a line that is damaged or does not belong to it. Errors of
+            longdraft that ``on_line`` raises pass through.
     """
 
     def __init__(self, path: Path, on_line: Callable[[int, Any], object], fsync_seconds: float = 0.0) -> None:
@@ -46,19 +46,19 @@ class JsonLines:
                 self.num_lines, self._end = number, self._end + len(line)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Adds a row.
+        """Appends a row.
 
         Raises:
-            CheckpointError: it cannot be written, as on a full disk. The rows before it are kept.
+            CheckpointError: it cannot be written, for example on a full disk. The rows before it stay.
         """
         line = json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
         try:
             with require_regular(self.path).open("ab", buffering=0) as file:
                 if file.tell() > self._end:
                     file.truncate(self._end)
-                left = memoryview(line)
-                while left:
-                    left = left[file.write(left) or 0 :]
+                rest = memoryview(line)
+                while rest:
+                    rest = rest[file.write(rest) or 0 :]
                 if time.monotonic() - self._synced >= self._seconds:
                     os.fsync(file.fileno())
                     self._synced = time.monotonic()
@@ -66,8 +66,8 @@ class JsonLines:
             with suppress(OSError):
                 os.truncate(self.path, self._end)
             raise CheckpointError(
-                f"{self.path} cannot be written: {error.strerror}. Its {self.num_lines} lines are whole: make room, and "
-                "run the same command again to go on."
+                f"{self.path} cannot be written: {error.strerror}. Its {self.num_lines} lines are complete: make room, "
+                "and run the same command again to go on."
             ) from error
         self.num_lines, self._end = self.num_lines + 1, self._end + len(line)
 

@@ -1,12 +1,12 @@
-"""Options of methods and arguments of calls: declared once, checked, and explained if they are wrong.
+"""Options of methods and arguments of calls: declared once as dataclass fields, and checked.
 
-An option is a field of a dataclass, and everything else is derived from that::
+An option is a field of a dataclass::
 
     @dataclass(frozen=True)
     class LookupOptions(Options):
         lookup: bool = option(False, help="also propose tokens by suffix lookup")
 
-Python keywords, ``-o name=value``, ``--help``, the page of options and error messages come from these fields.
+Python keywords, ``-o name=value``, ``--help``, the page of options and error messages are derived from these fields.
 A drafter, or a function that builds one, lists its dataclasses in ``options`` (:func:`takes`).
 """
 
@@ -41,11 +41,11 @@ class Option:
     """One option of a method, or one setting of a training run.
 
     Attributes:
-        kind: int, float, bool, str, tuple or object (anything). items: the kind of a tuple's items.
-        default: the value if it is not given. usual: the default in words, if it depends on other things.
-        least, above, most, below: limits of a number, or of each item. choices: the values of a text; none: any text.
-        size: how many items a tuple has; None: any number.
-        aliases: other names that are accepted.
+        kind: type of the value: int, float, bool, str, tuple or object (any). items: type of a tuple's items.
+        default: the default value. usual: the default in words, if it depends on other options.
+        least, above, most, below: limits of a number, or of each item. choices: the allowed strings; empty: any.
+        size: number of a tuple's items; None: any number.
+        aliases: other accepted names.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Option:
 
     @property
     def range(self) -> str:
-        """The values that it takes, in words: "a whole number of at least 1"."""
+        """The allowed values in words: "a whole number of at least 1"."""
         if self.choices:
             *others, last = self.choices
             return f"{', '.join(others)} or {last}" if others else last
@@ -75,7 +75,7 @@ class Option:
 
     @property
     def default_in_words(self) -> str:
-        """The default as a table shows it; empty if there is none."""
+        """The default as tables show it; empty without one."""
         if self.usual or self.default in (None, ()):
             return self.usual
         if isinstance(self.default, tuple):
@@ -83,7 +83,7 @@ class Option:
         return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
 
     def check(self, value: Any) -> None:
-        """Raises ValueError for a value that the option does not take. It takes its default, whatever that is."""
+        """Raises ValueError for a value that is not allowed. The default always is."""
         if value is not self.default and not self._takes(value):
             raise ValueError(f"{self.name} must be {self.range}, got {value!r}")
 
@@ -113,7 +113,7 @@ class Option:
 
 
 def number(text: str) -> int | float | str:
-    """The number that a text says, or the text."""
+    """Parses a number; text that is none is returned as it is."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -122,25 +122,25 @@ def number(text: str) -> int | float | str:
     return text
 
 
-def option(default: Any = None, *, help: str, min: float | None = None, **more: Any) -> Any:
+def option(default: Any = None, *, help: str, min: float | None = None, **attributes: Any) -> Any:
     """A field of an :class:`Options` dataclass.
 
     Args:
-        min: ``least`` of its :class:`Option`. more: its other attributes, as ``choices``, ``usual``, ``aliases``.
+        min: ``least`` of the :class:`Option`; the others are its attributes, such as ``choices`` and ``aliases``.
     """
-    return dataclasses.field(default=default, metadata={"help": help, "least": min, **more})
+    return dataclasses.field(default=default, metadata={"help": help, "least": min, **attributes})
 
 
 class Options:
-    """Base of the dataclasses that declare options. Their values are checked when an instance is made.
+    """Base class of the dataclasses that declare options. Making an instance checks its values.
 
     Raises:
-        ValueError: a value that an option does not take.
+        ValueError: a value that is not allowed.
     """
 
     def __post_init__(self) -> None:
-        for name, each in declared(type(self)).items():
-            each.check(getattr(self, name))
+        for name, declaration in declared(type(self)).items():
+            declaration.check(getattr(self, name))
 
     def given(self) -> dict[str, Any]:
         """The options that are not None, by name."""
@@ -150,8 +150,8 @@ class Options:
 
 def declared(group: type[Any]) -> dict[str, Option]:
     """The options that a dataclass declares, by name."""
-    kind: Any = group  # hashable, which mypy does not see
-    return dict(_declared(kind))
+    hashable: Any = group  # mypy does not see that it is
+    return dict(_declared(hashable))
 
 
 @cache
@@ -166,15 +166,15 @@ def _declared(group: Any) -> dict[str, Option]:
 
 def _kinds(hint: Any) -> dict[str, Any]:
     """``kind`` and ``items`` of an option, from its annotation without ``| None``."""
-    among = [each for each in get_args(hint) if each is not type(None)] if type(None) in get_args(hint) else [hint]
-    kind = among[0] if len(among) == 1 else object
+    types = [t for t in get_args(hint) if t is not type(None)] if type(None) in get_args(hint) else [hint]
+    kind = types[0] if len(types) == 1 else object
     if getattr(kind, "__origin__", None) is tuple:
         return {"kind": tuple, "items": get_args(kind)[0]}
     return {"kind": kind if kind in _KINDS else object}
 
 
 def takes(*groups: type[Options]) -> Callable[[F], F]:
-    """Decorator of a function that builds a drafter or a schedule from keyword options: which ones it takes."""
+    """Decorator that lists the option dataclasses of a function that builds a drafter or a verifier."""
 
     def mark(factory: F) -> F:
         factory.options = groups  # type: ignore[attr-defined]
@@ -184,60 +184,58 @@ def takes(*groups: type[Options]) -> Callable[[F], F]:
 
 
 def options_of(factory: Callable[..., Any]) -> dict[str, Option]:
-    """The options that a factory takes, by name: those it lists in ``options``, and its own keywords.
-
-    The keywords of a :func:`functools.partial` are the defaults of the options of these names.
-    """
+    """The options of a factory by name: those of its dataclasses in ``options``, and its keyword parameters. Keywords
+    of a :func:`functools.partial` become defaults."""
     if isinstance(factory, partial):
         known = options_of(factory.func)
         return {n: dataclasses.replace(o, default=factory.keywords.get(n, o.default)) for n, o in known.items()}
-    found = {name: each for group in getattr(factory, "options", ()) for name, each in declared(group).items()}
+    options = {name: o for group in getattr(factory, "options", ()) for name, o in declared(group).items()}
     for name, parameter in inspect.signature(factory).parameters.items():
         if parameter.kind is not parameter.VAR_KEYWORD and not name.startswith("_"):
             default = None if parameter.default is parameter.empty else parameter.default
             kind = type(default) if type(default) in _KINDS else object
-            found.setdefault(name, Option(name, kind, default, _DRAFT if name == "draft" else ""))
-    return found
+            options.setdefault(name, Option(name, kind, default, _DRAFT if name == "draft" else ""))
+    return options
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names with commas between; "none" without any."""
+    """Joins names with commas; "none" if there are none."""
     return ", ".join(names) or "none"
 
 
 def checked(owner: str, given: Mapping[str, Any], known: Mapping[str, Option]) -> dict[str, Any]:
-    """Options by their official names, in place of aliases.
+    """Checks options, and returns them with official names in place of aliases.
 
     Args:
-        owner: what takes the options, for messages.
+        owner: the method or command that has the options, for messages.
 
     Raises:
-        ValueError: an option that is not known or given by two of its names, or a value that it does not take.
+        ValueError: an unknown option, one given by two of its names, or a value that is not allowed.
     """
-    names = {alias: each.name for each in known.values() for alias in each.aliases if alias not in known}
+    names = {alias: o.name for o in known.values() for alias in o.aliases if alias not in known}
     for alias, official in names.items():
         if alias in given and official in given:
             raise ValueError(f"{alias} is another name of {official}: give one of them")
-    found = {names.get(name, name): value for name, value in given.items()}
-    for name, value in found.items():
+    values = {names.get(name, name): value for name, value in given.items()}
+    for name, value in values.items():
         if name not in known:
             advice = suggestion(name, known) or f"it has {listed(known)}."
             raise ValueError(f"{owner} has no option {name}: {advice}")
         known[name].check(value)
-    return found
+    return values
 
 
 def parse(owner: str, given: Mapping[str, Any], *groups: type[Options]) -> tuple[Any, ...]:
-    """An instance of each dataclass, from flat keywords; for ``owner`` and errors, see :func:`checked`."""
-    found = checked(owner, given, {name: each for group in groups for name, each in declared(group).items()})
-    return tuple(group(**{n: v for n, v in found.items() if n in declared(group)}) for group in groups)
+    """Makes an instance of each dataclass from flat keywords; ``owner`` and errors are those of :func:`checked`."""
+    values = checked(owner, given, {name: o for group in groups for name, o in declared(group).items()})
+    return tuple(group(**{n: v for n, v in values.items() if n in declared(group)}) for group in groups)
 
 
 def no_option(name: str, known: Iterable[str], methods: Mapping[str, Iterable[str]]) -> ValueError:
-    """The error for an option that no method has which is chosen by itself.
+    """The error for an option that none of the default methods has.
 
     Args:
-        known: the options of those. methods: the options of every method, by its name.
+        known: the options of the default methods. methods: method -> its options, for all methods.
     """
     owners = [method for method, options in methods.items() if name in options]
     advice = f"it is one of {', '.join(owners)}; name the method." if owners else ""
@@ -246,10 +244,10 @@ def no_option(name: str, known: Iterable[str], methods: Mapping[str, Iterable[st
 
 
 def method_in(methods: Mapping[str, T], name: str) -> T:
-    """The entry of a method.
+    """Looks up a method's entry.
 
     Raises:
-        UnknownMethodError: listing the names there are.
+        UnknownMethodError: the name is unknown; the message lists all names.
     """
     try:
         return methods[name]
@@ -265,16 +263,16 @@ def method_in(methods: Mapping[str, T], name: str) -> T:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """A suggestion for an unknown name, to follow a colon in a message; empty if there is none."""
+    """A suggestion for an unknown name, for the end of a message; empty without one."""
     close = get_close_matches(name, [*known], n=1, cutoff=0.7)
     return f"did you mean {close[0]}?" if close else ""
 
 
 def whole_number(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """A whole number in a range.
+    """Checks a whole number and returns it as an int.
 
     Raises:
-        RequestError: the value is no whole number, or outside the range.
+        RequestError: the value is no whole number, or outside ``least`` to ``most``.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise RequestError(f"{name} must be a whole number, got {value!r}")

@@ -1,7 +1,7 @@
-"""The choice of a method: from a user's words to the parts of a run.
+"""Resolves a user's method and options to the drafter and the verifier of a run.
 
-:func:`resolve` turns a name and options into a method as far as possible without a target, :func:`recipe_for` settles
-the rest for a target, and a :class:`Recipe` builds drafter and schedule.
+:func:`resolve` checks a name and options as far as possible without a target, :func:`recipe_for` decides the rest for a
+target, and a :class:`Recipe` builds drafter and verifier.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from longdraft.options import listed, no_option
 
 @dataclass(frozen=True)
 class Recipe:
-    """A method with its options, settled for a target.
+    """A method with its options for a target.
 
     Attributes:
-        drafting_method: the method whose drafter it takes; usually itself.
-        options: the method's own and the drafter's, with a loaded draft if one is needed.
-        use_chains: its drafter proposes chains, unless the options shape a tree.
+        drafting_method: the method that provides the drafter; usually ``method`` itself.
+        options: options of the verifier and the drafter, with a loaded draft if one is needed.
+        use_chains: the drafter proposes chains, unless the options shape a tree.
     """
 
     method: Method
@@ -45,14 +45,14 @@ class Recipe:
     use_chains: bool = False
 
     def drafter(self) -> Drafter:
-        """A fresh drafter, for one run."""
+        """Builds a new drafter, for one run."""
         assert self.drafting_method.drafter is not None
-        options = self._of(self.drafting_method.drafter_options)
+        options = self._select(self.drafting_method.drafter_options)
         lookup, earlier = False, 0
         if "lookup" in self.drafting_method.drafter_options:
             lookup, earlier = options.pop("lookup", lookup), options.pop("earlier", earlier)
             if earlier and not lookup:
-                raise ValueError("earlier is for lookups: give lookup=true too, or leave it out")
+                raise ValueError("earlier is an option of lookups: give lookup=true too, or leave it out")
         drafter = self.drafting_method.drafter(**options)
         if lookup:
             drafter = CombinedDrafter(SuffixDrafter(earlier=earlier), drafter)
@@ -61,36 +61,36 @@ class Recipe:
         return drafter
 
     def verifier(self) -> Verifier:
-        """A fresh schedule, for one run."""
-        return self.method.verifier(**self._of(self.method.verifier_options))
+        """Builds a new verifier, for one run."""
+        return self.method.verifier(**self._select(self.method.verifier_options))
 
     @property
     def is_plannable(self) -> bool:
-        """True if a planner can size its trees, that is, if anything drafts."""
+        """True if it drafts, so that a planner can size its trees."""
         return self.drafting_method.drafter is not NoDrafter
 
-    def _of(self, known: Iterable[str]) -> dict[str, Any]:
-        return {name: self.options[name] for name in known if name in self.options}
+    def _select(self, names: Iterable[str]) -> dict[str, Any]:
+        return {name: self.options[name] for name in names if name in self.options}
 
 
 def resolve(name: str | Path | Method | None, options: Mapping[str, Any]) -> tuple[Method | None, dict[str, Any]]:
-    """The method and the options that a user's words stand for, checked as far as possible without a target.
+    """Resolves a method's name and options, and checks them as far as possible without a target.
 
     Args:
-        name: a method, its name, or a draft folder (or GGUF file). None leaves the choice to :func:`recipe_for`.
-        options: the method's own; a draft folder among them is read.
+        name: a method, its name, or a draft folder (or GGUF file). None: :func:`recipe_for` chooses.
+        options: the method's options. The draft folder among them, if any, is read.
 
     Raises:
-        UnknownMethodError: neither a method nor a folder.
+        UnknownMethodError: the name is neither a method nor a folder.
         CheckpointError: the draft cannot be read.
-        ValueError: an option that the method does not have, or a value it cannot use.
+        ValueError: an option that the method does not have, or an unusable value.
     """
     options = dict(options)
-    method = _method_of(name, options)
+    method = _find_method(name, options)
     if method is None:
-        for each in _able(options):
-            if not each.needs_draft:
-                _built(each, each, each.check_options(options))
+        for default in _suitable_defaults(options):
+            if not default.needs_draft:
+                _checked_recipe(default, default, default.check_options(options))
         return None, options
     options = method.check_options(options)
     if method.takes_draft and isinstance(options.get("draft"), str | Path):
@@ -99,14 +99,14 @@ def resolve(name: str | Path | Method | None, options: Mapping[str, Any]) -> tup
     draft = options.get("draft")
     if draft is not None and method.draft_kind not in (None, draft.kind):
         raise CheckpointError(f"{draft.folder} holds a draft for {draft.kind}, not for {method.draft_kind}.")
-    drafting = _drafting(method, options, None)
-    if not drafting.needs_draft or draft is not None:
-        _built(method, drafting, options)
+    drafting_method = _choose_drafting_method(method, options, None)
+    if not drafting_method.needs_draft or draft is not None:
+        _checked_recipe(method, drafting_method, options)
     return method, options
 
 
-def _method_of(name: str | Path | Method | None, options: dict[str, Any]) -> Method | None:
-    """The method that is meant; a draft folder given as the name becomes the option ``draft``."""
+def _find_method(name: str | Path | Method | None, options: dict[str, Any]) -> Method | None:
+    """Looks up a method. A draft folder in place of the name becomes the option ``draft``."""
     draft = options.get("draft")
     if draft is not None and not isinstance(draft, str | Path | Draft):
         raise ValueError(f"draft takes a draft folder, got {draft!r}")
@@ -131,82 +131,82 @@ def _method_of(name: str | Path | Method | None, options: dict[str, Any]) -> Met
 
 
 def recipe_for(method: Method | None, options: Mapping[str, Any], runner: TargetRunner, lookup: bool = False) -> Recipe:
-    """The method, drafter and options that decode a target.
+    """Chooses method, drafter and options for a target.
 
     Args:
-        method, options: as :func:`resolve` returns them. Without a method: the first of ``DEFAULTS`` that is suitable.
-        lookup: without a method, also propose tokens by suffix lookup, unless the options say otherwise.
+        method, options: as :func:`resolve` returns them. Without a method, the first suitable of ``DEFAULT_METHODS``.
+        lookup: without a method, also draft by suffix lookup, unless the options say otherwise.
 
     Raises:
-        CapabilityError: the method needs a draft, none is given, and none of the shipped ones fits the target.
+        CapabilityError: the method needs a draft, the options name none, and no shipped one fits the target.
         CheckpointError: the draft was made for another target.
-        UnsupportedModelError: the target takes no trained drafts.
-        ValueError: an option that the method does not have, or a value it cannot use.
+        UnsupportedModelError: the target supports no trained drafts.
+        ValueError: an option that the method does not have, or an unusable value.
     """
     if method is None:
-        able = _able(options)
-        # Self-drafting is worth its forwards if a planner sizes the drafts.
-        suitable = [m for m in able if m.drafter is not SelfDrafter or (lookup and m.is_worthwhile(runner))]
-        method = next((m for m in suitable if _ready(m, options, runner)), able[-1])
+        defaults = _suitable_defaults(options)
+        # Self-drafting pays for its forwards only if a planner sizes the drafts.
+        worthwhile = [m for m in defaults if m.drafter is not SelfDrafter or (lookup and m.is_worthwhile(runner))]
+        method = next((m for m in worthwhile if _has_draft(m, options, runner)), defaults[-1])
         if lookup and "lookup" in method.options:
             options = {"lookup": True, **options}
     options = method.check_options(options)
-    drafting = _drafting(method, options, runner)
-    if drafting.needs_draft:
+    drafting_method = _choose_drafting_method(method, options, runner)
+    if drafting_method.needs_draft:
         if options.get("draft") is None:
-            options["draft"] = KINDS[drafting.draft_kind or ""].load(_needed(drafting, runner))
-        options["draft"].bind(runner)  # refuses a target that the draft was not made for
-    if options.get("earlier"):  # kept for all runs with this target
+            options["draft"] = KINDS[drafting_method.draft_kind or ""].load(_require_draft(drafting_method, runner))
+        options["draft"].bind(runner)  # refuses another target than the draft's
+    if options.get("earlier"):  # shared by all runs with this target
         options["earlier"] = RequestHistory(options["earlier"])
-    return replace(_built(method, drafting, options), use_chains=runner.branching_is_expensive)
+    return replace(_checked_recipe(method, drafting_method, options), use_chains=runner.branching_is_expensive)
 
 
-def _able(options: Mapping[str, Any]) -> list[Method]:
+def _suitable_defaults(options: Mapping[str, Any]) -> list[Method]:
     """The default methods that have all of the options.
 
     Raises:
-        ValueError: none of them has, or a value that an option does not take.
+        ValueError: no default method has all of them, or a value is not allowed.
     """
     defaults = [METHODS[name] for name in DEFAULT_METHODS]
-    known = [{name: m for each in m.options.values() for name in (each.name, *each.aliases)} for m in defaults]
-    able = [m for m, names in zip(defaults, known, strict=True) if set(options) <= set(names)]
-    for m in able:
+    option_names = [[name for o in m.options.values() for name in (o.name, *o.aliases)] for m in defaults]
+    suitable = [m for m, names in zip(defaults, option_names, strict=True) if set(options) <= set(names)]
+    for m in suitable:
         m.check_options(options)
-    if able:
-        return able
-    names = dict.fromkeys(name for each in known for name in each)
-    unknown = next((name for name in options if name not in names), None)
+    if suitable:
+        return suitable
+    all_names = dict.fromkeys(name for names in option_names for name in names)
+    unknown = next((name for name in options if name not in all_names), None)
     if unknown is None:
-        raise ValueError(f"No method that is chosen by itself has {' and '.join(options)} together: name the method")
-    raise no_option(unknown, names, {m.name: m.options for m in METHODS.values()})
+        raise ValueError(f"No default method has {' and '.join(options)} together: name the method")
+    raise no_option(unknown, all_names, {m.name: m.options for m in METHODS.values()})
 
 
-def _built(method: Method, drafting: Method, options: Mapping[str, Any]) -> Recipe:
-    """A recipe whose parts have been built once, as a check.
+def _checked_recipe(method: Method, drafting_method: Method, options: Mapping[str, Any]) -> Recipe:
+    """Makes a recipe, and builds its parts once as a check.
 
     Raises:
-        ValueError: an option that neither method nor drafter has, or a value it cannot use.
+        ValueError: an option that neither the method nor its drafter has, or an unusable value.
     """
-    known = {*drafting.drafter_options, *method.verifier_options, "drafter"}
-    if unknown := sorted(set(options) - known):
+    drafter_options = drafting_method.drafter_options
+    if unknown := sorted(set(options) - {*drafter_options, *method.verifier_options, "drafter"}):
         raise ValueError(
-            f"Method {method.name} drafts as {drafting.name} does, which has no option {', '.join(unknown)}. "
-            f"Its options: {listed(drafting.drafter_options)}."
+            f"Method {method.name} drafts as {drafting_method.name} does, which has no option {', '.join(unknown)}. "
+            f"Its options: {listed(drafter_options)}."
         )
-    found = Recipe(method, drafting, options)
-    found.drafter()
-    found.verifier()
-    return found
+    recipe = Recipe(method, drafting_method, options)
+    recipe.drafter()
+    recipe.verifier()
+    return recipe
 
 
-def _drafting(method: Method, options: Mapping[str, Any], runner: TargetRunner | None) -> Method:
-    """The method whose drafter a method takes.
+def _choose_drafting_method(method: Method, options: Mapping[str, Any], runner: TargetRunner | None) -> Method:
+    """The method that provides the drafter of a method.
 
     Args:
-        runner: the target. Without one, shipped drafts are not looked for.
+        runner: the target. Without one, shipped drafts are not considered.
 
     Raises:
-        ValueError: the option ``drafter`` names no method that drafts by itself, or the draft is of another kind.
+        ValueError: the option ``drafter`` names a method without a drafter, or the draft is of another kind.
     """
     if method.drafter is not None:
         return method
@@ -219,20 +219,20 @@ def _drafting(method: Method, options: Mapping[str, Any], runner: TargetRunner |
         if kind is not None and kind != choices[name].draft_kind:
             raise ValueError(f"the draft is for {kind}, not for {name}: leave drafter out, or name another draft")
         return choices[name]
-    own = set(options) - set(method.verifier_options) - {"drafter"}
-    able = [m for m in choices.values() if own <= set(m.drafter_options)]
-    ready = (m for m in able if runner is None or _ready(m, options, runner))
-    return next(ready, METHODS[DEFAULT_DRAFTERS[-1]])
+    drafter_options = set(options) - set(method.verifier_options) - {"drafter"}
+    suitable = [m for m in choices.values() if drafter_options <= set(m.drafter_options)]
+    available = (m for m in suitable if runner is None or _has_draft(m, options, runner))
+    return next(available, METHODS[DEFAULT_DRAFTERS[-1]])
 
 
-def _ready(m: Method, options: Mapping[str, Any], runner: TargetRunner) -> bool:
-    """True if a method needs no draft, or has one."""
-    return not m.needs_draft or "draft" in options or _shipped(m, runner) is not None
+def _has_draft(m: Method, options: Mapping[str, Any], runner: TargetRunner) -> bool:
+    """True if a method needs no draft, or has one for the target."""
+    return not m.needs_draft or "draft" in options or _find_draft(m, runner) is not None
 
 
-def _needed(method: Method, runner: TargetRunner) -> Path:
-    """The draft of a method that comes with longdraft or with the target's checkpoint."""
-    folder = _shipped(method, runner)
+def _require_draft(method: Method, runner: TargetRunner) -> Path:
+    """As :func:`_find_draft`, but raises CapabilityError if there is no draft."""
+    folder = _find_draft(method, runner)
     kind = KINDS[method.draft_kind or ""]
     if folder is None and kind.in_checkpoint is not None and kind.training is None:
         name = getattr(runner.model, "name_or_path", "") or "this model, which was not loaded from a folder,"
@@ -251,14 +251,14 @@ def _needed(method: Method, runner: TargetRunner) -> Path:
     return folder
 
 
-def _shipped(method: Method, runner: TargetRunner) -> Path | None:
-    """The draft of a method that comes with longdraft, or with the target's checkpoint; None without one."""
+def _find_draft(method: Method, runner: TargetRunner) -> Path | None:
+    """The folder of a method's draft that comes with longdraft or with the target's checkpoint; None without one."""
     try:
-        found = shipped.find_draft(runner.shared_parts.description, method.draft_kind)
+        folder = shipped.find_draft(runner.shared_parts.description, method.draft_kind)
     except UnsupportedModelError:
         return None
-    holds = KINDS[method.draft_kind].in_checkpoint if method.draft_kind else None
-    if found is not None or holds is None:
-        return found
+    in_checkpoint = KINDS[method.draft_kind].in_checkpoint if method.draft_kind else None
+    if folder is not None or in_checkpoint is None:
+        return folder
     origin = origin_of(runner.model)
-    return origin if origin is not None and holds(origin) else None
+    return origin if origin is not None and in_checkpoint(origin) else None

@@ -50,17 +50,17 @@ def level(request):
         yield request.param
 
 
-def read(runner: TargetRunner, store, slot: int, tokens: list[int]) -> None:
-    """Reads a prompt, on one thread: torch's products for many rows depend on how many threads there are."""
+def prefill(runner: TargetRunner, store, slot: int, tokens: list[int]) -> None:
+    """Prefills a prompt on one thread: torch's products for many tokens depend on the number of threads."""
     torch.set_num_threads(1)
     forward(runner, [tokens], store, [slot], logits="none", is_prefill=True)
     store.commit(slot, range(len(tokens)))
 
 
-def plainly(runner: TargetRunner, text: list[int], path: list[int]) -> torch.Tensor:
-    """(vocabulary,) logits after a text and then a path, which is decoded token by token."""
+def plain_logits(runner: TargetRunner, text: list[int], path: list[int]) -> torch.Tensor:
+    """(vocabulary,) logits after a prompt and then a path, which is decoded token by token."""
     store, threads = runner.new_store(1, len(text) + len(path)), torch.get_num_threads()
-    read(runner, store, 0, text)
+    prefill(runner, store, 0, text)
     torch.set_num_threads(threads)
     for token in path:
         out = forward(runner, [[token]], store, [0])
@@ -95,7 +95,7 @@ def test_a_verified_node(level, family, lengths, size, deep, levels, threads, se
     tokens = [torch.randint(VOCABULARY, (size,), generator=g).tolist() for _ in lengths]
     store, slots = runner.new_store(len(lengths), max(lengths) + size), list(range(len(lengths)))
     for slot, text in zip(slots, texts, strict=True):
-        read(runner, store, slot, text)
+        prefill(runner, store, slot, text)
 
     torch.set_num_threads(threads)
     mask = torch.stack([m for _, m in trees])
@@ -116,7 +116,7 @@ def test_a_verified_node(level, family, lengths, size, deep, levels, threads, se
     for b in range(len(lengths)):
         for node in {0, size // 2, size - 1}:
             path = [tokens[b][i] for i in mask[b, node].nonzero()[:, 0].tolist()]
-            assert torch.equal(logits[b, node], plainly(runner, texts[b], path))
+            assert torch.equal(logits[b, node], plain_logits(runner, texts[b], path))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "int8"])
@@ -127,12 +127,12 @@ def test_decoding_goes_on_as_it_would_have(level, family):
     _, mask = random_tree(size, 3, 0.6)
     tokens = [t * 5 % VOCABULARY for t in range(size)]
     store = runner.new_store(1, 200)
-    read(runner, store, 0, text)
+    prefill(runner, store, 0, text)
     forward(runner, [tokens], store, [0], depths=[(mask.sum(1) - 1).tolist()], mask=mask[None])
     path = mask[size - 1].nonzero()[:, 0].tolist()
     store.commit(0, path)
     after = forward(runner, [[4, 8]], store, [0]).logits[0, 1]
-    assert torch.equal(after, plainly(runner, text, [*(tokens[i] for i in path), 4, 8]))
+    assert torch.equal(after, plain_logits(runner, text, [*(tokens[i] for i in path), 4, 8]))
 
 
 @pytest.mark.parametrize("prompt", [False, True])
@@ -147,7 +147,7 @@ def test_int8_logits_are_those_of_every_instruction_set(length, prompt):
             runner, text = runner_of(level, "int8"), [t * 7 % VOCABULARY for t in range(length)]
             store = runner.new_store(1, length + 4)
             if prompt:
-                read(runner, store, 0, text)
+                prefill(runner, store, 0, text)
             else:
                 forward(runner, [text], store, [0])
                 store.commit(0, range(length))
@@ -167,6 +167,6 @@ def test_wherever_the_cache_is_kept(offload, level, cpu_offloads):
     other = TargetRunner(runner.model, offload=offload)
     text, tokens = list(range(50)), [3, 1, 4, 1, 5]
     store = other.new_store(1, 64)
-    read(other, store, 0, text)
+    prefill(other, store, 0, text)
     logits = forward(other, [tokens], store, [0]).logits[0]
-    assert torch.equal(logits[4], plainly(other, text, tokens))
+    assert torch.equal(logits[4], plain_logits(other, text, tokens))

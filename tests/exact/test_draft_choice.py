@@ -61,10 +61,10 @@ def test_with_a_shipped_draft_the_default_is_longspec(model, shipped):
     assert listed("longspec")["available"] is True
 
 
-@pytest.mark.parametrize(("pays", "alone"), [(False, "LongSpecDrafter"), (True, "SelfDrafter")])
-def test_where_all_is_left_to_us_repeats_are_proposed_too(model, shipped, monkeypatch, pays, alone):
+@pytest.mark.parametrize(("worthwhile", "alone"), [(False, "LongSpecDrafter"), (True, "SelfDrafter")])
+def test_where_all_is_left_to_us_repeats_are_proposed_too(model, shipped, monkeypatch, worthwhile, alone):
     random_draft(shipped / "tiny", model)
-    monkeypatch.setitem(METHODS, "self", replace(METHODS["self"], pays=lambda runner: pays))
+    monkeypatch.setitem(METHODS, "self", replace(METHODS["self"], is_worthwhile=lambda runner: worthwhile))
 
     def drafter(*method, **options):
         spec = Speculator(*method, target=model, **options)

@@ -29,23 +29,23 @@ from tests.support.methods import EXACT, SpeculatorsByMethod
 from tests.support.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
 PAD = 0
-ROWS = [[3, 9, 14, 7, 22, 5] * 3, [8, 6, 8, 6, 8, 6, 8, 30], [(7 * i * i + 3) % 59 + 1 for i in range(13)]]
+PROMPTS = [[3, 9, 14, 7, 22, 5] * 3, [8, 6, 8, 6, 8, 6, 8, 30], [(7 * i * i + 3) % 59 + 1 for i in range(13)]]
 
 
-def padded(*rows: list[int]) -> dict[str, torch.Tensor]:
-    """Rows as a tokenizer pads them on the left."""
-    width = max(map(len, rows))
-    ids = torch.tensor([[PAD] * (width - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+def padded(*prompts: list[int]) -> dict[str, torch.Tensor]:
+    """Prompts as a tokenizer pads them on the left."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[PAD] * (width - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
     return {"input_ids": ids, "attention_mask": mask}
 
 
-ONE, TWO, THREE = padded(ROWS[0]), padded(*ROWS[:2]), padded(*ROWS)
+ONE, TWO, THREE = padded(PROMPTS[0]), padded(*PROMPTS[:2]), padded(*PROMPTS)
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 12}
 
 
-class Counts(LogitsProcessor):
-    """Has a state: bans another token at each call."""
+class BansByCall(LogitsProcessor):
+    """A processor with a state: it bans other tokens at each call."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -56,8 +56,8 @@ class Counts(LogitsProcessor):
         return scores
 
 
-class Lengths(StoppingCriteria):
-    """Tells rows apart by their place in the batch."""
+class StopsAtLengths(StoppingCriteria):
+    """Depends on a sequence's index in the batch."""
 
     def __init__(self, *lengths: int) -> None:
         self.lengths = torch.tensor(lengths)
@@ -66,8 +66,8 @@ class Lengths(StoppingCriteria):
         return input_ids.shape[1] >= self.lengths
 
 
-class Calls(StoppingCriteria):
-    """Has a state: ends all rows at a call."""
+class StopsAtCall(StoppingCriteria):
+    """A criterion with a state: it ends all sequences at one call."""
 
     def __init__(self, last: int) -> None:
         self.last = last
@@ -82,8 +82,8 @@ class Case:
     """A call of ``generate``.
 
     Attributes:
-        inputs: of the prompt.
-        settings: keywords; a function makes them anew for each call, where they have a state.
+        inputs: input_ids and attention_mask of the prompts.
+        settings: keywords; a function if they have a state, so that each call gets new ones.
     """
 
     inputs: dict[str, torch.Tensor]
@@ -119,7 +119,7 @@ CASES = {
     ),
     "synthid": Case(THREE, lambda: {"watermarking_config": SynthIDTextWatermarkingConfig(2, list(range(20)), 8)}),
     "watermark": Case(TWO, lambda: {"watermarking_config": WatermarkingConfig(bias=6.0)}),
-    "own_state": Case(THREE, lambda: {"logits_processor": processors(Counts())}),
+    "own_state": Case(THREE, lambda: {"logits_processor": processors(BansByCall())}),
     # and others
     "lengths": Case(
         THREE,
@@ -145,7 +145,7 @@ CASES = {
     # ends
     "eos": Case(THREE, {"eos_token_id": list(range(15)), "max_new_tokens": 16}),
     "eos_joint": Case(
-        ONE, lambda: {"eos_token_id": list(range(10)), "stopping_criteria": StoppingCriteriaList([Lengths(23)])}
+        ONE, lambda: {"eos_token_id": list(range(10)), "stopping_criteria": StoppingCriteriaList([StopsAtLengths(23)])}
     ),
     "stop_strings": Case(THREE, {"stop_strings": ["a", "b", "e", "i", "o", "t"], "tokenizer": tiny_tokenizer()}),
     "stop_strings_eos": Case(
@@ -155,8 +155,8 @@ CASES = {
         THREE,
         lambda: {"stopping_criteria": StoppingCriteriaList([StopStringCriteria(tiny_tokenizer(), ["a", "b", "e"])])},
     ),
-    "joint": Case(ONE, lambda: {"stopping_criteria": StoppingCriteriaList([Lengths(22)])}),
-    "calls": Case(ONE, lambda: {"stopping_criteria": StoppingCriteriaList([Calls(5)])}),
+    "joint": Case(ONE, lambda: {"stopping_criteria": StoppingCriteriaList([StopsAtLengths(22)])}),
+    "calls": Case(ONE, lambda: {"stopping_criteria": StoppingCriteriaList([StopsAtCall(5)])}),
     "longer": Case(THREE, lambda: {"stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(31)])}),
     "positions": Case(
         TWO | {"position_ids": (TWO["attention_mask"].cumsum(-1) - 1).clamp_min(0)},
@@ -165,32 +165,32 @@ CASES = {
 }
 
 
-class Heard(BaseStreamer):
-    """Keeps what it is given."""
+class RecordingStreamer(BaseStreamer):
+    """Records what it receives."""
 
     def __init__(self) -> None:
-        self.heard: list[Any] = []
+        self.received: list[Any] = []
 
     def put(self, value: torch.Tensor) -> None:
-        self.heard.append(value.tolist())
+        self.received.append(value.tolist())
 
     def end(self) -> None:
-        self.heard.append("end")
+        self.received.append("end")
 
 
-# A method of each kind of what is drafted: nothing, what repeats, by the target's own weights, verified in part.
+# Methods that draft nothing, repetitions, and by another model.
 KINDS = ("ar", "prompt-lookup", "small-lm")
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_each_setting_of_generate(specs: SpeculatorsByMethod, forwards, case: str) -> None:
-    wanted = CASES[case].run(specs.model)
-    # It changes the text, so that a method that ignored it would be found out.
+    expected = CASES[case].run(specs.model)
+    # The setting changes the output, so that ignoring it would show.
     if case not in ("greedy", "positions"):
-        assert not torch.equal(wanted, Case(CASES[case].inputs, {}).run(specs.model))
+        assert not torch.equal(expected, Case(CASES[case].inputs, {}).run(specs.model))
     for method in KINDS:
         forwards.clear()
-        assert torch.equal(wanted, CASES[case].run(specs.model, custom_generate=specs.get(method))), method
+        assert torch.equal(expected, CASES[case].run(specs.model, custom_generate=specs.get(method))), method
         verified = [f for f in forwards if not f.prompt and f.context_length == specs.get("ar").runner().context_length]
         assert any(f.rows > 1 for f in verified) or method in ("ar", "prompt-lookup"), f"{method} drafted nothing"
 
@@ -204,15 +204,15 @@ def test_every_method(specs: SpeculatorsByMethod, method: str) -> None:
 
 @pytest.mark.parametrize("case", ["sampled", "several", "joint"])
 def test_a_streamer_hears_what_generate_tells_it(specs: SpeculatorsByMethod, case: str) -> None:
-    alone = Heard()
+    alone = RecordingStreamer()
     CASES[case].run(specs.model, streamer=alone)
     for method in ("ar", "small-lm"):
-        ours = Heard()
+        ours = RecordingStreamer()
         CASES[case].run(specs.model, streamer=ours, custom_generate=specs.get(method))
-        assert alone.heard == ours.heard
+        assert alone.received == ours.received
 
 
-# --- what transformers' users do beside ---
+# --- other features of transformers ---
 
 
 @pytest.fixture(params=["ar", "prompt-lookup"])
@@ -222,13 +222,13 @@ def spec(request: pytest.FixtureRequest) -> Speculator:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_padded_batch(spec: Speculator, side: str) -> None:
-    model, width = tiny_model(dtype=torch.float64), max(map(len, ROWS))
-    pad, ones = [[0] * (width - len(r)) for r in ROWS], [[1] * len(r) for r in ROWS]
-    ids = torch.tensor([p + r if side == "left" else r + p for p, r in zip(pad, ROWS, strict=True)])
+    model, width = tiny_model(dtype=torch.float64), max(map(len, PROMPTS))
+    pad, ones = [[0] * (width - len(r)) for r in PROMPTS], [[1] * len(r) for r in PROMPTS]
+    ids = torch.tensor([p + r if side == "left" else r + p for p, r in zip(pad, PROMPTS, strict=True)])
     mask = torch.tensor([p + o if side == "left" else o + p for p, o in zip(pad, ones, strict=True)])
     got = model.generate(ids, attention_mask=mask, max_new_tokens=12, pad_token_id=0, custom_generate=spec)
     assert torch.equal(got[:, :width], ids)
-    for row, new in zip(ROWS, got[:, width:], strict=True):
+    for row, new in zip(PROMPTS, got[:, width:], strict=True):
         alone = model.generate(torch.tensor([row]), attention_mask=torch.ones(1, len(row)), max_new_tokens=12)
         assert new.tolist() == alone[0, len(row) :].tolist()
 
@@ -252,8 +252,8 @@ def test_a_sampled_batch_is_the_same_each_time_whatever_is_drafted(specs: Specul
         ("encoder_repetition_penalty", {"encoder_repetition_penalty": 1.5}),
         ("encoder_no_repeat_ngram_size", {"encoder_no_repeat_ngram_size": 1}),
         ("guidance_scale", {"guidance_scale": 1.7}),
-        ("Calls", {"stopping_criteria": StoppingCriteriaList([Calls(5)])}),
-        ("streamer", {"streamer": Heard()}),
+        ("StopsAtCall", {"stopping_criteria": StoppingCriteriaList([StopsAtCall(5)])}),
+        ("streamer", {"streamer": RecordingStreamer()}),
     ],
 )
 def test_what_looks_at_all_rows_of_a_batch_is_refused_by_name(spec: Speculator, name: str, settings: Any) -> None:
@@ -296,7 +296,9 @@ def test_the_processors_of_a_batch_of_one_are_the_users_own(spec: Speculator) ->
 def test_plain_decoding_of_every_family_is_generates_own() -> None:
     for family in FAMILIES:
         model = tiny_model(family)
-        for row, result in zip(ROWS, Speculator("ar", target=model).generate(ROWS, max_new_tokens=24), strict=True):
+        for row, result in zip(
+            PROMPTS, Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=24), strict=True
+        ):
             alone = model.generate(torch.tensor([row]), attention_mask=torch.ones(1, len(row)), max_new_tokens=24)
             assert result.token_ids == alone[0, len(row) :].tolist() and result.mean_accepted_length == 1.0
 

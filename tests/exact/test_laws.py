@@ -1,7 +1,7 @@
-"""Drawn text of whole runs has the target's distribution.
+"""Sampled outputs have the target's distribution.
 
-Where the target picks its own tokens, a seed gives plain decoding's text: so many seeds are compared with it, and
-plain decoding's text with its law.
+Where a seed gives the output of plain decoding, outputs of many seeds are compared with it. Plain decoding's outputs
+are compared with the exact distribution.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ SAMPLINGS = {
 }
 
 
-# Few tokens, so that a text of some of them is likely enough to be counted; one layer, so that they come quickly.
+# A small vocabulary, so that each output is likely enough to be counted; one layer for speed.
 SMALL = {"vocab": SIZE, "layers": 1}
 
 
 @cache
-def law(setting: str, vocab: int) -> torch.Tensor:
-    """(vocabulary ** NEW,): how likely each text is, by transformers' forward."""
+def target_distribution(setting: str, vocab: int) -> torch.Tensor:
+    """(vocabulary ** NEW,) probability of each output, by transformers' forward."""
     sampling, model = SAMPLINGS[setting], target(vocab=vocab, layers=1)
     found, texts = torch.ones(1, dtype=torch.double), torch.tensor([PROMPT])
     for _ in range(NEW):
@@ -47,22 +47,22 @@ def law(setting: str, vocab: int) -> torch.Tensor:
     return found
 
 
-def p_value(spec: Speculator, setting: str, draws: int, taken: int = 0, processors: Any = ()) -> float:
+def p_value(spec: Speculator, setting: str, draws: int, min_accepted: int = 0, processors: Any = ()) -> float:
     """Chi-square of the joint distribution of the new tokens.
 
     Args:
-        taken: fails if fewer drafted tokens were accepted, since then nothing was tested.
-        processors: of every request.
+        min_accepted: fails if fewer drafted tokens were accepted, since then nothing was tested.
+        processors: logits processors of every request.
     """
     vocab = spec.runner().model.config.vocab_size
     counts, accepted = torch.zeros([vocab] * NEW), 0
     for start in range(0, draws, BATCH):
-        own = [Request(list(PROMPT), NEW, SAMPLINGS[setting], start + i, processors) for i in range(BATCH)]
-        for r in spec.generate(own):
+        requests = [Request(list(PROMPT), NEW, SAMPLINGS[setting], start + i, processors) for i in range(BATCH)]
+        for r in spec.generate(requests):
             counts[tuple(r.token_ids)] += 1
             accepted += r.accepted
-    assert accepted >= taken
-    return chi_square.p_value(counts, law(setting, vocab), cells=8)
+    assert accepted >= min_accepted
+    return chi_square.p_value(counts, target_distribution(setting, vocab), cells=8)
 
 
 def test_plain_decoding_has_the_targets_distribution():
@@ -77,16 +77,18 @@ class HalfGreedy(LogitsProcessor):
         return scores.masked_fill(~best, -torch.inf) if torch.rand(()) < 0.5 else scores
 
 
-def test_another_law_is_rejected():
-    """The test sees it in texts of whole runs."""
+def test_another_distribution_is_rejected():
+    """The chi-square test detects it in complete outputs."""
     spec = Speculator("prompt-lookup", target=target(**SMALL), min_n=1)
-    assert p_value(spec, "plain", 1000, taken=200, processors=(HalfGreedy(),)) < 1e-6
+    assert p_value(spec, "plain", 1000, min_accepted=200, processors=(HalfGreedy(),)) < 1e-6
 
 
 def test_a_one_pass_drafts_text_has_the_targets_distribution(tmp_path):
     model = target(**SMALL)
     draft = random_onepass(tmp_path, model, layers=(0,), feature_size=model.config.hidden_size)
-    assert p_value(Speculator("onepass", target=model, draft=draft, widths=(2, 2)), "plain", 1000, taken=200) > 0.01
+    assert (
+        p_value(Speculator("onepass", target=model, draft=draft, widths=(2, 2)), "plain", 1000, min_accepted=200) > 0.01
+    )
 
 
 @pytest.mark.usefixtures("small_sizes")
@@ -104,4 +106,4 @@ def test_a_seed_gives_plain_decodings_text(spec_factory, name, setting):
 @pytest.mark.parametrize("setting", ["hot, top-k", "penalised"])
 def test_many_draws(setting, branches):
     spec = Speculator("prompt-lookup", target=target(vocab=8, layers=1), branches=branches, min_n=1)
-    assert p_value(spec, setting, 20_000, taken=1000) > 0.01
+    assert p_value(spec, setting, 20_000, min_accepted=1000) > 0.01

@@ -1,4 +1,4 @@
-"""Requests that come and go: each is decoded as if it were alone."""
+"""Continuous batching: each request is decoded as if it were alone."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ def spec(model):
     return Speculator("prompt-lookup", target=model, tokenizer=tiny_tokenizer(), min_n=1)
 
 
-def texts(count: int, seed: int = 0, longest: int = 60) -> list[list[int]]:
+def random_prompts(count: int, seed: int = 0, longest: int = 60) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(11) for _ in range(rng.randrange(1, longest))] for _ in range(count)]
 
 
-def alone(spec: Speculator, request: Request) -> list[int]:
+def decode_alone(spec: Speculator, request: Request) -> list[int]:
     return spec.generate(request)[0].token_ids
 
 
-def finished(session: longdraft.Session) -> list[longdraft.Step]:
+def remaining_steps(session: longdraft.Session) -> list[longdraft.Step]:
     return [step for _ in iter(lambda: session.busy, False) for step in session.step()]
 
 
 def test_a_long_list_of_mixed_lengths_keeps_the_batch_full(spec):
     """While any wait, every round has as many sequences as there are slots, but for those being read."""
-    requests = [Request(p, max_new_tokens=1 + i % 23) for i, p in enumerate(texts(90))]
+    requests = [Request(p, max_new_tokens=1 + i % 23) for i, p in enumerate(random_prompts(90))]
     run = spec.stream(requests, batch=4)
     sizes, left = [], 90
     round_steps = 0
@@ -59,7 +59,7 @@ def test_a_long_list_of_mixed_lengths_keeps_the_batch_full(spec):
     results = run.results()
     assert [len(r.token_ids) for r in results] == [1 + i % 23 for i in range(90)]
     for request, result in list(zip(requests, results, strict=True))[::9]:
-        assert result.token_ids == alone(spec, request)
+        assert result.token_ids == decode_alone(spec, request)
 
 
 @settings(max_examples=12, deadline=None)
@@ -74,7 +74,7 @@ def test_whoever_comes_and_goes_each_gets_what_it_would_get_alone(spec, data):
     )
     waiting, numbers, aborted = [], {}, set()
     for i, (length, new, sampled, seed) in enumerate(wanted):
-        prompt = texts(1, seed, 2)[0] * 3 + texts(1, i, 60)[0][:length]  # some begin alike
+        prompt = random_prompts(1, seed, 2)[0] * 3 + random_prompts(1, i, 60)[0][:length]  # some begin alike
         waiting.append(Request(prompt, new, SAMPLED if sampled else None, seed))
     while waiting or session.busy:
         if waiting and (not session.busy or data.draw(st.booleans())):
@@ -87,7 +87,7 @@ def test_whoever_comes_and_goes_each_gets_what_it_would_get_alone(spec, data):
             aborted.add(number := data.draw(st.sampled_from(going)))
             session.abort(number)
     for number, request in numbers.items():
-        result, expected = session.take(number), alone(spec, request)
+        result, expected = session.take(number), decode_alone(spec, request)
         if number in aborted and result.finish_reason == "cancelled":
             assert result.token_ids == expected[: len(result.token_ids)]
         else:
@@ -95,7 +95,7 @@ def test_whoever_comes_and_goes_each_gets_what_it_would_get_alone(spec, data):
 
 
 def test_each_request_has_settings_of_its_own(spec):
-    free = alone(spec, Request([1, 2, 3], max_new_tokens=30, eos_token_ids=[]))
+    free = decode_alone(spec, Request([1, 2, 3], max_new_tokens=30, eos_token_ids=[]))
 
     def ban(ids, scores):
         return scores.index_fill(1, torch.tensor([free[0]]), -torch.inf)
@@ -113,7 +113,7 @@ def test_each_request_has_settings_of_its_own(spec):
     results = spec.generate(requests, max_new_tokens=7, eos_token_ids=[])
     assert results[0].finish_reason == "eos" and results[0].token_ids == free[: free.index(free[4]) + 1]
     assert free[0] not in results[1].token_ids
-    assert results[2].token_ids == alone(spec, requests[2])
+    assert results[2].token_ids == decode_alone(spec, requests[2])
     assert results[3].finish_reason == "stop" and results[3].token_ids == free[:end]
     assert results[3].text == spec.decode(free[:end]).partition(stop)[0]
     assert results[4].token_ids == free[:7]
@@ -123,21 +123,21 @@ def test_a_prompt_is_read_in_pieces_between_the_rounds_of_others(spec):
     session = spec.session(2, context=400, piece=32)
     first = session.add(Request([1, 2, 3], max_new_tokens=40))
     session.step()
-    second = session.add(Request(texts(1, 5, 3)[0] + [4] * 300, max_new_tokens=4))
+    second = session.add(Request(random_prompts(1, 5, 3)[0] + [4] * 300, max_new_tokens=4))
     modes = []
     while not session.ended(second):
         modes += [(step.sequence, step.mode) for step in session.step()]
     read = [i for i, (number, mode) in enumerate(modes) if number == second and mode == "prefill"]
     assert len(read) == 10
     assert all(modes[i + 1] == (first, "full") for i in read[:-1])  # a round after every piece
-    finished(session)
-    assert session.result(first).token_ids == alone(spec, Request([1, 2, 3], max_new_tokens=40))
+    remaining_steps(session)
+    assert session.result(first).token_ids == decode_alone(spec, Request([1, 2, 3], max_new_tokens=40))
 
 
 def test_a_prefix_that_others_have_read_is_not_read_again(spec, forwards):
-    shared = texts(1, 9, 60)[0][:1] * 200
+    shared = random_prompts(1, 9, 60)[0][:1] * 200
     requests = [Request([*shared, i], max_new_tokens=3) for i in range(6)]
-    expected = [alone(spec, r) for r in requests]
+    expected = [decode_alone(spec, r) for r in requests]
     forwards.clear()
     run = spec.stream(requests, batch=2, cache=PromptCache())
     assert [r.token_ids for r in run.results()] == expected
@@ -155,13 +155,13 @@ def test_a_longer_text_waits_for_more_memory_and_gets_it(spec):
     session.step()
     large = session.add(Request([3] * 90, max_new_tokens=30))
     last = session.add(Request([5], max_new_tokens=3))
-    finished(session)
+    remaining_steps(session)
     assert [len(session.take(n).token_ids) for n in (*small, large, last)] == [9, 9, 30, 3]
 
 
 def test_fewer_at_a_time_where_memory_is_short(spec, free_memory, caplog):
-    prompts = texts(5, 3)
-    expected = [alone(spec, Request(p, max_new_tokens=8)) for p in prompts]
+    prompts = random_prompts(5, 3)
+    expected = [decode_alone(spec, Request(p, max_new_tokens=8)) for p in prompts]
     runner = spec.runner()
     free_memory(2 * runner.kv_shape.bytes_per_token * 130)
     results = spec.generate(prompts, max_new_tokens=8, batch=4)
@@ -181,12 +181,14 @@ def test_a_waiting_request_can_be_aborted_and_a_closed_session_leaves_its_cache_
     assert [(s.sequence, s.finish_reason) for s in session.step() if s.finish_reason] == [(two, "cancelled")]
     session.close()
     assert not session.busy and session.result(one).finish_reason == "cancelled"
-    assert spec.generate([1, 2, 3], max_new_tokens=20, cache=cache)[0].token_ids == alone(spec, Request([1, 2, 3], 20))
+    assert spec.generate([1, 2, 3], max_new_tokens=20, cache=cache)[0].token_ids == decode_alone(
+        spec, Request([1, 2, 3], 20)
+    )
 
 
 def test_a_slot_whose_prompt_was_not_begun_still_knows_what_it_holds(spec):
     session = spec.session(3, cache=PromptCache())
-    old, new = texts(1, 0, 40)[0], texts(1, 1, 40)[0]
+    old, new = random_prompts(1, 0, 40)[0], random_prompts(1, 1, 40)[0]
     session.add(Request(new[:9], 40))
     for _ in range(2):  # each in a slot of its own
         session.add(Request(old, 2))
@@ -198,8 +200,8 @@ def test_a_slot_whose_prompt_was_not_begun_still_knows_what_it_holds(spec):
     session.step()  # which gives this one a slot, and decodes
     session.abort(given_up)
     again = session.add(Request(new, 4))
-    finished(session)
-    assert session.take(again).token_ids == alone(spec, Request(new, 4))
+    remaining_steps(session)
+    assert session.take(again).token_ids == decode_alone(spec, Request(new, 4))
 
 
 def test_a_result_is_taken_once_when_its_last_step_has_come(spec):
@@ -211,9 +213,9 @@ def test_a_result_is_taken_once_when_its_last_step_has_come(spec):
             session.take(number)
     session.abort(two)  # its last step has not come yet
     assert not session.ended(two)
-    finished(session)
+    remaining_steps(session)
     assert session.ended(two) and session.take(two).finish_reason == "cancelled"
-    assert session.take(one).token_ids == alone(spec, Request([1, 2, 3], 9))
+    assert session.take(one).token_ids == decode_alone(spec, Request([1, 2, 3], 9))
     with pytest.raises(RequestError):
         session.take(one)
     session.add(Request([1, 2], 9))
@@ -226,11 +228,11 @@ def test_an_idle_session_finds_its_cache_taken_and_opens_it_again(spec):
     cache = PromptCache()
     session = spec.session(1, cache=cache)
     session.add(Request([1, 2, 3], 4))
-    finished(session)
+    remaining_steps(session)
     spec.generate([7, 8], max_new_tokens=4, cache=cache)
     number = session.add(Request([1, 2, 3], 4))
-    finished(session)
-    assert session.result(number).token_ids == alone(spec, Request([1, 2, 3], 4))
+    remaining_steps(session)
+    assert session.result(number).token_ids == decode_alone(spec, Request([1, 2, 3], 4))
     busy = session.add(Request([1, 2, 3], 4))
     session.step()
     other = spec.stream([[7, 8]], max_new_tokens=4, cache=cache)
@@ -239,7 +241,7 @@ def test_an_idle_session_finds_its_cache_taken_and_opens_it_again(spec):
         session.step()
     assert session.result(busy).finish_reason == "cancelled"
     session.close()
-    assert other.results()[0].token_ids == alone(spec, Request([7, 8], 4))  # it has spoiled nothing
+    assert other.results()[0].token_ids == decode_alone(spec, Request([7, 8], 4))  # it has spoiled nothing
 
 
 # --- what steps and results say ---

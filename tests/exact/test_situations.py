@@ -1,4 +1,4 @@
-"""Where a method could go wrong: a text's end, a kept cache, KV on disk, a long prompt, runs beside each other."""
+"""Situations in which a method could fail: end of output, reused cache, KV on the host, long prompts, runs at once."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ KINDS = (
 each_kind = pytest.mark.parametrize("name", KINDS)
 
 
-def cut(written: list[int], eos: set[int]) -> list[int]:
-    """A text up to its first end-of-sequence token."""
+def up_to_eos(written: list[int], eos: set[int]) -> list[int]:
+    """An output up to its first end-of-sequence token."""
     return next((written[: i + 1] for i, token in enumerate(written) if token in eos), written)
 
 
 @every_method
 def test_it_ends_where_plain_decoding_ends(spec_factory, name):
-    """At tokens that end the texts one after the other, in a batch that goes on."""
+    """At tokens that end one sequence after the other, while the batch continues."""
     spec, plain = spec_factory.spec(METHODS[name]), spec_factory.plain()
     for eos in ({plain[1][6], plain[2][4]}, {plain[0][9]}):
         results = generate(spec, eos_token_ids=sorted(eos))
-        assert tokens(results) == [cut(written, eos) for written in plain]
+        assert tokens(results) == [up_to_eos(written, eos) for written in plain]
         assert [r.finish_reason == "eos" for r in results] == [not eos.isdisjoint(written) for written in plain]
 
 
@@ -68,23 +68,23 @@ def test_up_to_the_last_position_of_the_context(spec_factory, name):
 def test_a_stop_string_inside_a_draft(spec_factory, name):
     model, prompts = target(vocab=61), ((7, 8, 9), (1,))
     spec = spec_factory.spec(METHODS[name], model, tokenizer=tiny_tokenizer())
-    whole = spec.decode(spec_factory.plain(model, prompts)[0])
-    stop = whole[9:11]
+    text = spec.decode(spec_factory.plain(model, prompts)[0])
+    stop = text[9:11]
     result = generate(spec, prompts, stop=[stop])[0]
-    assert result.text == whole[: whole.index(stop)] and result.finish_reason == "stop"
+    assert result.text == text[: text.index(stop)] and result.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("name", [*METHODS, "eagle3 lookup", "self chunks", "self tokens"])
-def test_a_kept_cache_is_taken_up_again(spec_factory, name):
-    """Also one that plain decoding left, which has no hidden states in it."""
+def test_a_prompt_cache_is_reused(spec_factory, name):
+    """Also one from plain decoding, which has no hidden states."""
     case, cache = CASES[name], PromptCache()
     spec, (first, *_) = spec_factory.spec(case), spec_factory.plain()
     generate(Speculator("ar", target=target()), PROMPTS[:1], cache=cache)
     for prompt in ((*PROMPTS[0], *first, 4), (8, 9), PROMPTS[2], PROMPTS[2][:50]):
-        (kept,) = generate(spec, (prompt,), 12, cache=cache)
-        assert [kept.token_ids] == spec_factory.plain(prompts=(prompt,), n=12)
+        (result,) = generate(spec, (prompt,), 12, cache=cache)
+        assert [result.token_ids] == spec_factory.plain(prompts=(prompt,), n=12)
         if case.cache_invariant:
-            assert rounds([kept]) == rounds(generate(spec, (prompt,), 12))
+            assert rounds([result]) == rounds(generate(spec, (prompt,), 12))
 
 
 @each_kind
@@ -96,18 +96,18 @@ def test_kv_on_a_host(spec_factory, cpu_offloads, name):
 
 
 @each_kind
-def test_a_prompt_that_is_read_in_pieces(spec_factory, name):
+def test_chunked_prefill(spec_factory, name):
     spec = spec_factory.spec(METHODS[name])
-    whole = generate(spec, PROMPTS[2:3])
+    unchunked = generate(spec, PROMPTS[2:3])
     run = spec.stream([list(PROMPTS[2])], max_new_tokens=NEW, piece=32)
-    read = [s.prefilled for s in run if s.mode == "prefill"]
-    assert len(read) == 5 and read[-1] == 130  # a view's queries may need the last rows in one piece
-    assert rounds(run.results()) == rounds(whole) and tokens(whole) == spec_factory.plain()[2:3]
+    prefilled = [s.prefilled for s in run if s.mode == "prefill"]
+    assert len(prefilled) == 5 and prefilled[-1] == 130  # a view's queries may need the last tokens in one chunk
+    assert rounds(run.results()) == rounds(unchunked) and tokens(unchunked) == spec_factory.plain()[2:3]
 
 
 @each_kind
 def test_requests_that_join_and_leave(spec_factory, name):
-    """More of them than are decoded at a time, greedy and sampled; one leaves early."""
+    """More requests than are decoded at a time, greedy and sampled; one is aborted."""
     case, n = METHODS[name], 14
     spec = spec_factory.spec(case)
     requests = [
@@ -136,19 +136,19 @@ def test_a_closed_run_and_two_runs_at_once(spec_factory, name):
     next(iter(closed)), next(iter(closed))
     closed.close()
     one, two = (spec.stream([list(p)], max_new_tokens=NEW) for p in PROMPTS[1:3])
-    for _ in range(4):  # step by step in turn: runs share a draft's weights and nothing else
+    for _ in range(4):  # alternately: runs share only a draft's weights
         next(iter(one), None), next(iter(two), None)
     assert [r.results()[0].token_ids for r in (one, two)] == spec_factory.plain()[1:3]
 
 
-# With what a request could leave behind: windows, views, working caches.
-USED = (
+# Methods with a state that a request could leave behind: windows, views, working caches.
+STATEFUL = (
     "longspec", "specextend-eagle3 opt", "eagle3", "small-lm streaming", "self chunks", "self tokens", "triforce",
     "magicdec", "specextend", "tokenswift",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", USED)
+@pytest.mark.parametrize("name", STATEFUL)
 def test_two_requests_equal_two_fresh_ones(spec_factory, name):
     spec = spec_factory.spec(CASES[name])
     for prompts in (PROMPTS[2:], PROMPTS[:2]):
@@ -157,10 +157,12 @@ def test_two_requests_equal_two_fresh_ones(spec_factory, name):
 
 
 def drafts_weights(spec):
-    """The matrices of a draft's own, in which a number may be wrong."""
+    """The draft's own matrices, without the target's embedding and head."""
     bound = spec.draft().bind(spec.runner())
-    own = bound.runner.model if hasattr(bound, "runner") else bound.block
-    return [w for name, w in own.named_parameters() if w.dim() == 2 and "embed" not in name and "lm_head" not in name]
+    module = bound.runner.model if hasattr(bound, "runner") else bound.block
+    return [
+        w for name, w in module.named_parameters() if w.dim() == 2 and "embed" not in name and "lm_head" not in name
+    ]
 
 
 @pytest.mark.parametrize("name", [name for name, case in METHODS.items() if case.draft is not None])

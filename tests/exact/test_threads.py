@@ -30,20 +30,20 @@ def _switching_often():
     sys.setswitchinterval(before)
 
 
-def at_once(*works: Callable[[], Any]) -> list[Any]:
-    """Runs each in a thread of its own, and gives what they return."""
-    start, found = threading.Barrier(len(works)), [None] * len(works)
+def run_concurrently(*tasks: Callable[[], Any]) -> list[Any]:
+    """Runs each task in its own thread, and returns their results."""
+    start, results = threading.Barrier(len(tasks)), [None] * len(tasks)
     errors: list[BaseException] = []
 
-    def run(i: int, work: Callable[[], Any]) -> None:
+    def run(i: int, task: Callable[[], Any]) -> None:
         try:
             torch.set_num_threads(1)
             start.wait()
-            found[i] = work()
+            results[i] = task()
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=each) for each in enumerate(works)]
+    threads = [threading.Thread(target=run, args=indexed) for indexed in enumerate(tasks)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -51,14 +51,14 @@ def at_once(*works: Callable[[], Any]) -> list[Any]:
         assert not thread.is_alive()
     if errors:
         raise errors[0]
-    return found
+    return results
 
 
-def decoded(spec: Speculator, prompt: list[int], **settings: Any) -> list[int]:
+def decode(spec: Speculator, prompt: list[int], **settings: Any) -> list[int]:
     return spec.generate([prompt], max_new_tokens=NEW, **settings)[0].token_ids
 
 
-def plain(model, prompt: list[int]) -> list[int]:
+def decode_plainly(model, prompt: list[int]) -> list[int]:
     return generate_tokens(model, prompt, NEW)
 
 
@@ -68,14 +68,14 @@ def test_threads_on_one_speculator_write_what_they_write_alone(specs: Speculator
     spec, model = specs.get(method), specs.model
     assert method == "ar" or all(r.drafted for r in spec.generate(PROMPTS, max_new_tokens=NEW))
     settings = [{}, {}, {}, {"sampling": DRAWN, "seed": 3}]
-    alone = [decoded(spec, prompt, **given) for prompt, given in zip(PROMPTS, settings, strict=True)]
-    works = [
-        lambda prompt=prompt, given=given: decoded(spec, prompt, **given)
+    alone = [decode(spec, prompt, **given) for prompt, given in zip(PROMPTS, settings, strict=True)]
+    tasks = [
+        lambda prompt=prompt, given=given: decode(spec, prompt, **given)
         for prompt, given in zip(PROMPTS, settings, strict=True)
     ]
-    *together, beside = at_once(*works, lambda: plain(model, PROMPTS[0]))
+    *together, beside = run_concurrently(*tasks, lambda: decode_plainly(model, PROMPTS[0]))
     assert together == alone
-    assert beside == alone[0] == plain(model, PROMPTS[0])
+    assert beside == alone[0] == decode_plainly(model, PROMPTS[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -89,12 +89,12 @@ def test_threads_with_a_speculator_each_on_one_model(tmp_path, dtype):
         {"method": "self", "view": "streaming", "budget": 12, "sink": 2},
     ]
 
-    def work(kind: dict[str, Any], prompt: list[int]) -> list[int]:
-        return decoded(Speculator(target=model, **kind), prompt)
+    def task(kind: dict[str, Any], prompt: list[int]) -> list[int]:
+        return decode(Speculator(target=model, **kind), prompt)
 
-    alone = [work(kind, prompt) for kind, prompt in zip(kinds, PROMPTS, strict=True)]
-    works = [lambda each=each: work(*each) for each in zip(kinds, PROMPTS, strict=True)]
-    assert at_once(*works, lambda: plain(model, PROMPTS[0]))[:4] == alone
+    alone = [task(kind, prompt) for kind, prompt in zip(kinds, PROMPTS, strict=True)]
+    tasks = [lambda indexed=indexed: task(*indexed) for indexed in zip(kinds, PROMPTS, strict=True)]
+    assert run_concurrently(*tasks, lambda: decode_plainly(model, PROMPTS[0]))[:4] == alone
 
 
 def test_threads_share_one_planner_and_one_runner(tmp_path):
@@ -102,31 +102,34 @@ def test_threads_share_one_planner_and_one_runner(tmp_path):
     spec = Speculator("longspec", draft=random_draft(tmp_path, model), plan={1: 1e-4, 64: 2e-3}, lookup=True)
     made: list[Any] = []
 
-    def work(prompt: list[int]) -> list[int]:
+    def task(prompt: list[int]) -> list[int]:
         made.append(spec.runner(model))
         made.append(spec.planner())
-        return decoded(spec, prompt)
+        return decode(spec, prompt)
 
-    together = at_once(*[lambda prompt=prompt: work(prompt) for prompt in PROMPTS])
+    together = run_concurrently(*[lambda prompt=prompt: task(prompt) for prompt in PROMPTS])
     ar = Speculator("ar", target=model)
-    assert together == [decoded(ar, prompt) for prompt in PROMPTS]
-    assert len({id(each) for each in made}) == 2 and None not in made
+    assert together == [decode(ar, prompt) for prompt in PROMPTS]
+    assert len({id(x) for x in made}) == 2 and None not in made
 
 
 def test_streams_take_turns_in_one_thread_and_in_several():
     model = tiny_model(dtype=torch.float64)
     spec = Speculator("prompt-lookup", target=model, min_n=1)
-    alone = [decoded(spec, prompt) for prompt in PROMPTS]
+    alone = [decode(spec, prompt) for prompt in PROMPTS]
     runs = [spec.stream([prompt], max_new_tokens=NEW) for prompt in PROMPTS]
     steps: list[list[int]] = [[] for _ in runs]
     for _ in range(NEW):
-        for run, found in zip(runs, steps, strict=True):
-            found += next(iter(run)).token_ids if len(found) < NEW else ()
+        for run, results in zip(runs, steps, strict=True):
+            results += next(iter(run)).token_ids if len(results) < NEW else ()
     assert steps == alone
     left = spec.stream([PROMPTS[0]], max_new_tokens=NEW)
     next(iter(left))  # begun, and left lying about: others go on, in this thread and in others
-    assert decoded(spec, PROMPTS[1]) == alone[1]
-    assert at_once(lambda: decoded(spec, PROMPTS[1]), lambda: plain(model, PROMPTS[2])) == [alone[1], alone[2]]
+    assert decode(spec, PROMPTS[1]) == alone[1]
+    assert run_concurrently(lambda: decode(spec, PROMPTS[1]), lambda: decode_plainly(model, PROMPTS[2])) == [
+        alone[1],
+        alone[2],
+    ]
     assert left.results()[0].token_ids == alone[0]
 
 
@@ -136,7 +139,7 @@ def test_a_run_that_another_thread_closes_or_collects():
         Speculator("specpv", target=model, drafter="ar", budget=8, sink=4, recent=4, block=4),
         PromptCache(),
     )
-    expected = decoded(spec, PROMPTS[2])
+    expected = decode(spec, PROMPTS[2])
     runs = [spec.stream([PROMPTS[2]], max_new_tokens=NEW, cache=cache) for _ in "ab"]
     next(iter(runs[0]))
 
@@ -152,7 +155,7 @@ def test_a_run_that_another_thread_closes_or_collects():
         thread.join(0.05)
         assert thread.is_alive()  # a close waits for the step that is being made
     thread.join()
-    assert decoded(spec, PROMPTS[2], cache=cache) == expected
+    assert decode(spec, PROMPTS[2], cache=cache) == expected
 
 
 def test_generate_with_a_speculator_and_without_at_once():
@@ -162,14 +165,14 @@ def test_generate_with_a_speculator_and_without_at_once():
     def ours(prompt: list[int]) -> list[int]:
         return generate_tokens(model, prompt, NEW, custom_generate=spec)
 
-    expected = [plain(model, prompt) for prompt in PROMPTS[:2]]
-    works = [
+    expected = [decode_plainly(model, prompt) for prompt in PROMPTS[:2]]
+    tasks = [
         lambda kind=kind, prompt=prompt: kind(prompt)
         for prompt in PROMPTS[:2]
-        for kind in (ours, lambda p: plain(model, p))
+        for kind in (ours, lambda p: decode_plainly(model, p))
     ]
-    found = at_once(*works)
-    assert found[::2] == found[1::2] == expected
+    results = run_concurrently(*tasks)
+    assert results[::2] == results[1::2] == expected
     assert all(m.training for m in model.modules())
 
 
@@ -177,7 +180,7 @@ def test_generate_with_a_speculator_and_without_at_once():
 def test_a_thread_that_fails_in_a_layer_does_not_stop_the_others(error):
     model = tiny_model(dtype=torch.float64)
     spec = Speculator("prompt-lookup", target=model, min_n=1)
-    expected = decoded(spec, PROMPTS[0])
+    expected = decode(spec, PROMPTS[0])
     unlucky: list[int] = []
 
     def hook(*_: object) -> None:
@@ -198,6 +201,6 @@ def test_a_thread_that_fails_in_a_layer_does_not_stop_the_others(error):
             unlucky.clear()
         return "nothing"
 
-    found = at_once(lambda: decoded(spec, PROMPTS[0]), fail, lambda: plain(model, PROMPTS[0]))
-    assert found == [expected, "of this thread", expected]
-    assert at_once(lambda: decoded(spec, PROMPTS[0])) == [expected]  # of another thread
+    results = run_concurrently(lambda: decode(spec, PROMPTS[0]), fail, lambda: decode_plainly(model, PROMPTS[0]))
+    assert results == [expected, "of this thread", expected]
+    assert run_concurrently(lambda: decode(spec, PROMPTS[0])) == [expected]  # of another thread

@@ -1,9 +1,8 @@
-"""The embedded model with the drafts that come with the package: plain decoding's tokens, and drafts as good as ever.
+"""The embedded model with the drafts that come with the package: plain decoding's tokens, and the usual acceptance.
 
-Three prompts of some 250 tokens, read once a process, in one batch, in float32, so that every machine writes the same.
-The floors stand at 0.85 of the mean accepted length that these drafts had: a draft that is read wrongly, or fed with
-the wrong states, falls through them, and no other test would notice. Lookups find nothing in these texts: they get
-others.
+Three prompts of about 250 tokens are prefilled once for each process, in one batch, in float32, so that every machine
+writes the same. A floor is 0.85 of the mean accepted length that a draft had. A draft that is read wrongly, or gets
+wrong states, falls below it, and no other test would notice. Lookups get other prompts, with repetitions.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ VIEW = {"budget": 64, "window": 16}
 CHUNKS = {"chunk": 8, "sink": 8, **VIEW}
 RETRIEVAL = {"chunks": 8, "chunk": 8, "sink": 8, "recent": 24}
 PARTIAL = {"budget": 64, "sink": 16, "recent": 16, "block": 16, "margin": 8}
-# Eight rows pay, and more do not; what drafting costs does not count.
+# Seconds of a forward by its tokens: up to eight are cheap. The cost of drafting does not count.
 TABLE = {1: 1.0, 8: 1.05, 64: 8.0}
 
 
 class Golden(NamedTuple):
     """Attributes:
-    floor: of the mean accepted length with this tree. options: sizes of it and of views, so that they matter here.
-    tree: the part of the options that says what tree; left out when a planner does.
+    floor: least mean accepted length with this tree. options: sizes of views and lookups, small enough to matter here.
+    tree: options that shape the tree; left out if a planner does.
     """
 
     floor: float
@@ -63,7 +62,7 @@ GOLDEN = {
     "tokenswift": Golden(1.68, {"sink": 8, **VIEW}, {"widths": (2, 1, 1)}),
     "specpv": Golden(1.3, {"drafter": "longspec", **PARTIAL}, {"widths": (2, 2, 1)}),
 }
-# A method whose draft does not come with the package has nothing to run with.
+# Methods that need no draft, or whose draft comes with the package.
 AVAILABLE = [m for m in longdraft.methods() if m["available"]]
 EXACT = {m["name"] for m in AVAILABLE if m["exact"]}
 # Every shipped draft with its own method, and one that drafts without.
@@ -71,17 +70,17 @@ QUICK = ("ar", "prompt-lookup", "longspec", "eagle3", "onepass", "small-lm", "he
 PLANNED = slow_except(sorted(EXACT - {"ar"}), ("longspec", "small-lm"))
 
 
-class Desk:
-    """The model, its prompts with their KV, and what plain decoding writes."""
+class Decoder:
+    """The model, its prompts with their KV, and the output of plain decoding."""
 
     def __init__(self) -> None:
         self.model, tokenizer = longdraft.load(device="cpu", arithmetic="float32")
         here = Path(__file__).parent
         texts = [(here / f"{name}.txt").read_text(encoding="utf-8") for name in ("alice", "shelf", "minutes")]
         self.prompts = [chat_prompt(tokenizer, text) for text in texts]
-        # Begun again, so that the model goes on as before, and lookups find what comes.
-        self.again = [tokenizer.encode(f"{text}\n\n{text[: len(text) // 2]}") for text in texts]
-        # With the hidden states that EAGLE-3 reads, so that nobody reads the prompts again.
+        # Prompts that repeat their first half, so that lookups find the continuation.
+        self.repetitive = [tokenizer.encode(f"{text}\n\n{text[: len(text) // 2]}") for text in texts]
+        # With the hidden states that EAGLE-3 reads, so that the prompts are prefilled once.
         self.cache = PromptCache(Speculator("eagle3", target=self.model).feature_layers())
         self.plain = [r.token_ids for r in self.decode("ar")]
 
@@ -91,8 +90,8 @@ class Desk:
 
 
 @pytest.fixture(scope="module")
-def desk() -> Desk:
-    return Desk()
+def decoder() -> Decoder:
+    return Decoder()
 
 
 def test_every_method_has_a_golden_run():
@@ -100,11 +99,11 @@ def test_every_method_has_a_golden_run():
 
 
 @pytest.mark.parametrize("method", slow_except(GOLDEN, QUICK))
-def test_fixed_trees(desk, method):
+def test_fixed_trees(decoder, method):
     floor, options, tree = GOLDEN[method]
-    results = desk.decode(method, **options, **tree)
+    results = decoder.decode(method, **options, **tree)
     if method in EXACT:
-        assert [r.token_ids for r in results] == desk.plain
+        assert [r.token_ids for r in results] == decoder.plain
     else:
         assert all(r.new_tokens == NEW for r in results)
     decoded, rounds = sum(r.new_tokens - 1 for r in results), sum(r.rounds for r in results)
@@ -112,9 +111,9 @@ def test_fixed_trees(desk, method):
 
 
 @pytest.mark.parametrize(("method", "floor"), [("prompt-lookup", 1.77), ("suffix", 2.17)])
-def test_lookups_of_what_is_said_again(desk, method, floor):
+def test_lookups_in_repetitive_prompts(decoder, method, floor):
     def decode(method):
-        return Speculator(method, target=desk.model).generate(desk.again, max_new_tokens=NEW)
+        return Speculator(method, target=decoder.model).generate(decoder.repetitive, max_new_tokens=NEW)
 
     results = decode(method)
     assert [r.token_ids for r in results] == [r.token_ids for r in decode("ar")]
@@ -122,15 +121,15 @@ def test_lookups_of_what_is_said_again(desk, method, floor):
 
 
 @pytest.mark.parametrize("method", PLANNED)
-def test_planned_trees(desk, method):
-    results = desk.decode(method, 12, plan=TABLE, **GOLDEN[method].options)
-    assert [r.token_ids for r in results] == [written[:12] for written in desk.plain]
+def test_planned_trees(decoder, method):
+    results = decoder.decode(method, 12, plan=TABLE, **GOLDEN[method].options)
+    assert [r.token_ids for r in results] == [written[:12] for written in decoder.plain]
     assert sum(r.drafted for r in results) > 0
 
 
-def test_where_nobody_names_a_method(desk, monkeypatch):
-    """LongSpec's shipped draft with lookups beside it, planned, where the model's own drafts do not suit."""
+def test_the_default_method(decoder, monkeypatch):
+    """LongSpec's shipped draft with lookups, planned, if self-drafting is not worthwhile."""
     monkeypatch.setitem(METHODS, "self", replace(METHODS["self"], is_worthwhile=lambda runner: False))
-    results = desk.decode(None, 12, plan=TABLE)
+    results = decoder.decode(None, 12, plan=TABLE)
     assert results[0].method == "longspec" and sum(r.accepted for r in results) > 0
-    assert [r.token_ids for r in results] == [written[:12] for written in desk.plain]
+    assert [r.token_ids for r in results] == [written[:12] for written in decoder.plain]

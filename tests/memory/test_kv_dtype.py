@@ -47,14 +47,14 @@ def test_every_method_writes_what_plain_decoding_on_that_kv_writes(tmp_path, cas
 @pytest.mark.parametrize("model_type", ["llama", "deepseek_v3"])  # keys of one size, and wider than values
 def test_its_logits_are_near_the_models_own(kv_dtype, model_type):
     model = zoo_model(model_type).float()
-    found = []
-    for kept in (None, kv_dtype):
-        runner = Speculator("ar", target=model, kv_dtype=kept).runner()
+    logits = []
+    for rounding in (None, kv_dtype):
+        runner = Speculator("ar", target=model, kv_dtype=rounding).runner()
         store = runner.new_store(1, 140)
         runner.forward(store.make_forward_batch([0], [PROMPTS[2]], is_prefill=True), store, logits="none")
         store.commit(0, range(130))
-        found.append(runner.forward(store.make_forward_batch([0], [[5]]), store).logits)
-    difference = float((found[0] - found[1]).abs().max()) / float(found[0].std())
+        logits.append(runner.forward(store.make_forward_batch([0], [[5]]), store).logits)
+    difference = float((logits[0] - logits[1]).abs().max()) / float(logits[0].std())
     assert 0 < difference < 0.1
 
 

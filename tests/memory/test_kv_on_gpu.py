@@ -1,4 +1,4 @@
-"""KV in eight bits on a simulated GPU: every method writes what plain decoding on that KV writes, recorded."""
+"""KV in int8 on a simulated GPU: every method writes what plain decoding on that KV writes, from CUDA graphs too."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def test_every_method_writes_what_plain_decoding_on_that_kv_writes(method, tmp_p
     to_simulated_gpu(specs.model)
     expected = tokens(Speculator("ar", target=specs.model, kv_dtype="int8"))
     spec = Speculator(method, target=specs.model, plan="fixed", kv_dtype="int8", **options)
-    recorder = SimulatedGraphs(simulated_gpu)  # which refuses to record a wait
+    recorder = SimulatedGraphs(simulated_gpu)  # it refuses to capture a synchronisation
     spec.runner().graphs = CudaGraphs(recorder, uses_before_capture=0)
     simulated_gpu.waits.clear()
     assert tokens(spec) == expected and recorder.replays > 0
     assert not [place for place in simulated_gpu.waits if "memory/" in place or "attention/" in place]
-    if method in QUICK:  # others have other trees the next time, or recordings for one request
+    if method in QUICK:  # other methods change their trees, or capture graphs for one request
         captures = recorder.captures
-        assert tokens(spec) == expected and recorder.captures == captures  # of the same memory
+        assert tokens(spec) == expected and recorder.captures == captures  # the same memory serves
 
 
 @pytest.mark.parametrize("dtype", [slow(torch.float32), torch.bfloat16])
-def test_a_view_of_all_rows_in_eight_bits_drafts_for_a_target_that_keeps_its_own(dtype, simulated_gpu):
+def test_a_view_of_all_entries_in_eight_bits_drafts_for_a_target_that_keeps_its_own(dtype, simulated_gpu):
     model = to_simulated_gpu(tiny_model(layers=2, dtype=dtype))
     spec = Speculator("quantspec", target=model, plan="fixed")
     recorder = SimulatedGraphs(simulated_gpu)

@@ -1,4 +1,4 @@
-"""Offload: the same tokens from a store outside the device's memory, and refusals."""
+"""Offload: the same tokens from a store in host memory, and refusals."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [i % 11 for i in range(40)], [8]]
 
 @pytest.fixture(params=["host", "host:2"])
 def offloaded(request, monkeypatch):
-    """From here on all targets offload, to the host as if the CPU were a GPU with a lazy stream. With "host:2" the
-    device keeps two layers and one in turns."""
+    """From here on all targets offload, to the host as if the CPU were a GPU with a lazy copy stream. With "host:2" the
+    device keeps two layers, and one in every other store."""
     resident = cycle([2, 1] if request.param == "host:2" else [0])
 
     def new_store(option, shape, slots, capacity, device, transposed=False, layers=(), size=0, *rest):
@@ -34,46 +34,44 @@ def offloaded(request, monkeypatch):
 
 @pytest.mark.parametrize(("resident", "ups", "downs"), [(0, 8, 8), (2, 6, 6), (5, 3, 3), (7, 1, 0), (8, 0, 0)])
 def test_layers_that_the_device_keeps_do_not_travel(resident, ups, downs):
-    """In the layers' rows: what goes up and down in a later round over a text that the stages do not hold."""
+    """Counts copied entries of layers: to and from the device in a later round, with nothing in the staging buffers."""
     shape, n, new = KVShape(8, 1, 2, torch.float32), 90, 4
     plain, store = (
         KVStore(shape, 1, 200),
         OffloadedKVStore(shape, 1, 200, "cpu", copy_stream=(side := LazyCopyStream()), num_resident=resident),
     )
-    rows = torch.randn(8, 1, n, 2)
-    for each in (plain, store):
-        each.write_entries(0, 0, rows, rows)
-        each.lengths[0] = n
+    kv = torch.randn(8, 1, n, 2)
+    for s in (plain, store):
+        s.write_entries(0, 0, kv, kv)
+        s.lengths[0] = n
     for path in ([0, 2, 3], [1, 3], [0, 1]):
         side.synchronize()
         side.queue, side.done = [], 0
-        block = ForwardBatch.make([0], store.lengths, new)
+        batch = ForwardBatch.make([0], store.lengths, new)
         for layer in range(8):
             x = torch.randn(1, 1, new, 2)
-            for each in (plain, store):
-                each.write(layer, x, x, block)
+            for s in (plain, store):
+                s.write(layer, x, x, batch)
             end = store.lengths[0] + new
-            for kept, own in zip(plain.layer(layer), store.layer(layer), strict=True):
-                assert torch.equal(kept[:, :, :end], own[:, :, :end])
+            for expected, actual in zip(plain.layer(layer), store.layer(layer), strict=True):
+                assert torch.equal(expected[:, :, :end], actual[:, :, :end])
         side.synchronize()
         moved = [len(to) for to, _ in side.queue]
         length = store.lengths[0]
         assert sum(size == new for size in moved) == 2 * ups
         assert sum(size > new for size in moved) <= 2 * (downs + 1) and max(moved, default=0) <= length
-        for each in (plain, store):
-            each.commit(0, path)
+        for s in (plain, store):
+            s.commit(0, path)
     assert resident < 1 or 7 not in store.streamed_layers  # drafts read the last layer
 
 
-@pytest.mark.parametrize(("free", "kept"), [(0, 0), (9, 3), (13, 5), (100, 8)])
-def test_as_many_layers_as_fit_stay_on_the_device(free, kept, free_memory):
+@pytest.mark.parametrize(("free", "resident"), [(0, 0), (9, 3), (13, 5), (100, 8)])
+def test_as_many_layers_as_fit_stay_on_the_device(free, resident, free_memory):
     shape = KVShape(8, 1, 2, torch.float32)
-    each = KVStore.bytes_for(shape, 1, 200) // 8
-    free_memory(free * each, 1 << 40)
-    assert (
-        len(OffloadedKVStore(shape, 1, 200, "cpu", copy_stream=LazyCopyStream(), num_resident=None).streamed_layers)
-        == 8 - kept
-    )
+    layer_bytes = KVStore.bytes_for(shape, 1, 200) // 8
+    free_memory(free * layer_bytes, 1 << 40)
+    store = OffloadedKVStore(shape, 1, 200, "cpu", copy_stream=LazyCopyStream(), num_resident=None)
+    assert len(store.streamed_layers) == 8 - resident
 
 
 def test_a_prompt_cache_grows_and_is_taken_up_again(tmp_path, offloaded):

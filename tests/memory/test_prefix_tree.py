@@ -1,4 +1,4 @@
-"""The tree of prefixes: a text is found down to where it forks, and the limit holds whatever comes."""
+"""The prefix tree: a sequence is found as far as any other begins like it, and the limit always holds."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from longdraft.memory.store import KVEntries, KVStore
 from longdraft.memory.token_ids import common_prefix_len, to_array
 from tests.memory.test_prompt_cache import SHAPE, held, new_store, run
 
-ROW = 2 * torch.float32.itemsize
+ENTRY = 2 * torch.float32.itemsize
 
 
-def rows_of(text: array[int]):
+def kv_of(text: array[int]):
     """The KV of a token is the token itself."""
 
     def read(start: int, end: int) -> KVEntries:
@@ -28,15 +28,15 @@ def rows_of(text: array[int]):
 
 
 def found(tree: PrefixTree, text: array[int], start: int = 0) -> list[int]:
-    """The tokens of a text whose rows are there, from ``start`` on."""
+    """The tokens of a sequence whose KV the tree holds, from ``start`` on."""
     end, out = tree.match_prefix(text), list[int]()
-    for at, rows in tree.read_entries(text, start, end):
-        assert at == start + len(out)
-        out += [int(x) for x in rows.keys[0, 0, :, 0]]
+    for position, kv in tree.read_entries(text, start, end):
+        assert position == start + len(out)
+        out += [int(x) for x in kv.keys[0, 0, :, 0]]
     return out
 
 
-# Texts that fork at, before and behind the ends of blocks.
+# Sequences that fork at, before and behind the ends of blocks.
 LENGTHS = st.sampled_from([1, 7, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 2 * BLOCK_SIZE, 2 * BLOCK_SIZE + 50])
 TEXTS = st.lists(LENGTHS, min_size=1, max_size=3).map(
     lambda parts: to_array([i for i, n in enumerate(parts) for _ in range(n)])
@@ -47,17 +47,17 @@ TEXTS = st.lists(LENGTHS, min_size=1, max_size=3).map(
 def test_a_text_is_found_as_far_as_any_other_begins_like_it(texts, asked, start):
     tree = PrefixTree(1 << 30)
     for text in texts:
-        tree.insert(text, rows_of(text))
+        tree.insert(text, kv_of(text))
     shared = max(common_prefix_len(asked, text) for text in texts)
-    assert tree.match_prefix(asked) == shared and tree.match_prefix(asked, "another kind") == 0
+    assert tree.match_prefix(asked) == shared and tree.match_prefix(asked, "another RoPE regime") == 0
     assert found(tree, asked, min(start, shared)) == list(asked[min(start, shared) : shared])
 
 
 @given(st.lists(TEXTS, min_size=1, max_size=8), st.integers(1, 5 * BLOCK_SIZE))
-def test_the_limit_holds_and_what_is_kept_is_right(texts, rows):
-    tree = PrefixTree(rows * ROW)
+def test_the_limit_holds_and_what_is_kept_is_right(texts, limit):
+    tree = PrefixTree(limit * ENTRY)
     for text in texts:
-        tree.insert(text, rows_of(text))
+        tree.insert(text, kv_of(text))
         assert tree.nbytes <= tree.max_bytes
         assert all(found(tree, each) == list(each[: tree.match_prefix(each)]) for each in texts)
     tree.reclaim()
@@ -67,12 +67,12 @@ def test_the_limit_holds_and_what_is_kept_is_right(texts, rows):
 def test_common_beginnings_are_kept_once_and_the_end_not_used_for_longest_goes_first():
     document = to_array(range(4 * BLOCK_SIZE))
     forks = [document + to_array([-i] * BLOCK_SIZE) for i in range(1, 5)]
-    tree = PrefixTree(7 * BLOCK_SIZE * ROW)  # the document, and three of its forks
+    tree = PrefixTree(7 * BLOCK_SIZE * ENTRY)  # the document, and three of its forks
     for fork in forks[:3]:
-        tree.insert(fork, rows_of(fork))
+        tree.insert(fork, kv_of(fork))
     assert tree.nbytes == tree.max_bytes
     list(tree.read_entries(forks[0], 0, 5 * BLOCK_SIZE))
-    tree.insert(forks[3], rows_of(forks[3]))
+    tree.insert(forks[3], kv_of(forks[3]))
     assert [tree.match_prefix(fork) // BLOCK_SIZE for fork in forks] == [5, 4, 5, 5]
 
 
@@ -96,8 +96,8 @@ def test_hidden_states_come_back():
     def read(prompt: list[int]) -> int:
         start = cache.reuse_prefix(0, prompt)
         new = torch.tensor(prompt[start:], dtype=torch.float32)[:, None]
-        rows = new.expand(2, 1, -1, 4)
-        store.write_entries(0, start, rows, rows, new)
+        kv = new.expand(2, 1, -1, 4)
+        store.write_entries(0, start, kv, kv, new)
         store.commit(0, range(len(new)))
         cache.record_tokens(0, prompt)
         return start

@@ -20,7 +20,7 @@ def new_store(slots: int, capacity: int) -> KVStore:
 
 
 def opened(cache: PromptCache, prompts: list[list[int]], capacity: int) -> KVStore:
-    """A store with room for these prompts, each slot with what is there of its own."""
+    """A store for these prompts, with what each slot can reuse."""
     store = cache.open(new_store, len(prompts), capacity)
     for slot, prompt in enumerate(prompts):
         cache.reuse_prefix(slot, prompt)
@@ -28,7 +28,7 @@ def opened(cache: PromptCache, prompts: list[list[int]], capacity: int) -> KVSto
 
 
 def run(cache: PromptCache, prompts: list[list[int]], capacity: int = 20) -> KVStore:
-    """Does what an engine does: opens, computes missing rows, remembers. A token's KV is the token itself."""
+    """Does what an engine does: opens, computes missing KV, records the tokens. A token's KV is the token itself."""
     store = opened(cache, prompts, capacity)
     for slot, prompt in enumerate(prompts):
         n = store.lengths[slot]
@@ -41,9 +41,9 @@ def run(cache: PromptCache, prompts: list[list[int]], capacity: int = 20) -> KVS
 
 def held(store: KVStore, slot: int) -> list[int]:
     """The tokens whose KV a slot holds."""
-    rows = store.keys[0, slot, 0, : store.lengths[slot], 0].tolist()
-    assert rows == store.values[-1, slot, 0, : store.lengths[slot], -1].tolist()
-    return [int(x) for x in rows]
+    tokens = store.keys[0, slot, 0, : store.lengths[slot], 0].tolist()
+    assert tokens == store.values[-1, slot, 0, : store.lengths[slot], -1].tolist()
+    return [int(x) for x in tokens]
 
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=8)
@@ -90,7 +90,7 @@ def test_a_saved_cache_serves_another_process_and_is_read_once(tmp_path):
     with pytest.raises(CheckpointError):
         opened(PromptCache.restored(file, "mine"), [[1, 2]], 20)
     restored = PromptCache.restored(file, "target")
-    store = opened(restored, [[1, 2]], 3)  # it makes room for all of the snapshot
+    store = opened(restored, [[1, 2]], 3)  # it makes space for the full snapshot
     assert store.capacity == 6 and held(store, 0) == [1]
     assert held(opened(PromptCache.restored(file, "target"), [[1, 2, 3, 9]], 20), 0) == [1, 2, 3]
     run(restored, [[5, 6, 7]])

@@ -14,7 +14,7 @@ TOKENS = [5, 3, 8, 8, 1]
 
 
 def store(slots: int = 3, capacity: int = 16) -> KVStore:
-    """Random numbers in every row; slot 1 holds five committed rows."""
+    """A store of random numbers; slot 1 holds five committed entries."""
     made = KVStore(KVShape(2, 3, 4, torch.float32), slots, capacity)
     for tensor in (made.keys, made.values):
         tensor.copy_(torch.randn(tensor.shape))
@@ -25,7 +25,7 @@ def store(slots: int = 3, capacity: int = 16) -> KVStore:
 def test_saving_replaces_an_older_snapshot_and_makes_the_folder(tmp_path):
     path = tmp_path / "new" / "folder" / "kv"
     saved = store()
-    with pytest.raises(ValueError, match="6 tokens for 5 committed rows"):
+    with pytest.raises(ValueError, match="6 tokens for 5 committed entries"):
         snapshot.save(saved, 1, [*TOKENS, 1], "target", path)
     snapshot.save(saved, 1, TOKENS, "target", path)
     saved.truncate(1, 2)

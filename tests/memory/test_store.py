@@ -1,4 +1,4 @@
-"""The memory that is free: a store that does not fit it is refused."""
+"""Free memory: a store that does not fit it is refused."""
 
 from __future__ import annotations
 

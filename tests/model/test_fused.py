@@ -108,16 +108,16 @@ def test_a_layer_with_hooks_inside_runs_by_its_own_code():
 # --- windows ---
 
 
-def test_bits_do_not_depend_on_when_the_rows_of_windows_were_moved():
+def test_bits_do_not_depend_on_when_the_kv_of_windows_was_moved():
     """One store moves them for a wide tree that is dropped again, the other later or never."""
     runner, length = TargetRunner(window_model("mistral")), 2300
     store = runner.new_store(2, 2700)
     text = [(7 * i + i // 50) % 61 for i in range(length)]
     for slot in (0, 1):
         for first in range(0, length, 1000):
-            piece = text[first : first + 1000]
-            forward(runner, [piece], store, [slot], logits="none", is_prefill=True)
-            store.commit(slot, range(len(piece)))
+            chunk = text[first : first + 1000]
+            forward(runner, [chunk], store, [slot], logits="none", is_prefill=True)
+            store.commit(slot, range(len(chunk)))
     forward(runner, [[1] * 300], store, [1], logits="none")
     (windows,) = store.states
     assert isinstance(windows, WindowKVCache) and windows.start_positions[0] == 0 < windows.start_positions[1]

@@ -76,8 +76,8 @@ def test_heads_that_are_rotated_in_part(config):
     ("config", "why"),
     [
         (GPT2Config(n_embd=64, n_head=4, n_layer=2, vocab_size=61, bos_token_id=None, eos_token_id=None), "no rotary"),
-        (CohereConfig(**SIZES), "layer 0 do not turn"),  # neighbours are rotated together, not halves
-        (SmolLM3Config(**SIZES, num_key_value_heads=4, no_rope_layers=[1, 0]), "layer 1 do not turn"),
+        (CohereConfig(**SIZES), "layer 0 do not rotate"),  # neighbours are rotated together, not halves
+        (SmolLM3Config(**SIZES, num_key_value_heads=4, no_rope_layers=[1, 0]), "layer 1 do not rotate"),
     ],
     ids=["learned positions", "interleaved", "a layer without positions"],
 )

@@ -32,11 +32,11 @@ def runner(family: str) -> TargetRunner:
     return TargetRunner(recurrent_model(family))
 
 
-def read(own: TargetRunner, store: KVStore, prompt: list[int], slot: int = 0, piece: int = 16) -> torch.Tensor:
-    """Reads a prompt in pieces; returns the logits of its last row."""
+def read(own: TargetRunner, store: KVStore, prompt: list[int], slot: int = 0, chunk: int = 16) -> torch.Tensor:
+    """Prefills a prompt in chunks; returns the logits of its last token."""
     while store.lengths[slot] < len(prompt):
         done = store.lengths[slot]
-        tokens = prompt[done : (done // piece + 1) * piece]
+        tokens = prompt[done : (done // chunk + 1) * chunk]
         out = forward(own, [tokens], store, [slot], logits="last", is_prefill=True)
         store.commit(slot, range(len(tokens)))
     return out.logits[0, -1]
@@ -72,7 +72,7 @@ def test_a_prefix_is_taken_up_where_a_state_was_kept(family):
         step(own, store, token)
     cache.record_tokens(0, [*prompt, *tokens[:4]])
     other = [*prompt[:20], *some_prompt(10, 3)]
-    # The committed end, the prompt's end, a piece's end, and no state in between.
+    # The committed end, the prompt's end, a chunk's end, and no state in between.
     assert cache.reuse_prefix(1, [*prompt, *tokens[:5]]) == 41
     assert torch.equal(step(own, store, tokens[4], 1), rows[4])
     assert cache.reuse_prefix(1, [*prompt, 1, 2]) in (37, 41 - 4)
@@ -167,7 +167,7 @@ def test_a_whole_run_is_the_models_own_generate(family):
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", slow("falcon_h1")])
-def test_a_long_prompt_is_read_piece_by_piece(family):
+def test_a_long_prompt_is_prefilled_chunk_by_chunk(family):
     model, prompt = recurrent_model(family), some_prompt(2600)
     spec = Speculator("prompt-lookup", target=model, plan="fixed", branches=2, min_n=1)
     cache = PromptCache()

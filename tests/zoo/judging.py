@@ -31,7 +31,7 @@ ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k
 @dataclass(frozen=True)
 class Verdict:
     """Attributes:
-    kinds: what its layers are; see :func:`longdraft.model.layout.layer_kinds`.
+    kinds: its kinds of layers; see :func:`longdraft.model.layout.layer_type_names`.
     reason: why it is refused; empty if it is hosted.
     """
 
@@ -58,21 +58,23 @@ def judge(model_type: str) -> Verdict:
     texts = prompts()
     try:
         plain = Speculator("ar", target=model)
-        first = plain.generate(texts[:1], max_new_tokens=NEW, eos_token_ids=[])[0].token_ids
+        plain_tokens = plain.generate(texts[:1], max_new_tokens=NEW, eos_token_ids=[])[0].token_ids
     except UnsupportedModelError as error:
-        return Verdict(layer_type_names(model), in_few_words(error))
-    own = [generate_tokens(model, text, NEW) for text in texts]
-    assert len(set(own[0])) > 3, "a text that hardly changes tests little: take another seed"
-    same(model, texts[0], own[0], first, "plain decoding")
+        return Verdict(layer_type_names(model), short_reason(error))
+    expected = [generate_tokens(model, text, NEW) for text in texts]
+    assert len(set(expected[0])) > 3, "a text that hardly changes tests little: take another seed"
+    same(model, texts[0], expected[0], plain_tokens, "plain decoding")
 
-    method = compose("planted", lambda: Planted({tuple(t): o for t, o in zip(texts, own, strict=True)}, VOCABULARY))
+    method = compose(
+        "planted", lambda: Planted({tuple(t): o for t, o in zip(texts, expected, strict=True)}, VOCABULARY)
+    )
     planted = Speculator(method, target=model, plan="fixed")
     lookup = Speculator("prompt-lookup", target=model, plan="fixed", min_n=1, branches=3)
     for spec, how in ((planted, "trees"), (lookup, "lookups")):
-        together = spec.generate(texts, max_new_tokens=NEW, eos_token_ids=[])
-        for text, wanted, result in zip(texts, own, together, strict=True):
+        batch = spec.generate(texts, max_new_tokens=NEW, eos_token_ids=[])
+        for text, wanted, result in zip(texts, expected, batch, strict=True):
             same(model, text, wanted, result.token_ids, f"{how}, in a batch of three")
-    for text, wanted in zip(texts, own, strict=True):
+    for text, wanted in zip(texts, expected, strict=True):
         (alone,) = planted.generate([text], max_new_tokens=NEW, eos_token_ids=[])
         same(model, text, wanted, alone.token_ids, "trees, alone")
         assert alone.token_ids != wanted or 0 < alone.accepted < alone.drafted, (
@@ -121,7 +123,7 @@ def near_tie(model: PreTrainedModel, text: list[int], other: int) -> str:
     return "experts" if routed and sum(int(own(NOISE).argmax()) == other for _ in range(32)) >= SEVERAL else ""
 
 
-def in_few_words(error: Exception) -> str:
+def short_reason(error: Exception) -> str:
     """The first sentence of a refusal, without the name of the class and what follows from it."""
     text = str(error).split(". ")[0].split("; ")[0].rstrip(".")
     text = text.split(", so longdraft")[0].split(", which longdraft")[0]

@@ -32,41 +32,41 @@ def row(model_type: str, verdict: Verdict) -> str:
 def rows() -> dict[str, str]:
     """Model type -> its row; on the page, types whose rows say the same share one."""
     table = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
-    found = {}
+    by_type = {}
     for line in table.splitlines():
         if line.startswith("| `"):
             types, _, rest = line[2:].partition(" |")
-            found |= {name: f"| `{name}` |{rest}" for name in types.strip("`").split("`, `")}
-    return found
+            by_type |= {name: f"| `{name}` |{rest}" for name in types.strip("`").split("`, `")}
+    return by_type
 
 
-def together(made: dict[str, str]) -> str:
+def merge_equal_rows(by_type: dict[str, str]) -> str:
     """The rows with those that say the same in one, hosted ones first."""
     types: dict[str, list[str]] = {}
-    for name in sorted(made):
-        types.setdefault(made[name].partition("` |")[2], []).append(f"`{name}`")
-    said = sorted(types, key=lambda rest: (rest.split("|")[0].strip() != "yes", rest))
-    return "".join(f"| {', '.join(types[rest])} |{rest}\n" for rest in said)
+    for name in sorted(by_type):
+        types.setdefault(by_type[name].partition("` |")[2], []).append(f"`{name}`")
+    order = sorted(types, key=lambda rest: (rest.split("|")[0].strip() != "yes", rest))
+    return "".join(f"| {', '.join(types[rest])} |{rest}\n" for rest in order)
 
 
-def written_with() -> str:
+def table_version() -> str:
     """The version of transformers that the page names."""
     return PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition("transformers ")[2].partition(":")[0]
 
 
 def write(types: list[str]) -> None:
-    made = rows() if types else {}
+    by_type = rows() if types else {}
     for model_type in types or MODEL_TYPES:
         if model_type in MISSING:
             verdict = Verdict((), f"not tried: it needs the package {MISSING[model_type]}")
         else:
             verdict = judge(model_type)
-        made[model_type] = row(model_type, verdict)
-        print(made[model_type])
-    hosted = sum(line.split("|")[2].strip() == "yes" for line in made.values())
-    said = f"{hosted} of the {len(made)} causal language models of transformers {transformers.__version__}:\n\n"
+        by_type[model_type] = row(model_type, verdict)
+        print(by_type[model_type])
+    hosted = sum(line.split("|")[2].strip() == "yes" for line in by_type.values())
+    summary = f"{hosted} of the {len(by_type)} causal language models of transformers {transformers.__version__}:\n\n"
     head = "| model types | hosted | its layers | why not |\n|---|---|---|---|\n"
-    table = said + head + together(made)
+    table = summary + head + merge_equal_rows(by_type)
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     PAGE.write_text(before + BEGIN + table + END + rest.partition(END)[2], encoding="utf-8")
 

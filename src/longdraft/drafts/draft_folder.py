@@ -1,4 +1,4 @@
-"""Draft folders: reads and writes ``config.json`` and ``model.safetensors``, and checks the target they are for."""
+"""Draft folders: reads and writes ``config.json`` and ``model.safetensors``, and checks them against a target."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from longdraft.folders import is_gguf
 
 FORMAT = 1
 CONFIG = "config.json"
-# The table of a draft's own vocabulary: target id - draft id, for each draft id.
+# Name of the table of a reduced draft vocabulary: target id - draft id, for each draft id.
 D2T = "d2t"
-# How configurations of transformers name what ours name otherwise.
+# Our name of a size -> its name in configurations of transformers, where they differ.
 HF_NAMES = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "vocabulary": "vocab_size"}
-# Kinds of `speculators` that are variants of one of ours.
+# Kinds of `speculators` that are variants of one of our kinds.
 KIND_ALIASES = {"dspark": "dflash"}
-# Kind -> pattern of a tensor's name that tells it, where the configuration is that of a whole Llama; the first counts.
+# Kind -> pattern of a tensor's name that shows it, if config.json looks like a full Llama's. The first match decides.
 KIND_BY_TENSOR = {
     "peagle": r"(.*\.)?mask_hidden",
     "dflash": r"(model\.)?hidden_norm\.weight",
     "eagle3": r".*(\.0|midlayer)\.hidden_norm\..*",
     "heads": r".*\.medusa_layers\..*",
     "longspec": r".*cross_attn.*",
-    # A layer of its own before the decoder's, and EAGLE-3's norm is missing.
+    # It has fc before the decoder layer, and lacks EAGLE-3's norm.
     "eagle": r"(?!(.*\.)?mtp\.)(.*\.)?fc\.weight",
 }
-VLLM_MASK_TOKENS = ("ptd_token_id", "pard_token")  # how vLLM alone calls the mask token of P-EAGLE
-# Kinds that are published and not read, by what a config.json calls itself.
+VLLM_MASK_TOKENS = ("ptd_token_id", "pard_token")  # vLLM's names of P-EAGLE's mask token
+# Published kinds that longdraft does not read: pattern of the names in config.json.
 UNSUPPORTED_KINDS = r"medusa|hydra|domino|dflash2|dflare|mlp_?speculator|lstm_?speculator|redrafter"
-# The kind of any language model.
+# Kind of a plain language model.
 SMALL_LM = "small-lm"
-# Names that an error spells out before it only counts.
-_SHOWN = 6
+# Most tensor names that an error lists.
+_MAX_LISTED = 6
 
 logger = logging.getLogger("longdraft")
 Shape = TypeVar("Shape")
@@ -54,10 +54,10 @@ class DraftFolder:
     """Contents of a draft folder.
 
     Attributes:
-        kind: the drafter that reads it, e.g. "longspec".
+        kind: the kind of draft, e.g. "longspec".
         config: sizes and settings, JSON.
         tensors: name -> tensor, on the CPU.
-        target: what the draft was made for, from :func:`longdraft.model.shared_parts.describe`; empty if unknown.
+        target: description of the draft's target (:func:`longdraft.model.shared_parts.describe`); empty if unknown.
     """
 
     kind: str
@@ -73,27 +73,26 @@ def from_training(
     draft_to_target_ids: torch.Tensor | None,
     target: Mapping[str, Any],
 ) -> DraftFolder:
-    """Contents of the folder of a newly trained draft: weights in bfloat16, with the table of its vocabulary.
+    """The folder contents of a newly trained draft: weights in bfloat16, with the table of its vocabulary.
 
     Args:
-        kept: (draft vocabulary,) target id of each draft id; None: the target's whole vocabulary.
-        target: the target's description.
+        draft_to_target_ids: (draft vocabulary,) target id of each draft id; None: the target's full vocabulary.
     """
     tensors = {name: t.to(torch.bfloat16) for name, t in weights.items()}
     if draft_to_target_ids is not None:
         tensors[D2T] = draft_to_target_ids - torch.arange(len(draft_to_target_ids), device="cpu")
-    described = {"draft_vocab_size": None if draft_to_target_ids is None else len(draft_to_target_ids), **config}
-    return DraftFolder(kind, described, tensors, dict(target))
+    vocab_size = None if draft_to_target_ids is None else len(draft_to_target_ids)
+    return DraftFolder(kind, {"draft_vocab_size": vocab_size, **config}, tensors, dict(target))
 
 
 def save(folder: Path | str, draft: DraftFolder, bits: int | None = None) -> None:
-    """Writes a draft folder, with a card if it has none; each file appears whole or not at all.
+    """Writes a draft folder, and a card if it has none. Each file appears complete or not at all.
 
     Args:
-        bits: 8 or 4 packs matrices (:mod:`longdraft.drafts.packing`); None: as they are.
+        bits: 8 or 4 packs matrices (:mod:`longdraft.drafts.packing`); None keeps their dtype.
 
     Raises:
-        CheckpointError: when it cannot be written (no space, no permission).
+        CheckpointError: the folder cannot be written (no space, no permission).
         ValueError: other bits.
     """
     config = {"longdraft_format": FORMAT, "drafter": draft.kind, "target": draft.target} | draft.config
@@ -102,17 +101,17 @@ def save(folder: Path | str, draft: DraftFolder, bits: int | None = None) -> Non
 
 
 def write(folder: Path | str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes config.json and model.safetensors, in any layout; each file appears whole or not at all.
+    """Writes config.json and model.safetensors of any layout. Each file appears complete or not at all.
 
     Raises:
-        CheckpointError: when they cannot be written (no space, no permission).
+        CheckpointError: they cannot be written (no space, no permission).
     """
     tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    with atomic_write(Path(folder) / CONFIG) as described, atomic_write(Path(folder) / WEIGHTS) as weights:
-        described.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    with atomic_write(Path(folder) / CONFIG) as config_file, atomic_write(Path(folder) / WEIGHTS) as weights:
+        config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file(tensors, weights, metadata={"format": "pt"})
-        # safetensors lets the owner alone read what it writes; a draft is as readable as any file of the folder.
-        weights.chmod(described.stat().st_mode)
+        # safetensors makes its files readable for the owner alone; weights get the mode of the other file.
+        weights.chmod(config_file.stat().st_mode)
 
 
 def is_draft_folder(path: Path | str) -> bool:
@@ -121,47 +120,47 @@ def is_draft_folder(path: Path | str) -> bool:
 
 
 def detect_kind(folder: Path | str) -> str:
-    """The kind of a draft folder, or of a language model that drafts as it is; empty if nothing tells.
+    """The kind of a draft folder, or "small-lm" for a language model; empty if it cannot be told.
 
     Raises:
-        CheckpointError: no such folder, no or broken config.json; missing or truncated weights, where needed.
+        CheckpointError: no such folder, no valid config.json, or unreadable weights where their names are needed.
     """
     return SMALL_LM if is_gguf(folder) else _kind(read_config(folder), folder)
 
 
 def _kind(config: Mapping[str, Any], folder: Path | str) -> str:
-    """The kind by config.json; for published folders of others, by the names of their tensors."""
+    """The kind by config.json; in other projects' folders also by the names of the tensors."""
     if "drafter" in config or config.get("speculators_model_type"):
-        named = str(config.get("drafter") or config["speculators_model_type"])
-        return KIND_ALIASES.get(named, named)
+        name = str(config.get("drafter") or config["speculators_model_type"])
+        return KIND_ALIASES.get(name, name)
     if "longdraft_format" in config:
         return ""
-    said = [config.get(name) for name in ("architectures", "model_type", "dflash_config")]
-    if not (said[1] and tensor_files.has_safetensors(folder)):  # a whole model may hold heads as well
-        said.append(list(config))
-    if (unread := re.search(UNSUPPORTED_KINDS, str(said).lower())) is not None:
-        return unread[0]
+    hints = [config.get(name) for name in ("architectures", "model_type", "dflash_config")]
+    if not (hints[1] and tensor_files.has_safetensors(folder)):  # a full model may contain heads as well
+        hints.append(list(config))
+    if (unsupported := re.search(UNSUPPORTED_KINDS, str(hints).lower())) is not None:
+        return unsupported[0]
     if any(config.get(name) for name in ("dflash_config", "dspark_config", "markov_rank")):
         return "dflash"
     if "eagle3" in str(config.get("architectures")).lower():
-        parallel = any(config.get(name) is not None for name in VLLM_MASK_TOKENS)
-        return "peagle" if parallel else "eagle3"
+        is_parallel = any(config.get(name) is not None for name in VLLM_MASK_TOKENS)
+        return "peagle" if is_parallel else "eagle3"
     names = list(tensor_files.names(folder))
-    told = (kind for kind, pattern in KIND_BY_TENSOR.items() if any(re.fullmatch(pattern, name) for name in names))
-    return next(told, SMALL_LM if config.get("model_type") or config.get("architectures") else "")
+    kinds = (kind for kind, pattern in KIND_BY_TENSOR.items() if any(re.fullmatch(pattern, name) for name in names))
+    return next(kinds, SMALL_LM if config.get("model_type") or config.get("architectures") else "")
 
 
 def read_config(folder: Path | str) -> dict[str, Any]:
-    """A folder's config.json.
+    """Reads a folder's config.json.
 
     Raises:
-        CheckpointError: no such folder, no or broken config.json.
+        CheckpointError: no such folder, or no valid config.json.
     """
     folder = Path(folder)
     if is_gguf(folder) and folder.is_file():
         raise CheckpointError(
-            f"{folder} is a GGUF file: a language model of its own, which drafts with small-lm and the methods that "
-            "take such drafts (`longdraft methods`)."
+            f"{folder} is a GGUF file, a language model: it drafts with small-lm and the methods that take such drafts "
+            "(`longdraft methods`)."
         )
     if folder.is_file():
         raise CheckpointError(f"{folder} is a file: a draft is the folder that it lies in, {folder.parent}.")
@@ -170,11 +169,11 @@ def read_config(folder: Path | str) -> dict[str, Any]:
     try:
         return read_json(folder / CONFIG)
     except FileNotFoundError:
-        raise CheckpointError(f"{folder} has no {CONFIG}: {_of_a_run(folder) or 'is it a draft folder?'}") from None
+        raise CheckpointError(f"{folder} has no {CONFIG}: {_run_advice(folder) or 'is it a draft folder?'}") from None
 
 
-def _of_a_run(folder: Path) -> str:
-    """Advice if the folder is a training run or one of its checkpoints. Otherwise empty."""
+def _run_advice(folder: Path) -> str:
+    """Advice if the folder is a training run or one of its checkpoints; otherwise empty."""
     runs = (run for run in (folder, *folder.absolute().parents[:2]) if (run / "checkpoints").is_dir())
     return next((f"the draft of the training run {run} is in {run / 'best'} or {run / 'last'}." for run in runs), "")
 
@@ -186,22 +185,22 @@ def load(folder: Path | str, kind: str | None = None) -> DraftFolder:
         kind: the expected kind of draft.
 
     Raises:
-        CheckpointError: no such folder, no or broken config.json, missing or truncated weights; another kind.
+        CheckpointError: no such folder, no valid config.json, missing or truncated weights, or another kind.
     """
     config = read_config(folder)
-    found = _kind(config, folder)
-    if kind not in (None, found):
-        raise CheckpointError(f"{folder} holds a draft for {found or 'another method'}, not for {kind}.")
+    actual_kind = _kind(config, folder)
+    if kind not in (None, actual_kind):
+        raise CheckpointError(f"{folder} holds a draft for {actual_kind or 'another method'}, not for {kind}.")
     tensors = read_tensors(config, folder)
     config.pop("drafter", None)
-    return DraftFolder(found, config, tensors, dict(config.pop("target", None) or {}))
+    return DraftFolder(actual_kind, config, tensors, dict(config.pop("target", None) or {}))
 
 
 def read_tensors(config: Mapping[str, Any], folder: Path | str) -> dict[str, torch.Tensor]:
-    """A folder's tensors by name, on the CPU; packed matrices of our layout as float32.
+    """Reads a folder's tensors by name, on the CPU; packed matrices of our layout become float32.
 
     Raises:
-        CheckpointError: missing, truncated or damaged; a number of the configuration is outside of its range.
+        CheckpointError: missing, truncated or damaged weights, or a number of the configuration outside its range.
     """
     tensors = tensor_files.read(folder)
     check_numbers(config, Path(folder) / CONFIG)
@@ -209,52 +208,52 @@ def read_tensors(config: Mapping[str, Any], folder: Path | str) -> dict[str, tor
 
 
 def read_shape(
-    shape_type: type[Shape],
+    shape: type[Shape],
     config: Mapping[str, Any],
     folder: Path | str,
     label: str,
     names: Mapping[str, str] | None = None,
 ) -> Shape:
-    """A module's sizes, a dataclass of positive numbers and flags, from a config.json.
+    """Reads a module's sizes, a dataclass of positive numbers and flags, from a config.json.
 
     Args:
-        label: the kind of draft in messages: "LongSpec".
+        label: the kind of draft in messages, e.g. "LongSpec".
         names: our name -> the name in config.json, where they differ.
 
     Raises:
-        CheckpointError: names missing entries, or entries with impossible values.
+        CheckpointError: entries are missing or impossible; the message names them.
     """
-    given = {f: (names or {}).get(f.name, f.name) for f in fields(shape_type)}  # type: ignore[arg-type]
-    known = {f: config[name] for f, name in given.items() if config.get(name) is not None}
-    if missing := [name for f, name in given.items() if f not in known and f.default is MISSING]:
+    keys = {f: (names or {}).get(f.name, f.name) for f in fields(shape)}  # type: ignore[arg-type]
+    values = {f: config[key] for f, key in keys.items() if config.get(key) is not None}
+    if missing := [key for f, key in keys.items() if f not in values and f.default is MISSING]:
         raise CheckpointError(f"{CONFIG} of {folder} lacks {', '.join(missing)}: is it a draft of the kind {label}?")
-    flags = {f: bool(x) for f, x in known.items() if f.type in ("bool", bool)}
+    flags = {f: bool(x) for f, x in values.items() if f.type in ("bool", bool)}
     wrong = [
-        given[f]
-        for f, x in known.items()
+        keys[f]
+        for f, x in values.items()
         if f not in flags and (not isinstance(x, int | float) or x <= 0 or (f.type in ("int", int) and x % 1))
     ]
     if wrong:
         raise CheckpointError(f"{CONFIG} of {folder} has no number that could be right for {', '.join(wrong)}.")
-    return shape_type(**{f.name: x for f, x in {**known, **flags}.items()})
+    return shape(**{f.name: x for f, x in {**values, **flags}.items()})
 
 
 def optional_int(config: Mapping[str, Any], name: str, folder: Path | str, minimum: int = 1) -> int | None:
-    """A whole number that may be left out of a config.json. Raises CheckpointError for anything else."""
-    found = config.get(name)
-    if found is not None and (type(found) is not int or found < minimum):
+    """Reads an optional whole number of a config.json. Raises CheckpointError for any other value."""
+    value = config.get(name)
+    if value is not None and (type(value) is not int or value < minimum):
         raise CheckpointError(f"{CONFIG} of {folder} has no number that could be right for {name}.")
-    return found
+    return value
 
 
 def with_derived_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A published configuration, completed with the sizes that transformers derives."""
-    found, heads = dict(config), config.get("num_attention_heads")
-    if heads and not found.get("num_key_value_heads"):
-        found["num_key_value_heads"] = heads
-    if heads and not found.get("head_dim") and found.get("hidden_size"):
-        found["head_dim"] = found["hidden_size"] // heads
-    return found
+    """Completes a published configuration with the sizes that transformers derives."""
+    complete, heads = dict(config), config.get("num_attention_heads")
+    if heads and not complete.get("num_key_value_heads"):
+        complete["num_key_value_heads"] = heads
+    if heads and not complete.get("head_dim") and complete.get("hidden_size"):
+        complete["head_dim"] = complete["hidden_size"] // heads
+    return complete
 
 
 def check_tensors(
@@ -263,39 +262,38 @@ def check_tensors(
     """Checks a draft's tensors against its sizes.
 
     Args:
-        kind: the kind of draft in the message: "LongSpec".
+        kind: the kind of draft in the message, e.g. "LongSpec".
 
     Raises:
-        CheckpointError: naming what is missing, unexpected or of a wrong shape.
+        CheckpointError: tensors are missing, unexpected or misshapen; the message names them.
     """
     wrong = [
         f"{name} {tuple(tensors[name].shape)} where config.json asks for {tuple(size)}"
         for name, size in sizes.items()
         if name in tensors and tensors[name].shape != size
     ]
-    kinds = {
+    problems = {
         "missing": [name for name in sizes if name not in tensors],
         "unexpected": [name for name in tensors if name not in sizes],
         "of a wrong shape": wrong,
     }
-    found = [f"{problem}: {_named(names)}" for problem, names in kinds.items() if names]
-    if found:
+    if found := [f"{problem}: {_list_names(names)}" for problem, names in problems.items() if names]:
         raise CheckpointError(f"{folder} is no {kind} draft as its config.json describes it. " + "; ".join(found) + ".")
 
 
-def _named(names: list[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+def _list_names(names: list[str]) -> str:
+    unlisted = len(names) - _MAX_LISTED
+    return ", ".join(names[:_MAX_LISTED]) + (f" and {unlisted} more" if unlisted > 0 else "")
 
 
 def check_target(required_target: Mapping[str, Any], target: Mapping[str, Any], folder: Path | str) -> None:
     """Refuses a draft that was made for another target.
 
-    A target of the same shape and vocabulary with other weights (another fine-tune, another quantisation) is
-    allowed: output stays exact whatever a draft proposes. A warning says that acceptance may suffer.
+    A target with the same shape and vocabulary and other weights (another fine-tune, another quantisation) is allowed
+    with a warning: output stays exact, but acceptance may suffer.
 
     Raises:
-        CheckpointError: saying what differs.
+        CheckpointError: the targets differ; the message says in what.
     """
     differing = [
         f"{key} {required_target[key]} (this target: {target.get(key)})"

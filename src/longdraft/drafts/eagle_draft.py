@@ -1,4 +1,4 @@
-"""Drafts of EAGLE's kind on disk: read from a folder of any layout, and checked against a target."""
+"""EAGLE-like drafts on disk: read from a folder of any layout, and checked against a target."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.model.rotary import RotaryEmbedding
 from longdraft.model.runner import TargetRunner
 
-Bound = TypeVar("Bound")
-Own = TypeVar("Own", bound="EagleDraft[Any]")
+BoundT = TypeVar("BoundT")
+DraftT = TypeVar("DraftT", bound="EagleDraft[Any]")
 
 
-class EagleDraft(TrainedDraft[Bound]):
-    """A trained draft of EAGLE's kind, in any layout. The drafter's file defines the module.
+class EagleDraft(TrainedDraft[BoundT]):
+    """An EAGLE-like draft in any layout. The drafter's file defines the module.
 
     Attributes:
         layout: "longdraft", "published" or "speculators".
-        rope: RoPE's parameters as transformers names them.
-        configured_layers: decoder layers of the target whose outputs it reads; None: the usual ones.
-        window: keys that a query sees, its own included; None: all.
-        decoder_layers: layers of the module.
+        rope: RoPE parameters as transformers names them.
+        configured_layers: target layers whose outputs it reads, from config.json; None: the default ones.
+        window: keys that a query attends to, its own included; None: all.
+        decoder_layers: number of the module's layers.
     """
 
     kind, label = KIND, "EAGLE-3"
@@ -45,11 +45,11 @@ class EagleDraft(TrainedDraft[Bound]):
         self.window = draft_folder.optional_int(self.config, "window", folder)
 
     @classmethod
-    def load(cls: type[Own], folder: Path | str) -> Own:
-        """Reads a draft folder: ours, a published one, or one of `speculators`.
+    def load(cls: type[DraftT], folder: Path | str) -> DraftT:
+        """Reads a draft folder of our layout, a published one, or that of `speculators`.
 
         Raises:
-            CheckpointError: unreadable, another kind of draft, or tensors missing, unexpected or of a wrong shape.
+            CheckpointError: unreadable, another kind of draft, or missing, unexpected or misshapen tensors.
         """
         return cls(folder, *formats.read(folder, cls.kind))
 
@@ -62,7 +62,7 @@ class EagleDraft(TrainedDraft[Bound]):
 
     @property
     def max_context(self) -> int | None:
-        """Longest context that its positions support, YaRN included; None if the folder does not say."""
+        """Longest context that its positions support, YaRN included; None if unknown."""
         rope = self.rope
         if rope["rope_type"] == "yarn":
             return int(float(rope["factor"]) * int(rope["original_max_position_embeddings"]))
@@ -74,20 +74,20 @@ class EagleDraft(TrainedDraft[Bound]):
         """Decoder layers of the target whose outputs it reads, low to high.
 
         Raises:
-            CheckpointError: the target has no such layers.
+            CheckpointError: the target lacks one of them.
         """
         count = runner.num_layers
         layers = self.configured_layers or self.default_feature_layers(count)
         if min(layers) < 0 or max(layers) >= count or list(layers) != sorted(set(layers)):
             raise CheckpointError(
-                f"The draft in {self.folder} reads the outputs of layers {_listed(layers)} of its target, "
-                f"counted from 0; this one has {count}, and they must be there and increase. Load the target it was "
-                "trained with, or set feature_layers in its config.json."
+                f"The draft in {self.folder} reads the outputs of its target's layers {_join(layers)}, from 0. This "
+                f"one has {count}, and they must be there and increase. Load the target it was trained with, or set "
+                "feature_layers in its config.json."
             )
         return layers
 
     def default_feature_layers(self, count: int) -> tuple[int, ...]:
-        """The layers that such drafts read of a target with ``count`` layers, if their folders name none."""
+        """The layers that are read of a target with ``count`` layers if the folder names none."""
         return formats.default_feature_layers(count)
 
     def needs(self) -> dict[str, Any]:
@@ -95,58 +95,57 @@ class EagleDraft(TrainedDraft[Bound]):
 
     def save(self, folder: Path | str, bits: int | None = None) -> None:
         if self.layout != "longdraft":
-            raise CapabilityError(f"{self.folder} has a layout that others publish: copy the folder as it is.")
+            raise CapabilityError(f"{self.folder} has another project's layout: copy the folder as it is.")
         super().save(folder, bits)
 
     def check(self, runner: TargetRunner) -> None:
         super().check(runner)
-        hidden, shape = runner.shared_parts.hidden_size, self.shape
+        hidden_size, shape = runner.shared_parts.hidden_size, self.shape
         layers = self.feature_layers(runner)
-        if shape.feature_size != len(layers) * hidden:
+        if shape.feature_size != len(layers) * hidden_size:
             raise CheckpointError(
                 f"The draft in {self.folder} reads {shape.feature_size} numbers of a token; {len(layers)} layers of "
-                f"this target have {len(layers) * hidden}. Load the target it was trained with."
+                f"this target have {len(layers) * hidden_size}. Load the target it was trained with."
             )
         size = runner.shared_parts.head.shape[0]
         if self.draft_to_target_ids is None and shape.vocabulary != size:
             raise CheckpointError(
-                f"The draft in {self.folder} knows {shape.vocabulary} tokens, this target {size}, and its weights hold "
-                f"no {D2T}, which would say which: copy the draft again."
+                f"The draft in {self.folder} has {shape.vocabulary} tokens, this target {size}, and its weights lack "
+                f"{D2T}, the table of target ids: copy the draft again."
             )
         self.rotary(torch.float32, "cpu")
 
     def remarks(self, runner: TargetRunner) -> list[str]:
-        """Settings that may cost acceptance, a sentence each. None affects correctness."""
-        found = []
-        target, head = runner.shared_parts.description, self.shape.head_dim
-        theta, own = target["rope_theta"], self.rope["rope_theta"]
-        if theta is not None and float(theta) != float(own):
-            found.append(
-                f"its rope_theta is {own:g}, the target's {float(theta):g}: if few tokens are accepted, try the other "
-                "(rope_theta in its config.json)"
+        """Settings that may cost acceptance, not correctness, a sentence each."""
+        remarks = []
+        target, head_dim = runner.shared_parts.description, self.shape.head_dim
+        target_theta, theta = target["rope_theta"], self.rope["rope_theta"]
+        if target_theta is not None and float(target_theta) != float(theta):
+            remarks.append(
+                f"its rope_theta is {theta:g}, the target's {float(target_theta):g}: if few tokens are accepted, try "
+                "the other (rope_theta in its config.json)"
             )
-        if head != target["head_dim"]:
-            found.append(f"its head size is {head}, the target's {target['head_dim']}: check head_dim")
-        usual, layers = self.default_feature_layers(runner.num_layers), self.feature_layers(runner)
-        if layers != usual:
-            found.append(
-                f"it reads the outputs of layers {_listed(layers)}; usual for this target are {_listed(usual)}"
+        if head_dim != target["head_dim"]:
+            remarks.append(f"its head size is {head_dim}, the target's {target['head_dim']}: check head_dim")
+        default, layers = self.default_feature_layers(runner.num_layers), self.feature_layers(runner)
+        if layers != default:
+            remarks.append(
+                f"it reads the outputs of layers {_join(layers)}; usual for this target are {_join(default)}"
             )
-        if self.window is None and self.max_context is not None and self.max_context < runner.context_length:
-            found.append(
-                f"it was trained for texts of {self.max_context:,} tokens, the target reads {runner.context_length:,}: of "
-                f"longer ones it sees the last {self.max_context:,} (-o window=N, or YaRN in its config.json, changes that)"
+        length, ids = self.max_context, self.draft_to_target_ids
+        if self.window is None and length is not None and length < runner.context_length:
+            remarks.append(
+                f"it was trained for texts of {length:,} tokens, the target reads {runner.context_length:,}: of longer "
+                f"ones it sees the last {length:,} (-o window=N, or YaRN in its config.json, changes that)"
             )
-        if self.draft_to_target_ids is not None and not bool(
-            (self.draft_to_target_ids[1:] > self.draft_to_target_ids[:-1]).all()
-        ):
-            found.append("d2t does not name increasing tokens: does it hold ids where offsets belong?")
-        return found
+        if ids is not None and not bool((ids[1:] > ids[:-1]).all()):
+            remarks.append("d2t does not name increasing tokens: does it hold ids where offsets belong?")
+        return remarks
 
     def rotary(self, dtype: torch.dtype, device: torch.device | str) -> RotaryEmbedding:
-        """Its own rotary embedding, whose base and stretching may differ from the target's."""
+        """The draft's rotary embedding, whose base and scaling may differ from the target's."""
         return RotaryEmbedding(self.shape.head_dim, self.rope, dtype, device)
 
 
-def _listed(layers: tuple[int, ...]) -> str:
+def _join(layers: tuple[int, ...]) -> str:
     return ", ".join(map(str, layers))

@@ -1,7 +1,7 @@
-"""Reads folders of EAGLE's kind of any layout into ours: a table of those that others publish, a row for each kind.
+"""Converts EAGLE-like draft folders of any layout to ours, with a table of published formats by kind.
 
-Authors publish folders of their own; `is_speculators` has one for all kinds, whose layer's sizes are nested. The rows are
-in ``eagle_formats`` and ``dflash_formats``; how a folder's kind is told, in ``draft_folder``.
+Authors publish folders in their own layouts. `speculators` has one layout for all kinds, in which the layer's sizes are
+nested. The entries of the table are in ``eagle_formats`` and ``dflash_formats``. ``draft_folder`` detects the kind.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from longdraft.errors import CheckpointError
 from longdraft.model.rotary import complete_config, make_rope_parameters
 
 T2D, EMBEDDING, MODEL_TYPE = "t2d", "embed_tokens.weight", "speculators_model_type"
-# RoPE's base where a folder states none.
+# RoPE base if a folder states none.
 DEFAULT_ROPE_THETA = 10000.0
-# Copies of the target's that training left, and frequencies of RoPE, which old transformers saved too.
+# Copies of the target's tensors that training saved, and RoPE frequencies, which old versions of transformers saved.
 LEFTOVER_TENSORS = r"verifier_norm\.|verifier_lm_head\.|(.*\.)?inv_freq$"
-# How config.json calls the token that stands for one not known yet, in parallel drafting.
+# Names in config.json of the token that stands for one not known yet, in parallel drafting.
 MASK_TOKENS = ("mask_token_id", *VLLM_MASK_TOKENS, "noise_token_id")
-# Where config.json has ids of layers ("": at the top), their name, and what is taken off for ours, from 0, whose
-# output is read: 1 if they mean what enters a layer, an entry of transformers' hidden_states. The first counts.
+# Entries of config.json that list layers: (section, "" for the top level; name; 1 if ids name a layer's input, an index
+# into transformers' hidden_states, 0 if its output, None if either). The first entry that is there counts.
 _IDS = "eagle_aux_hidden_state_layer_ids"
 LAYER_IDS: tuple[tuple[str, str, int | None], ...] = (
-    ("", "feature_layers", 0),  # ours, which settles it in a folder of others too
+    ("", "feature_layers", 0),  # ours; it overrides the others
     # speculators: models/utils.py ([2, L // 2, L - 3]), convert/dflash/converter.py. vLLM: worker/gpu_model_runner.py.
     ("", "aux_hidden_state_layer_ids", 1),
     ("", _IDS, 1),
-    # Outputs: SpecForge (algorithms/model_providers.py: [1, L // 2 - 1, L - 4]), Model-Optimizer (hooks of
-    # plugins/hf_eagle.py). What enters: vLLM, drafts of TorchSpec, NVIDIA's later ones. sglang tells them by the first
+    # Layers' outputs: SpecForge (algorithms/model_providers.py: [1, L // 2 - 1, L - 4]), Model-Optimizer (hooks of
+    # plugins/hf_eagle.py). Layers' inputs: vLLM, drafts of TorchSpec, NVIDIA's later ones. sglang decides by the first
     # id (models/deepseek_v2.py, pull request 25454).
     ("eagle_config", _IDS, None),
     ("", "aux_hidden_states_layer_ids", 0),  # AngelSlim: models/target/target_model_wrapper.py
@@ -46,8 +46,8 @@ LAYER_IDS: tuple[tuple[str, str, int | None], ...] = (
     ("", "dspark_target_layer_ids", 0),
     ("", "target_layer_ids", 0),
 )
-# What no draft of ours has, as a pattern of the tensors' names.
-_UNKNOWN = {
+# Parts that our drafts do not support, by pattern of tensors' names.
+_UNSUPPORTED_PARTS = {
     r"\.experts?\.|\.shared_experts?\.": "a mixture of experts",
     r"\.(kv_a|q_a|kv_b)_": "latent attention (MLA)",
     r"_scale(_inv|_2)?$|\.scales$|\.(weight_packed|qweight|absmax)$": "quantised weights (get it in bfloat16)",
@@ -56,11 +56,11 @@ _UNKNOWN = {
 
 @dataclass(frozen=True)
 class PublishedDraft:
-    """A folder that others made.
+    """A draft folder of another project.
 
     Attributes:
-        config: its config.json. sizes: those of its layers, as transformers names them, all of them.
-        tensors: by names of ours. speculators: it is a folder of `is_speculators`.
+        config: its config.json. sizes: the complete sizes of its layers, as transformers names them.
+        tensors: tensors by our names. speculators: it is a folder of `is_speculators`.
     """
 
     kind: str
@@ -71,22 +71,22 @@ class PublishedDraft:
     is_speculators: bool
 
     def nested(self, name: str) -> Mapping[str, Any]:
-        """An entry of its config.json that holds settings; empty if there is none."""
-        found = self.config.get(name)
-        return found if isinstance(found, dict) else {}
+        """A section of its config.json; empty if there is none."""
+        section = self.config.get(name)
+        return section if isinstance(section, dict) else {}
 
 
 @dataclass(frozen=True)
 class DraftFormat:
-    """A kind's layout.
+    """The published layout of one kind.
 
     Attributes:
-        shape: the dataclass of the module's sizes. label: the kind in messages.
-        contents: what was read -> what the sizes' entries are beside those of ``sizes``, and what our config.json says
-            beside the usual; ``any_vocabulary``: a target of another fits too. It may take tensors away.
-        rename: patterns of tensors' names and what stands in their place, one after the other.
-        drop: pattern of the names, then, that are no part of the draft.
-        theta: RoPE's base where a folder of the authors states none.
+        shape: dataclass of the module's sizes. label: the kind in messages.
+        parse: returns overrides of the shape, and further entries for our config.json; among them ``any_vocabulary`` if
+            targets of another vocabulary fit, too. It may remove tensors.
+        rename_rules: (pattern of tensors' names, replacement), applied in order.
+        drop_pattern: pattern of renamed tensors that are no part of the draft.
+        default_theta: RoPE base if a folder of the authors states none.
     """
 
     shape: type[Any]
@@ -97,118 +97,109 @@ class DraftFormat:
     default_theta: float = DEFAULT_ROPE_THETA
 
     def rename_tensors(self, tensors: Mapping[str, torch.Tensor], folder: Path | str) -> dict[str, torch.Tensor]:
-        """Tensors by our module's names. Raises CheckpointError if two have one name."""
-        found: dict[str, torch.Tensor] = {}
-        for name, tensor in tensors.items():
-            own = name
-            for pattern, other in self.rename_rules:
-                own = re.sub(pattern, other, own)
-            if re.match(self.drop_pattern, own):
+        """The tensors by our module's names. Raises CheckpointError if two get the same name."""
+        renamed: dict[str, torch.Tensor] = {}
+        for original, tensor in tensors.items():
+            name = original
+            for pattern, replacement in self.rename_rules:
+                name = re.sub(pattern, replacement, name)
+            if re.match(self.drop_pattern, name):
                 continue
-            if own in found:
-                raise CheckpointError(f"{folder} holds {own} twice, once as {name}: is it one draft?")
-            found[own] = tensor
-        return found
+            if name in renamed:
+                raise CheckpointError(f"{folder} holds {name} twice, once as {original}: is it one draft?")
+            renamed[name] = tensor
+        return renamed
 
 
 FORMATS: dict[str, DraftFormat] = {}
 
 
 def read(folder: Path | str, kind: str) -> tuple[DraftFolder, dict[str, Any]]:
-    """Contents of a folder of any layout, in ours. The config names the original ``layout`` of others.
-
-    Args:
-        kind: the expected kind of draft.
+    """Reads a draft of ``kind`` in any layout. The returned config is ours, and its ``layout`` names the original one.
 
     Returns:
-        The contents, and RoPE's parameters as transformers names them.
+        The contents, and RoPE parameters as transformers names them.
 
     Raises:
-        CheckpointError: unreadable, another kind of draft, or settings that cannot be right.
+        CheckpointError: unreadable, another kind of draft, or impossible settings.
     """
-    theirs = draft_folder.load(folder, kind)
-    found, rope = (_ours if "longdraft_format" in theirs.config else _published)(theirs, folder)
-    return found, scale_rope(rope, found.config.get("trained_length"), None, None, folder)
+    original = draft_folder.load(folder, kind)
+    contents, rope = (_convert_own if "longdraft_format" in original.config else _convert_published)(original, folder)
+    return contents, scale_rope(rope, contents.config.get("trained_length"), None, None, folder)
 
 
-def _ours(found: DraftFolder, folder: Path | str) -> tuple[DraftFolder, dict[str, Any]]:
-    config, layers = found.config, found.config.get("feature_layers")
+def _convert_own(contents: DraftFolder, folder: Path | str) -> tuple[DraftFolder, dict[str, Any]]:
+    config, layers = contents.config, contents.config.get("feature_layers")
     if not isinstance(layers, list) or not layers or not all(type(i) is int for i in layers):
         raise CheckpointError(f"config.json of {folder} lacks feature_layers, the target's layers that it reads.")
     length = config.get("rope_original_length") or config.get("trained_length")
-    # RoPE that a published draft brought into training, stretched otherwise than ours are.
-    rope = config.get("rope_parameters")
-    rope = (
-        dict(rope)
-        if rope
-        else make_rope_parameters(config.get("rope_theta") or DEFAULT_ROPE_THETA, config.get("rope_factor"), length)
-    )
-    found.tensors.pop(T2D, None)
-    config["draft_vocab_size"] = config.get("vocabulary") if D2T in found.tensors else None
-    return found, rope
+    # A published draft that was trained further keeps its kind of RoPE scaling.
+    theta, rope = config.get("rope_theta") or DEFAULT_ROPE_THETA, config.get("rope_parameters")
+    rope = dict(rope) if rope else make_rope_parameters(theta, config.get("rope_factor"), length)
+    contents.tensors.pop(T2D, None)
+    config["draft_vocab_size"] = config.get("vocabulary") if D2T in contents.tensors else None
+    return contents, rope
 
 
-def _published(read: DraftFolder, folder: Path | str) -> tuple[DraftFolder, dict[str, Any]]:
-    form, config, speculators = FORMATS[read.kind], read.config, MODEL_TYPE in read.config
+def _convert_published(original: DraftFolder, folder: Path | str) -> tuple[DraftFolder, dict[str, Any]]:
+    kind, config, tensors = original.kind, original.config, original.tensors
+    layout, speculators = FORMATS[kind], MODEL_TYPE in config
     layer = config.get("transformer_layer_config") if speculators else config
     if not isinstance(layer, dict):
         raise CheckpointError(f"config.json of {folder} lacks transformer_layer_config: copy the draft again.")
-    # `speculators` leaves out the sizes that transformers has as its defaults.
+    # `speculators` leaves out sizes that equal transformers' defaults.
     sizes = draft_folder.with_derived_sizes(complete_config(layer) if speculators else layer)
     if sizes.get("hidden_act") not in (None, "silu"):
         raise CheckpointError(f"{folder} has hidden_act {sizes['hidden_act']}: longdraft's drafts know silu alone.")
-    theirs = PublishedDraft(read.kind, folder, config, sizes, form.rename_tensors(read.tensors, folder), speculators)
-    for pattern, what in _UNKNOWN.items():
-        if wrong := next((name for name in read.tensors if re.search(pattern, name)), None):
-            raise CheckpointError(f"{folder} has {what}, {wrong}: longdraft's {form.label} drafts have none.")
-    members = theirs.tensors.pop(T2D, None)
-    own, more = form.parse(theirs)
-    embedding = theirs.tensors.get(EMBEDDING)
-    own["embedding"] = None if embedding is None else len(embedding)
-    shape = draft_folder.read_shape(form.shape, sizes | own, folder, form.label, draft_folder.HF_NAMES)
-    vocabulary = sizes.get("vocab_size") or (None if members is None else len(members))
+    published = PublishedDraft(kind, folder, config, sizes, layout.rename_tensors(tensors, folder), speculators)
+    for pattern, part in _UNSUPPORTED_PARTS.items():
+        if wrong := next((name for name in tensors if re.search(pattern, name)), None):
+            raise CheckpointError(f"{folder} has {part}, {wrong}: longdraft's {layout.label} drafts have none.")
+    t2d = published.tensors.pop(T2D, None)
+    overrides, settings = layout.parse(published)
+    embedding = published.tensors.get(EMBEDDING)
+    overrides["embedding"] = None if embedding is None else len(embedding)
+    shape = draft_folder.read_shape(layout.shape, sizes | overrides, folder, layout.label, draft_folder.HF_NAMES)
+    vocabulary = sizes.get("vocab_size") or (None if t2d is None else len(t2d))
     target = {"hidden_size": config.get("target_hidden_size") or shape.hidden_size}
-    if not more.pop("any_vocabulary", False) and vocabulary:
+    if not settings.pop("any_vocabulary", False) and vocabulary:
         target["vocab_size"] = vocabulary
-    ours = asdict(shape) | {
+    converted = asdict(shape) | {
         "layout": "speculators" if speculators else "published",
         "trained_length": sizes.get("max_position_embeddings"),
-        "draft_vocab_size": shape.vocabulary if D2T in theirs.tensors else None,
+        "draft_vocab_size": shape.vocabulary if D2T in published.tensors else None,
         "target_vocabulary": vocabulary,
         "feature_layers": _feature_layers(config, folder),
     }
-    ours |= {name: config[name] for name in ("retrieval_layer",) if name in config}
-    rope = rope_from_config(sizes, DEFAULT_ROPE_THETA if speculators else form.default_theta)
-    return DraftFolder(read.kind, ours | more, theirs.tensors, target), rope
+    converted |= {name: config[name] for name in ("retrieval_layer",) if name in config}
+    rope = rope_from_config(sizes, DEFAULT_ROPE_THETA if speculators else layout.default_theta)
+    return DraftFolder(kind, converted | settings, published.tensors, target), rope
 
 
 def default_feature_layers(layers: int) -> tuple[int, int, int]:
-    """The layers whose outputs EAGLE-3 reads of a target with ``layers``: hidden_states[2], [L // 2] and [L - 3]."""
+    """The layers whose outputs EAGLE-3 reads, of L in the target: hidden_states[2], [L // 2] and [L - 3]."""
     return 1, layers // 2 - 1, layers - 4
 
 
 def _feature_layers(config: Mapping[str, Any], folder: Path | str) -> list[int] | None:
-    """The layers that a config.json of others names, ours; None if it names none. Warns where they cannot be told."""
-    places = ((config.get(place) if place else config, name, off) for place, name, off in LAYER_IDS)
-    found = ((at[name], name, off) for at, name, off in places if isinstance(at, dict) and at.get(name))
-    ids, name, off = next(found, (None, "", 0))
+    """The layers that a published config.json names, counted as ours; None without any. Warns if it is ambiguous."""
+    sections = ((config.get(key) if key else config, name, offset) for key, name, offset in LAYER_IDS)
+    entries = ((x[name], name, offset) for x, name, offset in sections if isinstance(x, dict) and x.get(name))
+    ids, name, offset = next(entries, (None, "", 0))
     if ids is None:
         return None
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
         raise CheckpointError(f"config.json of {folder} has no list of layers in {name}: copy it again.")
-    ids = sorted(ids) if name == _IDS else ids  # collected layer by layer; Model-Optimizer writes a set
+    ids = sorted(ids) if name == _IDS else ids  # features are collected in layer order; Model-Optimizer writes a set
     sure = name != _IDS or ids[0] != 1
-    if off is None and (sure := any(config.get(each) is not None for each in VLLM_MASK_TOKENS)):
-        off = 1
-    elif off is None:
-        off = int(ids[0] > 1)
-        # Only one reading gives what nearly all drafts read, of a target of an even or odd number of layers.
-        depth = 2 * (ids[len(ids) // 2] - off + 1)
-        sure = ids[0] < 1 or tuple(i - off for i in ids) in (
-            default_feature_layers(depth),
-            default_feature_layers(depth + 1),
-        )
-    layers, other = [i - off for i in ids], [i - 1 + off for i in ids]
+    if offset is None and (sure := any(config.get(key) is not None for key in VLLM_MASK_TOKENS)):
+        offset = 1
+    elif offset is None:
+        offset = int(ids[0] > 1)
+        # Sure if one reading gives the default layers, for an even or odd number of target layers.
+        depth = 2 * (ids[len(ids) // 2] - offset + 1)
+        sure = ids[0] < 1 or tuple(i - offset for i in ids) in map(default_feature_layers, (depth, depth + 1))
+    layers, other = [i - offset for i in ids], [i - 1 + offset for i in ids]
     if min(layers) < 0:
         raise CheckpointError(f"{name} of {folder} names the embedding, which longdraft's drafts do not read.")
     if not sure:
@@ -220,17 +211,17 @@ def _feature_layers(config: Mapping[str, Any], folder: Path | str) -> list[int] 
 
 
 def read_mask_token(config: Mapping[str, Any], folder: Path | str) -> int:
-    """The token whose embedding stands for one that is not known yet. Raises CheckpointError if none is named."""
-    found = next((config[name] for name in MASK_TOKENS if config.get(name) is not None), None)
-    if type(found) is not int or found < 0:
+    """Reads the token whose embedding stands for one not known yet. Raises CheckpointError if there is none."""
+    token = next((config[name] for name in MASK_TOKENS if config.get(name) is not None), None)
+    if type(token) is not int or token < 0:
         raise CheckpointError(
             f"config.json of {folder} has no {MASK_TOKENS[0]}, the token that stands for those not known yet: add it."
         )
-    return found
+    return token
 
 
 def check_mask_token(shape: Any, vocabulary: int, folder: Path | str) -> None:
-    """Raises CheckpointError if the draft's embedding, or the target's, has no row for the mask token."""
+    """Raises CheckpointError if the embedding, the draft's or the target's, has no row for the mask token."""
     token, rows = shape.mask_token, shape.embedding or vocabulary
     if token >= rows:
         raise CheckpointError(
@@ -240,23 +231,23 @@ def check_mask_token(shape: Any, vocabulary: int, folder: Path | str) -> None:
 
 
 def rope_from_config(config: Mapping[str, Any], default_theta: float = DEFAULT_ROPE_THETA) -> dict[str, Any]:
-    """RoPE's parameters from a configuration of transformers, old or new."""
-    stated = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = stated.get("rope_type") or stated.get("type") or "default"
-    theta = stated.get("rope_theta") or config.get("rope_theta") or default_theta
-    rest = {name: value for name, value in stated.items() if name != "type" and value is not None}
-    return rest | {"rope_type": kind, "rope_theta": float(theta)}
+    """RoPE parameters from a configuration of transformers, of any version."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    theta = rope.get("rope_theta") or config.get("rope_theta") or default_theta
+    others = {name: value for name, value in rope.items() if name != "type" and value is not None}
+    return others | {"rope_type": rope_type, "rope_theta": float(theta)}
 
 
 def scale_rope(
     rope: dict[str, Any], trained_length: int | None, theta: float | None, factor: float | None, folder: Path | str
 ) -> dict[str, Any]:
-    """RoPE's parameters with the requested changes, and the length that YaRN stretches.
+    """RoPE parameters with the requested changes, and with the original length for YaRN.
 
     Args:
-        rope: the draft's own parameters.
-        trained: the length it was trained for, which is stretched unless ``rope`` names another.
-        theta, factor: replace its base and its stretching; None leaves them.
+        rope: the draft's parameters.
+        trained_length: length that YaRN scales, unless ``rope`` names another.
+        theta, factor: new base and new YaRN factor; None keeps the draft's.
     """
     rope = rope if theta is None else rope | {"rope_theta": float(theta)}
     length = rope.get("original_max_position_embeddings") or trained_length

@@ -1,4 +1,4 @@
-"""Drafts on the Hugging Face hub: the card of a folder, and fetching by hub id."""
+"""Drafts on the Hugging Face hub: download by hub id, and the card of a folder."""
 
 from __future__ import annotations
 
@@ -15,32 +15,31 @@ from longdraft.model.embedded import EMBEDDED_ID
 
 CARD = "README.md"
 _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-# Files of a draft, or of a small language model; torch's own only where a repository has no others.
+# Files of a draft or small language model. Pickled weights are downloaded only if there are no others.
 _FILES = ("*.json", "*.safetensors", "*.md", "*.txt", "*.model", "*.jinja")
 _PICKLED = ("*.bin",)
 
 
 def local_folder(draft: Path | str) -> Path | str:
-    """The folder of a hub id's files, fetched if need be; anything else as it is.
+    """The folder of a hub id's files, downloaded if needed; any other name is returned as it is.
 
-    A name is a hub id if it has the form ``owner/name`` and its first half is no folder here.
+    A name is a hub id if it has the form ``owner/name`` and there is no folder ``owner`` here.
 
     Raises:
         CheckpointError: the hub has no such repository, or cannot be reached.
     """
     name = os.fspath(draft)
-    here = is_gguf(name) or not _ID.fullmatch(name) or Path(name).parent.exists()
-    return draft if here else download(name)
+    is_local = is_gguf(name) or not _ID.fullmatch(name) or Path(name).parent.exists()
+    return draft if is_local else download(name)
 
 
 @cache
 def download(name: str) -> Path:
-    """The folder of a hub id's files, asked for once a process. Raises CheckpointError if it cannot be fetched."""
+    """Downloads a hub id's files, once for each process. Raises CheckpointError if that fails."""
     from huggingface_hub import snapshot_download
 
-    with file_errors(
-        name, f"{name} is no folder here, and fetching it from the Hugging Face hub failed", "Check the name."
-    ):
+    failure = f"{name} is no folder here, and fetching it from the Hugging Face hub failed"
+    with file_errors(name, failure, "Check the name."):
         folder = Path(snapshot_download(name, allow_patterns=list(_FILES)))
         if not any(folder.glob("*.safetensors")):
             folder = Path(snapshot_download(name, allow_patterns=[*_FILES, *_PICKLED]))
@@ -48,14 +47,14 @@ def download(name: str) -> Path:
 
 
 def base_model_name(target: str | None) -> str:
-    """The name on its card of a draft's target, given as to :func:`longdraft.load`: a hub id, or a folder's."""
+    """The target's name for a draft's card, a hub id or a folder's name; ``target`` as for :func:`longdraft.load`."""
     if target is None:
         return EMBEDDED_ID
     return target if _ID.fullmatch(target) and not Path(target).exists() else Path(target).resolve().name
 
 
 def write_card(folder: Path | str, kind: str, config: Mapping[str, Any]) -> None:
-    """Writes the card of a draft's folder, unless there is one. Raises CheckpointError if it cannot be written."""
+    """Writes a draft folder's card, unless it has one. Raises CheckpointError if it cannot be written."""
     path = Path(folder) / CARD
     if not path.exists():
         with atomic_write(path) as part:
@@ -70,10 +69,10 @@ def copy_card(folder: Path, out: Path) -> None:
 
 
 def render_card(kind: str, config: Mapping[str, Any]) -> str:
-    """A draft's card, with the header that the hub reads.
+    """The text of a draft's card, with the header that the hub reads.
 
     Args:
-        config: the draft's config.json; ``base_model_name`` and ``license`` are used where it has them.
+        config: the draft's config.json; its optional ``base_model`` and ``license`` go into the header.
     """
     from huggingface_hub import ModelCardData
 
@@ -96,7 +95,7 @@ def render_card(kind: str, config: Mapping[str, Any]) -> str:
 
 
 def _history(training: Any) -> str:
-    """Returns the card's table of training data and held-out figures; "" if config.json has none."""
+    """The card's table of training data and held-out metrics; "" if config.json has none."""
     if not isinstance(training, dict) or not training.get("steps"):
         return ""
     data = ", ".join(f"`{name}`" for name in training.get("data") or ["?"])

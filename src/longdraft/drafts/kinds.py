@@ -1,4 +1,4 @@
-"""Kinds of trained drafts. A kind registers itself in the file of its drafter; everything else looks it up here."""
+"""The catalogue of kinds of trained drafts. Each kind is registered in the file of its drafter."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from longdraft.drafts.draft import Draft
 from longdraft.engine import method
 from longdraft.engine.method import Method
 from longdraft.errors import CheckpointError
-from longdraft.files import reads
+from longdraft.files import reports_file_errors
 
 
 @dataclass(frozen=True)
 class Training:
-    """Training of a kind of draft, for ``longdraft train``.
+    """How ``longdraft train`` trains a kind of draft.
 
-    Training is an extra that takes seconds to load, so both parts may be given as "module:name".
+    ``settings`` and ``run`` may be "module:name" strings, as importing the training code takes seconds.
 
     Attributes:
         settings: class of the run's settings, a :class:`longdraft.training.config.RunConfig`.
-        run: (settings, progress, stop) -> a report a step; see :mod:`longdraft.training.session`.
-        summary: help of the command.
+        run: (settings, progress, stop) -> a report for each step; see :mod:`longdraft.training.session`.
+        summary: help text of the command.
         command: name of the command; empty: the kind's name.
     """
 
@@ -46,12 +46,12 @@ class Training:
 
 @dataclass(frozen=True, eq=False)
 class Kind(Method):
-    """A kind of trained draft: a method whose name draft folders carry, and whose drafter takes a ``draft``.
+    """A kind of trained draft. It is also a method: draft folders have its name, and its drafter takes a ``draft``.
 
     Attributes:
-        load: reads a folder of it.
-        training: how one is trained; None if ``longdraft train`` cannot.
-        in_checkpoint: whether a target's own checkpoint, a folder or a GGUF file, holds such a draft.
+        load: reads a draft folder of this kind.
+        training: how to train one; None if ``longdraft train`` cannot.
+        in_checkpoint: tells whether a target's checkpoint (a folder or GGUF file) contains such a draft; None: never.
     """
 
     _: KW_ONLY
@@ -67,17 +67,17 @@ KINDS: dict[str, Kind] = {}
 
 
 def register(kind: Kind) -> Method:
-    """Adds a kind to the catalogue. One of the same name is replaced."""
+    """Adds a kind to the catalogue. It replaces an earlier one of the same name."""
     KINDS[kind.name] = kind
     return method.register(kind)
 
 
-@reads("The draft in", "Copy it again.")
+@reports_file_errors("The draft in", "Copy it again.")
 def kind_of(folder: Path | str) -> Kind:
-    """The kind of draft that a folder holds, or a repository on the hub.
+    """The kind of draft in a folder or hub repository.
 
     Raises:
-        CheckpointError: not a draft folder, or one of a kind that is not known.
+        CheckpointError: it is no draft folder, or of an unknown kind.
     """
     folder = hub.local_folder(folder)
     name = draft_folder.detect_kind(folder)
@@ -87,8 +87,8 @@ def kind_of(folder: Path | str) -> Kind:
         raise CheckpointError(f"{folder} holds no draft that longdraft knows: see docs/drafts.md for the formats.")
     raise CheckpointError(
         f"{folder} holds a draft for {name!r}, which this version of longdraft does not read: get or train one of "
-        "a format of docs/drafts.md, such as EAGLE-3. Where a file of yours registers it, run that first (--load FILE)."
+        "a format of docs/drafts.md, such as EAGLE-3. If a file of yours registers it, load that first (--load FILE)."
     )
 
 
-importlib.import_module("longdraft.methods")  # last: it imports the drafters, which register their kinds
+importlib.import_module("longdraft.methods")  # last, as it imports the drafters, which register their kinds

@@ -1,7 +1,7 @@
-"""A small language model that drafts: read from its folder, checked against a target, and hosted like it.
+"""Small language models as drafts: read from a folder, checked against a target, and hosted like a target.
 
-Two kinds of folder: ours (``longdraft train lm``) holds a decoder that takes its embedding and its head from the
-target; any other is a causal language model of transformers, with the target's vocabulary, and so is a GGUF file.
+There are two kinds. Our folders (``longdraft train lm``) hold a decoder that uses the target's embedding and head. Any
+other folder, and a GGUF file, is a causal language model with the target's vocabulary.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ KIND = "small-lm"
 
 @dataclass(frozen=True)
 class BoundLM:
-    """A small language model in its target's dtype and on its device.
+    """A small language model, in its target's dtype and on its device.
 
     Attributes:
-        runner: the model, hosted. It reads ids of the target; its logits are over the draft's vocabulary.
-        draft_to_target_ids: (draft vocabulary,) target id of each draft id, on the device; None if they are the same.
-        fused_lm: computes forwards of few rows in one kernel call; None without such kernels.
+        runner: the hosted model. It reads target ids; its logits are over the draft's vocabulary.
+        draft_to_target_ids: (draft vocabulary,) target id of each draft id, on the device; None if they are equal.
+        fused_lm: computes forwards of few tokens in one kernel call; None without such kernels.
     """
 
     runner: TargetRunner
@@ -51,10 +51,10 @@ class SmallLMDraft(Draft[BoundLM]):
 
     @classmethod
     def load(cls, folder: Path | str) -> SmallLMDraft:
-        """Reads a draft folder of ours; of a model (a folder, a GGUF file or a hub id), its configuration.
+        """Reads one of our draft folders, or the configuration of a model (a folder, a GGUF file or a hub id).
 
         Raises:
-            CheckpointError: unreadable, another kind of draft, or tensors missing, unexpected or of a wrong shape.
+            CheckpointError: unreadable, another kind of draft, or missing, unexpected or misshapen tensors.
         """
         name = os.fspath(folder)
         path = Path(name).expanduser()
@@ -63,21 +63,21 @@ class SmallLMDraft(Draft[BoundLM]):
         return PublishedLM(str(path) if path.is_dir() or is_gguf(path) else name)
 
     def with_trimmed_vocab(self, vocabulary: int | None = None) -> SmallLMDraft:
-        """The draft with fewer bytes to read.
+        """The draft with a smaller head, which has fewer bytes to read.
 
         Args:
-            vocabulary: the head has the target's first so many token ids alone (FR-Spec, arXiv:2502.14856).
+            vocabulary: number of the target's first token ids that the head has (FR-Spec, arXiv:2502.14856).
 
         Raises:
-            CapabilityError: the draft was trained, with a vocabulary and weights of its own.
+            CapabilityError: one of our drafts, whose vocabulary was chosen in training.
         """
         if vocabulary is None:
             return self
-        raise CapabilityError(f"{self.folder} was trained as it is: leave vocabulary out.")
+        raise CapabilityError(f"The vocabulary of {self.folder} was chosen in training: leave vocabulary out.")
 
 
 class TrainedLM(TrainedDraft[BoundLM], SmallLMDraft):
-    """A draft of ours: decoder layers and a final norm, between the target's embedding and rows of its head.
+    """Our trained draft: decoder layers and a final norm, between the target's embedding and rows of its head.
 
     Attributes:
         sizes: the decoder's sizes, as transformers names them.
@@ -103,61 +103,61 @@ class TrainedLM(TrainedDraft[BoundLM], SmallLMDraft):
     def make(self, runner: TargetRunner) -> BoundLM:
         if runner.tp_rank is not None:
             raise CapabilityError(
-                "A small language model of ours has the model's embedding and head, of which each process of a sharded "
-                "model has a part alone: take longspec, eagle3 or prompt-lookup."
+                "A trained small language model uses the target's embedding and head, and each process of a sharded "
+                "target has only a part of them: take longspec, eagle3 or prompt-lookup."
             )
         head, ids = self.head(runner)
-        floats = stored.dequantize(head) if isinstance(head, QuantizedMatrix) else head
+        dense_head = stored.dequantize(head) if isinstance(head, QuantizedMatrix) else head
         weights = {n: t.to(runner.device, runner.kv_shape.dtype) for n, t in self.weights.items()}
-        model = small_llama.build_causal_lm(self.sizes, weights, runner.shared_parts.embedding, floats)
+        model = small_llama.build_causal_lm(self.sizes, weights, runner.shared_parts.embedding, dense_head)
         hosted = TargetRunner(model)
         hosted.execution_model.fused.quantize_for_draft()
         return BoundLM(hosted, ids, FusedLM.of(hosted))
 
 
 class PublishedLM(SmallLMDraft):
-    """A causal language model, in a folder, a GGUF file or on the hub. Its weights are read when it is bound.
+    """A causal language model in a folder, a GGUF file or on the hub. Its weights are read when it is bound.
 
-    Its vocabulary must be the target's. If both tokenizers are found, they are compared, and heads may be padded to
+    It must have the target's vocabulary. If both tokenizers are found, they are compared, and heads may be padded to
     different sizes. If the target's origin is unknown, only the sizes are compared.
     """
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._name = name
-        self._described = draft_models.read_model_sizes(name)
-        self.trained_length = self._described.context_length
+        self._model_sizes = draft_models.read_model_sizes(name)
+        self.trained_length = self._model_sizes.context_length
         if self.folder.is_dir():
             config = draft_folder.read_config(self.folder)
             self.retrieval_layer = draft_folder.optional_int(config, "retrieval_layer", name, minimum=0)
         self._vocabulary: int | None = None
-        self._lighter: dict[int, PublishedLM] = {}
+        self._trimmed: dict[int, PublishedLM] = {}
 
     @property
     def parameters(self) -> int:
-        return self._described.num_parameters
+        return self._model_sizes.num_parameters
 
     @property
     def vocabulary(self) -> int | None:
         return self._vocabulary
 
     def with_trimmed_vocab(self, vocabulary: int | None = None) -> PublishedLM:
-        if vocabulary is None or vocabulary >= self._described.vocab_size:
+        if vocabulary is None or vocabulary >= self._model_sizes.vocab_size:
             return self
-        if vocabulary not in self._lighter:
-            made = self._lighter[vocabulary] = PublishedLM(self._name)
-            made._vocabulary = vocabulary
-        return self._lighter[vocabulary]
+        if vocabulary not in self._trimmed:
+            trimmed = self._trimmed[vocabulary] = PublishedLM(self._name)
+            trimmed._vocabulary = vocabulary
+        return self._trimmed[vocabulary]
 
     def check(self, runner: TargetRunner) -> None:
-        why = draft_models.vocabulary_mismatch(self._name, runner)
-        mine, its = self._described.vocab_size, runner.vocab_size
-        if why is None and mine != its:
-            why = f"it has {mine} tokens, not {its}"
-        if why:
+        mismatch = draft_models.vocabulary_mismatch(self._name, runner)
+        draft_size, target_size = self._model_sizes.vocab_size, runner.vocab_size
+        if mismatch is None and draft_size != target_size:
+            mismatch = f"it has {draft_size} tokens, not {target_size}"
+        if mismatch:
             raise CheckpointError(
-                f"{self._name} does not have the target's vocabulary ({why}), so it cannot draft for it. Name a model "
-                "of the target's family, or train a draft: longdraft train lm."
+                f"{self._name} does not have the target's vocabulary ({mismatch}), so it cannot draft for it. Name a "
+                "model of the target's family, or train a draft: longdraft train lm."
             )
 
     def make(self, runner: TargetRunner) -> BoundLM:
@@ -166,6 +166,6 @@ class PublishedLM(SmallLMDraft):
         if self._vocabulary is not None:
             model = draft_models.fit_head(model, self._vocabulary)
         hosted = TargetRunner(model)
-        # In float32 it would take a second copy of the weights; in int8 arithmetic it is the model as it is.
-        whole = FusedLM.of(hosted) if hosted.arithmetic == "int8" else None
-        return BoundLM(hosted, None, whole)
+        # With int8 arithmetic it shares the model's weights; float32 would need a second copy.
+        fused_lm = FusedLM.of(hosted) if hosted.arithmetic == "int8" else None
+        return BoundLM(hosted, None, fused_lm)

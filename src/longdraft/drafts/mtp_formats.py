@@ -1,11 +1,11 @@
-"""Reads the layer that predicts further tokens (MTP, nextn) out of a target's own checkpoint.
+"""Reads the multi-token prediction layer (MTP, nextn) from a target's checkpoint.
 
     Qwen3-Next, Qwen3.5               mtp.{fc, pre_fc_norm_embedding, pre_fc_norm_hidden, norm, layers.0.*}
     `speculators`                     mtp_layers.0.{input_proj, token_layernorm, hidden_layernorm, final_layernorm, *}
     GLM-4.5, DeepSeek-V3              model.layers.N.{eh_proj, enorm, hnorm, shared_head.norm, *}, N layers before it
     GGUF files                        blk.N.nextn.{eh_proj, enorm, hnorm, shared_head_norm}, blk.N.*
 
-transformers drops these tensors when it loads a model. Copies of the target's embedding and head are dropped here.
+transformers drops these tensors when it loads a model. Copies of the target's embedding and head are not read.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from longdraft.folders import is_gguf
 from longdraft.model.gguf import mtp
 from longdraft.native import QuantizedMatrix
 
-_OF_OTHERS = re.compile(r"^(?:model\.)?mtp(?:_layers\.0)?\.(.+)$")
-_NUMBERED = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.(.+)$")
-# Names in either layout -> the block's.
-_NAMES = {
+_MTP_NAME = re.compile(r"^(?:model\.)?mtp(?:_layers\.0)?\.(.+)$")
+_LAYER_NAME = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.(.+)$")
+# Names in any layout -> names in our module.
+_RENAMES = {
     "fc": "eh_proj",
     "pre_fc_norm_embedding": "enorm",
     "pre_fc_norm_hidden": "hnorm",
@@ -36,90 +36,90 @@ _NAMES = {
     "token_layernorm": "enorm",
     "hidden_layernorm": "hnorm",
 }
-_OWN = ("eh_proj", "enorm", "hnorm", "norm")
-# Copies of what is the target's.
-_SHARED = ("embed_tokens.", "shared_head.head.", "shared_head_head.", "lm_head.")
+_OUTER_NAMES = ("eh_proj", "enorm", "hnorm", "norm")
+# Copies of the target's tensors.
+_TARGET_COPIES = ("embed_tokens.", "shared_head.head.", "shared_head_head.", "lm_head.")
 
 
 def has_mtp_layer(folder: Path | str) -> bool:
-    """True if a checkpoint holds such a layer."""
+    """True if a checkpoint contains an MTP layer."""
     path = Path(folder)
     if is_gguf(path):
         return path.is_file() and mtp.has_mtp_layer(path)
-    return bool(tensor_files.select_names(path, _wanted))
+    return bool(tensor_files.select_names(path, _select_tensors))
 
 
 def read(folder: Path | str) -> dict[str, torch.Tensor | QuantizedMatrix]:
-    """Tensors of the first such layer, by names of the block: ``eh_proj``, ``enorm``, ``hnorm``, ``norm``, ``layer.*``.
+    """Reads the first MTP layer, by our module's names: ``eh_proj``, ``enorm``, ``hnorm``, ``norm``, ``layer.*``.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read, or has no such layer.
+        CheckpointError: the checkpoint cannot be read, or has no MTP layer.
     """
     path = Path(folder)
     if is_gguf(path):
-        found = mtp.read_mtp_layer(path) if path.is_file() else None
-        if found is None:
-            raise _none(folder)
-        return {_named(name): tensor for name, tensor in found.items() if not name.startswith(_SHARED)}
-    wanted = _wanted(tensor_files.names(path)) if tensor_files.has_safetensors(path) else {}
-    if not wanted:
-        raise _none(folder)
-    if scaled := [name for name in wanted if "scale" in name.rpartition(".")[2]]:
+        layer = mtp.read_mtp_layer(path) if path.is_file() else None
+        if layer is None:
+            raise _no_layer(folder)
+        return {_rename(name): tensor for name, tensor in layer.items() if not name.startswith(_TARGET_COPIES)}
+    names = _select_tensors(tensor_files.names(path)) if tensor_files.has_safetensors(path) else {}
+    if not names:
+        raise _no_layer(folder)
+    if scales := [name for name in names if "scale" in name.rpartition(".")[2]]:
         raise CheckpointError(
-            f"{folder} stores its further layer quantised ({scaled[0]}), which is not read: name a folder that has it "
-            "in bfloat16 as the draft (draft=, or --draft DIR), such as the original model's."
+            f"{folder} stores its MTP layer quantised ({scales[0]}), which longdraft does not read: name a folder that "
+            "has it in bfloat16 as the draft (draft=, or --draft DIR), such as the original model's."
         )
-    tensors = tensor_files.read(path, list(wanted))
-    return dict(stack_experts({wanted[name]: tensor for name, tensor in tensors.items()}))
+    tensors = tensor_files.read(path, list(names))
+    return dict(stack_experts({names[name]: tensor for name, tensor in tensors.items()}))
 
 
-def _none(folder: Path | str) -> CheckpointError:
+def _no_layer(folder: Path | str) -> CheckpointError:
     return CheckpointError(
-        f"{folder} holds no layer that predicts further tokens (mtp.* or nextn): some copies and most quantised files "
-        "leave it out. Get the model's own folder, or take another method, such as self or prompt-lookup."
+        f"{folder} has no multi-token prediction layer (mtp.* or nextn): some copies and most quantised files leave it "
+        "out. Get the model's own folder, or take another method, such as self or prompt-lookup."
     )
 
 
-def _wanted(names: Iterable[str]) -> dict[str, str]:
-    """Name in the checkpoint -> the block's name, for the tensors of the first further layer."""
-    found: dict[str, str] = {}
-    numbered: dict[int, dict[str, str]] = {}
+def _select_tensors(names: Iterable[str]) -> dict[str, str]:
+    """Name in the checkpoint -> name in our module, for the tensors of the first MTP layer."""
+    tails: dict[str, str] = {}  # a tensor's name -> the part after the MTP module or the layer's number
+    by_layer: dict[int, dict[str, str]] = {}
     for name in names:
-        if (of_others := _OF_OTHERS.match(name)) is not None:
-            found[name] = of_others[1]
-        elif (of_layer := _NUMBERED.match(name)) is not None:
-            numbered.setdefault(int(of_layer[1]), {})[name] = of_layer[2]
-    if not any(own in ("fc.weight", "input_proj.weight") for own in found.values()):
-        further = [i for i, own in numbered.items() if "eh_proj.weight" in own.values()]
-        found = numbered[min(further)] if further else {}
-    kept = {name: own for name, own in found.items() if not own.startswith(_SHARED) and not own.endswith("inv_freq")}
-    return {name: _named(own) for name, own in kept.items() if not re.match(r"layers\.[1-9]", own)}
+        if (match := _MTP_NAME.match(name)) is not None:
+            tails[name] = match[1]
+        elif (match := _LAYER_NAME.match(name)) is not None:
+            by_layer.setdefault(int(match[1]), {})[name] = match[2]
+    if not any(tail in ("fc.weight", "input_proj.weight") for tail in tails.values()):
+        mtp_layers = [i for i, layer_tails in by_layer.items() if "eh_proj.weight" in layer_tails.values()]
+        tails = by_layer[min(mtp_layers)] if mtp_layers else {}
+    tails = {name: x for name, x in tails.items() if not x.startswith(_TARGET_COPIES) and not x.endswith("inv_freq")}
+    return {name: _rename(tail) for name, tail in tails.items() if not re.match(r"layers\.[1-9]", tail)}
 
 
-def _named(name: str) -> str:
-    """A tensor's name within the block."""
+def _rename(name: str) -> str:
+    """A tensor's name in our module."""
     path, _, leaf = name.rpartition(".")
-    own = _NAMES.get(path, path)
-    if own in _OWN:
-        return f"{own}.{leaf}"
+    renamed = _RENAMES.get(path, path)
+    if renamed in _OUTER_NAMES:
+        return f"{renamed}.{leaf}"
     return f"layer.{name.removeprefix('layers.0.')}"
 
 
 def stack_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of single experts put together as transformers keeps them; the rest as it is."""
+    """Stacks the tensors of single experts as transformers does; leaves the others as they are."""
     pattern = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
     experts: dict[str, dict[str, dict[int, torch.Tensor]]] = {}
-    found: dict[str, torch.Tensor] = {}
+    stacked: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         match = pattern.match(name)
         if match is None:
-            found[name] = tensor
+            stacked[name] = tensor
         else:
             experts.setdefault(match[1], {}).setdefault(match[3], {})[int(match[2])] = tensor
-    for path, parts in experts.items():
-        rows = {part: torch.stack([each[i] for i in sorted(each)]) for part, each in parts.items()}
-        if {"gate_proj", "up_proj"} <= rows.keys():
-            found[f"{path}.gate_up_proj"] = torch.cat([rows["gate_proj"], rows["up_proj"]], dim=1)
-        if "down_proj" in rows:
-            found[f"{path}.down_proj"] = rows["down_proj"]
-    return found
+    for path, projections in experts.items():
+        weights = {name: torch.stack([by_index[i] for i in sorted(by_index)]) for name, by_index in projections.items()}
+        if {"gate_proj", "up_proj"} <= weights.keys():
+            stacked[f"{path}.gate_up_proj"] = torch.cat([weights["gate_proj"], weights["up_proj"]], dim=1)
+        if "down_proj" in weights:
+            stacked[f"{path}.down_proj"] = weights["down_proj"]
+    return stacked

@@ -1,4 +1,4 @@
-"""Matrices of a draft in 8 or 4 bits, as ``model.safetensors`` holds them.
+"""Packs a draft's matrices into 8 or 4 bits, as they are stored in ``model.safetensors``.
 
 A packed matrix (out, in) is two tensors:
 
@@ -8,8 +8,7 @@ A packed matrix (out, in) is two tensors:
     NAME.scales  8 bits: float32 (out, 1), a scale for each row
                  4 bits: float16 (out, in / 32), a scale for each 32 columns of a row
 
-A weight is its number times its scale. Rows of 8 bits are what our kernels round drafts to anyway, so on a CPU they
-cost no acceptance.
+A weight is its number times its scale. On a CPU, 8 bits cost no acceptance: our kernels round drafts to them anyway.
 """
 
 from __future__ import annotations
@@ -25,51 +24,51 @@ from longdraft.native.boundary import CPU_FLOAT32
 SCALES = ".scales"
 BITS = (8, 4)
 QUANT_BLOCK = 32
-# Scales that are tried for a block of 4 bits, in parts of the one at which its largest weight is exact.
-_TRIED = torch.linspace(0.75, 1.2, 19, **CPU_FLOAT32)
+# Candidate scales of a 4-bit block, relative to the one that represents its largest weight exactly.
+_SCALE_FACTORS = torch.linspace(0.75, 1.2, 19, **CPU_FLOAT32)
 
 
 def pack(tensors: Mapping[str, torch.Tensor], bits: int) -> dict[str, torch.Tensor]:
-    """A draft's tensors with its matrices packed. Norms, biases, embeddings of slots and the vocabulary stay.
+    """Packs a draft's matrices. Norms, biases, slot embeddings and the vocabulary table stay.
 
     Args:
-        bits: 8 or 4; with 4, matrices whose columns are no multiple of 32 take 8.
+        bits: 8 or 4. With 4, matrices whose column count is no multiple of 32 take 8.
 
     Raises:
         ValueError: other bits.
     """
     if bits not in BITS:
         raise ValueError(f"matrices are packed in 8 or 4 bits, got {bits}")
-    found = dict(tensors)
+    packed = dict(tensors)
     for name, tensor in tensors.items():
         if tensor.dim() == 2 and name.endswith("weight") and tensor.is_floating_point():
-            pack = _pack4 if bits == 4 and tensor.shape[1] % QUANT_BLOCK == 0 else _pack8
-            found[name], found[name + SCALES] = pack(tensor.float())
-    return found
+            pack_matrix = _pack4 if bits == 4 and tensor.shape[1] % QUANT_BLOCK == 0 else _pack8
+            packed[name], packed[name + SCALES] = pack_matrix(tensor.float())
+    return packed
 
 
 def unpack(tensors: Mapping[str, torch.Tensor], folder: Path | str) -> dict[str, torch.Tensor]:
-    """A draft's tensors with packed matrices as float32; others stay as they are.
+    """Unpacks a draft's matrices to float32. Other tensors stay as they are.
 
     Raises:
         CheckpointError: numbers or scales are missing, of a wrong shape or dtype, or not finite.
     """
-    found = {name: t for name, t in tensors.items() if not name.endswith(SCALES)}
+    unpacked = {name: t for name, t in tensors.items() if not name.endswith(SCALES)}
     scales = {name.removesuffix(SCALES): t for name, t in tensors.items() if name.endswith(SCALES)}
-    numbers_of = {name for name, t in found.items() if t.dtype in (torch.int8, torch.uint8)}
-    if alone := sorted(numbers_of ^ set(scales)):
-        raise _damaged(folder, f"{alone[0]} has {'no scales' if alone[0] in numbers_of else 'scales without numbers'}")
+    integers = {name for name, t in unpacked.items() if t.dtype in (torch.int8, torch.uint8)}
+    if alone := sorted(integers ^ set(scales)):
+        raise _damaged(folder, f"{alone[0]} has {'no scales' if alone[0] in integers else 'scales without numbers'}")
     for name, scale in scales.items():
-        numbers = found[name]
-        wide, rows = numbers.dtype == torch.int8, len(numbers)
-        size = (rows, 1) if wide else (rows, 2 * numbers.shape[-1] // QUANT_BLOCK)
-        fits = numbers.dim() == 2 and (wide or 2 * numbers.shape[-1] % QUANT_BLOCK == 0)
-        if not fits or scale.shape != size or scale.dtype != (torch.float32 if wide else torch.float16):
+        numbers = unpacked[name]
+        is_8bit, rows = numbers.dtype == torch.int8, len(numbers)
+        size = (rows, 1) if is_8bit else (rows, 2 * numbers.shape[-1] // QUANT_BLOCK)
+        fits = numbers.dim() == 2 and (is_8bit or 2 * numbers.shape[-1] % QUANT_BLOCK == 0)
+        if not fits or scale.shape != size or scale.dtype != (torch.float32 if is_8bit else torch.float16):
             raise _damaged(folder, f"{name} and its scales do not belong together")
         if not bool(scale.isfinite().all()):
             raise _damaged(folder, f"{name} has scales that are not finite")
-        found[name] = numbers * scale if wide else _unpack4(numbers, scale)
-    return found
+        unpacked[name] = numbers * scale if is_8bit else _unpack4(numbers, scale)
+    return unpacked
 
 
 def _pack8(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,25 +77,25 @@ def _pack8(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _pack4(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each block takes the scale of the smallest squared error, with its largest weight on the longer side, -8."""
+    """Each block takes the candidate scale with the smallest squared error. Its largest weight maps near -8."""
     blocks = weights.unflatten(1, (-1, QUANT_BLOCK))
     largest = blocks.gather(2, blocks.abs().argmax(2, keepdim=True))
-    best = torch.full_like(largest, torch.inf)
+    best_error = torch.full_like(largest, torch.inf)
     numbers, scales = torch.zeros_like(blocks), torch.zeros_like(largest)
-    for part in _TRIED:
-        scale = (largest / -8 * part).half().float()
-        tried = (blocks / torch.where(scale == 0, 1, scale)).round().clamp(-8, 7)
-        error = (tried * scale - blocks).square().sum(2, keepdim=True)
-        better = error < best
-        best, scales = torch.where(better, error, best), torch.where(better, scale, scales)
-        numbers = torch.where(better, tried, numbers)
-    halves = (numbers + 8).to(torch.uint8).flatten(1).unflatten(1, (-1, 2))
-    return halves[..., 0] | halves[..., 1] << 4, scales[..., 0].half()
+    for factor in _SCALE_FACTORS:
+        scale = (largest / -8 * factor).half().float()
+        candidate = (blocks / torch.where(scale == 0, 1, scale)).round().clamp(-8, 7)
+        error = (candidate * scale - blocks).square().sum(2, keepdim=True)
+        better = error < best_error
+        best_error, scales = torch.where(better, error, best_error), torch.where(better, scale, scales)
+        numbers = torch.where(better, candidate, numbers)
+    nibbles = (numbers + 8).to(torch.uint8).flatten(1).unflatten(1, (-1, 2))
+    return nibbles[..., 0] | nibbles[..., 1] << 4, scales[..., 0].half()
 
 
 def _unpack4(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    each = torch.stack([numbers & 15, numbers >> 4], 2).flatten(1).float() - 8
-    return (each.unflatten(1, (-1, QUANT_BLOCK)) * scales.float()[..., None]).flatten(1)
+    unpacked = torch.stack([numbers & 15, numbers >> 4], 2).flatten(1).float() - 8
+    return (unpacked.unflatten(1, (-1, QUANT_BLOCK)) * scales.float()[..., None]).flatten(1)
 
 
 def _damaged(folder: Path | str, problem: str) -> CheckpointError:

@@ -1,7 +1,7 @@
-"""An EAGLE-3 draft in the layout of `speculators`, which vLLM serves as it is.
+"""Exports an EAGLE-3 draft to the layout of `speculators`, which vLLM serves.
 
-The target's embedding is left out: vLLM then uses it, which is what the draft was trained with. ``d2t`` and ``t2d``
-come together or, for a draft of the whole vocabulary, not at all.
+The target's embedding is left out: vLLM then uses the target's, with which the draft was trained. ``d2t`` and ``t2d``
+are written both, or neither for a draft of the full vocabulary.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ def to_speculators(
     Args:
         verifier: the target's name or path, as it will be served.
         architecture: the target's class in transformers; None: not stated.
-        max_position: longest text that is served with it.
-        speculative_tokens: drafted tokens of a round that the folder proposes to the server.
+        max_position: longest context that is served with it.
+        speculative_tokens: the folder's default number of drafted tokens in a round.
 
     Returns:
         Properties of the draft that the layout cannot express, a sentence each.
 
     Raises:
-        CapabilityError: the folder does not say how large the target's vocabulary is.
-        CheckpointError: it cannot be written, or it is the draft's own folder.
+        CapabilityError: the draft folder does not say how large the target's vocabulary is.
+        CheckpointError: ``out`` cannot be written, or is the draft's own folder.
         ValueError: numbers below 1.
     """
     for name, number in (("max_position", max_position), ("speculative_tokens", speculative_tokens)):
@@ -50,8 +50,9 @@ def to_speculators(
             raise ValueError(f"{name} must be at least 1, got {number}")
     if Path(out).resolve() == draft.folder.resolve():
         raise CheckpointError(f"{out} is the draft itself: name another folder to write to.")
-    size = draft.shape.vocabulary if draft.draft_to_target_ids is None else draft.required_target.get("vocab_size")
-    if size is None:
+    ids, vocab_size = draft.draft_to_target_ids, draft.required_target.get("vocab_size")
+    vocab_size = draft.shape.vocabulary if ids is None else vocab_size
+    if vocab_size is None:
         raise CapabilityError(
             f"config.json of {draft.folder} does not say how large the target's vocabulary is, which the layout needs: "
             "add vocab_size to it."
@@ -65,14 +66,14 @@ def to_speculators(
         "num_hidden_layers": shape.decoder_layers,
         "hidden_act": "silu",
         "mlp_bias": False,
-        "vocab_size": size,
+        "vocab_size": vocab_size,
         "max_position_embeddings": max_position,
         "rope_theta": theta,
         "rope_scaling": None if rope["rope_type"] == "default" else rope,
         "tie_word_embeddings": False,
     }
     if draft.window is not None:
-        # vLLM takes the window of layers that are called sliding, and of no others.
+        # vLLM applies the window only to layers of the type sliding_attention.
         layer |= {"sliding_window": draft.window, "layer_types": ["sliding_attention"] * shape.decoder_layers}
     proposal = {"proposal_type": "greedy", "speculative_tokens": speculative_tokens}
     proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
@@ -94,26 +95,25 @@ def to_speculators(
         },
     }
     if draft.configured_layers is not None:
-        # What enters a layer is the output of the one before.
+        # These ids name the input of a layer, which is the output of the one before.
         config["eagle_aux_hidden_state_layer_ids"] = [i + 1 for i in draft.configured_layers]
-    draft_folder.write(out, config, _tensors(draft, int(size)))
+    draft_folder.write(out, config, _tensors(draft, int(vocab_size)))
     if draft.configured_layers is None:
-        return ["The draft does not name the layers that it reads: the server takes its own default."]
+        return ["The draft does not name the layers that it reads: the server uses its own default."]
     return []
 
 
-def _tensors(draft: EagleDraft[Any], size: int) -> dict[str, torch.Tensor]:
-    dtype = draft.weights["norm.weight"].dtype  # which packed matrices had before
+def _tensors(draft: EagleDraft[Any], vocab_size: int) -> dict[str, torch.Tensor]:
+    dtype = draft.weights["norm.weight"].dtype  # the dtype that packed matrices had before
     tensors = {
         "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name: tensor.to(dtype)
         for name, tensor in draft.weights.items()
     }
     if draft.shape.attention_bias and not draft.shape.output_bias:
-        # The layout's flag means all four.
+        # The layout's flag covers q, k, v and o.
         tensors["layers.0.self_attn.o_proj.bias"] = torch.zeros(draft.shape.hidden_size, **CPU_FLOAT32)
-    if draft.draft_to_target_ids is not None:
-        tensors[D2T] = draft.draft_to_target_ids - torch.arange(len(draft.draft_to_target_ids), device="cpu")
-        members = torch.zeros(size, dtype=torch.bool, device="cpu")
-        members[draft.draft_to_target_ids] = True
-        tensors[T2D] = members
+    if (ids := draft.draft_to_target_ids) is not None:
+        tensors[D2T] = ids - torch.arange(len(ids), device="cpu")
+        tensors[T2D] = torch.zeros(vocab_size, dtype=torch.bool, device="cpu")
+        tensors[T2D][ids] = True
     return tensors

@@ -1,4 +1,4 @@
-"""Reads a draft's tensors from safetensors, or from torch files that hold tensors only."""
+"""Reads tensors of a folder from safetensors, or from pickled files that hold only tensors."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from pathlib import Path
 import torch
 
 from longdraft.errors import CheckpointError
-from longdraft.files import open_safetensors, read_weight_index, reads, require_regular
+from longdraft.files import open_safetensors, read_weight_index, reports_file_errors, require_regular
 
 WEIGHTS, PICKLED = "model.safetensors", "pytorch_model.bin"
 _REMEDY = "It is truncated or damaged: copy the draft again."
 
 
 def read(folder: Path | str, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
-    """A folder's tensors by name, on the CPU: all, or those that are wanted, wherever they lie among its files.
+    """Reads a folder's tensors by name, on the CPU: those of ``names``; None: all.
 
     Raises:
-        CheckpointError: missing, truncated, or holding more than tensors.
+        CheckpointError: files that are missing or truncated, or that hold more than tensors.
     """
     if not has_safetensors(folder):
         return _unpickled(Path(folder) / PICKLED)
-    files, found = _files(folder), dict[str, torch.Tensor]()
-    own = files if names is None else {name: files[name] for name in names}
-    for path in sorted(set(own.values())):
+    files, tensors = _files(folder), dict[str, torch.Tensor]()
+    files = files if names is None else {name: files[name] for name in names}
+    for path in sorted(set(files.values())):
         with open_safetensors(path, _REMEDY) as file:
-            found |= {name: file.get_tensor(name) for name, place in own.items() if place == path}
-    return found
+            tensors |= {name: file.get_tensor(name) for name, its_file in files.items() if its_file == path}
+    return tensors
 
 
 def has_safetensors(folder: Path | str) -> bool:
@@ -37,10 +37,10 @@ def has_safetensors(folder: Path | str) -> bool:
 
 
 def names(folder: Path | str) -> Iterable[str]:
-    """Names of a folder's tensors, over all its files. The tensors are not read.
+    """Names of the tensors in all files of a folder. The tensors are not read.
 
     Raises:
-        CheckpointError: as :func:`read`.
+        CheckpointError: as for :func:`read`.
     """
     index = Path(folder) / f"{PICKLED}.index.json"
     if has_safetensors(folder):
@@ -49,7 +49,7 @@ def names(folder: Path | str) -> Iterable[str]:
 
 
 def select_names(folder: Path | str, select: Callable[[Iterable[str]], dict[str, str]]) -> dict[str, str]:
-    """Those of the names in safetensors files that ``names`` says other names of; none without, or in damaged ones."""
+    """Applies ``select`` to the names of the tensors; empty without safetensors files, or if they are damaged."""
     try:
         return select(names(folder)) if has_safetensors(folder) else {}
     except CheckpointError:
@@ -57,7 +57,7 @@ def select_names(folder: Path | str, select: Callable[[Iterable[str]], dict[str,
 
 
 def _files(folder: Path | str) -> dict[str, Path]:
-    """The safetensors file of each tensor."""
+    """Name of a tensor -> its safetensors file."""
     safe = Path(folder) / WEIGHTS
     index = safe.with_name(f"{WEIGHTS}.index.json")
     if index.is_file():
@@ -66,19 +66,19 @@ def _files(folder: Path | str) -> dict[str, Path]:
         return dict.fromkeys(file.keys(), safe)
 
 
-@reads("The weights", "Get the draft as model.safetensors.")
+@reports_file_errors("The weights", "Get the draft as model.safetensors.")
 def _unpickled(path: Path, mapped: bool = False) -> dict[str, torch.Tensor]:
-    """Tensors of a file of torch's, by name.
+    """Reads the tensors of a pickled file by name.
 
     Args:
-        mapped: leave the numbers in the file, where its format allows that.
+        mapped: map the file instead of reading it, if its format allows that.
     """
     if not path.exists():
         raise CheckpointError(f"{path.parent} has no {WEIGHTS}: copy the draft again.")
     zipped = zipfile.is_zipfile(require_regular(path))
-    if zipped and any(each.compress_type for each in zipfile.ZipFile(path).infolist()):
+    if zipped and any(entry.compress_type for entry in zipfile.ZipFile(path).infolist()):
         raise CheckpointError(f"{path} is compressed, so its size is unknown: get the draft as model.safetensors.")
-    # weights_only: a file from anywhere must not run code.
+    # weights_only: an untrusted file must not run code.
     tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and zipped)
     if not isinstance(tensors, dict) or not all(isinstance(n, str) and _is_plain(t) for n, t in tensors.items()):
         raise CheckpointError(f"{path} holds more than tensors by name: get the draft as model.safetensors.")
@@ -86,7 +86,7 @@ def _unpickled(path: Path, mapped: bool = False) -> dict[str, torch.Tensor]:
 
 
 def _is_plain(tensor: object) -> bool:
-    """True for a tensor whose numbers lie in memory as they are."""
+    """True for a dense, unquantized tensor on the CPU."""
     if not isinstance(tensor, torch.Tensor):
         return False
     return tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized

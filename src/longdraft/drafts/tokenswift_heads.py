@@ -1,4 +1,4 @@
-"""Reads heads that TokenSwift publishes: tensors ``model.medusa_layers.N.*`` within the folder of their model.
+"""Reads TokenSwift's published heads: tensors ``model.medusa_layers.N.*`` in the folder of their model.
 
     h_i = h_{i-1} + linear(RMSNorm(h_{i-1}; input_layernorm));   logits_i = target_head(RMSNorm(h_i; post_layernorm))
 
@@ -18,24 +18,24 @@ _HEAD = re.compile(r"^(?:model\.)?medusa_layers\.(\d+)\.(linear|input_layernorm|
 
 
 def has_heads(folder: Path | str) -> bool:
-    """True if a model's folder holds such heads."""
-    return bool(tensor_files.select_names(folder, _wanted))
+    """True if a model's folder contains TokenSwift heads."""
+    return bool(tensor_files.select_names(folder, _select_heads))
 
 
 def read(folder: Path | str) -> DraftFolder | None:
-    """The heads of a model's folder, as a draft folder of ours; None for any other folder.
+    """Reads the heads in a model's folder as the contents of a draft folder; None without heads.
 
     Raises:
         CheckpointError: the folder cannot be read.
     """
-    wanted = tensor_files.select_names(folder, _wanted)
-    if not wanted:
+    names = tensor_files.select_names(folder, _select_heads)
+    if not names:
         return None
-    tensors = tensor_files.read(folder, list(wanted))
+    tensors = tensor_files.read(folder, list(names))
     config = draft_folder.read_config(folder)
-    heads = {name.split(".")[1] for name in wanted.values()}
+    heads = {name.split(".")[1] for name in names.values()}
     size = next(iter(tensors.values())).shape[-1]
-    ours = {
+    draft_config = {
         "hidden_size": size,
         "heads": len(heads),
         "rms_norm_eps": config.get("rms_norm_eps") or 1e-6,
@@ -44,15 +44,15 @@ def read(folder: Path | str) -> DraftFolder | None:
     }
     vocabulary = config.get("vocab_size")
     target = {"hidden_size": size} | ({"vocab_size": vocabulary} if vocabulary else {})
-    return DraftFolder("heads", ours, {wanted[name]: tensor for name, tensor in tensors.items()}, target)
+    return DraftFolder("heads", draft_config, {names[name]: tensor for name, tensor in tensors.items()}, target)
 
 
-def _wanted(names: Iterable[str]) -> dict[str, str]:
-    """Name in the folder -> name in our module."""
-    found: dict[str, str] = {}
+def _select_heads(names: Iterable[str]) -> dict[str, str]:
+    """Name in the folder -> name in our module, for the heads' tensors."""
+    renamed: dict[str, str] = {}
     for name in names:
         if (match := _HEAD.match(name)) is not None:
             number, part = match.groups()
-            ours = {"linear": f"heads.{number}.proj", "input_layernorm": f"heads.{number}.norm"}
-            found[name] = f"{ours.get(part, f'norms.{number}')}.weight"
-    return found
+            modules = {"linear": f"heads.{number}.proj", "input_layernorm": f"heads.{number}.norm"}
+            renamed[name] = f"{modules.get(part, f'norms.{number}')}.weight"
+    return renamed

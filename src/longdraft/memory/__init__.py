@@ -1,4 +1,4 @@
-"""The KV cache: preallocated rows, a slot a sequence; offload, snapshots, prompt cache.
+"""The KV cache: a preallocated slot for each sequence; offload, snapshots, prompt cache, free memory.
 
 May import: attention, native.
 """

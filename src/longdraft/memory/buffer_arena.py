@@ -1,9 +1,9 @@
-"""Rooms: device memory of stores and windows that is kept from one run to the next.
+"""Buffer arena: device memory of KV stores and views that is reused from one run to the next.
 
-A recorded forward (:mod:`longdraft.model.gpu.cuda_graphs`) holds for the addresses that it was recorded with. So the memory
-that it reads outlives the store that used it: the next store of its kind takes that memory, and finds the recordings.
-Capacities are rounded up, so that texts of similar lengths share a room. Rooms are only used on devices where forwards
-are recorded; they are freed as soon as something else needs the memory.
+A CUDA graph (:mod:`longdraft.model.gpu.graphs`) fixes the addresses of its tensors. So the memory that it reads
+outlives the store that used it: the next store with the same key takes the memory, and its graphs are valid for it.
+Capacities are rounded up, so that prompts of similar lengths share buffers. Only devices that capture graphs use an
+arena. Its idle buffers are freed as soon as something else needs the memory.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 from longdraft.errors import MemoryBudgetError
 from longdraft.memory import memory_info
 
-# Classes of capacities between a power of two and the next, so that rounding costs an eighth at most.
+# Capacities between a power of two and the next one; rounding up costs an eighth at most.
 STEPS_PER_DOUBLING = 8
 
 
 @dataclass(eq=False)
 class ArenaBuffers:
-    """Tensors for a number of slots with a number of rows each."""
+    """Tensors for ``slots`` sequences of ``capacity`` tokens each."""
 
     slots: int
     capacity: int
@@ -31,12 +31,11 @@ class ArenaBuffers:
 
 
 class BufferArena:
-    """The rooms of one target or draft. Its stores and windows take them and, when they are freed, give them back. One
-    idle room of each kind is kept."""
+    """The buffers of one target or draft. A store or view acquires buffers, and they are idle again when it is freed.
+    The arena keeps one idle set of buffers for each key."""
 
     def __init__(self) -> None:
-        # By everything else that the tensors depend on. The garbage collector gives rooms back at any moment, in any
-        # thread: what happens to the dict is one operation each.
+        # Each change is one operation, as the garbage collector gives buffers back at any moment, in any thread.
         self._idle: dict[Hashable, ArenaBuffers] = {}
         memory_info.reclaimables.add(self)
 
@@ -48,36 +47,37 @@ class BufferArena:
         capacity: int,
         allocate: Callable[[int, int], tuple[torch.Tensor, ...]],
     ) -> ArenaBuffers:
-        """The idle room if it is large enough, or a new one; given back when ``owner`` is freed.
+        """Returns idle buffers that are large enough, else new ones. When ``owner`` is freed, they are idle again.
 
         Args:
-            user: reads the tensors; nobody else does after it is freed.
-            make: makes the tensors for (slots, capacity).
+            owner: the object that reads the tensors; nothing may read them after it is freed.
+            key: everything but slots and capacity that the tensors depend on.
+            allocate: makes the tensors for (slots, capacity).
 
         Raises:
-            MemoryBudgetError: ``allocate`` does, for the smallest room that is large enough.
+            MemoryBudgetError: ``allocate`` raises it for the smallest buffers that are large enough.
         """
-        room = self._idle.pop(key, None)
-        if room is None or room.slots < slots or room.capacity < capacity:
-            del room  # one that is too small is freed first
-            larger = round_up_capacity(capacity)
+        buffers = self._idle.pop(key, None)
+        if buffers is None or buffers.slots < slots or buffers.capacity < capacity:
+            del buffers  # too small: free them before allocating
+            rounded = round_up_capacity(capacity)
             try:
-                room = ArenaBuffers(slots, larger, allocate(slots, larger))
+                buffers = ArenaBuffers(slots, rounded, allocate(slots, rounded))
             except MemoryBudgetError:
-                if larger == capacity:
+                if rounded == capacity:
                     raise
-                room = ArenaBuffers(slots, capacity, allocate(slots, capacity))
-        weakref.finalize(owner, self._idle.__setitem__, key, room).atexit = False
-        return room
+                buffers = ArenaBuffers(slots, capacity, allocate(slots, capacity))
+        weakref.finalize(owner, self._idle.__setitem__, key, buffers).atexit = False
+        return buffers
 
     def reclaim(self) -> bool:
-        """Frees idle rooms, and the recordings in them. Returns whether there were any."""
-        had = bool(self._idle)
+        """Frees idle buffers and the graphs that read them. Returns whether there were any."""
+        had_idle = bool(self._idle)
         self._idle.clear()
-        return had
+        return had_idle
 
 
 def round_up_capacity(capacity: int) -> int:
-    """The capacity, rounded up to a power of two or one of the classes below it."""
+    """Rounds a capacity up to a power of two or to one of the steps below it."""
     step = max(1, (1 << (capacity - 1).bit_length()) // 2 // STEPS_PER_DOUBLING)
     return -(-capacity // step) * step

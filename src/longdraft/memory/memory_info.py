@@ -1,4 +1,4 @@
-"""The memory that is free, and checks that a request fits it."""
+"""Free and peak memory of this process and its device, and checks that an allocation fits."""
 
 from __future__ import annotations
 
@@ -18,69 +18,67 @@ if TYPE_CHECKING:
 
 
 class Reclaimable(Protocol):
-    """Holds memory that is not in use."""
+    """An object that holds memory it does not use at present."""
 
     def reclaim(self) -> bool:
-        """Frees it, and returns whether there was any."""
+        """Frees that memory. Returns whether there was any."""
 
 
-# Bytes of a thread's stack and what is beside it, as systems have it by default, and of what nothing begins without.
-_STACK, _LEAST = 9 << 20, 32 << 20
-# They free their memory before a request is refused.
+# Bytes of a thread's stack with its overhead, by systems' defaults, and the least that a process needs to begin.
+_STACK_BYTES, _MIN_BYTES = 9 << 20, 32 << 20
+# Objects that free memory before an allocation is refused.
 reclaimables: WeakSet[Reclaimable] = WeakSet()
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on ``device``; None if the system does not say."""
+    """Bytes that can still be allocated on ``device``; None if unknown."""
     if device.type == "cuda":
         import torch
 
         free, _ = torch.cuda.mem_get_info(device)
-        # Memory that torch's allocator holds but does not use is available too.
+        # What torch's allocator has reserved but does not use is available too.
         return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return available_host_bytes() if device.type == "cpu" else None
 
 
 def available_host_bytes() -> int:
-    """Bytes of this machine's memory that this process can still have."""
+    """Bytes of host memory that this process can still allocate."""
     return min([int(psutil.virtual_memory().available), *_process_available(), *cgroup_available()])
 
 
 def _process_available() -> Iterator[int]:
-    """Bytes that the limits of this process leave (``ulimit -v`` and ``-d``) beside the stacks of torch's threads:
-    OpenMP, which starts them at their first work, ends a process that has no room for them."""
+    """Bytes that this process's limits (``ulimit -v`` and ``-d``) leave, less the stacks of torch's threads. OpenMP
+    starts these threads at their first work, and ends a process that has no memory for them."""
     try:
         import resource
     except ImportError:  # Windows
         return
     used = psutil.Process().memory_info()
     for limit, size in ((resource.RLIMIT_AS, used.vms), (resource.RLIMIT_DATA, getattr(used, "data", 0))):
-        most = resource.getrlimit(limit)[0]
-        if most != resource.RLIM_INFINITY:
+        allowed = resource.getrlimit(limit)[0]
+        if allowed != resource.RLIM_INFINITY:
             import torch
 
-            yield max(0, most - size - (torch.get_num_threads() - 1) * _STACK)
+            yield max(0, allowed - size - (torch.get_num_threads() - 1) * _STACK_BYTES)
 
 
-def cgroup_available(
-    cgroup_file: Path = Path("/proc/self/cgroup"), mount_point: Path = Path("/sys/fs/cgroup")
-) -> Iterator[int]:
-    """Bytes that the cgroups of this process leave: the container's or job's, and those around. Page cache is free."""
-    lines = cgroup_file.read_text().splitlines() if cgroup_file.is_file() else ["0::/"]
-    for kinds, place in (line.split(":", 2)[1:] for line in lines):
-        old = "memory" in kinds.split(",")  # version 1
-        if kinds and not old:
+def cgroup_available(file: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
+    """Bytes that each cgroup of this process (container, job, their parents) leaves. Page cache counts as free."""
+    lines = file.read_text().splitlines() if file.is_file() else ["0::/"]
+    for controllers, group in (line.split(":", 2)[1:] for line in lines):
+        is_v1 = "memory" in controllers.split(",")
+        if controllers and not is_v1:
             continue
-        root = mount_point / "memory" if old else mount_point
-        limit, use = ("limit_in_bytes", "usage_in_bytes") if old else ("max", "current")
-        # In a container the path can be the host's, of which there is only the root.
-        for path in (Path(place.lstrip("/")), *Path(place.lstrip("/")).parents):
-            with suppress(OSError, ValueError):  # "max" is no limit
-                most = int((root / path / f"memory.{limit}").read_text())
-                used = int((root / path / f"memory.{use}").read_text())
+        root = mount / "memory" if is_v1 else mount
+        limit, usage = ("limit_in_bytes", "usage_in_bytes") if is_v1 else ("max", "current")
+        # In a container the path can be the host's, and then only its root exists.
+        for path in (Path(group.lstrip("/")), *Path(group.lstrip("/")).parents):
+            with suppress(OSError, ValueError):  # "max" means no limit
+                allowed = int((root / path / f"memory.{limit}").read_text())
+                used = int((root / path / f"memory.{usage}").read_text())
                 stat = dict(line.split() for line in (root / path / "memory.stat").read_text().splitlines())
-                files = (int(stat.get(f"{'total_' if old else ''}{kind}_file", 0)) for kind in ("inactive", "active"))
-                yield max(0, most - used + sum(files))
+                names = (f"{'total_' if is_v1 else ''}{state}_file" for state in ("inactive", "active"))
+                yield max(0, allowed - used + sum(int(stat.get(name, 0)) for name in names))
 
 
 def format_bytes(n: float) -> str:
@@ -93,11 +91,11 @@ def format_bytes(n: float) -> str:
 
 
 def require_bytes(needed: int, device: torch.device, purpose: str) -> None:
-    """Raises MemoryBudgetError, with the bytes needed and available, if ``needed`` bytes are not available."""
+    """Raises MemoryBudgetError, naming the purpose and both sizes, if ``needed`` bytes are not available."""
     available = available_bytes(device)
     if available is not None and needed > available:
-        freed = [each.reclaim() for each in list(reclaimables)]
-        if any(freed):
+        reclaimed = [holder.reclaim() for holder in list(reclaimables)]
+        if any(reclaimed):
             available = available_bytes(device)
     if available is not None and needed > available:
         raise MemoryBudgetError(
@@ -108,15 +106,13 @@ def require_bytes(needed: int, device: torch.device, purpose: str) -> None:
 
 
 def check_process_limits() -> None:
-    """Raises MemoryBudgetError if the limits of this process leave no room to begin."""
-    if (left := min(_process_available(), default=_LEAST)) < _LEAST:
-        raise MemoryBudgetError(
-            f"The limits of this process leave {format_bytes(left)} of memory: raise them (ulimit -v)."
-        )
+    """Raises MemoryBudgetError if this process's limits leave too little memory to begin."""
+    if (left := min(_process_available(), default=_MIN_BYTES)) < _MIN_BYTES:
+        raise MemoryBudgetError(f"This process's limits leave {format_bytes(left)} of memory: raise them (ulimit -v).")
 
 
 def reset_peak(device: torch.device) -> bool:
-    """Restarts the measurement of :func:`peak_bytes`; False if the system cannot."""
+    """Restarts the measurement of :func:`peak_bytes`. Returns False if the system cannot."""
     if device.type == "cuda":
         import torch
 
@@ -130,8 +126,8 @@ def reset_peak(device: torch.device) -> bool:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Peak memory of this process, since :func:`reset_peak` if that could be called: of torch's allocator on a GPU,
-    its resident set on a CPU; 0 if unknown."""
+    """Peak memory since :func:`reset_peak`, or since the process began if that returned False. On a GPU it is that of
+    torch's allocator, on a CPU the resident set; 0 if unknown."""
     if device.type == "cuda":
         import torch
 
@@ -147,7 +143,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def _high_water() -> int | None:
-    """Linux's own peak of the resident set; ``getrusage`` has that of the process that started this one in it."""
+    """Linux's peak of the resident set. (``getrusage`` includes the peak of the parent process.)"""
     with suppress(OSError, ValueError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):

@@ -1,7 +1,7 @@
-"""A tree of prefixes: rows of texts that have lost their slot, in the host's memory. Common beginnings are kept once.
+"""Prefix tree: KV entries of sequences that have lost their slot, in host memory. Common prefixes are stored once.
 
-A node has the rows of a block of tokens; its children are the blocks that followed. A text is found down to the token
-at which it forks from all others. A shorter block ends a text and has no children.
+A node holds the KV of a block of tokens, and its children are the blocks that followed. A lookup may match a part of a
+block. A block that is not full has no children.
 """
 
 from __future__ import annotations
@@ -21,113 +21,107 @@ BLOCK_SIZE = 256
 
 @dataclass(eq=False)
 class _Node:
-    tokens: array[int]
-    rows: KVEntries | None = None
+    token_ids: array[int]
+    entries: KVEntries | None = None
     parent: _Node | None = None
-    used: int = 0
+    last_used: int = 0
     children: list[_Node] = field(default_factory=list)
 
 
 class PrefixTree:
-    """Rows of texts' beginnings, each kept once, in blocks that lie behind one another.
+    """KV entries of sequences' prefixes, each stored once, with an LRU limit.
 
     Args:
-        max_bytes: limit of all rows. Blocks behind which no other comes are dropped first, the least recently used
-            before others.
+        max_bytes: limit of all entries. Leaves are evicted first, the least recently used one before the others.
 
     Attributes:
-        nbytes: of all rows now.
+        nbytes: bytes of all entries now.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.nbytes = max_bytes, 0
         self._clock = 0  # counts uses
-        self._roots: dict[str, _Node] = {}  # by the kind of rows
+        self._roots: dict[str, _Node] = {}  # by RoPE regime
         self._nodes: set[_Node] = set()
         memory_info.reclaimables.add(self)
 
     def reclaim(self) -> bool:
-        """Drops all rows, and returns whether there were any."""
-        had = bool(self._nodes)
+        """Drops all entries. Returns whether there were any."""
+        had_nodes = bool(self._nodes)
         self._roots, self._nodes, self.nbytes = {}, set(), 0
-        return had
+        return had_nodes
 
     def match_prefix(self, token_ids: array[int], rope_regime: str = "") -> int:
-        """The number of leading tokens whose rows are there."""
+        """The number of leading tokens whose KV the tree holds."""
         return sum(shared for _, shared in self._path(token_ids, rope_regime))
 
     def read_entries(
         self, token_ids: array[int], start: int, end: int, rope_regime: str = ""
     ) -> Iterator[tuple[int, KVEntries]]:
-        """Yields rows ``[start, end)`` of a text in pieces, each with its first place. They must be there."""
-        at = 0
+        """Yields entries ``[start, end)`` of a sequence in the tree, block by block with their first position."""
+        position = 0
         self._clock += 1
         for node, shared in self._path(token_ids, rope_regime):
-            node.used = self._clock
-            first, last = max(start, at) - at, min(end, at + shared) - at
+            node.last_used = self._clock
+            first, last = max(start, position) - position, min(end, position + shared) - position
             if first < last:
-                rows = node.rows
-                assert rows is not None
-                features = None if rows.features is None else rows.features[first:last]
-                yield at + first, KVEntries(rows.keys[:, :, first:last], rows.values[:, :, first:last], features)
-            at += shared
+                kv = node.entries
+                assert kv is not None
+                features = None if kv.features is None else kv.features[first:last]
+                yield position + first, KVEntries(kv.keys[:, :, first:last], kv.values[:, :, first:last], features)
+            position += shared
 
-    def insert(
-        self, token_ids: array[int], read_entries: Callable[[int, int], KVEntries], rope_regime: str = ""
-    ) -> None:
-        """Keeps a text, from its beginning as far as the limit allows.
+    def insert(self, token_ids: array[int], read: Callable[[int, int], KVEntries], rope_regime: str = "") -> None:
+        """Stores a sequence, from its beginning as far as the limit allows.
 
         Args:
-            read: copies rows ``[start, end)`` of the text to the host.
+            read: copies entries ``[start, end)`` of the sequence to the host.
         """
         self._clock += 1
         node = self._roots.setdefault(rope_regime, _Node(to_array(())))
-        for at in range(0, len(token_ids), BLOCK_SIZE):
-            part = token_ids[at : at + BLOCK_SIZE]
-            known = next((x for x in node.children if common_prefix_len(x.tokens, part) == len(part)), None)
-            if known is None:
-                known = self._grown(node, part, partial(read_entries, at, at + len(part)))
-                if known is None:
+        for start in range(0, len(token_ids), BLOCK_SIZE):
+            block = token_ids[start : start + BLOCK_SIZE]
+            child = next((x for x in node.children if common_prefix_len(x.token_ids, block) == len(block)), None)
+            if child is None:
+                child = self._add_child(node, block, partial(read, start, start + len(block)))
+                if child is None:
                     return
-            known.used = self._clock
-            if len(part) < BLOCK_SIZE:
+            child.last_used = self._clock
+            if len(block) < BLOCK_SIZE:
                 return
-            node = known
+            node = child
 
-    # --- nodes ---
-
-    def _path(self, text: array[int], kind: str) -> Iterator[tuple[_Node, int]]:
-        """The nodes that a text goes through, each with how many of its tokens are the text's."""
-        node, at = self._roots.get(kind), 0
+    def _path(self, token_ids: array[int], rope_regime: str) -> Iterator[tuple[_Node, int]]:
+        """Yields the nodes along a sequence, each with the number of its leading tokens that match."""
+        node, position = self._roots.get(rope_regime), 0
         while node is not None and node.children:
-            part = text[at : at + BLOCK_SIZE]
-            shared, node = max(
-                ((common_prefix_len(x.tokens, part), x) for x in node.children), key=lambda found: found[0]
-            )
+            block = token_ids[position : position + BLOCK_SIZE]
+            matches = ((common_prefix_len(x.token_ids, block), x) for x in node.children)
+            shared, node = max(matches, key=lambda match: match[0])
             if shared:
                 yield node, shared
-            at += shared
+            position += shared
             if shared < BLOCK_SIZE:
                 return
 
-    def _grown(self, parent: _Node, tokens: array[int], read: Callable[[], KVEntries]) -> _Node | None:
-        """Adds a node, in place of those that have only its beginning; None if the limit leaves no room."""
-        for child in [x for x in parent.children if common_prefix_len(x.tokens, tokens) == len(x.tokens)]:
+    def _add_child(self, parent: _Node, token_ids: array[int], read: Callable[[], KVEntries]) -> _Node | None:
+        """Adds a node, and removes siblings that hold only a prefix of it. None if the limit leaves no space."""
+        for child in [x for x in parent.children if common_prefix_len(x.token_ids, token_ids) == len(x.token_ids)]:
             self._remove(child)
-        rows = read()
-        while self.nbytes + rows.nbytes > self.max_bytes:
-            ends = [x for x in self._nodes if not x.children and x is not parent and x.used < self._clock]
-            if not ends:
+        entries = read()
+        while self.nbytes + entries.nbytes > self.max_bytes:
+            leaves = [x for x in self._nodes if not x.children and x is not parent and x.last_used < self._clock]
+            if not leaves:
                 return None
-            self._remove(min(ends, key=lambda x: x.used))
-        node = _Node(tokens, rows, parent)
+            self._remove(min(leaves, key=lambda x: x.last_used))
+        node = _Node(token_ids, entries, parent)
         parent.children.append(node)
         self._nodes.add(node)
-        self.nbytes += rows.nbytes
+        self.nbytes += entries.nbytes
         return node
 
     def _remove(self, node: _Node) -> None:
-        assert node.parent is not None and node.rows is not None
+        assert node.parent is not None and node.entries is not None
         node.parent.children.remove(node)
         self._nodes.remove(node)
-        self.nbytes -= node.rows.nbytes
+        self.nbytes -= node.entries.nbytes

@@ -1,4 +1,4 @@
-"""A KV store that outlives a run and knows the tokens of its slots, so that the next run computes only new ones."""
+"""Prompt cache: a KV store that outlives a run and knows its slots' tokens; the next run prefills only the rest."""
 
 from __future__ import annotations
 
@@ -18,26 +18,25 @@ from longdraft.memory.token_ids import common_prefix_len, to_array
 
 logger = logging.getLogger("longdraft")
 
-# Fewer rows are not worth keeping when a slot loses them.
-_WORTH = 32
+# A slot that loses fewer tokens than this is not saved to the prefix tree.
+_MIN_SAVED_TOKENS = 32
 
 
 class PromptCache:
     """Keeps the KV of past prompts and outputs with their token ids.
 
-    A run with a cache prefills each prompt from the first token that differs from its slot's. The cache replaces its
-    store with a larger one when a run needs it.
+    A run prefills each prompt from the first token that differs from its slot's. The store grows when a run needs it.
 
     Args:
-        feature_layers: layers whose hidden states are kept beside the KV even if a run needs none, for later runs.
-        tree_bytes: limit of a tree of the prefixes that lose their slot; 0: none. Texts of models with windows or
-            recurrent layers are not kept in it.
+        feature_layers: layers whose hidden states are stored beside the KV even if a run needs none, for later runs.
+        tree_bytes: limit of the prefix tree, which holds sequences that lose their slot; 0: no tree. Models with
+            windows or recurrent layers do not use it.
 
     Attributes:
-        tokens: the token ids of each slot, as arrays, which compare some twenty times as fast as lists.
-        rope_regimes: of the rows of each slot. Texts whose rows are of two kinds share none (``TargetRunner.rope_regime``).
-        snapshot_damaged: the snapshot that a restored cache was to read is damaged, and nothing of it is used.
-        open_count: number of calls of :meth:`open`. A run that finds it changed has lost the cache to another run.
+        tokens: the token ids of each slot, as arrays.
+        rope_regimes: RoPE regime of each slot's KV (``TargetRunner.rope_regime``). Two regimes share no KV.
+        snapshot_damaged: True if the snapshot of a restored cache was damaged, so that nothing of it is used.
+        open_count: number of calls of :meth:`open`. A run that finds another count has lost the cache to another run.
     """
 
     def __init__(self, feature_layers: tuple[int, ...] = (), tree_bytes: int = 0) -> None:
@@ -55,8 +54,8 @@ class PromptCache:
     def __repr__(self) -> str:
         if self._pending is not None:
             return f"PromptCache(to be read from {self._pending})"
-        held = [f"{len(tokens):,}" for tokens in self.tokens if tokens]
-        return f"PromptCache({' + '.join(held)} tokens)" if held else "PromptCache(empty)"
+        lengths = [f"{len(tokens):,}" for tokens in self.tokens if tokens]
+        return f"PromptCache({' + '.join(lengths)} tokens)" if lengths else "PromptCache(empty)"
 
     def open(
         self,
@@ -67,17 +66,18 @@ class PromptCache:
         compat_key: object = None,
         target_fingerprint: str | None = None,
     ) -> KVStore:
-        """The store for a run, with the rows that the cache holds.
+        """Returns the store for a run, with the KV that the cache holds.
 
         Args:
             new_store: builds a store from (slots, capacity).
             slots: number of slots that the run needs.
-            capacity: rows of each slot.
-            feature_layers: layers whose hidden states the run needs (``new_store`` makes room for them). A cache
+            capacity: tokens of each slot.
+            feature_layers: layers whose hidden states the run needs; ``new_store`` makes space for them. A cache
                 without them is dropped.
-            compat_key: :attr:`KVStore.compat_key` of what ``new_store`` makes, or None for any. A cache of another kind is dropped.
-            target_fingerprint: the fingerprint of the target, with its adapters. Rows of another target are dropped, and a snapshot
-                that is still to be read must be this target's. None if it is the same target as before.
+            compat_key: :attr:`KVStore.compat_key` of the stores that ``new_store`` makes; a cache with another key is
+                dropped. None accepts any.
+            target_fingerprint: fingerprint of the target with its adapters. KV of another target is dropped, and a
+                snapshot that is still to be read must be this target's. None: the same target as before.
 
         Raises:
             MemoryBudgetError: a store of that size does not fit; the cache stays as it was.
@@ -86,30 +86,29 @@ class PromptCache:
         if target_fingerprint not in (None, self._computed_by):
             self._computed_by = target_fingerprint
             self.clear()
-        old, found = self.store, None if self._pending is None else snapshot.try_read_header(self._pending)
+        old, header = self.store, None if self._pending is None else snapshot.try_read_header(self._pending)
         unusable = old is not None and (
             (bool(feature_layers) and old.feature_layers != feature_layers) or compat_key not in (None, old.compat_key)
         )
         if old is None or old.slots < slots or old.capacity < capacity or unusable:
-            capacity = max(capacity, len(found.tokens) if found else 0)
-            held = old.capacity if old and not unusable else 0
-            least, most = (slots, capacity), (max(slots, old.slots if old else 0), max(capacity, held))
+            capacity = max(capacity, len(header.tokens) if header else 0)
+            old_capacity = old.capacity if old and not unusable else 0
+            minimum, wanted = (slots, capacity), (max(slots, old.slots if old else 0), max(capacity, old_capacity))
             try:
-                store = new_store(*most)
+                store = new_store(*wanted)
             except MemoryBudgetError:
-                if most == least:
+                if wanted == minimum:
                     raise
-                store = new_store(*least)  # the last slots and the ends of long texts are lost
+                store = new_store(*minimum)  # the last slots and the ends of long sequences are lost
             if old is not None and (unusable or old.feature_layers != store.feature_layers):
                 self._tree.reclaim()
             if unusable:
                 self.tokens, self.rope_regimes = [], []
             elif old is not None:
                 for slot, length in enumerate(old.lengths[: store.slots]):
-                    store.copy_entries(
-                        slot, slot, 0, kept := old.restorable_length(slot, min(length, store.capacity)), old
-                    )
-                    self.tokens[slot] = self.tokens[slot][:kept]
+                    copied = old.restorable_length(slot, min(length, store.capacity))
+                    store.copy_entries(slot, slot, 0, copied, old)
+                    self.tokens[slot] = self.tokens[slot][:copied]
             del self.tokens[store.slots :], self.rope_regimes[store.slots :]
             self.tokens += [to_array(()) for _ in range(store.slots - len(self.tokens))]
             self.rope_regimes += [""] * (store.slots - len(self.rope_regimes))
@@ -117,12 +116,11 @@ class PromptCache:
         assert self.store is not None
         if self._pending is not None:
             try:
-                self.tokens[0] = to_array(
-                    snapshot.load(self.store, 0, target_fingerprint or self._fingerprint, self._pending)
-                )
-                self.rope_regimes[0] = found.rope_regime if found else ""
+                fingerprint = target_fingerprint or self._fingerprint
+                self.tokens[0] = to_array(snapshot.load(self.store, 0, fingerprint, self._pending))
+                self.rope_regimes[0] = header.rope_regime if header else ""
             except (snapshot.DamagedSnapshotError, MemoryBudgetError) as error:
-                logger.warning("%s The prompt is read anew.", error)
+                logger.warning("%s The prompt is prefilled again.", error)
                 self.snapshot_damaged = isinstance(error, snapshot.DamagedSnapshotError)
                 self.store.truncate(0, 0)
             self._pending = None
@@ -130,7 +128,7 @@ class PromptCache:
         return self.store
 
     def clear(self) -> None:
-        """Drops the rows of all texts."""
+        """Drops the KV of all sequences."""
         self._tree.reclaim()
         if self.store is not None:
             for slot in range(self.store.slots):
@@ -138,94 +136,92 @@ class PromptCache:
         self.tokens = [to_array(()) for _ in self.tokens]
 
     def choose_slot(self, slots: Sequence[int], prompt: Sequence[int], rope_regime: str = "") -> int:
-        """The one of several free slots in which a prompt, whose rows are of this kind, changes the fewest rows: those
-        of the slot's text that it does not begin with, and those that it has to copy from elsewhere."""
-        text = to_array(prompt)
-        return max(
-            slots, key=lambda slot: 2 * self._common_prefix_len(slot, text, rope_regime) - len(self.tokens[slot])
-        )
+        """The free slot that a prompt of a RoPE regime suits best: it loses and copies the fewest KV entries there."""
+        token_ids = to_array(prompt)
+        return max(slots, key=lambda i: 2 * self._common_prefix_len(i, token_ids, rope_regime) - len(self.tokens[i]))
 
-    def _common_prefix_len(self, slot: int, text: array[int], kind: str) -> int:
-        """Leading tokens of a text whose rows a slot has."""
-        return common_prefix_len(self.tokens[slot], text) if self.rope_regimes[slot] == kind else 0
+    def _common_prefix_len(self, slot: int, token_ids: array[int], rope_regime: str) -> int:
+        """Leading tokens of a sequence whose KV a slot holds."""
+        return common_prefix_len(self.tokens[slot], token_ids) if self.rope_regimes[slot] == rope_regime else 0
 
     def reuse_prefix(self, slot: int, prompt: Sequence[int], chunk_size: int = 1, rope_regime: str = "") -> int:
-        """Truncates a slot to its common prefix with a prompt, and copies more of the prompt from another slot, or from
-        the tree, if that has it. The last prompt token is never reused, as its logits have to be computed.
+        """Truncates a slot to its common prefix with a prompt, and copies a longer one from another slot or the tree.
+        The last prompt token is never reused, as its logits have to be computed.
 
         Args:
-            chunk_size: the number of reused entries is a multiple of this.
-            rope_regime: the RoPE factors of the prompt's keys; see :attr:`rope_regimes`.
+            chunk_size: the number of reused tokens is a multiple of this.
+            rope_regime: the RoPE regime of the prompt's KV; see :attr:`rope_regimes`.
 
         Returns:
             The number of the prompt's tokens that the slot holds.
         """
         assert self.store is not None
-        text = to_array(prompt)[:-1]
-        other = max(range(len(self.tokens)), key=lambda each: self._common_prefix_len(each, text, rope_regime))
-        held, shared = (self._shared(s, text, chunk_size, rope_regime) for s in (slot, other))
-        self._save_to_tree(slot, held)
-        self.store.truncate(slot, held)
-        if shared > held:
-            self.store.copy_entries(other, slot, held, shared)
-        kept = max(held, shared)
-        known = self._prefix_len_in_tree(text, rope_regime) // chunk_size * chunk_size
-        if known > kept:
-            for at, rows in self._tree.read_entries(text, kept, known, rope_regime):
-                self.store.write_entries(slot, at, rows.keys, rows.values, rows.features)
-            self.store.commit(slot, range(known - kept))
-        self.tokens[slot], self.rope_regimes[slot] = text[: max(kept, known)], rope_regime
-        return max(kept, known)
+        token_ids = to_array(prompt)[:-1]
+        other = max(range(len(self.tokens)), key=lambda i: self._common_prefix_len(i, token_ids, rope_regime))
+        own_len, other_len = (self._reusable_len(i, token_ids, chunk_size, rope_regime) for i in (slot, other))
+        self._save_to_tree(slot, own_len)
+        self.store.truncate(slot, own_len)
+        if other_len > own_len:
+            self.store.copy_entries(other, slot, own_len, other_len)
+        length = max(own_len, other_len)
+        in_tree = self._prefix_len_in_tree(token_ids, rope_regime) // chunk_size * chunk_size
+        if in_tree > length:
+            for start, kv in self._tree.read_entries(token_ids, length, in_tree, rope_regime):
+                self.store.write_entries(slot, start, kv.keys, kv.values, kv.features)
+            self.store.commit(slot, range(in_tree - length))
+        length = max(length, in_tree)
+        self.tokens[slot], self.rope_regimes[slot] = token_ids[:length], rope_regime
+        return length
 
-    def _prefix_len_in_tree(self, text: array[int], kind: str) -> int:
-        """Leading tokens of a text whose rows the tree has."""
+    def _prefix_len_in_tree(self, token_ids: array[int], rope_regime: str) -> int:
+        """Leading tokens of a sequence whose KV the tree holds."""
         assert self.store is not None
-        return 0 if self.store.states else self._tree.match_prefix(text, kind)
+        return 0 if self.store.states else self._tree.match_prefix(token_ids, rope_regime)
 
     def _save_to_tree(self, slot: int, kept_len: int) -> None:
-        """Keeps a slot's text in the tree, before its rows behind the first ``kept_len`` are lost."""
+        """Saves a slot's sequence to the tree, before its KV behind the first ``kept_len`` tokens is lost."""
         store = self.store
         assert store is not None
-        text = self.tokens[slot][: store.lengths[slot]]
-        if store.states or not self._tree.max_bytes or len(text) - kept_len < _WORTH:
+        token_ids = self.tokens[slot][: store.lengths[slot]]
+        if store.states or not self._tree.max_bytes or len(token_ids) - kept_len < _MIN_SAVED_TOKENS:
             return
         free = memory_info.available_bytes(torch.device("cpu"))
-        # What is free now may have been promised to slots: rows are kept only where there is plenty.
-        if free is None or free > 4 * len(text) * store.shape.bytes_per_token:
-            self._tree.insert(text, partial(store.read_entries, slot), self.rope_regimes[slot])
+        # Slots may still fill what is free now, so the tree grows only where memory is plentiful.
+        if free is None or free > 4 * len(token_ids) * store.shape.bytes_per_token:
+            self._tree.insert(token_ids, partial(store.read_entries, slot), self.rope_regimes[slot])
 
-    def _shared(self, slot: int, text: array[int], piece: int, kind: str) -> int:
-        """Rows of a slot that a text can begin with: a multiple of ``chunk_size`` that the slot's states can go back to."""
+    def _reusable_len(self, slot: int, token_ids: array[int], chunk_size: int, rope_regime: str) -> int:
+        """Tokens of a slot that a sequence can reuse: a multiple of ``chunk_size`` that states can be restored to."""
         assert self.store is not None
-        rows = self._common_prefix_len(slot, text, kind)
-        while (found := self.store.restorable_length(slot, rows // piece * piece)) != rows:
-            rows = found
-        return rows
+        length = self._common_prefix_len(slot, token_ids, rope_regime)
+        while (restorable := self.store.restorable_length(slot, length // chunk_size * chunk_size)) != length:
+            length = restorable
+        return length
 
     def record_tokens(self, slot: int, tokens: Sequence[int]) -> None:
-        """Records the tokens of a slot's committed rows; further ``tokens`` are ignored."""
+        """Records the token ids of a slot's committed KV; ``tokens`` beyond it are ignored."""
         assert self.store is not None
         self.tokens[slot] = to_array(tokens[: self.store.lengths[slot]])
 
     def save(self, path: Path | str, fingerprint: str, slot: int = 0) -> None:
-        """Writes a slot to a snapshot file, atomically. Of a run that has not ended, it is what was read of the prompt.
+        """Writes a slot to a snapshot file, atomically; while a run is not over, as far as its prompt is prefilled.
 
         Raises:
             RequestError: no run has used this cache yet.
             CheckpointError: the file cannot be written.
         """
         if self.store is None:
-            held = "empty" if self._pending is None else f"still to be read from {self._pending}"
-            raise RequestError(f"The cache is {held}: decode something with cache=..., then save it.")
+            state = "empty" if self._pending is None else f"still to be read from {self._pending}"
+            raise RequestError(f"The cache is {state}: decode something with cache=..., then save it.")
         if self.store.states and len(self.tokens[slot]) < self.store.lengths[slot]:
-            self.open_count += 1  # states are those of all rows: a run that has not ended loses the cache
-            self.store.truncate(slot, kept := self.store.restorable_length(slot, len(self.tokens[slot])))
-            self.tokens[slot] = self.tokens[slot][:kept]
+            self.open_count += 1  # states cannot be cut for the snapshot alone: a run that is not over loses the cache
+            self.store.truncate(slot, length := self.store.restorable_length(slot, len(self.tokens[slot])))
+            self.tokens[slot] = self.tokens[slot][:length]
         snapshot.save(self.store, slot, self.tokens[slot], fingerprint, path, self.rope_regimes[slot])
 
     @classmethod
     def restored(cls, path: Path | str, fingerprint: str, feature_layers: tuple[int, ...] = ()) -> PromptCache:
-        """A cache that reads a snapshot into slot 0 when a run opens it."""
+        """Makes a cache that reads a snapshot into slot 0 when a run opens it."""
         cache = cls(feature_layers)
         cache._pending, cache._fingerprint = Path(path), fingerprint
         return cache

@@ -1,4 +1,4 @@
-"""Snapshots: a prefilled slot on disk, as one safetensors file with keys, values and tokens, each with its CRC-32."""
+"""Snapshots: a prefilled slot as one safetensors file of keys, values, features and tokens, each with its CRC-32."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from longdraft.memory import memory_info
 from longdraft.memory.store import KVStore
 from longdraft.native.boundary import CPU_INT64
 
-# What the names of all versions of the format begin with.
+# Prefix of the names of all versions of the format.
 _FAMILY = "longdraft-kv-"
 FORMAT = f"{_FAMILY}3"
-# Prefix of the tensors of layers that keep a state instead of rows.
+# Prefix of tensors of layers that have a state in place of full KV.
 _STATES = "states."
 # Suffix of unfinished files (:func:`longdraft.files.atomic_write`).
 PART_SUFFIX = ".part"
 
 
 class DamagedSnapshotError(CheckpointError):
-    """A snapshot of longdraft is damaged, or of another version: whoever wanted its rows computes them."""
+    """A snapshot of longdraft is damaged, or of another version: the caller prefills the prompt instead."""
 
 
 class SnapshotHeader(NamedTuple):
-    """A snapshot's tokens (int64 ids), its target's fingerprint, the layers of its hidden states, the kind of its rows,
-    and checksums of its tensors."""
+    """A snapshot's token ids (int64), its target's fingerprint, the layers of its hidden states, the RoPE regime of its
+    KV, and checksums of its tensors."""
 
     tokens: array[int]
     target_fingerprint: str
@@ -48,95 +48,93 @@ class SnapshotHeader(NamedTuple):
 def save(
     store: KVStore, slot: int, tokens: Sequence[int], fingerprint: str, path: Path | str, rope_regime: str = ""
 ) -> None:
-    """Writes the first committed rows of a slot, atomically; all of them if it has states.
+    """Writes the first committed tokens of a slot, atomically. If the store has states, they must be all of them.
 
     Args:
-        tokens: the token ids of these rows.
-        fingerprint: names the target; :func:`load` refuses any other.
-        rope_regime: of the rows.
+        tokens: their token ids.
+        fingerprint: identifies the target; :func:`load` refuses any other.
+        rope_regime: RoPE regime of the KV.
 
     Raises:
         CheckpointError: the file cannot be written (no space, no permission); nothing is left behind.
-        MemoryBudgetError: the rows do not fit the free memory.
+        MemoryBudgetError: the copy does not fit the free memory.
     """
     n, committed = len(tokens), store.lengths[slot]
     if n > committed or (store.states and n < committed):
-        raise ValueError(f"{n} tokens for {committed} committed rows")
+        raise ValueError(f"{n} tokens for {committed} committed entries")
     memory_info.require_bytes(store.shape.bytes_per_token * n, torch.device("cpu"), f"A snapshot of {n} tokens")
-    rows = store.read_entries(slot, 0, n)
-    tensors = {"keys": rows.keys, "values": rows.values, "tokens": torch.tensor(list(tokens), **CPU_INT64)}
-    meta = {"format": FORMAT, "target": fingerprint}
-    if rope_regime:
-        meta["kind"] = rope_regime
-    if rows.features is not None:
-        tensors["features"] = rows.features
+    kv = store.read_entries(slot, 0, n)
+    tensors = {"keys": kv.keys, "values": kv.values, "tokens": torch.tensor(list(tokens), **CPU_INT64)}
+    meta = {"format": FORMAT, "target": fingerprint} | ({"kind": rope_regime} if rope_regime else {})
+    if kv.features is not None:
+        tensors["features"] = kv.features
         meta["feature_layers"] = ",".join(map(str, store.feature_layers))
     for number, states in enumerate(store.states):
         tensors |= {f"{_STATES}{number}.{name}": tensor for name, tensor in states.save(slot).items()}
-    sums = {name: _checksum(tensor, _kind(tensor.dtype, tensor.shape)) for name, tensor in tensors.items()}
+    sums = {name: _checksum(tensor, _checksum_seed(tensor.dtype, tensor.shape)) for name, tensor in tensors.items()}
     meta |= {"checksums": json.dumps(sums), "checksum": str(_header_checksum(meta, sums))}
     with atomic_write(Path(path)) as part:
         save_file(tensors, part, metadata=meta)
         with part.open("r+b") as file:
-            os.fsync(file.fileno())  # or a power cut could leave a file with a name and no rows
+            os.fsync(file.fileno())  # or a power cut could leave a file with a name and no contents
 
 
 def load(store: KVStore, slot: int, fingerprint: str, path: Path | str, max_tokens: int | None = None) -> list[int]:
-    """Restores a slot from a file of :func:`save` and returns the token ids that it now holds.
+    """Restores a slot from a file of :func:`save`, and returns the token ids that the slot then holds.
 
-    A store with hidden states takes nothing from a file without them: the text has to be prefilled again.
+    A store with features reads nothing from a file without them: the prompt has to be prefilled again.
 
     Args:
-        max_tokens: number of leading rows to read; None for all.
+        max_tokens: number of leading tokens to read; None for all.
 
     Raises:
-        CheckpointError: the file is missing, is no snapshot, is another target's, or holds more rows than the slot.
-        DamagedSnapshotError: what it holds is not what was written. The slot's own rows may be overwritten by then.
+        CheckpointError: the file is missing, is no snapshot, is another target's, or holds more tokens than the slot.
+        DamagedSnapshotError: its contents are not what was written. The slot may be overwritten by then.
     """
     path = Path(path)
-    with _opened(path) as (file, found):
-        if found is None:
+    with _open(path) as (file, header):
+        if header is None:
             raise CheckpointError(f"{path} is not a KV snapshot of longdraft. Delete it or name another file.")
-        if found.target_fingerprint != fingerprint:
+        if header.target_fingerprint != fingerprint:
             raise CheckpointError(
-                f"{path} was made with another target ({found.target_fingerprint}; this one is {fingerprint}). "
+                f"{path} was made with another target ({header.target_fingerprint}; this one is {fingerprint}). "
                 "Delete it or name another file."
             )
-        n = len(found.tokens)
+        n = len(header.tokens)
         size = [store.shape.layers, store.shape.kv_heads, n, store.shape.head_dim]
         if any(list(file.get_slice(name).get_shape()) != size for name in ("keys", "values")):
-            raise ValueError(f"its rows are not those of {n} tokens")
+            raise ValueError(f"its keys and values are not those of {n} tokens")
         end = n if max_tokens is None else min(max_tokens, n)
         if end > store.capacity:
-            raise CheckpointError(f"{path} holds {end} tokens, the slot has room for {store.capacity}.")
-        if store.features is not None and found.feature_layers != store.feature_layers:
+            raise CheckpointError(f"{path} holds {end} tokens, the slot at most {store.capacity}.")
+        if store.features is not None and header.feature_layers != store.feature_layers:
             return []
         for number, states in enumerate(store.states):
-            names = [name for name in found.checksums if name.startswith(f"{_STATES}{number}.")]
-            tensors = {name.split(".", 2)[2]: _tensor(file, name, found.checksums) for name in names}
+            names = [name for name in header.checksums if name.startswith(f"{_STATES}{number}.")]
+            tensors = {name.split(".", 2)[2]: _tensor(file, name, header.checksums) for name in names}
             states.load(slot, tensors, n)
         store.lengths[slot] = n
         end = store.restorable_length(slot, end)
         store.truncate(slot, end)
-        _read_rows(store, slot, file, found, end)
-    return found.tokens[:end].tolist()
+        _read_kv(store, slot, file, header, end)
+    return header.tokens[:end].tolist()
 
 
-def _read_rows(store: KVStore, slot: int, file: Any, head: SnapshotHeader, end: int) -> None:
-    """Reads a file's rows, as far as row ``end``. Its whole tensors are checked."""
+def _read_kv(store: KVStore, slot: int, file: Any, header: SnapshotHeader, end: int) -> None:
+    """Reads a file's first ``end`` entries, and verifies the checksums of its full tensors."""
     if not end:
         return
     if store.features is not None:
-        store.features[slot, :end] = _tensor(file, "features", head.checksums)[:end].to(store.device)
+        store.features[slot, :end] = _tensor(file, "features", header.checksums)[:end].to(store.device)
     sums: dict[str, int] = {}
     for layers in store.layer_groups:
-        for name, kept in zip(("keys", "values"), store.slot_kv(slot, layers), strict=True):
-            for place, layer in enumerate(range(*layers.indices(store.shape.layers))):
-                rows = (whole := file.get_slice(name))[layer]
-                sums[name] = _checksum(rows, sums.get(name, _kind(rows.dtype, whole.get_shape())))
-                kept[place, :, :end] = rows[:, :end].to(kept.device)
-    if any(sums[name] != head.checksums[name] for name in sums):
-        raise ValueError("its keys and values are not those that were written")
+        for name, target in zip(("keys", "values"), store.slot_kv(slot, layers), strict=True):
+            for i, layer in enumerate(range(*layers.indices(store.shape.layers))):
+                entries = (tensor := file.get_slice(name))[layer]
+                sums[name] = _checksum(entries, sums.get(name, _checksum_seed(entries.dtype, tensor.get_shape())))
+                target[i, :, :end] = entries[:, :end].to(target.device)
+    if any(sums[name] != header.checksums[name] for name in sums):
+        raise ValueError("its keys and values are not what was written")
 
 
 def read_header(path: Path | str) -> SnapshotHeader | None:
@@ -144,16 +142,16 @@ def read_header(path: Path | str) -> SnapshotHeader | None:
 
     Raises:
         CheckpointError: the file is damaged.
-        OSError: it is missing or cannot be read.
+        OSError: the file is missing or unreadable.
     """
     if not os.access(path, os.R_OK):
         raise OSError("it is missing, or may not be read")
-    with _opened(Path(path)) as (_, found):
-        return found
+    with _open(Path(path)) as (_, header):
+        return header
 
 
 def try_read_header(path: Path | str) -> SnapshotHeader | None:
-    """A snapshot's :class:`SnapshotHeader`; None if the file cannot be read as one."""
+    """Reads a snapshot's :class:`SnapshotHeader`; None if it cannot be read."""
     try:
         return read_header(path)
     except (OSError, MemoryBudgetError):
@@ -161,22 +159,22 @@ def try_read_header(path: Path | str) -> SnapshotHeader | None:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[Any, SnapshotHeader | None]]:
-    """A snapshot's file and head; no head if it is none of longdraft. What cannot be read inside is damaged.
+def _open(path: Path) -> Iterator[tuple[Any, SnapshotHeader | None]]:
+    """Opens a snapshot: the file and its header, or None if longdraft did not write it.
 
     Raises:
-        CheckpointError: it cannot be read. DamagedSnapshotError: it is longdraft's.
+        CheckpointError: the file cannot be read, inside the context too; DamagedSnapshotError if longdraft wrote it.
     """
     failure, remedy = f"Could not read the snapshot {path}", "It is damaged: delete it and run again."
     with file_errors(path, failure), require_regular(path).open("rb") as beginning:
-        kind = DamagedSnapshotError if _FAMILY.encode() in beginning.read(1 << 16) else CheckpointError
-    with file_errors(path, failure, remedy, kind), safe_open(path, framework="pt") as file:
+        error_class = DamagedSnapshotError if _FAMILY.encode() in beginning.read(1 << 16) else CheckpointError
+    with file_errors(path, failure, remedy, error_class), safe_open(path, framework="pt") as file:
         meta = file.metadata() or {}
-        yield file, _head(file, meta) if str(meta.get("format")).startswith(_FAMILY) else None
+        yield file, _read_header(file, meta) if str(meta.get("format")).startswith(_FAMILY) else None
 
 
-def _head(file: Any, meta: dict[str, str]) -> SnapshotHeader:
-    """Raises what it likes if a header was not written by :func:`save`."""
+def _read_header(file: Any, meta: dict[str, str]) -> SnapshotHeader:
+    """Parses a header. Raises errors of any type if :func:`save` did not write it."""
     if meta["format"] != FORMAT:
         raise ValueError("it is of another version of longdraft")
     sums = {str(name): int(number) for name, number in json.loads(meta.pop("checksums")).items()}
@@ -189,19 +187,19 @@ def _head(file: Any, meta: dict[str, str]) -> SnapshotHeader:
 
 def _tensor(file: Any, name: str, checksums: Mapping[str, int]) -> torch.Tensor:
     tensor: torch.Tensor = file.get_tensor(name)
-    if _checksum(tensor, _kind(tensor.dtype, tensor.shape)) != checksums[name]:
+    if _checksum(tensor, _checksum_seed(tensor.dtype, tensor.shape)) != checksums[name]:
         raise ValueError(f"its {name} are not what was written")
     return tensor
 
 
-def _kind(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    """The beginning of a tensor's checksum: the same bytes say something else as another dtype or shape."""
+def _checksum_seed(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """The initial value of a tensor's checksum, since equal bytes of another dtype or shape are another tensor."""
     return zlib.crc32(f"{dtype} {[*shape]}".encode())
 
 
-def _checksum(tensor: torch.Tensor, before: int) -> int:
-    """The CRC-32 of a tensor's bytes, going on from that of its kind or of other rows: about a second a GB."""
-    return zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).numpy().data, before)
+def _checksum(tensor: torch.Tensor, initial: int) -> int:
+    """The CRC-32 of a tensor's bytes, continued from its seed or from earlier layers. A GB takes about a second."""
+    return zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).numpy().data, initial)
 
 
 def _header_checksum(meta: Mapping[str, str], checksums: Mapping[str, int]) -> int:

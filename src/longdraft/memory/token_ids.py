@@ -1,4 +1,4 @@
-"""Texts as arrays of token ids, which compare some twenty times as fast as lists."""
+"""Token ids as arrays, which compare about twenty times as fast as lists."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 # Tokens compared at a time, a power of two.
-_BLOCK = 4096
+_STRIDE = 4096
 
 
 def to_array(tokens: Sequence[int]) -> array[int]:
@@ -16,13 +16,13 @@ def to_array(tokens: Sequence[int]) -> array[int]:
 
 
 def common_prefix_len(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """The number of leading tokens (or characters) that two texts share."""
+    """The number of leading tokens (or characters) that two sequences share."""
     if type(a) is not type(b):  # slices of a tuple and of a list are never equal
         a, b = to_array(a), to_array(b)
-    same, shorter, size = 0, min(len(a), len(b)), _BLOCK
-    while size:
-        # Compares blocks as long as they are equal, then halves the block.
-        while same + size <= shorter and a[same : same + size] == b[same : same + size]:
-            same += size
-        size //= 2
-    return same
+    shared, shorter, stride = 0, min(len(a), len(b)), _STRIDE
+    while stride:
+        # Compares slices as long as they are equal, then halves their size.
+        while shared + stride <= shorter and a[shared : shared + stride] == b[shared : shared + stride]:
+            shared += stride
+        stride //= 2
+    return shared

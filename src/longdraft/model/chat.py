@@ -1,4 +1,4 @@
-"""Turns a prompt's parts into token ids, through the model's chat template or, without one, as plain text."""
+"""Turns messages and texts into token ids, by the model's chat template or, without one, as plain text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Published for the family (FastChat's vicuna_v1.1, for LongChat too), whose checkpoints come without a template.
+# FastChat's vicuna_v1.1, also for LongChat: these checkpoints come without a template.
 _VICUNA = (
     "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}{% else %}"
     "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
@@ -26,16 +26,16 @@ _VICUNA = (
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
 FAMILY_TEMPLATES = {"vicuna": _VICUNA, "longchat": _VICUNA}
-"""Chat templates of families, by a part of the model's name."""
+"""Part of a model's name -> chat template of its family."""
 _warned: set[str] = set()
-# Shows what transformers gives to a template. It is ours, so it needs no bounds.
-_GIVEN = "{{ {'messages': messages, 'tools': tools, 'documents': documents} | tojson }}"
+# Returns the variables that transformers hands to a template. It is our own, so no limits are needed.
+_ECHO_TEMPLATE = "{{ {'messages': messages, 'tools': tools, 'documents': documents} | tojson }}"
 
 
 def chat_template_arguments(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
-    """Arguments that give ``apply_chat_template`` a template; None: there is none, and prompts are plain text.
+    """Arguments for :func:`apply_chat_template`; None if there is no template, so that prompts are plain text.
 
-    A tokenizer without a template of its own gets that of its family. A warning says so, or that there is none, once.
+    A tokenizer without a template gets that of its family, if there is one. Either way a warning says so, once.
     """
     if tokenizer.chat_template:
         return {}
@@ -58,24 +58,24 @@ def apply_chat_template(
     documents: list[Any] | None = None,
     **template: Any,
 ) -> str:
-    """The text of ``tokenizer.apply_chat_template``, made within bounds of time and memory (:mod:`rendering`).
+    """Renders messages as ``tokenizer.apply_chat_template`` does, with limits of time and memory (:mod:`.rendering`).
 
-    Raises PromptError, which names the file, if the template refuses the messages, fails or exceeds them.
+    Raises PromptError, which names the model, if the template refuses the messages, fails or exceeds a limit.
     """
     from transformers import PreTrainedTokenizerBase
 
-    data: dict[str, Any] = {"tools": tools, "documents": documents, "tokenize": False}
-    own = type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
+    kwargs: dict[str, Any] = {"tools": tools, "documents": documents, "tokenize": False}
+    is_overridden = type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
     try:
-        if own:  # no template of a file, but code of the user's
-            return str(tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, **data))
-        given = json.loads(tokenizer.apply_chat_template(list(messages), chat_template=_GIVEN, **data))
-        given |= {"add_generation_prompt": add_generation_prompt}
+        if is_overridden:  # the user's own code, not a template from a file
+            return str(tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, **kwargs))
+        variables = json.loads(tokenizer.apply_chat_template(list(messages), chat_template=_ECHO_TEMPLATE, **kwargs))
+        variables |= {"add_generation_prompt": add_generation_prompt}
         source = tokenizer.get_chat_template(chat_template, tools)
-        return render_template(source, {**tokenizer.special_tokens_map, **template, **given})
-    except Exception as error:  # a template may fail in any way over what it did not expect
-        said = str(error) if isinstance(error, PromptError) else f"fails: {error}"
-        raise PromptError(f"The chat template of {tokenizer.name_or_path or 'the tokenizer'} {said}.") from error
+        return render_template(source, {**tokenizer.special_tokens_map, **template, **variables})
+    except Exception as error:  # a template can raise any type
+        reason = str(error) if isinstance(error, PromptError) else f"fails: {error}"
+        raise PromptError(f"The chat template of {tokenizer.name_or_path or 'the tokenizer'} {reason}.") from error
 
 
 def chat_prompt(
@@ -87,19 +87,19 @@ def chat_prompt(
 ) -> list[int]:
     """Token ids of one user turn, ready for the model's answer: document, blank line, instruction.
 
-    Document or instruction may be empty. A tokenizer without a chat template, and of no family of :data:`FAMILY_TEMPLATES`,
-    gets system, document and instruction as plain text, with blank lines between them.
+    Document or instruction may be empty. Without a chat template, also in :data:`FAMILY_TEMPLATES`, the prompt is
+    system, document and instruction as plain text, with blank lines between them.
 
     Args:
         template: further arguments of the chat template, such as ``enable_thinking``.
 
     Raises PromptError if both are empty, if text is not valid Unicode, or if the template refuses the system message.
     """
-    user = _joined(document, instruction)
+    user = _join(document, instruction)
     if not user.strip():
         raise PromptError("The prompt is empty: give an instruction, a document, or both.")
     if chat_template_arguments(tokenizer) is None:
-        return encode(tokenizer, _joined(system, user))
+        return encode(tokenizer, _join(system, user))
     turns = [("system", system), ("user", user)] if system and system.strip() else [("user", user)]
     try:
         return encode_conversation(tokenizer, [{"role": role, "content": text} for role, text in turns], **template)
@@ -114,24 +114,25 @@ def encode_conversation(
     """Token ids of a conversation, ready for the model's next answer; plain text without a template.
 
     Args:
-        messages: role and content of each, and other fields that the template reads.
-        begun: the beginning of the answer.
+        messages: each has role, content, and other fields that the template reads.
+        answer_prefix: the beginning of the answer.
         template: further arguments of the template.
 
     Raises PromptError if text is not valid Unicode or the template refuses the messages.
     """
     for message in messages:
-        _checked(str(message["content"]))
-    if (own := chat_template_arguments(tokenizer)) is None:
+        _check_unicode(str(message["content"]))
+    if (template_arguments := chat_template_arguments(tokenizer)) is None:
         texts = [str(message["content"]) for message in messages]
         return encode(tokenizer, "\n\n".join([*texts, answer_prefix] if answer_prefix else texts))
-    text = apply_chat_template(tokenizer, messages, **own, **template)
+    text = apply_chat_template(tokenizer, messages, **template_arguments, **template)
     if not text.strip():
         raise PromptError(
             f"The chat template of {tokenizer.name_or_path or 'the tokenizer'} rendered nothing: give it one that "
-            "writes the messages (tokenizer.chat_template), or have the prompt read as it is (chat=False)."
+            "writes the messages (tokenizer.chat_template), or pass the prompt as plain text (chat=False)."
         )
-    ids: list[int] = tokenizer(text + _checked(answer_prefix), add_special_tokens=False, verbose=False)["input_ids"]
+    text += _check_unicode(answer_prefix)
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids
 
 
@@ -142,19 +143,19 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """
     if not text.strip():
         raise PromptError("The prompt is empty: give some text.")
-    # verbose=True would warn about lengths, which the engine checks against the model's context.
-    ids: list[int] = tokenizer(_checked(text), verbose=False)["input_ids"]
+    # verbose=True would warn about long prompts; the engine checks lengths itself.
+    ids: list[int] = tokenizer(_check_unicode(text), verbose=False)["input_ids"]
     if not ids:
         raise PromptError("The tokenizer turns this prompt into no tokens: is it for another model?")
     return ids
 
 
-def _joined(*parts: str | None) -> str:
+def _join(*parts: str | None) -> str:
     return "\n\n".join(part for part in parts if part and part.strip())
 
 
-def _checked(text: str) -> str:
-    """The text, if it is valid Unicode. A lone surrogate would fail deep inside the tokenizer."""
+def _check_unicode(text: str) -> str:
+    """Returns the text. Raises PromptError for a lone surrogate, which would fail deep inside the tokenizer."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -1,8 +1,7 @@
-"""Reading checkpoints: folders, hub ids, and with gguf/ GGUF files.
+"""Reads checkpoints (folders and hub ids) with transformers, safely and silently.
 
-transformers does the reading. This file adds that a bad checkpoint raises a CheckpointError with the file and the
-remedy, that missing weights are refused rather than filled with random numbers, that no code from a checkpoint runs,
-pickled or not, and that transformers' bars and warnings stay silent.
+A bad checkpoint raises a CheckpointError with the file and the remedy. Missing weights are an error, where transformers
+fills in random numbers. No code from a checkpoint runs, pickled or not. Progress bars and warnings are off.
 """
 
 from __future__ import annotations
@@ -44,15 +43,15 @@ from longdraft.model.quantised import is_externally_quantized
 Progress = Callable[[str], None]
 DType: TypeAlias = str | torch.dtype
 _REMEDY = "Fetch the folder again, or save it again with `save_pretrained`."
-# Log levels and bars are process-wide: two loads that save and restore them must not overlap.
-_SWITCHES = threading.RLock()
+# Log levels and progress bars are process-wide: two loads that save and restore them must not overlap.
+_LOGGING_LOCK = threading.RLock()
 _NO_TOKENIZER = (
     "Is there no tokenizer.json (or tokenizer.model)? `tokenizer.save_pretrained(folder)` writes it beside the model. "
     "A model without one decodes token ids: Speculator(target=AutoModelForCausalLM.from_pretrained(folder))."
 )
-# Files of a folder that are checked before transformers reads them, and ends of the names of others of a bounded size.
-_CONFIGURATIONS = ("config.json", "generation_config.json", "tokenizer_config.json")
-_TEXTS = (".json", ".txt", ".jinja", ".model")
+# Files that are checked before transformers reads them, and suffixes of text files, whose size is limited.
+_CONFIG_FILES = ("config.json", "generation_config.json", "tokenizer_config.json")
+_TEXT_SUFFIXES = (".json", ".txt", ".jinja", ".model")
 
 
 class LoadedModel(NamedTuple):
@@ -82,10 +81,10 @@ def read_checkpoint(
 
     Args:
         failure, remedy: beginning and end of the CheckpointError's message.
-        with_tokenizer: False leaves the tokenizer None.
-        quantized_dtype: in place of ``dtype`` for a checkpoint whose layers another package quantised and computes.
-        tensor_parallel: each process under torchrun reads its share of the weights, on its device.
-        source: further arguments of each ``from_pretrained``.
+        with_tokenizer: False returns None as the tokenizer.
+        quantized_dtype: replaces ``dtype`` if another package (bitsandbytes, ...) computes the quantised layers.
+        tensor_parallel: each process under torchrun reads its own shards, on its device.
+        source: further arguments of every ``from_pretrained``.
     """
     tokenizer: Any = None
     with checkpoint_errors(name, failure or f"The model in {name} cannot be read", remedy), quiet():
@@ -97,19 +96,19 @@ def read_checkpoint(
         if with_tokenizer:
             with checkpoint_errors(name, f"The tokenizer in {name} cannot be read", _NO_TOKENIZER):
                 tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **source)
-                eos_ids(tokenizer)  # a damaged one may be read, and fail when it is used
+                eos_ids(tokenizer)  # a damaged tokenizer can load, and fail at its first use
                 tokenizer.decode(tokenizer("a b").input_ids)
-        # Of language models, or else of those that also read images.
-        kinds: list[Any] = [AutoModelForCausalLM, AutoModelForImageTextToText]
-        kind = next((kind for kind in kinds if type(config) in kind._model_mapping), kinds[0])
-        model, info = kind.from_pretrained(
+        # Language models first, then models that also read images.
+        auto_classes: list[Any] = [AutoModelForCausalLM, AutoModelForImageTextToText]
+        auto_class = next((c for c in auto_classes if type(config) in c._model_mapping), auto_classes[0])
+        model, info = auto_class.from_pretrained(
             name,
             config=config,
             dtype=dtype,
             trust_remote_code=False,
             use_safetensors=use_safetensors,
             weights_only=True,
-            # Let through here, to be named below: transformers would only log them.
+            # Reported below: transformers would raise without a remedy.
             ignore_mismatched_sizes=True,
             output_loading_info=True,
             **({"distributed_config": DistributedConfig(tp_plan="auto")} if tensor_parallel else {}),
@@ -117,24 +116,24 @@ def read_checkpoint(
         )
         config_eos_ids(model.generation_config)
     # transformers fills missing weights with random numbers; tied weights are not in its list.
-    gaps = [f"{key} (not there)" for key in sorted(info["missing_keys"])]
-    gaps += [f"{key} ({tuple(has)}, not {tuple(need)})" for key, has, need in sorted(info["mismatched_keys"])]
-    if gaps:
-        shown = ", ".join(gaps[:5]) + (f", and {len(gaps) - 5} more" if len(gaps) > 5 else "")
+    problems = [f"{key} (not there)" for key in sorted(info["missing_keys"])]
+    problems += [f"{key} ({tuple(has)}, not {tuple(need)})" for key, has, need in sorted(info["mismatched_keys"])]
+    if problems:
+        listed = ", ".join(problems[:5]) + (f", and {len(problems) - 5} more" if len(problems) > 5 else "")
         advice = "It is incomplete or made for another architecture: fetch or save it again."
-        raise CheckpointError(f"The checkpoint {name} does not fit its config; weights at fault: {shown}. {advice}")
+        raise CheckpointError(f"The checkpoint {name} does not fit its config; weights at fault: {listed}. {advice}")
     return LoadedModel(model, tokenizer)
 
 
 @contextmanager
 def checkpoint_errors(file: Path | str, failure: str, remedy: str = "") -> Iterator[None]:
-    """Turns any error that a bad file sets off in another library into an error that names it: see :func:`file_errors`."""
+    """Turns any error that a bad file causes in another library into one that names the file (:func:`file_errors`)."""
     with file_errors(file, failure, remedy), torch.device("cpu"):  # whatever the user's default device is
         yield
 
 
 def check_folder(folder: Path) -> bool:
-    """Checks a folder's files without reading weights. Returns True for safetensors, False if there is only .bin.
+    """Checks a folder's files without reading weights. Returns True for safetensors, False for .bin files.
 
     Raises CheckpointError naming the file that is missing or truncated.
     """
@@ -148,11 +147,11 @@ def check_folder(folder: Path) -> bool:
         hint = f"Give the file itself: {ggufs[0]}" if ggufs else "Give a folder that `save_pretrained` wrote."
         raise CheckpointError(f"{folder} has no config.json: it is not a Hugging Face model folder. {hint}")
     for file in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
-        require_regular(file, MAX_TEXT_BYTES if file.suffix in _TEXTS else None)
-    read = {name: read_json(folder / name) for name in _CONFIGURATIONS if (folder / name).is_file()}
-    for name, values in read.items():
+        require_regular(file, MAX_TEXT_BYTES if file.suffix in _TEXT_SUFFIXES else None)
+    configs = {name: read_json(folder / name) for name in _CONFIG_FILES if (folder / name).is_file()}
+    for name, values in configs.items():
         check_numbers(values, folder / name)
-    config = read["config.json"]
+    config = configs["config.json"]
     if "longdraft_format" in config:
         raise CheckpointError(f"{folder} holds a draft, which drafts for a model: give it as the draft (draft=).")
     index = folder / SAFE_WEIGHTS_INDEX_NAME
@@ -167,22 +166,20 @@ def check_folder(folder: Path) -> bool:
         return False
     else:
         raise CheckpointError(f"{folder} has no weights: {SAFE_WEIGHTS_NAME} is missing. Fetch it again.")
-    largest = 0
+    max_size = 0
     for shard in shards:
         # Opening compares the header with the file's length, so it notices truncation.
         with open_safetensors(shard, "It is truncated or corrupt: fetch that file again.") as file:
-            sizes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
-            largest = max([largest, *(size for each in sizes for size in each)])
-    check_numbers(config, folder / "config.json", largest)
+            shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
+            max_size = max([max_size, *(size for shape in shapes for size in shape)])
+    check_numbers(config, folder / "config.json", max_size)
     return True
 
 
 def check_gguf(file: Path) -> None:
-    """Raises CheckpointError if ``file`` cannot be opened or does not begin as a GGUF file does."""
-    with (
-        file_errors(file, f"{file} cannot be opened", "Check the path and its permissions."),
-        require_regular(file).open("rb") as start,
-    ):
+    """Raises CheckpointError if ``file`` cannot be opened or does not begin with GGUF's magic bytes."""
+    remedy = "Check the path and its permissions."
+    with file_errors(file, f"{file} cannot be opened", remedy), require_regular(file).open("rb") as start:
         magic = start.read(4)
     if magic != b"GGUF":
         raise CheckpointError(
@@ -196,10 +193,10 @@ def stretch_rope(config: Any, factor: float) -> None:
     Raises CapabilityError for a config without RoPE, or with RoPE scaling of its own.
     """
     rope = getattr(config, "rope_parameters", None) or {"rope_type": "none"}
-    kind = rope.get("rope_type", "one per layer type")
-    if kind != "default":
+    rope_type = rope.get("rope_type", "one per layer type")
+    if rope_type != "default":
         advice = "Leave rope_factor out, or edit rope_parameters in the model's config.json."
-        raise CapabilityError(f"rope_factor needs plain RoPE; this model's is {kind!r}. {advice}")
+        raise CapabilityError(f"rope_factor needs plain RoPE; this model's is {rope_type!r}. {advice}")
     trained = config.max_position_embeddings
     scaling = {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": trained}
     config.rope_parameters = {**rope, **scaling}  # rope_theta stays
@@ -210,7 +207,7 @@ def stretch_rope(config: Any, factor: float) -> None:
 def quiet() -> Iterator[None]:
     """Silences the bars, log lines and warnings of transformers and the hub client inside the block."""
     loggers = [logging.getLogger(name) for name in ("transformers", "huggingface_hub")]
-    with _SWITCHES, warnings.catch_warnings():
+    with _LOGGING_LOCK, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         levels = [logger.level for logger in loggers]
         bars = transformers.utils.logging.is_progress_bar_enabled()

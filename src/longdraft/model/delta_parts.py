@@ -1,4 +1,4 @@
-"""Reads the parts of decoder layers with a gated DeltaNet for our kernels, and the rows of a forward for them."""
+"""Gated DeltaNet layers for our kernels: their weights, and their inputs in a forward."""
 
 from __future__ import annotations
 
@@ -20,106 +20,97 @@ from longdraft.native.boundary import CPU_FLOAT32
 from longdraft.native.delta import DeltaNetBatch, DeltaNetDims, DeltaNetSequence, GatedDeltaNetLayer
 from longdraft.native.recurrent import RecurrentSequence, TreeOrder
 
-_MIXER = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-_MLP = ("gate_proj", "up_proj", "down_proj")
-_NORMS = {"norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_MIXER_LINEARS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+_MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
+_NORM_ATTRIBUTES = {"norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
 
 def kernel_delta_layer(layer: nn.Module) -> GatedDeltaNetLayer | None:
-    """A layer for our kernels, with the parts of Qwen3.5's; None if it is of another kind."""
+    """The kernels' layer for a decoder layer like Qwen3.5's; None if it is of another kind."""
     mixer, mlp = getattr(layer, "linear_attn", None), getattr(layer, "mlp", None)
     convolution = getattr(mixer, "conv1d", None)
     if mixer is None or not isinstance(convolution, nn.Conv1d) or not is_unmodified(layer, mixer):
         return None
-    last, order = _in_order(getattr(mixer, "out_proj", None), int(mixer.head_v_dim))
-    modules = [*(getattr(mixer, n, None) for n in _MIXER), last, *(getattr(mlp, n, None) for n in _MLP)]
-    products = linear_weights_of(modules)
-    of_layer = {name: getattr(layer, theirs, None) for name, theirs in _NORMS.items()}
-    norms, gelu = (
-        norms_of(of_layer | {"out_norm": getattr(mixer, "norm", None)}),
-        uses_gelu(getattr(mlp, "act_fn", None)),
-    )
-    if products is None or norms is None or gelu is None or (plus := norm_weight_offset(of_layer.values())) is None:
+    out_proj, head_order = _with_head_order(getattr(mixer, "out_proj", None), int(mixer.head_v_dim))
+    mlp_linears = [getattr(mlp, name, None) for name in _MLP_LINEARS]
+    projections = linear_weights_of([*(getattr(mixer, n, None) for n in _MIXER_LINEARS), out_proj, *mlp_linears])
+    layer_norms = {name: getattr(layer, attribute, None) for name, attribute in _NORM_ATTRIBUTES.items()}
+    norms = norms_of(layer_norms | {"out_norm": getattr(mixer, "norm", None)})
+    gelu = uses_gelu(getattr(mlp, "act_fn", None))
+    offset = None if norms is None else norm_weight_offset(layer_norms.values())
+    if projections is None or norms is None or gelu is None or offset is None:
         return None
-    heads, values = mixer.A_log.shape[0], norms["out_norm"][0].shape[0]
-    mixed, keys = products[0][0].shape[0] - heads * values, int(mixer.head_k_dim)
-    key_heads = mixed // (2 * keys)
-    # Some versions of the mixer repeat queries and keys before they are kept.
+    heads, value_dim = mixer.A_log.shape[0], norms["out_norm"][0].shape[0]
+    qk_size, key_dim = projections[0][0].shape[0] - heads * value_dim, int(mixer.head_k_dim)
+    key_heads = qk_size // (2 * key_dim)
+    # Some versions of the mixer repeat queries and keys for all heads before the recurrence.
     repeated = "repeat_interleave" in names_in_forward(mixer)
     weight, bias = convolution.weight.detach()[:, 0].contiguous(), convolution.bias
     return GatedDeltaNetLayer(
         norms,
-        products,
+        projections,
         (weight, None if bias is None else bias.detach()),
         -mixer.A_log.detach().float().exp(),
         mixer.dt_bias.detach().float().contiguous(),
-        DeltaNetDims(heads, key_heads, keys, values, heads if repeated else key_heads),
-        head_order=order,
+        DeltaNetDims(heads, key_heads, key_dim, value_dim, heads if repeated else key_heads),
+        head_order=head_order,
         gelu=gelu,
-        norm_weight_offset=plus,
+        norm_weight_offset=offset,
     )
 
 
-def _in_order(module: nn.Module | None, values: int) -> tuple[nn.Module | None, torch.Tensor | None]:
-    """A product, and the order of heads in which it has its inputs; None for the heads' own."""
+def _with_head_order(module: nn.Module | None, value_dim: int) -> tuple[nn.Module | None, torch.Tensor | None]:
+    """A linear layer without its input permutation, and that permutation as an order of heads (None: unchanged)."""
     if not isinstance(module, ArrangedLinear) or module.places is None:
         return module, None
-    heads = module.places.view(-1, values)
-    whole = bool((heads % values == torch.arange(values, device="cpu")).all())
-    if len(module.parts) > 1 or module.rows is not None or not whole:
+    heads = module.places.view(-1, value_dim)
+    whole_heads = bool((heads % value_dim == torch.arange(value_dim, device="cpu")).all())
+    if len(module.parts) > 1 or module.rows is not None or not whole_heads:
         return None, None
-    return module.parts[0], heads[:, 0] // values
+    return module.parts[0], heads[:, 0] // value_dim
 
 
 @contextmanager
 def delta_layer_inputs(
-    hosted: ForwardContext, layers: Sequence[GatedDeltaNetLayer], layer_indices: Sequence[int]
+    ctx: ForwardContext, layers: Sequence[GatedDeltaNetLayer], layer_indices: Sequence[int]
 ) -> Iterator[DeltaNetBatch | None]:
-    """The rows of a forward for recurrent layers, None without layers. Inside, the kernels compute them; behind it, the
-    pending rows are in the states.
+    """Yields a forward's inputs of recurrent layers (``layer_indices`` in the store's states) for the kernels; or None.
 
-    Args:
-        numbers: of the layers, as the store's states have them.
+    The kernels run inside the ``with``. After it the states include the pending tokens.
     """
     if not layers:
         yield None
         return
-    block = hosted.batch
-    states = recurrent_states(hosted.store)
-    orders = [
-        TreeOrder(each, with_ancestors(each, block.tree_offset), block.tree_offset) for each in tree_parents(block)
+    batch, offset, states = ctx.batch, ctx.batch.tree_offset, recurrent_states(ctx.store)
+    orders = [TreeOrder(parents, with_ancestors(parents, offset), offset) for parents in tree_parents(batch)]
+    layer_states = [[states.layer_state(slot, index) for slot in batch.slots] for index in layer_indices]
+    inputs = [
+        _sequence_inputs(layer, state, batch, order)
+        for layer, sequence_states in zip(layers, layer_states, strict=True)
+        for state, order in zip(sequence_states, orders, strict=True)
     ]
-    slots = [[states.layer_state(slot, number) for slot in block.slots] for number in layer_indices]
-    found = [
-        _begun(layer, slot, block, order)
-        for layer, own in zip(layers, slots, strict=True)
-        for slot, order in zip(own, orders, strict=True)
-    ]
-    yield DeltaNetBatch(found, conv_input_indices(block, layers[0].conv_kernel_size))
-    for slot in (slot for own in slots for slot in own):
-        slot.checkpoint.pending_inputs = ()
+    yield DeltaNetBatch(inputs, conv_input_indices(batch, layers[0].conv_kernel_size))
+    for state in (state for sequence_states in layer_states for state in sequence_states):
+        state.checkpoint.pending_inputs = ()
 
 
-def _begun(
-    layer: GatedDeltaNetLayer, slot: RecurrentLayerState, block: ForwardBatch, order: TreeOrder
+def _sequence_inputs(
+    layer: GatedDeltaNetLayer, state: RecurrentLayerState, batch: ForwardBatch, order: TreeOrder
 ) -> DeltaNetSequence:
-    """One sequence's rows, with room for the new ones."""
-    slot.begin_forward(is_prefill=False)
-    inputs, *rows = _room(layer.dims, block.tree_len)
-    if block.tree_offset:
-        for new, old in zip((inputs, *rows), (slot.conv_inputs[0], *slot.recurrence_inputs), strict=True):
-            new[: block.tree_offset] = old[: block.tree_offset]
-    slot.conv_inputs, slot.recurrence_inputs = {0: inputs}, tuple(rows)
-    assert slot.checkpoint.recurrent_state is not None
-    return DeltaNetSequence(
-        slot.checkpoint.conv_states[0],
-        inputs,
-        RecurrentSequence(slot.checkpoint.recurrent_state, slot.checkpoint.pending_inputs, rows, order),
-    )
+    """One sequence's inputs, with memory for those of the new tokens."""
+    state.begin_forward(is_prefill=False)
+    conv_inputs, *inputs = allocated = _allocate(layer.dims, batch.tree_len)
+    if batch.tree_offset:
+        for new, old in zip(allocated, (state.conv_inputs[0], *state.recurrence_inputs), strict=True):
+            new[: batch.tree_offset] = old[: batch.tree_offset]
+    state.conv_inputs, state.recurrence_inputs, start = {0: conv_inputs}, tuple(inputs), state.checkpoint
+    assert start.recurrent_state is not None
+    recurrence = RecurrentSequence(start.recurrent_state, start.pending_inputs, inputs, order)
+    return DeltaNetSequence(start.conv_states[0], conv_inputs, recurrence)
 
 
-def _room(sizes: DeltaNetDims, rows: int) -> list[torch.Tensor]:
-    """Memory for what is kept of some rows, in one piece."""
-    counts = [rows * torch.Size(size).numel() for size in sizes.cached_shapes]
+def _allocate(dims: DeltaNetDims, num_tokens: int) -> list[torch.Tensor]:
+    """The tensors that are cached for some tokens, in one contiguous allocation."""
+    counts = [num_tokens * torch.Size(size).numel() for size in dims.cached_shapes]
     parts = torch.empty(sum(counts), **CPU_FLOAT32).split(counts)
-    return [part.view(rows, *size) for part, size in zip(parts, sizes.cached_shapes, strict=True)]
+    return [part.view(num_tokens, *size) for part, size in zip(parts, dims.cached_shapes, strict=True)]

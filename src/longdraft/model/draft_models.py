@@ -1,4 +1,4 @@
-"""Reads a language model, of transformers or a GGUF file, that drafts for another, and fits its vocabulary."""
+"""Language models that draft for a target: reads them (transformers or GGUF), and compares and fits vocabularies."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
 from longdraft.model.small_llama import frozen_linear
 
-# Share of the common ids that may have different tokens: renamed special tokens do no harm.
+# Fraction of the common ids whose tokens may differ: renamed special tokens do no harm.
 MAX_RENAMED_FRACTION = 0.01
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """A causal language model's sizes: rows of its head, weights, and tokens of its trained context."""
+    """A causal language model's sizes; ``vocab_size`` counts the rows of its head, padding included."""
 
     vocab_size: int
     num_parameters: int
@@ -46,10 +46,8 @@ def read_model_sizes(name: str) -> ModelSizes:
         check_gguf(path)
         require_package("gguf", path)
     kind = "file" if gguf else "folder or hub id"
-    with (
-        checkpoint_errors(name, f"{name} is not the {kind} of a causal language model that transformers can read"),
-        quiet(),
-    ):
+    failure = f"{name} is not the {kind} of a causal language model that transformers can read"
+    with checkpoint_errors(name, failure), quiet():
         if gguf:
             config = GGUFFile(path).config()
         else:
@@ -66,8 +64,7 @@ def read_model_sizes(name: str) -> ModelSizes:
 
 
 def origin_of(model: PreTrainedModel) -> Path | None:
-    """The folder or GGUF file that a model was loaded from, its hub id's folder on this machine included; None if it is
-    unknown or gone."""
+    """The folder or GGUF file that a model was loaded from (a hub id's cached folder too); None if unknown or gone."""
     name = str(getattr(model, "name_or_path", "") or "")
     if not name:
         return None
@@ -82,7 +79,7 @@ def origin_of(model: PreTrainedModel) -> Path | None:
 
 
 def read_draft_model(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The model, ready to run; a GGUF file's matrices stay as they are stored.
+    """The model, ready to run; a GGUF file's matrices stay quantised.
 
     Raises:
         CheckpointError: the model cannot be read, or is incomplete.
@@ -98,27 +95,28 @@ def read_draft_model(name: str, dtype: torch.dtype, device: torch.device) -> Pre
 
 
 def vocabulary_mismatch(name: str, runner: TargetRunner) -> str | None:
-    """Describes how a model's tokens differ from the target's: empty if they do not, None if either is unknown.
+    """Describes how a draft model's vocabulary differs from the target's: "" if equal, None if either is unknown.
 
     The target's tokenizer is read from the folder or file that it was loaded from. Nothing is downloaded.
     """
     origin = str(getattr(runner.model, "name_or_path", "") or "")
-    mine, its = _tokens(name), _tokens(origin) if origin else None
-    if mine is None or its is None:
+    draft_vocab, target_vocab = _vocabulary(name), _vocabulary(origin) if origin else None
+    if draft_vocab is None or target_vocab is None:
         return None
-    shared = mine.keys() & its.keys()
-    renamed = sorted(i for i in shared if mine[i] != its[i])
+    shared = draft_vocab.keys() & target_vocab.keys()
+    renamed = sorted(i for i in shared if draft_vocab[i] != target_vocab[i])
     if shared and len(renamed) <= MAX_RENAMED_FRACTION * len(shared):
         return ""
-    text = f"its tokenizer numbers tokens otherwise than that of {origin}"
+    message = f"its tokenizer numbers tokens differently from that of {origin}"
     if renamed:
         i = renamed[0]
-        text += f": {len(renamed):,} of {len(shared):,} ids, of which {i} is {mine[i]!r} here and {its[i]!r} there"
-    return text
+        example = f"{i} is {draft_vocab[i]!r} here and {target_vocab[i]!r} there"
+        message += f": {len(renamed):,} of {len(shared):,} ids differ, for example {example}"
+    return message
 
 
-def _tokens(name: str) -> dict[int, str] | None:
-    """Id -> token; None if there is no tokenizer that can be read."""
+def _vocabulary(name: str) -> dict[int, str] | None:
+    """Token id -> token of a model's tokenizer; None if it cannot be read."""
     with quiet():
         try:
             file = packaged_file() if name == EMBEDDED_ID else Path(name)
@@ -131,23 +129,22 @@ def _tokens(name: str) -> dict[int, str] | None:
 
 
 def fit_vocab_size(model: PreTrainedModel, size: int) -> PreTrainedModel:
-    """Gives a model the target's vocabulary size if the two are padded to different sizes.
+    """Gives a draft model the target's vocabulary size, where the two are padded differently.
 
-    Rows beyond ``size`` are cut off the head, as the target does not know their tokens. Missing rows of the embedding
-    become zeros.
+    The head loses its rows beyond ``size``: the target has no such tokens. Missing rows of the embedding become zeros.
     """
     model, embedding = fit_head(model, size), model.get_input_embeddings()
     if (rows := stored.weight_shape(embedding)[0]) < size:
-        if isinstance(embedding, stored.StoredEmbedding):  # a block of zero bytes stands for zeros
-            embedding.data = _padded(embedding.data, size - rows)
+        if isinstance(embedding, stored.StoredEmbedding):  # a quant block of zero bytes encodes zeros
+            embedding.data = _pad_rows(embedding.data, size - rows)
         else:
-            embedding.weight = nn.Parameter(_padded(embedding.weight.detach(), size - rows), requires_grad=False)
+            embedding.weight = nn.Parameter(_pad_rows(embedding.weight.detach(), size - rows), requires_grad=False)
         embedding.num_embeddings = size
     return model
 
 
 def fit_head(model: PreTrainedModel, size: int) -> PreTrainedModel:
-    """Cuts the rows of the head beyond ``size`` off. The embedding keeps its own."""
+    """Cuts the head's rows beyond ``size`` off. The embedding stays as it is."""
     head = model.get_output_embeddings()
     if stored.weight_shape(head)[0] > size:
         bias = getattr(head, "bias", None)
@@ -161,5 +158,5 @@ def fit_head(model: PreTrainedModel, size: int) -> PreTrainedModel:
     return model
 
 
-def _padded(rows: torch.Tensor, more: int) -> torch.Tensor:
-    return torch.cat([rows, rows.new_zeros(more, rows.shape[1])])
+def _pad_rows(rows: torch.Tensor, count: int) -> torch.Tensor:
+    return torch.cat([rows, rows.new_zeros(count, rows.shape[1])])

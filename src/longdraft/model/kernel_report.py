@@ -1,4 +1,4 @@
-"""Reports the kernels that compute a target on this machine, in the line of ``longdraft doctor`` and ``generate``."""
+"""Reports the kernels that compute a target on this machine: a line of ``longdraft doctor`` and ``generate``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from longdraft.model.stored_model import has_stored_weights
 from longdraft.native.build import LEVEL_NAMES
 from longdraft.native.library import HEAD_DIM_MULTIPLE, NO_KERNELS_COST
 
-_DTYPES = {"BF16": "bfloat16", "F16": "float16"}
+_DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16"}
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class KernelReport:
 
     Attributes:
         level: instruction set of longdraft's kernels, one of :data:`native.build.LEVELS`; None if torch computes.
-        weights: formats of the matrices that the kernels read, the most frequent first: GGUF's names, or dtypes.
-        kv: dtype of the keys and values that the kernels attend to; None if torch attends.
-        whole: a forward of a few rows is one call.
-        reason: why longdraft's kernels do not compute; None if they do.
+        weights: formats of the kernels' matrices, most weights first: GGUF's names, or dtypes.
+        kv: dtype of the KV that the kernels attend to; None if torch attends.
+        whole: a forward of a few tokens is one kernel call.
+        reason: why longdraft's kernels are not used; None if they are.
         cost: what that costs; None if nothing is known to be lost.
-        arithmetic: arithmetic of the products, "int8" or a dtype; None without kernels.
+        arithmetic: arithmetic of the matrix products, "int8" or a dtype; None without kernels.
     """
 
     level: str | None
@@ -54,12 +54,12 @@ class KernelReport:
 
 
 def kernel_report(runner: TargetRunner | None) -> KernelReport:
-    """The kernels of a target's forwards of a few rows; without a runner, those of this machine's processor."""
-    if runner is not None and runner.device.type != "cpu":  # before any are compiled
+    """The kernels of a target's forwards of a few tokens; without a runner, those of this machine's processor."""
+    if runner is not None and runner.device.type != "cpu":  # avoids compiling kernels
         path = runner.attention_path
         return KernelReport(None, reason=f"the model is on {runner.device}, where attention is {path}'s")
-    own = native.kernels()
-    if own is None:
+    cpu_kernels = native.kernels()
+    if cpu_kernels is None:
         cost = NO_KERNELS_COST
         if runner is not None and has_stored_weights(model := runner.model):
             cost = "Decoding is several times slower: each product unpacks its weights (--weights float32 does it once)"
@@ -68,23 +68,23 @@ def kernel_report(runner: TargetRunner | None) -> KernelReport:
             cost += f"; weights take {format_bytes(size)}, in {_dtype(runner.kv_shape.dtype)}"
         return KernelReport(None, reason=native.unavailable_reason(), cost=cost)
     if runner is None:
-        return KernelReport(own.level)
+        return KernelReport(cpu_kernels.level)
     sizes: Counter[str] = Counter()
-    twin = runner.execution_model
-    for layer in twin.model.modules():
+    execution_model = runner.execution_model
+    for layer in execution_model.model.modules():
         weights = kernel_weights_of(layer)
         if weights is not None:
             matrix = weights[0]
             name = _dtype(matrix.dtype) if isinstance(matrix, torch.Tensor) else matrix.format
-            sizes[_DTYPES.get(name, name)] += matrix.shape[0] * matrix.shape[1]
+            sizes[_DTYPE_NAMES.get(name, name)] += matrix.shape[0] * matrix.shape[1]
     if not sizes:
         reason = f"they serve none of this model's layers ({_dtype(runner.kv_shape.dtype)} on a CPU)"
         return KernelReport(None, reason=reason)
     attends = runner.can_round_kv and runner.kv_shape.head_dim % HEAD_DIM_MULTIPLE == 0
     kv = _dtype(runner.kv_dtype) if attends else None
-    whole = twin.fused.stack is not None and attends and runner.offload is None
+    one_call = execution_model.fused.stack is not None and attends and runner.offload is None
     names = tuple(name for name, _ in sizes.most_common())
-    return KernelReport(own.level, names, kv, whole, arithmetic=runner.arithmetic)
+    return KernelReport(cpu_kernels.level, names, kv, one_call, arithmetic=runner.arithmetic)
 
 
 def _dtype(dtype: torch.dtype) -> str:

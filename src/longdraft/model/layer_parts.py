@@ -1,6 +1,7 @@
-"""The parts of decoder layers and of a forward's rows that our kernels read: norms, products, activation, cap, sinks.
+"""Converts decoder layers and a forward's batch into what our kernels read.
 
-For each kind of layer that is where its keys and values lie, which of them a row sees, and how positions turn heads.
+Of a layer: norms, linear weights, activation, softcap, sinks. Of a batch, for each kind of layer: its KV cache, the
+mask, and RoPE's cos and sin.
 """
 
 from __future__ import annotations
@@ -29,98 +30,89 @@ from longdraft.native.library import HEAD_DIM_MULTIPLE
 from longdraft.native.structures import FEW_TOKENS, LinearWeights, Norm
 
 LINEAR_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# The kernels' name of a norm -> transformers' name. In a layer of the Gemma kind the norm after the attention is one of
-# its output; in one of the Llama kind it is one of the MLP's input.
-_LLAMA = {"norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-_GEMMA = {
+# The kernels' name of a norm -> transformers' name. "post_attention_layernorm" normalizes the attention's output in
+# Gemma's layers, and the MLP's input in Llama's.
+_LLAMA_NORMS = {"norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_GEMMA_NORMS = {
     "norm": "input_layernorm",
     "post_attn_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
     "post_mlp_norm": "post_feedforward_layernorm",
 }
 CosSin = tuple[torch.Tensor, torch.Tensor]
-# cos and sin of layers whose heads are not turned.
+# cos and sin of layers without RoPE.
 NO_ROTATION: CosSin = (torch.empty(1, 1, 0, **CPU_FLOAT32), torch.empty(1, 1, 0, **CPU_FLOAT32))
-# The rotary embedding of a model that has one for all layers.
+# LayerKind.rope of models with one rotary embedding for all layers.
 SINGLE_ROPE = ""
 
 
 def kernel_layer(layer: nn.Module, head_dim: int) -> DecoderLayer | None:
-    """A layer for our kernels; None if it is of another kind, or if the user has hooks inside it.
-
-    Args:
-        head_dim: where the attention does not say it.
-    """
+    """The kernels' layer for a decoder layer (default ``head_dim``); None if it is of another kind, or modified."""
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
     if attention is None or not is_unmodified(layer):
         return None
-    products = linear_weights_of([getattr(attention, name, None) or getattr(mlp, name, None) for name in LINEAR_NAMES])
-    names = _GEMMA if hasattr(layer, _GEMMA["mlp_norm"]) else _LLAMA
-    of_layer = {name: getattr(layer, theirs, None) for name, theirs in names.items()}
-    of_heads = {name: own for name in ("q_norm", "k_norm") if (own := getattr(attention, name, None)) is not None}
-    norms = norms_of(of_layer | of_heads)
+    projections = linear_weights_of([getattr(attention, n, None) or getattr(mlp, n, None) for n in LINEAR_NAMES])
+    names = _GEMMA_NORMS if hasattr(layer, _GEMMA_NORMS["mlp_norm"]) else _LLAMA_NORMS
+    layer_norms = {name: getattr(layer, attribute, None) for name, attribute in names.items()}
+    head_norms = {name: norm for name in ("q_norm", "k_norm") if (norm := getattr(attention, name, None)) is not None}
+    norms = norms_of(layer_norms | head_norms)
     gelu = uses_gelu(getattr(mlp, "act_fn", None))
-    if products is None or norms is None or gelu is None:
+    if projections is None or norms is None or gelu is None:
         return None
-    plus = norm_weight_offset((of_layer | of_heads).values())
+    offset = norm_weight_offset((layer_norms | head_norms).values())
     d = int(getattr(attention, "head_dim", head_dim))
-    if plus is None or d % HEAD_DIM_MULTIPLE:
+    if offset is None or d % HEAD_DIM_MULTIPLE:
         return None
-    # Not those that q gives: it may give gates too.
-    out = products[3][0].shape[1]
+    # Read from o_proj, as q_proj may also compute gates.
+    attended_size = projections[3][0].shape[1]
     return DecoderLayer(
         norms,
-        products,
-        *(out // d, products[1][0].shape[0] // d, d, float(getattr(attention, "scaling", d**-0.5))),
+        projections,
+        *(attended_size // d, projections[1][0].shape[0] // d, d, float(getattr(attention, "scaling", d**-0.5))),
         softcap=getattr(attention, "attn_logit_softcapping", None),
         sinks=getattr(attention, "sinks", None),
         gelu=gelu,
-        norm_weight_offset=plus,
+        norm_weight_offset=offset,
     )
 
 
 def is_unmodified(layer: nn.Module, patched_part: nn.Module | None = None) -> bool:
-    """True if a layer's parts are float32 on the CPU, contiguous, and without the user's hooks.
+    """True if a layer's submodules are contiguous float32 on the CPU, without hooks and new forwards.
 
-    Args:
-        ours: a part whose forward is ours.
-    """
-    inside = [m for m in layer.modules() if m is not layer]
-    # Hooks of the layer itself do no harm: they run around any forward.
-    if (
-        any(is_modified(m, m is patched_part) for m in inside)
-        or "forward" in vars(layer)
-        or not is_library_code(type(layer).forward)
-    ):
+    ``patched_part`` is a submodule whose forward we replaced. Hooks of the layer itself run around any forward."""
+    modules = [m for m in layer.modules() if m is not layer]
+    if "forward" in vars(layer) or not is_library_code(type(layer).forward):
         return False
-    tensors = [t for m in inside for t in m.parameters(recurse=False)]
+    if any(is_modified(m, m is patched_part) for m in modules):
+        return False
+    tensors = [t for m in modules for t in m.parameters(recurse=False)]
     return all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
 
 
 def linear_weights_of(modules: Iterable[nn.Module | None]) -> list[LinearWeights] | None:
-    """The weights of all products; None if one is missing or of another kind."""
-    found = [None if module is None else kernel_weights_of(module) for module in modules]
-    return None if None in found else [weights for weights in found if weights is not None]
+    """The weights of all linear layers; None if one is missing or of another kind."""
+    all_weights = [None if module is None else kernel_weights_of(module) for module in modules]
+    return None if None in all_weights else [weights for weights in all_weights if weights is not None]
 
 
 def norms_of(modules: Mapping[str, nn.Module | None]) -> dict[str, Norm] | None:
     """All norms by name; None if one is missing or of another kind."""
-    found = {name: norm for name, module in modules.items() if (norm := norm_of(module)) is not None}
-    return found if len(found) == len(modules) else None
+    norms = {name: norm for name, module in modules.items() if (norm := norm_of(module)) is not None}
+    return norms if len(norms) == len(modules) else None
 
 
 def final_norm_and_head(model: PreTrainedModel, layers: Iterable[nn.Module]) -> dict[str, Any] | None:
-    """The final norm and the head, as a :class:`DecoderStack` takes them; None if they are of another kind, or if the
-    user has hooks in the model."""
+    """The final norm and the head as arguments of :class:`DecoderStack`; None if they are of another kind, or if a
+    user changed the model's modules."""
     decoder, head = hosting.decoder_of(model), model.get_output_embeddings()
-    final = getattr(decoder, "norm", None)
-    norm, weights = norm_of(final), kernel_weights_of(head)
+    final_norm = getattr(decoder, "norm", None)
+    norm, weights = norm_of(final_norm), kernel_weights_of(head)
     modules = [model, decoder, model.get_input_embeddings(), head, *decoder.children(), *layers]
     if norm is None or weights is None or any(map(is_modified, modules)):
         return None
-    plus = norm_weight_offset([final])
+    offset = norm_weight_offset([final_norm])
     cap = getattr(decoder_config(model), "final_logit_softcapping", None)
-    return None if plus is None else {"norm": norm, "head": weights, "plus": plus, "softcap": cap}
+    return None if offset is None else {"norm": norm, "head": weights, "plus": offset, "softcap": cap}
 
 
 def norm_of(module: nn.Module | None) -> Norm | None:
@@ -133,40 +125,40 @@ def norm_of(module: nn.Module | None) -> Norm | None:
 
 @torch.inference_mode()
 def norm_weight_offset(norms: Iterable[nn.Module | None]) -> float | None:
-    """The number that norms add to their weights: 1 in Gemma's, else 0; None if they differ."""
-    found = set()
+    """What these norms add to their weights: 1 in Gemma's, else 0; None if they differ."""
+    offsets = set()
     for norm in norms:
         assert norm is not None
         weight = norm.weight
         assert isinstance(weight, torch.Tensor)
-        # An RMS norm of ones is its weight.
-        ones = norm(weight.new_ones(1, weight.numel()))[0]
-        found.add(float((ones - weight - 1).abs().sum() < (ones - weight).abs().sum()))
-    return found.pop() if len(found) == 1 else None
+        # RMSNorm of ones gives the weight, with the offset.
+        normed = norm(weight.new_ones(1, weight.numel()))[0]
+        offsets.add(float((normed - weight - 1).abs().sum() < (normed - weight).abs().sum()))
+    return offsets.pop() if len(offsets) == 1 else None
 
 
 @torch.inference_mode()
 def uses_gelu(activation: nn.Module | None) -> bool | None:
-    """True for GELU by tanh, False for SiLU, None for another function: by its values, as names differ."""
+    """True for GELU (tanh), False for SiLU, None for another function. Compares values, as names vary."""
     if not isinstance(activation, nn.Module):
         return None
     x = torch.linspace(-6, 6, 101, **CPU_FLOAT32)
-    for gelu, own in ((False, F.silu(x)), (True, F.gelu(x, approximate="tanh"))):
-        if torch.allclose(activation(x), own, rtol=1e-5, atol=1e-6):
+    for gelu, expected in ((False, F.silu(x)), (True, F.gelu(x, approximate="tanh"))):
+        if torch.allclose(activation(x), expected, rtol=1e-5, atol=1e-6):
             return gelu
     return None
 
 
-def is_modified(module: nn.Module, ours: bool = False) -> bool:
-    """True if a module has hooks, a forward that replaces its class's and is not ``patched_part``, or a class of the user's."""
-    replaced = ("forward" in vars(module) and not ours) or not is_library_code(type(module).forward)
+def is_modified(module: nn.Module, is_patched: bool = False) -> bool:
+    """True if a module has hooks, a replaced forward (ours if ``is_patched``: allowed), or a user's class."""
+    replaced = ("forward" in vars(module) and not is_patched) or not is_library_code(type(module).forward)
     return bool(module._forward_hooks or module._forward_pre_hooks or replaced)
 
 
 class LayerKind(NamedTuple):
     """Attributes:
-    window: index of the layer's :class:`WindowKVCache`; None if it keeps rows of the whole text.
-    rope: the kind of layer that the rotary embedding is told; ONLY if it is told none; None without positions.
+    window: index of the layer's :class:`WindowKVCache`; None for full context.
+    rope: the rotary embedding's ``layer_type`` argument; SINGLE_ROPE if it takes none; None for a layer without RoPE.
     """
 
     window: int | None
@@ -177,9 +169,9 @@ class LayerKinds(NamedTuple):
     """The kinds of a model's layers.
 
     Attributes:
-        kv_locations: where each decoder layer finds its rows; None for a recurrent layer.
-        kind_indices: the number of each decoder layer's kind; 0 for a recurrent layer.
-        kinds: the kinds.
+        kv_locations: for each decoder layer where its KV lies; None for a recurrent layer.
+        kind_indices: for each decoder layer the index into ``kinds``; 0 for a recurrent layer.
+        kinds: the distinct kinds.
         rotary: the rotary embedding.
     """
 
@@ -189,74 +181,66 @@ class LayerKinds(NamedTuple):
     rotary: nn.Module
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> LayerKinds | None:
-        """None if layers do more than attend once, to rows of their own, or if there is no rotary embedding."""
+    def from_model(cls, model: PreTrainedModel) -> LayerKinds | None:
+        """None if a layer attends twice or reads another's KV, or if there is no rotary embedding."""
         layers, layout, rotary = hosting.decoder_layers(model), layout_of(model), rotary_module(model)
-        attends = [hasattr(layer, "self_attn") for layer in layers]
-        if (
-            rotary is None
-            or sum(attends) != len(layout.locations)
-            or len(layers) - sum(attends) != len(layout.recurrent)
-        ):
+        has_attention = [hasattr(layer, "self_attn") for layer in layers]
+        count = sum(has_attention)
+        if rotary is None or count != len(layout.locations) or len(layers) - count != len(layout.recurrent):
             return None
-        if not layout.locations or not all(place.writes_kv for place in layout.locations):
+        if not layout.locations or not all(location.writes_kv for location in layout.locations):
             return None
-        typed = "layer_type" in inspect.signature(rotary.forward).parameters
-        names = getattr(hosting.decoder_config(model), "layer_types", None) if typed else [SINGLE_ROPE] * len(layers)
+        by_layer_type = "layer_type" in inspect.signature(rotary.forward).parameters
+        layer_types = getattr(hosting.decoder_config(model), "layer_types", None)
+        names = layer_types if by_layer_type else [SINGLE_ROPE] * len(layers)
         if names is None or len(names) < len(layers):
             return None
-        turned = [bool(getattr(getattr(layer, "self_attn", None), "use_rope", True)) for layer in layers]
-        rest = iter(layout.locations)
-        places = [next(rest) if attending else None for attending in attends]
-        found = [
-            None if place is None else LayerKind(place.window, name if turn else None)
-            for place, name, turn in zip(places, names, turned, strict=False)
+        uses_rope = [bool(getattr(getattr(layer, "self_attn", None), "use_rope", True)) for layer in layers]
+        remaining = iter(layout.locations)
+        locations = [next(remaining) if attends else None for attends in has_attention]
+        layer_kinds = [
+            None if location is None else LayerKind(location.window, name if rotated else None)
+            for location, name, rotated in zip(locations, names, uses_rope, strict=False)
         ]
-        kinds = tuple(dict.fromkeys(kind for kind in found if kind is not None))
-        numbers = tuple(0 if kind is None else kinds.index(kind) for kind in found)
-        return cls(tuple(places), numbers, kinds, rotary)
+        kinds = tuple(dict.fromkeys(kind for kind in layer_kinds if kind is not None))
+        indices = tuple(0 if kind is None else kinds.index(kind) for kind in layer_kinds)
+        return cls(tuple(locations), indices, kinds, rotary)
 
     @property
     def cache_indices(self) -> list[int]:
-        """For each layer its place among the layers of its keys and values, or among the recurrent layers."""
+        """For each layer its index in its KV cache, or in the recurrent states."""
         recurrent = itertools.count()
-        return [next(recurrent) if place is None else place.layer for place in self.kv_locations]
+        return [next(recurrent) if location is None else location.layer for location in self.kv_locations]
 
     def rotate(self, rope: str | None, x: torch.Tensor, positions: torch.Tensor | None) -> CosSin:
-        """cos and sin (B, T, d or less) of a kind's positions."""
+        """cos and sin (B, T, rotated dimensions) for a :attr:`LayerKind.rope`."""
         if rope is None:
             return NO_ROTATION
         cos, sin = self.rotary(x, positions) if rope == SINGLE_ROPE else self.rotary(x, positions, rope)
         return cos, sin
 
     def kernel_inputs(
-        self, store: Any, block: ForwardBatch, cos_sin: Sequence[CosSin]
+        self, store: Any, batch: ForwardBatch, cos_sin: Sequence[CosSin]
     ) -> list[tuple[AttentionMetadata, KVTensor, KVTensor]]:
-        """Rows, keys and values of each kind.
-
-        Args:
-            cos_sin: of each kind.
-        """
-        return [kernel_inputs_of(store, block, kind.window, own) for kind, own in zip(self.kinds, cos_sin, strict=True)]
+        """For each kind: the batch, and the cached keys and values. ``cos_sin`` has an entry for each kind."""
+        pairs = zip(self.kinds, cos_sin, strict=True)
+        return [kernel_inputs_of(store, batch, kind.window, rotation) for kind, rotation in pairs]
 
 
 def kernel_inputs_of(
-    store: Any, block: ForwardBatch, window: int | None, cos_sin: CosSin
+    store: Any, batch: ForwardBatch, window: int | None, cos_sin: CosSin
 ) -> tuple[AttentionMetadata, KVTensor, KVTensor]:
-    """The rows of a block, and all keys and values of the layers of one kind."""
-    kept = store
+    """The batch as layers of one kind see it, and all their cached keys and values."""
+    cache = store
     if window is not None:
-        kept = [states for states in store.states if isinstance(states, WindowKVCache)][window]
-        block = kept.batch_in_buffer(block)
-    mask, chunk = block.mask, block.is_prefill and block.mask is None and not block.tree_offset
-    # A long piece of a prompt needs no mask, which would take the square of its length.
-    if mask is None and block.tree_len > 1 and not (chunk and block.query_len > FEW_TOKENS):
-        mask = block.tree_mask(0, torch.device("cpu")).expand(block.batch_size, -1, -1)
-    cos, sin = (x.expand(block.batch_size, block.query_len, -1) for x in cos_sin)
-    first = [n + block.tree_offset for n in block.prefix_lens]
-    ends = [n + block.tree_len for n in block.prefix_lens]
-    return (
-        AttentionMetadata(cos, sin, block.slots, first, ends, mask, chunk, block.window_starts),
-        kept.keys,
-        kept.values,
-    )
+        cache = [states for states in store.states if isinstance(states, WindowKVCache)][window]
+        batch = cache.batch_in_buffer(batch)
+    mask, is_chunk = batch.mask, batch.is_prefill and batch.mask is None and not batch.tree_offset
+    # The kernels know the causal mask of a long prefill chunk, which would be quadratic in its length.
+    if mask is None and batch.tree_len > 1 and not (is_chunk and batch.query_len > FEW_TOKENS):
+        mask = batch.tree_mask(0, torch.device("cpu")).expand(batch.batch_size, -1, -1)
+    cos, sin = (x.expand(batch.batch_size, batch.query_len, -1) for x in cos_sin)
+    starts = [n + batch.tree_offset for n in batch.prefix_lens]
+    ends = [n + batch.tree_len for n in batch.prefix_lens]
+    metadata = AttentionMetadata(cos, sin, batch.slots, starts, ends, mask, is_chunk, batch.window_starts)
+    return metadata, cache.keys, cache.values

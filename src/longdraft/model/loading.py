@@ -57,26 +57,28 @@ def load(
         raise CapabilityError(f"weights are stored or float32, got {weights!r}.")
     if arithmetic not in (None, "int8", "float32"):
         raise CapabilityError(f"arithmetic is int8 or float32, got {arithmetic!r}.")
-    number = isinstance(rope_factor, int | float) and math.isfinite(rope_factor)
-    if rope_factor is not None and not (number and rope_factor > 1):
+    is_finite = isinstance(rope_factor, int | float) and math.isfinite(rope_factor)
+    if rope_factor is not None and not (is_finite and rope_factor > 1):
         raise ContextError(f"rope_factor is {rope_factor}: give a finite number above 1, or leave it out.")
     memory_info.check_process_limits()
-    place = _device(device)
-    wanted = resolve_dtype(dtype, place)
-    say = progress or (lambda message: None)
-    if place.type == "cpu" and wanted == torch.float32:
+    target = _device(device)
+    loaded_dtype = resolve_dtype(dtype, target)
+    report = progress or (lambda message: None)
+    if target.type == "cpu" and loaded_dtype == torch.float32:
         native.kernels(progress)  # compiled now, where progress can announce it
     elif weights == "stored":
-        raise CapabilityError(f"Stored weights are for float32 on a CPU, not {wanted} on {place}: leave weights out.")
-    if arithmetic is not None and not (place.type == "cpu" and wanted == torch.float32):
-        raise CapabilityError(f"arithmetic is for float32 on a CPU, not {wanted} on {place}: leave it out.")
+        raise CapabilityError(
+            f"Stored weights are for float32 on a CPU, not {loaded_dtype} on {target}: leave weights out."
+        )
+    if arithmetic is not None and not (target.type == "cpu" and loaded_dtype == torch.float32):
+        raise CapabilityError(f"arithmetic is for float32 on a CPU, not {loaded_dtype} on {target}: leave it out.")
     name = os.fspath(packaged_file() if model is None else model)
-    loaded = _read(name, wanted, say, rope_factor, weights, arithmetic)
+    loaded = _read(name, loaded_dtype, report, rope_factor, weights, arithmetic)
     if model is None:
         # Drafts record their target by name, and the file's path differs between machines.
         loaded.model.config._name_or_path = loaded.model.name_or_path = EMBEDDED_ID
-    network = loaded.model.to(place).eval().requires_grad_(False)
-    if place.type == "cuda":
+    network = loaded.model.to(target).eval().requires_grad_(False)
+    if target.type == "cuda":
         merged_linear.join(network)
     return LoadedModel(network, loaded.tokenizer)
 
@@ -84,19 +86,18 @@ def load(
 def load_tensor_parallel(
     model: str | os.PathLike[str] | None, dtype: DType = "auto", progress: Progress | None = None
 ) -> LoadedModel:
-    """Loads a model of which each process under torchrun has a share: :mod:`longdraft.model.tensor_parallel`.
+    """Loads this process's shards of a model, under torchrun: :mod:`longdraft.model.tensor_parallel`.
 
-    Raises as :func:`load` does; CapabilityError for the embedded model and GGUF files, which one process has whole.
+    Raises as :func:`load` does; CapabilityError for the embedded model and GGUF files, which cannot be sharded.
     """
     name = "" if model is None else os.fspath(model)
     if not name.strip() or Path(name).expanduser().is_file():
         raise CapabilityError(
             "Processes share a model of a folder or a Hugging Face id: give one, or start one process."
         )
-    place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    loaded = _read(
-        name, resolve_dtype(dtype, place), progress or (lambda message: None), weights="float32", shared=True
-    )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype, report = resolve_dtype(dtype, device), progress or (lambda message: None)
+    loaded = _read(name, dtype, report, weights="float32", tensor_parallel=True)
     return LoadedModel(loaded.model.eval().requires_grad_(False), loaded.tokenizer)
 
 
@@ -104,28 +105,28 @@ def load_tensor_parallel(
 def _read(
     name: str,
     dtype: DType,
-    say: Progress,
+    report: Progress,
     rope_factor: float | None = None,
     weights: WeightFormat | None = None,
     arithmetic: Arithmetic | None = None,
-    shared: bool = False,
+    tensor_parallel: bool = False,
 ) -> LoadedModel:
-    """Reads what a user names, with the options of :func:`load`; shared: each process reads its share."""
+    """Reads the model ``name``, with the options of :func:`load` and :func:`load_tensor_parallel`."""
     if not name.strip():
         raise CheckpointError("The model's name is empty: give a folder, a .gguf file or a Hugging Face id.")
     path = Path(name).expanduser()
     if path.is_file():
         check_gguf(path)
-        return load_gguf(path, dtype, rope_factor, weights, say, arithmetic)
+        return load_gguf(path, dtype, rope_factor, weights, report, arithmetic)
     source: dict[str, Any]
     if path.is_dir():
         # local_files_only: some tokenizers ask the hub about a folder's origin, and wait if it is unreachable.
         name, source = str(path), {"use_safetensors": check_folder(path), "local_files_only": True}
-        say(f"Loading the weights in {path}")
+        report(f"Loading the weights in {path}")
     elif path.suffix == ".gguf" or name[0] in "/.~" or name.count("/") > 1 or "\\" in name:
         raise CheckpointError(f"There is no file or folder {name!r}: check the path.")
     else:
-        say(f"{name} is not a folder here: looking on the Hugging Face hub (a first download can take minutes)")
+        report(f"{name} is not a folder here: looking on the Hugging Face hub (a first download can take minutes)")
         source = {
             "failure": f"{name!r} is not a folder here, and reading it from the Hugging Face hub failed",
             "remedy": f"Check that https://huggingface.co/{name} exists and can be reached from this machine "
@@ -133,12 +134,13 @@ def _read(
         }
     if arithmetic == "int8":
         raise int8_unavailable_error(name, "that is for GGUF files whose weights are stored in 8 bits or fewer")
-    keep = dtype == torch.float32 and (native.kernels() if weights is None else weights == "stored")
-    kept_dtype = "auto" if keep else dtype
-    loaded = read_checkpoint(name, kept_dtype, rope_factor, quantized_dtype=dtype, tensor_parallel=shared, **source)
+    keep_stored = dtype == torch.float32 and (native.kernels() if weights is None else weights == "stored")
+    read_dtype = "auto" if keep_stored else dtype
+    source["tensor_parallel"] = tensor_parallel
+    loaded = read_checkpoint(name, read_dtype, rope_factor, quantized_dtype=dtype, **source)
     if isinstance(dtype, torch.dtype):
         decompress_to(loaded.model, dtype)
-    if keep:
+    if keep_stored:
         if not getattr(loaded.model, "is_quantized", False):
             store_half_experts(loaded.model)
         stored_model.store_half_weights(loaded.model)
@@ -150,19 +152,19 @@ def _device(device: str | torch.device | None) -> torch.device:
     if device is None:
         return torch.device(next((kind for kind, count in counts.items() if count), "cpu"))
     try:
-        place = torch.device(device)
+        parsed = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise CapabilityError(f"No device is called {device!r}: give cpu, cuda, cuda:N or mps.") from error
-    if (place.index or 0) >= counts.get(place.type, 1):
-        raise CapabilityError(f"This machine, or this build of torch, has no {place}: give device='cpu'.")
-    return place
+    if (parsed.index or 0) >= counts.get(parsed.type, 1):
+        raise CapabilityError(f"This machine, or this build of torch, has no {parsed}: give device='cpu'.")
+    return parsed
 
 
 def resolve_dtype(dtype: DType, device: torch.device) -> DType:
     """The ``dtype`` argument for transformers."""
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
-    chosen = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if not isinstance(chosen, torch.dtype) or not chosen.is_floating_point:
+    parsed = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if not isinstance(parsed, torch.dtype) or not parsed.is_floating_point:
         raise CapabilityError(f"dtype {dtype!r} is not supported: give auto, {', '.join(_DTYPES)}.")
-    return chosen
+    return parsed

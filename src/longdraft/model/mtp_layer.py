@@ -1,7 +1,7 @@
-"""A decoder layer of a target's own class, with other weights, that attends by a function of the caller.
+"""The decoder layer of an MTP head (multi-token prediction): the target's own class, with other weights.
 
-Checkpoints with heads for further tokens (MTP) hold one more decoder layer, of the kind that the model is made of. The
-target's class computes it, so gates, latent heads and experts need no code of ours.
+Since transformers' class computes it, gates, latent attention and experts need no code of ours. The caller supplies the
+attention function.
 """
 
 from __future__ import annotations
@@ -22,50 +22,47 @@ from longdraft.native import QuantizedMatrix, kernels
 
 
 def new_decoder_layer(model: PreTrainedModel, sparse: bool) -> nn.Module:
-    """A decoder layer with full attention of a model's own class, without weights.
-
-    Args:
-        sparse: the layer has experts, where the model's layers may.
+    """A decoder layer of a model's own class, with full attention, without weights, with experts if ``sparse``.
 
     Raises:
-        UnsupportedModelError: the model's layers are of no such class.
+        UnsupportedModelError: the class cannot be constructed, or has other parts.
     """
     config = copy.deepcopy(hosting.decoder_config(model))
     config._attn_implementation = hosting.ATTENTION_NAME
     mlp = "sparse" if sparse else "dense"
-    changes: dict[str, Any] = {
+    overrides: dict[str, Any] = {
         "layer_types": ["full_attention"],
         "mlp_layer_types": [mlp],
         "mlp_only_layers": [] if sparse else [0],
         "decoder_sparse_step": 1,
         "first_k_dense_replace": 0 if sparse else 1,
     }
-    for name, value in changes.items():
+    for name, value in overrides.items():
         if getattr(config, name, None) is not None:
             setattr(config, name, value)
     if getattr(config, "_experts_implementation", None) is not None:
         config._experts_implementation = "eager"
-    kind: Any = type(hosting.decoder_layers(model)[-1])
+    layer_class: Any = type(hosting.decoder_layers(model)[-1])
     try:
         with torch.device("meta"):
-            layer: nn.Module = kind(config, 0)
+            layer: nn.Module = layer_class(config, 0)
     except (TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
-        raise UnsupportedModelError(f"{kind.__name__} cannot be made once more ({error!r}).") from error
+        raise UnsupportedModelError(f"{layer_class.__name__} cannot be constructed ({error!r}).") from error
     if not all(hasattr(layer, name) for name in ("self_attn", "input_layernorm", "mlp")):
-        raise UnsupportedModelError(f"{kind.__name__} has no attention, norm and MLP as longdraft knows them.")
+        raise UnsupportedModelError(f"{layer_class.__name__} has no attention, norm and MLP as longdraft knows them.")
     return layer
 
 
 def new_norm(layer: nn.Module, size: int, eps: float) -> nn.Module:
-    """A norm of the class that a layer has, without weights."""
-    kind: Any = type(layer.input_layernorm)
+    """A norm of the class of a layer's norms, without weights."""
+    norm_class: Any = type(layer.input_layernorm)
     with torch.device("meta"):
-        norm: nn.Module = kind(size, eps=eps)
+        norm: nn.Module = norm_class(size, eps=eps)
     return norm
 
 
 def original_context_length(model: PreTrainedModel) -> int | None:
-    """Tokens of the longest text that a model was trained for before its RoPE was stretched; None if it was not."""
+    """The context length in tokens before RoPE was scaled; None if it was not scaled."""
     rope = getattr(hosting.decoder_config(model), "rope_parameters", None) or {}
     length = rope.get("original_max_position_embeddings")
     return None if length is None else int(length)
@@ -78,50 +75,40 @@ def load_weights(
     dtype: torch.dtype,
     int8: bool,
 ) -> nn.Module:
-    """:func:`~longdraft.model.stored_model.load_weights` for all weights of a draft. With kernels, halves stay so."""
-    halves = (
-        {}
-        if kernels() is None
-        else {
-            name: QuantizedMatrix.from_half(each)
-            for name, each in weights.items()
-            if isinstance(each, torch.Tensor) and each.dim() == 2 and is_half_matrix(each)
-        }
-    )
-    stored_model.load_weights(module, {**weights, **halves}, device, dtype, int8)
+    """:func:`~longdraft.model.stored_model.load_weights`; with kernels, 16-bit matrices stay as they are."""
+    loaded = dict(weights)
+    for name, weight in weights.items() if kernels() is not None else ():
+        if isinstance(weight, torch.Tensor) and weight.dim() == 2 and is_half_matrix(weight):
+            loaded[name] = QuantizedMatrix.from_half(weight)
+    stored_model.load_weights(module, loaded, device, dtype, int8)
     return module.requires_grad_(False).eval()
 
 
 def compute_kv(
     layer: nn.Module, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys after RoPE and values (Hkv, T, d) of rows x (T, hidden), heads as wide as the widest."""
-    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    """Keys after RoPE and values (Hkv, T, d) of x (T, hidden), padded to the larger of both head sizes."""
+    keys_values: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def keep(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        kept.append((k, v))
+    def record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        keys_values.append((k, v))
         return torch.zeros_like(q)
 
-    own: Any = layer
-    rows = own.input_layernorm(x[None])
-    own.self_attn(
-        hidden_states=rows,
+    decoder_layer: Any = layer
+    decoder_layer.self_attn(
+        hidden_states=decoder_layer.input_layernorm(x[None]),
         position_embeddings=(cos[None], sin[None]),
         attention_mask=None,
-        longdraft_attend=packed_attention(keep),
+        longdraft_attend=packed_attention(record),
     )
-    return kept[0]
+    return keys_values[0]
 
 
 def run_layer(
     layer: nn.Module, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: PackedAttend
 ) -> torch.Tensor:
-    """The layer's output (T, hidden) for rows x (T, hidden) of packed texts; cos, sin (T, rotated dimensions)."""
-    given = {
-        "attention_mask": None,
-        "position_embeddings": (cos[None], sin[None]),
-        "longdraft_attend": packed_attention(attend),
-    }
-    out = layer(x[None], **given)
-    rows: torch.Tensor = out[0] if isinstance(out, tuple) else out
-    return rows.view(x.shape)
+    """The layer's output (T, hidden) for packed sequences x (T, hidden); cos, sin (T, rotated dimensions)."""
+    attention = packed_attention(attend)
+    out = layer(x[None], attention_mask=None, position_embeddings=(cos[None], sin[None]), longdraft_attend=attention)
+    hidden: torch.Tensor = out[0] if isinstance(out, tuple) else out
+    return hidden.view(x.shape)

@@ -1,4 +1,4 @@
-"""The positions of a block's rows, for models that count rows of a cache or rotate them by the text's length."""
+"""Position ids of our batches, for models that derive them from a cache's length, and for LongRoPE."""
 
 from __future__ import annotations
 
@@ -13,106 +13,104 @@ from transformers import PreTrainedModel
 
 from longdraft.model import hosting
 
-# What transformers calls the length of the cache, in its own words of 5.24 and of 5.17.
-_LENGTHS = ("cache_length", "past_key_values_length")
+# The argument for the cache's length in transformers 5.24 and in 5.17.
+_CACHE_LENGTH_ARGS = ("cache_length", "past_key_values_length")
 CosSin = tuple[torch.Tensor, torch.Tensor]
-_KIND = "longrope"
-# What may differ between short and long texts.
-_FACTORS = (("short_factor", "long_factor"), ("short_mscale", "long_mscale"))
+_LONGROPE = "longrope"
+# RoPE parameters for short and long texts.
+_FACTOR_KEYS = (("short_factor", "long_factor"), ("short_mscale", "long_mscale"))
 
 
 def patch_position_ids(model: PreTrainedModel) -> None:
-    """Adds hooks to the position embeddings of a copy of our own, if its forward takes no positions.
+    """Makes position embeddings read our batch's positions, if the model's forward takes no ``position_ids``.
 
-    Such a decoder counts the rows of its cache, and hands that to a position embedding, which also takes positions.
-    Ours get those of the block: the rows of a tree are not one behind the other.
+    Such a decoder passes its cache's length to the embedding, which also takes positions. Hooks supply ours: positions
+    in a tree are not consecutive. The model must be our own copy.
     """
-    if _takes(model, "position_ids"):
+    if _takes_argument(model, "position_ids"):
         return
     for module in model.modules():
-        if _takes(module, "position_ids") and any(_takes(module, name) for name in _LENGTHS):
-            module.register_forward_pre_hook(_positions, with_kwargs=True)
-            module.register_forward_hook(_shaped)
+        takes_length = any(_takes_argument(module, name) for name in _CACHE_LENGTH_ARGS)
+        if takes_length and _takes_argument(module, "position_ids"):
+            module.register_forward_pre_hook(_pass_positions, with_kwargs=True)
+            module.register_forward_hook(_reshape_output)
 
 
-def _positions(_module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    hosted = hosting.current_forward()
-    if hosted is None or hosted.layout.custom_cache_layers or len(given) > 2:
+def _pass_positions(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    ctx = hosting.current_forward()
+    if ctx is None or ctx.layout.custom_cache_layers or len(args) > 2:
         return None
-    return given, named | {"position_ids": hosted.batch.positions}
+    return args, kwargs | {"position_ids": ctx.batch.positions}
 
 
-def _shaped(_module: nn.Module, _given: Any, output: torch.Tensor) -> torch.Tensor:
-    """(B, T, hidden): some embeddings take positions (T,), and put another dimension before ours."""
-    hosted = hosting.current_forward()
-    if hosted is None or hosted.layout.custom_cache_layers or hosted.batch.positions is None:
+def _reshape_output(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
+    """Reshapes the output to (B, T, hidden): embeddings made for positions (T,) add a dimension."""
+    ctx = hosting.current_forward()
+    if ctx is None or ctx.layout.custom_cache_layers or ctx.batch.positions is None:
         return output
-    return output.reshape(*hosted.batch.positions.shape, -1)
+    return output.reshape(*ctx.batch.positions.shape, -1)
 
 
-def _takes(module: nn.Module, name: str) -> bool:
+def _takes_argument(module: nn.Module, name: str) -> bool:
     return name in inspect.signature(type(module).forward).parameters
 
 
 def rope_parameters(model: PreTrainedModel) -> list[Mapping[str, Any]]:
-    """The RoPE parameters of the decoder: one set, or one for each kind of its layers."""
+    """The decoder's RoPE parameters: one set, or one for each layer type."""
     config = hosting.decoder_config(model)
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     if not isinstance(parameters, Mapping):
         return []
-    return [each for each in parameters.values() if isinstance(each, Mapping)] or [parameters]
+    return [p for p in parameters.values() if isinstance(p, Mapping)] or [parameters]
 
 
 def rope_type(parameters: Mapping[str, Any]) -> str:
-    """The kind of a rotary embedding, as transformers names it."""
+    """transformers' name of a kind of RoPE."""
     return str(parameters.get("rope_type") or parameters.get("type") or "default")
 
 
 def patch_longrope(model: PreTrainedModel) -> int | None:
-    """Makes the rotary embeddings of a copy of our own choose LongRoPE's factors for each row by itself.
+    """Makes LongRoPE choose its factors for each token, in our own copy of a model.
 
-    transformers chooses them anew in each forward, by its last position. A piece of a long prompt, a batch, or a tree
-    that reaches beyond the switch would get factors that one text, read as a whole, does not get. Ours go by the text
-    that a row is the last token of: the row's own position, or the length of the prompt that it is a part of
-    (``Block.text``). A text that would grow beyond the switch is refused (``TargetRunner.max_context_length``).
+    transformers chooses short or long factors by the last position of a forward, which is wrong for prefill chunks,
+    batches, and trees across the switch. Here a prompt's length decides (``ForwardBatch.prompt_len``), or in decoding
+    the token's own position. Texts that would cross the switch are refused (``TargetRunner.max_context_length``).
 
-    Returns:
-        The tokens of the longest text with the short factors; None if all texts are rotated alike.
-    """
+    Returns the longest text, in tokens, with the short factors; None without LongRoPE."""
     limits = [
-        int(each.get("original_max_position_embeddings") or hosting.context_length(model))
-        for each in rope_parameters(model)
-        if rope_type(each) == _KIND and any(each.get(short) != each.get(long) for short, long in _FACTORS)
+        int(p.get("original_max_position_embeddings") or hosting.context_length(model))
+        for p in rope_parameters(model)
+        if rope_type(p) == _LONGROPE and any(p.get(short) != p.get(long) for short, long in _FACTOR_KEYS)
     ]
     if not limits:
         return None
     switch = min(limits)
     for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        if _KIND in (kinds.values() if isinstance(kinds, Mapping) else (kinds,)):
-            # Each forward writes its frequencies into the buffer, and the user's model may be at work meanwhile.
+        rope_types = getattr(module, "rope_type", None)
+        if _LONGROPE in (rope_types.values() if isinstance(rope_types, Mapping) else (rope_types,)):
+            # Each forward writes frequencies into these buffers, and the user's model may run at the same time.
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.clone()
-            vars(module)["forward"] = _by_row(module.forward, switch)
+            vars(module)["forward"] = _longrope_forward(module.forward, switch)
     return switch
 
 
-def _by_row(theirs: Callable[..., CosSin], switch: int) -> Callable[..., CosSin]:
-    @wraps(theirs)
-    def forward(x: torch.Tensor, position_ids: torch.Tensor, *more: Any, **named: Any) -> CosSin:
-        hosted = hosting.current_forward()
-        if hosted is not None and hosted.batch.prompt_len > switch:
-            return _long(position_ids, x, *more, **named)
-        # Both are computed wherever a row may be beyond the switch, so that no device has to be asked.
-        long = (position_ids >= switch).unsqueeze(-1)
-        short = theirs(x, position_ids.clamp(max=switch - 1), *more, **named)
-        cos, sin = (torch.where(long, a, b) for a, b in zip(_long(position_ids, x, *more, **named), short, strict=True))
-        return cos, sin
+def _longrope_forward(original: Callable[..., CosSin], switch: int) -> Callable[..., CosSin]:
+    @wraps(original)
+    def forward(x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> CosSin:
+        ctx = hosting.current_forward()
+        if ctx is not None and ctx.batch.prompt_len > switch:
+            return long_factors(position_ids, x, *args, **kwargs)
+        # Both are computed, as reading positions would wait for the device.
+        is_long = (position_ids >= switch).unsqueeze(-1)
+        short = original(x, position_ids.clamp(max=switch - 1), *args, **kwargs)
+        long = long_factors(position_ids, x, *args, **kwargs)
+        return torch.where(is_long, long[0], short[0]), torch.where(is_long, long[1], short[1])
 
-    def _long(position_ids: torch.Tensor, x: torch.Tensor, *more: Any, **named: Any) -> CosSin:
-        # One more position, beyond the switch, makes a forward a long text's.
-        beyond = position_ids.new_full((*position_ids.shape[:-1], 1), switch)
-        cos, sin = theirs(x, torch.cat((position_ids, beyond), dim=-1), *more, **named)
+    def long_factors(position_ids: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> CosSin:
+        # An extra position at the switch makes transformers choose the long factors.
+        extra_position = position_ids.new_full((*position_ids.shape[:-1], 1), switch)
+        cos, sin = original(x, torch.cat((position_ids, extra_position), dim=-1), *args, **kwargs)
         return cos[..., :-1, :], sin[..., :-1, :]
 
     return forward

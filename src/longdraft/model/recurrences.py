@@ -1,8 +1,8 @@
-"""Recurrences: how the recurrent layers of transformers' models go from one token's state to the next.
+"""Recurrences of transformers' recurrent layers, in one common form.
 
-A mixer of transformers calls a function of its module for many tokens at once. Here the arguments of the known ones are
-brought to one form: a state (heads, keys, values) that decays, and gains the product of a key and a value in each row.
-Our kernel computes rows of this form one after another, and :func:`step_function` where the kernel does not serve.
+A mixer (a recurrent layer's token mixer) calls a chunked function for many tokens. The known ones are linear
+recurrences: a state (heads, keys, values) decays and gains the product of a key and a value at each token. Our kernel
+runs this form token by token; :func:`step_function` is its definition, and the fallback.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from longdraft.native.recurrent import LinearRecurrence, RecurrentInputs
 Arguments = Mapping[str, Any]
 TokenInputs = tuple[torch.Tensor, ...]
 
-# Tokens whose decays are computed together, which are as large as states.
-_PIECE = 64
+# Tokens whose decays are computed together: each decay is as large as a state.
+_CHUNK = 64
 
 
 @dataclass(frozen=True)
 class Recurrence:
-    """A kind of recurrence. B sequences of T rows.
+    """Describes a chunked function of transformers, for B sequences of T tokens.
 
     Attributes:
-        token_args: arguments of the function for many tokens that differ from row to row.
-        initial_state_arg: name of its argument that is the state to begin with; None if it has none.
-        return_state_arg: name of its argument that asks for the last state; None if that is always returned.
-        dt_bias_arg: of Mamba, the name of its argument that is added to step sizes; None for the gated delta rule.
-        is_transposed: transformers keeps a head's state as (values, keys), and we as (keys, values).
-        per_channel: each channel is a head of one value, and rows are the last dimension of most arguments.
+        token_args: names of its arguments that have a value for each token.
+        initial_state_arg: name of its initial state argument; None if it has none.
+        return_state_arg: name of the flag that returns the final state; None if it is always returned.
+        dt_bias_arg: Mamba's bias of the step sizes; None for the gated delta rule.
+        is_transposed: transformers stores a head's state as (values, keys), and we as (keys, values).
+        per_channel: each channel is a head with one value, and tokens are the last dimension of most arguments.
     """
 
     token_args: tuple[str, ...]
@@ -47,30 +47,30 @@ class Recurrence:
     per_channel: bool = False
 
     def token_inputs(self, arguments: Arguments) -> TokenInputs:
-        """The arguments that differ from row to row, (B, T, ...)."""
-        found = tuple(arguments[name] for name in self.token_args)
-        return tuple(x.transpose(1, 2) for x in found) if self.per_channel else found
+        """The arguments that have a value for each token, (B, T, ...)."""
+        inputs = tuple(arguments[name] for name in self.token_args)
+        return tuple(x.transpose(1, 2) for x in inputs) if self.per_channel else inputs
 
     def linear_recurrence(self, arguments: Arguments) -> LinearRecurrence:
-        """The recurrence in the common form."""
+        """The common form's parameters."""
         if self.dt_bias_arg is None:
             scale = float(arguments["key"].shape[-1] ** -0.5)
             return LinearRecurrence(True, bool(arguments.get("use_qk_l2norm_in_kernel")), scale)
-        own = (arguments.get(name) for name in ("A", self.dt_bias_arg, "D"))
-        a, bias, skip = (None if x is None else x.float().contiguous() for x in own)
+        parameters = (arguments.get(name) for name in ("A", self.dt_bias_arg, "D"))
+        a, bias, skip = (None if x is None else x.float().contiguous() for x in parameters)
         return LinearRecurrence(False, a=a, dt_bias=bias, d_skip=skip)
 
-    def kernel_inputs(self, rows: TokenInputs) -> RecurrentInputs:
-        """Some rows in the common form."""
+    def kernel_inputs(self, inputs: TokenInputs) -> RecurrentInputs:
+        """The tokens' inputs in the common form."""
         if self.dt_bias_arg is None:
-            return RecurrentInputs(*rows)
-        x, dt, b, c = rows
+            return RecurrentInputs(*inputs)
+        x, dt, b, c = inputs
         if self.per_channel:
             x, b, c = x[..., None], b[:, None], c[:, None]
         return RecurrentInputs(c, b, x, dt, None)
 
     def original_result(self, arguments: Arguments, outputs: torch.Tensor, state: torch.Tensor) -> Any:
-        """Returns what the function for many tokens would: outputs (B, T, heads, values) and, if wanted, a state."""
+        """What the chunked function would return: outputs (B, T, heads, values) and, if requested, a state."""
         if self.per_channel:
             outputs, gate = outputs[..., 0].transpose(1, 2), arguments.get("z")
             outputs = outputs if gate is None else outputs * in_full_vectors(F.silu, gate)
@@ -78,25 +78,25 @@ class Recurrence:
         return (outputs, state) if self.return_state_arg is None or arguments.get(self.return_state_arg) else outputs
 
     def run(
-        self, arguments: Arguments, rows: TokenInputs, state: torch.Tensor
+        self, arguments: Arguments, inputs: TokenInputs, state: torch.Tensor
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Outputs (heads, values) of rows (T, ...) one behind the other, and the state after the last one."""
+        """Outputs (heads, values) of the tokens (T, ...) of one sequence, and the state after the last one."""
         outputs: list[torch.Tensor] = []
-        for piece in zip(*(x.split(_PIECE) for x in rows), strict=True):
-            step = step_function(self.linear_recurrence(arguments), self.kernel_inputs(piece))
-            for row in range(len(piece[0])):
-                out, state = step(row, state)
+        for chunk in zip(*(x.split(_CHUNK) for x in inputs), strict=True):
+            step = step_function(self.linear_recurrence(arguments), self.kernel_inputs(chunk))
+            for i in range(len(chunk[0])):
+                out, state = step(i, state)
                 outputs.append(out)
         return outputs, state
 
 
-# The gated delta rule (gated DeltaNet, Kimi's delta attention): state (heads, key size, value size).
+# Gated delta rule (gated DeltaNet, Kimi's delta attention): state (heads, key size, value size).
 _DELTA = Recurrence(("query", "key", "value", "g", "beta"), initial_state_arg="initial_state")
-# Selective scans: of Mamba-2, state (heads, state size, head size), and of Mamba, state (channels, state size).
-_MAMBA = ("hidden_states", "dt", "B", "C")
-_MAMBA2 = Recurrence(_MAMBA, "initial_states", "return_final_states", "dt_bias", is_transposed=True)
-_MAMBA1 = Recurrence(_MAMBA, None, "return_last_state", "delta_bias", per_channel=True)
-# The function for many tokens -> its recurrence.
+# Selective scans: Mamba-2's state is (heads, state size, head size), Mamba's is (channels, state size).
+_MAMBA_ARGS = ("hidden_states", "dt", "B", "C")
+_MAMBA2 = Recurrence(_MAMBA_ARGS, "initial_states", "return_final_states", "dt_bias", is_transposed=True)
+_MAMBA1 = Recurrence(_MAMBA_ARGS, None, "return_last_state", "delta_bias", per_channel=True)
+# transformers' chunked function -> its recurrence.
 RECURRENCES: dict[str, Recurrence] = {
     "torch_chunk_gated_delta_rule": _DELTA,
     "chunk_kimi_delta_attention": _DELTA,
@@ -106,34 +106,34 @@ RECURRENCES: dict[str, Recurrence] = {
 Step = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-def step_function(form: LinearRecurrence, inputs: RecurrentInputs) -> Step:
-    """A function from a row's number and its parent's state, float32, to its output (heads, values) and its state.
+def step_function(recurrence: LinearRecurrence, inputs: RecurrentInputs) -> Step:
+    """Returns step(token index, state of its parent) -> output (heads, values) and its state, float32.
 
-    It is the definition of what recurrent.cpp computes. A row's bits do not depend on the rows beside it.
+    The definition of what recurrent.cpp computes. Batch invariant.
     """
     heads, dtype = inputs.v.shape[1], inputs.v.dtype
     q, k = (x.float().repeat_interleave(heads // x.shape[1], 1) for x in (inputs.q, inputs.k))
     v, g = inputs.v.float(), inputs.g.float()
-    if form.qk_l2norm:
+    if recurrence.qk_l2norm:
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    if form.a is None:
+    if recurrence.a is None:
         assert inputs.beta is not None
-        beta, logarithm = inputs.beta.float(), g
-    else:  # Mamba: the step size makes both the decay and the weight of the input
-        beta = in_full_vectors(F.softplus, g if form.dt_bias is None else g + form.dt_bias)
-        logarithm = beta.view(*beta.shape, *[1] * (form.a.dim() - 1)) * form.a
-    decay = in_full_vectors(torch.exp, logarithm).view(*g.shape[:2], -1, 1)
-    q, k = (form.scale * q)[..., None], k[..., None]
-    gain = None if form.delta_rule else k * (v * beta[..., None])[:, :, None]
+        beta, log_decay = inputs.beta.float(), g
+    else:  # Mamba: the step size sets both the decay and the input's weight
+        beta = in_full_vectors(F.softplus, g if recurrence.dt_bias is None else g + recurrence.dt_bias)
+        log_decay = beta.view(*beta.shape, *[1] * (recurrence.a.dim() - 1)) * recurrence.a
+    decay = in_full_vectors(torch.exp, log_decay).view(*g.shape[:2], -1, 1)
+    q, k = (recurrence.scale * q)[..., None], k[..., None]
+    update = None if recurrence.delta_rule else k * (v * beta[..., None])[:, :, None]
 
     def step(row: int, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         s = state.reshape(*state.shape[:2], -1) * decay[row]
-        new = gain[row] if gain is not None else None
+        new = update[row] if update is not None else None
         if new is None:
             new = k[row] * ((v[row] - (s * k[row]).sum(1)) * beta[row, :, None])[:, None]
         s = s + new
         out = (s * q[row]).sum(1)
-        out = out if form.d_skip is None else out + v[row] * form.d_skip[:, None]
+        out = out if recurrence.d_skip is None else out + v[row] * recurrence.d_skip[:, None]
         return out.to(dtype), s.view(state.shape)
 
     return step
@@ -142,11 +142,11 @@ def step_function(form: LinearRecurrence, inputs: RecurrentInputs) -> Step:
 _signature = cache(inspect.signature)
 
 
-def bind_arguments(function: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by their names, with defaults; those that the function has no name for are dropped."""
+def bind_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Name -> argument of a call, defaults included; arguments that the function does not name are dropped."""
     signature = _signature(function)
-    known = {name: value for name, value in named.items() if name in signature.parameters}
-    given = signature.bind(*args, **known)
-    given.apply_defaults()
+    known_kwargs = {name: value for name, value in kwargs.items() if name in signature.parameters}
+    bound = signature.bind(*args, **known_kwargs)
+    bound.apply_defaults()
     variadic = [p.name for p in signature.parameters.values() if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    return {name: value for name, value in given.arguments.items() if name not in variadic}
+    return {name: value for name, value in bound.arguments.items() if name not in variadic}

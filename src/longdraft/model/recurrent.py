@@ -1,12 +1,11 @@
-"""Recurrent layers: runs a model's own mixers on states of ours, without a fork of their code.
+"""Recurrent layers (Mamba, gated DeltaNet, ...): runs a model's own mixers on our states, without a fork of their code.
 
-A mixer projects its rows, convolves them with the last few inputs, and passes them through a recurrence. It calls the
-last two as functions of its module, and keeps its state in a cache. In our copy of the model those functions are ours,
-and so is the cache (:class:`_StateCacheAdapter`). Everything else is the mixer's own code, which computes all rows at once.
+A mixer projects its tokens, convolves them with the last few inputs, and runs a recurrence. Convolution and recurrence
+are functions of its module, and its state lies in a cache. In our copy of the model we replace both functions and the
+cache (:class:`_StateCacheAdapter`). The rest is the mixer's own code.
 
-While text is decoded, rows are computed one after another, each from the state behind its parent in the tree. A plain
-step is a tree of one row, so a row gets the same bits whatever is verified beside it. A piece of a prompt goes through
-the model's own rule for many tokens, which starts from the state and leaves a new one.
+In decoding, tokens are computed one by one, each from its parent's state in the tree. A plain step is a tree of one
+node, so a token has the same bits whatever is verified with it. A prefill chunk runs the model's own chunked function.
 """
 
 from __future__ import annotations
@@ -33,60 +32,60 @@ from longdraft.model.tree_paths import conv_input_indices, tree_parents, with_an
 from longdraft.native import kernels
 from longdraft.native.recurrent import RecurrentSequence, TreeOrder, convolve, run_recurrence
 
-_CONVOLUTION = "causal_conv1d_fn"
-# Names of a mixer's argument for the cache.
-_CACHES = ("cache", "cache_params", "past_key_values")
-# Words in the code of a mixer.
-_WORDS = frozenset({"update_conv_state", "update_recurrent_state"})
+_CONV_FUNCTION = "causal_conv1d_fn"
+# A mixer's cache argument in several versions of transformers.
+_CACHE_ARGS = ("cache", "cache_params", "past_key_values")
+# A module is a mixer if its forward calls one of these.
+_STATE_UPDATES = frozenset({"update_conv_state", "update_recurrent_state"})
 
 
 def patch_mixers(model: PreTrainedModel) -> None:
-    """Makes the mixers of a copy of our own use our states. Outside of a hosted forward they compute as usual.
+    """Makes a model's mixers use our states inside hosted forwards. The model must be our own copy.
 
     Raises:
-        UnsupportedModelError: a mixer computes in another way than those that we know.
+        UnsupportedModelError: a mixer calls other functions than those that we know.
     """
     for index, module in enumerate(find_mixers(model)):
         _Mixer(module, index)
 
 
-def recurrent_shapes(recorded: AttentionTrace) -> dict[int, RecurrentShape]:
-    """The sizes of all layers' states, from a recorded forward of at least two tokens.
+def recurrent_shapes(trace: AttentionTrace) -> dict[int, RecurrentShape]:
+    """The shapes of all layers' states, from a trace of at least two tokens.
 
     Raises:
-        UnsupportedModelError: a mixer computes in another way than those that we know.
+        UnsupportedModelError: a mixer calls other functions than those that we know.
     """
-    return {index: turn.shape(mixer.unknown(), mixer.recurrence) for index, (mixer, turn) in recorded.mixers.items()}
+    return {i: adapter.shape(mixer.unknown(), mixer.recurrence) for i, (mixer, adapter) in trace.mixers.items()}
 
 
 def find_mixers(model: nn.Module) -> list[nn.Module]:
-    """The modules that keep a state from token to token."""
-    return [module for module in model.modules() if _WORDS & names_in_forward(module)]
+    """The modules that carry a state from token to token."""
+    return [module for module in model.modules() if _STATE_UPDATES & names_in_forward(module)]
 
 
 class _Mixer:
-    """One mixer, with the functions that its forward calls in the place of its module's."""
+    """One mixer, with the functions that replace its module's."""
 
     def __init__(self, module: nn.Module, index: int) -> None:
         self.index = index
-        own, used, self._kind = class_forward(module), names_in_forward(module), type(module).__name__
-        names, stateful = [n for n in RECURRENCES if n in used], "update_recurrent_state" in used
+        forward, names_used, self._kind = class_forward(module), names_in_forward(module), type(module).__name__
+        names, has_state = [n for n in RECURRENCES if n in names_used], "update_recurrent_state" in names_used
         replaced = getattr(get_forward(module), "__func__", None) is not type(module).forward
-        if own is None or replaced or _CONVOLUTION not in used or len(names) != int(stateful):
+        if forward is None or replaced or _CONV_FUNCTION not in names_used or len(names) != int(has_state):
             raise UnsupportedModelError(self.unknown())
-        self._signature = inspect.signature(own)
-        caches = [name for name in _CACHES if name in self._signature.parameters]
-        if not caches:
+        self._signature = inspect.signature(forward)
+        cache_args = [name for name in _CACHE_ARGS if name in self._signature.parameters]
+        if not cache_args:
             raise UnsupportedModelError(self.unknown())
-        self._cache_name = caches[0]
-        functions: dict[str, Callable[..., Any]] = {_CONVOLUTION: outside_mode(self._convolve)}
-        self.convolution = own.__globals__[_CONVOLUTION]
+        self._cache_name = cache_args[0]
+        functions: dict[str, Callable[..., Any]] = {_CONV_FUNCTION: outside_mode(self._convolve)}
+        self.convolution = forward.__globals__[_CONV_FUNCTION]
         self.recurrence = RECURRENCES[names[0]] if names else None
         if self.recurrence is not None:
             functions[names[0]] = outside_mode(self._scan)
-            self.rule = own.__globals__[names[0]]
-        self._module, self._forward = module, with_globals(own, functions)
-        self._turn: _StateCacheAdapter = _StateCacheAdapter()
+            self.chunked_function = forward.__globals__[names[0]]
+        self._module, self._forward = module, with_globals(forward, functions)
+        self._adapter: _StateCacheAdapter = _StateCacheAdapter()
         self._original = get_forward(module)
         replace_forward(module, self.forward)
 
@@ -94,57 +93,56 @@ class _Mixer:
         """The message for a mixer that cannot be hosted."""
         return (
             f"{self._kind} keeps a state in a way that longdraft does not know, so longdraft cannot host it exactly. "
-            f"Known are mixers of transformers that call {_CONVOLUTION} and one of {', '.join(RECURRENCES)}."
+            f"Known are mixers of transformers that call {_CONV_FUNCTION} and one of {', '.join(RECURRENCES)}."
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The mixer's forward on the present block."""
-        hosted, recorded = current_forward(), current_trace()
-        if hosted is None and recorded is None:
+        """The mixer's forward on the current batch, or in a trace."""
+        ctx, trace = current_forward(), current_trace()
+        if ctx is None and trace is None:
             return self._original(*args, **kwargs)
-        given = self._signature.bind(self._module, *args, **kwargs)
-        named = dict(given.arguments)
+        bound = self._signature.bind(self._module, *args, **kwargs)
+        arguments = dict(bound.arguments)
         for name in [p.name for p in self._signature.parameters.values() if p.kind is p.VAR_KEYWORD]:
-            named |= named.pop(name, {})
-        # Our blocks have no padding that a mask would have to silence.
-        named |= {"attention_mask": None} if "attention_mask" in self._signature.parameters else {}
-        if hosted is None:
-            assert recorded is not None
-            if self.index in recorded.mixers:
+            arguments |= arguments.pop(name, {})
+        # Our batches have no padding to mask.
+        arguments |= {"attention_mask": None} if "attention_mask" in self._signature.parameters else {}
+        if ctx is None:
+            assert trace is not None
+            if self.index in trace.mixers:
                 raise UnsupportedModelError(
                     f"{self._kind} is one module in several layers, which longdraft cannot host."
                 )
-            turn = _StateCacheAdapter()
-            recorded.mixers[self.index] = self, turn
-            return self._run(turn, named)
-        block = hosted.batch
-        slots = [recurrent_states(hosted.store).layer_state(slot, self.index) for slot in block.slots]
-        if not block.is_prefill or block.query_len == 1:
-            return self._run(_Rows(block, slots), named)
-        parts = []
-        for rows, slot in zip(named["hidden_states"].split(1), slots, strict=True):
-            parts.append(self._run(_Piece(self, slot), {**named, "hidden_states": rows}))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            adapter = _StateCacheAdapter()
+            trace.mixers[self.index] = self, adapter
+            return self._run(adapter, arguments)
+        batch = ctx.batch
+        states = [recurrent_states(ctx.store).layer_state(slot, self.index) for slot in batch.slots]
+        if not batch.is_prefill or batch.query_len == 1:
+            return self._run(_TreeAdapter(batch, states), arguments)
+        outputs = []
+        for hidden_states, state in zip(arguments["hidden_states"].split(1), states, strict=True):
+            outputs.append(self._run(_ChunkAdapter(self, state), {**arguments, "hidden_states": hidden_states}))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _run(self, turn: _StateCacheAdapter, named: dict[str, Any]) -> Any:
-        self._turn = turn
-        return self._forward(**{**named, self._cache_name: turn})
+    def _run(self, adapter: _StateCacheAdapter, arguments: dict[str, Any]) -> Any:
+        self._adapter = adapter
+        return self._forward(**{**arguments, self._cache_name: adapter})
 
-    def _convolve(self, *args: Any, **named: Any) -> torch.Tensor:
-        return self._turn.convolve(self, *args, **named)
+    def _convolve(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._adapter.convolve(self, *args, **kwargs)
 
-    def _scan(self, *args: Any, **named: Any) -> Any:
-        self._turn.scans += 1
-        return self._turn.scan(self, bind_arguments(self.rule, args, named))
+    def _scan(self, *args: Any, **kwargs: Any) -> Any:
+        self._adapter.scans += 1
+        return self._adapter.scan(self, bind_arguments(self.chunked_function, args, kwargs))
 
 
 class _StateCacheAdapter:
-    """Treats a mixer's state as the present forward wants it, as the cache that the mixer is called with, in the words
-    of transformers' versions since 5.17. This one has no state, and learns its sizes.
+    """Stands in for transformers' cache (its interface since 5.17). This base class has no state: it records shapes.
 
     Attributes:
-        state: the recurrent state as transformers has it; None if the mixer shall pass all its rows to one function.
-        record_past: there is no state of earlier rows.
+        state: the recurrent state in transformers' layout; None makes the mixer call its chunked function.
+        record_past: True if there is no state of earlier tokens.
         scans: number of calls of the recurrence.
     """
 
@@ -172,12 +170,12 @@ class _StateCacheAdapter:
         return self.state
 
     def update_conv_state(self, x: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> torch.Tensor:
-        """Takes a convolution's inputs (B, channels, T), and returns what it is to be called with."""
+        """Takes a convolution's inputs (B, channels, T); returns them with the earlier ones that it needs."""
         self._inputs[state_idx], self._last = x, state_idx
         return x
 
     def update_recurrent_state(self, state: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """Takes the state after the last row."""
+        """Takes the state after the last token."""
         self._after = state
         return state
 
@@ -196,25 +194,23 @@ class _StateCacheAdapter:
     def recurrent_states(self) -> list[torch.Tensor | None]:
         return [self.state]
 
-    def convolve(self, mixer: _Mixer, x: torch.Tensor, weight: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
+    def convolve(self, mixer: _Mixer, x: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """x (B, channels, T), weight (channels, inputs), bias, activation -> (B, channels, T)."""
         self._windows[self._last] = weight.shape[-1] - 1
-        out: torch.Tensor = mixer.convolution(x, weight, *more, **named)
+        out: torch.Tensor = mixer.convolution(x, weight, *args, **kwargs)
         return out
 
     def scan(self, mixer: _Mixer, arguments: dict[str, Any]) -> Any:
-        """Passes the rows through the recurrence; returns what the function for many tokens would."""
-        return mixer.rule(**arguments)
+        """Runs the recurrence; returns what the chunked function would."""
+        return mixer.chunked_function(**arguments)
 
-    def shape(self, unknown: str, recurrence: Recurrence | None) -> RecurrentShape:
-        """The sizes of the state; raises UnsupportedModelError, with this message, if not all calls were made."""
-        stateful = recurrence is not None
-        if (
-            self._windows.keys() != self._inputs.keys()
-            or self.scans != int(stateful)
-            or stateful is (self._after is None)
-        ):
-            raise UnsupportedModelError(unknown)
+    def shape(self, message: str, recurrence: Recurrence | None) -> RecurrentShape:
+        """The state's shape; raises UnsupportedModelError, with this message, if not all calls were made."""
+        has_state = recurrence is not None
+        if self._windows.keys() != self._inputs.keys() or self.scans != int(has_state):
+            raise UnsupportedModelError(message)
+        if has_state is (self._after is None):
+            raise UnsupportedModelError(message)
         windows = {n: (self._windows[n], x.shape[1]) for n, x in self._inputs.items()}
         dtype = next(iter(self._inputs.values())).dtype
         if self._after is None:
@@ -224,55 +220,55 @@ class _StateCacheAdapter:
         return RecurrentShape(windows, (*outer, b, a) if recurrence.is_transposed else (*outer, a, b), dtype)
 
 
-class _Piece(_StateCacheAdapter):
-    """A piece of one sequence's prompt: the model's own functions, from the committed state to a new one."""
+class _ChunkAdapter(_StateCacheAdapter):
+    """A prefill chunk of one sequence: the model's own functions, from the committed state to a new one."""
 
     record_past = False
 
-    def __init__(self, mixer: _Mixer, slot: RecurrentLayerState) -> None:
+    def __init__(self, mixer: _Mixer, state: RecurrentLayerState) -> None:
         super().__init__()
-        slot.begin_forward(is_prefill=True)
-        self._slot, self._now = slot, slot.checkpoint
-        self._turned = mixer.recurrence is not None and mixer.recurrence.is_transposed
-        self.state = self._theirs()  # it lacks the pending rows: see scan
-        self._next = slot.after_chunk = StateCheckpoint({}, None)
+        state.begin_forward(is_prefill=True)
+        self._layer_state, self._start = state, state.checkpoint
+        self._is_transposed = mixer.recurrence is not None and mixer.recurrence.is_transposed
+        self.state = self._start_state()  # without the pending tokens: scan applies them
+        self._end = state.after_chunk = StateCheckpoint({}, None)
 
     def get_conv_state(self, layer_idx: int = 0, state_idx: int = 0) -> torch.Tensor:
-        return self._now.conv_states[state_idx].T[None]
+        return self._start.conv_states[state_idx].T[None]
 
     def update_conv_state(self, x: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> torch.Tensor:
         x = torch.cat([self.get_conv_state(state_idx=state_idx), x], dim=-1)
-        kept = self._now.conv_states[state_idx].shape[0]
-        self._next.conv_states[state_idx] = x[0, :, x.shape[-1] - kept :].T.contiguous()
+        count = self._start.conv_states[state_idx].shape[0]
+        self._end.conv_states[state_idx] = x[0, :, x.shape[-1] - count :].T.contiguous()
         return x
 
-    def _theirs(self) -> torch.Tensor | None:
-        state = self._now.recurrent_state
-        return None if state is None else (state.transpose(1, 2) if self._turned else state)[None]
+    def _start_state(self) -> torch.Tensor | None:
+        """The committed state in transformers' layout."""
+        state = self._start.recurrent_state
+        return None if state is None else (state.transpose(1, 2) if self._is_transposed else state)[None]
 
     def update_recurrent_state(self, state: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        self._next.recurrent_state = (state.transpose(2, 3) if self._turned else state)[0].float().contiguous()
+        self._end.recurrent_state = (state.transpose(2, 3) if self._is_transposed else state)[0].float().contiguous()
         return state
 
     def scan(self, mixer: _Mixer, arguments: dict[str, Any]) -> Any:
         assert mixer.recurrence is not None
-        recurrence, state = mixer.recurrence, apply_pending(mixer.recurrence, self._slot, arguments)
+        recurrence, state = mixer.recurrence, apply_pending(mixer.recurrence, self._layer_state, arguments)
         if (name := recurrence.initial_state_arg) is not None:
-            return mixer.rule(**{**arguments, name: self._theirs()})
-        outputs, self._next.recurrent_state = recurrence.run(
-            arguments, tuple(x[0] for x in recurrence.token_inputs(arguments)), state
-        )
-        return recurrence.original_result(arguments, torch.stack(outputs)[None], self._next.recurrent_state)
+            return mixer.chunked_function(**{**arguments, name: self._start_state()})
+        inputs = tuple(x[0] for x in recurrence.token_inputs(arguments))
+        outputs, self._end.recurrent_state = recurrence.run(arguments, inputs, state)
+        return recurrence.original_result(arguments, torch.stack(outputs)[None], self._end.recurrent_state)
 
 
-class _Rows(_StateCacheAdapter):
-    """Rows of trees, computed one after another. Without a state, a mixer passes any number of them to one function."""
+class _TreeAdapter(_StateCacheAdapter):
+    """Trees, computed token by token. ``state`` stays None, so the mixer passes all tokens to its chunked function."""
 
-    def __init__(self, block: ForwardBatch, slots: Sequence[RecurrentLayerState]) -> None:
+    def __init__(self, batch: ForwardBatch, states: Sequence[RecurrentLayerState]) -> None:
         super().__init__()
-        self._block, self._slots = block, slots
-        for slot in slots:
-            slot.begin_forward(block.is_prefill)
+        self._batch, self._states = batch, states
+        for state in states:
+            state.begin_forward(batch.is_prefill)
 
     def convolve(
         self,
@@ -283,74 +279,66 @@ class _Rows(_StateCacheAdapter):
         activation: str | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Convolves each row with the last inputs on its path."""
-        block, size, number = self._block, weight.shape[-1], self._last
-        places = conv_input_indices(block, size)
+        """Convolves each token with the last inputs on its path."""
+        batch, kernel_size, conv_index = self._batch, weight.shape[-1], self._last
+        input_indices = conv_input_indices(batch, kernel_size)
         inputs = []
-        for b, slot in enumerate(self._slots):
-            rows = slot.write_conv_inputs(number, block.tree_offset, x[b].T.contiguous())
-            inputs.append((slot.checkpoint.conv_states[number], rows))
+        for b, state in enumerate(self._states):
+            tree_inputs = state.write_conv_inputs(conv_index, batch.tree_offset, x[b].T.contiguous())
+            inputs.append((state.checkpoint.conv_states[conv_index], tree_inputs))
         weights = [weight] if bias is None else [weight, bias]
-        served = all(y.dtype == torch.float32 and y.device.type == "cpu" for y in (x, *weights))
-        if served and activation in (None, "silu", "swish") and (own := kernels()) is not None:
-            return convolve(own, weight, bias, activation is not None, inputs, places).transpose(1, 2)
-        seen = [torch.cat(both)[chosen] for both, chosen in zip(inputs, places, strict=True)]
-        each = torch.stack(seen).float()  # (B, T, inputs, channels)
-        # Products and sums one by one, which no vector unit rounds differently.
-        y = each[:, :, 0] * weight[:, 0].float()
-        for i in range(1, size):
-            y = y + each[:, :, i] * weight[:, i].float()
+        is_float32 = all(y.dtype == torch.float32 and y.device.type == "cpu" for y in (x, *weights))
+        if is_float32 and activation in (None, "silu", "swish") and (cpu_kernels := kernels()) is not None:
+            return convolve(cpu_kernels, weight, bias, activation is not None, inputs, input_indices).transpose(1, 2)
+        seen = [torch.cat(both)[indices] for both, indices in zip(inputs, input_indices, strict=True)]
+        windows = torch.stack(seen).float()  # (B, T, inputs, channels)
+        # Elementwise products and sums, so that the order is fixed.
+        y = windows[:, :, 0] * weight[:, 0].float()
+        for i in range(1, kernel_size):
+            y = y + windows[:, :, i] * weight[:, i].float()
         y = (y if bias is None else y + bias.float()).to(x.dtype).transpose(1, 2)
         return y if activation is None else in_full_vectors(ACT2FN[activation], y)
 
     def scan(self, mixer: _Mixer, arguments: dict[str, Any]) -> Any:
-        recurrence, block = mixer.recurrence, self._block
+        recurrence, batch = mixer.recurrence, self._batch
         assert recurrence is not None
-        new = recurrence.token_inputs(arguments)
-        for b, slot in enumerate(self._slots):
-            slot.write_recurrence_inputs(block.tree_offset, tuple(x[b].contiguous() for x in new))
+        inputs = recurrence.token_inputs(arguments)
+        for b, layer_state in enumerate(self._states):
+            layer_state.write_recurrence_inputs(batch.tree_offset, tuple(x[b].contiguous() for x in inputs))
         out = self._by_kernel(recurrence, arguments)
         if out is None:
-            out = torch.stack([self._one_by_one(recurrence, arguments, b) for b in range(block.batch_size)])
-        state = self._slots[0].checkpoint.recurrent_state
+            out = torch.stack([self._one_by_one(recurrence, arguments, b) for b in range(batch.batch_size)])
+        state = self._states[0].checkpoint.recurrent_state
         assert state is not None
         return recurrence.original_result(arguments, out, state)
 
     def _by_kernel(self, recurrence: Recurrence, arguments: dict[str, Any]) -> torch.Tensor | None:
-        """Outputs (B, T, ...) of the last rows; None if our kernel does not compute them."""
-        kind = recurrence.linear_recurrence(arguments)
-        served = all(x.dtype == torch.float32 and x.device.type == "cpu" for x in self._slots[0].recurrence_inputs)
-        by_channel = kind.a is not None and kind.a.dim() > 1
-        if by_channel or not served or (own := kernels()) is None:
+        """Outputs (B, T, ...) of the batch's tokens; None if our kernel cannot compute them."""
+        form = recurrence.linear_recurrence(arguments)
+        is_float32 = all(x.dtype == torch.float32 and x.device.type == "cpu" for x in self._states[0].recurrence_inputs)
+        per_channel = form.a is not None and form.a.dim() > 1
+        if per_channel or not is_float32 or (cpu_kernels := kernels()) is None:
             return None
-        trees, first = [], self._block.tree_offset
-        for slot, parents in zip(self._slots, tree_parents(self._block), strict=True):
-            assert slot.checkpoint.recurrent_state is not None
-            pending, rows = (
-                recurrence.kernel_inputs(x) if x else ()
-                for x in (slot.checkpoint.pending_inputs, slot.recurrence_inputs)
-            )
-            trees.append(
-                RecurrentSequence(
-                    slot.checkpoint.recurrent_state,
-                    pending,
-                    rows,
-                    TreeOrder(parents, with_ancestors(parents, first), first),
-                )
-            )
-        out = run_recurrence(own, kind, trees)
-        for slot in self._slots:
-            slot.checkpoint.pending_inputs = ()
+        sequences, offset = [], self._batch.tree_offset
+        for state, parents in zip(self._states, tree_parents(self._batch), strict=True):
+            checkpoint, order = state.checkpoint, TreeOrder(parents, with_ancestors(parents, offset), offset)
+            assert checkpoint.recurrent_state is not None
+            pending = recurrence.kernel_inputs(checkpoint.pending_inputs) if checkpoint.pending_inputs else ()
+            inputs = recurrence.kernel_inputs(state.recurrence_inputs) if state.recurrence_inputs else ()
+            sequences.append(RecurrentSequence(checkpoint.recurrent_state, pending, inputs, order))
+        out = run_recurrence(cpu_kernels, form, sequences)
+        for state in self._states:
+            state.checkpoint.pending_inputs = ()
         return out
 
-    def _one_by_one(self, recurrence: Recurrence, arguments: dict[str, Any], b: int) -> torch.Tensor:
-        """Outputs (T, ...) of a sequence's last rows."""
-        slot, parents = self._slots[b], tree_parents(self._block)[b]
-        outputs, states = [], {-1: apply_pending(recurrence, slot, arguments)}
-        step = step_function(recurrence.linear_recurrence(arguments), recurrence.kernel_inputs(slot.recurrence_inputs))
-        for row in with_ancestors(parents, self._block.tree_offset):
-            out, states[row] = step(row, states[parents[row]])
-            if row >= self._block.tree_offset:
+    def _one_by_one(self, recurrence: Recurrence, arguments: dict[str, Any], sequence_index: int) -> torch.Tensor:
+        """Outputs (T, ...) of one sequence's tokens, by :func:`step_function`."""
+        state, parents = self._states[sequence_index], tree_parents(self._batch)[sequence_index]
+        outputs, states = [], {-1: apply_pending(recurrence, state, arguments)}
+        step = step_function(recurrence.linear_recurrence(arguments), recurrence.kernel_inputs(state.recurrence_inputs))
+        for node in with_ancestors(parents, self._batch.tree_offset):
+            out, states[node] = step(node, states[parents[node]])
+            if node >= self._batch.tree_offset:
                 outputs.append(out)
         return torch.stack(outputs)
 
@@ -360,15 +348,15 @@ def recurrent_states(store: KVStore) -> RecurrentStates:
     return next(states for states in store.states if isinstance(states, RecurrentStates))
 
 
-def apply_pending(recurrence: Recurrence, slot: RecurrentLayerState, arguments: dict[str, Any]) -> torch.Tensor:
-    """Takes the committed rows' inputs into the recurrent state, which is returned.
+def apply_pending(recurrence: Recurrence, layer_state: RecurrentLayerState, arguments: dict[str, Any]) -> torch.Tensor:
+    """Advances the committed state by the pending tokens, and returns it.
 
     Args:
-        arguments: of the present call: those that are the same for all rows are taken from here.
+        arguments: the current call's, for the parameters that are the same for all tokens.
     """
-    state = slot.checkpoint.recurrent_state
+    state = layer_state.checkpoint.recurrent_state
     assert state is not None
-    if slot.checkpoint.pending_inputs:
-        _, state = recurrence.run(arguments, slot.checkpoint.pending_inputs, state)
-    slot.checkpoint.recurrent_state, slot.checkpoint.pending_inputs = state, ()
+    if layer_state.checkpoint.pending_inputs:
+        _, state = recurrence.run(arguments, layer_state.checkpoint.pending_inputs, state)
+    layer_state.checkpoint.recurrent_state, layer_state.checkpoint.pending_inputs = state, ()
     return state

@@ -1,7 +1,7 @@
-"""Renders chat templates, which are programs of strangers, in a process of their own with bounds.
+"""Renders chat templates, which are untrusted programs, in a subprocess with limits of time and memory.
 
-The process is started at the first template, serves all of them, and ends with this one. A template that takes too long
-or too much memory ends it alone.
+The subprocess starts at the first template, renders all of them, and ends with this process. A template that exceeds a
+limit ends the subprocess alone.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ import jinja2.sandbox
 
 from longdraft.errors import PromptError
 
-# For one text by the clock, which also runs while the machine does other work.
+# Wall time for one rendering; generous, as the machine may be busy.
 MAX_WALL_SECONDS = 60
-# Bytes of memory, and characters of the text, beside so many times what the template is given.
-_MEMORY, _CHARACTERS, _TIMES = 256 << 20, 1 << 22, 32
+# Limits of memory in bytes and of the text in characters; both grow by _PER_INPUT_BYTE for each byte of the request.
+_MEMORY_BYTES, _MAX_CHARACTERS, _PER_INPUT_BYTE = 256 << 20, 1 << 22, 32
 
 
 class TemplateRenderer:
-    """The process, as this one sees it.
+    """Client of the subprocess.
 
     Args:
-        seconds: of the processor, which a text may take.
+        seconds: CPU time that one rendering may take.
     """
 
     def __init__(self, seconds: int = 3) -> None:
@@ -43,11 +43,11 @@ class TemplateRenderer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __call__(self, template: str, variables: Mapping[str, Any]) -> str:
-        """Raises PromptError if the template refuses, fails or exceeds a bound; the message goes on from "it"."""
+        """The rendered text. Raises PromptError, whose message continues "The chat template ...", if there is none."""
         request = json.dumps([template, variables], default=str).encode() + b"\n"
         with self._lock:
             if self._process is None or self._process.poll() is not None:
-                self._process = _started(self._seconds)
+                self._process = _start_process(self._seconds)
             process = self._process
             assert process.stdin is not None and process.stdout is not None
             timer = threading.Timer(MAX_WALL_SECONDS, process.kill)
@@ -77,26 +77,26 @@ class TemplateRenderer:
             self._process = None
 
 
-def _started(seconds: int) -> subprocess.Popen[bytes]:
-    # The path is set before anything is imported: not from the folder that this process happens to be in.
+def _start_process(seconds: int) -> subprocess.Popen[bytes]:
+    # Sets the path before any import, so that nothing is imported from the working directory.
     program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve({seconds})"
-    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+    pipe, devnull = subprocess.PIPE, subprocess.DEVNULL
     return subprocess.Popen(
-        [sys.executable, "-c", program], stdin=pipe, stdout=pipe, stderr=nothing, start_new_session=True
+        [sys.executable, "-c", program], stdin=pipe, stdout=pipe, stderr=devnull, start_new_session=True
     )
 
 
 render_template = TemplateRenderer()
 atexit.register(render_template.close)
-if hasattr(os, "register_at_fork"):  # the pipes are the parent's
+if hasattr(os, "register_at_fork"):  # a forked child must not use the parent's pipes
     os.register_at_fork(after_in_child=lambda: render_template.__init__())  # type: ignore[misc]
 
 
-# --- inside the process ---
+# --- inside the subprocess ---
 
 
 class _Generation(jinja2.ext.Extension):
-    """The block ``{% generation %}``, which marks answers for training, and shows what is in it."""
+    """The block ``{% generation %}``, which marks answers for training: renders its content."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -105,66 +105,66 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-# Further arguments of the filter tojson.
-_LAYOUT = ("ensure_ascii", "indent", "separators", "sort_keys")
+# Positional arguments of the filter tojson.
+_JSON_ARGS = ("ensure_ascii", "indent", "separators", "sort_keys")
 
 
 @lru_cache
-def _compiled(template: str) -> jinja2.Template:
-    """Compiles a template in the environment that transformers promises, without a loader: it can import nothing."""
+def _compile(template: str) -> jinja2.Template:
+    """Compiles a template in an environment like transformers', without a loader: it can include no files."""
     extensions = [_Generation, jinja2.ext.loopcontrols]
-    world = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    world.filters["tojson"] = _to_json
-    world.globals |= {"raise_exception": _refuse, "strftime_now": lambda layout: datetime.now().strftime(layout)}
-    return world.from_string(template)
+    env = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    env.filters["tojson"] = _to_json
+    env.globals |= {"raise_exception": _refuse, "strftime_now": lambda layout: datetime.now().strftime(layout)}
+    return env.from_string(template)
 
 
-def _to_json(x: Any, *places: Any, **layout: Any) -> str:
-    return json.dumps(x, **{"ensure_ascii": False, **dict(zip(_LAYOUT, places, strict=False)), **layout})
+def _to_json(x: Any, *args: Any, **kwargs: Any) -> str:
+    return json.dumps(x, **{"ensure_ascii": False, **dict(zip(_JSON_ARGS, args, strict=False)), **kwargs})
 
 
 def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _bound(given: int, seconds: int) -> None:
-    """Bounds what this process may take from now on, where the system can."""
+def _set_limits(input_bytes: int, seconds: int) -> None:
+    """Limits this process's memory and CPU time from now on, where the system supports it."""
     import resource
 
-    used, memory = resource.getrusage(resource.RUSAGE_SELF), resource.RLIM_INFINITY
+    usage, memory = resource.getrusage(resource.RUSAGE_SELF), resource.RLIM_INFINITY
     with suppress(OSError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        memory = pages * resource.getpagesize() + _MEMORY + _TIMES * given
-    seconds += int(used.ru_utime + used.ru_stime) + 1
-    for kind, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, memory)):
-        with suppress(OSError, ValueError):  # a lower limit stays
-            resource.setrlimit(kind, (most, resource.getrlimit(kind)[1]))
+        memory = pages * resource.getpagesize() + _MEMORY_BYTES + _PER_INPUT_BYTE * input_bytes
+    seconds += int(usage.ru_utime + usage.ru_stime) + 1
+    for kind, limit in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, memory)):
+        with suppress(OSError, ValueError):  # a lower limit is already set
+            resource.setrlimit(kind, (limit, resource.getrlimit(kind)[1]))
 
 
-def _answer(line: bytes) -> tuple[str | None, str | None]:
-    """A text, or what is wrong."""
+def _render(line: bytes) -> tuple[str | None, str | None]:
+    """The rendered text and None, or None and what is wrong."""
     try:
         template, variables = json.loads(line)
-        pieces, left = [], _CHARACTERS + _TIMES * len(line)
-        for piece in _compiled(template).generate(variables):
-            pieces.append(piece)
-            left -= len(piece)
-            if left < 0:
+        parts, characters_left = [], _MAX_CHARACTERS + _PER_INPUT_BYTE * len(line)
+        for part in _compile(template).generate(variables):
+            parts.append(part)
+            characters_left -= len(part)
+            if characters_left < 0:
                 return None, "makes a text without end"
-        "".join(pieces).encode()  # or it is not valid Unicode
-        return "".join(pieces), None
+        "".join(parts).encode()  # raises if it is not valid Unicode
+        return "".join(parts), None
     except MemoryError:
         return None, "takes more memory than it may"
     except RecursionError:
         return None, "calls itself without end"
-    except Exception as error:  # a template may fail in any way
-        said = str(error)[:1000].encode(errors="replace").decode() or type(error).__name__
-        return None, f"refuses these messages: {said}"
+    except Exception as error:  # a template can raise any type
+        reason = str(error)[:1000].encode(errors="replace").decode() or type(error).__name__
+        return None, f"refuses these messages: {reason}"
 
 
 def serve(seconds: int) -> None:
     for line in sys.stdin.buffer:
-        with suppress(ImportError):  # Windows has the clock alone
-            _bound(len(line), seconds)
-        sys.stdout.buffer.write(json.dumps(_answer(line)).encode() + b"\n")
+        with suppress(ImportError):  # Windows has only the wall time limit
+            _set_limits(len(line), seconds)
+        sys.stdout.buffer.write(json.dumps(_render(line)).encode() + b"\n")
         sys.stdout.buffer.flush()

@@ -1,4 +1,4 @@
-"""A draft's layer: its configuration, and its rotary embedding, whose base and scaling may differ from the target's."""
+"""A draft's configuration and rotary embedding, whose base and scaling may differ from the target's."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from longdraft.errors import CheckpointError
 
-# The range of dimensions that YaRN blends over: for Llama (Peng et al. 2023, section 3.2). SpecPV names none.
+# YaRN's defaults for Llama (Peng et al. 2023, section 3.2). SpecPV states none.
 BETA_FAST, BETA_SLOW = 32.0, 1.0
 
 
 def make_rope_parameters(
     theta: float, factor: float | None = None, original_length: int | None = None
 ) -> dict[str, Any]:
-    """RoPE parameters as transformers names them, plain or with YaRN.
+    """transformers' ``rope_parameters``, plain or with YaRN.
 
     Args:
         theta: base of the frequencies.
-        factor: YaRN's factor, by which the context is stretched; None for plain RoPE.
-        original_length: tokens of the context before; required with a factor.
+        factor: YaRN's scaling factor of the context; None for plain RoPE.
+        original_length: the context length before scaling, in tokens; required with a factor.
     """
     if factor is None:
         return {"rope_type": "default", "rope_theta": float(theta)}
@@ -38,15 +38,15 @@ def make_rope_parameters(
 
 
 class RotaryEmbedding:
-    """cos and sin of a draft's heads, computed by transformers.
+    """A draft's rotary embedding, computed by transformers.
 
     Args:
-        head_dim: dimensions of a head, all of which are rotated.
-        parameters: RoPE parameters as transformers names them; :func:`make_rope_parameters` makes them.
+        head_dim: dimensions of a head; all are rotated.
+        parameters: transformers' ``rope_parameters``; see :func:`make_rope_parameters`.
         dtype: dtype of cos and sin.
 
     Attributes:
-        module: transformers' module, which takes a tensor of the dtype and positions (1, T).
+        module: transformers' module: (tensor of the dtype, positions (1, T)) -> cos, sin.
 
     Raises:
         CheckpointError: transformers cannot use the parameters.
@@ -60,7 +60,7 @@ class RotaryEmbedding:
         device: torch.device | str = "cpu",
     ) -> None:
         if parameters.get("partial_rotary_factor") not in (None, 1.0):
-            raise CheckpointError("The draft rotates a part of a head only, which longdraft's EAGLE-3 does not.")
+            raise CheckpointError("The draft rotates only a part of each head, which longdraft's EAGLE-3 cannot do.")
         length = int(parameters.get("original_max_position_embeddings") or 2048)
         try:
             config = LlamaConfig(
@@ -76,42 +76,40 @@ class RotaryEmbedding:
                 f"The draft's RoPE parameters {dict(parameters)} cannot be used ({error!r}): correct its config.json, "
                 "or load it with others: rope_theta=, rope_factor=."
             ) from error
-        self._like = torch.empty(1, dtype=dtype, device=device)
-        # Those kinds change their frequencies with the position. A draft sees a window of its trained length, whose
-        # frequencies are the first ones, wherever the window lies.
-        self._fixed = parameters.get("rope_type") in ("dynamic", "longrope")
+        self._dtype_sample = torch.empty(1, dtype=dtype, device=device)
+        # These kinds change frequencies beyond the trained length. A draft sees a window of that length wherever the
+        # window lies, so it keeps the first frequencies.
+        self._keeps_frequencies = parameters.get("rope_type") in ("dynamic", "longrope")
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin (T, head_dim) at positions (T,), YaRN's attention factor included."""
-        if self._fixed:
-            cos, sin = self.rotation(positions)
-            return (cos * self.attention_scaling).to(self._like.dtype), (sin * self.attention_scaling).to(
-                self._like.dtype
-            )
-        cos, sin = self.module(self._like, positions[None])
+        if self._keeps_frequencies:
+            cos, sin = (x * self.attention_scaling for x in self.rotation(positions))
+            return cos.to(self._dtype_sample.dtype), sin.to(self._dtype_sample.dtype)
+        cos, sin = self.module(self._dtype_sample, positions[None])
         return cos[0], sin[0]
 
     @property
     def attention_scaling(self) -> float:
-        """YaRN's attention factor, by which cos and sin are multiplied."""
+        """YaRN's attention factor on cos and sin."""
         return float(self.module.attention_scaling)
 
     def rotation(self, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin (T, head_dim), float32, of the rotation that moves a key or a query on by (T,) positions.
+        """cos and sin (T, head_dim), float32, that move a rotated key or query on by (T,) positions.
 
-        Rotations compose, so it does for what has been rotated already. YaRN's attention factor is no part of it.
+        YaRN's attention factor is not included.
         """
         angles = offsets[:, None].float() * self.module.inv_freq.float()
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos(), angles.sin()
 
 
-def complete_config(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with the defaults of its model type.
+def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with the defaults of its ``model_type`` filled in.
 
     Raises:
-        ValueError: a type that transformers does not know, or a value that it refuses.
+        ValueError: transformers does not know the type, or refuses a value.
     """
-    rest = {name: value for name, value in stated.items() if name != "model_type"}
-    found: dict[str, Any] = AutoConfig.for_model(str(stated.get("model_type") or "llama"), **rest).to_dict()
-    return found
+    settings = {name: value for name, value in config.items() if name != "model_type"}
+    completed: dict[str, Any] = AutoConfig.for_model(str(config.get("model_type") or "llama"), **settings).to_dict()
+    return completed

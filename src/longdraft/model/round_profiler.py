@@ -1,4 +1,4 @@
-"""Clocks around the parts of a round, for profiles. A runner has one only while it is profiled."""
+"""RoundProfiler: time spent in the phases of a round. A runner has one only while it is profiled."""
 
 from __future__ import annotations
 
@@ -13,50 +13,50 @@ import torch
 from longdraft.attention.forward_batch import ForwardBatch
 
 Phase = Literal["draft", "forward", "attention", "commit"]
-"""The drafter; the verification; the target's attention in it or in reading a prompt; keeping what was accepted."""
+"""Drafting; verification; the target's attention in verification or prefill; committing accepted tokens."""
 
 
 class RoundProfiler:
-    """Seconds inside parts since the last :meth:`pop_counts`. Those of a part inside another count once, in the inner one.
+    """Seconds in each phase since the last :meth:`pop_counts`. Time in a nested phase counts in the inner one only.
 
-    It waits for the device whenever it is read, which costs a GPU its head start: only proportions count there.
+    It waits for the device at each measurement, which slows a GPU down: only the proportions are meaningful there.
 
     Attributes:
-        counts: seconds by part; ``keys`` that attention read, and ``prefix keys`` among them.
+        counts: seconds by phase; ``keys`` that attention read, and ``prefix keys`` among them.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._inside: list[Phase] = []
+        self._phases: list[Phase] = []
         self.counts: dict[str, float] = defaultdict(float)
 
     def pop_counts(self) -> dict[str, float]:
-        taken, self.counts = self.counts, defaultdict(float)
-        return taken
+        counts, self.counts = self.counts, defaultdict(float)
+        return counts
 
     @contextmanager
-    def __call__(self, part: Phase) -> Iterator[None]:
-        outer, start = self._inside[-1] if self._inside else None, self._now()
-        self._inside.append(part)
+    def __call__(self, phase: Phase) -> Iterator[None]:
+        outer, start = self._phases[-1] if self._phases else None, self._now()
+        self._phases.append(phase)
         try:
             yield
         finally:
-            self._inside.pop()
+            self._phases.pop()
             seconds = self._now() - start
-            self.counts[part] += seconds
+            self.counts[phase] += seconds
             if outer is not None:
                 self.counts[outer] -= seconds
 
     def profiled_attention(self, attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Attention whose time is taken, in verifications and prompts: a drafter's or a refresh's is part of theirs."""
+        """Attention that is timed in verification and prefill. A drafter's attention counts as its ``draft`` phase."""
 
-        def timed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: ForwardBatch, *more: Any) -> torch.Tensor:
-            if self._inside[-1:] != ["forward"] and (self._inside or not block.is_prefill):
-                return attend(q, k, v, block, *more)
-            self.counts["prefix keys"] += sum(block.prefix_lens)
-            self.counts["keys"] += sum(block.prefix_lens) + block.batch_size * block.tree_len
+        def timed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch, *args: Any) -> torch.Tensor:
+            if self._phases[-1:] != ["forward"] and (self._phases or not batch.is_prefill):
+                return attend(q, k, v, batch, *args)
+            self.counts["prefix keys"] += sum(batch.prefix_lens)
+            self.counts["keys"] += sum(batch.prefix_lens) + batch.batch_size * batch.tree_len
             with self("attention"):
-                return attend(q, k, v, block, *more)
+                return attend(q, k, v, batch, *args)
 
         return timed
 
@@ -66,9 +66,9 @@ class RoundProfiler:
         return time.perf_counter()
 
 
-_NOTHING = nullcontext()
+_NO_PROFILE = nullcontext()
 
 
 def profiled(profiler: RoundProfiler | None, phase: Phase) -> AbstractContextManager[None]:
-    """The clock on a part; nothing where there is none."""
-    return _NOTHING if profiler is None else profiler(phase)
+    """Times a phase inside the ``with``; does nothing without a profiler."""
+    return _NO_PROFILE if profiler is None else profiler(phase)

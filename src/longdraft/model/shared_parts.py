@@ -1,4 +1,4 @@
-"""The parts of a target that drafts use by reference (embedding, head, rotary embedding), and its description."""
+"""The parts of a target that drafts share (embedding, head, rotary embedding), and its description in draft folders."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from longdraft.native.boundary import CPU_FLOAT32
 
 @dataclass(frozen=True)
 class SharedParts:
-    """Parts of a target that a draft uses without a copy.
+    """Parts of a target that a draft uses by reference.
 
     Attributes:
         embedding: token embedding, ids -> (..., hidden).
-        head: the output projection's weight (vocabulary, hidden), as it is stored if there are kernels. A draft's
-            logits are not scaled if the model scales its own, which leaves their order unchanged.
-        softcap: of the target's logits; None for no cap.
+        head: the LM head's weight (vocabulary, hidden), quantised as stored if there are kernels. A target's scaling of
+            its logits is left out: it does not change their order.
+        softcap: softcap of the target's logits; None for no cap.
         description: sizes and RoPE of the target and a digest of its weights, as saved with a draft.
     """
 
@@ -44,21 +44,21 @@ class SharedParts:
     _norm: nn.Module | None = None
     softcap: float | None = None
 
-    def apply_final_norm(self, states: torch.Tensor) -> torch.Tensor:
-        """Outputs of the last layer (..., hidden) as the head reads them: behind the final norm."""
-        states = states.to(self._like.dtype)
-        return states if self._norm is None else self._norm(states)
+    def apply_final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The last layer's output (..., hidden) after the final norm, which is the head's input."""
+        hidden = hidden.to(self._like.dtype)
+        return hidden if self._norm is None else self._norm(hidden)
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin (T, d) of the target's rotary embedding, its scaling (YaRN) included, at positions (T,).
+        """cos and sin (T, d) of the target's rotary embedding at positions (T,), YaRN's scaling included.
 
-        Where layers differ, as in Gemma 3, it is that of the layers with full attention, whose keys drafts read.
+        If layer types differ, as in Gemma 3, those of full attention: drafts read its keys.
         """
-        typed = "layer_type" in inspect.signature(self._rotary.forward).parameters
-        places = positions[None]
-        if hasattr(self._rotary, "mrope_section"):  # of models that read images: time, height and width
-            places = places.expand(3, 1, -1)
-        cos, sin = self._rotary(self._like, places, *(["full_attention"] if typed else []))
+        by_layer_type = "layer_type" in inspect.signature(self._rotary.forward).parameters
+        position_ids = positions[None]
+        if hasattr(self._rotary, "mrope_section"):  # M-RoPE of vision models: time, height and width
+            position_ids = position_ids.expand(3, 1, -1)
+        cos, sin = self._rotary(self._like, position_ids, *(["full_attention"] if by_layer_type else []))
         return cos[0], sin[0]
 
 
@@ -66,7 +66,7 @@ def shared_parts(model: PreTrainedModel, description: dict[str, Any] | None = No
     """The parts of a hosted model.
 
     Args:
-        description: of the model; None: :func:`describe_target`.
+        description: the model's description; None computes :func:`describe_target`.
 
     Raises:
         UnsupportedModelError: a part is not of the kind that drafts need.
@@ -102,7 +102,7 @@ def _head_weight(head: nn.Module) -> torch.Tensor | QuantizedMatrix:
     assert isinstance(weight, torch.Tensor)
     if hasattr(type(local_tensor(weight)), "__tensor_flatten__") or not weight.is_floating_point():
         raise UnsupportedModelError(
-            f"The head, {type(head).__name__}, is quantised by another package, and drafts do not read it so: leave "
+            f"The head, {type(head).__name__}, is quantised by another package, and drafts cannot read it so: leave "
             "lm_head out of the quantisation."
         )
     return weight.detach()
@@ -116,7 +116,7 @@ def rotary_module(model: PreTrainedModel) -> nn.Module | None:
 def norm_before_head(model: PreTrainedModel) -> nn.Module | None:
     """The norm between the last layer and the head; None if there is none."""
     children = reversed(list(hosting.decoder_of(model).named_children()))
-    # Gemma 3n and 4 have another one, of what each layer reads of the tokens.
+    # Gemma 3n and 4 also have a norm of their per-layer embeddings.
     return next((m for name, m in children if "norm" in name and not name.startswith("per_layer")), None)
 
 
@@ -128,10 +128,10 @@ def final_norm_weight(model: PreTrainedModel) -> torch.Tensor:
     """
     size = int(hosting.decoder_config(model).hidden_size)
     norm = norm_before_head(model)
-    ones = torch.ones(1, size, dtype=model.dtype, device=model.device)
-    # An RMSNorm of ones is its weight, however that is stored; a norm that subtracts the mean gives zeros.
+    x = torch.ones(1, size, dtype=model.dtype, device=model.device)
+    # RMSNorm of ones gives its weight, in any storage; a norm that subtracts the mean gives zeros.
     with torch.no_grad():
-        weight = torch.zeros(size, **CPU_FLOAT32) if norm is None else norm(ones)[0].float()
+        weight = torch.zeros(size, **CPU_FLOAT32) if norm is None else norm(x)[0].float()
     if not bool(weight.any()):
         raise UnsupportedModelError(
             f"{type(model).__name__} has no RMSNorm before its head, so no heads can be trained for it."
@@ -142,19 +142,19 @@ def final_norm_weight(model: PreTrainedModel) -> torch.Tensor:
 def describe_target(model: PreTrainedModel) -> dict[str, Any]:
     """Describes a target for its drafts: architecture, sizes, RoPE base, and a digest of some weights.
 
-    The digest is of bfloat16 numbers, so it does not depend on the dtype that the target was loaded in. Scaled RoPE
-    (YaRN) is left out, so that a stretched target keeps its drafts.
+    Weights are rounded to bfloat16 first, so the digest does not depend on the loaded dtype. RoPE scaling (YaRN) is
+    left out, so that a target with a stretched context keeps its drafts.
     """
     digest = hashlib.sha256()
-    inside = hosting.decoder_layers(model)[-1].modules()
-    first = next(m for m in inside if isinstance(m, stored.StoredWeights) or [*m.parameters(recurse=False)])
+    modules = hosting.decoder_layers(model)[-1].modules()
+    first = next(m for m in modules if isinstance(m, stored.StoredWeights) or [*m.parameters(recurse=False)])
     for module in (model.get_input_embeddings(), first):
         digest.update(stored.weight_sample(module).to(torch.bfloat16).float().cpu().numpy().tobytes())
     return describe_config(model) | {"weights": digest.hexdigest()[:16]}
 
 
 def describe_config(model: PreTrainedModel) -> dict[str, Any]:
-    """The part of a target's description that depends on its configuration alone."""
+    """A target's description without the weights' digest."""
     config = hosting.decoder_config(model)
     shape = config_kv_shape(model)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -171,5 +171,5 @@ def describe_config(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def causal_lm_class_name(model_type: str) -> str | None:
-    """The name of transformers' class for a ``model_type`` of a configuration; None if unknown."""
+    """transformers' CausalLM class name for a ``model_type``; None if unknown."""
     return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)

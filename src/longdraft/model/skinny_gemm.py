@@ -1,6 +1,6 @@
-"""Linear layers for the few rows of a verification, on a CPU in float32.
+"""Skinny GEMMs: linear layers on a CPU for the few tokens of a verification.
 
-torch's plain product reads a matrix badly for a few rows. Our own kernel reads it once, where it is stored.
+torch reads a matrix inefficiently for a few rows. Our kernel reads it once, in place.
 """
 
 from __future__ import annotations
@@ -14,39 +14,36 @@ from torch import nn
 from longdraft.native import QuantizedMatrix, kernels
 from longdraft.native.structures import LinearWeights
 
-# Number of rows up to which our kernel is faster; more are bound by arithmetic, which torch's product does as well.
+# Number of rows up to which our kernel is faster. Above, arithmetic is the bottleneck, where torch is as fast.
 MAX_SKINNY_ROWS = 128
 
 
 def skinny_gemm(
     x: torch.Tensor, weight: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x (..., in) times a matrix (out, in), as ``F.linear``.
-
-    Args:
-        weight: it may be stored if there are kernels.
-    """
+    """``F.linear`` for x (..., in) and a matrix (out, in). A QuantizedMatrix requires our kernels."""
     if isinstance(weight, QuantizedMatrix):
-        own = kernels()
-        assert own is not None
-        return own.linear(x, [(weight, bias)])[0]
-    found = kernel_linear(x, weight, bias) if x.numel() <= MAX_SKINNY_ROWS * x.shape[-1] else None
-    return F.linear(x, weight, bias) if found is None else found
+        cpu_kernels = kernels()
+        assert cpu_kernels is not None
+        return cpu_kernels.linear(x, [(weight, bias)])[0]
+    product = kernel_linear(x, weight, bias) if x.numel() <= MAX_SKINNY_ROWS * x.shape[-1] else None
+    return F.linear(x, weight, bias) if product is None else product
 
 
 def kernel_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """x (..., in) times a matrix (out, in) by our kernel, in their dtype; None if it does not serve."""
-    own, read = kernels(), weight.detach()
-    plain, halves = _plain(weight), is_half_matrix(weight)
-    if own is None or x.dtype != weight.dtype or x.device.type != "cpu" or not (plain or halves) or not x.numel():
+    """``F.linear`` by our kernel, in the tensors' dtype; None if it does not support them."""
+    cpu_kernels, is_float32 = kernels(), _is_float32_matrix(weight)
+    readable = is_float32 or is_half_matrix(weight)
+    if cpu_kernels is None or x.dtype != weight.dtype or x.device.type != "cpu" or not readable or not x.numel():
         return None
+    matrix = weight.detach() if is_float32 else QuantizedMatrix.from_half(weight.detach())
     bias = None if bias is None else bias.detach().float()
-    # Sums are float32; the results of a layer in half precision are rounded once.
-    return own.linear(x.float(), [(read if plain else QuantizedMatrix.from_half(read), bias)])[0].to(x.dtype)
+    # Sums are float32; half precision results are rounded once.
+    return cpu_kernels.linear(x.float(), [(matrix, bias)])[0].to(x.dtype)
 
 
 def patch_linears(module: nn.Module) -> None:
-    """Makes the plain linear layers of a module of our own fast for few rows, for good."""
+    """Makes the linear layers of one of our own modules run :func:`skinny_gemm`."""
     for layer in module.modules():
         if type(layer) is nn.Linear and kernel_weights_of(layer) is not None:
             bias = None if layer.bias is None else layer.bias.detach()
@@ -54,15 +51,15 @@ def patch_linears(module: nn.Module) -> None:
 
 
 def kernel_weights_of(layer: nn.Module) -> LinearWeights | None:
-    """The weights and bias of a linear layer for our kernels; None if they do not serve this module."""
+    """A linear layer's weight and bias for our kernels; None if they do not support it."""
     weight: torch.Tensor | QuantizedMatrix
-    if isinstance(kept := getattr(layer, "kernel_weights", None), QuantizedMatrix):
-        weight = kept
-    # A subclass (quantised, adapted) computes something else, and so does a weight of a tensor's subclass.
+    if isinstance(stored := getattr(layer, "kernel_weights", None), QuantizedMatrix):
+        weight = stored
+    # Subclasses of Linear (quantised, with adapters) and of Tensor compute something else.
     elif type(layer) is not nn.Linear or not is_plain_tensor(getattr(layer, "weight", None)):
         return None
-    elif _plain(layer.weight):
-        weight = layer.weight.detach()  # detached: it may get another storage
+    elif _is_float32_matrix(layer.weight):
+        weight = layer.weight.detach()  # detached: the parameter may get another storage later
     elif is_half_matrix(layer.weight):
         weight = QuantizedMatrix.from_half(layer.weight)
     else:
@@ -72,7 +69,7 @@ def kernel_weights_of(layer: nn.Module) -> LinearWeights | None:
 
 
 def is_plain_tensor(weight: object) -> bool:
-    """True if a weight is a tensor of torch's own. Quantised ones and shares of several processes are subclasses."""
+    """True if a weight is no tensor subclass, such as quantised tensors and DTensors."""
     return type(weight) in (torch.Tensor, nn.Parameter)
 
 
@@ -83,14 +80,10 @@ def is_half_matrix(weight: torch.Tensor) -> bool:
 
 
 def is_dtensor(weight: object) -> bool:
-    """True if a weight is a DTensor, of which each of several processes has a share."""
+    """True if a weight is a DTensor: sharded over processes."""
     return hasattr(weight, "device_mesh")
 
 
-def _plain(weight: torch.Tensor) -> bool:
-    return (
-        weight.device.type == "cpu"
-        and is_plain_tensor(weight)
-        and weight.dtype == torch.float32
-        and weight.stride(-1) == 1
-    )
+def _is_float32_matrix(weight: torch.Tensor) -> bool:
+    on_cpu = weight.device.type == "cpu" and is_plain_tensor(weight)
+    return on_cpu and weight.dtype == torch.float32 and weight.stride(-1) == 1

@@ -1,14 +1,14 @@
-"""Models whose weights stay as they are stored: linear layers and the embedding keep the bytes of the file.
+"""Linear layers and embeddings with stored weights: quantised, or in half precision, as in the model's file.
 
-There are two arithmetics. In float32 the layers compute the same bits as with unpacked weights: our kernels multiply a
-few rows and unpack in registers, and torch multiplies many rows with a matrix that is unpacked for it. In int8 the
-input rows are rounded to eight bits (:func:`longdraft.native.quantized_matrix.rounded_to_int8`) and our kernels multiply
-integers, for any number of rows; a prompt's rows meet weights in bfloat16 where a processor has tiles for it.
+There are two arithmetics. In float32 results have the bits of dequantised weights: our kernels dequantise in registers
+for a few tokens, and torch multiplies many tokens with a dequantised copy. In int8 the inputs are quantised too
+(:func:`longdraft.native.quantized_matrix.fake_quantize_int8`), and our kernels multiply integers for any number of
+tokens; prefill uses AMX tiles in bfloat16 where the CPU has them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -22,16 +22,16 @@ from longdraft.native import Kernels, QuantizedMatrix, kernels
 from longdraft.native.boundary import CPU_FLOAT32
 from longdraft.native.quantized_matrix import QUANT_SIZES, fake_quantize_int8, quantize_blocks
 
-_SAMPLED = 64  # weights of a layer that name a model
-_TOGETHER = 4096  # rows of a draft's matrix that are rounded at a time, which bounds the memory for a large head
+_NUM_SAMPLES = 64  # weights in a model's description
+_ROWS_AT_ONCE = 4096  # rows quantised at a time, which limits the memory for a large head
 
 
 class StoredWeights(nn.Module):
     """A module with a frozen stored matrix: (out, in) of a layer, or (tokens, size) of an embedding.
 
     Attributes:
-        rows_per_matrix: outputs of each matrix, where several lie one behind the other.
-        saved_by_parent: the module around it saves it.
+        rows_per_matrix: rows of each expert's matrix, if several are stacked.
+        saved_by_parent: the parent module saves the weights.
     """
 
     data: torch.Tensor
@@ -40,16 +40,16 @@ class StoredWeights(nn.Module):
 
     def __init__(self, matrix: QuantizedMatrix) -> None:
         super().__init__()
-        self.format, self.int8, self._woven = matrix.format, matrix.int8, matrix.repacked
+        self.format, self.int8, self._repacked = matrix.format, matrix.int8, matrix.repacked
         self.register_buffer("data", matrix.data, persistent=False)
 
     @property
     def matrix(self) -> QuantizedMatrix:
-        return QuantizedMatrix(self.data, self.format, self.int8, self._woven)
+        return QuantizedMatrix(self.data, self.format, self.int8, self._repacked)
 
-    def repack(self, own: Kernels, place: torch.Tensor) -> None:
-        """Lays the matrix out for int8 arithmetic in so many bytes of memory."""
-        self._woven = own.repack(self.matrix, place).repacked
+    def repack(self, cpu_kernels: Kernels, memory: torch.Tensor) -> None:
+        """Repacks the matrix for int8 arithmetic into ``memory``."""
+        self._repacked = cpu_kernels.repack(self.matrix, memory).repacked
 
     @property
     def weight(self) -> torch.Tensor:
@@ -72,26 +72,26 @@ class StoredLinear(StoredWeights):
 
     @property
     def kernel_weights(self) -> QuantizedMatrix:
-        """:func:`longdraft.model.skinny_gemm.weights_of` looks for this attribute."""
+        """Read by :func:`longdraft.model.skinny_gemm.kernel_weights_of`."""
         return self.matrix
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., in) -> (..., out), in x's dtype."""
-        own = kernels() if x.device.type == "cpu" and x.dtype == torch.float32 else None
-        if own is not None and (self.int8 or x.numel() <= MAX_SKINNY_ROWS * x.shape[-1]):
-            with torch._C.DisableTorchFunction():  # what the kernel is handed is exact by row as it is
-                return own.linear(x, [(self.matrix, self.bias)], prompt=in_prefill())[0]
+        cpu_kernels = kernels() if x.device.type == "cpu" and x.dtype == torch.float32 else None
+        if cpu_kernels is not None and (self.int8 or x.numel() <= MAX_SKINNY_ROWS * x.shape[-1]):
+            with torch._C.DisableTorchFunction():  # the kernel is batch invariant by itself
+                return cpu_kernels.linear(x, [(self.matrix, self.bias)], prompt=in_prefill())[0]
         rows = fake_quantize_int8(x, self.format).to(x.dtype) if self.int8 else x
         return F.linear(rows, self.weight.to(x.dtype), self.bias)
 
 
 class ArrangedLinear(nn.Module):
-    """``nn.Linear`` without a bias that puts inputs and outputs in order, so that no stored block is changed.
+    """``nn.Linear`` without bias that permutes inputs and outputs instead of quantised weights.
 
     Args:
-        parts: matrices (out of a part, in), whose rows lie one behind the other.
-        rows: (out,) place in the parts of each row; None: as they are.
-        columns: (in,) place in the parts of each column; None: as they are.
+        parts: matrices (outputs of a part, in), stacked.
+        rows: (out,) for each output its row in the stacked parts; None: unchanged.
+        columns: (in,) for each input its column in the parts; None: unchanged. ``places`` is its inverse.
     """
 
     rows: torch.Tensor | None
@@ -103,10 +103,10 @@ class ArrangedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.out_features, self.in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
-        products = [StoredLinear(part) for part in parts]
-        for product in products:
-            product.saved_by_parent = True
-        self.parts = nn.ModuleList(products)
+        linears = [StoredLinear(part) for part in parts]
+        for linear in linears:
+            linear.saved_by_parent = True
+        self.parts = nn.ModuleList(linears)
         self.register_buffer("rows", rows, persistent=False)
         self.register_buffer("columns", columns, persistent=False)
         self.register_buffer("places", None if columns is None else columns.argsort(), persistent=False)
@@ -118,9 +118,9 @@ class ArrangedLinear(nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """The matrix in float32, unpacked in every call."""
-        whole = torch.cat([part.weight for part in self.parts if isinstance(part, StoredLinear)])
-        whole = whole if self.rows is None else whole[self.rows]
-        return whole if self.columns is None else whole[:, self.columns]
+        matrix = torch.cat([part.weight for part in self.parts if isinstance(part, StoredLinear)])
+        matrix = matrix if self.rows is None else matrix[self.rows]
+        return matrix if self.columns is None else matrix[:, self.columns]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., in) -> (..., out), in x's dtype."""
@@ -136,49 +136,48 @@ class ArrangedLinear(nn.Module):
 
 
 class StoredEmbedding(StoredWeights):
-    """``nn.Embedding`` with a stored matrix, whose rows are multiplied by ``scale`` (Gemma 3)."""
+    """``nn.Embedding`` with a stored matrix; its outputs are multiplied by ``scale`` (Gemma 3)."""
 
-    like: torch.Tensor
+    dtype_sample: torch.Tensor
 
     def __init__(self, matrix: QuantizedMatrix, scale: float = 1.0) -> None:
         super().__init__(matrix)
         self.scale = scale
         self.num_embeddings, self.embedding_dim = matrix.shape
-        # Has the dtype that the model is cast to, which is that of the results.
-        self.register_buffer("like", torch.empty(0, **CPU_FLOAT32), persistent=False)
+        # Follows the model's casts: its dtype is that of the outputs.
+        self.register_buffer("dtype_sample", torch.empty(0, **CPU_FLOAT32), persistent=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids (...) -> (..., size)."""
         rows = dequantize(self.matrix.select_rows(ids.flatten()))
-        rows = rows.to(self.like.dtype).view(*ids.shape, self.embedding_dim)
+        rows = rows.to(self.dtype_sample.dtype).view(*ids.shape, self.embedding_dim)
         return rows if self.scale == 1.0 else rows * torch.tensor(self.scale, dtype=rows.dtype, device="cpu")
 
 
 def stored_module(module: nn.Module, matrix: QuantizedMatrix, bias: torch.Tensor | None = None) -> StoredWeights:
-    """A layer or an embedding with a stored matrix, for one of torch's."""
+    """The replacement of an ``nn.Linear`` or ``nn.Embedding`` by one with a stored matrix."""
     if isinstance(module, nn.Embedding):
         return StoredEmbedding(matrix, getattr(module, "scalar_embed_scale", 1.0))
     return StoredLinear(matrix, None if bias is None else bias.detach().float())
 
 
-def repack_for_int8(stored: QuantizedMatrix) -> QuantizedMatrix:
-    """A stored matrix with a copy for int8 arithmetic, where kernels can make one: :meth:`Kernels.repack`."""
-    own = kernels()
-    return own.repack(stored) if own is not None and own.can_repack(stored) else stored
+def repack_for_int8(matrix: QuantizedMatrix) -> QuantizedMatrix:
+    """The matrix with a repacked copy for int8 arithmetic, if kernels can make one (:meth:`Kernels.repack`)."""
+    cpu_kernels = kernels()
+    return cpu_kernels.repack(matrix) if cpu_kernels is not None and cpu_kernels.can_repack(matrix) else matrix
 
 
-def dequantize(stored: QuantizedMatrix) -> torch.Tensor:
-    """A stored matrix in float32."""
-    own = kernels() if stored.data.device.type == "cpu" else None
-    return stored.dequantize() if own is None else own.dequantize(stored)
+def dequantize(matrix: QuantizedMatrix) -> torch.Tensor:
+    """The matrix in float32."""
+    cpu_kernels = kernels() if matrix.data.device.type == "cpu" else None
+    return matrix.dequantize() if cpu_kernels is None else cpu_kernels.dequantize(matrix)
 
 
 def weight_storage(module: nn.Module) -> torch.Tensor:
-    """The tensor that holds the weights of a layer or an embedding, for comparison of its storage."""
+    """The tensor in memory that holds a layer's or an embedding's weights."""
     weight = module.data if isinstance(module, StoredWeights) else getattr(module, "weight", None)
-    return next(
-        storage_tensors(local_tensor(weight if isinstance(weight, torch.Tensor) else next(module.parameters())))
-    )
+    weight = weight if isinstance(weight, torch.Tensor) else next(module.parameters())
+    return next(storage_tensors(local_tensor(weight)))
 
 
 def weight_shape(module: nn.Module) -> tuple[int, int]:
@@ -188,59 +187,55 @@ def weight_shape(module: nn.Module) -> tuple[int, int]:
     weight = getattr(module, "weight", None)
     if isinstance(weight, torch.Tensor) and is_plain_tensor(weight):
         return weight.shape[0], weight.shape[1]
-    # Quantised by another package, perhaps in another shape.
+    # Another package's quantised weight may have another shape.
     if isinstance(module, nn.Embedding):
         return module.num_embeddings, module.embedding_dim
     return int(module.out_features), int(module.in_features)  # type: ignore[arg-type]
 
 
 def storage_tensors(weight: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors in memory that a tensor consists of: several of a subclass, in which another package quantised it."""
+    """The tensors in memory of a weight: a quantised tensor subclass may consist of several."""
     names = getattr(weight, "__tensor_flatten__", None)
     if names is None or is_plain_tensor(weight):
         yield weight.detach()
     else:
-        for inner in (getattr(weight, name) for name in names()[0]):
-            yield from storage_tensors(inner) if isinstance(inner, torch.Tensor) else ()
+        for part in (getattr(weight, name) for name in names()[0]):
+            yield from storage_tensors(part) if isinstance(part, torch.Tensor) else ()
 
 
 def weight_sample(module: nn.Module) -> torch.Tensor:
-    """Some evenly spread weights of a module's first parameter, in any storage."""
+    """Evenly spaced weights of a module's first parameter, in any storage."""
     if not isinstance(module, StoredWeights):
-        # Those of a layer within come after its own.
+        # A module's own parameters come before those of its children.
         flat = next(storage_tensors(full_tensor(next(module.parameters()).detach()))).flatten()
-        return flat[:: max(1, flat.numel() // _SAMPLED)]
+        return flat[:: max(1, flat.numel() // _NUM_SAMPLES)]
     matrix = module.matrix
     rows, size = matrix.shape
-    places = torch.arange(0, rows * size, max(1, rows * size // _SAMPLED), device=module.data.device)
-    return dequantize(matrix.select_rows(places // size))[torch.arange(len(places), device="cpu"), places % size]
+    indices = torch.arange(0, rows * size, max(1, rows * size // _NUM_SAMPLES), device=module.data.device)
+    return dequantize(matrix.select_rows(indices // size))[torch.arange(len(indices), device="cpu"), indices % size]
 
 
 def quantize_for_draft(
     weights: torch.Tensor | QuantizedMatrix, bits: Literal[4, 8] = 8
 ) -> torch.Tensor | QuantizedMatrix:
-    """A draft's matrix (out, in) for int8 arithmetic, as a draft need not be exact.
+    """A draft's matrix (out, in) for int8 arithmetic: drafts need not be exact.
 
-    Args:
-        bits: a matrix with more bits than these, and those of scales, is rounded to Q4_0 or Q8_0.
-
-    Returns:
-        Floats if a row is no whole number of blocks.
+    With more than ``bits + 1`` bits a weight (scales included) it is rounded to Q4_0 or Q8_0. A matrix whose rows are
+    no multiple of 32 becomes floats.
     """
     if isinstance(weights, QuantizedMatrix) and weights.bits_per_weight <= bits + 1:
         return weights.with_int8(int8=True)
     if weights.shape[1] % 32:
         return weights.detach().contiguous() if isinstance(weights, torch.Tensor) else dequantize(weights)
-    kind: Literal["Q4_0", "Q8_0"] = "Q4_0" if bits == 4 else "Q8_0"
-    rows = weights.data.split(_TOGETHER)
-    floats = (
-        dequantize(QuantizedMatrix(x, weights.format)) if isinstance(weights, QuantizedMatrix) else x for x in rows
-    )
-    return repack_for_int8(QuantizedMatrix(torch.cat([quantize_blocks(x, kind) for x in floats]), kind, int8=True))
+    target: Literal["Q4_0", "Q8_0"] = "Q4_0" if bits == 4 else "Q8_0"
+    rows: Iterable[torch.Tensor] = weights.data.split(_ROWS_AT_ONCE)
+    if isinstance(weights, QuantizedMatrix):
+        rows = (dequantize(QuantizedMatrix(x, weights.format)) for x in rows)
+    return repack_for_int8(QuantizedMatrix(torch.cat([quantize_blocks(x, target) for x in rows]), target, int8=True))
 
 
 def quantized_draft_bytes(weights: torch.Tensor | QuantizedMatrix, bits: Literal[4, 8] = 8) -> int:
-    """Bytes of what :func:`quantize_for_draft` makes, which is laid out for vectors too; 0 if it makes nothing."""
+    """Bytes that :func:`quantize_for_draft` allocates, its repacked copy included."""
     rows, size = weights.shape
     if size % 32 or (isinstance(weights, QuantizedMatrix) and weights.bits_per_weight <= bits + 1):
         return 0

@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     from longdraft.model.runner import TargetRunner
 
 _LOAD = "Load it: model, tokenizer = longdraft.load(...), or model = AutoModelForCausalLM.from_pretrained(...)."
-# Kinds of PEFT that compute more than a layer's rows one by one.
-_OTHER_KINDS = {
+# PEFT types that longdraft cannot host -> why: they do not compute each token of a layer by itself.
+_UNSUPPORTED_ADAPTERS = {
     "ADAPTION_PROMPT": "changes what attention reads",
     "LILY": "mixes its parts by all rows of its input together",
     "POLY": "takes the number of a task with each forward",
     "SHADOW": "carries a state from layer to layer",
     "XLORA": "chooses its experts by the whole text",
 }
-# Arguments of ``generate`` that PEFT hands to its layers by hooks, a value for each row of a batch.
-_BY_ROW = ("adapter_names", "alora_offsets")
+# Arguments of ``generate``, one value for each sequence, that PEFT passes to its layers by hooks.
+_PER_SEQUENCE_ARGS = ("adapter_names", "alora_offsets")
 
-_TEXT, _STEPS, _SEVERAL = 5, 2, (2, 64)
-# Largest relative difference of a row's logits, in 16 bits and in more.
-_ROUNDED, _CLOSE = 2e-2, 1e-5
+_PREFIX_LEN, _NUM_COMPARED, _BATCH_LENGTHS = 5, 2, (2, 64)
+# Largest relative difference of a token's logits, in 16 bits and in more.
+_HALF_TOLERANCE, _TOLERANCE = 2e-2, 1e-5
 
 
 def check_model(model: object) -> None:
@@ -73,7 +73,7 @@ def check_supported(model: PreTrainedModel) -> None:
             f"{name} has weights without values: {empty} is on the device 'meta' (made without weights, or put on disk "
             f"or in host memory by device_map). {_LOAD} Leave device_map out, or name one device."
         )
-    _check_places(model)
+    _check_devices(model)
     quantised.check(model)
     if not isinstance(head, StoredWeights) and not isinstance(getattr(head, "weight", None), torch.Tensor):
         raise UnsupportedModelError(f"{name} has a head of the kind {type(head).__name__}: give it one linear layer.")
@@ -90,37 +90,39 @@ def check_autocast(device: torch.device) -> None:
 
 
 def check_functions(model: PreTrainedModel) -> None:
-    """Raises UnsupportedModelError for functions of the user's that transformers or torch call in every model: those
-    registered or replaced for attention and masks, and hooks of all modules."""
+    """Raises UnsupportedModelError if a user replaced functions that all models call: attention, masks, torch's
+    functions, global hooks of modules."""
     name = decoder_config(model)._attn_implementation
-    own = {"attention": ALL_ATTENTION_FUNCTIONS.get(name), "mask": ALL_MASK_ATTENTION_FUNCTIONS.get(name)}
+    functions = {"attention": ALL_ATTENTION_FUNCTIONS.get(name), "mask": ALL_MASK_ATTENTION_FUNCTIONS.get(name)}
     if name == "eager":  # a function of the model's file
         files = {type(m).__module__ for m in model.modules() if is_library_code(type(m).forward)}
-        own |= {file: vars(sys.modules[file]).get("eager_attention_forward") for file in files}
-    # What torch writes in Python calls itself by name, twice where a mode is on; methods of tensors are called by all.
-    own |= {
-        at: f for at, f in called_functions(model).items() if at.startswith(("torch.nn.functional.", "torch.Tensor."))
-    }
-    own["torch.nn.Module.__call__"] = torch.nn.Module.__call__
+        functions |= {file: vars(sys.modules[file]).get("eager_attention_forward") for file in files}
+    # torch's Python functions and tensor methods, which our batch invariant mode would bypass or call twice.
+    prefixes = ("torch.nn.functional.", "torch.Tensor.")
+    functions |= {n: f for n, f in called_functions(model).items() if n.startswith(prefixes)}
+    functions["torch.nn.Module.__call__"] = torch.nn.Module.__call__
     hooks = {**modules._global_forward_hooks, **modules._global_forward_pre_hooks}
-    called = {place: code for role, each in own.items() for place, code in functions_called_by(role, each).items()}
-    for place, code in (called | {f"hook {number}": hook for number, hook in hooks.items()}).items():
+    called: dict[str, Any] = {}
+    for role, function in functions.items():
+        called |= functions_called_by(role, function)
+    for dotted_name, code in (called | {f"hook {i}": hook for i, hook in hooks.items()}).items():
         if not is_library_code(code):
             raise UnsupportedModelError(
-                f"{type(model).__name__} computes with {code}, a function of your own ({place}, attention: {name!r}), "
-                "which longdraft would leave out. Decode without longdraft, or without the function: put back what was "
-                'there; model.set_attn_implementation("sdpa") for an attention, a hook of one module for one of all.'
+                f"{type(model).__name__} computes with {code}, a function of your own ({dotted_name}, attention: "
+                f"{name!r}), which longdraft would leave out. Decode without longdraft, or without the function: put "
+                'back what was there; model.set_attn_implementation("sdpa") for an attention, a hook of one module for '
+                "one of all."
             )
 
 
-def _check_places(model: PreTrainedModel) -> None:
+def _check_devices(model: PreTrainedModel) -> None:
     """Raises UnsupportedModelError if a model's layers are on several devices: their KV is kept on one."""
-    places = [next((str(p.device) for p in layer.parameters()), None) for layer in decoder_layers(model)]
-    devices = sorted({place for place in places if place is not None})
+    layer_devices = [next((str(p.device) for p in layer.parameters()), None) for layer in decoder_layers(model)]
+    devices = sorted({device for device in layer_devices if device is not None})
     if len(devices) > 1:
-        found = ", ".join(f"layer {places.index(device)} is on {device}" for device in devices)
+        parts = ", ".join(f"layer {layer_devices.index(device)} is on {device}" for device in devices)
         raise UnsupportedModelError(
-            f"{type(model).__name__} is spread over several devices ({found}), as device_map='auto' does. longdraft "
+            f"{type(model).__name__} is spread over several devices ({parts}), as device_map='auto' does. longdraft "
             "keeps the KV of all layers on one: load the model on one device, with device_map={'': 0}, in fewer bits "
             "if need be; or share it among processes, one a GPU (docs/tensor-parallel.md)."
         )
@@ -130,149 +132,148 @@ def check_tokens(model: PreTrainedModel, tokens: torch.Tensor | Iterable[int]) -
     """Raises PromptError, with the first one, for token ids that the model has no embedding for."""
     size = weight_shape(model.get_input_embeddings())[0]
     if isinstance(tokens, torch.Tensor):
-        wrong = tokens[(tokens < 0) | (tokens >= size)].tolist()
+        unknown = tokens[(tokens < 0) | (tokens >= size)].tolist()
     else:
-        wrong = [token for token in tokens if not 0 <= token < size]
-    if wrong:
+        unknown = [token for token in tokens if not 0 <= token < size]
+    if unknown:
         raise PromptError(
-            f"The prompt has the token id {wrong[0]}, but the model's are 0 to {size - 1}. Was it made with "
+            f"The prompt has the token id {unknown[0]}, but the model's are 0 to {size - 1}. Was it made with "
             "another model's tokenizer?"
         )
 
 
 def check_length(model: PreTrainedModel, length: int, num_draft_tokens: int) -> None:
-    """Refuses texts beyond which the model's rotary frequencies follow the longest text of a forward.
+    """Refuses lengths at which dynamic RoPE (its frequencies follow the longest sequence of a forward) is not exact.
 
-    Such a model ("dynamic") would rotate drafted tokens, or the rows of a batch, differently from one token at a time.
-    Up to its trained length the frequencies are constant.
+    Beyond the trained length it would rotate drafted tokens, or a batch, differently from plain decoding.
 
     Args:
-        length: tokens of the longest text, prompt and output.
-        num_draft_tokens: number of tokens by which a draft may exceed it. Frequencies that a draft beyond the limit sets remain
-            for the verification after it.
+        length: tokens of the longest sequence, prompt and output.
+        num_draft_tokens: tokens of a draft beyond it: the frequencies that they set stay for the verification.
 
     Raises:
-        ContextError: names the kind of the rotary embedding, and the length up to which it is exact.
+        ContextError: names the RoPE type, and the length up to which it is exact.
     """
     limit, longest = context_length(model), length + num_draft_tokens
-    kind = next((kind for kind in map(rope_type, rope_parameters(model)) if "dynamic" in kind), None)
-    if kind is not None and longest > limit:
+    dynamic = next((name for name in map(rope_type, rope_parameters(model)) if "dynamic" in name), None)
+    if dynamic is not None and longest > limit:
         raise ContextError(
-            f"{type(model).__name__} has rotary embeddings of the kind {kind}, whose frequencies depend on the "
+            f"{type(model).__name__} has rotary embeddings of the kind {dynamic}, whose frequencies depend on the "
             f"length of the text beyond {limit} tokens. longdraft decodes it exactly up to there, and this needs "
             f"{longest} (prompt, new tokens and draft). Shorten the prompt or ask for fewer new tokens."
         )
 
 
 def check_kv_dtype(runner: TargetRunner, dtype: torch.dtype, option: str) -> None:
-    """Raises CapabilityError for a dtype that cannot be kept here, of all keys and values (the option ``kv_dtype``) or
-    of a view's (``view_dtype``)."""
-    of_views = option == "view_dtype"
-    offloaded = runner.offload is not None and not of_views
-    reason = "it is for KV that is not offloaded" if offloaded else _unreadable(runner, dtype)
+    """Raises CapabilityError for a KV dtype that this runner cannot use, for all KV (``option`` "kv_dtype") or for a
+    view's ("view_dtype")."""
+    for_view = option == "view_dtype"
+    offloaded = runner.offload is not None and not for_view
+    reason = "it is for KV that is not offloaded" if offloaded else _kv_dtype_problem(runner, dtype)
     if reason is None:
         return
     advice = "leave it out"
-    if of_views:
-        advice += "; a view of all rows needs it, so take another"
+    if for_view:
+        advice += "; a view of the full context needs it, so take another"
     elif runner.device.type == "cuda":
         advice += '; offload="host" or a partial view (specpv, self) takes less of a GPU\'s memory'
     name = str(dtype).removeprefix("torch.")
     raise CapabilityError(f"{option}={name} cannot be kept here: {reason}. So {advice}.")
 
 
-def _unreadable(runner: TargetRunner, dtype: torch.dtype) -> str | None:
-    """The reason why no attention path here reads keys and values rounded to a dtype; None if one does."""
+def _kv_dtype_problem(runner: TargetRunner, dtype: torch.dtype) -> str | None:
+    """Why no attention path here can read KV in a dtype; None if one can."""
     shape = runner.kv_shape
     if dtype == shape.dtype or runner.can_round_kv:
         return None
     if runner.has_custom_attention or shape.padded:
         return "the model attends with code of its own, or its layers' keys and values have several sizes"
     if runner.device.type != "cuda":
-        own = f"{shape.dtype} on {runner.device} ({runner.attention_path})"
-        return f"it is for models in float32 on a CPU with its own attention path, and this one is {own}"
+        setup = f"{shape.dtype} on {runner.device} ({runner.attention_path})"
+        return f"it is for models in float32 on a CPU with its own attention path, and this one is {setup}"
     return None if dtype == torch.int8 else "on a GPU keys and values are in the model's dtype or in int8"
 
 
 def _check_adapters(model: torch.nn.Module) -> None:
-    """Raises UnsupportedModelError for an active adapter of PEFT that longdraft would compute differently.
+    """Raises UnsupportedModelError for an active PEFT adapter that longdraft would compute differently.
 
-    An adapter's layers stand around the model's own, so a twin has them as the model does.
+    Others need nothing: an adapter's layers wrap the model's own, so the execution model copies them.
     """
-    in_layers = {name for module in model.modules() for name in _active(module)}
-    # A PeftModel whose ``generate`` has called that of its model.
-    asking = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
-    owners: list[Any] = [each for each in (model, asking) if isinstance(getattr(each, "peft_config", None), Mapping)]
+    active = {name for module in model.modules() for name in _active_adapters(module)}
+    # A PeftModel's ``generate`` calls its base model's, with its own prepare_inputs_for_generation.
+    peft_model = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+    owners: list[Any] = [m for m in (model, peft_model) if isinstance(getattr(m, "peft_config", None), Mapping)]
     for owner in owners:
-        # An adapter that changes no layer is the model's own: a PeftModel names it.
-        named = () if getattr(owner, "_adapters_disabled", False) else _names(getattr(owner, "active_adapter", ()))
-        for name in sorted({*in_layers, *named}):
+        # Adapters without layers, such as prompt tuning, are named by the PeftModel only.
+        disabled = getattr(owner, "_adapters_disabled", False)
+        prompt_adapters = () if disabled else _as_list(getattr(owner, "active_adapter", ()))
+        for name in sorted({*active, *prompt_adapters}):
             settings = owner.peft_config.get(name)
-            if settings is not None and (why := _foreign(settings)) is not None:
+            if settings is not None and (why := _adapter_problem(settings)) is not None:
+                kind = quantised.enum_value(settings.peft_type)
                 raise UnsupportedModelError(
-                    f"The adapter {name!r} ({quantised.enum_value(settings.peft_type)}) {why}, which longdraft does not "
-                    "host. Use one that adds to layers, such as LoRA, merge it (merge_and_unload), or disable it."
+                    f"The adapter {name!r} ({kind}) {why}, which longdraft does not host. Use one that adds to layers, "
+                    "such as LoRA, merge it (merge_and_unload), or disable it."
                 )
-    if given := _take_by_row(model):
+    if argument := _remove_per_sequence_hooks(model):
         raise UnsupportedModelError(
-            f"generate was given {given}: longdraft decodes all rows with one adapter. Leave it out, choose with "
+            f"generate was given {argument}: longdraft decodes all rows with one adapter. Leave it out, choose with "
             "set_adapter, and make a call for each adapter."
         )
 
 
-def _take_by_row(model: torch.nn.Module) -> str:
-    """Removes the hooks of a call with an adapter for each row, as PEFT leaves them behind when the call fails.
+def _remove_per_sequence_hooks(model: torch.nn.Module) -> str:
+    """Removes PEFT's hooks of a ``generate`` with one adapter for each sequence, which stay if the call fails.
 
-    Returns:
-        The name of the argument of that call; empty if there was none.
-    """
-    found = ""
+    Returns that call's argument name; "" if there were no hooks."""
+    argument = ""
     for module in model.modules():
-        for number, hook in list(module._forward_pre_hooks.items()):
-            given = [key for key in _BY_ROW if isinstance(hook, partial) and key in hook.keywords]
-            if given:
-                found = given[0]
-                del module._forward_pre_hooks[number]
-                module._forward_pre_hooks_with_kwargs.pop(number, None)
-    return found
+        for hook_id, hook in list(module._forward_pre_hooks.items()):
+            arguments = [key for key in _PER_SEQUENCE_ARGS if isinstance(hook, partial) and key in hook.keywords]
+            if arguments:
+                argument = arguments[0]
+                del module._forward_pre_hooks[hook_id]
+                module._forward_pre_hooks_with_kwargs.pop(hook_id, None)
+    return argument
 
 
-def _foreign(settings: Any) -> str | None:
+def _adapter_problem(settings: Any) -> str | None:
     if getattr(settings, "is_prompt_learning", False):
         return "puts rows of its own before the text"
     if getattr(settings, "alora_invocation_tokens", None) is not None:
         return "begins in the middle of a text"
-    return _OTHER_KINDS.get(quantised.enum_value(getattr(settings, "peft_type", "")))
+    return _UNSUPPORTED_ADAPTERS.get(quantised.enum_value(getattr(settings, "peft_type", "")))
 
 
-def _active(module: torch.nn.Module) -> list[str]:
+def _active_adapters(module: torch.nn.Module) -> list[str]:
     """Names of the adapters that a layer computes with; empty for a layer without adapters."""
     if not getattr(module, "adapter_layer_names", ()):
         return []
-    chosen = () if getattr(module, "disable_adapters", False) else getattr(module, "active_adapters", ())
-    return [*_names(getattr(module, "merged_adapters", ())), *_names(chosen)]
+    unmerged = () if getattr(module, "disable_adapters", False) else getattr(module, "active_adapters", ())
+    return [*_as_list(getattr(module, "merged_adapters", ())), *_as_list(unmerged)]
 
 
-def _names(given: Any) -> list[str]:
-    if isinstance(given, str):
-        return [given]
-    return list(given) if isinstance(given, list | tuple) else []
+def _as_list(names: Any) -> list[str]:
+    if isinstance(names, str):
+        return [names]
+    return list(names) if isinstance(names, list | tuple) else []
 
 
 def reason_against_drafts(runner: TargetRunner) -> str | None:
-    """Runs a model with hooks, replaced forwards or layers of the user's on made-up tokens, row by row and several rows
-    at once. Returns why it takes no drafts, with the name of a module; None if a row does not depend on the others.
-    """
+    """Why a model with a user's hooks, forwards or layers cannot verify drafts; None if it can.
+
+    Compares logits of made-up tokens, one at a time and several at once."""
     with runner.lock:
         runner.sync_with_model()
         if not (names := user_code_in(runner.model, include_classes=True)):
             return None
         why = "it gives a row another result if several come at once"
         try:
-            alone, *others = (_rows(runner, sizes) for sizes in ([1] * _STEPS, *([n] for n in _SEVERAL)))
-            most = _ROUNDED if alone.element_size() == 2 else _CLOSE
-            apart = [((each - alone).float().norm(dim=-1) / alone.float().norm(dim=-1)).max() for each in others]
-            if bool(torch.stack(apart).max() <= most):
+            single = _logits_in_steps(runner, [1] * _NUM_COMPARED)
+            others = [_logits_in_steps(runner, [n]) for n in _BATCH_LENGTHS]
+            norms = single.float().norm(dim=-1)
+            differences = [((logits - single).float().norm(dim=-1) / norms).max() for logits in others]
+            if bool(torch.stack(differences).max() <= (_HALF_TOLERANCE if single.element_size() == 2 else _TOLERANCE)):
                 return None
         except Exception as error:  # a user's code can raise any type
             why = f"with several rows it fails ({reason_of(error)})"
@@ -282,16 +283,16 @@ def reason_against_drafts(runner: TargetRunner) -> str | None:
     )
 
 
-def _rows(runner: TargetRunner, sizes: list[int]) -> torch.Tensor:
-    """Logits (steps, vocabulary) of the rows behind a text, fed so many at a time."""
-    store, found = runner.new_store(1, _TEXT + sum(sizes)), []
-    tokens = [(37 * i + 11) % runner.vocab_size for i in range(_TEXT + sum(sizes))]
-    runner.forward(store.make_forward_batch([0], [tokens[:_TEXT]], is_prefill=True), store, logits="none")
-    store.commit(0, range(_TEXT))
-    for size in sizes:
+def _logits_in_steps(runner: TargetRunner, lengths: list[int]) -> torch.Tensor:
+    """Logits (2, vocabulary) of tokens after a prefix, in forwards of these lengths."""
+    store, logits = runner.new_store(1, _PREFIX_LEN + sum(lengths)), []
+    token_ids = [(37 * i + 11) % runner.vocab_size for i in range(_PREFIX_LEN + sum(lengths))]
+    runner.forward(store.make_forward_batch([0], [token_ids[:_PREFIX_LEN]], is_prefill=True), store, logits="none")
+    store.commit(0, range(_PREFIX_LEN))
+    for length in lengths:
         start = store.lengths[0]
-        out = runner.verify(store.make_forward_batch([0], [tokens[start : start + size]]), store)
+        out = runner.verify(store.make_forward_batch([0], [token_ids[start : start + length]]), store)
         assert out.logits is not None
-        found.append(out.logits[0].clone())
-        store.commit(0, range(size))
-    return torch.cat(found)[:_STEPS]
+        logits.append(out.logits[0].clone())
+        store.commit(0, range(length))
+    return torch.cat(logits)[:_NUM_COMPARED]

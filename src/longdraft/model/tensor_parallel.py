@@ -1,8 +1,8 @@
-"""A target whose weights are shared out to several processes by transformers' tensor parallelism.
+"""Tensor parallelism: a target whose weights transformers shards over several processes.
 
-Each process runs the same program on the same requests. transformers' hooks sum and gather the results of its layers,
-so embeddings, hidden states and logits are complete and equal in all processes. A process computes and stores the
-queries, keys and values of its own heads only. This file gathers what a draft computes with them.
+Each process runs the same program on the same requests. transformers' hooks all-reduce and gather the layers' results,
+so embeddings, hidden states and logits are complete and equal everywhere. A process computes and stores the queries,
+keys and values of its own heads only. This file gathers what drafts compute with them.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from longdraft.model.skinny_gemm import is_dtensor, skinny_gemm
 from longdraft.native.boundary import CPU_INT64
 
 _LOAD = 'AutoModelForCausalLM.from_pretrained(..., distributed_config=DistributedConfig(tp_plan="auto"))'
-# Layers whose output, if it is shared out, is a share of the attention heads.
-_KEYS = ("k_proj", "qkv_proj", "query_key_value")
-_shares: WeakKeyDictionary[PreTrainedModel, TPRank] = WeakKeyDictionary()
+# If one of these is sharded by columns, attention heads are sharded.
+_HEAD_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
+_ranks: WeakKeyDictionary[PreTrainedModel, TPRank] = WeakKeyDictionary()
 
 
 @dataclass
 class TPRank:
-    """One process's share of a target.
+    """This process's rank in a tensor parallel target.
 
     Attributes:
-        rank, size: number of this share, and number of shares.
-        group: the processes with a share.
+        rank, world_size: this process's rank, and the number of processes.
+        group: the process group.
         device: device on which they exchange tensors.
-        heads: True if attention heads are shared out too; otherwise each process has all of them.
+        shards_heads: True if attention heads are sharded; otherwise each process has all of them.
     """
 
     rank: int
@@ -47,51 +47,51 @@ class TPRank:
     group: Any
     device: torch.device
     shards_heads: bool
-    _random: Random = field(default_factory=Random, init=False, repr=False, compare=False)  # the same in all
+    _random: Random = field(default_factory=Random, init=False, repr=False, compare=False)  # equal in all processes
 
     def local_kv_shape(self, shape: KVShape) -> KVShape:
         """The shape of this process's KV.
 
         Raises:
-            CapabilityError: the heads cannot be shared out evenly.
+            CapabilityError: the KV heads are not divisible by the number of processes.
         """
         if not self.shards_heads:
             return shape
         if shape.kv_heads % self.world_size:
             raise CapabilityError(
-                f"The model has {shape.kv_heads} KV heads, which {self.world_size} processes cannot share out evenly: start "
-                "as many as divide them."
+                f"The model has {shape.kv_heads} KV heads, which {self.world_size} processes cannot share out evenly: "
+                "start as many as divide them."
             )
         return replace(shape, kv_heads=shape.kv_heads // self.world_size)
 
     def gathered_attention(self, attend: PrefixAttentionFunction) -> PrefixAttentionFunction:
-        """Prefix attention for queries of all heads, of which each process computes its share."""
+        """Prefix attention for queries of all heads: each process computes its own heads, then all-gather."""
         if not self.shards_heads:
             return attend
 
-        def shared(
-            q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: ForwardBatch, scale: float
+        def gathered(
+            q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: ForwardBatch, scale: float
         ) -> torch.Tensor:
-            out = attend(q.chunk(self.world_size, dim=1)[self.rank], keys, values, block, scale).contiguous()
-            shares = [torch.empty_like(out) for _ in range(self.world_size)]
-            torch.distributed.all_gather(shares, out, self.group)
-            return torch.cat(shares, dim=1)
+            out = attend(q.chunk(self.world_size, dim=1)[self.rank], keys, values, batch, scale).contiguous()
+            parts = [torch.empty_like(out) for _ in range(self.world_size)]
+            torch.distributed.all_gather(parts, out, self.group)
+            return torch.cat(parts, dim=1)
 
-        return shared
+        return gathered
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The first process's tensor; all processes give one of the same shape and dtype."""
+        """Rank 0's tensor; all processes pass one of the same shape and dtype."""
         sent = tensor.to(self.device, copy=True).contiguous()
         torch.distributed.broadcast(sent, torch.distributed.get_global_rank(self.group, 0), self.group)
         return sent.to(tensor.device)
 
     def shared_seed(self) -> int:
-        """A seed for a request without one. Nothing is exchanged, as others may have been asked for something else."""
+        """A seed for a request without one, equal in all processes without communication."""
         return self._random.getrandbits(32)
 
     @staticmethod
     def check_views(scores_attention: bool) -> None:
-        """Raises CapabilityError if a run chooses rows of the KV by attention scores (``scores_attention``)."""
+        """Raises CapabilityError if a run chooses KV entries by attention scores."""
         if scores_attention:
             raise CapabilityError(
                 "This method drafts or verifies on a part of the KV cache, and each process of a sharded model would "
@@ -100,7 +100,7 @@ class TPRank:
 
     @staticmethod
     def check_plan(plan: object) -> None:
-        """Raises CapabilityError for a run with a planner, which a sharded model never has."""
+        """Raises CapabilityError for a run with a planner."""
         if plan not in (None, "fixed"):
             raise CapabilityError(
                 "Rounds are planned by a clock, and each process of a sharded model has another: leave plan out, or "
@@ -109,16 +109,16 @@ class TPRank:
 
 
 def tp_rank_of(model: PreTrainedModel) -> TPRank | None:
-    """This process's share of a model, the same for all who ask; None if the process has all of it.
+    """This process's rank, one object for each model; None if the model is not sharded.
 
     Raises:
-        CapabilityError: the model was shared out in a way that is not supported.
+        CapabilityError: the model is sharded in a way that is not supported.
     """
     meshes = {p.device_mesh for p in model.parameters() if is_dtensor(p)}
     if not meshes:
         return None
-    if model in _shares:
-        return _shares[model]
+    if model in _ranks:
+        return _ranks[model]
     name = type(model).__name__
     mesh, *others = meshes
     if (getattr(model, "_tp_size", None) or 1) < 2 or others or mesh.ndim != 1:
@@ -129,41 +129,41 @@ def tp_rank_of(model: PreTrainedModel) -> TPRank | None:
     plan = model.tp_plan
     if "sequence_parallel" in plan.values():
         raise CapabilityError(f"{name} shares out the tokens of a text, which longdraft does not host: {_LOAD}.")
-    heads = any(layer.rsplit(".", 1)[-1] in _KEYS and style == "colwise" for layer, style in plan.items())
-    share = TPRank(mesh.get_local_rank(), mesh.size(), mesh.get_group(), model.device, heads)
-    share._random.seed(int(share.broadcast(torch.tensor(share.shared_seed(), **CPU_INT64))))
-    _shares[model] = share
-    return share
+    shards_heads = any(n.rsplit(".", 1)[-1] in _HEAD_PROJECTIONS and style == "colwise" for n, style in plan.items())
+    tp_rank = TPRank(mesh.get_local_rank(), mesh.size(), mesh.get_group(), model.device, shards_heads)
+    tp_rank._random.seed(int(tp_rank.broadcast(torch.tensor(tp_rank.shared_seed(), **CPU_INT64))))
+    _ranks[model] = tp_rank
+    return tp_rank
 
 
 def parallel_linear(weight: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that multiplies few rows with a matrix (out, in), as ``F.linear``.
+    """``F.linear`` for a few tokens with a matrix (out, in), which may be a DTensor sharded by rows.
 
-    Rows of the matrix may be shared out (a DTensor): the result is the same in all processes.
+    The result is complete and equal in all processes.
     """
     if not is_dtensor(weight):
         return partial(skinny_gemm, weight=weight)
     from torch.distributed.tensor import DTensor, Shard
 
-    def gathered(x: torch.Tensor) -> torch.Tensor:
+    def linear(x: torch.Tensor) -> torch.Tensor:
         out = F.linear(x, weight.to_local())
         shape = torch.Size((*out.shape[:-1], weight.shape[0]))
         stride = torch.empty(shape, device="meta", dtype=torch.float32).stride()
-        # With shape and stride, as shares may differ in size.
-        places = [Shard(out.dim() - 1)]
-        shared = DTensor.from_local(out, weight.device_mesh, places, run_check=False, shape=shape, stride=stride)
-        return shared.full_tensor()
+        # Explicit shape and stride, as shards may differ in size.
+        placements = [Shard(out.dim() - 1)]
+        sharded = DTensor.from_local(out, weight.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+        return sharded.full_tensor()
 
-    return gathered
+    return linear
 
 
 def full_tensor(weight: Any) -> torch.Tensor:
-    """A complete matrix, gathered if it is shared out; all processes call this together."""
+    """The complete matrix, gathered if it is sharded; all processes call this together."""
     gathered: torch.Tensor = weight.full_tensor() if is_dtensor(weight) else weight
     return gathered
 
 
 def local_tensor(weight: Any) -> torch.Tensor:
-    """This process's share of a matrix, without a copy."""
-    share: torch.Tensor = weight.to_local() if is_dtensor(weight) else weight
-    return share
+    """This process's shard of a matrix, without a copy."""
+    shard: torch.Tensor = weight.to_local() if is_dtensor(weight) else weight
+    return shard

@@ -1,4 +1,4 @@
-"""Paths in the trees of a block: the rows that each row comes after."""
+"""Paths in the trees of a batch: parents, ancestors, and the last inputs of convolutions."""
 
 from __future__ import annotations
 
@@ -7,61 +7,60 @@ import torch
 from longdraft.attention.forward_batch import ForwardBatch
 
 
-def tree_parents(block: ForwardBatch) -> list[list[int]]:
-    """The parent of each of a tree's rows, for each sequence.
+def tree_parents(batch: ForwardBatch) -> list[list[int]]:
+    """For each sequence, each tree node's parent; -1 is the committed prefix, and -2 is unknown.
 
-    -1 stands for the committed rows, -2 for the unknown parent of a row that no row of this block descends from.
-    """
-    found: list[list[int]] | None = block.metadata.get("parents")
-    if found is None:
-        if block.mask is None:
-            found = [list(range(-1, block.tree_len - 1))] * block.batch_size
+    Unknown are parents of nodes of earlier levels without descendants in this batch."""
+    parents: list[list[int]] | None = batch.metadata.get("parents")
+    if parents is None:
+        if batch.mask is None:
+            parents = [list(range(-1, batch.tree_len - 1))] * batch.batch_size
         else:
-            found = [_parents_in(mask, block.tree_len) for mask in block.mask.tolist()]
-        block.metadata["parents"] = found
-    return found
+            parents = [_parents_from_mask(mask, batch.tree_len) for mask in batch.mask.tolist()]
+        batch.metadata["parents"] = parents
+    return parents
 
 
-def _parents_in(mask: list[list[bool]], width: int) -> list[int]:
-    parents = [-2] * width
-    for row in mask:
-        before = -1
-        for i, seen in enumerate(row):
-            if seen:
-                parents[i], before = before, i
+def _parents_from_mask(mask: list[list[bool]], tree_len: int) -> list[int]:
+    parents = [-2] * tree_len
+    for ancestors in mask:
+        parent = -1
+        for i, is_ancestor in enumerate(ancestors):
+            if is_ancestor:
+                parents[i], parent = parent, i
     return parents
 
 
 def with_ancestors(parents: list[int], offset: int) -> list[int]:
-    """The rows from ``offset`` on and those that they descend from, in order."""
-    found = set(range(offset, len(parents)))
-    for row in range(offset, len(parents)):
-        while (row := parents[row]) >= 0:
-            found.add(row)
-    return sorted(found)
+    """The nodes from ``offset`` on and all their ancestors, in order."""
+    nodes = set(range(offset, len(parents)))
+    for node in range(offset, len(parents)):
+        while (node := parents[node]) >= 0:
+            nodes.add(node)
+    return sorted(nodes)
 
 
-def conv_input_indices(block: ForwardBatch, size: int) -> list[torch.Tensor]:
-    """For each sequence (T, size): the last inputs on each row's path, its own included, where ``size - 1`` committed
-    ones come before the tree's."""
-    key = ("inputs", size)
-    if key not in block.metadata:
-        paths = [
-            [_path(each, row, size) for row in range(block.tree_offset, block.tree_len)] for each in tree_parents(block)
-        ]
-        block.metadata[key] = [torch.tensor(path, dtype=torch.long, device=block.slots_t.device) for path in paths]
-    found: list[torch.Tensor] = block.metadata[key]
-    return found
+def conv_input_indices(batch: ForwardBatch, kernel_size: int) -> list[torch.Tensor]:
+    """For each sequence (T, kernel_size): indices of the last inputs on each token's path, its own included.
+
+    They count from the ``kernel_size - 1`` last committed inputs, which come before the tree's."""
+    key = ("inputs", kernel_size)
+    if key not in batch.metadata:
+        nodes = range(batch.tree_offset, batch.tree_len)
+        paths = [[_input_path(parents, node, kernel_size) for node in nodes] for parents in tree_parents(batch)]
+        batch.metadata[key] = [torch.tensor(path, dtype=torch.long, device=batch.slots_t.device) for path in paths]
+    indices: list[torch.Tensor] = batch.metadata[key]
+    return indices
 
 
-def _path(parents: list[int], row: int, size: int) -> list[int]:
-    places: list[int] = []
-    before = size - 2
-    while len(places) < size:
-        if row >= 0:
-            places.append(row + size - 1)
-            row = parents[row]
+def _input_path(parents: list[int], node: int, kernel_size: int) -> list[int]:
+    indices: list[int] = []
+    prefix_index = kernel_size - 2
+    while len(indices) < kernel_size:
+        if node >= 0:
+            indices.append(node + kernel_size - 1)
+            node = parents[node]
         else:
-            places.append(before)
-            before -= 1
-    return places[::-1]
+            indices.append(prefix_index)
+            prefix_index -= 1
+    return indices[::-1]

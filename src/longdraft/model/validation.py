@@ -1,8 +1,8 @@
-"""Compares what longdraft computes with the model's own code, on a tree of tokens behind a short text.
+"""Validates hosting: compares results with the model's own code, on a small tree of tokens after a short prefix.
 
-Flags and configurations say too little: attention may be computed beside transformers' interface, positions may be
-counted by a cache, scores may have a bias. What is wrong with three rows is wrong with a text. A hosted model is tried
-out (:func:`validate_hosting`), and so are the kernels that compute its layers (:func:`outputs_agree`).
+Flags and configurations do not tell whether a model bypasses transformers' attention interface, counts positions by its
+cache, or biases scores; three tokens do. :func:`validate_hosting` validates a hosted model, and :func:`outputs_agree`
+the kernels that compute its layers.
 """
 
 from __future__ import annotations
@@ -28,92 +28,88 @@ from longdraft.model.layout import AttentionTrace, KVLayout, build_layout, layou
 from longdraft.model.model_copy import copy_without_hooks
 from longdraft.native.boundary import CPU_FLOAT32
 
-# Behind a text, a tree of three tokens: two roots, and a child of the second one.
-_TEXT, _PIECE = 5, 2
-_TREE = [[True, False, False], [False, True, False], [False, True, True]]
+# A prefix, in two chunks, and a tree of three nodes: two roots, and a child of the second.
+_PREFIX_LEN, _CHUNK_LEN = 5, 2
+_TREE_MASK = [[True, False, False], [False, True, False], [False, True, True]]
 _DEPTHS = (0, 0, 1)
-# Windows and chunks are cut to fewer tokens than these, so that they slide.
-_WINDOW = 4
-_WINDOWS = ("sliding_window", "attention_chunk_size")
-# Largest relative difference: in float32, and in 16 bits in steps of the dtype, where a sum in another order is now and
-# then rounded the other way.
-_TOLERANCE, _STEPS = 1e-4, 6
-# Largest relative difference of most rows' logits in 16 bits, in which experts are often undecided.
-_ROUNDED = 0.1
-# What models call their cache, in the words of transformers 5.24 and 5.17.
-_CACHES = ("cache", "past_key_values", "cache_params")
-# Rounding can send a token to another expert, so other tokens are tried where one text fails.
-_TRIALS = 3
-# A result of ours, and the model's own.
+# Windows and chunks are shortened to this many tokens, so that they slide.
+_SHORT_WINDOW = 4
+_WINDOW_SETTINGS = ("sliding_window", "attention_chunk_size")
+# Largest relative difference in float32; in 16 bits, in steps of the dtype, as sums may round the other way.
+_TOLERANCE, _HALF_TOLERANCE_STEPS = 1e-4, 6
+# Largest median of the relative difference of logits in 16 bits, where rounding often changes the chosen experts.
+_HALF_LOGITS_TOLERANCE = 0.1
+# The cache's name in transformers 5.24 and 5.17.
+_CACHE_ARGS = ("cache", "past_key_values", "cache_params")
+# Rounding can route a token to another expert, so a failure is repeated with other tokens.
+_MAX_TRIALS = 3
+# Our result, and the model's own.
 OutputPair = tuple[torch.Tensor | None, torch.Tensor | None]
 ComputePairs = Callable[[hosting.ForwardContext, hosting.ForwardContext], Iterable[OutputPair]]
 
 
 @torch.inference_mode()
 def outputs_agree(model: PreTrainedModel, compute: ComputePairs) -> bool:
-    """Compares kernels with the model's own layers: results, keys, values and states of made-up tokens.
+    """Compares kernels with the model's own layers: outputs, KV and recurrent states of made-up tokens.
 
-    There are two sequences, of which one is near the beginning and the other ends where the model's texts end.
+    Of two sequences one is near position 0 and one at the end of the model's context.
 
     Args:
-        compute: from the forwards of the model's own code and of the kernels, pairs of our results and theirs.
+        compute: (context for the model's own code, context for the kernels) -> pairs of our result and the model's.
     """
-    layout, vocabulary = layout_of(model), int(hosting.decoder_config(model).vocab_size)
-    rows = _TEXT + len(_TREE)
-    stores = [KVStore(layout.shape, 2, rows, model.device) for _ in range(2)]
+    layout, vocab_size = layout_of(model), int(hosting.decoder_config(model).vocab_size)
+    capacity = _PREFIX_LEN + len(_TREE_MASK)
+    stores = [KVStore(layout.shape, 2, capacity, model.device) for _ in range(2)]
     for store in stores:
-        store.attach_states(*hosting.new_layer_states(model, 2, rows))
-        for t in _kept(store):
+        store.attach_states(*hosting.new_layer_states(model, 2, capacity))
+        for t in _store_tensors(store):
             t.copy_(torch.randn(t.shape, generator=torch.Generator().manual_seed(1), **CPU_FLOAT32))
-    far = max(100 + _TEXT, hosting.context_length(model) - 2)
-    places = [[first + depth for depth in _DEPTHS] for first in (100 + _TEXT, far)]
-    tokens = [[i % vocabulary for i in (1, 2, 3)]] * 2
-    mask = torch.tensor([_TREE] * 2, dtype=torch.bool, device="cpu")
-    block = ForwardBatch.make([0, 1], [_TEXT] * 2, len(_TREE), mask, model.device, token_ids=tokens, positions=places)
-    theirs, ours = (hosting.ForwardContext(store, block, attend, layout) for store in stores)
-    pairs = [*compute(theirs, ours), *zip(*map(_kept, reversed(stores)), strict=True)]
-    return all(_close(got, expected) for got, expected in pairs)
+    last_root = max(100 + _PREFIX_LEN, hosting.context_length(model) - 2)
+    inputs: dict[str, Any] = {
+        "token_ids": [[i % vocab_size for i in (1, 2, 3)]] * 2,
+        "positions": [[root + depth for depth in _DEPTHS] for root in (100 + _PREFIX_LEN, last_root)],
+    }
+    mask = torch.tensor([_TREE_MASK] * 2, dtype=torch.bool, device="cpu")
+    batch = ForwardBatch.make([0, 1], [_PREFIX_LEN] * 2, len(_TREE_MASK), mask, model.device, **inputs)
+    reference, kernel = (hosting.ForwardContext(store, batch, attend, layout) for store in stores)
+    pairs = [*compute(reference, kernel), *zip(*map(_store_tensors, reversed(stores)), strict=True)]
+    return all(_is_close(got, expected) for got, expected in pairs)
 
 
-def _kept(store: KVStore) -> list[torch.Tensor]:
-    """All keys and values of a store, and the states of recurrent layers with what is kept of unverified rows."""
-    found = [store.keys, store.values]
+def _store_tensors(store: KVStore) -> list[torch.Tensor]:
+    """All KV of a store, and its recurrent states with the inputs of uncommitted tokens."""
+    tensors = [store.keys, store.values]
     for states in store.states:
         if isinstance(states, WindowKVCache):
-            found += [states.keys, states.values]
+            tensors += [states.keys, states.values]
         elif isinstance(states, RecurrentStates):
-            layers = [states.layer_state(slot, number) for slot in range(2) for number in states.shapes]
-            kept = [
-                (
-                    *a.checkpoint.conv_states.values(),
-                    a.checkpoint.recurrent_state,
-                    *a.conv_inputs.values(),
-                    *a.recurrence_inputs,
-                )
-                for a in layers
-            ]
-            found += [t for each in kept for t in each if t is not None]
-    return found
+            for state in (states.layer_state(slot, index) for slot in range(2) for index in states.shapes):
+                recurrent_state = state.checkpoint.recurrent_state
+                tensors += state.checkpoint.conv_states.values()
+                tensors += [] if recurrent_state is None else [recurrent_state]
+                tensors += [*state.conv_inputs.values(), *state.recurrence_inputs]
+    return tensors
 
 
-def _close(got: object, expected: object) -> bool:
+def _is_close(got: object, expected: object) -> bool:
     """True if both are tensors that differ by no more than rounding."""
     if not isinstance(got, torch.Tensor) or not isinstance(expected, torch.Tensor) or got.shape != expected.shape:
         return False
     if not expected.numel():
         return True
-    apart, size = (got.float() - expected.float()).abs(), expected.float().abs()
+    difference, magnitude = (got.float() - expected.float()).abs(), expected.float().abs()
     if expected.element_size() == 2:
         step = torch.finfo(expected.dtype).eps
-        return bool((apart.max() <= _STEPS * step * size.max()) & (apart.mean() <= step * size.mean()))
-    return bool(apart.max() <= _TOLERANCE * size.max())
+        small_max = difference.max() <= _HALF_TOLERANCE_STEPS * step * magnitude.max()
+        return bool(small_max & (difference.mean() <= step * magnitude.mean()))
+    return bool(difference.max() <= _TOLERANCE * magnitude.max())
 
 
 def validate_hosting(model: PreTrainedModel) -> KVLayout:
-    """Hosts a copy of a model without its hooks. Returns its layout.
+    """Hosts a copy of a model without the user's hooks, compares it with the model, and returns its layout.
 
     Raises:
-        UnsupportedModelError: the hosted copy fails, or computes something else than the model.
+        UnsupportedModelError: the hosted copy fails, or computes something else.
     """
     copy = copy_without_hooks(model)
     stored_model.set_int8(copy, False)
@@ -121,40 +117,39 @@ def validate_hosting(model: PreTrainedModel) -> KVLayout:
     positions.patch_position_ids(copy)
     recurrent.patch_mixers(copy)
     try:
-        return _tried(copy, by_itself=False)
+        return _try_hosting(copy, custom=False)
     except UnsupportedModelError as error:
         sparse = "sparse" in str(getattr(hosting.decoder_config(copy), "attention_type", ""))
-        if recurrent.find_mixers(copy) or copy._is_stateful or sparse:  # it may keep more than keys and values
+        if recurrent.find_mixers(copy) or copy._is_stateful or sparse:  # its cache may hold more than KV
             raise
         try:
-            return _tried(copy, by_itself=True)
+            return _try_hosting(copy, custom=True)
         except UnsupportedModelError:
             raise error from None
 
 
-def _tried(copy: PreTrainedModel, by_itself: bool) -> KVLayout:
-    """Compares a copy's rows in a tree, and returns its layout.
+def _try_hosting(copy: PreTrainedModel, custom: bool) -> KVLayout:
+    """Compares a hosted copy's logits with the model's, and returns its layout.
 
-    Args:
-        by_itself: the model attends with code of its own (:mod:`.own_code`).
-    """
-    name, own = type(copy).__name__, hosting.decoder_config(copy)._attn_implementation
+    ``custom`` hosts it by :mod:`.custom_attention`."""
+    name, implementation = type(copy).__name__, hosting.decoder_config(copy)._attn_implementation
     generator = torch.Generator().manual_seed(0)
-    vocabulary = stored.weight_shape(copy.get_input_embeddings())[0]
+    shape = (_PREFIX_LEN + len(_TREE_MASK),)
+    vocab_size = stored.weight_shape(copy.get_input_embeddings())[0]
     try:
-        # On a CPU transformers advises to install kernels for GPUs.
-        with _short_windows(copy) as cut, quiet() if copy.device.type == "cpu" else nullcontext():
-            for _ in range(_TRIALS):
-                tokens = torch.randint(vocabulary, (_TEXT + len(_TREE),), generator=generator, device="cpu").tolist()
-                hosting.set_attention(copy, own)
+        # On a CPU transformers would advise to install GPU kernels.
+        with _short_windows(copy) as has_windows, quiet() if copy.device.type == "cpu" else nullcontext():
+            for _ in range(_MAX_TRIALS):
+                token_ids = torch.randint(vocab_size, shape, generator=generator, device="cpu").tolist()
+                hosting.set_attention(copy, implementation)
                 try:
-                    expected = _own(copy, tokens, by_itself or bool(recurrent.find_mixers(copy)))
-                except Exception as error:  # the model's own code, with inputs that it may not take
+                    expected = _model_logits(copy, token_ids, custom or bool(recurrent.find_mixers(copy)))
+                except Exception as error:  # the model's own code may raise any type
                     raise UnsupportedModelError(f"{name} computes no text by itself: {reason_of(error)}.") from error
-                if not by_itself:
+                if not custom:
                     hosting.set_attention(copy)
                 try:
-                    agree = _agree(_hosted(copy, tokens, by_itself), expected)
+                    agrees = _logits_agree(_hosted_logits(copy, token_ids, custom), expected)
                 except LongdraftError:
                     raise
                 except Exception as error:
@@ -162,107 +157,109 @@ def _tried(copy: PreTrainedModel, by_itself: bool) -> KVLayout:
                         f"{name} computes attention with code of its own, so longdraft cannot host it "
                         f"({reason_of(error)})."
                     ) from error
-                if agree:
+                if agrees:
                     break
             else:
                 raise UnsupportedModelError(
                     f"{name} computes something else than attention to the text before each token (a bias, a mask of "
                     "its own), so longdraft cannot host it exactly."
                 )
-        return _layout(copy, tokens, by_itself) if cut else traced_layouts[copy]
+        return _trace_layout(copy, token_ids, custom) if has_windows else traced_layouts[copy]
     finally:
-        hosting.set_attention(copy, own)
+        hosting.set_attention(copy, implementation)
 
 
 @contextmanager
 def _short_windows(copy: PreTrainedModel) -> Iterator[bool]:
-    """Inside, windows and chunks are so short that they slide in the trial's text. Yields whether there are any."""
-    own = [part for part in copy.modules() if not isinstance(part, PreTrainedModel)]
-    cut: list[tuple[Any, str, int]] = []
-    for part in (hosting.decoder_config(copy), *own):
-        for name in _WINDOWS:
-            size = vars(part).get(name)
-            if isinstance(size, int) and size > _WINDOW:
-                setattr(part, name, _WINDOW)
-                cut.append((part, name, size))
+    """Inside, windows and chunks are so short that they slide. Yields True if there are any."""
+    modules = [holder for holder in copy.modules() if not isinstance(holder, PreTrainedModel)]
+    shortened: list[tuple[Any, str, int]] = []
+    for holder in (hosting.decoder_config(copy), *modules):
+        for name in _WINDOW_SETTINGS:
+            size = vars(holder).get(name)
+            if isinstance(size, int) and size > _SHORT_WINDOW:
+                setattr(holder, name, _SHORT_WINDOW)
+                shortened.append((holder, name, size))
     try:
-        yield bool(cut)
+        yield bool(shortened)
     finally:
-        for part, name, size in cut:
-            setattr(part, name, size)
+        for holder, name, size in shortened:
+            setattr(holder, name, size)
 
 
 @torch.inference_mode()
-def _own(copy: PreTrainedModel, tokens: list[int], stepwise: bool) -> torch.Tensor:
-    """Logits (3, vocabulary) of the tree's rows, by the model's own forward of each path.
+def _model_logits(copy: PreTrainedModel, token_ids: list[int], stepwise: bool) -> torch.Tensor:
+    """Logits (3, vocabulary) of the tree's nodes, by the model's own forward of each path.
 
     Args:
-        stepwise: tokens behind the text are computed one by one from the model's cache.
+        stepwise: compute tokens after the prefix one by one, with the model's cache.
     """
-    rows, given = [], "position_ids" in inspect.signature(type(copy).forward).parameters
+    logits, takes_positions = [], "position_ids" in inspect.signature(type(copy).forward).parameters
 
-    def forward(text: torch.Tensor, start: int, **more: Any) -> Any:
-        # As ``generate`` does: some models count positions otherwise where they are not given any.
-        place = {"position_ids": _positions(text) + start} if given else {}
-        return copy(input_ids=text, **place, **more)
+    def forward(input_ids: torch.Tensor, start: int, **kwargs: Any) -> Any:
+        # As ``generate`` does: without positions some models count differently.
+        position_ids = {"position_ids": _position_ids(input_ids) + start} if takes_positions else {}
+        return copy(input_ids=input_ids, **position_ids, **kwargs)
 
     for path in ([0], [1, 2]):
-        text = to_device([tokens[:_TEXT] + [tokens[_TEXT + i] for i in path]], copy.device)
+        input_ids = to_device([token_ids[:_PREFIX_LEN] + [token_ids[_PREFIX_LEN + i] for i in path]], copy.device)
         if not stepwise:
-            rows.append(forward(text, 0, use_cache=False).logits[0, -len(path) :])
+            logits.append(forward(input_ids, 0, use_cache=False).logits[0, -len(path) :])
             continue
-        # Some recurrent layers compute a single token otherwise than several, and ``generate`` computes single ones.
-        out = forward(text[:, :_TEXT], 0, use_cache=True)
-        for i in range(_TEXT, text.shape[1]):
-            name = next(name for name in _CACHES if out.get(name) is not None)
-            out = forward(text[:, i : i + 1], i, use_cache=True, **{name: out[name]})
-            rows.append(out.logits[0])
-    return torch.cat(rows)
+        # Some recurrent layers compute a single token differently, and ``generate`` computes single tokens.
+        out = forward(input_ids[:, :_PREFIX_LEN], 0, use_cache=True)
+        for i in range(_PREFIX_LEN, input_ids.shape[1]):
+            name = next(name for name in _CACHE_ARGS if out.get(name) is not None)
+            out = forward(input_ids[:, i : i + 1], i, use_cache=True, **{name: out[name]})
+            logits.append(out.logits[0])
+    return torch.cat(logits)
 
 
 @torch.inference_mode()
-def _hosted(copy: PreTrainedModel, tokens: list[int], by_itself: bool) -> torch.Tensor:
-    """The same rows from our attention and our store."""
-    layout = traced_layouts[copy] = _layout(copy, tokens, by_itself)
-    rows = _TEXT + len(_TREE)
-    store = KVStore(layout.shape, 1, rows, copy.device)
-    store.attach_states(*hosting.new_layer_states(copy, 1, rows))
-    run = custom_attention.run if by_itself else hosting.run
-    for piece in (tokens[:_PIECE], tokens[_PIECE:_TEXT]):  # as long prompts are read: a token sees none behind it
-        text = store.make_forward_batch([0], [piece], is_prefill=True)
-        run(hosting.decoder_of(copy), hosting.ForwardContext(store, text, attend, layout))
-        store.commit(0, range(len(piece)))
-    mask = torch.tensor([_TREE], dtype=torch.bool, device="cpu")
-    block = store.make_forward_batch([0], [tokens[_TEXT:]], depths=[_DEPTHS], mask=mask)
-    logits: torch.Tensor = run(copy, hosting.ForwardContext(store, block, attend, layout)).logits
+def _hosted_logits(copy: PreTrainedModel, token_ids: list[int], custom: bool) -> torch.Tensor:
+    """The same logits from our attention and our store."""
+    layout = traced_layouts[copy] = _trace_layout(copy, token_ids, custom)
+    capacity = _PREFIX_LEN + len(_TREE_MASK)
+    store = KVStore(layout.shape, 1, capacity, copy.device)
+    store.attach_states(*hosting.new_layer_states(copy, 1, capacity))
+    run = custom_attention.run if custom else hosting.run
+    for chunk in (token_ids[:_CHUNK_LEN], token_ids[_CHUNK_LEN:_PREFIX_LEN]):  # chunked prefill, as of a long prompt
+        prefill = store.make_forward_batch([0], [chunk], is_prefill=True)
+        run(hosting.decoder_of(copy), hosting.ForwardContext(store, prefill, attend, layout))
+        store.commit(0, range(len(chunk)))
+    mask = torch.tensor([_TREE_MASK], dtype=torch.bool, device="cpu")
+    batch = store.make_forward_batch([0], [token_ids[_PREFIX_LEN:]], depths=[_DEPTHS], mask=mask)
+    logits: torch.Tensor = run(copy, hosting.ForwardContext(store, batch, attend, layout)).logits
     return logits[0]
 
 
 @torch.inference_mode()
-def _layout(copy: PreTrainedModel, tokens: list[int], by_itself: bool) -> KVLayout:
-    """The layout that follows from a forward of two tokens."""
-    few, recording = to_device([tokens[:2]], copy.device), AttentionTrace()
-    if by_itself:
-        recording.calls += custom_attention.trace_cache_layers(copy, few)
+def _trace_layout(copy: PreTrainedModel, token_ids: list[int], custom: bool) -> KVLayout:
+    """The layout, from a trace of two tokens."""
+    input_ids, trace = to_device([token_ids[:2]], copy.device), AttentionTrace()
+    if custom:
+        trace.calls += custom_attention.trace_cache_layers(copy, input_ids)
     else:
-        with hosting.forward_scope(recording):
-            copy(input_ids=few, position_ids=_positions(few), use_cache=False)
-    found, shapes = tuple(recording.calls), recurrent.recurrent_shapes(recording)
-    if not (found or shapes):
+        with hosting.forward_scope(trace):
+            copy(input_ids=input_ids, position_ids=_position_ids(input_ids), use_cache=False)
+    calls, shapes = tuple(trace.calls), recurrent.recurrent_shapes(trace)
+    if not (calls or shapes):
         raise UnsupportedModelError(
             f"{type(copy).__name__} does not go through transformers' attention interface, so longdraft cannot host it."
         )
-    return build_layout(copy, found, shapes, by_itself)
+    return build_layout(copy, calls, shapes, custom)
 
 
-def _positions(tokens: torch.Tensor) -> torch.Tensor:
-    return torch.arange(tokens.shape[1], device=tokens.device)[None]
+def _position_ids(input_ids: torch.Tensor) -> torch.Tensor:
+    return torch.arange(input_ids.shape[1], device=input_ids.device)[None]
 
 
-def _agree(got: torch.Tensor, expected: torch.Tensor) -> bool:
-    """True if the rows are equal up to rounding; in 16 bits, where experts are often undecided, most of them."""
-    # A damaged model is noticed when it is used.
+def _logits_agree(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    """True if all rows are equal up to rounding; in 16 bits, most of them."""
+    # A damaged model, with NaN logits, is reported when it is used.
     if got.shape != expected.shape or bool(torch.isnan(expected).any()):
         return got.shape == expected.shape
-    apart = (got.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
-    return bool(apart.median() < _ROUNDED if got.element_size() == 2 else (apart < _TOLERANCE).all())
+    differences = (got.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
+    if got.element_size() == 2:
+        return bool(differences.median() < _HALF_LOGITS_TOLERANCE)
+    return bool((differences < _TOLERANCE).all())

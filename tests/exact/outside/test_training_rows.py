@@ -327,8 +327,8 @@ def test_a_servers_thoughts_and_settings_are_kept_in_the_rows(tmp_path):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     file, template = AnswerFile(tmp_path / "answers.jsonl"), {"enable_thinking": True}
     try:
-        generate_answers(iter([[AnswerPrompt("hi", 0.0)]]), file, f"http://127.0.0.1:{server.server_port}", rows=1, batch=1,
-               max_new_tokens=9, template=template)  # fmt: skip
+        url, prompts = f"http://127.0.0.1:{server.server_port}", iter([[AnswerPrompt("hi", 0.0)]])
+        generate_answers(prompts, file, url, rows=1, batch=1, max_new_tokens=9, template=template)
     finally:
         server.shutdown()
         server.server_close()

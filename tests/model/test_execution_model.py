@@ -1,4 +1,4 @@
-"""The twin: the user's model is never written to, and what the user changes about it is seen."""
+"""The execution model: the user's model is never written to, and what the user changes about it is seen."""
 
 from __future__ import annotations
 
@@ -165,17 +165,17 @@ def test_a_new_embedding_and_head_are_seen():
 
 
 @pytest.mark.parametrize("circular", [False, True])
-def test_model_and_twin_are_freed(circular):
+def test_model_and_copy_are_freed(circular):
     model = tiny_model()
-    if circular:  # the twin has the same hook, which knows the model
+    if circular:  # the copy has the same hook, which knows the model
         model.model.norm.register_forward_hook(functools.partial(lambda known, *_: None, model))
     spec = Speculator("prompt-lookup", target=model)
     spec.generate(TEXT, max_new_tokens=4)
-    twin = weakref.ref(spec.runner().execution_model.model)
+    copied = weakref.ref(spec.runner().execution_model.model)
     gone = weakref.ref(model)
     del spec
     gc.collect()
-    assert twin() is None and gone() is not None
+    assert copied() is None and gone() is not None
     del model
     gc.collect()
     assert gone() is None

@@ -15,7 +15,7 @@ CALLS = {
     "linear": lambda x: F.linear(x, W, torch.ones(33)),
     "linear by name": lambda x: F.linear(x, weight=W, bias=None),
     "a matrix behind": lambda x: x @ W.t().contiguous(),
-    "a turned matrix behind": lambda x: torch.mm(x, W.t()),
+    "a transposed matrix behind": lambda x: torch.mm(x, W.t()),
     "a matrix before": lambda x: (W @ x.t()[None])[0].t(),
     "a matrix with biases": lambda x: torch.addmm(torch.ones(33), x, W.t().contiguous()),
     "experts": lambda x: torch.bmm(x.expand(4, -1, -1), EXPERTS).transpose(0, 1),
