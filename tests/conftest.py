@@ -154,7 +154,7 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture
 def simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A simulated GPU."""
-    from tests.support.nominal import simulate_gpu
+    from tests.support.simulated_gpu import simulate_gpu
 
     with simulate_gpu(monkeypatch) as found:
         yield found

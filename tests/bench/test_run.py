@@ -16,7 +16,7 @@ from longdraft.bench.run import Bench
 from tests.bench import measuring
 from tests.bench.measuring import settings
 from tests.support.drafts import random_eagle3
-from tests.support.quick import slow
+from tests.support.slow_marks import slow
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 SAMPLES = [

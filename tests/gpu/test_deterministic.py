@@ -20,8 +20,8 @@ from longdraft.model.runner import TargetRunner
 from longdraft.trees.masks import make_tree_batch
 from longdraft.trees.tree import TokenTree
 from tests.support.methods import SpeculatorsByMethod
-from tests.support.nominal import SimulatedGraphs, to_simulated_gpu
-from tests.support.quick import slow_except
+from tests.support.simulated_gpu import SimulatedGraphs, to_simulated_gpu
+from tests.support.slow_marks import slow_except
 from tests.support.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [8, 1, 1, 6] * 9]

@@ -17,8 +17,8 @@ from longdraft.model.runner import TargetRunner
 from tests.support.forward_outputs import outputs
 from tests.support.forwards import forward
 from tests.support.launches import Launches, count_launches
-from tests.support.nominal import SimulatedGraphs, simulate_gpu, to_simulated_gpu
-from tests.support.quick import rotate_pairs
+from tests.support.simulated_gpu import SimulatedGraphs, simulate_gpu, to_simulated_gpu
+from tests.support.slow_marks import rotate_pairs
 from tests.support.tiny import FAMILIES, tiny_model
 
 pytest.importorskip("triton")

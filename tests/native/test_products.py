@@ -99,14 +99,14 @@ def test_prefill_is_in_bfloat16_with_amx(kernels, form, rows, outs, blocks, seed
     size = blocks * max(64, QUANT_SIZES[form.split()[0]][0])
     w = matrix(form, outs, size, seed)
     x, bias = (torch.randn(n, generator=generator(seed)) for n in ((rows, size), (outs,)))
-    found = kernels.linear(x, [(w, bias)], prompt=True)[0]
+    found = kernels.linear(x, [(w, bias)], prefill=True)[0]
     torch.set_num_threads(2)
-    assert torch.equal(found, kernels.linear(x, [(w, bias)], prompt=True)[0])
+    assert torch.equal(found, kernels.linear(x, [(w, bias)], prefill=True)[0])
     torch.set_num_threads(1)
-    some = torch.cat([kernels.linear(row[None], [(w, bias)], prompt=True)[0] for row in x[-40:]])
+    some = torch.cat([kernels.linear(row[None], [(w, bias)], prefill=True)[0] for row in x[-40:]])
     assert torch.equal(found[-40:], some)
     if kernels.can_repack(w):
-        assert torch.equal(found, kernels.linear(x, [(kernels.repack(w), bias)], prompt=True)[0])
+        assert torch.equal(found, kernels.linear(x, [(kernels.repack(w), bias)], prefill=True)[0])
     if not kernels.level.endswith("amx"):
         assert torch.equal(found, kernels.linear(x, [(w, bias)])[0])
         return

@@ -17,7 +17,7 @@ from longdraft.native.recurrent import (
     run_recurrence,
 )
 from tests.native.levels import needs_kernels
-from tests.support.quick import rotate_pairs
+from tests.support.slow_marks import rotate_pairs
 
 pytestmark = needs_kernels
 

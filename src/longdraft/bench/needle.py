@@ -36,9 +36,9 @@ from longdraft.model.chat import encode
 from longdraft.model.checkpoints import LoadedModel
 from longdraft.model.runner import TargetRunner
 from longdraft.recipes import Recipe, recipe_for, resolve
-from longdraft.trees.kind import TreeConfig
 from longdraft.trees.level import DraftLogits, TreeLevel
 from longdraft.trees.tree import TokenTree
+from longdraft.trees.tree_config import TreeConfig
 
 # The answer repeats the sentence from its beginning, so most of the code comes after the first rounds.
 NEEDLE = "The secret code of the {colour} door is {code}."

@@ -45,7 +45,7 @@ def find_cache(keywords: dict[str, Any]) -> Any:
 
 
 class CustomGenerateSignature(inspect.Signature):
-    """The ``__signature__`` of a custom loop's class, whose ``__call__`` has the keyword ``given``.
+    """The ``__signature__`` of a custom loop's class, whose ``__call__`` has the keyword ``generate_args``.
 
     Of the class it is the constructor's signature. It is a descriptor, so it works on when a tool such as %autoreload
     copies it to another class.
@@ -88,7 +88,7 @@ def _restore_keywords(frame_locals: dict[str, Any]) -> None:
         return
     if (tokenizer := mode_kwargs.get("tokenizer")) is not None:
         keywords["tokenizer"] = tokenizer
-    keywords["given"] = GenerateArguments(
+    keywords["generate_args"] = GenerateArguments(
         streamer=frame_locals.get("streamer"),
         assistant=frame_locals.get("assistant_model"),
         cache=find_cache(keywords) is not None,

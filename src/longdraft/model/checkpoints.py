@@ -38,7 +38,7 @@ from longdraft.files import (
     require_regular,
 )
 from longdraft.model.eos_tokens import config_eos_ids, eos_ids
-from longdraft.model.quantised import is_externally_quantized
+from longdraft.model.external_quant import is_externally_quantized
 
 Progress = Callable[[str], None]
 DType: TypeAlias = str | torch.dtype

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from longdraft.attention import custom_ops
 from longdraft.errors import UnsupportedModelError
-from longdraft.model import custom_attention, experts, hosting, positions, quantised, recurrent, stored, support
+from longdraft.model import custom_attention, experts, external_quant, hosting, positions, recurrent, stored, support
 from longdraft.model.batch_invariant import BatchInvariantMode
 from longdraft.model.called_functions import replaced_functions
 from longdraft.model.fused import FusedLayers
@@ -45,7 +45,7 @@ class ExecutionModel:
         self.version = next(self._versions)
         self.model = copy_model(model)
         traced_layouts.pop(model, None)  # the model may have changed since
-        quantised.remove_wrappers(self.model)
+        external_quant.remove_wrappers(self.model)
         hosting.set_attention(self.model)
         positions.patch_position_ids(self.model)
         self.rope_switch = positions.patch_longrope(self.model)
@@ -63,7 +63,7 @@ class ExecutionModel:
         if not (validated or is_sharded or partial):
             self._validate(model)
         self.layout = layout_of(self.model)
-        quantised.make_batch_invariant(self.model)
+        external_quant.make_batch_invariant(self.model)
         experts.make_batch_invariant(self.model)
         self._batch_invariant = kernels() is not None and self.model.device.type == "cpu"
         self._hooked_layers: set[int] = set()
@@ -158,7 +158,7 @@ def host_model(model: PreTrainedModel) -> HostedModel:
         UnsupportedModelError: the model cannot be copied.
     """
     with model_lock(model):
-        quantised.decompress(model)
+        external_quant.decompress(model)
         reference = _hosted_models.get(model)
         hosted_model = None if reference is None else reference()
         if hosted_model is None:

@@ -39,7 +39,7 @@ class FusedLM:
         self._cos_sin: dict[str, torch.Tensor] = {}
 
     @classmethod
-    def of(cls, runner: TargetRunner) -> FusedLM | None:
+    def from_runner(cls, runner: TargetRunner) -> FusedLM | None:
         """None if our kernels do not compute the whole model, or if its RoPE depends on the text's length."""
         rope_types = getattr(rotary_module(runner.model), "rope_type", None)
         if {"dynamic", "longrope"} & set(rope_types.values() if isinstance(rope_types, dict) else [rope_types]):

@@ -16,10 +16,10 @@ from longdraft.model import stored_model
 from longdraft.model.checkpoints import DType, LoadedModel, Progress, check_folder, check_gguf, read_checkpoint
 from longdraft.model.embedded import EMBEDDED_ID, packaged_file
 from longdraft.model.experts import store_half_experts
+from longdraft.model.external_quant import decompress_to
 from longdraft.model.gc_pause import gc_paused
 from longdraft.model.gguf.loading import Arithmetic, WeightFormat, int8_unavailable_error, load_gguf
 from longdraft.model.gpu import merged_linear
-from longdraft.model.quantised import decompress_to
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -14,7 +14,7 @@ from longdraft.attention import dispatch, fixed_order, prefix
 from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.attention.int8_kv import accept_int8_kv
 from longdraft.errors import CapabilityError
-from longdraft.files import errors_name
+from longdraft.files import prefix_errors_with
 from longdraft.memory import memory_info
 from longdraft.memory import offload as offloading
 from longdraft.memory.buffer_arena import BufferArena
@@ -73,7 +73,7 @@ class TargetRunner:
         self.held_model: PreTrainedModel | None = model
         self._model = ref(model)
         self.tp_rank = tp_rank_of(model)
-        with errors_name(getattr(model, "name_or_path", "")):
+        with prefix_errors_with(getattr(model, "name_or_path", "")):
             memory_info.check_process_limits()
             support.check_supported(model)
             support.check_functions(model)
@@ -108,7 +108,7 @@ class TargetRunner:
         self.graphs = CudaGraphs.for_device(self.device, self.attention_path) if can_capture else CudaGraphs(None)
         # Two arenas: stores and resident views would take each other's buffers.
         self._arena, self._resident_arena = BufferArena(), BufferArena()
-        self._structure, self._store_kind = structure_of(model), self.store_kind
+        self._structure, self._store_kind = structure_of(model), self.store_compat_key
         self.fixed_batch_rows = fixed_batches.fixed_batch_rows_for(self) if deterministic else None
 
     @property
@@ -136,7 +136,7 @@ class TargetRunner:
     @property
     def is_stale(self) -> bool:
         """True if the model was moved, cast or restructured since: it needs a new runner."""
-        return structure_of(self.model) != self._structure or self.store_kind != self._store_kind
+        return structure_of(self.model) != self._structure or self.store_compat_key != self._store_kind
 
     def sync_with_model(self) -> None:
         """Adopts changes that the user made to the model since the last run.
@@ -149,7 +149,7 @@ class TargetRunner:
         support.check_functions(self.model)
         stored_model.check_mapped_files(self.model)
         self._host.sync_with_model(self.model)
-        if self.store_kind != self._store_kind:
+        if self.store_compat_key != self._store_kind:
             raise CapabilityError(
                 f"The model is {self.model.dtype} on {self.model.device} now, and this run was started for "
                 f"{self.kv_shape.dtype} on {self.device}, or for layers that attend otherwise. Start the run again: "
@@ -211,7 +211,7 @@ class TargetRunner:
         return frozenset(config_eos_ids(self.model.generation_config))
 
     @property
-    def store_kind(self) -> object:
+    def store_compat_key(self) -> object:
         """The ``compat_key`` of this target's stores, from the model as it is now."""
         return self.execution_model.layout, self.model.device, self.model.dtype, self.kv_dtype, self.offload
 
@@ -249,7 +249,7 @@ class TargetRunner:
         keys_transposed = transposed or (is_rounded and self.can_round_kv)
         layout = keys_transposed, feature_layers, hidden_size, arena, dtype
         store = offloading.new_store(offload, self.kv_shape, slots, capacity, self.device, *layout)
-        store.compat_key = self.store_kind
+        store.compat_key = self.store_compat_key
         if with_states and (self.execution_model.layout.windows or self.has_recurrent_layers):
             windows = dtype if dtype.is_floating_point else self.kv_shape.dtype
             packed, model = transposed or windows != self.kv_shape.dtype, self.execution_model.model
@@ -287,7 +287,7 @@ class TargetRunner:
             )
         with self.lock:
             # Another runner of the same model may have replaced its copy.
-            if self.execution_model.was_moved or self.store_kind != self._store_kind:
+            if self.execution_model.was_moved or self.store_compat_key != self._store_kind:
                 self.sync_with_model()
             all_taps = self._with_feature_layers(taps, store)
             # Fixed batches are captured at their first use: there are few sizes.

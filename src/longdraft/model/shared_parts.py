@@ -40,13 +40,13 @@ class SharedParts:
     num_heads: int
     description: dict[str, Any]
     _rotary: nn.Module
-    _like: torch.Tensor
+    _dtype_sample: torch.Tensor
     _norm: nn.Module | None = None
     softcap: float | None = None
 
     def apply_final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
         """The last layer's output (..., hidden) after the final norm, which is the head's input."""
-        hidden = hidden.to(self._like.dtype)
+        hidden = hidden.to(self._dtype_sample.dtype)
         return hidden if self._norm is None else self._norm(hidden)
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,7 +58,7 @@ class SharedParts:
         position_ids = positions[None]
         if hasattr(self._rotary, "mrope_section"):  # M-RoPE of vision models: time, height and width
             position_ids = position_ids.expand(3, 1, -1)
-        cos, sin = self._rotary(self._like, position_ids, *(["full_attention"] if by_layer_type else []))
+        cos, sin = self._rotary(self._dtype_sample, position_ids, *(["full_attention"] if by_layer_type else []))
         return cos[0], sin[0]
 
 
@@ -89,7 +89,7 @@ def shared_parts(model: PreTrainedModel, description: dict[str, Any] | None = No
         num_heads=int(config.num_attention_heads),
         description=describe_target(model) if description is None else description,
         _rotary=rotary,
-        _like=torch.empty(1, 1, dtype=model.dtype, device=model.device),
+        _dtype_sample=torch.empty(1, 1, dtype=model.dtype, device=model.device),
         _norm=norm_before_head(model),
         softcap=getattr(config, "final_logit_softcapping", None),
     )

@@ -14,7 +14,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from longdraft.errors import CapabilityError, ContextError, PromptError, UnsupportedModelError, reason_of
-from longdraft.model import quantised
+from longdraft.model import external_quant
 from longdraft.model.called_functions import called_functions, functions_called_by, is_library_code
 from longdraft.model.fingerprints import user_code_in
 from longdraft.model.hosting import context_length, decoder_config, decoder_layers
@@ -74,7 +74,7 @@ def check_supported(model: PreTrainedModel) -> None:
             f"or in host memory by device_map). {_LOAD} Leave device_map out, or name one device."
         )
     _check_devices(model)
-    quantised.check(model)
+    external_quant.check(model)
     if not isinstance(head, StoredWeights) and not isinstance(getattr(head, "weight", None), torch.Tensor):
         raise UnsupportedModelError(f"{name} has a head of the kind {type(head).__name__}: give it one linear layer.")
     _check_adapters(model)
@@ -210,7 +210,7 @@ def _check_adapters(model: torch.nn.Module) -> None:
         for name in sorted({*active, *prompt_adapters}):
             settings = owner.peft_config.get(name)
             if settings is not None and (why := _adapter_problem(settings)) is not None:
-                kind = quantised.enum_value(settings.peft_type)
+                kind = external_quant.enum_value(settings.peft_type)
                 raise UnsupportedModelError(
                     f"The adapter {name!r} ({kind}) {why}, which longdraft does not host. Use one that adds to layers, "
                     "such as LoRA, merge it (merge_and_unload), or disable it."
@@ -242,7 +242,7 @@ def _adapter_problem(settings: Any) -> str | None:
         return "puts rows of its own before the text"
     if getattr(settings, "alora_invocation_tokens", None) is not None:
         return "begins in the middle of a text"
-    return _UNSUPPORTED_ADAPTERS.get(quantised.enum_value(getattr(settings, "peft_type", "")))
+    return _UNSUPPORTED_ADAPTERS.get(external_quant.enum_value(getattr(settings, "peft_type", "")))
 
 
 def _active_adapters(module: torch.nn.Module) -> list[str]:

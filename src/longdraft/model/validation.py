@@ -22,7 +22,7 @@ from longdraft.errors import LongdraftError, UnsupportedModelError, reason_of
 from longdraft.memory.recurrent import RecurrentStates
 from longdraft.memory.store import KVStore
 from longdraft.memory.windows import WindowKVCache
-from longdraft.model import custom_attention, hosting, positions, quantised, recurrent, stored, stored_model
+from longdraft.model import custom_attention, external_quant, hosting, positions, recurrent, stored, stored_model
 from longdraft.model.checkpoints import quiet
 from longdraft.model.layout import AttentionTrace, KVLayout, build_layout, layout_of, traced_layouts
 from longdraft.model.model_copy import copy_without_hooks
@@ -113,7 +113,7 @@ def validate_hosting(model: PreTrainedModel) -> KVLayout:
     """
     copy = copy_without_hooks(model)
     stored_model.set_int8(copy, False)
-    quantised.replace_by_random_products(copy)
+    external_quant.replace_by_random_products(copy)
     positions.patch_position_ids(copy)
     recurrent.patch_mixers(copy)
     try:

@@ -76,7 +76,7 @@ class Kernels:
         with torch.profiler.record_function(f"longdraft::{name}") if profiled else nullcontext():
             self._functions[name](*arguments, torch.get_num_threads())
 
-    def linear(self, x: torch.Tensor, weights: Sequence[LinearWeights], prompt: bool = False) -> list[torch.Tensor]:
+    def linear(self, x: torch.Tensor, weights: Sequence[LinearWeights], prefill: bool = False) -> list[torch.Tensor]:
         """Several linear layers of one x (..., in) -> (..., out) for each. prompt: with AMX, bfloat16 replaces int8."""
         x = x.contiguous()
         in_features = x.shape[-1]
@@ -84,7 +84,7 @@ class Kernels:
         matrices = (Matrix * len(outs))(
             *(matrix_struct(w, out, in_features) for w, out in zip(weights, outs, strict=True))
         )
-        self.call("linear", address(x), x.numel() // in_features, in_features, matrices, len(outs), prompt)
+        self.call("linear", address(x), x.numel() // in_features, in_features, matrices, len(outs), prefill)
         return outs
 
     def dequantize(self, weights: QuantizedMatrix) -> torch.Tensor:

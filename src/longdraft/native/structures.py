@@ -140,7 +140,7 @@ class DecoderStack:
         kv_group_ids: for each layer its KV group (vLLM's term): layers with one metadata and KV cache. None: one group.
         index_in_group: for each layer its index in the group's KV cache, or among recurrent layers. None: layer index.
         softcap: of the logits; None for no cap.
-        plus: added to the final norm's weight.
+        norm_weight_offset: added to the final norm's weight.
     """
 
     layers: Sequence[StackLayer]
@@ -149,7 +149,7 @@ class DecoderStack:
     kv_group_ids: Sequence[int] | None = None
     index_in_group: Sequence[int] | None = None
     softcap: float | None = None
-    plus: float = 0.0
+    norm_weight_offset: float = 0.0
 
     def __post_init__(self) -> None:
         layers, count, hidden = self.layers, len(self.layers), self.layers[0].hidden_size
@@ -165,8 +165,8 @@ class DecoderStack:
         ]
         weight, eps = (None, 0.0) if self.norm is None else (address(self.norm[0], min_numel=hidden), self.norm[1])
         self.struct = STRUCTURES["DecoderStack"](
-            *map(ctypes.addressof, self._alive), count, hidden, weight, eps, self.plus, self.softcap or 0.0,
-            Matrix() if self.head is None else matrix_struct(self.head),
+            *map(ctypes.addressof, self._alive), count, hidden, weight, eps, self.norm_weight_offset,
+            self.softcap or 0.0, Matrix() if self.head is None else matrix_struct(self.head),
         )  # fmt: skip
 
     @property

@@ -20,8 +20,8 @@ from longdraft.attention import fixed_order
 from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.errors import CapabilityError
 from longdraft.memory.store import KVStore
+from longdraft.model.external_quant import random_rows
 from longdraft.model.outputs import Taps, TargetOutput
-from longdraft.model.quantised import random_rows
 from longdraft.native import kernels
 
 if TYPE_CHECKING:
