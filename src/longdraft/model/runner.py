@@ -315,7 +315,7 @@ class TargetRunner:
     ) -> TargetOutput:
         """Runs a plain step or a verification, in forwards of :attr:`fixed_batch_rows` tokens if that is set.
 
-        ``logits_to_keep`` is the number of each sequence's last tokens that need logits; CUDA graphs compute all logits.
+        ``logits_to_keep``: number of each sequence's last tokens that need logits; CUDA graphs compute all logits.
         NaN logits do not raise here.
         """
         if self.fixed_batch_rows is not None:

@@ -102,8 +102,8 @@ def _head_weight(head: nn.Module) -> torch.Tensor | QuantizedMatrix:
     assert isinstance(weight, torch.Tensor)
     if hasattr(type(local_tensor(weight)), "__tensor_flatten__") or not weight.is_floating_point():
         raise UnsupportedModelError(
-            f"Another package quantised the head ({type(head).__name__}), so drafts cannot read it: leave lm_head out of "
-            "the quantisation."
+            f"Another package quantised the head ({type(head).__name__}), so drafts cannot read it: leave lm_head out "
+            "of the quantisation."
         )
     return weight.detach()
 
