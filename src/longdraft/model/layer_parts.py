@@ -1,8 +1,4 @@
-"""Converts decoder layers and a forward's batch into the inputs of our CPU kernels.
-
-A layer gives its norms, linear weights, activation, softcap and attention sinks. A batch gives the KV cache, the mask
-and RoPE's cos and sin, for each kind of layer.
-"""
+"""Converts decoder layers and a forward's batch into the inputs of our CPU kernels."""
 
 from __future__ import annotations
 
@@ -47,10 +43,7 @@ SINGLE_ROPE = ""
 
 
 def kernel_layer(layer: nn.Module, head_dim: int) -> DecoderLayer | None:
-    """Describes a decoder layer to the kernels; None if they cannot compute it, or if a user modified it.
-
-    ``head_dim`` is the configuration's, for attention modules that do not state one.
-    """
+    """A decoder layer for the kernels; None if they cannot compute it. ``head_dim``: for modules that state none."""
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
     if attention is None or not is_unmodified(layer):
         return None
@@ -138,8 +131,7 @@ def norm_weight_offset(norms: Iterable[nn.Module | None]) -> float | None:
         assert isinstance(weight, torch.Tensor)
         # RMSNorm of ones gives weight + offset.
         normed = norm(weight.new_ones(1, weight.numel()))[0]
-        is_one = (normed - weight - 1).abs().sum() < (normed - weight).abs().sum()
-        offsets.add(float(is_one))
+        offsets.add(float((normed - weight - 1).abs().sum() < (normed - weight).abs().sum()))
     return offsets.pop() if len(offsets) == 1 else None
 
 

@@ -24,17 +24,12 @@ from longdraft.memory.windows import AttentionSpan, WindowShape
 
 # transformers' layer type -> our kinds of layers: how the layer reads the context.
 _LAYER_TYPES = {
-    "full_attention": ("full",),
-    "attention": ("full",),
-    "sliding_attention": ("window",),
-    "chunked_attention": ("chunk",),
-    "linear_attention": ("recurrent",),
-    "conv": ("recurrent",),
-    "hybrid": ("full", "recurrent"),
-    "hybrid_sliding": ("window", "recurrent"),
-    "mlp": (),
-    "moe": (),
-}
+    "full_attention": ("full",), "attention": ("full",),
+    "sliding_attention": ("window",), "chunked_attention": ("chunk",),
+    "linear_attention": ("recurrent",), "conv": ("recurrent",),
+    "hybrid": ("full", "recurrent"), "hybrid_sliding": ("window", "recurrent"),
+    "mlp": (), "moe": (),
+}  # fmt: skip
 # Settings that give the number of experts, in different models.
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Our kinds in the order in which they are listed. "sparse" is an unknown layer type.
@@ -134,9 +129,7 @@ traced_layouts: WeakKeyDictionary[PreTrainedModel, KVLayout] = WeakKeyDictionary
 def layout_of(model: PreTrainedModel) -> KVLayout:
     """The layout of a model: the traced one, or else full attention in each layer of its configuration.
 
-    Raises:
-        UnsupportedModelError: the model has no attention heads.
-    """
+    Raises UnsupportedModelError if the model has no attention heads."""
     if (traced := traced_layouts.get(model)) is not None:
         return traced
     shape = config_kv_shape(model)
@@ -186,9 +179,7 @@ def build_layout(
 def config_kv_shape(model: PreTrainedModel) -> KVShape:
     """The KV shape from the configuration, as if all layers had full attention. Draft files record it of their target.
 
-    Raises:
-        UnsupportedModelError: the model has no attention heads.
-    """
+    Raises UnsupportedModelError if the model has no attention heads."""
     config = decoder_config(model)
     heads = getattr(config, "num_attention_heads", None)
     if heads is None:
@@ -222,9 +213,7 @@ def has_non_full_attention(model: PreTrainedModel) -> bool:
 def _span(config: Any, call: AttentionCall) -> AttentionSpan | None:
     """The window or chunk that a call's layer attends to; None for the full context.
 
-    Raises:
-        UnsupportedModelError: the layer type is unknown, or the window's window_size.
-    """
+    Raises UnsupportedModelError if the layer type or the window's size is unknown."""
     layer_types = getattr(config, "layer_types", None)
     window_size = call.window or getattr(config, "sliding_window", None)
     if layer_types and call.layer is not None and 0 <= call.layer < len(layer_types):

@@ -48,11 +48,8 @@ def load(
         on a CPU with our kernels, else the dtype's arithmetic.
     progress: called with one line of text before each step that takes seconds.
 
-    Raises:
-        CheckpointError: the model cannot be read, or is incomplete.
-        CapabilityError: device, dtype, weights, arithmetic or the kind of RoPE are not supported here.
-        ContextError: rope_factor is not above 1.
-        MemoryBudgetError: the model does not fit the memory.
+    Raises CheckpointError (the model cannot be read, or is incomplete), CapabilityError (device, dtype, weights,
+    arithmetic or RoPE type unsupported), ContextError (rope_factor), MemoryBudgetError (it does not fit in memory).
     """
     if model is not None and not isinstance(model, str | os.PathLike):
         raise CheckpointError(f"load takes the name or the folder of a model, not {type(model).__name__}.")
@@ -166,11 +163,7 @@ def _resolve_device(device: str | torch.device | None) -> torch.device:
 
 
 def resolve_dtype(dtype: DType, device: torch.device) -> DType:
-    """The ``dtype`` argument of transformers' from_pretrained.
-
-    Raises:
-        CapabilityError: it is no floating-point dtype that longdraft loads.
-    """
+    """The ``dtype`` argument of transformers' from_pretrained; CapabilityError if longdraft cannot load the dtype."""
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
     parsed = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype

@@ -39,9 +39,7 @@ def copy_model(model: PreTrainedModel) -> PreTrainedModel:
     References from one module to another lead to the copies, also in methods, partial functions and closures that
     replace a ``forward``. Configurations are copied. Everything else is shared, such as the user's hooks.
 
-    Raises:
-        UnsupportedModelError: a module cannot be copied.
-    """
+    Raises UnsupportedModelError if a module cannot be copied."""
     name = type(model).__name__
     try:
         return _Copier(model).model.eval()
@@ -145,9 +143,7 @@ def signature(model: PreTrainedModel) -> list[Any]:
     These are modules and their types, functions that forwards call, the storage of parameters and buffers, hooks,
     replaced forwards, attributes and configurations. In-place writes to weights leave the signature unchanged.
 
-    Raises:
-        UnsupportedModelError: a module is scripted, so its attributes cannot be read.
-    """
+    Raises UnsupportedModelError if a module is scripted, so its attributes cannot be read."""
     parts: list[Any] = [*called_functions(model).values()]
     seen_configs: set[int] = set()
     for module in model.modules():

@@ -22,14 +22,9 @@ from longdraft.native import QuantizedMatrix, kernels
 
 
 def new_decoder_layer(model: PreTrainedModel, sparse: bool) -> nn.Module:
-    """A decoder layer of a model's own class, with full attention, on the meta device.
+    """A decoder layer of a model's own class, on the meta device: with full attention, and experts if ``sparse``.
 
-    Args:
-        sparse: the layer's MLP has experts (mixture of experts).
-
-    Raises:
-        UnsupportedModelError: the class cannot be constructed, or lacks a part that the functions here use.
-    """
+    Raises UnsupportedModelError if the class cannot be constructed, or lacks a part that the functions here use."""
     config = copy.deepcopy(hosting.decoder_config(model))
     config._attn_implementation = hosting.ATTENTION_NAME
     # The one layer has index 0 in its configuration.

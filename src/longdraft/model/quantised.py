@@ -123,9 +123,7 @@ def check(model: nn.Module) -> None:
 def make_batch_invariant(model: nn.Module) -> None:
     """Probes external layers. In decoding, layers that need it get blocks of rows. The model must be our own copy.
 
-    Raises:
-        UnsupportedModelError: a row's result depends on other rows, or a layer's forward fails on its device.
-    """
+    Raises UnsupportedModelError if a row's result depends on other rows, or a layer's forward fails on its device."""
     for module, block_sizes in _probed_linears(model):
         forward = vars(module)["forward"] = _outside_inference_mode(module.forward)
         # Without our kernels the model's other layers are not batch invariant either.

@@ -42,9 +42,7 @@ _STATE_UPDATES = frozenset({"update_conv_state", "update_recurrent_state"})
 def patch_mixers(model: PreTrainedModel) -> None:
     """Makes a model's mixers use our states in hosted forwards. The model must be our own copy.
 
-    Raises:
-        UnsupportedModelError: a mixer calls an unknown function for its convolution or recurrence.
-    """
+    Raises UnsupportedModelError if a mixer calls an unknown function for its convolution or recurrence."""
     for index, module in enumerate(find_mixers(model)):
         _Mixer(module, index)
 
@@ -52,9 +50,7 @@ def patch_mixers(model: PreTrainedModel) -> None:
 def recurrent_shapes(trace: AttentionTrace) -> dict[int, RecurrentShape]:
     """The state shapes of all recurrent layers, from a traced forward of at least two tokens.
 
-    Raises:
-        UnsupportedModelError: a mixer calls an unknown function for its convolution or recurrence.
-    """
+    Raises UnsupportedModelError if a mixer calls an unknown function for its convolution or recurrence."""
     return {i: adapter.shape(mixer.unsupported(), mixer.recurrence) for i, (mixer, adapter) in trace.mixers.items()}
 
 
@@ -64,13 +60,9 @@ def find_mixers(model: nn.Module) -> list[nn.Module]:
 
 
 class _Mixer:
-    """One mixer: its module, whose forward it replaces, and the functions that the module calls.
+    """One mixer: replaces its module's forward, and the functions ``convolution`` and ``chunked_function`` therein.
 
-    Attributes:
-        index: the mixer's index in module order.
-        convolution, chunked_function: transformers' functions for the convolution and the recurrence.
-        recurrence: describes ``chunked_function``; None for a mixer with a convolution only.
-    """
+    ``recurrence`` describes ``chunked_function``; it is None for a mixer with a convolution only."""
 
     def __init__(self, module: nn.Module, index: int) -> None:
         self.index, self._module, self._class_name = index, module, type(module).__name__

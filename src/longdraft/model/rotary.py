@@ -48,9 +48,7 @@ class RotaryEmbedding:
     Attributes:
         module: transformers' module, called with a tensor of the dtype and positions (1, T).
 
-    Raises:
-        CheckpointError: transformers cannot use the parameters.
-    """
+    Raises CheckpointError if transformers cannot use the parameters."""
 
     def __init__(
         self,
@@ -109,9 +107,7 @@ class RotaryEmbedding:
 def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration, with transformers' defaults of its ``model_type`` for the settings that it lacks.
 
-    Raises:
-        ValueError: the type is unknown to transformers, or a value is not allowed.
-    """
+    Raises ValueError if the type is unknown to transformers, or a value is not allowed."""
     settings = {name: value for name, value in config.items() if name != "model_type"}
     completed: dict[str, Any] = AutoConfig.for_model(str(config.get("model_type") or "llama"), **settings).to_dict()
     return completed

@@ -13,14 +13,13 @@ import torch
 from longdraft.attention.forward_batch import ForwardBatch
 
 Phase = Literal["draft", "forward", "attention", "commit"]
-"""draft: the draft's forwards. forward: the target's verification. attention: the target's attention in verification
-or prefill. commit: committing accepted tokens."""
+"""Drafting; the target's verification; its attention, in verification or prefill; committing accepted tokens."""
 
 
 class RoundProfiler:
     """Sums up each phase's seconds until :meth:`pop_counts`. A nested phase's time does not count in the outer one.
 
-    A GPU is slowed down by waiting for it at each measurement: only the proportions are meaningful there.
+    Each measurement waits for the device, which slows a GPU down: only the proportions are meaningful there.
 
     Attributes:
         counts: phase -> seconds; "keys" -> keys that attention read; "prefix keys" -> committed ones among these.

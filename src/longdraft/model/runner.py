@@ -39,8 +39,7 @@ class TargetRunner:
         model: a decoder-only transformers model. It is never changed: a copy computes (:mod:`.execution_model`).
         offload: where keys and values are kept; see :func:`longdraft.memory.offload.parse`.
         kv_dtype: dtype of keys and values; None takes :attr:`default_kv_dtype`.
-        deterministic: a GPU, too, gives a token the same bits in plain steps and verifications
-            (:mod:`.gpu.deterministic`).
+        deterministic: on a GPU too, plain steps and verifications have equal bits (:mod:`.gpu.deterministic`).
 
     Attributes:
         held_model: the user's model; set it to None to hold only a weak reference.
@@ -50,9 +49,7 @@ class TargetRunner:
         graphs: CUDA graphs of the target and of drafts that read its KV; may be replaced.
         tp_rank: this process's rank if the target is tensor parallel; else None.
         lock: held during every forward and step: one thread at a time uses a model through longdraft.
-        num_layers: number of decoder layers.
         context_length: longest sequence, in tokens, that the configuration allows.
-        device: the model's device.
         kv_shape: shape of the stores (with this process's heads), and the dtype that the model computes KV in.
         kv_dtype: dtype of keys and values in the stores.
         default_kv_dtype: the ``kv_dtype`` that ``arithmetic`` implies.
@@ -165,9 +162,7 @@ class TargetRunner:
     def shared_parts(self) -> SharedParts:
         """The modules and sizes that trained drafts share with this target.
 
-        Raises:
-            UnsupportedModelError: the target lacks a part, so it takes no trained drafts.
-        """
+        Raises UnsupportedModelError if the target lacks a part, so it takes no trained drafts."""
         return self.execution_model.shared_parts
 
     @property
@@ -260,8 +255,8 @@ class TargetRunner:
         if with_states and (self.execution_model.layout.windows or self.has_recurrent_layers):
             window_dtype = dtype if dtype.is_floating_point else self.kv_shape.dtype
             windows_transposed = transposed or window_dtype != self.kv_shape.dtype
-            states_args = self.execution_model.model, slots, capacity, windows_transposed, window_dtype
-            store.attach_states(*hosting.new_layer_states(*states_args))
+            model = self.execution_model.model
+            store.attach_states(*hosting.new_layer_states(model, slots, capacity, windows_transposed, window_dtype))
         return store
 
     @torch.inference_mode()

@@ -68,9 +68,7 @@ def shared_parts(model: PreTrainedModel, description: dict[str, Any] | None = No
     Args:
         description: the model's description, if known; None computes :func:`describe_target`.
 
-    Raises:
-        UnsupportedModelError: the model has no rotary embedding, or a head that drafts cannot use.
-    """
+    Raises UnsupportedModelError if the model has no rotary embedding, or a head that drafts cannot use."""
     config = hosting.decoder_config(model)
     rotary = rotary_module(model)
     if rotary is None:
@@ -123,9 +121,7 @@ def norm_before_head(model: PreTrainedModel) -> nn.Module | None:
 def final_norm_weight(model: PreTrainedModel) -> torch.Tensor:
     """The weight (hidden,), float32, of the RMSNorm between the last layer and the head.
 
-    Raises:
-        UnsupportedModelError: there is no such norm.
-    """
+    Raises UnsupportedModelError if there is no such norm."""
     size = int(hosting.decoder_config(model).hidden_size)
     norm = norm_before_head(model)
     x = torch.ones(1, size, dtype=model.dtype, device=model.device)

@@ -83,9 +83,7 @@ def small_llama_config(
 def build_decoder(config: Mapping[str, Any]) -> PreTrainedModel:
     """The layers and the final norm of a Llama, in float32 on the CPU, for :func:`hidden_states`.
 
-    Raises:
-        CheckpointError: ``model_type`` is not llama. Invalid sizes raise transformers' errors.
-    """
+    Raises CheckpointError if ``model_type`` is not llama, and transformers' errors for invalid sizes."""
     model = _new_llama(LlamaModel, config)
     model.embed_tokens = None
     model.config._attn_implementation = hosting.ATTENTION_NAME
@@ -129,9 +127,7 @@ def initialize(decoder: PreTrainedModel, seed: int, head: torch.Tensor) -> None:
 def copy_target_layers(decoder: PreTrainedModel, runner: TargetRunner, layers: tuple[int, ...]) -> None:
     """Initialises the decoder from these layers of the target, and from the target's final norm.
 
-    Raises:
-        ConfigError: the decoder has another number of layers, the target lacks one of these, or sizes or parts differ.
-    """
+    Raises ConfigError if the decoder has another number of layers, the target lacks one, or sizes or parts differ."""
     target_layers = hosting.decoder_layers(runner.model)
     if len(layers) != len(decoder.layers):
         raise ConfigError(f"start_from names {len(layers)} layers for a draft of {len(decoder.layers)}: name as many.")
@@ -159,9 +155,7 @@ def build_causal_lm(
         weights: state dict of :func:`build_decoder`'s model, in the dtype and on the device to run in.
         head: weight (draft vocabulary, hidden).
 
-    Raises:
-        CheckpointError: ``model_type`` is not llama.
-    """
+    Raises CheckpointError if ``model_type`` is not llama."""
     model = _new_llama(LlamaForCausalLM, config)
     model.model.embed_tokens = None
     model.model.load_state_dict(weights, assign=True)

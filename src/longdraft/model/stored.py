@@ -89,17 +89,12 @@ class StoredLinear(StoredWeights):
 
 
 class ArrangedLinear(nn.Module):
-    """``nn.Linear`` without bias whose weight is a permutation of stored matrices.
-
-    Quantised weights cannot be permuted within a block, so the layer permutes its inputs and outputs instead.
+    """``nn.Linear`` without bias that permutes inputs and outputs: weights cannot be permuted within a quant block.
 
     Args:
         parts: matrices (outputs of the part, in), which are stacked.
         rows: (out,) for each output, its row in the stacked parts; None for the same order.
-        columns: (in,) for each input, its column in the parts; None for the same order.
-
-    Attributes:
-        places: the inverse permutation of ``columns``.
+        columns: (in,) for each input, its column in the parts; None for the same order. ``places`` is the inverse.
     """
 
     rows: torch.Tensor | None

@@ -152,9 +152,7 @@ def check_length(model: PreTrainedModel, length: int, num_draft_tokens: int) -> 
         length: tokens of the longest sequence, prompt and output.
         num_draft_tokens: draft tokens beyond ``length``, which change the frequencies for a verification too.
 
-    Raises:
-        ContextError: names the RoPE type, and the length up to which it is exact.
-    """
+    Raises ContextError, which names the RoPE type and the length up to which it is exact."""
     limit, needed = context_length(model), length + num_draft_tokens
     dynamic_type = next((name for name in map(rope_type, rope_parameters(model)) if "dynamic" in name), None)
     if dynamic_type is not None and needed > limit:

@@ -55,9 +55,7 @@ class TPRank:
     def local_kv_shape(self, shape: KVShape) -> KVShape:
         """The shape of this process's KV.
 
-        Raises:
-            CapabilityError: the KV heads are not divisible by the number of processes.
-        """
+        Raises CapabilityError if the KV heads are not divisible by the number of processes."""
         if not self.shards_heads:
             return shape
         if shape.kv_heads % self.world_size:
@@ -114,9 +112,7 @@ class TPRank:
 def tp_rank_of(model: PreTrainedModel) -> TPRank | None:
     """This process's rank, always the same object for a model; None if the model is not sharded.
 
-    Raises:
-        CapabilityError: the model is sharded in a way that is not supported.
-    """
+    Raises CapabilityError if the model is sharded in a way that is not supported."""
     meshes = {p.device_mesh for p in model.parameters() if is_dtensor(p)}
     if not meshes:
         return None

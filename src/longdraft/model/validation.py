@@ -109,9 +109,7 @@ def _is_close(actual: object, expected: object) -> bool:
 def validate_hosting(model: PreTrainedModel) -> KVLayout:
     """Hosts a copy of a model without the user's hooks, compares it with the model, and returns its layout.
 
-    Raises:
-        UnsupportedModelError: the hosted copy fails, or computes something else.
-    """
+    Raises UnsupportedModelError if the hosted copy fails, or computes something else than the model."""
     copy = copy_without_hooks(model)
     stored_model.set_int8(copy, False)
     quantised.replace_by_random_products(copy)
