@@ -220,21 +220,21 @@ def _span(config: Any, call: AttentionCall) -> AttentionSpan | None:
         layer_type = layer_types[call.layer]
         kinds = _LAYER_TYPES.get(layer_type, ())
         if "chunk" in kinds:
-            return _unless_unbounded(config, AttentionSpan(int(config.attention_chunk_size), is_chunked=True))
+            return _span_if_shorter(config, AttentionSpan(int(config.attention_chunk_size), is_chunked=True))
         if "window" in kinds:
             if window_size is None:
                 raise UnsupportedModelError(f"{call.module} has a sliding window of unknown size: set sliding_window.")
-            return _unless_unbounded(config, AttentionSpan(int(window_size)))
+            return _span_if_shorter(config, AttentionSpan(int(window_size)))
         if "full" in kinds:
             return None
         raise UnsupportedModelError(
             f"{call.module} has layers of the kind {layer_type}, which longdraft cannot host exactly yet."
         )
-    return None if window_size is None else _unless_unbounded(config, AttentionSpan(int(window_size)))
+    return None if window_size is None else _span_if_shorter(config, AttentionSpan(int(window_size)))
 
 
-def _unless_unbounded(config: Any, span: AttentionSpan) -> AttentionSpan | None:
-    """The span; None if the model's whole context fits into it, which makes it full attention."""
+def _span_if_shorter(config: Any, span: AttentionSpan) -> AttentionSpan | None:
+    """The span if it is shorter than the model's context; otherwise None, for full attention."""
     context_length = getattr(config, "max_position_embeddings", None)
     return None if isinstance(context_length, int) and span.size >= context_length else span
 

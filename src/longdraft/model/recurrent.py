@@ -180,6 +180,7 @@ class _StateCacheAdapter:
 
     @property
     def layers(self) -> _StateCacheAdapter:
+        """Stands for the layers too: some mixers read ``cache.layers[i].conv_states`` and ``.recurrent_states``."""
         return self
 
     def __getitem__(self, layer: int) -> _StateCacheAdapter:
@@ -200,7 +201,7 @@ class _StateCacheAdapter:
         return out
 
     def scan(self, mixer: _Mixer, arguments: dict[str, Any]) -> Any:
-        """Runs the recurrence; returns what the chunked function would."""
+        """Runs the recurrence on all tokens. Returns the chunked function's result."""
         return mixer.chunked_function(**arguments)
 
     def shape(self, message: str, recurrence: Recurrence | None) -> RecurrentShape:
@@ -247,9 +248,8 @@ class _ChunkAdapter(_StateCacheAdapter):
         return None if state is None else (state.transpose(1, 2) if self._is_transposed else state)[None]
 
     def update_recurrent_state(self, state: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        self._new_checkpoint.recurrent_state = (
-            (state.transpose(2, 3) if self._is_transposed else state)[0].float().contiguous()
-        )
+        own_layout = state.transpose(2, 3) if self._is_transposed else state
+        self._new_checkpoint.recurrent_state = own_layout[0].float().contiguous()
         return state
 
     def scan(self, mixer: _Mixer, arguments: dict[str, Any]) -> Any:

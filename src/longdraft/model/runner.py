@@ -108,7 +108,7 @@ class TargetRunner:
         # A CUDA graph cannot capture collectives, sliding window caches, or a loop over tokens.
         can_capture = self.tp_rank is None and not (layout.windows or layout.recurrent or layout.custom_cache_layers)
         self.graphs = CudaGraphs.for_device(self.device, self.attention_path) if can_capture else CudaGraphs(None)
-        # Two arenas, or stores and resident stores would take each other's buffers.
+        # Resident stores have an arena of their own, or they would take the buffers of other stores.
         self._arena, self._resident_arena = BufferArena(), BufferArena()
         self._structure, self._store_kind = structure_of(model), self.store_kind
         self.fixed_batch_rows = fixed_batches.fixed_batch_rows_for(self) if deterministic else None
@@ -122,7 +122,7 @@ class TargetRunner:
 
     @property
     def buffer_arena(self) -> BufferArena | None:
-        """Buffers of stores, reused so that CUDA graphs stay valid; None without CUDA graphs."""
+        """Buffers for new stores. CUDA graphs fix addresses, so old buffers are reused. None without CUDA graphs."""
         return self._arena if self.graphs.enabled else None
 
     @property

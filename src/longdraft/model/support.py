@@ -174,7 +174,7 @@ def check_kv_dtype(runner: TargetRunner, dtype: torch.dtype, option: str) -> Non
         return
     advice = "leave it out"
     if for_view:
-        advice += "; a view of the full context needs it, so take another"
+        advice += '; with view="all", which needs int8, take another view'
     elif runner.device.type == "cuda":
         advice += '; offload="host" or a partial view (specpv, self) takes less of a GPU\'s memory'
     name = str(dtype).removeprefix("torch.")

@@ -25,10 +25,10 @@ def tree_parents(batch: ForwardBatch) -> list[list[int]]:
 def _parents_from_mask(mask: list[list[bool]], tree_len: int) -> list[int]:
     """Parents from a mask with a row for each node of the batch: the True columns are its path, itself included."""
     parents = [-2] * tree_len
-    for is_on_path in mask:
+    for mask_row in mask:
         parent = -1
-        for node, on_path in enumerate(is_on_path):
-            if on_path:
+        for node, is_on_path in enumerate(mask_row):
+            if is_on_path:
                 parents[node], parent = parent, node
     return parents
 
