@@ -25,6 +25,7 @@ from longdraft.native.int8_kv import KVTensor
 from longdraft.native.library import HEAD_DIM_MULTIPLE
 from longdraft.native.structures import FEW_TOKENS, LinearWeights, Norm
 
+# The linear layers in the attention module and the MLP, in the kernels' order.
 LINEAR_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # The kernels' name of a norm -> transformers' attribute. "post_attention_layernorm" normalizes the attention's output
 # in Gemma's layers, but the MLP's input in Llama's.
@@ -43,7 +44,7 @@ SINGLE_ROPE = ""
 
 
 def kernel_layer(layer: nn.Module, head_dim: int) -> DecoderLayer | None:
-    """A decoder layer for the kernels; None if they cannot compute it. ``head_dim``: for modules that state none."""
+    """A decoder layer for the kernels; None if they cannot compute it. ``head_dim`` is for a layer that states none."""
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
     if attention is None or not is_unmodified(layer):
         return None
@@ -154,7 +155,7 @@ def is_modified(module: nn.Module, is_patched: bool = False) -> bool:
 
 
 class LayerKind(NamedTuple):
-    """Layers of one kind share a window and cos and sin.
+    """What distinguishes attention layers for the kernels: their window, and RoPE's cos and sin.
 
     Attributes:
         window: index of the layers' :class:`WindowKVCache`; None for full context.
@@ -185,12 +186,8 @@ class LayerKinds(NamedTuple):
         """The kinds; None if a layer attends twice or reads another layer's KV, or without a rotary embedding."""
         layers, layout, rotary = hosting.decoder_layers(model), layout_of(model), rotary_module(model)
         has_attention = [hasattr(layer, "self_attn") for layer in layers]
-        num_attention = sum(has_attention)
-        if (
-            rotary is None
-            or num_attention != len(layout.locations)
-            or len(layers) - num_attention != len(layout.recurrent)
-        ):
+        num_attention, num_recurrent = sum(has_attention), len(layers) - sum(has_attention)
+        if rotary is None or (num_attention, num_recurrent) != (len(layout.locations), len(layout.recurrent)):
             return None
         if not layout.locations or not all(location.writes_kv for location in layout.locations):
             return None

@@ -169,9 +169,7 @@ def build_layout(
         return max(heads), max(dims), len(heads) > 1 or len(dims) > 1
 
     heads, dim, padded = largest_sizes(None)
-    windows = tuple(
-        WindowShape(span, layer_counts[span], *largest_sizes(span)[:2], model.dtype) for span in window_spans
-    )
+    windows = tuple(WindowShape(s, layer_counts[s], *largest_sizes(s)[:2], model.dtype) for s in window_spans)
     shape = KVShape(layer_counts[None], heads, dim, model.dtype, padded)
     return KVLayout(tuple(locations), shape, windows, recurrent, calls if custom_attention else ())
 

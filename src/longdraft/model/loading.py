@@ -77,7 +77,7 @@ def load(
     name = os.fspath(packaged_file() if model is None else model)
     loaded = _read(name, loaded_dtype, report, rope_factor, weights, arithmetic)
     if model is None:
-        # Drafts record their target_device by name, and the file's path differs between machines.
+        # Drafts record their target by name, and the file's path differs between machines.
         loaded.model.config._name_or_path = loaded.model.name_or_path = EMBEDDED_ID
     network = loaded.model.to(target_device).eval().requires_grad_(False)
     if target_device.type == "cuda":

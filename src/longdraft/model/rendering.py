@@ -97,7 +97,7 @@ if hasattr(os, "register_at_fork"):  # a forked child must not use the parent's 
 
 
 class _Generation(jinja2.ext.Extension):
-    """The tag ``{% generation %}`` around the assistant's words, which training needs: renders its content."""
+    """Renders the content of ``{% generation %}``, a tag that marks the assistant's answers for training."""
 
     tags = {"generation"}  # noqa: RUF012
 
