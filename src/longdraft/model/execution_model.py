@@ -54,7 +54,9 @@ class ExecutionModel:
         recurrent.patch_mixers(self.model)
         is_sharded, has_windows = tp_rank_of(model) is not None, has_non_full_attention(model)
         if is_sharded and has_windows:
-            raise UnsupportedModelError("Models with sliding windows cannot run tensor parallel: use one process.")
+            raise UnsupportedModelError(
+                "Models with windows, chunks or recurrent layers cannot run tensor parallel: use one process."
+            )
         if has_windows:
             self._validate(model)
         self.fused = FusedLayers(self.model)
@@ -108,8 +110,8 @@ class ExecutionModel:
 
 
 _locks: WeakKeyDictionary[PreTrainedModel, AbstractContextManager[bool]] = WeakKeyDictionary()
-# Re-entrant: garbage collection may run code that takes it again in the same thread. A thread that holds it waits for no
-# other lock, so no deadlock is possible.
+# Re-entrant: garbage collection may run code that takes it again in the same thread. A thread that holds it waits for
+# nothing else, so no deadlock is possible.
 _locks_table_guard = threading.RLock()
 
 

@@ -128,7 +128,7 @@ def _experts_of(module: Any, names: tuple[str, str]) -> Experts | None:
 
 
 def _group_by_expert(expert_ids: torch.Tensor) -> tuple[list[int], list[int], torch.Tensor]:
-    """Sorts (token, expert) pairs by expert. Returns the experts, each one's first pair (and the end), and the order."""
+    """Sorts (token, expert) pairs. Returns the experts, the first pair of each (and the end), and the order."""
     order = expert_ids.argsort(stable=True)
     experts: list[int] = []
     starts: list[int] = []
