@@ -34,8 +34,7 @@ _IGNORED_SETTINGS = frozenset(
     ("transformers_version", "name_or_path", "architectures", "dtype", "kernel_config", "hf_device_map", "loss_type")
 )
 _EXCLUDED_ATTRIBUTES = MODULE_ATTRIBUTES | IGNORED_ATTRIBUTES | _IGNORED_SETTINGS | {"_is_hf_initialized"}
-# Attribute -> its name in digests, which keep earlier names so that snapshots on disk stay valid. Names of classes are in
-# digests as well.
+# Attribute -> its earlier name, kept in digests so that snapshots on disk stay valid. Digests have class names as well.
 _DIGEST_NAMES = {
     "rows_per_matrix": "outs", "saved_by_parent": "inside", "expert_count": "count", "dtype_sample": "like",
     "_repacked": "_woven",
