@@ -20,10 +20,9 @@ from longdraft.native import kernels
 from longdraft.native.experts import ExpertWeights, GroupedGemm
 
 _GRAIN_SIZE = 32768  # at::internal::GRAIN_SIZE: torch computes a tensor of at most this many elements in one thread
-_PADDED_MULTIPLE = 128  # elements; a multiple of every CPU's SIMD width, also where torch unrolls its loop
+_PADDED_MULTIPLE = 128  # elements; a multiple of every CPU's SIMD width, times the unrolling of torch's loops
 _ACTIVATIONS = ("sigmoid", "silu", "softplus", "tanh", "gelu", "logsigmoid", "softsign", "mish", "elu", "celu", "selu")
 _MATH_FUNCTIONS = ("exp", "log", "log1p", "expm1", "erf")
-
 # Names of tensor arguments. The replacements expect tensors by position, so calls with these keywords run unchanged.
 _TENSOR_KEYWORDS = frozenset({"input", "other", "mat2", "out"})
 
@@ -62,8 +61,8 @@ def outside_mode(function: Callable[..., Any]) -> Callable[..., Any]:
 def in_full_vectors(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """Applies an elementwise function so that no result depends on an element's position in the tensor."""
     count = x.numel()
-    on_cpu = x.device.type == "cpu" and x.is_floating_point()
-    if not on_cpu or (count <= _GRAIN_SIZE and count % _PADDED_MULTIPLE == 0 and x.is_contiguous()):
+    is_supported = x.device.type == "cpu" and x.is_floating_point()
+    if not is_supported or (count <= _GRAIN_SIZE and count % _PADDED_MULTIPLE == 0 and x.is_contiguous()):
         return function(x)
     flat = x.contiguous().view(-1)
     if padding := -count % _PADDED_MULTIPLE:
@@ -142,7 +141,6 @@ def _torch_functions(*names: str) -> list[Any]:
     return [function for n in namespaces for name in names if (function := getattr(n, name, None)) is not None]
 
 
-# torch function -> its replacement.
 _BASE_REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_torch_functions(*_ACTIVATIONS, *_MATH_FUNCTIONS), _elementwise),
     **dict.fromkeys(_torch_functions("glu"), _glu),

@@ -58,6 +58,7 @@ def replaced_functions(model: nn.Module) -> list[str]:
 
 def _reachable(start_names: Iterable[str], namespaces: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Dotted name -> function, for the functions with these names and, recursively, with any name in their code.
+
     More than is called: a name counts in every namespace that has it."""
     functions, names = dict[str, Any](), [*start_names]
     for name in names:  # the list grows inside the loop

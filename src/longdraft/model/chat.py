@@ -35,8 +35,7 @@ _JSON_TEMPLATE = "{{ {'messages': messages, 'tools': tools, 'documents': documen
 def chat_template_arguments(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
     """Arguments for :func:`apply_chat_template`; None if the prompt has to be plain text.
 
-    A tokenizer without a template gets its family's from :data:`FAMILY_TEMPLATES`, or plain text. Both log a warning.
-    """
+    A tokenizer without a template gets its family's from :data:`FAMILY_TEMPLATES`, or plain text. Both are logged."""
     if tokenizer.chat_template:
         return {}
     name = "/".join(Path(path := str(tokenizer.name_or_path)).parts[-2:])
@@ -60,8 +59,7 @@ def apply_chat_template(
 ) -> str:
     """Renders messages as ``tokenizer.apply_chat_template`` does, within limits of time and memory (:mod:`.rendering`).
 
-    Raises PromptError if the template refuses the messages, fails or exceeds a limit. The error names the model.
-    """
+    Raises PromptError if the template refuses the messages, fails or exceeds a limit. The error names the model."""
     from transformers import PreTrainedTokenizerBase
 
     kwargs: dict[str, Any] = {"tools": tools, "documents": documents, "tokenize": False}
@@ -100,13 +98,11 @@ def chat_prompt(
         raise PromptError("The prompt is empty: give an instruction, a document, or both.")
     if chat_template_arguments(tokenizer) is None:
         return encode(tokenizer, _join_paragraphs(system, user))
-    turns = [("system", system), ("user", user)] if system and system.strip() else [("user", user)]
+    system_messages = [{"role": "system", "content": system}] if system and system.strip() else []
     try:
-        return encode_conversation(
-            tokenizer, [{"role": role, "content": text} for role, text in turns], **template_kwargs
-        )
+        return encode_conversation(tokenizer, [*system_messages, {"role": "user", "content": user}], **template_kwargs)
     except PromptError as error:
-        advice = " Leave the system message out." if len(turns) > 1 else ""
+        advice = " Leave the system message out." if system_messages else ""
         raise PromptError(f"{error}{advice}") from error
 
 
@@ -158,7 +154,7 @@ def _join_paragraphs(*parts: str | None) -> str:
 
 
 def _check_unicode(text: str) -> str:
-    """Returns the text. Raises PromptError for a lone surrogate, which the tokenizer would report unclearly."""
+    """Returns the text. Raises PromptError for a lone surrogate, for which the tokenizer's own error is unclear."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

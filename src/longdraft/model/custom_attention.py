@@ -68,8 +68,7 @@ class _SequenceForward:
     Attributes:
         tree_kv: two lists by layer, keys and values of the tree's nodes, each (kv_heads, tree_len, head_dim).
         hidden: layer -> hidden states (T, hidden).
-        logits: (T, vocabulary), or (1, vocabulary) of the last token. None before :meth:`run`.
-    """
+        logits: (T, vocabulary), or (1, vocabulary) of the last token. None before :meth:`run`."""
 
     def __init__(self, ctx: hosting.ForwardContext, sequence_index: int) -> None:
         self._ctx, self._sequence_index, batch = ctx, sequence_index, ctx.batch
@@ -117,8 +116,8 @@ class _SequenceForward:
         with hosting.forward_scope(ctx):
             out = _forward(module, chain_batch.token_ids, chain_batch.positions, cache, past_len, last_only)
         for layer, cache_layer in enumerate(cache.layers):
-            for tree, cached in zip(self.tree_kv, (cache_layer.keys, cache_layer.values), strict=True):
-                tree[layer][:, chain] = cached[0, :, past_len:]
+            for tree, kv in zip(self.tree_kv, (cache_layer.keys, cache_layer.values), strict=True):
+                tree[layer][:, chain] = kv[0, :, past_len:]
         indices = [node - self._ctx.batch.tree_offset for node in chain]
         for layer, hidden in ctx.hidden.items():
             self.hidden.setdefault(layer, self._new_output(hidden[0]))[indices] = hidden[0]

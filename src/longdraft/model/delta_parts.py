@@ -20,7 +20,7 @@ from longdraft.native.boundary import CPU_FLOAT32
 from longdraft.native.delta import DeltaNetBatch, DeltaNetDims, DeltaNetSequence, GatedDeltaNetLayer
 from longdraft.native.recurrent import RecurrentSequence, TreeOrder
 
-# Submodules of transformers' layers, in the order that :class:`GatedDeltaNetLayer` expects.
+# Submodules of transformers' layers, in :class:`GatedDeltaNetLayer`'s order, and its names of norms -> transformers'.
 _MIXER_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 _MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _NORM_NAMES = {"norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
@@ -41,10 +41,10 @@ def kernel_delta_layer(layer: nn.Module) -> GatedDeltaNetLayer | None:
     offset = None if norms is None else norm_weight_offset(layer_norms.values())
     if projections is None or norms is None or is_gelu is None or offset is None:
         return None
-    heads, value_dim = mixer.A_log.shape[0], norms["out_norm"][0].shape[0]
-    qk_size, key_dim = projections[0][0].shape[0] - heads * value_dim, int(mixer.head_k_dim)
-    key_heads = qk_size // (2 * key_dim)
-    # Some versions of transformers repeat queries and keys for all heads before the recurrence, and cache them so.
+    num_heads, value_dim = mixer.A_log.shape[0], norms["out_norm"][0].shape[0]
+    qk_size, key_dim = projections[0][0].shape[0] - num_heads * value_dim, int(mixer.head_k_dim)
+    num_k_heads = qk_size // (2 * key_dim)
+    # Some versions of transformers repeat queries and keys for all value heads before the recurrence, and cache that.
     repeats_keys = "repeat_interleave" in names_in_forward(mixer)
     weight, bias = convolution.weight.detach()[:, 0].contiguous(), convolution.bias
     return GatedDeltaNetLayer(
@@ -53,7 +53,7 @@ def kernel_delta_layer(layer: nn.Module) -> GatedDeltaNetLayer | None:
         (weight, None if bias is None else bias.detach()),
         -mixer.A_log.detach().float().exp(),  # A (Mamba's name), by head
         mixer.dt_bias.detach().float().contiguous(),
-        DeltaNetDims(heads, key_heads, key_dim, value_dim, heads if repeats_keys else key_heads),
+        DeltaNetDims(num_heads, num_k_heads, key_dim, value_dim, num_heads if repeats_keys else num_k_heads),
         head_order=head_order,
         gelu=is_gelu,
         norm_weight_offset=offset,
@@ -107,10 +107,10 @@ def _sequence_inputs(
         for new, old in zip(allocated, (state.conv_inputs[0], *state.recurrence_inputs), strict=True):
             new[: batch.tree_offset] = old[: batch.tree_offset]
     state.conv_inputs, state.recurrence_inputs = {0: conv_inputs}, tuple(recurrence_inputs)
-    checkpoint = state.checkpoint
-    assert checkpoint.recurrent_state is not None
-    recurrence = RecurrentSequence(checkpoint.recurrent_state, checkpoint.pending_inputs, recurrence_inputs, order)
-    return DeltaNetSequence(checkpoint.conv_states[0], conv_inputs, recurrence)
+    start = state.checkpoint
+    assert start.recurrent_state is not None
+    recurrence = RecurrentSequence(start.recurrent_state, start.pending_inputs, recurrence_inputs, order)
+    return DeltaNetSequence(start.conv_states[0], conv_inputs, recurrence)
 
 
 def _allocate_cached_inputs(dims: DeltaNetDims, num_tokens: int) -> list[torch.Tensor]:

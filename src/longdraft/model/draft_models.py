@@ -39,8 +39,7 @@ def read_model_sizes(name: str) -> ModelSizes:
 
     Raises:
         CheckpointError: there is no such model, or it is no causal language model.
-        CapabilityError: a GGUF file scales its rotary frequencies in an unknown way.
-    """
+        CapabilityError: a GGUF file scales its rotary frequencies in an unknown way."""
     path = Path(name)
     if is_file := is_gguf(path):
         check_gguf(path)
@@ -82,8 +81,7 @@ def read_draft_model(name: str, dtype: torch.dtype, device: torch.device) -> Pre
     """Reads a draft model, in eval mode and without gradients. A GGUF file's matrices stay quantised.
 
     Raises:
-        CheckpointError: the model cannot be read, or is incomplete.
-    """
+        CheckpointError: the model cannot be read, or is incomplete."""
     if is_gguf(name):
         return load(name, dtype=dtype, device=device).model
     folder = Path(name).expanduser()
@@ -97,8 +95,7 @@ def read_draft_model(name: str, dtype: torch.dtype, device: torch.device) -> Pre
 def vocabulary_mismatch(name: str, runner: TargetRunner) -> str | None:
     """Describes how a draft model's vocabulary differs from the target's: "" if equal, None if either is unknown.
 
-    The vocabularies are read from the files from which the models were loaded. Nothing is downloaded.
-    """
+    The vocabularies are read from the files from which the models were loaded. Nothing is downloaded."""
     origin = str(getattr(runner.model, "name_or_path", "") or "")
     draft_vocab, target_vocab = _read_vocab(name), _read_vocab(origin) if origin else None
     if draft_vocab is None or target_vocab is None:
@@ -131,8 +128,7 @@ def _read_vocab(name: str) -> dict[int, str] | None:
 def fit_vocab_size(model: PreTrainedModel, size: int) -> PreTrainedModel:
     """Changes a draft model's vocabulary to the target's ``size``: the two models may pad one vocabulary differently.
 
-    The head loses rows beyond ``size``, as the target has no such tokens. Missing rows of the embedding become zeros.
-    """
+    The head loses rows beyond ``size``, as the target has no such tokens. The embedding gets rows of zeros."""
     model, embedding = fit_head(model, size), model.get_input_embeddings()
     if (rows := stored.weight_shape(embedding)[0]) < size:
         if isinstance(embedding, stored.StoredEmbedding):  # a quant block of zero bytes encodes zeros

@@ -52,19 +52,17 @@ class ExecutionModel:
         positions.patch_position_ids(self.model)
         self.rope_switch = positions.patch_longrope(self.model)
         recurrent.patch_mixers(self.model)
-        is_sharded, has_windows = tp_rank_of(model) is not None, has_non_full_attention(model)
-        if is_sharded and has_windows:
-            raise UnsupportedModelError(
-                "Models with windows, chunks or recurrent layers cannot run tensor parallel: use one process."
-            )
-        if has_windows:
+        is_sharded, not_full_attention = tp_rank_of(model) is not None, has_non_full_attention(model)
+        if is_sharded and not_full_attention:
+            raise UnsupportedModelError("Models with windows or recurrent layers need one process, without torchrun.")
+        if not_full_attention:
             self._validate(model)
         self.fused = FusedLayers(self.model)
-        # FusedLayers has compared a causal decoder with nothing but a head on top, so no second validation is needed.
-        causal = all(getattr(module, "is_causal", True) for module in model.modules())
-        is_decoder_with_head = causal and hosting.decoder_of(model) is model.base_model
+        # FusedLayers has validated a causal decoder with nothing but a head on top already.
+        is_causal = all(getattr(module, "is_causal", True) for module in model.modules())
+        is_decoder_with_head = is_causal and hosting.decoder_of(model) is model.base_model
         validated = self.fused.stack is not None and is_decoder_with_head and not replaced_functions(model)
-        if not (validated or is_sharded or has_windows):
+        if not (validated or is_sharded or not_full_attention):
             self._validate(model)
         self.layout = layout_of(self.model)
         quantised.make_batch_invariant(self.model)
@@ -134,8 +132,7 @@ class HostedModel:
         """Makes a new copy if the model has changed.
 
         Raises:
-            UnsupportedModelError: the model can no longer be hosted exactly, or copied.
-        """
+            UnsupportedModelError: the model can no longer be hosted exactly, or copied."""
         with self.lock:
             new_signature = self._compute_signature(model)
             if not same_signature(self._signature, new_signature):
@@ -157,8 +154,7 @@ def host_model(model: PreTrainedModel) -> HostedModel:
     """The model's :class:`HostedModel`: one object for all callers, as long as one of them holds it.
 
     Raises:
-        UnsupportedModelError: the model cannot be copied.
-    """
+        UnsupportedModelError: the model cannot be copied."""
     with model_lock(model):
         quantised.decompress(model)
         weak_ref = _hosted_models.get(model)

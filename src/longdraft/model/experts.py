@@ -34,8 +34,7 @@ class Experts:
     Attributes:
         module: transformers' module, which computes everything but the products.
         first: gate and up projection, in one matrix or two, or only up.
-        last: the down projection.
-    """
+        last: the down projection."""
 
     module: Any
     first: list[ExpertWeights]

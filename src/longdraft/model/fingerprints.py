@@ -51,8 +51,8 @@ _PROCESS_ID, _run_counter = uuid.uuid4().hex, itertools.count()
 def fingerprint_of(model: PreTrainedModel) -> str:
     """The fingerprint of a target as it is now: "<model type>-<16 hex digits>"."""
     modules = list(model.modules())
-    local = [(name, tensor, local_tensor(tensor)) for name, tensor in _named_tensors(modules)]
-    tensors = [(name, _as_bytes(part), tensor) for name, tensor, shard in local for part in storage_tensors(shard)]
+    shards = [(name, tensor, local_tensor(tensor)) for name, tensor in _named_tensors(modules)]
+    tensors = [(name, _as_bytes(part), tensor) for name, tensor, shard in shards for part in storage_tensors(shard)]
     settings, samples = "\n".join(_settings(model, modules)), [_sample(rows) for _, rows, _ in tensors]
     versions = [(id(t), data_ptr_of(t), 0 if t.is_inference() else t._version) for _, _, t in tensors]
     quick_digest = hashlib.sha256(f"{settings}\n{versions}".encode())
@@ -86,12 +86,12 @@ def user_code_in(model: nn.Module, include_classes: bool = False) -> list[str]:
         include_classes: True adds modules whose class comes from none of the packages that longdraft knows."""
     code_names = replaced_functions(model)
     for name, module in model.named_modules():
-        code = [hook for hooks in HOOKS for hook in getattr(module, hooks).values()]
+        functions = [hook for hooks in HOOKS for hook in getattr(module, hooks).values()]
         # A model's other attributes may be functions that its forward does not call.
         values = [vars(module).get("forward")] if isinstance(module, PreTrainedModel) else vars(module).values()
-        code += [f for f in values if isinstance(f, FunctionType | MethodType | partial)]
-        code += [type(module).forward] if include_classes else []
-        code_names += [name or type(module).__name__ for function in code if not is_library_code(function)]
+        functions += [f for f in values if isinstance(f, FunctionType | MethodType | partial)]
+        functions += [type(module).forward] if include_classes else []
+        code_names += [name or type(module).__name__ for function in functions if not is_library_code(function)]
     return code_names
 
 

@@ -136,10 +136,10 @@ class FusedLayers:
             return None
         if self._int8 or self._is_quantized_for_draft:
             return self.stack
-        needed = [quantized_draft_bytes(matrix, 4) for layer in self.stack.layers for matrix, _ in layer.projections]
-        needed += [] if self.stack.head is None else [quantized_draft_bytes(self.stack.head[0])]
+        sizes = [quantized_draft_bytes(matrix, 4) for layer in self.stack.layers for matrix, _ in layer.projections]
+        sizes += [] if self.stack.head is None else [quantized_draft_bytes(self.stack.head[0])]
         try:
-            memory_info.require_bytes(sum(needed), torch.device("cpu"), "A model that drafts for itself")
+            memory_info.require_bytes(sum(sizes), torch.device("cpu"), "A model that drafts for itself")
         except MemoryBudgetError as error:
             logger.info("Drafting uses the target's own weights, not a quantised copy: %s", error)
             return None

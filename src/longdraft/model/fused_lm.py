@@ -18,8 +18,7 @@ from longdraft.model.skinny_gemm import MAX_SKINNY_ROWS
 from longdraft.native import DecoderStack, kernels
 from longdraft.native.boundary import CPU_FLOAT32
 
-# Positions behind the last one needed for which cos and sin are computed too.
-_TABLE_MARGIN = 4096
+_TABLE_MARGIN = 4096  # positions beyond the last one needed, so that tables seldom have to grow
 
 
 class FusedLM:

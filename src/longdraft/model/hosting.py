@@ -3,7 +3,8 @@
 transformers lets a registered function (AttentionInterface) replace a model's attention. Our function calls the
 :class:`ForwardContext`, which is a keyword argument of the model's forward. The context receives a layer's queries,
 keys (after RoPE) and values, writes keys and values to the KV store, and attends to the store. transformers' cache is
-unused. The model that runs is longdraft's copy of the user's model (execution_model)."""
+unused. The model that runs is longdraft's copy of the user's model (execution_model).
+"""
 
 from __future__ import annotations
 
@@ -28,8 +29,7 @@ from longdraft.model.layout import AttentionTrace, KVLayout, KVLocation, layout_
 from longdraft.model.layout import decoder_config as decoder_config
 
 ATTENTION_NAME = "longdraft"
-# Context length, in tokens, of models whose configuration has none.
-UNLIMITED_CONTEXT = 1 << 20
+UNLIMITED_CONTEXT = 1 << 20  # context length, in tokens, of models whose configuration has none
 
 
 @dataclass
@@ -121,8 +121,8 @@ _thread_forward: ContextVar[ForwardContext | AttentionTrace | None] = ContextVar
 
 def current_forward() -> ForwardContext | None:
     """The forward that this thread is computing; None outside of :func:`run`."""
-    thread_forward = _thread_forward.get()
-    return thread_forward if isinstance(thread_forward, ForwardContext) else None
+    forward = _thread_forward.get()
+    return forward if isinstance(forward, ForwardContext) else None
 
 
 def in_decode() -> bool:
@@ -139,8 +139,8 @@ def in_prefill() -> bool:
 
 def current_trace() -> AttentionTrace | None:
     """The trace of attention calls that this thread is recording; None if it records none."""
-    thread_forward = _thread_forward.get()
-    return thread_forward if isinstance(thread_forward, AttentionTrace) else None
+    forward = _thread_forward.get()
+    return forward if isinstance(forward, AttentionTrace) else None
 
 
 @contextmanager
@@ -200,8 +200,8 @@ def new_layer_states(
 def decoder_of(model: PreTrainedModel) -> nn.Module:
     """The submodule that computes hidden states: the decoder with the token embedding."""
     embedding = model.get_input_embeddings()
-    parts: list[nn.Module] = [model.get_decoder(), model.base_model]
-    return next((part for part in parts if any(m is embedding for m in part.modules())), parts[0])
+    candidates: list[nn.Module] = [model.get_decoder(), model.base_model]
+    return next((c for c in candidates if any(m is embedding for m in c.modules())), candidates[0])
 
 
 def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
@@ -226,7 +226,7 @@ def context_length(model: PreTrainedModel) -> int:
 
 
 def add_hidden_hook(model: PreTrainedModel, layer: int) -> RemovableHandle:
-    """Adds a hook that puts a decoder layer's output (B, T, hidden) into each context that asks for it."""
+    """Adds a hook that puts a layer's output (B, T, hidden) into contexts that list it in ``hidden_layers``."""
 
     def hook(_module: nn.Module, _inputs: Any, kwargs: dict[str, Any], output: Any) -> None:
         ctx = kwargs.get("longdraft_attend") or current_forward()

@@ -15,8 +15,7 @@ from longdraft.model.stored_model import has_stored_weights
 from longdraft.native.build import LEVEL_NAMES
 from longdraft.native.library import HEAD_DIM_MULTIPLE, NO_KERNELS_COST
 
-# GGUF's formats of dtypes -> torch's.
-_HALF_NAMES = {"BF16": "bfloat16", "F16": "float16"}
+_HALF_NAMES = {"BF16": "bfloat16", "F16": "float16"}  # GGUF's name of a dtype -> torch's
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class KernelReport:
 
     Attributes:
         level: instruction set of longdraft's kernels, one of :data:`native.build.LEVELS`; None if torch computes.
-        weights: formats of the matrices that the kernels read (GGUF's formats, or dtypes), the most frequent first.
+        weights: formats of the matrices that the kernels read (GGUF's names, or dtypes), the most frequent first.
         kv: dtype of the KV cache if longdraft's kernels compute attention; None if torch does.
         whole: True if one kernel call computes a whole forward of a few tokens.
         reason: why longdraft's kernels are not used; None if they are.
@@ -57,8 +56,8 @@ class KernelReport:
 def kernel_report(runner: TargetRunner | None) -> KernelReport:
     """Reports the kernels that decode a target; without a runner, the kernels for this machine's processor."""
     if runner is not None and runner.device.type != "cpu":  # avoids compiling kernels
-        reason = f"the model is on {runner.device}, where {runner.attention_path} computes attention"
-        return KernelReport(None, reason=reason)
+        path = runner.attention_path
+        return KernelReport(None, reason=f"the model is on {runner.device}, where {path} computes attention")
     cpu_kernels = native.kernels()
     if cpu_kernels is None:
         cost = NO_KERNELS_COST

@@ -14,8 +14,7 @@ from longdraft.model.shared_parts import rotary_module
 
 # Bytes of the keys' dtype -> largest difference that counts as rounding, relative to the largest number in the keys.
 _TOLERANCE = {4: 1e-3, 8: 1e-3, 2: 4e-2}
-# A position at which keys are compared. Any but 0 would do.
-_PROBE_POSITION = 7
+_PROBE_POSITION = 7  # keys are compared at this position; any but 0 would do
 
 
 class KeyRotation:
@@ -23,8 +22,7 @@ class KeyRotation:
 
     Raises:
         UnsupportedModelError: a layer does not rotate the halves of its heads (as Llama does), or RoPE's frequencies
-            depend on the text's length.
-    """
+            depend on the text's length."""
 
     def __init__(self, runner: TargetRunner, length: int) -> None:
         self._runner = runner
