@@ -76,7 +76,7 @@ def read_checkpoint(
     tensor_parallel: bool = False,
     **from_pretrained_kwargs: Any,
 ) -> LoadedModel:
-    """Reads model and tokenizer on the CPU with transformers, silently, and refuses incomplete weights.
+    """Reads a folder's or hub id's model and tokenizer to the CPU, silently. Refuses incomplete weights.
 
     Args:
         rope_factor: YaRN's factor (:func:`stretch_rope`); None leaves RoPE unchanged.
@@ -177,8 +177,8 @@ def check_folder(folder: Path) -> bool:
 def check_gguf(file: Path) -> None:
     """Raises CheckpointError if ``file`` cannot be opened or does not begin with GGUF's magic bytes."""
     remedy = "Check the path, and that you may read the file."
-    with file_errors(file, f"{file} cannot be opened", remedy), require_regular(file).open("rb") as start:
-        magic = start.read(4)
+    with file_errors(file, f"{file} cannot be opened", remedy), require_regular(file).open("rb") as reader:
+        magic = reader.read(4)
     if magic != b"GGUF":
         raise CheckpointError(
             f"{file} is not a GGUF file (it begins with {magic!r}). Give a .gguf file, or the model's folder."

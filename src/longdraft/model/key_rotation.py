@@ -61,7 +61,7 @@ class KeyRotation:
         Each sequence is one token, which attends only to itself, so the keys can differ by nothing but rotation."""
         runner, token_positions = self._runner, (0, *positions)
         store = runner.new_store(len(token_positions), 1, resident=True)
-        token_ids = [[runner.vocab_size // 2]] * len(token_positions)  # any ordinary token
+        token_ids = [[runner.vocab_size // 2]] * len(token_positions)  # special tokens are rarely there
         batch = store.make_forward_batch(range(len(token_positions)), token_ids, root_positions=token_positions)
         runner.forward(batch, store, logits="none")
         position_ids = torch.tensor(token_positions, dtype=torch.long, device=runner.device)
