@@ -47,7 +47,7 @@ class ExecutionModel:
         self.version = next(self._versions)
         self.model = copy_model(model)
         traced_layouts.pop(model, None)  # a layout of the model before a change
-        quantised.remove_wrappers(self.model)
+        external_quant.remove_wrappers(self.model)
         hosting.set_attention(self.model)
         positions.patch_position_ids(self.model)
         self.rope_switch = positions.patch_longrope(self.model)
@@ -156,7 +156,7 @@ def host_model(model: PreTrainedModel) -> HostedModel:
     Raises:
         UnsupportedModelError: the model cannot be copied."""
     with model_lock(model):
-        quantised.decompress(model)
+        external_quant.decompress(model)
         weak_ref = _hosted_models.get(model)
         hosted_model = None if weak_ref is None else weak_ref()
         if hosted_model is None:

@@ -138,7 +138,7 @@ class TargetRunner:
     @property
     def is_stale(self) -> bool:
         """True if the model was moved, cast or restructured after this runner was made: it needs a new one."""
-        return structure_of(self.model) != self._structure or self.store_kind != self._store_kind
+        return structure_of(self.model) != self._structure or self.store_compat_key != self._store_kind
 
     def sync_with_model(self) -> None:
         """Adopts the changes that the user made to the model since the last run.
@@ -211,7 +211,7 @@ class TargetRunner:
         return frozenset(config_eos_ids(self.model.generation_config))
 
     @property
-    def store_kind(self) -> object:
+    def store_compat_key(self) -> object:
         """The ``compat_key`` that stores of this target have now: runs may only use stores with an equal one."""
         return self.execution_model.layout, self.model.device, self.model.dtype, self.kv_dtype, self.offload
 
@@ -291,7 +291,7 @@ class TargetRunner:
             )
         with self.lock:
             # Another runner of the same model may have replaced the model's copy.
-            if self.execution_model.was_moved or self.store_kind != self._store_kind:
+            if self.execution_model.was_moved or self.store_compat_key != self._store_kind:
                 self.sync_with_model()
             all_taps = self._with_feature_layers(taps, store)
             # Batches of a fixed number of tokens have few sizes, so a graph is captured at a size's first use.

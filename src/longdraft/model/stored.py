@@ -83,7 +83,7 @@ class StoredLinear(StoredWeights):
         cpu_kernels = kernels() if x.device.type == "cpu" and x.dtype == torch.float32 else None
         if cpu_kernels is not None and (self.int8 or x.numel() <= MAX_SKINNY_ROWS * x.shape[-1]):
             with torch._C.DisableTorchFunction():  # the kernel needs no batch invariant mode
-                return cpu_kernels.linear(x, [(self.matrix, self.bias)], prompt=in_prefill())[0]
+                return cpu_kernels.linear(x, [(self.matrix, self.bias)], prefill=in_prefill())[0]
         inputs = fake_quantize_int8(x, self.format).to(x.dtype) if self.int8 else x
         return F.linear(inputs, self.weight.to(x.dtype), self.bias)
 

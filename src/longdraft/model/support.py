@@ -242,7 +242,7 @@ def _adapter_problem(settings: Any) -> str | None:
         return "puts tokens of its own before the prompt"
     if getattr(settings, "alora_invocation_tokens", None) is not None:
         return "begins in the middle of a sequence"
-    return _UNSUPPORTED_ADAPTERS.get(quantised.enum_value(getattr(settings, "peft_type", "")))
+    return _UNSUPPORTED_ADAPTERS.get(external_quant.enum_value(getattr(settings, "peft_type", "")))
 
 
 def _active_adapters(module: torch.nn.Module) -> list[str]:

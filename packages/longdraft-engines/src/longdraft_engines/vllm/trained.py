@@ -71,7 +71,7 @@ class EngineTarget:
                 "kv_heads": kv_heads, "head_dim": head_dim, "rope_theta": rope.get("rope_theta"), "weights": weights,
             },
             _rotary=rotary.module,
-            _dtype_sample=torch.empty(1, 1, dtype=dtype, device=self.device),
+            _hidden_like=torch.empty(1, 1, dtype=dtype, device=self.device),
         )  # fmt: skip
 
 
