@@ -23,7 +23,7 @@ class ResponseItem(StrictModel):
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    # Outputs of OpenAI's local shell, and references, have an id instead.
+    # An output of OpenAI's local shell and an item_reference have "id" instead.
     call_id: str | None = Field(default=None, validation_alias=AliasChoices("call_id", "id"))
     arguments: str | dict[str, Any] = "{}"
     input: str = ""
@@ -32,7 +32,7 @@ class ResponseItem(StrictModel):
     summary: list[ContentPart] | None = None
 
     @model_validator(mode="after")
-    def _complete(self) -> ResponseItem:
+    def _check_required(self) -> ResponseItem:
         needed = {"message": ("role", "content"), "reasoning": ()}.get(self.type, ("call_id",))
         if self.type in ("function_call", "custom_tool_call"):
             needed = ("name", *needed)
@@ -41,7 +41,7 @@ class ResponseItem(StrictModel):
         return self
 
     def add_to(self, messages: list[dict[str, Any]]) -> None:
-        """Adds the item to a chat's messages. Consecutive items of the assistant become one message."""
+        """Appends the item to a chat's messages, or to the last message if both are the assistant's."""
         if self.type.endswith("_output"):
             messages.append({"role": "tool", "tool_call_id": self.call_id, "content": protocol.join_text(self.output)})
             return
@@ -67,10 +67,10 @@ class ResponseItem(StrictModel):
 
 
 class ResponseStore:
-    """Output items of recent responses, in memory, for clients that refer to them by id instead of sending them again.
+    """Output items of recent responses, in memory: clients may refer to an item by its id instead of sending it again.
 
     Args:
-        max_items: limit; the oldest items are dropped first.
+        max_items: number of items to keep; the oldest are dropped.
     """
 
     def __init__(self, max_items: int = 4096) -> None:
@@ -82,7 +82,7 @@ class ResponseStore:
             del self._items[oldest]
 
     def resolve(self, tenant: str | None, item: ResponseItem) -> ResponseItem:
-        """Returns the item, or the one that it refers to. Raises ApiError if that is not stored."""
+        """Returns the item, or the stored item to which it refers. Raises ApiError if that is not stored any more."""
         if item.type != "item_reference":
             return item
         stored = self._items.get((tenant, str(item.call_id)))
@@ -112,11 +112,11 @@ class Reasoning(StrictModel):
 
 
 class _ConvertedRequest(ChatCompletionRequest):
-    prompt_field = "input"
+    prompt_field = "input"  # the client's name for messages, for error messages
 
 
 def _without_unserved(items: Any) -> Any:
-    """Drops items that come from OpenAI's own tools. Logs a warning."""
+    """Drops calls and outputs of tools that OpenAI runs. Logs a warning."""
     if not isinstance(items, list):
         return items
     return [item for item in items if not (isinstance(item, dict) and is_unserved_item(item.get("type")))]
@@ -138,7 +138,7 @@ class ResponsesRequest(SampledRequest):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     def as_chat(self, resolve: Callable[[ResponseItem], ResponseItem] = lambda item: item) -> ChatCompletionRequest:
-        """The same request for ``/v1/chat/completions``. ``resolve``: see :meth:`ResponseStore.resolve`."""
+        """Converts it to a request for ``/v1/chat/completions``. ``resolve``: see :meth:`ResponseStore.resolve`."""
         messages: list[dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
