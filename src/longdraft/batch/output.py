@@ -114,5 +114,5 @@ class OutputFile:
         self.errors += bool(row.get("error"))
         if self._line_numbers:
             line_number, openai_id = next(self._line_numbers, 0), f"batch_req_{number - 1}"
-            if row.get("line") != line_number and row.get("id") != openai_id:  # rows in our format have "line"
+            if row.get("line") != line_number and row.get("id") != openai_id:  # only native rows have "line"
                 raise ValueError(f"not the answer to row {number}")

@@ -101,8 +101,7 @@ class BatchEngine:
             pending.submit()
             body = await pending.full_response()
         except Exception as error:
-            unexpected = not isinstance(error, LongdraftError)
-            return RowResult(row.error_row(error), failed=True, unexpected=unexpected)
+            return RowResult(row.error_row(error), failed=True, unexpected=not isinstance(error, LongdraftError))
         spec_stats = sum((choice.spec_stats for choice in pending.choices), SpecDecodingStats())
         return RowResult(row.result_row(body, pending), new_tokens=pending.num_new_tokens, spec_stats=spec_stats)
 

@@ -33,6 +33,7 @@ class ResponsesAdapter:
         self.full_response: dict[str, Any] = {}
 
     def begin(self) -> Iterator[str]:
+        """The first events."""
         yield self._event("response.created", response=self.response_object("in_progress"))
         yield self._event("response.in_progress", response=self.response_object("in_progress"))
 
@@ -136,7 +137,7 @@ class ResponsesAdapter:
             "speculation": usage["speculation"],
         }  # fmt: skip
         return {
-            "id": envelope.id.replace("resp-", "resp_"), "object": "response", "created_at": envelope.created,
+            "id": envelope.id.replace("-", "_"), "object": "response", "created_at": envelope.created,
             "model": envelope.model, "status": status, "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,

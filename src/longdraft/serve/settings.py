@@ -27,8 +27,7 @@ class ServerSettings:
     prepare_timeout: float = 60.0  # seconds to tokenize a request and to build its grammars
     sse_ping_interval: float = 5.0  # a stream sends a keep-alive after this many seconds without an event
     think: bool = True  # chat templates enable thinking, unless the request says otherwise
-    # Drafts may use the random numbers with which the target will be sampled.
-    foresee: bool = True
+    foresee: bool = True  # drafts may use the random numbers with which the target will be sampled
     max_body_bytes: int = 8 << 20
     body_timeout: float = 30.0  # seconds in which a request's headers must arrive, and as many for its body
     connections: int | None = None  # limit of open connections; None: half of the process's file descriptors

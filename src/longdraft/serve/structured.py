@@ -86,7 +86,7 @@ def _close_objects(schema: Any) -> Any:
 
 
 def _map_subschemas(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """The schema with its direct subschemas changed."""
+    """The schema with ``change`` applied to its direct subschemas."""
     changed = dict(schema)
     for key, value in schema.items():
         if key in _NAMED_SUBSCHEMAS and isinstance(value, Mapping):
@@ -104,7 +104,7 @@ def rebase_refs(schema: Any, pointer: str) -> Any:
     without_id = {key: value for key, value in schema.items() if key not in ("$id", "$schema")}
     rebased = _map_subschemas(without_id, lambda subschema: rebase_refs(subschema, pointer))
     reference = rebased.get("$ref")
-    if isinstance(reference, str) and reference[:2] in ("#", "#/"):
+    if isinstance(reference, str) and reference[:2] in ("#", "#/"):  # within the schema
         rebased["$ref"] = pointer + reference[1:]
     return rebased
 
@@ -183,8 +183,8 @@ class Constraint:
             allowed = torch.zeros(scores.shape[-1], dtype=torch.bool, device="cpu")
             allowed[self._eos_id] = True
         else:
+            # llguidance returns a byte for each token, 0 if it is forbidden. The head may have more tokens, or fewer.
             bits = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8) > 0
-            # The logits may be more than the tokenizer's vocabulary, or fewer.
             allowed = torch.nn.functional.pad(bits[: scores.shape[-1]], (0, max(0, scores.shape[-1] - len(bits))))
         return scores.masked_fill(~allowed.to(scores.device), float("-inf"))
 

@@ -13,8 +13,8 @@ import regex  # type: ignore[import-untyped]
 from longdraft.serve.tool_types import typed_call
 
 TOOL_CALL_START, TOOL_CALL_END = "<tool_call>", "</tool_call>"
-# A bare call, without tags, as Qwen2.5-Coder writes it, begins a line, perhaps in a code block or a list of calls.
-# Repeats are bounded (16) so that little text is held back while a match is undecided.
+# Qwen2.5-Coder writes bare calls, without tags. They begin a line, perhaps in a code block or a list. Repeats are bounded
+# (16), so that little text is held back while a match is undecided.
 _BARE_PREFIX = r"(?<=\n)[ \t]{0,16}(?:```\w{0,16}\s{0,16})?[\[,\s]{0,16}"
 _BARE_SUFFIX = regex.compile(r"[\s\]}]{0,16}+(?:```\s{0,16}+)?+(?=[^\s`])")
 ARGUMENTS_KEY = r'\s{0,16},\s{0,16}"arguments"\s{0,16}:\s{0,16}(?=\{)'
@@ -51,11 +51,12 @@ class ToolParser:
         self._start_pattern, self._name_pattern = call_start_pattern(names, ARGUMENTS_KEY), call_start_pattern(names)
         self._pending = ""  # text that has not been reported
         self._last_char = "\n"  # the character before the pending text
-        self._whitespace, self._has_text = "", False  # leading white space, dropped if a call follows
+        self._whitespace = ""  # white space at the start, or after a call; dropped if a call follows
+        self._has_text = False  # text other than that white space
         self._state: Literal["text", "tag", "arguments", "end"] = "text"
         self._is_tagged = True
         self._arguments = ""  # of the call in progress, as JSON
-        self._num_calls = 0
+        self._num_calls = 0  # complete calls
 
     def push(self, text: str) -> list[dict[str, Any]]:
         """OpenAI's message deltas for new text."""
@@ -74,16 +75,16 @@ class ToolParser:
         Args:
             truncated: a limit or stop string ended the text. An incomplete call is then dropped.
         """
-        rest, self._pending = (TOOL_CALL_START if self._state == "tag" else "") + self._pending, ""
-        is_call = (self._calls_only and rest) or rest.startswith(TOOL_CALL_START[:5])
-        is_call = is_call or self._name_pattern.search(self._last_char + rest, 1)  # looks behind at _last_char
+        text, self._pending = (TOOL_CALL_START if self._state == "tag" else "") + self._pending, ""
+        is_call = (self._calls_only and text) or text.startswith("<tool")  # TOOL_CALL_START, perhaps incomplete
+        is_call = is_call or self._name_pattern.search(self._last_char + text, 1)  # looks behind at _last_char
         is_text = self._state in ("text", "tag") and not (truncated and is_call)
-        deltas = self._content(rest) if is_text else []
+        deltas = self._text_deltas(text) if is_text else []
         if self._whitespace and not self._num_calls:
             deltas = [{"content": self._whitespace}]
         return deltas, "tool_calls" if self._num_calls and (is_text or self._state == "end") else None
 
-    def _content(self, text: str) -> list[dict[str, Any]]:
+    def _text_deltas(self, text: str) -> list[dict[str, Any]]:
         """The delta for text outside calls. Leading white space is held back."""
         self._last_char = text[-1:] or self._last_char
         self._has_text = self._has_text or bool(text.strip())
@@ -95,16 +96,16 @@ class ToolParser:
 
     def _in_text(self) -> list[dict[str, Any]]:
         """Reports text up to the start of a call, complete or partial."""
-        find, start = self._start_pattern.search, 1
+        find, start = self._start_pattern.search, 1  # position 0 is _last_char
         if self._calls_at_start:
             find, start = self._start_pattern.match, 1 + len(self._pending) - len(self._pending.lstrip())
         is_answer = self._calls_at_start and self._has_text
         match = None if is_answer else find(self._last_char + self._pending, start, partial=True)
         if match is None:
             text, self._pending = self._pending, ""
-            return self._content(text)
+            return self._text_deltas(text)
         text, self._pending = self._pending[: match.start() - 1], self._pending[match.start() - 1 :]
-        deltas = self._content(text)
+        deltas = self._text_deltas(text)
         if match.partial:
             return deltas
         self._pending, self._whitespace, self._has_text = self._pending[match.end() - match.start() :], "", False
@@ -123,7 +124,7 @@ class ToolParser:
         if not end_tag:
             return []
         self._pending, self._state = after, "text"
-        return self._content(f"{TOOL_CALL_START}{inside}{TOOL_CALL_END}")
+        return self._text_deltas(f"{TOOL_CALL_START}{inside}{TOOL_CALL_END}")
 
     def _begin_call(self, name: str) -> list[dict[str, Any]]:
         self._state, self._arguments, self._name = "arguments", "", name
