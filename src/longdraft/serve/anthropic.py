@@ -58,7 +58,6 @@ class Tool(TypedObject):
     defer_loading: bool = False
 
     def as_chat_tool(self) -> dict[str, Any]:
-        """The tool as ``/v1/chat/completions`` takes it."""
         function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
         return {"type": "function", "function": {name: x for name, x in function.items() if x is not None}}
 
@@ -211,7 +210,6 @@ class MessagesAdapter:
         }  # fmt: skip
 
     def begin(self) -> Iterator[str]:
-        """The first event."""
         yield _event("message_start", message=self.full_response)
 
     def push(self, choice: Mapping[str, Any]) -> Iterator[str]:

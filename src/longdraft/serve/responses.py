@@ -33,7 +33,6 @@ class ResponsesAdapter:
         self.full_response: dict[str, Any] = {}
 
     def begin(self) -> Iterator[str]:
-        """The first events."""
         yield self._event("response.created", response=self.response_object("in_progress"))
         yield self._event("response.in_progress", response=self.response_object("in_progress"))
 

@@ -13,8 +13,8 @@ import regex  # type: ignore[import-untyped]
 from longdraft.serve.tool_types import typed_call
 
 TOOL_CALL_START, TOOL_CALL_END = "<tool_call>", "</tool_call>"
-# Qwen2.5-Coder writes bare calls, without tags. They begin a line, perhaps in a code block or a list. Repeats are bounded
-# (16), so that little text is held back while a match is undecided.
+# Qwen2.5-Coder writes bare calls, without tags. A bare call begins a line, perhaps in a code block or a list of calls.
+# Repeats are bounded (16), so that little text is held back while a match is undecided.
 _BARE_PREFIX = r"(?<=\n)[ \t]{0,16}(?:```\w{0,16}\s{0,16})?[\[,\s]{0,16}"
 _BARE_SUFFIX = regex.compile(r"[\s\]}]{0,16}+(?:```\s{0,16}+)?+(?=[^\s`])")
 ARGUMENTS_KEY = r'\s{0,16},\s{0,16}"arguments"\s{0,16}:\s{0,16}(?=\{)'
