@@ -147,7 +147,7 @@ class Row:
         """The request of a row in the native format."""
         fields = {name: value for name, value in self._input.items() if name not in ("id", "metadata")}
         if ("prompt" in fields) == ("messages" in fields):
-            raise ApiError(400, "A row needs either prompt or messages: give one of the two.", param="prompt")
+            raise ApiError(400, "A row needs a prompt or messages: give one of the two, not both.", param="prompt")
         if isinstance(prompt := fields.get("prompt"), str) and not self._defaults.raw:
             if not prompt.strip():
                 raise ApiError(400, "The prompt is empty: give some text.", param="prompt")

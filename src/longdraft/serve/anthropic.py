@@ -126,7 +126,7 @@ class CountTokensRequest(GenerationRequest):
     def as_chat(self) -> ChatCompletionRequest:
         """Converts it to a request for ``/v1/chat/completions``. Raises ApiError for a field that is not served."""
         if wrong := [name for name, value in (self.model_extra or {}).items() if value and name in _UNSERVED]:
-            raise ApiError(400, f"{wrong[0]} is not served.", param=wrong[0])
+            raise ApiError(400, f"{wrong[0]} is not served: leave it out.", param=wrong[0])
         messages, tools = self._conversation()
         choice, thinking = self.tool_choice, self.thinking.type
         shared_fields = ("model", "max_tokens", "temperature", "top_p", "top_k", "seed", "method", "user")
@@ -148,9 +148,9 @@ class CountTokensRequest(GenerationRequest):
         if unserved := {tool.type for tool in self.tools} - {"custom"}:
             logger.warning("Tools of types that only Anthropic serves are left out: %s.", ", ".join(sorted(unserved)))
         tools = {tool.name: tool for tool in self.tools if tool.type == "custom"}
-        active = {name: tool for name, tool in tools.items() if not tool.defer_loading}
+        active_tools = {name: tool for name, tool in tools.items() if not tool.defer_loading}
 
-        def message_of(role: str) -> dict[str, Any]:
+        def get_message(role: str) -> dict[str, Any]:  # the last message, if it has this role, else a new one
             if not messages or messages[-1]["role"] != role:
                 messages.append({"role": role, "content": ""})
             return messages[-1]
@@ -163,30 +163,30 @@ class CountTokensRequest(GenerationRequest):
             for i, block in enumerate(source.content):
                 if (text := block.as_text()) is not None:
                     if source.role != "system" or (text and not text.startswith(_BILLING_HEADER)):
-                        message = message_of(role)
+                        message = get_message(role)
                         message["content"] += (separator if message["content"] else "") + text
                         separator = separator if role == "system" else ""  # only in system is each block a paragraph
                 elif block.type == "thinking":
-                    message = message_of(role)
+                    message = get_message(role)
                     message["reasoning_content"] = message.get("reasoning_content", "") + str(block.thinking)
                 elif block.type == "tool_use":
                     call = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
-                    message_of(role).setdefault("tool_calls", []).append({"id": block.id, "function": call})
+                    get_message(role).setdefault("tool_calls", []).append({"id": block.id, "function": call})
                 elif block.type == "tool_result":
                     content = "Error: " * block.is_error + block.content_text()
                     messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
                     # A tool search's result activates the deferred tools that it names.
                     names = [part.tool_name for part in block.content]
-                    active |= {name: tools[name] for name in names if name in tools}
+                    active_tools |= {name: tools[name] for name in names if name in tools}
                 elif block.type == "tool_removal" and block.tool is not None:
-                    active.pop(block.tool.name, None)
+                    active_tools.pop(block.tool.name, None)
                 elif block.tool is not None and (added := block.tool.definition or tools.get(block.tool.name)):
-                    tools[added.name] = active[added.name] = added
+                    tools[added.name] = active_tools[added.name] = added
                 elif block.type != "redacted_thinking":
                     path = f"messages.{message_index}.content.{i}" if message_index >= 0 else f"system.{i}"
                     raise ApiError(400, f"{path}: {block.type} is not served: send text.", param=path)
         may_call = self.tool_choice.type != "none"
-        return messages, [tool.as_chat_tool() for tool in active.values() if may_call]
+        return messages, [tool.as_chat_tool() for tool in active_tools.values() if may_call]
 
 
 class MessagesRequest(CountTokensRequest):

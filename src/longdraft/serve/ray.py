@@ -108,7 +108,7 @@ def deployment_options(
 
 
 class Replica:
-    """Ray Serve's deployment class: a service and its application."""
+    """Ray Serve's deployment class. A replica has a service and its web application."""
 
     def __init__(self, make_service: Callable[[ServerSettings], Service], settings: ServerSettings) -> None:
         from ray import serve

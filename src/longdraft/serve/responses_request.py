@@ -33,10 +33,10 @@ class ResponseItem(StrictModel):
 
     @model_validator(mode="after")
     def _check_required(self) -> ResponseItem:
-        needed = {"message": ("role", "content"), "reasoning": ()}.get(self.type, ("call_id",))
+        required = {"message": ("role", "content"), "reasoning": ()}.get(self.type, ("call_id",))
         if self.type in ("function_call", "custom_tool_call"):
-            needed = ("name", *needed)
-        if missing := [name for name in needed if getattr(self, name) is None]:
+            required = ("name", *required)
+        if missing := [name for name in required if getattr(self, name) is None]:
             raise ValueError(f"an item of type {self.type} needs {missing[0]}")
         return self
 
@@ -85,11 +85,11 @@ class ResponseStore:
         """Returns the item, or the stored item to which it refers. Raises ApiError if that is not stored any more."""
         if item.type != "item_reference":
             return item
-        stored = self._items.get((tenant, str(item.call_id)))
-        if stored is None:
+        stored_item = self._items.get((tenant, str(item.call_id)))
+        if stored_item is None:
             message = f"Item {item.call_id!r} is not stored any more: send it in full, as clients do with store: false."
             raise ApiError(404, message, param="input", code="item_not_found")
-        return ResponseItem.model_validate({**stored, "call_id": stored.get("call_id", stored["id"])})
+        return ResponseItem.model_validate({**stored_item, "call_id": stored_item.get("call_id", stored_item["id"])})
 
 
 class TextFormat(StrictModel):
@@ -112,7 +112,7 @@ class Reasoning(StrictModel):
 
 
 class _ConvertedRequest(ChatCompletionRequest):
-    prompt_field = "input"  # the client's name for messages, for error messages
+    prompt_field = "input"  # error messages name this field instead of "messages"
 
 
 def _without_unserved(items: Any) -> Any:

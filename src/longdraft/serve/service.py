@@ -58,10 +58,10 @@ class Service:
         self.executor = RequestExecutor(settings.queue + settings.slots, settings.prepare_timeout)
         self.worker = Worker(self.new_session, settings.slots, settings.queue, self._save_snapshot)
         self.metrics = Metrics(settings.name, lambda: self.worker.load)
-        self._random, self._created = random.SystemRandom(), int(time.time())
+        self._random, self._start_time = random.SystemRandom(), int(time.time())
         self.response_store = ResponseStore()
 
-    # --- the engine thread ---
+    # --- called in the engine thread ---
 
     def _save_snapshot(self) -> bool:
         """Saves a slot to disk. Returns False if there is nothing to save."""
@@ -77,7 +77,7 @@ class Service:
         """A session with a new prompt cache: if the old session failed, its KV may be the cause."""
         spec, settings = self.speculator(method), self.settings
         feature_layers, tree_bytes = spec.feature_layers(), settings.prefix_cache_bytes
-        if method != settings.methods[0]:  # only the default method keeps prefixes beyond its slots
+        if method != settings.methods[0]:  # only the default method keeps prefixes that lost their slot
             cache = PromptCache(feature_layers)
         elif settings.snapshots is None:
             cache = PromptCache(feature_layers, tree_bytes)
@@ -180,8 +180,8 @@ class Service:
         return {
             "id": settings.name, "object": "model",
             "type": "model", "display_name": settings.name,  # Anthropic's fields, like created_at, max_input_tokens
-            "created": self._created,
-            "created_at": f"{datetime.fromtimestamp(self._created, timezone.utc):%Y-%m-%dT%H:%M:%SZ}",
+            "created": self._start_time,
+            "created_at": f"{datetime.fromtimestamp(self._start_time, timezone.utc):%Y-%m-%dT%H:%M:%SZ}",
             "max_input_tokens": settings.context, "owned_by": "longdraft", "max_model_len": settings.context,
             "longdraft": {
                 "method": settings.methods[0], "methods": list(settings.methods), "context": settings.context,
@@ -240,7 +240,7 @@ def _resolve_context(
     """Tokens of each slot: the setting, or else what the model and 80 % of the free memory allow."""
     context, model_context, slots = settings.context, runner.context_length, settings.slots
     if context > model_context:
-        raise RequestError(f"--context {context}: the model takes {model_context} tokens (--rope-factor allows more).")
+        raise RequestError(f"--context {context}: the model's context holds {model_context} (--rope-factor: more).")
     # kv_dtype, in which the KV is stored, may be smaller than the dtype of kv_shape.
     bytes_per_token = runner.kv_shape.bytes_per_token * runner.kv_dtype.itemsize // runner.kv_shape.dtype.itemsize
     free = memory_info.available_bytes(runner.device)

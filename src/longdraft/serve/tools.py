@@ -112,6 +112,7 @@ def tool_constraint(
             rules = f"{start} {calls}\ncall: {' function '.join(tags)}\nfunction: %json {_call_schema(tools)}\n"
             return Constraint(tokenizer, lark_grammar(rules), prompt_len, in_reasoning)
         function = _call_schema(tools, whitespace_flexible=True, whitespace_pattern=_JSON_SPACE)
+        # One call or, with parallel, several: all in tags, or all bare.
         tagged, bare = (f"{rule} ({_LARK_SPACE} {rule})*" if parallel else rule for rule in ("tagged", "function"))
         tagged_call = f" {_LARK_SPACE} function {_LARK_SPACE} ".join(tags)
         calls = f"calls: {tagged} | {bare}\ntagged: {tagged_call}\nfunction: %json {function}\n"
@@ -208,7 +209,7 @@ class ToolCallConstraint(Constraint):
         tagged = f"start: {_LARK_SPACE} call {_LARK_SPACE} {lark_tag(tokenizer, TOOL_CALL_END)} {_LARK_SPACE}\n{rule}"
         super().__init__(tokenizer, lark_grammar(tagged), prompt_len)
         self._tagged_matcher = self._matcher
-        bare = f'start: (call | "{{" call "}}") {_LARK_SPACE}\n{rule}'  # a chat template may double the braces
+        bare = f'start: (call | "{{" call "}}") {_LARK_SPACE}\n{rule}'  # as in the examples of some chat templates
         self._bare_matcher = LLMatcher(self._ll_tokenizer, lark_grammar(bare))
         names = [tool["function"]["name"] for tool in tools]
         for name in names:
@@ -231,13 +232,13 @@ class ToolCallConstraint(Constraint):
         """Begins to follow the grammar if this token completes the start of a call."""
         self._tail = [*self._tail, token]  # a new list, because clones share the old one
         text = self._last_char + str(self._tokenizer.decode(self._tail))
-        # <think> opens reasoning at the very start only.
+        # <think> opens reasoning only at the start of the text.
         if self._at_start and (stripped := text.strip()):
             self._in_reasoning |= stripped.startswith(THINK_START)
             self._at_start = THINK_START.startswith(stripped) and not self._in_reasoning
             if self._at_start:
                 return
-        if self._in_reasoning:  # keeps enough tokens to find </think>
+        if self._in_reasoning:  # keeps the last 8 tokens: </think> has 8 characters
             self._in_reasoning = THINK_END not in text
             self._tail, self._last_char = (self._tail[-len(THINK_END) :], " ") if self._in_reasoning else ([], text[-1])
             return
@@ -251,8 +252,7 @@ class ToolCallConstraint(Constraint):
         call = text[match.end() :] if is_tagged else text[match.start("bare") :]
         matcher = (self._tagged_matcher if is_tagged else self._bare_matcher).deep_copy()
         tokens = self._ll_tokenizer.tokenize_bytes(call.encode())
-        # Text that the grammar refuses is not a call, and stays unconstrained.
-        if matcher.try_consume_tokens(tokens) == len(tokens):
+        if matcher.try_consume_tokens(tokens) == len(tokens):  # text that the grammar refuses is not a call
             self._matcher, self._unconstrained = matcher, matcher.is_accepting() and self._parallel
 
     def forced_tokens(self) -> list[int]:
