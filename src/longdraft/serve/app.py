@@ -174,19 +174,19 @@ class Endpoints:
         return StreamingResponse(with_errors(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     async def tokenize(self, request: Request) -> Response:
-        def answer(service: Service, body: TokenizeRequest, tenant: str | None) -> Response:
+        def create(service: Service, body: TokenizeRequest, tenant: str | None) -> Response:
             tokens = serving.tokenize(service, body)
             return JSONResponse({"count": len(tokens), "max_model_len": service.settings.context, "tokens": tokens})
 
-        return (await self._parse(request, TokenizeRequest, answer))[1]
+        return (await self._parse(request, TokenizeRequest, create))[1]
 
     async def count(self, request: Request) -> Response:
-        def answer(service: Service, body: CountTokensRequest, tenant: str | None) -> Response:
+        def create(service: Service, body: CountTokensRequest, tenant: str | None) -> Response:
             service.check_model(body.model)
             chat = body.as_chat()
             return JSONResponse({"input_tokens": len(serving.render_chat_prompt(service, chat, chat.tools)[0])})
 
-        return (await self._parse(request, CountTokensRequest, answer))[1]
+        return (await self._parse(request, CountTokensRequest, create))[1]
 
     async def models(self) -> Response:
         name = self._service.settings.name

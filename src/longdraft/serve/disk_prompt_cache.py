@@ -111,7 +111,7 @@ class DiskPromptCache(PromptCache):
             if len(tokens) < self._min_tokens or len(tokens) != self.store.lengths[slot] or slot in self._written:
                 continue
             num_new = len(tokens) - self._best_match(tokens, self.rope_regimes[slot])[1]
-            # A growing conversation is written again when a quarter of it is new, so a few times in all.
+            # A growing conversation is written again only when a quarter of it is new, so only a few times.
             if num_new >= max(self._min_tokens, len(tokens) // 4) and self._write(slot, tokens):
                 self._written.add(slot)
                 return True
@@ -145,9 +145,11 @@ class DiskPromptCache(PromptCache):
         name = hashlib.sha256(repr(key).encode() + tokens.tobytes()).hexdigest()
         path = self._folder / (name[:24] + _FILE_SUFFIX)
         try:
-            free = shutil.disk_usage(self._folder).free
-            if free + sum(self._files[old].size for old in evicted) < size:  # checked before files are deleted in vain
-                raise CheckpointError(f"{size} bytes are needed on the disk of {self._folder}, and {free} are free.")
+            free_bytes = shutil.disk_usage(self._folder).free
+            if (
+                free_bytes + sum(self._files[old].size for old in evicted) < size
+            ):  # checked before deleting files in vain
+                raise CheckpointError(f"{size} bytes are needed on the disk of {self._folder}, {free_bytes} are free.")
             for old in evicted:
                 self._drop(old)
             snapshot.save(store, slot, tokens, self._target, path, rope_regime)

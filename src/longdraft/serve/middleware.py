@@ -28,10 +28,10 @@ PUBLIC_PATHS = ("/", "/health", "/ready", "/version", "/metrics")
 
 
 class GuardMiddleware:
-    """ASGI middleware.
+    """ASGI middleware that checks requests and passes valid ones to ``app``.
 
     Args:
-        settings: host names, origins, keys and limits.
+        settings: the allowed host names and origins, the API keys, and the limits of bodies.
         is_draining: if it returns True, connections are closed after their response. A client could otherwise keep the
             server from shutting down, with one request after another on a connection.
     """
@@ -39,17 +39,17 @@ class GuardMiddleware:
     def __init__(self, app: ASGIApp, settings: ServerSettings, is_draining: Callable[[], bool] = lambda: False) -> None:
         self._app, self._hosts, self._keys, self._is_draining = app, settings.hosts, settings.keys, is_draining
         self._max_body_bytes, self._body_timeout = settings.max_body_bytes, settings.body_timeout
-        self._with_cors: ASGIApp = self._handle
+        self._outermost: ASGIApp = self._check_and_pass
         if settings.origins:  # CORS wraps the checks, so that their errors have its headers too
-            self._with_cors = CORSMiddleware(
-                self._handle, settings.origins, allow_methods=["GET", "POST"], allow_headers=["*"],
+            self._outermost = CORSMiddleware(
+                self._check_and_pass, settings.origins, allow_methods=["GET", "POST"], allow_headers=["*"],
                 expose_headers=["Retry-After"],
             )  # fmt: skip
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._with_cors(scope, receive, send)
+        await self._outermost(scope, receive, send)
 
-    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _check_and_pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -62,7 +62,7 @@ class GuardMiddleware:
         body = None
         try:
             self._check_host(host)
-            scope.setdefault("state", {})["tenant"] = self._tenant(scope["path"], headers)
+            scope.setdefault("state", {})["tenant"] = self._authenticate(scope["path"], headers)
             length = headers.get("content-length", "")
             if length.isdigit() and int(length) > self._max_body_bytes:
                 raise self._too_large()
@@ -73,7 +73,7 @@ class GuardMiddleware:
         except ApiError as error:
             unread = body is None and error.status not in (408, 499)  # the body timed out, or the client is gone
             await error.response(scope, connection="close")(scope, receive, lambda x: send({**x, "more_body": unread}))
-            if unread:  # closing now would reset the connection: the client, still sending, would not see the error
+            if unread:  # if the connection closed now, a client that still sends would not see the error
                 with contextlib.suppress(ApiError):
                     await self._read_body(receive, discard=True)
                 await send({"type": "http.response.body"})
@@ -91,7 +91,7 @@ class GuardMiddleware:
             return
         raise ApiError(403, f"The host name {name!r} is not allowed: start the server with --allow-host.", code="host")
 
-    def _tenant(self, path: str, headers: Headers) -> str | None:
+    def _authenticate(self, path: str, headers: Headers) -> str | None:
         """The tenant of the request's API key; None if no key is needed. Raises ApiError if the key is not valid."""
         if not self._keys or path in PUBLIC_PATHS:
             return None

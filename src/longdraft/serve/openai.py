@@ -163,9 +163,9 @@ class ChatChoiceBuilder(ChoiceBuilder):
 
     def _logprobs_object(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         content = []
-        for x in logprobs:
-            top_logprobs = [self._token_object(*top) for top in x.top_logprobs]
-            content.append(self._token_object(x.token_id, x.logprob) | {"top_logprobs": top_logprobs})
+        for entry in logprobs:
+            top_logprobs = [self._token_object(*top) for top in entry.top_logprobs]
+            content.append(self._token_object(entry.token_id, entry.logprob) | {"top_logprobs": top_logprobs})
         return {"content": content, "refusal": None}
 
     def _token_object(self, token: int, logprob: float | None) -> dict[str, Any]:
@@ -209,17 +209,17 @@ class CompletionChoiceBuilder(ChoiceBuilder):
             }
         return {"index": self._index, "text": text, "logprobs": logprobs_object, "finish_reason": self._finish_reason}
 
-    def _top_logprobs(self, x: TokenLogprob) -> dict[str, float] | None:
-        if x.logprob is None:
+    def _top_logprobs(self, entry: TokenLogprob) -> dict[str, float] | None:
+        if entry.logprob is None:
             return None
-        return {self._token_to_piece(token)[0]: round(logprob, 6) for token, logprob in x.top_logprobs}
+        return {self._token_to_piece(token)[0]: round(logprob, 6) for token, logprob in entry.top_logprobs}
 
 
 def usage(choices: Sequence[Choice], reasoning_tokens: int = 0) -> dict[str, Any]:
     """OpenAI's usage object of choices that have ended, with draft statistics."""
-    cached = sum(max(c.result.cached_tokens if c.result else 0 for c in group) for group in _by_prompt(choices))
+    cached_tokens = sum(max(c.result.cached_tokens if c.result else 0 for c in group) for group in _by_prompt(choices))
     return usage_so_far(choices) | {
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "speculation": sum((choice.spec_stats for choice in choices), SpecDecodingStats()).as_dict(),
     }

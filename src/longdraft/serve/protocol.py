@@ -56,16 +56,16 @@ class ContentPart(StrictModel):
     text: str = Field(validation_alias=pydantic.AliasChoices("text", "refusal"))
 
 
-def replace_non_text(result: Any) -> Any:
+def replace_non_text(tool_result: Any) -> Any:
     """A tool's result with a note in place of each image or file: the client cannot choose what tools return."""
 
     def replace(part: Any) -> Any:
         if not isinstance(part, dict) or part.get("type") in get_args(_TEXT_TYPES):
             return part
-        kind = str(part.get("type")).removeprefix("input_").removesuffix("_url")
-        return {"type": "text", "text": f"[The {kind} is not shown: this model reads text alone.]"}
+        noun = str(part.get("type")).removeprefix("input_").removesuffix("_url")  # image, file, ...
+        return {"type": "text", "text": f"[The {noun} is not shown: this model reads text alone.]"}
 
-    return [replace(part) for part in result] if isinstance(result, list) else result
+    return [replace(part) for part in tool_result] if isinstance(tool_result, list) else tool_result
 
 
 class FunctionCall(StrictModel):
@@ -105,7 +105,7 @@ class ChatMessage(StrictModel):
 
     @pydantic.field_validator("content", mode="before")
     @classmethod
-    def _tool_result(cls, content: Any, info: pydantic.ValidationInfo) -> Any:
+    def _replace_in_tool_result(cls, content: Any, info: pydantic.ValidationInfo) -> Any:
         return replace_non_text(content) if info.data.get("role") == "tool" else content
 
     def for_template(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ class ReasoningParser:
     """Separates reasoning from the answer while text streams.
 
     Args:
-        in_reasoning: the prompt ends inside ``<think>``.
+        in_reasoning: the prompt ends inside ``<think>``, so the text begins with reasoning.
     """
 
     def __init__(self, in_reasoning: bool = False) -> None:

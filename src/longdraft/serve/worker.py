@@ -87,7 +87,7 @@ class Worker:
     ) -> None:  # fmt: skip
         self._new_session, self._slots, self._max_waiting, self._on_idle = new_session, slots, max_waiting, on_idle
         self._sessions: dict[str, Session] = {}
-        self._running: dict[str, dict[int, RequestState]] = {}
+        self._running: dict[str, dict[int, RequestState]] = {}  # {method: {sequence id: its request}}
         self._condition = threading.Condition()  # guards the queue and the flags, which any thread may change
         self._waiting: deque[RequestState] = deque()
         self._draining = self._stopping = False  # no new requests; running requests end with an error
@@ -168,7 +168,7 @@ class Worker:
             waiting = len(self._waiting)
         return sum(map(len, list(self._running.values()))), waiting
 
-    # --- the engine thread ---
+    # --- called in the engine thread ---
 
     def _run(self) -> None:
         while self._admit():

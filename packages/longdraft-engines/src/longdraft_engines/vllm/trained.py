@@ -23,6 +23,7 @@ from longdraft.model.shared_parts import SharedParts
 from longdraft_engines.vllm.layer import AttentionLayer, StepQueries
 from longdraft_engines.vllm.proposer import Proposer, TrackedRequest
 
+# Options of method specextend that are None by default.
 _VIEW_OPTIONS = ("chunk", "chunks", "every", "layer", "recent")
 
 
@@ -32,8 +33,8 @@ class EngineTarget:
     Args:
         text_config: the configuration of the language model, as in transformers.
         model: vLLM's loaded model.
-        weights: digest of the weights that the draft was trained for. The draft finds it in the description of the
-            target, so it is not compared with vLLM's weights, which are fused and packed.
+        weights: digest of the weights that the draft was trained for. The target claims to have it, because vLLM's
+            weights are fused and packed and have another digest.
 
     Attributes:
         last: index of the last layer.
@@ -68,8 +69,7 @@ class EngineTarget:
                 "hidden_size": int(text_config.hidden_size), "layers": self.last + 1, "heads": heads,
                 "kv_heads": kv_heads, "head_dim": head_dim, "rope_theta": rope.get("rope_theta"), "weights": weights,
             },
-            _rotary=rotary.module,
-            _like=torch.empty(1, 1, dtype=dtype, device=self.device),
+            _rotary=rotary.module, _like=torch.empty(1, 1, dtype=dtype, device=self.device),
         )  # fmt: skip
 
 
