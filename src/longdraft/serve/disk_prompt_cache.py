@@ -146,9 +146,7 @@ class DiskPromptCache(PromptCache):
         path = self._folder / (name[:24] + _FILE_SUFFIX)
         try:
             free_bytes = shutil.disk_usage(self._folder).free
-            if (
-                free_bytes + sum(self._files[old].size for old in evicted) < size
-            ):  # checked before deleting files in vain
+            if free_bytes + sum(self._files[old].size for old in evicted) < size:  # files would be deleted in vain
                 raise CheckpointError(f"{size} bytes are needed on the disk of {self._folder}, {free_bytes} are free.")
             for old in evicted:
                 self._drop(old)
