@@ -38,7 +38,7 @@ class Proposer(ABC):
     """Proposes drafts inside vLLM, in place of its own proposer.
 
     Tracks requests by vLLM's ids. A request that is missing from a step's batch (ended, aborted, preempted) is dropped.
-    If it comes back, it is tracked as a new request: all its tokens are the prompt.
+    If it comes back, it is tracked as a new request, whose prompt is all its tokens so far.
 
     Drafted tokens are the most probable ones, for sampled text too. vLLM accepts a drafted token with its probability
     under the target, which keeps the target's distribution if drafts are not sampled.
