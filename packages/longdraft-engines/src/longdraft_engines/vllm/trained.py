@@ -69,7 +69,7 @@ class EngineTarget:
                 "hidden_size": int(text_config.hidden_size), "layers": self.last + 1, "heads": heads,
                 "kv_heads": kv_heads, "head_dim": head_dim, "rope_theta": rope.get("rope_theta"), "weights": weights,
             },
-            _rotary=rotary.module, _like=torch.empty(1, 1, dtype=dtype, device=self.device),
+            _rotary=rotary.module, _hidden_like=torch.empty(1, 1, dtype=dtype, device=self.device),
         )  # fmt: skip
 
 
