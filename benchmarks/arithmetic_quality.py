@@ -3,15 +3,15 @@
     python benchmarks/arithmetic_quality.py --model coder-0.5b=PATH.gguf [--model NAME=PATH ...] --texts FILE.jsonl...
         [--windows 8] [--window 512] [--threads N] [--json OUT]
 
-Texts are cut into windows. The rows that predict a window's last 256 tokens are scored, 255 in each; what lies before
-them is context only. With windows of 512 tokens these are the rows that llama-perplexity scores.
+Texts are cut into windows. In each window 255 positions are scored, those that predict its last 255 tokens; the tokens
+before are context. With windows of 512 tokens these are the positions that llama-perplexity scores.
 
-mean  mean over all scored rows of KL(P || Q) in nats, P by float32 arithmetic and Q by int8 arithmetic
+mean  mean over all scored positions of KL(P || Q) in nats, P by float32 arithmetic and Q by int8 arithmetic
 p99   99th percentile of the same numbers
-top1  share of rows in which P and Q have the same most likely token
+top1  share of positions at which P and Q have the same top-1 token
 
-A file is loaded twice, with arithmetic="float32" and with "int8"; a window is read as a prompt is. With --written the
-scored rows are computed as rows of decoding are.
+A file is loaded twice, with arithmetic="float32" and "int8". A window is computed by a prefill; with --written the
+scored positions are computed as decoding computes them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[4, 5, 6, 7], help="rows of each file that are used")
     parser.add_argument("--windows", type=int, default=8, help="how many, spread over the texts")
     parser.add_argument("--window", type=int, default=512, help="tokens of a window, above 256")
-    parser.add_argument("--written", action="store_true", help="scored rows are computed as decoding does")
+    parser.add_argument("--written", action="store_true", help="scored positions are computed as decoding does")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(arguments)
@@ -54,23 +54,25 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def windows_of(args: Any, tokenizer: Any) -> torch.Tensor:
-    """Windows of token ids as llama-perplexity cuts them, each with the BOS token first where the tokenizer adds it: as
-    many from the beginning of each text, and one more against what joining the texts loses."""
+    """Token ids (windows, window) as llama-perplexity cuts them, each with BOS first if the tokenizer adds it.
+
+    The beginnings of the texts are joined, each of equal length; a spare window makes up for tokens lost by joining.
+    """
     samples = [read_samples([file])[row] for file in args.texts for row in args.rows]
-    each = -(-(args.windows + 1) // len(samples)) * args.window
-    pieces = [tokenizer.decode(encode(tokenizer, s.document)[:each], skip_special_tokens=True) for s in samples]
-    ids = encode(tokenizer, "\n\n".join(pieces))
-    if len(ids) < args.windows * args.window:
-        found = len(ids) // args.window
-        raise SystemExit(f"The texts give {found} windows, not {args.windows}: give more or longer ones.")
-    windows = torch.tensor(ids[: args.windows * args.window]).view(args.windows, args.window)
-    if ids[0] == tokenizer.bos_token_id:
-        windows[:, 0] = ids[0]
+    length = -(-(args.windows + 1) // len(samples)) * args.window
+    parts = [tokenizer.decode(encode(tokenizer, s.document)[:length], skip_special_tokens=True) for s in samples]
+    token_ids = encode(tokenizer, "\n\n".join(parts))
+    if len(token_ids) < args.windows * args.window:
+        count = len(token_ids) // args.window
+        raise SystemExit(f"The texts give {count} windows, not {args.windows}: give more or longer ones.")
+    windows = torch.tensor(token_ids[: args.windows * args.window]).view(args.windows, args.window)
+    if token_ids[0] == tokenizer.bos_token_id:
+        windows[:, 0] = token_ids[0]
     return windows
 
 
 def figures(args: Any, path: Path) -> dict[str, float]:
-    """Figures of a file."""
+    """The figures of a GGUF file."""
     exact, rounded = (longdraft.load(path, device="cpu", arithmetic=kind) for kind in ("float32", "int8"))
     divergences, same = [], []
     for window in windows_of(args, exact.tokenizer).tolist():
@@ -83,13 +85,13 @@ def figures(args: Any, path: Path) -> dict[str, float]:
 
 
 def divergence(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """KL(P || Q) of each row of logits, in nats."""
+    """KL(P || Q) at each position of two logits (positions, vocabulary), in nats."""
     exact, other = p.double().log_softmax(-1), q.double().log_softmax(-1)
     return (exact.exp() * (exact - other)).sum(-1)
 
 
 def scored(runner: TargetRunner, window: list[int], prompt: bool) -> torch.Tensor:
-    """Logits of a window's scored rows."""
+    """Logits of a window's scored positions."""
     store, context = runner.new_store(1, len(window)), window[:-SCORED]
     runner.forward(store.make_forward_batch([0], [context], is_prefill=True), store, logits="none")
     store.commit(0, range(len(context)))

@@ -1,7 +1,7 @@
-"""Engines that real_models.py times beside longdraft. Nothing of them is part of longdraft: a user installs each.
+"""Other engines that real_models.py compares longdraft with. The user installs them.
 
-llama.cpp       a llama-bench: cmake -DGGML_NATIVE=ON, target llama-bench.
-ik_llama.cpp    its llama-bench, with rows of weights interleaved at load (-rtr 1).
+llama.cpp       its llama-bench (cmake -DGGML_NATIVE=ON, target llama-bench).
+ik_llama.cpp    its llama-bench, with weights interleaved at load (-rtr 1).
 OpenVINO GenAI  the Python of an environment with openvino-genai, which reads GGUF files.
 """
 
@@ -12,7 +12,7 @@ import subprocess
 from pathlib import Path
 from typing import Any, Protocol
 
-# Answers a line [tokens read, tokens written] by the seconds of reading and of each written token.
+# For an input line [prompt tokens, new tokens] it prints [seconds of the prefill, seconds of each new token].
 SERVER = """
 import json, sys
 import numpy, openvino, openvino_genai as genai
@@ -33,29 +33,29 @@ class Engine(Protocol):
     """An engine with a model.
 
     Attributes:
-        build: what it says of itself; empty before its first figure.
+        build: version and build as the engine reports them; empty before the first measurement.
     """
 
     build: dict[str, Any]
 
-    def reads(self, tokens: int) -> float:
-        """Tokens a second of reading a prompt."""
+    def prefill_rate(self, tokens: int) -> float:
+        """Tokens a second of the prefill of a prompt."""
 
-    def writes(self, tokens: int, depth: int) -> float:
+    def decode_rate(self, tokens: int, depth: int) -> float:
         """Tokens a second of plain decoding behind ``depth`` tokens."""
 
 
 class LlamaBench:
-    """llama-bench of llama.cpp, or of ik_llama.cpp, which names a depth in another way."""
+    """llama-bench of llama.cpp, or of ik_llama.cpp, whose option for the depth is another."""
 
     def __init__(self, program: Path, model: Path, threads: int, ik: bool = False) -> None:
         self.build: dict[str, Any] = {}
         self._ik, self._command = ik, [program, "-m", model, "-t", threads, "-fa", 1, *(("-rtr", 1) if ik else ())]
 
-    def reads(self, tokens: int) -> float:
+    def prefill_rate(self, tokens: int) -> float:
         return self._rate("-p", tokens, "-n", 0)
 
-    def writes(self, tokens: int, depth: int) -> float:
+    def decode_rate(self, tokens: int, depth: int) -> float:
         if self._ik:
             return self._rate("-p", 0, "-n", 0, "-gp", f"{depth},{tokens}")
         return self._rate("-p", 0, "-n", tokens, "-d", depth)
@@ -78,10 +78,10 @@ class OpenVino:
         self._command = [str(python), "-c", SERVER, str(model), str(threads)]
         self._process: subprocess.Popen[str] | None = None
 
-    def reads(self, tokens: int) -> float:
+    def prefill_rate(self, tokens: int) -> float:
         return tokens / self._seconds(tokens, 1)[0]
 
-    def writes(self, tokens: int, depth: int) -> float:
+    def decode_rate(self, tokens: int, depth: int) -> float:
         return 1 / self._seconds(depth, tokens + 1)[1]
 
     def _seconds(self, read: int, new: int) -> tuple[float, float]:

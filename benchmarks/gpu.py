@@ -1,21 +1,21 @@
-"""Times longdraft on a GPU at the shape of an 8B model with random weights, and transformers beside it.
+"""Times longdraft and transformers on a GPU, on a model of 8B's shape with random weights.
 
     python benchmarks/gpu.py [--out gpu-results] [--seconds 240] [--contexts 4096 16384 61440] [--only steps] [--tiny]
 
 A configuration is an attention path, with CUDA graphs or without, with fused layers or without.
 
 machine       the GPU, versions, bandwidth of a large copy
-steps         milliseconds of a forward of 1, 16 and 64 rows (a plain step, trees) behind each context; the same with
-              KV in int8
-transformers  the same rows through the model's own code with sdpa and a DynamicCache
-rounds        milliseconds of a drafted round of each method, and of a plain step beside it; drafts are random, so
-              acceptance is forced: the first --accepted nodes of a tree's first path count as right
-batches       the same rounds with eight texts at a time
-kernels       launches and longest kernels of an unrecorded step, and of rounds, as torch's profiler sees them
+steps         milliseconds of a forward of 1, 16 and 64 tokens (a plain step, trees) at each context length; the same
+              with KV in int8
+transformers  the same tokens through the model's own forward with sdpa and a DynamicCache
+rounds        milliseconds of a round of each method, and of a plain step; drafts are random, so acceptance is forced:
+              the first --accepted nodes of a tree's first path are accepted
+batches       the same rounds with a batch of eight sequences
+kernels       launches and longest kernels of a step without CUDA graphs, and of rounds, by torch's profiler
 
-Each figure is written to OUT/gpu.json at once; what fails is written with its error, and the next goes on. Units are in
-the order of their worth; what --seconds does not reach is left out and named. With --tiny everything is small and runs
-on any device: a rehearsal, whose figures mean nothing.
+Each figure is written to OUT/gpu.json at once; a unit that fails is written with its error. The most important units
+come first; those beyond --seconds are left out and named. With --tiny everything is small and runs on any device: a
+rehearsal, whose figures mean nothing.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ DEVICE = torch.device("cuda" if GPU else "cpu")
 DTYPE = torch.bfloat16 if GPU else torch.float32
 ROWS = (1, 16, 64)
 BATCHES = (8,)
-# Uses of a size before it is timed: it is recorded at the third.
+# Forwards of a size before it is timed; the third is captured as a CUDA graph.
 WARM_UP = 5
 SWITCHES = ("LONGDRAFT_ATTENTION", "LONGDRAFT_GRAPHS", "LONGDRAFT_FUSED")
 # Attention path, graphs, fused layers; the default comes first.
@@ -85,7 +85,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 class Run:
-    """Measures units until the time is over, and writes each result at once."""
+    """Measures units until the time is over. Writes each result at once."""
 
     def __init__(self, out: Path, seconds: float, only: list[str]) -> None:
         self.file, self.only, self.end = out / "gpu.json", only, time.monotonic() + seconds
@@ -102,7 +102,7 @@ class Run:
             begin = time.monotonic()
             try:
                 row |= work()
-            except Exception as error:  # the others are measured all the same
+            except Exception as error:  # the other units go on
                 traceback.print_exc()
                 row["failed"] = f"{type(error).__name__}: {error}"[:500]
             row["seconds"] = round(time.monotonic() - begin, 2)
@@ -113,7 +113,7 @@ class Run:
 
 @contextmanager
 def switched(path: str, graphs: str, fused: str) -> Iterator[None]:
-    """The configuration as users set it, by environment variables."""
+    """Sets a configuration by environment variables, as users do."""
     before = {name: os.environ.get(name) for name in SWITCHES}
     os.environ |= dict(zip(SWITCHES, (path, graphs, fused), strict=True))
     try:
@@ -131,7 +131,7 @@ def synchronize() -> None:
 
 
 def median_ms(call: Callable[[], Any], repeats: int = 10, warm_up: int = WARM_UP) -> float:
-    """Median milliseconds of a call on the host's clock, the wait for its result included."""
+    """Median milliseconds of a call by the host's clock, with synchronization."""
     times = []
     for i in range(warm_up + repeats):
         synchronize()
@@ -147,7 +147,7 @@ def median_ms(call: Callable[[], Any], repeats: int = 10, warm_up: int = WARM_UP
 
 
 def random_model(shape: dict[str, int], context: int) -> PreTrainedModel:
-    """A Llama of random weights, made on the device, its weights side by side as longdraft loads them."""
+    """A Llama of random weights on the device, with merged projections as longdraft loads them."""
     config = LlamaConfig(
         **shape, max_position_embeddings=context, tie_word_embeddings=False, rope_theta=5e5,
         pad_token_id=None, bos_token_id=None, eos_token_id=None,
@@ -161,7 +161,7 @@ def random_model(shape: dict[str, int], context: int) -> PreTrainedModel:
 
 
 def random_drafts(model: PreTrainedModel, folder: Path) -> dict[str, Path]:
-    """Folders of a LongSpec and an EAGLE-3 draft of random weights, of the sizes that their papers train."""
+    """Folders of a LongSpec and an EAGLE-3 draft with random weights, at their papers' sizes."""
     c, target = model.config, describe_target(model)
     sizes = (c.hidden_size, c.intermediate_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim)
     layers = [2, c.num_hidden_layers // 2, c.num_hidden_layers - 3]
@@ -200,12 +200,12 @@ def about_the_machine() -> dict[str, Any]:
 
 
 def star(rows: int) -> TokenTree:
-    """A root with its children: all see the same prefix, which costs what any tree of that size costs."""
+    """A root and its children. It costs as much as any other tree of that size."""
     return TokenTree(tuple(range(rows)), (-1, *[0] * (rows - 1)))
 
 
 def steps(model: PreTrainedModel, context: int, kv_dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """A forward of each number of rows behind a context of random keys and values (in int8: of zeros)."""
+    """A forward of each number of tokens behind random keys and values (with int8: zeros)."""
     runner = TargetRunner(model, kv_dtype=kv_dtype)
     store = runner.new_store(1, context + max(ROWS))
     if kv_dtype is None:
@@ -221,7 +221,7 @@ def steps(model: PreTrainedModel, context: int, kv_dtype: torch.dtype | None = N
 
 
 def transformers_steps(model: PreTrainedModel, context: int) -> dict[str, Any]:
-    """The model's own forward with sdpa: a chain of rows behind random keys and values in a DynamicCache."""
+    """The model's own forward with sdpa: a chain of tokens behind random keys and values in a DynamicCache."""
     c, found = model.config, dict[str, Any]()
     model.set_attn_implementation("sdpa")
     for rows in ROWS:
@@ -238,15 +238,17 @@ def transformers_steps(model: PreTrainedModel, context: int) -> dict[str, Any]:
 def rounds(
     spec: Speculator, prompt: list[int], tokens: int, cache: PromptCache | None = None, batch: int = 1
 ) -> dict[str, Any]:
-    """Milliseconds and tokens of a round of all texts: medians of the rounds after the first ones."""
+    """Milliseconds and tokens of a round of the batch: medians without the first rounds."""
     run = spec.stream([prompt] * batch, batch=batch, max_new_tokens=tokens, eos_token_ids=[], cache=cache)
     steps = [step for step in run if step.mode != "prefill"]
     run.close()
-    # The texts are alike, so they decode in step: each round has a step of each.
-    each = [steps[i : i + batch] for i in range(0, len(steps) - batch + 1, batch)]
-    ms = [1e3 * sum(step.seconds for step in one) for one in each]
-    emitted = [sum(len(step.token_ids) for step in one) for one in each]
-    accepted, drafted = ([sum(getattr(s, name) for s in one) for one in each] for name in ("accepted", "drafted"))
+    # The sequences are equal, so every round has a step of each.
+    by_round = [steps[i : i + batch] for i in range(0, len(steps) - batch + 1, batch)]
+    ms = [1e3 * sum(step.seconds for step in group) for group in by_round]
+    emitted = [sum(len(step.token_ids) for step in group) for group in by_round]
+    accepted, drafted = (
+        [sum(getattr(s, name) for s in group) for group in by_round] for name in ("accepted", "drafted")
+    )
     kept = slice(min(2 * WARM_UP, len(ms) // 2), None)
     return {
         "round_ms": round(statistics.median(ms[kept]), 3), "mean_ms": round(statistics.fmean(ms[kept]), 3),
@@ -255,25 +257,25 @@ def rounds(
     }  # fmt: skip
 
 
-def forced(decide: Callable[..., Any], accepted: int) -> Callable[..., Any]:
-    """:func:`longdraft.engine.accept.decide` that finds the first nodes of each tree's first path right."""
+def with_forced_acceptance(sample_target_tokens: Callable[..., Any], accepted: int) -> Callable[..., Any]:
+    """:func:`longdraft.engine.accept.sample_target_tokens`, but the first nodes of a tree's first path are accepted."""
 
-    def decided(nodes: Any, *more: Any) -> Any:
-        found = decide(nodes, *more)
-        for (tree, *_), tokens in zip(nodes, found, strict=True):
+    def sample(trees: Any, *args: Any) -> Any:
+        sampled = sample_target_tokens(trees, *args)
+        for (tree, *_), tokens in zip(trees, sampled, strict=True):
             node: int | None = 0
             for _ in range(accepted):
                 node, parent = next((i for i, p in enumerate(tree.parents) if p == node), None), node
                 if node is None:
                     break
                 tokens[parent] = tree.tokens[node]
-        return found
+        return sampled
 
-    return decided
+    return sample
 
 
 def profiled(call: Callable[[], Any], times: int = 1) -> dict[str, Any]:
-    """Milliseconds, launches and the ten longest kernels of a call, as torch's profiler counts them, over ``times``."""
+    """Milliseconds, launches and the ten longest kernels of a call by torch's profiler, divided by ``times``."""
     kind = torch.autograd.DeviceType.CUDA if GPU else torch.autograd.DeviceType.CPU
     begin = time.perf_counter()
     with torch.profiler.profile() as seen:
@@ -292,7 +294,7 @@ def profiled(call: Callable[[], Any], times: int = 1) -> dict[str, Any]:
 
 
 def kernels(model: PreTrainedModel, context: int, rows: int) -> dict[str, Any]:
-    """The kernels of a step."""
+    """The kernels of a forward of ``rows`` tokens."""
     runner = TargetRunner(model)
     store = runner.new_store(1, context + rows)
     store.lengths[0] = context
@@ -301,7 +303,7 @@ def kernels(model: PreTrainedModel, context: int, rows: int) -> dict[str, Any]:
 
 
 def kernels_of_rounds(spec: Speculator, prompt: list[int], tokens: int, cache: PromptCache) -> dict[str, Any]:
-    """The kernels of four rounds, behind those that record."""
+    """The kernels of four rounds, after those that capture CUDA graphs."""
     run = spec.stream([prompt], max_new_tokens=tokens, eos_token_ids=[], cache=cache)
     steps = (step for step in run if step.mode != "prefill")
     ms = [1e3 * next(steps).seconds for _ in range(9)]
@@ -339,13 +341,13 @@ def main() -> int:
     for context in contexts:
         run.measure("transformers", lambda context=context: transformers_steps(model, context), context=context)
     for rows, switches in itertools.product(ROWS, CONFIGURATIONS):
-        if switches[1] == "0" or not GPU:  # what is replayed shows no launches
+        if switches[1] == "0" or not GPU:  # a replay shows no launches
             with switched(*switches):
                 work = lambda rows=rows: kernels(model, contexts[0], rows)  # noqa: E731
                 run.measure("kernels", work, rows=rows, configuration=" ".join(switches))
     with tempfile.TemporaryDirectory() as folder:
         drafts = random_drafts(model, Path(folder))
-        loop.sample_target_tokens = forced(loop.sample_target_tokens, options.accepted)
+        loop.sample_target_tokens = with_forced_acceptance(loop.sample_target_tokens, options.accepted)
 
         def options_of(method: str) -> dict[str, Any]:
             own = METHODS[method]

@@ -1,8 +1,8 @@
-"""A picture of `longdraft generate` as a terminal shows it: drafted tokens green, the target's own tokens white.
+"""Writes a picture (SVG) of `longdraft generate` in a terminal: drafted tokens green, the target's own tokens white.
 
     python benchmarks/stream_svg.py docs/stream.svg --file report.txt -p "Summarise this." -n 128
 
-What follows the picture's name is handed to `longdraft generate`. The figures in the picture are those of that run.
+The arguments after the picture's name go to `longdraft generate`. The figures in the picture are those of that run.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 WIDTH = 100
-# Bars and spinners begin by erasing the line, or by hiding the cursor.
+# Progress bars and spinners begin with an erased line or a hidden cursor.
 MOVES = re.compile(r"\x1b\[(?:2K|1A|\?25l)")
-# A picture asks no other server for a font.
+# The picture loads no fonts from a server.
 SVG = re.sub(r"@font-face {{.*?}}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL).replace("Fira Code, ", "")
 
 
@@ -42,7 +42,7 @@ def main(picture: Path, arguments: list[str]) -> None:
     console = Console(record=True, width=WIDTH, file=io.StringIO(), color_system="truecolor", force_terminal=True)
     names = [Path(word).name if Path(word).is_file() else word for word in arguments]
     console.print(Text(f"$ longdraft generate {shlex.join(names)}", style="bold"))
-    # A piece is a token: those of one colour become one.
+    # Adjacent drafted tokens become one green span.
     console.print(Text.from_ansi(re.sub(r"\x1b\[0m\x1b\[32m", "", done.stdout).strip("\n")))
     console.print()
     console.print(Text.from_ansi(shown(done.stderr)))

@@ -2,13 +2,11 @@
 
     python benchmarks/triton_compiled.py [--targets 80 90 100] [--dtypes bfloat16 float16 float32] [--json FILE]
 
-The launches are those of a layer of Llama-3.1-8B, of Qwen3-8B (heads with norms), of QwQ-32B and of Llama-3.2-1B: it is
-called on tensors without storage (device "meta"), its launches are recorded instead of made, and Triton compiles
-exactly what it would at that launch. It ends with code 1 where a kernel spills, does not fit a processor, or does not
-compile.
+The launches are those of a layer of Llama-3.1-8B, Qwen3-8B (heads with norms), QwQ-32B and Llama-3.2-1B. The layer runs
+on tensors without storage (device "meta"); its launches are recorded, not made, and Triton compiles for each what it
+would compile at that launch. Exit code 1: a kernel spills, does not fit a processor, or does not compile.
 
-shared: bytes of a program; programs: how many a processor holds at once; spills: bytes a thread. A tile is query rows x
-keys.
+shared: bytes of a program; programs: how many a processor holds; spills: bytes a thread. A tile is queries x keys.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
-# Read when triton is imported: a kernel that the interpreter runs is none that a compiler can take.
+# Triton reads it when imported; kernels for the interpreter cannot be compiled.
 os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
@@ -39,12 +37,12 @@ from longdraft.model.gpu import kernels as gpu_kernels
 
 KIB = 1024
 REGISTERS, THREADS, TENSOR_COLUMNS = 65536, 2048, 512  # of a processor
-# So many rows that a slot's offset does not fit 32 bits any more: the larger of two kinds of offset is compiled.
+# So many KV entries that offsets exceed 32 bits: kernels with 64-bit offsets are compiled.
 CAPACITY = 2**22 + 64
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-# Bytes a thread that a kernel in float32, which is there to check by, may spill: two registers.
+# Bytes a thread that a float32 kernel, which serves for checks only, may spill: two registers.
 SPILLED = 8
-# Bytes of shared memory that one program may have; a processor has a KiB more.
+# Bytes of shared memory of one program at most; a processor has 1 KiB more.
 SHARED = {80: 163 * KIB, 90: 227 * KIB, 100: 227 * KIB}
 
 # Hidden size, MLP's size, query heads, KV heads, head size, norms of heads.
@@ -61,7 +59,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a kernel as the backend asks for it."""
+    """A launch of a kernel with its arguments."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -86,7 +84,7 @@ def _kind(value: int | float) -> str:
 
 
 class Recorder:
-    """In a kernel's place: keeps what would be launched."""
+    """Stands in for a kernel: records launches."""
 
     def __init__(self, kernel: Any, into: list[Launch]) -> None:
         self._kernel, self._into = kernel, into
@@ -96,7 +94,7 @@ class Recorder:
 
 
 class Offline:
-    """In the driver's place: a GPU to compile for that is not there."""
+    """Stands in for the driver: a GPU to compile for, without hardware."""
 
     def __init__(self, target: int) -> None:
         self.get_current_target = lambda: GPUTarget("cuda", target, 32)
@@ -114,7 +112,7 @@ for module, names in {
 
 
 def parts(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
-    """Each different launch of a layer's other kernels, with the first model that makes it."""
+    """The different launches of a layer's kernels, each with the first model that makes it."""
     recorded.clear()
     seen = set()
     for name, sizes in MODELS.items():
@@ -160,13 +158,13 @@ def _layer(
 
 
 def compiled(launch: Launch, target: int) -> Row:
-    """Compiles for one target, as the launch on such a GPU would."""
+    """Compiles a launch for a target. Returns a row of the table."""
     driver.set_active(Offline(target))
     made = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
     o, ptx, warps, shared = launch.options, made.asm["ptx"], made.metadata.num_warps, made.metadata.shared
     registers, spills = usage(made.asm["cubin"])
     dtype = str(launch.args[0].dtype).removeprefix("torch.")
-    # Registers are given out to warps by 256, and each program's shared memory has a KiB more for the system's use.
+    # Warps get registers in units of 256; the system adds 1 KiB to each program's shared memory.
     of_a_program = (registers * 32 + 255) // 256 * 256 * warps
     most = [THREADS // (32 * warps), REGISTERS // of_a_program, (SHARED[target] + KIB) // (shared + KIB)]
     if columns := getattr(made.metadata, "tmem_size", 0):
@@ -190,7 +188,7 @@ def compiled(launch: Launch, target: int) -> Row:
 
 
 def usage(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of local memory a thread: of the latter a kernel without arrays has only what it spills."""
+    """Registers and bytes of local memory a thread; the latter are spills, as the kernels have no arrays."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(cubin)

@@ -1,6 +1,6 @@
-"""Hooks of the site: pages may link to files beyond docs/, as on GitHub, and docstrings to one another.
+"""Hooks of the site: pages may link to files outside of docs/, as on GitHub, and docstrings to each other.
 
-For readers that are language models, each page is there as Markdown too, and `llms.txt` lists them.
+For language models the site also has each page as Markdown, and `llms.txt`, which lists them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
-# A page's file -> its title and its text.
+# A page's file -> its title and Markdown.
 TEXTS: dict[str, tuple[str, str]] = {}
 
 
 class Text(File):
-    """A file that is copied as it is, Markdown too."""
+    """A file that is copied unchanged, even if it is Markdown."""
 
     def is_documentation_page(self) -> bool:
         return False
@@ -27,13 +27,13 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
     """Adds the files that pages link to by `../`, each as `files/NAME.txt`."""
     pages = [page.content_string for page in files.documentation_pages()]
     for name in sorted({name for page in pages for name in re.findall(r"\]\((\.\./[^)#\s]+)", page)}):
-        if (Path(config.docs_dir) / name).is_file():  # else strict mode says that the link leads nowhere
+        if (Path(config.docs_dir) / name).is_file():  # otherwise strict mode reports a broken link
             to, kept = f"files/{name.removeprefix('../')}.txt", InclusionLevel.INCLUDED
             files.append(Text(name, config.docs_dir, config.site_dir, False, dest_uri=to, inclusion=kept))
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> None:
-    """Keeps a page's text for `on_post_build`, with the parts of the README that it shows."""
+    """Keeps a page's Markdown for `on_post_build`, with the included parts of the README."""
     text = re.sub(r'--8<-- "README.md:(\w+)"', lambda part: _of_readme(part[1]), markdown)
     TEXTS[page.file.src_uri] = (str(page.title), text)
 
@@ -44,7 +44,7 @@ def _of_readme(name: str) -> str:
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Writes each page's Markdown beside it, and `llms.txt`, which says what there is."""
+    """Writes each page's Markdown next to it, and `llms.txt`, a list of all pages."""
     site = Path(config.site_dir)
     lines = [f"# {config.site_name}", "", f"> {config.site_description}", "", "## Pages"]
     for name, (title, text) in TEXTS.items():
@@ -55,7 +55,7 @@ def on_post_build(config: MkDocsConfig) -> None:
 
 
 def on_page_content(html: str, **_: object) -> str:
-    """Links names that docstrings mark by roles (:class:`Name`), where the site has them."""
+    """Links names that docstrings mark with roles (:class:`Name`), if the site has them."""
     return re.sub(
         r":(?:attr|class|func|meth):<code>~?((?:[\w.]+\.)?(\w+))</code>",
         r'<autoref identifier="\1" optional><code>\2</code></autoref>',

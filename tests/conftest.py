@@ -1,4 +1,4 @@
-"""Settings of every test: offline, one thread, fixed seeds, a hypothesis profile that is the same everywhere."""
+"""Settings of all tests: offline, one thread, fixed seeds, one hypothesis profile; and shared fixtures."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-# One thread a process, read when torch is imported: several processes test side by side, and on tiny tensors a second
-# thread costs ten times what it saves.
+# One thread a process, set before torch is imported: several test processes share the cores, and on tiny tensors a
+# second thread costs ten times what it saves.
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-# Where a test takes several, they sleep while they wait for one another: others need the cores.
+# Tests with several threads: waiting threads sleep, as other processes need the cores.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -25,16 +25,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# GPUs are hidden, so that tests compute the same on every machine; `pytest -m gpu` runs those that need one, and says
-# so to its workers. Now, as CUDA and triton read it when they are first asked for: other conftest.py import them.
-# LONGDRAFT_TEST_GPU=rehearse runs them on the CPU.
+# GPUs are hidden, so that tests compute the same on every machine. `pytest -m gpu` shows them, to its workers too, and
+# runs the tests that need one; LONGDRAFT_TEST_GPU=rehearse runs those on the CPU. It is set here, before CUDA and
+# triton read it: other conftest.py files import them.
 _marks = [word[2:] or after for word, after in zip(sys.argv, [*sys.argv[1:], ""], strict=True) if word[:2] == "-m"]
-if any(re.search(r"(?<!not )\bgpu\b", each) for each in _marks):
+if any(re.search(r"(?<!not )\bgpu\b", mark) for mark in _marks):
     os.environ["LONGDRAFT_TEST_GPU"] = "1"
 if os.environ.get("LONGDRAFT_TEST_GPU") != "1":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 if not torch.cuda.is_available():
-    # Read once, when triton is first imported, by whichever test that is.
+    # Triton reads it once, when a test first imports it.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile(
@@ -47,7 +47,7 @@ settings.register_profile(
 settings.load_profile("longdraft")
 
 
-# What takes long starts first, so that no core waits for another at the end.
+# Long tests start first, so that all cores finish at about the same time.
 LONG = (
     "cli/test_terminal", "training/test_runs", "exact/outside/test_damaged", "training/test_tokens", "docs/test_site",
     "training/test_train_command", "gpu/test_rehearsal", "exact/outside/test_light_imports", "cli/test_serve_command",
@@ -56,7 +56,7 @@ LONG = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts what takes long first. Skips what needs a GPU where none is, or none is to be seen."""
+    """Puts long tests first. Skips tests that need a GPU if there is none, or if it is hidden."""
     items.sort(key=lambda item: next((i for i, name in enumerate(LONG) if f"tests/{name}" in item.nodeid), len(LONG)))
     if not torch.cuda.is_available() and os.environ.get("LONGDRAFT_TEST_GPU") != "rehearse":
         for item in items:
@@ -65,29 +65,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported stays: the garbage collector need not look at a million objects again and again."""
+    """Freezes the imported objects: the garbage collector need not visit a million of them again and again."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
-    """And at the end it goes."""
+    """Lets the imported objects be collected."""
     gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
 def _fixed_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test depends on the one before it, nor on what the shell has set."""
+    """Makes each test independent of the tests before it and of the shell's variables."""
     torch.set_num_threads(1)  # tests of thread counts set their own
     torch.manual_seed(0)
-    logging.getLogger("longdraft").filters.clear()  # a server bounds its log
+    logging.getLogger("longdraft").filters.clear()  # a server adds one that limits its log
     monkeypatch.delenv("LONGDRAFT_ATTENTION", raising=False)
-    # What is drafted must not depend on how busy the machine is; tests of the planner ask for it.
+    # Drafts must not depend on the machine's load; tests of the planner turn it on.
     monkeypatch.setenv("LONGDRAFT_PLAN", "fixed")
 
 
 class Forward(NamedTuple):
-    """A forward of a hosted model: rows a sequence, their highest position, and what was asked for."""
+    """A forward of a hosted model: tokens of each sequence (``rows``), their last position, and the arguments."""
 
     context_length: int
     rows: int
@@ -98,14 +98,14 @@ class Forward(NamedTuple):
 
 
 class Forwards(list[Forward]):
-    """The forwards of all hosted models, targets and drafts; with an ``error``, each raises it."""
+    """The forwards of all hosted models, targets and drafts. If ``error`` is set, each forward raises it."""
 
     error: Exception | None = None
 
 
 @pytest.fixture
 def forwards(monkeypatch: pytest.MonkeyPatch) -> Forwards:
-    """Every forward from now on."""
+    """Records every forward of the test."""
     from longdraft.model.runner import TargetRunner
 
     seen, forward = Forwards(), TargetRunner.forward
@@ -123,7 +123,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> Forwards:
 
 @pytest.fixture
 def free_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """``free_memory(a, b)``: a bytes are free when it is asked first, b from then on."""
+    """``free_memory(a, b)``: the first question for free memory is answered with a bytes, later ones with b."""
     from longdraft.memory import memory_info
 
     def put(*left: int) -> None:
@@ -137,7 +137,7 @@ def free_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.fixture(scope="session")
 def spec_factory(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The table of methods on a tiny target, made once a test process."""
+    """Makes speculators of the table of methods on a tiny target; one for each test process."""
     from tests.support.methods import SpeculatorFactory
 
     return SpeculatorFactory(tmp_path_factory.mktemp("drafts"))
@@ -145,7 +145,7 @@ def spec_factory(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="session")
 def specs(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """And on one of 61 tokens."""
+    """Speculators by method on a target of 61 tokens; one for each test process."""
     from tests.support.methods import SpeculatorsByMethod
 
     return SpeculatorsByMethod(tmp_path_factory.mktemp("drafts"))
@@ -154,7 +154,7 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture
 def simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A simulated GPU."""
-    from tests.support.nominal import simulate_gpu
+    from tests.support.simulated_gpu import simulate_gpu
 
     with simulate_gpu(monkeypatch) as found:
         yield found
@@ -162,7 +162,7 @@ def simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Views are chosen and compacted in small pieces, so that short texts pass through several."""
+    """Makes the chunks of views small, so that short contexts have several."""
     from longdraft.drafters import self_drafter
     from longdraft.views import draft_cache
 
@@ -173,7 +173,7 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def shipped_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
-    """``shipped_in(folder)`` makes a folder's drafts the ones that come with longdraft."""
+    """``shipped_in(folder)``: the folder's drafts take the place of the package's."""
     from longdraft.drafts import shipped
 
     return lambda folder: monkeypatch.setattr(shipped, "FOLDER", folder)
@@ -181,7 +181,7 @@ def shipped_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
 
 @pytest.fixture
 def restored_registries() -> Iterator[None]:
-    """Methods and kinds of drafts that a test registers are forgotten."""
+    """Removes the methods and kinds of drafts that a test registers."""
     from longdraft.drafts.kinds import KINDS
     from longdraft.methods import METHODS
 
@@ -194,7 +194,7 @@ def restored_registries() -> Iterator[None]:
 
 @pytest.fixture
 def press_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """``press_ctrl_c(owner, name, call, times)`` presses it where ``owner.name`` is called for the n-th time."""
+    """``press_ctrl_c(owner, name, call, times)`` sends SIGINT at the n-th call (``call``) of ``owner.name``."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 
     def put(owner: type, name: str, call: int = 1, times: int = 1) -> None:
@@ -214,7 +214,7 @@ def press_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None
 
 @pytest.fixture
 def free_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
-    """``free_disk(n)``: every disk has n bytes left; None: what it has."""
+    """``free_disk(n)``: every disk has n bytes left; None: the real number."""
     disk_usage = shutil.disk_usage
 
     def put(left: int | None) -> None:
@@ -226,7 +226,7 @@ def free_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
 
 @pytest.fixture
 def cpu_offloads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU offloads to the host as a GPU does, with copies as late as possible: ``offload="host:1"``."""
+    """Lets a CPU offload KV as a GPU does (``offload="host:1"``), with copies as late as possible."""
     from longdraft.memory import offload
     from tests.support.lazy_side import LazyCopyStream
 

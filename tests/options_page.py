@@ -1,5 +1,5 @@
-"""What is made from the catalogue, and written by ``python -m tests.options_page``: a page with all options, and the
-file in which the command line looks up methods without loading them.
+"""``python -m tests.options_page`` writes what is made from the methods: the page with all options, and the catalogue
+that the command line reads instead of loading methods.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HEAD = (
 
 
 def groups_of(method: Method) -> list[type[Options]]:
-    """The option dataclasses of a method's own drafter, schedule and wrapper."""
+    """The option dataclasses of a method's drafter, verifier and wrapper."""
     factories = [method.drafter, method.verifier]
     plain = [factory.func if isinstance(factory, partial) else factory for factory in factories]
     found = [group for factory in plain for group in getattr(factory, "options", ())]
@@ -31,12 +31,12 @@ def groups_of(method: Method) -> list[type[Options]]:
 
 
 def bases_of(group: type[Options]) -> list[type[Options]]:
-    """A group behind the groups that it inherits options from."""
+    """The groups that a group inherits options from, then the group itself."""
     return [each for each in reversed(group.__mro__) if issubclass(each, Options) and each is not Options]
 
 
 def table() -> str:
-    """One table: a bold row for each group of options, then its options, without those that a base has."""
+    """A table with a bold row for each group of options, followed by its options without inherited ones."""
     owners: dict[type[Options], list[str]] = {}
     for method in METHODS.values():
         for group in dict.fromkeys(base for own in groups_of(method) for base in bases_of(own)):
@@ -55,7 +55,7 @@ def table() -> str:
 
 
 def catalogue() -> str:
-    """Options as lists of what differs from the usual, and each method's by their places."""
+    """Options, as what differs from an option's defaults; and the indices of each method's options."""
     options: list[dict[str, object]] = []
     methods = {}
     for method in METHODS.values():

@@ -121,7 +121,7 @@ def _range(name: str) -> tuple[float, float | None]:
 
 
 @contextmanager
-def errors_name(file: Path | str) -> Iterator[None]:
+def prefix_errors_with(file: Path | str) -> Iterator[None]:
     """Context in which longdraft's errors get the file's name in front, unless they have it."""
     try:
         yield
@@ -143,7 +143,7 @@ def file_errors(
         kind: class of the errors.
     """
     try:
-        with errors_name(file):
+        with prefix_errors_with(file):
             yield
     except LongdraftError:
         raise

@@ -406,19 +406,26 @@ class Speculator:
     __signature__ = CustomGenerateSignature(decoding.decode, __init__)
 
     def __call__(
-        self, model: PreTrainedModel, input_ids: torch.Tensor, *, extra: GenerateArguments | None = None, **call: Any
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        *,
+        generate_args: GenerateArguments | None = None,
+        **call: Any,
     ) -> Any:
         """The decoding loop that transformers' ``generate`` calls instead of its own; see :mod:`longdraft.integration`.
 
         Args:
-            extra: arguments of ``generate`` that it does not pass on, such as a streamer.
+            generate_args: arguments of ``generate`` that it does not pass on, such as a streamer.
             call: arguments of :func:`longdraft.integration.decoding.decode`.
         """
-        extra = extra or GenerateArguments()
+        generate_args = generate_args or GenerateArguments()
         try:
             runner = self.runner(model, kept=False)
             recipe = self._usable_recipe(runner)
-            return decoding.decode(runner, recipe, lambda: self.planner(runner=runner), input_ids, extra, **call)
+            return decoding.decode(
+                runner, recipe, lambda: self.planner(runner=runner), input_ids, generate_args, **call
+            )
         finally:
-            if extra.streamer is not None:
-                extra.streamer.end()  # also after an error, or its reader in another thread would wait for ever
+            if generate_args.streamer is not None:
+                generate_args.streamer.end()  # also after an error, or its reader in another thread would wait for ever

@@ -18,7 +18,7 @@ from longdraft.attention.forward_batch import NO_MODIFIERS, ForwardBatch, ScoreM
 from longdraft.errors import CapabilityError  # noqa: E402
 from longdraft.native.int8_kv import Int8KV  # noqa: E402
 from tests.attention.cases import TOLERANCE, assert_like_reference, case, random_tree  # noqa: E402
-from tests.support.quick import slow  # noqa: E402
+from tests.support.slow_marks import slow  # noqa: E402
 
 
 def by_kernel(monkeypatch):

@@ -1,4 +1,4 @@
-"""Runs of the bench from samples to measurements."""
+"""Runs the bench on samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def settings(**over: Any) -> Settings:
 
 
 def measured(loaded, wanted: Settings, samples, extra=(), **options: Any) -> tuple[Bench, list[BatchResult]]:
-    """A bench, with further contenders, and its figures of every batch."""
+    """A bench with further contenders, and its result of every batch."""
     bench = Bench(loaded, wanted, **options)
     bench.contenders |= {contender.name: contender for contender in extra}
     groups, _ = make_batches(encode_prompts(samples, loaded, wanted), wanted.batches)

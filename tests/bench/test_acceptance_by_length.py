@@ -1,4 +1,4 @@
-"""Acceptance against context length: which texts and targets, what is counted, and what is made of it."""
+"""``bench acceptance`` and ``bench length``: the choice of texts and targets, the counts, and the reports."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def measuring(load, drafts, temperatures=(0.0, 1.0)):
 
 @pytest.mark.slow
 def test_every_run_is_what_the_method_does_alone(load, drafts):
-    """With nothing read before, and on the stretched target where the length asks for it."""
+    """Without cached KV, and on the stretched target if the length needs it."""
     bench = measuring(load, drafts)
     steps = bench.steps(SAMPLES[1:2], (64, 200, 300), "leave")
     assert [{(key.rope_factor, key.length) for key in step.keys} for step in steps] == [

@@ -1,4 +1,4 @@
-"""Data sets of 2026 by name, in files of their layouts: SPEED-Bench, and what agents did."""
+"""SPEED-Bench and agents' trajectories, in files of their layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of data files and the prompts they become."""
+"""Samples of data files, and their prompts."""
 
 from __future__ import annotations
 

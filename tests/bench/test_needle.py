@@ -1,4 +1,4 @@
-"""Needles foreseen, on tiny models: what each view is asked, and what it says."""
+"""Predictions of needles by each view, on tiny models."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def small_lm(view, **options):
 
 
 def test_the_views_of_a_small_language_model(loaded, text, tmp_path):
-    """The target itself, as a draft: with all of the text in view, it says what transformers' own forward says."""
+    """The draft is the target itself: with the full context in view its logprobs are those of transformers' forward."""
     loaded.model.save_pretrained(tmp_path)
     sizes = {"sink": 8, "recent": 16, "chunk": 8}
     views = {

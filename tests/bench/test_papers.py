@@ -1,4 +1,4 @@
-"""Papers' tables as data: they parse, name what exists, and agree with what the papers' texts say of them."""
+"""Papers' tables as data: they parse, their names exist, and their figures agree with the papers' texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What we are measured against: transformers' own generate."""
+"""The peers: transformers' own ``generate``."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SAMPLES = [Sample("one two one two " * 4, "", "a", "a:1"), Sample("three four th
 
 def measured(loaded, unpacked=None, **wanted):
     wanted = settings(**({"max_tokens": 16, "repeats": 2} | wanted))
-    return measuring.measured(loaded, wanted, SAMPLES, unpacked=unpacked)
+    return measuring.measured(loaded, wanted, SAMPLES, load_dequantized=unpacked)
 
 
 def test_generate_can_have_a_model_of_its_own(loaded):
-    """As it must where ours holds weights as a file stores them: it is read once, and only for those who run on it."""
+    """A dequantized model for peers, needed if ours has quantised weights: loaded once, and only if there are peers."""
     reads = []
 
     def unpacked():

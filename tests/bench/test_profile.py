@@ -1,4 +1,4 @@
-"""Where a round's time goes: what is measured adds up, and changes nothing."""
+"""Profiles of rounds: the parts add up, and the output does not change."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from longdraft import LoadedModel, Sampling, Speculator
 from longdraft.bench.contenders import Job
-from longdraft.bench.profile import PARTS, profile_rounds
+from longdraft.bench.profile import PARTS, profile_job
 from tests.support.drafts import random_draft, random_eagle3
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
@@ -45,17 +45,17 @@ def job(prompts=(PROMPT,), max_tokens=24, **sampling):
 def test_every_method(spec_of, name, options):
     spec = spec_of(name, **options)
     before = spec.generate(list(PROMPT), max_new_tokens=24, eos_token_ids=[])[0].token_ids
-    found = profile_rounds(spec, job(), None, rounds=6)
+    found = profile_job(spec, job(), None, rounds=6)
     assert found is not None and 1 <= found["rounds"] <= 6 and list(found["seconds"]) == list(PARTS)
     assert (
         all(found["seconds"][part] > 0 for part in ("draft", "attention", "forward")) and found["seconds"]["rest"] >= 0
     )
     assert 0 < found["prefix_share"] < 1
-    assert spec.runner().clock is None  # the target is as it was
+    assert spec.runner().profiler is None  # the target is as it was
     assert spec.generate(list(PROMPT), max_new_tokens=24, eos_token_ids=[])[0].token_ids == before
 
 
 def test_a_batch_that_is_drawn_and_one_token(spec_of):
-    found = profile_rounds(spec_of("prompt-lookup"), job((PROMPT, PROMPT[:7]), temperature=1.0), None, rounds=3)
+    found = profile_job(spec_of("prompt-lookup"), job((PROMPT, PROMPT[:7]), temperature=1.0), None, rounds=3)
     assert found["rounds"] == 3 and 0 < found["prefix_share"] < 1
-    assert profile_rounds(spec_of("ar"), job(max_tokens=1), None) is None
+    assert profile_job(spec_of("ar"), job(max_tokens=1), None) is None

@@ -1,4 +1,4 @@
-"""``longdraft bench quality`` on tiny models: texts beside their references, and what the command refuses."""
+"""``longdraft bench quality`` on tiny models: outputs against their references, and refused options."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROW = [
 
 @pytest.fixture(autouse=True)
 def no_collections(monkeypatch):
-    """One before every run takes longer than a tiny run itself."""
+    """Switches garbage collection before runs off: it takes longer than a tiny run."""
     monkeypatch.setattr(gc, "collect", lambda: 0)
 
 
@@ -79,7 +79,7 @@ def texts(found):
 
 
 def test_rows_and_texts(command):
-    """Of two prompts; of the short one, which fits the partial cache whole, nothing is lost."""
+    """Two prompts; the short one fits the partial cache, so that its output is exact."""
     code, out, err = command("--ignore-eos", data=("rows", "short"))
     assert code == 0 and "drafts by prompt-lookup" in out and "1 of 2 prompts fit" in err and "0 of 8 runs" in err
     found = json.loads(out.splitlines()[-1])

@@ -16,7 +16,7 @@ from tests.support.tiny import tiny_model, tiny_tokenizer
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="stand-ins are scripts with a first line")
-# Prints what of llama-bench's JSON we read, and keeps what it was called with.
+# Prints the part of llama-bench's JSON that is read, and records its arguments.
 LLAMA_BENCH = """#!{python}
 import json, sys
 words = sys.argv[1:]
@@ -35,7 +35,7 @@ def module(monkeypatch):
 
 @pytest.fixture
 def loads(monkeypatch):
-    """Puts a tiny model in the place of every file, and keeps what was asked for."""
+    """Loads a tiny model for every file, and records the arguments."""
     found = []
 
     def load(path, **how):
@@ -47,7 +47,7 @@ def loads(monkeypatch):
 
 
 def stand_in(arithmetic):
-    """A model, which in int8 arithmetic is a little off."""
+    """A model whose logits differ a little in int8 arithmetic."""
     model = tiny_model(context=768, layers=2)
     if arithmetic == "int8":
         model.lm_head.weight.data.mul_(0.8)[::3].mul_(1.2)
@@ -62,7 +62,7 @@ def script(path, text, **values):
 
 @pytest.fixture
 def command(tmp_path):
-    """Arguments for all rows at their smallest."""
+    """Arguments for all rows of the table, with the smallest sizes."""
     (tmp_path / "tiny.gguf").write_bytes(b"GGUF and so on")
     rows = [{"text": "a few words over and over. " * n} for n in (1, 4, 5, 99)]
     (tmp_path / "texts_1K.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,4 +1,4 @@
-"""Measurements in a file: what comes back from it, and when a run may go on with it."""
+"""Results files: what is read back, and which runs may continue them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAMPLES = [Sample(f"one two {i} " * 8, "why?", "a", f"a:{i}") for i in range(4)]
 
 
 class Session:
-    """A run of the bench up to the file."""
+    """A run of the bench up to its results file."""
 
     def __init__(self, loaded, samples=SAMPLES, data=("a.jsonl",), **wanted):
         made = {"methods": ("prompt-lookup",), "max_tokens": 6, "repeats": 1, "contexts": (40, 30), "batches": (1, 2)}

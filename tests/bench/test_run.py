@@ -1,4 +1,4 @@
-"""The measuring loop, with contenders that are right, wrong, and on a machine that slows down."""
+"""The measurement of batches, with right and wrong contenders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from longdraft.bench.run import Bench
 from tests.bench import measuring
 from tests.bench.measuring import settings
 from tests.support.drafts import random_eagle3
-from tests.support.quick import slow
+from tests.support.slow_marks import slow
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 SAMPLES = [
@@ -163,7 +163,7 @@ def test_generate_starts_from_its_kept_prompt(loaded):
 
 
 def eos_model():
-    """Ends after a few tokens: the seed is one where it does."""
+    """A model that emits EOS after a few tokens (with this seed)."""
     tokenizer = tiny_tokenizer(chat=True)
     model = tiny_model(context=512, layers=2)
     with torch.no_grad():
@@ -186,7 +186,7 @@ def test_the_end_of_sequence_ends_all_contenders_alike():
 
 
 def test_one_prefill_serves_all_of_ours(loaded, tmp_path):
-    """The drafts read hidden states that ar's prefill has kept for them."""
+    """Drafts read hidden states that ar's prefill has cached for them."""
     draft = random_eagle3(tmp_path, loaded.model, layers=(0, 1), feature_size=2 * loaded.model.config.hidden_size)
     wanted = settings(methods=("prompt-lookup", "eagle3", "hf"), cold=False, draft_options={"draft": draft})
     bench = Bench(loaded, wanted)
@@ -200,10 +200,10 @@ def test_one_prefill_serves_all_of_ours(loaded, tmp_path):
 
 
 def test_rows_say_how_much_a_draft_sees(loaded):
-    """With the sizes in effect, defaults too; the tiny model's text is shorter."""
+    """The view has the sizes in effect, defaults too, though the tiny model's context is shorter."""
     names = ("self", "self:view=chunks:budget=64", "specpv:drafter=self", "specpv:drafter=ar", "quantspec")
     own = {names[1]: {"view": "chunks", "budget": 64}, names[2]: {"drafter": "self"}, names[3]: {"drafter": "ar"}}
-    found = rows(loaded, settings(methods=names, own_options=own, cold=False), samples=SAMPLES[:1])
+    found = rows(loaded, settings(methods=names, contender_options=own, cold=False), samples=SAMPLES[:1])
     assert [row["method"] for row in found] == ["ar", *names]
     assert [row["mismatches"] for row in found] == [0, 0, 0, None, None, 0]  # specpv is approximate
     partial, own_view = "1,184 = 32 + 64 x 16 + 128", "2,048 = 16 + 250 x 8 + 32"
@@ -218,7 +218,7 @@ def test_each_contender_may_have_a_plan_of_its_own(loaded):
     planned = "prompt-lookup:plan=auto"
     wanted = settings(
         methods=("prompt-lookup", planned), plan="fixed", max_tokens=40, ignore_eos=True,
-        own_options={planned: {"plan": {1: 1e-9, 2: 1.0}}},  # a second row costs an age
+        contender_options={planned: {"plan": {1: 1e-9, 2: 1.0}}},  # a second row costs an age
     )  # fmt: skip
     accepted = {r["method"]: r["mean_accepted_length"] for r in rows(loaded, wanted, SAMPLES[2:3])}
     assert accepted[planned] == 1.0 < accepted["prompt-lookup"]
@@ -228,11 +228,11 @@ def test_each_contender_may_have_a_plan_of_its_own(loaded):
 
 def test_a_contender_may_round_its_kv_and_shares_it_with_those_that_round_alike(loaded):
     names = ("prompt-lookup", "ar:kv_dtype=int8", "prompt-lookup:kv_dtype=int8")
-    wanted = settings(methods=names, own_options={name: {"kv_dtype": "int8"} for name in names[1:]}, cold=False)
+    wanted = settings(methods=names, contender_options={name: {"kv_dtype": "int8"} for name in names[1:]}, cold=False)
     bench = Bench(loaded, wanted)
     prefill = [c.prefill for c in bench.contenders.values()]
     assert prefill[0] is prefill[1] and prefill[2] is prefill[3] and prefill[0] is not prefill[2]
     found = rows(loaded, wanted, samples=SAMPLES[:1])
     assert [row["mismatches"] for row in found] == [0, 0, None, None]
     with pytest.raises(ValueError, match="kv_dtype"):
-        settings(own_options={"ar": {"kv_dtype": "int4"}}, methods=("ar",))
+        settings(contender_options={"ar": {"kv_dtype": "int4"}}, methods=("ar",))

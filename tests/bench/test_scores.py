@@ -40,7 +40,7 @@ def test_an_answer(score, text, answer, wanted):
 
 
 def test_scores_are_those_of_lm_eval():
-    """On random words, where `lm_eval[longbench]` is installed."""
+    """On random words, if `lm_eval[longbench]` is installed."""
     theirs = pytest.importorskip("lm_eval.tasks.longbench.metrics", exc_type=ImportError)
     generator = random.Random(0)
     words = "the a an cat Dog sat, mat. Paris 12 7 3, 1204 Paragraph return x=1 (b) # // ` Animal and plant City"

@@ -1,4 +1,4 @@
-"""Data sets by name, their rows in local files, and what is asked for where nothing is named."""
+"""Data sets by name, their rows in local files, and the default data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Differences of outputs: where, and whether rounding explains them."""
+"""First differences of outputs, and whether rounding explains them."""
 
 from __future__ import annotations
 

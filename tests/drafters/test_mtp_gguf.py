@@ -11,7 +11,7 @@ from longdraft.drafts.mtp_formats import read
 from longdraft.errors import CheckpointError
 from longdraft.native import QuantizedMatrix, kernels
 from tests.support.gguf_architectures import write
-from tests.support.quick import slow_except
+from tests.support.slow_marks import slow_except
 
 pytest.importorskip("gguf")
 DELTA = {

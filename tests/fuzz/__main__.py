@@ -1,4 +1,4 @@
-"""``python -m tests.fuzz FIRST LAST [FORMAT...]``: damages files by these seeds, says what went wrong."""
+"""``python -m tests.fuzz FIRST LAST [FORMAT...]``: damages files with these seeds, and prints what went wrong."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tests.fuzz.formats import FORMATS
 
 
 def main(first: int, last: int, names: list[str]) -> int:
-    """Returns how many cases are wrong."""
+    """Returns the number of wrong cases."""
     logging.disable(logging.CRITICAL)
     wrong = 0
     for name in names or FORMATS:
-        with tempfile.TemporaryDirectory() as place:
-            whole = Path(place) / f"a-{name.replace(' ', '-')}"
-            FORMATS[name].make(whole)
-            (Path(place) / "damaged").mkdir()
+        with tempfile.TemporaryDirectory() as folder:
+            original = Path(folder) / f"a-{name.replace(' ', '-')}"
+            FORMATS[name].make(original)
+            (Path(folder) / "damaged").mkdir()
             for seed in range(first, last):
-                if said := verdict(name, FORMATS[name], seed, whole, Path(place) / "damaged"):
-                    print(said, flush=True)
+                if message := verdict(name, FORMATS[name], seed, original, Path(folder) / "damaged"):
+                    print(message, flush=True)
                     wrong += 1
         print(f"{name}: {last - first} cases", flush=True)
     return wrong

@@ -1,4 +1,4 @@
-"""One case: a damaged copy of a file is used, with bounds, and the verdict."""
+"""One case: a damaged copy of a file is used, within limits of time and memory, and the outcome is judged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from longdraft import LongdraftError
 from longdraft.errors import MemoryBudgetError
 from tests.fuzz.formats import Format
 
-# Seconds of the processor and of the clock, and bytes beyond those in use.
+# Limits: processor seconds, seconds of the clock, and bytes on top of those in use.
 SECONDS, WAIT, ROOM = 10, 300, 6 << 30
 
 
@@ -24,7 +24,7 @@ class EndlessCase(BaseException):
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """Limits of time and of memory."""
+    """Limits time and memory."""
 
     def end(*_: object) -> None:
         raise EndlessCase
@@ -46,7 +46,7 @@ def limited() -> Iterator[None]:
 
 
 def verdict(name: str, form: Format, seed: int, whole: Path, place: Path) -> str | None:
-    """What is wrong with how a damaged copy of ``whole`` is taken; None if it is done right or refused by name."""
+    """What went wrong with a damaged copy of ``whole``; None if its use was right, or refused with the file's name."""
     r = Random(f"{name} {seed}")
     path = place / whole.name
     shutil.rmtree(path, ignore_errors=True) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
@@ -55,7 +55,7 @@ def verdict(name: str, form: Format, seed: int, whole: Path, place: Path) -> str
     try:
         r.choice(form.changes[part])(r, path / part if part else path)
     except (KeyError, TypeError, ValueError, UnicodeError):
-        return None  # not a change that the mutator can write
+        return None  # a change that cannot be written
     right = form.right()
     try:
         with limited():

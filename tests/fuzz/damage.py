@@ -1,4 +1,4 @@
-"""Damages files, by seed: bytes, and the structure of JSON, safetensors and GGUF."""
+"""Damages files by a seed: their bytes, or the structure of JSON, safetensors and GGUF."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ VALUES = (
     [None] * 3,
 )  # fmt: skip
 DEEP = "[" * 100_000 + "]" * 100_000
-# In the place of a value, which the package json would not write.
+# Values that the package json would not write.
 TEXTS = (DEEP, "9" * 5_000, f"[{'0, ' * 200_000}0]", '1, "name": 2', "1 2", '{"a": ' * 900 + "1" + "}" * 900)
 DTYPES = (torch.float8_e4m3fn, torch.complex64, torch.int64, torch.bool, torch.uint8, torch.int8, torch.float64)
 NAMED = ("F16", "BF16", "F64", "I32", "U8", "BOOL", "F8_E4M3", "F4", "C64", "x")
 
 
 def damage_bytes(r: Random, data: bytes) -> bytes:
-    """Flips, cuts, repeats, overwrites."""
+    """Flips a bit, or cuts, repeats or overwrites bytes."""
     found = bytearray(data)
     at = r.randrange(len(found)) if r.random() < 0.4 else r.randrange(min(len(found), 2_000))
     kind = r.randrange(6)
@@ -49,7 +49,7 @@ def damage_bytes(r: Random, data: bytes) -> bytes:
 
 
 def damage_json(r: Random, data: bytes) -> bytes:
-    """Another value somewhere, or none, or another name."""
+    """Replaces or removes a value, or changes a name."""
     if r.random() < 0.1:
         whole = (DEEP, "", "null", "[]", "7", '"x"', "{", "{}", '{"a":' * 50_000, "\ufeff" + data.decode())
         return r.choice((*(each.encode() for each in whole), data.decode().encode("utf-16"), b"\xff" + data, data * 2))
@@ -77,7 +77,7 @@ def damage_json(r: Random, data: bytes) -> bytes:
 
 
 def damage_lines(r: Random, data: bytes) -> bytes:
-    """JSON lines: one of them damaged, swapped, doubled or left out."""
+    """JSON lines: damages, replaces or removes one of them."""
     lines = data.splitlines(keepends=True)
     at, kind = r.randrange(len(lines)), r.randrange(6)
     if kind == 0:
@@ -92,7 +92,7 @@ def damage_lines(r: Random, data: bytes) -> bytes:
 
 
 def damage_tensors(r: Random, path: Path) -> None:
-    """A tensor of another type, shape or name, or without numbers; two in each other's place; or a damaged header."""
+    """Changes a tensor's type, shape, name or values, swaps two tensors, or damages the header."""
     data = path.read_bytes()
     kind = r.randrange(7)
     if kind == 0:
@@ -129,7 +129,7 @@ def damage_tensors(r: Random, path: Path) -> None:
 
 
 def damage_gguf(r: Random, path: Path) -> None:
-    """Another value, kind, name or length of a field; another place, size, type or name of a tensor."""
+    """Changes a field's value, type, name or length; or a tensor's offset, size, type or name."""
     reader = gguf.GGUFReader(path, "r+")  # its arrays are the file's memory
     if r.random() < 0.5:
         _, name, dims, sizes, type_, place = r.choice(reader.tensors).field.parts
@@ -155,14 +155,14 @@ def damage_gguf(r: Random, path: Path) -> None:
         elif kind is gguf.GGUFValueType.FLOAT32:
             numbers = (0.0, -1.0, 1e30, 1e-30, float("inf"), float("nan"), -float("inf"), 1e-45, 3e38)
             value[0][0] = r.choice(numbers)
-        else:  # a number, or how long a text or a list is
+        else:  # a number, or the length of a string or list
             number = value[1] if kind is gguf.GGUFValueType.ARRAY else value[0]
             number[0] = r.choice(WHOLE) % (1 << 8 * number.itemsize)
     reader.data.flush()
 
 
 def replace_file(r: Random, path: Path) -> None:
-    """Something else in the file's place: a folder, a pipe, a device, a link to itself or elsewhere, or nothing."""
+    """Replaces the file by a folder, a pipe, a device, a link to itself or elsewhere, or nothing."""
     path.unlink()
     kind = r.randrange(6)
     if kind == 0:
@@ -174,7 +174,7 @@ def replace_file(r: Random, path: Path) -> None:
 
 
 def in_place(change: Callable[[Random, bytes], bytes]) -> Callable[[Random, Path], None]:
-    """A change of a file's bytes as one of the file."""
+    """Applies a change of bytes to a file."""
 
     def changing(r: Random, path: Path) -> None:
         path.write_bytes(change(r, path.read_bytes()))

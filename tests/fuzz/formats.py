@@ -1,4 +1,4 @@
-"""Tiny files of each format, how they are damaged, and what is done with them."""
+"""Tiny files of each format, how they are damaged, and how they are used."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Format:
     """A format.
 
     Attributes:
-        make: writes the file, or the folder's files, at a path.
-        changes: by a file's name (empty: the path itself) how it is damaged.
-        use: does what a user does with it; returns a text that must be the ``right`` one, or None.
+        make: writes the file or folder at a path.
+        changes: ways to damage it, by a file's name in the folder (empty: the path itself).
+        use: uses it as a user does; returns an output that must equal ``right()``, or None.
     """
 
     make: Callable[[Path], object]
@@ -100,7 +100,7 @@ def _sharded(path: Path) -> None:
 
 
 def _report(path: Path) -> None:
-    """A run that goes on."""
+    """Continues a run."""
     RecordFile(path, _HEADER, BatchResult)
 
 
@@ -119,7 +119,7 @@ _ORIGIN = {"input": "x", "rows": 5, "settings": {"seed": 0}}
 
 
 def _output(path: Path) -> None:
-    """A file of answers beside the record of its run, in a folder."""
+    """A folder with a file of answers and the record of its run."""
     path.mkdir()
     with OutputFile(path / "out.jsonl", _ORIGIN) as file:
         for i in range(4):
@@ -132,7 +132,7 @@ def _go_on(path: Path) -> None:
 
 
 def _snapshot(model: Callable[[], Any]) -> Format:
-    """Of a prompt that is kept; what is read from it goes on as it would have."""
+    """A saved prompt cache, from which decoding must continue as without it."""
     plain = cache(lambda: _text(Speculator("ar", target=model())))
 
     def keep(path: Path) -> None:

@@ -18,7 +18,7 @@ import longdraft
 from longdraft import PromptCache, Result, Speculator
 from longdraft.methods import METHODS
 from longdraft.model.chat import chat_prompt
-from tests.support.quick import slow_except
+from tests.support.slow_marks import slow_except
 
 pytestmark = [
     pytest.mark.model,

@@ -20,8 +20,8 @@ from longdraft.model.runner import TargetRunner
 from longdraft.trees.masks import make_tree_batch
 from longdraft.trees.tree import TokenTree
 from tests.support.methods import SpeculatorsByMethod
-from tests.support.nominal import SimulatedGraphs, to_simulated_gpu
-from tests.support.quick import slow_except
+from tests.support.simulated_gpu import SimulatedGraphs, to_simulated_gpu
+from tests.support.slow_marks import slow_except
 from tests.support.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [8, 1, 1, 6] * 9]
@@ -121,7 +121,7 @@ def test_methods_decode_as_ar_does(method, tmp_path: Path, simulated_gpu):
 
 
 def test_a_tree_has_no_more_rows_than_the_bucket(simulated_gpu, monkeypatch):
-    monkeypatch.setattr(deterministic, "ROWS", 4)
+    monkeypatch.setattr(deterministic, "FIXED_BATCH_ROWS", 4)
     model = on_card()
     spec = Speculator("prompt-lookup", target=model, plan="fixed", deterministic=True, min_n=1)
     steps = list(spec.stream(PROMPTS, max_new_tokens=20, eos_token_ids=[]))

@@ -18,7 +18,7 @@ from longdraft.engine.prefill import default_chunk_size
 from longdraft.model.gpu.cuda_graphs import CudaGraphs
 from longdraft.model.runner import TargetRunner
 from tests.support.methods import EXACT, METHODS, Case, SpeculatorsByMethod
-from tests.support.nominal import (
+from tests.support.simulated_gpu import (
     DEVICE,
     MixedDevicesError,
     SimulatedGPU,
@@ -26,7 +26,7 @@ from tests.support.nominal import (
     SimulatedTensor,
     to_simulated_gpu,
 )
-from tests.support.quick import slow, slow_except
+from tests.support.slow_marks import slow, slow_except
 from tests.support.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [8, 1, 1, 6] * 9]

@@ -8,7 +8,7 @@ import torch
 from longdraft import PromptCache, Speculator
 from longdraft.errors import CapabilityError
 from tests.support.drafts import random_draft, small_lm
-from tests.support.quick import rotate_pairs
+from tests.support.slow_marks import rotate_pairs
 from tests.support.tiny import tiny_model
 from tests.zoo.tiny_models import tiny_model as zoo_model
 

@@ -12,8 +12,8 @@ from longdraft.errors import CapabilityError
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model.gpu.cuda_graphs import CudaGraphs
 from tests.support.methods import EXACT, SpeculatorsByMethod
-from tests.support.nominal import SimulatedGraphs, to_simulated_gpu
-from tests.support.quick import slow, slow_except
+from tests.support.simulated_gpu import SimulatedGraphs, to_simulated_gpu
+from tests.support.slow_marks import slow, slow_except
 from tests.support.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 4, [8, 1, 1, 6] * 5]

@@ -176,11 +176,11 @@ def test_adapters_that_transformers_loads_itself(tmp_path: Path):
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("PromptTuningConfig", {"num_virtual_tokens": 3}, r"'default' \(PROMPT_TUNING\) puts rows of its own"),
-    ("PrefixTuningConfig", {"num_virtual_tokens": 3}, r"PREFIX_TUNING\) puts rows"),
+    ("PromptTuningConfig", {"num_virtual_tokens": 3}, r"'default' \(PROMPT_TUNING\) puts tokens of its own"),
+    ("PrefixTuningConfig", {"num_virtual_tokens": 3}, r"PREFIX_TUNING\) puts tokens"),
     ("LoraConfig", {"target_modules": ["q_proj"], "alora_invocation_tokens": [3]}, "begins in the middle"),
-    ("LilyConfig", {"target_modules": ["q_proj"], "r": 4}, r"LILY\) mixes its parts by all rows"),
-    ("PolyConfig", {"target_modules": ["q_proj"]}, r"POLY\) takes the number of a task"),
+    ("LilyConfig", {"target_modules": ["q_proj"], "r": 4}, r"LILY\) mixes its parts by all tokens"),
+    ("PolyConfig", {"target_modules": ["q_proj"]}, r"POLY\) takes a task id"),
 ]
 
 

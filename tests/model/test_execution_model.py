@@ -19,7 +19,7 @@ from longdraft.errors import CapabilityError, UnsupportedModelError
 from longdraft.model.outputs import Taps
 from longdraft.model.runner import TargetRunner
 from tests.support.forwards import forward
-from tests.support.quick import rotate_pairs
+from tests.support.slow_marks import rotate_pairs
 from tests.support.tiny import FAMILIES, tiny_model
 
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}

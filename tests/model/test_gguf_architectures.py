@@ -18,7 +18,7 @@ from longdraft.model.stored_model import has_stored_weights
 from longdraft.native import kernels
 from tests.support.gguf_architectures import ARCHITECTURES, write
 from tests.support.gguf_files import write_gguf
-from tests.support.quick import rotate_pairs, slow
+from tests.support.slow_marks import rotate_pairs, slow
 from tests.support.tiny import FAMILIES
 
 pytest.importorskip("gguf")

@@ -12,7 +12,7 @@ from longdraft import load
 from longdraft.errors import CapabilityError
 from longdraft.model.shared_parts import rotary_module
 from tests.support.gguf_files import write_gguf
-from tests.support.quick import rotate_pairs
+from tests.support.slow_marks import rotate_pairs
 
 pytest.importorskip("gguf")
 pytest.importorskip("accelerate")

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from longdraft.model.gpu import kernels as gpu_kernels
 from longdraft.model.gpu import operators as gpu_operators
-from tests.support.quick import rotate_pairs
+from tests.support.slow_marks import rotate_pairs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []  # one is to be seen with `-m gpu` alone

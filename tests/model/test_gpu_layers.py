@@ -17,8 +17,8 @@ from longdraft.model.runner import TargetRunner
 from tests.support.forward_outputs import outputs
 from tests.support.forwards import forward
 from tests.support.launches import Launches, count_launches
-from tests.support.nominal import SimulatedGraphs, simulate_gpu, to_simulated_gpu
-from tests.support.quick import rotate_pairs
+from tests.support.simulated_gpu import SimulatedGraphs, simulate_gpu, to_simulated_gpu
+from tests.support.slow_marks import rotate_pairs
 from tests.support.tiny import FAMILIES, tiny_model
 
 pytest.importorskip("triton")
@@ -84,7 +84,7 @@ def launches(fused: bool, joined: bool, size: int, monkeypatch, family="llama") 
 
 
 def test_the_page_says_what_a_layer_launches(monkeypatch):
-    ways = {"the model's own code": (False, False), "fused": (True, False), "fused, weights side by side": (True, True)}
+    ways = {"the model's own code": (False, False), "fused": (True, False), "fused, merged weights": (True, True)}
     for way, (fused, joined) in ways.items():
         row = re.search(rf"^\| {way} \| (\d+) \| (\d+) \|$", GPU_PAGE.read_text(), re.M)
         assert row is not None, way

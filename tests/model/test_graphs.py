@@ -33,8 +33,8 @@ from tests.support import torch_kernels
 from tests.support.forwards import forward
 from tests.support.lazy_side import LazyCopyStream
 from tests.support.methods import SpeculatorsByMethod
-from tests.support.nominal import SimulatedGraphs, to_simulated_gpu
-from tests.support.quick import slow
+from tests.support.simulated_gpu import SimulatedGraphs, to_simulated_gpu
+from tests.support.slow_marks import slow
 from tests.support.tiny import tiny_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

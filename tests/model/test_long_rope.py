@@ -11,7 +11,7 @@ from longdraft import PromptCache, Request, Speculator
 from longdraft.errors import ContextError
 from tests.support.long_rope_models import KINDS, SWITCH, greedy_without_cache, long_rope_model
 from tests.support.methods import EXACT, SpeculatorsByMethod
-from tests.support.quick import rotate_pairs, slow_except
+from tests.support.slow_marks import rotate_pairs, slow_except
 
 NEW = 14
 # Below the switch to the end, and beyond it from the start.

@@ -21,7 +21,7 @@ from longdraft.errors import UnsupportedModelError
 from longdraft.model.runner import TargetRunner
 from longdraft.native import kernels
 from tests.native.levels import needs_kernels
-from tests.support import tree_rows
+from tests.support import tree_logits
 from tests.support.quantised_folders import (
     NEW,
     PROMPTS,
@@ -45,7 +45,7 @@ def decoded(model: PreTrainedModel, method: str, batch: int, **options: Any) -> 
 def check_rows(model: PreTrainedModel) -> None:
     """A row has the same bits alone and beside others."""
     if kernels() is not None:
-        tree_rows.check_tree_logits(TargetRunner(model))
+        tree_logits.check_tree_logits(TargetRunner(model))
 
 
 def check_tokens(model: PreTrainedModel, own: bool = True) -> None:

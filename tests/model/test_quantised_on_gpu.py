@@ -10,7 +10,7 @@ from torch import nn
 from longdraft import Speculator
 from longdraft.model.gpu.cuda_graphs import CudaGraphs
 from longdraft.model.runner import TargetRunner
-from tests.support.nominal import SimulatedGraphs, to_simulated_gpu
+from tests.support.simulated_gpu import SimulatedGraphs, to_simulated_gpu
 from tests.support.tiny import tiny_model
 
 PROMPTS = [[3, 9, 4, 7, 2, 5] * 5, [8, 1, 1, 6] * 7]

@@ -19,8 +19,8 @@ from longdraft.model.runner import TargetRunner
 from tests.native.levels import needs_kernels
 from tests.support.drafts import random_eagle3, random_heads, random_onepass
 from tests.support.forwards import forward
-from tests.support.quick import rotate_pairs, slow, slow_except
 from tests.support.recurrent_models import FAMILIES, KINDS, recurrent_model, some_prompt
+from tests.support.slow_marks import rotate_pairs, slow, slow_except
 from tests.support.tiny import generate_tokens, tiny_tokenizer
 
 NEW = 24

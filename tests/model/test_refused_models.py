@@ -18,7 +18,7 @@ from longdraft import Speculator
 from longdraft.errors import CapabilityError, ContextError, UnsupportedModelError
 from longdraft.model.runner import TargetRunner
 from tests.support.forwards import forward
-from tests.support.nominal import simulate_gpu, to_simulated_gpu
+from tests.support.simulated_gpu import simulate_gpu, to_simulated_gpu
 from tests.support.tiny import tiny_model
 from tests.zoo.tiny_models import tiny_model as zoo_model
 

@@ -14,8 +14,8 @@ from longdraft.model.outputs import Taps
 from longdraft.model.runner import TargetRunner
 from tests.support.forwards import forward
 from tests.support.tiny import FAMILIES, tiny_model
-from tests.support.tree_rows import check_tree_logits
-from tests.support.tree_rows import random_tokens as tree_text
+from tests.support.tree_logits import check_tree_logits
+from tests.support.tree_logits import random_tokens as tree_text
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}  # float32 through three layers; logits are of the order of 5
 every_family = pytest.mark.parametrize("family", FAMILIES)

@@ -19,7 +19,7 @@ from longdraft.model.stored_model import dequantize_model, is_repacked
 from tests.native.levels import needs_kernels
 from tests.support.forwards import forward
 from tests.support.gguf_files import write_gguf
-from tests.support.quick import rotate_pairs
+from tests.support.slow_marks import rotate_pairs
 from tests.support.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
 HALVES = (torch.bfloat16, torch.float16)

@@ -18,10 +18,10 @@ from longdraft.model.runner import TargetRunner
 from longdraft.model.stored_model import store_half_weights
 from tests.native.levels import needs_kernels
 from tests.support.gguf_architectures import write
-from tests.support.quick import slow_except
 from tests.support.recurrent_models import FAMILIES, KINDS, recurrent_model
+from tests.support.slow_marks import slow_except
 from tests.support.tiny import generate_tokens, tiny_model
-from tests.support.tree_rows import check_tree_logits, random_tokens
+from tests.support.tree_logits import check_tree_logits, random_tokens
 from tests.support.window_models import NAMES, window_model
 from tests.zoo.tiny_models import tiny_config
 from tests.zoo.tiny_models import tiny_model as zoo_model

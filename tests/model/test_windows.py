@@ -13,7 +13,7 @@ from longdraft.memory import snapshot
 from longdraft.model.runner import TargetRunner
 from tests.support.drafts import random_draft, random_eagle3
 from tests.support.tiny import generate_tokens
-from tests.support.tree_rows import random_tokens
+from tests.support.tree_logits import random_tokens
 from tests.support.window_models import window_model
 
 METHODS = {

@@ -1,4 +1,4 @@
-"""Trees, keys and values, and weights in every form: what kernels are given."""
+"""Inputs of kernels: trees, keys and values, and weights in every format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from longdraft.native.quantized_matrix import HALF_DTYPES, QUANT_SIZES, Quantize
 PREFIXES = st.one_of(st.integers(0, 40), st.integers(110, 135), st.integers(490, 520), st.integers(1000, 1100))
 BLOCKS = [kind for kind in QUANT_SIZES if kind not in HALF_DTYPES]
 
-# Where in a block of each kind halves lie: scales and least values.
+# Offsets of the float16 scales and mins in a quant block.
 SCALES = {
     **dict.fromkeys(("Q4_0", "Q8_0", "Q5_0", "IQ4_NL", "IQ4_XS"), (0,)),
     **dict.fromkeys(("Q4_1", "Q4_K", "Q5_K", "Q5_1"), (0, 2)),
@@ -44,30 +44,30 @@ def random_tree(size: int, seed: int, deep: float = 0.5) -> tuple[list[int], tor
     return parents, mask
 
 
-def turned(x: torch.Tensor) -> torch.Tensor:
-    """As keys lie: stored column-wise."""
+def transposed(x: torch.Tensor) -> torch.Tensor:
+    """The same values stored transposed, as keys are."""
     return x.transpose(-1, -2).contiguous().transpose(-1, -2)
 
 
 def keys_and_values(dtype: torch.dtype, *shape: int, by_row: bool = False, seed: int = 0) -> tuple[KVTensor, KVTensor]:
-    """Random keys and values (..., n, d), rows of very different sizes, as views into something larger."""
+    """Random keys and values (..., n, d), entries of very different magnitudes, as views of larger tensors."""
     g, (*outer, n, d) = generator(seed), shape
     k, v = (
         torch.randn(*outer, n + 9, d, generator=g) * (0.1 + torch.rand(*outer, n + 9, 1, generator=g)) for _ in "kv"
     )
     if dtype == torch.int8:
         k, v = Int8KV.quantize(k), Int8KV.quantize(v)
-        return tuple(Int8KV(x[..., :n, :], y.scales[..., :n]) for x, y in ((turned(k.quants), k), (v.quants, v)))
-    k, v = (k if by_row else turned(k.to(dtype))), v.to(dtype)
+        return tuple(Int8KV(x[..., :n, :], y.scales[..., :n]) for x, y in ((transposed(k.quants), k), (v.quants, v)))
+    k, v = (k if by_row else transposed(k.to(dtype))), v.to(dtype)
     return k[..., :n, :], v[..., :n, :]
 
 
 def rows_of(x: KVTensor, rows: torch.Tensor, keys: bool = False) -> KVTensor:
-    """Some of the rows (heads, n, d), laid out as they were."""
+    """Some entries of (heads, n, d), in the same layout."""
     own = x.index_select(1, rows)
     if not keys or (isinstance(x, torch.Tensor) and x.stride(-1) == 1):
         return own
-    return turned(own) if isinstance(own, torch.Tensor) else Int8KV(turned(own.quants), own.scales)
+    return transposed(own) if isinstance(own, torch.Tensor) else Int8KV(transposed(own.quants), own.scales)
 
 
 def attention(q, k, v, seen, scale, softcap=None, sinks=None):
@@ -84,7 +84,7 @@ def attention(q, k, v, seen, scale, softcap=None, sinks=None):
 
 
 def stored(kind: str, outs: int, size: int, seed: int = 0, int8: bool = False) -> QuantizedMatrix:
-    """Random bytes, with scales that are numbers of a moderate size."""
+    """Random bytes, with scales of moderate magnitude."""
     weights, length = QUANT_SIZES[kind]
     rng = np.random.default_rng(seed)
     if kind in HALF_DTYPES:
@@ -98,7 +98,7 @@ def stored(kind: str, outs: int, size: int, seed: int = 0, int8: bool = False) -
     return QuantizedMatrix(torch.from_numpy(data.reshape(outs, -1)), kind, int8)
 
 
-def unpacked_by_gguf(w: QuantizedMatrix) -> torch.Tensor:
+def dequantized_by_gguf(w: QuantizedMatrix) -> torch.Tensor:
     import gguf
 
     kind = gguf.GGMLQuantizationType[w.format]
@@ -106,7 +106,7 @@ def unpacked_by_gguf(w: QuantizedMatrix) -> torch.Tensor:
 
 
 def matrix(form: str, outs: int, size: int, seed: int = 0):
-    """A matrix (outs, size) in one of :data:`FORMS`; sizes of stored ones are multiples of 256."""
+    """A matrix (outs, size) in one of :data:`FORMS`; quantized ones need a multiple of 256."""
     if form == "float32":
         return torch.randn(outs, size, generator=generator(seed))
     kind, _, arithmetic = form.partition(" in ")

@@ -43,10 +43,10 @@ CLOSE = {"rtol": 2e-5, "atol": 2e-5}
 @example(torch.float32, 600, 150, 1.0, 100, 2, 32, False, 3.0, None, False, 2, 0)  # the window slides into the tree
 @example(torch.bfloat16, 1100, 5, 0.5, 20, 1, 32, True, 3.0, 30.0, True, 1, 1)
 @example(torch.int8, 512, 9, 0.5, None, 1, 64, False, 3.0, None, False, 3, 0)
-def test_a_tree_and_a_piece_of_a_prompt(
+def test_a_tree_and_a_chunk_of_a_prompt(
     kernels, dtype, before, size, deep, window, group, d, by_row, sharp, softcap, sinks, threads, seed
 ):
-    """Against the definition; and to the bit what a row gets alone, whose window may begin later than all others'."""
+    """Matches the definition; a token has the bits that it has alone, where its window may begin later."""
     tiles = dtype == torch.bfloat16 and kernels.level.endswith("amx")  # whose products are of numbers in bfloat16
     _, tree = random_tree(size, seed, deep)
     k, v = keys_and_values(dtype, 2, before + size, d, by_row=by_row and dtype == torch.float32, seed=seed)
@@ -108,8 +108,8 @@ def test_capped_scores_of_any_size(kernels, cap):
     torch.testing.assert_close(found, attention(q, k, v, seen, cap, softcap=cap), **CLOSE)
 
 
-def test_keys_that_no_row_sees_are_not_read_and_whole_segments_of_them_may_be_missing(kernels):
-    """A sliding buffer: a row's bits stay when segments of 512 keys that it does not see are left out before it."""
+def test_keys_before_all_windows_are_not_read_and_segments_of_them_may_be_missing(kernels):
+    """A sliding buffer: bits stay the same without leading segments of 512 keys that no token sees."""
     k, v = keys_and_values(torch.float32, 2, 2000, 16)
     q, tree = 3 * torch.randn(2, 3, 16), torch.ones(3, 3, dtype=torch.bool).tril()
     for begin in (1, 130, 515, 1600, 1990, 1998):
@@ -144,13 +144,13 @@ def test_keys_that_no_row_sees_are_not_read_and_whole_segments_of_them_may_be_mi
         (lambda q, k, v: (q, k[:, :0], v[:, :0]), torch.float32, False),
     ],
 )
-def test_what_the_kernel_takes(change, dtype, taken):
+def test_supported_tensors(change, dtype, taken):
     assert native.supports_attention(*change(torch.randn(2, 3, 16), *keys_and_values(dtype, 2, 20, 16))) == taken
 
 
 @pytest.mark.parametrize("native_kernels", ["1", "0"])
 @pytest.mark.parametrize("dtype", DTYPES[1:])
-def test_the_cpu_path_reads_rounded_rows_with_and_without_kernels(dtype, native_kernels, monkeypatch):
+def test_the_cpu_path_reads_quantized_kv_with_and_without_kernels(dtype, native_kernels, monkeypatch):
     monkeypatch.setenv("LONGDRAFT_NATIVE", native_kernels)
     k, v = keys_and_values(dtype, 2, 2, 300, 32)
     floats, most = [x.to(torch.float32) for x in (k, v)], 1e-4
@@ -163,7 +163,7 @@ def test_the_cpu_path_reads_rounded_rows_with_and_without_kernels(dtype, native_
             torch.testing.assert_close(found(q, k, v, block, 0.2), wanted(q, *floats, block, 0.2), rtol=1e-4, atol=most)
 
 
-def test_what_eight_bits_say():
+def test_int8_quantization():
     rows = torch.tensor([[0.0, 0, 0], [1.27, -0.5, 0.004], [3e38, -1, 0], [float("nan"), 1, 1], [float("inf"), 1, 1]])
     found = Int8KV.quantize(rows)
     assert found.quants[:3].tolist() == [[0, 0, 0], [127, -50, 0], [127, 0, 0]]

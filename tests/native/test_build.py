@@ -22,8 +22,8 @@ from tests.support.tiny import tiny_model
 
 
 @needs_kernels
-def test_where_there_is_a_compiler_there_are_kernels():
-    """So that no test of them is skipped for a fault of theirs."""
+def test_with_a_compiler_there_are_kernels():
+    """So that a fault of the kernels does not skip their tests."""
     assert native.unavailable_reason() is None and native.kernels() is not None
 
 
@@ -38,7 +38,7 @@ def anew():
 
 @pytest.fixture
 def quick(tmp_path, monkeypatch):
-    """A compiler that copies what has been compiled already, and the list of its calls: seconds a time."""
+    """A fake compiler that copies the compiled library, and the list of its calls."""
     level = build.supported_levels()[0]
     script, calls = tmp_path / "bin" / "quick", tmp_path / "calls"
     script.parent.mkdir()
@@ -69,7 +69,7 @@ def test_compiled_once_and_kept(tmp_path, quick, caplog):
 
 
 @needs_kernels
-def test_what_lies_in_the_cache_needs_no_compiler(tmp_path, quick, monkeypatch, anew):
+def test_a_cached_library_needs_no_compiler(tmp_path, quick, monkeypatch, anew):
     build.ensure_compiled(quick[0], tmp_path / "native")
     monkeypatch.setenv("LONGDRAFT_CACHE", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
@@ -79,7 +79,7 @@ def test_what_lies_in_the_cache_needs_no_compiler(tmp_path, quick, monkeypatch, 
 
 
 @needs_kernels
-def test_what_the_package_carries_needs_neither(tmp_path, quick, monkeypatch):
+def test_a_prebuilt_library_needs_no_cache_and_no_compiler(tmp_path, quick, monkeypatch):
     monkeypatch.setattr(build, "CARRIED", tmp_path / "wheel")
     names = {level: build.compile_kernels(level, tmp_path / "made").name for level in ("x86-64-v4", "armv8-a")}
     monkeypatch.setenv("LONGDRAFT_CACHE", str(tmp_path / "cache"))
@@ -120,7 +120,7 @@ def test_other_compilers(compiler, tmp_path, monkeypatch):
     if shutil.which(compiler) is None:
         pytest.skip(f"{compiler} is not installed")
     monkeypatch.setenv("CXX", "ccache g++" if compiler == "ccache" else compiler)
-    monkeypatch.setattr(build, "SOURCES", ("float.cpp", "products.cpp"))
+    monkeypatch.setattr(build, "SOURCES", ("matmul_f32.cpp", "matmul.cpp"))
     lib = ctypes.CDLL(str(build.ensure_compiled(build.supported_levels()[0], tmp_path)))
     assert lib.longdraft_lanes() in (4, 8, 16)
 
@@ -133,7 +133,7 @@ def test_torchs_own_threads_serve():
 
 
 @needs_kernels
-def test_tiles_that_the_system_denies_are_not_used(monkeypatch):
+def test_amx_is_not_used_without_permission(monkeypatch):
     monkeypatch.setattr(build, "request_amx_permission", lambda: False)
     assert build.supported_levels() and "x86-64-v4-amx" not in build.supported_levels()
     with pytest.raises(OSError, match="tiles"):

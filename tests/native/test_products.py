@@ -1,4 +1,4 @@
-"""One contract of products, for weights in every form and all instruction sets: their definition, and a row's bits."""
+"""Matrix products with weights in every format, on all instruction sets: their values, and a row's bits."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests.native.cases import (
     EXPONENTS,
     FORMS,
     SCALES,
+    dequantized_by_gguf,
     generator,
     matrix,
     stored,
-    unpacked_by_gguf,
 )
 from tests.native.levels import LEVELS, kernels_of
 
@@ -33,7 +33,7 @@ def dequantize(w) -> torch.Tensor:
 
 
 def expected(x: torch.Tensor, w, bias: torch.Tensor | float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """What rows and weights stand for, multiplied in float64; and how far off a result may be."""
+    """The product of the dequantized operands in float64, and its tolerance."""
     weights = dequantize(w).double()
     x = fake_quantize_int8(x, w.format) if getattr(w, "int8", False) else x
     want = x.double() @ weights.T + bias
@@ -51,8 +51,10 @@ def expected(x: torch.Tensor, w, bias: torch.Tensor | float = 0.0) -> tuple[torc
     threads=st.integers(1, 3),
     seed=st.integers(0, 99),
 )
-def test_a_product_is_its_definition_and_a_row_has_its_bits(kernels, form, rows, outs, size, threads, seed):
-    """Beside other rows and alone, with any number of threads; of stored weights those of the unpacked ones."""
+def test_products_match_the_definition_and_a_row_has_the_same_bits_alone(
+    kernels, form, rows, outs, size, threads, seed
+):
+    """With any number of threads; quantized weights give the bits of dequantized ones."""
     size = size if form == "float32" else 256 * (1 + size % 3)
     w = matrix(form, outs, size, seed)
     x, bias = (torch.randn(n, generator=generator(seed)) for n in ((rows, size), (outs,)))
@@ -75,7 +77,7 @@ def test_a_product_is_its_definition_and_a_row_has_its_bits(kernels, form, rows,
     size=st.sampled_from([512, 2304]),
     seed=st.integers(0, 99),
 )
-def test_whole_numbers_give_the_same_bits_with_every_instruction_set_and_woven(form, rows, outs, size, seed):
+def test_int8_gives_the_same_bits_on_every_instruction_set_and_repacked(form, rows, outs, size, seed):
     w, x = matrix(form, outs, size, seed), torch.randn(rows, size, generator=generator(seed))
     ways = [(own, w) for own in map(kernels_of, LEVELS)]
     ways += [(own, own.repack(w)) for own, _ in ways if own.can_repack(w)]
@@ -92,19 +94,19 @@ def test_whole_numbers_give_the_same_bits_with_every_instruction_set_and_woven(f
     blocks=st.integers(1, 5),
     seed=st.integers(0, 99),
 )
-def test_a_prompts_rows_meet_weights_in_bfloat16_where_there_are_tiles(kernels, form, rows, outs, blocks, seed):
-    """Elsewhere they are computed as any others. A row has the bits that it has alone, with any number of threads."""
+def test_prefill_is_in_bfloat16_with_amx(kernels, form, rows, outs, blocks, seed):
+    """Without AMX it is as decoding. A row has the bits that it has alone, with any number of threads."""
     size = blocks * max(64, QUANT_SIZES[form.split()[0]][0])
     w = matrix(form, outs, size, seed)
     x, bias = (torch.randn(n, generator=generator(seed)) for n in ((rows, size), (outs,)))
-    found = kernels.linear(x, [(w, bias)], prompt=True)[0]
+    found = kernels.linear(x, [(w, bias)], prefill=True)[0]
     torch.set_num_threads(2)
-    assert torch.equal(found, kernels.linear(x, [(w, bias)], prompt=True)[0])
+    assert torch.equal(found, kernels.linear(x, [(w, bias)], prefill=True)[0])
     torch.set_num_threads(1)
-    some = torch.cat([kernels.linear(row[None], [(w, bias)], prompt=True)[0] for row in x[-40:]])
+    some = torch.cat([kernels.linear(row[None], [(w, bias)], prefill=True)[0] for row in x[-40:]])
     assert torch.equal(found[-40:], some)
     if kernels.can_repack(w):
-        assert torch.equal(found, kernels.linear(x, [(kernels.repack(w), bias)], prompt=True)[0])
+        assert torch.equal(found, kernels.linear(x, [(kernels.repack(w), bias)], prefill=True)[0])
     if not kernels.level.endswith("amx"):
         assert torch.equal(found, kernels.linear(x, [(w, bias)])[0])
         return
@@ -128,17 +130,17 @@ def test_several_matrices_of_all_forms_in_one_call(kernels):
 
 
 @pytest.mark.parametrize(
-    ("form", "rows", "prompt"),
+    ("form", "rows", "prefill"),
     [(form, rows, False) for form in ("float32", "Q4_K", "Q4_K in int8") for rows in (3, 12)]
     + [("Q4_K in int8", 12, True)],
 )
-def test_what_is_no_number_stays_none_and_harms_no_other_row(kernels, form, rows, prompt):
+def test_nan_and_infinity_stay_in_their_row(kernels, form, rows, prefill):
     w, x = matrix(form, 33, 512), torch.randn(rows, 512, generator=generator(0))
-    fine = kernels.linear(x, [(w, None)], prompt)[0]
+    fine = kernels.linear(x, [(w, None)], prefill)[0]
     for number in (float("nan"), float("inf"), float("-inf")):
         spoiled = x.clone()
         spoiled[1, 300] = number
-        found = kernels.linear(spoiled, [(w, None)], prompt)[0]
+        found = kernels.linear(spoiled, [(w, None)], prefill)[0]
         assert not found[1].isfinite().any()
         assert torch.equal(found[0], fine[0]) and torch.equal(found[2:], fine[2:])
     weights = torch.ones(4, 20)
@@ -148,8 +150,8 @@ def test_what_is_no_number_stays_none_and_harms_no_other_row(kernels, form, rows
 
 
 @pytest.mark.parametrize("kind", QUANT_SIZES)
-def test_stored_numbers_are_those_of_ggufs_dequantisation(kernels, kind):
-    """Scales of a moderate size, and ones that are tiny, large, negative or zero; all halves, NaN too."""
+def test_dequantized_values_equal_ggufs(kernels, kind):
+    """With moderate, tiny, large, negative and zero scales; all float16 values, NaN too."""
     if kind in HALF_DTYPES:
         bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
         want = bits.view(torch.bfloat16 if kind == "BF16" else torch.float16).view(256, 256).float()
@@ -163,13 +165,13 @@ def test_stored_numbers_are_those_of_ggufs_dequantisation(kernels, kind):
             at = SCALES[kind][0]
             odd.data[row, at : at + 2] = torch.tensor([scale], dtype=torch.float16).view(torch.uint8)
     for w in (odd, stored(kind, 7, 512, 1), stored(kind, 7, 512, 2)):
-        assert torch.equal(kernels.dequantize(w), unpacked_by_gguf(w)) and torch.equal(
-            w.dequantize(), unpacked_by_gguf(w)
+        assert torch.equal(kernels.dequantize(w), dequantized_by_gguf(w)) and torch.equal(
+            w.dequantize(), dequantized_by_gguf(w)
         )
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_largest_numbers_do_not_overflow_in_int8(kernels, kind):
+def test_largest_codes_do_not_overflow_in_int8(kernels, kind):
     w = stored(kind, 16, 256, int8=True)
     kept = [at + i for at in SCALES.get(kind, ()) for i in range(2)] + [
         at for name, at in EXPONENTS.items() if name == kind
@@ -210,7 +212,7 @@ def test_rows_and_weights_are_rounded_to_the_nearest():
 
 
 @pytest.mark.parametrize("kind", QUANT_SIZES)
-def test_a_drafts_matrix_keeps_the_bytes_that_are_few_enough(kind):
+def test_a_drafts_matrix_keeps_formats_of_few_bits(kind):
     w = stored(kind, 5, 512)
     eight, four = quantize_for_draft(w), quantize_for_draft(w, 4)
     assert eight.format == ("Q8_0" if kind in HALF_DTYPES else kind) and eight.int8 and four.int8
@@ -244,7 +246,7 @@ def test_what_is_no_matrix_of_these_is_refused(made, says):
         torch.zeros(3, 8, dtype=torch.float32),
     ],
 )
-def test_what_a_kernel_would_misread_is_refused(tensor):
+def test_tensors_that_a_kernel_would_misread_are_refused(tensor):
     with pytest.raises(TypeError):
         address(tensor, min_numel=32)
 
@@ -268,7 +270,7 @@ CHOSEN, STARTS = [4, 0, 2], [0, 1, 8, 19]
 
 
 def of_experts(kernels, form: str, outs: int) -> tuple[ExpertWeights, list]:
-    """Weights of all experts together, woven where that is possible, and each expert's own matrix."""
+    """Weights of all experts, repacked if possible, and the matrix of each expert."""
     whole, bias = matrix(form, COUNT * outs, 256), torch.randn(COUNT, outs, generator=generator(1))
     if isinstance(whole, QuantizedMatrix):
         each = [QuantizedMatrix(rows, whole.format, whole.int8) for rows in whole.data.split(outs)]
@@ -289,7 +291,7 @@ def test_a_row_of_an_expert_has_the_bits_of_a_product_with_its_matrix(kernels, f
 
 
 @pytest.mark.parametrize("outs", [1, 16, 50])
-def test_experts_whose_floats_lie_by_input(kernels, outs):
+def test_experts_with_transposed_weights(kernels, outs):
     g = generator(0)
     w, bias, x = (torch.randn(*shape, generator=g) for shape in ((COUNT, 70, outs), (COUNT, outs), (STARTS[-1], 70)))
     products = GroupedGemm(kernels, [ExpertWeights(w, bias, transposed=True)])

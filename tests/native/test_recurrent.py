@@ -17,7 +17,7 @@ from longdraft.native.recurrent import (
     run_recurrence,
 )
 from tests.native.levels import needs_kernels
-from tests.support.quick import rotate_pairs
+from tests.support.slow_marks import rotate_pairs
 
 pytestmark = needs_kernels
 
@@ -48,7 +48,7 @@ def recurrence(kind: str, sizes: tuple[int, int, int, int]) -> LinearRecurrence:
 def by_formula(
     r: LinearRecurrence, state: torch.Tensor, rows: RecurrentInputs, row: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and state of a row, in float64."""
+    """Output and next state of a token, in float64."""
     each = state.shape[0] // rows.k.shape[1]
     q, k = (x[row].double().repeat_interleave(each, 0) for x in (rows.q, rows.k))
     if r.qk_l2norm:
@@ -67,7 +67,7 @@ def by_formula(
 
 
 @pytest.mark.parametrize(("kind", "sizes"), rotate_pairs(KINDS, SIZES, each=2), ids=str)
-def test_rows_are_what_the_formula_says_and_have_their_bits_whatever_is_beside_them(kernels, kind, sizes):
+def test_tokens_match_the_formula_and_have_the_same_bits_alone(kernels, kind, sizes):
     kernel, r = partial(run_recurrence, kernels), recurrence(kind, sizes)
     start = torch.randn(sizes[0], sizes[2], sizes[3], generator=torch.manual_seed(1))
     pending, rows = rows_of(kind, sizes, 2, 2), rows_of(kind, sizes, len(PARENTS), 3)
@@ -100,7 +100,7 @@ def test_rows_are_what_the_formula_says_and_have_their_bits_whatever_is_beside_t
 
 
 @pytest.mark.parametrize(("channels", "size"), [(5, 4), (64, 2), (300, 10)])
-def test_rows_are_convolved_with_what_they_see(kernels, channels, size):
+def test_causal_convolution_of_a_tree(kernels, channels, size):
     g = torch.Generator().manual_seed(0)
     weight, bias = torch.randn(channels, size, generator=g), torch.randn(channels, generator=g)
     window, rows = torch.randn(size - 1, channels, generator=g), torch.randn(4, channels, generator=g)

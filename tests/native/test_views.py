@@ -36,7 +36,7 @@ def cache_of(full: KVStore, view: View, kept: torch.dtype = torch.float32) -> Sp
 
 
 def positions(cache: SparseKVCache) -> torch.Tensor:
-    """Of the copied rows, by layer and head, in their order; checks that they are the text's."""
+    """Positions of the copied entries, by layer and head, in their order; checks that they equal the source's."""
     full, size = cache.full_store, cache.store.lengths[0]
     values = cache.store.values[:, 0, :, :size]
     rows = ((values[..., 0] - full.values[:, 0, :, :1, 0]) / full.shape.head_dim).long()
@@ -50,7 +50,7 @@ def positions(cache: SparseKVCache) -> torch.Tensor:
     st.sampled_from(SCORERS), st.sampled_from(["mean", "max", "last"]), st.sampled_from([1, 2, 8]), st.integers(1, 5),
     st.booleans(), st.sampled_from([16, 48, 64]), st.integers(0, 99),
 )  # fmt: skip
-def test_what_is_chosen_is_what_torch_chooses(kind, reduction, chunk, looks, transposed, d, seed):
+def test_kernels_choose_the_chunks_that_torch_chooses(kind, reduction, chunk, looks, transposed, d, seed):
     view, found = View(kind, 6 * chunk, 2 * chunk, 7, chunk, 20, reduction), []
     queries = torch.randn(3, 6, looks, d, generator=torch.Generator().manual_seed(seed))
     for switch in ("1", "0"):
@@ -64,7 +64,7 @@ def test_what_is_chosen_is_what_torch_chooses(kind, reduction, chunk, looks, tra
     assert found[0] == found[1]
 
 
-def test_chunks_that_are_chosen_again_stay_where_they_are():
+def test_chunks_that_are_chosen_again_stay_in_place():
     view, queries = View("mean-key", 64, 8, 12, 8, 40), torch.randn(2, 4, 1, 16)
     cache = cache_of(text(300, 2), view)
     cache.reselect(0, queries)
@@ -78,12 +78,12 @@ def test_chunks_that_are_chosen_again_stay_where_they_are():
         assert not set(old[~same].tolist()) & set(new.tolist())
 
 
-def test_heads_of_another_size_are_left_to_torch():
+def test_other_head_sizes_are_left_to_torch():
     assert view_kernels(text(8, 1, 16)) is not None and view_kernels(text(8, 1, 20)) is None
     assert view_kernels(KVStore(KVShape(1, 1, 16, torch.bfloat16), 1, 8)) is None
 
 
-def test_chunks_without_a_number_are_wanted_least():
+def test_chunks_with_nan_scores_rank_last():
     full = text(200, 1)
     full.keys[0, 0, :, 40:80] = torch.nan
     cache = cache_of(full, View("mean-key", 64, 8, 8, 8, 8))
@@ -92,7 +92,7 @@ def test_chunks_without_a_number_are_wanted_least():
 
 
 @given(st.sampled_from([torch.bfloat16, torch.int8]), st.sampled_from(["mean-key", "streaming"]), st.integers(0, 99))
-def test_rounded_copies_are_what_torch_makes_of_the_rows(dtype, kind, seed):
+def test_quantized_copies_equal_torchs(dtype, kind, seed):
     view = View(kind, 64 if kind == "mean-key" else 0, 8, 12 if kind == "mean-key" else 400, 8, 40)
     queries, found = torch.randn(2, 4, 1, 16, generator=torch.Generator().manual_seed(seed)), []
     for switch in ("1", "0"):

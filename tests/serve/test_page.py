@@ -306,8 +306,8 @@ class TestFrame:
 
     def test_more_than_the_model_takes_is_shown(self, page):
         page.value("addFiles([new File(['word '.repeat(8000)], 'a.txt')])")
-        assert page.value("document.querySelector('#room').textContent") == "about 10,001 of 1,200 tokens"
-        assert page.value("document.querySelector('#room').className") == "over"
+        assert page.value("document.querySelector('#context-use').textContent") == "about 10,001 of 1,200 tokens"
+        assert page.value("document.querySelector('#context-use').className") == "over"
 
     def test_a_phone_shows_all_of_it(self, page):
         page.screen(390, 800)

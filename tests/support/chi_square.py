@@ -1,4 +1,4 @@
-"""Whether draws follow a distribution: Pearson's chi-square, with rare cells pooled."""
+"""Pearson's chi-square test of samples against a distribution, with rare cells pooled."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from scipy.stats import chisquare
 
 
 def p_value(counts: torch.Tensor, law: torch.Tensor, cells: int = 8) -> float:
-    """How likely counts as far off as these are under a distribution; 0 where something came out that cannot.
+    """The p-value of observed counts; 0 if an outcome of probability 0 occurred.
 
     Args:
-        counts: how often each outcome came, of any shape. law: the probability of each, or a multiple of it.
-        cells: fails with fewer left than this, which could tell nothing.
+        counts: how often each outcome occurred, of any shape.
+        law: the probability of each outcome, or a multiple of it.
+        cells: minimum number of cells; fewer are an error, as they show nothing.
     """
     observed, law = counts.flatten().double(), law.flatten().double()
     expected = law / law.sum() * observed.sum()
@@ -22,5 +23,5 @@ def p_value(counts: torch.Tensor, law: torch.Tensor, cells: int = 8) -> float:
     observed = torch.cat([observed[~rare], observed[rare].sum()[None]])
     expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
     keep = expected > 0
-    assert keep.sum() >= cells, "too few cells to tell anything"
+    assert keep.sum() >= cells, "too few cells for a test"
     return float(chisquare(observed[keep], expected[keep] * (observed.sum() / expected[keep].sum())).pvalue)

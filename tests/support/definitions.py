@@ -1,7 +1,7 @@
-"""What drafts say, written plainly from their papers: over the whole text, nothing cached, in torch's own operations.
+"""Definitions of drafts, written plainly from their papers: on the full context, without caches, in torch's operations.
 
-A definition is a function ``says(text, path)``: the log-probabilities of what follows a text, whose last token the
-target has not read yet, and a path of drafted tokens.
+A definition is a function ``logprobs(text, path)``: the draft's log-probabilities of the next token after a context,
+whose last token has not been through the target yet, and a path of drafted tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from longdraft import Result, Speculator, Step
 Weights = dict[str, torch.Tensor]
 DraftLogprobs = Callable[[list[int], list[int]], torch.Tensor]
 EPS = 1e-6
-# Layers whose hidden states the drafts of these tests read, and the token that stands for one not known yet.
+# Layers whose hidden states the drafts of these tests read, and the mask token.
 LAYERS, MASK = (1, 2, 4), 7
 
 
@@ -66,14 +66,14 @@ def rope(x: torch.Tensor, positions: torch.Tensor, *rotated: Any) -> torch.Tenso
 
 
 def softmax_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """(heads, rows, d) of queries that see the rows of a mask (rows, keys)."""
+    """Attention output (heads, T, d) of queries with a boolean mask (T, keys) of visible keys."""
     k, v = (x.repeat_interleave(q.shape[0] // k.shape[0], dim=0) for x in (k, v))
     scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~seen, -math.inf)
     return torch.softmax(scores, -1) @ v
 
 
 def projected(w: Weights, at: str, part: str, x: torch.Tensor, d: int) -> torch.Tensor:
-    """(heads, rows, d): queries, keys or values, normed where there is a norm."""
+    """Queries, keys or values (heads, T, d), normed if there is a norm."""
     out = F.linear(x, w[f"{at}{part}_proj.weight"], w.get(f"{at}{part}_proj.bias")).view(len(x), -1, d)
     norm = f"{at}{part}_norm.weight"
     return (rms(out, w[norm]) if norm in w else out).transpose(0, 1)
@@ -83,7 +83,7 @@ def attention(
     w: Weights, at: str, x: torch.Tensor, d: int, places: torch.Tensor, seen: torch.Tensor, *rotated: Any,
     context: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Attention of rows ``x``, the last of ``places``, to the context's rows and themselves, as ``seen`` says."""
+    """Attention of tokens ``x`` at the last of ``places`` to the context and themselves, by the mask ``seen``."""
     both = x if context is None else torch.cat([context, x])
     q = rope(projected(w, at, "q", x, d), places[len(both) - len(x) :], *rotated)
     k, v = rope(projected(w, at, "k", both, d), places, *rotated), projected(w, at, "v", both, d)
@@ -100,7 +100,7 @@ def fused_layers(
     w: Weights, first: str, x: torch.Tensor, g: torch.Tensor, d: int, places: torch.Tensor, seen: torch.Tensor,
     *rotated: Any, before_residual: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """EAGLE-3's layers: the first reads tokens and features side by side, the others the output of the one before."""
+    """EAGLE-3's layers: the first reads [embeddings, features], the others the output of the one before."""
     at, layer, out = first, 0, rms(g, w[f"{first}hidden_norm.weight"])
     n = torch.cat([rms(x, w[f"{at}input_layernorm.weight"]), out], -1)
     out = out if before_residual else g
@@ -116,13 +116,13 @@ def fused_layers(
 
 @torch.no_grad()
 def features(model: Any, text: list[int], layers: Sequence[int] = LAYERS) -> list[torch.Tensor]:
-    """The target's hidden states behind some layers, of all of a text but its last token."""
+    """The target's hidden states after some layers, of all tokens of a text but the last."""
     states = model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
     return [states[i + 1][0] for i in layers]
 
 
 def last_state(model: Any, text: list[int]) -> torch.Tensor:
-    """(hidden,) behind the last layer and before its norm, of the last token but one."""
+    """(hidden,) after the last layer and before the final norm, of the last token but one."""
     last: list[Any] = []
     hook = model.model.layers[-1].register_forward_hook(lambda module, given, out: last.append(out))
     with torch.no_grad():
@@ -135,10 +135,10 @@ def last_state(model: Any, text: list[int]) -> torch.Tensor:
 
 
 def eagle3(model: Any, draft: Any, window: int | None = None, seen: list[int] | None = None) -> DraftLogprobs:
-    """EAGLE-3 and 3.1, as a loaded draft says.
+    """EAGLE-3 and 3.1, by the settings of a loaded draft.
 
     Args:
-        seen: of the text's rows, these alone are seen, as if they stood together.
+        seen: if given, only these tokens of the text are visible, at adjacent positions.
     """
     w = {n: t.float() for n, t in draft.weights.items()}
     shape, settings = draft.shape, draft.rope
@@ -146,14 +146,14 @@ def eagle3(model: Any, draft: Any, window: int | None = None, seen: list[int] | 
     table = w.get("embed_tokens.weight", model.get_input_embeddings().weight)
 
     @torch.no_grad()
-    def says(text: list[int], path: list[int]) -> torch.Tensor:
+    def logprobs(text: list[int], path: list[int]) -> torch.Tensor:
         given = features(model, text)
         if shape.fc_norm:
             given = [rms(f, w[f"fc_norm.{i}.weight"]) for i, f in enumerate(given)]
         joined = torch.cat(given, -1)
         g = (rms(joined, w["input_norm.weight"]) if shape.norm_before_fc else joined) @ w["fc.weight"].T
         tokens = text[1:]
-        for following in [*path, None]:
+        for next_token in [*path, None]:
             rows = torch.arange(len(tokens))
             places, unseen = rows.clone(), torch.zeros(len(rows), dtype=torch.bool)
             if seen is not None:
@@ -162,51 +162,51 @@ def eagle3(model: Any, draft: Any, window: int | None = None, seen: list[int] | 
                 places[~unseen] = torch.arange(int((~unseen).sum()))
             behind = rows[:, None] - rows
             mask = (behind >= 0) & (behind < (window or len(rows))) & ~unseen
-            mask |= torch.eye(len(rows), dtype=torch.bool)  # rows that see nothing else are not read
+            mask |= torch.eye(len(rows), dtype=torch.bool)  # hidden tokens see themselves; their output is unused
             out = fused_layers(
                 w, "midlayer.", table[torch.tensor(tokens)], g, shape.head_dim, places, mask, *rotated,
                 before_residual=shape.norm_before_residual,
             )  # fmt: skip
-            said = rms(out[-1], w["norm.weight"])
-            if following is not None:
-                tokens, g = [*tokens, following], torch.cat([g, (said if shape.norm_output else out[-1])[None]])
-        return torch.log_softmax(said @ w["lm_head.weight"].T, -1)
+            normed = rms(out[-1], w["norm.weight"])
+            if next_token is not None:
+                tokens, g = [*tokens, next_token], torch.cat([g, (normed if shape.norm_output else out[-1])[None]])
+        return torch.log_softmax(normed @ w["lm_head.weight"].T, -1)
 
-    return says
+    return logprobs
 
 
 def eagle(model: Any, w: Weights, theta: float) -> DraftLogprobs:
-    """EAGLE-1 and 2: the layer reads tokens and the states behind the target's last norm."""
+    """EAGLE-1 and 2: the layer reads embeddings and the target's hidden states after the final norm."""
     w = {name.removeprefix("layers.0."): t.to(model.dtype) for name, t in w.items()}
 
     @torch.no_grad()
-    def says(text: list[int], path: list[int]) -> torch.Tensor:
+    def logprobs(text: list[int], path: list[int]) -> torch.Tensor:
         f = model.model(torch.tensor([text[:-1]])).last_hidden_state[0]
         tokens = text[1:]
-        for following in [*path, None]:
+        for next_token in [*path, None]:
             n = torch.cat([model.get_input_embeddings()(torch.tensor(tokens)), f], -1)
             n = F.linear(n, w["fc.weight"], w.get("fc.bias"))
             rows = torch.arange(len(n))
             a = n + attention(w, "self_attn.", n, 16, rows, rows[:, None] >= rows, theta)
             out = a + mlp(w, "mlp.", rms(a, w["post_attention_layernorm.weight"]))
-            if following is not None:
-                tokens, f = [*tokens, following], torch.cat([f, out[-1:]])
+            if next_token is not None:
+                tokens, f = [*tokens, next_token], torch.cat([f, out[-1:]])
         return model.lm_head(out[-1]).log_softmax(-1)
 
-    return says
+    return logprobs
 
 
 def longspec(model: Any, w: Weights, window: int, kept: list[int] | None = None, rows: Any = None) -> DraftLogprobs:
     """LongSpec: sliding self-attention, then cross-attention to the KV of the target's last layer.
 
     Args:
-        rows: of the text, cross-attention sees these alone.
+        rows: if given, cross-attention sees only these tokens of the text.
     """
     d, theta = model.config.head_dim, model.config.rope_parameters["rope_theta"]
     w = {name: t.to(model.dtype) for name, t in w.items()}
 
     @torch.no_grad()
-    def says(text: list[int], path: list[int]) -> torch.Tensor:
+    def logprobs(text: list[int], path: list[int]) -> torch.Tensor:
         read, places = len(text) - 1, torch.arange(len(text) + len(path))
         cache = model(torch.tensor([text[:read]]), use_cache=True).past_key_values.layers[-1]
         x = model.get_input_embeddings()(torch.tensor(text + path))
@@ -224,14 +224,14 @@ def longspec(model: Any, w: Weights, window: int, kept: list[int] | None = None,
         logits = model.get_output_embeddings()(last)
         return torch.log_softmax(logits if kept is None else logits[kept], -1)
 
-    return says
+    return logprobs
 
 
 def heads(model: Any, w: Weights, published: bool = False) -> DraftLogprobs:
-    """Chained heads, ours or as TokenSwift publishes them: a level says the same behind every path."""
+    """Chained heads, ours or TokenSwift's: the prediction of a level does not depend on the path."""
     w, eps = {name: t.to(model.dtype) for name, t in w.items()}, model.config.rms_norm_eps
 
-    def says(text: list[int], path: list[int]) -> torch.Tensor:
+    def logprobs(text: list[int], path: list[int]) -> torch.Tensor:
         h = last_state(model, text)
         for i in range(len(path) + 1):
             at = f"model.medusa_layers.{i}." if published else f"heads.{i}."
@@ -239,34 +239,34 @@ def heads(model: Any, w: Weights, published: bool = False) -> DraftLogprobs:
             h = h + w[f"{at}{'linear' if published else 'proj'}.weight"] @ rms(h, w[f"{at}{before}.weight"], eps)
         return torch.log_softmax(model.lm_head(rms(h, w[f"{after}.weight"], eps)), -1).detach()
 
-    return says
+    return logprobs
 
 
 def mtp(model: Any, layer: Any, window: int | None = None) -> DraftLogprobs:
-    """A checkpoint's layer that predicts further tokens (MTP), by transformers' own class of layer."""
+    """A checkpoint's MTP layer, by transformers' own class of layer."""
 
     @torch.no_grad()
-    def says(text: list[int], path: list[int]) -> torch.Tensor:
+    def logprobs(text: list[int], path: list[int]) -> torch.Tensor:
         f, tokens = model.model(torch.tensor([text[:-1]])).last_hidden_state[0], text[1:]
-        for following in [*path, None]:
+        for next_token in [*path, None]:
             rows = torch.arange(len(tokens))
             behind = rows[:, None] - rows
             hidden = (behind < 0) | (behind >= (window or len(tokens)))
             mask = torch.zeros(hidden.shape).masked_fill(hidden, -math.inf)
-            # Positions are those of the tokens: only differences count.
+            # Positions of the tokens, not of the features; RoPE depends on differences only.
             places = (rows + 1)[None]
             if hasattr(model.model.rotary_emb, "mrope_section"):
                 places = places.expand(3, 1, -1)
             x = model.get_input_embeddings()(torch.tensor(tokens))
             out = layer(x, f, model.model.rotary_emb(x[None], places), mask)
-            if following is not None:
-                tokens, f = [*tokens, following], torch.cat([f, out[-1:]])
+            if next_token is not None:
+                tokens, f = [*tokens, next_token], torch.cat([f, out[-1:]])
         return torch.log_softmax(model.lm_head(out[-1]), -1)
 
-    return says
+    return logprobs
 
 
-# --- drafts that say all levels in one forward ---
+# --- drafts that predict all levels in one forward ---
 
 
 def parallel_draft(
@@ -274,16 +274,16 @@ def parallel_draft(
     corrected: Callable[[list[int], torch.Tensor], Any] = lambda path, rows: 0.0,
     candidates: int = 10**6,
 ) -> DraftLogprobs:
-    """A level's row, to whose likeliest ``candidates`` a correction by the path is added.
+    """A draft with a slot for each level. A correction by the path is added to the top ``candidates`` logits of a slot.
 
     Args:
-        rows_of: a text -> rows (slots, ...), and their logits (slots, draft vocabulary).
-        corrected: the target ids of a path, the root's first, and its rows -> what is added to the last row's logits.
+        rows_of: a text -> hidden states of the slots (slots, ...), and their logits (slots, draft vocabulary).
+        corrected: target ids of a path from the root on, and its slots -> the correction of the last slot's logits.
     """
     known = lru_cache(4)(lambda text: rows_of(list(text)))
 
     @torch.no_grad()
-    def says(text: list[int], path: list[int]) -> torch.Tensor:
+    def logprobs(text: list[int], path: list[int]) -> torch.Tensor:
         rows, logits = known(tuple(text))
         own, path = logits[len(path)], [text[-1], *path]
         likely = torch.zeros(len(own), dtype=torch.bool)
@@ -291,18 +291,18 @@ def parallel_draft(
         added = torch.as_tensor(corrected(path, rows[: len(path)])).expand_as(own)
         return torch.log_softmax(own + added.masked_fill(~likely, 0.0), -1)
 
-    return says
+    return logprobs
 
 
 def slot_mask(rows: int, ahead: int, window: int | None = None) -> torch.Tensor:
-    """The mask of rows, the last ``ahead`` of which stand for tokens not known yet: they see what their root's sees."""
+    """The attention mask of tokens followed by ``ahead`` slots, which see what the last token sees, and themselves."""
     at = torch.arange(rows)
     anchors = at.clamp(max=rows - 1 - ahead)
     return (at <= at[:, None]) & (anchors[:, None] - at < (window or rows))
 
 
 def onepass(model: Any, draft: Any, window: int | None = None, candidates: int = 10**6) -> DraftLogprobs:
-    """Ours: learned slots behind the root, and a bigram among the likely tokens."""
+    """``onepass``: learned slots after the root, and a bigram over the top tokens."""
     w = {n: t.float() for n, t in draft.weights.items()}
     ids = None if draft.draft_to_target_ids is None else draft.draft_to_target_ids.tolist()
 
@@ -331,7 +331,7 @@ def onepass(model: Any, draft: Any, window: int | None = None, candidates: int =
 def peagle(
     model: Any, w: Weights, slots: int, norm_before_fc: bool = False, window: int | None = None
 ) -> DraftLogprobs:
-    """P-EAGLE: EAGLE-3's layers over mask tokens behind the root."""
+    """P-EAGLE: EAGLE-3's layers over mask tokens after the root."""
 
     @torch.no_grad()
     def rows_of(text: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -350,11 +350,11 @@ def dflash(
     model: Any, w: Weights, block: int = 4, first: int = 1, head: str = "vanilla",
     windows: tuple[Any, ...] = (None, None), causal: tuple[bool, ...] = (False, False), window: int | None = None,
 ) -> DraftLogprobs:  # fmt: skip
-    """DFlash: a block of mask tokens that sees itself both ways, and the text's features; DSpark's heads.
+    """DFlash: a block of mask tokens with bidirectional attention to itself and to the text's features; DSpark's heads.
 
     Args:
-        first: the row of the first level. head: DSpark's kind of head.
-        windows, causal: layer by layer. window: of all layers.
+        first: index of the token that predicts the first level. head: DSpark's kind of head.
+        windows, causal: for each layer. window: for all layers.
     """
 
     @torch.no_grad()
@@ -381,7 +381,7 @@ def dflash(
 
 
 def _correction(w: Weights, path: list[int], hidden: torch.Tensor, head: str) -> Any:
-    """What DSpark's Markov heads add behind a path, whose rows are ``hidden``."""
+    """The correction of DSpark's Markov heads after a path, whose hidden states are ``hidden``."""
     if "markov_head.markov_w1.weight" not in w:
         return 0.0
     table = w["markov_head.markov_w1.weight"]
@@ -404,7 +404,7 @@ def _correction(w: Weights, path: list[int], hidden: torch.Tensor, head: str) ->
 
 
 def drafted_rounds(spec: Speculator, prompts: Sequence[list[int]], new: int = 14) -> tuple[list[Any], list[Result]]:
-    """The rounds of a greedy run, each a text and the tree that was verified behind it, and the run's results."""
+    """The rounds of a greedy run, as (text, tree verified after it), and the run's results."""
     run, texts = spec.stream([list(p) for p in prompts], max_new_tokens=new, eos_token_ids=[]), list(map(list, prompts))
     rounds = []
     for step in run:
@@ -415,18 +415,23 @@ def drafted_rounds(spec: Speculator, prompts: Sequence[list[int]], new: int = 14
 
 
 def assert_matches_definition(
-    says: DraftLogprobs, text: list[int], tree: Any, ids: list[int] | None = None, limit: int = 20, near: float = 3e-4
+    logprobs: DraftLogprobs,
+    text: list[int],
+    tree: Any,
+    ids: list[int] | None = None,
+    limit: int = 20,
+    near: float = 3e-4,
 ) -> None:
-    """A tree's log-probabilities are those of a definition; of many nodes the first ``limit`` are looked at.
+    """Asserts that a tree's log-probabilities are those of a definition; checks the first ``limit`` nodes.
 
     Args:
-        ids: the target's ids of a smaller vocabulary.
+        ids: target ids of the draft's smaller vocabulary.
     """
     assert tree.tokens[0] == text[-1]
     expected: dict[int, torch.Tensor] = {}
     for node in range(1, min(tree.size, limit)):
         parent = tree.parents[node]
         if parent not in expected:
-            expected[parent] = says(text, [tree.tokens[i] for i in tree.path(parent)][1:])
+            expected[parent] = logprobs(text, [tree.tokens[i] for i in tree.path(parent)][1:])
         token = tree.tokens[node] if ids is None else ids.index(tree.tokens[node])
         assert tree.logprobs[node] == pytest.approx(float(expected[parent][token]), abs=near)

@@ -26,7 +26,7 @@ from longdraft.model.shared_parts import describe_target
 from tests.support.tiny import Family, tiny_model
 
 M = TypeVar("M", bound=torch.nn.Module)
-# What drafts of EAGLE-3's kind say of positions.
+# RoPE settings in folders of EAGLE-3's kind.
 ROPE = {
     "rope_theta": 1e4, "rope_factor": None, "rope_factor_trained": None, "rope_original_length": 512,
     "trained_length": 512,
@@ -34,7 +34,7 @@ ROPE = {
 
 
 def noise(shapes: Mapping[str, Sequence[int]], seed: int = 0) -> dict[str, torch.Tensor]:
-    """Tensors in which every part matters: no weight is zero, no norm is one."""
+    """Random tensors: no weight is zero, no norm is one, so that a test notices if one is left out."""
     generator, found = torch.Generator().manual_seed(seed), {}
     for name, shape in shapes.items():
         numbers = torch.randn(tuple(shape), generator=generator)
@@ -43,7 +43,7 @@ def noise(shapes: Mapping[str, Sequence[int]], seed: int = 0) -> dict[str, torch
 
 
 def fill_random(block: M, seed: int = 0) -> M:
-    """A module with such weights."""
+    """Fills a module with the weights of :func:`noise`."""
     with torch.no_grad():
         weights = dict(block.named_parameters())
         for name, numbers in noise({name: weight.shape for name, weight in weights.items()}, seed).items():
@@ -52,7 +52,7 @@ def fill_random(block: M, seed: int = 0) -> M:
 
 
 def vocab_tables(kept: list[int] | None, vocabulary: int = 0) -> dict[str, torch.Tensor]:
-    """The tensors of a smaller vocabulary: from a draft's ids to the target's, and which of those it has."""
+    """EAGLE-3's tensors of a smaller vocabulary: ``d2t`` and ``t2d``."""
     if kept is None:
         return {}
     whole = {"t2d": torch.isin(torch.arange(vocabulary), torch.tensor(kept))} if vocabulary else {}
@@ -60,16 +60,16 @@ def vocab_tables(kept: list[int] | None, vocabulary: int = 0) -> dict[str, torch
 
 
 def _written(folder: Path, kind: str, model: PreTrainedModel, block: Any, kept: Any, **config: Any) -> Path:
-    """A folder of ours."""
-    said = asdict(block.shape) | {"draft_vocab_size": kept and len(kept)} | config
+    """A folder of longdraft's format."""
+    config = asdict(block.shape) | {"draft_vocab_size": kept and len(kept)} | config
     draft_folder.save(
-        folder, DraftFolder(kind, said, dict(block.state_dict()) | vocab_tables(kept), describe_target(model))
+        folder, DraftFolder(kind, config, dict(block.state_dict()) | vocab_tables(kept), describe_target(model))
     )
     return folder
 
 
 def random_block(model: PreTrainedModel, window: int = 8, seed: int = 0, final_norm: bool = False) -> LongSpecBlock:
-    """A block for this target in which every part matters: no weight is zero, no norm is one."""
+    """A LongSpec block for this target, with random weights."""
     shape = describe_target(model)
     block = LongSpecBlock(
         LongSpecShape(
@@ -89,7 +89,7 @@ def random_draft(
     seed: int = 0,
     final_norm: bool = False,
 ) -> Path:
-    """A draft folder for this target.
+    """A LongSpec draft folder for this target.
 
     Args:
         kept: target ids of a smaller vocabulary, in increasing order.
@@ -100,7 +100,7 @@ def random_draft(
 def random_eagle3_block(
     model: PreTrainedModel, kept: list[int] | None = None, seed: int = 0, **over: Any
 ) -> Eagle3Block:
-    """An EAGLE-3 module for this target in which every part matters; its heads are not the target's."""
+    """An EAGLE-3 module for this target, with random weights; its numbers of heads are not the target's."""
     shape = describe_target(model)
     hidden = shape["hidden_size"]
     sizes = {
@@ -121,11 +121,11 @@ def random_eagle3(
     settings: dict[str, Any] | None = None,
     **over: Any,
 ) -> Path:
-    """An EAGLE-3 draft folder for this target, which needs a layer more than the highest of ``layers``.
+    """An EAGLE-3 draft folder for this target, which needs one layer more than the highest of ``layers``.
 
     Args:
         kept: target ids of a smaller vocabulary, in increasing order.
-        settings: more of config.json, such as ``rope_factor``.
+        settings: further entries of config.json, such as ``rope_factor``.
         over: sizes of the module.
     """
     block, reads = random_eagle3_block(model, kept, seed, **over), {"feature_layers": list(layers), "window": window}
@@ -133,7 +133,7 @@ def random_eagle3(
 
 
 def random_mtp(folder: Path, model: PreTrainedModel, seed: int = 0) -> Path:
-    """A folder with a layer that predicts further tokens, of the class of this target's layers."""
+    """A folder with an MTP layer for this target, of the class of the target's layers."""
     size = model.config.hidden_size
     shapes = {f"layers.0.{name}": tuple(t.shape) for name, t in model.model.layers[0].state_dict().items()}
     shapes |= {f"{name}.weight": (size,) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
@@ -156,7 +156,7 @@ def random_onepass(
     seed: int = 0,
     **over: Any,
 ) -> Path:
-    """A one-pass draft folder for this target, as :func:`random_eagle3` makes an EAGLE-3 draft's."""
+    """A one-pass draft folder for this target; arguments as in :func:`random_eagle3`."""
     plain = random_eagle3_block(model, kept, seed, **over)
     block = OnePassBlock(OnePassShape(**asdict(plain.shape), slots=slots, rank=rank))
     generator = torch.Generator().manual_seed(seed + 1)
@@ -166,10 +166,10 @@ def random_onepass(
 
 
 def published_eagle3(folder: Path, model: PreTrainedModel, kept: list[int] | None = None, **over: Any) -> Path:
-    """The same random draft as EAGLE-3's authors publish theirs; of a target of 8 layers it reads 1, 3 and 4.
+    """A random EAGLE-3 draft in its authors' layout; of a target of 8 layers it reads 1, 3 and 4.
 
     Args:
-        over: of config.json; None leaves a name out.
+        over: entries of config.json; None leaves an entry out.
     """
     block = random_eagle3_block(model, kept)
     tensors = {n: t.clone() for n, t in block.state_dict().items()}
@@ -188,7 +188,7 @@ def published_eagle3(folder: Path, model: PreTrainedModel, kept: list[int] | Non
 
 
 def published_eagle(folder: Path, model: PreTrainedModel) -> Path:
-    """A random draft of EAGLE-1 for this target, as its authors publish theirs; its heads are not the target's."""
+    """A random EAGLE-1 draft in its authors' layout; its numbers of heads are not the target's."""
     shape = describe_target(model)
     hidden, vocabulary = shape["hidden_size"], shape["vocab_size"]
     block = EagleBlock(EagleShape(hidden, 2 * hidden, 4, 2, 24, hidden, vocabulary))
@@ -206,7 +206,7 @@ def published_eagle(folder: Path, model: PreTrainedModel) -> Path:
 
 
 def save_model(folder: Path, model: PreTrainedModel) -> Path:
-    """A model as transformers saves it."""
+    """Saves a model as transformers does."""
     model.save_pretrained(folder)
     return folder
 
@@ -215,7 +215,7 @@ def small_lm(folder: Path, vocab: int = 11, family: Family = "llama", **over: An
     """A small random language model with a target's vocabulary, as transformers saves it.
 
     Args:
-        over: of :func:`tests.support.tiny.tiny_model`.
+        over: arguments of :func:`tests.support.tiny.tiny_model`.
     """
     sizes = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "seed": 1}
     tiny_model(family, vocab=vocab, **(sizes | over)).save_pretrained(folder)
@@ -225,7 +225,7 @@ def small_lm(folder: Path, vocab: int = 11, family: Family = "llama", **over: An
 def random_heads(
     folder: Path, model: PreTrainedModel, *, heads: int = 3, kept: list[int] | None = None, seed: int = 0
 ) -> Path:
-    """Chained heads for this target in which every part matters, as a draft folder.
+    """A draft folder of random chained heads for this target.
 
     Args:
         kept: target ids of a smaller vocabulary, in increasing order.
@@ -236,7 +236,7 @@ def random_heads(
 
 
 def random_lm(folder: Path, model: PreTrainedModel, *, kept: list[int] | None = None, length: int = 64) -> Path:
-    """A draft folder of a language model of ours for this target, of random weights."""
+    """A draft folder of longdraft's format with a random language model for this target."""
     runner = TargetRunner(model)
     sizes = small_llama.small_llama_config(runner, 2, 80, 1e4, length)
     generator = torch.Generator().manual_seed(0)
@@ -253,7 +253,7 @@ def random_lm(folder: Path, model: PreTrainedModel, *, kept: list[int] | None = 
 def edit(
     folder: Path, tensors: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None, **config: Any
 ) -> Path:
-    """Changes a draft's folder on disk: its tensors, and values of config.json, where "drop" takes a name out."""
+    """Changes a draft folder: its tensors, and entries of config.json; the value "drop" removes an entry."""
     found = json.loads((folder / "config.json").read_text()) | config
     (folder / "config.json").write_text(json.dumps({k: x for k, x in found.items() if x != "drop"}))
     if tensors is not None:

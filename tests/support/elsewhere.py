@@ -1,6 +1,6 @@
-"""Functions in processes of their own, which cost next to nothing: torch and transformers are imported once for all.
+"""Runs functions in other processes at little cost: torch and transformers are imported only once.
 
-They are forked from a process that has imported what they need and computed nothing, so none has threads or an autograd
+The processes are forked from one that has imported them and computed nothing, so it has no threads and no autograd
 engine that a fork would break.
 """
 
@@ -24,15 +24,15 @@ def start(output: Path, function: Callable[..., None], *arguments: Any) -> BaseP
     """Calls a function of a module in another process.
 
     Args:
-        output: a file for what it prints, errors and tracebacks too.
+        output: a file for stdout and stderr.
     """
-    process = _CONTEXT.Process(target=_quietly, args=(output, function, *arguments))
+    process = _CONTEXT.Process(target=_redirected, args=(output, function, *arguments))
     process.start()
     return process
 
 
-def _quietly(said: Path, function: Callable[..., None], *arguments: Any) -> None:
-    with said.open("w") as file:
+def _redirected(output: Path, function: Callable[..., None], *arguments: Any) -> None:
+    with output.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     function(*arguments)
@@ -47,11 +47,11 @@ def start_at_terminal(name: str, function: Callable[..., None], *arguments: Any)
 
 def _in_the_foreground(name: str, function: Callable[..., None], *arguments: Any) -> None:
     os.setsid()
-    terminal = os.open(name, os.O_RDWR)  # the first that a session opens is its own: Ctrl-C comes from there
+    terminal = os.open(name, os.O_RDWR)  # the session's first terminal becomes its controlling one: it sends Ctrl-C
     for number in range(3):
         os.dup2(terminal, number)
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode) for number, mode in enumerate("rww"))
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests are a shell's background job
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     for variable in ("COLUMNS", "LINES", "NO_COLOR"):
         os.environ.pop(variable, None)
     os.environ["TERM"] = "xterm"
@@ -59,7 +59,7 @@ def _in_the_foreground(name: str, function: Callable[..., None], *arguments: Any
 
 
 def command(*words: str) -> None:
-    """The command line of longdraft, for :func:`start` and :func:`start_at_terminal`; 200 columns where no terminal is."""
+    """Runs longdraft's command line, for :func:`start` and :func:`start_at_terminal`; 200 columns without terminal."""
     from longdraft.cli.main import main
 
     if not sys.stdout.isatty():
@@ -68,10 +68,10 @@ def command(*words: str) -> None:
 
 
 def wait_for_exit(process: BaseProcess, seconds: float) -> int:
-    """Exit status, minus the signal if one ended it; fails where it does not end."""
+    """Waits for a process and returns its exit status (minus the signal that ended it). Fails after ``seconds``."""
     process.join(seconds)
-    late = process.exitcode is None
+    timed_out = process.exitcode is None
     process.kill()
     process.join()
-    assert not late, f"still running after {seconds} seconds"
+    assert not timed_out, f"still running after {seconds} seconds"
     return int(process.exitcode or 0)

@@ -1,4 +1,4 @@
-"""Events as an engine would tell them, for tests of drafters alone; and what an engine counted."""
+"""Round results for tests of drafters without an engine; and the counts of an engine's run."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ def _root(s: Sequence) -> TokenTree:
 
 
 def prefill_event(s: Sequence) -> RoundResult:
-    """Its prompt has been read."""
+    """The prefill of a sequence."""
     return RoundResult(s, _root(s), mode="prefill")
 
 
 def verify_event(s: Sequence, tree: TokenTree, accepted: int) -> RoundResult:
-    """A round that accepted so many of a tree's nodes."""
+    """A round that accepted ``accepted`` nodes of a tree."""
     return RoundResult(s, tree, accepted)
 
 
 def query_event(s: Sequence, queries: Mapping[int, torch.Tensor]) -> RoundResult:
-    """A round without a draft; queries: layer -> (query heads, head size) of its row."""
+    """A round without a draft; queries: layer -> (query heads, head size) of its token."""
     return RoundResult(s, _root(s), queries={layer: q[:, None] for layer, q in queries.items()})
 
 
 def rewrite_event(s: Sequence, start: int) -> RoundResult:
-    """A round without a draft that made the rows from ``start`` on exact."""
+    """A round without a draft that rewrote the KV entries from ``start`` on with exact ones."""
     return RoundResult(s, _root(s), kv_rewritten_from=start)
 
 
 def run_to_end(engine: Engine, sequences: list[Sequence]) -> list[Step]:
-    """Runs to the end; each sequence then knows its rounds, and what was drafted and accepted of them."""
+    """Runs to the end. Each sequence then has its counts: ``rounds``, ``drafted``, ``accepted``, ``partial_rounds``."""
     engine.slots = len(sequences)
     for s in sequences:
         engine.add(s)

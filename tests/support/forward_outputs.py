@@ -1,4 +1,4 @@
-"""All that a target computes and keeps: of prompts, a tree, what is accepted of it, and steps."""
+"""All outputs and KV of a target: of prompts, a tree, its accepted path, and plain steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEPTHS = [0, 1, 1, 2]
 
 
 def outputs(runner: TargetRunner, prompts: Mapping[int, int], steps: int) -> list[torch.Tensor]:
-    """Logits, taps and all rows of two ragged texts, in slots 2 and 0."""
+    """Logits, taps and all KV entries of two sequences of different lengths, in slots 2 and 0."""
     store = runner.new_store(3, 200)
     for slot, n in prompts.items():
         forward(runner, [[(7 * i + slot) % 60 for i in range(n)]], store, [slot], logits="none", is_prefill=True)

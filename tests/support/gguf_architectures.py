@@ -187,7 +187,7 @@ _INNER = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermedi
 
 
 def tiny(case: str, hidden: int = 64, seed: int = 0, **over: Any) -> PreTrainedModel:
-    """A model whose greedy texts do not repeat at once."""
+    """A model whose greedy output does not repeat itself at once."""
     _, model_type, own, _ = ARCHITECTURES[case]
     inner = dict.fromkeys(_INNER, hidden)
     config = AutoConfig.for_model(
@@ -214,13 +214,13 @@ def write(
     kinds: Callable[[str], str] | None = None, fields: Mapping[str, Any] = MappingProxyType({}), split: str = "qwen35",
     beside: Mapping[str, torch.Tensor] = MappingProxyType({}), **over: Any,
 ) -> PreTrainedModel:  # fmt: skip
-    """Writes a tiny model. Returns the model of the weights that the file stands for.
+    """Writes a tiny model. Returns the model with the dequantised weights.
 
     Args:
-        kind: of the matrices. words: of the embedding and the head.
-        kinds: name of a tensor -> its kind, in place of ``kind``.
-        fields: more of them. split: how the tokenizer splits texts.
-        beside: more tensors by name, as they lie in the file; matrices become those that it stands for.
+        kind: type of the matrices. words: type of the embedding and the head.
+        kinds: name of a tensor -> its type, in place of ``kind``.
+        fields: further fields. split: the pre-tokenizer.
+        beside: further tensors by their names in the file; matrices are replaced by their dequantised values.
         over: options of the configuration.
     """
     import gguf
@@ -282,7 +282,7 @@ def _is_norm(name: str) -> bool:
 def _arranged(
     architecture: str, name: str, x: torch.Tensor, c: Any, known: Callable[[str], str | None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names of a parameter's tensors in the file, with the places of their numbers in the parameter."""
+    """Names of a parameter's tensors in the file, with the indices of their numbers in the flat parameter."""
     path, _, leaf = name.rpartition(".")
     layer = f"blk.{name.split('.')[2]}" if ".layers." in name else ""
     if leaf == "sinks":
@@ -328,7 +328,7 @@ def _arranged(
 
 
 def _tiled(name: str, x: torch.Tensor, keys: int, values: int, size: int, each: int) -> torch.Tensor:
-    """Value heads of one key head, side by side -> as the key heads repeat."""
+    """Reorders value heads from grouped by key head to tiled (all key heads, then again)."""
 
     def tiled(rows: torch.Tensor, size: int) -> torch.Tensor:
         return rows.view(keys, values // keys, size, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)

@@ -37,7 +37,7 @@ NAMES = {
     "model.layers": "blk",
 }
 
-# Where the scales and least values of blocks lie that gguf cannot quantise.
+# Byte offsets of the float16 scales and minima in quant blocks of types that gguf cannot quantise.
 HALVES = {
     **{
         "Q4_K": (0, 2),
@@ -58,20 +58,20 @@ def write_gguf(
     by_length: bool = False, pre: str = "smollm", numbers: Mapping[str, Any] = MappingProxyType({}), split: int = 0,
     **over: Any,
 ) -> PreTrainedModel:  # fmt: skip
-    """A whole model of some 100 kB, and a byte tokenizer with two merges.
+    """Writes a full model of some 100 kB, with a byte tokenizer that has two merges.
 
     Args:
-        kind: of the layers' matrices; those that gguf cannot quantise get random blocks.
-        words: of the embedding and the head.
-        rope_freqs: what frequencies are divided by. rope: more of what a file says of them, by the ends of its names.
-        by_length: it has factors of frequencies for short and for long texts.
-        tokens: the first ones of the tokenizer, in place of its usual ones.
-        pre: the rule by which the tokenizer splits texts. numbers: more fields, or other values, by their whole names.
-        split: tensors of a part; 0: one file.
-        over: options of the model, as :func:`tests.support.tiny.tiny_model` takes them.
+        kind: type of the layers' matrices; types that gguf cannot quantise get random blocks.
+        words: type of the embedding and the head.
+        rope_freqs: divisors of RoPE's frequencies. rope: further ``rope.`` fields.
+        by_length: with LongRoPE's factors for short and long contexts.
+        tokens: the first tokens of the tokenizer, in place of the usual ones.
+        pre: the pre-tokenizer. numbers: further fields, or other values, by their full names.
+        split: tensors of each split file; 0: one file.
+        over: arguments of :func:`tests.support.tiny.tiny_model`.
 
     Returns:
-        The model of the weights that the file stands for.
+        The model with the dequantised weights.
     """
     import gguf
 
@@ -139,7 +139,7 @@ def write_gguf(
 
 
 def blocks_of(weights: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
-    """Quantised weights; random blocks of the same size, with small scales, where gguf cannot quantise."""
+    """Quantised weights; for types that gguf cannot quantise, random blocks of the same size with small scales."""
     import gguf
 
     with suppress(NotImplementedError):

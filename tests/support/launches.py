@@ -1,4 +1,4 @@
-"""Counts launches: operations of torch that start a kernel on a GPU, and our own operators, each of which is one."""
+"""Counts kernel launches: operations of torch that launch a kernel on a GPU, and longdraft's own operators."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Operations that start nothing: they make tensors without numbers. (So do views, which their schemas tell.)
+# Operations that launch nothing: they allocate tensors. (Views launch nothing either; their schemas show them.)
 _NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"}
-# Flash attention that splits its keys joins the parts afterwards.
+# Flash attention that splits its keys merges the parts in a second launch.
 _TWO = {"_flash_attention_forward"}
 
 
 class Launches(TorchDispatchMode):
-    """While it is on and ``open``, counts launches by the operation's name. Put it around the simulated GPU."""
+    """Counts launches by the operation's name while it is active and ``open``. The simulated GPU runs inside of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,13 +23,13 @@ class Launches(TorchDispatchMode):
         self.forget()
 
     def forget(self) -> None:
-        """Begins anew."""
+        """Resets the counts."""
         self.counts: Counter[str] = Counter()
         self.forwards = 0
 
     @property
     def per_forward(self) -> float:
-        """Launches of one forward of the layer that :func:`count_launches` watches."""
+        """Launches of one forward of the layer of :func:`count_launches`."""
         return sum(self.counts.values()) / self.forwards
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -40,13 +40,13 @@ class Launches(TorchDispatchMode):
 
 
 def _is_view(func: Any) -> bool:
-    """True if an operation returns another look at its input's numbers."""
+    """True if an operation returns a view of its input."""
     aliases = [result.alias_info for result in func._schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def count_launches(counting: Launches, layer: torch.nn.Module) -> None:
-    """Counts what a layer launches. A hook of a model is kept by its twin."""
+    """Counts a layer's launches by hooks, which the model's execution copy takes over."""
 
     def begin(*_: Any) -> None:
         counting.open = True

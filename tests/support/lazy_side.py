@@ -1,4 +1,4 @@
-"""A stream of copies for tests without a GPU."""
+"""A stand-in for a CUDA stream of copies."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 class LazyCopyStream:
-    """In the place of a stream: copies as late as possible: without a wait, the rows are not there."""
+    """Copies as late as possible: without a wait the data has not arrived."""
 
     def __init__(self) -> None:
         self.queue: list[tuple[torch.Tensor, torch.Tensor]] = []

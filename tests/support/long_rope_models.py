@@ -1,4 +1,4 @@
-"""Tiny models with LongRoPE: their rows have other factors in texts of more than SWITCH tokens."""
+"""Tiny models with LongRoPE: contexts of more than SWITCH tokens have other frequency factors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def long_rope_model(kind: str = "phi3", dtype: torch.dtype = torch.float32) -> P
 
 @torch.no_grad()
 def greedy_without_cache(model: PreTrainedModel, prompt: list[int], new_tokens: int) -> list[int]:
-    """The greedy continuation by the model's own forward of the whole text, each time anew."""
+    """The greedy continuation by the model's own forward of the full context for each token, without a cache."""
     text = list(prompt)
     for _ in range(new_tokens):
         text.append(int(model(torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))

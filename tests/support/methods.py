@@ -1,7 +1,7 @@
-"""The one table of methods: each with small options, so that tiny texts outgrow what long ones do, and its draft.
+"""The table of methods for tests: each with its draft and with small options, so that short texts outgrow views.
 
-A new method is a row of METHODS and meets every situation of tests/exact; an option that drafts otherwise is a row of
-VARIANTS and meets a ragged batch.
+A new method is a row of METHODS: it is tested in every situation of tests/exact. An option that changes what is drafted
+is a row of VARIANTS: it is tested in a batch of different lengths.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Case:
     """A method with options.
 
     Attributes:
-        draft: which of DRAFTS it takes; None: it needs none.
-        batch_invariant: a sequence decodes alike, round by round, whoever is beside it in a batch.
-        cache_invariant: and alike with a prompt that is read from a cache.
+        draft: its draft, a key of DRAFTS; None: it needs none.
+        batch_invariant: a sequence's rounds do not depend on the others in its batch.
+        cache_invariant: nor on whether its prompt comes from a cache.
     """
 
     method: str
@@ -59,14 +59,14 @@ class Case:
     cache_invariant: bool = False
 
     def with_default_tree(self) -> Case:
-        """Without the tree that it asks for, and with a draft whose window holds a deeper one."""
+        """The case with the method's default tree, and with a draft whose window fits deeper trees."""
         wide = {"longspec": "longspec wide", "eagle3 window": "eagle3", "onepass window": "onepass"}
         asked = ("widths", "depth", "top_k", "nodes", "tree", "threshold", "branches")
         options = {name: x for name, x in self.options.items() if name not in asked}
         return replace(self, draft=wide.get(self.draft or "", self.draft), options=options)
 
 
-# The case that meets every situation, method by method.
+# The case of each method that is tested in every situation.
 METHODS = {
     "ar": Case("ar", cache_invariant=True),
     "prompt-lookup": Case("prompt-lookup", None, {"branches": 3, "min_n": 1}, cache_invariant=True),
@@ -87,10 +87,10 @@ METHODS = {
     "tokenswift": Case("tokenswift", "heads", {"reuse_n": 2, "budget": 24, "sink": 4, "window": 8}),
 }
 
-# Options that draft otherwise. Of trees one drafter meets every kind, of the others those that they grow themselves.
+# Options that change what is drafted. One drafter has all kinds of trees, the others those that they grow themselves.
 VARIANTS = {
     "prompt-lookup chain": Case("prompt-lookup", None, {"branches": 1, "min_n": 1}),
-    # What a request meets of others depends on when it came.
+    # With `earlier` a request's drafts depend on the requests before it.
     "suffix earlier": Case("suffix", None, {"earlier": 100}, batch_invariant=False),
     "longspec defaults": Case("longspec", "longspec"),
     "longspec cut": Case("longspec", "longspec", {"widths": (4, 5, 3), "nodes": 7}),
@@ -146,7 +146,7 @@ VARIANTS = {
     "tokenswift lookup": Case("tokenswift", "heads kept", {"lookup": True}),
 }  # fmt: skip
 CASES = METHODS | VARIANTS
-FEW = [1, 2, 3, 4, 7]  # tokens of a draft that knows no more
+FEW = [1, 2, 3, 4, 7]  # a smaller draft vocabulary
 DRAFTS = {
     "longspec": random_draft,
     "longspec wide": lambda folder, model: random_draft(folder, model, window=16),
@@ -178,7 +178,7 @@ DRAFTS = {
 }  # fmt: skip
 
 VOCABULARY = 11
-# A text that repeats; one shorter than any window; one that outgrows every view; a single token.
+# A repetitive prompt; one shorter than any window; one that outgrows every view; a single token.
 PROMPTS = ((3, 9, 4, 7, 2, 5) * 8, (1, 2, 3), tuple(i * i % VOCABULARY for i in range(130)), (8,))
 GREEDY = Sampling()
 DRAWN = Sampling(temperature=0.9, top_k=8, repetition_penalty=1.2)
@@ -189,25 +189,25 @@ NEW = 16
 
 @cache
 def target(family: Family = "llama", dtype: torch.dtype = torch.float32, **sizes: Any) -> PreTrainedModel:
-    """Three layers, 11 tokens; every test shares it, so none may change it."""
+    """A target of three layers and 11 tokens. Tests share it, so they must not change it."""
     return tiny_model(family, dtype=dtype, **{"vocab": VOCABULARY, **sizes})
 
 
 class SpeculatorFactory:
-    """Makes speculators.
+    """Makes speculators of the table's cases.
 
     Args:
-        folder: for drafts.
+        folder: where drafts are written.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._drafts: dict[tuple[str, int], Path] = {}
-        self._known: list[PreTrainedModel] = []  # kept, so that no other one gets its id
+        self._known: list[PreTrainedModel] = []  # keeps models alive, as their ids are keys
         self._written: dict[tuple[Any, ...], list[list[int]]] = {}
 
     def draft(self, kind: str, model: PreTrainedModel) -> Path:
-        """A folder with a random draft of a kind for a shared target."""
+        """A folder with a random draft for a shared target; ``kind``: a key of DRAFTS."""
         known = (kind, id(model))
         if known not in self._drafts:
             self._drafts[known] = DRAFTS[kind](self._folder / f"{len(self._drafts)}", model)
@@ -215,7 +215,7 @@ class SpeculatorFactory:
         return self._drafts[known]
 
     def given(self, case: Case, model: PreTrainedModel | None = None) -> dict[str, Any]:
-        """A case's options, its draft among them."""
+        """A case's options, with its draft."""
         draft = {} if case.draft is None else {"draft": self.draft(case.draft, target() if model is None else model)}
         return draft | case.options
 
@@ -236,7 +236,7 @@ class SpeculatorFactory:
         sampling: Sampling = GREEDY,
         seed: int = SEED,
     ) -> list[list[int]]:
-        """What plain decoding of a shared target writes; computed once."""
+        """The output of plain decoding of a shared target; computed once."""
         model = target() if model is None else model
         known = (id(model), prompts, n, sampling, seed)
         if known not in self._written:
@@ -254,7 +254,7 @@ def generate(
     seed: int = SEED,
     **settings: Any,
 ) -> list[Result]:
-    """One batch."""
+    """Decodes the prompts in one batch."""
     return spec.generate([list(p) for p in prompts], max_new_tokens=n, sampling=sampling, seed=seed, **settings)
 
 
@@ -263,20 +263,20 @@ def tokens(results: list[Result]) -> list[list[int]]:
 
 
 def rounds(results: list[Result]) -> list[tuple[list[int], int, int]]:
-    """Text, and how it came about."""
+    """Output, rounds and accepted tokens of each result."""
     return [(r.token_ids, r.rounds, r.accepted) for r in results]
 
 
-# --- the table on a model of 61 tokens, whose own weights are its small-lm draft: right where nothing is processed ---
+# --- the table on a model of 61 tokens that is its own small-lm draft: its drafts are right without processors ---
 
-# Those that are a method by name; two kinds of drafts are for models of one hidden size.
+# Cases named like their methods, without two kinds of drafts that fit one hidden size only.
 EXACT = tuple(n for n, case in METHODS.items() if n == case.method and n not in ("peagle", "dflash"))
-# Their draft is the target itself, or every guess of the last level is verified before.
+# Methods whose draft is the target itself, or whose last level has been verified before.
 ALWAYS_RIGHT = ("small-lm", "triforce")
 
 
 class SpeculatorsByMethod(SpeculatorFactory):
-    """Speculators by method, each made once, with one target; in float64 rounding decides no token."""
+    """Speculators by method on one target, each made once. In float64, so that rounding decides no token."""
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float64) -> None:
         super().__init__(folder)

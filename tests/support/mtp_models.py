@@ -1,4 +1,4 @@
-"""Tiny models whose checkpoints hold a layer that predicts further tokens, laid out as they are published."""
+"""Tiny models whose checkpoints have an MTP layer, in the published layouts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LATENT = {
 }  # fmt: skip
 _NUMBERED = {"glm4_moe": {**_BASE, "use_qk_norm": True}, "deepseek_v3": {**_BASE, **_LATENT, "head_dim": 8}}
 _EXPERTS = {"mlp_only_layers": []}
-# Model types, and whether the further layer has experts.
+# Model types, and whether the MTP layer has experts.
 SPARSE = {"qwen3_5_text": False, "qwen3_next": True, "qwen3_5_moe_text": True, "glm4_moe": True, "deepseek_v3": True}
 
 
@@ -43,7 +43,7 @@ def target(kind: str) -> PreTrainedModel:
 
 
 class MTPLayer(nn.Module):
-    """The definition: a layer of the model's class behind a projection, with eager attention."""
+    """The definition of an MTP layer: a projection, then a layer of the model's class with eager attention."""
 
     def __init__(self, model: PreTrainedModel, sparse: bool) -> None:
         super().__init__()
@@ -82,18 +82,18 @@ def _fill(module: nn.Module, seed: int) -> None:
 def save_with_mtp(
     folder: Path, kind: str, shards: int = 1, dtype: torch.dtype = torch.float32
 ) -> tuple[PreTrainedModel, MTPLayer]:
-    """A model loaded from a folder that holds a further layer, and the layer's definition.
+    """A model loaded from a folder with an MTP layer, and the layer's definition.
 
     Args:
-        shards: files that the checkpoint consists of, at least.
+        shards: minimum number of the checkpoint's files.
     """
     model = target(kind)
-    further = mtp_definition(model)
-    model, further = model.to(dtype), further.to(dtype)
+    mtp = mtp_definition(model)
+    model, mtp = model.to(dtype), mtp.to(dtype)
     numbered, layers = kind in _NUMBERED, model.config.num_hidden_layers
     model.save_pretrained(folder, max_shard_size="100KB" if shards > 1 else "5GB")
     files = sorted(folder.glob("*.safetensors"))
-    tensors = published_tensors(further, layers if numbered else None)
+    tensors = published_tensors(mtp, layers if numbered else None)
     if numbered:  # copies of the target's
         tensors[f"model.layers.{layers}.embed_tokens.weight"] = model.get_input_embeddings().weight.detach().clone()
         tensors[f"model.layers.{layers}.shared_head.head.weight"] = model.lm_head.weight.detach().clone()
@@ -103,17 +103,17 @@ def save_with_mtp(
         listed = json.loads(index.read_text())
         listed["weight_map"] |= dict.fromkeys(tensors, files[-1].name)
         index.write_text(json.dumps(listed))
-    return AutoModelForCausalLM.from_pretrained(folder).eval(), further.eval()
+    return AutoModelForCausalLM.from_pretrained(folder).eval(), mtp.eval()
 
 
 def mtp_definition(model: PreTrainedModel) -> MTPLayer:
-    """The definition of the further layer that every model of these tests has, with its weights."""
-    further = MTPLayer(model, SPARSE[model.config.model_type])
-    _fill(further, 7)
-    return further.eval()
+    """The MTP layer of a model of these tests, with its weights."""
+    mtp = MTPLayer(model, SPARSE[model.config.model_type])
+    _fill(mtp, 7)
+    return mtp.eval()
 
 
-def published_tensors(further: MTPLayer, layer: int | None) -> dict[str, torch.Tensor]:
+def published_tensors(mtp: MTPLayer, layer: int | None) -> dict[str, torch.Tensor]:
     """The tensors by their published names.
 
     Args:
@@ -124,7 +124,7 @@ def published_tensors(further: MTPLayer, layer: int | None) -> dict[str, torch.T
         names = {"eh_proj": "eh_proj", "enorm": "enorm", "hnorm": "hnorm", "norm": "shared_head.norm"}
     begin = "mtp." if layer is None else f"model.layers.{layer}."
     found: dict[str, torch.Tensor] = {}
-    for name, tensor in further.state_dict().items():
+    for name, tensor in mtp.state_dict().items():
         part, _, rest = name.partition(".")
         if part == "layer":
             own = f"layers.0.{rest}" if layer is None else rest

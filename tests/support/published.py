@@ -1,4 +1,4 @@
-"""Folders of drafts as others publish them, of random weights: names, shapes, files and configurations."""
+"""Draft folders in the layouts of other projects, with random weights: names, shapes, files and configurations."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def random(shapes: Shapes, half: bool = False) -> Tensors:
 
 
 def save(folder: Path, config: dict[str, Any], tensors: Tensors, pickled: bool = False) -> Path:
-    """Writes a folder; a value of "drop" leaves a name of its config.json out."""
+    """Writes a folder; the value "drop" leaves an entry of config.json out."""
     folder.mkdir(parents=True)
-    said = {name: value for name, value in config.items() if value != "drop"}
-    (folder / "config.json").write_text(json.dumps(said))
+    written = {name: value for name, value in config.items() if value != "drop"}
+    (folder / "config.json").write_text(json.dumps(written))
     tensors = {name: t.clone().contiguous() for name, t in tensors.items()}
     if pickled:
         torch.save(tensors, folder / "pytorch_model.bin")
@@ -44,13 +44,13 @@ def save(folder: Path, config: dict[str, Any], tensors: Tensors, pickled: bool =
 
 
 def with_vocabulary(tensors: Tensors, kept: list[int] | None, vocabulary: int = 11) -> Tensors:
-    """And the tables of a smaller vocabulary."""
+    """Adds the tables of a smaller vocabulary."""
     return tensors | vocab_tables(kept, vocabulary)
 
 
 # --- LongSpec, EAGLE-1, EAGLE-2 and EAGLE-3, by their authors ---
 
-# Sizes by short names, and as a configuration has them: tiny ones, and those of a Llama of 8B.
+# Sizes by short names, and by their names in a configuration: tiny ones, and those of Llama-3.1-8B.
 TINY = {"d": 48, "f": 96, "q": 6 * 16, "kv": 2 * 16, "v": 11, "kept": 5}
 LARGE = {"d": 4096, "f": 14336, "q": 4096, "kv": 1024, "v": 128256, "kept": 32000}
 SIZES = {
@@ -59,7 +59,7 @@ SIZES = {
     "LARGE": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
               "vocab_size": 128256, "rms_norm_eps": 1e-5},
 }  # fmt: skip
-# What all of them say, whole Llamas that they pretend to be.
+# Entries that all of them have, as if they were full Llama models.
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "num_hidden_layers": 1,
     "max_position_embeddings": 2048, "torch_dtype": "float16", "tie_word_embeddings": False, "use_cache": True,
@@ -100,7 +100,7 @@ def _eagle3(d: int, v: int, kept: int, **sizes: int) -> Shapes:
     return rest | {f"midlayer.{name}": shape for name, shape in layer.items()}
 
 
-# Layout -> shapes by name, what its config.json says beside the sizes, and the method that drafts with it.
+# Layout -> shapes by tensor name, entries of config.json besides the sizes, and the method that uses the draft.
 LAYOUTS: dict[str, tuple[Callable[..., Shapes], dict[str, Any], str]] = {
     "longspec": (_longspec, LLAMA | {"num_hidden_layers": 3, "rope_theta": 1e4}, "longspec"),
     "eagle-1": (_eagle, LLAMA | {"bias": False, "rope_theta": 1e4}, "eagle"),
@@ -113,7 +113,7 @@ LAYOUTS: dict[str, tuple[Callable[..., Shapes], dict[str, Any], str]] = {
 
 
 def config_of(layout: str, large: bool = False, **over: Any) -> dict[str, Any]:
-    """What a layout's config.json says."""
+    """The config.json of a layout."""
     config, sizes = LAYOUTS[layout][1], SIZES["LARGE" if large else "TINY"]
     own = {"draft_vocab_size": (LARGE if large else TINY)["kept"]} if "draft_vocab_size" in config else {}
     return config | sizes | own | over
@@ -122,7 +122,7 @@ def config_of(layout: str, large: bool = False, **over: Any) -> dict[str, Any]:
 def write(
     folder: Path, layout: str, pickled: bool = False, tensors: Callable[[Tensors], Tensors] = lambda t: t, **over: Any
 ) -> Path:
-    """A folder of the layout for a tiny target of 8 layers, in float16 as most are published."""
+    """A folder of a layout for a tiny target of 8 layers, in float16 as most published ones."""
     shapes = LAYOUTS[layout][0](**TINY)
     found = random(shapes, half=True)
     found = with_vocabulary(found, KEPT if "d2t" in shapes else None)
@@ -136,18 +136,18 @@ def speculators(
     folder: Path, kind: str, tensors: Tensors, layer: dict[str, Any] = LAYER, entering: tuple[int, ...] = (2, 3, 5),
     **config: Any,
 ) -> Path:  # fmt: skip
-    """A folder of `speculators`. ``entering``: what enters these layers of the target is read."""
+    """A folder of `speculators`. ``entering``: layers of the target whose inputs the draft reads."""
     vocabulary = len(tensors["d2t"]) if "d2t" in tensors else layer["vocab_size"]
-    said = {
+    config_entries = {
         "speculators_model_type": kind, "transformer_layer_config": layer, "block_size": 4,
         "mask_token_id": min(MASK, layer["vocab_size"] - 1), "draft_vocab_size": vocabulary,
     }  # fmt: skip
     name = "aux_hidden_state_layer_ids" if "flash" in kind or kind == "dspark" else "eagle_aux_hidden_state_layer_ids"
-    return save(folder, said | {name: list(entering)} | config, tensors)
+    return save(folder, config_entries | {name: list(entering)} | config, tensors)
 
 
 def eagle3_layer(model_type: str = "llama", **over: Any) -> dict[str, Any]:
-    """A layer's configuration without what transformers has as its defaults, as to_diff_dict leaves it."""
+    """A layer's configuration as to_diff_dict writes it: without transformers' defaults."""
     left = {"rms_norm_eps", "hidden_act", "rope_theta"}
     return {n: x for n, x in LAYER.items() if n not in left} | {"model_type": model_type, "num_hidden_layers": 1} | over
 
@@ -157,9 +157,9 @@ def eagle3(folder: Path, model: PreTrainedModel, layer: Any = None, kept: Any = 
     block = random_eagle3_block(model, kept, **sizes)
     tensors = {name.replace("midlayer", "layers.0"): t for name, t in block.state_dict().items()}
     tensors = with_vocabulary(tensors | {"verifier_norm.weight": torch.ones(HIDDEN)}, kept)
-    said = {"architectures": ["Eagle3Speculator"], "draft_vocab_size": block.shape.vocabulary}
-    said |= {"norm_before_residual": block.shape.norm_before_residual} | (config or {})
-    return speculators(folder, "eagle3", tensors, layer or eagle3_layer(), **said)
+    config_entries = {"architectures": ["Eagle3Speculator"], "draft_vocab_size": block.shape.vocabulary}
+    config_entries |= {"norm_before_residual": block.shape.norm_before_residual} | (config or {})
+    return speculators(folder, "eagle3", tensors, layer or eagle3_layer(), **config_entries)
 
 
 # --- P-EAGLE, DFlash and DSpark ---
@@ -181,7 +181,7 @@ def dflash_tensors(
 
     Args:
         rank, head: DSpark's rank and kind of head.
-        mask: an embedding of the mask token.
+        mask: with an embedding of the mask token.
     """
     shapes: Shapes = {"fc.weight": (HIDDEN, 3 * HIDDEN), "hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
     rows = {"q": HEADS * D, "k": KV * D, "v": KV * D}
@@ -223,11 +223,11 @@ def small_peagle(folder: Path, model: PreTrainedModel, layers: int = 1, **sizes:
     return speculators(folder, "peagle", tensors, layer, (1, 2, 3))
 
 
-# --- heads within their model's folder ---
+# --- heads in their model's folder ---
 
 
 def with_heads(folder: Path, count: int = 3) -> Path:
-    """A tiny model's folder that holds heads as TokenSwift publishes them."""
+    """A tiny model's folder with heads in TokenSwift's layout."""
     tiny_model().save_pretrained(folder)
     shapes: Shapes = {}
     for i in range(count):

@@ -1,4 +1,4 @@
-"""Tiny checkpoints as other projects quantise and save them, written by hand or by their packages."""
+"""Tiny checkpoints in the quantised layouts of other projects, written by hand or by their packages."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from safetensors.torch import load_file, save_file
 from tests.support.tiny import generate_tokens, tiny_model, tiny_tokenizer
 
 GROUP = 32
-# Sizes that the kernels of all packages take.
+# Sizes that the kernels of all packages support.
 SIZES: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 32, "hidden": 128, "layers": 2}
 TEXT = [3, 9, 4, 7, 2, 5, 8, 1, 6, 10]
-# Of several lengths, and each repeats itself: lookups find drafts, of which most are wrong.
+# Repetitive prompts of several lengths: lookups find drafts, and most of these are wrong.
 PROMPTS = [TEXT[:7] * 2, TEXT * 3, TEXT[:3] * 2]
 NEW = 24
 
 
 def own_tokens(model: Any) -> list[list[int]]:
-    """What the model's own ``generate`` continues each prompt with."""
+    """The output of the model's own ``generate`` for each prompt."""
     return [generate_tokens(model, prompt, NEW) for prompt in PROMPTS]
 
 
@@ -52,7 +52,7 @@ def quantised_folder(out: Path, kind: str) -> Path:
 
 
 def compressed_folder(out: Path, preset: str) -> Path:
-    """A checkpoint that compressed-tensors writes, by the name of one of its schemes."""
+    """A checkpoint that compressed-tensors writes; ``preset``: one of its schemes."""
     quantization = importlib.import_module("compressed_tensors.quantization")
     compressors = importlib.import_module("compressed_tensors.compressors")
     model = tiny_model(**SIZES)
@@ -71,7 +71,7 @@ def compressed_folder(out: Path, preset: str) -> Path:
 
 
 def _calibrate(layer: Any, settings: Any) -> None:
-    """Sets the scales of a layer that compressed-tensors quantises: of its weights, and of what it receives."""
+    """Sets the scales of a layer that compressed-tensors quantises: of its weights and of its inputs."""
     weight, shared = layer.weight.data, getattr(layer, "weight_global_scale", None)
     parts = weight.unflatten(1, (-1, settings.group_size or weight.shape[1]))
     if shared is not None:
@@ -89,7 +89,7 @@ def _calibrate(layer: Any, settings: Any) -> None:
 
 
 def _nibbles(numbers: torch.Tensor, axis: int, order: Iterable[int] = range(8)) -> torch.Tensor:
-    """Numbers 0 to 15, eight in an int32 along an axis."""
+    """Packs numbers 0 to 15 along an axis, eight in an int32."""
     lines = numbers.movedim(axis, 0).long()
     packed = sum((lines[place::8] & 15) << (4 * i) for i, place in enumerate(order))
     assert isinstance(packed, torch.Tensor)
@@ -97,7 +97,7 @@ def _nibbles(numbers: torch.Tensor, axis: int, order: Iterable[int] = range(8)) 
 
 
 def _in_groups(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers 0 to 15 (out, in) around 8, and scales (out, groups)."""
+    """4-bit codes (out, in) with zero point 8, and scales (out, groups)."""
     groups = weight.float().unflatten(1, (-1, GROUP))
     scales = (groups.abs().amax(-1) / 7).half().float()
     return (groups / scales[..., None]).round().clamp(-8, 7).flatten(1).int() + 8, scales
@@ -150,7 +150,7 @@ def _packed(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _bitnet(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Numbers -1, 0 and 1, four quarters of the rows in a byte."""
+    """Ternary codes; a byte packs one code of each quarter of the rows."""
     scale = 1 / weight.abs().mean()
     quarters = ((weight * scale).round().clamp(-1, 1).to(torch.uint8) + 1).view(4, -1, weight.shape[1])
     packed = sum(quarter << (2 * i) for i, quarter in enumerate(quarters))
@@ -159,7 +159,7 @@ def _bitnet(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _gemma(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Two numbers 0 to 15 around 8 in a byte, and scales of what goes in and comes out."""
+    """Two 4-bit codes with zero point 8 in a byte, and scales of inputs and outputs."""
     scale = weight.abs().amax(1, keepdim=True) / 7
     numbers = ((weight / scale).round() + 8).to(torch.uint8)
     scales = {f"{side}_activation_scale": torch.tensor(0.1) for side in ("input", "output")}
@@ -184,7 +184,7 @@ def _scheme(kind: str, strategy: str, bits: int = 8, dynamic: bool = False, **mo
 _INT8, _FLOAT8 = _by_row(127, torch.int8), _by_row(448, torch.float8_e4m3fn)
 _BY_TOKEN, _BY_TENSOR = _scheme("int", "token", dynamic=True), _scheme("int", "tensor", dynamic=True)
 
-# Kind -> quantization_config, and what takes the place of a weight (out, in).
+# Kind -> quantization_config, and a function: weight (out, in) -> the tensors that replace it.
 KINDS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], dict[str, torch.Tensor]]]] = {
     "gptq": (
         {

@@ -43,13 +43,13 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 96},
     "mamba": {**_ENDS, "num_hidden_layers": 3, "state_size": 8},
 }  # fmt: skip
-# A kind of mixer each: gated delta rule, short convolution, Mamba-2 beside attention, Mamba-2 alone, Mamba.
+# One for each kind of mixer: gated delta rule, short convolution, Mamba-2 with attention, Mamba-2, Mamba.
 KINDS = ("qwen3_5_text", "lfm2", "falcon_h1", "mamba2", "mamba")
 FAMILIES = tuple(_CONFIGS)
 
 
 def recurrent_model(family: str = "qwen3_5_text", seed: int = 0, **over: Any) -> PreTrainedModel:
-    """A model whose greedy texts do not repeat at once."""
+    """A model whose greedy output does not repeat itself at once."""
     config = AutoConfig.for_model(family, **{**_CONFIGS[family], **over})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

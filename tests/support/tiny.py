@@ -1,4 +1,4 @@
-"""Tiny models and a tiny tokenizer: real transformers objects that take milliseconds."""
+"""Tiny models and a tiny tokenizer: real objects of transformers that are made in milliseconds."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def tiny_model(
     context: int = 512,
     **over: object,
 ) -> PreTrainedModel:
-    """A random decoder whose distributions are neither flat nor one-hot, and which has no EOS.
+    """A random decoder without EOS, whose distributions are neither flat nor one-hot.
 
-    ``heads * head_dim`` differs from ``hidden`` on purpose. Norm weights and biases are random too: a part that
-    forgets one of them shows.
+    ``heads * head_dim`` differs from ``hidden`` on purpose. Norm weights and biases are random too, so that a test
+    notices if one is left out.
 
     Args:
         over: further options of the family's configuration, e.g. ``attention_bias=True``.
@@ -79,7 +79,7 @@ def tiny_model(
     if family == "mistral":
         options["sliding_window"] = None
     if family.startswith("gemma"):
-        # As its files say: a window of 24, a scale from the head size.
+        # As in Gemma's checkpoints the attention scale comes from the head size; the window is 24.
         options |= {"sliding_window": 24, "query_pre_attn_scalar": head_dim, "rms_norm_eps": 1e-5}
     if family == "gemma3":
         rope = {"rope_type": "default", "rope_theta": 1e4}
@@ -96,20 +96,20 @@ def tiny_model(
 
 
 def generate_tokens(model: PreTrainedModel, prompt: list[int], new: int, **more: Any) -> list[int]:
-    """What the model's own ``generate`` writes, greedily and with its cache; or a ``custom_generate`` in its place."""
+    """The model's own greedy ``generate`` with a cache; ``more``: further arguments, such as ``custom_generate``."""
     ids = torch.tensor([prompt])
     settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "use_cache": True, **more}
-    with torch.no_grad():  # some layers of other packages do not compute in inference mode
-        written = model.generate(input_ids=ids, max_new_tokens=new, **settings)
-    return written[0, len(prompt) :].tolist()
+    with torch.no_grad():  # some layers of other packages fail in inference mode
+        output = model.generate(input_ids=ids, max_new_tokens=new, **settings)
+    return output[0, len(prompt) :].tolist()
 
 
 def tiny_tokenizer(*, chat: bool = False, eos: bool = False) -> PreTrainedTokenizerFast:
-    """One token a character, lower case, 61 in all, as many as :func:`tiny_model` knows.
+    """A token for each lower-case character: 61 tokens, as :func:`tiny_model` has.
 
     Args:
-        chat: give it a chat template, and an end-of-sequence token with it.
-        eos: give it an end-of-sequence token, ``<eos>``; without one only the model's own would end a text.
+        chat: with a chat template and ``<eos>``.
+        eos: with an EOS token, ``<eos>``. Without one, only the model's configuration can have one.
     """
     vocabulary = {token: i for i, token in enumerate((*SPECIAL, *CHARACTERS))}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))

@@ -1,8 +1,8 @@
-"""Stand-ins for torch's attention kernels for NVIDIA GPUs, which compute the same on CPU tensors.
+"""Stand-ins for torch's attention kernels for NVIDIA GPUs that compute the same on CPU tensors.
 
 They are registered with torch's dispatcher, so calls are checked against the real schemas. As with the real kernels,
-sequences may begin anywhere, in any order and overlapping, with ``seqused_k`` keys each; for a prefix without keys the
-log-sum-exp is infinite in one kernel and NaN in the other.
+sequences may begin anywhere, in any order, and overlap; each has ``seqused_k`` keys. Without keys the log-sum-exp is
+infinite in one kernel and NaN in the other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
-# For each call of the flash kernel the arguments that matter for speed: queries, KV heads, max_q, max_k, causal.
+# Arguments of each call of the flash kernel that matter for speed: queries, KV heads, max_q, max_k, causal.
 calls: list[tuple[int, int, int, int, bool]] = []
 counted: Counter[str] = Counter()
 

@@ -1,4 +1,4 @@
-"""Tiny models with layers that see the last rows only, or that have other parts of their kind."""
+"""Tiny models with sliding-window or chunked attention, and with other parts of such model types."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CHUNKS = {
     "layer_types": ["chunked_attention", "full_attention"] * 2, "attention_chunk_size": WINDOW, "moe_layers": [],
     "intermediate_size_mlp": 96, "num_local_experts": 2, "attn_temperature_tuning": False,
 }  # fmt: skip
-# Name -> type and options. In Gemma 2 scores and logits are capped as well; layers of SmolLM3 have no positions.
+# Name -> model type and options. Gemma 2 also caps scores and logits; some layers of SmolLM3 have no RoPE.
 _MODELS = {
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", {"sliding_window": WINDOW, **_CAPS}),

@@ -25,7 +25,7 @@ from longdraft.training.dry_run import GPUS, estimate
 from longdraft.training.eagle3 import Eagle3Trainer
 from longdraft.training.features import Features
 from longdraft.training.longspec import LongSpecTrainer
-from tests.support.quick import slow_except
+from tests.support.slow_marks import slow_except
 from tests.support.tiny import tiny_model
 from tests.training.helpers import SMALL, TRAININGS, settings, steps
 

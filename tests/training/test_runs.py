@@ -24,7 +24,7 @@ from longdraft.training.longspec import LongSpecTrainer
 from longdraft.training.session import TrainingSession as Training
 from longdraft.training.simulated_acceptance import SimulatedAcceptance
 from tests.support.drafts import random_draft
-from tests.support.quick import slow
+from tests.support.slow_marks import slow
 from tests.support.tiny import tiny_model
 from tests.training.helpers import SMALL, begun, checkpoint_tensors, losses_of, run_elsewhere, same, steps
 

@@ -21,7 +21,7 @@ from longdraft.errors import CheckpointError
 from longdraft.training.config import preset_path, settings_table
 from tests.serve.conftest import Running, make_service
 from tests.support import elsewhere
-from tests.support.quick import slow, slow_except
+from tests.support.slow_marks import slow, slow_except
 from tests.training.helpers import ROOT, SMALL, TRAININGS, losses_of
 
 FAST = ["max_length=64", "min_length=16", "rows=256", "precision=no", "device=cpu", "threads=1", "held_out=0.2"]

@@ -21,7 +21,7 @@ from longdraft.training.documents import Document
 from longdraft.training.features import FeatureReader, Features
 from longdraft.training.lm import LmTrainer
 from longdraft.training.simulated_acceptance import simulate
-from tests.support.quick import rotate_pairs
+from tests.support.slow_marks import rotate_pairs
 from tests.support.tiny import FAMILIES, tiny_model
 from tests.training.helpers import same
 from tests.training.trainers import KINDS, READS, STEPS, make_trainer, predictions

@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from longdraft.trees.kind import TreeConfig
 from longdraft.trees.level import TreeLevel
 from longdraft.trees.tree import TokenTree
+from longdraft.trees.tree_config import TreeConfig
 
 VOCABULARY = 7
 Path = tuple[int, ...]

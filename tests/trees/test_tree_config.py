@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longdraft.trees.kind import CHAIN_LENGTH, MAX_CHAIN_LENGTH, beam, chain, dynamic, opt, static
 from longdraft.trees.level import TreeLevel
 from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import NO_LIMIT, NodeLimit
+from longdraft.trees.tree_config import CHAIN_LENGTH, MAX_CHAIN_LENGTH, beam, chain, dynamic, opt, static
 from tests.trees.reference import VOCABULARY, Table, best, by_definition, certain, scores
 
 

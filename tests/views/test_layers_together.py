@@ -13,7 +13,7 @@ from longdraft.model.gpu.cuda_graphs import CudaGraphs
 from longdraft.views.scorers import SCORERS
 from longdraft.views.sparse_kv_cache import SparseKVCache
 from longdraft.views.view import View
-from tests.support.nominal import DEVICE, SimulatedGraphs, SimulatedTensor, simulate_gpu, to_simulated_gpu
+from tests.support.simulated_gpu import DEVICE, SimulatedGraphs, SimulatedTensor, simulate_gpu, to_simulated_gpu
 from tests.support.tiny import tiny_model
 
 SHAPE = KVShape(layers=2, kv_heads=2, head_dim=4, dtype=torch.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import transformers
 
-from tests.support.quick import slow_except
+from tests.support.slow_marks import slow_except
 from tests.zoo import table
 from tests.zoo.judging import judge
 from tests.zoo.tiny_models import MODEL_TYPES

@@ -15,28 +15,31 @@ from longdraft.errors import CheckpointError, ConfigError
 from longdraft.files import atomic_write, file_errors, read_json, require_regular
 from longdraft.json_lines import JsonLines
 
-_FORMAT, _FSYNC_SECONDS = {"format": "longdraft batch", "version": 1}, 5.0
+_FORMAT = {"format": "longdraft batch", "version": 1}
+_FSYNC_SECONDS = 5.0  # if the machine fails, the rows of this many seconds may be lost
 
 
 class OutputFile:
     """The file to which rows are appended. The next run continues after the last complete row.
 
     Args:
-        provenance: the input and the settings; name -> JSON value. line_numbers: of the input's rows; None: unknown.
+        provenance: the input and the settings, as name -> JSON value.
+        line_numbers: line numbers of the input's rows, to check the file's rows against; None: no check.
 
     Attributes:
-        errors: number of rows that are errors. rows_at_start: number of rows that an earlier run has written.
+        errors: number of rows in the file that are errors.
+        rows_at_start: number of rows that earlier runs have written.
 
     Raises:
-        ConfigError: the file was begun with another input or other settings, or has no record of them.
+        ConfigError: the file was begun with another input or other settings, or these were not recorded.
         CheckpointError: the file cannot be read or written, is damaged, or another run is writing it.
     """
 
     def __init__(self, path: Path, provenance: Mapping[str, Any], line_numbers: Iterable[int] | None = None) -> None:
-        self.path, self._record, self.errors = path, path.with_name(path.name + ".run"), 0
+        self.path, self._record_path, self.errors = path, path.with_name(path.name + ".run"), 0
         self._line_numbers = None if line_numbers is None else iter(line_numbers)
         with file_errors(path, f"{path} cannot be written"):
-            self._locked_file = require_regular(path).open("ab")  # locked while it is open
+            self._locked_file = require_regular(path).open("ab")  # holds the lock until it is closed
         try:
             self._lock()
             self._check_provenance({**_FORMAT, **json.loads(json.dumps(provenance))})
@@ -52,7 +55,7 @@ class OutputFile:
         return self._file.num_lines
 
     def write(self, row: Mapping[str, Any], failed: bool) -> None:
-        """Appends a row. It is not lost if the process is killed.
+        """Appends a row, which survives if the process is killed. ``failed``: the row is an error.
 
         Raises:
             CheckpointError: the disk is full or fails.
@@ -84,21 +87,21 @@ class OutputFile:
             return
 
     def _check_provenance(self, provenance: dict[str, Any]) -> None:
-        """Writes the record if the file is empty, else compares it."""
+        """Records the provenance if the file is empty, else compares it with the record."""
         if self.path.stat().st_size == 0:
-            with atomic_write(self._record) as part:
-                part.write_text(json.dumps(provenance, indent=2) + "\n", encoding="utf-8")
+            with atomic_write(self._record_path) as temporary_path:
+                temporary_path.write_text(json.dumps(provenance, indent=2) + "\n", encoding="utf-8")
             return
-        advice = f"Name another file, or delete {self.path} and {self._record} to begin again."
+        advice = f"Name another file, or delete {self.path} and {self._record_path} to begin again."
         try:
-            recorded = read_json(self._record)
-            is_ours = {name: recorded[name] for name in _FORMAT} == _FORMAT
+            recorded = read_json(self._record_path)
+            is_batch_record = {name: recorded[name] for name in _FORMAT} == _FORMAT
         except (OSError, ValueError, KeyError, TypeError):
-            is_ours = False
-        if not is_ours:
+            is_batch_record = False
+        if not is_batch_record:
             raise ConfigError(
-                f"{self.path} exists, but {self._record.name} does not record its input and settings: a run cannot "
-                f"continue it. {advice}"
+                f"{self.path} exists, but {self._record_path.name} does not record its input and settings, so a "
+                f"run cannot continue it. {advice}"
             )
         pairs = {name: (recorded.get(name), provenance.get(name)) for name in {**recorded, **provenance}}
         if changed := [f"{name} {old!r}, not {new!r}" for name, (old, new) in pairs.items() if old != new]:
@@ -109,9 +112,7 @@ class OutputFile:
     def _check_row(self, number: int, row: dict[str, Any]) -> None:
         """Checks that an existing row answers the input's row ``number`` (from 1), and counts errors."""
         self.errors += bool(row.get("error"))
-        if (
-            self._line_numbers
-            and row.get("line") != next(self._line_numbers, 0)
-            and row.get("id") != f"batch_req_{number - 1}"
-        ):
-            raise ValueError(f"not the answer to row {number}")
+        if self._line_numbers:
+            line_number, openai_id = next(self._line_numbers, 0), f"batch_req_{number - 1}"
+            if row.get("line") != line_number and row.get("id") != openai_id:  # only native rows have "line"
+                raise ValueError(f"not the answer to row {number}")

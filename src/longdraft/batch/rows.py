@@ -1,7 +1,7 @@
 """Rows of a batch: a line of the input becomes a request to the server, and the response a line of the output.
 
-There are two formats: ours has the fields of a chat or a completion, ``id`` and ``metadata``; OpenAI's batch files have
-``{"custom_id": ..., "body": {...}}``. Unknown fields are an error in ours.
+A line is in one of two formats. OpenAI's batch format is ``{"custom_id": ..., "body": {...}}``. The native format has
+the fields of a chat or a completion request, plus ``id`` and ``metadata``; an unknown field there is an error.
 """
 
 from __future__ import annotations
@@ -25,33 +25,23 @@ Body = protocol.ChatCompletionRequest | protocol.CompletionRequest | ResponsesRe
 
 
 class InputLine(NamedTuple):
-    """A line of the input that is not blank.
+    """A line of the input that is not blank."""
 
-    Attributes:
-        row_index: from 0, without blank lines. line_number: in the file, from 1.
-    """
-
-    row_index: int
-    line_number: int
+    row_index: int  # from 0; blank lines do not count
+    line_number: int  # from 1; blank lines count
     content: bytes
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """Defaults of the rows' fields.
-
-    Attributes:
-        seed: row i is sampled with seed + i.
-        raw: a prompt is text to continue, not a user's message.
-        model: the model's name in responses to rows in OpenAI's format.
-    """
+    """The run's values for fields that a row leaves out."""
 
     max_tokens: int = 256
     sampling: Sampling = field(default_factory=Sampling)
-    seed: int = 0
+    seed: int = 0  # row i is sampled with seed + i
     stop: tuple[str, ...] = ()
-    raw: bool = False
-    model: str = ""
+    raw: bool = False  # True: a prompt is text to continue; False: a user's message
+    model: str = ""  # the model's name in responses to rows in OpenAI's format
 
 
 def read_lines(path: Path, skip: int = 0) -> Iterator[InputLine]:
@@ -63,8 +53,8 @@ def read_lines(path: Path, skip: int = 0) -> Iterator[InputLine]:
     with file_errors(path, f"{path} cannot be read"):
         file = require_regular(path).open("rb")
     with file:
-        rows = ((line_number, content) for line_number, content in enumerate(file, 1) if content.strip())
-        for row_index, (line_number, content) in enumerate(rows):
+        numbered_lines = ((line_number, content) for line_number, content in enumerate(file, 1) if content.strip())
+        for row_index, (line_number, content) in enumerate(numbered_lines):
             if row_index >= skip:
                 yield InputLine(row_index, line_number, content)
 
@@ -92,23 +82,24 @@ class _OpenAIRow(protocol.StrictModel):
 
 
 class Row:
-    """Converts a line to a request, and its result to a row of the output."""
+    """Converts a line of the input to a request, and the response or error to a row of the output."""
 
     def __init__(self, line: InputLine, defaults: Defaults) -> None:
         self._line, self._defaults, self._is_openai = line, defaults, False
-        self._row: dict[str, Any] = {}
+        self._input: dict[str, Any] = {}
         self._parse_error: ApiError | None = None
         try:
-            self._row = parse_body(_AnyRow, line.content.removeprefix(b"\xef\xbb\xbf"), "json").model_dump()
-            self._is_openai = "body" in self._row or "custom_id" in self._row
+            content = line.content.removeprefix(b"\xef\xbb\xbf")  # a byte order mark
+            self._input = parse_body(_AnyRow, content, "json").model_dump()
+            self._is_openai = "body" in self._input or "custom_id" in self._input
         except ApiError as error:
             self._parse_error = error
 
     def create_response(self, service: Service) -> PendingResponse:
-        """The row's pending response, to be submitted. Raises LongdraftError or ApiError if the line is no request."""
+        """Returns the response, not yet submitted. Raises LongdraftError or ApiError if the line is no request."""
         if self._parse_error is not None:
             raise self._parse_error
-        body = self._openai_body() if self._is_openai else self._own_body()
+        body = self._openai_body() if self._is_openai else self._native_body()
         if isinstance(body, protocol.CompletionRequest):
             return serving.create_completion(service, body)
         if isinstance(body, ResponsesRequest):
@@ -116,20 +107,22 @@ class Row:
         return serving.create_chat_completion(service, body)
 
     def result_row(self, body: dict[str, Any], pending: PendingResponse) -> dict[str, Any]:
-        """The row of the output for a response object."""
+        """The row of the output for a response object (``body``)."""
         if self._is_openai:
             request_id = f"row_{self._line.row_index}"
-            body = body if isinstance(pending, serving.AdaptedResponse) else body | {"id": request_id}
+            if not isinstance(pending, serving.AdaptedResponse):  # /v1/responses keeps its ids
+                body = body | {"id": request_id}
             response = {"status_code": 200, "request_id": request_id, "body": body}
             return self._identity() | {"response": response, "error": None}
         texts = [choice.get("message", {}).get("content", choice.get("text")) for choice in body["choices"]]
-        first = body["choices"][0]
-        optional = {"tool_calls": first.get("message", {}).get("tool_calls"), "logprobs": first["logprobs"]}
+        first_choice = body["choices"][0]
+        tool_calls = first_choice.get("message", {}).get("tool_calls")
+        optional_fields = {"tool_calls": tool_calls, "logprobs": first_choice["logprobs"]}
         result = pending.choices[0].result
         assert result is not None
         return self._identity() | {
             "text": texts[0] or "",
-            **{name: value for name, value in optional.items() if value},
+            **{name: value for name, value in optional_fields.items() if value},
             **({"texts": texts} if len(texts) > 1 else {}),
             "finish_reason": result.finish_reason,
             "prompt_tokens": result.prompt_tokens,
@@ -146,41 +139,43 @@ class Row:
     def _identity(self) -> dict[str, Any]:
         """The fields that say which row of the input this is."""
         if self._is_openai:
-            return {"id": f"batch_req_{self._line.row_index}", "custom_id": self._row.get("custom_id")}
+            return {"id": f"batch_req_{self._line.row_index}", "custom_id": self._input.get("custom_id")}
         identity: dict[str, Any] = {"line": self._line.line_number}
-        return identity | {name: self._row[name] for name in ("id", "metadata") if name in self._row}
+        return identity | {name: self._input[name] for name in ("id", "metadata") if name in self._input}
 
-    def _own_body(self) -> Body:
-        """The request of a row in our format."""
-        fields = {name: value for name, value in self._row.items() if name not in ("id", "metadata")}
+    def _native_body(self) -> Body:
+        """The request of a row in the native format."""
+        fields = {name: value for name, value in self._input.items() if name not in ("id", "metadata")}
         if ("prompt" in fields) == ("messages" in fields):
-            raise ApiError(400, "A row has a prompt or messages, one of the two.", param="prompt")
+            raise ApiError(400, "A row needs a prompt or messages: give one of the two, not both.", param="prompt")
         if isinstance(prompt := fields.get("prompt"), str) and not self._defaults.raw:
             if not prompt.strip():
                 raise ApiError(400, "The prompt is empty: give some text.", param="prompt")
             fields["messages"] = [{"role": "user", "content": fields.pop("prompt")}]
-        # The row's text includes the model's reasoning.
+        # Without a reasoning_format, the text of the output row includes the model's reasoning.
         body = self._with_defaults(fields, {"reasoning_format": "none"} if "messages" in fields else {})
         if unknown := [name for name in fields if name not in type(body).model_fields]:
-            raise ApiError(400, f"{unknown[0]} is no field of a row.", param=unknown[0])
+            raise ApiError(400, f"A row has no field {unknown[0]!r}: correct it or leave it out.", param=unknown[0])
         return body
 
     def _openai_body(self) -> Body:
-        row = validate(_OpenAIRow, self._row)
-        return self._with_defaults({k: v for k, v in row.body.items() if k != "model"}, {}, row.url)
+        """The request of a row in OpenAI's format."""
+        row = validate(_OpenAIRow, self._input)
+        return self._with_defaults({name: x for name, x in row.body.items() if name != "model"}, {}, row.url)
 
-    def _with_defaults(self, fields: dict[str, Any], more: dict[str, Any], url: str | None = None) -> Body:
-        """The request with ``fields``, and for others the run's defaults and ``more``."""
-        defaults, sampled = self._defaults, protocol.SampledRequest.model_fields
-        fields = {name: value for name, value in fields.items() if value is not None}
-        values = {k: v for k, v in asdict(defaults.sampling).items() if v is not None and k in sampled}
-        values |= {"seed": (defaults.seed + self._line.row_index) % 2**63, "stop": list(defaults.stop), **more}
-        model: type[Body] = ResponsesRequest if url == "/v1/responses" else protocol.CompletionRequest
+    def _with_defaults(self, fields: dict[str, Any], extra_defaults: dict[str, Any], url: str | None = None) -> Body:
+        """The request. ``fields`` take precedence over ``extra_defaults``, and these over the run's defaults."""
+        defaults, sampling_fields = self._defaults, protocol.SampledRequest.model_fields
+        fields = {name: x for name, x in fields.items() if x is not None}
+        values = {name: x for name, x in asdict(defaults.sampling).items() if x is not None and name in sampling_fields}
+        seed = (defaults.seed + self._line.row_index) % 2**63  # a signed 64-bit number
+        values |= {"seed": seed, "stop": list(defaults.stop), **extra_defaults}
+        request_class: type[Body] = ResponsesRequest if url == "/v1/responses" else protocol.CompletionRequest
         if "messages" in fields and url in (None, "/v1/chat/completions"):
-            model = protocol.ChatCompletionRequest
+            request_class = protocol.ChatCompletionRequest
         if not {"max_tokens", "max_completion_tokens", "max_output_tokens"} & fields.keys():
-            values["max_output_tokens" if model is ResponsesRequest else "max_tokens"] = defaults.max_tokens
+            values["max_output_tokens" if request_class is ResponsesRequest else "max_tokens"] = defaults.max_tokens
         fields = values | fields
         if fields.pop("stream", False):
-            raise ApiError(400, "stream is not served in a file: leave it out.", param="stream")
-        return validate(model, fields)
+            raise ApiError(400, "A batch cannot stream: leave out stream, or set it to false.", param="stream")
+        return validate(request_class, fields)

@@ -21,12 +21,10 @@ from longdraft.serve.settings import ServerSettings
 from longdraft.speculator import Speculator
 
 T = TypeVar("T")
-# Rows in flight for each slot: the engine decodes further rows while a long one delays the writing.
+# Rows waiting or decoded for each slot: rows are written in order, and a long one must not leave other slots idle.
 _ROWS_PER_SLOT = 8
-# Seconds between checks whether the run was cancelled.
-_POLL_SECONDS = 0.2
-# This many consecutive unexpected errors end the run.
-_MAX_ERRORS = 8
+_POLL_SECONDS = 0.2  # between checks whether the run was cancelled
+_MAX_CONSECUTIVE_ERRORS = 8  # this many unexpected errors in a row end the run
 
 
 class RunCounts(NamedTuple):
@@ -38,23 +36,19 @@ class RunCounts(NamedTuple):
 
 
 class RowResult(NamedTuple):
-    """A row of the output.
-
-    Attributes:
-        failed: the row has an error. unexpected: the error is not a LongdraftError.
-    """
+    """A row of the output, with its counts."""
 
     row: dict[str, Any]
-    failed: bool = False
-    unexpected: bool = False
+    failed: bool = False  # the row has an error
+    unexpected: bool = False  # the error is not a LongdraftError
     new_tokens: int = 0
     spec_stats: SpecDecodingStats = SpecDecodingStats()
 
 
 class _BatchService(Service):
-    """A service without a prompt cache: the bits of a row's KV do not depend on earlier rows."""
+    """A service without a prompt cache, so that no bit of a row's KV depends on earlier rows."""
 
-    context = 0
+    context = 0  # tokens to allocate for each slot at the start; 0: slots grow with their rows
 
     def new_session(self, method: str) -> Session:
         return self.speculator(method).session(self.settings.slots, context=self.context)
@@ -64,7 +58,8 @@ class BatchEngine:
     """Answers rows in this process.
 
     Args:
-        slots: rows decoded at a time. context: length of the slots to allocate at once; 0: as rows need it.
+        slots: number of rows decoded at a time.
+        context: tokens to allocate for each slot at the start; 0: slots grow with their rows.
 
     Attributes:
         max_in_flight: limit of rows that are waiting or decoded.
@@ -75,7 +70,8 @@ class BatchEngine:
             raise CapabilityError("Rows need a tokenizer: Speculator(..., tokenizer=tokenizer).")
         self.max_in_flight, self._spec, self._defaults = _ROWS_PER_SLOT * slots, spec, defaults
         settings = ServerSettings(
-            defaults.model, (spec.method.name,), slots, spec.runner().context_length, 16 * self.max_in_flight,
+            defaults.model, (spec.method.name,), slots, context=spec.runner().context_length,
+            queue=16 * self.max_in_flight,  # a row may have n=16 choices
             timeout=float("inf"), sse_ping_interval=float("inf"), foresee=defaults.sampling.foresee,
         )  # fmt: skip
         self.service = _BatchService(settings, lambda _: spec, spec.tokenizer)
@@ -83,7 +79,7 @@ class BatchEngine:
 
     @property
     def reproducibility_settings(self) -> dict[str, Any]:
-        """The settings on which the texts depend: not an exact method, nor the slots."""
+        """The settings that change the output. An exact method and the number of slots do not change it."""
         spec = self._spec
         settings = asdict(self._defaults) | {"target": spec.runner().fingerprint}
         if not spec.exact:
@@ -105,12 +101,12 @@ class BatchEngine:
             pending.submit()
             body = await pending.full_response()
         except Exception as error:
-            return RowResult(row.error_row(error), True, not isinstance(error, LongdraftError))
+            return RowResult(row.error_row(error), failed=True, unexpected=not isinstance(error, LongdraftError))
         spec_stats = sum((choice.spec_stats for choice in pending.choices), SpecDecodingStats())
-        return RowResult(row.result_row(body, pending), False, False, pending.num_new_tokens, spec_stats)
+        return RowResult(row.result_row(body, pending), new_tokens=pending.num_new_tokens, spec_stats=spec_stats)
 
     def run_with(self, feed: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Runs ``feed``, which calls :meth:`answer`, in another thread, and decodes in this one. Returns its result."""
+        """Decodes in this thread, while ``feed`` calls :meth:`answer` in another. Returns the result of ``feed``."""
 
         def feed_and_close() -> T:
             try:
@@ -125,23 +121,21 @@ class BatchEngine:
 
 
 async def run(
-    input_lines: Iterator[InputLine],
-    output: OutputFile,
-    engine: BatchEngine,
-    progress: Callable[[RunCounts], None] = lambda counts: None,
-    cancelled: Callable[[], bool] = lambda: False,
-) -> RunCounts:
+    input_lines: Iterator[InputLine], output: OutputFile, engine: BatchEngine,
+    progress: Callable[[RunCounts], None] = lambda counts: None, cancelled: Callable[[], bool] = lambda: False,
+) -> RunCounts:  # fmt: skip
     """Answers rows and appends the results to the output, in order.
 
     Args:
-        input_lines: the rows, from the first that the output lacks. progress: called after each row.
+        input_lines: the rows, from the first that the output lacks.
+        progress: called after each row that was written.
 
     Raises:
         CapabilityError: consecutive rows fail with unexpected errors.
         CheckpointError: the input cannot be read, or the output cannot be written.
     """
     counts, tasks = RunCounts(), deque[asyncio.Task[RowResult]]()
-    unwritten: list[RowResult] = []  # unexpected errors are held back until a later row succeeds
+    unwritten: list[RowResult] = []  # rows with unexpected errors, until a later row succeeds
 
     def write() -> None:
         nonlocal counts
@@ -163,9 +157,9 @@ async def run(
             unwritten.append(tasks.popleft().result())
             if not unwritten[-1].unexpected:
                 write()
-            elif len(unwritten) == _MAX_ERRORS:
+            elif len(unwritten) == _MAX_CONSECUTIVE_ERRORS:
                 raise CapabilityError(
-                    f"{_MAX_ERRORS} rows after row {output.rows} failed, each with an error of the engine: "
+                    f"{_MAX_CONSECUTIVE_ERRORS} rows after row {output.rows} failed, each with an error of the engine: "
                     f"{unwritten[-1].row} Fix the cause, and run the same command to continue."
                 )
     return counts

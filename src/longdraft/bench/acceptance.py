@@ -1,8 +1,8 @@
-"""Acceptance against context length: the same texts, cut to each of several lengths, decoded with each draft.
+"""Acceptance against context length: the same texts, cut to several lengths, decoded with each draft.
 
-A length within the target's trained context is measured on the target as it is, a longer one on the target stretched by
-YaRN. A text is read once a target, at its longest; all that is shorter, and every method and temperature, starts from
-that KV. Trees are the methods' own: no planner.
+Lengths beyond the target's trained context are measured on the target stretched by YaRN. For each target a text is
+prefilled once, at its greatest length; shorter cuts, all methods and all temperatures start from this KV. Trees are the
+methods' own: there is no planner.
 """
 
 from __future__ import annotations
@@ -35,24 +35,23 @@ from longdraft.model.checkpoints import LoadedModel, Progress
 from longdraft.model.runner import TargetRunner
 
 FORMAT, VERSION = "longdraft-acceptance", 1
-# The last tokens of a prompt are read again in every run: some drafters choose their view by these tokens' queries,
-# which a kept KV does not have.
+# The last tokens of a prompt are computed again in every run: some drafters choose their view by the queries of these
+# tokens, which a KV cache does not hold.
 RECOMPUTED_TOKENS = 64
-# These run the target on a part of its KV too, between draft and verification. Such forwards are no verifications, so
-# their accepted lengths cannot be compared.
+# These methods also run the target on a part of its KV, between drafting and verification. Such forwards do not count
+# as verifications, so their accepted lengths cannot be compared with others.
 PARTIAL_METHODS = ("tokenswift", "triforce")
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Settings of one run that differ within a file.
+    """The settings of a run that differ within a file.
 
     Attributes:
-        options: the method's, as JSON.
-        draft: fingerprint of its draft, empty if it has none.
-        rope_factor: YaRN factor of the target; None: as it is.
+        options, draft: the method's options as JSON, and the fingerprint of its draft; empty: no draft.
+        rope_factor: YaRN factor of the target; None: not stretched.
         sample, prompt: origin of the text, and a fingerprint of its tokens.
-        sampling: of :data:`Scheme`; "coupled" of greedy text.
+        sampling: a :data:`~longdraft.bench.data.SamplingScheme`; "coupled" for greedy decoding.
     """
 
     method: str
@@ -69,13 +68,12 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class AcceptanceRun:
-    """One prompt, decoded once.
+    """The measured run of a prompt.
 
     Attributes:
-        new_tokens: without the prefill's token.
-        verifications: target forwards that gave them.
-        accepted: for each verification, accepted drafted tokens, and how many the token budget had room for.
-        seconds: decode seconds, the median of the runs; None, or of the fastest run, in files of earlier versions.
+        new_tokens, verifications: emitted tokens without the prefill's, and the target forwards that emitted them.
+        accepted: for each verification, accepted drafted tokens, and their limit by ``max_tokens``.
+        seconds: decode seconds, the median of the repeats. In files of earlier versions: None, or the fastest repeat's.
     """
 
     asked: RunSettings
@@ -86,15 +84,18 @@ class AcceptanceRun:
     seconds: float | None = field(default=None, compare=False)
 
 
+AcceptanceStep = Step[RunSettings, AcceptanceRun]
+
+
 def open_records(path: Path, settings: Settings, model: Mapping[str, Any]) -> RecordFile[AcceptanceRun]:
-    """A file of runs, to which other methods, lengths, temperatures and prompts may be added later.
+    """Opens a file of runs. Other methods, lengths, temperatures and prompts may be added to it later.
 
     Args:
-        model: the header's entry for it.
+        model: the header's entry for the model.
 
     Raises:
         ConfigError: the file's runs were made with another model, other versions or other settings.
-        CheckpointError: it cannot be read or written, or is no such file.
+        CheckpointError: the file cannot be read or written, or is no file of runs.
     """
     fixed = {name: getattr(settings, name) for name in ("max_tokens", "seed", "ignore_eos", "raw")}
     if not settings.sampling.foresee:
@@ -104,7 +105,7 @@ def open_records(path: Path, settings: Settings, model: Mapping[str, Any]) -> Re
 
 
 def default_methods(target: TargetRunner) -> tuple[str, ...]:
-    """The methods whose draft comes with the package for this target, but for :data:`PARTIAL_METHODS`."""
+    """The methods with a draft for this target in the package, without :data:`PARTIAL_METHODS`."""
     try:
         description = target.shared_parts.description
     except UnsupportedModelError:
@@ -114,29 +115,29 @@ def default_methods(target: TargetRunner) -> tuple[str, ...]:
 
 
 def lengths_by_rope_factor(lengths: Sequence[int], context: int) -> dict[float | None, list[int]]:
-    """The lengths (tokens) that need each YaRN factor, a power of two; None: those that the context holds."""
-    found: dict[float | None, list[int]] = {}
+    """Lengths (tokens) by the YaRN factor that they need, a power of two; None: within the context."""
+    lengths_by_factor: dict[float | None, list[int]] = {}
     for length in sorted(set(lengths)):
         factor = None if length <= context else 2.0 ** math.ceil(math.log2(length / context))
-        found.setdefault(factor, []).append(length)
-    return found
+        lengths_by_factor.setdefault(factor, []).append(length)
+    return lengths_by_factor
 
 
 class AcceptanceBench:
-    """The methods on a target, which is stretched for the lengths that need it. One target is held at a time.
+    """Methods on a target, which is stretched for lengths beyond its context. One target is in memory at a time.
 
     Args:
-        load: reads the target, stretched by a further YaRN factor; None: as the user wants it.
-        settings: returns the settings for a target.
-        name: the model's name as the user gave it.
-        repeats: runs of each, of whose seconds the median counts.
-        progress: called with a line of text before something long.
-        sampling: of sampled text.
+        load: loads the target, stretched by a further YaRN factor; None: not stretched further.
+        settings: a target -> the settings.
+        name: the model's name as the user wrote it.
+        progress: called with a line of text before a step that takes long.
+        repeats: repeats of each run; the median of their seconds counts.
+        sampling: acceptance at T > 0.
 
     Attributes:
-        context: tokens that the target holds as it was first loaded.
-        model: the target's entry in a file's header.
-        notes: remarks on texts and lengths that differ from what was asked for.
+        context_length: the target's context (tokens) as first loaded.
+        model_entry: the target's entry in the header of a file.
+        notes: remarks on texts and lengths that are not as requested.
 
     Raises:
         CapabilityError: a method's draft is missing.
@@ -161,11 +162,11 @@ class AcceptanceBench:
         self.settings, self.tokenizer = settings(target), loaded.tokenizer
         self.context_length, self.model_entry = target.context_length, model_entry(target, name)
         self._bench: Bench | None = Bench(loaded, self.settings, progress=progress)
-        ours = self._bench.methods.items()
-        self._drafts = {name: "" if c.draft is None else fingerprint(c.draft) for name, c in ours}
+        contenders = self._bench.methods.items()
+        self._drafts = {name: "" if c.draft is None else fingerprint(c.draft) for name, c in contenders}
 
     def _stretch(self, factor: float | None) -> None:
-        """Replaces the target with the one of this YaRN factor; where it cannot be stretched, a note says so."""
+        """Loads the target with this YaRN factor. If it cannot be stretched: adds a note and leaves no target."""
         if factor != self._factor:
             self._factor, self._bench = factor, None
             gc.collect()
@@ -174,81 +175,80 @@ class AcceptanceBench:
             except CapabilityError as error:
                 self.notes.append(f"Lengths that need a factor of {factor or 1:g} are left out: {error}")
 
-    def steps(
-        self, samples: Sequence[Sample], lengths: Sequence[int], short: ShortTextPolicy
-    ) -> list[Step[RunSettings, AcceptanceRun]]:
+    def steps(self, samples: Sequence[Sample], lengths: Sequence[int], short: ShortTextPolicy) -> list[AcceptanceStep]:
         """A step for each text and YaRN factor.
 
         Raises:
             ContextError: the target has no room for new tokens.
-            PromptError: no text is as long as any of the lengths.
+            PromptError: every text is shorter than all of the lengths.
         """
-        own = self.settings
-        steps: list[Step[RunSettings, AcceptanceRun]] = []
-        for factor, some in lengths_by_rope_factor(lengths, self.context_length).items():
-            whole = int(self.context_length * (factor or 1.0))
-            if whole <= own.max_tokens:
-                raise ContextError(f"A context of {whole:,} tokens has no room for {own.max_tokens:,} new ones.")
-            work: dict[Sample, list[Prompt]] = {}
-            for length in some:
-                room = whole - own.max_tokens
-                found, said = prompts_of_length(samples, length, room, self.tokenizer, short, own.raw, **own.asked)
-                self.notes += said
-                for text in found:
-                    work.setdefault(text.sample, []).append(text)
+        s = self.settings
+        steps: list[AcceptanceStep] = []
+        for factor, group in lengths_by_rope_factor(lengths, self.context_length).items():
+            context = int(self.context_length * (factor or 1.0))
+            if context <= s.max_tokens:
+                raise ContextError(f"A context of {context:,} tokens has no room for {s.max_tokens:,} new ones.")
+            by_sample: dict[Sample, list[Prompt]] = {}
+            for length in group:
+                prompts, notes = prompts_of_length(
+                    samples, length, context - s.max_tokens, self.tokenizer, short, s.raw, **s.template_kwargs
+                )
+                self.notes += notes
+                for prompt in prompts:
+                    by_sample.setdefault(prompt.sample, []).append(prompt)
             stretched = "" if factor is None else f", the model stretched {factor:g} times"
-            for sample, found in work.items():
-                found.reverse()  # the longest text comes first
-                what, measure = f"{Path(sample.origin).name}{stretched}", partial(self._measure, found, factor)
-                steps.append(Step(what, self._asked(found, factor), measure, self._repeats))
+            for sample, prompts in by_sample.items():
+                prompts.reverse()  # the longest comes first: the others start from its KV
+                name, measure = f"{Path(sample.origin).name}{stretched}", partial(self._measure, prompts, factor)
+                steps.append(Step(name, self._run_settings(prompts, factor), measure, self._repeats))
         if not steps:
             raise PromptError(" ".join(self.notes))
         return steps
 
-    def _asked(self, own: Sequence[Prompt], factor: float | None) -> list[RunSettings]:
-        """The runs of a row's prompts, on the target with that YaRN factor."""
+    def _run_settings(self, prompts: Sequence[Prompt], factor: float | None) -> list[RunSettings]:
+        """The settings of all runs of these prompts, on the target with this YaRN factor."""
         options = {n: json.dumps(jsonable(self.settings.options(n)), sort_keys=True) for n in self.settings.methods}
         return [
             RunSettings(
-                name, options[name], self._drafts[name], temperature, text.context or 0, factor,
-                text.sample.dataset, text.sample.origin, text.digest, self._sampling if temperature else "coupled",
+                name, options[name], self._drafts[name], temperature, p.context or 0, factor,
+                p.sample.dataset, p.sample.origin, p.digest, self._sampling if temperature else "coupled",
             )
-            for text, name, temperature in product(own, self.settings.methods, self._temperatures)
+            for p, name, temperature in product(prompts, self.settings.methods, self._temperatures)
         ]  # fmt: skip
 
     def _measure(
-        self, own: Sequence[Prompt], factor: float | None, missing: Collection[RunSettings], tick: Tick
+        self, prompts: Sequence[Prompt], factor: float | None, missing: Collection[RunSettings], tick: Tick
     ) -> Iterator[AcceptanceRun]:
-        """The missing runs of a row's prompts; none if the target cannot be stretched by the factor."""
+        """The missing runs of a sample's prompts; none if the target cannot be stretched by the factor."""
         self._stretch(factor)
         if self._bench is None:
             return
-        if self._repeats > 1:  # what is done only once would count among two runs
-            self._bench.warm_up(own[0])
+        if self._repeats > 1:  # otherwise seconds include one-time work
+            self._bench.warm_up(prompts[0])
         methods = {name: c for name, c in self._bench.methods.items() if name in self.settings.methods}
-        for kept in {id(c.prefill): c.prefill for c in methods.values()}.values():  # each reads the texts once
-            for text in own:
-                asked = [a for a in missing if methods[a.method].prefill is kept and a.length == text.context]
-                runs: dict[RunSettings, list[Run]] = {each: [] for each in asked}
-                for _, each in interleave(asked, self._repeats):
-                    tick(f"{each.length:,} tokens, {each.method}, {format_temperature(each.temperature)}")
-                    runs[each].append(self._run(self._bench, methods[each.method], each, text))
-                    if len(runs[each]) == self._repeats:
-                        run, seconds = runs[each][0], median(run.decode_seconds for run in runs[each])
-                        yield AcceptanceRun(each, len(text.token_ids), *run.counts[0], run.accepted, seconds)
-            kept.clear()
+        for prefill in {id(c.prefill): c.prefill for c in methods.values()}.values():  # one prefill a text for each
+            for prompt in prompts:
+                group = [s for s in missing if methods[s.method].prefill is prefill and s.length == prompt.context]
+                runs: dict[RunSettings, list[Run]] = {settings: [] for settings in group}
+                for _, settings in interleave(group, self._repeats):
+                    tick(f"{settings.length:,} tokens, {settings.method}, {format_temperature(settings.temperature)}")
+                    runs[settings].append(self._run(self._bench, methods[settings.method], settings, prompt))
+                    if len(runs[settings]) == self._repeats:
+                        run, seconds = runs[settings][0], median(run.decode_seconds for run in runs[settings])
+                        yield AcceptanceRun(settings, len(prompt.token_ids), *run.counts[0], run.accepted, seconds)
+            prefill.clear()
             gc.collect()
 
-    def _run(self, bench: Bench, method: MethodContender, asked: RunSettings, text: Prompt) -> Run:
-        sampling = replace(self.settings.sampling, temperature=asked.temperature)
-        job = bench.make_job([text.token_ids], self.settings.max_tokens)
-        job = RejectionSamplingJob(**vars(job)) if asked.sampling == "standard" else job
+    def _run(self, bench: Bench, method: MethodContender, settings: RunSettings, prompt: Prompt) -> Run:
+        sampling = replace(self.settings.sampling, temperature=settings.temperature)
+        job = bench.make_job([prompt.token_ids], self.settings.max_tokens)
+        job = RejectionSamplingJob(**vars(job)) if settings.sampling == "standard" else job
         cached = method.prefill.cache.tokens
         if cached:
-            cached[0] = cached[0][: max(0, len(text.token_ids) - RECOMPUTED_TOKENS)]
-        return method.decode_warm(replace(job, sampling=sampling, seed=job.seed + text.seed))
+            cached[0] = cached[0][: max(0, len(prompt.token_ids) - RECOMPUTED_TOKENS)]
+        return method.decode_warm(replace(job, sampling=sampling, seed=job.seed + prompt.seed))
 
 
 def format_temperature(temperature: float) -> str:
-    """A temperature in words."""
+    """``greedy``, or ``T = 0.8``."""
     return f"T = {temperature:g}" if temperature else "greedy"

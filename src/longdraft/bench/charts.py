@@ -1,4 +1,4 @@
-"""The chart of a measurement, drawn with matplotlib."""
+"""Line charts of measurements, drawn with matplotlib."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import NamedTuple
 from longdraft.errors import CapabilityError
 
 INK = "#1f2933"
-# Colours that read on a light and on a dark page, and that colour-blind readers tell apart (after Okabe and Ito).
+# Colours for light and dark pages, which colour-blind readers tell apart (after Okabe and Ito).
 _COLOURS = ("#1d87c9", "#dd6b20", "#12a37c", "#c465a0", "#c4931b", "#7a86dc")
 _MARKERS = "os^DvPX"
 _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "longdraft",
-    "text.parse_math": False,  # a name with dollars in it is a name
+    "text.parse_math": False,  # names may contain dollar signs
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.alpha": 0.35,
@@ -25,7 +25,7 @@ _STYLE = {
 
 
 class Point(NamedTuple):
-    """A value of one method: its place on the x axis, the value, and how far it may be off."""
+    """A point of a line, with the half length of its error bar."""
 
     x: float
     y: float
@@ -33,23 +33,19 @@ class Point(NamedTuple):
 
 
 def check_available() -> None:
-    """Raises CapabilityError if matplotlib is missing."""
+    """Raises CapabilityError if matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise CapabilityError(
-            "Charts need matplotlib, which is not installed: pip install 'longdraft[report]'."
-        ) from None
+        raise CapabilityError("Charts need the package matplotlib: pip install 'longdraft[report]'.") from None
 
 
-def draw_lines(
-    title: str, series: Mapping[str, Sequence[Point]], x_label: str, y_label: str, reference: float
-) -> bytes:
-    """An SVG file with a line for each method, x logarithmic. matplotlib's settings stay the user's.
+def plot(title: str, series: Mapping[str, Sequence[Point]], x_label: str, y_label: str, reference: float) -> bytes:
+    """An SVG file with a line for each method over a logarithmic x axis. matplotlib's own settings do not change.
 
     Args:
-        series: the points of each method, one at least.
-        reference: a value to draw a thin line at.
+        series: the points of each method, at least one.
+        reference: y of a thin horizontal line.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -65,10 +61,10 @@ def draw_lines(
         axes.set_xticks(xs, [f"{x:,.0f}" for x in xs])
         axes.xaxis.set_minor_locator(NullLocator())
         for i, (name, points) in enumerate(series.items()):
-            # Side by side on the axis, so that no spread hides another.
-            beside = (xs[-1] / xs[0]) ** (0.01 * (i - (len(series) - 1) / 2))
+            # Methods are shifted against each other, so that no error bar hides another.
+            shift = (xs[-1] / xs[0]) ** (0.01 * (i - (len(series) - 1) / 2))
             axes.errorbar(
-                [beside * p.x for p in points],
+                [shift * p.x for p in points],
                 [p.y for p in points],
                 yerr=[p.error for p in points],
                 label=name,
@@ -79,7 +75,7 @@ def draw_lines(
         axes.set_ylim(bottom=0)
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
-        # The legend stands below, as high as it needs.
+        # The figure grows by the height of the legend below it.
         handles, labels = axes.get_legend_handles_labels()
         columns = max(1, min(3, 84 // (8 + max(map(len, labels)))))
         figure.set_figheight(figure.get_figheight() + 0.2 * -(-len(labels) // columns))

@@ -1,4 +1,4 @@
-"""Contenders: they decode a batch of prompts and report the time of each part."""
+"""Contenders of a benchmark: each decodes the same batch of prompts and reports the time of each part."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Job:
     """A batch to decode, the same for every contender.
 
     Attributes:
-        seed: of sampling.
+        prompts, max_tokens: token ids of the prompts, and new tokens of each at most.
         eos_ids: token ids that end a sequence; empty: decode on to ``max_tokens``.
     """
 
@@ -39,7 +39,7 @@ class Job:
     eos_ids: frozenset[int]
 
     def start(self, spec: Speculator, cache: PromptCache | None) -> Generation:
-        """Starts the job with a method of ours, from the KV in a cache."""
+        """Starts the job with a method of longdraft, from the KV in a cache."""
         return spec.stream(
             [list(p) for p in self.prompts],
             max_new_tokens=self.max_tokens,
@@ -59,11 +59,10 @@ class Run:
         tokens: new tokens of each prompt, EOS included.
         first_token_seconds: from the call to the first token of the last prompt; None in files of earlier versions,
             where the prompt's KV came from a snapshot.
-        decode_seconds: from there to the end.
+        decode_seconds: from the first token of the last prompt to the end.
         rounds: target forwards of each prompt after its first token.
-        accepted: for each round, drafted tokens that it accepted, and how many the token budget had room for. Rounds
-            of all prompts, in the order in which they ended.
-        view: the rows of a longer text that a draft or a partial verification sees, as text; empty: all.
+        accepted: for each round, in the order of their ends: accepted drafted tokens, and the ``max_tokens`` limit.
+        view: which KV entries a draft or a partial verification sees, in words; empty: all.
     """
 
     tokens: tuple[tuple[int, ...], ...]
@@ -82,21 +81,21 @@ class Run:
 
     @property
     def counts(self) -> list[TokenCounts]:
-        """Returns the new tokens and verification forwards of each prompt."""
+        """New tokens (without the prefill's) and verification forwards of each prompt."""
         return [(len(tokens) - 1, forwards) for tokens, forwards in zip(self.tokens, self.rounds, strict=False)]
 
     @property
     def tokens_per_second(self) -> float | None:
-        """None if nothing was decoded after the first tokens."""
+        """New tokens a decode second; None if nothing was decoded after the first tokens."""
         return tokens_per_second(self.new_tokens - len(self.tokens), self.decode_seconds)
 
 
 class Contender(ABC):
-    """Decodes jobs, from nothing or from the prompts' kept KV.
+    """Decodes jobs: cold, or from the cached KV of the prompts.
 
     Attributes:
-        note: for readers of its figures; empty if there is none.
-        draft: folder or file of its weights beside the target's, or in their place.
+        note: a remark for readers of its figures; may be empty.
+        draft: folder or file of the draft's weights; None: no draft.
     """
 
     name: str
@@ -105,25 +104,25 @@ class Contender(ABC):
 
     @abstractmethod
     def is_comparable(self, greedy: bool, batch: int) -> bool:
-        """True if its tokens should be those of ``ar``."""
+        """True if its tokens should equal those of ``ar``."""
 
     def decode_cold(self, job: Job) -> Run:
-        """Drops what was kept of an earlier job, and decodes with nothing read before."""
+        """Drops the cached KV, and decodes with a prefill of its own."""
         self.release()
         return self.decode_warm(job)
 
     @abstractmethod
     def decode_warm(self, job: Job) -> Run:
-        """Decodes the job of the last ``decode_cold``."""
+        """Decodes a job from the cached KV of its prompts, which ``decode_cold`` left."""
 
     @abstractmethod
     def release(self) -> None:
-        """Drops what was kept of the prompts."""
+        """Drops the cached KV of the prompts."""
 
 
 @dataclass
 class SharedPrefill:
-    """KV of the job's prompts, which our contenders share."""
+    """The cached KV of a job's prompts, shared by longdraft's contenders."""
 
     cache: PromptCache
 
@@ -132,7 +131,7 @@ class SharedPrefill:
 
 
 class MethodContender(Contender):
-    """A method of this package."""
+    """A method of longdraft as a contender."""
 
     def __init__(self, name: str, spec: Speculator, prefill: SharedPrefill) -> None:
         runner = spec.runner()
@@ -140,8 +139,8 @@ class MethodContender(Contender):
         if runner.arithmetic == "int8":
             self.note += ", int8 arithmetic"
         self.spec, self.prefill = spec, prefill
-        used = spec.draft()
-        self.draft = None if used is None else Path(used.folder)
+        draft = spec.draft()
+        self.draft = None if draft is None else Path(draft.folder)
 
     def is_comparable(self, greedy: bool, batch: int) -> bool:
         return self.spec.exact
@@ -177,17 +176,17 @@ def eos_ids(runner: TargetRunner, tokenizer: PreTrainedTokenizerBase, ignore_eos
 
 
 def weight_formats(model: nn.Module) -> str:
-    """In what numbers a model's weights are kept, the most common first: ``float32``, ``Q4_1 and Q8_0``."""
+    """Dtypes and GGUF types of a model's ps, the most common first: ``float32``, ``Q4_1 and Q8_0``."""
     counts: Counter[str] = Counter()
-    seen: set[int] = set()
+    seen_pointers: set[int] = set()
     for module in model.modules():
-        stored = getattr(module, "matrix", None)
-        own = [(p.data_ptr(), str(p.dtype).removeprefix("torch."), p.numel()) for p in module.parameters(recurse=False)]
-        if isinstance(stored, QuantizedMatrix):
-            own.append((stored.data.data_ptr(), stored.format, stored.shape[0] * stored.shape[1]))
-        for place, name, numbers in own:
-            if place not in seen:
-                seen.add(place)
-                counts[name] += numbers
-    # Norms and biases stay in float32 whatever the matrices are.
-    return " and ".join(name for name, numbers in counts.most_common() if numbers > counts.total() / 100)
+        matrix = getattr(module, "matrix", None)
+        ps = [(p.data_ptr(), str(p.dtype).removeprefix("torch."), p.numel()) for p in module.parameters(recurse=False)]
+        if isinstance(matrix, QuantizedMatrix):
+            ps.append((matrix.data.data_ptr(), matrix.format, matrix.shape[0] * matrix.shape[1]))
+        for pointer, name, size in ps:
+            if pointer not in seen_pointers:  # tied ps count once
+                seen_pointers.add(pointer)
+                counts[name] += size
+    # Norms and biases, under 1 % of the ps, stay in float32 whatever the matrices are.
+    return " and ".join(name for name, size in counts.most_common() if size > counts.total() / 100)

@@ -1,4 +1,4 @@
-"""Reading data files and turning their rows into prompts of a chosen length."""
+"""Samples: rows of data files as prompts that can be cut to a length."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ if TYPE_CHECKING:
 
 
 ShortTextPolicy = Literal["leave", "join", "keep"]
-"""Handling of a text that is shorter than a length: leave it out, join the next ones to it, or keep it as it is."""
+"""What becomes of a text shorter than the wanted length: it is left out, joined with the next ones, or kept."""
 SamplingScheme = Literal["coupled", "standard"]
-"""Acceptance of sampled text: coupled (drafts share the noise of the target's draw) or standard (rejection)."""
+"""Acceptance at T > 0: coupled (drafts share the noise of the target's sampling) or standard (rejection sampling)."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One row of a data file.
+    """A prompt, as the parts of a data file's row.
 
     Attributes:
         document: the long text, which is cut to fit.
-        instruction: the text behind it; empty if the row is one whole prompt.
+        instruction: the text after the document; empty if the document is the whole prompt.
         dataset: the row's own ``dataset``, else the file's stem.
         origin: file and line, for messages.
         preface: the text before the document; never cut.
-        separator: what stands between preface, document and instruction.
-        answers: references, any of which is right.
-        metric: how an answer is scored, one of :data:`longdraft.bench.scores.SCORES`; empty: not at all.
-        classes: where the answer is one of several classes, all of them.
-        no_chat_template: never in a chat template, as LongBench asks for code and few-shot tasks.
-        truncate_middle: a document that is too long loses its middle instead of its end.
-        needles: depth, 0 to 1, and text of sentences that stand in the document however it is cut.
-        last_message: of a conversation, the last message as JSON; its content is the instruction, and each line of the document
-            is an earlier message.
-        tools: of a conversation, the functions that may be called, as JSON; empty: none.
-        continues_previous: it begins with the conversation of the sample before it.
+        separator: the text between preface, document and instruction.
+        answers: references; each of them is right.
+        metric: how an answer is scored, one of :data:`longdraft.bench.scores.METRICS`; empty: not scored.
+        classes: all classes, if the answer is one of several.
+        no_chat_template: always plain text, as LongBench's code and few-shot tasks.
+        truncate_middle: cut the document in its middle instead of at its end.
+        needles: sentences that are inserted after the cut, each with its depth, 0 to 1.
+        last_message: of a conversation: the last message as JSON. Its content is the instruction, and each line of the
+            document is an earlier message.
+        tools: of a conversation: the functions that may be called, as JSON; empty: none.
+        continues_previous: the sample before is an earlier turn of the same conversation.
     """
 
     document: str
@@ -64,7 +64,7 @@ class Sample:
     continues_previous: bool = False
 
     def truncated(self, characters: int) -> Sample:
-        """The sample with so many characters of its document; of a conversation, with the whole messages in them."""
+        """The sample with this many characters of its document; a conversation keeps whole messages only."""
         text = self.document
         if self.last_message and characters < len(text):
             return replace(self, document=text[: characters + 1].rpartition("\n")[0])
@@ -74,7 +74,7 @@ class Sample:
 
     @property
     def text(self) -> str:
-        """The whole prompt: preface, document with its needles, instruction."""
+        """The prompt: preface, document with its needles, instruction."""
         if self.last_message:
             return "\n\n".join(message["content"] for message in self.messages)
         parts = self.preface, insert_needles(self.document, self.needles), self.instruction
@@ -82,39 +82,39 @@ class Sample:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """A conversation's messages."""
+
         earlier = [json.loads(line) for line in self.document.splitlines()]
         return [*earlier, json.loads(self.last_message) | {"content": self.instruction}]
 
-    def encode(self, tokenizer: PreTrainedTokenizerBase, raw: bool = False, **asked: Any) -> list[int]:
-        """Token ids: one user turn of a chat, a conversation, or plain text with ``raw``.
+    def encode(self, tokenizer: PreTrainedTokenizerBase, raw: bool = False, **template_kwargs: Any) -> list[int]:
+        """Token ids of the prompt as a user's turn or a conversation; with ``raw`` as plain text.
 
         Args:
-            asked: of :func:`longdraft.model.chat.chat_prompt`: ``system``, and arguments of the chat template.
+            template_kwargs: ``system``, and arguments of the chat template.
         """
         if raw or self.no_chat_template:
             return encode(tokenizer, self.text)
         if not self.last_message:
-            return chat_prompt(tokenizer, self.text, **asked)
-        messages, system = self.messages, asked.pop("system", None)
+            return chat_prompt(tokenizer, self.text, **template_kwargs)
+        messages, system = self.messages, template_kwargs.pop("system", None)
         if system and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": system})
-        return encode_conversation(tokenizer, messages, tools=json.loads(self.tools or "null"), **asked)
+        return encode_conversation(tokenizer, messages, tools=json.loads(self.tools or "null"), **template_kwargs)
 
 
 def read_samples(paths: Iterable[Path], limit: int | None = None) -> list[Sample]:
-    """The rows of JSONL files, the first ``limit`` of each.
+    """The samples of the first ``limit`` rows of each JSONL file.
 
-    A row has ``read_document`` (a whole prompt), or ``context`` and ``input`` as LongBench's rows have.
+    A row has ``text`` (a whole prompt), or ``context`` and ``input`` as in LongBench.
 
     Raises:
-        PromptError: a file that is missing, empty or not JSONL; a row without text. File and line are named.
+        PromptError: a file is missing, empty or not JSONL, or a row has no text. Names file and line.
     """
-    return [_sample(row, path) for path in paths for row in examples.read_jsonl(path, limit)]
+    return [_make_sample(example, path) for path in paths for example in examples.read_jsonl(path, limit)]
 
 
-def _sample(row: Example, path: Path) -> Sample:
-    columns, origin = row.columns, row.origin
+def _make_sample(example: Example, path: Path) -> Sample:
+    columns, origin = example.columns, example.origin
     if "text" in columns:
         document, instruction = columns["text"], ""
     elif "context" in columns:
@@ -127,22 +127,22 @@ def _sample(row: Example, path: Path) -> Sample:
         raise PromptError(f"{origin}: its text is empty or not a string.")
     dataset = str(columns.get("dataset") or path.stem)
     answers = reference_answers(columns, "answers", "answer")
-    score = scores.metric_of_dataset(dataset) if answers else ""
+    metric = scores.metric_of_dataset(dataset) if answers else ""
     classes = tuple(columns.get("all_classes") or ())
-    return Sample(document, instruction, dataset, origin, answers=answers, metric=score, classes=classes)
+    return Sample(document, instruction, dataset, origin, answers=answers, metric=metric, classes=classes)
 
 
 def reference_answers(row: Mapping[str, Any], *columns: str) -> tuple[str, ...]:
-    """The references of a row, from the first of these columns that it has; empty if it has none."""
-    found = next((row[column] for column in columns if row.get(column) is not None), ())
-    return tuple(map(str, found)) if isinstance(found, list | tuple) else (str(found),)
+    """A row's reference answers, from the first of these columns that it has; empty if it has none."""
+    answers = next((row[column] for column in columns if row.get(column) is not None), ())
+    return tuple(map(str, answers)) if isinstance(answers, list | tuple) else (str(answers),)
 
 
 def read_document(path: Path) -> str:
-    """The text of a file: plain, or the documents of JSONL rows one behind the other.
+    """The text of a plain file, or of a JSONL file's rows, joined.
 
     Raises:
-        PromptError: it cannot be read.
+        PromptError: the file cannot be read.
     """
     if path.suffix == ".jsonl":
         return "\n\n".join(sample.document for sample in read_samples([path]))
@@ -150,44 +150,40 @@ def read_document(path: Path) -> str:
 
 
 def insert_needles(text: str, needles: Iterable[tuple[float, str]]) -> str:
-    """The text with sentences put in: each at the first end of a sentence, else of a word, from its depth on."""
+    """Inserts sentences at their depths (0 to 1): each at the next end of a sentence, or else of a word."""
     for depth, sentence in sorted(needles, reverse=True):
-        at = round(depth * len(text))
-        border = re.compile(r"[.!?]\s|\n").search(text, at) or re.compile(r"\s").search(text, at)
-        at = border.end() if border else len(text)
-        before, after = text[:at].rstrip(" "), text[at:].lstrip(" ")
+        position = round(depth * len(text))
+        boundary = re.compile(r"[.!?]\s|\n").search(text, position) or re.compile(r"\s").search(text, position)
+        position = boundary.end() if boundary else len(text)
+        before, after = text[:position].rstrip(" "), text[position:].lstrip(" ")
         text = " ".join(part for part in (before, sentence, after) if part)
     return text
 
 
 def encode_truncated(
-    sample: Sample, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None, raw: bool = False, **asked: Any
+    sample: Sample, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None, raw: bool = False, **kwargs: Any
 ) -> list[int]:
-    """The sample's prompt, its document cut so that the whole has at most ``max_tokens`` tokens.
-
-    Args:
-        raw, asked: of :meth:`Sample.encode`.
+    """Token ids of the sample's prompt, whose document is cut so that they are at most ``max_tokens`` (None: not cut).
 
     Raises:
         ContextError: the instruction alone is longer.
     """
-    ids = sample.encode(tokenizer, raw, **asked)
-    if max_tokens is None or len(ids) <= max_tokens:
-        return ids
-    # The text is cut in characters, and encoded to count its tokens.
+    token_ids = sample.encode(tokenizer, raw, **kwargs)
+    if max_tokens is None or len(token_ids) <= max_tokens:
+        return token_ids
+    # A binary search for the number of characters; each trial is encoded to count its tokens.
     best: list[int] | None = None
     low, high = 0, len(sample.document)
     while high - low > 1 and len(best or ()) < max_tokens:
-        # The first guess assumes the same density throughout; then the interval is halved.
-        middle = (low + high) // 2 if best else max(low + 1, min(high - 1, high * max_tokens // max(1, len(ids))))
-        cut = sample.truncated(middle)
-        ids = cut.encode(tokenizer, raw, **asked) if cut.document.strip() else []
-        if len(ids) <= max_tokens:
-            low, best = middle, ids or best
+        # Until a cut fits, the guess assumes equally many characters a token; then the interval is halved.
+        guess = max(low + 1, min(high - 1, high * max_tokens // max(1, len(token_ids))))
+        characters = (low + high) // 2 if best else guess
+        trial = sample.truncated(characters)
+        token_ids = trial.encode(tokenizer, raw, **kwargs) if trial.document.strip() else []
+        if len(token_ids) <= max_tokens:
+            low, best = characters, token_ids or best
         else:
-            high = middle
+            high = characters
     if not best:
-        raise ContextError(
-            f"{sample.origin}: not even the instruction fits {max_tokens} tokens. Ask for a longer context."
-        )
+        raise ContextError(f"{sample.origin}: the instruction alone exceeds {max_tokens} tokens: ask for more context.")
     return best

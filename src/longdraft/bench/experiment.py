@@ -1,11 +1,11 @@
-"""The loop that every measurement runs in, and the file that keeps what it has.
+"""The loop of every measurement, and the file that keeps its records.
 
-A measurement is made of steps, and a step makes records, each of which is known by a key. Steps whose records are in
-the file already are left out, so a run that was stopped goes on where it was; Ctrl-C keeps what there is.
+A measurement consists of steps. A step makes records, and each record has a key. Records that are in the file are not
+made again, so an interrupted run continues; Ctrl-C keeps the records so far.
 
-Another measure brings a frozen dataclass for its records, steps that make them, and a
-:class:`~longdraft.bench.tables.Report` of what was found: ``cli.measuring.Rendered.measure`` does all else. Contenders
-whose times are compared run in turn, in the order of :func:`interleave`.
+A new measurement needs a frozen dataclass for its records, steps that make them, and a
+:class:`~longdraft.bench.tables.Report`; ``cli.measuring.Rendered.measure`` does the rest. Contenders whose times are
+compared run in the order of :func:`interleave`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ class Step(Generic[K, R]):
     """A part of a measurement.
 
     Attributes:
-        description: it in a few words, for progress.
-        keys: of the records that it makes.
-        measure: yields the records whose keys are missing; calls ``tick`` before each run.
-        ticks: calls of ``tick`` for each record.
+        description: a few words for the progress bar.
+        keys: keys of the records that it makes.
+        measure: (missing keys, tick) -> their records; calls ``tick`` ``ticks`` times a record, before each run.
     """
 
     description: str
@@ -44,8 +43,8 @@ class Experiment(Generic[K, R]):
     """Steps, and the records that they have made.
 
     Args:
-        key: the key of a record.
-        file: keeps records, and has those of earlier runs; None: none.
+        key: a record -> its key.
+        file: keeps the records, and may hold those of earlier runs; None: records are kept in memory alone.
     """
 
     def __init__(
@@ -55,64 +54,64 @@ class Experiment(Generic[K, R]):
         file: RecordFile[R] | None = None,
     ) -> None:
         self._steps, self._key, self.file = steps, key, file
-        self.keys = [each for step in steps for each in step.keys]
+        self.keys = [step_key for step in steps for step_key in step.keys]
         self._records: dict[K, R] = {key(record): record for record in ([] if file is None else file.records)}
 
     @property
     def records(self) -> list[R]:
-        """The records that there are, in the order of the steps."""
+        """The records so far, in the order of the steps."""
         return [self._records[key] for key in self.keys if key in self._records]
 
     @property
     def ticks(self) -> int:
-        """Calls of ``tick`` that are still to come."""
+        """Calls of ``tick`` that are left."""
         return sum(step.ticks for step in self._steps for key in step.keys if key not in self._records)
 
-    def run(self, ticking: Callable[[str], Tick]) -> Iterator[R]:
-        """Makes the missing records, and yields each when it is kept.
+    def run(self, on_step: Callable[[str], Tick]) -> Iterator[R]:
+        """Makes the missing records. Yields each after it has been kept.
 
         Args:
-            ticking: called before each step with what it is; returns its ``tick``.
+            on_step: called before each step with its description; returns the step's ``tick``.
         """
         for step in self._steps:
             if missing := [key for key in step.keys if key not in self._records]:
-                for record in step.measure(missing, ticking(step.description)):
+                for record in step.measure(missing, on_step(step.description)):
                     if self.file is not None:
                         self.file.append(record)
                     self._records[self._key(record)] = record
                     yield record
 
 
+Units = Mapping[str, "Unit"]
 UnitRecord = dict[str, Any]
-"""``unit``: its name; ``measured``: a plain object for JSON, of a paper's table or of the quality of texts."""
+"""``unit``: the unit's name; ``measured``: its result as a JSON object."""
 
 
 class Unit(NamedTuple):
-    """A part of a measurement that is kept at once. ``ticks``: how often ``measure`` calls its ``tick``."""
+    """A part of a measurement that makes one record. ``ticks``: how often ``measure`` calls its ``tick``."""
 
     ticks: int
     measure: Callable[[Tick], Mapping[str, Any]]
 
 
-def unit_experiment(
-    units: Mapping[str, Unit], path: Path | None, header: Mapping[str, Any]
-) -> Experiment[str, UnitRecord]:
-    """The measurement of units, by name, with what a file of records has already.
+def unit_experiment(units: Units, path: Path | None, header: Mapping[str, Any]) -> Experiment[str, UnitRecord]:
+    """An experiment of units, by name: each is a step and a record.
 
     Raises:
-        ConfigError: the file holds a run with other settings. CheckpointError: it cannot be used.
+        ConfigError: the file holds a run with another header.
+        CheckpointError: the file cannot be read or written, or is no file of records.
     """
 
-    def measured(unit: str, missing: Collection[str], tick: Tick) -> Iterator[UnitRecord]:
+    def measure(unit: str, missing: Collection[str], tick: Tick) -> Iterator[UnitRecord]:
         yield {"unit": unit, "measured": units[unit].measure(tick)}
 
-    steps = [Step(unit, (unit,), partial(measured, unit), ticks) for unit, (ticks, _) in units.items()]
+    steps = [Step(unit, (unit,), partial(measure, unit), ticks) for unit, (ticks, _) in units.items()]
     file = None if path is None else RecordFile[UnitRecord](path, header, dict)
     return Experiment(steps, lambda record: str(record["unit"]), file)
 
 
 def interleave(names: Sequence[K], repeats: int) -> Iterator[tuple[int, K]]:
-    """Rounds of contenders: all in turn, the order turned round from one round to the next, so that a machine that
+    """(repeat, name) of compared runs: all names in turn, in reverse order every second time, so that a machine that
     slows down slows all of them."""
     for i in range(repeats):
         yield from ((i, name) for name in (names if i % 2 == 0 else reversed(names)))

@@ -17,13 +17,13 @@ PACKAGES = ("longdraft", "torch", "transformers", "triton")
 
 
 def hardware() -> dict[str, Any]:
-    """Processor, cores, memory in bytes and GPUs; None for an entry that the system does not tell."""
+    """Processor, cores, memory in bytes and GPUs; None for what the system does not report."""
     gpus = []
     for i in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(i)
         name = torch.cuda.get_device_properties(i).name
         gpus.append({"name": name, "memory_bytes": total, "memory_available_bytes": free})
-    # In a container a process may use fewer cores than the machine has.
+    # A container may allow fewer cores than the machine has.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
         "cpu": cpu_name(),
@@ -36,11 +36,11 @@ def hardware() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Python's version and that of each package that matters; None for one that is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    """Versions of Python and of :data:`PACKAGES`; None for a package that is not installed."""
+    installed: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+            installed[package] = None
+    return installed

@@ -1,16 +1,16 @@
-"""Measures how well drafters predict a needle, by the part of the text they see (SpecExtend, section 2.2, table 1).
+"""Measures how well drafters predict a needle, by their view of the context (SpecExtend, section 2.2, table 1).
 
-A sentence with a code lies somewhere in a long text. It is fed token by token, as if the target had answered with it,
-so that all views predict the same tokens after the same text. For each token but the first (the prefill's) the drafter
-proposes as in decoding, and the probability that it gives to the true token is kept. The engine does all else: the
-target reads each token in a forward of its own, whose attention a retrieval uses as ever.
+The needle is a sentence with a code, somewhere in a long text (the haystack). It is fed token by token (teacher
+forcing), so all views predict the same tokens after the same context. Before each token but the first (the prefill's)
+the drafter proposes as in decoding, and its log-probability of the true token is kept. The engine runs as usual: one
+target forward a token, whose attention retrieval reads.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from longdraft.bench import data
 from longdraft.bench.data import Sample
+from longdraft.bench.experiment import Tick
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.tables import mean_of
 from longdraft.drafters.shared.tree_drafter import TreeDrafter
@@ -35,61 +36,55 @@ from longdraft.model.chat import encode
 from longdraft.model.checkpoints import LoadedModel
 from longdraft.model.runner import TargetRunner
 from longdraft.recipes import Recipe, recipe_for, resolve
-from longdraft.trees.kind import TreeConfig
 from longdraft.trees.level import DraftLogits, TreeLevel
 from longdraft.trees.tree import TokenTree
+from longdraft.trees.tree_config import TreeConfig
 
-# The answer begins with the sentence's own words, so most of the code is written after the first rounds.
+# The answer repeats the sentence from its beginning, so most of the code comes after the first rounds.
 NEEDLE = "The secret code of the {colour} door is {code}."
 QUESTION = "What is the secret code of the {colour} door?"
 COLOURS = ("blue", "red", "green", "yellow", "white", "black")
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
-# A haystack may be so many tokens shorter than what was asked for.
+# A haystack may be this many tokens shorter than ``context``.
 SLACK = 16
 
 
 def make_haystacks(
-    path: Path,
-    context: int,
-    tokenizer: PreTrainedTokenizerBase,
-    samples: int = 2,
-    depths: Sequence[float] = DEPTHS,
-    **asked: Any,
-) -> list[Prompt]:
-    """Prompts with a needle; those of one text stand together, the deepest first: each shares its beginning with the
-    next.
+    path: Path, context: int, tokenizer: PreTrainedTokenizerBase, samples: int = 2,
+    depths: Sequence[float] = DEPTHS, **template_kwargs: Any,
+) -> list[Prompt]:  # fmt: skip
+    """Prompts with a needle. Those of one text are adjacent, deepest needle first, so that each shares a prefix with
+    the next.
 
     Args:
-        path: JSONL as for the bench, or plain text.
+        path: JSONL as the bench reads it, or plain text.
         context: tokens of a prompt.
-        samples: texts, each with a needle at each depth. depths: 0 at the beginning, 1 at the end.
-        asked: ``system`` and arguments of the chat template.
+        samples: number of texts; each gets a needle at each depth, from 0 (its beginning) to 1.
+        template_kwargs: ``system`` and arguments of the chat template.
 
     Raises:
         PromptError: the file cannot be read, or its text is too short.
         ContextError: the context leaves no room for text.
     """
-    # A token is seldom longer than 16 characters; more text than that is not read.
-    ids = encode(tokenizer, data.read_document(path)[: 16 * context * samples])
-    step = max(0, min(context, (len(ids) - context) // max(1, samples - 1)))
-    made = []
+    # A token is seldom longer than 16 characters: no more text is read.
+    token_ids = encode(tokenizer, data.read_document(path)[: 16 * context * samples])
+    step = max(0, min(context, (len(token_ids) - context) // max(1, samples - 1)))
+    prompts = []
     for i in range(samples):
-        hay = str(tokenizer.decode(ids[i * step : i * step + context], skip_special_tokens=True))
+        hay = str(tokenizer.decode(token_ids[i * step : i * step + context], skip_special_tokens=True))
         for depth in sorted(set(depths), reverse=True):
             generator = random.Random(f"{i} {depth}")
             colour, code = generator.choice(COLOURS), str(generator.randrange(10000, 100000))
             needles, question = ((depth, NEEDLE.format(colour=colour, code=code)),), QUESTION.format(colour=colour)
             sample = Sample(hay, question, "needle", f"{path}:{i + 1}", answers=(code,), needles=needles)
-            tokens = data.encode_truncated(sample, tokenizer, context, **asked)
+            tokens = data.encode_truncated(sample, tokenizer, context, **template_kwargs)
             if len(tokens) < context - SLACK:
-                raise PromptError(
-                    f"{path} holds {len(ids):,} tokens, and a haystack has {context:,}: name a longer text."
-                )
-            made.append(Prompt(sample, tuple(tokens), context))
-    return made
+                raise PromptError(f"{path} has {len(token_ids):,} tokens, a haystack {context:,}: name a longer text.")
+            prompts.append(Prompt(sample, tuple(tokens), context))
+    return prompts
 
 
-# Logits (V,) of the next token, and (V,) the target's ids that they are of; None: the target's vocabulary.
+# Logits (V,) of the next token, and the target's ids (V,) of the draft's vocabulary; None: the target's vocabulary.
 Prediction = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -97,8 +92,8 @@ class TokenPrediction(NamedTuple):
     """A view's prediction of one token of a needle.
 
     Attributes:
-        right: the token is the view's first choice.
-        logprob: its log-probability by the view; None if the view's vocabulary lacks it.
+        is_top1: the token is the drafter's argmax.
+        logprob: the token's log-probability by the drafter; None if its vocabulary lacks the token.
     """
 
     is_top1: bool
@@ -109,8 +104,8 @@ class NeedleBench:
     """The measurement on one loaded model.
 
     Args:
-        views: by name, the method whose drafter it is, and options.
-        drafts: trained drafts by kind; one that is missing is looked for in the package.
+        views: a method, whose drafter is measured, and its options, by the view's name.
+        drafts: trained drafts by kind. For a missing one the package's own is taken, if there is one.
 
     Raises:
         CapabilityError: a view's draft is missing.
@@ -124,121 +119,119 @@ class NeedleBench:
         self.runner = TargetRunner(loaded.model)
         self._tokenizer = loaded.tokenizer
         self._recipes: dict[str, Recipe] = {}
-        read = dict(drafts)
-        for name, (method, given) in views.items():
+        loaded_drafts = dict(drafts)
+        for name, (method, view_options) in views.items():
             kind = get_method(method).draft_kind or ""
-            # Nothing is verified, so the first choice is all the tree that is needed.
-            options = {**({"draft": read[kind]} if kind in read else {}), **given, "widths": (1,)}
+            draft = {"draft": loaded_drafts[kind]} if kind in loaded_drafts else {}
+            options = {**draft, **view_options, "widths": (1,)}  # nothing is verified: one node is enough
             recipe = self._recipes[name] = recipe_for(*resolve(method, options), self.runner)
             if "draft" in recipe.options:
-                read[kind] = recipe.options["draft"]  # it is not read twice
+                loaded_drafts[kind] = recipe.options["draft"]  # a draft is read once
         layers = (recipe.drafter().feature_layers(self.runner) for recipe in self._recipes.values())
-        self._cache = PromptCache(next(filter(None, layers), ()))  # with the hidden states that any drafter reads
+        self._cache = PromptCache(next(filter(None, layers), ()))  # keeps the hidden states that drafters read
 
     @property
     def max_haystack_tokens(self) -> int:
-        """Tokens of the longest haystack behind which the target's context has room for any needle."""
+        """Length of the longest haystack that leaves room for any needle in the target's context."""
         longest = max(len(encode(self._tokenizer, NEEDLE.format(colour=c, code=10**5))) for c in COLOURS)
         return self.runner.context_length - longest - 2
 
-    def measure(
-        self, haystack: Prompt, tick: Callable[[str], None] = lambda name: None
-    ) -> dict[str, list[TokenPrediction]]:
-        """Asks every view for a haystack's needle.
+    def measure(self, haystack: Prompt, tick: Tick = lambda name: None) -> dict[str, list[TokenPrediction]]:
+        """Lets every view predict a haystack's needle.
 
         Args:
             tick: called before each view with its name.
 
         Returns:
-            By view, what it says of each token of the needle but the first.
+            By view: its prediction of each token of the needle but the first.
 
         Raises:
             ContextError: haystack and needle exceed the target's context.
         """
         answer = self.needle_tokens(haystack)
-        tokens: dict[str, list[TokenPrediction]] = {}
+        predictions: dict[str, list[TokenPrediction]] = {}
         for name, recipe in self._recipes.items():
             tick(name)
-            drafter, tree, forced = recipe.drafter(), _FirstChoice(), _Forced(answer)
+            drafter, tree, sampler = recipe.drafter(), _Top1Tree(), _ForcedSampler(answer)
             cast(TreeDrafter, drafter).tree = tree
-            # One more than is emitted, or nothing would be drafted for the last one.
-            prompt, length = list(haystack.token_ids), len(answer) + 1
-            engine = Engine(self.runner, drafter, _RootsAlone(), self._cache)
-            engine.add(
-                sequence.Sequence(0, prompt, length, self.runner.device, sampler=forced, stop_rules=[forced.over])
-            )
+            # One token more than the answer: before the last token of a limit nothing is drafted.
+            prompt, limit, device = list(haystack.token_ids), len(answer) + 1, self.runner.device
+            engine = Engine(self.runner, drafter, _RootVerifier(), self._cache)
+            engine.add(sequence.Sequence(0, prompt, limit, device, sampler=sampler, stop_rules=[sampler.is_done]))
             for _ in engine.run():
                 pass
-            tokens[name] = [_judged(*row, token) for row, token in zip(tree.predictions, answer[1:], strict=True)]
-        return tokens
+            predictions[name] = [_judge(*pair, token) for pair, token in zip(tree.predictions, answer[1:], strict=True)]
+        return predictions
 
     def needle_tokens(self, haystack: Prompt) -> list[int]:
-        """The needle as an answer, without its full stop."""
+        """Token ids of the needle, without its full stop."""
         ((_, needle),) = haystack.sample.needles
         return encode(self._tokenizer, needle.rstrip("."))
 
 
-class _Forced(Sampler):
-    """Returns the tokens of an answer, whatever the target would have sampled."""
+class _ForcedSampler(Sampler):
+    """Teacher forcing: returns the tokens of an answer, whatever the target's logits are."""
 
     def __init__(self, answer: list[int]) -> None:
         super().__init__(False, Sampling().processors())
-        self._answer, self._given = answer, 0
+        self._answer, self._position = answer, 0
 
     def sample(self, input_ids: torch.Tensor, logits: torch.Tensor) -> int:
-        self._given += 1
-        return self._answer[self._given - 1]
+        self._position += 1
+        return self._answer[self._position - 1]
 
-    def over(self, written: sequence.Sequence) -> sequence.FinishReason | None:
-        """A rule: the answer is complete."""
-        return "length" if len(written.output) == len(self._answer) else None
+    def is_done(self, decoded: sequence.Sequence) -> sequence.FinishReason | None:
+        """A stop rule: the answer is complete."""
+        return "length" if len(decoded.output) == len(self._answer) else None
 
 
-class _RootsAlone(Verifier):
-    """Verifies no draft: every token is one that a drafter is asked for."""
+class _RootVerifier(Verifier):
+    """Verifies the roots of trees alone, so that every token is a round and is predicted."""
 
     def verify(self, sequences: list[sequence.Sequence], trees: list[TokenTree]) -> list[VerifyOutput]:
         return super().verify(sequences, [TokenTree(tree.tokens[:1], (-1,)) for tree in trees])
 
 
 @dataclass(frozen=True, kw_only=True)
-class _FirstChoice(TreeConfig):
-    """A tree of the first choice alone, which keeps the logits of that choice."""
+class _Top1Tree(TreeConfig):
+    """A tree of one node, the argmax. Keeps the logits it was chosen by."""
 
     name: str = "chain"
     branching: tuple[int, ...] = (1,)
     predictions: list[Prediction] = field(default_factory=list)
 
-    def grow(self, roots: Sequence[int], draft_logits: DraftLogits, *args: Any, **drafts: Any) -> list[TokenTree]:
-        ids = args[1] if len(args) > 1 else None
+    def grow(self, roots: Sequence[int], draft_logits: DraftLogits, *args: Any, **options: Any) -> list[TokenTree]:
+        target_ids = args[1] if len(args) > 1 else None
 
-        def kept(level: TreeLevel) -> torch.Tensor:
+        def recording(level: TreeLevel) -> torch.Tensor:
             logits = draft_logits(level)
-            self.predictions.extend((row, ids) for row in logits[:, 0])
+            self.predictions.extend((row, target_ids) for row in logits[:, 0])
             return logits
 
-        return super().grow(roots, kept, *args, **drafts | {"draft_topk": None})
+        # Without a top-k function the tree asks for logits.
+        return super().grow(roots, recording, *args, **options | {"draft_topk": None})
 
 
-def _judged(logits: torch.Tensor, ids: torch.Tensor | None, token: int) -> TokenPrediction:
-    """Judges a target's token by a draft's logits; ``ids`` are the target ids of the draft's vocabulary."""
-    at = [token] if ids is None else (ids == token).nonzero().flatten().tolist()
-    if not at or at[0] >= len(logits):
+def _judge(logits: torch.Tensor, target_ids: torch.Tensor | None, token: int) -> TokenPrediction:
+    """A draft's prediction of a token of the target, from its logits (V,) and its vocabulary (V,)."""
+    draft_ids = [token] if target_ids is None else (target_ids == token).nonzero().flatten().tolist()
+    if not draft_ids or draft_ids[0] >= len(logits):
         return TokenPrediction(False, None)
     logprobs = torch.log_softmax(logits.float(), -1)
-    logprob = float(logprobs[at[0]])
-    # A draft that has overflowed foresees nothing.
-    return TokenPrediction(int(logprobs.argmax()) == at[0], logprob if math.isfinite(logprob) else None)
+    logprob = float(logprobs[draft_ids[0]])
+    # NaN and infinity (a draft that overflowed) count as no prediction.
+    return TokenPrediction(int(logprobs.argmax()) == draft_ids[0], logprob if math.isfinite(logprob) else None)
 
 
 def accuracy(tokens: Sequence[TokenPrediction]) -> float | None:
+    """Share of the tokens that are the drafter's argmax."""
     return mean_of(float(token.is_top1) for token in tokens)
 
 
 def perplexity(tokens: Sequence[TokenPrediction]) -> float | None:
-    """The perplexity of the tokens that the vocabulary has; None without such tokens, or if it overflows."""
-    surprise = mean_of(None if token.logprob is None else -token.logprob for token in tokens)
+    """Perplexity of the tokens that the draft's vocabulary has; None without such tokens, or if it overflows."""
+    nll = mean_of(None if token.logprob is None else -token.logprob for token in tokens)
     try:
-        return None if surprise is None else math.exp(surprise)
+        return None if nll is None else math.exp(nll)
     except OverflowError:
         return None

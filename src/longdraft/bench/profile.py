@@ -1,6 +1,6 @@
 """Profiles rounds of a method: the time of each part.
 
-Measured in rounds of their own, never in those that are timed for tokens/s (:mod:`longdraft.model.round_profiler`).
+Profiled rounds are extra ones: rounds that are timed for tokens/s have no :mod:`~longdraft.model.round_profiler`.
 """
 
 from __future__ import annotations
@@ -14,46 +14,44 @@ from longdraft.model.round_profiler import RoundProfiler
 from longdraft.speculator import Speculator
 
 ROUNDS = 16
-"""Rounds that are profiled, after one that is not: it pays for what a run does once."""
+"""Profiled rounds, after a first one that is left out, as it includes work that a run does once."""
 
 PARTS = ("draft", "attention", "forward", "rest")
-"""A round's parts: the drafter; attention in the target's forward, and the rest of verifying; everything else."""
+"""Parts of a round: the drafter; the target's attention; the rest of the target's forward; everything else."""
 
 
-def profile_rounds(
-    spec: Speculator, job: Job, cache: PromptCache | None, rounds: int = ROUNDS
-) -> dict[str, Any] | None:
-    """Decodes the job's first rounds with clocks around the parts.
+def profile_job(spec: Speculator, job: Job, cache: PromptCache | None, rounds: int = ROUNDS) -> dict[str, Any] | None:
+    """Decodes the first rounds of a job with clocks around the parts.
 
     Args:
-        cache: KV of the prompts, so that they need not be read again; None: they are.
-        rounds: profiled at most.
+        cache: KV of the prompts; None: a prefill comes first.
+        rounds: rounds to profile, at most.
 
     Returns:
-        ``rounds``: how many. ``seconds``: mean seconds a round of each of :data:`PARTS`; a batch's rounds are those of
-        all its sequences. ``prefix_share``: share of the keys that attention read that was the prefix; the others are
-        the tree's own. None when the job ends with the prompts' tokens.
+        ``rounds``: number of profiled rounds. ``seconds``: by part (:data:`PARTS`), mean seconds a round; a round of a
+        batch is that of all its sequences. ``prefix_share``: the prefix's share of the keys that attention read; the
+        other keys are the tree's. None if the job ends with the prefill's tokens.
     """
     run = job.start(spec, cache)
     engine = run._engine
-    engine.runner.profiler = clock = RoundProfiler(engine.runner.device)
-    seen: list[dict[str, float]] = []
+    engine.runner.profiler = profiler = RoundProfiler(engine.runner.device)
+    profiled: list[dict[str, float]] = []
     try:
         for step in run:
-            parts = clock.pop_counts()
-            if step.mode != "prefill" and step.seconds:  # the first step of a round carries its time
-                seen.append(parts | {"rest": step.seconds - sum(parts[name] for name in PARTS[:3])})
-                if len(seen) > rounds:
+            parts = profiler.pop_counts()
+            if step.mode != "prefill" and step.seconds:  # the first step of a round has the round's time
+                profiled.append(parts | {"rest": step.seconds - sum(parts[name] for name in PARTS[:3])})
+                if len(profiled) > rounds:
                     break
         run.close()
     finally:
         engine.runner.profiler = None
-    kept = seen[1:] or seen
-    if not kept:
+    counted = profiled[1:] or profiled
+    if not counted:
         return None
-    keys = sum(part["prefix keys"] for part in kept), sum(part["keys"] for part in kept)
+    prefix_keys, keys = (sum(part[name] for part in counted) for name in ("prefix keys", "keys"))
     return {
-        "rounds": len(kept),
-        "seconds": {name: mean(part[name] for part in kept) for name in PARTS},
-        "prefix_share": keys[0] / keys[1] if keys[1] else None,
+        "rounds": len(counted),
+        "seconds": {name: mean(part[name] for part in counted) for name in PARTS},
+        "prefix_share": prefix_keys / keys if keys else None,
     }

@@ -1,4 +1,4 @@
-"""The prompts of a benchmark: encoded, cut to length, and put into batches."""
+"""The prompts of a benchmark: encoded, cut to length and grouped into batches."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A sample's tokens.
+    """An encoded sample.
 
     Attributes:
-        context: the length that it was to have; None: it is whole. joined: it holds the texts of several rows.
+        context: the wanted length; None: not cut. joined: the document holds the texts of several samples.
     """
 
     sample: Sample
@@ -34,12 +34,12 @@ class Prompt:
 
     @cached_property
     def digest(self) -> str:
-        """A fingerprint of its tokens."""
+        """A fingerprint of the token ids."""
         return hashlib.sha256(json.dumps(self.token_ids).encode()).hexdigest()[:16]
 
     @property
     def seed(self) -> int:
-        """A seed of its own, so that the texts' samples are independent."""
+        """A seed from the token ids, so that prompts are sampled independently."""
         return int(self.digest[:8], 16)
 
 
@@ -48,16 +48,16 @@ PromptBatch = tuple[Prompt, ...]
 
 
 def encode_prompts(samples: Sequence[Sample], loaded: LoadedModel, settings: Settings) -> list[Prompt]:
-    """Encodes every sample for every context before anything is measured.
+    """Encodes every sample at every context length.
 
     Raises:
-        ContextError: a prompt with its new tokens exceeds the model's context. Names file and line.
+        ContextError: a prompt and its new tokens exceed the model's context. Names file and line.
     """
     limit = TargetRunner(loaded.model).context_length
     prompts = []
     for sample in samples:
         for context in settings.contexts:
-            tokens = encode_truncated(sample, loaded.tokenizer, context, settings.raw, **settings.asked)
+            tokens = encode_truncated(sample, loaded.tokenizer, context, settings.raw, **settings.template_kwargs)
             if len(tokens) + settings.max_tokens > limit:
                 room = limit - settings.max_tokens
                 advice = f"Cut the documents with --context {room}" if room > 0 else "Ask for fewer with --max-tokens"
@@ -70,66 +70,62 @@ def encode_prompts(samples: Sequence[Sample], loaded: LoadedModel, settings: Set
 
 
 def prompts_of_length(
-    samples: Sequence[Sample],
-    length: int,
-    max_prompt_tokens: int,
-    tokenizer: PreTrainedTokenizerBase,
-    short: ShortTextPolicy,
-    raw: bool = False,
-    **asked: Any,
-) -> tuple[list[Prompt], list[str]]:
-    """Every sample's prompt of a length, and notes on the texts that are shorter.
+    samples: Sequence[Sample], length: int, max_prompt_tokens: int, tokenizer: PreTrainedTokenizerBase,
+    short: ShortTextPolicy, raw: bool = False, **template_kwargs: Any,
+) -> tuple[list[Prompt], list[str]]:  # fmt: skip
+    """Every sample's prompt of a length, and notes on texts that are shorter.
 
     Args:
-        length: tokens of context. room: largest count of prompt tokens, since new ones have to fit behind it.
-        raw, asked: of :meth:`~longdraft.bench.data.Sample.encode`.
+        length, max_prompt_tokens: wanted tokens, and the limit that leaves room for new ones.
+        raw, template_kwargs: those of :meth:`~longdraft.bench.data.Sample.encode`.
     """
-    size, found, lacking = min(length, max_prompt_tokens), [], []
+    size, prompts, short_lengths = min(length, max_prompt_tokens), [], []
     for i, sample in enumerate(samples):
-        longer = sample
-        if short == "join" and not sample.last_message:  # a conversation ends where it ends
-            longer = _joined(sample, [*samples[i + 1 :], *samples[:i]], size, tokenizer, raw, **asked)
-        tokens = encode_truncated(longer, tokenizer, size, raw, **asked)
-        # A text that was cut lacks a token or two where one more would have been too many.
-        if uncut := len(tokens) < size and len(longer.encode(tokenizer, raw, **asked)) < size:
-            lacking.append(len(tokens))
-        if not uncut or short == "keep":
-            found.append(Prompt(sample, tuple(tokens), length, longer is not sample))
+        joined = sample
+        if short == "join" and not sample.last_message:  # conversations are not joined
+            joined = _join_texts(sample, [*samples[i + 1 :], *samples[:i]], size, tokenizer, raw, **template_kwargs)
+        token_ids = encode_truncated(joined, tokenizer, size, raw, **template_kwargs)
+        # A cut text may lack a token or two of the size: then the uncut one is longer.
+        if is_short := len(token_ids) < size and len(joined.encode(tokenizer, raw, **template_kwargs)) < size:
+            short_lengths.append(len(token_ids))
+        if not is_short or short == "keep":
+            prompts.append(Prompt(sample, tuple(token_ids), length, joined is not sample))
     notes = []
-    if joined := sum(text.joined for text in found):
-        notes.append(f"{length:,} tokens: {joined} of {len(samples)} texts go on with those of the rows after them.")
-    if lacking:
-        none = "no text is" if len(lacking) == len(samples) else f"{len(lacking)} of {len(samples)} texts are not"
+    if count := sum(prompt.joined for prompt in prompts):
+        notes.append(f"{length:,} tokens: {count} of {len(samples)} texts go on with those of the rows after them.")
+    if short_lengths:
+        few = len(short_lengths) < len(samples)
+        which = f"{len(short_lengths)} of {len(samples)} texts are not" if few else "no text is"
         fate = "taken as they are" if short == "keep" else "left out"
-        notes.append(f"{length:,} tokens: {none} that long (the longest of them: {max(lacking):,}); {fate}.")
-    return found, notes
+        notes.append(f"{length:,} tokens: {which} that long (the longest of them: {max(short_lengths):,}); {fate}.")
+    return prompts, notes
 
 
-def _joined(
-    sample: Sample, others: Sequence[Sample], size: int, tokenizer: PreTrainedTokenizerBase, raw: bool, **asked: Any
+def _join_texts(
+    sample: Sample, others: Sequence[Sample], size: int, tokenizer: PreTrainedTokenizerBase, raw: bool, **kwargs: Any
 ) -> Sample:
-    """The sample with the texts of others of its dataset behind its own, each text once, until it is long enough."""
-    more = dict.fromkeys(s.document for s in others if s.dataset == sample.dataset and s.document != sample.document)
-    for document in more:
-        if len(sample.encode(tokenizer, raw, **asked)) >= size:
+    """Appends the documents of others of the same data set, each once, until the prompt has ``size`` tokens."""
+    further = dict.fromkeys(s.document for s in others if s.dataset == sample.dataset and s.document != sample.document)
+    for document in further:
+        if len(sample.encode(tokenizer, raw, **kwargs)) >= size:
             break
         sample = replace(sample, document=f"{sample.document}\n\n{document}")
     return sample
 
 
 def make_batches(prompts: Sequence[Prompt], sizes: Sequence[int]) -> tuple[list[PromptBatch], dict[int, int]]:
-    """All batches of exactly these sizes, by data set and context; and by size how many prompts are left over.
+    """Full batches of each size, within a data set and context; and how many prompts are left over, by size.
 
     Raises:
         PromptError: no data set fills a batch.
     """
-    cells: dict[tuple[str, int | None], list[Prompt]] = {}
+    groups: dict[tuple[str, int | None], list[Prompt]] = {}
     for prompt in prompts:
-        cells.setdefault((prompt.sample.dataset, prompt.context), []).append(prompt)
+        groups.setdefault((prompt.sample.dataset, prompt.context), []).append(prompt)
     sizes = list(dict.fromkeys(sizes))
     for size in sizes:
-        if all(len(own) < size for own in cells.values()):
+        if all(len(group) < size for group in groups.values()):
             raise PromptError(f"No dataset has {size} samples, so there is no batch of {size}. Lower --batch.")
-    starts = [(own, n, i) for own in cells.values() for n in sizes for i in range(0, len(own) - n + 1, n)]
-    left = {n: sum(len(own) % n for own in cells.values()) for n in sizes}
-    return [tuple(own[i : i + n]) for own, n, i in starts], left
+    starts = [(group, n, i) for group in groups.values() for n in sizes for i in range(0, len(group) - n + 1, n)]
+    left_over = {n: sum(len(group) % n for group in groups.values()) for n in sizes}
+    return [tuple(group[i : i + n]) for group, n, i in starts], left_over

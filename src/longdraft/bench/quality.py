@@ -1,8 +1,8 @@
-"""Compares texts of partial verification with those of full verification by the same drafter.
+"""Compares the output of partial verification (``specpv``) with that of full verification by the same drafter.
 
-Each prompt is read once; ``ar``, full verification and every variant of ``specpv`` then decode it from the same
-KV, and ``ar`` from KV that was rounded as it was read. Full verification against ``ar`` is the noise floor: both
-are exact, and only rounding makes them differ.
+Each prompt has one prefill. ``ar``, full verification and every variant of ``specpv`` decode from its KV; ``ar`` also
+decodes from KV in the rounded dtypes. Full verification against ``ar`` is the noise floor: both are exact, and only
+rounding makes them differ.
 """
 
 from __future__ import annotations
@@ -54,20 +54,21 @@ from longdraft.views.view import View, parse_dtype
 
 METHOD, FULL = "specpv", "full"
 VARIANT_DEFAULTS = {"selector": "minmax", "budget": 1024, "margin": 20}
-"""Options that variants of specpv differ in."""
+"""Options that variants of specpv differ in, and their defaults."""
+Similarity = dict[str, float | None]
 Variants = dict[str, dict[str, Any]]
-"""Options of variants by name, as the bench writes contenders."""
+"""Options of variants by contender's name, such as ``specpv:budget=512``."""
 DEFINITIONS = (
-    "full: full verification with the same drafter. Its likeness to ar is the noise floor; a variant's is to full, and "
-    "that of rounded KV to ar.",
+    "full: full verification with the same drafter. Variants are compared with full; full and rounded KV are compared "
+    "with ar, and full against ar is the noise floor.",
     "ROUGE-L: F1, words stemmed, of a text against its reference; mean and least of the samples.",
     "same: tokens before the first difference, the mean; and their share of the text. equal: identical samples.",
-    "nats: mean -log p of the text's tokens by the exact target, means of the samples; ar's own beside it.",
+    "nats: mean -log p of the text's tokens by the exact target; means of the samples.",
     f"{SPEED_DEFINITION}; vs full: over those of full on the same sample; medians of the samples, one run each.",
     ACCEPTED_DEFINITION,
     "score: of the answers against the references, by data set (docs/figures.md); the mean of the samples.",
-    "view: rows of the partial cache: first rows + chunks x rows of each + last rows.",
-    "partial: target forwards on the partial cache / all of them, after the prefill.",
+    "view: KV entries of the partial cache: first entries + chunks x entries of each + last entries.",
+    "partial: target forwards on the partial cache / all target forwards, after the prefill.",
 )
 COLUMNS = (
     ("ROUGE-L", "rouge_l_mean", "{:.3f}"),
@@ -86,21 +87,21 @@ COLUMNS = (
 
 
 def make_variants(budgets: Sequence[int], margins: Sequence[int], selectors: Sequence[str]) -> Variants:
-    """Every combination; a selector that retrieves nothing has no budget.
+    """Every combination of the options; a selector that retrieves nothing has no budget.
 
     Raises:
-        ValueError: one of them is empty.
+        ValueError: one of the lists is empty.
     """
     for name, values in (("budgets", budgets), ("margins", margins), ("selectors", selectors)):
         if not values:
             raise ValueError(f"{name} must name one at least")
-    found = {}
+    variants = {}
     for selector, budget, margin in product(selectors, budgets, margins):
-        # An unknown selector is a variant too: the method refuses it, with the names there are.
-        retrieved = {"budget": budget} if SCORERS.get(selector, selector) else {}
-        options = {"selector": selector, **retrieved, "margin": margin}
-        found[contender_name(METHOD, options)] = options
-    return found
+        # An unknown selector makes a variant too: the method refuses it with the known names.
+        budget_option = {"budget": budget} if SCORERS.get(selector, selector) else {}
+        options = {"selector": selector, **budget_option, "margin": margin}
+        variants[contender_name(METHOD, options)] = options
+    return variants
 
 
 @dataclass(frozen=True)
@@ -108,15 +109,15 @@ class QualitySettings:
     """Settings of a comparison.
 
     Attributes:
-        max_tokens: new tokens at most, a prompt.
+        max_tokens: new tokens of a prompt, at most.
         ignore_eos: decode on to ``max_tokens``.
-        kv_dtypes: plain decoding on a KV cache rounded to each of them is compared too.
-        options: further options of specpv and its drafter, the same for all variants.
-        temperature: above 0 all are sampled with the same random numbers.
+        kv_dtypes: plain decoding with a KV cache of each of these dtypes is compared too.
+        options: further options of specpv and its drafter, common to all variants.
+        temperature: above 0, all contenders sample with the same random numbers.
 
     Raises:
-        ValueError: for a combination that makes no partial cache.
-        LongdraftError: for an option that the method does not have, or a draft that cannot be read.
+        ValueError: options that make no partial cache.
+        LongdraftError: an option that the method does not have, or a draft that cannot be read.
     """
 
     variants: Variants
@@ -130,197 +131,194 @@ class QualitySettings:
         Sampling(self.temperature)
         if self.max_tokens < 2:
             raise ValueError(f"max-tokens must be at least 2, got {self.max_tokens}")
-        if twice := sorted(VARIANT_DEFAULTS.keys() & self.options):
-            raise ValueError(f"{', '.join(twice)}: give it as --{twice[0]}, which takes several")
+        if varied := sorted(VARIANT_DEFAULTS.keys() & self.options):
+            raise ValueError(f"{', '.join(varied)}: give it as --{varied[0]}, which takes several")
         for name in self.kv_dtypes:
             parse_dtype(name, "kv-dtype")
         resolve(METHOD, self.options)
-        known = get_method(METHOD)
-        for options in self.variants.values():
-            given = {**self.options, **options}
-            known.check_options(given)
-            known.verifier(**{name: given[name] for name in known.verifier_options if name in given})
+        method = get_method(METHOD)
+        for variant_options in self.variants.values():
+            options = {**self.options, **variant_options}
+            method.check_options(options)
+            method.verifier(**{name: options[name] for name in method.verifier_options if name in options})
 
     def header(self) -> dict[str, Any]:
-        """The settings as a file of records holds them."""
-        draft = self.options.get("draft")
-        drafts = {} if draft is None else {"draft": fingerprint(Path(draft))}
-        return {"settings": {**vars(self), "answer_tokens": 0, "options": jsonable({**self.options, **drafts})}}
+        """The settings for the header of a file of records."""
+        path = self.options.get("draft")
+        draft = {} if path is None else {"draft": fingerprint(Path(path))}
+        return {"settings": {**vars(self), "answer_tokens": 0, "options": jsonable({**self.options, **draft})}}
 
 
 class QualityBench:
     """The comparison on one loaded model.
 
     Attributes:
-        drafter: name of the method whose drafter all but ``ar`` use.
+        drafter: the method whose drafter all contenders but ``ar`` use.
         names: contenders, in the order in which they decode a prompt.
 
     Raises:
-        CapabilityError: the drafter's draft is missing; when texts are compared, rouge-score is not installed.
+        CapabilityError: the drafter's draft is missing. ``measure`` raises it too, if rouge-score is not installed.
     """
 
     def __init__(self, loaded: LoadedModel, settings: QualitySettings) -> None:
         self.settings, self._tokenizer = settings, loaded.tokenizer
-        first = {**settings.options, **next(iter(settings.variants.values()))}
-        recipe = Speculator(METHOD, loaded.model, loaded.tokenizer, plan="fixed", **first).recipe()
-        self.drafter = recipe.drafting_method.name
-        # A draft that has been read is not read again.
-        drafting = {
-            name: recipe.options[name] for name in recipe.drafting_method.drafter_options if name in recipe.options
-        }
-        shared = {**settings.options, **drafting, "drafter": self.drafter}
-        own: dict[str, dict[str, Any]] = {self.drafter: drafting}
-        own |= {name: {**shared, **each} for name, each in settings.variants.items()}
-        own |= {contender_name(REFERENCE, {"kv_dtype": dtype}): {"kv_dtype": dtype} for dtype in settings.kv_dtypes}
-        wanted = Settings(
-            tuple(own), settings.max_tokens, sampling=Sampling(settings.temperature), ignore_eos=settings.ignore_eos,
-            contender_options=own, plan="fixed",
+        first_variant = {**settings.options, **next(iter(settings.variants.values()))}
+        recipe = Speculator(METHOD, loaded.model, loaded.tokenizer, plan="fixed", **first_variant).recipe()
+        method = recipe.drafting_method
+        self.drafter = method.name
+        # The options hold the draft as it was read, so that it is read once.
+        drafter_options = {n: recipe.options[n] for n in method.drafter_options if n in recipe.options}
+        common = {**settings.options, **drafter_options, "drafter": self.drafter}
+        options: dict[str, dict[str, Any]] = {self.drafter: drafter_options}
+        options |= {name: {**common, **variant} for name, variant in settings.variants.items()}
+        options |= {contender_name(REFERENCE, {"kv_dtype": dtype}): {"kv_dtype": dtype} for dtype in settings.kv_dtypes}
+        bench_settings = Settings(
+            tuple(options), settings.max_tokens, sampling=Sampling(settings.temperature),
+            ignore_eos=settings.ignore_eos, contender_options=options, plan="fixed",
         )  # fmt: skip
-        self._bench = Bench(loaded, wanted)
+        self._bench = Bench(loaded, bench_settings)
         self._contenders = {FULL if name == self.drafter else name: c for name, c in self._bench.methods.items()}
         self.names = tuple(self._contenders)
 
     def reference_of(self, name: str) -> str | None:
-        """The contender whose text is the reference of another's."""
+        """The contender whose text is the reference of ``name``'s; None for ``ar``."""
         return None if name == REFERENCE else FULL if name in self.settings.variants else REFERENCE
 
     def view_of(self, name: str) -> View:
-        """The view of a variant's partial verification."""
-        schedule = self._contenders[name].spec.recipe().verifier()
-        assert isinstance(schedule, SpecPV)
-        return schedule.view
+        """The partial cache of a variant."""
+        verifier = self._contenders[name].spec.recipe().verifier()
+        assert isinstance(verifier, SpecPV)
+        return verifier.view
 
     def notes_on_short_prompts(self, lengths: Sequence[int]) -> list[str]:
-        """Notes on variants whose partial cache holds some of the texts of these lengths whole."""
-        whole = {name: sum(n <= self.view_of(name).size for n in lengths) for name in self.settings.variants}
+        """Notes on variants whose partial cache holds all of a context of some of these lengths (tokens)."""
+        counts = {name: sum(n <= self.view_of(name).size for n in lengths) for name in self.settings.variants}
         return [
-            f"{name}: {count} of {len(lengths)} prompts fit its partial cache whole: full rounds alone."
-            for name, count in whole.items()
+            f"{name}: {count} of {len(lengths)} prompts fit its partial cache: they have full rounds only."
+            for name, count in counts.items()
             if count
         ]
 
     def measure(self, prompt: Prompt, tick: Tick = lambda name: None) -> dict[str, Any]:
-        """Decodes a prompt with everything.
+        """Decodes a prompt with every contender.
 
         Args:
             tick: called before each run with the contender's name.
 
         Returns:
-            An object for JSON: the prompt's data set, origin and length, and ``runs`` by contender, with each run's
-            text, likeness to its reference, figures and score.
+            A JSON object: the prompt's data set, origin and length, and ``runs`` by contender: text, similarity to the
+            reference, figures and score.
         """
         self._bench.warm_up(prompt)
-        for each in self._contenders.values():
-            each.release()
+        for contender in self._contenders.values():
+            contender.release()
         tokens: dict[str, tuple[int, ...]] = {}
         runs: dict[str, dict[str, Any]] = {}
         for name in self.names:
             tick(name)
-            gc.collect()  # or a collection falls due inside somebody's turn
+            gc.collect()  # so that no collection falls into a timed run
             run = self._contenders[name].decode_warm(self._bench.make_job([prompt.token_ids], self.settings.max_tokens))
             (tokens[name],) = run.tokens
             text = str(self._tokenizer.decode(list(tokens[name]), skip_special_tokens=True))
+            view = self.view_of(name) if name in self.settings.variants else None
             runs[name] = {
                 "text": text,
                 "tokens": run.new_tokens,
                 "rounds": sum(run.rounds),
                 "partial_rounds": run.partial_rounds,
                 "decode_seconds": run.decode_seconds,
-                "surprise": self._surprise(prompt.token_ids, tokens[name]),
+                "surprise": self._nll(prompt.token_ids, tokens[name]),
                 "score": score_answer(prompt.sample, text),
-                "view": f"{self.view_of(name).size:,} = {self.view_of(name)}"
-                if name in self.settings.variants
-                else None,
+                "view": None if view is None else f"{view.size:,} = {view}",
             }
-            of = self.reference_of(name)
-            like = dict.fromkeys(("rouge_l", "same_tokens", "same_share"))
-            runs[name] |= like if of is None else _likeness(tokens[of], tokens[name], runs[of]["text"], text)
+            similarity = dict.fromkeys(("rouge_l", "same_tokens", "same_share"))
+            if (reference := self.reference_of(name)) is not None:
+                similarity = _similarity(tokens[reference], tokens[name], runs[reference]["text"], text)
+            runs[name] |= similarity
         sample = prompt.sample
-        about = {"dataset": sample.dataset, "origin": sample.origin, "scored": sample.metric or None}
-        return {**about, "context_tokens": len(prompt.token_ids), "runs": runs}
+        origin = {"dataset": sample.dataset, "origin": sample.origin, "scored": sample.metric or None}
+        return {**origin, "context_tokens": len(prompt.token_ids), "runs": runs}
 
     @torch.inference_mode()
-    def _surprise(self, prompt: Sequence[int], output: Sequence[int]) -> float:
-        """Mean -log p of an output's tokens by the target with all of the KV, in nats."""
+    def _nll(self, prompt: Sequence[int], output: Sequence[int]) -> float:
+        """Mean negative log-likelihood of an output's tokens by the exact target, in nats."""
         first, total = len(prompt) - 1, 0.0
-        text = [*prompt, *output[:-1]]
-        for start, piece, out in forward_in_chunks(
-            self._bench.target, self._contenders[REFERENCE].prefill.cache, text, prompt, first
-        ):
+        context, cache = [*prompt, *output[:-1]], self._contenders[REFERENCE].prefill.cache
+        for start, chunk, out in forward_in_chunks(self._bench.target, cache, context, prompt, first):
             if start >= first:
                 assert out.logits is not None
-                tokens = torch.tensor(output[start - first : start - first + len(piece)], device=out.logits.device)
+                tokens = torch.tensor(output[start - first : start - first + len(chunk)], device=out.logits.device)
                 total -= float(out.logits[0].float().log_softmax(-1).gather(1, tokens[:, None]).sum())
         return total / len(output)
 
-    def report(self, compared: Sequence[Mapping[str, Any]], complete: bool = True) -> Report:
-        """The report of prompts that were compared; keys are those that docs/figures.md defines."""
-        by_dataset = group_by(compared, "dataset")
-        rows = [self._row(name, own) for own in by_dataset for name in self.names]
-        texts = [
+    def report(self, measured: Sequence[Mapping[str, Any]], complete: bool = True) -> Report:
+        """The report of measured prompts, with the keys that docs/figures.md defines."""
+        rows = [self._row(name, group) for group in group_by(measured, "dataset") for name in self.names]
+        texts = [  # for scores that are computed elsewhere
             {
-                "dataset": each["dataset"],
-                "origin": each["origin"],
+                "dataset": prompt["dataset"],
+                "origin": prompt["origin"],
                 "method": name,
                 "text": run["text"],
-                "reference": of,
-                "reference_text": None if of is None else each["runs"][of]["text"],
+                "reference": reference,
+                "reference_text": None if reference is None else prompt["runs"][reference]["text"],
                 "answer": None,
             }
-            for each in compared
-            for name, run in each["runs"].items()
-            for of in [self.reference_of(name)]
-        ]  # for scores that are made elsewhere
+            for prompt in measured
+            for name, run in prompt["runs"].items()
+            for reference in [self.reference_of(name)]
+        ]
         document = {"drafter": self.drafter, "rows": rows, "texts": texts, **environment_info(), "complete": complete}
-        tables = [self._table(own, nonempty_columns(rows, COLUMNS)) for own in group_by(rows, "dataset")]
+        tables = [self._table(group, nonempty_columns(rows, COLUMNS)) for group in group_by(rows, "dataset")]
         return Report(document, tables, definitions=DEFINITIONS)
 
-    def _row(self, name: str, own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def _row(self, name: str, measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         variant = self.settings.variants.get(name)
-        rates = [[_rate(each["runs"][one]) for each in own] for one in (name, FULL)]
+        rates = [[_rate(prompt["runs"][contender]) for prompt in measured] for contender in (name, FULL)]
         return {
             "method": METHOD if variant else name,
-            **{each: variant and variant.get(each) for each in VARIANT_DEFAULTS},
-            "dataset": own[0]["dataset"],
-            "context_tokens": round(median(each["context_tokens"] for each in own)),
+            **{option: variant and variant.get(option) for option in VARIANT_DEFAULTS},
+            "dataset": measured[0]["dataset"],
+            "context_tokens": round(median(prompt["context_tokens"] for prompt in measured)),
             "reference": self.reference_of(name),
-            **quality_figures([each["runs"][name] for each in own]),
+            **quality_figures([prompt["runs"][name] for prompt in measured]),
             "speedup_vs_full": median_of(map(ratio, *rates)),
-            "scored": own[0]["scored"],
+            "scored": measured[0]["scored"],
         }
 
     def _table(self, rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> tuple[str, Table]:
         """A title and a table for a data set."""
-        of = f"{rows[0]['dataset']}: {pluralize(rows[0]['samples'], 'sample')}, {rows[0]['context_tokens']:,} prompt tokens"
-        made = new_table(["method", "selector"], ["budget", "margin", *(head for head, *_ in columns)])
+        samples, length = pluralize(rows[0]["samples"], "sample"), rows[0]["context_tokens"]
+        title = f"{rows[0]['dataset']}: {samples}, {length:,} prompt tokens, drafts by {self.drafter}"
+        table = new_table(["method", "selector"], ["budget", "margin", *(heading for heading, *_ in columns)])
         for row in rows:
-            shown = (("selector", "{}"), ("budget", "{:,}"), ("margin", "{}"), *(column[1:] for column in columns))
-            made.add_row(Text(row["method"]), *(format_cell(row, key, form) for key, form in shown))
-        return f"{of}, drafts by {self.drafter}", made
+            cells = (("selector", "{}"), ("budget", "{:,}"), ("margin", "{}"), *(column[1:] for column in columns))
+            table.add_row(Text(row["method"]), *(format_cell(row, key, form) for key, form in cells))
+        return title, table
 
 
-def _likeness(of: Sequence[int], own: Sequence[int], reference: str, text: str) -> dict[str, float | None]:
-    """ROUGE-L of a text and its reference, tokens before the first difference, and their share of the longer."""
-    longer, same = max(len(of), len(own)), first_difference(of, own)
+def _similarity(reference: Sequence[int], tokens: Sequence[int], reference_text: str, text: str) -> Similarity:
+    """ROUGE-L of a text and its reference, tokens before the first difference, and their share of the longer text."""
+    longer, same = max(len(reference), len(tokens)), first_difference(reference, tokens)
     same = longer if same is None else same
-    return {"rouge_l": rouge_l()(reference, text), "same_tokens": same, "same_share": same / longer}
+    return {"rouge_l": rouge_l()(reference_text, text), "same_tokens": same, "same_share": same / longer}
 
 
 def _rate(run: Mapping[str, Any]) -> float | None:
-    # Files of earlier versions have a rate that counts the prefill's token.
+    # In files of earlier versions the rate counts the prefill's token.
     seconds = run["decode_seconds"] if "decode_seconds" in run else ratio(run["tokens"], run["tokens_per_second"])
     return tokens_per_second(run["tokens"] - 1, seconds or 0.0)
 
 
 def quality_figures(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Figures of one contender over its runs, with the keys that docs/figures.md defines."""
+    """Figures of a contender's runs, with the keys that docs/figures.md defines."""
     rounds = sum(run["rounds"] for run in runs)
-    likeness = [run["rouge_l"] for run in runs if run["rouge_l"] is not None]
+    rouge_scores = [run["rouge_l"] for run in runs if run["rouge_l"] is not None]
     shares = [run["same_share"] for run in runs if run.get("same_share") is not None]
     return {
         "samples": len(runs),
-        "rouge_l_mean": mean_of(likeness),
-        "rouge_l_min": min(likeness, default=None),
+        "rouge_l_mean": mean_of(rouge_scores),
+        "rouge_l_min": min(rouge_scores, default=None),
         "same_tokens": mean_of(run.get("same_tokens") for run in runs),
         "same_share": mean_of(shares),
         "identical": shares.count(1.0) if shares else None,

@@ -1,6 +1,6 @@
-"""Files of records: JSON lines, a header first, then one for each record.
+"""Files of records (JSON lines): a header in the first line, then a record a line.
 
-The header holds everything that figures depend on. A run with another header may not continue the file.
+The header holds everything that the figures depend on. A run with another header may not continue the file.
 """
 
 from __future__ import annotations
@@ -20,25 +20,24 @@ from longdraft.errors import CheckpointError, ConfigError
 from longdraft.json_lines import JsonLines
 
 T = TypeVar("T")
-
-_SAMPLE = 1 << 20  # bytes of either end of a weight file that its fingerprint sees
+_SAMPLED_BYTES = 1 << 20  # of the beginning and of the end of a weight file, which its fingerprint reads
 # Entries of a header that figures do not depend on.
-_LOOSE = ("created", "command", "memory_available_bytes")
+_VOLATILE = ("created", "command", "memory_available_bytes")
 
 
 class RecordFile(Generic[T]):
-    """A file that records are added to.
+    """A file that keeps records; a new one gets the header, an old one is continued.
 
     Args:
-        header: this run's, from :func:`make_header`.
-        kind: of the records: a dataclass whose fields are annotated, or ``dict``.
+        header: the header of this run, from :func:`make_header`.
+        record_type: a dataclass with annotated fields, or ``dict``.
 
     Attributes:
-        records: all of them, those that were in the file first.
+        records: the records of the file, then the appended ones.
 
     Raises:
         ConfigError: the file holds a run with another header; the message names the differences.
-        CheckpointError: it cannot be read or written, or is no such file.
+        CheckpointError: the file cannot be read or written, or is no file of records.
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any], record_type: type[T]) -> None:
@@ -50,67 +49,65 @@ class RecordFile(Generic[T]):
             if path.exists() and path.stat().st_size:
                 raise self._wrong_file()
             self._file.append(header)
-        elif differing := list(_differences(without_volatile(self._header), without_volatile(header))):
-            shown = "; ".join(differing[:5]) + (f"; and {len(differing) - 5} more" if len(differing) > 5 else "")
-            raise ConfigError(
-                f"{path} holds another run ({shown}). Go on with the same settings, or name another file."
-            )
+        elif changes := list(_differences(without_volatile(self._header), without_volatile(header))):
+            message = "; ".join(changes[:5]) + (f"; and {len(changes) - 5} more" if len(changes) > 5 else "")
+            raise ConfigError(f"{path} holds another run ({message}): keep its settings, or name another file.")
 
-    def _read_line(self, number: int, row: Any) -> None:
-        """Keeps what a line of the file holds: the header, then a record each."""
+    def _read_line(self, number: int, content: Any) -> None:
+        """Keeps the content of a line: the header (line 1), or a record."""
         if number > 1:
-            self.records.append(from_json(self._record_type, row))
-        elif not isinstance(row, dict) or row.get("format") != self._format:
+            self.records.append(from_json(self._record_type, content))
+        elif not isinstance(content, dict) or content.get("format") != self._format:
             raise self._wrong_file()
-        elif row.get("version") != self._version:
+        elif content.get("version") != self._version:
             raise CheckpointError(
-                f"{self.path} has format version {row.get('version')}, and this version of longdraft reads "
+                f"{self.path} has format version {content.get('version')}, and this version of longdraft reads "
                 f"{self._version}: name another file."
             )
         else:
-            self._header = row
+            self._header = content
 
     def _wrong_file(self) -> CheckpointError:
         return CheckpointError(f"{self.path} is not a results file of this bench: give another name.")
 
     def append(self, record: T) -> None:
-        """Adds a record, whose line is on the disk when this returns."""
+        """Adds a record. Its line is on the disk when this returns."""
         self._file.append(dataclasses.asdict(record) if dataclasses.is_dataclass(record) else record)  # type: ignore[arg-type]
         self.records.append(record)
 
 
 def make_header(format_name: str, version: int, content: Mapping[str, Any]) -> dict[str, Any]:
-    """A header as it is read back from a file: format, content, time and command."""
-    said = {"created": datetime.now(timezone.utc).isoformat(timespec="seconds"), "command": _command()}
-    found: dict[str, Any] = json.loads(json.dumps({"format": format_name, "version": version, **content, **said}))
-    return found
+    """A header as JSON gives it back: format, content, time and command."""
+    origin = {"created": datetime.now(timezone.utc).isoformat(timespec="seconds"), "command": _command()}
+    header: dict[str, Any] = json.loads(json.dumps({"format": format_name, "version": version, **content, **origin}))
+    return header
 
 
 def without_volatile(header: Any) -> Any:
-    """A header without the entries that change by themselves."""
+    """A header without the entries that change from run to run."""
     if isinstance(header, Mapping):
-        return {name: without_volatile(value) for name, value in header.items() if name not in _LOOSE}
+        return {name: without_volatile(value) for name, value in header.items() if name not in _VOLATILE}
     return [without_volatile(value) for value in header] if isinstance(header, list) else header
 
 
 def fingerprint(weights: Path) -> str:
-    """Fingerprint of a file or a folder's files: their names, sizes, first and last bytes."""
+    """Name and digest of a weight file, or of a folder's files: names, sizes, first and last bytes."""
     digest = hashlib.sha256()
     for file in sorted(p for p in weights.glob("*") if p.is_file()) if weights.is_dir() else [weights]:
-        if file.is_file():  # else a hub id
+        if file.is_file():  # a hub id has no file: its name is all
             size = file.stat().st_size
             digest.update(f"{file.name} {size} ".encode())
             with file.open("rb") as opened:
-                digest.update(opened.read(_SAMPLE))
-                opened.seek(max(0, size - _SAMPLE))
+                digest.update(opened.read(_SAMPLED_BYTES))
+                opened.seek(max(0, size - _SAMPLED_BYTES))
                 digest.update(opened.read())
     return f"{weights.name} {digest.hexdigest()[:16]}"
 
 
 def jsonable(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with values that JSON can hold."""
-    held = (int, float, bool, str, tuple, type(None))
-    return {name: x if isinstance(x, held) else str(x) for name, x in options.items()}
+    """Options with values that JSON can hold; others become strings."""
+    kept_types = (int, float, bool, str, tuple, type(None))
+    return {name: x if isinstance(x, kept_types) else str(x) for name, x in options.items()}
 
 
 def _command() -> str:
@@ -120,22 +117,22 @@ def _command() -> str:
     return shlex.join(["longdraft" if name == "__main__.py" else name, *arguments])
 
 
-def _differences(there: Any, here: Any, name: str = "") -> Iterator[str]:
-    """Differences between a file's header and a run's, a text each."""
-    if isinstance(there, dict) and isinstance(here, dict):
-        for key in dict.fromkeys((*there, *here)):
-            yield from _differences(there.get(key), here.get(key), f"{name}.{key}" if name else key)
-    elif there != here:
-        yield f"{name}: {json.dumps(there)} there, {json.dumps(here)} here"
+def _differences(file: Any, run: Any, name: str = "") -> Iterator[str]:
+    """Differences between a file's header and this run's: ``settings.seed: 0 there, 3 here``."""
+    if isinstance(file, dict) and isinstance(run, dict):
+        for key in dict.fromkeys((*file, *run)):
+            yield from _differences(file.get(key), run.get(key), f"{name}.{key}" if name else key)
+    elif file != run:
+        yield f"{name}: {json.dumps(file)} there, {json.dumps(run)} here"
 
 
 def from_json(expected: Any, value: Any) -> Any:
-    """A value of an annotated type from what JSON has for it: a dataclass from an object, a tuple from a list.
+    """Converts a JSON value to an annotated type: an object to a dataclass, a list to a tuple.
 
-    Keys that are no fields are passed over, and fields without a key have their default.
+    Keys that are no fields are ignored. Fields without a key have their default.
 
     Raises:
-        TypeError: it is of another type, or holds NaN.
+        TypeError: the value has another type, or holds NaN.
     """
     origin, inner = get_origin(expected), get_args(expected)
     if dataclasses.is_dataclass(expected):
@@ -145,14 +142,14 @@ def from_json(expected: Any, value: Any) -> Any:
         return value if value is None and type(None) in inner else from_json(inner[0], value)
     if expected is Any:
         return value
-    named: Any = origin or expected
-    wanted: Any = {float: (int, float), tuple: (list, tuple)}.get(named, named)
-    # A truth value is an int to Python, and NaN is not even itself.
-    if not isinstance(value, wanted) or value != value or isinstance(value, bool) != (expected is bool):
+    plain_type: Any = origin or expected
+    accepted: Any = {float: (int, float), tuple: (list, tuple)}.get(plain_type, plain_type)
+    # To Python a bool is an int too. NaN differs from itself.
+    if not isinstance(value, accepted) or value != value or isinstance(value, bool) != (expected is bool):
         raise TypeError(f"{value!r:.40} in the place of {expected}")
     if isinstance(value, dict) and inner:
-        return {name: from_json(inner[1], each) for name, each in value.items()}
+        return {name: from_json(inner[1], x) for name, x in value.items()}
     if origin is tuple:
-        kinds = [inner[0]] * len(value) if inner[-1] is Ellipsis else inner
-        return tuple(from_json(one, each) for one, each in zip(kinds, value, strict=True))
-    return [from_json(inner[0], each) for each in value] if inner else value
+        types = [inner[0]] * len(value) if inner[-1] is Ellipsis else inner
+        return tuple(from_json(item_type, x) for item_type, x in zip(types, value, strict=True))
+    return [from_json(inner[0], x) for x in value] if inner else value

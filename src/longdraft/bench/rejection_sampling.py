@@ -1,8 +1,8 @@
-"""Standard speculative sampling, whose acceptance papers publish: a draft has random numbers of its own.
+"""Standard speculative sampling (rejection sampling), as papers measure acceptance: drafts draw independently.
 
-Chains and static trees draw from the draft's distribution, the candidates of a node without replacement (Leviathan et
-al. 2023, section 2.3; Miao et al. 2024, SpecInfer; Li et al. 2024, EAGLE). Trees that rank candidates, and lookups,
-choose theirs: each counts as drawn with certainty (the code of EAGLE-2 and 3). Text is the target's either way.
+Chains and static trees sample a node's candidates from the draft's distribution, without replacement (Leviathan et al.
+2023, section 2.3; Miao et al. 2024, SpecInfer; Li et al. 2024, EAGLE). Trees that rank candidates, and lookups, choose
+them: each counts as drawn with probability 1 (the code of EAGLE-2 and 3). The output is the target's either way.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from longdraft.bench.contenders import Job
+from longdraft.drafters.combined import CombinedDrafter
 from longdraft.drafters.shared.tree_drafter import TreeDrafter
 from longdraft.engine.sampler import Sampler, Sampling
 from longdraft.engine.session import Generation
@@ -21,38 +23,36 @@ from longdraft.speculator import Speculator
 from longdraft.trees.level import DraftLogits, DraftTopk, TreeLevel
 from longdraft.trees.tree import TokenTree
 
-# Trees whose shape does not depend on what is drafted: their candidates can be drawn.
+# Trees whose shape does not depend on the drafted tokens, so that candidates can be sampled.
 SAMPLED_TREES = ("chain", "static")
 
 
-def acceptance_probs(
-    p: torch.Tensor, tokens: list[int], q: torch.Tensor | None = None
-) -> tuple[list[float], torch.Tensor]:
-    """Judges the candidates of a node, one after the other.
+def acceptance_probs(p: Tensor, tokens: list[int], q: Tensor | None = None) -> tuple[list[float], Tensor]:
+    """Acceptance probabilities of a node's candidates, which are tried one after the other.
 
     Args:
-        p, q: (vocabulary,) the target's distribution and the draft's, from which the tokens were drawn in this order
-            without replacement; None: they were chosen.
+        p, q: (vocabulary,) the target's distribution, and the draft's, from which the candidates were drawn in this
+            order without replacement; None: they were chosen.
 
     Returns:
-        Each token's chance to be accepted once those before were not, and what is sampled from if none is.
+        Each candidate's probability if all before it were rejected; the residual distribution if all are rejected.
     """
-    chances, p = list[float](), p.double()
+    probs, p = list[float](), p.double()
     for token in tokens:
-        one = F.one_hot(torch.tensor(token, device=p.device), len(p)).double()
-        drawn = one if q is None else q.double() / q.double().sum()
-        chances.append(float((p[token] / drawn[token]).clamp(max=1.0)))
-        left = (p - drawn).clamp(min=0.0)
-        p = left / left.sum() if left.sum() > 0 else p  # nothing is left where the token is accepted for certain
-        q = None if q is None else q * (1 - one)
-    return chances, p
+        one_hot = F.one_hot(torch.tensor(token, device=p.device), len(p)).double()
+        draft = one_hot if q is None else q.double() / q.double().sum()
+        probs.append(float((p[token] / draft[token]).clamp(max=1.0)))
+        residual = (p - draft).clamp(min=0.0)
+        p = residual / residual.sum() if residual.sum() > 0 else p  # 0 if the token is accepted for certain
+        q = None if q is None else q * (1 - one_hot)
+    return probs, p
 
 
 class RejectionSampler(Sampler):
-    """Accepts, rejects and draws anew, down the tree of each round.
+    """Walks down each round's tree: accepts a candidate, or draws from the residual distribution.
 
     Attributes:
-        drawn: by path from the root, the tokens that were drawn behind it, in their order, and their distribution.
+        candidates_by_path: tokens of a path below the root -> its drawn candidates, and the distribution of the draw.
     """
 
     def __init__(self, sampling: Sampling, generator: torch.Generator) -> None:
@@ -60,65 +60,66 @@ class RejectionSampler(Sampler):
         self.generator, self.candidates_by_path = generator, dict[tuple[int, ...], tuple[list[int], torch.Tensor]]()
 
     def start_round(self, tree: TokenTree) -> None:
-        """Takes a round's tree."""
+        """Sets the tree that the next samples walk down."""
         self._tree, self._path = tree, [0]
 
     def sample(self, input_ids: torch.Tensor, logits: torch.Tensor) -> int:
-        left = self.probabilities(input_ids, logits)
-        children = {t: node for t, node in self._tree.children(self._path[-1]).items() if t < len(left)}
-        tokens, q = self.candidates_by_path.get(tuple(self._tree.tokens[node] for node in self._path[1:]), ([], left))
-        drawn, q = [token for token in tokens if token in children], F.pad(q, (0, len(left) - len(q)))
-        for candidates, source in ((drawn, q), ([t for t in children if t not in drawn], None)):
-            chances, left = acceptance_probs(left, candidates, source)
-            for token, chance in zip(candidates, chances, strict=True):
-                if float(torch.rand((), generator=self.generator, device=left.device)) < chance:
+        p = self.probabilities(input_ids, logits)
+        children = {t: node for t, node in self._tree.children(self._path[-1]).items() if t < len(p)}
+        tokens, q = self.candidates_by_path.get(tuple(self._tree.tokens[node] for node in self._path[1:]), ([], p))
+        drawn, q = [token for token in tokens if token in children], F.pad(q, (0, len(p) - len(q)))
+        for candidates, draft in ((drawn, q), ([t for t in children if t not in drawn], None)):
+            probs, p = acceptance_probs(p, candidates, draft)
+            for token, prob in zip(candidates, probs, strict=True):
+                if float(torch.rand((), generator=self.generator, device=p.device)) < prob:
                     self._path.append(children[token])
                     return token
-        return int(left.multinomial(1, generator=self.generator))
+        return int(p.multinomial(1, generator=self.generator))
 
-    def sampled_children(self, expand: DraftLogits, ids: torch.Tensor | None) -> DraftTopk:
-        """Draws the children of a text's nodes, in place of the likeliest; arguments as of ``TreeConfig.grow``."""
+    def sampled_children(self, draft_logits: DraftLogits, ids: torch.Tensor | None) -> DraftTopk:
+        """A function for ``TreeConfig.grow`` that samples a node's children, in place of the top k."""
         paths = list[tuple[int, ...]]()
         self.candidates_by_path.clear()
 
-        def draw(level: TreeLevel, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        def sample_level(level: TreeLevel, count: int) -> tuple[torch.Tensor, torch.Tensor]:
             nodes = zip(level.parents[0].tolist(), level.tokens[0].tolist(), strict=True)
             paths[:] = [(*paths[parent], token) for parent, token in nodes] if level.depth else [()]
-            q = torch.stack([self.probabilities(row[:0].long(), row) for row in expand(level)[0]])
+            q = torch.stack([self.probabilities(logits[:0].long(), logits) for logits in draft_logits(level)[0]])
+            # The top k of q / Exp(1) is a sample without replacement.
             drawn = (q / torch.empty_like(q).exponential_(generator=self.generator)).topk(min(count, q.shape[1]))
-            for path, row, values, tokens in zip(paths, q, drawn.values, drawn.indices, strict=True):
-                tokens = tokens[values > 0]
+            for path, q_node, scores, tokens in zip(paths, q, drawn.values, drawn.indices, strict=True):
+                tokens = tokens[scores > 0]
                 if ids is not None:
-                    row, tokens = row.new_zeros(int(ids.max()) + 1).index_copy(0, ids, row), ids[tokens]
-                self.candidates_by_path[path] = tokens.tolist(), row
-            # By rank alone: trees must not prefer some of the drawn tokens to others.
+                    q_node, tokens = q_node.new_zeros(int(ids.max()) + 1).index_copy(0, ids, q_node), ids[tokens]
+                self.candidates_by_path[path] = tokens.tolist(), q_node
+            # Scores are ranks, so that a tree does not prefer some of the drawn tokens to others.
             ranks = -torch.arange(1.0, 1 + drawn.indices.shape[1], device=q.device)
             return ranks.expand(drawn.indices.shape)[None], drawn.indices[None]
 
-        return draw
+        return sample_level
 
 
 class RejectionSamplingJob(Job):
-    """A job of one prompt that is sampled so, but for the prompt's own token."""
+    """A job of one prompt with rejection sampling in its rounds; the prefill's token is sampled as usual."""
 
     def start(self, spec: Speculator, cache: PromptCache | None) -> Generation:
         run = super().start(spec, cache)
         drafter: Any = run._engine.drafter
-        own: Any = getattr(drafter, "paid", drafter)
+        draft: Any = drafter.draft_model if isinstance(drafter, CombinedDrafter) else drafter
+        is_sampled = isinstance(draft, TreeDrafter) and draft.tree.name in SAMPLED_TREES
         propose: Any = drafter.propose
-        draws = isinstance(own, TreeDrafter) and own.tree.name in SAMPLED_TREES
         sampler = RejectionSampler(self.sampling, torch.Generator(run._engine.runner.device).manual_seed(self.seed + 1))
 
-        def proposed(sequences: list[Any], limit: Any = None) -> list[TokenTree]:
+        def propose_and_track(sequences: list[Any], limit: Any = None) -> list[TokenTree]:
             sequences[0].sampler = sampler
             trees: list[TokenTree] = propose(sequences, limit)
             sampler.start_round(trees[0])
             return trees
 
-        drafter.propose = proposed
-        if draws:
-            grow: Any = own.grow
-            own.grow = lambda s, expand, ids, *more: grow(
-                s, expand, ids, *more[:2], sampler.sampled_children(expand, ids)
+        drafter.propose = propose_and_track
+        if is_sampled:
+            grow: Any = draft.grow
+            draft.grow = lambda s, draft_logits, ids, *args: grow(
+                s, draft_logits, ids, *args[:2], sampler.sampled_children(draft_logits, ids)
             )
         return run

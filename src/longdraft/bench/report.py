@@ -1,4 +1,4 @@
-"""The report of a bench: its JSON object, and what is shown of it."""
+"""The report of ``bench``: its JSON object, tables and remarks."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ DEFINITIONS = (
     "faster, slower: samples (batches) with a speed-up over ar above 1.02, and below 0.98.",
     ACCEPTED_DEFINITION,
     "score: of the first round's answers against references, by data set (docs/figures.md); the mean of the samples.",
-    "first token: seconds from a prompt of which nothing has been read to its first token; the median.",
-    "view: rows of a longer text's KV that a draft, and in specpv a partial verification, sees: first rows + chunks x "
-    "rows of each + last rows.",
-    "differ: samples whose tokens are not those of ar. A near tie is no mismatch: there the two tokens' logits are at "
-    "most 64 (float32) or 4 (bfloat16, float16) spacings of the dtype apart, which is what rounding may turn round.",
+    "first token: seconds from the start of a prefill without cached KV to the first token; the median.",
+    "view: KV entries of a longer context that a draft, and in specpv a partial verification, sees: first entries + "
+    "chunks x entries of each + last entries.",
+    "differ: samples whose tokens are not those of ar. A near tie is no mismatch: the two tokens' logits are at most "
+    "64 (float32) or 4 (bfloat16, float16) ulps of the dtype apart, an order that rounding may change.",
 )
 
-PROFILED = (
-    "a round: draft is the drafter's time. Verifying is the model's forward over the drafted tokens: its attention to "
-    "the context and to each other, and the rest, which does not depend on the context's length. Overhead is all else: "
-    "sampling, keeping the accepted tokens. prefix: share of the keys that attention read that was the context's.",
+PROFILE_DEFINITIONS = (
+    "a round: draft is the drafter's time. Verifying is the model's forward over the drafted tokens: attention to the "
+    "context and to each other, and the rest, which takes the same time at any length. Overhead is all else: sampling, "
+    "committing. prefix: the context's share of the keys that attention read.",
 )
 PARTS = {"attention": "verify: attention", "forward": "verify: the rest", "rest": "overhead"}
 
@@ -65,21 +65,21 @@ COLUMNS = (
     ("first token", "ttft_seconds", "{:.2f} s"),
     VIEW,
 )
-_COUNTED = ("faster_than_ar", "slower_than_ar")
-# Speed-ups within so much of 1 are neither a win nor a loss: the same method run twice differs by as much.
-LEVEL = 0.02
+_COUNT_KEYS = ("faster_than_ar", "slower_than_ar")
+# A speed-up within 2 % of 1 is neither a win nor a loss: the same method run twice differs by as much.
+TOLERANCE = 0.02
 
 
 def rows(names: Sequence[str], measured: Sequence[BatchResult]) -> list[dict[str, Any]]:
     """A row for each method, data set, context and batch, with the keys that docs/figures.md defines.
 
     Args:
-        names: the contenders, in the order of the table.
+        names: contenders, in the order of the table.
     """
-    cells: dict[tuple[str, int | None, int], list[BatchResult]] = {}
+    groups: dict[tuple[str, int | None, int], list[BatchResult]] = {}
     for m in measured:
-        cells.setdefault((m.dataset, m.context, m.batch), []).append(m)
-    return [_row(name, own, names) for own in cells.values() for name in names]
+        groups.setdefault((m.dataset, m.context, m.batch), []).append(m)
+    return [_row(name, group, names) for group in groups.values() for name in names]
 
 
 def _row(name: str, measured: Sequence[BatchResult], names: Sequence[str]) -> dict[str, Any]:
@@ -91,10 +91,10 @@ def _row(name: str, measured: Sequence[BatchResult], names: Sequence[str]) -> di
     peaks = [peak for m in measured if (peak := m.peak_memory_bytes.get(name)) is not None]
     over_ar = speedups_over(measured, name, REFERENCE)
     speedups = [] if name == REFERENCE else over_ar
-    # By round, then by sample.
-    own, plain = (
-        list(zip(*([run.tokens_per_second for run in m.rounds[each]] for m in measured), strict=False))
-        for each in (name, REFERENCE)
+    # Tokens/s of the method and of ar: by round, then by sample.
+    rates, ar_rates = (
+        list(zip(*([run.tokens_per_second for run in m.rounds[contender]] for m in measured), strict=False))
+        for contender in (name, REFERENCE)
     )
     row = {
         "method": name,
@@ -110,11 +110,11 @@ def _row(name: str, measured: Sequence[BatchResult], names: Sequence[str]) -> di
         "mismatches": len(differences) - near_ties if comparable else None,
         "near_ties": near_ties if comparable else None,
         "context": first.context,
-        "tokens_per_second_spread": spread(map(median_of, own)),
-        "speedup_vs_ar_spread": spread(median_of(map(ratio, *each)) for each in zip(own, plain, strict=False)),
+        "tokens_per_second_spread": spread(map(median_of, rates)),
+        "speedup_vs_ar_spread": spread(median_of(map(ratio, *pair)) for pair in zip(rates, ar_rates, strict=False)),
         "speedup_vs_ar_range": spread(speedups),
-        "faster_than_ar": sum(x > 1 + LEVEL for x in speedups) if speedups else None,
-        "slower_than_ar": sum(x < 1 - LEVEL for x in speedups) if speedups else None,
+        "faster_than_ar": sum(x > 1 + TOLERANCE for x in speedups) if speedups else None,
+        "slower_than_ar": sum(x < 1 - TOLERANCE for x in speedups) if speedups else None,
         "depth_accepted": depth_accepted([pair for run in runs for pair in run.accepted]),
         "peak_memory_bytes": max(peaks, default=None),
         "view": next((run.view for run in runs if run.view), None),
@@ -129,7 +129,7 @@ def _row(name: str, measured: Sequence[BatchResult], names: Sequence[str]) -> di
 
 
 def _profile(profiles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A round's seconds by part, and the share of its keys that was the prefix: means."""
+    """Mean seconds of a round by part, and the mean share of the prefix in the keys that were read."""
     return {
         "seconds": {part: mean_of(p["seconds"].get(part) for p in profiles) for part in profiles[0]["seconds"]},
         "prefix_share": mean_of(p["prefix_share"] for p in profiles),
@@ -137,9 +137,9 @@ def _profile(profiles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def speedups_over(measured: Sequence[BatchResult], name: str, reference: str) -> list[float]:
-    """A method's tokens/s / the reference's, of every batch that both decoded."""
-    both = [m for m in measured if name in m.rounds and reference in m.rounds]
-    ratios = [ratio(m.tokens_per_second(name), m.tokens_per_second(reference)) for m in both]
+    """A method's tokens/s over the reference's, for every batch that both decoded."""
+    common = [m for m in measured if name in m.rounds and reference in m.rounds]
+    ratios = [ratio(m.tokens_per_second(name), m.tokens_per_second(reference)) for m in common]
     return [x for x in ratios if x is not None]
 
 
@@ -150,7 +150,7 @@ def document(
 
     Args:
         notes: remarks about contenders, by name.
-        complete: no batch is missing.
+        complete: True if no batch is missing.
     """
     return {
         "rows": rows(names, measured),
@@ -162,33 +162,33 @@ def document(
 
 
 def make_report(document: dict[str, Any], decode: Callable[[list[int]], str] = str) -> Report:
-    """The report of a :func:`document`: a table for each data set, context and batch, and what the parts of a round
-    took where they were looked at.
+    """The report of a :func:`document`: a table for each data set, context and batch, and for profiled methods a table
+    of a round's parts.
 
     Args:
-        decode: makes text of token ids.
+        decode: token ids -> text.
     """
     rows = document["rows"]
-    alone = all(row["samples"] == row["batch"] for row in rows)  # of one, its speed-up says it
-    known = nonempty_columns(rows, [column for column in COLUMNS if not (alone and column[1] in _COUNTED)])
-    figures = [column for column in known if column != VIEW]
+    single = all(row["samples"] == row["batch"] for row in rows)  # one speed-up each: nothing to count
+    columns = nonempty_columns(rows, [column for column in COLUMNS if not (single and column[1] in _COUNT_KEYS)])
+    figures = [column for column in columns if column != VIEW]
     tables: list[tuple[str, Table]] = []
-    for own in group_by(rows, "dataset", "context", "batch"):
-        made = new_table(["method"], [head for head, *_ in figures])
-        made.add_column("differ")
-        if VIEW in known:  # text, which may be wrapped
-            made.add_column(VIEW[0])
-        for row in own:
-            shown = (format_cell(row, key, form) for _, key, form in figures)
-            views = [format_figure(row["view"], "{}")] if VIEW in known else []
-            made.add_row(Text(row["method"]), *shown, _agreement(row), *views)
-        tables.append((_title(own[0]), made))
-        if any("profile" in row for row in own):
-            tables.append((f"{_title(own[0])}: a round", _parts(own)))
+    for group in group_by(rows, "dataset", "context", "batch"):
+        table = new_table(["method"], [heading for heading, *_ in figures])
+        table.add_column("differ")
+        if VIEW in columns:  # text, which may be wrapped
+            table.add_column(VIEW[0])
+        for row in group:
+            cells = (format_cell(row, key, form) for _, key, form in figures)
+            views = [format_figure(row["view"], "{}")] if VIEW in columns else []
+            table.add_row(Text(row["method"]), *cells, _agreement(row), *views)
+        tables.append((_title(group[0]), table))
+        if any("profile" in row for row in group):
+            tables.append((f"{_title(group[0])}: a round", _parts(group)))
     remarks = _differences(document, decode)
     for note in dict.fromkeys(document["notes"].values()):
-        remarks.append(Text(f"{', '.join(n for n, own in document['notes'].items() if own == note)}: {note}."))
-    definitions = (*DEFINITIONS, *(PROFILED if any("profile" in row for row in rows) else ()))
+        remarks.append(Text(f"{', '.join(name for name, n in document['notes'].items() if n == note)}: {note}."))
+    definitions = (*DEFINITIONS, *(PROFILE_DEFINITIONS if any("profile" in row for row in rows) else ()))
     return Report(document, tables, remarks, definitions)
 
 
@@ -209,14 +209,14 @@ def _agreement(row: Mapping[str, Any]) -> Text:
 
 
 def _parts(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Milliseconds of a round's parts, of the methods that were profiled."""
+    """A table of the milliseconds of a round's parts, for the methods that were profiled."""
     profiles = {row["method"]: row["profile"] for row in rows if "profile" in row}
     parts = {part: 0 for profile in profiles.values() for part in profile["seconds"]}
-    made = new_table(["method"], [*(PARTS.get(part, part) for part in parts), "prefix"])
+    table = new_table(["method"], [*(PARTS.get(part, part) for part in parts), "prefix"])
     for name, profile in profiles.items():
         seconds = (f"{1000 * (profile['seconds'].get(part) or 0):.2f} ms" for part in parts)
-        made.add_row(Text(name), *seconds, format_figure(profile["prefix_share"], "{:.0%}"))
-    return made
+        table.add_row(Text(name), *seconds, format_figure(profile["prefix_share"], "{:.0%}"))
+    return table
 
 
 def _differences(report: dict[str, Any], decode: Callable[[list[int]], str]) -> list[Text]:
@@ -224,10 +224,10 @@ def _differences(report: dict[str, Any], decode: Callable[[list[int]], str]) -> 
     lines = []
     for d in report["differences"]:
         kind = "near tie" if d["near_tie"] else "MISMATCH"
-        own, reference = (
+        token, ar = (
             "the end" if d[key] is None else f"{decode([d[key]])!r} ({d[key]})" for key in ("token", "reference")
         )
         gap = "" if d["gap"] is None else f", logits {d['gap']:.2g} apart"
-        text = f"{kind}: {d['method']} on {d['sample']}, new token {d['position'] + 1}: {own}, ar has {reference}{gap}"
+        text = f"{kind}: {d['method']} on {d['sample']}, new token {d['position'] + 1}: {token}, ar has {ar}{gap}"
         lines.append(Text(text, style="" if d["near_tie"] else "red"))
     return lines

@@ -1,4 +1,4 @@
-"""The bench's results file: a run that was stopped goes on where it was. Format: docs/figures.md."""
+"""Headers of results files, by which an interrupted run can go on. Format: docs/figures.md."""
 
 from __future__ import annotations
 
@@ -18,53 +18,51 @@ from longdraft.model.checkpoints import LoadedModel
 from longdraft.model.runner import TargetRunner
 
 FORMAT, VERSION = "longdraft-bench", 1
+Json = dict[str, Any]
 _CACHE = "LONGDRAFT_CACHE"
 
 
-def bench_header(
-    bench: Bench, prompts: Sequence[Prompt], model: str, data: Sequence[str], limit: int | None
-) -> dict[str, Any]:
-    """A run's header: everything that its figures depend on, and remarks.
+def bench_header(bench: Bench, prompts: Sequence[Prompt], model: str, data: Sequence[str], limit: int | None) -> Json:
+    """The header of ``bench``: all that its figures depend on, and remarks.
 
     Args:
-        model, data, limit: as the user gave them.
+        model, data, limit: as the user wrote them.
     """
     s, target = bench.settings, bench.target
-    tokens = hashlib.sha256()
+    prompts_digest = hashlib.sha256()
     for prompt in prompts:
-        tokens.update(json.dumps([prompt.sample.dataset, prompt.context, prompt.token_ids]).encode())
-    ours = [name for name in s.contenders if name not in PEERS]
-    alike = ("contexts", "batches", "max_tokens", "repeats", "seed", "raw", "asked", "ignore_eos", "cold")
+        prompts_digest.update(json.dumps([prompt.sample.dataset, prompt.context, prompt.token_ids]).encode())
+    methods = [name for name in s.contenders if name not in PEERS]
+    copied = ("contexts", "batches", "max_tokens", "repeats", "seed", "raw", "ignore_eos", "cold")
     content = {
         "settings": {
             "contenders": bench.names,
-            "options": {name: jsonable(s.options(name)) for name in ours},
-            "plan": {name: s.plan_of(name) for name in ours},
+            "options": {name: jsonable(s.options(name)) for name in methods},
+            "plan": {name: s.plan_of(name) for name in methods},
             "exact": {c.name: c.is_comparable(s.sampling.greedy, 1) for c in bench.contenders.values()},
-            **{name: getattr(s, name) for name in alike},
+            **{name: getattr(s, name) for name in copied},
+            "asked": dict(s.template_kwargs),
             "sampling": asdict(s.sampling),
             "offload": s.offload,
             "data": data,
             "limit": limit,
-            # The package's switches; all but the place of its cache change how fast something is.
+            # longdraft's variables change its speed, except for the path of its cache.
             "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("LONGDRAFT_") and k != _CACHE},
         },
         "model": model_entry(target, model),
         "drafts": {c.name: fingerprint(c.draft) for c in bench.contenders.values() if c.draft is not None},
-        "prompts": tokens.hexdigest()[:16],
+        "prompts": prompts_digest.hexdigest()[:16],
         **environment_info(),
         "notes": bench.notes,
     }
     return make_header(FORMAT, VERSION, content)
 
 
-def unit_header(
-    format_name: str, content: Mapping[str, Any], loaded: LoadedModel, name: str, tokens: Any
-) -> dict[str, Any]:
-    """All that records of :func:`longdraft.bench.experiment.of_units` depend on.
+def unit_header(format_name: str, content: Mapping[str, Any], loaded: LoadedModel, name: str, tokens: Any) -> Json:
+    """The header of a :func:`~longdraft.bench.experiment.unit_experiment`: all that its records depend on.
 
     Args:
-        form: the format's name. content: settings. name: the model's. tokens: of the prompts, as JSON can hold them.
+        content, name, tokens: settings, the model's name, and the prompts' token ids as a JSON value.
     """
     prompts = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
     model = {"model": model_entry(TargetRunner(loaded.model), name), "prompts": prompts}
@@ -72,7 +70,7 @@ def unit_header(
 
 
 def model_entry(target: TargetRunner, name: str) -> dict[str, Any]:
-    """The header's entry for a model, by the name the user gave."""
+    """The header's entry for a model. ``name``: as the user wrote it."""
     return {
         "name": name,
         "dtype": str(target.kv_shape.dtype).removeprefix("torch."),

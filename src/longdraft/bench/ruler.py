@@ -1,7 +1,7 @@
-"""RULER's needles and chains of variables (Hsieh et al. 2024, sections 3.1 and 3.2), made at any length.
+"""RULER's needles and variable tracking (Hsieh et al. 2024, sections 3.1 and 3.2), at any length.
 
-Sentences lie in RULER's noise or in a given text, at depths that stay where they are when the prompt is cut to length.
-Left out: the worked example before a chain of variables, and haystacks made of needles.
+Sentences are inserted into RULER's noise or into a text; their depths do not change when the prompt is cut to length.
+Left out: the worked example before variable tracking, and haystacks made of needles.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from longdraft.bench.data import Sample
 from longdraft.bench.scores import metric_of_dataset
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
-# Some 140,000 tokens, which are cut to the length that is asked for.
+# Some 140,000 tokens, which are cut to length.
 _NOISE_TIMES = 6_000
 COUNT = 10
-"""Samples of a kind where no limit is given."""
+"""Samples of a kind by default."""
 _ADJECTIVES = ("amber", "brisk", "calm", "dusty", "eager", "faint", "gentle", "hollow", "iron", "jolly", "keen")
 _NOUNS = ("anchor", "basket", "candle", "desert", "engine", "feather", "garden", "hammer", "island", "jacket", "kettle")
 _HOPS = 4
 
 Needles = tuple[list[str], str, tuple[str, ...]]
-"""Sentences, what is asked about, and the answers."""
+"""Sentences, the query about them, and its answers."""
 
 
-def _needles(keys: int = 1, values: int = 1, asked: int = 1) -> Callable[[random.Random], Needles]:
-    def made(generator: random.Random) -> Needles:
+def _needles(num_keys: int = 1, num_values: int = 1, num_queries: int = 1) -> Callable[[random.Random], Needles]:
+    def generate(generator: random.Random) -> Needles:
         names = [f"{a}-{n}" for a in _ADJECTIVES for n in _NOUNS]
-        chosen = generator.sample(names, keys)
-        said = {key: [str(generator.randrange(10**6, 10**7)) for _ in range(values)] for key in chosen}
-        sentences = [f"One of the special magic numbers for {k} is: {v}." for k, own in said.items() for v in own]
+        keys = generator.sample(names, num_keys)
+        numbers = {key: [str(generator.randrange(10**6, 10**7)) for _ in range(num_values)] for key in keys}
+        sentences = [f"One of the special magic numbers for {key} is: {n}." for key in keys for n in numbers[key]]
         generator.shuffle(sentences)
-        queries = generator.sample(list(said), asked)
-        query = queries[0] if asked == 1 else f"{', '.join(queries[:-1])}, and {queries[-1]}"
-        return sentences, query, tuple(value for key in queries for value in said[key])
+        queries = generator.sample(keys, num_queries)
+        query = queries[0] if num_queries == 1 else f"{', '.join(queries[:-1])}, and {queries[-1]}"
+        return sentences, query, tuple(number for key in queries for number in numbers[key])
 
-    return made
+    return generate
 
 
-def _chain(generator: random.Random) -> Needles:
+def _variable_chain(generator: random.Random) -> Needles:
     names = ["".join(generator.choices(string.ascii_uppercase, k=5)) for _ in range(_HOPS + 1)]
     value = str(generator.randrange(10_000, 100_000))
     values = [value, *(f"VAR {name}" for name in names)]
@@ -48,35 +48,35 @@ def _chain(generator: random.Random) -> Needles:
 
 
 KINDS: dict[str, Callable[[random.Random], Needles]] = {
-    "niah_single": _needles(), "niah_multikey": _needles(keys=4), "niah_multivalue": _needles(values=4),
-    "niah_multiquery": _needles(keys=4, asked=4), "vt": _chain,
+    "niah_single": _needles(), "niah_multikey": _needles(num_keys=4), "niah_multivalue": _needles(num_values=4),
+    "niah_multiquery": _needles(num_keys=4, num_queries=4), "vt": _variable_chain,
 }  # fmt: skip
-"""Kinds by RULER's names: in noise ``niah_single`` is its ``niah_single_1``, in essays ``niah_single_2``."""
+"""Tasks by RULER's names. ``niah_single`` is its ``niah_single_1`` in noise, and ``niah_single_2`` in essays."""
 
 
 def make_samples(kind: str, template: str, haystack: str | None = None, count: int | None = None) -> list[Sample]:
-    """Prompts with needles, the same ones every time.
+    """Samples of a RULER task, the same ones in every call.
 
     Args:
         kind: one of :data:`KINDS`.
-        template: RULER's words, with ``{kind}``, ``{context}`` and ``{query}``.
-        hay: the text around the needles; None: RULER's noise.
-        count: how many; None: :data:`COUNT`.
+        template: RULER's prompt, with ``{kind}``, ``{context}`` and ``{query}``.
+        haystack: the text around the needles; None: RULER's noise.
+        count: number of samples; None: :data:`COUNT`.
     """
-    found = []
+    samples = []
     for i in range(COUNT if count is None else count):
         generator = random.Random(f"{kind} {i}")
         sentences, query, answers = KINDS[kind](generator)
-        depths = [(place + generator.random()) / len(sentences) for place in range(len(sentences))]
-        what, words = "numbers", template
+        depths = [(i + generator.random()) / len(sentences) for i in range(len(sentences))]
+        noun, wording = "numbers", template
         if len(answers) == 1:
-            what, words = "number", template.replace("Some", "A").replace("are all", "is").replace("are", "is")
-        before, after = words.replace("{kind}", what).replace("{query}", query).split("{context}")
+            noun, wording = "number", template.replace("Some", "A").replace("are all", "is").replace("are", "is")
+        before, after = wording.replace("{kind}", noun).replace("{query}", query).split("{context}")
         needles = tuple(zip(depths, sentences, strict=True))
-        found.append(
+        samples.append(
             Sample(
                 haystack or NOISE * _NOISE_TIMES, after, kind, f"{kind}:{i + 1}", before, separator="", answers=answers,
                 metric=metric_of_dataset(kind), needles=needles,
             )
         )  # fmt: skip
-    return found
+    return samples

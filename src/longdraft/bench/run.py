@@ -1,8 +1,8 @@
 """The measurement of a batch of prompts.
 
-For each batch of prompts every contender decodes once from nothing, which warms it up and gives its time to first
-token. Then come the rounds that are timed: all contenders in turn, each from the prompts' KV. Memory is looked at
-between the runs. With one prefill for all, a turn of a conversation starts from the KV of the turn before.
+Every contender decodes a batch once cold, with its own prefill: this warms it up and gives its time to first token. The
+timed runs follow, all contenders in turn, each from the cached KV of the prompts. Peak memory is read between runs.
+With one prefill for all, a conversation's turn starts from the KV of the turn before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from longdraft.bench import scores
 from longdraft.bench.contenders import Contender, Job, MethodContender, Run, SharedPrefill, eos_ids
 from longdraft.bench.experiment import Step, Tick, interleave
 from longdraft.bench.peers import PEERS, TransformersGenerate
-from longdraft.bench.profile import profile_rounds
+from longdraft.bench.profile import profile_job
 from longdraft.bench.prompts import Prompt, PromptBatch
 from longdraft.bench.settings import REFERENCE, Settings, make_speculator
 from longdraft.bench.tables import median_of
@@ -30,9 +30,7 @@ from longdraft.metrics import TokenCounts
 from longdraft.model.checkpoints import LoadedModel, Progress
 from longdraft.model.runner import TargetRunner
 
-# Tokens of the warm-up.
-WAKE_PROMPT, WAKE_TOKENS = 64, 4
-
+WARM_UP_PROMPT, WARM_UP_TOKENS = 64, 4  # prompt tokens and new tokens
 
 BatchKey = tuple[str, int | None, tuple[str, ...]]
 """A batch's data set, context, and origins of its samples."""
@@ -40,11 +38,11 @@ BatchKey = tuple[str, int | None, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class SampleDifference:
-    """A sample where a method's tokens are not those of ``ar``: its first such token, as
-    :class:`~longdraft.bench.ties.Difference` has it.
+    """A sample's first difference between a method's tokens and those of ``ar``; from ``position`` on the fields are
+    those of :class:`~longdraft.bench.ties.Difference`.
 
     Attributes:
-        sample: its origin. gap: None where one output has ended.
+        sample: the sample's origin. gap: None if one output has ended.
     """
 
     method: str
@@ -59,18 +57,18 @@ class SampleDifference:
 
 @dataclass(frozen=True)
 class BatchResult:
-    """The figures of one batch of one data set.
+    """The measured runs of one batch.
 
     Attributes:
-        context: the length that the prompts were cut to; None: they are whole.
+        context: the length that the prompts were cut to; None: not cut.
         samples, prompt_tokens: origin and length of each prompt.
-        cold: the runs from nothing, by contender.
-        rounds: the timed runs, by contender.
-        comparable: contenders whose tokens should be those of ``ar``.
-        peak_memory_bytes: of the process in a contender's timed runs; None if the system does not say.
+        cold: each contender's run with its own prefill.
+        rounds: each contender's timed runs.
+        comparable: contenders whose tokens should equal those of ``ar``.
+        peak_memory_bytes: the process's peak in a contender's timed runs; None if the system does not report it.
         profiles: see :mod:`longdraft.bench.profile`.
-        scored: how answers are scored; empty: not at all.
-        scores: of each sample's answer, by contender; None: it has no references.
+        scored: the metric of the answers; empty: not scored.
+        scores: by contender, the score of each sample's answer; None: the sample has no references.
     """
 
     dataset: str
@@ -92,12 +90,12 @@ class BatchResult:
         return self.dataset, self.context, self.samples
 
     def counts(self, name: str) -> list[TokenCounts]:
-        """Returns the new tokens and verification forwards of each prompt, summed over the runs."""
-        of_prompts = zip(*(run.counts for run in self.rounds[name]), strict=False)
-        return [(sum(tokens for tokens, _ in own), sum(forwards for _, forwards in own)) for own in of_prompts]
+        """New tokens and verification forwards of each prompt, summed over the runs."""
+        by_prompt = zip(*(run.counts for run in self.rounds[name]), strict=False)
+        return [(sum(tokens for tokens, _ in runs), sum(forwards for _, forwards in runs)) for runs in by_prompt]
 
     def tokens_per_second(self, name: str) -> float | None:
-        """Median over the rounds."""
+        """The median of the timed runs."""
         return median_of(run.tokens_per_second for run in self.rounds[name])
 
 
@@ -105,12 +103,11 @@ class Bench:
     """Contenders on one loaded model.
 
     Args:
-        progress: called with a line of text before something long.
-        unpacked: reads the model once more, in a plain dtype, for peers that run on a model object; None: they run on
-            ``loaded`` itself.
+        progress: called with a line of text before a step that takes long.
+        load_dequantized: loads the model again in a plain dtype, for peers; None: peers run on ``loaded``.
 
     Attributes:
-        contenders: by name, ``ar`` first.
+        contenders: by name; ``ar`` is the first.
         target: the hosted model.
     """
 
@@ -122,29 +119,27 @@ class Bench:
         load_dequantized: Callable[[], LoadedModel] | None = None,
     ) -> None:
         self.settings = settings
-        self._awake = False
-        ours = {
-            name: make_speculator(settings, name, loaded, progress) for name in settings.contenders if name not in PEERS
-        }
-        self.target = ours[REFERENCE].runner()
-        layers = {name: spec.feature_layers() for name, spec in ours.items()}
-        read = next(filter(None, layers.values()), ())
-        # Contenders share the prompts' KV if they round it to the same dtype, and read no other hidden states of it.
-        kept: dict[tuple[str | None, tuple[int, ...]], SharedPrefill] = {}
+        self._is_warm = False
+        methods = [name for name in settings.contenders if name not in PEERS]
+        specs = {name: make_speculator(settings, name, loaded, progress) for name in methods}
+        self.target = specs[REFERENCE].runner()
+        feature_layers = {name: spec.feature_layers() for name, spec in specs.items()}
+        any_layers = next(filter(None, feature_layers.values()), ())
+        # Contenders share the prompts' KV if they round it to the same dtype and read the same hidden states, or none.
+        prefills: dict[tuple[str | None, tuple[int, ...]], SharedPrefill] = {}
         self.contenders: dict[str, Contender] = {}
-        plain = self.target
-        if load_dequantized is not None and len(ours) < len(settings.contenders):
-            plain = TargetRunner(load_dequantized().model)
+        peer_target = self.target
+        if load_dequantized is not None and len(specs) < len(settings.contenders):
+            peer_target = TargetRunner(load_dequantized().model)
         for name in settings.contenders:
             if name in PEERS:
-                self.contenders[name] = TransformersGenerate(
-                    plain.model, name, plain.arithmetic == self.target.arithmetic
-                )
+                same_arithmetic = peer_target.arithmetic == self.target.arithmetic
+                self.contenders[name] = TransformersGenerate(peer_target.model, name, same_arithmetic)
                 continue
-            place = settings.kv_dtype_of(name), layers[name] or read
-            shared = kept.setdefault(place, SharedPrefill(PromptCache(place[1])))
-            self.contenders[name] = MethodContender(name, ours[name], shared)
-        self._texts = TextCodec(loaded.tokenizer)
+            layers = feature_layers[name] or any_layers
+            prefill = prefills.setdefault((settings.kv_dtype_of(name), layers), SharedPrefill(PromptCache(layers)))
+            self.contenders[name] = MethodContender(name, specs[name], prefill)
+        self._codec = TextCodec(loaded.tokenizer)
         self._eos = eos_ids(self.target, loaded.tokenizer, settings.ignore_eos)
 
     @property
@@ -162,15 +157,14 @@ class Bench:
         return {name: c.note for name, c in self.contenders.items() if c.note}
 
     def warm_up(self, prompt: Prompt) -> None:
-        """Runs each contender for a moment, once, so that the first batch does not pay for what is done only once."""
-        for contender in () if self._awake else self.contenders.values():
-            contender.decode_cold(
-                self.make_job([prompt.token_ids[:WAKE_PROMPT]], min(WAKE_TOKENS, self.settings.max_tokens))
-            )
+        """Lets each contender decode a few tokens, once, so that the first batch includes no one-time work."""
+        job = self.make_job([prompt.token_ids[:WARM_UP_PROMPT]], min(WARM_UP_TOKENS, self.settings.max_tokens))
+        for contender in () if self._is_warm else self.contenders.values():
+            contender.decode_cold(job)
             contender.release()
-        self._awake = True
+        self._is_warm = True
 
-    def measure(self, prompts: Sequence[Prompt], tick: Tick = lambda what: None) -> BatchResult:
+    def measure(self, prompts: Sequence[Prompt], tick: Tick = lambda name: None) -> BatchResult:
         """Measures one batch.
 
         Args:
@@ -179,28 +173,27 @@ class Bench:
         s, device = self.settings, self.target.device
         job = self.make_job([p.token_ids for p in prompts], s.max_tokens)
         cold: dict[str, Run] = {}
-        goes_on = not s.cold and all(
-            p.sample.continues_previous for p in prompts
-        )  # what was read for the turn before is there
-        for name in self._reading:
+        continues = not s.cold and all(p.sample.continues_previous for p in prompts)  # the turn before is cached
+        for name in self._cold_contenders:
             tick(name)
             contender = self.contenders[name]
-            cold[name] = contender.decode_warm(job) if goes_on and name in self.methods else contender.decode_cold(job)
+            is_warm = continues and name in self.methods
+            cold[name] = contender.decode_warm(job) if is_warm else contender.decode_cold(job)
         rounds: dict[str, list[Run]] = {name: [] for name in self.names}
         peaks: dict[str, int | None] = dict.fromkeys(self.names)
         for _, name in interleave(self.names, s.repeats):
             tick(name)
-            gc.collect()  # or a collection falls due inside somebody's turn
-            watched = memory_info.reset_peak(device)
+            gc.collect()  # so that no collection falls into a timed run
+            has_peak = memory_info.reset_peak(device)
             rounds[name].append(self.contenders[name].decode_warm(job))
-            if watched:
+            if has_peak:
                 peaks[name] = max(memory_info.peak_bytes(device), peaks[name] or 0)
-        # On the prompts' KV that is still there; with ``cold`` each method reads them itself.
-        looked = self.methods.items() if s.profile else ()
-        profiles = {name: profile_rounds(c.spec, job, None if s.cold else c.prefill.cache) for name, c in looked}
+        # From the cached KV of the prompts; with ``cold`` each method has its own prefill.
+        profiled = self.methods.items() if s.profile else ()
+        profiles = {name: profile_job(c.spec, job, None if s.cold else c.prefill.cache) for name, c in profiled}
         comparable = [name for name, c in self.contenders.items() if c.is_comparable(s.sampling.greedy, len(prompts))]
         outputs = {name: [*rounds[name], *([cold[name]] if name in cold else [])] for name in comparable}
-        differences = [d for name, runs in outputs.items() for d in self._disagreements(prompts, name, runs, rounds)]
+        differences = [d for name, runs in outputs.items() for d in self._differences(prompts, name, runs, rounds)]
         for name, contender in self.contenders.items():
             if s.cold or name not in self.methods or not prompts[0].sample.last_message:
                 contender.release()
@@ -215,34 +208,34 @@ class Bench:
             differences,
             tuple(comparable),
             peaks,
-            {name: seen for name, seen in profiles.items() if seen is not None},
+            {name: profile for name, profile in profiles.items() if profile is not None},
             prompts[0].sample.metric,
             {name: self._scores(prompts, runs[0]) for name, runs in rounds.items()},
         )
 
     def _scores(self, prompts: Sequence[Prompt], run: Run) -> list[float | None]:
-        """Scores of a run's answers."""
-        texts = (self._texts.decode(list(tokens)) for tokens in run.tokens)
+
+        texts = (self._codec.decode(list(tokens)) for tokens in run.tokens)
         return [scores.score_answer(prompt.sample, text) for prompt, text in zip(prompts, texts, strict=True)]
 
-    def steps(self, groups: Sequence[PromptBatch]) -> list[Step[BatchKey, BatchResult]]:
-        """A step for each batch. The first one that is measured wakes the contenders."""
+    def steps(self, batches: Sequence[PromptBatch]) -> list[Step[BatchKey, BatchResult]]:
+        """A step for each batch. The first step to run warms the contenders up."""
 
-        def measure(group: PromptBatch, missing: Collection[BatchKey], tick: Tick) -> Iterator[BatchResult]:
-            self.warm_up(group[0])
-            yield self.measure(group, tick)
+        def measure(batch: PromptBatch, missing: Collection[BatchKey], tick: Tick) -> Iterator[BatchResult]:
+            self.warm_up(batch[0])
+            yield self.measure(batch, tick)
 
-        def key(group: PromptBatch) -> BatchKey:
-            return group[0].sample.dataset, group[0].context, tuple(prompt.sample.origin for prompt in group)
+        def key(batch: PromptBatch) -> BatchKey:
+            return batch[0].sample.dataset, batch[0].context, tuple(prompt.sample.origin for prompt in batch)
 
-        runs = len(self._reading) + len(self.names) * self.settings.repeats
+        runs = len(self._cold_contenders) + len(self.names) * self.settings.repeats
         return [
-            Step(f"sample {number}/{len(groups)}", (key(group),), partial(measure, group), runs)
-            for number, group in enumerate(groups, 1)
+            Step(f"sample {number}/{len(batches)}", (key(batch),), partial(measure, batch), runs)
+            for number, batch in enumerate(batches, 1)
         ]
 
     @property
-    def _reading(self) -> list[str]:
+    def _cold_contenders(self) -> list[str]:
         """The contenders that have a cold run."""
         sharing = () if self.settings.cold else self.methods
         return [name for name in self.names if name == REFERENCE or name not in sharing]
@@ -250,18 +243,18 @@ class Bench:
     def make_job(self, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> Job:
         return Job(tuple(prompts), max_tokens, self.settings.sampling, self.settings.seed, self._eos)
 
-    def _disagreements(
+    def _differences(
         self, prompts: Sequence[Prompt], name: str, runs: Sequence[Run], rounds: dict[str, list[Run]]
     ) -> Iterator[SampleDifference]:
-        """Every run is compared, the cold one and ``ar``'s own included; a sample counts once, at its worst."""
-        cache = self.methods[REFERENCE].prefill.cache  # its first slot is free for the judge now: the rounds are over
+        """The differences of a contender's runs, cold ones and ``ar``'s own included: a sample's worst one."""
+        cache = self.methods[REFERENCE].prefill.cache  # the timed runs are over, so its first slot is free
         for i, prompt in enumerate(prompts):
             reference, sample = rounds[REFERENCE][0].tokens[i], prompt.sample
-            judged = [
+            compared = [
                 compare_outputs(self.target, prompt.token_ids, tokens, reference, self.settings.sampling, cache)
                 for tokens in {run.tokens[i] for run in runs} - {reference}
             ]
-            if differences := [d for d in judged if d is not None]:
+            if differences := [d for d in compared if d is not None]:
                 worst = asdict(max(differences, key=lambda d: (d.gap, -d.position)))
                 worst["gap"] = worst["gap"] if math.isfinite(worst["gap"]) else None
                 yield SampleDifference(name, sample.dataset, sample.origin, **worst)

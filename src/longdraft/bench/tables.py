@@ -1,4 +1,4 @@
-"""Tables of measurements, and what a measurement shows: one report, for a terminal or as Markdown."""
+"""Reports of measurements: tables for a terminal or as Markdown, a JSON object, and definitions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rich.text import Text
 from longdraft.metrics import TokenCounts, average, standard_error
 
 ACCEPTED_DEFINITION = (
-    "accepted: mean accepted length = new tokens / target forwards of all prompts together, bonus tokens counted, the "
-    "prefill's token not; ±: one standard error over prompts (jackknife)."
+    "accepted: mean accepted length = new tokens / target forwards, pooled over all prompts, with bonus tokens and "
+    "without the prefill's token; ±: one standard error over prompts (jackknife)."
 )
-SPEED_DEFINITION = "tokens/s: new tokens / decode seconds, the prefill and its token left out"
+SPEED_DEFINITION = "tokens/s: new tokens / decode seconds, without the prefill and its token"
 MAX_DEPTH = 1 << 12
 Column = tuple[str, str, str]
 """A column of a table: its heading, the row's key, and a format."""
@@ -28,8 +28,8 @@ class Report:
 
     Attributes:
         document: the JSON object.
-        tables: each with its title.
-        remarks: lines below the tables. definitions: what the figures mean.
+        tables: titles and tables.
+        remarks, definitions: lines below the tables; the latter define the figures.
     """
 
     document: dict[str, Any]
@@ -39,25 +39,25 @@ class Report:
 
 
 def to_markdown(report: Report) -> str:
-    """A report's tables, remarks and definitions."""
+    """A report's tables, remarks and definitions as Markdown."""
     lines = []
     for title, table in report.tables:
         columns = [[column.header, *column.cells] for column in table.columns]
-        head, *rows = [[str(cell).replace("|", "\\|") for cell in row] for row in zip(*columns, strict=True)]
+        header, *rows = [[str(cell).replace("|", "\\|") for cell in row] for row in zip(*columns, strict=True)]
         rule = ["---:" if column.justify == "right" else "---" for column in table.columns]
-        lines += [f"**{title}**", "", *(f"| {' | '.join(row)} |" for row in (head, rule, *rows)), ""]
-    said = [*(remark.plain for remark in report.remarks), *report.definitions]
-    return "\n".join([*lines, *(f"- {line}" for line in said), ""])
+        lines += [f"**{title}**", "", *(f"| {' | '.join(row)} |" for row in (header, rule, *rows)), ""]
+    notes = [*(remark.plain for remark in report.remarks), *report.definitions]
+    return "\n".join([*lines, *(f"- {line}" for line in notes), ""])
 
 
 def new_table(names: Sequence[str], figures: Sequence[str] = ()) -> Table:
     """An empty table: columns of names, and right-aligned columns of figures."""
-    made = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for head in names:
-        made.add_column(head, no_wrap=True)
-    for head in figures:
-        made.add_column(head, justify="right", no_wrap=True)
-    return made
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for heading in names:
+        table.add_column(heading, no_wrap=True)
+    for heading in figures:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
 
 
 def pivot(
@@ -66,49 +66,49 @@ def pivot(
     """A table with a line for each method and a column for each length.
 
     Args:
-        column: the heading of a row's column. cell: the text of a row.
+        column, cell: functions of a row: the heading of its column, the text of its cell.
     """
-    heads = list(dict.fromkeys(column(row) for row in rows))
-    made = new_table([head], heads)
+    headings = list(dict.fromkeys(column(row) for row in rows))
+    table = new_table([head], headings)
     for name in dict.fromkeys(row["method"] for row in rows):
-        own = {column(row): cell(row) for row in rows if row["method"] == name}
-        made.add_row(Text(name), *(own.get(each, "-") for each in heads))
-    return made
+        cells = {column(row): cell(row) for row in rows if row["method"] == name}
+        table.add_row(Text(name), *(cells.get(heading, "-") for heading in headings))
+    return table
 
 
 def median_of(values: Iterable[float | None]) -> float | None:
     """The median of the values that are not None; None if there are none."""
-    known = [v for v in values if v is not None]
-    return median(known) if known else None
+    numbers = [v for v in values if v is not None]
+    return median(numbers) if numbers else None
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:
     """The mean of the values that are not None; None if there are none."""
-    known = [v for v in values if v is not None]
-    return mean(known) if known else None
+    numbers = [v for v in values if v is not None]
+    return mean(numbers) if numbers else None
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
-    """None if one of them is missing, or the other is 0."""
+    """The quotient; None if a number is missing or the denominator is 0."""
     return None if numerator is None or not denominator else numerator / denominator
 
 
 def spread(values: Iterable[float | None]) -> list[float] | None:
     """The lowest and the highest of the values that are not None; None if there are none."""
-    known = [v for v in values if v is not None]
-    return [min(known), max(known)] if known else None
+    numbers = [v for v in values if v is not None]
+    return [min(numbers), max(numbers)] if numbers else None
 
 
 def group_by(rows: Iterable[Mapping[str, Any]], *keys: str) -> list[list[Mapping[str, Any]]]:
-    """The rows by the values of keys, in the order in which these come first."""
-    found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    """Groups of the rows that agree in these keys, in the order of their first rows."""
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
-        found.setdefault(tuple(row[key] for key in keys), []).append(row)
-    return list(found.values())
+        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return list(groups.values())
 
 
 def nonempty_columns(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> list[Column]:
-    """The columns that have a figure in any row."""
+    """The columns that have a figure in at least one row."""
     return [column for column in columns if any(row.get(column[1]) is not None for row in rows)]
 
 
@@ -118,29 +118,30 @@ def format_figure(value: float | str | None, form: str, missing: str = "-") -> s
 
 
 def acceptance_stats(texts: Iterable[TokenCounts]) -> dict[str, Any]:
-    """The keys of a row that say its accepted length; ``prompts``: those that had a verification."""
-    own = [text for text in texts if text[1]]
-    return {"mean_accepted_length": average(own), "prompts": len(own), "standard_error": standard_error(own)}
+    """A row's accepted length, its standard error, and ``prompts``: how many had a verification."""
+    verified = [counts for counts in texts if counts[1]]
+    error = standard_error(verified)
+    return {"mean_accepted_length": average(verified), "prompts": len(verified), "standard_error": error}
 
 
 def format_cell(row: Mapping[str, Any], key: str = "mean_accepted_length", form: str = "{:.2f}") -> str:
-    """A row's figure as its table shows it: an accepted length with its standard error."""
+    """A row's figure as tables show it; an accepted length comes with its standard error."""
     error = row.get("standard_error") if key in ("mean_accepted_length", "accepted") else None
     return format_figure(row.get(key), form) + format_figure(error, " ± {:.2f}", missing="")
 
 
-def pluralize(number: int, what: str) -> str:
+def pluralize(number: int, noun: str) -> str:
     """``1 sample``, ``2 samples``."""
-    return f"{number:,} {what}" + ("" if number == 1 else "s")
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def depth_accepted(rounds: Sequence[tuple[int, int]]) -> list[float]:
-    """Share of rounds that accepted at least d drafted tokens, for d from 1 to the deepest.
+    """Share of rounds that accepted at least d drafted tokens, for d = 1, 2, ... up to the most accepted.
 
     Args:
-        rounds: for each, drafted tokens that it accepted, and how many the token budget had room for.
+        rounds: for each, how many drafted tokens were accepted, and how many ``max_tokens`` left room for.
     """
-    # No tree is deeper: a damaged file may say anything.
+    # The bound is for damaged files: no tree is deeper.
     deepest = min(MAX_DEPTH, max((accepted for accepted, _ in rounds), default=0))
     levels = range(1, deepest + 1)
     return [sum(accepted >= d for accepted, _ in rounds) / len(rounds) for d in levels]

@@ -1,7 +1,7 @@
 """Data sets by name: where their rows are, how a row becomes a prompt, and how its answer is scored.
 
-The words around documents are those that a data set's authors publish (``templates.json``: LongBench, LongBench v2 and
-RULER), and our own for the data sets that come without any.
+Prompt templates are the authors' where they publish one (``templates.json``: LongBench, LongBench v2, RULER), otherwise
+longdraft's own.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from longdraft.bench.examples import Example
 from longdraft.bench.scores import metric_of_dataset
 from longdraft.errors import CapabilityError, PromptError
 
-# LongBench's repository holds one archive; its rows are read from there, without the script that lies beside it.
+# LongBench's repository holds one archive, which is read without the repository's loading script.
 _LONGBENCH = "zip://data/{name}.jsonl::hf://datasets/THUDM/LongBench/data.zip"
-# LongBench found chat models better off without a chat template here.
-_PLAIN = ("trec", "triviaqa", "samsum", "lcc", "repobench-p")
+# LongBench uses no chat template for these tasks.
+_NO_CHAT_TEMPLATE = ("trec", "triviaqa", "samsum", "lcc", "repobench-p")
 _TEMPLATES: dict[str, str] = json.loads(resources.files(__package__).joinpath("templates.json").read_text("utf-8"))
-# How SPEED-Bench's published rows begin whose text is fetched from elsewhere.
+# The beginning of SPEED-Bench's rows without a text, which has to be fetched from its source.
 _MASKED = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 BUILT_IN = "stdlib"
-"""The default data: source files of Python's standard library."""
+"""The default data set: source files of Python's standard library."""
 _MODULES = ("textwrap", "argparse", "typing")
 _BUILT_IN_TASKS = {
     "stdlib-summary": "Summarise what this module offers.",
@@ -45,13 +45,13 @@ class Task:
     """A data set.
 
     Attributes:
-        template: the prompt; ``{context}`` is the document, which is cut to fit, other names are columns.
-        document_columns: columns for the document; the first that a row has is used.
-        answer_columns: columns for the references, likewise.
-        hub: arguments of ``datasets.load_dataset``; empty: it is read from files alone.
-        plain, middle: as of :class:`~longdraft.bench.data.Sample`.
-        map_columns: makes the prompt's columns of a row; ``part`` among them names a part of the data set.
-        make_samples: makes the samples of a row that is a conversation; None: it is none.
+        template: the prompt template: ``{context}`` is the document, which is cut to fit; other names are columns.
+        document_columns: columns that may hold the document; the first that a row has is used.
+        answer_columns: columns that may hold the references; the first that a row has is used.
+        hub: arguments of ``datasets.load_dataset``; empty: the data set is read from files only.
+        no_chat_template, truncate_middle: see :class:`~longdraft.bench.data.Sample`.
+        map_columns: a row -> the template's columns; a column ``part`` names a part of the data set.
+        make_samples: a row that is a conversation -> its samples; None: rows are no conversations.
     """
 
     template: str
@@ -66,31 +66,31 @@ class Task:
 
 def _longbench(name: str) -> Task:
     hub = {"path": "json", "data_files": _LONGBENCH.format(name=name), "split": "train"}
-    return Task(_TEMPLATES[name], hub=hub, no_chat_template=name in _PLAIN, truncate_middle=True)
+    return Task(_TEMPLATES[name], hub=hub, no_chat_template=name in _NO_CHAT_TEMPLATE, truncate_middle=True)
 
 
-def _spec_bench(row: Example) -> Columns:
-    """The first turn of a question of Spec-Bench; MT-bench's categories are one part."""
-    category = str(row.columns.get("category", ""))
-    own = ("translation", "summarization", "qa", "math_reasoning", "rag")
-    return {"context": (row.columns.get("turns") or [""])[0], "part": category if category in own else "mt_bench"}
+def _spec_bench(example: Example) -> Columns:
+    """The first turn of a Spec-Bench question. The part is its category; all categories of MT-bench are one part."""
+    category = str(example.columns.get("category", ""))
+    parts = ("translation", "summarization", "qa", "math_reasoning", "rag")
+    return {"context": (example.columns.get("turns") or [""])[0], "part": category if category in parts else "mt_bench"}
 
 
-def _speed_bench(row: Example) -> Columns:
-    """The first turn of a question of SPEED-Bench; a part is a category, and of the throughput splits one of a length.
+def _speed_bench(example: Example) -> Columns:
+    """The first turn of a SPEED-Bench question. The part is its category, in throughput splits behind the split's name.
 
     Raises:
-        PromptError: the row stands for a text that its authors may not publish.
+        PromptError: the row is a placeholder for a text that its authors may not publish.
     """
-    messages = row.columns.get("messages") or [{}]
-    (turn, *_) = row.columns.get("turns") or [messages[0].get("content") or ""]
+    messages = example.columns.get("messages") or [{}]
+    (turn, *_) = example.columns.get("turns") or [messages[0].get("content") or ""]
     if str(turn).startswith(_MASKED):
         raise PromptError(
-            f"{row.origin} is a place for a text that SPEED-Bench may not publish: fetch the texts with its "
+            f"{example.origin} is a placeholder for a text that SPEED-Bench may not publish: fetch the texts with its "
             "prepare_data.py (docs/benchmarks.md), and give the file that it writes."
         )
-    split = re.findall(r"throughput_\d+k", row.origin)
-    return {"context": turn, "part": "/".join([*split[-1:], str(row.columns.get("category", ""))])}
+    split = re.findall(r"throughput_\d+k", example.origin)
+    return {"context": turn, "part": "/".join([*split[-1:], str(example.columns.get("category", ""))])}
 
 
 TASKS = {
@@ -126,18 +126,18 @@ def load_samples(names: Sequence[str], limit: int | None = None) -> list[Sample]
     """The samples of the first ``limit`` rows of each data set.
 
     Args:
-        names: a file of prompts, as :func:`longdraft.bench.data.load_samples` takes it; the name of a task, whose rows come
-            from the Hugging Face hub; ``task=path``, a file, folder or archive in the task's own format; one of RULER's
-            kinds, which are made here, in the text of a file with ``kind=file``; or ``stdlib``.
+        names: each is one of: a file of prompts, for :func:`longdraft.bench.data.read_samples`; a task's name, whose
+            rows come from the Hugging Face hub; ``task=path``: a file, folder or archive in the task's format; a RULER
+            task, or ``kind=file`` with its haystack; ``stdlib``.
 
     Raises:
-        PromptError: a file or a row that cannot be used.
+        PromptError: a file or a row cannot be used.
         CapabilityError: the ``datasets`` library is missing, or the hub cannot be reached.
     """
-    return [sample for name in names for sample in _read(name, limit)]
+    return [sample for name in names for sample in _load(name, limit)]
 
 
-def _read(name: str, limit: int | None) -> list[Sample]:
+def _load(name: str, limit: int | None) -> list[Sample]:
     if name == BUILT_IN:
         return built_in_samples()[:limit]
     task, equals, file = name.partition("=")
@@ -148,8 +148,8 @@ def _read(name: str, limit: int | None) -> list[Sample]:
     if task in TASKS:
         if not equals and not TASKS[task].hub:
             raise CapabilityError(f"{task} is read from its files: --data {task}=FILE, a folder or an archive of them.")
-        found = examples.read_path(path, task, limit) if equals else examples.read_hub(task, TASKS[task].hub, limit)
-        return [sample for row in found for sample in _samples(task, row)]
+        rows = examples.read_path(path, task, limit) if equals else examples.read_hub(task, TASKS[task].hub, limit)
+        return [sample for row in rows for sample in _make_samples(task, row)]
     path = Path(name).expanduser()
     if not path.exists() and not path.suffix:
         raise PromptError(f"{name} is neither a file nor a data set that is known by name ({', '.join(NAMES)}).")
@@ -157,51 +157,52 @@ def _read(name: str, limit: int | None) -> list[Sample]:
 
 
 def built_in_samples() -> list[Sample]:
-    """Long source files of the standard library, each to be summarised and to be quoted.
+    """Long source files of the standard library, each with two tasks: summarise and quote.
 
     Raises:
-        PromptError: this Python comes without sources.
+        PromptError: this Python has no source files.
     """
-    found = []
+    samples = []
     for name in _MODULES:
         text = module_source(name).read_text(encoding="utf-8")
         for dataset, instruction in _BUILT_IN_TASKS.items():
-            found.append(Sample(text, instruction, dataset, f"{name}.py"))
-    return found
+            samples.append(Sample(text, instruction, dataset, f"{name}.py"))
+    return samples
 
 
 def module_source(module: str) -> Path:
     """The source file of a module of the standard library.
 
     Raises:
-        PromptError: this Python comes without sources.
+        PromptError: this Python has no source files.
     """
-    found = importlib.util.find_spec(module)
-    path = Path((found and found.origin) or "")
+    spec = importlib.util.find_spec(module)
+    path = Path((spec and spec.origin) or "")
     if path.suffix != ".py" or not path.is_file():
         raise PromptError("This Python comes without the sources of its modules: name data with --data.")
     return path
 
 
-def _samples(name: str, row: Example) -> Iterable[Sample]:
+def _make_samples(name: str, example: Example) -> Iterable[Sample]:
     task = TASKS[name]
     if task.make_samples is not None:
-        return task.make_samples(row)
-    columns, halves = task.map_columns(row), task.template.split("{context}")
+        return task.make_samples(example)
+    columns, halves = task.map_columns(example), task.template.split("{context}")
     column = next((c for c in task.document_columns if c in columns), None)
-    asked = re.findall(r"\{(\w+)\}", "".join(halves))
-    if column is None or not all(c in columns for c in asked):
-        needed = " and ".join([" or ".join(task.document_columns), *asked])
-        raise PromptError(f"{row.origin} is no row of {name}: it lacks {needed}; it has {', '.join(row.columns)}.")
-    document, given = columns[column], {c: columns[c] or "" for c in asked}
-    if not isinstance(document, str) or not document.strip() or not all(isinstance(x, str) for x in given.values()):
-        raise PromptError(f"{row.origin}: its {' or '.join((column, *asked))} is empty or not a string.")
-    before, after = (re.sub(r"\{(\w+)\}", lambda found: given[found[1]], half) for half in halves)
+    placeholders = re.findall(r"\{(\w+)\}", "".join(halves))
+    if column is None or not all(c in columns for c in placeholders):
+        needed = " and ".join([" or ".join(task.document_columns), *placeholders])
+        present = ", ".join(example.columns)
+        raise PromptError(f"{example.origin} is no row of {name}: it lacks {needed}; it has {present}.")
+    document, values = columns[column], {c: columns[c] or "" for c in placeholders}
+    if not isinstance(document, str) or not document.strip() or not all(isinstance(x, str) for x in values.values()):
+        raise PromptError(f"{example.origin}: its {' or '.join((column, *placeholders))} is empty or not a string.")
+    before, after = (re.sub(r"\{(\w+)\}", lambda match: values[match[1]], half) for half in halves)
     answers = data.reference_answers(columns, *task.answer_columns)
     part = f"{name}/{columns['part']}" if "part" in columns else name
     return [
         Sample(
-            document, after, part, row.origin, before, separator="", answers=answers,
+            document, after, part, example.origin, before, separator="", answers=answers,
             metric=metric_of_dataset(name) if answers else "", classes=tuple(columns.get("all_classes") or ()),
             no_chat_template=task.no_chat_template, truncate_middle=task.truncate_middle,
         )

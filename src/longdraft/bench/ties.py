@@ -1,8 +1,8 @@
 """Finds where two outputs differ, and whether rounding explains it.
 
-Two correct programs sum a token's logits in different orders, so the last bits differ. If the two best tokens are that
-close, either may win: a near tie. Any other difference is a mismatch. Between longdraft's own exact methods on a CPU in
-float32 there is no difference at all (docs/figures.md).
+Two correct programs may sum a token's logits in different orders, so that the last bits differ. If the two best logits
+are that close, either token may win: a near tie. Any other difference is a mismatch. Between longdraft's own exact
+methods on a CPU in float32 there is no difference at all (docs/figures.md).
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model.outputs import TargetOutput
 from longdraft.model.runner import TargetRunner
 
-# Rows of an answer whose logits are held at a time.
+# Tokens of an answer whose logits are computed in one forward.
 LOGITS_CHUNK = 128
 
 MAX_ULPS = {4: 64, 8: 64, 2: 4}
-"""By bytes of the model's dtype: the largest distance of two logits, in spacings, whose order rounding can change.
+"""By bytes of the model's dtype: the largest distance of two logits, in ulps, whose order rounding can change.
 
-The spacing is that of neighbouring numbers of the dtype at the size of the larger logit. In float16 and bfloat16 each
-result is rounded to the dtype after a sum in float32, in float32 each term of a sum is, hence more. Measured on
-SmolLM2-135M between transformers with and without a cache, and longdraft's trees and steps: the distance of the two
-best logits changes by up to 3 spacings in bfloat16 and float16, and by up to 14 in float32. Larger models sum longer.
+An ulp is the distance between neighbouring numbers of the dtype at the size of the larger logit. In float16 and
+bfloat16 a sum is computed in float32 and rounded once; in float32 every addition rounds. Measured on SmolLM2-135M
+between transformers with and without a cache, and longdraft's trees and steps: the distance of the two best logits
+changes by up to 3 ulps in bfloat16 and float16, and by up to 14 in float32. Larger models have longer sums.
 """
 
 
 def near_tie(gap: float, logit: float, dtype: torch.dtype) -> bool:
-    """True if rounding can swap two logits that are ``gap`` apart, the larger one being ``logit``."""
+    """True if rounding can swap two logits that are ``gap`` apart; ``logit`` is the larger one."""
     if not math.isfinite(gap) or not math.isfinite(logit):
         return False
-    spacing = 2.0 ** (math.frexp(logit)[1] - 1) * torch.finfo(dtype).eps
-    return gap <= MAX_ULPS[dtype.itemsize] * spacing
+    ulp = 2.0 ** (math.frexp(logit)[1] - 1) * torch.finfo(dtype).eps
+    return gap <= MAX_ULPS[dtype.itemsize] * ulp
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where two outputs differ.
+    """The first difference of two outputs.
 
     Attributes:
         position: index of the new token, 0 for the first.
-        token, reference: the two tokens there; None if that output had already ended.
-        gap: distance of their logits under the target, after the greedy processors; inf where one has ended.
-        near_tie: :func:`near_tie` of the two.
+        token, reference: the tokens at this position; None if an output has ended before it.
+        gap: distance of the two tokens' logits by the target, after processors; inf if one output has ended.
+        near_tie: :func:`near_tie` of the two logits.
     """
 
     position: int
@@ -60,7 +60,7 @@ class Difference:
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """Index of the first token that differs, or where the shorter one ends; None when they are equal."""
+    """Index of the first differing token (the shorter length if one is a prefix of the other); None if equal."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return i
@@ -68,64 +68,60 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 
 def compare_outputs(
-    runner: TargetRunner,
-    prompt: Sequence[int],
-    tokens: Sequence[int],
-    reference: Sequence[int],
-    sampling: Sampling | None = None,
-    cache: PromptCache | None = None,
-) -> Difference | None:
-    """The first difference between two outputs of a prompt, judged by the target; None when they are equal.
+    runner: TargetRunner, prompt: Sequence[int], tokens: Sequence[int], reference: Sequence[int],
+    sampling: Sampling | None = None, cache: PromptCache | None = None,
+) -> Difference | None:  # fmt: skip
+    """The first difference between two outputs of a prompt, with its gap by the target; None if they are equal.
 
     Args:
-        sampling: how the tokens were sampled. Its processors are applied first, as the gap is that of the scores
-            that were compared; sampling compares no two logits, so temperatures are judged on them all the same.
-        cache: KV of the prompt, so that the judge need not read it again.
+        sampling: how the tokens were sampled. The gap is measured after its processors; also at T > 0, where sampling
+            compares no logits.
+        cache: may hold the KV of the prompt, which then is not computed again.
     """
-    at = first_difference(tokens, reference)
-    if at is None:
+    position = first_difference(tokens, reference)
+    if position is None:
         return None
-    if at >= min(len(tokens), len(reference)):
-        token = tokens[at] if at < len(tokens) else None
-        return Difference(at, token, reference[at] if at < len(reference) else None, math.inf)
-    text = [*prompt, *tokens[:at]]
-    *_, (_, _, out) = forward_in_chunks(runner, cache or PromptCache(), text, text)
+    if position >= min(len(tokens), len(reference)):
+        token = tokens[position] if position < len(tokens) else None
+        return Difference(position, token, reference[position] if position < len(reference) else None, math.inf)
+    context = [*prompt, *tokens[:position]]
+    *_, (_, _, out) = forward_in_chunks(runner, cache or PromptCache(), context, context)
     assert out.logits is not None
     logits = out.logits[0, -1]
     processors = (sampling or Sampling()).processors()
-    scores = processors(torch.tensor([text], device=logits.device), logits[None].clone())[0]
-    pair = scores[[tokens[at], reference[at]]]
+    scores = processors(torch.tensor([context], device=logits.device), logits[None].clone())[0]
+    pair = scores[[tokens[position], reference[position]]]
     gap = float((pair[0] - pair[1]).abs())
-    if math.isnan(gap):  # two tokens that a filter has both ruled out: neither should have been sampled
+    if math.isnan(gap):  # a filter has excluded both tokens (-inf): neither should have been sampled
         gap = math.inf
-    return Difference(at, tokens[at], reference[at], gap, near_tie(gap, float(pair.max()), runner.kv_shape.dtype))
+    tie = near_tie(gap, float(pair.max()), runner.kv_shape.dtype)
+    return Difference(position, tokens[position], reference[position], gap, tie)
 
 
 def forward_in_chunks(
-    runner: TargetRunner,
-    cache: PromptCache,
-    text: Sequence[int],
-    known: Sequence[int],
+    runner: TargetRunner, cache: PromptCache, context: Sequence[int], prefix: Sequence[int],
     logits_from: int | None = None,
-) -> Iterator[tuple[int, Sequence[int], TargetOutput]]:
-    """Exact forwards of the target over a text, a piece each: its position, its tokens and the forward's output.
+) -> Iterator[tuple[int, Sequence[int], TargetOutput]]:  # fmt: skip
+    """Runs the target over a context in chunks. Yields each chunk's position, its tokens and the forward's output.
 
     Args:
-        cache: keeps the text's KV afterwards.
-        known: the beginning of the text whose KV is taken from the cache, as far as it is there.
-        logits_from: position of the first row whose logits are computed; None: only those of the text's last row.
+        cache: keeps the KV of the context afterwards.
+        prefix: the part of the context whose KV may come from the cache.
+        logits_from: position of the first token whose logits are computed; None: only the last token's.
     """
-    store = cache.open(runner.new_store, 1, len(text))
-    cache.reuse_prefix(0, known, rope_regime=runner.rope_regime(len(text)))
+    store = cache.open(runner.new_store, 1, len(context))
+    cache.reuse_prefix(0, prefix, rope_regime=runner.rope_regime(len(context)))
     try:
-        while (done := store.lengths[0]) < len(text):
-            answer = logits_from is not None and done >= logits_from
-            end = done + LOGITS_CHUNK if answer else min(done + default_chunk_size(runner), logits_from or len(text))
-            piece = text[done:end]
-            logits: Literal["all", "last", "none"] = "all" if answer else "last" if end >= len(text) else "none"
-            block = store.make_forward_batch([0], [piece], is_prefill=not answer, prompt_len=len(text))
-            out = runner.forward(block, store, logits=logits)
-            store.commit(0, range(len(piece)))
-            yield done, piece, out
+        while (start := store.lengths[0]) < len(context):
+            needs_logits = logits_from is not None and start >= logits_from
+            prefill_end = min(start + default_chunk_size(runner), logits_from or len(context))
+            end = start + LOGITS_CHUNK if needs_logits else prefill_end
+            chunk = context[start:end]
+            is_last = end >= len(context)
+            logits: Literal["all", "last", "none"] = "all" if needs_logits else "last" if is_last else "none"
+            batch = store.make_forward_batch([0], [chunk], is_prefill=not needs_logits, prompt_len=len(context))
+            out = runner.forward(batch, store, logits=logits)
+            store.commit(0, range(len(chunk)))
+            yield start, chunk, out
     finally:
-        cache.record_tokens(0, text)
+        cache.record_tokens(0, context)

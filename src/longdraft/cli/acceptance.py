@@ -168,7 +168,7 @@ def _measure(
     if names is None and draft_options.draft is not None:
         names = [kind_of(draft_options.draft).name]
     settings_args |= {name: getattr(prompt_options, name) for name in ("max_tokens", "seed", "raw", "ignore_eos")}
-    settings_args |= {"asked": prompt_options.chat_prompt_kwargs}
+    settings_args |= {"template_kwargs": prompt_options.chat_prompt_kwargs}
 
     def make_settings(names: Sequence[str]) -> Settings:
         if not names or any(name in PEERS for name in names):

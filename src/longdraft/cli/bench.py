@@ -118,7 +118,7 @@ def bench(
             offload=offload,
             contender_options=method_options.contender_options(names),
             profile=profile,
-            asked=prompt_options.chat_prompt_kwargs,
+            template_kwargs=prompt_options.chat_prompt_kwargs,
         )  # fmt: skip
     processes.check_options({"--results": output.results, "--profile": profile})
     output.check_writable()

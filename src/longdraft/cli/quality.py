@@ -68,7 +68,7 @@ def quality(
             method_args,
             temperature,
         )
-        kwargs: dict[str, Any] = {"raw": prompt_options.raw, "asked": prompt_options.chat_prompt_kwargs}
+        kwargs: dict[str, Any] = {"raw": prompt_options.raw, "template_kwargs": prompt_options.chat_prompt_kwargs}
         prompt_settings = Settings(max_tokens=settings.max_tokens, contexts=(context,), **kwargs)
     output.check_writable()
     samples = prompt_options.read()

@@ -41,8 +41,8 @@ from longdraft.memory.store import KVShape, KVStore
 from longdraft.model.key_rotation import apply_rotary
 from longdraft.model.runner import TargetRunner
 from longdraft.options import Options, option, parse
-from longdraft.trees.kind import TreeConfig
 from longdraft.trees.options import TreeOptions
+from longdraft.trees.tree_config import TreeConfig
 from longdraft.views.draft_cache import PREFILL_CHUNK, DraftCache, RepositionedKVCache
 
 

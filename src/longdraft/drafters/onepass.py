@@ -30,9 +30,9 @@ from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.engine.sequence import Sequence
 from longdraft.model.runner import TargetRunner
 from longdraft.native.boundary import CPU_FLOAT32
-from longdraft.trees.kind import TreeConfig
 from longdraft.trees.level import TreeLevel
 from longdraft.trees.tree import NodeLimit, TokenTree
+from longdraft.trees.tree_config import TreeConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -221,7 +221,7 @@ class SelfDrafter(TreeDrafter):
             return runner.new_store(slots, capacity, features, resident=True, dtype=self.view_dtype, with_states=False)
 
         self.cache = SparseKVCache(store, new_store, self.view, self.scratch_entries)
-        self.fused_lm = FusedLM.of(runner)
+        self.fused_lm = FusedLM.from_runner(runner)
 
     @property
     def scratch_entries(self) -> int:

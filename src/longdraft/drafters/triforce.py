@@ -31,8 +31,8 @@ from longdraft.memory.store import KVStore
 from longdraft.memory.token_ids import common_prefix_len
 from longdraft.model.runner import TargetRunner
 from longdraft.options import declared, option, parse, takes
-from longdraft.trees.kind import MAX_CHAIN_LENGTH
 from longdraft.trees.tree import NodeLimit, TokenTree
+from longdraft.trees.tree_config import MAX_CHAIN_LENGTH
 from longdraft.views.view import View
 
 # Section 5.1: tokens that the self-drafter emits before the target verifies them (gamma_2), tokens that the small model

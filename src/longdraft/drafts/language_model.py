@@ -112,7 +112,7 @@ class TrainedLM(TrainedDraft[BoundLM], SmallLMDraft):
         model = small_llama.build_causal_lm(self.sizes, weights, runner.shared_parts.embedding, dense_head)
         hosted = TargetRunner(model)
         hosted.execution_model.fused.quantize_for_draft()
-        return BoundLM(hosted, ids, FusedLM.of(hosted))
+        return BoundLM(hosted, ids, FusedLM.from_runner(hosted))
 
 
 class PublishedLM(SmallLMDraft):
@@ -167,5 +167,5 @@ class PublishedLM(SmallLMDraft):
             model = draft_models.fit_head(model, self._vocabulary)
         hosted = TargetRunner(model)
         # With int8 arithmetic it shares the model's weights; float32 would need a second copy.
-        fused_lm = FusedLM.of(hosted) if hosted.arithmetic == "int8" else None
+        fused_lm = FusedLM.from_runner(hosted) if hosted.arithmetic == "int8" else None
         return BoundLM(hosted, None, fused_lm)

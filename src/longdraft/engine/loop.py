@@ -258,7 +258,9 @@ class Engine:
         num_entries, slots = capacity + scratch, self.slots
         while True:
             try:
-                store = self.cache.open(new_store, slots, num_entries, layers, runner.store_kind, self._fingerprint)
+                store = self.cache.open(
+                    new_store, slots, num_entries, layers, runner.store_compat_key, self._fingerprint
+                )
                 self._store, self._query_layers = store, self.drafter.query_layers(runner)
                 self.drafter.bind(runner, store)
                 self.verifier.bind(runner, store, nodes, self._query_layers)

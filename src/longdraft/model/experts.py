@@ -1,8 +1,8 @@
-"""Mixture-of-experts layers, batch invariant in decoding: our kernels read each routed expert's matrices once.
+"""Mixture-of-experts (MoE) layers on our CPU kernels, batch invariant in decoding.
 
-transformers' grouped GEMMs round by the number of tokens. This file covers the modules of its ``ExpertsInterface``,
-which declare their matrices' layout and the function between the products. Other MoE layers run their own code in
-:class:`~longdraft.model.batch_invariant.BatchInvariantMode`.
+transformers' grouped GEMMs are not batch invariant: their rounding depends on the number of tokens. This file replaces
+them in modules of transformers' ``ExpertsInterface``, which declare the layout of their matrices and the activation
+between them. Other MoE layers run their own code in :class:`~longdraft.model.batch_invariant.BatchInvariantMode`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from longdraft.model.stored import StoredWeights
 from longdraft.native import QuantizedMatrix, kernels
 from longdraft.native.experts import ExpertWeights, GroupedGemm
 
-# An expert's matrices: gate and up projection, in one matrix or in two, or up alone; and the down projection.
-_FIRST_KINDS, LAST = ("gate_up", "gate", "up"), "down"
+# Names of an expert's matrices. First: gate and up projection, in one matrix or two, or only up. Last: down projection.
+_FIRST_MATRICES, LAST = ("gate_up", "gate", "up"), "down"
 
 
 @dataclass
@@ -33,8 +33,8 @@ class Experts:
 
     Attributes:
         module: transformers' module, which computes everything but the products.
-        first: gate and up projection, in one matrix or in two, or up alone. last: the down projection.
-    """
+        first: gate and up projection, in one matrix or two, or only up.
+        last: the down projection."""
 
     module: Any
     first: list[ExpertWeights]
@@ -47,11 +47,13 @@ class Experts:
         return GroupedGemm(cpu_kernels, self.first), GroupedGemm(cpu_kernels, [self.last])
 
     def forward(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """x (tokens, hidden), routed to ``top_k_index`` (tokens, k) -> sums weighted by ``top_k_weights``."""
+        """Sums the outputs of each token's k experts, with ``top_k_weights``: (tokens, hidden) like ``x``.
+
+        ``top_k_index`` (ids of experts) and ``top_k_weights`` are (tokens, k)."""
         num_tokens, k = top_k_index.shape
         module, (first, last) = self.module, self._products
-        with torch._C.DisableTorchFunction():
-            experts, starts, order = _group_by_expert(top_k_index.reshape(-1))  # order // k: the tokens
+        with torch._C.DisableTorchFunction():  # our products are batch invariant already
+            experts, starts, order = _group_by_expert(top_k_index.reshape(-1))  # order // k: the tokens of the pairs
             hidden = fuse_gate_up([*first(x[order // k].float(), experts, starts).to(x.dtype)], module.is_concatenated)
         gated: torch.Tensor = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
         with torch._C.DisableTorchFunction():
@@ -59,10 +61,10 @@ class Experts:
         if getattr(module, "has_post_expert_norm", False):  # in later versions of transformers
             hidden = module.post_expert_norm(hidden)
         with torch._C.DisableTorchFunction():
-            results = torch.empty_like(hidden)
-            results[order] = hidden
-            scaled = results.view(num_tokens, k, -1) * top_k_weights[..., None].to(hidden.dtype)
-            # Added in the router's order: torch's sum may take another order for more tokens.
+            unsorted = torch.empty_like(hidden)
+            unsorted[order] = hidden
+            scaled = unsorted.view(num_tokens, k, -1) * top_k_weights[..., None].to(hidden.dtype)
+            # Added in the router's order: the order of torch's sum may depend on the number of tokens.
             total = scaled[:, 0]
             for i in range(1, k):
                 total = total + scaled[:, i]
@@ -75,38 +77,39 @@ def is_moe_experts(module: nn.Module) -> bool:
 
 
 def make_batch_invariant(model: nn.Module) -> None:
-    """Makes a model's MoE layers batch invariant in decoding. The model must be our own copy."""
+    """Makes the MoE layers of a model, which must be our own copy, batch invariant in decoding."""
     for module in model.modules():
         if kernels() is not None and is_moe_experts(module):
             replace_forward(module, _kernel_forward(module))
 
 
 def _kernel_forward(module: Any) -> Callable[..., torch.Tensor]:
+    """Returns a forward that decodes with our kernels, and runs the module's own code in prefill."""
     original = get_forward(module)
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
-    cached: list[Any] = []  # the parameters, and the Experts made of them
+    cached: list[Any] = []  # the two parameters, and the Experts made from them
 
-    def current_experts() -> Experts | None:
+    def get_experts() -> Experts | None:
         parameters = [module._parameters.get(name) for name in names]
         if not cached or any(a is not b for a, b in zip(cached, parameters, strict=False)):
-            experts = _experts(module, names)
-            if any(parameter is None for parameter in parameters):  # an adapter replaces them for this forward
+            experts = _experts_of(module, names)
+            if any(parameter is None for parameter in parameters):  # an adapter put tensors there for this forward
                 return experts
             cached[:] = [*parameters, experts]
         result: Experts | None = cached[-1]
         return result
 
     def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        fast = current_experts() if in_decode() else None
-        compute = original if fast is None else fast.forward
+        experts = get_experts() if in_decode() else None
+        compute = original if experts is None else experts.forward
         out: torch.Tensor = compute(hidden_states, top_k_index, top_k_weights)
         return out
 
     return forward
 
 
-def _experts(module: Any, names: tuple[str, str]) -> Experts | None:
-    """A module's experts for our kernels; None if the kernels cannot read its matrices."""
+def _experts_of(module: Any, names: tuple[str, str]) -> Experts | None:
+    """Makes Experts from a module's parameters ``names``; None if the kernels cannot read them."""
     matrices = []
     for name in names:
         weight, bias = getattr(module, name).detach(), getattr(module, f"{name}_bias", None)
@@ -124,7 +127,7 @@ def _experts(module: Any, names: tuple[str, str]) -> Experts | None:
 
 
 def _group_by_expert(expert_ids: torch.Tensor) -> tuple[list[int], list[int], torch.Tensor]:
-    """Sorts by expert: the experts that occur, where each begins (and the end), and the sorting permutation."""
+    """Sorts (token, expert) pairs. Returns the experts, the first pair of each (and the end), and the order."""
     order = expert_ids.argsort(stable=True)
     experts: list[int] = []
     starts: list[int] = []
@@ -136,7 +139,7 @@ def _group_by_expert(expert_ids: torch.Tensor) -> tuple[list[int], list[int], to
 
 
 def fuse_gate_up(parts: list[torch.Tensor], is_concatenated: bool) -> torch.Tensor:
-    """Joins tensors (E, out, ...) along their outputs, concatenated or interleaved."""
+    """Joins gate and up, tensors (E, out, ...), along ``out``: one behind the other, or interleaved."""
     if len(parts) == 1:
         return parts[0]
     return torch.cat(parts, 1) if is_concatenated else torch.stack(parts, 2).flatten(1, 2)
@@ -145,25 +148,25 @@ def fuse_gate_up(parts: list[torch.Tensor], is_concatenated: bool) -> torch.Tens
 def as_parameters(
     module: Any, matrices: Mapping[str, torch.Tensor], biases: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Matrices (experts, out, in) and biases (experts, out) by kind -> the parameters of transformers' module."""
+    """Matrices (experts, out, in) and biases (experts, out), by name -> the parameters of transformers' module."""
     parameters: dict[str, torch.Tensor] = {}
-    first = [kind for kind in _FIRST_KINDS if kind in matrices]
-    for name, kinds in (("up_proj" if first == ["up"] else "gate_up_proj", first), ("down_proj", [LAST])):
-        fused = fuse_gate_up([matrices[kind] for kind in kinds], module.is_concatenated)
-        parameters[name] = fused.transpose(1, 2).contiguous() if module.is_transposed else fused
-        if kind_biases := [biases[kind] for kind in kinds if kind in biases]:
-            parameters[f"{name}_bias"] = fuse_gate_up(kind_biases, module.is_concatenated)
+    first = [name for name in _FIRST_MATRICES if name in matrices]
+    for parameter, names in (("up_proj" if first == ["up"] else "gate_up_proj", first), ("down_proj", [LAST])):
+        fused = fuse_gate_up([matrices[name] for name in names], module.is_concatenated)
+        parameters[parameter] = fused.transpose(1, 2).contiguous() if module.is_transposed else fused
+        if fused_biases := [biases[name] for name in names if name in biases]:
+            parameters[f"{parameter}_bias"] = fuse_gate_up(fused_biases, module.is_concatenated)
     return parameters
 
 
 class StoredExperts(nn.Module):
-    """Replaces transformers' experts with matrices that stay quantised, or in half precision.
+    """Replaces transformers' module of experts, with matrices that stay quantised or in half precision.
 
     Args:
-        module: the module that it replaces. Loses its weights, and still computes everything but the products.
-        matrices: kind of matrix -> (experts * out, in): ``gate_up``, or ``gate`` and ``up``, or ``up``; and ``down``.
-        biases: the same kinds -> (experts, out).
-    """
+        module: the module to replace. It loses its weights, and goes on to compute everything but the products.
+        matrices: name -> (experts * out, in). Names: ``gate_up``, or ``gate`` and ``up``, or ``up``; and ``down``.
+        biases: name of a matrix -> (experts, out).
+        count: number of experts."""
 
     def __init__(
         self, module: nn.Module, matrices: Mapping[str, QuantizedMatrix], biases: Mapping[str, torch.Tensor], count: int
@@ -173,34 +176,34 @@ class StoredExperts(nn.Module):
             module.register_parameter(name, None)
         self.expert_count = count
         self.replaced: Any = module
-        for kind, matrix in matrices.items():
+        for name, matrix in matrices.items():
             weights = StoredWeights(matrix)  # all experts' matrices, stacked
             weights.rows_per_matrix, weights.saved_by_parent = matrix.shape[0] // count, True
-            setattr(self, kind, weights)
-            self.register_buffer(f"{kind}_bias", biases.get(kind), persistent=False)
+            setattr(self, name, weights)
+            self.register_buffer(f"{name}_bias", biases.get(name), persistent=False)
         self._parts: tuple[object, Experts] | None = None
 
     @property
     def _matrices(self) -> dict[str, StoredWeights]:
-        return {kind: weights for kind, weights in self.named_children() if isinstance(weights, StoredWeights)}
+        return {name: weights for name, weights in self.named_children() if isinstance(weights, StoredWeights)}
 
     @property
     def parts(self) -> Experts:
-        """The same experts for our kernels, made anew if a matrix moved."""
-        key = [stored.matrix.kernel_address() for stored in self._matrices.values()]
-        if self._parts is None or self._parts[0] != key:
-            weights = {
-                kind: ExpertWeights(stored.matrix, getattr(self, f"{kind}_bias"), num_experts=self.expert_count)
-                for kind, stored in self._matrices.items()
+        """The experts for our kernels, made anew if a matrix has moved in memory."""
+        addresses = [weights.matrix.kernel_address() for weights in self._matrices.values()]
+        if self._parts is None or self._parts[0] != addresses:
+            matrices = {
+                name: ExpertWeights(weights.matrix, getattr(self, f"{name}_bias"), num_experts=self.expert_count)
+                for name, weights in self._matrices.items()
             }
-            first = [weights[kind] for kind in _FIRST_KINDS if kind in weights]
-            self._parts = key, Experts(self.replaced, first, weights[LAST])
+            first = [matrices[name] for name in _FIRST_MATRICES if name in matrices]
+            self._parts = addresses, Experts(self.replaced, first, matrices[LAST])
         return self._parts[1]
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Hidden states (tokens, hidden), routed to experts (tokens, k) -> the weighted sums of their results."""
+        """Computes the experts, like :meth:`Experts.forward`; without kernels from dequantised matrices."""
         inputs = (hidden_states, top_k_index, top_k_weights)
         if kernels() is not None and hidden_states.device.type == "cpu" and hidden_states.dtype == torch.float32:
             return self.parts.forward(*inputs)
@@ -210,8 +213,8 @@ class StoredExperts(nn.Module):
 
     def _dequantized(self) -> dict[str, torch.Tensor]:
         """The parameters of the replaced module, in float32."""
-        matrices = {kind: w.weight.unflatten(0, (self.expert_count, -1)) for kind, w in self._matrices.items()}
-        biases = {kind: bias for kind in matrices if (bias := getattr(self, f"{kind}_bias")) is not None}
+        matrices = {name: w.weight.unflatten(0, (self.expert_count, -1)) for name, w in self._matrices.items()}
+        biases = {name: bias for name in matrices if (bias := getattr(self, f"{name}_bias")) is not None}
         return as_parameters(self.replaced, matrices, biases)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -220,20 +223,20 @@ class StoredExperts(nn.Module):
 
 
 def store_half_experts(model: nn.Module) -> None:
-    """Leaves experts' matrices in bfloat16 or float16, for a model that computes in float32."""
+    """Keeps experts' matrices in bfloat16 or float16, in a model that computes in float32."""
     for path, module in list(model.named_modules()):
         if not is_moe_experts(module):
             continue
         parameters = {name: parameter.detach() for name, parameter in module.named_parameters(recurse=False)}
         matrices, biases = {}, {}
-        for kind in ("gate_up" if module.has_gate else "up", LAST):
-            weight, bias = parameters[f"{kind}_proj"], parameters.get(f"{kind}_proj_bias")
-            # Kernels read an output's weights side by side.
+        for name in ("gate_up" if module.has_gate else "up", LAST):
+            weight, bias = parameters[f"{name}_proj"], parameters.get(f"{name}_proj_bias")
+            # The kernels need an output's weights side by side in memory.
             transpose = module.is_transposed and weight.itemsize == 2
             weight = (weight.transpose(1, 2).contiguous() if transpose else weight).flatten(0, 1)
             if is_half_matrix(weight):
-                matrices[kind] = QuantizedMatrix.from_half(weight)
+                matrices[name] = QuantizedMatrix.from_half(weight)
             if bias is not None:
-                biases[kind] = bias.float()
+                biases[name] = bias.float()
         if len(matrices) == 2:
             model.set_submodule(path, StoredExperts(module, matrices, biases, len(parameters["down_proj"])))

@@ -1,8 +1,8 @@
-"""Fingerprints of a target's weights and settings, which guard cached KV in memory and on disk.
+"""Fingerprints of a target's weights and settings: cached KV, in memory or on disk, is reused only if they are equal.
 
 A fingerprint digests all settings and every number of every tensor, which takes as long as reading the weights once.
-It is computed anew only after a change. A check of milliseconds sees replaced tensors, writes that torch counts
-(``_version``), and other writes if they change a sampled number.
+So it is cached until a quick check (milliseconds) finds a change: replaced tensors, writes that torch counts
+(``_version``), or writes to a sampled number.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from longdraft.model.model_copy import HOOKS, IGNORED_ATTRIBUTES, MODULE_ATTRIBU
 from longdraft.model.stored import storage_tensors
 from longdraft.model.tensor_parallel import local_tensor
 
-# Rows sampled of a matrix, one number of each. A matrix with a vocabulary's rows is sampled in every row.
-_SAMPLED_ROWS, _MIN_VOCAB_ROWS = 128, 1 << 14
-_PAGE = 4096
-# Settings that do not change KV. Attributes of transformers' models that begin with an underscore are left out too.
+# The quick check samples about 128 rows of a matrix, but every row of an embedding: a user may edit a few tokens only.
+_SAMPLED_ROWS, _MIN_EMBEDDING_ROWS = 128, 1 << 14
+_PAGE_BYTES = 4096  # the full digest hashes a sum for each page: summing is faster than hashing
+# Settings that do not change KV.
 _IGNORED_SETTINGS = frozenset(
     ("transformers_version", "name_or_path", "architectures", "dtype", "kernel_config", "hf_device_map", "loss_type")
 )
-_EXCLUDED = MODULE_ATTRIBUTES | IGNORED_ATTRIBUTES | _IGNORED_SETTINGS | {"_is_hf_initialized"}
-# Names of attributes in digests, so that snapshots on disk stay valid. (Class names are in them as well.)
+_EXCLUDED_ATTRIBUTES = MODULE_ATTRIBUTES | IGNORED_ATTRIBUTES | _IGNORED_SETTINGS | {"_is_hf_initialized"}
+# Attribute -> its earlier name, kept in digests so that snapshots on disk stay valid. Digests have class names as well.
 _DIGEST_NAMES = {
     "rows_per_matrix": "outs", "saved_by_parent": "inside", "expert_count": "count", "dtype_sample": "like",
     "_repacked": "_woven",
 }  # fmt: skip
-# Attributes that transformers recomputes for the length of the last text.
+# Endings of rotary embeddings' attributes that dynamic RoPE and LongRoPE recompute for the length of the last text.
 _LENGTH_DEPENDENT = ("inv_freq", "attention_scaling", "max_seq_len_cached")
 
 _fingerprints: WeakKeyDictionary[PreTrainedModel, tuple[bytes, str]] = WeakKeyDictionary()
-# Dotted name -> id of the function when a model's fingerprint was first taken.
+# Dotted name -> id of the function with that name at the model's first fingerprint.
 _first_functions: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
-_PROCESS_ID, _use_count = uuid.uuid4().hex, itertools.count()
+_PROCESS_ID, _run_counter = uuid.uuid4().hex, itertools.count()
 
 
 def fingerprint_of(model: PreTrainedModel) -> str:
-    """The fingerprint of a target as it is now: its model type and 16 hex digits."""
+    """The fingerprint of a target as it is now: "<model type>-<16 hex digits>"."""
     modules = list(model.modules())
-    named = [(name, tensor, local_tensor(tensor)) for name, tensor in _tensors(modules)]
-    tensors = [(name, _as_bytes(part), tensor) for name, tensor, t in named for part in storage_tensors(t)]
+    shards = [(name, tensor, local_tensor(tensor)) for name, tensor in _named_tensors(modules)]
+    tensors = [(name, _as_bytes(part), tensor) for name, tensor, shard in shards for part in storage_tensors(shard)]
     settings, samples = "\n".join(_settings(model, modules)), [_sample(rows) for _, rows, _ in tensors]
-    state = [(id(t), data_ptr_of(t), 0 if t.is_inference() else t._version) for _, _, t in tensors]
-    quick_digest = hashlib.sha256(f"{settings}\n{state}".encode())
+    versions = [(id(t), data_ptr_of(t), 0 if t.is_inference() else t._version) for _, _, t in tensors]
+    quick_digest = hashlib.sha256(f"{settings}\n{versions}".encode())
     full_digest = hashlib.sha256(settings.encode())
     for sample in samples:
         quick_digest.update(sample)
@@ -71,31 +71,32 @@ def fingerprint_of(model: PreTrainedModel) -> str:
 
 
 def hooks_suffix(model: nn.Module) -> str:
-    """A suffix that is unique at every call if a model has a user's hooks or functions replaced since; else "".
+    """A suffix of the fingerprint, unique at every call, if a model runs a user's hooks or replaced functions; else "".
 
-    A user's code may compute something else in the next run, so its KV is never reused."""
-    seen = _first_functions.setdefault(model, {})
-    changed = [name for name, f in called_functions(model).items() if seen.setdefault(name, id(f)) != id(f)]
-    return f", hooks {_PROCESS_ID}.{next(_use_count)}" if changed or user_code_in(model) else ""
+    A user's code may compute something else in the next run, so its KV must not be reused."""
+    first_ids = _first_functions.setdefault(model, {})
+    changed = [name for name, f in called_functions(model).items() if first_ids.setdefault(name, id(f)) != id(f)]
+    return f", hooks {_PROCESS_ID}.{next(_run_counter)}" if changed or user_code_in(model) else ""
 
 
 def user_code_in(model: nn.Module, include_classes: bool = False) -> list[str]:
     """Names of modules with a user's hooks or forwards, and dotted names of functions that a user replaced.
 
     Args:
-        include_classes: also modules whose class's forward is from no known package.
-    """
-    places = replaced_functions(model)
+        include_classes: True adds modules whose class comes from none of the packages that longdraft knows."""
+    code_names = replaced_functions(model)
     for name, module in model.named_modules():
-        code = [hook for hooks in HOOKS for hook in getattr(module, hooks).values()]
+        functions = [hook for hooks in HOOKS for hook in getattr(module, hooks).values()]
+        # A model's other attributes may be functions that its forward does not call.
         values = [vars(module).get("forward")] if isinstance(module, PreTrainedModel) else vars(module).values()
-        code += [f for f in values if isinstance(f, FunctionType | MethodType | partial)]
-        code += [type(module).forward] if include_classes else []
-        places += [name or type(module).__name__ for function in code if not is_library_code(function)]
-    return places
+        functions += [f for f in values if isinstance(f, FunctionType | MethodType | partial)]
+        functions += [type(module).forward] if include_classes else []
+        code_names += [name or type(module).__name__ for function in functions if not is_library_code(function)]
+    return code_names
 
 
-def _tensors(modules: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+def _named_tensors(modules: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """All parameters, buffers and other tensors of modules, each with a name that is unique in the model."""
     for index, module in enumerate(modules):
         for members in (module._parameters, module._buffers, vars(module)):
             for key, tensor in members.items():
@@ -104,26 +105,26 @@ def _tensors(modules: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bytes (rows, bytes of a row)."""
+    """A tensor as bytes, uint8 (rows, bytes of a row)."""
     rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() and tensor.numel() else tensor.reshape(1, -1)
     return rows.contiguous().view(torch.uint8)
 
 
 def _sample(rows: torch.Tensor) -> bytes:
-    """Eight bytes of each sampled row, in another column of every one."""
-    count, size = rows.shape
+    """Eight bytes of each sampled row. From one sampled row to the next, the column moves by eight bytes."""
+    num_rows, row_bytes = rows.shape
     if rows.numel() <= 8 * _SAMPLED_ROWS:
         return rows.cpu().numpy().tobytes()
-    step = (1 if count >= _MIN_VOCAB_ROWS else max(1, count // _SAMPLED_ROWS)) * size + 8
-    return rows.view(-1).unfold(0, 8, step).cpu().contiguous().numpy().tobytes()
+    row_step = 1 if num_rows >= _MIN_EMBEDDING_ROWS else max(1, num_rows // _SAMPLED_ROWS)
+    return rows.view(-1).unfold(0, 8, row_step * row_bytes + 8).cpu().contiguous().numpy().tobytes()
 
 
 def _page_sums(rows: torch.Tensor) -> bytes:
     """The sum of each page as int64, and the bytes behind the last full page."""
     flat = rows.reshape(-1)
-    flat = flat.clone() if flat.storage_offset() % 8 else flat
-    full_pages = flat.numel() // _PAGE * _PAGE
-    sums = flat[:full_pages].view(torch.int64).view(-1, _PAGE // 8).sum(1)
+    flat = flat.clone() if flat.storage_offset() % 8 else flat  # int64 needs an aligned start
+    full_pages = flat.numel() // _PAGE_BYTES * _PAGE_BYTES
+    sums = flat[:full_pages].view(torch.int64).view(-1, _PAGE_BYTES // 8).sum(1)
     return sums.cpu().numpy().tobytes() + flat[full_pages:].cpu().numpy().tobytes()
 
 
@@ -132,8 +133,8 @@ def _settings(model: PreTrainedModel, modules: list[nn.Module]) -> Iterator[str]
     yield json.dumps(_serializable(model.config.to_dict()), sort_keys=True, default=str)
     for module in modules:
         yield type(module).__qualname__
-        excluded = _EXCLUDED
-        if isinstance(module, PreTrainedModel):
+        excluded = _EXCLUDED_ATTRIBUTES
+        if isinstance(module, PreTrainedModel):  # its private attributes do not change KV
             excluded |= {key for key in vars(module) if key.startswith("_")}
         attributes = {k: v for k, v in vars(module).items() if k not in excluded and not _depends_on_length(module, k)}
         yield from (f"{_DIGEST_NAMES.get(key, key)} {_serializable(value)}" for key, value in attributes.items())
@@ -145,12 +146,12 @@ def _depends_on_length(module: nn.Module, key: str) -> bool:
 
 
 def _serializable(value: Any, depth: int = 0) -> Any:
-    """A setting without what differs between processes: objects become their class's or their own name."""
+    """A setting as plain values that are equal in every process. An object becomes its name, or its class's name."""
     if isinstance(value, SCALAR_TYPES):
         return value
     if isinstance(value, dict) and depth < 4:
-        named = {str(k): v for k, v in value.items()}
-        return {k: _serializable(v, depth + 1) for k, v in named.items() if k not in _IGNORED_SETTINGS and k[:1] != "_"}
+        settings = {str(k): v for k, v in value.items() if str(k) not in _IGNORED_SETTINGS and str(k)[:1] != "_"}
+        return {k: _serializable(v, depth + 1) for k, v in settings.items()}
     if isinstance(value, list | tuple | set | frozenset) and depth < 4:
         items = [_serializable(item, depth + 1) for item in value]
         return sorted(items, key=str) if isinstance(value, set | frozenset) else items

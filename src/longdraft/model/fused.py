@@ -1,7 +1,7 @@
 """Fused decoder layers: on a CPU all layers and the head in one kernel call, on a GPU a few launches for each layer.
 
-They cover layers like Llama's, on a CPU also like Gemma's and gated DeltaNet. They are used only if their results equal
-those of the model's own code (:func:`longdraft.model.validation.outputs_agree`).
+The kernels compute layers like Llama's, and on a CPU also layers like Gemma's and gated DeltaNet. They are used only if
+their results equal the results of the model's own code (:func:`longdraft.model.validation.outputs_agree`).
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ logger = logging.getLogger("longdraft")
 
 
 class FusedLayers:
-    """Fuses a model's layers, if the results equal those of the model's own code.
+    """Fuses the layers of a model on a GPU, or in float32 on a CPU, if fused layers compute the same results.
 
     Args:
-        model: our own copy, with our attention, on a GPU or in float32 on a CPU. Others are not fused.
+        model: our own copy, with our attention.
 
     Attributes:
         layers: the kernels' layers, one for each layer of the model; empty if the model is not fused.
-        layer_kinds: the layers' kinds; None if the kernels do not know them.
-        stack: all layers with the head; None on a GPU, or if the model is not fused.
-    """
+        layer_kinds: window and RoPE of each layer; None if the kernels do not support them.
+        on_gpu: True if the model is on a GPU that the kernels support.
+        stack: all layers with the head; None on a GPU, or if the model is not fused."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.layers: list[DecoderLayer | GatedDeltaNetLayer] | list[FusedLayer] = []
         self.stack: DecoderStack | None = None
-        self._model, self._is_quantized = model, False
+        self._model, self._is_quantized_for_draft = model, False
         cpu_kernels = kernels() if model.device.type == "cpu" and model.dtype == torch.float32 else None
         self.on_gpu = gpu_layers.supports(model)
         self.layer_kinds = LayerKinds.from_model(model) if cpu_kernels is not None or self.on_gpu else None
@@ -63,14 +63,14 @@ class FusedLayers:
             return
         self._kernels = cpu_kernels
         self._int8 = stored_model.arithmetic_of(model) == "int8"
-        # Compared in float32: in int8 arithmetic the last bit of a float can change the rounding of a whole row.
+        # Results are compared in float32: in int8 arithmetic a float's last bit can change the rounding of a whole row.
         stored_model.set_int8(model, False)
         try:
-            self._fuse(self.layer_kinds)
+            self._fuse_on_cpu(self.layer_kinds)
         finally:
             stored_model.set_int8(model, self._int8)
 
-    def _fuse(self, kinds: LayerKinds) -> None:
+    def _fuse_on_cpu(self, kinds: LayerKinds) -> None:
         modules, head_dim = list(hosting.decoder_layers(self._model)), layout_of(self._model).shape.head_dim
         converted = [kernel_layer(layer, head_dim) or kernel_delta_layer(layer) for layer in modules]
         layers, ends = [layer for layer in converted if layer is not None], final_norm_and_head(self._model, modules)
@@ -78,7 +78,7 @@ class FusedLayers:
             return
         self.layers = layers
         self.stack = DecoderStack(layers, **ends, kv_group_ids=kinds.kind_indices, index_in_group=kinds.cache_indices)
-        if not self._agrees(self._compare_stack):
+        if not self._agrees_with_model(self._compare_stack):
             self.layers, self.stack = [], None
         elif self._int8:
             self.layers = [layer.map_weights(_in_int8) for layer in layers]
@@ -91,84 +91,84 @@ class FusedLayers:
         converted = [gpu_layers.fused_layer_of(layer, shape.head_dim) for layer in hosting.decoder_layers(model)]
         layers = [layer for layer in converted if layer is not None]
         if len(layers) < len(converted):
-            logger.info("Layers are not of the kind that kernels compute on a GPU: their own code is taken.")
+            logger.info("The GPU kernels do not support this model's layers: the model's own code computes them.")
             return
 
-        def forwards(network: PreTrainedModel) -> Iterator[tuple[nn.Module, FusedLayerForward]]:
+        def fused_forwards(network: PreTrainedModel) -> Iterator[tuple[nn.Module, FusedLayerForward]]:
             for index, (layer, fused_layer) in enumerate(zip(hosting.decoder_layers(network), layers, strict=True)):
                 yield layer, FusedLayerForward(fused_layer, kinds, index, layer.forward)
 
         def compare_layers(reference: hosting.ForwardContext, kernel: hosting.ForwardContext) -> Iterator[OutputPair]:
-            """Outputs of each layer. Inputs come from the model's own layers: 16-bit rounding errors would add up."""
-            trial, pairs, fused_ctx = copy_without_hooks(model), list[OutputPair](), replace(kernel, fused=True)
+            """Each layer's outputs, fused and original, from original inputs: 16-bit rounding errors would add up."""
+            model_copy, pairs, fused_ctx = copy_without_hooks(model), list[OutputPair](), replace(kernel, fused=True)
 
             def run_both(forward: FusedLayerForward, *args: Any, **kwargs: Any) -> Any:
                 expected = forward.original(*args, **kwargs)
                 pairs.append((forward(*args, **kwargs | {"longdraft_attend": fused_ctx}), expected))
                 return expected
 
-            for layer, forward in forwards(trial):
+            for layer, forward in fused_forwards(model_copy):
                 vars(layer)["forward"] = partial(run_both, forward)
-            hosting.run(trial, reference)
+            hosting.run(model_copy, reference)
             yield from pairs
 
-        if self._agrees(compare_layers):
-            for layer, forward in forwards(model):
+        if self._agrees_with_model(compare_layers):
+            for layer, forward in fused_forwards(model):
                 vars(layer)["forward"] = forward
             self.layers = layers
 
     @property
-    def _delta_layers(self) -> list[GatedDeltaNetLayer]:
+    def _recurrent_layers(self) -> list[GatedDeltaNetLayer]:
         return [layer for layer in self.layers if isinstance(layer, GatedDeltaNetLayer)]
 
     def quantize_for_draft(self) -> None:
-        """Quantises the weights of :attr:`stack` to 8 bits, for a draft. Prefill keeps the exact weights."""
+        """Quantises the weights of :attr:`stack` to 8 bits, for a draft model. Prefill keeps the exact weights."""
         if self.stack is not None:
-            self.stack, self._is_quantized = self.stack.map_weights(_for_draft), True
+            self.stack, self._is_quantized_for_draft = self.stack.map_weights(_quantized_for_draft), True
 
     @cached_property
     def draft_stack(self) -> DecoderStack | None:
-        """The stack with which the model drafts for itself: layers in 4 bits (or fewer, if they are), the head in 8.
+        """The stack with which the model drafts for itself: layers in at most 4 bits a weight, the head in at most 8.
 
-        It is :attr:`stack` in int8 arithmetic and after :meth:`quantize_for_draft`. None if there is no stack, too
-        little memory for the copy, or a recurrent layer."""
-        if self.stack is None or self._delta_layers:
+        In int8 arithmetic, and after :meth:`quantize_for_draft`, it is :attr:`stack` itself. None if there is no stack,
+        if a layer is recurrent, or if the quantised copy does not fit into memory."""
+        if self.stack is None or self._recurrent_layers:
             return None
-        if self._int8 or self._is_quantized:
+        if self._int8 or self._is_quantized_for_draft:
             return self.stack
-        needed = [quantized_draft_bytes(matrix, 4) for layer in self.stack.layers for matrix, _ in layer.projections]
-        needed += [] if self.stack.head is None else [quantized_draft_bytes(self.stack.head[0])]
+        sizes = [quantized_draft_bytes(matrix, 4) for layer in self.stack.layers for matrix, _ in layer.projections]
+        sizes += [] if self.stack.head is None else [quantized_draft_bytes(self.stack.head[0])]
         try:
-            memory_info.require_bytes(sum(needed), torch.device("cpu"), "A model that drafts for itself")
+            memory_info.require_bytes(sum(sizes), torch.device("cpu"), "A model that drafts for itself")
         except MemoryBudgetError as error:
-            logger.info("Drafts use the same weights as verifications: %s", error)
+            logger.info("Drafting uses the target's own weights, not a quantised copy: %s", error)
             return None
-        return self.stack.map_weights(partial(_for_draft, bits=4), _for_draft)
+        return self.stack.map_weights(partial(_quantized_for_draft, bits=4), _quantized_for_draft)
 
     def can_run(self, store: KVStore, batch: ForwardBatch) -> bool:
-        """True if the fused layers can compute a forward over this batch."""
+        """True if the fused layers can compute a forward over this batch, and are not slower than the model's code."""
         if not self.layers or not store.is_resident:
             return False
         if self.on_gpu:
-            return store.dtype == store.shape.dtype
+            return store.dtype == store.shape.dtype  # KV in another dtype needs the model's own code
         if batch.is_captured:
             return False
-        if self._delta_layers and batch.is_prefill:  # the model's own chunked recurrence is faster
+        if self._recurrent_layers and batch.is_prefill:  # the model's own chunked recurrence is faster
             return False
         # In float32 torch is faster for many tokens; in int8 arithmetic only our kernels compute.
         return not batch.is_prefill or self._int8 or batch.batch_size * batch.query_len <= MAX_SKINNY_ROWS
 
     def run(self, ctx: hosting.ForwardContext, logits: int | Literal["all", "last", "none"]) -> torch.Tensor | None:
-        """A forward of the whole model; requires a :attr:`stack`. Puts queries and hidden states into ``ctx``.
+        """Runs the whole model, which must have a :attr:`stack`. ``ctx`` receives queries and hidden states.
 
-        Returns logits (B, T, vocabulary), (B, 1, vocabulary) or None."""
+        Returns logits (B, tokens, vocabulary) or None. A number ``logits`` means each sequence's last tokens."""
         assert self.stack is not None and self.layer_kinds is not None
         batch, kinds = ctx.batch, self.layer_kinds
         x = self._model.get_input_embeddings()(batch.token_ids)
         kv_group, *more_kv_groups = kinds.kernel_inputs(ctx.store, batch, self._rotations(ctx, x))
-        full_context = {i: p.layer for i, p in enumerate(kinds.kv_locations) if p is not None and p.window is None}
-        query_layers = {i: layer for i, layer in full_context.items() if layer in ctx.query_layers}
-        with delta_layer_inputs(ctx, deltas := self._delta_layers, range(len(deltas))) as recurrent:
+        cache_layers = {i: p.layer for i, p in enumerate(kinds.kv_locations) if p is not None and p.window is None}
+        query_layers = {i: layer for i, layer in cache_layers.items() if layer in ctx.query_layers}
+        with delta_layer_inputs(ctx, layers := self._recurrent_layers, range(len(layers))) as recurrent:
             out = self._kernels.run_stack(
                 *(self.stack, *kv_group, x),
                 query_layers=query_layers,
@@ -181,13 +181,13 @@ class FusedLayers:
         return out.logits
 
     def _rotations(self, ctx: hosting.ForwardContext, x: torch.Tensor) -> list[CosSin]:
-        """cos and sin of each kind of layer."""
+        """RoPE's cos and sin at the batch's positions, for each kind of layer. ``x`` gives dtype and device."""
         assert self.layer_kinds is not None
         with hosting.forward_scope(ctx):
             return [self.layer_kinds.rotate(kind.rope, x, ctx.batch.positions) for kind in self.layer_kinds.kinds]
 
     def _compare_stack(self, reference: hosting.ForwardContext, kernel: hosting.ForwardContext) -> Iterator[OutputPair]:
-        """Logits, and the last layer's output: the final norm would hide a wrong factor."""
+        """Compares logits and the last layer's output. In the logits the final norm would hide a wrong scale."""
         assert self.layer_kinds is not None
         last = len(hosting.decoder_layers(self._model)) - 1
         reference, kernel = (replace(ctx, hidden_layers=frozenset([last])) for ctx in (reference, kernel))
@@ -198,19 +198,19 @@ class FusedLayers:
             hook.remove()
         rotations = self._rotations(kernel, self._model.get_input_embeddings()(kernel.batch.token_ids))
         layers = zip(self.layer_kinds.kind_indices, self.layers, strict=True)
-        # The rotated dimensions must fit every layer's heads.
+        # Otherwise RoPE rotates more dimensions than a head has. The missing output then counts as a difference.
         if all(rotations[n][0].shape[-1] <= layer.head_dim for n, layer in layers if isinstance(layer, DecoderLayer)):
             yield self.run(kernel, "all"), expected
         yield kernel.hidden.get(last), reference.hidden.get(last)
 
-    def _agrees(self, compute: ComputePairs) -> bool:
+    def _agrees_with_model(self, compute: ComputePairs) -> bool:
         """True if the kernels' results equal those of the model's own code."""
         try:
             if outputs_agree(self._model, compute):
                 return True
-            logger.info("The model does more with its layers than our kernels: its own code is taken.")
+            logger.info("The model's layers compute something else than longdraft's kernels: their own code is used.")
         except Exception as error:  # a model, a compiler or a driver can raise any type
-            # On a GPU only a missing compiler or driver fails here.
+            # On a GPU this can only mean that the compiler or driver is missing, which the user can mend.
             level = logging.WARNING if self.on_gpu else logging.INFO
             logger.log(level, "Layers run by their own code, not by fused kernels: %s", reason_of(error))
         return False
@@ -221,5 +221,5 @@ def _in_int8(weights: LinearWeights) -> LinearWeights:
     return matrix.with_int8(int8=True) if isinstance(matrix, QuantizedMatrix) else matrix, bias
 
 
-def _for_draft(weights: LinearWeights, bits: Literal[4, 8] = 8) -> LinearWeights:
+def _quantized_for_draft(weights: LinearWeights, bits: Literal[4, 8] = 8) -> LinearWeights:
     return quantize_for_draft(weights[0], bits), weights[1]

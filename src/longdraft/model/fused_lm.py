@@ -1,6 +1,6 @@
-"""FusedLM: a draft model's forward in one kernel call: all layers, the head, and the top k tokens.
+"""FusedLM: runs a draft model in one kernel call, which computes all layers, the head, and the top k tokens.
 
-This avoids the Python code of a hosted forward, which takes as long as the kernels' layers.
+A small model's hosted forward would spend as much time in Python as in the kernels.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from longdraft.model.skinny_gemm import MAX_SKINNY_ROWS
 from longdraft.native import DecoderStack, kernels
 from longdraft.native.boundary import CPU_FLOAT32
 
-# Positions whose cos and sin are computed in advance.
-_POSITIONS_AHEAD = 4096
+_TABLE_MARGIN = 4096  # positions beyond the last one needed, so that tables seldom have to grow
 
 
 class FusedLM:
-    """Forwards of a hosted model over a few tokens, by the kernels' layers in ``stack``.
+    """Runs a hosted model over a few tokens, by the kernels' layers in ``stack``.
 
     Attributes:
-        is_quantized: True if drafts read smaller weights than verifications do.
+        is_quantized: True if ``stack`` is a quantised copy of the weights with which the model verifies.
     """
 
     def __init__(self, runner: TargetRunner, stack: DecoderStack) -> None:
@@ -35,12 +34,12 @@ class FusedLM:
         self._kernels, self._stack, self._kinds = cpu_kernels, stack, kinds
         self.is_quantized = stack is not runner.execution_model.fused.stack
         self._embedding = runner.model.get_input_embeddings()
-        # Rotary embedding -> cos and sin (2, positions, d).
-        self._cos_sin: dict[str, torch.Tensor] = {}
+        # LayerKind.rope (models with several RoPEs have a name for each) -> cos and sin (2, positions, d).
+        self._cos_sin_tables: dict[str, torch.Tensor] = {}
 
     @classmethod
-    def of(cls, runner: TargetRunner) -> FusedLM | None:
-        """None if our kernels do not compute the whole model, or if its RoPE depends on the text's length."""
+    def from_runner(cls, runner: TargetRunner) -> FusedLM | None:
+        """None if our kernels cannot run the whole model, or if the model's RoPE depends on the text's length."""
         rope_types = getattr(rotary_module(runner.model), "rope_type", None)
         if {"dynamic", "longrope"} & set(rope_types.values() if isinstance(rope_types, dict) else [rope_types]):
             return None
@@ -49,33 +48,33 @@ class FusedLM:
 
     @staticmethod
     def supports(store: KVStore, num_tokens: int) -> bool:
-        """True if it can run this number of tokens on this store."""
+        """True if :meth:`topk` can run this number of tokens on this store."""
         return store.is_resident and num_tokens <= MAX_SKINNY_ROWS
 
     def topk(
         self, batch: ForwardBatch, store: KVStore, k: int, last_only: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A forward over a batch: chains of one length, or one level of trees.
+        """Runs a batch: chains of equal length, or one level of the sequences' trees.
 
-        Returns log-probabilities and draft ids (B, T, k), sorted; (B, 1, k) of the last tokens with ``last_only``.
-        """
+        Returns log-probabilities and draft token ids of the top k, sorted, both (B, T, k). With ``last_only`` they are
+        (B, 1, k), for each sequence's last token."""
         assert batch.token_ids is not None and batch.positions is not None
-        cos_sin = [self._rotation(kind.rope, batch.positions) for kind in self._kinds.kinds]
-        kv_group, *others = self._kinds.kernel_inputs(store, batch, cos_sin)
+        cos_sin = [self._cos_sin_at(kind.rope, batch.positions) for kind in self._kinds.kinds]
+        kv_group, *more_kv_groups = self._kinds.kernel_inputs(store, batch, cos_sin)
         x = self._embedding(batch.token_ids).float()
         logits: Literal["all", "last"] = "last" if last_only else "all"
-        out = self._kernels.run_stack(self._stack, *kv_group, x, logits=logits, topk=k, more_kv_groups=others)
+        out = self._kernels.run_stack(self._stack, *kv_group, x, logits=logits, topk=k, more_kv_groups=more_kv_groups)
         assert out.topk_logprobs is not None and out.topk_indices is not None
         return out.topk_logprobs, out.topk_indices
 
-    def _rotation(self, rope: str | None, positions: torch.Tensor) -> CosSin:
-        """cos and sin (B, T, d) of one kind of layer."""
+    def _cos_sin_at(self, rope: str | None, positions: torch.Tensor) -> CosSin:
+        """cos and sin (B, T, d) at ``positions``, from a table that grows as needed."""
         if rope is None:
             return NO_ROTATION
-        cached, last = self._cos_sin.get(rope), int(positions.max())
-        if cached is None or last >= cached.shape[1]:
-            all_positions = torch.arange(last + _POSITIONS_AHEAD, device="cpu")[None]
-            cached = torch.cat(self._kinds.rotate(rope, torch.empty(0, **CPU_FLOAT32), all_positions))
-            self._cos_sin[rope] = cached
-        cos, sin = cached[:, positions]
+        table, max_position = self._cos_sin_tables.get(rope), int(positions.max())
+        if table is None or max_position >= table.shape[1]:
+            table_positions = torch.arange(max_position + _TABLE_MARGIN, device="cpu")[None]
+            table = torch.cat(self._kinds.rotate(rope, torch.empty(0, **CPU_FLOAT32), table_positions))
+            self._cos_sin_tables[rope] = table
+        cos, sin = table[:, positions]
         return cos, sin

@@ -1,8 +1,9 @@
-"""Hosting: runs a transformers model, without a fork of its code, with our attention and our KV store.
+"""Hosting: runs transformers' own code of a model with longdraft's attention and KV store.
 
-transformers lets a registered function be a model's attention. Ours calls the :class:`ForwardContext`, a keyword
-argument of the model. It receives a layer's queries, keys (after RoPE) and values of the batch, writes keys and values
-into the store, and attends to it. The model's own cache is unused. What runs is a copy of the model (execution_model).
+transformers lets a registered function (AttentionInterface) replace a model's attention. Our function calls the
+:class:`ForwardContext`, which is a keyword argument of the model's forward. The context receives a layer's queries,
+keys (after RoPE) and values, writes keys and values to the KV store, and attends to the store. transformers' cache is
+unused. The model that runs is longdraft's copy of the user's model (execution_model).
 """
 
 from __future__ import annotations
@@ -28,8 +29,7 @@ from longdraft.model.layout import AttentionTrace, KVLayout, KVLocation, layout_
 from longdraft.model.layout import decoder_config as decoder_config
 
 ATTENTION_NAME = "longdraft"
-# Context length, in tokens, of models that state none.
-UNLIMITED_CONTEXT = 1 << 20
+UNLIMITED_CONTEXT = 1 << 20  # context length, in tokens, of models whose configuration has none
 
 
 @dataclass
@@ -37,11 +37,13 @@ class ForwardContext:
     """One forward: its batch, its attention, and the queries and hidden states that it collects.
 
     Attributes:
+        store: the KV store that the forward reads and writes.
+        attend: computes attention of queries to the store's KV.
         layout: where the KV of each attention call lies.
-        query_layers, hidden_layers: layers whose queries and output hidden states go to ``queries`` and ``hidden``.
-        fused: run fused layers where there are some.
-        num_attention_calls: calls of the attention function so far.
-    """
+        query_layers: KV layers whose queries go to ``queries``.
+        hidden_layers: decoder layers whose outputs go to ``hidden``.
+        fused: True runs GPU layers fused.
+        num_attention_calls: calls of the attention function so far."""
 
     store: KVStore
     batch: ForwardBatch
@@ -79,7 +81,7 @@ class ForwardContext:
             )
         if self.num_attention_calls >= len(self.layout.locations):
             raise UnsupportedModelError(f"{name} calls attention more often than in the forward that was traced.")
-        # Calls are counted: layers may share a module, and a layer may attend twice.
+        # The number of the call identifies the KV: layers may share a module, and a layer may attend twice.
         location = self.layout.locations[self.num_attention_calls]
         self.num_attention_calls += 1
         with torch._C.DisableTorchFunction():  # our attention is batch invariant by itself
@@ -88,7 +90,7 @@ class ForwardContext:
                 self.queries[location.layer] = query
             num_kv_heads, value_dim = key.shape[1], max(key.shape[3], value.shape[3])
             if keys.shape[1::2] != (num_kv_heads, key.shape[3]) or values.shape[3] != value_dim:
-                # Values narrower than keys are read with zero padding.
+                # The store has the sizes of the largest layer. Values narrower than keys are read with zero padding.
                 keys, values = keys[:, :num_kv_heads, :, : key.shape[3]], values[:, :num_kv_heads, :, :value_dim]
             sinks = s_aux if sinks is None else sinks
             is_plain = softcap is None and sinks is None
@@ -100,30 +102,31 @@ class ForwardContext:
     def _write(
         self, location: KVLocation, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[ForwardBatch, tuple[torch.Tensor, torch.Tensor]]:
-        """Writes a layer's keys and values. Returns the batch in that cache's coordinates, and all its KV."""
+        """Writes a layer's new KV. Returns the batch, in the coordinates of the layer's cache, and all of its KV."""
         if location.window is None:
             if location.writes_kv:
                 self.store.write(location.layer, key, value, self.batch)
             return self.batch, self.store.layer(location.layer)
-        windows = [states for states in self.store.states if isinstance(states, WindowKVCache)][location.window]
-        window_batch = windows.batch_in_buffer(self.batch)
+        caches = [states for states in self.store.states if isinstance(states, WindowKVCache)]
+        cache = caches[location.window]
+        buffer_batch = cache.batch_in_buffer(self.batch)
         if location.writes_kv:
-            windows.write(location.layer, key, value, window_batch)
-        return window_batch, windows.layer(location.layer)
+            cache.write(location.layer, key, value, buffer_batch)
+        return buffer_batch, cache.layer(location.layer)
 
 
-# For models that drop keyword arguments on the way to their attention.
-_current: ContextVar[ForwardContext | AttentionTrace | None] = ContextVar("longdraft_running", default=None)
+# Finds the context in models that do not pass keyword arguments on to their attention.
+_thread_forward: ContextVar[ForwardContext | AttentionTrace | None] = ContextVar("longdraft_running", default=None)
 
 
 def current_forward() -> ForwardContext | None:
     """The forward that this thread is computing; None outside of :func:`run`."""
-    current = _current.get()
-    return current if isinstance(current, ForwardContext) else None
+    forward = _thread_forward.get()
+    return forward if isinstance(forward, ForwardContext) else None
 
 
 def in_decode() -> bool:
-    """True while this thread decodes: a token's bits must not depend on the others (``ForwardBatch.is_prefill``)."""
+    """True while this thread decodes, when results must be batch invariant (``ForwardBatch.is_prefill`` is False)."""
     ctx = current_forward()
     return ctx is not None and not ctx.batch.is_prefill
 
@@ -135,23 +138,23 @@ def in_prefill() -> bool:
 
 
 def current_trace() -> AttentionTrace | None:
-    """The trace that this thread is recording; None if it records none."""
-    current = _current.get()
-    return current if isinstance(current, AttentionTrace) else None
+    """The trace of attention calls that this thread is recording; None if it records none."""
+    forward = _thread_forward.get()
+    return forward if isinstance(forward, AttentionTrace) else None
 
 
 @contextmanager
 def forward_scope(forward: ForwardContext | AttentionTrace) -> Iterator[None]:
-    """Makes ``forward`` the one that :func:`current_forward` or :func:`current_trace` returns inside."""
-    token = _current.set(forward)
+    """Inside the ``with``, :func:`current_forward` or :func:`current_trace` returns ``forward``."""
+    token = _thread_forward.set(forward)
     try:
         yield
     finally:
-        _current.reset(token)
+        _thread_forward.reset(token)
 
 
 def run(module: nn.Module, ctx: ForwardContext, **kwargs: Any) -> Any:
-    """Runs a hosted model, or its decoder, on the batch of ``ctx``, which receives hidden states and queries."""
+    """Runs a hosted model, or its decoder, on the batch of ``ctx``. ``ctx`` receives hidden states and queries."""
     batch = ctx.batch
     with forward_scope(ctx):
         return module(
@@ -162,8 +165,8 @@ def run(module: nn.Module, ctx: ForwardContext, **kwargs: Any) -> Any:
 def _attention(
     module: nn.Module, *args: Any, longdraft_attend: Callable[..., Any] | None = None, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
-    """The registered attention function: calls ``longdraft_attend``, or else the current forward."""
-    attend = longdraft_attend or _current.get()
+    """The registered attention function: calls ``longdraft_attend``, or without it this thread's forward."""
+    attend = longdraft_attend or _thread_forward.get()
     if attend is None:
         raise UnsupportedModelError(f"{type(module).__name__} was called outside of longdraft's forward.")
     out: tuple[torch.Tensor, None] = attend(module, *args, **kwargs)
@@ -175,17 +178,17 @@ AttentionInterface.register(ATTENTION_NAME, _attention)
 
 def set_attention(model: PreTrainedModel, implementation: str = ATTENTION_NAME) -> None:
     """Sets the attention implementation of a model, which must be our own copy."""
-    own_config = decoder_config(model)
-    # Layers taken from another model, and copied ones, have configurations of their own.
+    model_config = decoder_config(model)
+    # Layers that were copied, or come from another model, can have separate configuration objects.
     configs = (getattr(module, "config", None) for module in model.modules())
-    for config in (own_config, *(c for c in configs if type(c) is type(own_config))):
+    for config in (model_config, *(c for c in configs if type(c) is type(model_config))):
         config._attn_implementation = implementation
 
 
 def new_layer_states(
     model: PreTrainedModel, slots: int, capacity: int, transposed: bool = False, dtype: torch.dtype | None = None
 ) -> list[LayerStates]:
-    """Makes a store's window caches (``transposed`` keys, in ``dtype``) and recurrent states."""
+    """Makes a store's window caches (keys ``transposed`` or not, in ``dtype``) and its recurrent states."""
     layout = layout_of(model)
     shapes = layout.windows
     if dtype is not None:
@@ -197,15 +200,14 @@ def new_layer_states(
 def decoder_of(model: PreTrainedModel) -> nn.Module:
     """The submodule that computes hidden states: the decoder with the token embedding."""
     embedding = model.get_input_embeddings()
-    parts: list[nn.Module] = [model.get_decoder(), model.base_model]
-    return next((part for part in parts if any(m is embedding for m in part.modules())), parts[0])
+    candidates: list[nn.Module] = [model.get_decoder(), model.base_model]
+    return next((c for c in candidates if any(m is embedding for m in c.modules())), candidates[0])
 
 
 def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
     """The decoder layers: the module list with ``num_hidden_layers`` members.
 
-    If layers run several times in a forward, it is the longest list of modules of one class.
-    """
+    Without such a list (in models that run a layer several times) the longest list of modules of one class is taken."""
     count = getattr(decoder_config(model), "num_hidden_layers", None)
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m)]
     for modules in lists:
@@ -217,14 +219,14 @@ def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
 
 
 def context_length(model: PreTrainedModel) -> int:
-    """The model's context length in tokens, YaRN's factor included."""
+    """The model's context length in tokens, as extended by RoPE scaling."""
     config = decoder_config(model)
     names = ("max_position_embeddings", "max_target_positions", "max_seq_len")
     return next((int(length) for name in names if (length := getattr(config, name, None))), UNLIMITED_CONTEXT)
 
 
 def add_hidden_hook(model: PreTrainedModel, layer: int) -> RemovableHandle:
-    """Adds a hook that stores a decoder layer's output (B, T, hidden) in contexts with it in ``hidden_layers``."""
+    """Adds a hook that puts a layer's output (B, T, hidden) into contexts that list it in ``hidden_layers``."""
 
     def hook(_module: nn.Module, _inputs: Any, kwargs: dict[str, Any], output: Any) -> None:
         ctx = kwargs.get("longdraft_attend") or current_forward()

@@ -1,4 +1,4 @@
-"""Reports the kernels that compute a target on this machine: a line of ``longdraft doctor`` and ``generate``."""
+"""Reports which kernels compute a target on this machine, as ``longdraft doctor`` and ``generate`` print it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from longdraft.model.stored_model import has_stored_weights
 from longdraft.native.build import LEVEL_NAMES
 from longdraft.native.library import HEAD_DIM_MULTIPLE, NO_KERNELS_COST
 
-_DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16"}
+_HALF_NAMES = {"BF16": "bfloat16", "F16": "float16"}  # GGUF's name of a dtype -> torch's
 
 
 @dataclass(frozen=True)
 class KernelReport:
-    """The kernels of a target.
+    """The kernels that compute a target.
 
     Attributes:
         level: instruction set of longdraft's kernels, one of :data:`native.build.LEVELS`; None if torch computes.
-        weights: formats of the kernels' matrices, most weights first: GGUF's names, or dtypes.
-        kv: dtype of the KV that the kernels attend to; None if torch attends.
-        whole: a forward of a few tokens is one kernel call.
+        weights: formats of the matrices that the kernels read (GGUF's names, or dtypes), the most frequent first.
+        kv: dtype of the KV cache if longdraft's kernels compute attention; None if torch does.
+        whole: True if one kernel call computes a whole forward of a few tokens.
         reason: why longdraft's kernels are not used; None if they are.
-        cost: what that costs; None if nothing is known to be lost.
+        cost: how much slower or larger the model is without the kernels; None if no loss is known.
         arithmetic: arithmetic of the matrix products, "int8" or a dtype; None without kernels.
     """
 
@@ -54,38 +54,38 @@ class KernelReport:
 
 
 def kernel_report(runner: TargetRunner | None) -> KernelReport:
-    """The kernels of a target's forwards of a few tokens; without a runner, those of this machine's processor."""
+    """Reports the kernels that decode a target; without a runner, the kernels for this machine's processor."""
     if runner is not None and runner.device.type != "cpu":  # avoids compiling kernels
         path = runner.attention_path
-        return KernelReport(None, reason=f"the model is on {runner.device}, where attention is {path}'s")
+        return KernelReport(None, reason=f"the model is on {runner.device}, where {path} computes attention")
     cpu_kernels = native.kernels()
     if cpu_kernels is None:
         cost = NO_KERNELS_COST
         if runner is not None and has_stored_weights(model := runner.model):
-            cost = "Decoding is several times slower: each product unpacks its weights (--weights float32 does it once)"
+            cost = "Decoding is several times slower: each product unpacks its weights (--weights float32 unpacks once)"
         elif runner is not None:
             size = sum(p.numel() * p.element_size() for p in model.parameters())
-            cost += f"; weights take {format_bytes(size)}, in {_dtype(runner.kv_shape.dtype)}"
+            cost += f"; weights take {format_bytes(size)}, in {_dtype_name(runner.kv_shape.dtype)}"
         return KernelReport(None, reason=native.unavailable_reason(), cost=cost)
     if runner is None:
         return KernelReport(cpu_kernels.level)
-    sizes: Counter[str] = Counter()
+    num_weights: Counter[str] = Counter()
     execution_model = runner.execution_model
     for layer in execution_model.model.modules():
         weights = kernel_weights_of(layer)
         if weights is not None:
             matrix = weights[0]
-            name = _dtype(matrix.dtype) if isinstance(matrix, torch.Tensor) else matrix.format
-            sizes[_DTYPE_NAMES.get(name, name)] += matrix.shape[0] * matrix.shape[1]
-    if not sizes:
-        reason = f"they serve none of this model's layers ({_dtype(runner.kv_shape.dtype)} on a CPU)"
+            name = _dtype_name(matrix.dtype) if isinstance(matrix, torch.Tensor) else matrix.format
+            num_weights[_HALF_NAMES.get(name, name)] += matrix.shape[0] * matrix.shape[1]
+    if not num_weights:
+        reason = f"they support none of this model's layers ({_dtype_name(runner.kv_shape.dtype)} on a CPU)"
         return KernelReport(None, reason=reason)
-    attends = runner.can_round_kv and runner.kv_shape.head_dim % HEAD_DIM_MULTIPLE == 0
-    kv = _dtype(runner.kv_dtype) if attends else None
-    one_call = execution_model.fused.stack is not None and attends and runner.offload is None
-    names = tuple(name for name, _ in sizes.most_common())
-    return KernelReport(cpu_kernels.level, names, kv, one_call, arithmetic=runner.arithmetic)
+    kernels_attend = runner.can_round_kv and runner.kv_shape.head_dim % HEAD_DIM_MULTIPLE == 0
+    kv = _dtype_name(runner.kv_dtype) if kernels_attend else None
+    one_call = execution_model.fused.stack is not None and kernels_attend and runner.offload is None
+    formats = tuple(name for name, _ in num_weights.most_common())
+    return KernelReport(cpu_kernels.level, formats, kv, one_call, arithmetic=runner.arithmetic)
 
 
-def _dtype(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -1,7 +1,7 @@
-"""Moves keys to other positions: undoes the model's rotary embedding and applies it again.
+"""Moves keys to other positions: undoes the model's rotary embedding (RoPE), and applies it at another position.
 
-So a key can be stored without a position ("before RoPE") and read at any. YaRN's factor on cos and sin is no rotation:
-it stays on the key.
+So a key can be stored without a position ("before RoPE") and read at any position. YaRN also scales cos and sin. A key
+keeps this scale when its rotation is undone.
 """
 
 from __future__ import annotations
@@ -12,19 +12,17 @@ from longdraft.errors import UnsupportedModelError
 from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import rotary_module
 
-# Bytes of the dtype -> largest rounding difference of equal keys, relative to the largest number.
+# Bytes of the keys' dtype -> largest difference that counts as rounding, relative to the largest number in the keys.
 _TOLERANCE = {4: 1e-3, 8: 1e-3, 2: 4e-2}
-# A position at which keys are compared: any but 0.
-_PROBE_POSITION = 7
+_PROBE_POSITION = 7  # keys are compared at this position; any but 0 would do
 
 
 class KeyRotation:
     """Rotates keys of a hosted model, of all layers at once, to positions in [0, length).
 
     Raises:
-        UnsupportedModelError: not all layers rotate the halves of their heads, or RoPE's frequencies depend on the
-            text's length.
-    """
+        UnsupportedModelError: a layer does not rotate the halves of its heads (as Llama does), or RoPE's frequencies
+            depend on the text's length."""
 
     def __init__(self, runner: TargetRunner, length: int) -> None:
         self._runner = runner
@@ -32,59 +30,59 @@ class KeyRotation:
         if runner.rope_regime(length):
             raise self._unsupported("its rotary frequencies depend on how long a text is")
         cos, sin = self._table(torch.arange(length, device=runner.device))
-        # cos(0) is 1, so position 0 of the table holds YaRN's factor.
-        self._scale = cos[:1]
-        self._cos, self._sin = cos / self._scale, sin / self._scale
+        # cos(0) is 1, so at position 0 the table of cosines contains YaRN's scale alone.
+        self._yarn_scale = cos[:1]
+        self._cos, self._sin = cos / self._yarn_scale, sin / self._yarn_scale
         self._check(_PROBE_POSITION, length - 1)
 
     def rotate(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Keys without a position (..., n, d) -> keys at positions (n,)."""
+        """Rotates keys without a position (..., n, d) to positions (n,)."""
         return apply_rotary(keys, self._cos[positions], self._sin[positions])
 
     def unrotate(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Keys at positions (n,) -> keys without one; (..., n, d)."""
+        """Undoes the rotation of keys (..., n, d) that are at positions (n,)."""
         return apply_rotary(keys, self._cos[positions], -self._sin[positions])
 
     def _table(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin (n, rotated dimensions) of the model's rotary embedding, float32."""
-        module = rotary_module(self._runner.execution_model.model)
-        if module is None:
+        rotary_embedding = rotary_module(self._runner.execution_model.model)
+        if rotary_embedding is None:
             raise self._unsupported("it has no rotary embedding of its own")
         try:
-            cos, sin = module(torch.empty(1, device=positions.device, dtype=torch.float32), positions[None])
+            cos, sin = rotary_embedding(torch.empty(1, device=positions.device, dtype=torch.float32), positions[None])
         except (TypeError, ValueError, RuntimeError, AttributeError) as error:
             raise self._unsupported(f"its rotary embedding is of another kind ({error})") from error
         return cos[0], sin[0]
 
     @torch.inference_mode()
     def _check(self, *positions: int) -> None:
-        """Compares the model's keys at these positions with its keys at 0 after a rotation.
+        """Compares the model's keys at these positions with its keys at position 0 that were rotated here.
 
-        The text is one token, which sees only itself, so no layer's input depends on its position."""
-        runner, roots = self._runner, (0, *positions)
-        store = runner.new_store(len(roots), 1, resident=True)
-        token_ids = [[runner.vocab_size // 2]] * len(roots)
-        batch = store.make_forward_batch(range(len(roots)), token_ids, root_positions=roots)
+        Each sequence is one token, which attends only to itself, so the keys can differ by nothing but rotation."""
+        runner, token_positions = self._runner, (0, *positions)
+        store = runner.new_store(len(token_positions), 1, resident=True)
+        token_ids = [[runner.vocab_size // 2]] * len(token_positions)  # special tokens are rarely there
+        batch = store.make_forward_batch(range(len(token_positions)), token_ids, root_positions=token_positions)
         runner.forward(batch, store, logits="none")
-        position_ids = torch.tensor(roots, dtype=torch.long, device=runner.device)
+        position_ids = torch.tensor(token_positions, dtype=torch.long, device=runner.device)
         for layer in range(runner.kv_shape.layers):
             keys = store.layer(layer)[0][:, :, 0].float().transpose(0, 1)  # (Hkv, positions, d)
-            rotated = self.rotate(keys[:, :1].expand(-1, len(roots), -1), position_ids)
+            rotated = self.rotate(keys[:, :1].expand(-1, len(token_positions), -1), position_ids)
             tolerance = _TOLERANCE[runner.default_kv_dtype.itemsize] * float(keys.abs().max())
             if not torch.allclose(rotated, keys, rtol=0, atol=tolerance):
                 raise self._unsupported(f"the keys of layer {layer} do not rotate with their position as RoPE does")
 
-    def _unsupported(self, why: str) -> UnsupportedModelError:
+    def _unsupported(self, reason: str) -> UnsupportedModelError:
         return UnsupportedModelError(
-            f"{type(self._runner.model).__name__} cannot draft on a part of the context: {why}, so its keys cannot be "
-            "moved to other positions. Use view=full (method small-lm), which leaves them where they are."
+            f"{type(self._runner.model).__name__} cannot draft on a part of the context: {reason}, so its keys cannot "
+            "be moved to other positions. Use view=full (method small-lm), which leaves keys at their positions."
         )
 
 
 def apply_rotary(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates the first r dimensions of keys (..., n, d) by halves, in float32 at least; cos and sin are (n, r)."""
+    """Rotates the first r dimensions of keys (..., n, d), paired by halves, in float32 at least. cos, sin: (n, r)."""
     rotary_dim = cos.shape[-1]
     x = keys[..., :rotary_dim].to(torch.promote_types(keys.dtype, torch.float32))
-    a, b = x.chunk(2, dim=-1)
-    rotated = (x * cos + torch.cat((-b, a), dim=-1) * sin).to(keys.dtype)
+    first, second = x.chunk(2, dim=-1)
+    rotated = (x * cos + torch.cat((-second, first), dim=-1) * sin).to(keys.dtype)
     return rotated if rotary_dim == keys.shape[-1] else torch.cat((rotated, keys[..., rotary_dim:]), dim=-1)

@@ -1,8 +1,4 @@
-"""Converts decoder layers and a forward's batch into what our kernels read.
-
-Of a layer: norms, linear weights, activation, softcap, sinks. Of a batch, for each kind of layer: its KV cache, the
-mask, and RoPE's cos and sin.
-"""
+"""Converts decoder layers and a forward's batch into the inputs of our CPU kernels."""
 
 from __future__ import annotations
 
@@ -29,9 +25,10 @@ from longdraft.native.int8_kv import KVTensor
 from longdraft.native.library import HEAD_DIM_MULTIPLE
 from longdraft.native.structures import FEW_TOKENS, LinearWeights, Norm
 
+# The linear layers in the attention module and the MLP, in the kernels' order.
 LINEAR_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# The kernels' name of a norm -> transformers' name. "post_attention_layernorm" normalizes the attention's output in
-# Gemma's layers, and the MLP's input in Llama's.
+# The kernels' name of a norm -> transformers' attribute. "post_attention_layernorm" normalizes the attention's output
+# in Gemma's layers, but the MLP's input in Llama's.
 _LLAMA_NORMS = {"norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 _GEMMA_NORMS = {
     "norm": "input_layernorm",
@@ -42,33 +39,35 @@ _GEMMA_NORMS = {
 CosSin = tuple[torch.Tensor, torch.Tensor]
 # cos and sin of layers without RoPE.
 NO_ROTATION: CosSin = (torch.empty(1, 1, 0, **CPU_FLOAT32), torch.empty(1, 1, 0, **CPU_FLOAT32))
-# LayerKind.rope of models with one rotary embedding for all layers.
+# LayerKind.rope if one rotary embedding serves all layers.
 SINGLE_ROPE = ""
 
 
 def kernel_layer(layer: nn.Module, head_dim: int) -> DecoderLayer | None:
-    """The kernels' layer for a decoder layer (default ``head_dim``); None if it is of another kind, or modified."""
+    """A decoder layer for the kernels; None if they cannot compute it. ``head_dim`` is for a layer that states none."""
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
     if attention is None or not is_unmodified(layer):
         return None
     projections = linear_weights_of([getattr(attention, n, None) or getattr(mlp, n, None) for n in LINEAR_NAMES])
-    names = _GEMMA_NORMS if hasattr(layer, _GEMMA_NORMS["mlp_norm"]) else _LLAMA_NORMS
-    layer_norms = {name: getattr(layer, attribute, None) for name, attribute in names.items()}
+    norm_attributes = _GEMMA_NORMS if hasattr(layer, _GEMMA_NORMS["mlp_norm"]) else _LLAMA_NORMS
+    layer_norms = {name: getattr(layer, attribute, None) for name, attribute in norm_attributes.items()}
     head_norms = {name: norm for name in ("q_norm", "k_norm") if (norm := getattr(attention, name, None)) is not None}
     norms = norms_of(layer_norms | head_norms)
     gelu = uses_gelu(getattr(mlp, "act_fn", None))
     if projections is None or norms is None or gelu is None:
         return None
     offset = norm_weight_offset((layer_norms | head_norms).values())
-    d = int(getattr(attention, "head_dim", head_dim))
-    if offset is None or d % HEAD_DIM_MULTIPLE:
+    head_dim = int(getattr(attention, "head_dim", head_dim))
+    if offset is None or head_dim % HEAD_DIM_MULTIPLE:
         return None
-    # Read from o_proj, as q_proj may also compute gates.
-    attended_size = projections[3][0].shape[1]
+    (k_matrix, _), (o_matrix, _) = projections[1], projections[3]
     return DecoderLayer(
         norms,
         projections,
-        *(attended_size // d, projections[1][0].shape[0] // d, d, float(getattr(attention, "scaling", d**-0.5))),
+        num_heads=o_matrix.shape[1] // head_dim,  # not of q_proj, which may also compute gates
+        num_kv_heads=k_matrix.shape[0] // head_dim,
+        head_dim=head_dim,
+        scale=float(getattr(attention, "scaling", head_dim**-0.5)),
         softcap=getattr(attention, "attn_logit_softcapping", None),
         sinks=getattr(attention, "sinks", None),
         gelu=gelu,
@@ -77,9 +76,9 @@ def kernel_layer(layer: nn.Module, head_dim: int) -> DecoderLayer | None:
 
 
 def is_unmodified(layer: nn.Module, patched_part: nn.Module | None = None) -> bool:
-    """True if a layer's submodules are contiguous float32 on the CPU, without hooks and new forwards.
+    """True if a layer's submodules are contiguous float32 on the CPU, without hooks and replaced forwards.
 
-    ``patched_part`` is a submodule whose forward we replaced. Hooks of the layer itself run around any forward."""
+    ``patched_part`` is a submodule whose forward we replaced. The layer's own hooks are allowed: they run too."""
     modules = [m for m in layer.modules() if m is not layer]
     if "forward" in vars(layer) or not is_library_code(type(layer).forward):
         return False
@@ -90,20 +89,20 @@ def is_unmodified(layer: nn.Module, patched_part: nn.Module | None = None) -> bo
 
 
 def linear_weights_of(modules: Iterable[nn.Module | None]) -> list[LinearWeights] | None:
-    """The weights of all linear layers; None if one is missing or of another kind."""
+    """The weights of all linear layers; None if one is missing or unknown to the kernels."""
     all_weights = [None if module is None else kernel_weights_of(module) for module in modules]
     return None if None in all_weights else [weights for weights in all_weights if weights is not None]
 
 
 def norms_of(modules: Mapping[str, nn.Module | None]) -> dict[str, Norm] | None:
-    """All norms by name; None if one is missing or of another kind."""
+    """Name -> weight and epsilon of each norm; None if one is missing or no RMSNorm."""
     norms = {name: norm for name, module in modules.items() if (norm := norm_of(module)) is not None}
     return norms if len(norms) == len(modules) else None
 
 
 def final_norm_and_head(model: PreTrainedModel, layers: Iterable[nn.Module]) -> dict[str, Any] | None:
-    """The final norm and the head as arguments of :class:`DecoderStack`; None if they are of another kind, or if a
-    user changed the model's modules."""
+    """Arguments of :class:`DecoderStack` for the final norm and the head; None if the kernels cannot compute them, or
+    if a user modified a module of the model."""
     decoder, head = hosting.decoder_of(model), model.get_output_embeddings()
     final_norm = getattr(decoder, "norm", None)
     norm, weights = norm_of(final_norm), kernel_weights_of(head)
@@ -112,11 +111,11 @@ def final_norm_and_head(model: PreTrainedModel, layers: Iterable[nn.Module]) -> 
         return None
     offset = norm_weight_offset([final_norm])
     cap = getattr(decoder_config(model), "final_logit_softcapping", None)
-    return None if offset is None else {"norm": norm, "head": weights, "plus": offset, "softcap": cap}
+    return None if offset is None else {"norm": norm, "head": weights, "norm_weight_offset": offset, "softcap": cap}
 
 
 def norm_of(module: nn.Module | None) -> Norm | None:
-    """Weight and epsilon of an RMSNorm; None if the module has none."""
+    """Weight and epsilon of an RMSNorm; None if the module lacks one of them."""
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, torch.Tensor) or not isinstance(eps, float):
         return None
@@ -125,13 +124,13 @@ def norm_of(module: nn.Module | None) -> Norm | None:
 
 @torch.inference_mode()
 def norm_weight_offset(norms: Iterable[nn.Module | None]) -> float | None:
-    """What these norms add to their weights: 1 in Gemma's, else 0; None if they differ."""
+    """The number that these norms add to their weights: 1 for Gemma's, else 0; None if the norms differ."""
     offsets = set()
     for norm in norms:
         assert norm is not None
         weight = norm.weight
         assert isinstance(weight, torch.Tensor)
-        # RMSNorm of ones gives the weight, with the offset.
+        # RMSNorm of ones gives weight + offset.
         normed = norm(weight.new_ones(1, weight.numel()))[0]
         offsets.add(float((normed - weight - 1).abs().sum() < (normed - weight).abs().sum()))
     return offsets.pop() if len(offsets) == 1 else None
@@ -139,7 +138,7 @@ def norm_weight_offset(norms: Iterable[nn.Module | None]) -> float | None:
 
 @torch.inference_mode()
 def uses_gelu(activation: nn.Module | None) -> bool | None:
-    """True for GELU (tanh), False for SiLU, None for another function. Compares values, as names vary."""
+    """True for GELU (tanh), False for SiLU, None for another function. Compares outputs, as class names vary."""
     if not isinstance(activation, nn.Module):
         return None
     x = torch.linspace(-6, 6, 101, **CPU_FLOAT32)
@@ -150,15 +149,17 @@ def uses_gelu(activation: nn.Module | None) -> bool | None:
 
 
 def is_modified(module: nn.Module, is_patched: bool = False) -> bool:
-    """True if a module has hooks, a replaced forward (ours if ``is_patched``: allowed), or a user's class."""
+    """True if a module has hooks, a user's class, or a replaced forward, unless we replaced it (``is_patched``)."""
     replaced = ("forward" in vars(module) and not is_patched) or not is_library_code(type(module).forward)
     return bool(module._forward_hooks or module._forward_pre_hooks or replaced)
 
 
 class LayerKind(NamedTuple):
-    """Attributes:
-    window: index of the layer's :class:`WindowKVCache`; None for full context.
-    rope: the rotary embedding's ``layer_type`` argument; SINGLE_ROPE if it takes none; None for a layer without RoPE.
+    """What distinguishes attention layers for the kernels: their window, and RoPE's cos and sin.
+
+    Attributes:
+        window: index of the layers' :class:`WindowKVCache`; None for full context.
+        rope: the rotary embedding's ``layer_type`` argument; SINGLE_ROPE if it takes none; None without RoPE.
     """
 
     window: int | None
@@ -169,10 +170,10 @@ class LayerKinds(NamedTuple):
     """The kinds of a model's layers.
 
     Attributes:
-        kv_locations: for each decoder layer where its KV lies; None for a recurrent layer.
-        kind_indices: for each decoder layer the index into ``kinds``; 0 for a recurrent layer.
-        kinds: the distinct kinds.
-        rotary: the rotary embedding.
+        kv_locations: for each decoder layer, the location of its KV; None for a recurrent layer.
+        kind_indices: for each decoder layer, its index in ``kinds``; 0 for a recurrent layer.
+        kinds: the distinct kinds of attention layers.
+        rotary: the model's rotary embedding.
     """
 
     kv_locations: tuple[KVLocation | None, ...]
@@ -182,25 +183,25 @@ class LayerKinds(NamedTuple):
 
     @classmethod
     def from_model(cls, model: PreTrainedModel) -> LayerKinds | None:
-        """None if a layer attends twice or reads another's KV, or if there is no rotary embedding."""
+        """The kinds; None if a layer attends twice or reads another layer's KV, or without a rotary embedding."""
         layers, layout, rotary = hosting.decoder_layers(model), layout_of(model), rotary_module(model)
         has_attention = [hasattr(layer, "self_attn") for layer in layers]
-        count = sum(has_attention)
-        if rotary is None or count != len(layout.locations) or len(layers) - count != len(layout.recurrent):
+        num_attention, num_recurrent = sum(has_attention), len(layers) - sum(has_attention)
+        if rotary is None or (num_attention, num_recurrent) != (len(layout.locations), len(layout.recurrent)):
             return None
         if not layout.locations or not all(location.writes_kv for location in layout.locations):
             return None
         by_layer_type = "layer_type" in inspect.signature(rotary.forward).parameters
         layer_types = getattr(hosting.decoder_config(model), "layer_types", None)
-        names = layer_types if by_layer_type else [SINGLE_ROPE] * len(layers)
-        if names is None or len(names) < len(layers):
+        rope_types = layer_types if by_layer_type else [SINGLE_ROPE] * len(layers)
+        if rope_types is None or len(rope_types) < len(layers):
             return None
         uses_rope = [bool(getattr(getattr(layer, "self_attn", None), "use_rope", True)) for layer in layers]
-        remaining = iter(layout.locations)
-        locations = [next(remaining) if attends else None for attends in has_attention]
+        remaining_locations = iter(layout.locations)
+        locations = [next(remaining_locations) if attends else None for attends in has_attention]
         layer_kinds = [
-            None if location is None else LayerKind(location.window, name if rotated else None)
-            for location, name, rotated in zip(locations, names, uses_rope, strict=False)
+            None if location is None else LayerKind(location.window, rope_type if is_rotated else None)
+            for location, rope_type, is_rotated in zip(locations, rope_types, uses_rope, strict=False)
         ]
         kinds = tuple(dict.fromkeys(kind for kind in layer_kinds if kind is not None))
         indices = tuple(0 if kind is None else kinds.index(kind) for kind in layer_kinds)
@@ -208,12 +209,12 @@ class LayerKinds(NamedTuple):
 
     @property
     def cache_indices(self) -> list[int]:
-        """For each layer its index in its KV cache, or in the recurrent states."""
-        recurrent = itertools.count()
-        return [next(recurrent) if location is None else location.layer for location in self.kv_locations]
+        """For each layer, its index in its KV cache, or among the recurrent layers."""
+        recurrent_index = itertools.count()
+        return [next(recurrent_index) if location is None else location.layer for location in self.kv_locations]
 
     def rotate(self, rope: str | None, x: torch.Tensor, positions: torch.Tensor | None) -> CosSin:
-        """cos and sin (B, T, rotated dimensions) for a :attr:`LayerKind.rope`."""
+        """cos and sin (B, T, rotated dimensions) of layers with this :attr:`LayerKind.rope`; x gives the dtype."""
         if rope is None:
             return NO_ROTATION
         cos, sin = self.rotary(x, positions) if rope == SINGLE_ROPE else self.rotary(x, positions, rope)
@@ -222,21 +223,21 @@ class LayerKinds(NamedTuple):
     def kernel_inputs(
         self, store: Any, batch: ForwardBatch, cos_sin: Sequence[CosSin]
     ) -> list[tuple[AttentionMetadata, KVTensor, KVTensor]]:
-        """For each kind: the batch, and the cached keys and values. ``cos_sin`` has an entry for each kind."""
+        """:func:`kernel_inputs_of` for each kind. ``cos_sin`` has an entry for each kind."""
         pairs = zip(self.kinds, cos_sin, strict=True)
-        return [kernel_inputs_of(store, batch, kind.window, rotation) for kind, rotation in pairs]
+        return [kernel_inputs_of(store, batch, kind.window, kind_cos_sin) for kind, kind_cos_sin in pairs]
 
 
 def kernel_inputs_of(
     store: Any, batch: ForwardBatch, window: int | None, cos_sin: CosSin
 ) -> tuple[AttentionMetadata, KVTensor, KVTensor]:
-    """The batch as layers of one kind see it, and all their cached keys and values."""
+    """The batch for layers with this window (None: full context), and the keys and values in their cache."""
     cache = store
     if window is not None:
-        cache = [states for states in store.states if isinstance(states, WindowKVCache)][window]
+        cache = [cache for cache in store.states if isinstance(cache, WindowKVCache)][window]
         batch = cache.batch_in_buffer(batch)
     mask, is_chunk = batch.mask, batch.is_prefill and batch.mask is None and not batch.tree_offset
-    # The kernels know the causal mask of a long prefill chunk, which would be quadratic in its length.
+    # A long prefill chunk needs no mask, which would take quadratic memory: the kernels have a causal mode.
     if mask is None and batch.tree_len > 1 and not (is_chunk and batch.query_len > FEW_TOKENS):
         mask = batch.tree_mask(0, torch.device("cpu")).expand(batch.batch_size, -1, -1)
     cos, sin = (x.expand(batch.batch_size, batch.query_len, -1) for x in cos_sin)

@@ -1,7 +1,8 @@
 """The layout of a model's KV: which layers cache the full context, and which a window or chunk.
 
-It follows from a trace of a forward's attention calls and from the configuration's layer types: configurations do not
-say which layers share keys, attend twice, run several times or are skipped. The KV of call i lies at ``locations[i]``.
+A layout follows from the attention calls of a traced forward and from the configuration's layer types. Configurations
+alone do not say which layers share keys, attend twice, run several times or are skipped. ``KVLayout.locations[i]`` is
+where the KV of call i lies.
 """
 
 from __future__ import annotations
@@ -21,21 +22,17 @@ from longdraft.memory.recurrent import RecurrentShape
 from longdraft.memory.store import KVShape
 from longdraft.memory.windows import AttentionSpan, WindowShape
 
-# transformers' layer type -> how it reads the context: our kinds of layers.
+# transformers' layer type -> our kinds of layers: how the layer reads the context.
 _LAYER_TYPES = {
-    "full_attention": ("full",),
-    "attention": ("full",),
-    "sliding_attention": ("window",),
-    "chunked_attention": ("chunk",),
-    "linear_attention": ("recurrent",),
-    "conv": ("recurrent",),
-    "hybrid": ("full", "recurrent"),
-    "hybrid_sliding": ("window", "recurrent"),
-    "mlp": (),
-    "moe": (),
-}
+    "full_attention": ("full",), "attention": ("full",),
+    "sliding_attention": ("window",), "chunked_attention": ("chunk",),
+    "linear_attention": ("recurrent",), "conv": ("recurrent",),
+    "hybrid": ("full", "recurrent"), "hybrid_sliding": ("window", "recurrent"),
+    "mlp": (), "moe": (),
+}  # fmt: skip
+# Settings that give the number of experts, in different models.
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-# Kinds in the order of reports.
+# Our kinds in the order in which they are listed. "sparse" is an unknown layer type.
 _KINDS = ("full", "window", "chunk", "recurrent", "sparse")
 
 
@@ -48,8 +45,8 @@ class AttentionCall:
         kv_heads: number of KV heads.
         head_dim, value_dim: sizes of a key and of a value.
         layer: the module's ``layer_idx``; None if it has none.
-        window: the ``sliding_window`` argument.
-        kv_source: index of the earlier call whose keys and values it reads; None if it has its own.
+        window: the call's ``sliding_window`` argument in tokens; None if it has none.
+        kv_source: index of the earlier call whose keys and values this one reads; None if it has its own.
     """
 
     module: str
@@ -62,11 +59,11 @@ class AttentionCall:
 
 
 class AttentionTrace:
-    """Replaces a model's attention to record one forward's calls.
+    """An attention function that records the calls of one forward.
 
     Attributes:
         calls: the attention calls, in order.
-        mixers: index of a recurrent layer -> its mixer and the cache that it was called with (:mod:`.recurrent`).
+        mixers: index of a recurrent layer -> its mixer and the cache passed to it (:mod:`.recurrent`).
     """
 
     def __init__(self) -> None:
@@ -97,8 +94,8 @@ class KVLocation(NamedTuple):
     """Where the keys and values of one attention call lie.
 
     Attributes:
-        window: index of the :class:`WindowShape`; None for the store of the full context.
-        layer: the layer's index in that cache.
+        window: index in :attr:`KVLayout.windows`; None for the store of the full context.
+        layer: the layer's index in that window cache or store.
         writes_kv: False if the layer reads an earlier layer's KV.
     """
 
@@ -108,13 +105,14 @@ class KVLocation(NamedTuple):
 
 
 class KVLayout(NamedTuple):
-    """The KV locations of all attention calls of a forward.
+    """Where a forward's attention calls find their KV.
 
     Attributes:
+        locations: for each attention call, in order, the location of its KV.
         shape: shape of the full-context KV; ``layers`` may be 0.
         windows: shapes of the window caches.
         recurrent: recurrent layer, counted in module order -> shape of its state.
-        custom_cache_layers: layers of the model's own cache, if it has :mod:`.custom_attention`.
+        custom_cache_layers: layers of the model's own cache, for :mod:`.custom_attention`; else empty.
     """
 
     locations: tuple[KVLocation, ...]
@@ -131,9 +129,7 @@ traced_layouts: WeakKeyDictionary[PreTrainedModel, KVLayout] = WeakKeyDictionary
 def layout_of(model: PreTrainedModel) -> KVLayout:
     """The layout of a model: the traced one, or else full attention in each layer of its configuration.
 
-    Raises:
-        UnsupportedModelError: it has no attention heads.
-    """
+    Raises UnsupportedModelError if the model has no attention heads."""
     if (traced := traced_layouts.get(model)) is not None:
         return traced
     shape = config_kv_shape(model)
@@ -149,39 +145,39 @@ def build_layout(
     """The layout that follows from a forward's attention calls.
 
     Args:
-        custom_attention: the model has custom attention code, and ``calls`` are the layers of its cache.
+        recurrent: recurrent layer, counted in module order -> shape of its state.
+        custom_attention: ``calls`` are the layers of the cache of a model with custom attention code.
     """
     config = decoder_config(model)
     # Custom code applies its windows itself.
     spans = [None if custom_attention else _span(config, call) for call in calls]
     window_spans = sorted({span for span in spans if span is not None}, key=lambda span: (span.size, span.is_chunked))
-    counts = dict.fromkeys([None, *window_spans], 0)
+    layer_counts = dict.fromkeys([None, *window_spans], 0)
     locations: list[KVLocation] = []
     for call, span in zip(calls, spans, strict=True):
         if call.kv_source is not None:
             locations.append(locations[call.kv_source]._replace(writes_kv=False))
             continue
-        locations.append(KVLocation(None if span is None else window_spans.index(span), counts[span]))
-        counts[span] += 1
+        locations.append(KVLocation(None if span is None else window_spans.index(span), layer_counts[span]))
+        layer_counts[span] += 1
 
-    def sizes(span: AttentionSpan | None) -> tuple[int, int, bool]:
-        same_span = [call for call, s in zip(calls, spans, strict=True) if s == span]
-        heads = {call.kv_heads for call in same_span} or {1}
-        dims = {size for call in same_span for size in (call.head_dim, call.value_dim)} or {16}
-        return max(heads), max(dims), len(heads) + len(dims) > 2
+    def largest_sizes(span: AttentionSpan | None) -> tuple[int, int, bool]:
+        """KV heads, head size, and whether smaller ones are padded to them, of the layers with this span."""
+        same_span = [call for call, call_span in zip(calls, spans, strict=True) if call_span == span]
+        heads = {call.kv_heads for call in same_span} or {1}  # without such layers any sizes will do
+        dims = {dim for call in same_span for dim in (call.head_dim, call.value_dim)} or {16}
+        return max(heads), max(dims), len(heads) > 1 or len(dims) > 1
 
-    heads, dim, padded = sizes(None)
-    windows = tuple(WindowShape(span, counts[span], *sizes(span)[:2], model.dtype) for span in window_spans)
-    shape = KVShape(counts[None], heads, dim, model.dtype, padded)
+    heads, dim, padded = largest_sizes(None)
+    windows = tuple(WindowShape(s, layer_counts[s], *largest_sizes(s)[:2], model.dtype) for s in window_spans)
+    shape = KVShape(layer_counts[None], heads, dim, model.dtype, padded)
     return KVLayout(tuple(locations), shape, windows, recurrent, calls if custom_attention else ())
 
 
 def config_kv_shape(model: PreTrainedModel) -> KVShape:
-    """The KV shape from the configuration, as if all layers had full attention. Drafts identify a target by it.
+    """The KV shape from the configuration, as if all layers had full attention. Draft files record it of their target.
 
-    Raises:
-        UnsupportedModelError: it has no attention heads.
-    """
+    Raises UnsupportedModelError if the model has no attention heads."""
     config = decoder_config(model)
     heads = getattr(config, "num_attention_heads", None)
     if heads is None:
@@ -192,8 +188,8 @@ def config_kv_shape(model: PreTrainedModel) -> KVShape:
 
 
 def _config_value(config: Any, name: str) -> Any:
-    """A configuration's value (the global one, if layers differ); None if there is none."""
-    if getattr(config, "is_heterogeneous", False):  # getattr would raise
+    """A setting of the configuration; None if it has none. If layers differ, the global value."""
+    if getattr(config, "is_heterogeneous", False):  # getattr raises for settings that differ between layers
         return config.to_dict().get(name)
     return getattr(config, name, None)
 
@@ -204,7 +200,7 @@ def decoder_config(model: PreTrainedModel) -> Any:
 
 
 def has_non_full_attention(model: PreTrainedModel) -> bool:
-    """True if the configuration names layers without full attention: windows, chunks, recurrent ones."""
+    """True if the configuration has layers without full attention: window, chunk or recurrent layers."""
     config = decoder_config(model)
     layer_types = getattr(config, "layer_types", None)
     if layer_types:
@@ -213,65 +209,63 @@ def has_non_full_attention(model: PreTrainedModel) -> bool:
 
 
 def _span(config: Any, call: AttentionCall) -> AttentionSpan | None:
-    """The window or chunk that a call's layer sees; None for the full context.
+    """The window or chunk that a call's layer attends to; None for the full context.
 
-    Raises:
-        UnsupportedModelError: longdraft does not know this kind of layer.
-    """
+    Raises UnsupportedModelError if the layer type or the window's size is unknown."""
     layer_types = getattr(config, "layer_types", None)
-    size = call.window or getattr(config, "sliding_window", None)
+    window_size = call.window or getattr(config, "sliding_window", None)
     if layer_types and call.layer is not None and 0 <= call.layer < len(layer_types):
         layer_type = layer_types[call.layer]
         kinds = _LAYER_TYPES.get(layer_type, ())
         if "chunk" in kinds:
-            return _if_bounded(config, AttentionSpan(int(config.attention_chunk_size), is_chunked=True))
+            return _span_if_shorter(config, AttentionSpan(int(config.attention_chunk_size), is_chunked=True))
         if "window" in kinds:
-            if size is None:
-                raise UnsupportedModelError(f"{call.module} has a sliding window of no known size.")
-            return _if_bounded(config, AttentionSpan(int(size)))
+            if window_size is None:
+                raise UnsupportedModelError(f"{call.module} has a sliding window of unknown size: set sliding_window.")
+            return _span_if_shorter(config, AttentionSpan(int(window_size)))
         if "full" in kinds:
             return None
         raise UnsupportedModelError(
             f"{call.module} has layers of the kind {layer_type}, which longdraft cannot host exactly yet."
         )
-    return None if size is None else _if_bounded(config, AttentionSpan(int(size)))
+    return None if window_size is None else _span_if_shorter(config, AttentionSpan(int(window_size)))
 
 
-def _if_bounded(config: Any, span: AttentionSpan) -> AttentionSpan | None:
-    """The span, or None if the context is no longer than it."""
-    longest = getattr(config, "max_position_embeddings", None)
-    return None if isinstance(longest, int) and span.size >= longest else span
+def _span_if_shorter(config: Any, span: AttentionSpan) -> AttentionSpan | None:
+    """The span if it is shorter than the model's context; otherwise None, for full attention."""
+    context_length = getattr(config, "max_position_embeddings", None)
+    return None if isinstance(context_length, int) and span.size >= context_length else span
 
 
 def layer_type_names(model: PreTrainedModel) -> tuple[str, ...]:
-    """Names of a model's kinds of layers: "full", "window", "chunk", "recurrent", "sparse", "latent", "experts",
+    """The kinds of layers that a model has: "full", "window", "chunk", "recurrent", "sparse", "latent", "experts",
     "shared KV", and for a hosted model "own code" (:mod:`.custom_attention`)."""
     config = decoder_config(model)
-    counts = _counts(model)
-    others = {
+    counts = _layer_counts(model)
+    features = {
         "latent": bool(getattr(config, "kv_lora_rank", None)),
         "experts": any(_int_setting(config, name) > 1 for name in _EXPERT_COUNTS),
         "shared KV": _int_setting(config, "num_kv_shared_layers") > 0,
         "own code": model in traced_layouts and bool(traced_layouts[model].custom_cache_layers),
     }
-    return (*(kind for kind in _KINDS if counts[kind]), *(kind for kind, has in others.items() if has))
+    return (*(kind for kind in _KINDS if counts[kind]), *(name for name, is_present in features.items() if is_present))
 
 
 def sparse_layer_types(model: PreTrainedModel) -> list[str]:
-    """transformers' layer types that we do not know: layers that choose which KV entries they see."""
+    """transformers' layer types unknown to us: so far, all of them choose the KV entries that a token attends to."""
     return sorted({*(getattr(decoder_config(model), "layer_types", None) or ())} - _LAYER_TYPES.keys())
 
 
 def describe_layers(model: PreTrainedModel) -> str:
-    """The layers in words: "26 layers: 4 full, 22 window; experts"."""
-    counts = _counts(model)
+    """The layers in words, such as "26 layers: 4 full, 22 window; experts"."""
+    counts = _layer_counts(model)
     parts = [f"{counts[kind]} {kind}" for kind in _KINDS if counts[kind]]
-    others = [kind for kind in layer_type_names(model) if kind not in _KINDS]
-    return "; ".join([f"{decoder_config(model).num_hidden_layers} layers: {', '.join(parts)}", *others])
+    features = [name for name in layer_type_names(model) if name not in _KINDS]
+    return "; ".join([f"{decoder_config(model).num_hidden_layers} layers: {', '.join(parts)}", *features])
 
 
-def _counts(model: PreTrainedModel) -> Counter[str]:
-    """Counts the layers of each kind; a layer may count in two."""
+def _layer_counts(model: PreTrainedModel) -> Counter[str]:
+    """Number of layers of each kind. A hybrid layer counts in both of its kinds."""
     config = decoder_config(model)
     depth = int(getattr(config, "num_hidden_layers", None) or 1)
     names = getattr(config, "layer_types", None)

@@ -1,4 +1,4 @@
-"""Loads a model and its tokenizer by what a user names: nothing, a folder, a GGUF file or a hub id."""
+"""Loads a model and its tokenizer from a folder, a GGUF file or a Hugging Face id, or the embedded model."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from longdraft.model import stored_model
 from longdraft.model.checkpoints import DType, LoadedModel, Progress, check_folder, check_gguf, read_checkpoint
 from longdraft.model.embedded import EMBEDDED_ID, packaged_file
 from longdraft.model.experts import store_half_experts
+from longdraft.model.external_quant import decompress_to
 from longdraft.model.gc_pause import gc_paused
 from longdraft.model.gguf.loading import Arithmetic, WeightFormat, int8_unavailable_error, load_gguf
 from longdraft.model.gpu import merged_linear
-from longdraft.model.quantised import decompress_to
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -38,18 +38,18 @@ def load(
     """Loads a causal language model, ready to generate: eval mode, no gradients, on its device.
 
     model: None for the embedded default; a folder in Hugging Face layout; a ``.gguf`` file; or a hub id.
-    dtype: "auto" (float32 on a CPU, the checkpoint's own on a GPU), "float32", "bfloat16", "float16", a torch.dtype.
-    device: None takes CUDA where there is one, then MPS, then the CPU.
-    rope_factor: YaRN factor (> 1): the context becomes this many times the trained one, in tokens.
-    weights: "stored" keeps matrices as in the file (GGUF's blocks, bfloat16, float16) and computes in float32, on a
-        CPU, the results of unpacked ones; "float32" unpacks them; None is "stored" if our kernels are available.
-    arithmetic: "int8" rounds the rows that are multiplied with stored weights of 8 bits or fewer to 8 bits, in blocks
-        of 32, and keeps the KV in 16 bits, as llama.cpp does; "float32" rounds nothing. None is "int8" for such GGUF
-        files on a CPU with our kernels, and the dtype's arithmetic otherwise.
+    dtype: "auto" (float32 on a CPU, the checkpoint's on a GPU), "float32", "bfloat16", "float16" or a torch.dtype.
+    device: None takes CUDA if there is a GPU, else MPS, else the CPU.
+    rope_factor: YaRN factor (> 1), by which the trained context length is multiplied.
+    weights: "stored" keeps matrices as in the file (GGUF's blocks, bfloat16, float16), and needs float32 on a CPU: the
+        results are those of "float32", which unpacks the matrices. None is "stored" if our kernels are available.
+    arithmetic: "int8" rounds the inputs of layers with weights of 8 bits or fewer to 8 bits, in blocks of 32, and keeps
+        the KV in 16 bits, as llama.cpp does; "float32" rounds nothing. None is "int8" for GGUF files with such weights
+        on a CPU with our kernels, else the dtype's arithmetic.
     progress: called with one line of text before each step that takes seconds.
 
-    Raises CheckpointError (cannot be read, or incomplete), CapabilityError (device, dtype, stored weights, arithmetic
-    or RoPE kind), ContextError (rope_factor not above 1), MemoryBudgetError (memory does not suffice).
+    Raises CheckpointError (the model cannot be read, or is incomplete), CapabilityError (device, dtype, weights,
+    arithmetic or RoPE type unsupported), ContextError (rope_factor), MemoryBudgetError (it does not fit in memory).
     """
     if model is not None and not isinstance(model, str | os.PathLike):
         raise CheckpointError(f"load takes the name or the folder of a model, not {type(model).__name__}.")
@@ -61,24 +61,26 @@ def load(
     if rope_factor is not None and not (is_finite and rope_factor > 1):
         raise ContextError(f"rope_factor is {rope_factor}: give a finite number above 1, or leave it out.")
     memory_info.check_process_limits()
-    target = _device(device)
-    loaded_dtype = resolve_dtype(dtype, target)
+    target_device = _resolve_device(device)
+    loaded_dtype = resolve_dtype(dtype, target_device)
     report = progress or (lambda message: None)
-    if target.type == "cpu" and loaded_dtype == torch.float32:
+    if target_device.type == "cpu" and loaded_dtype == torch.float32:
         native.kernels(progress)  # compiled now, where progress can announce it
     elif weights == "stored":
         raise CapabilityError(
-            f"Stored weights are for float32 on a CPU, not {loaded_dtype} on {target}: leave weights out."
+            f"Stored weights are for float32 on a CPU, not {loaded_dtype} on {target_device}: leave weights out."
         )
-    if arithmetic is not None and not (target.type == "cpu" and loaded_dtype == torch.float32):
-        raise CapabilityError(f"arithmetic is for float32 on a CPU, not {loaded_dtype} on {target}: leave it out.")
+    if arithmetic is not None and not (target_device.type == "cpu" and loaded_dtype == torch.float32):
+        raise CapabilityError(
+            f"arithmetic is for float32 on a CPU, not {loaded_dtype} on {target_device}: leave it out."
+        )
     name = os.fspath(packaged_file() if model is None else model)
     loaded = _read(name, loaded_dtype, report, rope_factor, weights, arithmetic)
     if model is None:
         # Drafts record their target by name, and the file's path differs between machines.
         loaded.model.config._name_or_path = loaded.model.name_or_path = EMBEDDED_ID
-    network = loaded.model.to(target).eval().requires_grad_(False)
-    if target.type == "cuda":
+    network = loaded.model.to(target_device).eval().requires_grad_(False)
+    if target_device.type == "cuda":
         merged_linear.join(network)
     return LoadedModel(network, loaded.tokenizer)
 
@@ -86,14 +88,14 @@ def load(
 def load_tensor_parallel(
     model: str | os.PathLike[str] | None, dtype: DType = "auto", progress: Progress | None = None
 ) -> LoadedModel:
-    """Loads this process's shards of a model, under torchrun: :mod:`longdraft.model.tensor_parallel`.
+    """Loads this process's shards of a model, under torchrun (:mod:`longdraft.model.tensor_parallel`).
 
-    Raises as :func:`load` does; CapabilityError for the embedded model and GGUF files, which cannot be sharded.
+    Raises the errors of :func:`load`, and CapabilityError for the embedded model and GGUF files: neither is sharded.
     """
     name = "" if model is None else os.fspath(model)
     if not name.strip() or Path(name).expanduser().is_file():
         raise CapabilityError(
-            "Processes share a model of a folder or a Hugging Face id: give one, or start one process."
+            "Processes share a model of a folder or a Hugging Face id: give one, or start a single process."
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype, report = resolve_dtype(dtype, device), progress or (lambda message: None)
@@ -120,7 +122,7 @@ def _read(
         return load_gguf(path, dtype, rope_factor, weights, report, arithmetic)
     source: dict[str, Any]
     if path.is_dir():
-        # local_files_only: some tokenizers ask the hub about a folder's origin, and wait if it is unreachable.
+        # Some tokenizers would look up a folder's origin on the hub, and hang if the hub is unreachable.
         name, source = str(path), {"use_safetensors": check_folder(path), "local_files_only": True}
         report(f"Loading the weights in {path}")
     elif path.suffix == ".gguf" or name[0] in "/.~" or name.count("/") > 1 or "\\" in name:
@@ -134,20 +136,20 @@ def _read(
         }
     if arithmetic == "int8":
         raise int8_unavailable_error(name, "that is for GGUF files whose weights are stored in 8 bits or fewer")
-    keep_stored = dtype == torch.float32 and (native.kernels() if weights is None else weights == "stored")
-    read_dtype = "auto" if keep_stored else dtype
+    keeps_stored = dtype == torch.float32 and (native.kernels() if weights is None else weights == "stored")
+    read_dtype = "auto" if keeps_stored else dtype  # "auto" is the checkpoint's dtype
     source["tensor_parallel"] = tensor_parallel
     loaded = read_checkpoint(name, read_dtype, rope_factor, quantized_dtype=dtype, **source)
     if isinstance(dtype, torch.dtype):
         decompress_to(loaded.model, dtype)
-    if keep_stored:
+    if keeps_stored:
         if not getattr(loaded.model, "is_quantized", False):
             store_half_experts(loaded.model)
         stored_model.store_half_weights(loaded.model)
     return loaded
 
 
-def _device(device: str | torch.device | None) -> torch.device:
+def _resolve_device(device: str | torch.device | None) -> torch.device:
     counts = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     if device is None:
         return torch.device(next((kind for kind, count in counts.items() if count), "cpu"))
@@ -161,7 +163,7 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 
 def resolve_dtype(dtype: DType, device: torch.device) -> DType:
-    """The ``dtype`` argument for transformers."""
+    """The ``dtype`` argument of transformers' from_pretrained; CapabilityError if longdraft cannot load the dtype."""
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
     parsed = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype

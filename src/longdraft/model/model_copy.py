@@ -1,4 +1,4 @@
-"""Copies a model's structure on the same weights, detects later changes of the model, and replaces forwards."""
+"""Copies a model's modules, which share its weights; detects later changes of the model; replaces forwards."""
 
 from __future__ import annotations
 
@@ -21,53 +21,51 @@ from longdraft.model.called_functions import called_functions, is_library_code
 # Attributes of every module: parameters, buffers, children and hooks.
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-# Not copied: a model compiled in place would call itself, not its copy.
+# The compiled forward of ``model.compile()``. It is not copied, as it would call the original's modules.
 _COMPILED_CALL = "_compiled_call_impl"
-# Attributes by which torch.compile's wrappers hold the module or function inside.
+# Attributes in which wrappers of ``torch.compile`` hold the wrapped module or function.
 _COMPILED_MODULE, _COMPILED_FUNCTION = "_orig_mod", "_torchdynamo_orig_callable"
-# Attributes and settings that our forwards do not depend on.
+# Attributes of modules, and settings of configurations, that our forwards do not depend on.
 IGNORED_ATTRIBUTES = frozenset({"training", "generation_config", _COMPILED_CALL})
 _IGNORED_SETTINGS = frozenset({"_attn_implementation_internal"})
 SCALAR_TYPES = (bool, int, float, str, type(None), torch.dtype, torch.device)
-# Depth to which nested containers are searched for modules.
+# Containers and closures are searched for modules down to this depth of nesting.
 _MAX_DEPTH = 3
 
 
 def copy_model(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy with new modules, in eval mode, that share the parameters and buffers of ``model``.
+    """Copies a model's modules, in eval mode. The copies share the parameters and buffers of ``model``.
 
-    References between modules lead to the copies, also in methods, partial functions and closures that replace a
-    ``forward``. Configurations are copied. Everything else is shared, such as the user's hooks.
+    References from one module to another lead to the copies, also in methods, partial functions and closures that
+    replace a ``forward``. Configurations are copied. Everything else is shared, such as the user's hooks.
 
-    Raises:
-        UnsupportedModelError: a module cannot be copied.
-    """
+    Raises UnsupportedModelError if a module cannot be copied."""
     name = type(model).__name__
     try:
         return _Copier(model).model.eval()
     except Exception as error:  # an unusual module can raise any type
         raise UnsupportedModelError(
-            f"longdraft hosts a copy of a model's structure, and {name}'s cannot be copied ({error})."
+            f"longdraft computes with a copy of a model's modules, and those of {name} cannot be copied ({error})."
         ) from error
 
 
 def copy_without_hooks(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy for trial forwards, so that the user's hooks never see made-up tokens. Raises as :func:`copy_model`."""
-    copy = copy_model(model)
-    for module in copy.modules():
+    """:func:`copy_model` for trial forwards: the user's hooks must not see made-up tokens."""
+    copied = copy_model(model)
+    for module in copied.modules():
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
-    return copy
+    return copied
 
 
 class _Copier:
-    """Makes one copy: its attribute ``model``."""
+    """Makes one copy of a model, the attribute ``model``."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         modules = list(model.modules())
-        # id of an object -> its copy
+        # id of an original object -> its copy
         self._copies: dict[int, Any] = {id(m): object.__new__(type(m)) for m in modules}
-        # Wrappers of torch.compile are left out: they would compile anew for every number of tokens.
+        # A wrapper of torch.compile is replaced by its module: it would compile again for each number of tokens.
         for module in reversed(modules):
             if _COMPILED_MODULE in module._modules:
                 self._copies[id(module)] = self._copies[id(module._modules[_COMPILED_MODULE])]
@@ -86,22 +84,22 @@ class _Copier:
         self.model: PreTrainedModel = self._copies[id(model)]
 
     def _copy(self, value: Any, is_forward: bool, depth: int = 0) -> Any:
-        """The value's counterpart in the copy: the value itself, unless it refers to modules.
+        """The value for the copied modules: the value itself, or a copy if it refers to modules.
 
         Args:
-            is_forward: the value replaces a ``forward``, so its closure is copied too.
+            is_forward: the value replaces a ``forward``, so the modules in its closure are replaced too.
         """
         if id(value) in self._copies:
             return self._copies[id(value)]
         if isinstance(value, PretrainedConfig):
             return copy.deepcopy(value, self._copies)
         if isinstance(value, MethodType):
-            owner = self._copy(value.__self__, is_forward, depth)
-            return value if owner is value.__self__ else MethodType(value.__func__, owner)
+            bound_object = self._copy(value.__self__, is_forward, depth)
+            return value if bound_object is value.__self__ else MethodType(value.__func__, bound_object)
         if isinstance(value, partial):
-            return self._partial(value, depth)
+            return self._copy_partial(value, depth)
         if isinstance(value, FunctionType) and is_forward:
-            return self._function(value, depth)
+            return self._copy_function(value, depth)
         if type(value) in (list, tuple, dict, OrderedDict) and depth < _MAX_DEPTH:
             items = list(value.values() if isinstance(value, dict) else value)
             copies = [self._copy(item, False, depth + 1) for item in items]
@@ -110,8 +108,8 @@ class _Copier:
             return type(value)(zip(value, copies, strict=True) if isinstance(value, dict) else copies)
         return value
 
-    def _partial(self, value: partial[Any], depth: int) -> Any:
-        """Copies a partial function: accelerate replaces a ``forward`` by one."""
+    def _copy_partial(self, value: partial[Any], depth: int) -> Any:
+        """Copies a partial function. accelerate replaces a ``forward`` by one."""
         copied = partial(
             self._copy(value.func, True, depth),
             *(self._copy(a, False, depth) for a in value.args),
@@ -120,9 +118,9 @@ class _Copier:
         vars(copied).update(vars(value))
         return copied
 
-    def _function(self, value: FunctionType, depth: int) -> Any:
-        self._copies[id(value)] = value  # ends the recursion if it closes over itself
-        cells = [self._cell(cell, depth) for cell in value.__closure__ or ()]
+    def _copy_function(self, value: FunctionType, depth: int) -> Any:
+        self._copies[id(value)] = value  # ends the recursion if the function closes over itself
+        cells = [self._copy_cell(cell, depth) for cell in value.__closure__ or ()]
         if all(a is b for a, b in zip(cells, value.__closure__ or (), strict=True)):
             return value
         copied = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells))
@@ -130,30 +128,28 @@ class _Copier:
         self._copies[id(value)] = copied
         return copied
 
-    def _cell(self, cell: CellType, depth: int) -> CellType:
+    def _copy_cell(self, cell: CellType, depth: int) -> CellType:
         try:
             contents = cell.cell_contents
-        except ValueError:  # still empty
+        except ValueError:  # the variable has no value yet
             return cell
         copied = self._copy(contents, depth < _MAX_DEPTH, depth + 1)
         return cell if copied is contents else CellType(copied)
 
 
 def signature(model: PreTrainedModel) -> list[Any]:
-    """Everything that a copy depends on, for :func:`same_signature`.
+    """Lists everything that a copy depends on, for :func:`same_signature`.
 
-    That is modules and their types, functions that forwards call, the storage of parameters and buffers, hooks,
-    replaced forwards, attributes and configurations. In-place writes to weights do not change it.
+    These are modules and their types, functions that forwards call, the storage of parameters and buffers, hooks,
+    replaced forwards, attributes and configurations. In-place writes to weights leave the signature unchanged.
 
-    Raises:
-        UnsupportedModelError: a module is scripted, so its attributes cannot be read.
-    """
+    Raises UnsupportedModelError if a module is scripted, so its attributes cannot be read."""
     parts: list[Any] = [*called_functions(model).values()]
     seen_configs: set[int] = set()
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedModelError(
-                f"{type(model).__name__} has scripted modules, which longdraft cannot host: load it without."
+                f"{type(model).__name__} has scripted modules, which longdraft cannot host: load it without torch.jit."
             )
         parts += (module, type(module))
         for name, value in list(vars(module).items()):
@@ -167,7 +163,7 @@ def signature(model: PreTrainedModel) -> list[Any]:
             elif name not in MODULE_ATTRIBUTES and name not in IGNORED_ATTRIBUTES:
                 parts.append(name)
                 parts += _describe(value, seen_configs)
-    # Weak references, so that the signature keeps no model alive. ref() of a module is one object while it lives.
+    # Weak references keep no model alive. They compare by identity: an object has one ref() while it lives.
     return [ref(part) if isinstance(part, nn.Module | MethodType) else part for part in parts]
 
 
@@ -180,12 +176,12 @@ def same_signature(before: list[Any], after: list[Any]) -> bool:
 
 
 def _describe(value: Any, seen_configs: set[int]) -> Iterator[Any]:
-    """Parts of a signature for an attribute: the value, a container's modules, a configuration's settings."""
+    """Yields the parts of a signature for an attribute: its value, and a container's modules or a config's settings."""
     if not isinstance(value, PretrainedConfig):
         yield value
         if type(value) in (list, tuple, dict, OrderedDict):
             items = value.values() if isinstance(value, dict) else value
-            # Strings: PEFT lists the adapters that it has merged into the weights by name.
+            # Strings too: PEFT lists the names of the adapters that it has merged into the weights.
             yield from [item for item in items if isinstance(item, nn.Module | MethodType | str)]
     elif id(value) not in seen_configs:
         seen_configs.add(id(value))
@@ -198,6 +194,7 @@ def _describe(value: Any, seen_configs: set[int]) -> Iterator[Any]:
 
 
 def data_ptr_of(tensor: torch.Tensor | None) -> int:
+    """The address of a tensor's data; 0 if there is none."""
     try:
         return 0 if tensor is None else tensor.data_ptr()
     except RuntimeError:  # a tensor subclass without storage
@@ -206,33 +203,32 @@ def data_ptr_of(tensor: torch.Tensor | None) -> int:
 
 def class_forward(module: nn.Module) -> FunctionType | None:
     """The forward of a module's class, without the libraries' decorators; None if it is not written in Python."""
-    # A scripted class has none.
-    forward: Any = getattr(type(module), "forward", None)
+    forward: Any = getattr(type(module), "forward", None)  # None for a scripted class
     function = None if forward is None else inspect.unwrap(forward, stop=lambda f: not is_library_code(f))
     return function if isinstance(function, FunctionType) else None
 
 
 def names_in_forward(module: nn.Module) -> frozenset[str]:
-    """Names of globals, attributes and methods in the forward of a module's class."""
+    """Names of the globals, attributes and methods that the forward of a module's class uses."""
     function = class_forward(module)
     return frozenset() if function is None else frozenset(function.__code__.co_names)
 
 
-def with_globals(function: FunctionType, functions: Mapping[str, Callable[..., Any]]) -> FunctionType:
-    """A copy of a function with some of its globals replaced."""
-    f, namespace = function, {**function.__globals__, **functions}
-    copied = FunctionType(f.__code__, namespace, f.__name__, f.__defaults__, f.__closure__)
+def with_globals(f: FunctionType, replacements: Mapping[str, Callable[..., Any]]) -> FunctionType:
+    """A copy of a function that sees other values of some globals: name -> value."""
+    copied = FunctionType(f.__code__, {**f.__globals__, **replacements}, f.__name__, f.__defaults__, f.__closure__)
     copied.__kwdefaults__ = f.__kwdefaults__
     return copied
 
 
 def get_forward(module: nn.Module) -> Callable[..., Any]:
     """The forward that :func:`replace_forward` would replace."""
-    forward: Callable[..., Any] = vars(module).get("_old_forward") or module.forward  # accelerate's name
+    # accelerate's hooks keep a module's own forward as _old_forward.
+    forward: Callable[..., Any] = vars(module).get("_old_forward") or module.forward
     return forward
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Replaces a module's forward, inside accelerate's hooks if there are some. The module must be in our own copy."""
+    """Replaces a module's forward, which accelerate's hooks may wrap. The module must be in our own copy."""
     name = "_old_forward" if "_old_forward" in vars(module) else "forward"
     vars(module)[name] = forward

@@ -1,4 +1,4 @@
-"""Results of a target's forward, and the request for those besides logits."""
+"""Results of a target's forward, and requests for results besides logits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Taps:
 
     Attributes:
         hidden: indices of decoder layers whose output hidden states are returned (0 is the first layer).
-        queries: indices of layers whose queries, after RoPE, are returned. (All KV is in the store.)
+        queries: indices of decoder layers whose queries, after RoPE, are returned.
     """
 
     hidden: tuple[int, ...] = ()
@@ -29,10 +29,12 @@ NO_TAPS = Taps()
 
 @dataclass
 class TargetOutput:
-    """Attributes:
-    logits: (B, T, vocabulary), or (B, 1, vocabulary) of the last token, or None; float32.
-    hidden: layer index -> (B, T, hidden size).
-    queries: layer index -> (B, query heads, T, head size).
+    """Results of a forward over B sequences of T tokens.
+
+    Attributes:
+        logits: float32 (B, T, vocabulary), or of the last tokens only; None if they were not requested.
+        hidden: decoder layer index -> output hidden states (B, T, hidden size).
+        queries: decoder layer index -> queries after RoPE (B, query heads, T, head size).
     """
 
     logits: torch.Tensor | None
@@ -40,7 +42,7 @@ class TargetOutput:
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def scatter_from(self, part: TargetOutput, batch: ForwardBatch, sequences: range, tokens: range) -> None:
-        """Copies the results of a part of ``batch`` (these ranges) from the start of the tensors in ``part``."""
+        """Copies in the results of these sequences and tokens of ``batch``, which begin the tensors of ``part``."""
         rows, columns = slice(sequences.start, sequences.stop), slice(tokens.start, tokens.stop)
         assert part.logits is not None
         if self.logits is None:
@@ -53,7 +55,7 @@ class TargetOutput:
 
 
 def _empty_for_batch(x: torch.Tensor, batch: ForwardBatch, token_dim: int) -> torch.Tensor:
-    """An empty tensor like ``x`` for a whole batch, whose tokens are dimension ``token_dim``."""
+    """An uninitialized tensor like ``x`` for all tokens of a batch. ``token_dim``: the dimension of the tokens in x."""
     shape = [batch.batch_size, *x.shape[1:]]
     shape[token_dim] = batch.query_len
     return x.new_empty(shape)
@@ -67,6 +69,6 @@ def model_name(model: Any) -> str:
 def nan_logits_error(model: Any) -> NumericalError:
     """The error for a target's NaN logits."""
     return NumericalError(
-        f"The logits of {model_name(model)} are NaN. A float16 overflow or a damaged "
-        "checkpoint is the usual cause: load the model with dtype='bfloat16' or 'float32', or check its files."
+        f"The logits of {model_name(model)} are NaN. The usual cause is a float16 overflow or a damaged checkpoint: "
+        "load the model with dtype='bfloat16' or 'float32', or check its files."
     )

@@ -1,4 +1,4 @@
-"""Position ids of our batches, for models that derive them from a cache's length, and for LongRoPE."""
+"""Patches that make a model use our batches' positions: position embeddings without position_ids, and LongRoPE."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from transformers import PreTrainedModel
 
 from longdraft.model import hosting
 
-# The argument for the cache's length in transformers 5.24 and in 5.17.
+# Names of the argument for the number of cached tokens, in transformers 5.24 and in 5.17.
 _CACHE_LENGTH_ARGS = ("cache_length", "past_key_values_length")
 CosSin = tuple[torch.Tensor, torch.Tensor]
 _LONGROPE = "longrope"
-# RoPE parameters for short and long texts.
+# Pairs of LongRoPE's parameters: for contexts up to the trained length, and beyond.
 _FACTOR_KEYS = (("short_factor", "long_factor"), ("short_mscale", "long_mscale"))
 
 
 def patch_position_ids(model: PreTrainedModel) -> None:
     """Makes position embeddings read our batch's positions, if the model's forward takes no ``position_ids``.
 
-    Such a decoder passes its cache's length to the embedding, which also takes positions. Hooks supply ours: positions
-    in a tree are not consecutive. The model must be our own copy.
+    Such a model passes its cache's length to the embedding module, which would count on from there. Positions in a tree
+    are not consecutive, so hooks pass them to the embedding's ``position_ids``. The model must be our own copy.
     """
     if _takes_argument(model, "position_ids"):
         return
     for module in model.modules():
         takes_length = any(_takes_argument(module, name) for name in _CACHE_LENGTH_ARGS)
         if takes_length and _takes_argument(module, "position_ids"):
-            module.register_forward_pre_hook(_pass_positions, with_kwargs=True)
+            module.register_forward_pre_hook(_add_position_ids, with_kwargs=True)
             module.register_forward_hook(_reshape_output)
 
 
-def _pass_positions(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _add_position_ids(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     ctx = hosting.current_forward()
-    if ctx is None or ctx.layout.custom_cache_layers or len(args) > 2:
+    if ctx is None or ctx.layout.custom_cache_layers or len(args) > 2:  # a third argument may be position_ids
         return None
     return args, kwargs | {"position_ids": ctx.batch.positions}
 
 
 def _reshape_output(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
-    """Reshapes the output to (B, T, hidden): embeddings made for positions (T,) add a dimension."""
+    """Reshapes the output to (B, T, hidden): embeddings that expect positions (T,) add a dimension to ours (B, T)."""
     ctx = hosting.current_forward()
     if ctx is None or ctx.layout.custom_cache_layers or ctx.batch.positions is None:
         return output
@@ -56,7 +56,7 @@ def _takes_argument(module: nn.Module, name: str) -> bool:
 
 
 def rope_parameters(model: PreTrainedModel) -> list[Mapping[str, Any]]:
-    """The decoder's RoPE parameters: one set, or one for each layer type."""
+    """The decoder's RoPE parameters: one dict for all layers, or one for each layer type."""
     config = hosting.decoder_config(model)
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     if not isinstance(parameters, Mapping):
@@ -65,7 +65,7 @@ def rope_parameters(model: PreTrainedModel) -> list[Mapping[str, Any]]:
 
 
 def rope_type(parameters: Mapping[str, Any]) -> str:
-    """transformers' name of a kind of RoPE."""
+    """transformers' ``rope_type`` of RoPE parameters, such as "yarn"."""
     return str(parameters.get("rope_type") or parameters.get("type") or "default")
 
 
@@ -73,22 +73,22 @@ def patch_longrope(model: PreTrainedModel) -> int | None:
     """Makes LongRoPE choose its factors for each token, in our own copy of a model.
 
     transformers chooses short or long factors by the last position of a forward, which is wrong for prefill chunks,
-    batches, and trees across the switch. Here a prompt's length decides (``ForwardBatch.prompt_len``), or in decoding
-    the token's own position. Texts that would cross the switch are refused (``TargetRunner.max_context_length``).
+    batches, and trees across the switch. Here a long prompt (``ForwardBatch.prompt_len``) has the long factors, and
+    otherwise each token's position decides. Sequences stop at the switch (``TargetRunner.max_context_length``).
 
-    Returns the longest text, in tokens, with the short factors; None without LongRoPE."""
-    limits = [
+    Returns the switch: the longest context, in tokens, with the short factors; None without LongRoPE."""
+    trained_lengths = [
         int(p.get("original_max_position_embeddings") or hosting.context_length(model))
         for p in rope_parameters(model)
         if rope_type(p) == _LONGROPE and any(p.get(short) != p.get(long) for short, long in _FACTOR_KEYS)
     ]
-    if not limits:
+    if not trained_lengths:
         return None
-    switch = min(limits)
+    switch = min(trained_lengths)
     for module in model.modules():
         rope_types = getattr(module, "rope_type", None)
         if _LONGROPE in (rope_types.values() if isinstance(rope_types, Mapping) else (rope_types,)):
-            # Each forward writes frequencies into these buffers, and the user's model may run at the same time.
+            # Each forward writes frequencies into these buffers, which the user's model, if it runs too, must not see.
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.clone()
             vars(module)["forward"] = _longrope_forward(module.forward, switch)
@@ -101,14 +101,14 @@ def _longrope_forward(original: Callable[..., CosSin], switch: int) -> Callable[
         ctx = hosting.current_forward()
         if ctx is not None and ctx.batch.prompt_len > switch:
             return long_factors(position_ids, x, *args, **kwargs)
-        # Both are computed, as reading positions would wait for the device.
+        # Both are computed for all tokens: a choice in Python would wait for the device.
         is_long = (position_ids >= switch).unsqueeze(-1)
         short = original(x, position_ids.clamp(max=switch - 1), *args, **kwargs)
         long = long_factors(position_ids, x, *args, **kwargs)
         return torch.where(is_long, long[0], short[0]), torch.where(is_long, long[1], short[1])
 
     def long_factors(position_ids: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> CosSin:
-        # An extra position at the switch makes transformers choose the long factors.
+        # transformers chooses the long factors if any position is at the switch or beyond: one is added.
         extra_position = position_ids.new_full((*position_ids.shape[:-1], 1), switch)
         cos, sin = original(x, torch.cat((position_ids, extra_position), dim=-1), *args, **kwargs)
         return cos[..., :-1, :], sin[..., :-1, :]

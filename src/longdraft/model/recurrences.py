@@ -1,8 +1,9 @@
 """Recurrences of transformers' recurrent layers, in one common form.
 
-A mixer (a recurrent layer's token mixer) calls a chunked function for many tokens. The known ones are linear
-recurrences: a state (heads, keys, values) decays and gains the product of a key and a value at each token. Our kernel
-runs this form token by token; :func:`step_function` is its definition, and the fallback.
+A mixer (a recurrent layer's token mixer) calls a chunked function for many tokens. The functions in
+:data:`RECURRENCES` are linear recurrences: at each token a state (heads, key size, value size) decays and gains the
+product of a key and a value. Our kernel computes this form token by token. :func:`step_function` defines what the
+kernel computes, and replaces it where it cannot run.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from longdraft.native.recurrent import LinearRecurrence, RecurrentInputs
 Arguments = Mapping[str, Any]
 TokenInputs = tuple[torch.Tensor, ...]
 
-# Tokens whose decays are computed together: each decay is as large as a state.
+# Number of tokens whose decays are in memory together: a decay may be as large as a state.
 _CHUNK = 64
 
 
@@ -31,12 +32,12 @@ class Recurrence:
     """Describes a chunked function of transformers, for B sequences of T tokens.
 
     Attributes:
-        token_args: names of its arguments that have a value for each token.
-        initial_state_arg: name of its initial state argument; None if it has none.
+        token_args: names of the arguments that have a value for each token.
+        initial_state_arg: name of the argument for the initial state; None if there is none.
         return_state_arg: name of the flag that returns the final state; None if it is always returned.
-        dt_bias_arg: Mamba's bias of the step sizes; None for the gated delta rule.
-        is_transposed: transformers stores a head's state as (values, keys), and we as (keys, values).
-        per_channel: each channel is a head with one value, and tokens are the last dimension of most arguments.
+        dt_bias_arg: name of the argument for Mamba's bias of the step sizes; None for the gated delta rule.
+        is_transposed: transformers stores a head's state as (value size, key size), and we the other way round.
+        per_channel: each channel is a head with one value (Mamba-1), and tokens are most arguments' last dimension.
     """
 
     token_args: tuple[str, ...]
@@ -52,7 +53,7 @@ class Recurrence:
         return tuple(x.transpose(1, 2) for x in inputs) if self.per_channel else inputs
 
     def linear_recurrence(self, arguments: Arguments) -> LinearRecurrence:
-        """The common form's parameters."""
+        """The common form's parameters, which are the same for all tokens."""
         if self.dt_bias_arg is None:
             scale = float(arguments["key"].shape[-1] ** -0.5)
             return LinearRecurrence(True, bool(arguments.get("use_qk_l2norm_in_kernel")), scale)
@@ -61,7 +62,7 @@ class Recurrence:
         return LinearRecurrence(False, a=a, dt_bias=bias, d_skip=skip)
 
     def kernel_inputs(self, inputs: TokenInputs) -> RecurrentInputs:
-        """The tokens' inputs in the common form."""
+        """The tokens' inputs in the common form (of Mamba: B are the keys, C the queries)."""
         if self.dt_bias_arg is None:
             return RecurrentInputs(*inputs)
         x, dt, b, c = inputs
@@ -80,7 +81,7 @@ class Recurrence:
     def run(
         self, arguments: Arguments, inputs: TokenInputs, state: torch.Tensor
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Outputs (heads, values) of the tokens (T, ...) of one sequence, and the state after the last one."""
+        """Runs T tokens of one sequence. Returns each token's output (heads, value size), and the last state."""
         outputs: list[torch.Tensor] = []
         for chunk in zip(*(x.split(_CHUNK) for x in inputs), strict=True):
             step = step_function(self.linear_recurrence(arguments), self.kernel_inputs(chunk))
@@ -103,13 +104,13 @@ RECURRENCES: dict[str, Recurrence] = {
     "mamba2_chunk_scan": _MAMBA2,
     "mamba_selective_scan": _MAMBA1,
 }
-Step = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+StepFunction = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-def step_function(recurrence: LinearRecurrence, inputs: RecurrentInputs) -> Step:
-    """Returns step(token index, state of its parent) -> output (heads, values) and its state, float32.
+def step_function(recurrence: LinearRecurrence, inputs: RecurrentInputs) -> StepFunction:
+    """Returns step(token index, its parent's state) -> the token's output (heads, value size) and float32 state.
 
-    The definition of what recurrent.cpp computes. Batch invariant.
+    It defines what the kernel in recurrent.cpp computes, and is batch invariant.
     """
     heads, dtype = inputs.v.shape[1], inputs.v.dtype
     q, k = (x.float().repeat_interleave(heads // x.shape[1], 1) for x in (inputs.q, inputs.k))
@@ -119,21 +120,21 @@ def step_function(recurrence: LinearRecurrence, inputs: RecurrentInputs) -> Step
     if recurrence.a is None:
         assert inputs.beta is not None
         beta, log_decay = inputs.beta.float(), g
-    else:  # Mamba: the step size sets both the decay and the input's weight
+    else:  # Mamba: the step size sets both the decay and the value's weight
         beta = in_full_vectors(F.softplus, g if recurrence.dt_bias is None else g + recurrence.dt_bias)
         log_decay = beta.view(*beta.shape, *[1] * (recurrence.a.dim() - 1)) * recurrence.a
     decay = in_full_vectors(torch.exp, log_decay).view(*g.shape[:2], -1, 1)
     q, k = (recurrence.scale * q)[..., None], k[..., None]
     update = None if recurrence.delta_rule else k * (v * beta[..., None])[:, :, None]
 
-    def step(row: int, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        s = state.reshape(*state.shape[:2], -1) * decay[row]
-        new = update[row] if update is not None else None
-        if new is None:
-            new = k[row] * ((v[row] - (s * k[row]).sum(1)) * beta[row, :, None])[:, None]
-        s = s + new
-        out = (s * q[row]).sum(1)
-        out = out if recurrence.d_skip is None else out + v[row] * recurrence.d_skip[:, None]
+    def step(token: int, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        s = state.reshape(*state.shape[:2], -1) * decay[token]
+        if update is None:  # the delta rule subtracts the value that the state already has for this key
+            s = s + k[token] * ((v[token] - (s * k[token]).sum(1)) * beta[token, :, None])[:, None]
+        else:
+            s = s + update[token]
+        out = (s * q[token]).sum(1)
+        out = out if recurrence.d_skip is None else out + v[token] * recurrence.d_skip[:, None]
         return out.to(dtype), s.view(state.shape)
 
     return step
@@ -143,7 +144,7 @@ _signature = cache(inspect.signature)
 
 
 def bind_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Name -> argument of a call, defaults included; arguments that the function does not name are dropped."""
+    """A call's arguments by name, with defaults. Arguments without a parameter of their own are dropped."""
     signature = _signature(function)
     known_kwargs = {name: value for name, value in kwargs.items() if name in signature.parameters}
     bound = signature.bind(*args, **known_kwargs)

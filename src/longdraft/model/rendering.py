@@ -1,7 +1,7 @@
 """Renders chat templates, which are untrusted programs, in a subprocess with limits of time and memory.
 
-The subprocess starts at the first template, renders all of them, and ends with this process. A template that exceeds a
-limit ends the subprocess alone.
+The subprocess starts at the first template, renders all templates, and ends with this process. A template that exceeds
+a limit ends only the subprocess, and the next template starts another.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ import jinja2.sandbox
 
 from longdraft.errors import PromptError
 
-# Wall time for one rendering; generous, as the machine may be busy.
+# Wall time for one rendering: generous, as the machine may be busy.
 MAX_WALL_SECONDS = 60
-# Limits of memory in bytes and of the text in characters; both grow by _PER_INPUT_BYTE for each byte of the request.
-_MEMORY_BYTES, _MAX_CHARACTERS, _PER_INPUT_BYTE = 256 << 20, 1 << 22, 32
+# Limits of additional memory, and of the rendered text. Both grow by _PER_INPUT_BYTE for each byte of the request.
+_MAX_MEMORY_BYTES, _MAX_CHARACTERS, _PER_INPUT_BYTE = 256 << 20, 1 << 22, 32
 
 
 class TemplateRenderer:
-    """Client of the subprocess.
+    """Renders a template in the subprocess.
 
     Args:
-        seconds: CPU time that one rendering may take.
+        max_cpu_seconds: CPU time that one rendering may take.
     """
 
-    def __init__(self, seconds: int = 3) -> None:
-        self._seconds = seconds
+    def __init__(self, max_cpu_seconds: int = 3) -> None:
+        self._max_cpu_seconds = max_cpu_seconds
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
     def __call__(self, template: str, variables: Mapping[str, Any]) -> str:
-        """The rendered text. Raises PromptError, whose message continues "The chat template ...", if there is none."""
+        """The rendered text. Raises PromptError if it fails, with a message that continues "The chat template ..."."""
         request = json.dumps([template, variables], default=str).encode() + b"\n"
         with self._lock:
             if self._process is None or self._process.poll() is not None:
-                self._process = _start_process(self._seconds)
+                self._process = _start_process(self._max_cpu_seconds)
             process = self._process
             assert process.stdin is not None and process.stdout is not None
             timer = threading.Timer(MAX_WALL_SECONDS, process.kill)
@@ -55,31 +55,32 @@ class TemplateRenderer:
             try:
                 process.stdin.write(request)
                 process.stdin.flush()
-                answer = process.stdout.readline()
+                response = process.stdout.readline()
             except OSError:
-                answer = b""
+                response = b""
             finally:
                 timer.cancel()
-            if not answer.endswith(b"\n"):
+            if not response.endswith(b"\n"):
                 self.close()
                 raise PromptError(
-                    f"takes more than {self._seconds} seconds or the memory that it may (exit {process.poll()})"
+                    f"takes more than {self._max_cpu_seconds} seconds or too much memory (exit {process.poll()})"
                 )
-        text, problem = json.loads(answer)
+        text, problem = json.loads(response)
         if problem is not None:
             raise PromptError(problem)
         return str(text)
 
     def close(self) -> None:
+        """Ends the subprocess; the next call starts another."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
             self._process = None
 
 
-def _start_process(seconds: int) -> subprocess.Popen[bytes]:
-    # Sets the path before any import, so that nothing is imported from the working directory.
-    program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve({seconds})"
+def _start_process(max_cpu_seconds: int) -> subprocess.Popen[bytes]:
+    # sys.path is set before any import, so that nothing is imported from the working directory.
+    program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve({max_cpu_seconds})"
     pipe, devnull = subprocess.PIPE, subprocess.DEVNULL
     return subprocess.Popen(
         [sys.executable, "-c", program], stdin=pipe, stdout=pipe, stderr=devnull, start_new_session=True
@@ -96,7 +97,7 @@ if hasattr(os, "register_at_fork"):  # a forked child must not use the parent's 
 
 
 class _Generation(jinja2.ext.Extension):
-    """The block ``{% generation %}``, which marks answers for training: renders its content."""
+    """Renders the content of ``{% generation %}``, a tag that marks the assistant's answers for training."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -105,7 +106,7 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-# Positional arguments of the filter tojson.
+# Parameters of transformers' filter ``tojson``, in order.
 _JSON_ARGS = ("ensure_ascii", "indent", "separators", "sort_keys")
 
 
@@ -115,7 +116,7 @@ def _compile(template: str) -> jinja2.Template:
     extensions = [_Generation, jinja2.ext.loopcontrols]
     env = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     env.filters["tojson"] = _to_json
-    env.globals |= {"raise_exception": _refuse, "strftime_now": lambda layout: datetime.now().strftime(layout)}
+    env.globals |= {"raise_exception": _raise_exception, "strftime_now": lambda f: datetime.now().strftime(f)}
     return env.from_string(template)
 
 
@@ -123,26 +124,26 @@ def _to_json(x: Any, *args: Any, **kwargs: Any) -> str:
     return json.dumps(x, **{"ensure_ascii": False, **dict(zip(_JSON_ARGS, args, strict=False)), **kwargs})
 
 
-def _refuse(message: str) -> None:
+def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _set_limits(input_bytes: int, seconds: int) -> None:
-    """Limits this process's memory and CPU time from now on, where the system supports it."""
+def _set_limits(input_bytes: int, max_cpu_seconds: int) -> None:
+    """Limits the memory and CPU time that this process may take from now on, if the system supports it."""
     import resource
 
-    usage, memory = resource.getrusage(resource.RUSAGE_SELF), resource.RLIM_INFINITY
+    usage, max_memory = resource.getrusage(resource.RUSAGE_SELF), resource.RLIM_INFINITY
     with suppress(OSError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        memory = pages * resource.getpagesize() + _MEMORY_BYTES + _PER_INPUT_BYTE * input_bytes
-    seconds += int(usage.ru_utime + usage.ru_stime) + 1
-    for kind, limit in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, memory)):
+        max_memory = pages * resource.getpagesize() + _MAX_MEMORY_BYTES + _PER_INPUT_BYTE * input_bytes
+    cpu_limit = max_cpu_seconds + int(usage.ru_utime + usage.ru_stime) + 1  # the used time, rounded up
+    for kind, limit in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, cpu_limit), (resource.RLIMIT_AS, max_memory)):
         with suppress(OSError, ValueError):  # a lower limit is already set
             resource.setrlimit(kind, (limit, resource.getrlimit(kind)[1]))
 
 
 def _render(line: bytes) -> tuple[str | None, str | None]:
-    """The rendered text and None, or None and what is wrong."""
+    """Renders one request. Returns (text, None), or (None, what is wrong)."""
     try:
         template, variables = json.loads(line)
         parts, characters_left = [], _MAX_CHARACTERS + _PER_INPUT_BYTE * len(line)
@@ -150,21 +151,22 @@ def _render(line: bytes) -> tuple[str | None, str | None]:
             parts.append(part)
             characters_left -= len(part)
             if characters_left < 0:
-                return None, "makes a text without end"
+                return None, "renders a text that is too long"
         "".join(parts).encode()  # raises if it is not valid Unicode
         return "".join(parts), None
     except MemoryError:
-        return None, "takes more memory than it may"
+        return None, "takes too much memory"
     except RecursionError:
-        return None, "calls itself without end"
+        return None, "recurses without end"
     except Exception as error:  # a template can raise any type
         reason = str(error)[:1000].encode(errors="replace").decode() or type(error).__name__
         return None, f"refuses these messages: {reason}"
 
 
-def serve(seconds: int) -> None:
+def serve(max_cpu_seconds: int) -> None:
+    """Answers requests, one a line of stdin, on stdout."""
     for line in sys.stdin.buffer:
-        with suppress(ImportError):  # Windows has only the wall time limit
-            _set_limits(len(line), seconds)
+        with suppress(ImportError):  # Windows has no module resource: only the limit of wall time applies
+            _set_limits(len(line), max_cpu_seconds)
         sys.stdout.buffer.write(json.dumps(_render(line)).encode() + b"\n")
         sys.stdout.buffer.flush()

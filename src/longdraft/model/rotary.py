@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from longdraft.errors import CheckpointError
 
-# YaRN's defaults for Llama (Peng et al. 2023, section 3.2). SpecPV states none.
+# YaRN's defaults for Llama (Peng et al. 2023, section 3.2). The SpecPV paper states no values.
 BETA_FAST, BETA_SLOW = 32.0, 1.0
 
 
@@ -22,8 +22,8 @@ def make_rope_parameters(
 
     Args:
         theta: base of the frequencies.
-        factor: YaRN's scaling factor of the context; None for plain RoPE.
-        original_length: the context length before scaling, in tokens; required with a factor.
+        factor: the factor by which YaRN extends the context; None for plain RoPE.
+        original_length: the context length before the extension, in tokens; required with a factor.
     """
     if factor is None:
         return {"rope_type": "default", "rope_theta": float(theta)}
@@ -41,16 +41,14 @@ class RotaryEmbedding:
     """A draft's rotary embedding, computed by transformers.
 
     Args:
-        head_dim: dimensions of a head; all are rotated.
+        head_dim: dimensions of a head, all of which are rotated.
         parameters: transformers' ``rope_parameters``; see :func:`make_rope_parameters`.
         dtype: dtype of cos and sin.
 
     Attributes:
-        module: transformers' module: (tensor of the dtype, positions (1, T)) -> cos, sin.
+        module: transformers' module, called with a tensor of the dtype and positions (1, T).
 
-    Raises:
-        CheckpointError: transformers cannot use the parameters.
-    """
+    Raises CheckpointError if transformers cannot use the parameters."""
 
     def __init__(
         self,
@@ -60,25 +58,27 @@ class RotaryEmbedding:
         device: torch.device | str = "cpu",
     ) -> None:
         if parameters.get("partial_rotary_factor") not in (None, 1.0):
-            raise CheckpointError("The draft rotates only a part of each head, which longdraft's EAGLE-3 cannot do.")
-        length = int(parameters.get("original_max_position_embeddings") or 2048)
+            raise CheckpointError(
+                "The draft has partial_rotary_factor below 1, which longdraft's drafts do not support: take another."
+            )
+        original_length = int(parameters.get("original_max_position_embeddings") or 2048)
         try:
             config = LlamaConfig(
                 hidden_size=head_dim,
                 num_attention_heads=1,
                 head_dim=head_dim,
-                max_position_embeddings=int(length * float(parameters.get("factor") or 1.0)),
+                max_position_embeddings=int(original_length * float(parameters.get("factor") or 1.0)),
                 rope_parameters=dict(parameters),
             )
             self.module = LlamaRotaryEmbedding(config).to(device)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"The draft's RoPE parameters {dict(parameters)} cannot be used ({error!r}): correct its config.json, "
-                "or load it with others: rope_theta=, rope_factor=."
+                "or load it with the options rope_theta=, rope_factor=."
             ) from error
         self._dtype_sample = torch.empty(1, dtype=dtype, device=device)
-        # These kinds change frequencies beyond the trained length. A draft sees a window of that length wherever the
-        # window lies, so it keeps the first frequencies.
+        # These RoPE types change frequencies at positions beyond the trained length. A draft's window is no longer than
+        # that, wherever it lies, so the frequencies must not change.
         self._keeps_frequencies = parameters.get("rope_type") in ("dynamic", "longrope")
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,13 +91,13 @@ class RotaryEmbedding:
 
     @property
     def attention_scaling(self) -> float:
-        """YaRN's attention factor on cos and sin."""
+        """The factor on cos and sin by which YaRN scales attention scores."""
         return float(self.module.attention_scaling)
 
     def rotation(self, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin (T, head_dim), float32, that move a rotated key or query on by (T,) positions.
+        """cos and sin (T, head_dim), float32, that rotate a key or query further by offsets (T,), in positions.
 
-        YaRN's attention factor is not included.
+        YaRN's attention factor is not included: the key or query already has it.
         """
         angles = offsets[:, None].float() * self.module.inv_freq.float()
         angles = torch.cat((angles, angles), dim=-1)
@@ -105,11 +105,9 @@ class RotaryEmbedding:
 
 
 def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with the defaults of its ``model_type`` filled in.
+    """The configuration, with transformers' defaults of its ``model_type`` for the settings that it lacks.
 
-    Raises:
-        ValueError: transformers does not know the type, or refuses a value.
-    """
+    Raises ValueError if the type is unknown to transformers, or a value is not allowed."""
     settings = {name: value for name, value in config.items() if name != "model_type"}
     completed: dict[str, Any] = AutoConfig.for_model(str(config.get("model_type") or "llama"), **settings).to_dict()
     return completed

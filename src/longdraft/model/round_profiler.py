@@ -1,4 +1,4 @@
-"""RoundProfiler: time spent in the phases of a round. A runner has one only while it is profiled."""
+"""RoundProfiler: times the phases of a round. A runner has one only while a benchmark profiles it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import torch
 from longdraft.attention.forward_batch import ForwardBatch
 
 Phase = Literal["draft", "forward", "attention", "commit"]
-"""Drafting; verification; the target's attention in verification or prefill; committing accepted tokens."""
+"""Drafting; the target's verification; its attention, in verification or prefill; committing accepted tokens."""
 
 
 class RoundProfiler:
-    """Seconds in each phase since the last :meth:`pop_counts`. Time in a nested phase counts in the inner one only.
+    """Sums up each phase's seconds until :meth:`pop_counts`. A nested phase's time does not count in the outer one.
 
-    It waits for the device at each measurement, which slows a GPU down: only the proportions are meaningful there.
+    Each measurement waits for the device, which slows a GPU down: only the proportions are meaningful there.
 
     Attributes:
-        counts: seconds by phase; ``keys`` that attention read, and ``prefix keys`` among them.
+        counts: phase -> seconds; "keys" -> keys that attention read; "prefix keys" -> committed ones among these.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,12 +31,13 @@ class RoundProfiler:
         self.counts: dict[str, float] = defaultdict(float)
 
     def pop_counts(self) -> dict[str, float]:
+        """Returns the counts and starts new ones."""
         counts, self.counts = self.counts, defaultdict(float)
         return counts
 
     @contextmanager
     def __call__(self, phase: Phase) -> Iterator[None]:
-        outer, start = self._phases[-1] if self._phases else None, self._now()
+        outer_phase, start = self._phases[-1] if self._phases else None, self._now()
         self._phases.append(phase)
         try:
             yield
@@ -44,14 +45,15 @@ class RoundProfiler:
             self._phases.pop()
             seconds = self._now() - start
             self.counts[phase] += seconds
-            if outer is not None:
-                self.counts[outer] -= seconds
+            if outer_phase is not None:
+                self.counts[outer_phase] -= seconds
 
     def profiled_attention(self, attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Attention that is timed in verification and prefill. A drafter's attention counts as its ``draft`` phase."""
+        """Wraps attention so that verification and prefill time it. A draft's attention counts in the phase "draft"."""
 
         def timed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch, *args: Any) -> torch.Tensor:
-            if self._phases[-1:] != ["forward"] and (self._phases or not batch.is_prefill):
+            is_prefill = not self._phases and batch.is_prefill  # the target's prefill is outside of all phases
+            if self._phases[-1:] != ["forward"] and not is_prefill:
                 return attend(q, k, v, batch, *args)
             self.counts["prefix keys"] += sum(batch.prefix_lens)
             self.counts["keys"] += sum(batch.prefix_lens) + batch.batch_size * batch.tree_len
@@ -70,5 +72,5 @@ _NO_PROFILE = nullcontext()
 
 
 def profiled(profiler: RoundProfiler | None, phase: Phase) -> AbstractContextManager[None]:
-    """Times a phase inside the ``with``; does nothing without a profiler."""
+    """A context manager that times a phase; it does nothing without a profiler."""
     return _NO_PROFILE if profiler is None else profiler(phase)

@@ -1,4 +1,4 @@
-"""TargetRunner: forwards of the target over a batch, with a chain or a tree of tokens for each sequence."""
+"""TargetRunner runs the target on a batch with a chain or a tree of tokens for each sequence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from longdraft.attention import dispatch, fixed_order, prefix
 from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.attention.int8_kv import accept_int8_kv
 from longdraft.errors import CapabilityError
-from longdraft.files import errors_name
+from longdraft.files import prefix_errors_with
 from longdraft.memory import memory_info
 from longdraft.memory import offload as offloading
 from longdraft.memory.buffer_arena import BufferArena
@@ -33,33 +33,35 @@ from longdraft.model.tensor_parallel import tp_rank_of
 
 
 class TargetRunner:
-    """Hosts a transformers decoder as the target.
+    """Hosts a transformers model as the target.
 
     Args:
         model: a decoder-only transformers model. It is never changed: a copy computes (:mod:`.execution_model`).
         offload: where keys and values are kept; see :func:`longdraft.memory.offload.parse`.
         kv_dtype: dtype of keys and values; None takes :attr:`default_kv_dtype`.
-        deterministic: plain steps and verifications have equal bits on a GPU too (:mod:`.gpu.deterministic`).
+        deterministic: on a GPU too, plain steps and verifications have equal bits (:mod:`.gpu.deterministic`).
 
     Attributes:
-        held_model: the model; set it to None to hold only a weak reference.
-        attention_path: name of the attention path on this machine. attend: its function; may be replaced.
-        graphs: CUDA graphs of the target and of drafts that read it; may be replaced.
+        held_model: the user's model; set it to None to hold only a weak reference.
+        attention_path: name of this machine's attention path (:mod:`longdraft.attention.dispatch`).
+        attend: the attention function of that path; may be replaced.
+        prefix_attend: attention of a drafter's queries to the target's committed KV, on the same path.
+        graphs: CUDA graphs of the target and of drafts that read its KV; may be replaced.
         tp_rank: this process's rank if the target is tensor parallel; else None.
         lock: held during every forward and step: one thread at a time uses a model through longdraft.
-        num_layers: number of decoder layers.
-        kv_shape: shape of the stores (this process's heads), and dtype of the KV that forwards write.
-        arithmetic: "int8", or the dtype that the model computes in (``stored_model.arithmetic_of``).
-        fixed_batch_rows: tokens of every forward of :meth:`verify`, padded; None: no padding.
-        has_recurrent_layers: the model has recurrent layers.
-        branching_is_expensive: each branch of a tree costs a recurrent state, or a forward of its own.
-        default_kv_dtype: dtype of keys and values that ``arithmetic`` implies.
-        prefix_attend: attention of a drafter's queries to committed KV, on the same path.
-        profiler: times a round's phases, without fused layers and CUDA graphs. None: no profiling.
+        context_length: longest sequence, in tokens, that the configuration allows.
+        kv_shape: shape of the stores (with this process's heads), and the dtype that the model computes KV in.
+        kv_dtype: dtype of keys and values in the stores.
+        default_kv_dtype: the ``kv_dtype`` that ``arithmetic`` implies.
+        arithmetic: "int8", or the name of the dtype that the model computes in.
+        fixed_batch_rows: number of tokens, with padding, in each forward of :meth:`verify`; None without padding.
+        has_recurrent_layers: True if the model has recurrent layers.
+        branching_is_expensive: True if each branch of a tree costs a recurrent state, or a separate forward.
+        profiler: times a round's phases, which disables fused layers and CUDA graphs; None for no profiling.
 
     Raises:
         UnsupportedModelError: the model cannot be hosted exactly; the message says why.
-        CapabilityError: the device cannot offload that way.
+        CapabilityError: the device does not support this offload or kv_dtype.
     """
 
     def __init__(
@@ -71,9 +73,9 @@ class TargetRunner:
     ) -> None:
         self.offload = offload
         self.held_model: PreTrainedModel | None = model
-        self._model = ref(model)
+        self._model_ref = ref(model)
         self.tp_rank = tp_rank_of(model)
-        with errors_name(getattr(model, "name_or_path", "")):
+        with prefix_errors_with(getattr(model, "name_or_path", "")):
             memory_info.check_process_limits()
             support.check_supported(model)
             support.check_functions(model)
@@ -103,24 +105,24 @@ class TargetRunner:
         self.has_recurrent_layers = bool(self.execution_model.layout.recurrent)
         self.branching_is_expensive = self.has_recurrent_layers or self.has_custom_attention
         layout = self.execution_model.layout
-        # CUDA graphs cannot capture collectives, sliding window caches, or tokens computed one by one.
+        # A CUDA graph cannot capture collectives, sliding window caches, or a loop over tokens.
         can_capture = self.tp_rank is None and not (layout.windows or layout.recurrent or layout.custom_cache_layers)
         self.graphs = CudaGraphs.for_device(self.device, self.attention_path) if can_capture else CudaGraphs(None)
-        # Two arenas: stores and resident views would take each other's buffers.
+        # Resident stores have an arena of their own, or they would take the buffers of other stores.
         self._arena, self._resident_arena = BufferArena(), BufferArena()
-        self._structure, self._store_kind = structure_of(model), self.store_kind
+        self._structure, self._store_kind = structure_of(model), self.store_compat_key
         self.fixed_batch_rows = fixed_batches.fixed_batch_rows_for(self) if deterministic else None
 
     @property
     def model(self) -> PreTrainedModel:
         """The user's model."""
-        model = self._model()
+        model = self._model_ref()
         assert model is not None
         return model
 
     @property
     def buffer_arena(self) -> BufferArena | None:
-        """Buffers of stores, reused so that CUDA graphs stay valid; None without CUDA graphs."""
+        """Buffers for new stores. CUDA graphs fix addresses, so old buffers are reused. None without CUDA graphs."""
         return self._arena if self.graphs.enabled else None
 
     @property
@@ -135,34 +137,32 @@ class TargetRunner:
 
     @property
     def is_stale(self) -> bool:
-        """True if the model was moved, cast or restructured since: it needs a new runner."""
-        return structure_of(self.model) != self._structure or self.store_kind != self._store_kind
+        """True if the model was moved, cast or restructured after this runner was made: it needs a new one."""
+        return structure_of(self.model) != self._structure or self.store_compat_key != self._store_kind
 
     def sync_with_model(self) -> None:
-        """Adopts changes that the user made to the model since the last run.
+        """Adopts the changes that the user made to the model since the last run.
 
         Raises:
-            CapabilityError: the model's dtype, device or layer layout changed.
-            UnsupportedModelError: it can no longer be copied, or its attention function is a user's.
-            CheckpointError: a file that its weights are mapped from was written to.
+            CapabilityError: the model's dtype, device or KV layout changed.
+            UnsupportedModelError: the model can no longer be copied, or calls a user's attention function.
+            CheckpointError: a file that the weights are mapped from was written to.
         """
         support.check_functions(self.model)
         stored_model.check_mapped_files(self.model)
         self._host.sync_with_model(self.model)
-        if self.store_kind != self._store_kind:
+        if self.store_compat_key != self._store_kind:
             raise CapabilityError(
                 f"The model is {self.model.dtype} on {self.model.device} now, and this run was started for "
-                f"{self.kv_shape.dtype} on {self.device}, or for layers that attend otherwise. Start the run again: "
-                "the model may be moved, cast or given other layers between runs."
+                f"{self.kv_shape.dtype} on {self.device}, or with other layers. Start the run again: move, cast or "
+                "change the model between runs only."
             )
 
     @property
     def shared_parts(self) -> SharedParts:
         """The modules and sizes that trained drafts share with this target.
 
-        Raises:
-            UnsupportedModelError: the target takes no trained drafts.
-        """
+        Raises UnsupportedModelError if the target lacks a part, so it takes no trained drafts."""
         return self.execution_model.shared_parts
 
     @property
@@ -170,12 +170,12 @@ class TargetRunner:
         return stored.weight_shape(self.model.get_output_embeddings())[0]
 
     def max_context_length(self, prompt_len: int) -> int:
-        """Longest context, in tokens, after a prompt of this length. Shorter if LongRoPE would switch its factors."""
+        """Longest sequence, in tokens, for a prompt of this length. It ends where LongRoPE would switch its factors."""
         switch = self.execution_model.rope_switch
         return self.context_length if switch is None or prompt_len > switch else switch
 
     def rope_regime(self, length: int) -> str:
-        """ "long" if a context of this length has LongRoPE's long factors, else "". Regimes cannot share cached KV."""
+        """Which of LongRoPE's factors a prompt of this length has: "long" or "". Cached KV fits one regime only."""
         switch = self.execution_model.rope_switch
         return "long" if switch is not None and length > switch else ""
 
@@ -190,19 +190,19 @@ class TargetRunner:
         return f"{name}, KV in {self.kv_dtype}" if self.kv_dtype != self.kv_shape.dtype else name
 
     def synced_fingerprint(self) -> str:
-        """:attr:`fingerprint` after :meth:`sync_with_model`, which may raise."""
+        """:attr:`fingerprint` after :meth:`sync_with_model`, whose errors it raises."""
         with self.lock:
             self.sync_with_model()
             return self.fingerprint
 
     @property
     def kv_is_rounded(self) -> bool:
-        """True if KV has another dtype than :attr:`default_kv_dtype`, which changes the outputs."""
+        """True if :attr:`kv_dtype` differs from :attr:`default_kv_dtype`, which changes the outputs."""
         return self.kv_dtype != self.default_kv_dtype
 
     @property
     def can_round_kv(self) -> bool:
-        """True if the attention path reads KV in any dtype: our CPU kernels for float32 models do."""
+        """True if the attention path reads KV in any dtype, as our CPU kernels do for float32 models."""
         return not self.has_custom_attention and self.attention_path == "cpu" and self.kv_shape.dtype == torch.float32
 
     @property
@@ -211,8 +211,8 @@ class TargetRunner:
         return frozenset(config_eos_ids(self.model.generation_config))
 
     @property
-    def store_kind(self) -> object:
-        """The ``compat_key`` of this target's stores, from the model as it is now."""
+    def store_compat_key(self) -> object:
+        """The ``compat_key`` that stores of this target have now: runs may only use stores with an equal one."""
         return self.execution_model.layout, self.model.device, self.model.dtype, self.kv_dtype, self.offload
 
     def new_store(
@@ -224,16 +224,18 @@ class TargetRunner:
         dtype: torch.dtype | None = None,
         with_states: bool = True,
     ) -> KVStore:
-        """An empty KV store of this target's shape, in the layout of its attention path.
+        """An empty KV store for this target, in the layout of its attention path.
 
         Args:
+            slots: number of sequences.
+            capacity: KV entries of each sequence.
             feature_layers: decoder layers whose output hidden states every forward writes into the store.
-            resident: keep the store on the device even with offload, for a small one that is read often.
+            resident: keep the store on the device even with offload, for a small store that is read often.
             dtype: dtype of keys and values in a resident store; None takes :attr:`kv_dtype`.
-            with_states: add window caches and recurrent states, unless the store shares another's.
+            with_states: add window caches and recurrent states. False for a store that uses those of another one.
 
         Raises:
-            CapabilityError: no attention path here reads KV of that dtype.
+            CapabilityError: no attention path of this machine reads KV of that dtype.
             MemoryBudgetError: the store does not fit the memory.
         """
         self.sync_with_model()
@@ -249,11 +251,12 @@ class TargetRunner:
         keys_transposed = transposed or (is_rounded and self.can_round_kv)
         layout = keys_transposed, feature_layers, hidden_size, arena, dtype
         store = offloading.new_store(offload, self.kv_shape, slots, capacity, self.device, *layout)
-        store.compat_key = self.store_kind
+        store.compat_key = self.store_compat_key
         if with_states and (self.execution_model.layout.windows or self.has_recurrent_layers):
-            windows = dtype if dtype.is_floating_point else self.kv_shape.dtype
-            packed, model = transposed or windows != self.kv_shape.dtype, self.execution_model.model
-            store.attach_states(*hosting.new_layer_states(model, slots, capacity, packed, windows))
+            window_dtype = dtype if dtype.is_floating_point else self.kv_shape.dtype
+            windows_transposed = transposed or window_dtype != self.kv_shape.dtype
+            model = self.execution_model.model
+            store.attach_states(*hosting.new_layer_states(model, slots, capacity, windows_transposed, window_dtype))
         return store
 
     @torch.inference_mode()
@@ -267,36 +270,37 @@ class TargetRunner:
         check_nan: bool = True,
         fixed_order: bool = False,
     ) -> TargetOutput:
-        """One forward. Writes the batch's KV and features into the store behind each slot's prefix, uncommitted.
+        """Runs one forward. It writes KV and features behind each slot's committed tokens in the store, uncommitted.
 
         Args:
             batch: made by :meth:`~longdraft.memory.store.KVStore.make_forward_batch`.
-            logits: tokens whose logits are computed; a number: so many of each sequence's last.
-            check_nan: raise for NaN logits, which waits for the device. Not needed for drafts, nor before
-                :func:`~longdraft.engine.accept.accept`, which checks itself.
-            fixed_order: sum attention in an order that depends only on each token's position.
+            logits: the tokens whose logits are computed; n for the last n tokens of each sequence.
+            taps: further results to return.
+            check_nan: raise for NaN logits, which waits for the device. Drafts need no check, and
+                :func:`~longdraft.engine.accept.accept` makes it for verifications.
+            fixed_order: sum up attention in an order that depends only on each token's position.
 
         Raises:
             NumericalError: a computed logit is NaN.
-            CapabilityError: taps request queries of a custom attention; or as :meth:`sync_with_model`.
+            CapabilityError: taps request the queries of custom attention code, or :meth:`sync_with_model` raised it.
         """
         if taps.queries and self.has_custom_attention:
             raise CapabilityError(
-                f"{type(self.model).__name__} attends with code of its own, which does not show its queries: take a "
+                f"{type(self.model).__name__} has custom attention code, which does not show its queries: take a "
                 "method that does not choose KV by attention scores, such as prompt-lookup or small-lm."
             )
         with self.lock:
-            # Another runner of the same model may have replaced its copy.
-            if self.execution_model.was_moved or self.store_kind != self._store_kind:
+            # Another runner of the same model may have replaced the model's copy.
+            if self.execution_model.was_moved or self.store_compat_key != self._store_kind:
                 self.sync_with_model()
             all_taps = self._with_feature_layers(taps, store)
-            # Fixed batches are captured at their first use: there are few sizes.
+            # Batches of a fixed number of tokens have few sizes, so a graph is captured at a size's first use.
             replayed = self._replay(store, batch, all_taps, fixed_order, fixed_order) if logits == "all" else None
             computed_logits, hidden, queries = replayed or self._compute(store, batch, logits, all_taps, fixed_order)
             out = TargetOutput(None if computed_logits is None else computed_logits.float(), queries=queries)
             store.write_features(hidden, batch)
             out.hidden = {layer: hidden[layer] for layer in taps.hidden}
-            # One reduction: the maximum is NaN if any logit is. -inf is allowed, as in a masked vocabulary.
+            # The maximum is NaN if any logit is. -inf is allowed, as in a masked vocabulary.
             if check_nan and out.logits is not None and bool(torch.isnan(out.logits.amax())):
                 raise nan_logits_error(self.model)
             return out
@@ -304,10 +308,10 @@ class TargetRunner:
     def verify(
         self, batch: ForwardBatch, store: KVStore, taps: Taps = NO_TAPS, logits_to_keep: int | None = None
     ) -> TargetOutput:
-        """A plain step or a verification: a forward whose logits decide tokens. Logits are not checked for NaN.
+        """Runs a plain step or a verification, in forwards of :attr:`fixed_batch_rows` tokens if that is set.
 
-        With :attr:`fixed_batch_rows` it takes one or several forwards of that many tokens. ``logits_to_keep``: number
-        of last tokens of each sequence that need logits; CUDA graphs compute all.
+        ``logits_to_keep``: number of each sequence's last tokens that need logits; CUDA graphs compute all logits.
+        NaN logits do not raise here.
         """
         if self.fixed_batch_rows is not None:
             return fixed_batches.forward_fixed_batches(self, batch, store, taps)
@@ -321,14 +325,14 @@ class TargetRunner:
     def _replay(
         self, store: KVStore, batch: ForwardBatch, taps: Taps, capture_now: bool = False, use_fixed_order: bool = False
     ) -> ForwardResults | None:
-        """A forward by a CUDA graph; None if there is no graph for this batch. May capture one."""
+        """Replays a CUDA graph, which it may capture first. Returns None if there is no graph for this batch."""
         if self.profiler is not None:
             return None
 
         def compute(store: KVStore, batch: ForwardBatch) -> ForwardResults:
             return self._compute(store, batch, "all", taps, use_fixed_order)
 
-        # A graph holds the weights' addresses, so the copy's version is in its key.
+        # A graph fixes the weights' addresses, so the version of the model's copy is a part of its key.
         key = taps, self.execution_model.version, use_fixed_order
         return self.graphs.run(store, batch, key, compute, capture_now)
 
@@ -338,12 +342,12 @@ class TargetRunner:
         store: KVStore,
         max_tokens: int,
         taps: Taps = NO_TAPS,
-        on_progress: Callable[[float], None] = lambda share: None,
+        on_progress: Callable[[float], None] = lambda fraction: None,
     ) -> int:
-        """Captures CUDA graphs of forwards of up to ``max_tokens`` tokens in advance. Returns the number of sizes.
+        """Captures CUDA graphs in advance, for forwards of up to ``max_tokens`` tokens. Returns the number of graphs.
 
         Args:
-            store: graphs are for its memory; uncommitted entries are overwritten.
+            store: the store of the later forwards, whose memory graphs address. Uncommitted entries are overwritten.
             taps: the taps of the later forwards.
             on_progress: called with the fraction of the work that is done.
         """
@@ -369,11 +373,11 @@ class TargetRunner:
         taps: Taps,
         use_fixed_order: bool = False,
     ) -> ForwardResults:
-        """Logits in the model's dtype, hidden states and queries of a batch."""
+        """Computes a batch without CUDA graphs: logits in the model's dtype, hidden states and queries."""
         model, attend = self.execution_model, fixed_order.attend if use_fixed_order else self.attend
         ctx = hosting.ForwardContext(
             store,
-            replace(batch),  # a copy without metadata: a graph must capture its computation
+            replace(batch),  # a copy without cached metadata: a graph must capture how metadata are computed
             attend if self.profiler is None else self.profiler.profiled_attention(attend),
             model.layout,
             frozenset(taps.queries),
@@ -385,7 +389,8 @@ class TargetRunner:
         if logits == "none":
             model.run(ctx, head=False)
             return None, ctx.hidden, ctx.queries
-        last = logits if isinstance(logits, int) else int(logits == "last")  # 0: all of them
-        out = model.run(ctx, head=True, logits_to_keep=0 if last > 1 and self.has_custom_attention else last)
-        # Some models ignore logits_to_keep.
-        return out.logits[:, -last:], ctx.hidden, ctx.queries
+        num_last = logits if isinstance(logits, int) else int(logits == "last")  # 0 for all, as in transformers
+        keep_all = num_last > 1 and self.has_custom_attention
+        out = model.run(ctx, head=True, logits_to_keep=0 if keep_all else num_last)
+        # The slice is for models that ignore logits_to_keep.
+        return out.logits[:, -num_last:], ctx.hidden, ctx.queries

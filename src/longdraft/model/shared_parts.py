@@ -1,4 +1,4 @@
-"""The parts of a target that drafts share (embedding, head, rotary embedding), and its description in draft folders."""
+"""The parts of a target that drafts share (embedding, head, RoPE), and the target's description in draft folders."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from longdraft.native.boundary import CPU_FLOAT32
 
 @dataclass(frozen=True)
 class SharedParts:
-    """Parts of a target that a draft uses by reference.
+    """Parts of a target that a draft uses by reference, and sizes that a draft copies.
 
     Attributes:
         embedding: token embedding, ids -> (..., hidden).
-        head: the LM head's weight (vocabulary, hidden), quantised as stored if there are kernels. A target's scaling of
-            its logits is left out: it does not change their order.
-        softcap: softcap of the target's logits; None for no cap.
+        head: the LM head's weight (vocabulary, hidden), quantised as in the target if our kernels can read it. A factor
+            on the target's logits is left out: it does not change their order.
         description: sizes and RoPE of the target and a digest of its weights, as saved with a draft.
+        softcap: softcap of the target's logits; None for no cap.
     """
 
     embedding: nn.Module
@@ -40,37 +40,35 @@ class SharedParts:
     num_heads: int
     description: dict[str, Any]
     _rotary: nn.Module
-    _like: torch.Tensor
+    _hidden_like: torch.Tensor  # has the dtype and device of hidden states
     _norm: nn.Module | None = None
     softcap: float | None = None
 
     def apply_final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The last layer's output (..., hidden) after the final norm, which is the head's input."""
-        hidden = hidden.to(self._like.dtype)
+        """The head's input: the last layer's output (..., hidden) after the final norm, if there is one."""
+        hidden = hidden.to(self._hidden_like.dtype)
         return hidden if self._norm is None else self._norm(hidden)
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin (T, d) of the target's rotary embedding at positions (T,), YaRN's scaling included.
 
-        If layer types differ, as in Gemma 3, those of full attention: drafts read its keys.
+        If layer types rotate differently, as in Gemma 3, the result is for full attention, whose keys drafts read.
         """
         by_layer_type = "layer_type" in inspect.signature(self._rotary.forward).parameters
         position_ids = positions[None]
         if hasattr(self._rotary, "mrope_section"):  # M-RoPE of vision models: time, height and width
             position_ids = position_ids.expand(3, 1, -1)
-        cos, sin = self._rotary(self._like, position_ids, *(["full_attention"] if by_layer_type else []))
+        cos, sin = self._rotary(self._hidden_like, position_ids, *(["full_attention"] if by_layer_type else []))
         return cos[0], sin[0]
 
 
 def shared_parts(model: PreTrainedModel, description: dict[str, Any] | None = None) -> SharedParts:
-    """The parts of a hosted model.
+    """The shared parts of a hosted model.
 
     Args:
-        description: the model's description; None computes :func:`describe_target`.
+        description: the model's description, if known; None computes :func:`describe_target`.
 
-    Raises:
-        UnsupportedModelError: a part is not of the kind that drafts need.
-    """
+    Raises UnsupportedModelError if the model has no rotary embedding, or a head that drafts cannot use."""
     config = hosting.decoder_config(model)
     rotary = rotary_module(model)
     if rotary is None:
@@ -79,7 +77,7 @@ def shared_parts(model: PreTrainedModel, description: dict[str, Any] | None = No
         )
     head = model.get_output_embeddings()
     if getattr(head, "bias", None) is not None:
-        raise UnsupportedModelError(f"{type(model).__name__} has a head with a bias, which drafts do not share yet.")
+        raise UnsupportedModelError(f"{type(model).__name__} has a head with a bias, which drafts do not support yet.")
     return SharedParts(
         embedding=model.get_input_embeddings(),
         head=_head_weight(head),
@@ -89,7 +87,7 @@ def shared_parts(model: PreTrainedModel, description: dict[str, Any] | None = No
         num_heads=int(config.num_attention_heads),
         description=describe_target(model) if description is None else description,
         _rotary=rotary,
-        _like=torch.empty(1, 1, dtype=model.dtype, device=model.device),
+        _hidden_like=torch.empty(1, 1, dtype=model.dtype, device=model.device),
         _norm=norm_before_head(model),
         softcap=getattr(config, "final_logit_softcapping", None),
     )
@@ -102,8 +100,8 @@ def _head_weight(head: nn.Module) -> torch.Tensor | QuantizedMatrix:
     assert isinstance(weight, torch.Tensor)
     if hasattr(type(local_tensor(weight)), "__tensor_flatten__") or not weight.is_floating_point():
         raise UnsupportedModelError(
-            f"The head, {type(head).__name__}, is quantised by another package, and drafts cannot read it so: leave "
-            "lm_head out of the quantisation."
+            f"Another package quantised the head ({type(head).__name__}), so drafts cannot read it: leave lm_head out "
+            "of the quantisation."
         )
     return weight.detach()
 
@@ -116,45 +114,43 @@ def rotary_module(model: PreTrainedModel) -> nn.Module | None:
 def norm_before_head(model: PreTrainedModel) -> nn.Module | None:
     """The norm between the last layer and the head; None if there is none."""
     children = reversed(list(hosting.decoder_of(model).named_children()))
-    # Gemma 3n and 4 also have a norm of their per-layer embeddings.
+    # Gemma 3n and 4 also have a norm for per-layer embeddings.
     return next((m for name, m in children if "norm" in name and not name.startswith("per_layer")), None)
 
 
 def final_norm_weight(model: PreTrainedModel) -> torch.Tensor:
     """The weight (hidden,), float32, of the RMSNorm between the last layer and the head.
 
-    Raises:
-        UnsupportedModelError: there is no such norm.
-    """
+    Raises UnsupportedModelError if there is no such norm."""
     size = int(hosting.decoder_config(model).hidden_size)
     norm = norm_before_head(model)
     x = torch.ones(1, size, dtype=model.dtype, device=model.device)
-    # RMSNorm of ones gives its weight, in any storage; a norm that subtracts the mean gives zeros.
+    # RMSNorm of ones gives the weight, however it is stored. A norm that subtracts the mean gives zeros.
     with torch.no_grad():
         weight = torch.zeros(size, **CPU_FLOAT32) if norm is None else norm(x)[0].float()
     if not bool(weight.any()):
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no RMSNorm before its head, so no heads can be trained for it."
+            f"{type(model).__name__} has no RMSNorm before its head, so no draft heads can be trained for it."
         )
     return weight
 
 
 def describe_target(model: PreTrainedModel) -> dict[str, Any]:
-    """Describes a target for its drafts: architecture, sizes, RoPE base, and a digest of some weights.
+    """Describes a target, so that a draft folder can state its target: architecture, sizes, RoPE base, weights' digest.
 
     Weights are rounded to bfloat16 first, so the digest does not depend on the loaded dtype. RoPE scaling (YaRN) is
-    left out, so that a target with a stretched context keeps its drafts.
+    left out, so that drafts still fit the target after its context is extended.
     """
     digest = hashlib.sha256()
-    modules = hosting.decoder_layers(model)[-1].modules()
-    first = next(m for m in modules if isinstance(m, stored.StoredWeights) or [*m.parameters(recurse=False)])
-    for module in (model.get_input_embeddings(), first):
+    last_layer = hosting.decoder_layers(model)[-1].modules()
+    weighted = next(m for m in last_layer if isinstance(m, stored.StoredWeights) or [*m.parameters(recurse=False)])
+    for module in (model.get_input_embeddings(), weighted):
         digest.update(stored.weight_sample(module).to(torch.bfloat16).float().cpu().numpy().tobytes())
     return describe_config(model) | {"weights": digest.hexdigest()[:16]}
 
 
 def describe_config(model: PreTrainedModel) -> dict[str, Any]:
-    """A target's description without the weights' digest."""
+    """The description of :func:`describe_target` without the weights' digest."""
     config = hosting.decoder_config(model)
     shape = config_kv_shape(model)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -171,5 +167,5 @@ def describe_config(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def causal_lm_class_name(model_type: str) -> str | None:
-    """transformers' CausalLM class name for a ``model_type``; None if unknown."""
+    """The name of transformers' CausalLM class for a ``model_type``; None if unknown."""
     return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)

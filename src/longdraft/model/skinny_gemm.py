@@ -1,6 +1,6 @@
 """Skinny GEMMs: linear layers on a CPU for the few tokens of a verification.
 
-torch reads a matrix inefficiently for a few rows. Our kernel reads it once, in place.
+torch reads a weight matrix inefficiently if the input has few rows. Our kernel reads it once, where it lies.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import nn
 from longdraft.native import QuantizedMatrix, kernels
 from longdraft.native.structures import LinearWeights
 
-# Number of rows up to which our kernel is faster. Above, arithmetic is the bottleneck, where torch is as fast.
+# Up to this number of input rows our kernel is faster. Beyond, arithmetic is the bottleneck, and torch is as fast.
 MAX_SKINNY_ROWS = 128
 
 
 def skinny_gemm(
     x: torch.Tensor, weight: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``F.linear`` for x (..., in) and a matrix (out, in). A QuantizedMatrix requires our kernels."""
+    """``F.linear`` of x (..., in) with a matrix (out, in). A QuantizedMatrix requires our kernels."""
     if isinstance(weight, QuantizedMatrix):
         cpu_kernels = kernels()
         assert cpu_kernels is not None
@@ -31,19 +31,19 @@ def skinny_gemm(
 
 
 def kernel_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """``F.linear`` by our kernel, in the tensors' dtype; None if it does not support them."""
+    """``F.linear`` by our kernel, in the tensors' dtype; None if the kernel does not support the tensors."""
     cpu_kernels, is_float32 = kernels(), _is_float32_matrix(weight)
-    readable = is_float32 or is_half_matrix(weight)
-    if cpu_kernels is None or x.dtype != weight.dtype or x.device.type != "cpu" or not readable or not x.numel():
+    is_readable = is_float32 or is_half_matrix(weight)
+    if cpu_kernels is None or x.dtype != weight.dtype or x.device.type != "cpu" or not is_readable or not x.numel():
         return None
     matrix = weight.detach() if is_float32 else QuantizedMatrix.from_half(weight.detach())
     bias = None if bias is None else bias.detach().float()
-    # Sums are float32; half precision results are rounded once.
+    # Sums are float32, and a half precision result is rounded once.
     return cpu_kernels.linear(x.float(), [(matrix, bias)])[0].to(x.dtype)
 
 
 def patch_linears(module: nn.Module) -> None:
-    """Makes the linear layers of one of our own modules run :func:`skinny_gemm`."""
+    """Makes the linear layers of a module, which must not be the user's, run :func:`skinny_gemm`."""
     for layer in module.modules():
         if type(layer) is nn.Linear and kernel_weights_of(layer) is not None:
             bias = None if layer.bias is None else layer.bias.detach()
@@ -51,15 +51,15 @@ def patch_linears(module: nn.Module) -> None:
 
 
 def kernel_weights_of(layer: nn.Module) -> LinearWeights | None:
-    """A linear layer's weight and bias for our kernels; None if they do not support it."""
+    """A linear layer's weight and bias for our kernels; None if they do not support the layer."""
     weight: torch.Tensor | QuantizedMatrix
     if isinstance(stored := getattr(layer, "kernel_weights", None), QuantizedMatrix):
         weight = stored
-    # Subclasses of Linear (quantised, with adapters) and of Tensor compute something else.
+    # Subclasses of Linear (quantised, with adapters) and of Tensor may compute something else.
     elif type(layer) is not nn.Linear or not is_plain_tensor(getattr(layer, "weight", None)):
         return None
     elif _is_float32_matrix(layer.weight):
-        weight = layer.weight.detach()  # detached: the parameter may get another storage later
+        weight = layer.weight.detach()  # the parameter itself may get another storage later
     elif is_half_matrix(layer.weight):
         weight = QuantizedMatrix.from_half(layer.weight)
     else:
@@ -69,18 +69,18 @@ def kernel_weights_of(layer: nn.Module) -> LinearWeights | None:
 
 
 def is_plain_tensor(weight: object) -> bool:
-    """True if a weight is no tensor subclass, such as quantised tensors and DTensors."""
+    """True for a tensor or parameter of torch's own class, not a subclass such as DTensor or a quantised one."""
     return type(weight) in (torch.Tensor, nn.Parameter)
 
 
 def is_half_matrix(weight: torch.Tensor) -> bool:
-    """True if our kernels can read this matrix in bfloat16 or float16."""
-    half = weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16)
-    return half and is_plain_tensor(weight) and weight.shape[1] % 32 == 0 and weight.is_contiguous()
+    """True for a bfloat16 or float16 matrix that our kernels can read."""
+    is_half = weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16)
+    return is_half and is_plain_tensor(weight) and weight.shape[1] % 32 == 0 and weight.is_contiguous()
 
 
 def is_dtensor(weight: object) -> bool:
-    """True if a weight is a DTensor: sharded over processes."""
+    """True if a weight is a DTensor, sharded over processes."""
     return hasattr(weight, "device_mesh")
 
 

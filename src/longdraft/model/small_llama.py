@@ -1,7 +1,4 @@
-"""Llama draft models of a few layers that share the target's embedding and head.
-
-Embedding and head are references to the target's modules and are never saved.
-"""
+"""Draft models: Llamas of a few layers that share the target's embedding and head, which are never saved."""
 
 from __future__ import annotations
 
@@ -19,17 +16,17 @@ from longdraft.model import hosting
 from longdraft.model.runner import TargetRunner
 from longdraft.model.tensor_parallel import full_tensor
 
-# q (Hq, T, d), k and v (Hkv, T, d) after RoPE -> (Hq, T, d)
+# Attention of packed sequences: q (Hq, T, d), k and v (Hkv, T, d) after RoPE -> (Hq, T, d).
 PackedAttend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-# A draft has no special tokens.
+# LlamaConfig's default ids would lie outside of _new_llama's vocabulary of one.
 _NO_SPECIAL_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 
 
 def packed_attention(attend: PackedAttend) -> Callable[..., tuple[torch.Tensor, None]]:
-    """Wraps a function as ``longdraft_attend`` for packed sequences.
+    """Wraps ``attend`` as an attention function of transformers, to be passed as ``longdraft_attend``.
 
-    Keys and values are padded to the larger head size d; queries are scaled so that ``attend`` may use d**-0.5.
+    Heads are padded to d, the larger of key and value size. Queries are scaled so that ``attend`` may scale by d**-0.5.
     """
 
     def attention(
@@ -42,11 +39,11 @@ def packed_attention(attend: PackedAttend) -> Callable[..., tuple[torch.Tensor, 
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         if any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "sinks")):
-            raise UnsupportedModelError(f"{type(module).__name__} has attention sinks or a softcap: drafts cannot.")
+            raise UnsupportedModelError(f"{type(module).__name__} has sinks or a softcap, which drafts do not support.")
         value_dim, head_dim = value.shape[-1], max(key.shape[-1], value.shape[-1])
         factor = (query.shape[-1] ** -0.5 if scaling is None else scaling) * head_dim**0.5
         query = query if math.isclose(factor, 1.0) else query * factor
-        # Under autocast only the value is rounded, as RoPE runs in float32.
+        # Under autocast RoPE leaves q and k in float32, but v is in 16 bits.
         tensors = (x[0].to(value.dtype) for x in (query, key, value))
         q, k, v = (x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1])) for x in tensors)
         return attend(q, k, v)[..., :value_dim].transpose(0, 1)[None].contiguous(), None
@@ -63,7 +60,7 @@ def small_llama_config(
         layers: number of decoder layers.
         intermediate_size: size of the MLP; None takes the target's.
         rope_theta: base of the rotary embedding.
-        length: tokens of the longest training text.
+        length: number of tokens in the longest training sequence.
     """
     parts, kv = runner.shared_parts, runner.kv_shape
     return {
@@ -84,13 +81,9 @@ def small_llama_config(
 
 
 def build_decoder(config: Mapping[str, Any]) -> PreTrainedModel:
-    """The layers and the final norm of a Llama, in float32 on the CPU, without an embedding.
+    """The layers and the final norm of a Llama, in float32 on the CPU, for :func:`hidden_states`.
 
-    :func:`hidden_states` runs it.
-
-    Raises:
-        CheckpointError: ``model_type`` is not llama. Invalid sizes raise any error.
-    """
+    Raises CheckpointError if ``model_type`` is not llama, and transformers' errors for invalid sizes."""
     model = _new_llama(LlamaModel, config)
     model.embed_tokens = None
     model.config._attn_implementation = hosting.ATTENTION_NAME
@@ -101,7 +94,7 @@ def hidden_states(decoder: nn.Module, x: torch.Tensor, positions: torch.Tensor, 
     """The decoder's hidden states (T, hidden) after the final norm, for packed sequences.
 
     Args:
-        x: (T, hidden) embeddings.
+        x: embeddings (T, hidden).
         positions: (T,).
         attend: the attention function, which also applies the mask.
     """
@@ -114,8 +107,8 @@ def hidden_states(decoder: nn.Module, x: torch.Tensor, positions: torch.Tensor, 
 def initialize(decoder: PreTrainedModel, seed: int, head: torch.Tensor) -> None:
     """Initialises the weights at random.
 
-    The final norm's weight gives logits of unit size with the target's head. With ones a new draft would be as
-    confident as the target, and wrong."""
+    The final norm's weight makes logits with the target's head about 1 in size. A norm weight of ones would make a new
+    draft as confident as the target, and wrong."""
     config = decoder.config
     std = config.hidden_size**-0.5
     generator = torch.Generator().manual_seed(seed)
@@ -125,17 +118,16 @@ def initialize(decoder: PreTrainedModel, seed: int, head: torch.Tensor) -> None:
                 weight.fill_(1.0)
                 continue
             weight.normal_(0.0, std, generator=generator)
-            if name.endswith(("o_proj.weight", "down_proj.weight")):  # outputs to the residual stream
+            # Outputs to the residual stream: as in GPT-2, smaller the more of them are summed.
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
                 weight.mul_((2 * config.num_hidden_layers) ** -0.5)
         decoder.norm.weight.copy_(1 / head.float().norm(dim=-1).median().clamp_min(1e-6).double())
 
 
 def copy_target_layers(decoder: PreTrainedModel, runner: TargetRunner, layers: tuple[int, ...]) -> None:
-    """Initialises the decoder from these layers of the target and its final norm.
+    """Initialises the decoder from these layers of the target, and from the target's final norm.
 
-    Raises:
-        ConfigError: the number of layers differs from the decoder's, the target lacks one, or sizes or parts differ.
-    """
+    Raises ConfigError if the decoder has another number of layers, the target lacks one, or sizes or parts differ."""
     target_layers = hosting.decoder_layers(runner.model)
     if len(layers) != len(decoder.layers):
         raise ConfigError(f"start_from names {len(layers)} layers for a draft of {len(decoder.layers)}: name as many.")
@@ -149,8 +141,8 @@ def copy_target_layers(decoder: PreTrainedModel, runner: TargetRunner, layers: t
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise ConfigError(
-            f"start_from: the target's layers have other parts or sizes than the draft's ({reason[:300]}). Leave "
-            "start_from out, or intermediate_size."
+            f"start_from: the target's layers have other parts or sizes than the draft's ({reason[:300]}). Leave out "
+            "start_from or intermediate_size."
         ) from error
 
 
@@ -160,18 +152,16 @@ def build_causal_lm(
     """A small Llama with a target's embedding and head, ready to be hosted.
 
     Args:
-        weights: state dict of :func:`build_decoder`, in the dtype and on the device to run with.
-        head: (draft vocabulary, hidden).
+        weights: state dict of :func:`build_decoder`'s model, in the dtype and on the device to run in.
+        head: weight (draft vocabulary, hidden).
 
-    Raises:
-        CheckpointError: ``model_type`` is not llama.
-    """
+    Raises CheckpointError if ``model_type`` is not llama."""
     model = _new_llama(LlamaForCausalLM, config)
     model.model.embed_tokens = None
     model.model.load_state_dict(weights, assign=True)
-    model.requires_grad_(False).eval()  # before the target's modules are in it
+    model.requires_grad_(False).eval()  # now, as the target's modules, added below, must not change
     model.model.embed_tokens = embedding
-    # The rotary embedding's frequencies stay float32; only the device changes.
+    # Only the device of the rotary embedding changes: its frequencies stay float32.
     model.model.rotary_emb.to(head.device)
     model.lm_head = frozen_linear(head)
     model.config.vocab_size = head.shape[0]
@@ -189,7 +179,7 @@ def frozen_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.
 
 
 def _new_llama(model_class: type[PreTrainedModel], config: Mapping[str, Any]) -> Any:
-    """A model with random weights and a vocabulary of one; the caller replaces embedding and head."""
+    """A model with random weights and a vocabulary of one, whose embedding and head the caller replaces."""
     if config.get("model_type") != "llama":
-        raise CheckpointError(f"A small language model of model_type {config.get('model_type')!r} is not llama.")
+        raise CheckpointError(f"The draft's model_type is {config.get('model_type')!r}: only llama is supported.")
     return model_class(LlamaConfig(**{**config, "vocab_size": 1, **_NO_SPECIAL_TOKENS}))

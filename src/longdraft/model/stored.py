@@ -1,9 +1,9 @@
 """Linear layers and embeddings with stored weights: quantised, or in half precision, as in the model's file.
 
-There are two arithmetics. In float32 results have the bits of dequantised weights: our kernels dequantise in registers
-for a few tokens, and torch multiplies many tokens with a dequantised copy. In int8 the inputs are quantised too
-(:func:`longdraft.native.quantized_matrix.fake_quantize_int8`), and our kernels multiply integers for any number of
-tokens; prefill uses AMX tiles in bfloat16 where the CPU has them.
+Layers compute in one of two arithmetics. In float32 the results have the bits of dequantised weights: for a few tokens
+our kernels dequantise in registers, and for many tokens torch multiplies with a dequantised copy. In int8 the inputs
+are quantised too (:func:`longdraft.native.quantized_matrix.fake_quantize_int8`), and our kernels multiply integers;
+prefill uses AMX tiles in bfloat16 if the CPU has them.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from longdraft.native import Kernels, QuantizedMatrix, kernels
 from longdraft.native.boundary import CPU_FLOAT32
 from longdraft.native.quantized_matrix import QUANT_SIZES, fake_quantize_int8, quantize_blocks
 
-_NUM_SAMPLES = 64  # weights in a model's description
-_ROWS_AT_ONCE = 4096  # rows quantised at a time, which limits the memory for a large head
+_NUM_SAMPLES = 64  # weights that the digest in a target's description reads of a module
+_QUANTIZE_CHUNK_ROWS = 4096  # rows quantised at a time, which limits the memory for a large head
 
 
 class StoredWeights(nn.Module):
-    """A module with a frozen stored matrix: (out, in) of a layer, or (tokens, size) of an embedding.
+    """A module with a frozen stored matrix: (out, in) for a layer, or (vocabulary, size) for an embedding.
 
     Attributes:
-        rows_per_matrix: rows of each expert's matrix, if several are stacked.
-        saved_by_parent: the parent module saves the weights.
+        data: the matrix's bytes, in ``format``.
+        int8: True for int8 arithmetic.
+        rows_per_matrix: rows of each expert's matrix, if the matrices of several experts are stacked.
+        saved_by_parent: True if the parent module's state dict has the weights, so that this module's has not.
     """
 
     data: torch.Tensor
@@ -45,15 +47,16 @@ class StoredWeights(nn.Module):
 
     @property
     def matrix(self) -> QuantizedMatrix:
+        """The stored matrix, with its repacked copy."""
         return QuantizedMatrix(self.data, self.format, self.int8, self._repacked)
 
     def repack(self, cpu_kernels: Kernels, memory: torch.Tensor) -> None:
-        """Repacks the matrix for int8 arithmetic into ``memory``."""
+        """Makes a copy of the matrix in ``memory``, repacked for int8 arithmetic."""
         self._repacked = cpu_kernels.repack(self.matrix, memory).repacked
 
     @property
     def weight(self) -> torch.Tensor:
-        """The matrix in float32, unpacked in every call."""
+        """The matrix in float32, dequantised at each access."""
         return dequantize(self.matrix)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -79,19 +82,19 @@ class StoredLinear(StoredWeights):
         """x (..., in) -> (..., out), in x's dtype."""
         cpu_kernels = kernels() if x.device.type == "cpu" and x.dtype == torch.float32 else None
         if cpu_kernels is not None and (self.int8 or x.numel() <= MAX_SKINNY_ROWS * x.shape[-1]):
-            with torch._C.DisableTorchFunction():  # the kernel is batch invariant by itself
-                return cpu_kernels.linear(x, [(self.matrix, self.bias)], prompt=in_prefill())[0]
-        rows = fake_quantize_int8(x, self.format).to(x.dtype) if self.int8 else x
-        return F.linear(rows, self.weight.to(x.dtype), self.bias)
+            with torch._C.DisableTorchFunction():  # the kernel needs no batch invariant mode
+                return cpu_kernels.linear(x, [(self.matrix, self.bias)], prefill=in_prefill())[0]
+        inputs = fake_quantize_int8(x, self.format).to(x.dtype) if self.int8 else x
+        return F.linear(inputs, self.weight.to(x.dtype), self.bias)
 
 
 class ArrangedLinear(nn.Module):
-    """``nn.Linear`` without bias that permutes inputs and outputs instead of quantised weights.
+    """``nn.Linear`` without bias that permutes inputs and outputs: weights cannot be permuted within a quant block.
 
     Args:
-        parts: matrices (outputs of a part, in), stacked.
-        rows: (out,) for each output its row in the stacked parts; None: unchanged.
-        columns: (in,) for each input its column in the parts; None: unchanged. ``places`` is its inverse.
+        parts: matrices (outputs of the part, in), which are stacked.
+        rows: (out,) for each output, its row in the stacked parts; None for the same order.
+        columns: (in,) for each input, its column in the parts; None for the same order. ``places`` is the inverse.
     """
 
     rows: torch.Tensor | None
@@ -117,7 +120,7 @@ class ArrangedLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The matrix in float32, unpacked in every call."""
+        """The matrix in float32, dequantised at each access."""
         matrix = torch.cat([part.weight for part in self.parts if isinstance(part, StoredLinear)])
         matrix = matrix if self.rows is None else matrix[self.rows]
         return matrix if self.columns is None else matrix[:, self.columns]
@@ -136,7 +139,7 @@ class ArrangedLinear(nn.Module):
 
 
 class StoredEmbedding(StoredWeights):
-    """``nn.Embedding`` with a stored matrix; its outputs are multiplied by ``scale`` (Gemma 3)."""
+    """``nn.Embedding`` with a stored matrix, whose outputs are multiplied by ``scale`` (Gemma 3)."""
 
     dtype_sample: torch.Tensor
 
@@ -144,7 +147,7 @@ class StoredEmbedding(StoredWeights):
         super().__init__(matrix)
         self.scale = scale
         self.num_embeddings, self.embedding_dim = matrix.shape
-        # Follows the model's casts: its dtype is that of the outputs.
+        # A cast of the model casts this buffer, whose dtype is that of the outputs.
         self.register_buffer("dtype_sample", torch.empty(0, **CPU_FLOAT32), persistent=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -155,14 +158,14 @@ class StoredEmbedding(StoredWeights):
 
 
 def stored_module(module: nn.Module, matrix: QuantizedMatrix, bias: torch.Tensor | None = None) -> StoredWeights:
-    """The replacement of an ``nn.Linear`` or ``nn.Embedding`` by one with a stored matrix."""
+    """A module with a stored matrix, to replace an ``nn.Linear`` or ``nn.Embedding``."""
     if isinstance(module, nn.Embedding):
         return StoredEmbedding(matrix, getattr(module, "scalar_embed_scale", 1.0))
     return StoredLinear(matrix, None if bias is None else bias.detach().float())
 
 
 def repack_for_int8(matrix: QuantizedMatrix) -> QuantizedMatrix:
-    """The matrix with a repacked copy for int8 arithmetic, if kernels can make one (:meth:`Kernels.repack`)."""
+    """The matrix with a repacked copy for int8 arithmetic, if our kernels can make one (:meth:`Kernels.repack`)."""
     cpu_kernels = kernels()
     return cpu_kernels.repack(matrix) if cpu_kernels is not None and cpu_kernels.can_repack(matrix) else matrix
 
@@ -174,27 +177,27 @@ def dequantize(matrix: QuantizedMatrix) -> torch.Tensor:
 
 
 def weight_storage(module: nn.Module) -> torch.Tensor:
-    """The tensor in memory that holds a layer's or an embedding's weights."""
+    """The plain tensor that holds a layer's or an embedding's weights: the first one, or this process's shard."""
     weight = module.data if isinstance(module, StoredWeights) else getattr(module, "weight", None)
     weight = weight if isinstance(weight, torch.Tensor) else next(module.parameters())
     return next(storage_tensors(local_tensor(weight)))
 
 
 def weight_shape(module: nn.Module) -> tuple[int, int]:
-    """(out, in) of a layer, (tokens, size) of an embedding."""
+    """(out, in) of a layer, (vocabulary, size) of an embedding."""
     if isinstance(module, StoredWeights):
         return module.matrix.shape
     weight = getattr(module, "weight", None)
     if isinstance(weight, torch.Tensor) and is_plain_tensor(weight):
         return weight.shape[0], weight.shape[1]
-    # Another package's quantised weight may have another shape.
+    # A weight that another package quantised may have a packed shape.
     if isinstance(module, nn.Embedding):
         return module.num_embeddings, module.embedding_dim
     return int(module.out_features), int(module.in_features)  # type: ignore[arg-type]
 
 
 def storage_tensors(weight: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors in memory of a weight: a quantised tensor subclass may consist of several."""
+    """The plain tensors that hold a weight: a quantised tensor subclass may consist of several."""
     names = getattr(weight, "__tensor_flatten__", None)
     if names is None or is_plain_tensor(weight):
         yield weight.detach()
@@ -204,9 +207,9 @@ def storage_tensors(weight: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def weight_sample(module: nn.Module) -> torch.Tensor:
-    """Evenly spaced weights of a module's first parameter, in any storage."""
+    """Evenly spaced elements of a module's first parameter or of its stored matrix."""
     if not isinstance(module, StoredWeights):
-        # A module's own parameters come before those of its children.
+        # parameters() yields a module's own parameters before those of its children.
         flat = next(storage_tensors(full_tensor(next(module.parameters()).detach()))).flatten()
         return flat[:: max(1, flat.numel() // _NUM_SAMPLES)]
     matrix = module.matrix
@@ -218,24 +221,25 @@ def weight_sample(module: nn.Module) -> torch.Tensor:
 def quantize_for_draft(
     weights: torch.Tensor | QuantizedMatrix, bits: Literal[4, 8] = 8
 ) -> torch.Tensor | QuantizedMatrix:
-    """A draft's matrix (out, in) for int8 arithmetic: drafts need not be exact.
+    """Quantises a draft's matrix (out, in) for int8 arithmetic: drafts need not be exact.
 
-    With more than ``bits + 1`` bits a weight (scales included) it is rounded to Q4_0 or Q8_0. A matrix whose rows are
-    no multiple of 32 becomes floats.
+    A matrix of more than ``bits + 1`` bits a weight (scales included) is rounded to Q4_0 or Q8_0. If its row length is
+    no multiple of 32, the block size, it becomes or stays a tensor of floats.
     """
     if isinstance(weights, QuantizedMatrix) and weights.bits_per_weight <= bits + 1:
         return weights.with_int8(int8=True)
     if weights.shape[1] % 32:
         return weights.detach().contiguous() if isinstance(weights, torch.Tensor) else dequantize(weights)
-    target: Literal["Q4_0", "Q8_0"] = "Q4_0" if bits == 4 else "Q8_0"
-    rows: Iterable[torch.Tensor] = weights.data.split(_ROWS_AT_ONCE)
+    target_format: Literal["Q4_0", "Q8_0"] = "Q4_0" if bits == 4 else "Q8_0"
+    chunks: Iterable[torch.Tensor] = weights.data.split(_QUANTIZE_CHUNK_ROWS)
     if isinstance(weights, QuantizedMatrix):
-        rows = (dequantize(QuantizedMatrix(x, weights.format)) for x in rows)
-    return repack_for_int8(QuantizedMatrix(torch.cat([quantize_blocks(x, target) for x in rows]), target, int8=True))
+        chunks = (dequantize(QuantizedMatrix(chunk, weights.format)) for chunk in chunks)
+    quantized = torch.cat([quantize_blocks(chunk, target_format) for chunk in chunks])
+    return repack_for_int8(QuantizedMatrix(quantized, target_format, int8=True))
 
 
 def quantized_draft_bytes(weights: torch.Tensor | QuantizedMatrix, bits: Literal[4, 8] = 8) -> int:
-    """Bytes that :func:`quantize_for_draft` allocates, its repacked copy included."""
+    """Number of bytes that :func:`quantize_for_draft` allocates, with the repacked copy."""
     rows, size = weights.shape
     if size % 32 or (isinstance(weights, QuantizedMatrix) and weights.bits_per_weight <= bits + 1):
         return 0

@@ -1,4 +1,4 @@
-"""Models with stored weights (:mod:`.stored`): loads the weights, sets the arithmetic, and guards mapped files."""
+"""Models with stored weights (:mod:`.stored`): loads weights, sets the arithmetic, detects writes to mapped files."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from longdraft.model.stored import ArrangedLinear, StoredEmbedding, StoredWeight
 from longdraft.native import QuantizedMatrix, kernels
 from longdraft.native.boundary import allocate_bytes
 
-# Attribute of a model: the files that its weights are memory-mapped from.
+# Attribute of a model with the files that its weights are memory-mapped from, and their states at loading.
 _MAPPED_FILES = "_longdraft_mapped"
+# Held while nn.Module.register_parameter is replaced: two threads would restore each other's function.
 _REGISTER_LOCK = threading.RLock()
-_SLOW_BYTES = 1 << 30  # repacking more takes seconds
+_SLOW_REPACK_BYTES = 1 << 30  # repacking more takes seconds
 
 
 def load_weights(
@@ -37,39 +38,39 @@ def load_weights(
     """Loads weights into a module on the meta device. In float32 on a CPU, quantised matrices stay quantised.
 
     Args:
-        weights: parameter name -> weight.
-        int8: quantised weights compute in int8 arithmetic.
+        weights: name of a parameter or buffer -> its values.
+        int8: layers with quantised weights compute in int8 arithmetic.
     """
-    parts: dict[str, dict[str, Any]] = {}
-    for name, value in weights.items():
-        path, _, leaf = name.rpartition(".")
-        parts.setdefault(path, {})[leaf] = value
+    tensors_by_path: dict[str, dict[str, Any]] = {}  # path of a submodule -> its tensors by name
+    for full_name, value in weights.items():
+        path, _, name = full_name.rpartition(".")
+        tensors_by_path.setdefault(path, {})[name] = value
     keep_stored = torch.device(device).type == "cpu" and dtype == torch.float32
-    for path, leaves in parts.items():
-        target, weight = module.get_submodule(path), leaves.get("weight")
+    for path, tensors in tensors_by_path.items():
+        submodule, weight = module.get_submodule(path), tensors.get("weight")
         if isinstance(weight, ArrangedLinear):
             module.set_submodule(path, weight)
-        elif keep_stored and isinstance(weight, QuantizedMatrix) and isinstance(target, nn.Linear | nn.Embedding):
-            module.set_submodule(path, stored_module(target, weight.with_int8(int8), leaves.get("bias")))
+        elif keep_stored and isinstance(weight, QuantizedMatrix) and isinstance(submodule, nn.Linear | nn.Embedding):
+            module.set_submodule(path, stored_module(submodule, weight.with_int8(int8), tensors.get("bias")))
         else:
-            for leaf, value in leaves.items():
+            for name, value in tensors.items():
                 values = dequantize(value) if isinstance(value, QuantizedMatrix) else value
-                if leaf in target._parameters:
-                    setattr(target, leaf, nn.Parameter(values.to(device, dtype), requires_grad=False))
+                if name in submodule._parameters:
+                    setattr(submodule, name, nn.Parameter(values.to(device, dtype), requires_grad=False))
                 else:
-                    setattr(target, leaf, values.to(device, target.get_buffer(leaf).dtype))
+                    setattr(submodule, name, values.to(device, submodule.get_buffer(name).dtype))
 
 
 def num_parameters(model: nn.Module) -> int:
-    """The number of a model's weights, quantised ones included; tied ones count once."""
+    """Number of a model's weights, stored ones included. Tied weights count once."""
     stored = {m.data.data_ptr(): m.matrix.shape for m in model.modules() if isinstance(m, StoredWeights)}
     return sum(p.numel() for p in model.parameters()) + sum(rows * columns for rows, columns in stored.values())
 
 
 def store_half_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """Makes a model compute in float32 with matrices that stay in bfloat16 or float16.
+    """Makes a model compute in float32 while its matrices stay in bfloat16 or float16.
 
-    Models that another package quantised stay unchanged.
+    A model that another package quantised is returned unchanged.
     """
     if getattr(model, "is_quantized", False):
         return model
@@ -100,7 +101,7 @@ def dequantize_model(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedMo
 
 
 def mark_as_stored(model: PreTrainedModel, *files: Path) -> PreTrainedModel:
-    """Makes ``save_pretrained`` of a model with stored weights raise, and records the files that they lie in."""
+    """Makes ``save_pretrained`` of a model with stored weights raise, and records the files they are mapped from."""
     vars(model)["save_pretrained"] = _not_saved
     if files:
         vars(model)[_MAPPED_FILES] = [(file.absolute(), _file_state(file)) for file in files]
@@ -126,29 +127,29 @@ def arithmetic_of(model: nn.Module) -> str:
 
 
 def set_int8(model: nn.Module, on: bool = True) -> None:
-    """Switches layers in quant blocks (8 bits or fewer) to int8 arithmetic, or back to float32."""
+    """Switches layers with weights in quant blocks (8 bits or fewer) to int8 arithmetic, or back to float32."""
     for module in model.modules():
         if isinstance(module, StoredWeights) and not isinstance(module, StoredEmbedding) and module.matrix.is_quantized:
             module.int8 = on
 
 
 def repack_weights(model: nn.Module, progress: Callable[[str], None]) -> None:
-    """Repacks matrices for int8 arithmetic, which reads them faster. Does nothing if memory is short.
+    """Makes repacked copies of matrices, which int8 arithmetic reads faster. Does nothing if memory is short.
 
-    The copy is as large as the matrices, which stay mapped from the file. ``progress`` is called before a slow one.
+    The copies are as large as the matrices, which stay mapped from the file. ``progress`` is told of a slow repacking.
     """
     cpu_kernels = kernels()
     if cpu_kernels is None:
         return
     modules = [m for m in model.modules() if isinstance(m, StoredWeights) and m.int8]
     modules = [m for m in modules if cpu_kernels.can_repack(m.matrix, m.rows_per_matrix)]
-    # Each begins at a cache line.
+    # Each copy begins at a multiple of 64 bytes, a cache line.
     lengths = [-(-m.data.numel() // 64) * 64 for m in modules]
     size = sum(lengths)
     prefaulted, free = take_prefaulted(size), memory_info.available_bytes(torch.device("cpu"))
     if prefaulted is None and free is not None and free < 2 * size:
         return
-    if size > _SLOW_BYTES:
+    if size > _SLOW_REPACK_BYTES:
         progress("Repacking the weights for this processor, as at every start")
     memory = allocate_bytes(size) if prefaulted is None else torch.frombuffer(prefaulted, dtype=torch.uint8)[:size]
     for module, part in zip(modules, memory.split(lengths), strict=True):
@@ -156,9 +157,9 @@ def repack_weights(model: nn.Module, progress: Callable[[str], None]) -> None:
 
 
 def check_mapped_files(model: nn.Module) -> None:
-    """Raises CheckpointError if a file was written to since a model's weights were mapped from it.
+    """Raises CheckpointError if a file that a model's weights are mapped from was written to.
 
-    Renaming another file over it is allowed.
+    Renaming another file over the mapped file is allowed.
     """
     for file, (identity, content) in vars(model).get(_MAPPED_FILES, ()):
         current = _file_state(file) if file.exists() else (None, None)  # a deleted file stays mapped
@@ -171,16 +172,16 @@ def check_mapped_files(model: nn.Module) -> None:
 
 @contextmanager
 def init_empty_weights() -> Iterator[None]:
-    """Inside, modules that this thread makes get parameters on the meta device, and buffers as usual."""
+    """A context in which modules that this thread makes have parameters on the meta device, and usual buffers."""
     thread = threading.get_ident()
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        # A tied parameter is registered twice.
+        # A tied parameter is registered twice, the second time already on the meta device.
         if parameter is not None and threading.get_ident() == thread and not parameter.is_meta:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=False)
         register(module, name, parameter)
 
-    with _REGISTER_LOCK:  # or two threads would restore each other's function
+    with _REGISTER_LOCK:
         register = nn.Module.register_parameter
         nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
         try:
@@ -197,6 +198,6 @@ def _file_state(file: Path) -> tuple[tuple[int, int], tuple[int, int]]:
 
 def _not_saved(*_args: Any, **_kwargs: Any) -> NoReturn:
     raise CapabilityError(
-        "This model's weights stay as they are stored in its file, so it cannot be saved: load it with "
+        "This model's weights are used in the format of its file, so it cannot be saved: load it with "
         'weights="float32" (--weights float32) and save that, or copy the file.'
     )

@@ -1,4 +1,4 @@
-"""Refuses what longdraft cannot decode exactly, with the reason: models, adapters, dtypes of KV, lengths, tokens."""
+"""Refuses models, adapters, KV dtypes, lengths and tokens that longdraft cannot decode exactly, with the reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from longdraft.errors import CapabilityError, ContextError, PromptError, UnsupportedModelError, reason_of
-from longdraft.model import quantised
+from longdraft.model import external_quant
 from longdraft.model.called_functions import called_functions, functions_called_by, is_library_code
 from longdraft.model.fingerprints import user_code_in
 from longdraft.model.hosting import context_length, decoder_config, decoder_layers
@@ -26,24 +26,25 @@ if TYPE_CHECKING:
     from longdraft.model.runner import TargetRunner
 
 _LOAD = "Load it: model, tokenizer = longdraft.load(...), or model = AutoModelForCausalLM.from_pretrained(...)."
-# PEFT types that longdraft cannot host -> why: they do not compute each token of a layer by itself.
+# PEFT types that longdraft cannot host, and why, as a message states it. Their layers do not compute tokens one by one.
 _UNSUPPORTED_ADAPTERS = {
-    "ADAPTION_PROMPT": "changes what attention reads",
-    "LILY": "mixes its parts by all rows of its input together",
-    "POLY": "takes the number of a task with each forward",
+    "ADAPTION_PROMPT": "adds keys and values to attention",
+    "LILY": "mixes its parts by all tokens of a forward together",
+    "POLY": "takes a task id with each forward",
     "SHADOW": "carries a state from layer to layer",
-    "XLORA": "chooses its experts by the whole text",
+    "XLORA": "chooses its experts by the whole prompt",
 }
 # Arguments of ``generate``, one value for each sequence, that PEFT passes to its layers by hooks.
 _PER_SEQUENCE_ARGS = ("adapter_names", "alora_offsets")
 
-_PREFIX_LEN, _NUM_COMPARED, _BATCH_LENGTHS = 5, 2, (2, 64)
-# Largest relative difference of a token's logits, in 16 bits and in more.
+# reason_against_drafts compares _NUM_COMPARED tokens behind a prefix: one a forward, and with others in one forward.
+_PREFIX_LEN, _NUM_COMPARED, _FORWARD_LENGTHS = 5, 2, (2, 64)
+# Largest relative difference of a token's logits, in 16 bits and in float32.
 _HALF_TOLERANCE, _TOLERANCE = 2e-2, 1e-5
 
 
 def check_model(model: object) -> None:
-    """Raises UnsupportedModelError for anything but a model of transformers: a name, a path, a pipeline."""
+    """Raises UnsupportedModelError for an object that is no transformers model, such as a name or a pipeline."""
     if not (isinstance(model, torch.nn.Module) and hasattr(model, "config")):
         raise UnsupportedModelError(f"A target is a model of transformers, not {type(model).__name__}. {_LOAD}")
 
@@ -56,8 +57,8 @@ def check_supported(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{name} is an encoder-decoder; longdraft hosts decoder-only models.")
     if sparse := sparse_layer_types(model):
         raise UnsupportedModelError(
-            f"{name} has layers of the kind {', '.join(sparse)}, which longdraft does not host: they choose by "
-            "themselves which rows of the text they see."
+            f"{name} has layers of the kind {', '.join(sparse)}, which longdraft does not host: they choose the tokens "
+            "that they attend to."
         )
     try:
         head = model.get_output_embeddings()
@@ -70,13 +71,13 @@ def check_supported(model: PreTrainedModel) -> None:
     empty = next((n for n, p in model.named_parameters() if p.device.type == "meta"), None)
     if empty is not None:
         raise UnsupportedModelError(
-            f"{name} has weights without values: {empty} is on the device 'meta' (made without weights, or put on disk "
-            f"or in host memory by device_map). {_LOAD} Leave device_map out, or name one device."
+            f"{name} has no values for some weights: {empty} is on the device 'meta'. The model was made without "
+            f"weights, or device_map put them on disk or in host memory. {_LOAD} Leave device_map out or name a device."
         )
     _check_devices(model)
-    quantised.check(model)
+    external_quant.check(model)
     if not isinstance(head, StoredWeights) and not isinstance(getattr(head, "weight", None), torch.Tensor):
-        raise UnsupportedModelError(f"{name} has a head of the kind {type(head).__name__}: give it one linear layer.")
+        raise UnsupportedModelError(f"{name} has a head of the kind {type(head).__name__}, but needs a linear layer.")
     _check_adapters(model)
 
 
@@ -84,20 +85,21 @@ def check_autocast(device: torch.device) -> None:
     """Raises CapabilityError under torch.autocast, which the model's own generate would follow."""
     if torch.is_autocast_enabled(device.type):
         raise CapabilityError(
-            "longdraft computes in the model's own dtype, not in that of torch.autocast: decode outside of it, or load "
-            "the model in 16 bits."
+            "longdraft computes in the model's dtype, not in torch.autocast's: decode outside of torch.autocast, or "
+            "load the model in 16 bits."
         )
 
 
 def check_functions(model: PreTrainedModel) -> None:
-    """Raises UnsupportedModelError if a user replaced functions that all models call: attention, masks, torch's
-    functions, global hooks of modules."""
+    """Raises UnsupportedModelError if a user replaced functions that all models call, or set global hooks of modules.
+
+    The functions are transformers' for attention and masks, and torch's."""
     name = decoder_config(model)._attn_implementation
     functions = {"attention": ALL_ATTENTION_FUNCTIONS.get(name), "mask": ALL_MASK_ATTENTION_FUNCTIONS.get(name)}
-    if name == "eager":  # a function of the model's file
+    if name == "eager":  # each model file has its own attention function
         files = {type(m).__module__ for m in model.modules() if is_library_code(type(m).forward)}
         functions |= {file: vars(sys.modules[file]).get("eager_attention_forward") for file in files}
-    # torch's Python functions and tensor methods, which our batch invariant mode would bypass or call twice.
+    # Replaced functions and tensor methods of torch would be bypassed or called twice by our batch invariant mode.
     prefixes = ("torch.nn.functional.", "torch.Tensor.")
     functions |= {n: f for n, f in called_functions(model).items() if n.startswith(prefixes)}
     functions["torch.nn.Module.__call__"] = torch.nn.Module.__call__
@@ -105,76 +107,74 @@ def check_functions(model: PreTrainedModel) -> None:
     called: dict[str, Any] = {}
     for role, function in functions.items():
         called |= functions_called_by(role, function)
-    for dotted_name, code in (called | {f"hook {i}": hook for i, hook in hooks.items()}).items():
-        if not is_library_code(code):
+    for dotted_name, function in (called | {f"hook {i}": hook for i, hook in hooks.items()}).items():
+        if not is_library_code(function):
             raise UnsupportedModelError(
-                f"{type(model).__name__} computes with {code}, a function of your own ({dotted_name}, attention: "
-                f"{name!r}), which longdraft would leave out. Decode without longdraft, or without the function: put "
-                'back what was there; model.set_attn_implementation("sdpa") for an attention, a hook of one module for '
-                "one of all."
+                f"{type(model).__name__} computes with {function}, a function of your own ({dotted_name}, attention: "
+                f"{name!r}), which longdraft would leave out. Decode without longdraft, or restore the library's "
+                'function (of attention: model.set_attn_implementation("sdpa")). Set hooks on single modules only.'
             )
 
 
 def _check_devices(model: PreTrainedModel) -> None:
-    """Raises UnsupportedModelError if a model's layers are on several devices: their KV is kept on one."""
+    """Raises UnsupportedModelError if a model's layers are on several devices, as all KV is kept on one device."""
     layer_devices = [next((str(p.device) for p in layer.parameters()), None) for layer in decoder_layers(model)]
     devices = sorted({device for device in layer_devices if device is not None})
     if len(devices) > 1:
         parts = ", ".join(f"layer {layer_devices.index(device)} is on {device}" for device in devices)
         raise UnsupportedModelError(
             f"{type(model).__name__} is spread over several devices ({parts}), as device_map='auto' does. longdraft "
-            "keeps the KV of all layers on one: load the model on one device, with device_map={'': 0}, in fewer bits "
-            "if need be; or share it among processes, one a GPU (docs/tensor-parallel.md)."
+            "keeps the KV of all layers on one device: load the model on one, with device_map={'': 0}, in fewer bits "
+            "if need be, or use tensor parallelism with a process for each GPU (docs/tensor-parallel.md)."
         )
 
 
 def check_tokens(model: PreTrainedModel, tokens: torch.Tensor | Iterable[int]) -> None:
-    """Raises PromptError, with the first one, for token ids that the model has no embedding for."""
-    size = weight_shape(model.get_input_embeddings())[0]
+    """Raises PromptError, which names the first one, for token ids that the model has no embedding for."""
+    vocab_size = weight_shape(model.get_input_embeddings())[0]
     if isinstance(tokens, torch.Tensor):
-        unknown = tokens[(tokens < 0) | (tokens >= size)].tolist()
+        unknown = tokens[(tokens < 0) | (tokens >= vocab_size)].tolist()
     else:
-        unknown = [token for token in tokens if not 0 <= token < size]
+        unknown = [token for token in tokens if not 0 <= token < vocab_size]
     if unknown:
         raise PromptError(
-            f"The prompt has the token id {unknown[0]}, but the model's are 0 to {size - 1}. Was it made with "
+            f"The prompt has the token id {unknown[0]}, but the model's are 0 to {vocab_size - 1}. Was it made with "
             "another model's tokenizer?"
         )
 
 
 def check_length(model: PreTrainedModel, length: int, num_draft_tokens: int) -> None:
-    """Refuses lengths at which dynamic RoPE (its frequencies follow the longest sequence of a forward) is not exact.
+    """Refuses lengths at which dynamic RoPE is not exact: its frequencies depend on the longest sequence of a forward.
 
-    Beyond the trained length it would rotate drafted tokens, or a batch, differently from plain decoding.
+    Beyond the trained length they would be other ones for drafted tokens, or in a batch, than in plain decoding.
 
     Args:
         length: tokens of the longest sequence, prompt and output.
-        num_draft_tokens: tokens of a draft beyond it: the frequencies that they set stay for the verification.
+        num_draft_tokens: draft tokens beyond ``length``, which change the frequencies for a verification too.
 
-    Raises:
-        ContextError: names the RoPE type, and the length up to which it is exact.
-    """
-    limit, longest = context_length(model), length + num_draft_tokens
-    dynamic = next((name for name in map(rope_type, rope_parameters(model)) if "dynamic" in name), None)
-    if dynamic is not None and longest > limit:
+    Raises ContextError, which names the RoPE type and the length up to which it is exact."""
+    limit, needed = context_length(model), length + num_draft_tokens
+    dynamic_type = next((name for name in map(rope_type, rope_parameters(model)) if "dynamic" in name), None)
+    if dynamic_type is not None and needed > limit:
         raise ContextError(
-            f"{type(model).__name__} has rotary embeddings of the kind {dynamic}, whose frequencies depend on the "
-            f"length of the text beyond {limit} tokens. longdraft decodes it exactly up to there, and this needs "
-            f"{longest} (prompt, new tokens and draft). Shorten the prompt or ask for fewer new tokens."
+            f"{type(model).__name__} has rotary embeddings of the kind {dynamic_type}, whose frequencies depend on the "
+            f"length of the text beyond {limit} tokens. longdraft decodes exactly up to {limit} tokens, but prompt, "
+            f"new tokens and draft are {needed}. Shorten the prompt or ask for fewer new tokens."
         )
 
 
 def check_kv_dtype(runner: TargetRunner, dtype: torch.dtype, option: str) -> None:
-    """Raises CapabilityError for a KV dtype that this runner cannot use, for all KV (``option`` "kv_dtype") or for a
-    view's ("view_dtype")."""
+    """Raises CapabilityError if this runner cannot keep KV in a dtype.
+
+    ``option`` is "kv_dtype" for all KV, or "view_dtype" for the KV of a view."""
     for_view = option == "view_dtype"
     offloaded = runner.offload is not None and not for_view
-    reason = "it is for KV that is not offloaded" if offloaded else _kv_dtype_problem(runner, dtype)
+    reason = "offloaded KV has the model's dtype" if offloaded else _kv_dtype_problem(runner, dtype)
     if reason is None:
         return
     advice = "leave it out"
     if for_view:
-        advice += "; a view of the full context needs it, so take another"
+        advice += '; with view="all", which needs int8, take another view'
     elif runner.device.type == "cuda":
         advice += '; offload="host" or a partial view (specpv, self) takes less of a GPU\'s memory'
     name = str(dtype).removeprefix("torch.")
@@ -187,45 +187,45 @@ def _kv_dtype_problem(runner: TargetRunner, dtype: torch.dtype) -> str | None:
     if dtype == shape.dtype or runner.can_round_kv:
         return None
     if runner.has_custom_attention or shape.padded:
-        return "the model attends with code of its own, or its layers' keys and values have several sizes"
+        return "the model has custom attention code, or keys and values of several sizes"
     if runner.device.type != "cuda":
         setup = f"{shape.dtype} on {runner.device} ({runner.attention_path})"
-        return f"it is for models in float32 on a CPU with its own attention path, and this one is {setup}"
+        return f"other KV dtypes need a float32 model on a CPU with our kernels, and this one is {setup}"
     return None if dtype == torch.int8 else "on a GPU keys and values are in the model's dtype or in int8"
 
 
 def _check_adapters(model: torch.nn.Module) -> None:
     """Raises UnsupportedModelError for an active PEFT adapter that longdraft would compute differently.
 
-    Others need nothing: an adapter's layers wrap the model's own, so the execution model copies them.
+    An adapter that adds to layers is supported without further code: the execution model copies the wrapped layers.
     """
     active = {name for module in model.modules() for name in _active_adapters(module)}
-    # A PeftModel's ``generate`` calls its base model's, with its own prepare_inputs_for_generation.
+    # PeftModel.generate replaces prepare_inputs_for_generation of its base model, and calls the base model's generate.
     peft_model = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
     owners: list[Any] = [m for m in (model, peft_model) if isinstance(getattr(m, "peft_config", None), Mapping)]
     for owner in owners:
-        # Adapters without layers, such as prompt tuning, are named by the PeftModel only.
+        # Adapters without layers, such as prompt tuning: only the PeftModel knows which of them is active.
         disabled = getattr(owner, "_adapters_disabled", False)
         prompt_adapters = () if disabled else _as_list(getattr(owner, "active_adapter", ()))
         for name in sorted({*active, *prompt_adapters}):
             settings = owner.peft_config.get(name)
             if settings is not None and (why := _adapter_problem(settings)) is not None:
-                kind = quantised.enum_value(settings.peft_type)
+                kind = external_quant.enum_value(settings.peft_type)
                 raise UnsupportedModelError(
                     f"The adapter {name!r} ({kind}) {why}, which longdraft does not host. Use one that adds to layers, "
                     "such as LoRA, merge it (merge_and_unload), or disable it."
                 )
     if argument := _remove_per_sequence_hooks(model):
         raise UnsupportedModelError(
-            f"generate was given {argument}: longdraft decodes all rows with one adapter. Leave it out, choose with "
-            "set_adapter, and make a call for each adapter."
+            f"generate was given {argument}, but longdraft decodes all sequences with one adapter. Leave it out, "
+            "choose the adapter with set_adapter, and call generate once for each adapter."
         )
 
 
 def _remove_per_sequence_hooks(model: torch.nn.Module) -> str:
-    """Removes PEFT's hooks of a ``generate`` with one adapter for each sequence, which stay if the call fails.
+    """Removes the hooks of PEFT's ``generate`` with an adapter for each sequence: if the call fails, they remain.
 
-    Returns that call's argument name; "" if there were no hooks."""
+    Returns the name of the argument that led to the hooks; "" if there were none."""
     argument = ""
     for module in model.modules():
         for hook_id, hook in list(module._forward_pre_hooks.items()):
@@ -239,10 +239,10 @@ def _remove_per_sequence_hooks(model: torch.nn.Module) -> str:
 
 def _adapter_problem(settings: Any) -> str | None:
     if getattr(settings, "is_prompt_learning", False):
-        return "puts rows of its own before the text"
+        return "puts tokens of its own before the prompt"
     if getattr(settings, "alora_invocation_tokens", None) is not None:
-        return "begins in the middle of a text"
-    return _UNSUPPORTED_ADAPTERS.get(quantised.enum_value(getattr(settings, "peft_type", "")))
+        return "begins in the middle of a sequence"
+    return _UNSUPPORTED_ADAPTERS.get(external_quant.enum_value(getattr(settings, "peft_type", "")))
 
 
 def _active_adapters(module: torch.nn.Module) -> list[str]:
@@ -262,29 +262,29 @@ def _as_list(names: Any) -> list[str]:
 def reason_against_drafts(runner: TargetRunner) -> str | None:
     """Why a model with a user's hooks, forwards or layers cannot verify drafts; None if it can.
 
-    Compares logits of made-up tokens, one at a time and several at once."""
+    Compares the logits of made-up tokens in forwards of one and of several tokens."""
     with runner.lock:
         runner.sync_with_model()
         if not (names := user_code_in(runner.model, include_classes=True)):
             return None
-        why = "it gives a row another result if several come at once"
+        why = "this code gives a token another result beside other tokens"
         try:
             single = _logits_in_steps(runner, [1] * _NUM_COMPARED)
-            others = [_logits_in_steps(runner, [n]) for n in _BATCH_LENGTHS]
+            together = [_logits_in_steps(runner, [n]) for n in _FORWARD_LENGTHS]
             norms = single.float().norm(dim=-1)
-            differences = [((logits - single).float().norm(dim=-1) / norms).max() for logits in others]
+            differences = [((logits - single).float().norm(dim=-1) / norms).max() for logits in together]
             if bool(torch.stack(differences).max() <= (_HALF_TOLERANCE if single.element_size() == 2 else _TOLERANCE)):
                 return None
         except Exception as error:  # a user's code can raise any type
-            why = f"with several rows it fails ({reason_of(error)})"
+            why = f"this code fails for several tokens ({reason_of(error)})"
     return (
-        f"{type(runner.model).__name__} has code of its user's in {', '.join(dict.fromkeys(names))}, and drafts are "
-        f"verified several rows at a time: {why}. Remove it, or decode plainly, with the method ar."
+        f"{type(runner.model).__name__} has code of your own in {', '.join(dict.fromkeys(names))}, and a forward "
+        f"verifies several tokens of a draft: {why}. Remove the code, or take the method ar, which drafts nothing."
     )
 
 
 def _logits_in_steps(runner: TargetRunner, lengths: list[int]) -> torch.Tensor:
-    """Logits (2, vocabulary) of tokens after a prefix, in forwards of these lengths."""
+    """Logits (_NUM_COMPARED, vocabulary) of the first tokens after a prefix, in forwards of these lengths."""
     store, logits = runner.new_store(1, _PREFIX_LEN + sum(lengths)), []
     token_ids = [(37 * i + 11) % runner.vocab_size for i in range(_PREFIX_LEN + sum(lengths))]
     runner.forward(store.make_forward_batch([0], [token_ids[:_PREFIX_LEN]], is_prefill=True), store, logits="none")

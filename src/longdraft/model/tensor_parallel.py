@@ -1,8 +1,8 @@
 """Tensor parallelism: a target whose weights transformers shards over several processes.
 
-Each process runs the same program on the same requests. transformers' hooks all-reduce and gather the layers' results,
-so embeddings, hidden states and logits are complete and equal everywhere. A process computes and stores the queries,
-keys and values of its own heads only. This file gathers what drafts compute with them.
+All processes run one program on the same requests. transformers' hooks all-reduce and gather the layers' results, so
+embeddings, hidden states and logits are complete and equal in all processes. A process computes and stores queries,
+keys and values of its own heads only. Drafts need all heads, so their prefix attention is gathered here.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from longdraft.memory.store import KVShape
 from longdraft.model.skinny_gemm import is_dtensor, skinny_gemm
 from longdraft.native.boundary import CPU_INT64
 
+# How to load a sharded model, for messages.
 _LOAD = 'AutoModelForCausalLM.from_pretrained(..., distributed_config=DistributedConfig(tp_plan="auto"))'
-# If one of these is sharded by columns, attention heads are sharded.
+# Attention heads are sharded if transformers' plan shards one of these projections by columns.
 _HEAD_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
 _ranks: WeakKeyDictionary[PreTrainedModel, TPRank] = WeakKeyDictionary()
 
@@ -36,10 +37,11 @@ class TPRank:
     """This process's rank in a tensor parallel target.
 
     Attributes:
-        rank, world_size: this process's rank, and the number of processes.
+        rank: this process's rank in the group.
+        world_size: the number of processes.
         group: the process group.
-        device: device on which they exchange tensors.
-        shards_heads: True if attention heads are sharded; otherwise each process has all of them.
+        device: the device on which the processes exchange tensors.
+        shards_heads: True if attention heads are sharded; False if each process has all heads.
     """
 
     rank: int
@@ -47,14 +49,13 @@ class TPRank:
     group: Any
     device: torch.device
     shards_heads: bool
-    _random: Random = field(default_factory=Random, init=False, repr=False, compare=False)  # equal in all processes
+    # Gives the same numbers in all processes.
+    _random: Random = field(default_factory=Random, init=False, repr=False, compare=False)
 
     def local_kv_shape(self, shape: KVShape) -> KVShape:
         """The shape of this process's KV.
 
-        Raises:
-            CapabilityError: the KV heads are not divisible by the number of processes.
-        """
+        Raises CapabilityError if the KV heads are not divisible by the number of processes."""
         if not self.shards_heads:
             return shape
         if shape.kv_heads % self.world_size:
@@ -65,7 +66,7 @@ class TPRank:
         return replace(shape, kv_heads=shape.kv_heads // self.world_size)
 
     def gathered_attention(self, attend: PrefixAttentionFunction) -> PrefixAttentionFunction:
-        """Prefix attention for queries of all heads: each process computes its own heads, then all-gather."""
+        """Wraps prefix attention to take queries of all heads: each process computes its heads, then all-gather."""
         if not self.shards_heads:
             return attend
 
@@ -80,13 +81,13 @@ class TPRank:
         return gathered
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Rank 0's tensor; all processes pass one of the same shape and dtype."""
-        sent = tensor.to(self.device, copy=True).contiguous()
-        torch.distributed.broadcast(sent, torch.distributed.get_global_rank(self.group, 0), self.group)
-        return sent.to(tensor.device)
+        """Returns rank 0's tensor in all processes, which pass tensors of equal shape and dtype."""
+        buffer = tensor.to(self.device, copy=True).contiguous()
+        torch.distributed.broadcast(buffer, torch.distributed.get_global_rank(self.group, 0), self.group)
+        return buffer.to(tensor.device)
 
     def shared_seed(self) -> int:
-        """A seed for a request without one, equal in all processes without communication."""
+        """A seed for a request that states none. All processes get the same one, without communication."""
         return self._random.getrandbits(32)
 
     @staticmethod
@@ -95,7 +96,7 @@ class TPRank:
         if scores_attention:
             raise CapabilityError(
                 "This method drafts or verifies on a part of the KV cache, and each process of a sharded model would "
-                "choose another: take ar, prompt-lookup, longspec or eagle3, without retrieval."
+                "choose another part: take ar, prompt-lookup, longspec or eagle3, without retrieval."
             )
 
     @staticmethod
@@ -103,17 +104,15 @@ class TPRank:
         """Raises CapabilityError for a run with a planner."""
         if plan not in (None, "fixed"):
             raise CapabilityError(
-                "Rounds are planned by a clock, and each process of a sharded model has another: leave plan out, or "
+                "A planner measures times, which differ between the processes of a sharded model: leave plan out, or "
                 'give plan="fixed".'
             )
 
 
 def tp_rank_of(model: PreTrainedModel) -> TPRank | None:
-    """This process's rank, one object for each model; None if the model is not sharded.
+    """This process's rank, always the same object for a model; None if the model is not sharded.
 
-    Raises:
-        CapabilityError: the model is sharded in a way that is not supported.
-    """
+    Raises CapabilityError if the model is sharded in a way that is not supported."""
     meshes = {p.device_mesh for p in model.parameters() if is_dtensor(p)}
     if not meshes:
         return None
@@ -123,12 +122,12 @@ def tp_rank_of(model: PreTrainedModel) -> TPRank | None:
     mesh, *others = meshes
     if (getattr(model, "_tp_size", None) or 1) < 2 or others or mesh.ndim != 1:
         raise CapabilityError(
-            f"{name} was shared out to several processes, and longdraft hosts tensor parallelism by transformers "
-            f"alone: load it with {_LOAD}."
+            f"{name} is sharded over several processes in a way that longdraft does not host. Tensor parallelism by "
+            f"transformers is: load the model with {_LOAD}."
         )
     plan = model.tp_plan
     if "sequence_parallel" in plan.values():
-        raise CapabilityError(f"{name} shares out the tokens of a text, which longdraft does not host: {_LOAD}.")
+        raise CapabilityError(f"{name} has a plan with sequence_parallel, which longdraft does not host: {_LOAD}.")
     shards_heads = any(n.rsplit(".", 1)[-1] in _HEAD_PROJECTIONS and style == "colwise" for n, style in plan.items())
     tp_rank = TPRank(mesh.get_local_rank(), mesh.size(), mesh.get_group(), model.device, shards_heads)
     tp_rank._random.seed(int(tp_rank.broadcast(torch.tensor(tp_rank.shared_seed(), **CPU_INT64))))
@@ -139,7 +138,7 @@ def tp_rank_of(model: PreTrainedModel) -> TPRank | None:
 def parallel_linear(weight: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """``F.linear`` for a few tokens with a matrix (out, in), which may be a DTensor sharded by rows.
 
-    The result is complete and equal in all processes.
+    All processes get the complete result.
     """
     if not is_dtensor(weight):
         return partial(skinny_gemm, weight=weight)
@@ -148,8 +147,8 @@ def parallel_linear(weight: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     def linear(x: torch.Tensor) -> torch.Tensor:
         out = F.linear(x, weight.to_local())
         shape = torch.Size((*out.shape[:-1], weight.shape[0]))
+        # The complete shape and its strides are stated, as shards may differ in size.
         stride = torch.empty(shape, device="meta", dtype=torch.float32).stride()
-        # Explicit shape and stride, as shards may differ in size.
         placements = [Shard(out.dim() - 1)]
         sharded = DTensor.from_local(out, weight.device_mesh, placements, run_check=False, shape=shape, stride=stride)
         return sharded.full_tensor()
@@ -158,12 +157,12 @@ def parallel_linear(weight: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def full_tensor(weight: Any) -> torch.Tensor:
-    """The complete matrix, gathered if it is sharded; all processes call this together."""
+    """The complete matrix. A sharded one is gathered, so all processes have to call this."""
     gathered: torch.Tensor = weight.full_tensor() if is_dtensor(weight) else weight
     return gathered
 
 
 def local_tensor(weight: Any) -> torch.Tensor:
-    """This process's shard of a matrix, without a copy."""
+    """This process's shard of a matrix, not copied; a matrix that is not sharded is returned as it is."""
     shard: torch.Tensor = weight.to_local() if is_dtensor(weight) else weight
     return shard

@@ -1,4 +1,4 @@
-"""Paths in the trees of a batch: parents, ancestors, and the last inputs of convolutions."""
+"""Paths in the trees of a batch: parents, ancestors, and the inputs that convolutions read along a path."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from longdraft.attention.forward_batch import ForwardBatch
 def tree_parents(batch: ForwardBatch) -> list[list[int]]:
     """For each sequence, each tree node's parent; -1 is the committed prefix, and -2 is unknown.
 
-    Unknown are parents of nodes of earlier levels without descendants in this batch."""
+    A batch holds a tree's nodes from ``tree_offset`` on. Its mask shows the parents of these nodes and their ancestors;
+    those of the other earlier nodes are unknown."""
     parents: list[list[int]] | None = batch.metadata.get("parents")
     if parents is None:
         if batch.mask is None:
@@ -22,12 +23,13 @@ def tree_parents(batch: ForwardBatch) -> list[list[int]]:
 
 
 def _parents_from_mask(mask: list[list[bool]], tree_len: int) -> list[int]:
+    """Parents from a mask with a row for each node of the batch: the True columns are its path, itself included."""
     parents = [-2] * tree_len
-    for ancestors in mask:
+    for mask_row in mask:
         parent = -1
-        for i, is_ancestor in enumerate(ancestors):
-            if is_ancestor:
-                parents[i], parent = parent, i
+        for node, is_on_path in enumerate(mask_row):
+            if is_on_path:
+                parents[node], parent = parent, node
     return parents
 
 
@@ -43,7 +45,7 @@ def with_ancestors(parents: list[int], offset: int) -> list[int]:
 def conv_input_indices(batch: ForwardBatch, kernel_size: int) -> list[torch.Tensor]:
     """For each sequence (T, kernel_size): indices of the last inputs on each token's path, its own included.
 
-    They count from the ``kernel_size - 1`` last committed inputs, which come before the tree's."""
+    The indexed inputs are the last ``kernel_size - 1`` committed ones, and behind them those of the tree's nodes."""
     key = ("inputs", kernel_size)
     if key not in batch.metadata:
         nodes = range(batch.tree_offset, batch.tree_len)
@@ -55,7 +57,7 @@ def conv_input_indices(batch: ForwardBatch, kernel_size: int) -> list[torch.Tens
 
 def _input_path(parents: list[int], node: int, kernel_size: int) -> list[int]:
     indices: list[int] = []
-    prefix_index = kernel_size - 2
+    prefix_index = kernel_size - 2  # of the last committed input
     while len(indices) < kernel_size:
         if node >= 0:
             indices.append(node + kernel_size - 1)

@@ -1,8 +1,8 @@
 """Validates hosting: compares results with the model's own code, on a small tree of tokens after a short prefix.
 
-Flags and configurations do not tell whether a model bypasses transformers' attention interface, counts positions by its
-cache, or biases scores; three tokens do. :func:`validate_hosting` validates a hosted model, and :func:`outputs_agree`
-the kernels that compute its layers.
+A configuration does not tell whether a model bypasses transformers' attention interface, derives positions from its
+cache, or adds a bias to scores; computing three tokens does. :func:`validate_hosting` validates a hosted model.
+:func:`outputs_agree` validates the kernels that compute its layers.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from longdraft.errors import LongdraftError, UnsupportedModelError, reason_of
 from longdraft.memory.recurrent import RecurrentStates
 from longdraft.memory.store import KVStore
 from longdraft.memory.windows import WindowKVCache
-from longdraft.model import custom_attention, hosting, positions, quantised, recurrent, stored, stored_model
+from longdraft.model import custom_attention, external_quant, hosting, positions, recurrent, stored, stored_model
 from longdraft.model.checkpoints import quiet
 from longdraft.model.layout import AttentionTrace, KVLayout, build_layout, layout_of, traced_layouts
 from longdraft.model.model_copy import copy_without_hooks
 from longdraft.native.boundary import CPU_FLOAT32
 
-# A prefix, in two chunks, and a tree of three nodes: two roots, and a child of the second.
+# A prefix, prefilled in two chunks, and a tree of three nodes: two roots, and a child of the second root.
 _PREFIX_LEN, _CHUNK_LEN = 5, 2
 _TREE_MASK = [[True, False, False], [False, True, False], [False, True, True]]
 _DEPTHS = (0, 0, 1)
 # Windows and chunks are shortened to this many tokens, so that they slide.
 _SHORT_WINDOW = 4
 _WINDOW_SETTINGS = ("sliding_window", "attention_chunk_size")
-# Largest relative difference in float32; in 16 bits, in steps of the dtype, as sums may round the other way.
-_TOLERANCE, _HALF_TOLERANCE_STEPS = 1e-4, 6
+# Largest difference relative to the largest number: in float32, and in 16 bits as a multiple of the dtype's epsilon.
+_TOLERANCE, _HALF_TOLERANCE_EPS = 1e-4, 6
 # Largest median of the relative difference of logits in 16 bits, where rounding often changes the chosen experts.
 _HALF_LOGITS_TOLERANCE = 0.1
-# The cache's name in transformers 5.24 and 5.17.
+# The cache's name as an argument and an output, in transformers 5.24 and 5.17.
 _CACHE_ARGS = ("cache", "past_key_values", "cache_params")
-# Rounding can route a token to another expert, so a failure is repeated with other tokens.
+# Rounding can route a token to another expert, so a failed comparison is repeated with other tokens.
 _MAX_TRIALS = 3
-# Our result, and the model's own.
+# Our result, and that of the model's own code.
 OutputPair = tuple[torch.Tensor | None, torch.Tensor | None]
 ComputePairs = Callable[[hosting.ForwardContext, hosting.ForwardContext], Iterable[OutputPair]]
 
@@ -52,7 +52,7 @@ ComputePairs = Callable[[hosting.ForwardContext, hosting.ForwardContext], Iterab
 def outputs_agree(model: PreTrainedModel, compute: ComputePairs) -> bool:
     """Compares kernels with the model's own layers: outputs, KV and recurrent states of made-up tokens.
 
-    Of two sequences one is near position 0 and one at the end of the model's context.
+    The batch has a sequence near position 0 and one at the end of the model's context.
 
     Args:
         compute: (context for the model's own code, context for the kernels) -> pairs of our result and the model's.
@@ -62,22 +62,23 @@ def outputs_agree(model: PreTrainedModel, compute: ComputePairs) -> bool:
     stores = [KVStore(layout.shape, 2, capacity, model.device) for _ in range(2)]
     for store in stores:
         store.attach_states(*hosting.new_layer_states(model, 2, capacity))
-        for t in _store_tensors(store):
+        for t in _store_tensors(store):  # the same random cache in both stores
             t.copy_(torch.randn(t.shape, generator=torch.Generator().manual_seed(1), **CPU_FLOAT32))
-    last_root = max(100 + _PREFIX_LEN, hosting.context_length(model) - 2)
+    first_root = 100 + _PREFIX_LEN  # position of a root in the first sequence
+    last_root = max(first_root, hosting.context_length(model) - 2)
     inputs: dict[str, Any] = {
         "token_ids": [[i % vocab_size for i in (1, 2, 3)]] * 2,
-        "positions": [[root + depth for depth in _DEPTHS] for root in (100 + _PREFIX_LEN, last_root)],
+        "positions": [[root + depth for depth in _DEPTHS] for root in (first_root, last_root)],
     }
     mask = torch.tensor([_TREE_MASK] * 2, dtype=torch.bool, device="cpu")
     batch = ForwardBatch.make([0, 1], [_PREFIX_LEN] * 2, len(_TREE_MASK), mask, model.device, **inputs)
     reference, kernel = (hosting.ForwardContext(store, batch, attend, layout) for store in stores)
     pairs = [*compute(reference, kernel), *zip(*map(_store_tensors, reversed(stores)), strict=True)]
-    return all(_is_close(got, expected) for got, expected in pairs)
+    return all(_is_close(actual, expected) for actual, expected in pairs)
 
 
 def _store_tensors(store: KVStore) -> list[torch.Tensor]:
-    """All KV of a store, and its recurrent states with the inputs of uncommitted tokens."""
+    """All KV of a store of two slots, and its recurrent states with the inputs of uncommitted tokens."""
     tensors = [store.keys, store.values]
     for states in store.states:
         if isinstance(states, WindowKVCache):
@@ -91,36 +92,35 @@ def _store_tensors(store: KVStore) -> list[torch.Tensor]:
     return tensors
 
 
-def _is_close(got: object, expected: object) -> bool:
-    """True if both are tensors that differ by no more than rounding."""
-    if not isinstance(got, torch.Tensor) or not isinstance(expected, torch.Tensor) or got.shape != expected.shape:
+def _is_close(actual: object, expected: object) -> bool:
+    """True if both are tensors of equal shape that differ by no more than rounding."""
+    if not isinstance(actual, torch.Tensor) or not isinstance(expected, torch.Tensor) or actual.shape != expected.shape:
         return False
     if not expected.numel():
         return True
-    difference, magnitude = (got.float() - expected.float()).abs(), expected.float().abs()
+    difference, magnitude = (actual.float() - expected.float()).abs(), expected.float().abs()
     if expected.element_size() == 2:
-        step = torch.finfo(expected.dtype).eps
-        small_max = difference.max() <= _HALF_TOLERANCE_STEPS * step * magnitude.max()
-        return bool(small_max & (difference.mean() <= step * magnitude.mean()))
+        eps = torch.finfo(expected.dtype).eps
+        max_is_small = difference.max() <= _HALF_TOLERANCE_EPS * eps * magnitude.max()
+        return bool(max_is_small & (difference.mean() <= eps * magnitude.mean()))
     return bool(difference.max() <= _TOLERANCE * magnitude.max())
 
 
 def validate_hosting(model: PreTrainedModel) -> KVLayout:
     """Hosts a copy of a model without the user's hooks, compares it with the model, and returns its layout.
 
-    Raises:
-        UnsupportedModelError: the hosted copy fails, or computes something else.
-    """
+    Raises UnsupportedModelError if the hosted copy fails, or computes something else than the model."""
     copy = copy_without_hooks(model)
     stored_model.set_int8(copy, False)
-    quantised.replace_by_random_products(copy)
+    external_quant.replace_by_random_products(copy)
     positions.patch_position_ids(copy)
     recurrent.patch_mixers(copy)
     try:
         return _try_hosting(copy, custom=False)
     except UnsupportedModelError as error:
-        sparse = "sparse" in str(getattr(hosting.decoder_config(copy), "attention_type", ""))
-        if recurrent.find_mixers(copy) or copy._is_stateful or sparse:  # its cache may hold more than KV
+        is_sparse = "sparse" in str(getattr(hosting.decoder_config(copy), "attention_type", ""))
+        # Custom attention code is hosted by its KV cache, and the caches of these models may hold more than KV.
+        if recurrent.find_mixers(copy) or copy._is_stateful or is_sparse:
             raise
         try:
             return _try_hosting(copy, custom=True)
@@ -129,15 +129,15 @@ def validate_hosting(model: PreTrainedModel) -> KVLayout:
 
 
 def _try_hosting(copy: PreTrainedModel, custom: bool) -> KVLayout:
-    """Compares a hosted copy's logits with the model's, and returns its layout.
+    """Compares a copy's hosted logits with those of the model's own code, and returns the layout.
 
-    ``custom`` hosts it by :mod:`.custom_attention`."""
+    With ``custom``, :mod:`.custom_attention` hosts the copy."""
     name, implementation = type(copy).__name__, hosting.decoder_config(copy)._attn_implementation
     generator = torch.Generator().manual_seed(0)
     shape = (_PREFIX_LEN + len(_TREE_MASK),)
     vocab_size = stored.weight_shape(copy.get_input_embeddings())[0]
     try:
-        # On a CPU transformers would advise to install GPU kernels.
+        # quiet(): on a CPU transformers would advise to install GPU kernels.
         with _short_windows(copy) as has_windows, quiet() if copy.device.type == "cpu" else nullcontext():
             for _ in range(_MAX_TRIALS):
                 token_ids = torch.randint(vocab_size, shape, generator=generator, device="cpu").tolist()
@@ -171,33 +171,33 @@ def _try_hosting(copy: PreTrainedModel, custom: bool) -> KVLayout:
 
 @contextmanager
 def _short_windows(copy: PreTrainedModel) -> Iterator[bool]:
-    """Inside, windows and chunks are so short that they slide. Yields True if there are any."""
-    modules = [holder for holder in copy.modules() if not isinstance(holder, PreTrainedModel)]
+    """A context in which windows and chunks are so short that they slide. Yields True if the model has any."""
+    modules = [module for module in copy.modules() if not isinstance(module, PreTrainedModel)]
     shortened: list[tuple[Any, str, int]] = []
-    for holder in (hosting.decoder_config(copy), *modules):
+    for owner in (hosting.decoder_config(copy), *modules):
         for name in _WINDOW_SETTINGS:
-            size = vars(holder).get(name)
+            size = vars(owner).get(name)
             if isinstance(size, int) and size > _SHORT_WINDOW:
-                setattr(holder, name, _SHORT_WINDOW)
-                shortened.append((holder, name, size))
+                setattr(owner, name, _SHORT_WINDOW)
+                shortened.append((owner, name, size))
     try:
         yield bool(shortened)
     finally:
-        for holder, name, size in shortened:
-            setattr(holder, name, size)
+        for owner, name, size in shortened:
+            setattr(owner, name, size)
 
 
 @torch.inference_mode()
 def _model_logits(copy: PreTrainedModel, token_ids: list[int], stepwise: bool) -> torch.Tensor:
-    """Logits (3, vocabulary) of the tree's nodes, by the model's own forward of each path.
+    """Logits (3, vocabulary) of the tree's nodes, computed by the model's own forward of each path.
 
     Args:
-        stepwise: compute tokens after the prefix one by one, with the model's cache.
+        stepwise: compute the tokens after the prefix one by one, with the model's cache.
     """
     logits, takes_positions = [], "position_ids" in inspect.signature(type(copy).forward).parameters
 
     def forward(input_ids: torch.Tensor, start: int, **kwargs: Any) -> Any:
-        # As ``generate`` does: without positions some models count differently.
+        # ``generate`` passes positions too. Without them some models count differently.
         position_ids = {"position_ids": _position_ids(input_ids) + start} if takes_positions else {}
         return copy(input_ids=input_ids, **position_ids, **kwargs)
 
@@ -206,7 +206,7 @@ def _model_logits(copy: PreTrainedModel, token_ids: list[int], stepwise: bool) -
         if not stepwise:
             logits.append(forward(input_ids, 0, use_cache=False).logits[0, -len(path) :])
             continue
-        # Some recurrent layers compute a single token differently, and ``generate`` computes single tokens.
+        # Some recurrent layers compute single tokens, as ``generate`` does, in another way than several.
         out = forward(input_ids[:, :_PREFIX_LEN], 0, use_cache=True)
         for i in range(_PREFIX_LEN, input_ids.shape[1]):
             name = next(name for name in _CACHE_ARGS if out.get(name) is not None)
@@ -217,13 +217,13 @@ def _model_logits(copy: PreTrainedModel, token_ids: list[int], stepwise: bool) -
 
 @torch.inference_mode()
 def _hosted_logits(copy: PreTrainedModel, token_ids: list[int], custom: bool) -> torch.Tensor:
-    """The same logits from our attention and our store."""
+    """The logits of :func:`_model_logits`, computed with our attention and our store."""
     layout = traced_layouts[copy] = _trace_layout(copy, token_ids, custom)
     capacity = _PREFIX_LEN + len(_TREE_MASK)
     store = KVStore(layout.shape, 1, capacity, copy.device)
     store.attach_states(*hosting.new_layer_states(copy, 1, capacity))
     run = custom_attention.run if custom else hosting.run
-    for chunk in (token_ids[:_CHUNK_LEN], token_ids[_CHUNK_LEN:_PREFIX_LEN]):  # chunked prefill, as of a long prompt
+    for chunk in (token_ids[:_CHUNK_LEN], token_ids[_CHUNK_LEN:_PREFIX_LEN]):  # as in a long prompt
         prefill = store.make_forward_batch([0], [chunk], is_prefill=True)
         run(hosting.decoder_of(copy), hosting.ForwardContext(store, prefill, attend, layout))
         store.commit(0, range(len(chunk)))
@@ -235,7 +235,7 @@ def _hosted_logits(copy: PreTrainedModel, token_ids: list[int], custom: bool) ->
 
 @torch.inference_mode()
 def _trace_layout(copy: PreTrainedModel, token_ids: list[int], custom: bool) -> KVLayout:
-    """The layout, from a trace of two tokens."""
+    """The layout that follows from a traced forward of two tokens."""
     input_ids, trace = to_device([token_ids[:2]], copy.device), AttentionTrace()
     if custom:
         trace.calls += custom_attention.trace_cache_layers(copy, input_ids)
@@ -254,12 +254,12 @@ def _position_ids(input_ids: torch.Tensor) -> torch.Tensor:
     return torch.arange(input_ids.shape[1], device=input_ids.device)[None]
 
 
-def _logits_agree(got: torch.Tensor, expected: torch.Tensor) -> bool:
-    """True if all rows are equal up to rounding; in 16 bits, most of them."""
-    # A damaged model, with NaN logits, is reported when it is used.
-    if got.shape != expected.shape or bool(torch.isnan(expected).any()):
-        return got.shape == expected.shape
-    differences = (got.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
-    if got.element_size() == 2:
+def _logits_agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """True if the logits of all tokens agree up to rounding; in 16 bits, of most tokens."""
+    # NaN logits of a damaged model pass here: decoding reports them.
+    if actual.shape != expected.shape or bool(torch.isnan(expected).any()):
+        return actual.shape == expected.shape
+    differences = (actual.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
+    if actual.element_size() == 2:
         return bool(differences.median() < _HALF_LOGITS_TOLERANCE)
     return bool((differences < _TOLERANCE).all())

@@ -1,4 +1,4 @@
-"""C++ kernels for CPUs: compiled at first use or with the wheel, loaded by ctypes.
+"""C++ kernels for CPUs: compiled at first use, or in the wheel; loaded by ctypes.
 
 May import: folders, errors.
 """
@@ -8,13 +8,6 @@ from longdraft.native.quantized_matrix import QuantizedMatrix
 from longdraft.native.structures import AttentionMetadata, DecoderLayer, DecoderStack
 
 __all__ = [
-    "AttentionMetadata",
-    "DecoderLayer",
-    "DecoderStack",
-    "Kernels",
-    "QuantizedMatrix",
-    "kernels",
-    "library_name",
-    "supports_attention",
-    "unavailable_reason",
-]
+    "AttentionMetadata", "DecoderLayer", "DecoderStack", "Kernels", "QuantizedMatrix", "kernels", "library_name",
+    "supports_attention", "unavailable_reason",
+]  # fmt: skip

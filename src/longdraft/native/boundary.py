@@ -1,7 +1,7 @@
-"""The boundary to C++: what a tensor has to be like before a kernel gets its address.
+"""Checks tensors before a C++ kernel gets their addresses.
 
-torch's default dtype and default device can change at any time, also by another thread that loads a model. So every
-tensor has its dtype and device said where it is made, and :func:`address` checks both where it is handed over.
+torch's default dtype and device can change at any time, also by another thread that loads a model. So every tensor is
+created with an explicit dtype and device, and :func:`address` checks both.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ import torch
 
 from longdraft.huge_pages import allocate
 
-# For tensors on the host: torch.empty(n, **FLOATS).
+# Arguments of factories: torch.empty(n, **CPU_FLOAT32).
 CPU_FLOAT32: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 CPU_INT64: dict[str, Any] = {"dtype": torch.long, "device": "cpu"}
 
-_LARGE = 4 << 20  # bytes that hold a large page wherever they begin
+_LARGE = 4 << 20  # bytes: from this size on a buffer contains a whole huge page
 
 
 def address(
     x: torch.Tensor | None, dtype: torch.dtype = torch.float32, min_numel: int | None = None, strided_rows: bool = False
 ) -> int | None:
-    """The address of a tensor for a kernel; None for no tensor.
+    """The address of a tensor for a kernel; None for None.
 
     Args:
-        min_numel: numbers that the kernel reads or writes; None for any.
-        strided_rows: the kernel knows the strides of the rows, so that only the last dimension has to be contiguous.
+        min_numel: elements that the kernel accesses; None: not checked.
+        strided_rows: only the last dimension must be contiguous; the kernel gets the other strides.
 
     Raises:
-        TypeError: the tensor is of another dtype, on another device, in another layout, or smaller.
+        TypeError: the tensor has another dtype, device or layout, or is smaller.
     """
     if x is None:
         return None
@@ -41,7 +41,7 @@ def address(
 
 
 def allocate_bytes(size: int) -> torch.Tensor:
-    """So many bytes, in large pages if that is many: :func:`longdraft.huge_pages.allocate`."""
+    """An uninitialized byte buffer; a large one is in huge pages."""
     pages = allocate(size) if size >= _LARGE else None
     if pages is None:
         return torch.empty(size, dtype=torch.uint8, device="cpu")

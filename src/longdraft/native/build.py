@@ -1,8 +1,7 @@
-"""Compiles the kernels once for each instruction set, and keeps the shared object.
+"""Compiles the kernels once for each instruction set, and caches the shared object.
 
-A shared object depends only on the sources and the instruction set, so it can be used with another compiler or none,
-and with any build of torch. Wheels carry it: setup.py loads this file by itself, when nothing else of the package can
-be imported.
+A shared object depends only on the sources and the instruction set, and works with any build of torch. Wheels contain
+some: setup.py loads this file alone, when nothing else of the package can be imported.
 """
 
 from __future__ import annotations
@@ -28,26 +27,26 @@ logger = logging.getLogger("longdraft")
 _HERE = Path(__file__).parent
 SOURCES = tuple(sorted(file.name for file in _HERE.glob("*.cpp")))
 _HEADERS = tuple(sorted(file.name for file in _HERE.glob("*.h")))
-# Without -ffast-math NaN and infinity keep their meaning. Only the sources fuse operations (vectors.h). A tile fills
-# the registers: if loads were scheduled before register allocation, as GCC does on aarch64, it would no longer fit.
+# No -ffast-math: NaN and infinity keep their meaning. No contraction: fmadd() is explicit (vectors.h). Register tiles
+# fill all registers: if GCC scheduled loads before register allocation, as on aarch64, they would spill.
 _FLAGS = ("-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-schedule-insns", "-Wno-psabi")
-_SECONDS = 600  # a file takes a tenth of this on a quiet machine
-# All loops of int8.cpp are unrolled by hand: -O3 makes nothing faster, and compiling takes three times as long.
-_LEVEL = {"int8.cpp": "-O2"}
-# Before its first tile a process calls arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
-_ARCH_PRCTL, _PERMISSION, _TILES = 158, 0x1023, 18
+_TIMEOUT = 600  # seconds; a file takes a tenth of this on a quiet machine
+# matmul_int8.cpp unrolls its loops itself: -O3 makes nothing faster, and compiling takes three times as long.
+_OPTIMIZATION = {"matmul_int8.cpp": "-O2"}
+# A process that uses AMX calls arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) first.
+_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 
-# Machine -> instruction set, the widest first -> the flags of /proc/cpuinfo that show it.
+# Machine -> {instruction set, the widest first: its flags in /proc/cpuinfo}.
 LEVELS = {
     "x86_64": {
-        "x86-64-v4-amx": "amx_tile amx_int8 amx_bf16 avx512_bf16",  # tiles of products
-        "x86-64-v4-vnni": "avx512_vnni",  # integer products
+        "x86-64-v4-amx": "amx_tile amx_int8 amx_bf16 avx512_bf16",  # int8 and bfloat16 tiles
+        "x86-64-v4-vnni": "avx512_vnni",  # vpdpbusd
         "x86-64-v4": "avx512f avx512bw avx512cd avx512dq avx512vl",
         "x86-64-v3": "avx avx2 bmi1 bmi2 f16c fma abm movbe",
     },
     "aarch64": {"armv8-a": ""},  # all of them have NEON
 }
-# Instruction set -> its common name.
+# Instruction set -> its name for users.
 LEVEL_NAMES = {
     "x86-64-v4-amx": "AVX-512 with AMX",
     "x86-64-v4-vnni": "AVX-512 with VNNI",
@@ -55,92 +54,82 @@ LEVEL_NAMES = {
     "x86-64-v3": "AVX2",
     "armv8-a": "NEON",
 }
-# Compiler flags of instruction sets that -march has no name for. Compilers know AMX later than assemblers (tiles.h).
+# Compiler flags of instruction sets that -march cannot name. AMX is in assembly (amx.h), which older compilers take.
 _TARGETS = {
     "x86-64-v4-amx": ("-march=x86-64-v4", "-mavx512vnni", "-DLONGDRAFT_AMX"),
     "x86-64-v4-vnni": ("-march=x86-64-v4", "-mavx512vnni"),
 }
-# The folder of a wheel's shared objects.
+# The folder of shared objects in a wheel.
 CARRIED = "compiled"
 
 
 class UnsupportedPlatformError(OSError):
-    """There are no kernels for this processor or system."""
+    """There are no kernels for this processor or operating system."""
 
 
 def platform_levels() -> dict[str, str]:
-    """The entry of :data:`LEVELS` for this machine.
-
-    Raises:
-        UnsupportedPlatformError: there are no kernels for this kind of machine.
-    """
+    """The entry of :data:`LEVELS` for this machine; raises UnsupportedPlatformError if there is none."""
     if sys.platform != "linux" or platform.machine() not in LEVELS:
-        known = " and ".join(LEVELS)
+        supported = " and ".join(LEVELS)
         raise UnsupportedPlatformError(
-            f"kernels are compiled for Linux on {known}, this is {sys.platform} on {platform.machine()}"
+            f"kernels are compiled for Linux on {supported}, this is {sys.platform} on {platform.machine()}"
         )
     return LEVELS[platform.machine()]
 
 
 def supported_levels() -> list[str]:
-    """The instruction sets that this machine executes, the widest first.
-
-    Raises:
-        UnsupportedPlatformError: there are no kernels for this kind of machine.
-    """
-    flags, has = platform_levels(), set[str]()
+    """The instruction sets that this machine executes, the widest first; raises as :func:`platform_levels`."""
+    levels, flags = platform_levels(), set[str]()
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("flags"):
-                has = set(line.split())
+                flags = set(line.split())
                 break
-    if "amx_tile" in has and not request_amx_permission():
-        has.remove("amx_tile")
+    if "amx_tile" in flags and not request_amx_permission():
+        flags.remove("amx_tile")
     # A level includes all levels below it.
-    names = list(flags)
-    return [name for i, name in enumerate(names) if all(has >= set(flags[below].split()) for below in names[i:])]
+    names = list(levels)
+    return [name for i, name in enumerate(names) if all(flags >= set(levels[below].split()) for below in names[i:])]
 
 
 def request_amx_permission() -> bool:
-    """Asks Linux, which then lets this process and those that it forks use AMX's tiles."""
-    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _PERMISSION, _TILES) == 0
+    """Asks Linux to let this process and its children use AMX tiles; True if it does."""
+    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0
 
 
 def load_library(level: str, progress: Callable[[str], None] | None = None) -> ctypes.CDLL:
-    """The kernels for an instruction set, from a file that only this user or root can have written.
-
-    Args: as :func:`ensure_compiled`. Raises OSError as it does, and if the file cannot be loaded.
-    """
+    """Loads the kernels for an instruction set, from a file that only this user or root can have written. Arguments and
+    errors are those of :func:`ensure_compiled`; also raises OSError if the file cannot be loaded."""
     if level.endswith("amx") and not request_amx_permission():
         raise OSError("the system does not let this process use AMX's tiles")
-    carried = _HERE / CARRIED / library_file_name(level)
-    if carried.is_file():
-        return ctypes.CDLL(str(carried))
+    prebuilt = _HERE / CARRIED / library_file_name(level)
+    if prebuilt.is_file():
+        return ctypes.CDLL(str(prebuilt))
     folder = _cache()
     with suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
-    folder = folder.resolve()  # no link is followed from here on
-    shared = _shared(folder)
-    if shared is not None:
+    folder = folder.resolve()  # symbolic links are not followed from here on
+    writable = _writable_by_others(folder)
+    if writable is not None:
         logger.warning(
             "Others can write to %s: kernels are not taken from there, and compiled for this process alone. Run chmod "
             "go-w on it, or set LONGDRAFT_CACHE to a folder of your own.",
-            shared,
+            writable,
         )
-    with nullcontext(folder) if shared is None else tempfile.TemporaryDirectory(prefix="longdraft-") as place:
+    with nullcontext(folder) if writable is None else tempfile.TemporaryDirectory(prefix="longdraft-") as place:
         return ctypes.CDLL(f"/proc/self/fd/{_open(ensure_compiled(level, Path(place), progress))}")
 
 
 def ensure_compiled(level: str, folder: Path | None = None, progress: Callable[[str], None] | None = None) -> Path:
-    """The shared object of an instruction set, compiled now if it is missing, which takes some seconds.
+    """The shared object for an instruction set. Compiles it if it is missing, which takes some seconds.
 
     Args:
-        level: one of :data:`LEVELS`.
-        folder: where shared objects are kept; None for the package's cache.
+        level: an instruction set of :data:`LEVELS`.
+        folder: of shared objects; None for the package's cache.
         progress: called with a line of text before compiling.
 
     Raises:
-        OSError: there is no compiler, it fails, or the folder cannot be written to. The message says which.
+        OSError: there is no compiler, it fails, or the folder is not writable.
     """
     folder = folder or _cache()
     file = folder / library_file_name(level)
@@ -167,14 +156,14 @@ def compile_kernels(level: str, folder: Path) -> Path:
     """Compiles the kernels for an instruction set, which this machine need not have, into a folder.
 
     Raises:
-        OSError: there is no compiler or it fails; with an errno, the folder cannot be written to.
+        OSError: there is no compiler or it fails; with an errno: the folder is not writable.
     """
     compiler = _compiler()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".compiling-") as place:
-        made = _compile(compiler, level, _HERE, Path(place))
-        made.chmod(0o755)  # whatever the user's umask is
-        return made.replace(folder / library_file_name(level))
+        library = _compile(compiler, level, _HERE, Path(place))
+        library.chmod(0o755)  # whatever the user's umask is
+        return library.replace(folder / library_file_name(level))
 
 
 def _cache() -> Path:
@@ -184,16 +173,16 @@ def _cache() -> Path:
 
 
 def library_file_name(level: str) -> str:
-    """The name of the kernels' file, which changes with the sources and the flags."""
+    """The file name of the shared object, with a digest of the sources and the flags."""
     parts = [(_HERE / name).read_bytes() for name in (*SOURCES, *_HEADERS)]
-    digest = hashlib.sha256(b"\0".join([*parts, repr((_FLAGS, _LEVEL)).encode()])).hexdigest()[:16]
+    digest = hashlib.sha256(b"\0".join([*parts, repr((_FLAGS, _OPTIMIZATION)).encode()])).hexdigest()[:16]
     return f"kernels-{level}-{digest}.so"
 
 
 def _compile(compiler: list[str], level: str, sources: Path, place: Path) -> Path:
     def compile_one(name: str) -> str:
         output = str(place / f"{name}.o")
-        flags = (_LEVEL.get(name, "-O3"), *_FLAGS)
+        flags = (_OPTIMIZATION.get(name, "-O3"), *_FLAGS)
         _run([*compiler, *flags, *_TARGETS.get(level, (f"-march={level}",)), "-c", str(sources / name), "-o", output])
         return output
 
@@ -205,9 +194,9 @@ def _compile(compiler: list[str], level: str, sources: Path, place: Path) -> Pat
 
 def _run(command: list[str]) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
     except subprocess.TimeoutExpired:
-        raise OSError(f"{command[0]} took longer than {_SECONDS} seconds") from None
+        raise OSError(f"{command[0]} took longer than {_TIMEOUT} seconds") from None
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         error = next((line for line in lines if "error" in line), lines[-1])
@@ -216,43 +205,40 @@ def _run(command: list[str]) -> None:
 
 def _compiler() -> list[str]:
     """$CXX with its arguments (such as ``ccache g++``), else the first of g++, clang++ and c++ that is installed."""
-    wanted = os.environ.get("CXX")
-    for name in (wanted,) if wanted else ("g++", "clang++", "c++"):
+    requested = os.environ.get("CXX")
+    for name in (requested,) if requested else ("g++", "clang++", "c++"):
         command = shlex.split(name)
         path = shutil.which(command[0]) if command else None
         if path:
             return [path, *command[1:]]
-    raise OSError(f"no C++ compiler ({wanted or 'g++, clang++'}) was found: install one, or name it in CXX")
+    raise OSError(f"no C++ compiler ({requested or 'g++, clang++'}) was found: install one, or name it in CXX")
 
 
 def _open(file: Path) -> int:
-    """Opens a file, whose code will run in this process, for as long as that lasts: what was looked at is loaded.
-
-    Raises:
-        OSError: it is missing, a link, or another user can have written it.
-    """
-    number = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    found = os.fstat(number)
-    if not stat.S_ISREG(found.st_mode) or not _is_own(found):
-        os.close(number)
+    """Opens a file; raises OSError if it is missing, a symbolic link, or writable by another user. The descriptor is
+    loaded later, so that no other file can take its place."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or not _is_own(status):
+        os.close(descriptor)
         raise OSError(f"{file} is not this user's alone")
-    return number
+    return descriptor
 
 
-def _is_own(found: os.stat_result) -> bool:
-    """True if only this user or root can write to what has this status."""
-    return found.st_uid in (os.getuid(), 0) and not found.st_mode & 0o022
+def _is_own(status: os.stat_result) -> bool:
+    """True if only this user or root can write to the file or folder."""
+    return status.st_uid in (os.getuid(), 0) and not status.st_mode & 0o022
 
 
-def _shared(folder: Path) -> Path | None:
-    """A folder, or the parent of it, to which another user can write; None if there is none."""
-    for each in (folder, *folder.parents):
+def _writable_by_others(folder: Path) -> Path | None:
+    """The first of a folder and its parents that another user can write to; None if there is none."""
+    for path in (folder, *folder.parents):
         try:
-            found = each.stat()
-        except OSError:  # there is none yet
+            status = path.stat()
+        except OSError:  # does not exist yet
             continue
-        # Others cannot rename what lies in a sticky folder such as /tmp.
-        sticky = each != folder and found.st_mode & stat.S_ISVTX and found.st_uid in (os.getuid(), 0)
-        if not (sticky or _is_own(found)):
-            return each
+        # In a sticky folder such as /tmp, others cannot rename this user's files.
+        sticky = path != folder and status.st_mode & stat.S_ISVTX and status.st_uid in (os.getuid(), 0)
+        if not (sticky or _is_own(status)):
+            return path
     return None

@@ -1,4 +1,4 @@
-"""Decoder layers with a gated DeltaNet by our kernels. See delta.cpp."""
+"""Decoder layers with a gated DeltaNet. See delta_net.cpp."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from longdraft.native.boundary import address
 from longdraft.native.header import STRUCTURES, Pointer
-from longdraft.native.recurrent import Convolution, LinearRecurrence, RecurrentSequence, SequenceOf
+from longdraft.native.recurrent import CausalConv, LinearRecurrence, RecurrentSequence, SequenceStruct
 from longdraft.native.structures import StackLayer, matrix_struct
 
 _NORMS = ("norm", "mlp_norm", "out_norm")
@@ -19,10 +19,10 @@ _NORMS = ("norm", "mlp_norm", "out_norm")
 
 @dataclass(frozen=True)
 class DeltaNetDims:
-    """Attributes:
-    heads, num_k_heads: of values and outputs; of queries and keys.
-    keys, values: a head's sizes.
-    cached_k_heads: heads of the queries and keys that are kept of a row: num_k_heads, or heads if each is kept repeated.
+    """Sizes of a gated DeltaNet, as transformers names them.
+
+    Attributes:
+        cached_k_heads: heads of a cached q and k: num_k_heads, or num_v_heads if they are cached repeated.
     """
 
     num_v_heads: int
@@ -33,21 +33,14 @@ class DeltaNetDims:
 
     @property
     def conv_dim(self) -> int:
-        """Numbers of a row that are convolved."""
+        """Channels of the convolution: q, k and v."""
         return 2 * self.num_k_heads * self.head_k_dim + self.num_v_heads * self.head_v_dim
 
     @property
     def cached_shapes(self) -> list[tuple[int, ...]]:
-        """Sizes of what is kept of a row: the convolution's inputs; query, key, value, log-decay, its weight."""
-        of_keys = (self.cached_k_heads, self.head_k_dim)
-        return [
-            (self.conv_dim,),
-            of_keys,
-            of_keys,
-            (self.num_v_heads, self.head_v_dim),
-            (self.num_v_heads,),
-            (self.num_v_heads,),
-        ]
+        """Shapes of what is cached for a token: input of the convolution; q, k, v, log decay, beta."""
+        k_shape, v_shape = (self.cached_k_heads, self.head_k_dim), (self.num_v_heads, self.head_v_dim)
+        return [(self.conv_dim,), k_shape, k_shape, v_shape, (self.num_v_heads,), (self.num_v_heads,)]
 
 
 @dataclass(eq=False)
@@ -55,13 +48,12 @@ class GatedDeltaNetLayer(StackLayer):
     """A decoder layer: RMS norm, gated DeltaNet, RMS norm, gated MLP.
 
     Attributes:
-        norms: "norm" and "mlp_norm" (hidden,), of the inputs; "out_norm" (values,), of each head's output.
-        products: queries, keys and values in one; gates of the outputs; weights of the values; steps; output; gate, up
-            and down projection of the MLP.
-        convolution: weight (channels, inputs) and bias (channels,) or None.
-        decay, bias: (heads,) -exp(A_log), and what is added to the steps.
-        order: (heads,) int64, the heads in the order in which the output product has them; None for their own.
-        gelu, plus: as of a :class:`~longdraft.native.DecoderLayer`; nothing is added to "out_norm".
+        norms: "norm", "mlp_norm" (hidden_size,); "out_norm" (head_v_dim,) of each head's output.
+        projections: qkv, z, b, a, output; gate, up and down of the MLP.
+        conv: weight (channels, kernel_size) and bias (channels,) or None.
+        neg_exp_a, dt_bias: (num_v_heads,); neg_exp_a is -exp(A_log).
+        head_order: (num_v_heads,) int64, order of the heads in the input of the output projection; None: unchanged.
+        gelu, norm_weight_offset: as in :class:`~longdraft.native.DecoderLayer`; "out_norm" has no offset.
     """
 
     is_recurrent = True
@@ -74,31 +66,31 @@ class GatedDeltaNetLayer(StackLayer):
     norm_weight_offset: float = 0.0
 
     def __post_init__(self) -> None:
-        sizes, (weight, of_weight) = self.dims, self.conv
-        rule = LinearRecurrence(delta_rule=True, qk_l2norm=True, scale=float(sizes.head_k_dim**-0.5))
-        own = [self.norms[name] for name in _NORMS]
-        self.struct = STRUCTURES["DeltaLayer"](
-            *(address(norm) for norm, _ in own), *(eps for _, eps in own), self.norm_weight_offset, *map(matrix_struct, self.projections),
-            Convolution(*weight.shape, address(weight), address(of_weight), True),
-            rule.struct(sizes.num_v_heads, sizes.cached_k_heads, sizes.head_k_dim, sizes.head_v_dim, decay_per_key=False),
-            *(address(x, min_numel=sizes.num_v_heads) for x in (self.neg_exp_a, self.dt_bias)),
-            address(self.head_order, torch.long, sizes.num_v_heads),
-            sizes.num_k_heads, self.hidden_size, self.projections[5][0].shape[0], self.gelu,
+        dims, (weight, bias) = self.dims, self.conv
+        rule = LinearRecurrence(delta_rule=True, qk_l2norm=True, scale=float(dims.head_k_dim**-0.5))
+        norms = [self.norms[name] for name in _NORMS]
+        self.struct = STRUCTURES["GatedDeltaNetLayer"](
+            *(address(norm) for norm, _ in norms), *(eps for _, eps in norms), self.norm_weight_offset,
+            *map(matrix_struct, self.projections), CausalConv(*weight.shape, address(weight), address(bias), True),
+            rule.struct(dims.num_v_heads, dims.cached_k_heads, dims.head_k_dim, dims.head_v_dim, decay_per_key=False),
+            *(address(x, min_numel=dims.num_v_heads) for x in (self.neg_exp_a, self.dt_bias)),
+            address(self.head_order, torch.long, dims.num_v_heads),
+            dims.num_k_heads, self.hidden_size, self.projections[5][0].shape[0], self.gelu,
         )  # fmt: skip
 
     @property
     def conv_kernel_size(self) -> int:
-        """Inputs of the convolution that a row sees."""
+        """Inputs of the convolution for each token."""
         return self.conv[0].shape[1]
 
 
 class DeltaNetSequence(NamedTuple):
-    """One sequence's rows for one layer.
+    """One sequence's tokens in one layer.
 
     Attributes:
-        window: (inputs - 1, channels), the convolution's inputs before the rows.
-        inputs: (rows, channels), of which the new ones are written.
-        tree: query, key, value, log-decay and weight of all rows, of which the new ones are written.
+        conv_state: (kernel_size - 1, channels), inputs of the convolution before the tokens.
+        conv_inputs: (tokens, channels); those of new tokens are written.
+        recurrence: q, k, v, log decay and beta of all tokens; those of new tokens are written.
     """
 
     conv_state: torch.Tensor
@@ -107,17 +99,18 @@ class DeltaNetSequence(NamedTuple):
 
 
 class DeltaNetBatch:
-    """The rows of a forward for all recurrent layers of a stack.
+    """The tokens of a forward for all recurrent layers of a stack.
 
     Args:
-        sequences: for each layer one after the other its part of each sequence.
-        places: for each sequence (T, inputs): the convolution's inputs that a new row sees.
+        sequences: (layers * B), layer by layer.
+        conv_indices: for each sequence (T, kernel_size), as ``input_indices`` of :func:`~.recurrent.convolve`.
     """
 
     def __init__(self, sequences: Sequence[DeltaNetSequence], conv_indices: Sequence[torch.Tensor]) -> None:
-        windows, inputs, trees = zip(*sequences, strict=True)
-        structures = (SequenceOf * len(trees))(*(tree.struct() for tree in trees))
-        found = [[address(x, torch.long) for x in conv_indices], *(list(map(address, x)) for x in (inputs, windows))]
-        pointers = [(Pointer * len(each))(*each) for each in found]
+        conv_states, conv_inputs, trees = zip(*sequences, strict=True)
+        structures = (SequenceStruct * len(trees))(*(tree.struct() for tree in trees))
+        addresses = [[address(x, torch.long) for x in conv_indices]]
+        addresses += [list(map(address, x)) for x in (conv_inputs, conv_states)]
+        pointers = [(Pointer * len(x))(*x) for x in addresses]
         self._alive = sequences, conv_indices, structures, pointers
-        self.struct = STRUCTURES["DeltaRows"](*map(ctypes.addressof, pointers), structures)
+        self.struct = STRUCTURES["DeltaNetBatch"](*map(ctypes.addressof, pointers), structures)

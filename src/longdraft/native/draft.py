@@ -1,4 +1,4 @@
-"""The structures Draft and Nodes of kernels.h: a draft's level, made of tensors, which the classes keep alive."""
+"""Structures of kernels.h for a draft, made from tensors, which the classes keep alive."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ PROJECTION_NAMES = ("q", "k", "v", "o", "cross_q", "cross_o", "gate", "up", "dow
 
 @dataclass(eq=False)
 class DraftBlock:
-    """The block and head of a draft.
+    """A draft's decoder block and head.
 
     Attributes:
-        norms: name -> weights (hidden,), for some of :data:`NORM_NAMES`; with ``feature_norm`` the block is EAGLE-3's.
-        projections: name -> weights, for some of :data:`PROJECTION_NAMES`.
-        heads, num_kv_heads, d: query heads, KV heads, head size, a multiple of 16.
-        eps: epsilon of the norms.
-        normed_residual: True if the residual of the attention is the normalised joined input.
-        hidden, vocabulary: the size of its rows; rows of the head.
+        norms: name -> weight (hidden_size,), some of :data:`NORM_NAMES`; ``feature_norm`` makes it a block of EAGLE-3.
+        projections: name -> weights, some of :data:`PROJECTION_NAMES`.
+        head_dim: a multiple of 16.
+        eps: of all norms.
+        norm_before_residual: the attention's residual is the normalized input.
+        vocab_size: rows of the head.
     """
 
     norms: Mapping[str, torch.Tensor]
@@ -35,39 +35,33 @@ class DraftBlock:
     num_kv_heads: int
     head_dim: int
     eps: float
-    normed_residual: bool = False
+    norm_before_residual: bool = False
 
     def __post_init__(self) -> None:
-        norms, products = self.norms, self.projections
-        self.hidden_size, self.vocab_size = norms["norm"].shape[0], products["head"][0].shape[0]
-        self.struct = STRUCTURES["Draft"](
+        norms, projections = self.norms, self.projections
+        self.hidden_size, self.vocab_size = norms["norm"].shape[0], projections["head"][0].shape[0]
+        self.struct = STRUCTURES["DraftBlock"](
             *(address(norms.get(name), min_numel=self.hidden_size) for name in NORM_NAMES),
             *(self.eps, self.head_dim**-0.5),
-            *(matrix_struct(products[name]) if name in products else Matrix() for name in PROJECTION_NAMES),
-            *(
-                self.hidden_size,
-                self.num_heads,
-                self.num_kv_heads,
-                self.head_dim,
-                products["gate"][0].shape[0],
-                self.normed_residual,
-            ),
+            *(matrix_struct(projections[name]) if name in projections else Matrix() for name in PROJECTION_NAMES),
+            *(self.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim),
+            *(projections["gate"][0].shape[0], self.norm_before_residual),
         )
 
 
 @dataclass(eq=False)
 class DraftLevelInput:
-    """Rows of B sequences. Keys and values of all rows are written; only the last W of each sequence go on.
+    """New tokens of B sequences. KV is written for all; only the last W of each sequence are computed to the end.
 
     Attributes:
-        width: W.
-        counts: number of rows of each sequence, at least W.
+        query_len: W.
+        num_tokens: new tokens of each sequence, at least W.
         slots: slot of each sequence in the draft's cache and in the target's store.
-        x, joined: (rows, hidden) token embeddings, and the features that EAGLE-3 joins with them.
-        cos, sin: (rows, d) RoPE at the rows' positions.
-        begins, ends: each sequence sees the draft's keys [begin, end), the last of which are the rows' own.
-        mask: (B, W, S) bool, True where a row sees one of the last S keys; None if all are seen.
-        lengths: for LongSpec, the number of the target's keys that each sequence sees.
+        embeds, features: (tokens, hidden_size): embeddings; features that EAGLE-3 concatenates with them.
+        cos, sin: (tokens, head_dim).
+        kv_starts, kv_lens: each sequence sees entries [start, len) of the draft's KV; the new ones are last.
+        mask: (B, W, S) bool, True where a token sees one of the last S entries; None if it sees all.
+        target_kv_lens: for LongSpec, the entries of the target's KV that each sequence sees.
     """
 
     query_len: int
@@ -84,14 +78,15 @@ class DraftLevelInput:
 
     def __post_init__(self) -> None:
         self.num_queries = len(self.num_tokens) * self.query_len
-        tensors = [
-            None if t is None else t.contiguous() for t in (self.embeds, self.features, self.cos, self.sin, self.mask)
-        ]
+        inputs = self.embeds, self.features, self.cos, self.sin, self.mask
+        tensors = [None if t is None else t.contiguous() for t in inputs]
         lists = self.num_tokens, self.slots, self.kv_starts, self.kv_lens, self.target_kv_lens
         numbers = [None if n is None else (Int64 * len(n))(*n) for n in lists]
         self._alive = tensors, numbers
-        counts, slots, begins, ends, lengths = (None if n is None else ctypes.addressof(n) for n in numbers)
-        self.struct = STRUCTURES["Nodes"](
-            *(len(self.num_tokens), self.query_len, counts, slots, *map(address, tensors[:4]), begins, ends),
-            *(address(tensors[4], torch.bool), 0 if self.mask is None else self.mask.shape[-1], lengths),
+        num_tokens, slots, kv_starts, kv_lens, target_kv_lens = (
+            None if n is None else ctypes.addressof(n) for n in numbers
+        )
+        self.struct = STRUCTURES["DraftLevelInput"](
+            *(len(self.num_tokens), self.query_len, num_tokens, slots, *map(address, tensors[:4]), kv_starts, kv_lens),
+            *(address(tensors[4], torch.bool), 0 if self.mask is None else self.mask.shape[-1], target_kv_lens),
         )

@@ -1,4 +1,4 @@
-"""Products with the matrices of chosen experts. See products.cpp."""
+"""Grouped GEMM for mixtures of experts. See matmul.cpp."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from longdraft.native.structures import Matrix
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """A matrix (out, in) and a bias for each of E experts.
+    """The weight (out, in) and bias of one linear layer of each of E experts.
 
     Attributes:
-        weight: (E, out, in) float32 with contiguous rows; or stored, the experts' rows one behind the other.
+        weight: (E, out, in) float32 with contiguous rows; or quantized, (E * out, in).
         bias: (E, out) float32, or None.
-        transposed: the tensor is (E, in, out) instead.
-        num_experts: E, of stored ones.
+        transposed: the tensor is (E, in, out).
+        num_experts: E, if it is quantized.
     """
 
     weight: torch.Tensor | QuantizedMatrix
@@ -35,44 +35,44 @@ class ExpertWeights:
     def shape(self) -> tuple[int, int, int]:
         """(E, out, in)."""
         if isinstance(self.weight, QuantizedMatrix):
-            outs, size = self.weight.shape
-            return self.num_experts, outs // self.num_experts, size
-        count, outs, size = self.weight.shape
-        return (count, size, outs) if self.transposed else (count, outs, size)
+            rows, in_features = self.weight.shape
+            return self.num_experts, rows // self.num_experts, in_features
+        num_experts, rows, columns = self.weight.shape
+        return (num_experts, columns, rows) if self.transposed else (num_experts, rows, columns)
 
     def expert_struct(self, expert_id: int) -> ctypes.Structure:
-        """The structure of one expert's matrix, without a place for its results."""
-        w, outs = self.weight, self.shape[1]
-        bias = None if self.bias is None else address(self.bias[expert_id], min_numel=outs)
+        """The structure of one expert's matrix, without an output."""
+        w, out_features = self.weight, self.shape[1]
+        bias = None if self.bias is None else address(self.bias[expert_id], min_numel=out_features)
         if isinstance(w, QuantizedMatrix):
-            place, row, int8 = w.kernel_address(expert_id * outs)
-            return Matrix(place, bias, None, row, outs, 0, w.format_id, int8)
-        form = ENUMS["Format"]["BY_INPUT" if self.transposed else "FLOAT32"]
-        return Matrix(address(w[expert_id], strided_rows=True), bias, None, w.stride(1) * 4, outs, 0, form, 0)
+            data, stride, int8_layout = w.kernel_address(expert_id * out_features)
+            return Matrix(data, bias, None, stride, out_features, 0, w.format_id, int8_layout)
+        format_id = ENUMS["Format"]["FLOAT32_TRANSPOSED" if self.transposed else "FLOAT32"]
+        data = address(w[expert_id], strided_rows=True)
+        return Matrix(data, bias, None, w.stride(1) * 4, out_features, 0, format_id, 0)
 
 
 class GroupedGemm:
-    """Multiplies rows with the matrices of experts, of which each has one of every kind in ``weights``, in one loop."""
+    """Multiplies groups of rows with their experts' matrices: one for each of ``weights``, all of one shape."""
 
     def __init__(self, kernels: Kernels, weights: Sequence[ExpertWeights]) -> None:
-        count, self._outs, _ = weights[0].shape
-        if any(each.shape != weights[0].shape for each in weights):
-            raise ValueError("the matrices of an expert that get the same rows have one shape")
-        self._weights = tuple(weights)  # keeps their memory
-        self._table = (Matrix * (count * len(weights)))(
-            *(each.expert_struct(e) for e in range(count) for each in weights)
-        )
+        num_experts, self._out_features, _ = weights[0].shape
+        if any(w.shape != weights[0].shape for w in weights):
+            raise ValueError("all matrices of a grouped GEMM must have one shape")
+        self._weights = tuple(weights)  # keeps them alive
+        structs = [w.expert_struct(e) for e in range(num_experts) for w in weights]
+        self._table = (Matrix * len(structs))(*structs)
         self._call = kernels.call
 
     def __call__(self, x: torch.Tensor, expert_ids: Sequence[int], offsets: Sequence[int]) -> torch.Tensor:
-        """Rows x (rows, in) times the matrices of their experts -> (kinds, rows, out).
+        """x (rows, in) -> (len(weights), rows, out).
 
         Args:
-            expert_ids: numbers of experts.
-            offsets: one more number: rows [starts[i], starts[i + 1]) of x are those of expert i, at least one.
+            expert_ids: the expert of each group.
+            offsets: group i is rows [offsets[i], offsets[i + 1]) of x, at least one; one more than groups.
         """
-        x, kinds, groups = x.contiguous(), len(self._weights), len(expert_ids)
-        out = torch.empty(kinds, x.shape[0], self._outs, **CPU_FLOAT32)
-        numbers, places = (Int64 * groups)(*expert_ids), (Int64 * (groups + 1))(*offsets)
-        self._call("experts", address(x), x.shape[1], self._table, kinds, numbers, places, groups, address(out))
+        x, per_expert, groups = x.contiguous(), len(self._weights), len(expert_ids)
+        out = torch.empty(per_expert, x.shape[0], self._out_features, **CPU_FLOAT32)
+        ids, starts = (Int64 * groups)(*expert_ids), (Int64 * (groups + 1))(*offsets)
+        self._call("grouped_gemm", address(x), x.shape[1], self._table, per_expert, ids, starts, groups, address(out))
         return out

@@ -1,4 +1,4 @@
-"""kernels.h as ctypes has it: the enumerations, structures and functions that C++ declares are read from there."""
+"""Parses kernels.h: its enumerations, structures and functions as ctypes types."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from typing import Any
 
 Int64, Pointer = ctypes.c_int64, ctypes.c_void_p
 
-_NUMBERS: dict[str, Any] = {"std::int64_t": Int64, "float": ctypes.c_float, "int": ctypes.c_int}
-_TEXT = re.sub(r"//.*", "", Path(__file__).with_name("kernels.h").read_text(encoding="utf-8"))
-# Enumeration -> its names -> their numbers.
+_SCALARS: dict[str, Any] = {"std::int64_t": Int64, "float": ctypes.c_float, "int": ctypes.c_int}
+_SOURCE = re.sub(r"//.*", "", Path(__file__).with_name("kernels.h").read_text(encoding="utf-8"))
+# Enumeration -> {name: number}.
 ENUMS: dict[str, dict[str, int]] = {
-    name: {each.strip(): number for number, each in enumerate(names.split(","))}
-    for name, names in re.findall(r"^enum class (\w+) : std::int64_t \{([^}]*)\};", _TEXT, re.MULTILINE)
+    name: {member.strip(): number for number, member in enumerate(names.split(","))}
+    for name, names in re.findall(r"^enum class (\w+) : std::int64_t \{([^}]*)\};", _SOURCE, re.MULTILINE)
 }
-_NUMBERS |= dict.fromkeys(ENUMS, Int64)
+_SCALARS |= dict.fromkeys(ENUMS, Int64)
 
 
 def _declared(statement: str) -> list[tuple[str, Any]]:
-    """Names and types of a declaration: ``const float *a, *b`` are two. A pointer to a structure has the type of one;
-    any other takes an address or an array."""
+    """[(name, ctype)] of a declaration such as ``const float *a, *b``. Pointers to structures are typed; others are
+    void pointers, which take addresses and arrays."""
     kind, rest = re.sub(r"\b(const|struct)\b", "", statement).split(None, 1)
-    found: list[tuple[str, Any]] = []
-    for each in rest.split(","):
-        stars, name = each.count("*"), each.replace("*", "").strip()
+    declared: list[tuple[str, Any]] = []
+    for declarator in rest.split(","):
+        stars, name = declarator.count("*"), declarator.replace("*", "").strip()
         if stars == 1 and kind in STRUCTURES:
-            found.append((name, ctypes.POINTER(STRUCTURES[kind])))
+            declared.append((name, ctypes.POINTER(STRUCTURES[kind])))
         else:
-            found.append((name, Pointer if stars else _NUMBERS.get(kind) or STRUCTURES[kind]))
-    return found
+            declared.append((name, Pointer if stars else _SCALARS.get(kind) or STRUCTURES[kind]))
+    return declared
 
 
 STRUCTURES: dict[str, type[ctypes.Structure]] = {}
-for _name, _body in re.findall(r"^struct (\w+) \{(.*?)^\};", _TEXT, re.DOTALL | re.MULTILINE):
+for _name, _body in re.findall(r"^struct (\w+) \{(.*?)^\};", _SOURCE, re.DOTALL | re.MULTILINE):
     _fields = [field for statement in _body.split(";")[:-1] for field in _declared(statement)]
     STRUCTURES[_name] = type(_name, (ctypes.Structure,), {"_fields_": _fields})
 
-# Function, without the ``longdraft_`` of its name -> the types of its arguments, of those that return a Code.
+# Function that returns a Status, without the prefix ``longdraft_`` -> types of its arguments.
 FUNCTIONS: dict[str, list[Any]] = {
     name: [kind for argument in arguments.split(",") for _, kind in _declared(argument)]
-    for name, arguments in re.findall(r"^Code longdraft_(\w+)\(([^()]*)\);", _TEXT, re.MULTILINE)
+    for name, arguments in re.findall(r"^Status longdraft_(\w+)\(([^()]*)\);", _SOURCE, re.MULTILINE)
 }

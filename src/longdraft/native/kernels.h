@@ -1,296 +1,298 @@
-// The functions that Python calls, and their structures. header.py reads both from this text: a declaration is on lines
-// of its own, a comment begins with two slashes.
+// The functions that Python calls, and their structures. header.py parses this text: each declaration has lines of its own, and
+// a comment starts with two slashes.
 #pragma once
 
 #include <cstdint>
 #include <new>
 
-// What the functions return. Where memory did not suffice, the results are undefined.
-enum [[nodiscard]] Code : int { DONE, NO_MEMORY };
+// What the functions return. After OUT_OF_MEMORY results are undefined.
+enum [[nodiscard]] Status : int { OK, OUT_OF_MEMORY };
 
 // Ends such a function, because no exception may reach Python.
-#define CATCH_NO_MEMORY \
-  catch (const std::bad_alloc &) { return NO_MEMORY; }
+#define CATCH_OUT_OF_MEMORY \
+  catch (const std::bad_alloc &) { return OUT_OF_MEMORY; }
 
-// Around a call of such a function in C++.
-inline void must(Code code) {
-  if (code != DONE) throw std::bad_alloc();
+// Wraps a call of such a function from C++.
+inline void check(Status status) {
+  if (status != OK) throw std::bad_alloc();
 }
 
 extern "C" {
 
-// How weights are stored: as floats, in GGUF's blocks of 32 or 256, or in 16 bits. BY_INPUT: float32 (size, outs).
+// Types of weights: float32, ggml's quant blocks of 32 or 256 weights, 16-bit floats. FLOAT32_TRANSPOSED: float32 (n_in, n_out).
 enum class Format : std::int64_t {
-  FLOAT32, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4, BF16, F16, BY_INPUT
+  FLOAT32, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4, BF16, F16, FLOAT32_TRANSPOSED
 };
 
-// How keys and values are.
-enum class Kept : std::int64_t { FLOAT32, BFLOAT16, INT8 };
+// Types of the KV cache.
+enum class KVDtype : std::int64_t { FLOAT32, BFLOAT16, INT8 };
 
-// One of several matrices that are multiplied with the same x (rows, size): y = x w^T + bias.
+// A linear layer: y = x w^T + bias for x (rows, n_in).
 struct Matrix {
-  const void *w;       // (outs, size), as `format` says
-  const float *bias;   // (outs,) or null
-  float *y;            // (rows, outs)
-  std::int64_t w_row;  // bytes from one row of w to the next; BY_INPUT, from one input's weights to the next's
-  std::int64_t outs;
-  std::int64_t adds;  // 1 to add to y, 0 to overwrite it
-  Format format;      // of w
-  // Whether x is rounded to eight bits for it (products.h), not of floats and halves: 1, or the lanes of a vector if w is woven.
-  std::int64_t int8;
+  const void *w;          // (n_out, n_in) in `format`
+  const float *bias;      // (n_out,) or null
+  float *y;               // (rows, n_out)
+  std::int64_t w_stride;  // bytes between rows of w, transposed or not
+  std::int64_t n_out;
+  std::int64_t accumulate;  // 1: y += ..., 0: y = ...
+  Format format;
+  std::int64_t int8_layout;  // 0: float activations; 1: int8 activations; LANES: int8, and w is interleaved (packed_rows.h)
 };
 
-// How attention weighs keys: by exp(s), s = scale * (q . k), or cap * tanh(s / cap) of it.
-struct Scoring {
+// Attention weights are softmax(s), s = scale * (q . k), or softcap * tanh(s / softcap) of that.
+struct SoftmaxParams {
   float scale;
-  float cap;           // 0: scores are not capped
-  const float *sinks;  // (query heads,) or null: a score that joins the sum of a row's weights and has no value
+  float softcap;       // 0: no cap
+  const float *sinks;  // (query heads,) or null: a further score in the denominator, without a value
 };
 
-// A decoder layer of the Llama kind, or of the Gemma kind, whose attention and MLP have norms behind them too.
-struct Layer {
-  const float *norm, *mlp_norm;            // (hidden,): before the attention and the MLP
-  const float *post_attn_norm, *post_mlp_norm;  // (hidden,): of what the attention and the MLP add to x, or null
-  const float *q_norm, *k_norm;            // (d,) of each head's queries and keys, or null
-  float eps, mlp_eps, attended_eps, done_eps, q_eps, k_eps;
-  float plus;  // what is added to the norms' weights
-  Scoring scoring;
+// A decoder layer of the Llama kind, or of the Gemma kind, which also has norms after the attention and the MLP.
+struct DecoderLayer {
+  const float *norm, *mlp_norm;                 // (hidden_size,): before the attention and the MLP
+  const float *post_attn_norm, *post_mlp_norm;  // (hidden_size,): of their outputs, before the residual is added; or null
+  const float *q_norm, *k_norm;                 // (d,): of each head, or null
+  float eps, mlp_eps, post_attn_eps, post_mlp_eps, q_eps, k_eps;
+  float norm_offset;  // added to the norms' weights (1 for Gemma)
+  SoftmaxParams softmax;
   Matrix q, k, v, o, gate, up, down;
-  std::int64_t hidden, heads, kv_heads, d, inner;
-  std::int64_t gelu;   // 1: the MLP's gate goes through GELU by tanh; 0: through SiLU
-  std::int64_t gates;  // 1: q also gives d gates behind each head's query; the sigmoids multiply what the head attends to
+  std::int64_t hidden_size, n_heads, n_kv_heads, d, intermediate_size;  // d: head size
+  std::int64_t gelu;        // activation of the MLP's gate: 1: GELU by tanh, 0: SiLU
+  std::int64_t gated_attn;  // 1: q gives d queries and d gates for each head; sigmoid(gate) scales the head's output
 };
 
-// Consecutive layers, and the norm and head that turn the last output into logits.
-struct Stack {
-  const Layer *const *layers;   // null where a layer is recurrent
-  const struct DeltaLayer *const *deltas;  // null where a layer attends
-  const std::int64_t *kinds;   // (count,): which Batch and KeysValues a layer takes
-  const std::int64_t *places;  // (count,): which of the layers of these keys and values are its own
-  std::int64_t count, size;  // of the layers; hidden
-  const float *norm;         // (hidden,)
-  float eps, plus;
-  float cap;  // logits s become cap * tanh(s / cap); 0: they are not capped
+// Consecutive layers, and the final norm and head. Layers whose KV is laid out alike form a KV group, as in vLLM.
+struct DecoderStack {
+  const DecoderLayer *const *layers;              // (n_layers,): null for recurrent layers
+  const struct GatedDeltaNetLayer *const *delta_layers;  // (n_layers,): null for attention layers
+  const std::int64_t *kv_group;        // (n_layers,): which AttentionMetadata and KVCache a layer takes
+  const std::int64_t *index_in_group;  // (n_layers,): the layer's index in that cache, or among the recurrent layers
+  std::int64_t n_layers, hidden_size;
+  const float *norm;  // (hidden_size,): the final norm
+  float eps, norm_offset;
+  float softcap;  // logits s become softcap * tanh(s / softcap); 0: no cap
   Matrix head;
 };
 
-// T rows of each of B sequences, and where their keys and values lie.
-struct Batch {
-  std::int64_t sequences, size;       // B, T
-  const float *cos, *sin;             // (B, T, turned)
-  std::int64_t turned;                // the first dimensions of a head, those that RoPE turns; 0 for none
-  const std::int64_t *slots, *first;  // (B,): of the store; the row that a sequence's first new key is written to
-  const std::int64_t *ends;           // (B,): keys of a sequence, the new ones included
-  const std::uint8_t *masks;          // (B, T, width) or null: which of its last keys a row sees
-  const std::int32_t *begins;         // (B, T) or null: the first rank that a row sees, as longdraft_attend counts
-  std::int64_t width;
-  std::int64_t prompt;  // 1 for causal rows of a prompt, which are computed chunk by chunk
+// What the attention of one KV group knows of a forward: T new tokens for each of B sequences.
+struct AttentionMetadata {
+  std::int64_t n_sequences, query_len;         // B, T
+  const float *cos, *sin;                      // (B, T, rotary_dim)
+  std::int64_t rotary_dim;                     // RoPE rotates the first so many dimensions of a head; 0: no RoPE
+  const std::int64_t *slots, *kv_write_start;  // (B,): slot in the cache; index of the first new KV entry there
+  const std::int64_t *kv_lens;                 // (B,): KV entries of a sequence, the new ones included
+  const std::uint8_t *masks;                   // (B, T, mask_width) or null: which of the last entries a token sees
+  const std::int32_t *window_start;            // (B, T) or null: the first rank that a token sees (see longdraft_attend)
+  std::int64_t mask_width;
+  std::int64_t prefill;  // 1: causal tokens of a prompt
 };
 
-// Keys and values of layers: (layers, slots, kv_heads, capacity, d). Strides count numbers.
-struct KeysValues {
+// Keys and values of several layers: (layers, slots, n_kv_heads, capacity, d). The integers are strides in elements.
+struct KVCache {
   void *k, *v;
   std::int64_t k_layer, v_layer, k_slot, k_head, k_row, k_dim, v_slot, v_head, v_row;
-  Kept format;               // k_row is 1 with all but FLOAT32
-  float *k_scale, *v_scale;  // (layers, slots, kv_heads, capacity): what the numbers of an int8 row are multiplied by; else null
+  KVDtype dtype;             // k_row is 1 (K is stored transposed) unless it is FLOAT32
+  float *k_scale, *v_scale;  // INT8: (layers, slots, n_kv_heads, capacity), a scale for each entry; else null
   std::int64_t scale_layer, scale_slot, scale_head;
 };
 
-// A draft's block and its head: EAGLE-3's, which joins tokens with features of the target, or LongSpec's, which also attends to
-// the target's keys.
-struct Draft {
-  const float *norm, *feature_norm;                  // (hidden,): of the tokens; of what is joined with them, or null
-  const float *cross_norm, *mlp_norm, *final_norm;  // (hidden,); the first one unused, the last one null where there is none
-  float eps, scale;                                 // of the norms; of the attentions
+// A draft's decoder block and head. EAGLE-3 concatenates token embeddings and features; LongSpec also cross-attends to the
+// target's KV.
+struct DraftBlock {
+  const float *norm, *feature_norm;                 // (hidden_size,): of the embeddings; of the features, or null (LongSpec)
+  const float *cross_norm, *mlp_norm, *final_norm;  // (hidden_size,); cross_norm is unused, final_norm null where there is none
+  float eps, scale;                                 // of all norms; of the softmax
   Matrix q, k, v, o, cross_q, cross_o, gate, up, down, head;
-  std::int64_t hidden, heads, kv_heads, d, inner;
-  std::int64_t normed_residual;  // 1 if the residual of the attention is the normalised joined input
+  std::int64_t hidden_size, n_heads, n_kv_heads, d, intermediate_size;
+  std::int64_t norm_before_residual;  // 1: the attention's residual is the normalized input
 };
 
-// Rows of B sequences, of which the last W are computed to the end, and the keys that those see.
-struct Nodes {
-  std::int64_t sequences, width;       // B, W
-  const std::int64_t *counts, *slots;  // (B,): rows of each sequence; its slot, here and in the target's store
-  const float *x, *joined;             // (rows, hidden): embeddings, and what is joined with them
-  const float *cos, *sin;              // (rows, d)
-  const std::int64_t *begins, *ends;   // (B,): of the draft's own keys, those that are seen; the last are the rows' own
-  const std::uint8_t *masks;           // (B, W, seen) or null: which of the last `seen` keys a row sees
-  std::int64_t seen;
-  const std::int64_t *lengths;  // (B,): of the target's keys, how many are seen
+// New tokens of B sequences. KV is written for all of them; only the last W of each sequence are computed to the end.
+struct DraftLevelInput {
+  std::int64_t n_sequences, query_len;   // B, W
+  const std::int64_t *n_tokens, *slots;  // (B,): new tokens; slot in the draft's cache and in the target's
+  const float *embeds, *features;        // (tokens, hidden_size)
+  const float *cos, *sin;                // (tokens, d)
+  const std::int64_t *kv_starts, *kv_lens;  // (B,): a sequence sees entries [start, len) of the draft's KV; the new ones are last
+  const std::uint8_t *masks;             // (B, W, mask_width) or null: which of the last entries a token sees
+  std::int64_t mask_width;
+  const std::int64_t *target_kv_lens;  // (B,): entries of the target's KV that are seen
 };
 
-// Summaries of a text's chunks of keys: (layers, heads, chunks, d), where a dimension's chunks lie one behind the other.
-// Strides count numbers. Null: not kept.
-struct Summaries {
-  float *largest, *smallest, *mean;
+// Summaries of chunks of keys, (layers, n_kv_heads, chunks, d), chunks contiguous. The integers are strides. Null: not computed.
+struct ChunkSummaries {
+  float *max, *min, *mean;
   std::int64_t layer, head, dim;
 };
 
-// How chunks are scored (views/scorers.py): the first three kinds read only summaries.
+// Scorers of chunks (views/scorers.py): the first three need only summaries.
 enum class Scorer : std::int64_t { MEAN_KEY, MINMAX, QUEST, TOKENS, ATTENTION, SNAPKV };
 
-// The chunks of a text that are scored, the scorer, and the number of chunks to choose.
-struct Choice {
-  const float *largest, *smallest, *mean;  // Summaries, of which the kind's are there
-  std::int64_t layer, head, dim;
-  const KeysValues *kv;         // for the kinds that read all keys: float32
-  std::int64_t slot, n, chunk;  // of those; rows of the text, and of a chunk
-  std::int64_t layers, heads, group, rows, d;  // KV heads; query heads to each of them; queries of each
-  std::int64_t first, behind, count;           // chunks [first, behind) are scored
-  Scorer kind;
-  std::int64_t most;                           // a chunk's score is its largest of all queries, not their sum: of the first three kinds
+// Chooses chunks of a context by their scores.
+struct ChunkSelection {
+  const float *max, *min, *mean;  // ChunkSummaries that the scorer needs
+  std::int64_t layer, head, dim;  // their strides
+  const KVCache *kv;              // float32, for scorers that read all keys
+  std::int64_t slot, kv_len, chunk_size;
+  std::int64_t n_layers, n_kv_heads, group_size, n_queries, d;  // query heads a KV head; queries of each
+  std::int64_t first_chunk, end_chunk, n_selected;              // candidates are chunks [first_chunk, end_chunk)
+  Scorer scorer;
+  std::int64_t use_max;  // reduce over queries by the maximum, not the sum; for the first three scorers
 };
 
-// A kind of recurrent layer, of which a head's state is (keys, values).
-struct Recurrence {
-  std::int64_t heads, key_heads, keys, values;  // heads: of values; each head of keys and queries serves as many of them
-  std::int64_t corrected;                       // whether a value is corrected by what the state has for its key (delta rule)
-  std::int64_t normalised;                      // whether keys and queries are divided by their lengths first
-  std::int64_t by_key;                          // whether each key has a decay of its own
-  float scale, eps;                             // of queries; beside the squared lengths
-  const float *a, *bias, *skip;                 // (heads,) each, of Mamba-2, or null; skip: the part of a value in its output
+// A linear recurrence, whose state is (head_k_dim, head_v_dim) for each head.
+struct LinearRecurrence {
+  std::int64_t n_v_heads, n_k_heads, head_k_dim, head_v_dim;  // n_v_heads / n_k_heads value heads share a key head
+  std::int64_t delta_rule;       // 1: the state's value for the key is subtracted from v first
+  std::int64_t qk_l2norm;        // 1: q and k are divided by their L2 norms
+  std::int64_t decay_per_key;    // 1: a decay for each key dimension, 0: for each head
+  float scale, eps;              // of q; added to the squared norms
+  const float *a, *dt_bias, *d_skip;  // (n_v_heads,): Mamba-2's A, dt_bias and D, or null
 };
 
-// Inputs of rows, one behind the other.
-struct RecurrentRows {
-  std::int64_t count;
-  const float *q, *k;     // (count, key heads, keys)
-  const float *v;         // (count, heads, values)
-  const float *g, *beta;  // (count, heads) or with by_key (count, heads, keys): logarithms of decays; (count, heads). With `a`
-                          // g is the step size, and beta null.
+// Inputs of consecutive tokens.
+struct RecurrentInputs {
+  std::int64_t n_tokens;
+  const float *q, *k;     // (n_tokens, n_k_heads, head_k_dim)
+  const float *v;         // (n_tokens, n_v_heads, head_v_dim)
+  const float *g, *beta;  // log decay (n_tokens, n_v_heads[, head_k_dim]), weight (n_tokens, n_v_heads). Mamba-2: dt, null.
 };
 
-// One sequence: committed rows that its state lacks, and a tree's rows behind them.
+// One sequence: committed tokens that its state lacks, and a tree of new tokens.
 struct RecurrentSequence {
-  float *state;  // (heads, keys, values); the pending rows are taken into it
-  RecurrentRows pending, rows;
-  const std::int64_t *parents;       // (rows,): -1 behind the committed rows
-  const std::int64_t *order, *inner;  // (needed,): rows to compute, parents first; whether others come behind them
-  std::int64_t needed, first;         // rows from `first` on have outputs
-  float *out;                         // (rows - first, heads, values)
+  float *state;  // (n_v_heads, head_k_dim, head_v_dim); takes in the pending tokens
+  RecurrentInputs pending, tree;
+  const std::int64_t *parents;               // (tree tokens,): -1 for the committed state
+  const std::int64_t *order, *has_children;  // (n_computed,): tokens to compute, parents first
+  std::int64_t n_computed, first_output;     // tree tokens from first_output on have outputs
+  float *out;                                // (tree tokens - first_output, n_v_heads, head_v_dim)
 };
 
-// A short convolution of each channel by itself.
-struct Convolution {
-  std::int64_t channels, inputs;  // inputs: that a row sees, its own included
-  const float *weight, *bias;     // (channels, inputs); (channels,) or null
-  std::int64_t silu;              // whether SiLU follows
+// A depthwise causal convolution.
+struct CausalConv {
+  std::int64_t channels, kernel_size;
+  const float *weight, *bias;  // (channels, kernel_size); (channels,) or null
+  std::int64_t silu;           // 1: SiLU follows
 };
 
-// One sequence: the last inputs before it and those of a tree's rows.
-struct ConvolutionSequence {
-  const float *window, *rows;  // (inputs - 1, channels), (any, channels)
-  const std::int64_t *places;  // (count, inputs): of the window and the rows behind it, those that each row sees
-  std::int64_t count;
-  float *out;  // (count, channels)
+// One sequence: the convolution's state and the inputs of a tree's tokens.
+struct CausalConvSequence {
+  const float *state, *inputs;       // (kernel_size - 1, channels), (any, channels)
+  const std::int64_t *input_indices;  // (n_tokens, kernel_size): each token's inputs, as indices into state and inputs in turn
+  std::int64_t n_tokens;
+  float *out;  // (n_tokens, channels)
 };
 
-// A decoder layer whose mixer is a gated DeltaNet: norm, products, short convolution, delta rule, norm with gate, product; and
-// the norm and MLP of a Layer.
-struct DeltaLayer {
-  const float *norm, *mlp_norm;  // (hidden,)
-  const float *out_norm;         // (values,): of each head's output, nothing added to it
+// A decoder layer with a gated DeltaNet for its mixer: norm, projections, convolution, delta rule, gated norm, projection; and the
+// norm and MLP of a DecoderLayer.
+struct GatedDeltaNetLayer {
+  const float *norm, *mlp_norm;  // (hidden_size,)
+  const float *out_norm;         // (head_v_dim,): of each head's output, without norm_offset
   float eps, mlp_eps, out_eps;
-  float plus;                    // what is added to the first two norms' weights
-  Matrix mixed, z, b, a, o, gate, up, down;  // mixed: queries, keys and values, which are convolved; z: the gates of outputs
-  Convolution convolution;
-  Recurrence recurrence;  // its key heads are those of the rows that are kept
-  const float *decay, *bias;  // (heads,): -exp(A_log), dt_bias
-  const std::int64_t *order;  // (heads,): the heads in the order in which o has them, or null
-  std::int64_t key_heads;     // of `mixed`
-  std::int64_t hidden, inner, gelu;
+  float norm_offset;
+  Matrix qkv, z, b, a, o, gate, up, down;  // z: output gates; b: beta before the sigmoid; a: step before dt_bias
+  CausalConv conv;
+  LinearRecurrence recurrence;    // its n_k_heads are those of the cached q and k
+  const float *neg_exp_a, *dt_bias;  // (n_v_heads,): -exp(A_log)
+  const std::int64_t *head_order;    // (n_v_heads,): order of the heads in o's input, or null
+  std::int64_t n_k_heads;            // of `qkv`
+  std::int64_t hidden_size, intermediate_size, gelu;
 };
 
-// The rows of B sequences for all recurrent layers.
-struct DeltaRows {
-  const std::int64_t *const *places;  // (B,): as ConvolutionSequence has them, of each sequence
-  float *const *inputs;               // (layers, B): all rows' inputs of the convolution, of which the new ones are written
-  const float *const *windows;        // (layers, B)
-  RecurrentSequence *sequences;       // (layers, B): of the rows those from `first` on are written; out is not read
+// The new tokens of B sequences for all recurrent layers.
+struct DeltaNetBatch {
+  const std::int64_t *const *conv_indices;  // (B,): CausalConvSequence.input_indices
+  float *const *conv_inputs;                // (layers, B): inputs of the convolution; those of new tokens are written
+  const float *const *conv_states;          // (layers, B)
+  RecurrentSequence *sequences;             // (layers, B): inputs from first_output on are written; out is not read
 };
 
-// Floats that a vector holds.
+// Floats in a vector.
 int longdraft_lanes();
 
-// Sets the OpenMP library's GOMP_parallel, whose threads share the work from then on; null to use only the calling thread.
+// Sets the OpenMP library's GOMP_parallel, whose threads the kernels use; null: the calling thread alone.
 void longdraft_threads(void (*entry)(void (*)(void *), void *, unsigned, unsigned));
 
-// Multiplies x with several matrices, sharing the outputs among the threads. prompt: whether the rows are a prompt's, of which
-// products with matrices in int8 arithmetic are computed in bfloat16 where there are tiles.
-Code longdraft_linear(const float *x, std::int64_t rows, std::int64_t size, const Matrix *matrices, std::int64_t count,
-                      std::int64_t prompt, int threads);
+// Multiplies x (rows, n_in) with several matrices. prefill: rows are a prompt's; with AMX, matrices with int8_layout are then
+// multiplied in bfloat16.
+Status longdraft_linear(const float *x, std::int64_t rows, std::int64_t n_in, const Matrix *matrices, std::int64_t count,
+                        std::int64_t prefill, int threads);
 
-// Rows [starts[g], starts[g + 1]) of x (starts[count], size) times the matrices of expert experts[g], for each of `count` groups.
-// matrices: `each` of every expert, all i-th ones of the same size. y: for each of them (starts[count], outs). Groups are not empty.
-Code longdraft_experts(const float *x, std::int64_t size, const Matrix *matrices, std::int64_t each,
-                       const std::int64_t *experts, const std::int64_t *starts, std::int64_t count, float *y, int threads);
+// A grouped GEMM: for each of n_groups groups g, rows [offsets[g], offsets[g + 1]) of x, at least one, times the matrices of expert
+// expert_ids[g]. matrices: `per_expert` for each expert; the i-th ones have one size. y: for each i, (rows, n_out).
+Status longdraft_grouped_gemm(const float *x, std::int64_t n_in, const Matrix *matrices, std::int64_t per_expert,
+                              const std::int64_t *expert_ids, const std::int64_t *offsets, std::int64_t n_groups, float *y,
+                              int threads);
 
-// Unpacks rows of a stored matrix to floats (rows, size).
-Code longdraft_unpack(const void *w, Format format, std::int64_t rows, std::int64_t size, std::int64_t w_row, float *out,
-                      int threads);
+// Dequantizes a matrix to float32 (n_out, n_in).
+Status longdraft_dequantize(const void *w, Format format, std::int64_t n_out, std::int64_t n_in, std::int64_t w_stride, float *out,
+                            int threads);
 
-// Lays rows of a stored matrix, a multiple of the lanes of a vector, as int8 arithmetic reads them (stored.h), in as many bytes.
-Code longdraft_weave(const void *w, Format format, std::int64_t outs, std::int64_t size, std::int64_t w_row, void *woven,
-                     int threads);
+// Interleaves groups of LANES rows (packed_rows.h); n_out is a multiple of LANES. repacked has as many bytes as w.
+Status longdraft_repack(const void *w, Format format, std::int64_t n_out, std::int64_t n_in, std::int64_t w_stride, void *repacked,
+                        int threads);
 
-// out, q (heads, rows, d) contiguous, heads those of the KV; row r of a head is row r % mask_rows of the tree.
-// kv: n keys and values of a slot; one of k_row and k_dim is 1, and rows of v are contiguous.
-// mask (mask_rows, width) or null: which of the last `width` keys a row sees; it sees all before them.
-// begins (mask_rows,) or null: the first rank that a row sees. A key before the last `width` has its number as rank; the others
-// follow in the order in which the row's path has them. Keys that no row sees are not read.
-// What a row gets is, to the bit, what it would get alone, with the keys on its path one after the other.
-// d: a multiple of 16.
-Code longdraft_attend(const float *q, const KeysValues *kv, std::int64_t slot, std::int64_t heads, std::int64_t rows,
-                      std::int64_t d, std::int64_t n, const std::uint8_t *mask, std::int64_t mask_rows,
-                      std::int64_t width, const std::int32_t *begins, const Scoring *scoring, float *out, int threads);
+// Attention to n_kv entries of a slot. out, q (n_kv_heads, rows, d), d a multiple of 16; row r is tree token r % mask_rows.
+// kv: k_row or k_dim is 1, values are contiguous.
+// mask (mask_rows, mask_width) or null: which of the last entries a token sees; it sees all entries before them.
+// window_start (mask_rows,) or null: the first rank that a token sees. An entry before the last mask_width has its index as rank;
+// then come the entries on the token's path. Entries that no token sees are not read.
+// A row has the bits that it would have alone, with its path's entries consecutive (plain decoding).
+Status longdraft_attend(const float *q, const KVCache *kv, std::int64_t slot, std::int64_t n_kv_heads, std::int64_t rows,
+                        std::int64_t d, std::int64_t n_kv, const std::uint8_t *mask, std::int64_t mask_rows,
+                        std::int64_t mask_width, const std::int32_t *window_start, const SoftmaxParams *softmax, float *out,
+                        int threads);
 
-// A chunk of a prompt: out, q (heads, rows, d) contiguous, `group` query heads to a KV head; row r sees all but the last
-// rows - 1 - r of the n keys, from begins[r] on. kv, begins (rows,) and scoring as above, and so are the bits.
-Code longdraft_attend_chunk(const float *q, const KeysValues *kv, std::int64_t slot, std::int64_t heads,
-                            std::int64_t group, std::int64_t rows, std::int64_t d, std::int64_t n,
-                            const std::int32_t *begins, const Scoring *scoring, float *out, int threads);
+// Causal attention of a prompt's chunk, whose entries are the last of n_kv. out, q (n_heads, rows, d). The rest, and the bits, as
+// in longdraft_attend.
+Status longdraft_attend_prefill(const float *q, const KVCache *kv, std::int64_t slot, std::int64_t n_heads,
+                                std::int64_t group_size, std::int64_t rows, std::int64_t d, std::int64_t n_kv,
+                                const std::int32_t *window_start, const SoftmaxParams *softmax, float *out, int threads);
 
-// x (B, T, hidden) becomes the layers' output; their keys and values are written where the batches say. Each kind of layer has a
-// batch and keys and values of its own; all batches have the same rows. For each layer,
-// queries[i] (B, heads, T, d), after RoPE, and hidden[i] (B, T, hidden), its output, or null. Of each row, or of the last of
-// a sequence's T rows alone where `last`: logits (rows, vocabulary), or null; and the `best` largest log-probabilities, the
-// largest first, with the places of their tokens in the head, unless best is 0.
-// rows: of the recurrent layers, or null if there are none.
-Code longdraft_stack(const Stack *stack, const Batch *batches, const KeysValues *kv, const DeltaRows *rows, float *x,
-                     float *const *queries, float *const *hidden, int last, float *logits, std::int64_t best, float *logprobs,
-                     std::int64_t *tokens, int threads);
-// Layer `number` of the recurrent ones: x (B, T, hidden) becomes its output. See DeltaRows for what is written.
-void longdraft_delta(const DeltaLayer *layer, const DeltaRows *rows, std::int64_t number, std::int64_t sequences,
-                     std::int64_t size, float *x, int threads);
-// out (B, W, hidden) = the block of the rows that go on, before the last norm; and of each row the `best` largest
-// log-probabilities, the largest first, and the places of their tokens in the head, or where best is 0, logits (B, W, outs).
-// own: the draft's keys and values, to which those of all rows are written; text: the target's last layer, or null.
-Code longdraft_draft(const Draft *draft, const Nodes *nodes, const KeysValues *own, const KeysValues *text,
-                     std::int64_t best, float *out, float *logits, float *logprobs, std::int64_t *tokens, int threads);
+// Runs decoder layers: x (B, T, hidden_size) becomes their output, and KV is written. metadata, kv: for each KV group.
+// For each layer, if not null: queries[i] (B, n_heads, T, d) after RoPE, hidden[i] (B, T, hidden_size) its output.
+// Of the last `n_last` tokens of each sequence (0: all): logits (rows, vocab_size) or null; with topk > 0, topk_logprobs and
+// topk_indices (rows of the head), the largest first.
+// delta_batch: for the recurrent layers, or null.
+Status longdraft_stack(const DecoderStack *stack, const AttentionMetadata *metadata, const KVCache *kv,
+                       const DeltaNetBatch *delta_batch, float *x, float *const *queries, float *const *hidden, int n_last,
+                       float *logits, std::int64_t topk, float *topk_logprobs, std::int64_t *topk_indices, int threads);
 
-// Computes rows of recurrent layers. A row's bits do not depend on other rows but those before it on its path.
-Code longdraft_recur(const Recurrence *recurrence, const RecurrentSequence *sequences, std::int64_t count, int threads);
+// Recurrent layer number `index`: x (B, T, hidden_size) becomes its output. Also writes what DeltaNetBatch says.
+void longdraft_delta_net_layer(const GatedDeltaNetLayer *layer, const DeltaNetBatch *batch, std::int64_t index,
+                               std::int64_t n_sequences, std::int64_t query_len, float *x, int threads);
 
-// Convolves rows with the inputs that they see.
-Code longdraft_convolve(const Convolution *convolution, const ConvolutionSequence *sequences, std::int64_t count, int threads);
+// One step of a draft. out (B, W, hidden_size): the block's output before the final norm. With topk > 0 also topk_logprobs and
+// topk_indices (rows of the head), the largest first; else logits (B, W, vocab_size).
+// draft_kv: takes the KV of all tokens. target_kv: of the target's last layer, or null.
+Status longdraft_draft_level(const DraftBlock *draft, const DraftLevelInput *batch, const KVCache *draft_kv, const KVCache *target_kv,
+                             std::int64_t topk, float *out, float *logits, float *topk_logprobs, std::int64_t *topk_indices,
+                             int threads);
 
-// Summarises chunks [from, to) of a slot's keys, float32.
-Code longdraft_summarise(const KeysValues *kv, std::int64_t slot, std::int64_t layers, std::int64_t heads, std::int64_t d,
-                         std::int64_t chunk, const Summaries *out, std::int64_t from, std::int64_t to, int threads);
+// Runs recurrences. A token's bits depend only on the tokens before it on its path.
+Status longdraft_linear_recurrence(const LinearRecurrence *recurrence, const RecurrentSequence *sequences, std::int64_t count,
+                                   int threads);
 
-// chosen (layers, heads, count): the chunks with the highest scores (views/scorers.py) by the queries (layers, heads, group,
-// rows, d), in the text's order; of equal scores the earlier chunk. For softmax masses queries are scaled already.
-Code longdraft_choose(const Choice *choice, const float *queries, std::int64_t *chosen, int threads);
+Status longdraft_causal_conv(const CausalConv *conv, const CausalConvSequence *sequences, std::int64_t count, int threads);
 
-// Rows of a slot, float32, in a copy of any format: the first `sink`, the chosen chunks (layers, heads, count), and [window, end), one behind the other.
-// held (layers, heads, count): which chunk each place of the copy holds, -1 where it holds none yet. Chosen chunks that are
-// there stay in their places, so the copy's chunks need not be in the text's order.
-Code longdraft_copy_view(const KeysValues *kv, const KeysValues *copy, std::int64_t slot, std::int64_t layers,
-                         std::int64_t heads, std::int64_t d, const std::int64_t *chosen, std::int64_t *held,
-                         std::int64_t count, std::int64_t chunk, std::int64_t sink, std::int64_t window, std::int64_t end,
-                         int threads);
+// Summarizes chunks [from, to) of a slot's float32 keys.
+Status longdraft_summarize_chunks(const KVCache *kv, std::int64_t slot, std::int64_t n_layers, std::int64_t n_kv_heads,
+                                  std::int64_t d, std::int64_t chunk_size, const ChunkSummaries *out, std::int64_t from,
+                                  std::int64_t to, int threads);
 
-// Rows [from, from + count) of a slot, float32, which become rows [to, to + count) of its copy, of any format.
-Code longdraft_copy_rows(const KeysValues *kv, const KeysValues *copy, std::int64_t slot, std::int64_t layers,
-                         std::int64_t heads, std::int64_t d, std::int64_t from, std::int64_t to, std::int64_t count, int threads);
+// chunk_ids (n_layers, n_kv_heads, n_selected): the chunks with the highest scores, ascending; the earlier of equal ones. queries
+// (n_layers, n_kv_heads, group_size, n_queries, d), with the softmax scale where scores are softmax masses.
+Status longdraft_select_chunks(const ChunkSelection *selection, const float *queries, std::int64_t *chunk_ids, int threads);
+
+// Copies entries of a slot, float32, to a view of any dtype: the first `sink`, the chosen chunks, and [window, end), in this order.
+// chunk_ids, resident (n_layers, n_kv_heads, n_chunks): resident is the chunk in each place of the view, or -1. Chosen chunks that
+// are resident stay in place, so the view's chunks need not be ascending.
+Status longdraft_copy_view(const KVCache *kv, const KVCache *view, std::int64_t slot, std::int64_t n_layers,
+                           std::int64_t n_kv_heads, std::int64_t d, const std::int64_t *chunk_ids, std::int64_t *resident,
+                           std::int64_t n_chunks, std::int64_t chunk_size, std::int64_t sink, std::int64_t window, std::int64_t end,
+                           int threads);
+
+// Copies entries [from, from + count) of a slot, float32, to [to, to + count) of a view of any dtype.
+Status longdraft_copy_entries(const KVCache *kv, const KVCache *view, std::int64_t slot, std::int64_t n_layers,
+                              std::int64_t n_kv_heads, std::int64_t d, std::int64_t from, std::int64_t to, std::int64_t count,
+                              int threads);
 }

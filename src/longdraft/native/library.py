@@ -1,4 +1,4 @@
-"""The kernels as methods that take tensors."""
+"""The C++ kernels as methods that take tensors."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ logger = logging.getLogger("longdraft")
 SWITCH = "LONGDRAFT_NATIVE"
 # The cost of having no kernels (docs/cpu.md).
 NO_KERNELS_COST = "Decoding takes 1.5 to 4.5 times as long, the most where weights are stored in few bits"
-# Head sizes are multiples of it.
+# Attention kernels need a head size that is a multiple of it.
 HEAD_DIM_MULTIPLE = 16
 
 
 class Kernels:
-    """The compiled kernels. Tensors are float32 on the CPU, except keys and values. There are no gradients.
+    """The compiled kernels, without gradients. Tensors are float32 on the CPU, except keys and values.
 
-    A row's result has the same bits whatever rows are beside it, and with any number of threads.
+    A row's bits do not depend on the other rows or the number of threads.
 
     Attributes:
-        level: the instruction set.
+        level: the instruction set, one of :data:`~longdraft.native.build.LEVELS`.
         lanes: floats in a vector.
     """
 
@@ -60,69 +60,50 @@ class Kernels:
         self._functions: dict[str, Callable[..., None]] = {}
         for name, arguments in FUNCTIONS.items():
             function = getattr(library, f"longdraft_{name}")
-            function.restype, function.argtypes, function.errcheck = ctypes.c_int, arguments, _checked
+            function.restype, function.argtypes, function.errcheck = ctypes.c_int, arguments, _check_status
             self._functions[name] = function
         self.lanes = int(library.longdraft_lanes())
         library.longdraft_threads.argtypes = [Pointer]
         library.longdraft_threads(_parallel_entry())
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Calls a function of :data:`~longdraft.native.header.FUNCTIONS` with torch's number of threads, its last
-        argument. A profiler of torch's shows it by its name, such as ``longdraft::stack``.
+        """Calls ``longdraft_NAME`` of kernels.h with torch's number of threads; profilers show ``longdraft::NAME``.
 
         Raises:
-            MemoryBudgetError: it got no memory to work in.
+            MemoryBudgetError: it could not allocate its buffers.
         """
         profiled = torch._C._autograd._profiler_enabled()
         with torch.profiler.record_function(f"longdraft::{name}") if profiled else nullcontext():
             self._functions[name](*arguments, torch.get_num_threads())
 
-    def linear(self, x: torch.Tensor, weights: Sequence[LinearWeights], prompt: bool = False) -> list[torch.Tensor]:
-        """x (..., in) times several matrices (out, in), plus their biases -> (..., out) for each matrix.
-
-        Args:
-            prompt: the rows are a prompt's. Where there are tiles, products in int8 arithmetic are in bfloat16 then.
-        """
+    def linear(self, x: torch.Tensor, weights: Sequence[LinearWeights], prefill: bool = False) -> list[torch.Tensor]:
+        """Several linear layers of one x (..., in) -> (..., out) for each. prompt: with AMX, bfloat16 replaces int8."""
         x = x.contiguous()
-        size = x.shape[-1]
+        in_features = x.shape[-1]
         outs = [torch.empty(*x.shape[:-1], w.shape[0], **CPU_FLOAT32) for w, _ in weights]
-        matrices = (Matrix * len(outs))(*(matrix_struct(w, out, size) for w, out in zip(weights, outs, strict=True)))
-        self.call("linear", address(x), x.numel() // size, size, matrices, len(outs), prompt)
+        matrices = (Matrix * len(outs))(
+            *(matrix_struct(w, out, in_features) for w, out in zip(weights, outs, strict=True))
+        )
+        self.call("linear", address(x), x.numel() // in_features, in_features, matrices, len(outs), prefill)
         return outs
 
     def dequantize(self, weights: QuantizedMatrix) -> torch.Tensor:
-        """Stored weights as float32 (out, in)."""
-        out = torch.empty(weights.shape, **CPU_FLOAT32)
-        data = weights.data
-        places = (
-            address(data, torch.uint8, strided_rows=True),
-            weights.format_id,
-            *weights.shape,
-            data.stride(0),
-            address(out),
-        )
-        self.call("unpack", *places)
+        """The weights as float32 (out, in)."""
+        out, data = torch.empty(weights.shape, **CPU_FLOAT32), weights.data
+        matrix = address(data, torch.uint8, strided_rows=True), weights.format_id, *weights.shape, data.stride(0)
+        self.call("dequantize", *matrix, address(out))
         return out
 
     def can_repack(self, weights: QuantizedMatrix, out_features: int | None = None) -> bool:
-        """True if these weights can be laid out by :meth:`repack`: their outputs fill whole vectors.
-
-        Args:
-            outs: outputs of each matrix, where several lie one behind the other; None for one matrix.
-        """
+        """True if :meth:`repack` takes these weights. out_features: of each of several matrices; None for one."""
         return weights.is_quantized and (out_features or weights.shape[0]) % self.lanes == 0
 
     def repack(self, weights: QuantizedMatrix, out: torch.Tensor | None = None) -> QuantizedMatrix:
-        """Stored weights with a copy that int8 arithmetic reads faster: a vector's worth of rows beside one another.
-
-        Args:
-            weights: such as :meth:`can_repack` allows.
-            place: memory for the copy, as many bytes as the weights have; None takes some.
-        """
+        """Adds a copy with interleaved rows (packed_rows.h) for int8 arithmetic, in ``out`` if given."""
         data, (rows, size) = weights.data, weights.shape
         out = allocate_bytes(data.numel()) if out is None else out
-        places = address(data, torch.uint8, strided_rows=True), weights.format_id, rows, size, data.stride(0)
-        self.call("weave", *places, address(out, torch.uint8, data.numel()))
+        matrix = address(data, torch.uint8, strided_rows=True), weights.format_id, rows, size, data.stride(0)
+        self.call("repack", *matrix, address(out, torch.uint8, data.numel()))
         return replace(weights, repacked=out.view(rows // self.lanes, self.lanes, data.shape[1]))
 
     def attend(
@@ -138,47 +119,40 @@ class Kernels:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of folded rows, or of a chunk of a prompt.
+        """Attention of a tree's tokens, or causal attention of a prompt's chunk.
 
         Args:
-            q: (Hkv, G*T, d), d a multiple of 16; row g*T + t of a KV head is query head g of its group, row t. Of a
-                chunk (Hq, T, d).
-            k, v: (Hkv, n, d). Keys are stored column-wise (float32 keys may also be stored by row), values by row. The
-                last T are those of the chunk itself.
-            tree_mask: (T, W) bool, True where a row sees one of the last W keys; it sees all keys before them. None if every
-                row sees every key, and for a chunk.
-            prefill: attention is causal.
-            window_start: (T,) int32, the first rank that a row sees: keys before the last W rank by number, then come those
-                on the row's path. None if rows see their path from its start.
+            q: (Hkv, G*T, d), d a multiple of 16; row g*T + t of a KV head is query head g of its group, token t. For
+                prefill (Hq, T, d).
+            k, v: (Hkv, n, d), n KV entries. Keys are stored transposed (float32 keys may not be), values contiguous.
+                In prefill the last T entries are the chunk's.
+            tree_mask: (T, W) bool, True where a token sees one of the last W entries; it sees all entries before them.
+                None if it sees all, and in prefill.
+            window_start: (T,) int32, the first rank that a token sees. Entries before the last W have their index as
+                rank; then come the entries on the token's path. None: no window.
             softcap: scores s become softcap * tanh(s / softcap).
-            sinks: (Hq,) a score for each query head that joins the softmax's denominator and has no value.
+            sinks: (Hq,) further scores in the softmax's denominator, without values.
 
         Returns:
-            Output shaped like q.
+            Like q.
         """
         q = q.contiguous()
         out = torch.empty_like(q)
         heads, rows, d = q.shape
-        tree_mask, window_start, sinks = (
-            _laid_out(tree_mask),
-            _laid_out(window_start, torch.int32),
-            _laid_out(sinks, torch.float32),
-        )
-        text = kv_struct(k[None, None], v[None, None]), 0
+        tree_mask, window_start = _contiguous(tree_mask), _contiguous(window_start, torch.int32)
+        sinks = _contiguous(sinks, torch.float32)
+        kv_and_slot = kv_struct(k[None, None], v[None, None]), 0
         results = SoftmaxParams(scale, softcap or 0.0, address(sinks)), address(out)
         if prefill:
             sizes = heads, heads // k.shape[0], rows, d, k.shape[1]
-            self.call("attend_chunk", address(q), *text, *sizes, address(window_start, torch.int32, rows), *results)
+            starts = address(window_start, torch.int32, rows)
+            self.call("attend_prefill", address(q), *kv_and_slot, *sizes, starts, *results)
             return out
-        size = rows if sinks is None else rows * heads // len(sinks)
-        size = next((len(x) for x in (tree_mask, window_start) if x is not None), size)
-        mask = (
-            address(tree_mask, torch.bool),
-            size,
-            0 if tree_mask is None else tree_mask.shape[1],
-            address(window_start, torch.int32),
-        )
-        self.call("attend", address(q), *text, heads, rows, d, k.shape[1], *mask, *results)
+        num_tokens = rows if sinks is None else rows * heads // len(sinks)
+        num_tokens = next((len(x) for x in (tree_mask, window_start) if x is not None), num_tokens)
+        mask_width = 0 if tree_mask is None else tree_mask.shape[1]
+        mask = address(tree_mask, torch.bool), num_tokens, mask_width, address(window_start, torch.int32)
+        self.call("attend", address(q), *kv_and_slot, heads, rows, d, k.shape[1], *mask, *results)
         return out
 
     def run_stack(
@@ -196,42 +170,42 @@ class Kernels:
         more_kv_groups: Sequence[tuple[AttentionMetadata, KVTensor, KVTensor]] = (),
         recurrent: HasStruct | None = None,
     ) -> StackOutput:
-        """Runs decoder layers, and writes the rows' keys and values.
+        """Runs decoder layers, and writes the new tokens' KV.
 
         Args:
-            rows, keys, values: for layers of the first kind; keys and values (layers, slots, kv_heads, capacity, d).
-            x: (B, T, hidden), overwritten by the last layer's output.
-            queries, hidden: indices of layers whose queries and outputs are returned.
-            logits: the rows whose logits are computed; a number: so many of each sequence's last.
-            best: return only so many of the likeliest tokens of these rows; 0 for all logits.
-            more: the same rows, keys and values for each further kind of layer.
-            recurrent: the rows of the recurrent layers (:class:`~longdraft.native.delta.DeltaRows`).
+            metadata, keys, values: of the first KV group; KV is (layers, slots, kv_heads, capacity, head_dim).
+            x: (B, T, hidden_size), overwritten by the last layer's output.
+            query_layers, hidden_layers: layers whose queries and outputs are returned.
+            logits: tokens whose logits are computed; a number n: the last n of each sequence.
+            topk: return only the top k of these logits; 0: all.
+            more_kv_groups: metadata, keys and values of the other KV groups.
+            recurrent: :class:`~longdraft.native.delta.DeltaNetBatch` for recurrent layers.
         """
-        batch, size, _ = x.shape
+        batch_size, query_len, _ = x.shape
         out, topk = StackOutput(), min(topk, stack.vocab_size)
         for i in query_layers:
             layer = stack.layers[i]
             assert isinstance(layer, DecoderLayer), "a recurrent layer has no queries"
-            out.queries[i] = torch.empty(batch, layer.num_heads, size, layer.head_dim, **CPU_FLOAT32)
+            out.queries[i] = torch.empty(batch_size, layer.num_heads, query_len, layer.head_dim, **CPU_FLOAT32)
         out.hidden = {i: torch.empty_like(x) for i in hidden_layers}
-        rows_each = logits if isinstance(logits, int) else size if logits == "all" else 1
+        num_logits = logits if isinstance(logits, int) else query_len if logits == "all" else 1
         if topk:
             out.topk_logprobs, out.topk_indices = (
-                torch.empty(batch, rows_each, topk, **kind) for kind in (CPU_FLOAT32, CPU_INT64)
+                torch.empty(batch_size, num_logits, topk, **options) for options in (CPU_FLOAT32, CPU_INT64)
             )
         elif logits != "none":
-            out.logits = torch.empty(batch, rows_each, stack.vocab_size, **CPU_FLOAT32)
-        kept = [(Pointer * len(stack.layers))() for _ in range(2)]
-        for places, tensors in zip(kept, (out.queries, out.hidden), strict=True):
+            out.logits = torch.empty(batch_size, num_logits, stack.vocab_size, **CPU_FLOAT32)
+        layer_outputs = [(Pointer * len(stack.layers))() for _ in range(2)]
+        for pointers, tensors in zip(layer_outputs, (out.queries, out.hidden), strict=True):
             for i, tensor in tensors.items():
-                places[i] = address(tensor)
-        kinds = [(metadata, keys, values), *more_kv_groups]
-        last = 0 if logits == "all" else rows_each
-        batches = (STRUCTURES["Batch"] * len(kinds))(*(each.struct for each, _, _ in kinds))
-        kv = (KVCache * len(kinds))(*(kv_struct(k, v) for _, k, v in kinds))
+                pointers[i] = address(tensor)
+        groups = [(metadata, keys, values), *more_kv_groups]
+        n_last = 0 if logits == "all" else num_logits
+        structs = (STRUCTURES["AttentionMetadata"] * len(groups))(*(group.struct for group, _, _ in groups))
+        kv = (KVCache * len(groups))(*(kv_struct(k, v) for _, k, v in groups))
         self.call(
-            *("stack", stack.struct, batches, kv, None if recurrent is None else recurrent.struct),
-            *(address(x, min_numel=batch * size * stack.layers[0].hidden_size), *kept, last),
+            *("stack", stack.struct, structs, kv, None if recurrent is None else recurrent.struct),
+            *(address(x, min_numel=batch_size * query_len * stack.layers[0].hidden_size), *layer_outputs, n_last),
             *(address(out.logits), topk, address(out.topk_logprobs), address(out.topk_indices, torch.long)),
         )
         return out
@@ -244,28 +218,26 @@ class Kernels:
         target_kv: tuple[torch.Tensor, torch.Tensor] | None,
         topk: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Runs one level of a draft: its block, its head and the choice of tokens. Writes all rows' keys and values.
+        """Runs one level of a draft's tree: block, head and top k. Writes the new tokens' KV.
 
         Args:
-            own: the draft's keys and values (slots, kv_heads, capacity, d).
-            text: keys and values of the target's last layer for LongSpec; None for EAGLE-3.
-            best: number of likeliest tokens of each row; 0 to return logits instead.
+            draft_kv: the draft's keys and values (slots, kv_heads, capacity, head_dim).
+            target_kv: keys and values of the target's last layer for LongSpec; None for EAGLE-3.
+            topk: 0: return logits instead.
 
         Returns:
-            For the last W rows of each sequence: the block's output (rows, hidden) before the last norm; logits (rows,
-            vocabulary), empty if best > 0; log-probabilities and places in the head (rows, best), the likeliest first.
+            Of the last W tokens of each sequence: output (tokens, hidden_size) of the block, before the final norm;
+            logits (tokens, vocab_size), empty with topk; log-probabilities, and rows of the head, (tokens, topk).
         """
         topk = min(topk, block.vocab_size)
         out = torch.empty(batch.num_queries, block.hidden_size, **CPU_FLOAT32)
         logits = torch.empty(0 if topk else batch.num_queries, block.vocab_size, **CPU_FLOAT32)
-        logprobs, places = (
-            torch.empty(batch.num_queries, topk, **CPU_FLOAT32),
-            torch.empty(batch.num_queries, topk, **CPU_INT64),
-        )
+        logprobs = torch.empty(batch.num_queries, topk, **CPU_FLOAT32)
+        indices = torch.empty(batch.num_queries, topk, **CPU_INT64)
         caches = [None if kv is None else kv_struct(kv[0][None], kv[1][None]) for kv in (draft_kv, target_kv)]
-        results = (*map(address, (out, logits, logprobs)), address(places, torch.long))
-        self.call("draft", block.struct, batch.struct, *caches, topk, *results)
-        return out, logits, logprobs, places
+        results = (*map(address, (out, logits, logprobs)), address(indices, torch.long))
+        self.call("draft_level", block.struct, batch.struct, *caches, topk, *results)
+        return out, logits, logprobs, indices
 
 
 @dataclass
@@ -273,10 +245,10 @@ class StackOutput:
     """Results of a stack besides its last layer's output.
 
     Attributes:
-        logits: (B, T, vocabulary), (B, 1, vocabulary) for the last rows, or None.
-        topk_logprobs, places: (B, T or 1, best) log-probabilities, the largest first, and their rows in the head; or None.
-        queries: layer -> (B, heads, T, d) after RoPE.
-        hidden: layer -> (B, T, hidden).
+        logits: (B, T or n, vocab_size), or None.
+        topk_logprobs, topk_indices: (B, T or n, topk), the largest first, and their rows of the head; or None.
+        queries: layer -> (B, num_heads, T, head_dim) after RoPE.
+        hidden: layer -> (B, T, hidden_size).
     """
 
     logits: torch.Tensor | None = None
@@ -286,15 +258,15 @@ class StackOutput:
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
-def _checked(code: int, function: Any, arguments: Any) -> None:
-    if code:
+def _check_status(status: int, function: Any, arguments: Any) -> None:
+    if status:
         raise MemoryBudgetError(
-            "A kernel got no memory to work in: the limit of this process, or the machine's memory, is reached. "
+            "A kernel could not allocate its buffers: the limit of this process, or the machine's memory, is reached. "
             "Shorten the prompt or lower the batch, use fewer threads, or raise the limit (ulimit -v)."
         )
 
 
-def _laid_out(x: torch.Tensor | None, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+def _contiguous(x: torch.Tensor | None, dtype: torch.dtype | None = None) -> torch.Tensor | None:
     return None if x is None else x.to(dtype or x.dtype).contiguous()
 
 
@@ -304,37 +276,29 @@ def supports_attention(q: torch.Tensor, k: KVTensor, v: KVTensor) -> bool:
         return False
     if k.dtype != v.dtype or not q.shape[-1] == k.shape[-1] == v.shape[-1]:
         return False
-    readable = k.stride(-2) == 1 or (k.dtype == torch.float32 and k.stride(-1) == 1)
-    served = k.dtype in KV_DTYPE_IDS and readable and v.stride(-1) == 1
-    return served and q.shape[-1] % HEAD_DIM_MULTIPLE == 0 and k.shape[1] > 0
+    k_readable = k.stride(-2) == 1 or (k.dtype == torch.float32 and k.stride(-1) == 1)
+    kv_readable = k.dtype in KV_DTYPE_IDS and k_readable and v.stride(-1) == 1
+    return kv_readable and q.shape[-1] % HEAD_DIM_MULTIPLE == 0 and k.shape[1] > 0
 
 
 def kernels(progress: Callable[[str], None] | None = None) -> Kernels | None:
-    """The kernels of this machine, compiled at the first call.
-
-    Args:
-        progress: called with a line of text before compiling.
-
-    Returns:
-        None if they are switched off (LONGDRAFT_NATIVE=0), or if there is no compiler or no suitable processor. The log
-        gives the reason.
-    """
+    """The kernels for this machine, compiled at the first call. None if they are switched off (LONGDRAFT_NATIVE=0), or
+    without a compiler or a supported processor; the log says why. progress: called with a line before compiling."""
     return _once(progress)[0]
 
 
 def unavailable_reason() -> str | None:
-    """The reason why there are no kernels here; None if there are."""
+    """Why there are no kernels here; None if there are."""
     return _once()[1]
 
 
 def library_name() -> str | None:
-    """The name of the kernels' file here, which says the instruction set and changes with the sources; None if there
-    are none."""
-    found = kernels()
-    return None if found is None else library_file_name(found.level)
+    """File name of the shared object, which depends on the instruction set and the sources; None without kernels."""
+    loaded = kernels()
+    return None if loaded is None else library_file_name(loaded.level)
 
 
-# The kernels of this process, or the reason why there are none.
+# Empty, or the one result of :func:`_once`: the kernels, or the reason why there are none.
 known: list[tuple[Kernels | None, str | None]] = []
 _lock = threading.Lock()
 
@@ -348,7 +312,7 @@ def _once(progress: Callable[[str], None] | None = None) -> tuple[Kernels | None
                 level = _level()
                 known.append((Kernels(load_library(level, progress), level), None))
             except (OSError, AttributeError) as error:
-                # The user can fix everything except the processor.
+                # The user can mend everything but the processor.
                 severity = logging.INFO if isinstance(error, UnsupportedPlatformError) else logging.WARNING
                 logger.log(
                     severity, "No kernels of our own on this CPU: %s. Torch computes. %s.", error, NO_KERNELS_COST
@@ -358,20 +322,20 @@ def _once(progress: Callable[[str], None] | None = None) -> tuple[Kernels | None
 
 
 def _level() -> str:
-    """The widest instruction set, or the one that LONGDRAFT_NATIVE names (v3, v4, v4-vnni, v4-amx)."""
-    executed, wanted = supported_levels(), f"x86-64-{os.environ.get(SWITCH, '1')}"
-    if wanted in LEVELS["x86_64"]:
-        if wanted not in executed:
+    """The widest supported instruction set, or the one that LONGDRAFT_NATIVE names (v3, v4, v4-vnni, v4-amx)."""
+    supported, requested = supported_levels(), f"x86-64-{os.environ.get(SWITCH, '1')}"
+    if requested in LEVELS["x86_64"]:
+        if requested not in supported:
             raise OSError(f"{SWITCH}={os.environ[SWITCH]}, which this processor does not execute")
-        return wanted
-    if not executed:
+        return requested
+    if not supported:
         raise UnsupportedPlatformError("the processor has no AVX2")
-    return executed[0]
+    return supported[0]
 
 
 @cache
 def _parallel_entry() -> int | None:
-    """Address of GOMP_parallel in torch's OpenMP library; None if it was not found, and the kernels use one thread."""
+    """Address of GOMP_parallel in torch's OpenMP library; None if it is not found: kernels then use one thread."""
     with suppress(OSError):
         for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
             match = re.search(r"/\S*/lib(gomp|iomp5|omp)[^/]*\.so[.\d]*$", line)

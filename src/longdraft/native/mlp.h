@@ -1,52 +1,52 @@
-// The MLP of a decoder layer, and how products are added to its rows.
+// The MLP of a decoder layer, and products that are added to the residual.
 #pragma once
 
 #include <array>
 
-#include "packed.h"
-#include "parts.h"
-#include "products.h"
+#include "kv_cache.h"
+#include "ops.h"
+#include "matmul.h"
 
 namespace {
 
-// Room for rows of several sizes, one behind the other.
-template <int COUNT>
-inline std::array<float *, COUNT> divided(Scratch &scratch, int64_t rows, const int64_t (&sizes)[COUNT]) {
-  int64_t total = 0;
-  for (int64_t n : sizes) total += Scratch::whole_lines(rows * n);
-  std::array<float *, COUNT> parts;
-  parts[0] = scratch.of(total);
-  for (int i = 1; i < COUNT; i++) parts[i] = parts[i - 1] + Scratch::whole_lines(rows * sizes[i - 1]);
-  return parts;
+// Memory for `rows` rows of several sizes.
+template <int N>
+inline std::array<float *, N> split_scratch(Scratch &scratch, int64_t rows, const int64_t (&sizes)[N]) {
+  int64_t n_floats = 0;
+  for (int64_t n : sizes) n_floats += Scratch::round_up_to_line(rows * n);
+  std::array<float *, N> buffers;
+  buffers[0] = scratch.get(n_floats);
+  for (int i = 1; i < N; i++) buffers[i] = buffers[i - 1] + Scratch::round_up_to_line(rows * sizes[i - 1]);
+  return buffers;
 }
 
-// x += what product(matrix) computes, or its norm, if there is one, in room as large as x.
+// x += what multiply(m) computes, or its RMS norm if there is one; buffer: as large as x.
 template <typename Product>
-inline void add_product(const Matrix &m, const Product &product, const float *norm, float eps, float plus, float *x, int64_t rows,
-                        float *room, int threads) {
-  if (!norm) return product(into(m, x, true));
-  product(into(m, room, false));
-  rms_norm(room, rows, m.outs, norm, eps, room, plus, threads);
-  each_number(x, room, rows, m.outs, threads, [](vec a, vec b) { return a + b; });
+inline void add_product(const Matrix &m, const Product &multiply, const float *norm, float eps, float norm_offset, float *x, int64_t rows,
+                        float *buffer, int threads) {
+  if (!norm) return multiply(with_output(m, x, true));
+  multiply(with_output(m, buffer, false));
+  rms_norm(buffer, rows, m.n_out, norm, eps, buffer, norm_offset, threads);
+  elementwise(x, buffer, rows, m.n_out, threads, [](vec a, vec b) { return a + b; });
 }
 
-// x += the product of rows `in`.
-inline void add_product(const Matrix &m, const float *in, int64_t size, float *x, int64_t rows, bool prompt, int threads) {
-  const Matrix product = into(m, x, true);
-  must(longdraft_linear(in, rows, size, &product, 1, prompt, threads));
+// x += m(x_in).
+inline void add_product(const Matrix &m, const float *x_in, int64_t n_in, float *x, int64_t rows, bool prefill, int threads) {
+  const Matrix matrix = with_output(m, x, true);
+  check(longdraft_linear(x_in, rows, n_in, &matrix, 1, prefill, threads));
 }
 
-// x += a gated MLP of its norm, whose output may have a norm too. L: a layer with an MLP.
+// x += MLP(norm(x)), or the norm of that. L: a structure with the fields of an MLP.
 template <typename L>
-inline void compute_mlp(const L &l, float eps, float plus, bool by_gelu, const float *post_mlp_norm, float done_eps, float *x,
-                        int64_t rows, bool prompt, int threads) {
+inline void compute_mlp(const L &l, float eps, float norm_offset, bool gelu, const float *post_mlp_norm, float post_mlp_eps, float *x,
+                        int64_t rows, bool prefill, int threads) {
   static thread_local Scratch scratch;
-  float *normed = scratch.of(rows * l.hidden);
-  rms_norm(x, rows, l.hidden, l.mlp_norm, eps, normed, plus, threads);
-  const auto product = [&](const Matrix &down) {
-    multiply_gated(normed, rows, l.hidden, l.gate, l.up, by_gelu, down, prompt, threads);
+  float *normed = scratch.get(rows * l.hidden_size);
+  rms_norm(x, rows, l.hidden_size, l.mlp_norm, eps, normed, norm_offset, threads);
+  const auto multiply = [&](const Matrix &down) {
+    gated_mlp(normed, rows, l.hidden_size, l.gate, l.up, gelu, down, prefill, threads);
   };
-  add_product(l.down, product, post_mlp_norm, done_eps, plus, x, rows, normed, threads);
+  add_product(l.down, multiply, post_mlp_norm, post_mlp_eps, norm_offset, x, rows, normed, threads);
 }
 
 }  // namespace

@@ -1,53 +1,54 @@
-// A vector's worth of a stored matrix's outputs: where their weights lie, and where their products go.
+// LANES outputs of a quantized matrix: where their weights are, and where their sums are written.
 #pragma once
 
-#include "formats.h"
+#include "quants.h"
 
 #include <algorithm>
 
 namespace {
 
-// What four weights of each output stand for.
+// Codes by their codebook, if the format has one.
 template <typename F>
-INLINED inline ivec listed(ivec w) {
-  if constexpr (F::LISTED) return looked_up(F::LIST, w);
+ALWAYS_INLINE inline ivec apply_codebook(ivec w) {
+  if constexpr (F::HAS_CODEBOOK) return lookup16(F::CODEBOOK, w);
   return w;
 }
 
-// LANES outputs of a matrix. At the end of the matrix they overlap with the previous ones: outputs before `skip` are done.
-struct Outputs {
+// LANES outputs, from `out` on. At the end of the matrix they overlap with the previous ones: the first `skip` are done already.
+struct OutputVector {
   int64_t out, skip;
 
-  Outputs(const Matrix &m, int64_t out_) : out(std::max<int64_t>(0, std::min(out_, m.outs - LANES))), skip(out_ - out) {}
+  OutputVector(const Matrix &m, int64_t first_out)
+      : out(std::max<int64_t>(0, std::min(first_out, m.n_out - LANES))), skip(first_out - out) {}
 
-  const byte *first(const Matrix &m) const { return static_cast<const byte *>(m.w) + out * m.w_row; }
+  const byte *first(const Matrix &m) const { return static_cast<const byte *>(m.w) + out * m.w_stride; }
 
-  // `size` weights of W's rows, from `begin` on, woven here if they are not. Of fewer rows than lanes, the rest is zeros.
+  // Weights [first_in, first_in + n_in) of these outputs, interleaved here if m is not. With fewer outputs than lanes, the rest is 0.
   template <typename F>
-  Woven woven(const Matrix &m, int64_t begin, int64_t size, Scratch &scratch) const {
-    const int64_t skipped = begin / F::WEIGHTS * F::BYTES, blocks = size / F::WEIGHTS, bytes = blocks * F::BYTES;
-    if (m.int8 == LANES) return {first(m) + LANES * skipped};
-    byte *made = reinterpret_cast<byte *>(scratch.of((2 * LANES * bytes + 3) / 4)), *copy = made + LANES * bytes;
-    const byte *rows = first(m) + skipped;
-    if (m.outs >= LANES) return weave<F>(rows, m.w_row, blocks, made), Woven{made};
-    std::memset(copy, 0, LANES * bytes);
-    for (int64_t o = 0; o < m.outs; o++) std::memcpy(copy + o * bytes, rows + o * m.w_row, bytes);
-    return weave<F>(copy, bytes, blocks, made), Woven{made};
+  InterleavedRows interleaved(const Matrix &m, int64_t first_in, int64_t n_in, Scratch &scratch) const {
+    const int64_t offset = first_in / F::WEIGHTS * F::BYTES, blocks = n_in / F::WEIGHTS, bytes = blocks * F::BYTES;
+    if (m.int8_layout == LANES) return {first(m) + LANES * offset};
+    byte *result = reinterpret_cast<byte *>(scratch.get((2 * LANES * bytes + 3) / 4)), *padded = result + LANES * bytes;
+    const byte *rows = first(m) + offset;
+    if (m.n_out >= LANES) return repack<F>(rows, m.w_stride, blocks, result), InterleavedRows{result};
+    std::memset(padded, 0, LANES * bytes);
+    for (int64_t o = 0; o < m.n_out; o++) std::memcpy(padded + o * bytes, rows + o * m.w_stride, bytes);
+    return repack<F>(padded, bytes, blocks, result), InterleavedRows{result};
   }
 
-  void finish(const Matrix &m, int64_t row, vec found) const {
+  void write(const Matrix &m, int64_t row, vec y_vector) const {
     float values[LANES];
-    const int64_t here = std::min<int64_t>(LANES, m.outs);
-    if (skip == 0 && here == LANES) {
-      float *y = m.y + row * m.outs + out;
-      if (m.bias) found += load(m.bias + out);
-      return store(y, m.adds ? load(y) + found : found);
+    const int64_t count = std::min<int64_t>(LANES, m.n_out);
+    if (skip == 0 && count == LANES) {
+      float *y = m.y + row * m.n_out + out;
+      if (m.bias) y_vector += load(m.bias + out);
+      return store(y, m.accumulate ? load(y) + y_vector : y_vector);
     }
-    store(values, found);
-    for (int64_t l = skip; l < here; l++) {
-      float *y = m.y + row * m.outs + out + l;
+    store(values, y_vector);
+    for (int64_t l = skip; l < count; l++) {
+      float *y = m.y + row * m.n_out + out + l;
       const float value = m.bias ? values[l] + m.bias[out + l] : values[l];
-      *y = m.adds ? *y + value : value;
+      *y = m.accumulate ? *y + value : value;
     }
   }
 };

@@ -1,4 +1,4 @@
-"""Weights in the format of their file, which the kernels read without unpacking them first: see formats.h."""
+"""Matrices in ggml's quant blocks or in 16 bits, which kernels read as they are: see quants.h."""
 
 from __future__ import annotations
 
@@ -10,30 +10,29 @@ import torch
 from longdraft.native.boundary import CPU_FLOAT32, address
 from longdraft.native.header import ENUMS
 
-# GGUF's name of a format -> weights and bytes of a block.
+# Name of a ggml type -> weights and bytes of a block.
 QUANT_SIZES = {
     "Q4_0": (32, 18), "Q4_1": (32, 20), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
     "BF16": (32, 64), "F16": (32, 64), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q2_K": (256, 84), "Q3_K": (256, 110),
     "IQ4_NL": (32, 18), "IQ4_XS": (256, 136), "MXFP4": (32, 17),
 }  # fmt: skip
-# Formats without blocks.
+# Types that are not quantized.
 HALF_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
 
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """A matrix (out, in) whose rows consist of blocks.
+    """A weight (out, in) whose rows consist of quant blocks.
 
     Attributes:
-        data: (out, bytes of a row) uint8 with contiguous rows, possibly a mapped file. The kernels need it on the CPU.
+        data: (out, bytes of a row) uint8 with contiguous rows, perhaps a mapped file. Kernels need it on the CPU.
         format: one of :data:`QUANT_SIZES`.
-        int8: use int8 arithmetic: rows that are multiplied with the matrix are rounded to eight bits
-            (:func:`fake_quantize_int8`). Not for bfloat16 and float16.
-        woven: the same bytes as int8 arithmetic reads them fastest (:meth:`Kernels.weave`), (groups, lanes, bytes of a
-            row); None if they were not laid out.
+        int8: quantize activations to int8 (:func:`fake_quantize_int8`). Not for bfloat16 and float16.
+        repacked: for int8 arithmetic, the same bytes with rows interleaved (:meth:`Kernels.repack`), (groups, lanes,
+            bytes of a row); or None.
 
     Raises:
-        ValueError: a row is not a whole number of blocks, or the format is unknown.
+        ValueError: the format is unknown, or rows are not whole blocks.
     """
 
     data: torch.Tensor
@@ -53,22 +52,22 @@ class QuantizedMatrix:
 
     @property
     def is_quantized(self) -> bool:
-        """True if weights are stored in 8 bits or fewer, so that int8 arithmetic is possible."""
+        """True for 8 bits or fewer, which int8 arithmetic needs; False for bfloat16 and float16."""
         return self.format not in HALF_DTYPES
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits of a weight, scales included."""
+        """Bits per weight, scales included."""
         weights, size = QUANT_SIZES[self.format]
         return 8 * size / weights
 
     def with_int8(self, int8: bool) -> QuantizedMatrix:
-        """The same weights with int8 arithmetic, if they are stored in blocks, or with float32 arithmetic."""
+        """The same weights for int8 arithmetic, if they are quantized, or for float32 arithmetic."""
         return QuantizedMatrix(self.data, self.format, int8 and self.is_quantized, self.repacked)
 
     @classmethod
     def from_half(cls, weight: torch.Tensor) -> QuantizedMatrix:
-        """A view of a bfloat16 or float16 matrix whose in-features are a multiple of 32."""
+        """A view of a bfloat16 or float16 matrix; in is a multiple of 32."""
         return cls(weight.detach().view(torch.uint8), "BF16" if weight.dtype == torch.bfloat16 else "F16")
 
     @property
@@ -83,55 +82,52 @@ class QuantizedMatrix:
 
     @property
     def format_id(self) -> int:
-        """The format's number for the kernels."""
+        """The format as the kernels' enumeration has it."""
         return ENUMS["Format"][self.format]
 
     def kernel_address(self, first_row: int = 0) -> tuple[int | None, int, int]:
-        """Where the kernels find the rows from number ``first_row`` on: an address, the bytes of a row, and whether int8
-        arithmetic reads them there: 0, 1, or the lanes that they are woven for."""
+        """Address, bytes of a row, and int8_layout (kernels.h) of the rows from ``first_row`` on."""
         if not self.int8 or self.repacked is None:
             return address(self.data[first_row:], torch.uint8, strided_rows=True), self.data.stride(0), int(self.int8)
         lanes, size = self.repacked.shape[1:]
         return address(self.repacked[first_row // lanes :], torch.uint8, strided_rows=True), size, lanes
 
     def select_rows(self, ids: torch.Tensor) -> QuantizedMatrix:
-        """The rows with the given ids (n,)."""
+        """The rows ``ids`` (n,)."""
         return QuantizedMatrix(self.data[ids], self.format, self.int8)
 
     def dequantize(self) -> torch.Tensor:
-        """The weights as float32 (out, in), unpacked by gguf: the reference of the kernels, and used without them."""
+        """The weights as float32 (out, in), by the package gguf: the kernels' reference, used where there are none."""
         data = self.data.contiguous()
-        if (half := HALF_DTYPES.get(self.format)) is not None:
-            return data.view(half).float()
+        if (dtype := HALF_DTYPES.get(self.format)) is not None:
+            return data.view(dtype).float()
         import gguf
 
-        found = gguf.dequantize(data.cpu().numpy(), gguf.GGMLQuantizationType[self.format])
-        return torch.from_numpy(found).view(self.shape).to(data.device)
+        floats = gguf.dequantize(data.cpu().numpy(), gguf.GGMLQuantizationType[self.format])
+        return torch.from_numpy(floats).view(self.shape).to(data.device)
 
 
 def fake_quantize_int8(x: torch.Tensor, format: str) -> torch.Tensor:
-    """Rounds rows (..., in) as int8 arithmetic does before weights of a kind in :data:`QUANT_SIZES`: each 32 numbers to
-    multiples of their largest / 127; each 128 where weights come in blocks of 256, but for Q2_K's.
-
-    This is the reference of ``int8.cpp``, in torch's operations.
+    """Activations (..., in), quantized to int8 for weights of a format, and dequantized: a scale, the largest magnitude
+    / 127, for 32 numbers, or for 128 with K-quants except Q2_K. The reference of quantize_rows.cpp.
     """
     blocks = x.float().unflatten(-1, (-1, 128 if QUANT_SIZES[format][0] == 256 and format != "Q2_K" else 32))
     largest = blocks.abs().amax(-1, keepdim=True)
-    # Infinite for a block of tiny numbers; 127 / x is not a division in torch.
+    # A tensor, because torch computes 127 / x by a reciprocal. Infinite for a block of tiny numbers.
     factor = torch.tensor(127.0, **CPU_FLOAT32) / largest
-    steps = torch.where(factor.isfinite(), blocks * factor, 0.0).round()
-    return (steps * (largest / 127)).flatten(-2)
+    quants = torch.where(factor.isfinite(), blocks * factor, 0.0).round()
+    return (quants * (largest / 127)).flatten(-2)
 
 
 def quantize_blocks(rows: torch.Tensor, format: Literal["Q8_0", "Q4_0"]) -> torch.Tensor:
-    """Rows (n, in) of floats -> bytes of blocks: numbers of eight or four bits, and a scale for each 32."""
+    """Floats (n, in) -> bytes of their quant blocks (n, bytes of a row)."""
     blocks = rows.float().unflatten(1, (-1, 32))
     largest = blocks.gather(2, blocks.abs().argmax(2, keepdim=True))
     scales = largest.abs() / 127 if format == "Q8_0" else largest / -8
-    numbers = blocks / torch.where(scales == 0, 1, scales)
+    quants = blocks / torch.where(scales == 0, 1, scales)
     if format == "Q8_0":
-        packed = numbers.round().to(torch.int8).view(torch.uint8)
+        packed = quants.round().to(torch.int8).view(torch.uint8)
     else:
-        whole = (numbers + 8.5).clamp_(0, 15).to(torch.uint8)
-        packed = whole[..., :16] | whole[..., 16:] << 4
+        nibbles = (quants + 8.5).clamp_(0, 15).to(torch.uint8)
+        packed = nibbles[..., :16] | nibbles[..., 16:] << 4
     return torch.cat([scales.half().view(torch.uint8), packed], 2).flatten(1)

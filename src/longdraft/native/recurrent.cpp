@@ -1,16 +1,15 @@
-// Rows of recurrent layers, one after another, each from the state behind its parent in a tree.
+// Linear recurrences (gated DeltaNet, Mamba-2) and causal convolutions for trees of tokens: each token starts from its parent's state.
 //
-// A head's state S (keys, values) gives a row's output and the next state:
-//     u = (v - (d S)^T k) beta     or, without correction, u = v beta
+// A head's state S (head_k_dim, head_v_dim) gives a token's output and the next state:
+//     u = (v - (d S)^T k) beta     or, without the delta rule, u = v beta
 //     out = (d S)^T q + (k q) u    and    S' = d S + k u^T
-// with a decay d for the head or for each key. So a row reads the state once for both products, and writes it once if another
-// row comes behind it. Columns of S do not depend on each other: a few of them at a time stay in the nearest cache while all
-// rows pass over them.
+// with a decay d for the head or for each key dimension. So a token reads the state once for both products, and writes one only if it
+// has children. Columns of S are independent: a few at a time stay in the L1 cache for all tokens.
 #include <cmath>
 #include <vector>
 
 #include "kernels.h"
-#include "parts.h"
+#include "ops.h"
 #include "threads.h"
 #include "vectors.h"
 
@@ -18,193 +17,199 @@ namespace {
 
 using std::int64_t;
 
-constexpr int WIDTH = 2;                    // vectors of columns that are computed together
-constexpr int64_t COLUMNS = WIDTH * LANES;  // their numbers
-constexpr int SUMS = 4;                     // partial sums over the keys, for each of those vectors
+constexpr int N_VECTORS = 2;                         // vectors of columns at a time
+constexpr int64_t COLUMNS = N_VECTORS * LANES;  // columns at a time
+constexpr int N_PARTIAL_SUMS = 4;                    // over the key dimensions, for each of these vectors
 
-// What a row needs of one head: (keys,) each, then single numbers.
-struct Prepared {
+// A token's inputs for one head: (head_k_dim,) each, then scalars.
+struct TokenInputs {
   float *decay, *decayed_key, *key, *decayed_query;
   float key_query, beta, skip;
 };
 
-// In a fixed order, whatever the vectors' size.
+// A dot product whose order of additions is the same on every instruction set.
 float dot(const float *a, const float *b, int64_t size) {
   float part[16] = {};
-  for (int64_t i = 0; i < size; i++) part[i % 16] = fused(a[i], b[i], part[i % 16]);
+  for (int64_t i = 0; i < size; i++) part[i % 16] = fmadd(a[i], b[i], part[i % 16]);
   for (int step = 8; step; step /= 2) {
     for (int i = 0; i < step; i++) part[i] += part[i + step];
   }
   return part[0];
 }
 
-// memory: room for what has (keys,), each a multiple of cache lines.
-Prepared prepare(const Recurrence &r, const RecurrentRows &rows, int64_t row, int64_t head, float *memory) {
-  const int64_t n = r.keys, size = Scratch::whole_lines(n), own = head / (r.heads / r.key_heads);
-  const float *q = rows.q + (row * r.key_heads + own) * n, *k = rows.k + (row * r.key_heads + own) * n;
-  Prepared out{memory, memory + size, memory + 2 * size, memory + 3 * size, 0.0f, 0.0f, r.skip ? r.skip[head] : 0.0f};
-  float of_q = r.scale, of_k = 1.0f;
-  if (r.normalised) {
-    of_q *= 1.0f / std::sqrt(dot(q, q, n) + r.eps);
-    of_k = 1.0f / std::sqrt(dot(k, k, n) + r.eps);
+// memory: for the four arrays, each rounded up to cache lines.
+TokenInputs prepare(const LinearRecurrence &r, const RecurrentInputs &inputs, int64_t token, int64_t head, float *memory) {
+  const int64_t n = r.head_k_dim, size = Scratch::round_up_to_line(n), k_head = head / (r.n_v_heads / r.n_k_heads);
+  const float *q = inputs.q + (token * r.n_k_heads + k_head) * n, *k = inputs.k + (token * r.n_k_heads + k_head) * n;
+  TokenInputs out{memory, memory + size, memory + 2 * size, memory + 3 * size, 0.0f, 0.0f, r.d_skip ? r.d_skip[head] : 0.0f};
+  float q_scale = r.scale, k_scale = 1.0f;
+  if (r.qk_l2norm) {
+    q_scale *= 1.0f / std::sqrt(dot(q, q, n) + r.eps);
+    k_scale = 1.0f / std::sqrt(dot(k, k, n) + r.eps);
   }
-  const float *g = rows.g + (row * r.heads + head) * (r.by_key ? n : 1);
+  const float *g = inputs.g + (token * r.n_v_heads + head) * (r.decay_per_key ? n : 1);
   float decay = 0.0f;
-  if (r.a) {  // Mamba-2: the step size makes both the decay and the weight of the input
-    out.beta = softplus(*g + (r.bias ? r.bias[head] : 0.0f));
+  if (r.a) {  // Mamba-2: dt = softplus(g + dt_bias) gives the decay exp(dt A) and the weight of the input
+    out.beta = softplus(*g + (r.dt_bias ? r.dt_bias[head] : 0.0f));
     decay = std::exp(out.beta * r.a[head]);
   } else {
-    out.beta = rows.beta[row * r.heads + head];
+    out.beta = inputs.beta[token * r.n_v_heads + head];
     decay = std::exp(*g);
   }
   float *query = out.decayed_query;
   for (int64_t i = 0; i < n; i++) {
-    out.key[i] = k[i] * of_k;
-    query[i] = q[i] * of_q;
+    out.key[i] = k[i] * k_scale;
+    query[i] = q[i] * q_scale;
   }
-  out.key_query = dot(out.key, query, n);  // before they decay: a decay may be 0
+  out.key_query = dot(out.key, query, n);  // before the decay, which may be 0
   for (int64_t i = 0; i < n; i++) {
-    out.decay[i] = r.by_key ? std::exp(g[i]) : decay;
+    out.decay[i] = r.decay_per_key ? std::exp(g[i]) : decay;
     out.decayed_key[i] = out.decay[i] * out.key[i];
     query[i] *= out.decay[i];
   }
   return out;
 }
 
-// COLUMNS columns of a state, (keys, COLUMNS), and what a row makes of them.
-template <bool CORRECTED, bool READ>
-inline void products(const float *s, const Prepared &row, int64_t keys, vec *memory, vec *found) {
-  vec m[SUMS][WIDTH] = {}, f[SUMS][WIDTH] = {};
-  const auto one = [&](int64_t i, int j) {
-    const vec k = every(row.decayed_key[i]), q = every(row.decayed_query[i]);
-    UNROLLED for (int w = 0; w < WIDTH; w++) {
+// For COLUMNS columns of a state, (keys, COLUMNS): memory = (d S)^T k and output = (d S)^T q, as far as they are needed.
+template <bool DELTA_RULE, bool READS>
+inline void read_state(const float *s, const TokenInputs &token, int64_t n_keys, vec *memory, vec *output) {
+  vec m[N_PARTIAL_SUMS][N_VECTORS] = {}, f[N_PARTIAL_SUMS][N_VECTORS] = {};
+  const auto add_row = [&](int64_t i, int j) {
+    const vec k = broadcast(token.decayed_key[i]), q = broadcast(token.decayed_query[i]);
+    UNROLL for (int w = 0; w < N_VECTORS; w++) {
       const vec x = load(s + i * COLUMNS + w * LANES);
-      if constexpr (CORRECTED) m[j][w] = fused(x, k, m[j][w]);
-      if constexpr (READ) f[j][w] = fused(x, q, f[j][w]);
+      if constexpr (DELTA_RULE) m[j][w] = fmadd(x, k, m[j][w]);
+      if constexpr (READS) f[j][w] = fmadd(x, q, f[j][w]);
     }
   };
   int64_t i = 0;
-  for (; i + SUMS <= keys; i += SUMS) {
-    UNROLLED for (int j = 0; j < SUMS; j++) one(i + j, j);
+  for (; i + N_PARTIAL_SUMS <= n_keys; i += N_PARTIAL_SUMS) {
+    UNROLL for (int j = 0; j < N_PARTIAL_SUMS; j++) add_row(i + j, j);
   }
-  for (; i < keys; i++) one(i, 0);
-  UNROLLED for (int w = 0; w < WIDTH; w++) {
+  for (; i < n_keys; i++) add_row(i, 0);
+  UNROLL for (int w = 0; w < N_VECTORS; w++) {
     memory[w] = (m[0][w] + m[1][w]) + (m[2][w] + m[3][w]);
-    found[w] = (f[0][w] + f[1][w]) + (f[2][w] + f[3][w]);
+    output[w] = (f[0][w] + f[1][w]) + (f[2][w] + f[3][w]);
   }
 }
 
-// Computes a row: its output, unless out is null, and the state behind it in `after`, unless that is null.
-void compute(const float *before, float *after, const Prepared &row, int64_t keys, bool corrected, const float *v, float *out,
-             int64_t columns) {
-  vec memory[WIDTH], found[WIDTH], u[WIDTH];
-  if (corrected) {
-    out ? products<true, true>(before, row, keys, memory, found) : products<true, false>(before, row, keys, memory, found);
+// One token: its output, unless out is null, and the next state in `after`, unless that is null.
+void run_token(const float *before, float *after, const TokenInputs &token, int64_t n_keys, bool delta_rule, const float *v, float *out,
+             int64_t n_columns) {
+  vec memory[N_VECTORS], output[N_VECTORS], u[N_VECTORS];
+  if (delta_rule) {
+    out ? read_state<true, true>(before, token, n_keys, memory, output) : read_state<true, false>(before, token, n_keys, memory, output);
   } else {
-    out ? products<false, true>(before, row, keys, memory, found) : products<false, false>(before, row, keys, memory, found);
+    out ? read_state<false, true>(before, token, n_keys, memory, output)
+        : read_state<false, false>(before, token, n_keys, memory, output);
   }
-  UNROLLED for (int w = 0; w < WIDTH; w++) {
-    const int64_t here = std::max<int64_t>(0, std::min<int64_t>(LANES, columns - w * LANES));
-    const vec x = here == LANES ? load(v + w * LANES) : load_some(v + w * LANES, here);
-    u[w] = (corrected ? x - memory[w] : x) * every(row.beta);
+  UNROLL for (int w = 0; w < N_VECTORS; w++) {
+    const int64_t n_lanes = std::max<int64_t>(0, std::min<int64_t>(LANES, n_columns - w * LANES));
+    const vec x = n_lanes == LANES ? load(v + w * LANES) : load_partial(v + w * LANES, n_lanes);
+    u[w] = (delta_rule ? x - memory[w] : x) * broadcast(token.beta);
     if (!out) continue;
-    const vec y = fused(x, every(row.skip), fused(u[w], every(row.key_query), found[w]));
-    here == LANES ? store(out + w * LANES, y) : store_some(out + w * LANES, y, here);
+    const vec y = fmadd(x, broadcast(token.skip), fmadd(u[w], broadcast(token.key_query), output[w]));
+    n_lanes == LANES ? store(out + w * LANES, y) : store_partial(out + w * LANES, y, n_lanes);
   }
   if (!after) return;
-  for (int64_t i = 0; i < keys; i++) {
-    const vec d = every(row.decay[i]), k = every(row.key[i]);
-    UNROLLED for (int w = 0; w < WIDTH; w++) {
-      const int64_t at = i * COLUMNS + w * LANES;
-      store(after + at, fused(u[w], k, load(before + at) * d));
+  for (int64_t i = 0; i < n_keys; i++) {
+    const vec d = broadcast(token.decay[i]), k = broadcast(token.key[i]);
+    UNROLL for (int w = 0; w < N_VECTORS; w++) {
+      const int64_t offset = i * COLUMNS + w * LANES;
+      store(after + offset, fmadd(u[w], k, load(before + offset) * d));
     }
   }
 }
 
-// Copies some columns of a head's state (keys, values), with zeros up to COLUMNS.
-void copy_columns(const float *from, int64_t from_row, float *to, int64_t to_row, int64_t keys, int64_t columns, bool padded) {
-  for (int64_t i = 0; i < keys; i++) {
-    std::memcpy(to + i * to_row, from + i * from_row, sizeof(float) * columns);
-    if (padded) std::memset(to + i * to_row + columns, 0, sizeof(float) * (COLUMNS - columns));
+// Copies some columns of a head's state; pad: zeros up to COLUMNS.
+void copy_columns(const float *from, int64_t from_row, float *to, int64_t to_row, int64_t n_keys, int64_t n_columns, bool pad) {
+  for (int64_t i = 0; i < n_keys; i++) {
+    std::memcpy(to + i * to_row, from + i * from_row, sizeof(float) * n_columns);
+    if (pad) std::memset(to + i * to_row + n_columns, 0, sizeof(float) * (COLUMNS - n_columns));
   }
 }
 
 // One head of one sequence.
-void head_of(const Recurrence &r, const RecurrentSequence &s, int64_t head) {
+void run_head(const LinearRecurrence &r, const RecurrentSequence &s, int64_t head) {
   static thread_local Scratch scratch;
-  static thread_local std::vector<Prepared> prepared;  // by row: the pending ones, then the tree's
-  const int64_t n = r.keys, each = 4 * Scratch::whole_lines(n), rows = s.pending.count + s.rows.count, state = n * COLUMNS;
-  float *memory = scratch.of(each * rows + (s.rows.count + 1) * state), *states = memory + each * rows;
-  prepared.resize(rows);
-  const auto keep = [&](const RecurrentRows &of, int64_t row, int64_t at) {
-    prepared[at] = prepare(r, of, row, head, memory + each * at);
+  static thread_local std::vector<TokenInputs> prepared;  // pending tokens, then the tree's
+  const int64_t n = r.head_k_dim, state = n * COLUMNS, n_tokens = s.pending.n_tokens + s.tree.n_tokens;
+  const int64_t token_size = 4 * Scratch::round_up_to_line(n);
+  float *memory = scratch.get(token_size * n_tokens + (s.tree.n_tokens + 1) * state), *states = memory + token_size * n_tokens;
+  prepared.resize(n_tokens);
+  const auto prepare_at = [&](const RecurrentInputs &of, int64_t token, int64_t index) {
+    prepared[index] = prepare(r, of, token, head, memory + token_size * index);
   };
-  for (int64_t row = 0; row < s.pending.count; row++) keep(s.pending, row, row);
-  for (int64_t i = 0; i < s.needed; i++) keep(s.rows, s.order[i], s.pending.count + s.order[i]);
-  float *own = s.state + head * n * r.values;
-  for (int64_t first = 0; first < r.values; first += COLUMNS) {
-    const int64_t columns = std::min<int64_t>(COLUMNS, r.values - first);
-    const auto values = [&](const RecurrentRows &of, int64_t row) { return of.v + (row * r.heads + head) * r.values + first; };
-    float *now = states;
-    copy_columns(own + first, r.values, now, COLUMNS, n, columns, true);
-    for (int64_t row = 0; row < s.pending.count; row++) {
-      compute(now, now, prepared[row], n, r.corrected, values(s.pending, row), nullptr, columns);
+  for (int64_t token = 0; token < s.pending.n_tokens; token++) prepare_at(s.pending, token, token);
+  for (int64_t i = 0; i < s.n_computed; i++) prepare_at(s.tree, s.order[i], s.pending.n_tokens + s.order[i]);
+  float *head_state = s.state + head * n * r.head_v_dim;
+  for (int64_t first = 0; first < r.head_v_dim; first += COLUMNS) {
+    const int64_t n_columns = std::min<int64_t>(COLUMNS, r.head_v_dim - first);
+    const auto values = [&](const RecurrentInputs &of, int64_t token) {
+      return of.v + (token * r.n_v_heads + head) * r.head_v_dim + first;
+    };
+    float *current = states;
+    copy_columns(head_state + first, r.head_v_dim, current, COLUMNS, n, n_columns, true);
+    for (int64_t token = 0; token < s.pending.n_tokens; token++) {
+      run_token(current, current, prepared[token], n, r.delta_rule, values(s.pending, token), nullptr, n_columns);
     }
-    if (s.pending.count) copy_columns(now, COLUMNS, own + first, r.values, n, columns, false);
-    // Row i's state is number i + 1 of the states; the first are the committed rows'.
-    for (int64_t i = 0; i < s.needed; i++) {
-      const int64_t row = s.order[i];
-      float *out = row < s.first ? nullptr : s.out + ((row - s.first) * r.heads + head) * r.values + first;
-      float *after = s.inner[i] ? states + (row + 1) * state : nullptr;
-      const float *before = states + (s.parents[row] + 1) * state;
-      compute(before, after, prepared[s.pending.count + row], n, r.corrected, values(s.rows, row), out, columns);
+    if (s.pending.n_tokens) copy_columns(current, COLUMNS, head_state + first, r.head_v_dim, n, n_columns, false);
+    // states[0] is the committed state, states[i + 1] that of tree token i.
+    for (int64_t i = 0; i < s.n_computed; i++) {
+      const int64_t token = s.order[i];
+      float *out = token < s.first_output ? nullptr : s.out + ((token - s.first_output) * r.n_v_heads + head) * r.head_v_dim + first;
+      float *after = s.has_children[i] ? states + (token + 1) * state : nullptr;
+      const float *before = states + (s.parents[token] + 1) * state;
+      run_token(before, after, prepared[s.pending.n_tokens + token], n, r.delta_rule, values(s.tree, token), out, n_columns);
     }
   }
 }
 
-// Some channels of all rows of a sequence.
-void convolve_channels(const Convolution &c, const ConvolutionSequence &s, int64_t first, int64_t end) {
-  constexpr int MOST = 8;  // inputs whose weights stay at hand
-  for (int64_t at = first; at < end; at += LANES) {
-    const int64_t here = std::min<int64_t>(LANES, end - at);
-    const auto read = [&](const float *p) { return here == LANES ? load(p) : load_some(p, here); };
+// Channels [first, end) of all tokens of a sequence.
+void convolve_channels(const CausalConv &c, const CausalConvSequence &s, int64_t first, int64_t end) {
+  constexpr int MAX_CACHED = 8;  // taps whose weights are kept in registers
+  for (int64_t channel = first; channel < end; channel += LANES) {
+    const int64_t n_lanes = std::min<int64_t>(LANES, end - channel);
+    const auto load_lanes = [&](const float *p) { return n_lanes == LANES ? load(p) : load_partial(p, n_lanes); };
     const auto weights = [&](int64_t i) {
       float w[LANES] = {};
-      for (int64_t l = 0; l < here; l++) w[l] = c.weight[(at + l) * c.inputs + i];
+      for (int64_t l = 0; l < n_lanes; l++) w[l] = c.weight[(channel + l) * c.kernel_size + i];
       return load(w);
     };
-    vec known[MOST];
-    for (int64_t i = 0; i < std::min<int64_t>(MOST, c.inputs); i++) known[i] = weights(i);
-    const vec bias = c.bias ? read(c.bias + at) : vec{};
-    for (int64_t row = 0; row < s.count; row++) {
+    vec cached_weights[MAX_CACHED];
+    for (int64_t i = 0; i < std::min<int64_t>(MAX_CACHED, c.kernel_size); i++) cached_weights[i] = weights(i);
+    const vec bias = c.bias ? load_lanes(c.bias + channel) : vec{};
+    for (int64_t token = 0; token < s.n_tokens; token++) {
       vec y = bias;
-      for (int64_t i = 0; i < c.inputs; i++) {
-        const int64_t place = s.places[row * c.inputs + i] - (c.inputs - 1);
-        const float *x = (place < 0 ? s.window + (place + c.inputs - 1) * c.channels : s.rows + place * c.channels) + at;
-        y = fused(read(x), i < MOST ? known[i] : weights(i), y);
+      for (int64_t i = 0; i < c.kernel_size; i++) {
+        const int64_t position = s.input_indices[token * c.kernel_size + i] - (c.kernel_size - 1);
+        const float *x =
+            (position < 0 ? s.state + (position + c.kernel_size - 1) * c.channels : s.inputs + position * c.channels) + channel;
+        y = fmadd(load_lanes(x), i < MAX_CACHED ? cached_weights[i] : weights(i), y);
       }
       if (c.silu) y = silu(y);
-      float *out = s.out + row * c.channels + at;
-      here == LANES ? store(out, y) : store_some(out, y, here);
+      float *out = s.out + token * c.channels + channel;
+      n_lanes == LANES ? store(out, y) : store_partial(out, y, n_lanes);
     }
   }
 }
 
 }  // namespace
 
-Code longdraft_recur(const Recurrence *recurrence, const RecurrentSequence *sequences, int64_t count, int threads) try {
-  const Recurrence &r = *recurrence;
-  share_out(threads, count * r.heads, [&](int64_t item) { head_of(r, sequences[item / r.heads], item % r.heads); });
-  return DONE;
-} CATCH_NO_MEMORY
+Status longdraft_linear_recurrence(const LinearRecurrence *recurrence, const RecurrentSequence *sequences, int64_t count,
+                                   int threads) try {
+  const LinearRecurrence &r = *recurrence;
+  parallel_for(threads, count * r.n_v_heads, [&](int64_t item) { run_head(r, sequences[item / r.n_v_heads], item % r.n_v_heads); });
+  return OK;
+} CATCH_OUT_OF_MEMORY
 
-Code longdraft_convolve(const Convolution *convolution, const ConvolutionSequence *sequences, int64_t count, int threads) try {
-  constexpr int64_t SHARE = 256;
-  const Convolution &c = *convolution;
-  const int64_t shares = (c.channels + SHARE - 1) / SHARE;
-  share_out(count * c.channels > 4 * SHARE ? threads : 1, count * shares, [&](int64_t item) {
-    const int64_t first = item % shares * SHARE;
-    convolve_channels(c, sequences[item / shares], first, std::min(c.channels, first + SHARE));
+Status longdraft_causal_conv(const CausalConv *convolution, const CausalConvSequence *sequences, int64_t count, int threads) try {
+  constexpr int64_t CHANNELS_PER_ITEM = 256;
+  const CausalConv &c = *convolution;
+  const int64_t items_per_sequence = (c.channels + CHANNELS_PER_ITEM - 1) / CHANNELS_PER_ITEM;
+  parallel_for(count * c.channels > 4 * CHANNELS_PER_ITEM ? threads : 1, count * items_per_sequence, [&](int64_t item) {
+    const int64_t first = item % items_per_sequence * CHANNELS_PER_ITEM;
+    convolve_channels(c, sequences[item / items_per_sequence], first, std::min(c.channels, first + CHANNELS_PER_ITEM));
   });
-  return DONE;
-} CATCH_NO_MEMORY
+  return OK;
+} CATCH_OUT_OF_MEMORY

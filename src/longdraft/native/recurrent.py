@@ -1,4 +1,4 @@
-"""Rows of recurrent layers by our kernels. See recurrent.cpp."""
+"""Linear recurrences and causal convolutions of recurrent layers, for trees of tokens. See recurrent.cpp."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from longdraft.native.boundary import CPU_FLOAT32, address
 from longdraft.native.header import STRUCTURES, Int64
 from longdraft.native.library import Kernels
 
-Convolution, SequenceOf = STRUCTURES["Convolution"], STRUCTURES["RecurrentSequence"]
-# The tensors of :class:`RecurrentInputs`, or none for no rows.
+CausalConv, SequenceStruct = STRUCTURES["CausalConv"], STRUCTURES["RecurrentSequence"]
+# The tensors of :class:`RecurrentInputs`; empty for no tokens.
 Inputs = Sequence[torch.Tensor | None]
 
 
 @dataclass(frozen=True)
 class LinearRecurrence:
-    """A recurrence whose state (heads, keys, values) decays, and gains the product of a key and a value in each row.
+    """A recurrence S' = decay S + k u^T with a state (head_k_dim, head_v_dim) for each head.
 
     Attributes:
-        delta_rule: a value is first corrected by what the state has for its key (the delta rule).
-        qk_l2norm: keys and queries are divided by their lengths.
-        scale: of queries.
-        a, bias, skip: (heads,) of Mamba-2: a step's decay, what is added to its size, and the part of a value that goes
-            into its output; None for others.
+        delta_rule: the state's value for k is subtracted from v first.
+        qk_l2norm: q and k are divided by their L2 norms.
+        scale: of q.
+        a, dt_bias, d_skip: (num_v_heads,): A, dt_bias and D of Mamba-2; None for others.
     """
 
     delta_rule: bool
@@ -40,31 +39,22 @@ class LinearRecurrence:
     def struct(
         self, num_v_heads: int, num_k_heads: int, head_k_dim: int, head_v_dim: int, decay_per_key: bool
     ) -> ctypes.Structure:
-        """decay_per_key: each key has a decay of its own."""
-        return STRUCTURES["Recurrence"](
-            *(
-                num_v_heads,
-                num_k_heads,
-                head_k_dim,
-                head_v_dim,
-                self.delta_rule,
-                self.qk_l2norm,
-                decay_per_key,
-                self.scale,
-                1e-6,
-            ),
+        """decay_per_key: each key dimension has its own decay."""
+        return STRUCTURES["LinearRecurrence"](
+            *(num_v_heads, num_k_heads, head_k_dim, head_v_dim),
+            *(self.delta_rule, self.qk_l2norm, decay_per_key, self.scale, 1e-6),
             *(address(x, min_numel=num_v_heads) for x in (self.a, self.dt_bias, self.d_skip)),
         )
 
 
 class RecurrentInputs(NamedTuple):
-    """Inputs of some rows, contiguous.
+    """Inputs of some tokens, contiguous.
 
     Attributes:
-        q, k: (rows, key heads, keys).
-        v: (rows, heads, values).
-        g: logarithms of decays, (rows, heads) or (rows, heads, keys); of Mamba-2 a step's size (rows, heads).
-        beta: (rows, heads) weights of the values; None for Mamba-2.
+        q, k: (tokens, num_k_heads, head_k_dim).
+        v: (tokens, num_v_heads, head_v_dim).
+        g: log decay (tokens, num_v_heads) or (tokens, num_v_heads, head_k_dim); for Mamba-2 dt (tokens, num_v_heads).
+        beta: (tokens, num_v_heads), weight of v; None for Mamba-2.
     """
 
     q: torch.Tensor
@@ -75,27 +65,28 @@ class RecurrentInputs(NamedTuple):
 
 
 class TreeOrder:
-    """The rows of a tree that are computed.
+    """The tokens of a tree to compute, and their order.
 
     Args:
-        parents: the parent of each row, -1 for the committed rows.
-        order: the rows to compute, parents first.
-        first: rows from here on have outputs.
+        parents: parent of each token, -1 for the committed state.
+        order: the tokens to compute, parents first.
+        first: tokens from here on have outputs.
     """
 
     def __init__(self, parents: Sequence[int], order: Sequence[int], first: int) -> None:
-        behind = {parents[row] for row in order}
-        self._alive = [(Int64 * len(x))(*x) for x in (parents, order, [row in behind for row in order])]
+        inner = {parents[token] for token in order}
+        has_children = [token in inner for token in order]
+        self._alive = [(Int64 * len(x))(*x) for x in (parents, order, has_children)]
         self.first_output, self.fields = first, (*map(ctypes.addressof, self._alive), len(order), first)
 
 
 class RecurrentSequence(NamedTuple):
-    """The rows of one sequence.
+    """The new tokens of one sequence.
 
     Attributes:
-        state: (heads, keys, values), float32; the pending rows are taken into it.
-        pending: committed rows that it lacks.
-        rows: the rows of a tree.
+        state: (num_v_heads, head_k_dim, head_v_dim), float32; takes in the pending tokens.
+        pending: committed tokens that it lacks.
+        inputs: the tokens of a tree.
     """
 
     state: torch.Tensor
@@ -105,12 +96,12 @@ class RecurrentSequence(NamedTuple):
 
     def struct(self, out: torch.Tensor | None = None) -> ctypes.Structure:
         """out: memory for the outputs."""
-        return SequenceOf(address(self.state), *map(_rows, self[1:3]), *self.order.fields, address(out))
+        return SequenceStruct(address(self.state), *map(_inputs_struct, self[1:3]), *self.order.fields, address(out))
 
 
-def _rows(inputs: Inputs) -> ctypes.Structure:
+def _inputs_struct(inputs: Inputs) -> ctypes.Structure:
     count = len(inputs[0]) if inputs and inputs[0] is not None else 0
-    return STRUCTURES["RecurrentRows"](count, *map(address, inputs))
+    return STRUCTURES["RecurrentInputs"](count, *map(address, inputs))
 
 
 def convolve(
@@ -121,37 +112,38 @@ def convolve(
     histories: Sequence[tuple[torch.Tensor, torch.Tensor]],
     input_indices: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Convolves the rows of some sequences -> (B, T, channels). Tensors are float32 on the CPU.
+    """Depthwise causal convolution of the tokens of some sequences -> (B, T, channels). Tensors are float32 on the CPU.
 
     Args:
-        weight, bias: (channels, inputs), (channels,).
+        weight, bias: (channels, kernel_size), (channels,).
         silu: apply SiLU to the results.
-        histories: for each sequence the inputs before its rows (inputs - 1, channels), and those of rows.
-        input_indices: for each sequence (T, inputs) int64: the inputs that a row sees, the oldest first, counted from the
-            first one before the rows.
+        histories: for each sequence the state (kernel_size - 1, channels), and the inputs of new tokens.
+        input_indices: for each sequence (T, kernel_size) int64: each token's inputs, the oldest first, as indices into
+            the state and the inputs in turn.
     """
-    channels, size = weight.shape
-    count = len(input_indices[0])
-    out = torch.empty(len(histories), count, channels, **CPU_FLOAT32)
+    channels, kernel_size = weight.shape
+    num_tokens = len(input_indices[0])
+    out = torch.empty(len(histories), num_tokens, channels, **CPU_FLOAT32)
     weight = weight.contiguous()
-    kind = Convolution(channels, size, address(weight), address(bias, min_numel=channels), silu)
-    one = STRUCTURES["ConvolutionSequence"]
-    sequences = (one * len(histories))(
+    conv = CausalConv(channels, kernel_size, address(weight), address(bias, min_numel=channels), silu)
+    sequence = STRUCTURES["CausalConvSequence"]
+    sequences = (sequence * len(histories))(
         *(
-            one(address(window), address(rows), address(seen, torch.long), count, address(out[i]))
-            for i, ((window, rows), seen) in enumerate(zip(histories, input_indices, strict=True))
+            sequence(address(state), address(inputs), address(indices, torch.long), num_tokens, address(out[i]))
+            for i, ((state, inputs), indices) in enumerate(zip(histories, input_indices, strict=True))
         )
     )
-    kernels.call("convolve", kind, sequences, len(histories))
+    kernels.call("causal_conv", conv, sequences, len(histories))
     return out
 
 
 def run_recurrence(kernels: Kernels, recurrence: LinearRecurrence, trees: Sequence[RecurrentSequence]) -> torch.Tensor:
-    """Computes the trees' rows; returns outputs (B, T, heads, values), where each has T rows from ``first_output`` on."""
-    heads, keys, values = trees[0].state.shape
-    rows, first = RecurrentInputs(*trees[0].inputs), trees[0].order.first_output  # type: ignore[arg-type]  # they are there
-    kind = recurrence.struct(heads, rows.k.shape[1], keys, values, decay_per_key=rows.g.dim() == 3)
-    out = torch.empty(len(trees), len(rows.v) - first, heads, values, **CPU_FLOAT32)
-    sequences = (SequenceOf * len(trees))(*(tree.struct(own) for tree, own in zip(trees, out, strict=True)))
-    kernels.call("recur", kind, sequences, len(trees))
+    """Runs a recurrence -> outputs (B, T, num_v_heads, head_v_dim) of each tree's T tokens from ``first_output`` on."""
+    num_v_heads, head_k_dim, head_v_dim = trees[0].state.shape
+    inputs, first = RecurrentInputs(*trees[0].inputs), trees[0].order.first_output  # type: ignore[arg-type]  # not None
+    decay_per_key = inputs.g.dim() == 3
+    struct = recurrence.struct(num_v_heads, inputs.k.shape[1], head_k_dim, head_v_dim, decay_per_key)
+    out = torch.empty(len(trees), len(inputs.v) - first, num_v_heads, head_v_dim, **CPU_FLOAT32)
+    sequences = (SequenceStruct * len(trees))(*(tree.struct(y) for tree, y in zip(trees, out, strict=True)))
+    kernels.call("linear_recurrence", struct, sequences, len(trees))
     return out

@@ -1,4 +1,4 @@
-// Vectors of floats in GNU C++'s own notation, which clang knows too: 16 lanes with AVX-512, 8 with AVX2, 4 with NEON.
+// SIMD vectors of floats by GNU C++'s vector extensions, which clang has too: 16 lanes with AVX-512, 8 with AVX2, 4 with NEON.
 #pragma once
 
 #include <cstdint>
@@ -16,105 +16,105 @@
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
-constexpr int TILE = 24;  // sums that stay in registers, beside what they are made of
+constexpr int MAX_SUMS = 24;  // accumulators of a register tile; the other registers hold its operands
 #elif defined(__AVX2__)
 constexpr int LANES = 8;
-constexpr int TILE = 12;
+constexpr int MAX_SUMS = 12;
 #else
 constexpr int LANES = 4;
-constexpr int TILE = 24;
+constexpr int MAX_SUMS = 24;
 #endif
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef std::int32_t ivec __attribute__((vector_size(4 * LANES)));
-typedef float unaligned __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef float unaligned_vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-// Memory that is kept from call to call, so that a round allocates nothing; much of it in large pages where Linux has some. Loads do
-// not straddle cache lines if each part of it has whole_lines().
+// A buffer that is reused from call to call, so that a round allocates nothing; a large one is in huge pages where Linux has some.
+// Loads do not straddle cache lines if the sizes of its parts are rounded up by round_up_to_line().
 class Scratch {
  public:
-  ~Scratch() { std::free(kept_); }
+  ~Scratch() { std::free(data_); }
 
-  float *of(std::int64_t size) {
+  float *get(std::int64_t size) {
     if (size > size_) {
-      std::free(kept_);
+      std::free(data_);
       size_ = 0;
-      const std::int64_t bytes = whole_lines(size) * sizeof(float), page = bytes < LARGE ? 64 : LARGE;
-      const std::int64_t whole = (bytes + page - 1) / page * page;
-      kept_ = static_cast<float *>(std::aligned_alloc(page, whole));
-      if (!kept_) throw std::bad_alloc();
+      const std::int64_t bytes = round_up_to_line(size) * sizeof(float), page = bytes < LARGE ? 64 : LARGE;
+      const std::int64_t rounded = (bytes + page - 1) / page * page;
+      data_ = static_cast<float *>(std::aligned_alloc(page, rounded));
+      if (!data_) throw std::bad_alloc();
 #if defined(MADV_HUGEPAGE)
-      if (page == LARGE) madvise(kept_, whole, MADV_HUGEPAGE);
+      if (page == LARGE) madvise(data_, rounded, MADV_HUGEPAGE);
 #endif
       size_ = size;
     }
-    return kept_;
+    return data_;
   }
 
-  static std::int64_t whole_lines(std::int64_t floats) { return (floats + 15) / 16 * 16; }
+  static std::int64_t round_up_to_line(std::int64_t floats) { return (floats + 15) / 16 * 16; }
 
  private:
-  static constexpr std::int64_t LARGE = 2 << 20;  // bytes of a large page
+  static constexpr std::int64_t LARGE = 2 << 20;  // bytes of a huge page
 
-  float *kept_ = nullptr;
+  float *data_ = nullptr;
   std::int64_t size_ = 0;
 };
 
-// what(N) for n as a constant, LEAST at least and MOST at most.
-template <int MOST, int LEAST = 1, typename What>
-inline void with_number(std::int64_t n, const What &what) {
-  if (n == MOST) return what(std::integral_constant<int, MOST>{});
-  if constexpr (MOST > LEAST) with_number<MOST - 1, LEAST>(n, what);
+// Calls f with n, MIN <= n <= MAX, as a compile-time constant.
+template <int MAX, int MIN = 1, typename F>
+inline void dispatch(std::int64_t n, const F &f) {
+  if (n == MAX) return f(std::integral_constant<int, MAX>{});
+  if constexpr (MAX > MIN) dispatch<MAX - 1, MIN>(n, f);
 }
 
-// what(0), ..., what(N - 1), as constants.
-template <int N, typename What>
-inline void with_each(const What &what) {
-  if constexpr (N > 1) with_each<N - 1>(what);
-  what(std::integral_constant<int, N - 1>{});
+// Calls f with 0, ..., N - 1 as compile-time constants.
+template <int N, typename F>
+inline void static_for(const F &f) {
+  if constexpr (N > 1) static_for<N - 1>(f);
+  f(std::integral_constant<int, N - 1>{});
 }
 
-// Loops over registers must be unrolled, or the compiler keeps the registers in memory.
+// Loops over arrays of vectors must be unrolled, or the compiler keeps the arrays in memory, not in registers.
 #if defined(__clang__)
-#define UNROLLED _Pragma("unroll")
+#define UNROLL _Pragma("unroll")
 #else
-#define UNROLLED _Pragma("GCC unroll 32")
+#define UNROLL _Pragma("GCC unroll 32")
 #endif
 
-static inline vec load(const float *p) { return *reinterpret_cast<const unaligned *>(p); }
+static inline vec load(const float *p) { return *reinterpret_cast<const unaligned_vec *>(p); }
 
-static inline void store(float *p, vec x) { *reinterpret_cast<unaligned *>(p) = x; }
+static inline void store(float *p, vec x) { *reinterpret_cast<unaligned_vec *>(p) = x; }
 
-// The first n <= LANES floats, zeros behind them.
-static inline vec load_some(const float *p, std::int64_t n) {
+// Loads n <= LANES floats; the other lanes are 0.
+static inline vec load_partial(const float *p, std::int64_t n) {
   vec x = {};
   std::memcpy(&x, p, sizeof(float) * n);
   return x;
 }
 
-static inline void store_some(float *p, vec x, std::int64_t n) { std::memcpy(p, &x, sizeof(float) * n); }
+static inline void store_partial(float *p, vec x, std::int64_t n) { std::memcpy(p, &x, sizeof(float) * n); }
 
-// x - 0 is x for every x, so nothing is computed; 0 + x would change -0.
-static inline vec every(float x) { return x - vec{}; }
-static inline ivec every(std::int32_t x) { return x - ivec{}; }
+// A broadcast: x - 0 is x for every x, so compilers compute nothing. 0 + x would change -0.
+static inline vec broadcast(float x) { return x - vec{}; }
+static inline ivec broadcast(std::int32_t x) { return x - ivec{}; }
 
-static inline vec larger(vec a, vec b) { return a > b ? a : b; }
-static inline vec magnitude(vec x) { return x < 0 ? -x : x; }
+static inline vec v_max(vec a, vec b) { return a > b ? a : b; }
+static inline vec v_abs(vec x) { return x < 0 ? -x : x; }
 
-// a * b + c, rounded once, in the same way for single numbers and vectors. Compilers must not fuse by themselves
-// (-ffp-contract=off): they would do it in some places only, and a row's sum would depend on its tile.
-static inline float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+// Fused multiply-add: a * b + c, rounded once. Compilers must not contract other expressions (-ffp-contract=off): they would do so
+// in some places only, and a row's bits would depend on its tile.
+static inline float fmadd(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 #if defined(__AVX512F__)
-static inline vec fused(vec a, vec b, vec c) { return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+static inline vec fmadd(vec a, vec b, vec c) { return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 #elif defined(__AVX2__)
-static inline vec fused(vec a, vec b, vec c) { return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+static inline vec fmadd(vec a, vec b, vec c) { return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 #else
-static inline vec fused(vec a, vec b, vec c) { return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
+static inline vec fmadd(vec a, vec b, vec c) { return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
 #endif
 
-// The lanes of a and b, numbered one after the other, in the order I.
+// A permutation I of the lanes of a (0 to LANES - 1) and b (LANES to 2 LANES - 1).
 template <int... I>
-static inline vec shuffled(vec a, vec b) {
+static inline vec shuffle(vec a, vec b) {
 #if defined(__clang__)
   return __builtin_shufflevector(a, b, I...);
 #else
@@ -123,105 +123,105 @@ static inline vec shuffled(vec a, vec b) {
 }
 
 struct Add {
-  static inline vec of(vec a, vec b) { return a + b; }
+  static inline vec apply(vec a, vec b) { return a + b; }
 };
 
-struct Larger {
-  static inline vec of(vec a, vec b) { return larger(a, b); }
+struct Max {
+  static inline vec apply(vec a, vec b) { return v_max(a, b); }
 };
 
 template <typename Op, int STEP, int... I>
-static inline vec fold(vec a, vec b, std::integer_sequence<int, I...>) {
-  // Lane i of the result joins two lanes, STEP apart, of a (the lower half of the lanes) or b (the upper half).
+static inline vec fold_pair(vec a, vec b, std::integer_sequence<int, I...>) {
+  // The lower half of the result combines pairs of a's lanes that are STEP apart, the upper half pairs of b's.
   constexpr int HALF = LANES / 2;
-  return Op::of(shuffled<(I / HALF * LANES + I % HALF / STEP * 2 * STEP + I % STEP)...>(a, b),
-                shuffled<(I / HALF * LANES + I % HALF / STEP * 2 * STEP + I % STEP + STEP)...>(a, b));
+  return Op::apply(shuffle<(I / HALF * LANES + I % HALF / STEP * 2 * STEP + I % STEP)...>(a, b),
+                   shuffle<(I / HALF * LANES + I % HALF / STEP * 2 * STEP + I % STEP + STEP)...>(a, b));
 }
 
-// Lane i of the result is the sum (the maximum) of v[i]'s lanes, for N <= LANES vectors. They are folded together in
-// pairs, which takes fewer than three operations a vector.
+// Horizontal sums (or maxima) of N <= LANES vectors: lane i of the result is that of v[i]. Vectors are folded in pairs, which takes
+// fewer than three operations for each.
 template <typename Op, int N, int STEP = LANES / 2>
-static inline vec across(const vec *v) {
+static inline vec reduce_lanes(const vec *v) {
   static_assert(0 < N && N <= 2 * STEP);
   constexpr int PAIRS = (N + 1) / 2;
   vec folded[PAIRS];
-  UNROLLED for (int i = 0; i < PAIRS; i++) {
-    folded[i] = fold<Op, STEP>(v[2 * i], 2 * i + 1 < N ? v[2 * i + 1] : vec{}, std::make_integer_sequence<int, LANES>{});
+  UNROLL for (int i = 0; i < PAIRS; i++) {
+    folded[i] = fold_pair<Op, STEP>(v[2 * i], 2 * i + 1 < N ? v[2 * i + 1] : vec{}, std::make_integer_sequence<int, LANES>{});
   }
   if constexpr (STEP == 1) {
     return folded[0];
   } else {
-    return across<Op, PAIRS, STEP / 2>(folded);
+    return reduce_lanes<Op, PAIRS, STEP / 2>(folded);
   }
 }
 
-// Sixteen sums side by side, however many lanes a vector has, so that what they add up to is the same everywhere.
-struct Sixteen {
+// Sixteen partial sums, however many lanes a vector has, so that every instruction set adds up in the same order.
+struct Sum16 {
   static constexpr int VECTORS = 16 / LANES;
-  vec part[VECTORS] = {};
+  vec lanes[VECTORS] = {};
 
-  // Lanes whose numbers differ by LANES or more added up: what is left is LANES wide.
-  vec folded() const {
-    if constexpr (VECTORS == 4) return (part[0] + part[2]) + (part[1] + part[3]);
-    if constexpr (VECTORS == 2) return part[0] + part[1];
-    return part[0];
+  // Adds partial sums until LANES are left.
+  vec fold_to_vector() const {
+    if constexpr (VECTORS == 4) return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
+    if constexpr (VECTORS == 2) return lanes[0] + lanes[1];
+    return lanes[0];
   }
 };
 
 template <int N>
-static inline vec sums(const vec *v) {
-  return across<Add, N>(v);
+static inline vec horizontal_sums(const vec *v) {
+  return reduce_lanes<Add, N>(v);
 }
 
 template <int... I>
-static inline void shuffled_pair(vec a, vec b, vec *out, std::integer_sequence<int, I...>) {
-  // a0 b0 a1 b1 ..., and its other half.
-  out[0] = shuffled<(I / 2 + I % 2 * LANES)...>(a, b);
-  out[1] = shuffled<(I / 2 + I % 2 * LANES + LANES / 2)...>(a, b);
+static inline void zip_lanes(vec a, vec b, vec *out, std::integer_sequence<int, I...>) {
+  // Interleaves a and b: a0 b0 a1 b1 ..., in two vectors.
+  out[0] = shuffle<(I / 2 + I % 2 * LANES)...>(a, b);
+  out[1] = shuffle<(I / 2 + I % 2 * LANES + LANES / 2)...>(a, b);
 }
 
-// LANES x LANES numbers, transposed: a perfect shuffle for every bit of a lane's number.
+// Transposes LANES x LANES floats by log2(LANES) perfect shuffles.
 static inline void transpose(vec *a) {
   vec b[LANES];
-  for (int turn = 1; turn < LANES; turn *= 2) {
-    UNROLLED for (int i = 0; i < LANES / 2; i++) {
-      shuffled_pair(a[i], a[i + LANES / 2], b + 2 * i, std::make_integer_sequence<int, LANES>{});
+  for (int step = 1; step < LANES; step *= 2) {
+    UNROLL for (int i = 0; i < LANES / 2; i++) {
+      zip_lanes(a[i], a[i + LANES / 2], b + 2 * i, std::make_integer_sequence<int, LANES>{});
     }
-    UNROLLED for (int i = 0; i < LANES; i++) a[i] = b[i];
+    UNROLL for (int i = 0; i < LANES; i++) a[i] = b[i];
   }
 }
 
-// e^x for x <= 0, within 2^-22 of the largest value that a softmax's weights take; 0 below -87. NaN stays.
-static inline vec exponential(vec x) {
-  const vec lowest = every(-87.0f);
-  const vec shift = every(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number, kept in the lowest bits
+// e^x for x <= 0, with an absolute error below 2^-22; 0 below -87. NaN stays NaN.
+static inline vec v_exp(vec x) {
+  const vec lowest = broadcast(-87.0f);
+  const vec shift = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, which is then in the mantissa's lowest bits
   const vec y = (lowest > x ? lowest : x) * 1.44269504088896341f;
   const vec t = y + shift;
   const vec f = y - (t - shift);
-  vec p = every(1.326472707e-03f);
-  p = fused(p, f, every(9.671512649e-03f));
-  p = fused(p, f, every(5.550733744e-02f));
-  p = fused(p, f, every(2.402224209e-01f));
-  p = fused(p, f, every(6.931469776e-01f));
-  p = fused(p, f, every(1.0f));
-  ivec whole, bits;
-  std::memcpy(&whole, &t, sizeof whole);
+  vec p = broadcast(1.326472707e-03f);
+  p = fmadd(p, f, broadcast(9.671512649e-03f));
+  p = fmadd(p, f, broadcast(5.550733744e-02f));
+  p = fmadd(p, f, broadcast(2.402224209e-01f));
+  p = fmadd(p, f, broadcast(6.931469776e-01f));
+  p = fmadd(p, f, broadcast(1.0f));
+  ivec rounded, bits;
+  std::memcpy(&rounded, &t, sizeof rounded);
   std::memcpy(&bits, &p, sizeof bits);
-  bits += whole << 23;  // times 2^n
+  bits += rounded << 23;  // times 2^n
   std::memcpy(&p, &bits, sizeof p);
-  // Exactly 0: a key that a row does not see must not change a bit of the row's sums.
+  // Exactly 0, so that a masked key changes no bit of a row's sums.
   return x < lowest ? vec{} : p;
 }
 
-// tanh(x), within about an ulp. NaN stays.
-static inline vec hyperbolic_tangent(vec x) {
-  // Near 0 the quotient would lose digits: x + x^3 P(x^2) there, P fitted for the least relative error up to 0.625.
-  const vec z = x * x, size = magnitude(x);
-  vec p = every(-5.7049873e-03f);
-  p = fused(p, z, every(2.0639088e-02f));
-  p = fused(p, z, every(-5.3739715e-02f));
-  p = fused(p, z, every(1.3331442e-01f));
-  p = fused(p, z, every(-3.3333280e-01f));
-  const vec e = exponential(-2.0f * size), far = (1.0f - e) / (1.0f + e);
-  return size < 0.625f ? fused(x * z, p, x) : x < 0 ? -far : far;
+// tanh(x), within about an ulp. NaN stays NaN.
+static inline vec v_tanh(vec x) {
+  // Near 0 the quotient would cancel: below 0.625 it is x + x^3 P(x^2), P fitted to the relative error.
+  const vec z = x * x, size = v_abs(x);
+  vec p = broadcast(-5.7049873e-03f);
+  p = fmadd(p, z, broadcast(2.0639088e-02f));
+  p = fmadd(p, z, broadcast(-5.3739715e-02f));
+  p = fmadd(p, z, broadcast(1.3331442e-01f));
+  p = fmadd(p, z, broadcast(-3.3333280e-01f));
+  const vec e = v_exp(-2.0f * size), far = (1.0f - e) / (1.0f + e);
+  return size < 0.625f ? fmadd(x * z, p, x) : x < 0 ? -far : far;
 }

@@ -1,4 +1,4 @@
-"""Kernels for views: summaries of a text's chunks, the choice of chunks, and copies of rows. See views.cpp."""
+"""Kernels for views: summaries of chunks of keys, the choice of chunks, and copies of KV entries. See views.cpp."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from longdraft.native.int8_kv import KVTensor
 from longdraft.native.library import Kernels
 from longdraft.native.structures import kv_struct
 
-# Scorers; the first three read only summaries. And the kinds of summaries.
+# The first three scorers need only summaries.
 SCORERS = tuple(name.lower().replace("_", "-") for name in ENUMS["Scorer"])
 SUMMARY_SCORERS = SCORERS[:3]
 SUMMARY_NAMES = ("largest", "smallest", "mean")
 
 
 class ViewKernels:
-    """Calls the kernels. Tensors are float32 on the CPU, d a multiple of 16.
-
-    Summaries are a dict by kind of tensors (layers, KV heads, chunks, d) with equal strides, 1 for the chunks.
-    """
+    """Tensors are float32 on the CPU, d a multiple of 16. Summaries: name -> (layers, KV heads, chunks, d), with equal
+    strides, 1 for the chunks."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._call = kernels.call
@@ -37,10 +35,11 @@ class ViewKernels:
         first_chunk: int,
         end_chunk: int,
     ) -> None:
-        """Writes the summaries of chunks [first, behind) of a slot's keys (layers, slots, KV heads, capacity, d)."""
+        """Summarizes chunks [first_chunk, end_chunk) of a slot's keys (layers, slots, KV heads, capacity, d)."""
         layers, _, heads, _, d = keys.shape
-        out = STRUCTURES["Summaries"](*_places(summaries))
-        self._call("summarise", kv_struct(keys, keys), slot, layers, heads, d, chunk_size, out, first_chunk, end_chunk)
+        out = STRUCTURES["ChunkSummaries"](*_summary_fields(summaries))
+        sizes = (layers, heads, d, chunk_size)
+        self._call("summarize_chunks", kv_struct(keys, keys), slot, *sizes, out, first_chunk, end_chunk)
 
     def select_chunks(
         self,
@@ -53,20 +52,16 @@ class ViewKernels:
         candidates: range,
         count: int,
     ) -> torch.Tensor:
-        """The ``count`` chunks of the range ``candidates`` with the highest scores.
+        """The ``count`` best chunks of ``candidates`` -> ids (layers, KV heads, count) int64, ascending.
 
         Args:
-            kind: one of :data:`SCORERS`.
-            most: a chunk's score is the maximum over all queries, not the mean; only for kinds that read summaries.
-            text: keys (layers, slots, KV heads, capacity, d), the slot, and its number of rows.
-            chunk: rows of a chunk.
-            kept: summaries; None for kinds that read keys.
+            scorer: one of :data:`SCORERS`.
+            use_max: reduce over queries by the maximum, not the mean; for :data:`SUMMARY_SCORERS`.
+            source: keys (layers, slots, KV heads, capacity, d), the slot, and its KV entries.
+            summaries: None for scorers that read keys.
             queries: (layers, query heads, M, d).
-
-        Returns:
-            (layers, KV heads, count) int64 chunk indices in ascending order.
         """
-        keys, slot, n = source
+        keys, slot, kv_len = source
         layers, _, heads, _, d = keys.shape
         assert scorer in SUMMARY_SCORERS or not use_max
         if scorer == "mean-key" and not use_max:  # q . k is linear in q
@@ -75,13 +70,13 @@ class ViewKernels:
             queries = queries * d**-0.5
         queries = queries.float().contiguous()
         sizes = (layers, heads, queries.shape[1] // heads, queries.shape[2], d)
-        chosen = torch.empty(layers, heads, count, **CPU_INT64)
-        places = (None, None, None, 0, 0, 0) if summaries is None else _places(summaries)
-        where = (ctypes.pointer(kv_struct(keys, keys)), slot, n, chunk_size)
-        which = (candidates.start, candidates.stop, count, SCORERS.index(scorer), int(use_max))
-        choice = STRUCTURES["Choice"](*places, *where, *sizes, *which)
-        self._call("choose", choice, address(queries), address(chosen, torch.long))
-        return chosen
+        chunk_ids = torch.empty(layers, heads, count, **CPU_INT64)
+        summary_fields = (None, None, None, 0, 0, 0) if summaries is None else _summary_fields(summaries)
+        kv_fields = (ctypes.pointer(kv_struct(keys, keys)), slot, kv_len, chunk_size)
+        choice = (candidates.start, candidates.stop, count, SCORERS.index(scorer), int(use_max))
+        selection = STRUCTURES["ChunkSelection"](*summary_fields, *kv_fields, *sizes, *choice)
+        self._call("select_chunks", selection, address(queries), address(chunk_ids, torch.long))
+        return chunk_ids
 
     def copy_view(
         self,
@@ -94,19 +89,19 @@ class ViewKernels:
         sink: int,
         window: range,
     ) -> None:
-        """Copies the first ``sink`` rows of a slot, its chosen chunks and its window, one after the other.
+        """Copies a slot's first ``sink`` entries, chosen chunks and window to the view, one after the other.
 
         Args:
-            text, copies: keys and values (layers, slots, KV heads, capacity, d), the values by row; copies may be
-                rounded, with keys stored column-wise.
-            chosen: (layers, KV heads, count) chunks in ascending order.
-            held: like ``chunk_ids``, the chunk in each place of the copy, -1 for none. It is updated; chunks that are
-                chosen again stay in their places.
+            source, view_kv: keys and values (layers, slots, KV heads, capacity, d), values contiguous. The view may
+                have another dtype and transposed keys.
+            chunk_ids: (layers, KV heads, count), ascending.
+            resident_chunks: like ``chunk_ids``: the chunk in each place of the view, -1 for none. Updated; chunks that
+                are chosen again stay in place.
         """
         layers, _, heads, _, d = source[0].shape
         sizes = (chunk_ids.shape[2], chunk_size, sink, window.start, window.stop)
-        where = (slot, layers, heads, d, address(chunk_ids, torch.long), address(resident_chunks, torch.long))
-        self._call("copy_view", kv_struct(*source), kv_struct(*view_kv), *where, *sizes)
+        chunks = address(chunk_ids, torch.long), address(resident_chunks, torch.long)
+        self._call("copy_view", kv_struct(*source), kv_struct(*view_kv), slot, layers, heads, d, *chunks, *sizes)
 
     def copy_entries(
         self,
@@ -116,19 +111,15 @@ class ViewKernels:
         positions: range,
         destination: int,
     ) -> None:
-        """Copies rows of a slot to its copy, starting at row ``destination``. Text and copies are as for :meth:`copy_view`."""
+        """Copies a slot's entries at ``positions`` to the view, from ``destination`` on (see :meth:`copy_view`)."""
         layers, _, heads, _, d = source[0].shape
-        where = (slot, layers, heads, d, positions.start, destination, len(positions))
-        self._call("copy_rows", kv_struct(*source), kv_struct(*view_kv), *where)
+        sizes = (slot, layers, heads, d, positions.start, destination, len(positions))
+        self._call("copy_entries", kv_struct(*source), kv_struct(*view_kv), *sizes)
 
 
-def _places(kept: Mapping[str, torch.Tensor]) -> tuple[int | None, ...]:
+def _summary_fields(summaries: Mapping[str, torch.Tensor]) -> tuple[int | None, ...]:
     """Addresses of the summaries, and their strides except that of the chunks."""
-    layer, head, chunk, dim = next(iter(kept.values())).stride()
+    layer, head, chunk, dim = next(iter(summaries.values())).stride()
     assert chunk == 1
-    return (
-        *(address(kept[name].mT, strided_rows=True) if name in kept else None for name in SUMMARY_NAMES),
-        layer,
-        head,
-        dim,
-    )
+    data = (address(summaries[n].mT, strided_rows=True) if n in summaries else None for n in SUMMARY_NAMES)
+    return (*data, layer, head, dim)

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: converts its requests to chat completions, and their chunks to its messages and events."""
+"""Anthropic's Messages API: its requests become chat completions, whose chunks become its messages and events."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from longdraft.serve.serving import AdaptedResponse, PendingResponse, create_cha
 
 logger = logging.getLogger(__name__)
 
-# Fields that would change the answer and are refused: features of Anthropic's servers, and OpenAI's names.
+# Fields that are refused, because they would change the answer: features of Anthropic's servers, and OpenAI's fields.
 _UNSERVED = {"compaction", "container", "mcp_servers", "thread", *ChatCompletionRequest.model_fields} - {"service_tier"}
-# Claude Code puts this changing line first in its system prompt, which would defeat the prefix cache: it is dropped.
+# Claude Code begins its system prompt with this line. It is dropped: it changes, and the prefix cache would not match.
 _BILLING_HEADER = "x-anthropic-billing-header:"
 # Type of a block or tool -> its required fields.
 _REQUIRED = {"thinking": ("thinking",), "tool_use": ("id", "name"), "tool_result": ("tool_use_id",),
@@ -42,7 +42,7 @@ class TypedObject(StrictModel):
     data: str = ""  # a document's text
 
     @model_validator(mode="after")
-    def _complete(self) -> TypedObject:
+    def _check_required(self) -> TypedObject:
         required = ("text",) if self.type == "text" and not self.data else _REQUIRED.get(self.type, ())
         if missing := [name for name in required if getattr(self, name, None) is None]:
             raise ValueError(f"type {self.type} needs {missing[0]}")
@@ -50,7 +50,7 @@ class TypedObject(StrictModel):
 
 
 class Tool(TypedObject):
-    """A function of the client. Other types run at Anthropic, or only its models know them."""
+    """A tool. Type "custom" is the client's function; other types run at Anthropic, or need Anthropic's models."""
 
     type: str = "custom"
     description: str | None = None
@@ -62,12 +62,12 @@ class Tool(TypedObject):
         return {"type": "function", "function": {name: x for name, x in function.items() if x is not None}}
 
 
-# A text is converted to a list with one block.
+# Blocks, or a string, which becomes one text block.
 Blocks = Annotated["list[Block]", BeforeValidator(lambda x: [{"type": "text", "text": x}] if isinstance(x, str) else x)]
 
 
 class Block(TypedObject):
-    """A part of a message, or a part of a block: a document's source, or a tool that is added or removed."""
+    """A part of a message or of another block: text, a document's source, a tool call, a tool to add or remove."""
 
     text: str | None = None
     thinking: str | None = None
@@ -98,7 +98,7 @@ class Block(TypedObject):
     def content_text(self) -> str:
         """The block's ``content`` as text, with a note in place of blocks without text."""
         texts = [(block.as_text(), block.type) for block in self.content]
-        return "\n".join(f"[{kind} left out: the model reads text]" if x is None else x for x, kind in texts)
+        return "\n".join(f"[{name} left out: the model reads text]" if text is None else text for text, name in texts)
 
 
 class InputMessage(TypedObject):
@@ -124,9 +124,9 @@ class CountTokensRequest(GenerationRequest):
     output_format: dict[str, Any] | None = None
 
     def as_chat(self) -> ChatCompletionRequest:
-        """The same request for ``/v1/chat/completions``. Raises ApiError for what is not served."""
+        """Converts it to a request for ``/v1/chat/completions``. Raises ApiError for a field that is not served."""
         if wrong := [name for name, value in (self.model_extra or {}).items() if value and name in _UNSERVED]:
-            raise ApiError(400, f"{wrong[0]} is not served.", param=wrong[0])
+            raise ApiError(400, f"{wrong[0]} is not served: leave it out.", param=wrong[0])
         messages, tools = self._conversation()
         choice, thinking = self.tool_choice, self.thinking.type
         shared_fields = ("model", "max_tokens", "temperature", "top_p", "top_k", "seed", "method", "user")
@@ -143,14 +143,14 @@ class CountTokensRequest(GenerationRequest):
         })  # fmt: skip
 
     def _conversation(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """The messages and the tools of the chat. Consecutive messages of a role are merged."""
+        """The chat's messages, consecutive messages of one role merged, and the tools that may be called at its end."""
         messages: list[dict[str, Any]] = []
         if unserved := {tool.type for tool in self.tools} - {"custom"}:
-            logger.warning("Tools that Anthropic runs or knows are left out: %s.", ", ".join(sorted(unserved)))
+            logger.warning("Tools of types that only Anthropic serves are left out: %s.", ", ".join(sorted(unserved)))
         tools = {tool.name: tool for tool in self.tools if tool.type == "custom"}
-        active = {name: tool for name, tool in tools.items() if not tool.defer_loading}
+        active_tools = {name: tool for name, tool in tools.items() if not tool.defer_loading}
 
-        def last_message(role: str) -> dict[str, Any]:
+        def get_message(role: str) -> dict[str, Any]:  # the last message, if it has this role, else a new one
             if not messages or messages[-1]["role"] != role:
                 messages.append({"role": role, "content": ""})
             return messages[-1]
@@ -159,34 +159,34 @@ class CountTokensRequest(GenerationRequest):
         for message_index, source in enumerate([system, *self.messages], -1):  # the system prompt has index -1
             separator, role = "\n\n", source.role
             if role == "system" and messages and messages[-1]["role"] != "system":
-                role = "user"  # many templates take no system message in mid-conversation
+                role = "user"  # many templates refuse a system message after the first turn
             for i, block in enumerate(source.content):
                 if (text := block.as_text()) is not None:
                     if source.role != "system" or (text and not text.startswith(_BILLING_HEADER)):
-                        message = last_message(role)
+                        message = get_message(role)
                         message["content"] += (separator if message["content"] else "") + text
-                        separator = separator if role == "system" else ""  # blocks are paragraphs in system alone
+                        separator = separator if role == "system" else ""  # only in system is each block a paragraph
                 elif block.type == "thinking":
-                    message = last_message(role)
+                    message = get_message(role)
                     message["reasoning_content"] = message.get("reasoning_content", "") + str(block.thinking)
                 elif block.type == "tool_use":
                     call = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
-                    last_message(role).setdefault("tool_calls", []).append({"id": block.id, "function": call})
+                    get_message(role).setdefault("tool_calls", []).append({"id": block.id, "function": call})
                 elif block.type == "tool_result":
                     content = "Error: " * block.is_error + block.content_text()
                     messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
-                    # References in a result of a tool search activate deferred tools.
+                    # A tool search's result activates the deferred tools that it names.
                     names = [part.tool_name for part in block.content]
-                    active |= {name: tools[name] for name in names if name in tools}
+                    active_tools |= {name: tools[name] for name in names if name in tools}
                 elif block.type == "tool_removal" and block.tool is not None:
-                    active.pop(block.tool.name, None)
+                    active_tools.pop(block.tool.name, None)
                 elif block.tool is not None and (added := block.tool.definition or tools.get(block.tool.name)):
-                    tools[added.name] = active[added.name] = added
+                    tools[added.name] = active_tools[added.name] = added
                 elif block.type != "redacted_thinking":
                     path = f"messages.{message_index}.content.{i}" if message_index >= 0 else f"system.{i}"
-                    raise ApiError(400, f"{path}: {block.type} is not served: this server reads text.", param=path)
+                    raise ApiError(400, f"{path}: {block.type} is not served: send text.", param=path)
         may_call = self.tool_choice.type != "none"
-        return messages, [tool.as_chat_tool() for tool in active.values() if may_call]
+        return messages, [tool.as_chat_tool() for tool in active_tools.values() if may_call]
 
 
 class MessagesRequest(CountTokensRequest):
@@ -196,9 +196,9 @@ class MessagesRequest(CountTokensRequest):
 
 
 class MessagesAdapter:
-    """Builds one message: reasoning, text and tool calls become content blocks in the order of time."""
+    """Builds one message: reasoning, text and tool calls become content blocks, in the order in which they come."""
 
-    ping = sse_event({"type": "ping"}, "ping")
+    keep_alive_event = sse_event({"type": "ping"}, "ping")
 
     def __init__(self, pending: PendingResponse) -> None:
         self._pending, self._arguments, self._has_calls = pending, "", False
@@ -212,62 +212,63 @@ class MessagesAdapter:
     def begin(self) -> Iterator[str]:
         yield _event("message_start", message=self.full_response)
 
-    def push(self, chunk: Mapping[str, Any]) -> Iterator[str]:
-        """The events for a chunk's choice."""
-        message, self._has_calls = chunk["delta"], chunk["finish_reason"] == "tool_calls"
+    def push(self, choice: Mapping[str, Any]) -> Iterator[str]:
+        """The events for the choice of a chat completion's chunk."""
+        message, self._has_calls = choice["delta"], choice["finish_reason"] == "tool_calls"
         for block_type, key in (("thinking", "reasoning_content"), ("text", "content")):
             if text := message.get(key):
                 if not self._blocks or self._blocks[-1]["type"] != block_type:
                     signature = {"signature": ""} if block_type == "thinking" else {}
-                    yield from self._begin({"type": block_type, block_type: "", **signature})
+                    yield from self._begin_block({"type": block_type, block_type: "", **signature})
                 self._blocks[-1][block_type] += text
-                yield self._delta(f"{block_type}_delta", block_type, text)
+                yield self._block_delta(f"{block_type}_delta", block_type, text)
         for call in message.get("tool_calls", ()):
             function = call["function"]
             if "id" in call:
                 tool_use = {"id": call["id"].replace("call_", "toolu_"), "name": function["name"], "input": {}}
-                yield from self._begin({"type": "tool_use", **tool_use})
+                yield from self._begin_block({"type": "tool_use", **tool_use})
             self._arguments += function["arguments"]
             if function["arguments"]:
-                yield self._delta("input_json_delta", "partial_json", function["arguments"])
+                yield self._block_delta("input_json_delta", "partial_json", function["arguments"])
 
-    def finish(self, cut: bool, usage: Mapping[str, Any]) -> Iterator[str]:
+    def finish(self, truncated: bool, usage: Mapping[str, Any]) -> Iterator[str]:
         """The last events."""
         if not self._blocks:
-            yield from self._begin({"type": "text", "text": ""})
-        yield from self._end()
-        stop = None if cut or self._has_calls else self._pending.matched_stop()
-        reason = "tool_use" if self._has_calls else "max_tokens" if cut else "stop_sequence" if stop else "end_turn"
-        stop_fields = {"stop_reason": reason, "stop_sequence": stop}
+            yield from self._begin_block({"type": "text", "text": ""})
+        yield from self._end_block()
+        stop = None if truncated or self._has_calls else self._pending.matched_stop()
+        reason = "max_tokens" if truncated else "stop_sequence" if stop else "end_turn"
+        stop_fields = {"stop_reason": "tool_use" if self._has_calls else reason, "stop_sequence": stop}
         cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
         reasoning_tokens = usage["completion_tokens_details"]["reasoning_tokens"]
-        converted = _usage(usage["prompt_tokens"], cached_tokens, usage["completion_tokens"]) | {
+        message_usage = _usage(usage["prompt_tokens"], cached_tokens, usage["completion_tokens"]) | {
             "output_tokens_details": {"thinking_tokens": reasoning_tokens}, "speculation": usage["speculation"],
         }  # fmt: skip
-        self.full_response |= {"content": self._blocks, **stop_fields, "usage": converted}
-        yield _event("message_delta", delta=stop_fields, usage=converted)
+        self.full_response |= {"content": self._blocks, **stop_fields, "usage": message_usage}
+        yield _event("message_delta", delta=stop_fields, usage=message_usage)
         yield _event("message_stop")
 
-    def _begin(self, block: dict[str, Any]) -> Iterator[str]:
+    def _begin_block(self, block: dict[str, Any]) -> Iterator[str]:
         if self._blocks:
-            yield from self._end()
+            yield from self._end_block()
         self._blocks.append(block)
         self._arguments = ""
         yield _event("content_block_start", index=len(self._blocks) - 1, content_block=block)
-        if len(self._blocks) == 1:
-            yield self.ping
+        if len(self._blocks) == 1:  # Anthropic's streams have a ping after the first content_block_start
+            yield self.keep_alive_event
 
-    def _end(self) -> Iterator[str]:
+    def _end_block(self) -> Iterator[str]:
         block = self._blocks[-1]
         if block["type"] == "tool_use":
-            with contextlib.suppress(ValueError):  # the arguments may be cut, or have 1e999, which is not JSON
+            with contextlib.suppress(ValueError):  # truncated arguments, or 1e999, which is infinite
                 block["input"] = json.loads(json.dumps(from_json(self._arguments, allow_partial=True), allow_nan=False))
         elif block["type"] == "thinking":
+            # Clients expect a signature of the reasoning and send it back. Nothing here reads it.
             block["signature"] = hashlib.sha256(block["thinking"].encode()).hexdigest()
-            yield self._delta("signature_delta", "signature", block["signature"])
+            yield self._block_delta("signature_delta", "signature", block["signature"])
         yield _event("content_block_stop", index=len(self._blocks) - 1)
 
-    def _delta(self, kind: str, name: str, text: str) -> str:
+    def _block_delta(self, kind: str, name: str, text: str) -> str:
         return _event("content_block_delta", index=len(self._blocks) - 1, delta={"type": kind, name: text})
 
     def error_event(self, error: ApiError) -> str:
@@ -285,9 +286,9 @@ def _event(name: str, **content: Any) -> str:
     return sse_event({"type": name, **content}, name)
 
 
-def _usage(prompt: int, cached: int, new: int) -> dict[str, Any]:
+def _usage(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> dict[str, Any]:
     """Anthropic's usage object. Caching is automatic, so no tokens count as written to the cache."""
     return {
-        "input_tokens": prompt - cached, "cache_creation_input_tokens": 0, "cache_read_input_tokens": cached,
-        "output_tokens": new,
+        "input_tokens": prompt_tokens - cached_tokens, "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached_tokens, "output_tokens": output_tokens,
     }  # fmt: skip

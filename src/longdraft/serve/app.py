@@ -25,13 +25,13 @@ from longdraft.serve.serving import KEEP_ALIVE, AdaptedResponse, PendingResponse
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=protocol.StrictModel)
-# Path -> the field that has the prompt, where it is not "messages".
+# Path -> the field that has the prompt, if that is not "messages".
 _PROMPT_FIELDS = {"/v1/completions": "prompt", "/tokenize": "prompt", "/v1/responses": "input"}
 
 
 def make_app(service: Service) -> FastAPI:
     """The web application of a service whose worker is running."""
-    app = FastAPI(title="longdraft", docs_url=None, redoc_url=None)  # FastAPI's pages load scripts from elsewhere
+    app = FastAPI(title="longdraft", docs_url=None, redoc_url=None)  # its pages load scripts from other hosts
     endpoints, settings = Endpoints(service), service.settings
     app.add_middleware(GuardMiddleware, settings=settings, is_draining=lambda: service.worker.draining)
     for path, post, model in (
@@ -49,7 +49,7 @@ def make_app(service: Service) -> FastAPI:
         ("/", endpoints.page),
     ):  # fmt: skip
         app.get(path, response_model=None)(get)
-    app.head("/v1/messages", response_model=None)(lambda: Response())  # clients probe the server with it
+    app.head("/v1/messages", response_model=None)(lambda: Response())  # clients probe for the server with HEAD
     for error in (ApiError, LongdraftError, TimeoutError, HTTPException, Exception):
         app.add_exception_handler(error, endpoints.on_error)
     return app
@@ -71,31 +71,29 @@ class Endpoints:
         """The response to a request that raised an error."""
         if isinstance(error, HTTPException):
             message, code, headers = f"{error.detail}: {request.method} {request.url.path}.", None, error.headers
-            if error.status_code == 405:  # the router names the methods of a single route
+            if error.status_code == 405:  # the router's Allow header has one route's methods, not all routes'
                 allowed = {m for r in request.app.routes if r.matches(request.scope)[0].value for m in r.methods}
                 headers = {"Allow": ", ".join(sorted(allowed | ({"HEAD"} if "GET" in allowed else set())))}
             if error.status_code == 404:
                 paths = [route.path for route in request.app.routes if route.path.startswith("/v1/")]
-                message, code = f"There is no {request.url.path} here, but {', '.join(paths)}.", "not_found"
+                message, code = f"There is no {request.url.path} here: use {', '.join(paths)}.", "not_found"
             error = ApiError(error.status_code, message, code=code, headers=dict(headers or {}))
         api_error = to_api_error(error, _PROMPT_FIELDS.get(request.scope["path"], "messages"))
         self._service.metrics.count_failure(api_error.status)
         return api_error.response(request.scope)
 
-    # --- generation ---
-
     async def _parse(
         self, request: Request, model: type[Body], create: Callable[[Service, Body, str | None], T]
     ) -> tuple[Body, T]:
-        """Parses the request's body in the executor. Returns it with what ``create`` makes of it."""
-        raw, tenant = await request.body(), request.state.tenant
+        """Parses the request's body and calls ``create`` with it, in the executor. Returns both results."""
+        raw_body, tenant = await request.body(), request.state.tenant
         content_type = request.headers.get("content-type", "")
 
         def work() -> tuple[Body, T]:
-            body = parse_body(model, raw, content_type)
+            body = parse_body(model, raw_body, content_type)
             return body, create(self._service, body, tenant)
 
-        return await self._service.executor.run(work, len(raw) + 1)
+        return await self._service.executor.run(work, len(raw_body) + 1)  # + 1: size 0 would mean no limits
 
     async def chat(self, request: Request) -> Response:
         parsed = await self._parse(request, ChatCompletionRequest, serving.create_chat_completion)
@@ -154,11 +152,13 @@ class Endpoints:
 
     async def _adapted_events(self, pending: AdaptedResponse) -> AsyncIterator[str]:
         async for event in pending.events():
-            yield pending.adapter.ping or _keep_alive_comment(pending.choices) if event is None else event
+            yield event or pending.adapter.keep_alive_event or _keep_alive_comment(pending.choices)
 
     def _stream(
         self, events: AsyncIterator[str], error_event: Callable[[ApiError], str] = lambda error: sse_event(error.body)
     ) -> StreamingResponse:
+        """A response that streams events. ``error_event``: makes the last event of a response that fails."""
+
         async def with_errors() -> AsyncIterator[str]:
             try:
                 async for event in events:
@@ -166,33 +166,31 @@ class Endpoints:
             except (GeneratorExit, asyncio.CancelledError):
                 self._service.metrics.count_failure(499)
                 raise
-            except Exception as error:  # the status has been sent: the error is an event
+            except Exception as error:  # the HTTP status has been sent, so the error is an event
                 api_error = to_api_error(error)
                 self._service.metrics.count_failure(api_error.status)
                 yield error_event(api_error)
 
         return StreamingResponse(with_errors(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
-    # --- about the server ---
-
     async def tokenize(self, request: Request) -> Response:
-        def answer(service: Service, body: TokenizeRequest, tenant: str | None) -> Response:
+        def create(service: Service, body: TokenizeRequest, tenant: str | None) -> Response:
             tokens = serving.tokenize(service, body)
             return JSONResponse({"count": len(tokens), "max_model_len": service.settings.context, "tokens": tokens})
 
-        return (await self._parse(request, TokenizeRequest, answer))[1]
+        return (await self._parse(request, TokenizeRequest, create))[1]
 
     async def count(self, request: Request) -> Response:
-        def answer(service: Service, body: CountTokensRequest, tenant: str | None) -> Response:
+        def create(service: Service, body: CountTokensRequest, tenant: str | None) -> Response:
             service.check_model(body.model)
             chat = body.as_chat()
             return JSONResponse({"input_tokens": len(serving.render_chat_prompt(service, chat, chat.tools)[0])})
 
-        return (await self._parse(request, CountTokensRequest, answer))[1]
+        return (await self._parse(request, CountTokensRequest, create))[1]
 
     async def models(self) -> Response:
         name = self._service.settings.name
-        pagination = {"has_more": False, "first_id": name, "last_id": name}  # of Anthropic's list
+        pagination = {"has_more": False, "first_id": name, "last_id": name}  # fields of Anthropic's list
         return JSONResponse({"object": "list", "data": [self._service.model_object()], **pagination})
 
     async def model(self, name: str) -> Response:
@@ -223,17 +221,17 @@ class Endpoints:
 
 
 async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Returns what the work returns. If the client disconnects first, cancels the work and raises ApiError."""
+    """Returns the result of ``work``. If the client disconnects first, cancels the work and raises ApiError."""
 
-    async def disconnected() -> None:
+    async def wait_for_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    task, disconnect = asyncio.create_task(work), asyncio.create_task(disconnected())
+    task, disconnect = asyncio.create_task(work), asyncio.create_task(wait_for_disconnect())
     try:
         await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ApiError(499, "The client went away.")
+            raise ApiError(499, "The client disconnected.")
         return await task
     finally:
         task.cancel()

@@ -18,7 +18,7 @@ from longdraft.serve.processors import LogprobRecorder, ProcessorFactories, Prom
 from longdraft.serve.worker import RequestState, Restarted, Update
 from longdraft.trees.tree import TokenTree
 
-# longdraft's finish reason -> OpenAI's. A client sees "cancelled" only if the server's timeout cut the choice.
+# longdraft's finish reason -> OpenAI's. Only a choice that the server's timeout ended is reported as "cancelled".
 FINISH_REASONS: dict[str | None, str] = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "length"}
 
 
@@ -27,16 +27,15 @@ class SpecDecodingStats:
     """Draft statistics with vLLM's definitions: a draft is a verification that had drafted tokens.
 
     Attributes:
-        num_accepted_tokens_per_pos: position in the draft, from 0 -> number of drafts whose token there was accepted.
-        num_rounds: verifications, also those without a draft. num_emitted_tokens: tokens that they emitted.
+        num_accepted_tokens_per_pos: {position in the draft, from 0: number of drafts whose token there was accepted}.
     """
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: Counter[int] = field(default_factory=Counter)
-    num_rounds: int = 0
-    num_emitted_tokens: int = 0
+    num_rounds: int = 0  # verifications with or without a draft
+    num_emitted_tokens: int = 0  # by all verifications
 
     def observe(self, step: Step) -> None:
         if step.tree is None:  # a prefill step
@@ -59,6 +58,7 @@ class SpecDecodingStats:
 
     @property
     def accepted_per_pos(self) -> list[int]:
+        """``num_accepted_tokens_per_pos`` as a list."""
         counts = self.num_accepted_tokens_per_pos
         return [counts[i] for i in range(max(counts, default=-1) + 1)]
 
@@ -79,7 +79,7 @@ class SpecDecodingStats:
 
     def as_vllm(self) -> dict[str, Any]:
         """The statistics in the form of vLLM's responses. ``num_spec_tokens`` is null: drafts differ in length here."""
-        at_least = [self.num_drafts, *self.accepted_per_pos, 0]  # drafts with at least i accepted tokens
+        at_least = [self.num_drafts, *self.accepted_per_pos, 0]  # [i]: number of drafts with i accepted tokens or more
         return {
             "mean_acceptance_length": self.mean_acceptance_length,
             "draft_acceptance_rate": self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0,
@@ -96,7 +96,7 @@ class TokenLogprob:
     """A token with its log-probability, which is None for the first token of a prompt.
 
     Attributes:
-        top_logprobs: (token id, log-probability) of the most probable tokens at its position.
+        top_logprobs: (token id, log-probability) of the most probable tokens at the token's position.
     """
 
     token_id: int
@@ -110,6 +110,7 @@ class Delta:
 
     Attributes:
         logprobs: the new tokens' log-probabilities; empty if the request asks for none.
+        trace: the response's field ``trace``; None if the request does not ask for it.
         finish_reason: longdraft's finish reason, set on the last delta.
         token_ids: the new tokens; their text may come with a later delta.
     """
@@ -130,7 +131,9 @@ class Choice(RequestState):
         echo: the prompt as text, to put before the answer; None: no echo.
 
     Attributes:
-        text, num_tokens: the answer so far. first_token_time: ``time.monotonic()``; 0 before the first token.
+        text: the text reported so far.
+        num_tokens: number of tokens reported so far.
+        first_token_time: ``time.monotonic()`` at the first token; 0 before it.
     """
 
     def __init__(
@@ -138,8 +141,8 @@ class Choice(RequestState):
         processor_factories: ProcessorFactories = (), num_logprobs: int | None = None, include_trace: bool = False,
         echo: str | None = None,
     ) -> None:  # fmt: skip
-        recorder = [] if num_logprobs is None else [self._new_recorder]
-        super().__init__(request, method, processor_factories=[*recorder, *processor_factories])
+        new_recorder = [] if num_logprobs is None else [self._new_recorder]
+        super().__init__(request, method, processor_factories=[*new_recorder, *processor_factories])
         self._decode, self._num_logprobs, self._include_trace, self._echo = decode, num_logprobs, include_trace, echo
         self.text, self.num_tokens, self.num_prefilled_tokens = "", 0, 0
         self._reset()
@@ -172,23 +175,23 @@ class Choice(RequestState):
             if self._echo is not None:
                 yield Delta(self._echo, tuple(self._prompt_logprobs()))
         self.spec_stats.observe(update)
-        self._text += update.text
+        self._decoded_text += update.text
         recorder = self._recorder
         logprobs = [] if recorder is None else [TokenLogprob(token, *recorder.pop(token)) for token in update.token_ids]
-        # After a restart tokens come again: the first ones have been reported already.
-        num_repeated = max(0, self.num_tokens - self._num_tokens)
-        self._num_tokens += len(update.token_ids)
-        self.num_tokens = max(self.num_tokens, self._num_tokens)
-        trace = self._trace(update, self._num_tokens, self._detokenizer) if self._include_trace else None
-        new_text = self._text[len(self.text) :]
+        # A restarted request repeats tokens that have been reported.
+        num_repeated = max(0, self.num_tokens - self._num_decoded)
+        self._num_decoded += len(update.token_ids)
+        self.num_tokens = max(self.num_tokens, self._num_decoded)
+        trace = self._trace(update, self._num_decoded, self._detokenizer) if self._include_trace else None
+        new_text = self._decoded_text[len(self.text) :]
         token_ids = update.token_ids[num_repeated:]
         if new_text or token_ids or trace:
             self.text += new_text
             yield Delta(new_text, tuple(logprobs[num_repeated:]), trace, token_ids=token_ids)
 
     def _reset(self) -> None:
-        """Starts counting anew: the request has started, or restarted and will repeat its tokens."""
-        self._text, self._num_tokens, self._detokenizer = "", 0, Detokenizer(self._decode)
+        """Forgets the decoded tokens: the request starts, or restarts and will repeat them."""
+        self._decoded_text, self._num_decoded, self._detokenizer = "", 0, Detokenizer(self._decode)
         self.spec_stats = SpecDecodingStats()
 
     @property
@@ -196,14 +199,14 @@ class Choice(RequestState):
         return cast("list[int]", self.request.prompt)
 
     def _prompt_logprobs(self) -> Iterator[TokenLogprob]:
-        """Log-probabilities of the prompt's tokens; none if the request does not ask for any."""
+        """Log-probabilities of the prompt's tokens, if the request asks for them."""
         if isinstance(self._recorder, PromptLogprobRecorder):
             yield TokenLogprob(self._prompt[0], None, [])
             for token, logprobs in zip(self._prompt[1:], self._recorder.prompt_logprobs, strict=True):
                 yield TokenLogprob(token, *logprobs)
 
     def _trace(self, step: Step, num_tokens: int, detokenizer: Detokenizer) -> dict[str, Any]:
-        """The ``trace`` field: progress of the prefill, or a round's drafted tree and who proposed each new token."""
+        """The field ``trace``: progress of the prefill, or a round's drafted tree and who proposed each new token."""
         if step.mode == "prefill" and not step.token_ids:
             return {"phase": "prefill", "read": step.prefilled, "of": len(self.request.prompt)}
         if step.tree is None and not step.token_ids:
@@ -212,14 +215,14 @@ class Choice(RequestState):
         sources = ["target"] * len(step.token_ids)
         if tree is not None:
             node_sources = ["target", *(_proposer(tree, i) for i in range(1, tree.size))]
-            for i, node in enumerate(step.path[1:][: step.from_draft]):
+            for i, node in enumerate(step.path[1:][: step.from_draft]):  # path[0] is the root, not a new token
                 sources[i] = node_sources[node]
             drafted_tree = {
                 "tokens": [self._decode([token]) for token in tree.tokens], "parents": tree.parents,
                 "sources": node_sources, "accepted": step.path, "logprobs": [round(x, 3) for x in tree.logprobs],
             }  # fmt: skip
         pieces = [[detokenizer.push(token), source] for token, source in zip(step.token_ids, sources, strict=True)]
-        seconds = time.monotonic() - self.first_token_time
+        seconds = time.monotonic() - self.first_token_time  # in which num_tokens - 1 tokens followed
         return {
             "phase": "round", "round": self.spec_stats.num_rounds, "tree": drafted_tree,
             "pieces": [piece for piece in pieces if piece[0]],

@@ -1,8 +1,8 @@
 """A prompt cache that survives restarts: slots are written to disk while the server is idle, and read when needed.
 
-A file is a snapshot (:mod:`longdraft.memory.snapshot`) of a slot. It is written under another name and then renamed, so
-a killed process leaves no incomplete file. At the start only the token ids of files are read; keys and values are read
-when a prompt shares their prefix.
+A file is a snapshot (:mod:`longdraft.memory.snapshot`) of a slot. Files are written under another name, then renamed: a
+killed process leaves no incomplete file. At the start of the server only the files' token ids are read. Keys and
+values are read when a prompt shares their prefix.
 """
 
 from __future__ import annotations
@@ -26,19 +26,18 @@ from longdraft.memory.token_ids import common_prefix_len, to_array
 
 logger = logging.getLogger("longdraft")
 
-_SUFFIX = ".kv.safetensors"
-# Upper limit of a file's header.
-_HEADER_BYTES = 1024
+_FILE_SUFFIX = ".kv.safetensors"
+_MAX_HEADER_BYTES = 1024
 
 
 @dataclass(frozen=True)
-class _File:
-    """A snapshot in the folder. ``feature_layers``: layers whose hidden states it has. ``size``: in bytes."""
+class _SnapshotFile:
+    """A snapshot in the folder."""
 
-    tokens: array[int]
-    feature_layers: tuple[int, ...]
-    size: int
-    rope_regime: str
+    tokens: array[int]  # empty for a snapshot of another target
+    feature_layers: tuple[int, ...]  # layers whose hidden states the snapshot has
+    size: int  # in bytes
+    rope_regime: str  # only a prompt with this value can use the KV
 
 
 def create_snapshot_folder(folder: Path) -> None:
@@ -51,15 +50,15 @@ def create_snapshot_folder(folder: Path) -> None:
 class DiskPromptCache(PromptCache):
     """A prompt cache in memory and in a folder. Only the engine thread calls it.
 
-    Tenants share the KV of common prefixes, here as in memory. Outputs reveal nothing of others, but a fast first token
-    can reveal that somebody has sent the same prefix.
+    Tenants share the KV of common prefixes, in memory and on disk. Outputs reveal nothing about other tenants, but a
+    fast first token can reveal that somebody has sent the same prefix.
 
     Args:
         folder: created if missing. Only one server at a time may use it.
-        fingerprint: of the target. Snapshots of other targets count towards ``max_bytes``, but are not read.
+        fingerprint: identifies the target. Snapshots of other targets count towards ``max_bytes``, but are not read.
         max_bytes: limit of all snapshots in the folder. The least recently used are deleted first.
-        min_tokens: a slot is written if this many of its tokens, and a quarter of them, are in no file. A file is read
-            if that saves this many tokens.
+        min_tokens: a slot is written if at least this many of its tokens, and a quarter of them, are in no file. A file
+            is read if this saves the prefill of so many tokens.
         feature_layers, tree_bytes: see :class:`PromptCache`. Snapshots without the needed hidden states are not read.
 
     Raises:
@@ -73,9 +72,8 @@ class DiskPromptCache(PromptCache):
         super().__init__(feature_layers, tree_bytes)
         self._folder, self._target = folder, fingerprint
         self._max_bytes, self._min_tokens = max_bytes, max(1, min_tokens)
-        # The least recently used first. Those of other targets have no tokens.
-        self._files: OrderedDict[Path, _File] = OrderedDict()
-        # Slots that were written since a request last used them. They are not written again if their file is deleted:
+        self._files: OrderedDict[Path, _SnapshotFile] = OrderedDict()  # the least recently used file is the first
+        # Slots that were written since a request last used them. A slot is not written again if its file is deleted:
         # two slots that do not fit the folder together would replace each other for ever.
         self._written: set[int] = set()
         self._warned: set[str] = set()
@@ -87,92 +85,89 @@ class DiskPromptCache(PromptCache):
         """:meth:`PromptCache.reuse_prefix` after loading a file, if one has more of the prompt than memory has."""
         self._written.discard(slot)
         prompt = to_array(prompt)
-        tokens = prompt[:-1]
-        in_slots = max(self._common_prefix_len(s, tokens, rope_regime) for s in range(len(self.tokens)))
-        in_memory = max(in_slots, self._prefix_len_in_tree(tokens, rope_regime)) // chunk_size * chunk_size
-        path, in_file = self._best_match(tokens, rope_regime)
-        in_file = in_file // chunk_size * chunk_size
-        if path is not None and in_file >= self._min_tokens:
+        tokens = prompt[:-1]  # the last token is always computed, for its logits
+        len_in_slots = max(self._common_prefix_len(s, tokens, rope_regime) for s in range(len(self.tokens)))
+        len_in_memory = max(len_in_slots, self._prefix_len_in_tree(tokens, rope_regime)) // chunk_size * chunk_size
+        path, len_in_file = self._best_match(tokens, rope_regime)
+        len_in_file = len_in_file // chunk_size * chunk_size
+        if path is not None and len_in_file >= self._min_tokens:
             self._mark_used(path)
-            if in_file >= in_memory + self._min_tokens:
-                self._save_to_tree(slot, 0)
-                self._load(path, slot, in_file, rope_regime)
+            if len_in_file >= len_in_memory + self._min_tokens:
+                self._save_to_tree(slot, 0)  # the slot's old content, which is overwritten next
+                self._load(path, slot, len_in_file, rope_regime)
         return super().reuse_prefix(slot, prompt, chunk_size, rope_regime)
 
     def save_next(self) -> bool:
-        """Writes the slot with most tokens that is in no file. Call it while nothing is decoded.
+        """Writes the longest of the slots that are in no file. Call it while nothing is decoded.
 
         Other files are deleted first to make room. If writing fails (no space, too large), a warning is logged once.
-
-        Returns:
-            True if it wrote one; there may be more.
+        Returns True if a slot was written; there may be more to write.
         """
         if self.store is None:
             return False
         for slot in sorted(range(len(self.tokens)), key=lambda slot: -len(self.tokens[slot])):
             tokens = self.tokens[slot]
-            # A slot whose KV is longer than its known tokens is being decoded.
+            # A slot whose KV is longer than its token ids is being decoded.
             if len(tokens) < self._min_tokens or len(tokens) != self.store.lengths[slot] or slot in self._written:
                 continue
             num_new = len(tokens) - self._best_match(tokens, self.rope_regimes[slot])[1]
-            # A growing conversation is written again once a quarter of it is new: in total, a few times its length.
+            # A growing conversation is written again only when a quarter of it is new, so only a few times.
             if num_new >= max(self._min_tokens, len(tokens) // 4) and self._write(slot, tokens):
                 self._written.add(slot)
                 return True
         return False
 
-    # --- files ---
-
     def _best_match(self, tokens: array[int], rope_regime: str) -> tuple[Path | None, int]:
-        """The usable file that shares the longest prefix with ``tokens``, and the length of that."""
+        """The usable file that shares the longest prefix with ``tokens``, and the length of this prefix."""
         assert self.store is not None
-        needed, best_path, best_len = self.store.feature_layers, None, 0
+        feature_layers, best_path, best_len = self.store.feature_layers, None, 0
         for path, file in self._files.items():
-            if file.rope_regime == rope_regime and (not needed or file.feature_layers == needed):
-                shared = common_prefix_len(file.tokens, tokens)
-                if shared > best_len:
-                    best_path, best_len = path, shared
+            if file.rope_regime == rope_regime and (not feature_layers or file.feature_layers == feature_layers):
+                shared_len = common_prefix_len(file.tokens, tokens)
+                if shared_len > best_len:
+                    best_path, best_len = path, shared_len
         return best_path, best_len
 
     def _write(self, slot: int, tokens: array[int]) -> bool:
+        """Writes a slot, and deletes files that the new one makes superfluous. Returns False if that fails."""
         assert self.store is not None
         store, rope_regime = self.store, self.rope_regimes[slot]
-        size = len(tokens) * (store.shape.bytes_per_token + tokens.itemsize) + _HEADER_BYTES
+        size = len(tokens) * (store.shape.bytes_per_token + tokens.itemsize) + _MAX_HEADER_BYTES
         if store.features is not None:
             size += len(tokens) * store.features[slot, 0].nbytes
-        prefixes = [path for path, file in self._files.items() if self._is_prefix(file, tokens, rope_regime)]
-        evicted = self._choose_evicted(size, prefixes)
+        superfluous = [path for path, file in self._files.items() if self._is_prefix(file, tokens, rope_regime)]
+        evicted = self._choose_evicted(size, superfluous)
         if evicted is None:
             problem = f"A text of {len(tokens)} tokens takes {size} bytes, more than --snapshot-gib allows: raise it."
             self._warn("large", problem)
             return False
         key = (self._target, store.feature_layers, *([rope_regime] if rope_regime else []))
         name = hashlib.sha256(repr(key).encode() + tokens.tobytes()).hexdigest()
-        path = self._folder / (name[:24] + _SUFFIX)
+        path = self._folder / (name[:24] + _FILE_SUFFIX)
         try:
-            free = shutil.disk_usage(self._folder).free
-            if free + sum(self._files[old].size for old in evicted) < size:  # checked before files are deleted in vain
-                raise CheckpointError(f"{size} bytes are needed on the disk of {self._folder}, and {free} are free.")
+            free_bytes = shutil.disk_usage(self._folder).free
+            if free_bytes + sum(self._files[old].size for old in evicted) < size:  # files would be deleted in vain
+                raise CheckpointError(f"{size} bytes are needed on the disk of {self._folder}, {free_bytes} are free.")
             for old in evicted:
                 self._drop(old)
             snapshot.save(store, slot, tokens, self._target, path, rope_regime)
-            self._files[path] = _File(tokens, store.feature_layers, path.stat().st_size, rope_regime)
+            self._files[path] = _SnapshotFile(tokens, store.feature_layers, path.stat().st_size, rope_regime)
         except (OSError, MemoryBudgetError, RuntimeError) as error:  # RuntimeError: a GPU is out of memory
             self._warn("write", str(error))
             return False
-        for old in prefixes:
+        for old in superfluous:
             self._drop(old)
         return True
 
-    def _is_prefix(self, file: _File, tokens: array[int], rope_regime: str) -> bool:
-        """True if a new file with ``tokens`` makes an old one of this target superfluous."""
+    def _is_prefix(self, file: _SnapshotFile, tokens: array[int], rope_regime: str) -> bool:
+        """True if a new file with ``tokens`` has all that an old file of this target has."""
         assert self.store is not None
-        same = file.rope_regime == rope_regime and file.feature_layers in ((), self.store.feature_layers)
-        return same and 0 < len(file.tokens) == common_prefix_len(file.tokens, tokens)
+        same_kind = file.rope_regime == rope_regime and file.feature_layers in ((), self.store.feature_layers)
+        return same_kind and 0 < len(file.tokens) == common_prefix_len(file.tokens, tokens)
 
     def _choose_evicted(self, size: int, first: list[Path]) -> list[Path] | None:
-        """Files to delete before one of ``size`` bytes is written: ``first``, then the least recently used. None if
-        that is not enough."""
+        """Files to delete before a file of ``size`` bytes is written: ``first``, then the least recently used. None if
+        deleting all files is not enough."""
         total = size + sum(file.size for file in self._files.values())
         evicted: list[Path] = []
         for path in dict.fromkeys((*first, *self._files)):
@@ -185,7 +180,7 @@ class DiskPromptCache(PromptCache):
         """Makes a file the last to be evicted."""
         self._files.move_to_end(path)
         with contextlib.suppress(OSError):
-            path.touch()  # the next start sorts the files by this
+            path.touch()  # the next start sorts the files by this time
 
     def _load(self, path: Path, slot: int, num_tokens: int, rope_regime: str) -> None:
         """Loads a file's first ``num_tokens`` tokens into a slot. A damaged file is deleted."""
@@ -202,13 +197,13 @@ class DiskPromptCache(PromptCache):
         self.tokens[slot], self.rope_regimes[slot] = to_array(tokens), rope_regime
 
     def _scan_folder(self) -> None:
-        """Reads the headers of the folder's files. Deletes damaged files, and temporary ones of a killed process."""
-        for part in self._folder.glob(f"*{_SUFFIX}*{snapshot.PART_SUFFIX}"):
-            part.unlink(missing_ok=True)
+        """Reads the headers of the folder's files. Deletes damaged files, and temporary files of a killed process."""
+        for temporary_path in self._folder.glob(f"*{_FILE_SUFFIX}*{snapshot.PART_SUFFIX}"):
+            temporary_path.unlink(missing_ok=True)
         headers: dict[Path, snapshot.SnapshotHeader] = {}
-        for path in self._folder.glob(f"*{_SUFFIX}"):
+        for path in self._folder.glob(f"*{_FILE_SUFFIX}"):
             if path.is_symlink() or not path.is_file():
-                continue  # not written by a server
+                continue  # no server has written it
             try:
                 header = snapshot.read_header(path)
             except CheckpointError as error:
@@ -221,7 +216,7 @@ class DiskPromptCache(PromptCache):
         for path in sorted(headers, key=lambda path: path.stat().st_mtime_ns):
             header = headers[path]
             tokens = header.tokens if header.target_fingerprint == self._target else to_array(())
-            self._files[path] = _File(tokens, header.feature_layers, path.stat().st_size, header.rope_regime)
+            self._files[path] = _SnapshotFile(tokens, header.feature_layers, path.stat().st_size, header.rope_regime)
 
     def _drop(self, path: Path) -> None:
         """Deletes a file. If that fails, the next start finds it again."""
@@ -229,8 +224,8 @@ class DiskPromptCache(PromptCache):
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
 
-    def _warn(self, kind: str, problem: str) -> None:
-        """Logs a warning once for each kind."""
-        if kind not in self._warned:
-            self._warned.add(kind)
-            logger.warning("A prompt is not kept on disk, or not read from there: %s", problem)
+    def _warn(self, key: str, problem: str) -> None:
+        """Logs a warning once for each key."""
+        if key not in self._warned:
+            self._warned.add(key)
+            logger.warning("A prompt's snapshot cannot be written or read: %s", problem)

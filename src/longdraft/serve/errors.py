@@ -1,4 +1,4 @@
-"""Error objects of OpenAI's and Anthropic's APIs, and their choice for each of longdraft's exceptions."""
+"""Error responses of OpenAI's and Anthropic's APIs, and which of longdraft's exceptions becomes which response."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from longdraft.errors import (
 )
 from longdraft.serve.worker import Draining, QueueFull
 
-# Status -> type of Anthropic's error object. Others below 500 are "invalid_request_error".
+# HTTP status -> type of Anthropic's error object. Any other status below 500 is an "invalid_request_error".
 _ANTHROPIC_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
@@ -36,7 +36,8 @@ class ApiError(Exception):
     """An HTTP error response: status and OpenAI's error object.
 
     Args:
-        param: the wrong field. headers: further headers of the response.
+        param: the request's field that is wrong; None if no single field is.
+        headers: further headers of the response.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class ApiError(Exception):
         return self.anthropic_body() if is_anthropic_request(scope) else self.body
 
     def anthropic_body(self, message: str = "") -> dict[str, Any]:
-        """Anthropic's error object, with another message if one is given."""
+        """Anthropic's error object. ``message`` replaces the error's own, unless it is empty."""
         error_type = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         error = {"type": error_type, "message": message or str(self)}
         return {"type": "error", "error": error, "request_id": f"req_{secrets.token_hex(12)}"}
@@ -65,8 +66,9 @@ class ContextOverflow(ApiError):
     """The prompt leaves no room for an answer. Clients recognise OpenAI's message and shorten the prompt.
 
     Attributes:
-        prompt_tokens, max_tokens: length of the prompt and of the requested completion (at least 1).
-        max_model_len: limit of their sum.
+        prompt_tokens: length of the prompt.
+        max_tokens: length of the requested completion, at least 1.
+        max_model_len: limit of the prompt and the completion together.
     """
 
     def __init__(self, prompt_tokens: int, max_tokens: int, max_model_len: int, param: str = "messages") -> None:
@@ -79,12 +81,13 @@ class ContextOverflow(ApiError):
         super().__init__(400, message, param=param, code="context_length_exceeded")
 
     def anthropic_body(self, message: str = "") -> dict[str, Any]:
+        # The message must state a limit below the prompt's length, even if only the completion exceeds the context.
         max_prompt_tokens = min(self.max_model_len, self.prompt_tokens - 1)
         return super().anthropic_body(f"prompt is too long: {self.prompt_tokens} tokens > {max_prompt_tokens} maximum")
 
 
 def to_api_error(error: Exception, prompt_field: str = "messages") -> ApiError:
-    """The error response to an exception. Messages of unexpected exceptions are not sent to clients.
+    """The error response for an exception. Clients do not see the messages of unexpected exceptions.
 
     Args:
         prompt_field: the request's field that has the prompt.
@@ -111,5 +114,5 @@ def to_api_error(error: Exception, prompt_field: str = "messages") -> ApiError:
         case LongdraftError():
             return ApiError(500, message, "server_error")
         case _:
-            hint = f"The server failed with {type(error).__name__}; its log says more."
+            hint = f"The server failed with {type(error).__name__}: see its log."
             return ApiError(500, hint, "server_error")

@@ -1,4 +1,4 @@
-"""Runs work whose time grows with a request in a few threads, so that the event loop stays free."""
+"""Runs work that takes long for large requests (parsing, tokenizing) in threads, to keep the event loop free."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TypeVar
 from longdraft.serve.worker import QueueFull
 
 T = TypeVar("T")
-# Requests of more bytes run in a thread of their own, one at a time, so that smaller ones do not wait for them.
+# Requests of more bytes share one thread, so that smaller requests do not wait for them.
 _LARGE_BYTES = 1 << 18
 
 
@@ -18,25 +18,27 @@ class RequestExecutor:
     """Three threads for small requests and one for large ones.
 
     Args:
-        max_waiting: requests that may be queued or running. timeout: seconds for one request, waiting included.
+        max_pending: number of requests that may be queued or running.
+        timeout: seconds for one request, waiting included.
     """
 
-    def __init__(self, max_waiting: int, timeout: float) -> None:
-        self._max_waiting, self._timeout = max_waiting, timeout
+    def __init__(self, max_pending: int, timeout: float) -> None:
+        self._max_pending, self._timeout = max_pending, timeout
         self._small, self._large = (ThreadPoolExecutor(n, "longdraft request") for n in (3, 1))
         self._num_pending = 0
 
     async def run(self, work: Callable[[], T], size: int = 0) -> T:
-        """Returns what the work returns.
+        """Runs ``work`` in a thread and returns its result.
 
         Args:
-            size: bytes of the request; 0 for work on a response, which has no limits.
+            size: bytes of the request; 0 for work on a response, to which neither limit applies.
 
         Raises:
-            QueueFull: too many requests wait. TimeoutError: the work took too long.
+            QueueFull: too many requests are pending.
+            TimeoutError: the work took too long.
         """
-        if size and self._num_pending >= self._max_waiting:
-            raise QueueFull(self._num_pending, 1.0)
+        if size and self._num_pending >= self._max_pending:
+            raise QueueFull(self._num_pending, retry_after=1.0)
         future = (self._large if size > _LARGE_BYTES else self._small).submit(work)
         self._num_pending += 1
         try:

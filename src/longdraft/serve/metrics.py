@@ -8,8 +8,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from longdraft.serve.choice import Choice
 
-_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+# Upper limits of the histograms' buckets, in seconds.
+_REQUEST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_SECONDS_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 
 
 class Metrics:
@@ -17,7 +18,7 @@ class Metrics:
 
     Args:
         model: value of the label ``model_name``.
-        get_load: returns the number of running requests, and of waiting ones.
+        get_load: returns the number of running requests and the number of waiting requests.
     """
 
     def __init__(self, model: str, get_load: Callable[[], tuple[int, int]]) -> None:
@@ -29,14 +30,14 @@ class Metrics:
         def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"longdraft:{name}", help, ["model_name"], buckets=buckets, registry=self._registry)
 
-        def gauge(name: str, help: str, value: Callable[[], float]) -> None:
-            gauge = Gauge(f"longdraft:{name}", help, ["model_name"], registry=self._registry)
-            gauge.labels(model).set_function(value)
+        def gauge(name: str, help: str, get_value: Callable[[], float]) -> None:
+            new_gauge = Gauge(f"longdraft:{name}", help, ["model_name"], registry=self._registry)
+            new_gauge.labels(model).set_function(get_value)
 
         gauge("num_requests_running", "Running requests.", lambda: get_load()[0])
         gauge("num_requests_waiting", "Waiting requests.", lambda: get_load()[1])
-        self._requests = counter("request_success", "Requests that ended, by the reason.", "finished_reason")
-        self._failures = counter("request_failure", "Requests that were refused or failed, by status.", "status")
+        self._requests = counter("request_success", "Requests that ended, by finish reason.", "finished_reason")
+        self._failures = counter("request_failure", "Requests that were refused or failed, by HTTP status.", "status")
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens.")
         self._generation_tokens = counter("generation_tokens", "Emitted tokens.")
         self._cache_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
@@ -44,15 +45,17 @@ class Metrics:
         self._drafts = counter("spec_decode_num_drafts", "Verifications that had drafted tokens.")
         self._draft_tokens = counter("spec_decode_num_draft_tokens", "Drafted tokens.")
         self._accepted_tokens = counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
-        self._accepted_per_pos = counter("spec_decode_num_accepted_tokens_per_pos", "The same by position.", "position")
-        self._verifications = counter("verifications", "Forwards of the model, without prefill.")
+        help_text = "Drafted tokens that were accepted, by their position in the draft."
+        self._accepted_per_pos = counter("spec_decode_num_accepted_tokens_per_pos", help_text, "position")
+        self._verifications = counter("verifications", "Forwards of the target, prefill excluded.")
         self._verified_tokens = counter("verification_tokens", "Tokens emitted by verifications.")
-        self._ttft = histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", _SECONDS)
-        self._tpot = histogram("time_per_output_token_seconds", "Between tokens, a request's mean.", _PER_TOKEN)
-        self._latency = histogram("e2e_request_latency_seconds", "From a request's arrival to its end.", _SECONDS)
+        self._ttft = histogram("time_to_first_token_seconds", "Seconds to a request's first token.", _REQUEST_SECONDS)
+        help_text = "Mean time between the output tokens of a request."
+        self._tpot = histogram("time_per_output_token_seconds", help_text, _SECONDS_PER_TOKEN)
+        self._latency = histogram("e2e_request_latency_seconds", "Seconds to a request's end.", _REQUEST_SECONDS)
 
     def observe_choice(self, choice: Choice, reason: str) -> None:
-        """Records a choice that has ended."""
+        """Records a choice that has ended. ``reason``: OpenAI's finish reason."""
         result, stats = choice.result, choice.spec_stats
         self._requests.labels(self._model, reason).inc()
         if result is None:
@@ -78,4 +81,5 @@ class Metrics:
         self._failures.labels(self._model, status).inc()
 
     def render(self) -> bytes:
+        """The metrics in Prometheus's text format."""
         return generate_latest(self._registry)

@@ -1,6 +1,6 @@
 """Middleware that checks each request before an endpoint sees it: host name, API key, body size and time, encoding.
 
-It also adds CORS headers, and closes connections while the server shuts down.
+The middleware also adds CORS headers, and closes connections while the server shuts down.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from longdraft.serve.settings import ServerSettings
 
 # A request target in absolute form, as sent to a proxy: GET http://host/path.
 _ABSOLUTE_FORM = re.compile(r"https?://(?:[^/]*@)?([^/@]*)(/.*)?", re.IGNORECASE | re.DOTALL)
-# Served without a key: health, metrics, and the page, which asks for one.
+# Paths that are served without a key. The page at / asks for the key itself.
 PUBLIC_PATHS = ("/", "/health", "/ready", "/version", "/metrics")
 
 
 class GuardMiddleware:
-    """ASGI middleware.
+    """ASGI middleware that checks requests and passes valid ones to ``app``.
 
     Args:
-        settings: host names, origins, keys and limits.
-        is_draining: if it returns True, connections are closed after their response. Without that, a client that sends
-            one request after another on a connection would keep the server from shutting down.
+        settings: the allowed host names and origins, the API keys, and the limits of bodies.
+        is_draining: if it returns True, connections are closed after their response. A client could otherwise keep the
+            server from shutting down, with one request after another on a connection.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, is_draining: Callable[[], bool] = lambda: False) -> None:
         self._app, self._hosts, self._keys, self._is_draining = app, settings.hosts, settings.keys, is_draining
         self._max_body_bytes, self._body_timeout = settings.max_body_bytes, settings.body_timeout
-        self._outer: ASGIApp = self._checked
-        if settings.origins:  # outermost, so that errors have the headers too
-            self._outer = CORSMiddleware(
-                self._checked, settings.origins, allow_methods=["GET", "POST"], allow_headers=["*"],
+        self._outermost: ASGIApp = self._check_and_pass
+        if settings.origins:  # CORS wraps the checks, so that their errors have its headers too
+            self._outermost = CORSMiddleware(
+                self._check_and_pass, settings.origins, allow_methods=["GET", "POST"], allow_headers=["*"],
                 expose_headers=["Retry-After"],
             )  # fmt: skip
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._outer(scope, receive, send)
+        await self._outermost(scope, receive, send)
 
-    async def _checked(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _check_and_pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -58,11 +58,11 @@ class GuardMiddleware:
         if match := _ABSOLUTE_FORM.fullmatch(scope["path"]):
             host, scope = match[1], {**scope, "path": match[2] or "/"}
         if self._is_draining():
-            send = _closing(send)
+            send = _with_connection_close(send)
         body = None
         try:
             self._check_host(host)
-            scope.setdefault("state", {})["tenant"] = self._tenant(scope["path"], headers)
+            scope.setdefault("state", {})["tenant"] = self._authenticate(scope["path"], headers)
             length = headers.get("content-length", "")
             if length.isdigit() and int(length) > self._max_body_bytes:
                 raise self._too_large()
@@ -71,14 +71,14 @@ class GuardMiddleware:
             if body and encoding not in ("", "identity"):
                 body = await asyncio.to_thread(self._decompress, body, encoding)
         except ApiError as error:
-            more = body is None and error.status not in (408, 499)
-            await error.response(scope, connection="close")(scope, receive, lambda x: send({**x, "more_body": more}))
-            if more:  # closing before the body has arrived would reset the connection, and the client lose the error
+            unread = body is None and error.status not in (408, 499)  # the body timed out, or the client is gone
+            await error.response(scope, connection="close")(scope, receive, lambda x: send({**x, "more_body": unread}))
+            if unread:  # if the connection closed now, a client that still sends would not see the error
                 with contextlib.suppress(ApiError):
                     await self._read_body(receive, discard=True)
                 await send({"type": "http.response.body"})
             return
-        if scope["method"] == "HEAD" and not scope["path"].startswith("/v1/messages"):  # uvicorn omits the body
+        if scope["method"] == "HEAD" and not scope["path"].startswith("/v1/messages"):  # uvicorn drops the body of GET
             scope = {**scope, "method": "GET"}
         await self._app(scope, replay_body(body, receive), send)
 
@@ -89,9 +89,10 @@ class GuardMiddleware:
             return
         if "0.0.0.0" in self._hosts and re.fullmatch(r"[\d.]+|[\da-f:.]*:[\da-f:.]*", name):  # any IP address
             return
-        raise ApiError(403, f"This server goes by other names than {name!r}: start it with --allow-host.", code="host")
+        raise ApiError(403, f"The host name {name!r} is not allowed: start the server with --allow-host.", code="host")
 
-    def _tenant(self, path: str, headers: Headers) -> str | None:
+    def _authenticate(self, path: str, headers: Headers) -> str | None:
+        """The tenant of the request's API key; None if no key is needed. Raises ApiError if the key is not valid."""
         if not self._keys or path in PUBLIC_PATHS:
             return None
         scheme, _, credentials = headers.get("authorization", "").partition(" ")
@@ -99,8 +100,8 @@ class GuardMiddleware:
         tenant = None
         # Compares with all keys, each in constant time, so that the time reveals nothing about them.
         for name, key in self._keys.items():
-            for sent in (bearer, headers.get("x-api-key", "").strip()):
-                if hmac.compare_digest(sent.encode(), key.encode()):
+            for sent_key in (bearer, headers.get("x-api-key", "").strip()):
+                if hmac.compare_digest(sent_key.encode(), key.encode()):
                     tenant = name
         if tenant is None:
             raise ApiError(
@@ -118,7 +119,7 @@ class GuardMiddleware:
             except asyncio.TimeoutError:
                 raise ApiError(408, "The request's body did not arrive in time.") from None
             if message["type"] == "http.disconnect":
-                raise ApiError(499, "The client went away.")
+                raise ApiError(499, "The client disconnected.")
             parts.append(b"" if discard else message.get("body", b""))
             size += len(parts[-1])
             if size > self._max_body_bytes:
@@ -127,13 +128,14 @@ class GuardMiddleware:
                 return b"".join(parts)
 
     def _decompress(self, body: bytes, encoding: str) -> bytes:
-        """A body without its content encoding. Raises ApiError if that is unknown, or the body too large or damaged."""
+        """Decodes a compressed body. Raises ApiError if the encoding is unknown, or the body too large or damaged."""
         if encoding not in ("gzip", "deflate"):
             raise ApiError(
                 415, f"Bodies may be in gzip or deflate, not in {encoding!r}.", param="Content-Encoding",
                 headers={"Accept-Encoding": "gzip, deflate"},
             )  # fmt: skip
-        # "deflate" has zlib's header, whose low four bits are 8. Some clients send it without (raw: -15).
+        # zlib's window_bits: 31 for gzip, 15 for deflate, -15 for deflate without zlib's header, as some clients send
+        # it. The low four bits of that header are 8.
         window_bits = 31 if encoding == "gzip" else 15 if body[:1] and body[0] & 15 == 8 else -15
         decompressor = zlib.decompressobj(window_bits)
         with contextlib.suppress(zlib.error):
@@ -145,10 +147,10 @@ class GuardMiddleware:
         raise ApiError(400, f"The body is not one complete {encoding} stream.", param="Content-Encoding")
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"A request may have {self._max_body_bytes} bytes here.", code="request_too_large")
+        return ApiError(413, f"A request may have {self._max_body_bytes} bytes: shorten it.", code="request_too_large")
 
 
-def _closing(send: Send) -> Send:
+def _with_connection_close(send: Send) -> Send:
     """A ``send`` that adds ``Connection: close`` to the response."""
 
     async def send_and_close(message: Message) -> None:
@@ -160,7 +162,7 @@ def _closing(send: Send) -> Send:
 
 
 def replay_body(body: bytes, receive: Receive) -> Receive:
-    """A ``receive`` that first gives a body already read, then further messages, such as a disconnect."""
+    """A ``receive`` that first returns a body that was read before, then further messages, such as a disconnect."""
     pending = [body]
 
     async def replay() -> Message:

@@ -15,12 +15,12 @@ from longdraft.serve.reasoning import ReasoningParser
 from longdraft.serve.tool_parser import ToolParser
 
 DONE_EVENT = "data: [DONE]\n\n"
-# OpenAI's notation for a token that is part of a UTF-8 character begins so.
+# Begins OpenAI's notation for a token that is a partial UTF-8 character.
 PARTIAL_CHAR_PREFIX = "bytes:"
 
 
 def sse_event(content: Any, name: str | None = None) -> str:
-    """A server-sent event."""
+    """A server-sent event with JSON content."""
     event_line = f"event: {name}\n" if name else ""
     return f"{event_line}data: {json.dumps(content, ensure_ascii=False)}\n\n"
 
@@ -28,13 +28,13 @@ def sse_event(content: Any, name: str | None = None) -> str:
 class ResponseEnvelope:
     """The fields that all chunks of a response share."""
 
-    def __init__(self, prefix: str, model: str) -> None:
-        self.id, self.prefix = f"{prefix}-{secrets.token_hex(12)}", prefix
+    def __init__(self, id_prefix: str, model: str) -> None:
+        self.id = f"{id_prefix}-{secrets.token_hex(12)}"
         self.model, self.created = model, int(time.time())
 
-    def wrap(self, object_type: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    def wrap(self, object_type: str, choices: list[dict[str, Any]], **extra_fields: Any) -> dict[str, Any]:
         envelope = {"id": self.id, "object": object_type, "created": self.created, "model": self.model}
-        return {**envelope, "choices": choices, **more}
+        return {**envelope, "choices": choices, **extra_fields}
 
 
 class ChoiceBuilder(ABC):
@@ -44,9 +44,9 @@ class ChoiceBuilder(ABC):
         token_to_piece: maps a token id to its text and bytes.
     """
 
-    object_type: str
-    chunk_object_type: str
-    id_prefix: str
+    object_type: str  # "object" of the full response
+    chunk_object_type: str  # "object" of a chunk
+    id_prefix: str  # of the response id
 
     def __init__(
         self, index: int, token_to_piece: Callable[[int], tuple[str, bytes]], include_logprobs: bool,
@@ -59,18 +59,18 @@ class ChoiceBuilder(ABC):
 
     @abstractmethod
     def empty_chunk(self) -> dict[str, Any]:
-        """A chunk's choice with an empty delta."""
+        """The entry of a chunk's ``choices`` that has no text."""
 
     @abstractmethod
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        """The choices of the chunks for a delta; none if it adds nothing to report."""
+        """The ``choices`` entries for a delta, one a chunk; none if the delta adds nothing to report."""
 
     @abstractmethod
     def full_choice(self) -> dict[str, Any]:
         """The complete choice, once all deltas have been passed to :meth:`chunks`."""
 
     def _add_tokens(self, delta: Delta) -> dict[str, Any]:
-        """Records a delta's tokens. Returns the chunk's field ``token_ids``; {} if it is empty or not requested."""
+        """Records a delta's tokens. Returns {"token_ids": ...} for the chunk, or {} if none are new or requested."""
         self._logprobs += delta.logprobs
         if self._token_ids is None or not delta.token_ids:
             return {}
@@ -86,7 +86,7 @@ class ChatChoiceBuilder(ChoiceBuilder):
 
     Args:
         tool_parser: separates tool calls from text; None if the model may call no tools.
-        reasoning_parser: separates reasoning from the answer; None leaves it in the text.
+        reasoning_parser: separates reasoning from the answer; None leaves the reasoning in the text.
         include_reasoning: report ``reasoning_content``.
 
     Attributes:
@@ -120,8 +120,8 @@ class ChatChoiceBuilder(ChoiceBuilder):
         if text:
             message_deltas += [{"content": text}] if self._tool_parser is None else self._tool_parser.push(text)
         if finish_reason is not None and self._tool_parser is not None:
-            rest, tool_reason = self._tool_parser.finish(cut=delta.finish_reason != "eos")
-            message_deltas += rest
+            last_deltas, tool_reason = self._tool_parser.finish(truncated=delta.finish_reason != "eos")
+            message_deltas += last_deltas
             finish_reason = tool_reason or finish_reason
         token_ids = self._add_tokens(delta)
         if not message_deltas and (delta.logprobs or token_ids or finish_reason):
@@ -129,7 +129,7 @@ class ChatChoiceBuilder(ChoiceBuilder):
         self._finish_reason = finish_reason
         chunks = []
         for i, message_delta in enumerate(message_deltas):
-            self._add(message_delta)
+            self._add_message_delta(message_delta)
             role = {} if self._role_sent else {"role": "assistant", "content": ""}
             self._role_sent = True
             chunk = self.empty_chunk() | {"delta": role | message_delta}
@@ -140,7 +140,7 @@ class ChatChoiceBuilder(ChoiceBuilder):
             chunks[-1]["finish_reason"] = finish_reason
         return chunks
 
-    def _add(self, message_delta: dict[str, Any]) -> None:
+    def _add_message_delta(self, message_delta: dict[str, Any]) -> None:
         """Adds a delta to the complete message."""
         self._content += message_delta.get("content", "")
         self._reasoning += message_delta.get("reasoning_content", "")
@@ -163,9 +163,9 @@ class ChatChoiceBuilder(ChoiceBuilder):
 
     def _logprobs_object(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         content = []
-        for x in logprobs:
-            top_logprobs = [self._token_object(*top) for top in x.top_logprobs]
-            content.append(self._token_object(x.token_id, x.logprob) | {"top_logprobs": top_logprobs})
+        for entry in logprobs:
+            top_logprobs = [self._token_object(*top) for top in entry.top_logprobs]
+            content.append(self._token_object(entry.token_id, entry.logprob) | {"top_logprobs": top_logprobs})
         return {"content": content, "refusal": None}
 
     def _token_object(self, token: int, logprob: float | None) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class CompletionChoiceBuilder(ChoiceBuilder):
         return self._with_token_ids(self._choice(self._text, self._logprobs, 0))
 
     def _choice(self, text: str, logprobs: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-        """``offset``: number of characters before the text."""
+        """A ``choices`` entry. ``offset``: number of characters of the choice before ``text``."""
         logprobs_object = None
         if self._include_logprobs:
             tokens = [self._token_to_piece(x.token_id)[0] for x in logprobs]
@@ -209,33 +209,33 @@ class CompletionChoiceBuilder(ChoiceBuilder):
             }
         return {"index": self._index, "text": text, "logprobs": logprobs_object, "finish_reason": self._finish_reason}
 
-    def _top_logprobs(self, x: TokenLogprob) -> dict[str, float] | None:
-        if x.logprob is None:
+    def _top_logprobs(self, entry: TokenLogprob) -> dict[str, float] | None:
+        if entry.logprob is None:
             return None
-        return {self._token_to_piece(token)[0]: round(logprob, 6) for token, logprob in x.top_logprobs}
+        return {self._token_to_piece(token)[0]: round(logprob, 6) for token, logprob in entry.top_logprobs}
 
 
 def usage(choices: Sequence[Choice], reasoning_tokens: int = 0) -> dict[str, Any]:
     """OpenAI's usage object of choices that have ended, with draft statistics."""
-    cached = sum(max(c.result.cached_tokens if c.result else 0 for c in group) for group in _by_prompt(choices))
+    cached_tokens = sum(max(c.result.cached_tokens if c.result else 0 for c in group) for group in _by_prompt(choices))
     return usage_so_far(choices) | {
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "speculation": sum((choice.spec_stats for choice in choices), SpecDecodingStats()).as_dict(),
     }
 
 
 def _by_prompt(choices: Sequence[Choice]) -> list[list[Choice]]:
-    """The choices grouped by prompt: ``n`` choices share one, which is counted once."""
+    """The choices grouped by prompt: the ``n`` choices of one prompt count its tokens once."""
     return [list(group) for _, group in groupby(choices, key=lambda choice: id(choice.request.prompt))]
 
 
 def timings_and_metrics(choice: Choice) -> dict[str, Any]:
-    """llama.cpp's field ``timings``, and vLLM's ``metrics``, of a choice that has ended."""
+    """llama.cpp's field ``timings`` and vLLM's ``metrics`` for a choice that has ended."""
     result, stats = choice.result, choice.spec_stats
     if result is None:
         return {}
-    # The event loop may hear of the first token after the engine has ended the request.
+    # first_token_time is when the event loop learned of the token, which may be after the engine's end_time.
     first_token_time = min(choice.first_token_time or choice.end_time, choice.end_time)
     prefill_ms, decode_ms = 1e3 * (first_token_time - choice.arrival_time), 1e3 * (choice.end_time - first_token_time)
     timings = {
@@ -249,13 +249,12 @@ def timings_and_metrics(choice: Choice) -> dict[str, Any]:
     return {"timings": timings, "metrics": {"speculative_decoding": stats.as_vllm()}}
 
 
-def _timings(name: str, tokens: int, milliseconds: float) -> dict[str, float]:
+def _timings(phase: str, num_tokens: int, milliseconds: float) -> dict[str, float]:
     return {
-        f"{name}_n": tokens,
-        f"{name}_ms": milliseconds,
-        f"{name}_per_token_ms": milliseconds / tokens if tokens else 0.0,
-        f"{name}_per_second": 1e3 * tokens / milliseconds if milliseconds > 0 else 0.0,
-    }
+        f"{phase}_n": num_tokens, f"{phase}_ms": milliseconds,
+        f"{phase}_per_token_ms": milliseconds / num_tokens if num_tokens else 0.0,
+        f"{phase}_per_second": 1e3 * num_tokens / milliseconds if milliseconds > 0 else 0.0,
+    }  # fmt: skip
 
 
 def usage_so_far(choices: Sequence[Choice]) -> dict[str, int]:

@@ -10,30 +10,30 @@ const number = (x, digits = 0) => x.toLocaleString("en", { minimumFractionDigits
 const plural = (n, noun) => `${number(n)} ${noun}${n === 1 ? "" : "s"}`;
 const estimateTokens = (text) => Math.ceil(text.length / 4);
 const showNotice = (text) => { $("notice").textContent = text; };
-const read = (name) => JSON.parse(sessionStorage.getItem(name));
+const readSession = (name) => JSON.parse(sessionStorage.getItem(name));
 
-/* A turn: {system, question, documents: [{name, size, text}], answers: [answer, ...]}; its last answer counts as history.
-   An answer's state is "running", "done", "stopped" or "failed"; its rounds are the server's traces. */
-let turns = read("turns") ?? [];
-let model = null;        // as /v1/models describes it
-let documents = [];      // of the next turn
-let editing = null;      // turn whose question is in the box: sending replaces it and all later turns
+/* A turn: {system, question, documents: [{name, size, text}], answers: [answer, ...]}; the last answer with text is sent as history.
+   An answer's state is "running", "done", "stopped" or "failed"; its rounds are the server's traces of rounds. */
+let turns = readSession("turns") ?? [];
+let model = null;        // the entry of /v1/models
+let documents = [];      // the documents of the next turn
+let editing = null;      // the turn whose question is in the box: sending replaces this turn and all later ones
 let running = null;      // AbortController of the streaming answer
 const views = new Map(); // answer -> its element
 
 /* ---- The server ---- */
 
-const failure = (message, status = 0) => Object.assign(new Error(message), { status });
+const apiError = (message, status = 0) => Object.assign(new Error(message), { status });
 
 async function fetchApi(path, options = {}) {
   const key = sessionStorage.getItem("key");
   const headers = { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
   const response = await fetch(path, { ...options, headers }).catch((error) => {
-    throw error.name === "AbortError" ? error : failure("The server cannot be reached.");
+    throw error.name === "AbortError" ? error : apiError("The server cannot be reached.");
   });
   if (response.ok) return response;
   const message = (await response.json().catch(() => null))?.error?.message;
-  throw failure(message ?? `The server answered ${response.status} ${response.statusText}.`, response.status);
+  throw apiError(message ?? `The server answered ${response.status} ${response.statusText}.`, response.status);
 }
 
 async function stream(answer, messages, signal) {
@@ -46,7 +46,7 @@ async function stream(answer, messages, signal) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   for (let rest = ""; ;) {
     const { value } = await reader.read().catch((error) => { if (signal.aborted) throw error; return {}; });
-    if (value === undefined) throw failure("The connection ended before the answer did.");
+    if (value === undefined) throw apiError("The connection ended before the answer did.");
     const lines = (rest + value).split("\n");
     rest = lines.pop();
     for (const line of lines) {
@@ -57,10 +57,10 @@ async function stream(answer, messages, signal) {
   }
 }
 
-/* A chunk of the stream. */
+/* Adds a chunk of the stream to the answer. */
 function addChunk(answer, { error, trace, choices, usage }) {
-  if (error) throw failure(error.message);
-  if (trace?.phase === "prefill") answer.read = trace;
+  if (error) throw apiError(error.message);
+  if (trace?.phase === "prefill") answer.prefill = trace;
   if (trace?.phase === "round") answer.rounds.push(trace);
   answer.text += choices[0]?.delta?.content ?? "";
   answer.thought += choices[0]?.delta?.reasoning_content ?? "";
@@ -76,29 +76,31 @@ async function loadModels() {
     showNotice(error.message);
     if (error.status === 401) askForKey();
   }
-  const methods = model?.longdraft?.methods ?? [], wanted = read("settings")?.method;
+  const methods = model?.longdraft?.methods ?? [], savedMethod = readSession("settings")?.method;
   $("method").replaceChildren(...methods.map((name) => make("option", { value: name, textContent: name })));
-  $("method").value = methods.includes(wanted) ? wanted : (methods[0] ?? "");
+  $("method").value = methods.includes(savedMethod) ? savedMethod : (methods[0] ?? "");
   $("model").textContent = [model?.id, model?.longdraft?.exact && "exact output"].filter(Boolean).join(" · ");
   showContextUse();
 }
 
 /* ---- Asking ---- */
 
-function messagesOf(turn, before) {
+/* The request's messages: a turn's question after the earlier turns that have an answer. */
+function messagesOf(turn, earlierTurns) {
   const user = (t) => ({ role: "user", content: [...t.documents.map((d) => d.text), t.question].join("\n\n") });
   const answerOf = (t) => t.answers.findLast((answer) => answer.text);
-  const earlier = before.filter(answerOf).flatMap((t) => [user(t), { role: "assistant", content: answerOf(t).text }]);
-  return [...(turn.system ? [{ role: "system", content: turn.system }] : []), ...earlier, user(turn)];
+  const history = earlierTurns.filter(answerOf).flatMap((t) => [user(t), { role: "assistant", content: answerOf(t).text }]);
+  return [...(turn.system ? [{ role: "system", content: turn.system }] : []), ...history, user(turn)];
 }
 
-async function answerTurn(turn, answer, ...further) {
+/* Streams an answer to a turn. extraMessages: the start of the answer, to be continued. */
+async function answerTurn(turn, answer, ...extraMessages) {
   running = new AbortController();
-  Object.assign(answer, { state: "running", began: Date.now(), read: null, error: "", finish: null });
-  showAll();
+  Object.assign(answer, { state: "running", began: Date.now(), prefill: null, error: "", finish: null });
+  showConversation();
   const clock = setInterval(() => !answer.text && showAnswer(answer), 1000);
   try {
-    await stream(answer, [...messagesOf(turn, turns.slice(0, turns.indexOf(turn))), ...further], running.signal);
+    await stream(answer, [...messagesOf(turn, turns.slice(0, turns.indexOf(turn))), ...extraMessages], running.signal);
     answer.state = "done";
   } catch (error) {
     Object.assign(answer, { state: error.name === "AbortError" ? "stopped" : "failed", error: error.message });
@@ -106,11 +108,11 @@ async function answerTurn(turn, answer, ...further) {
   }
   clearInterval(clock);
   running = null;
-  showAll();
+  showConversation();
   save();
 }
 
-/* Puts a message back into the box that the server refused: too long, too busy, no key, a wrong setting. */
+/* Puts a message that the server refused (too long, too busy, no key, a wrong setting) back into the box. */
 function restoreToBox(turn, error) {
   if (error.status === 401) askForKey();
   if (turn !== turns.at(-1) || turn.answers.some((answer) => answer.text)) return;
@@ -131,13 +133,13 @@ function send() {
   const question = $("question").value.trim();
   if (running || !(question || documents.length)) return;
   const turn = { system: $("system").value.trim(), question, documents, answers: [] };
-  const earlier = editing ? turns.slice(0, turns.indexOf(editing)) : turns;
-  if (!startAnswer(turn, [...earlier, turn])) return;
+  const earlierTurns = editing ? turns.slice(0, turns.indexOf(editing)) : turns;
+  if (!startAnswer(turn, [...earlierTurns, turn])) return;
   fillBox("", []);
   $("log").scrollTo(0, $("log").scrollHeight);
 }
 
-/* Starts an answer to a turn, perhaps another one. Returns false if a setting is wrong. */
+/* Starts the first or a further answer to a turn. Returns false if a setting is wrong. */
 function startAnswer(turn, conversation = turns) {
   const settings = running ? null : readSettings();
   if (!settings) return false;
@@ -192,19 +194,19 @@ function answerElements(answer) {
 
 /* The tokens, coloured by who proposed them; a click shows the tree of their round. */
 function tokenElements(answer) {
-  const shown = make("div", { className: "pieces", dir: "auto" }), tree = make("pre", { tabIndex: 0, hidden: true });
+  const tokens = make("div", { className: "pieces", dir: "auto" }), tree = make("pre", { tabIndex: 0, hidden: true });
   for (const round of answer.rounds) {
     for (const [textContent, source] of round.pieces) {
       const piece = make("span", { className: `piece ${source}`, textContent, title: roundTitle(round) });
       piece.onclick = () => {
-        for (const old of shown.querySelectorAll(".chosen")) old.classList.remove("chosen");
+        for (const old of tokens.querySelectorAll(".chosen")) old.classList.remove("chosen");
         piece.classList.add("chosen");
         Object.assign(tree, { hidden: false, textContent: [roundTitle(round), ...treeLines(round.tree)].join("\n") });
       };
-      shown.append(piece);
+      tokens.append(piece);
     }
   }
-  return [shown, tree];
+  return [tokens, tree];
 }
 
 function roundTitle({ round, tree }) {
@@ -217,35 +219,35 @@ function roundTitle({ round, tree }) {
 function treeLines(tree, node = 0, depth = 0) {
   if (!tree) return [];
   const isAccepted = (i) => tree.accepted.includes(i), children = tree.parents.flatMap((parent, i) => (parent === node ? [i] : []));
-  const straight = children.find(isAccepted) ?? children.at(-1);
+  const mainChild = children.find(isAccepted) ?? children.at(-1); // not indented
   const line = `${"  ".repeat(depth)}${isAccepted(node) ? "●" : "○"} ${JSON.stringify(tree.tokens[node])} ${node ? tree.sources[node] : ""}`;
-  return [line, ...children.flatMap((i) => (i === straight ? [] : treeLines(tree, i, depth + 1))), ...(straight ? treeLines(tree, straight, depth) : [])];
+  return [line, ...children.flatMap((i) => (i === mainChild ? [] : treeLines(tree, i, depth + 1))), ...(mainChild ? treeLines(tree, mainChild, depth) : [])];
 }
 
 function footer(answer, first) {
-  const last = answer.rounds.findLast((round) => round.tokens_per_second), usage = answer.usage;
-  const cached = usage?.prompt_tokens_details?.cached_tokens, other = answer !== first && answer.state !== "running";
+  const lastRound = answer.rounds.findLast((round) => round.tokens_per_second), usage = answer.usage;
+  const cached = usage?.prompt_tokens_details?.cached_tokens, isRepeat = answer !== first && answer.state !== "running";
   return [
-    answer.state === "stopped" && "Stopped", answer.finish === "length" && "Cut at the most tokens, or by the server's limit of time",
-    last && `${number(last.tokens_per_second, 1)} tokens/s · mean accepted length ${number(last.mean_accepted_length, 2)}`,
+    answer.state === "stopped" && "Stopped", answer.finish === "length" && "Cut off at the limit of tokens, or by the server's timeout",
+    lastRound && `${number(lastRound.tokens_per_second, 1)} tokens/s · mean accepted length ${number(lastRound.mean_accepted_length, 2)}`,
     usage && `${plural(usage.completion_tokens, "token")} · prompt ${plural(usage.prompt_tokens, "token")}`,
     cached && `${number(cached)} from the cache`,
-    other && `the text ${answer.text === first.text ? "equals" : "differs from"} the first answer's`,
+    isRepeat && `the text ${answer.text === first.text ? "equals" : "differs from"} the first answer's`,
   ].filter(Boolean).join(" · ");
 }
 
 /* Progress of the prefill. */
-function prefillProgress({ read, began }) {
-  const text = `Reading the prompt: ${read ? `${number(read.read)} of ${plural(read.of, "token")}, ` : ""}${plural(Math.round((Date.now() - began) / 1000), "second")}`;
-  return [text, make("progress", { ariaLabel: "Prompt read", ...(read && { max: read.of, value: read.read }) })];
+function prefillProgress({ prefill, began }) {
+  const text = `Reading the prompt: ${prefill ? `${number(prefill.read)} of ${plural(prefill.of, "token")}, ` : ""}${plural(Math.round((Date.now() - began) / 1000), "second")}`;
+  return [text, make("progress", { ariaLabel: "Prompt read", ...(prefill && { max: prefill.of, value: prefill.read }) })];
 }
 
 function showAnswer(answer) {
   const turn = turns.find((t) => t.answers.includes(answer)), view = views.get(answer);
   if (!turn || !view) return;
-  const below = $("log").scrollHeight - $("log").scrollTop - $("log").clientHeight;
-  const busy = answer.state === "running", waits = busy && !answer.text && !answer.thought;
-  const how = `${answer.method || "default method"} · ${answer.temperature ? `temperature ${answer.temperature}` : "greedy"}, seed ${answer.seed}`;
+  const distanceToEnd = $("log").scrollHeight - $("log").scrollTop - $("log").clientHeight;
+  const busy = answer.state === "running", isWaiting = busy && !answer.text && !answer.thought;
+  const heading = `${answer.method || "default method"} · ${answer.temperature ? `temperature ${answer.temperature}` : "greedy"}, seed ${answer.seed}`;
   const tools = busy ? [] : [
     answer.text && copyButton(answer.text), button(answer.state === "failed" ? "Try again" : "Again", () => startAnswer(turn)),
     answer.finish === "length" && answer.text && button("Continue", () => running || answerTurn(turn, answer, { role: "assistant", content: answer.text })),
@@ -253,25 +255,25 @@ function showAnswer(answer) {
   ];
   view.ariaBusy = String(busy);
   view.replaceChildren(
-    make("small", { textContent: how }), ...(answer.colours ? tokenElements(answer) : answerElements(answer)).filter(Boolean),
-    make("div", { role: "status" }, ...(waits ? prefillProgress(answer) : [])),
+    make("small", { textContent: heading }), ...(answer.colours ? tokenElements(answer) : answerElements(answer)).filter(Boolean),
+    make("div", { role: "status" }, ...(isWaiting ? prefillProgress(answer) : [])),
     ...(answer.state === "failed" ? [make("p", { className: "failed", role: "alert", textContent: answer.error })] : []),
     make("small", { className: "figures", textContent: footer(answer, turn.answers[0]) }), make("div", { className: "row" }, ...tools),
   );
-  if (below < 120) $("log").scrollTo(0, $("log").scrollHeight);
+  if (distanceToEnd < 120) $("log").scrollTo(0, $("log").scrollHeight);
 }
 
-/* Redraws a growing answer; drawing takes a tenth of the time at most. */
-let due = 0;
+/* Redraws a growing answer after a frame (16 ms). Then waits nine times as long as the drawing took. */
+let redrawTimer = 0;
 function showAnswerSoon(answer) {
-  due ||= setTimeout(() => {
+  redrawTimer ||= setTimeout(() => {
     const began = performance.now();
     showAnswer(answer);
-    due = setTimeout(() => { due = 0; if (answer.state === "running") showAnswerSoon(answer); }, 9 * (performance.now() - began));
+    redrawTimer = setTimeout(() => { redrawTimer = 0; if (answer.state === "running") showAnswerSoon(answer); }, 9 * (performance.now() - began));
   }, 16);
 }
 
-function showAll() {
+function showConversation() {
   $("empty").hidden = turns.length > 0;
   for (const old of document.querySelectorAll(".turn")) old.remove();
   views.clear();
@@ -299,7 +301,7 @@ async function addFiles(files) {
   const wrong = [];
   for (const file of files) {
     const text = file.size < 20e6 && (await file.arrayBuffer().then((bytes) => new TextDecoder("utf-8", { fatal: true }).decode(bytes)).catch(() => null));
-    if (file.size >= 20e6) wrong.push(`${file.name} is too large: a document may have 20 MB.`);
+    if (file.size >= 20e6) wrong.push(`${file.name} is too large: a document may have 20 MB at most.`);
     else if (text === null || text.includes("\0")) wrong.push(`${file.name} is not a text file in UTF-8.`);
     else documents.push({ name: file.name, size: file.size, text });
   }
@@ -317,13 +319,13 @@ function showDocuments() {
 /* Estimates how much of the context the next question takes. */
 function showContextUse() {
   const context = model?.longdraft?.context, box = { system: $("system").value, question: $("question").value, documents };
-  const before = editing ? turns.slice(0, turns.indexOf(editing)) : turns;
-  const tokens = messagesOf(box, before).reduce((sum, message) => sum + estimateTokens(message.content), 0);
-  $("room").textContent = context && tokens ? `about ${number(tokens)} of ${plural(context, "token")}` : "";
-  $("room").classList.toggle("over", tokens > context);
+  const earlierTurns = editing ? turns.slice(0, turns.indexOf(editing)) : turns;
+  const tokens = messagesOf(box, earlierTurns).reduce((sum, message) => sum + estimateTokens(message.content), 0);
+  $("context-use").textContent = context && tokens ? `about ${number(tokens)} of ${plural(context, "token")}` : "";
+  $("context-use").classList.toggle("over", tokens > context);
 }
 
-/* ---- Settings, and what is saved until the tab closes ---- */
+/* ---- Settings and conversation, saved until the tab closes ---- */
 
 const FIELDS = ["method", "temperature", "seed", "max_tokens", "system"];
 
@@ -346,10 +348,10 @@ function save() {
   for (const replacer of [undefined, (name, value) => (name === "rounds" ? [] : value)]) {
     try {
       return sessionStorage.setItem("turns", JSON.stringify(turns, replacer));
-    } catch { /* Full: tries with less. */ }
+    } catch { /* Over the limit: tries without the rounds. */ }
   }
   sessionStorage.removeItem("turns");
-  return showNotice("This conversation is too long to be replacer when the page is loaded again.");
+  return showNotice("This conversation is too long to be kept when the page is loaded again.");
 }
 
 /* ---- Events ---- */
@@ -371,7 +373,7 @@ $("new").onclick = () => {
   running?.abort();
   [turns, editing] = [[], null];
   save();
-  showAll();
+  showConversation();
   $("question").focus();
 };
 $("open-settings").onclick = () => $("settings").showModal();
@@ -392,9 +394,9 @@ document.ondrop = (event) => {
 };
 addEventListener("pagehide", save);
 
-for (const [id, value] of Object.entries(read("settings") ?? {})) $(id).value = value;
+for (const [id, value] of Object.entries(readSession("settings") ?? {})) $(id).value = value;
 $("key").value = sessionStorage.getItem("key") ?? "";
 for (const answer of turns.flatMap((turn) => turn.answers)) if (answer.state === "running") answer.state = "stopped";
-showAll();
+showConversation();
 loadModels();
 $("question").focus();

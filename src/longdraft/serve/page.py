@@ -1,4 +1,4 @@
-"""The page at ``/``, sent as a single file. ``vendored/`` has its JavaScript libraries with their licences."""
+"""The web page at ``/``, sent as a single file. Its JavaScript libraries and their licences are in ``vendored/``."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from importlib.resources import files
 
 def render_page() -> str:
     """The page's HTML, with its script files inlined."""
-    folder = files("longdraft.serve")
-    html = folder.joinpath("page.html").read_text(encoding="utf-8")
+    package = files("longdraft.serve")
+    html = package.joinpath("page.html").read_text(encoding="utf-8")
 
     def inline(script: re.Match[str]) -> str:
-        return "<script>" + folder.joinpath(script[1]).read_text(encoding="utf-8")
+        return "<script>" + package.joinpath(script[1]).read_text(encoding="utf-8")
 
     return re.sub(r'<script src="([\w./]+)">', inline, html)

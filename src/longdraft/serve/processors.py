@@ -1,6 +1,6 @@
 """Logits processors for request options: penalties and log-probabilities.
 
-Each belongs to one request. The engine calls it once for each emitted token, in order, with all token ids so far.
+A processor belongs to one request. The engine calls it for each token to emit, in order, with all token ids so far.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ProcessorFactories = Sequence[Callable[[], Processor]]
 
 @dataclass
 class Penalties:
-    """OpenAI's presence and frequency penalties, which count output tokens only: those after ``prompt_len``."""
+    """OpenAI's presence and frequency penalties. They count output tokens only, after the ``prompt_len`` tokens."""
 
     prompt_len: int
     presence: float = 0.0
@@ -31,22 +31,22 @@ class Penalties:
 
 @dataclass
 class LogprobRecorder:
-    """Records log-probabilities of the model's unmodified distribution. It must be the first processor.
+    """Records the model's log-probabilities. It must be the first processor: later ones change the distribution.
 
     Attributes:
         num_logprobs: how many of the most probable tokens to record at each position.
-        pending: positions that :meth:`pop` has not returned yet: top log-probabilities, their token ids, and all
-            (vocabulary,) log-probabilities.
+        pending: what :meth:`pop` has not returned yet. An entry has a position's top log-probabilities, their token
+            ids, and the log-probabilities of all tokens, (vocabulary,).
     """
 
     num_logprobs: int
     pending: deque[tuple[list[float], list[int], torch.Tensor]] = field(default_factory=deque)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self._record(scores[0])
+        self._add_position(scores[0])
         return scores
 
-    def _record(self, logits: torch.Tensor) -> None:
+    def _add_position(self, logits: torch.Tensor) -> None:
         logprobs = logits.float().log_softmax(-1)
         topk = logprobs.topk(max(1, self.num_logprobs))
         self.pending.append((topk.values.tolist(), topk.indices.tolist(), logprobs))
@@ -62,13 +62,14 @@ class PromptLogprobRecorder(LogprobRecorder):
     """Also records log-probabilities of the prompt's tokens.
 
     Attributes:
-        prompt_logprobs: what :meth:`pop` returns, for each token of the prompt but the first.
+        prompt_logprobs: for each token of the prompt but the first, what :meth:`pop` returns.
     """
 
     prompt: Sequence[int] = ()
     prompt_logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
 
     def prompt_logits(self, start: int, logits: torch.Tensor) -> None:
+        """The engine passes the logits (n, vocabulary) at n positions of the prompt, from ``start`` on."""
         for token_logits, token in zip(logits, self.prompt[start + 1 :], strict=False):
-            self._record(token_logits)
+            self._add_position(token_logits)
             self.prompt_logprobs.append(self.pop(token))

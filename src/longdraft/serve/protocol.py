@@ -1,6 +1,6 @@
-"""Request bodies of OpenAI's API. Fields that are not served are refused if they would change the answer, else ignored.
+"""Request bodies of OpenAI's API.
 
-Ignoring matters as clients add fields all the time.
+A field that is not served is refused if it would change the answer. Clients keep adding fields: all others are ignored.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from pydantic_core import PydanticCustomError
 
 from longdraft.serve.errors import ApiError
 
-# Limit of nested JSON: code that reads schemas, and templates, recurse.
+# Limit of nested JSON: schemas and chat templates are processed by recursion.
 _MAX_DEPTH = 96
+# The escape of half a surrogate pair, which is no character without the other half.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -26,7 +27,7 @@ class StrictModel(BaseModel):
     """Refuses fields in ``unserved``, and treats null as a missing field.
 
     Attributes:
-        unserved: {name: value that changes nothing} of fields that would change the answer; None: any empty value.
+        unserved: {field that would change the answer: its neutral value}. None: any empty value is neutral.
     """
 
     model_config = ConfigDict(extra="ignore", strict=False)
@@ -40,7 +41,7 @@ class StrictModel(BaseModel):
         fields = {name: x for name, x in data.items() if x is not None}
         for name in sorted(fields.keys() & cls.unserved.keys() - cls.model_fields.keys()):
             value, neutral = fields[name], cls.unserved[name]
-            if value == {} or (value if neutral is None else value != neutral):
+            if value == {} or (value if neutral is None else value != neutral):  # {} is a schema: any JSON
                 raise PydanticCustomError("unserved", "It is not served", {"name": name})
         return fields
 
@@ -55,20 +56,20 @@ class ContentPart(StrictModel):
     text: str = Field(validation_alias=pydantic.AliasChoices("text", "refusal"))
 
 
-def replace_non_text(result: Any) -> Any:
-    """A tool's result with a note in place of images and the like, which the caller cannot avoid."""
+def replace_non_text(tool_result: Any) -> Any:
+    """A tool's result with a note in place of each image or file: the client cannot choose what tools return."""
 
     def replace(part: Any) -> Any:
         if not isinstance(part, dict) or part.get("type") in get_args(_TEXT_TYPES):
             return part
-        kind = str(part.get("type")).removeprefix("input_").removesuffix("_url")
-        return {"type": "text", "text": f"[The {kind} is not shown: this model reads text alone.]"}
+        noun = str(part.get("type")).removeprefix("input_").removesuffix("_url")  # image, file, ...
+        return {"type": "text", "text": f"[The {noun} is not shown: this model reads text alone.]"}
 
-    return [replace(part) for part in result] if isinstance(result, list) else result
+    return [replace(part) for part in tool_result] if isinstance(tool_result, list) else tool_result
 
 
 class FunctionCall(StrictModel):
-    """``input``: a custom tool has it instead of arguments."""
+    """A function's name and arguments. A custom tool has ``input`` instead of ``arguments``."""
 
     name: str
     arguments: str | dict[str, Any] = "{}"
@@ -80,12 +81,12 @@ class ToolCall(StrictModel):
     function: FunctionCall = Field(validation_alias=pydantic.AliasChoices("function", "custom"))
 
     def for_template(self) -> dict[str, Any]:
-        """The call for a chat template, which takes arguments as an object."""
+        """The call as chat templates take it, with the arguments as an object."""
         arguments: Any = self.function.arguments or "{}"
         if self.function.input is not None:
             arguments = {"input": self.function.input}
         elif isinstance(arguments, str):
-            with contextlib.suppress(ValueError):  # invalid JSON by the model is passed as it is
+            with contextlib.suppress(ValueError):  # invalid JSON by the model stays a string
                 arguments = json.loads(arguments)
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
@@ -100,15 +101,15 @@ class ChatMessage(StrictModel):
     tool_call_id: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
-    reasoning: Any = None  # other servers' name of reasoning_content
+    reasoning: Any = None  # reasoning_content, as other servers call it
 
     @pydantic.field_validator("content", mode="before")
     @classmethod
-    def _tool_result(cls, content: Any, info: pydantic.ValidationInfo) -> Any:
+    def _replace_in_tool_result(cls, content: Any, info: pydantic.ValidationInfo) -> Any:
         return replace_non_text(content) if info.data.get("role") == "tool" else content
 
     def for_template(self) -> dict[str, Any]:
-        """The message for a chat template."""
+        """The message as chat templates take it."""
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": join_text(self.content or self.refusal or "")}
         if self.tool_calls:
@@ -124,12 +125,12 @@ class ChatMessage(StrictModel):
 
 
 class StreamOptions(StrictModel):
-    """``continuous_usage_stats``: token counts in each chunk. ``include_trace``: what each round drafted."""
+    """What a stream reports besides the answer."""
 
     include_usage: bool = False
-    continuous_usage_stats: bool = False
-    include_trace: bool = False
-    include_obfuscation: bool = False
+    continuous_usage_stats: bool = False  # token counts in each chunk
+    include_trace: bool = False  # what each round drafted
+    include_obfuscation: bool = False  # accepted, without effect
 
 
 def join_text(content: str | list[ContentPart]) -> str:
@@ -149,7 +150,7 @@ def _check_max_tokens(value: int | None) -> int | None:
 # Limit of new tokens; None: what the context leaves.
 MaxTokens = Annotated[int | None, AfterValidator(_check_max_tokens)]
 
-# Fields of other endpoints and servers that would change the answer, ...
+# Fields of other endpoints and servers that would change the answer, unless they are empty ...
 _UNSERVED_NAMES = (
     "allowed_token_ids audio background bad_words chat_template conversation documents dry_multiplier dynatemp_range "
     "echo functions grammar guided_choice guided_grammar guided_json guided_regex include_stop_str_in_output input "
@@ -157,7 +158,7 @@ _UNSERVED_NAMES = (
     "messages mirostat previous_response_id prompt prompt_logprobs response_format stop_token_ids "
     "structured_outputs suffix tools top_logprobs truncate_prompt_tokens use_beam_search xtc_probability"
 )
-# ... and those that have a neutral value.
+# ... or have this value.
 _UNSERVED: dict[str, Any] = dict.fromkeys(_UNSERVED_NAMES.split()) | {
     "best_of": 1, "length_penalty": 1, "modalities": ["text"], "n_predict": -1, "skip_special_tokens": True, "tfs_z": 1,
     "top_n_sigma": -1, "typical_p": 1,
@@ -176,8 +177,7 @@ class GenerationRequest(StrictModel):
 
     model: str = ""
     stream: bool = False
-    # OpenAI's default; clients that want greedy text send 0.
-    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0  # OpenAI's default; 0: greedy
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     seed: int | None = None
     method: str | None = None
@@ -186,7 +186,7 @@ class GenerationRequest(StrictModel):
 
 
 class SampledRequest(GenerationRequest):
-    """The fields of all endpoints of OpenAI's that generate text."""
+    """The fields that OpenAI's endpoints for text share, and those of vLLM and llama.cpp."""
 
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
     top_k: Annotated[int, Field(ge=-1)] = 0
@@ -212,7 +212,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 class ChatTemplateFields(StrictModel):
     """Fields that concern the chat template.
 
-    A last message of the assistant is continued, unless ``add_generation_prompt`` (vLLM's) asks for a new turn.
+    If the last message is the assistant's, the answer continues it, unless ``add_generation_prompt`` starts a new turn.
     """
 
     add_generation_prompt: bool | None = None
@@ -233,8 +233,8 @@ class ChatCompletionRequest(SampledRequest, ChatTemplateFields):
     tools: list[dict[str, Any]] = Field(default_factory=list)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
-    reasoning_format: Literal["auto", "deepseek", "none"] = "auto"  # llama.cpp's; none leaves it in the text
-    include_reasoning: bool = True  # vLLM's
+    reasoning_format: Literal["auto", "deepseek", "none"] = "auto"  # llama.cpp's; none leaves reasoning in the text
+    include_reasoning: bool = True  # vLLM's; false drops the reasoning
 
 
 class CompletionRequest(SampledRequest):
@@ -250,7 +250,7 @@ class CompletionRequest(SampledRequest):
 
 
 class TokenizeRequest(ChatTemplateFields):
-    """The body of ``/tokenize``: a text, or a chat."""
+    """The body of ``/tokenize``: a text (``prompt``) or a chat (``messages``)."""
 
     model: str = ""
     prompt: str | None = None
@@ -259,37 +259,35 @@ class TokenizeRequest(ChatTemplateFields):
     add_special_tokens: bool = True
 
 
-# --- parsing ---
-
 T = TypeVar("T", bound=StrictModel)
 
 
 def parse_body(model: type[T], body: bytes, content_type: str) -> T:
     """Parses a request body. Raises ApiError if it is not JSON, or not a valid ``model``."""
     if "json" not in content_type:
-        raise ApiError(415, f"The body is JSON: say so with the header Content-Type: application/json, not with "
+        raise ApiError(415, f"The body must be JSON, with the header Content-Type: application/json, not "
                        f"{content_type or 'none'!r}.", param="Content-Type")  # fmt: skip
     try:
         text = body.decode()
         values = json.loads(text, parse_constant=_finite, parse_float=_finite)
-        if _SURROGATE.search(text):  # fails if half of a surrogate pair is missing
+        if _SURROGATE.search(text):  # the next line raises ValueError if half of a surrogate pair is missing
             json.dumps(values, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"The body is no JSON text in UTF-8: {error}.") from None
+        raise ApiError(400, f"The body is not JSON in UTF-8: {error}.") from None
     if _is_too_deep(values):
         raise ApiError(400, f"The body has more than {_MAX_DEPTH} levels of nested objects and lists.")
     return validate(model, values)
 
 
 def validate(model: type[T], values: Any) -> T:
-    """A ``model`` from JSON values. Raises ApiError, which names the field, if they are not valid."""
+    """Makes a ``model`` of JSON values. If they are not valid, raises ApiError, which names the field."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
         # A union has an error for each type. The deepest one belongs to the type that was meant.
         deepest = max(error.errors(), key=lambda e: len(e["loc"]))
         unserved = [deepest["ctx"]["name"]] if deepest["type"] == "unserved" else []
-        # Leaves out the union's types, which pydantic adds to the path.
+        # Pydantic's path of the field also names types of the union ("str", "list[...]"): these are left out.
         field = ".".join(str(x) for x in (*deepest["loc"], *unserved) if str(x) != "str" and "[" not in str(x))
         problem = "is not served" if unserved else f"cannot be used: {deepest['msg']}"
         if deepest["type"] == "literal_error":

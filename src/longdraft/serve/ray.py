@@ -1,7 +1,7 @@
 """The server on Ray: Ray Serve starts, monitors, scales, drains and replaces replicas of the application.
 
-Its proxy takes the requests. Those with a header ``x-session-id`` go to the replica that served the session before,
-which has its prefix cached. Ray is imported only when a function here needs it.
+Ray Serve's proxy takes the requests. A request with a header ``x-session-id`` goes to the replica that served that
+session before, because the prefix is cached there. Ray is imported only when a function here needs it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from longdraft.serve.service import Service
 from longdraft.serve.settings import ServerSettings
 
 APP_NAME = "longdraft"
-_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"  # a session has one replica
 
 
 def connect() -> Any:
-    """Connects to the cluster of ``RAY_ADDRESS`` or of this machine, else starts one for this process. Returns ``ray``.
+    """Connects to the cluster at ``RAY_ADDRESS`` or on this machine, or else starts one. Returns the module ``ray``.
 
     Raises:
         CapabilityError: Ray is not installed, or the cluster does not answer.
@@ -50,24 +50,24 @@ def connect() -> Any:
 
 
 def check_resources(ray: Any, num_processes: int, cpus: float, gpus: float) -> None:
-    """Refuses processes that would wait for resources for ever. A cluster is not checked, as it may grow.
+    """Refuses processes that would wait for ever for resources. ``cpus`` and ``gpus`` are those of each process.
 
     Raises:
         CapabilityError: this machine has too few CPUs or GPUs.
     """
-    if os.environ.get("RAY_ADDRESS"):
+    if os.environ.get("RAY_ADDRESS"):  # a cluster may add machines
         return
     available = ray.cluster_resources()
-    for kind, count in (("CPU", cpus), ("GPU", gpus)):
-        if available.get(kind, 0) < num_processes * count:
+    for resource, count in (("CPU", cpus), ("GPU", gpus)):
+        if available.get(resource, 0) < num_processes * count:
             raise CapabilityError(
-                f"{num_processes} processes with {count:g} {kind} each need {num_processes * count:g}, and Ray has "
-                f"{available.get(kind, 0):g}: ask for fewer, or set RAY_ADDRESS to a cluster."
+                f"{num_processes} processes with {count:g} {resource} each need {num_processes * count:g}, and Ray has "
+                f"{available.get(resource, 0):g}: ask for fewer, or set RAY_ADDRESS to a cluster."
             )
 
 
 def error_line(message: str) -> str:
-    """The last line of Ray's message that names an error, else the last line."""
+    """The last line of Ray's message that names an error. If none does: the last line."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line.split(":")[0] and ":" in line]
     return (errors or lines or ["unknown"])[-1]
@@ -79,9 +79,10 @@ def deployment_options(
     """Options of Ray Serve's deployment.
 
     Args:
-        replicas: their number, unless the file has ``num_replicas`` or ``autoscaling_config``.
-        cpus, gpus: of each replica. config_file: YAML or JSON with further options, which override the others.
-        drain_timeout: seconds in which a replica must end.
+        replicas: number of replicas, unless the file has ``num_replicas`` or ``autoscaling_config``.
+        cpus, gpus: number of each replica's CPUs and GPUs.
+        config_file: YAML or JSON with further options, which override these.
+        drain_timeout: seconds in which a replica must answer its last requests.
 
     Raises:
         RequestError: the file cannot be read.
@@ -93,25 +94,26 @@ def deployment_options(
         with file_errors(config_file, f"--ray-config {config_file} cannot be read", kind=RequestError):
             file_options = yaml.safe_load(require_regular(config_file).read_text(encoding="utf-8"))
         if not isinstance(file_options, dict):
-            raise RequestError(f"--ray-config {config_file} holds no options: name: value, of Ray Serve's deployment.")
+            raise RequestError(f"--ray-config {config_file} must hold options of a Ray Serve deployment (name: value).")
     options = {
         "ray_actor_options": {"num_cpus": cpus, "num_gpus": gpus},
-        "max_ongoing_requests": settings.slots + settings.queue + 16,  # not reached: full replicas answer 429
+        # 16 more than a replica takes, so that it refuses requests itself (429) and Ray does not queue them.
+        "max_ongoing_requests": settings.slots + settings.queue + 16,
         "graceful_shutdown_timeout_s": drain_timeout,
         "health_check_period_s": 5,
-        "max_constructor_retry_count": 1,  # a failure to start would only be repeated
+        "max_constructor_retry_count": 1,  # a second start would fail too
         "request_router_config": {"request_router_class": _ROUTER},
     }
     return {**options, **({} if "autoscaling_config" in file_options else {"num_replicas": replicas}), **file_options}
 
 
 class Replica:
-    """Ray Serve's deployment class: a service and its application."""
+    """Ray Serve's deployment class. A replica has a service and its web application."""
 
     def __init__(self, make_service: Callable[[ServerSettings], Service], settings: ServerSettings) -> None:
         from ray import serve
 
-        if settings.snapshots is not None:  # a folder of its own
+        if settings.snapshots is not None:  # only one server may use a folder of snapshots
             rank = serve.get_replica_context().rank.rank
             settings = replace(settings, snapshots=settings.snapshots / str(rank))
         self._service = make_service(settings)
@@ -121,7 +123,7 @@ class Replica:
         return make_app(self._service)
 
     def check_health(self) -> None:
-        """Called by Ray, which replaces a replica that raises."""
+        """Ray calls it, and replaces the replica if it raises."""
         if not self._service.worker.alive:
             raise RuntimeError("the engine thread has ended")
 
@@ -134,10 +136,11 @@ def serve(
     make_service: Callable[[ServerSettings], Service], settings: ServerSettings, options: dict[str, Any], host: str,
     port: int, on_listening: Callable[[int], None],
 ) -> None:  # fmt: skip
-    """Serves until SIGINT or SIGTERM. Running requests are then answered; a second signal ends all.
+    """Serves until SIGINT or SIGTERM. Running requests are then answered; a second signal ends them too.
 
     Args:
-        make_service: makes a replica's service, in the replica. options: see :func:`deployment_options`.
+        make_service: makes a replica's service, in the replica's process.
+        options: see :func:`deployment_options`.
         on_listening: called with the port once all replicas are ready.
 
     Raises:
@@ -150,7 +153,7 @@ def serve(
     for sig in (signal.SIGINT, signal.SIGTERM):  # replaces Ray's handler of SIGTERM
         signal.signal(sig, lambda *_: signalled.set())
     port = port or _free_port(host)
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # the command reports the start itself
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # the command line reports the start
     try:
         replica = ray_serve.deployment(ray_serve.ingress()(Replica), name="replica", **options)
         try:
@@ -165,10 +168,10 @@ def serve(
         signalled.wait()
         signalled.clear()
     finally:
-        with contextlib.suppress(Exception):  # must not hide the error that led here
+        with contextlib.suppress(Exception):  # an error of the clean-up must not hide the first one
             ray_serve.delete(APP_NAME, _blocking=False)
             deadline = time.monotonic() + options["graceful_shutdown_timeout_s"]
-            while APP_NAME in ray_serve.status().applications:  # the last requests are answered
+            while APP_NAME in ray_serve.status().applications:  # until the last requests are answered
                 if time.monotonic() >= deadline or signalled.wait(0.2):
                     break
             if not ray_serve.status().applications:  # the cluster serves no other application

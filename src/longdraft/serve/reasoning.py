@@ -7,19 +7,19 @@ from typing import Literal
 import regex  # type: ignore[import-untyped]
 
 THINK_START, THINK_END = "<think>", "</think>"
-_END = regex.compile(rf"\n*{THINK_END}")
+_THINK_END_PATTERN = regex.compile(rf"\n*{THINK_END}")
 
 
 class ReasoningParser:
     """Separates reasoning from the answer while text streams.
 
     Args:
-        in_reasoning: the prompt ends inside ``<think>``.
+        in_reasoning: the prompt ends inside ``<think>``, so the text begins with reasoning.
     """
 
     def __init__(self, in_reasoning: bool = False) -> None:
         self._pending = ""
-        # "opened", "closed": skips line breaks after a tag.
+        # "opened" and "closed" are the states just after a tag, in which line breaks are skipped.
         self._state: Literal["start", "opened", "reasoning", "closed", "answer"] = "opened" if in_reasoning else "start"
 
     @property
@@ -27,7 +27,7 @@ class ReasoningParser:
         return self._state in ("opened", "reasoning")
 
     def push(self, text: str, last: bool = False) -> tuple[str, str]:
-        """Splits new text into reasoning and answer. Line breaks next to the tags are dropped."""
+        """Splits new text into reasoning and answer, without line breaks next to tags. ``last``: no text follows."""
         self._pending += text
         reasoning = answer = ""
         if self._state == "start":  # only a tag at the very start opens reasoning
@@ -40,7 +40,7 @@ class ReasoningParser:
             self._pending = self._pending.lstrip("\n")
             self._state = "reasoning" if self._pending else "opened"
         if self._state == "reasoning":
-            end = _END.search(self._pending, partial=True)
+            end = _THINK_END_PATTERN.search(self._pending, partial=True)  # text that may become </think> stays pending
             reasoning = self._pending[: end.start()]
             self._pending = self._pending[end.start() if end.partial else end.end() :]
             if last and end.partial:

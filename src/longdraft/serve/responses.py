@@ -10,7 +10,7 @@ from longdraft.serve.errors import ApiError
 from longdraft.serve.openai import ResponseEnvelope, sse_event
 from longdraft.serve.responses_request import ResponsesRequest
 
-# Type of an item with text -> type of its content part, further fields of the part, and of its events.
+# Type of an item with text -> (type of its content part, further fields of that part, further fields of its events).
 _TEXT_ITEMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "message": ("output_text", {"annotations": [], "logprobs": []}, {"logprobs": []}),
     "reasoning": ("reasoning_text", {}, {}),
@@ -21,7 +21,9 @@ _ID_PREFIXES = {
 
 
 class ResponsesAdapter:
-    """Builds one response: reasoning, text and tool calls become output items in the order of time."""
+    """Builds one response: reasoning, text and tool calls become output items, in the order in which they come."""
+
+    keep_alive_event = ""  # the API has no keep-alive event
 
     def __init__(
         self, envelope: ResponseEnvelope, body: ResponsesRequest, store_items: Callable[[list[dict[str, Any]]], None]
@@ -34,43 +36,41 @@ class ResponsesAdapter:
         yield self._event("response.created", response=self.response_object("in_progress"))
         yield self._event("response.in_progress", response=self.response_object("in_progress"))
 
-    ping = ""
-
-    def push(self, chunk: Mapping[str, Any]) -> Iterator[str]:
-        """The events for a chunk's choice."""
-        message = chunk["delta"]
+    def push(self, choice: Mapping[str, Any]) -> Iterator[str]:
+        """The events for the choice of a chat completion's chunk."""
+        message = choice["delta"]
         for item_type, key in (("reasoning", "reasoning_content"), ("message", "content")):
             if text := message.get(key):
-                if self._open_type() != item_type:
-                    yield from self._begin(item_type)
+                if self._open_item_type() != item_type:
+                    yield from self._begin_item(item_type)
                 self._items[-1]["content"][0]["text"] += text
                 part_type, _, fields = _TEXT_ITEMS[item_type]
                 yield self._event(f"response.{part_type}.delta", **self._position(), delta=text, **fields)
         for call in message.get("tool_calls", ()):
             if call.get("type") == "local_shell":
                 action = {"type": "exec", "env": {}, **call["local_shell"]}
-                yield from self._begin("local_shell_call", call_id=call["id"], action=action)
+                yield from self._begin_item("local_shell_call", call_id=call["id"], action=action)
                 continue
             if call.get("type") == "custom":
                 name, text = call["custom"]["name"], call["custom"]["input"]
-                yield from self._begin("custom_tool_call", call_id=call["id"], name=name, input="")
+                yield from self._begin_item("custom_tool_call", call_id=call["id"], name=name, input="")
                 self._items[-1]["input"] = text
                 yield self._event("response.custom_tool_call_input.delta", **self._position(), delta=text)
                 continue
             arguments = call["function"]["arguments"]
-            if "id" in call:
+            if "id" in call:  # the first delta of the call
                 fields = {"call_id": call["id"], "name": call["function"]["name"], "arguments": ""}
-                yield from self._begin("function_call", **fields)
+                yield from self._begin_item("function_call", **fields)
             self._items[-1]["arguments"] += arguments
             if arguments:
                 yield self._event("response.function_call_arguments.delta", **self._position(), delta=arguments)
 
-    def finish(self, cut: bool, usage: Mapping[str, Any]) -> Iterator[str]:
+    def finish(self, truncated: bool, usage: Mapping[str, Any]) -> Iterator[str]:
         """The last events."""
         if not self._items:
-            yield from self._begin("message")
-        status = "incomplete" if cut else "completed"
-        yield from self._end(status)
+            yield from self._begin_item("message")
+        status = "incomplete" if truncated else "completed"
+        yield from self._end_item(status)
         self.full_response = self.response_object(status, usage)
         if self._body.store:
             self._store_items(self._items)
@@ -80,7 +80,7 @@ class ResponsesAdapter:
         """The last event of a response that ends with an error."""
         return self._event("response.failed", response=self.response_object("failed") | {"error": error.body["error"]})
 
-    def _open_type(self) -> str | None:
+    def _open_item_type(self) -> str | None:
         """The type of the item in progress; None if there is none."""
         is_open = self._items and self._items[-1]["status"] == "in_progress"
         return str(self._items[-1]["type"]) if is_open else None
@@ -90,8 +90,9 @@ class ResponsesAdapter:
         position = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
         return position | ({"content_index": 0} if self._items[-1]["type"] in _TEXT_ITEMS else {})
 
-    def _begin(self, item_type: str, **fields: Any) -> Iterator[str]:
-        yield from self._end("completed")
+    def _begin_item(self, item_type: str, **fields: Any) -> Iterator[str]:
+        """The events that end the item in progress and begin the next one."""
+        yield from self._end_item("completed")
         item_id = f"{_ID_PREFIXES[item_type]}_{secrets.token_hex(12)}"
         item = {"id": item_id, "type": item_type, "status": "in_progress", **fields}
         if item_type == "message":
@@ -105,8 +106,8 @@ class ResponsesAdapter:
             item["content"] = [{"type": part_type, "text": "", **part_fields}]
             yield self._event("response.content_part.added", **self._position(), part=item["content"][0])
 
-    def _end(self, status: str) -> Iterator[str]:
-        item_type = self._open_type()
+    def _end_item(self, status: str) -> Iterator[str]:
+        item_type = self._open_item_type()
         if item_type is None:
             return
         item = self._items[-1]
@@ -118,8 +119,8 @@ class ResponsesAdapter:
         elif item_type == "custom_tool_call":
             yield self._event("response.custom_tool_call_input.done", **self._position(), input=item["input"])
         elif item_type == "function_call":
-            done = {"name": item["name"], "arguments": item["arguments"]}
-            yield self._event("response.function_call_arguments.done", **self._position(), **done)
+            fields = {"name": item["name"], "arguments": item["arguments"]}
+            yield self._event("response.function_call_arguments.done", **self._position(), **fields)
         yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _event(self, name: str, /, **content: Any) -> str:
@@ -135,7 +136,7 @@ class ResponsesAdapter:
             "speculation": usage["speculation"],
         }  # fmt: skip
         return {
-            "id": envelope.id.replace("resp-", "resp_"), "object": "response", "created_at": envelope.created,
+            "id": envelope.id.replace("-", "_"), "object": "response", "created_at": envelope.created,
             "model": envelope.model, "status": status, "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,

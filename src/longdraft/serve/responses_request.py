@@ -23,7 +23,7 @@ class ResponseItem(StrictModel):
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    # Outputs of OpenAI's local shell, and references, have an id instead.
+    # An output of OpenAI's local shell and an item_reference have "id" instead.
     call_id: str | None = Field(default=None, validation_alias=AliasChoices("call_id", "id"))
     arguments: str | dict[str, Any] = "{}"
     input: str = ""
@@ -32,16 +32,16 @@ class ResponseItem(StrictModel):
     summary: list[ContentPart] | None = None
 
     @model_validator(mode="after")
-    def _complete(self) -> ResponseItem:
-        needed = {"message": ("role", "content"), "reasoning": ()}.get(self.type, ("call_id",))
+    def _check_required(self) -> ResponseItem:
+        required = {"message": ("role", "content"), "reasoning": ()}.get(self.type, ("call_id",))
         if self.type in ("function_call", "custom_tool_call"):
-            needed = ("name", *needed)
-        if missing := [name for name in needed if getattr(self, name) is None]:
+            required = ("name", *required)
+        if missing := [name for name in required if getattr(self, name) is None]:
             raise ValueError(f"an item of type {self.type} needs {missing[0]}")
         return self
 
     def add_to(self, messages: list[dict[str, Any]]) -> None:
-        """Adds the item to a chat's messages. Consecutive items of the assistant become one message."""
+        """Appends the item to a chat's messages, or to the last message if both are the assistant's."""
         if self.type.endswith("_output"):
             messages.append({"role": "tool", "tool_call_id": self.call_id, "content": protocol.join_text(self.output)})
             return
@@ -67,10 +67,10 @@ class ResponseItem(StrictModel):
 
 
 class ResponseStore:
-    """Output items of recent responses, in memory, for clients that refer to them by id instead of sending them again.
+    """Output items of recent responses, in memory: clients may refer to an item by its id instead of sending it again.
 
     Args:
-        max_items: limit; the oldest items are dropped first.
+        max_items: number of items to keep; the oldest are dropped.
     """
 
     def __init__(self, max_items: int = 4096) -> None:
@@ -82,14 +82,14 @@ class ResponseStore:
             del self._items[oldest]
 
     def resolve(self, tenant: str | None, item: ResponseItem) -> ResponseItem:
-        """Returns the item, or the one that it refers to. Raises ApiError if that is not stored."""
+        """Returns the item, or the stored item to which it refers. Raises ApiError if that is not stored any more."""
         if item.type != "item_reference":
             return item
-        stored = self._items.get((tenant, str(item.call_id)))
-        if stored is None:
+        stored_item = self._items.get((tenant, str(item.call_id)))
+        if stored_item is None:
             message = f"Item {item.call_id!r} is not stored any more: send it in full, as clients do with store: false."
             raise ApiError(404, message, param="input", code="item_not_found")
-        return ResponseItem.model_validate({**stored, "call_id": stored.get("call_id", stored["id"])})
+        return ResponseItem.model_validate({**stored_item, "call_id": stored_item.get("call_id", stored_item["id"])})
 
 
 class TextFormat(StrictModel):
@@ -112,11 +112,11 @@ class Reasoning(StrictModel):
 
 
 class _ConvertedRequest(ChatCompletionRequest):
-    prompt_field = "input"
+    prompt_field = "input"  # error messages name this field instead of "messages"
 
 
 def _without_unserved(items: Any) -> Any:
-    """Drops items that come from OpenAI's own tools. Logs a warning."""
+    """Drops calls and outputs of tools that OpenAI runs. Logs a warning."""
     if not isinstance(items, list):
         return items
     return [item for item in items if not (isinstance(item, dict) and is_unserved_item(item.get("type")))]
@@ -138,7 +138,7 @@ class ResponsesRequest(SampledRequest):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     def as_chat(self, resolve: Callable[[ResponseItem], ResponseItem] = lambda item: item) -> ChatCompletionRequest:
-        """The same request for ``/v1/chat/completions``. ``resolve``: see :meth:`ResponseStore.resolve`."""
+        """Converts it to a request for ``/v1/chat/completions``. ``resolve``: see :meth:`ResponseStore.resolve`."""
         messages: list[dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})

@@ -1,4 +1,4 @@
-"""The server process: uvicorn with further limits on connections, and how it starts and ends with the engine."""
+"""The server process: uvicorn with limits on connections; starts and ends together with the engine thread."""
 
 from __future__ import annotations
 
@@ -18,31 +18,26 @@ from longdraft.errors import RequestError
 from longdraft.serve.app import make_app
 from longdraft.serve.service import Service
 
-# Connections that the system may queue before they are accepted.
-BACKLOG = 64
+BACKLOG = 64  # connections that the operating system may queue before they are accepted
 
 
 def _max_connections() -> int:
-    """Half of the process's file descriptors, less those of connections that are about to open."""
+    """Half of the process's file descriptors, minus twice the backlog, between 16 and 4096."""
     try:
         import resource
 
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     except ImportError:  # on Windows
         descriptors = 512
-    descriptors = 65536 if descriptors < 0 else descriptors
+    descriptors = 65536 if descriptors < 0 else descriptors  # -1: no limit
     return max(16, min(4096, descriptors // 2 - 2 * BACKLOG))
 
 
 class LimitedConnection(H11Protocol):
-    """A connection that is closed if a request's headers take too long, or, while idle, if there are too many.
+    """A connection that is closed if a request's headers take too long, or if it is idle and there are too many."""
 
-    Attributes:
-        header_timeout: seconds. max_connections: if there are more, the one idle for longest is closed.
-    """
-
-    header_timeout: float
-    max_connections: int
+    header_timeout: float  # seconds
+    max_connections: int  # if there are more, the connection that has been idle for longest is closed
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._timer: asyncio.TimerHandle | None = None
@@ -50,9 +45,9 @@ class LimitedConnection(H11Protocol):
         super().connection_made(transport)
         if len(self.connections) > self.max_connections:
             idle = [c for c in self.connections if isinstance(c, LimitedConnection) and c._timer is not None]
-            oldest = min(idle, key=lambda c: c._timer.when() if c._timer else 0.0, default=self)
-            oldest._cancel_timer()
-            oldest.transport.abort()
+            longest_idle = min(idle, key=lambda c: c._timer.when() if c._timer else 0.0, default=self)
+            longest_idle._cancel_timer()
+            longest_idle.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -67,7 +62,7 @@ class LimitedConnection(H11Protocol):
         super().connection_lost(exc)
 
     def _update_timer(self) -> None:
-        """Runs the timer only while a request's headers are awaited."""
+        """Starts the timer while the next request's headers have not arrived; stops it otherwise."""
         if self.conn.their_state is not h11.IDLE:
             self._cancel_timer()
         elif self._timer is None:
@@ -83,7 +78,7 @@ class Server(uvicorn.Server):
     """Drains on SIGTERM and Ctrl-C: running requests are answered, new ones get 503. A second signal ends everything.
 
     Args:
-        drain_timeout: seconds for the running requests.
+        drain_timeout: seconds after which running requests fail.
     """
 
     def __init__(
@@ -96,7 +91,7 @@ class Server(uvicorn.Server):
             make_app(service), host=host, port=port,
             log_level="info" if access_log else "error",  # warnings about bad requests would fill the log
             access_log=access_log, timeout_keep_alive=30, http=type("Limited", (LimitedConnection,), limits), ws="none",
-            backlog=BACKLOG, timeout_graceful_shutdown=10,  # requests have been answered before
+            backlog=BACKLOG, timeout_graceful_shutdown=10,  # seconds; _drain has waited for the requests
         )  # fmt: skip
         if not access_log:
             logging.getLogger("asyncio").setLevel(logging.ERROR)
@@ -111,7 +106,7 @@ class Server(uvicorn.Server):
         threading.Thread(target=self._drain, name="longdraft drain").start()
 
     def _drain(self) -> None:
-        # The server keeps listening meanwhile, to answer new requests with 503.
+        """Ends the worker, then the server, which until then answers new requests with 503."""
         self._service.worker.close(self._drain_timeout)
         self.should_exit = True
 
@@ -132,20 +127,20 @@ class Server(uvicorn.Server):
             time.sleep(0.01)
         if not self.started:
             raise RequestError(
-                f"Nothing can listen at {self.config.host}:{self.config.port}: is it in use? --port names another."
+                f"The server cannot listen at {self.config.host}:{self.config.port}. If it is in use, set --port."
             )
         on_listening(self.port)
         try:
             self._service.worker.run()
         except Exception:
-            self.should_exit = True  # the clients get their errors first
+            self.should_exit = True  # uvicorn still sends the errors to the clients
             raise
         finally:
             http_thread.join()
 
     def _serve_http(self) -> None:
         self.run()
-        if self.started:  # no answer can be sent any more
+        if self.started:  # the HTTP server has ended, so no answer can be sent
             self._service.worker.close(0)
 
     @property

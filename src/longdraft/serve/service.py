@@ -1,4 +1,4 @@
-"""The server behind the endpoints: the model, its methods and engine thread, and the making of engine requests."""
+"""The service behind the endpoints: has the model, its methods and engine thread, and makes engine requests."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class Service:
         new_speculator: makes the speculator of a method.
 
     Attributes:
-        executor: runs long work off the event loop. response_store: output items that clients may refer to.
+        executor: runs long work outside the event loop.
+        response_store: output items of ``/v1/responses``, which later requests may refer to.
     """
 
     def __init__(
@@ -57,15 +58,17 @@ class Service:
         self.executor = RequestExecutor(settings.queue + settings.slots, settings.prepare_timeout)
         self.worker = Worker(self.new_session, settings.slots, settings.queue, self._save_snapshot)
         self.metrics = Metrics(settings.name, lambda: self.worker.load)
-        self._random, self._created = random.SystemRandom(), int(time.time())
+        self._random, self._start_time = random.SystemRandom(), int(time.time())
         self.response_store = ResponseStore()
 
-    # --- the engine thread ---
+    # --- called in the engine thread ---
 
     def _save_snapshot(self) -> bool:
+        """Saves a slot to disk. Returns False if there is nothing to save."""
         return self._disk_cache is not None and self._disk_cache.save_next()
 
     def speculator(self, method: str) -> Speculator:
+        """The speculator of a method, made on first use."""
         if method not in self._speculators:
             self._speculators[method] = self._new_speculator(method)
         return self._speculators[method]
@@ -73,15 +76,15 @@ class Service:
     def new_session(self, method: str) -> Session:
         """A session with a new prompt cache: if the old session failed, its KV may be the cause."""
         spec, settings = self.speculator(method), self.settings
-        layers, tree_bytes = spec.feature_layers(), settings.prefix_cache_bytes
-        if method != settings.methods[0]:
-            cache = PromptCache(layers)
+        feature_layers, tree_bytes = spec.feature_layers(), settings.prefix_cache_bytes
+        if method != settings.methods[0]:  # only the default method keeps prefixes that lost their slot
+            cache = PromptCache(feature_layers)
         elif settings.snapshots is None:
-            cache = PromptCache(layers, tree_bytes)
+            cache = PromptCache(feature_layers, tree_bytes)
         else:
             cache = self._disk_cache = DiskPromptCache(
                 settings.snapshots, spec.runner().fingerprint, settings.snapshot_bytes,
-                feature_layers=layers, tree_bytes=tree_bytes,
+                feature_layers=feature_layers, tree_bytes=tree_bytes,
             )  # fmt: skip
         spec.planner()  # measures the cost of verifications now, not during the first request
         return spec.session(settings.slots, context=settings.context, cache=cache, piece=settings.prefill_chunk)
@@ -92,12 +95,13 @@ class Service:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def check_model(self, name: str) -> None:
+        """Raises ApiError if a request names another model."""
         if name and name != self.settings.name:
-            message = f"There is no model {name!r} here; this is {self.settings.name!r}."
+            message = f"There is no model {name!r} here: use {self.settings.name!r}."
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def token_to_piece(self, token: int) -> tuple[str, bytes]:
-        """A token's text and bytes. Part of a UTF-8 character has OpenAI's notation, such as ``bytes:\\xe2\\x80``."""
+        """A token's text and bytes. The text of a partial UTF-8 character is OpenAI's notation ``bytes:\\xe2\\x80``."""
         text = str(self.tokenizer.decode([token]))
         if REPLACEMENT_CHARACTER not in text:
             return text, text.encode()
@@ -113,7 +117,7 @@ class Service:
 
         Args:
             num_logprobs: how many of the most probable tokens to report; None: no log-probabilities.
-            constraint_factory: makes the logits processor of a grammar.
+            constraint_factory: makes the logits processor that follows the request's grammar.
             stop_token_ids: further tokens that end the answer, besides the model's own.
             echo: the prompt as text, to put before the answer; None: no echo.
         """
@@ -136,7 +140,7 @@ class Service:
             factories.append(partial(Penalties, len(prompt), body.presence_penalty, body.frequency_penalty))
         if body.logit_bias:
             factories.append(partial(SequenceBiasLogitsProcessor, {(t,): bias for t, bias in body.logit_bias.items()}))
-        eos_ids: list[int] | None = [] if body.ignore_eos else None  # None: the model's own
+        eos_ids: list[int] | None = [] if body.ignore_eos else None  # None: the model's own end tokens
         if eos_ids is None and (stop_token_ids or body.min_tokens):
             eos_ids = self._eos_ids(stop_token_ids)
         if body.min_tokens and eos_ids:
@@ -175,9 +179,9 @@ class Service:
         spec = self._speculators.get(settings.methods[0])
         return {
             "id": settings.name, "object": "model",
-            "type": "model", "display_name": settings.name,  # these, created_at, max_input_tokens are Anthropic's
-            "created": self._created,
-            "created_at": f"{datetime.fromtimestamp(self._created, timezone.utc):%Y-%m-%dT%H:%M:%SZ}",
+            "type": "model", "display_name": settings.name,  # Anthropic's fields, like created_at, max_input_tokens
+            "created": self._start_time,
+            "created_at": f"{datetime.fromtimestamp(self._start_time, timezone.utc):%Y-%m-%dT%H:%M:%SZ}",
             "max_input_tokens": settings.context, "owned_by": "longdraft", "max_model_len": settings.context,
             "longdraft": {
                 "method": settings.methods[0], "methods": list(settings.methods), "context": settings.context,
@@ -194,17 +198,20 @@ def make_service(
     """A service that is ready to answer.
 
     Args:
-        settings: no ``methods`` means the best one for the model, and ar. A ``context`` of 0 means the model's, or as
-            much as the memory holds.
-        speculator_options: of all methods. first_method_options: further ones of the first method.
-        num_services: how many services share the memory. note: called with messages for the user.
+        settings: the settings. Empty ``methods`` select the best method for the model, and ar. ``context`` 0 selects
+            the model's context, or as much of it as the memory holds.
+        speculator_options: options of all methods.
+        first_method_options: further options of the first method.
+        num_services: number of services that share this machine's memory.
+        note: called with messages for the user.
 
     Raises:
-        RequestError, MemoryBudgetError: the context exceeds the model's, or the memory.
+        RequestError: the context is longer than the model's.
+        MemoryBudgetError: the context does not fit the memory.
         CheckpointError: the snapshot folder cannot be written.
     """
 
-    def speculator(method: str | None) -> Speculator:
+    def new_speculator(method: str | None) -> Speculator:
         options = dict(speculator_options)
         if method is None or method in settings.methods[:1]:
             options |= first_method_options
@@ -216,42 +223,43 @@ def make_service(
 
     if settings.snapshots is not None:
         create_snapshot_folder(settings.snapshots)
-    first = speculator(settings.methods[0] if settings.methods else None)
-    first.planner(progress)
-    methods = settings.methods or tuple(dict.fromkeys((first.method.name, "ar")))
-    context = _context(first.runner(), settings, len(methods), num_services, note)
+    default = new_speculator(settings.methods[0] if settings.methods else None)
+    default.planner(progress)
+    methods = settings.methods or tuple(dict.fromkeys((default.method.name, "ar")))
+    context = _resolve_context(default.runner(), settings, len(methods), num_services, note)
     resolved = replace(settings, methods=methods, context=context)
-    service = Service(resolved, lambda method: first if method == methods[0] else speculator(method), loaded.tokenizer)
+    service = Service(resolved, lambda name: default if name == methods[0] else new_speculator(name), loaded.tokenizer)
     service.speculator(methods[0])
-    first.record(settings.slots, context, progress)
+    default.record(settings.slots, context, progress)  # captures CUDA graphs
     return service
 
 
-def _context(
+def _resolve_context(
     runner: TargetRunner, settings: ServerSettings, num_methods: int, num_services: int, note: Callable[[str], None]
 ) -> int:
-    """Length of the slots in tokens: as set, or what the model and 80 % of the free memory allow."""
-    context, limit, slots = settings.context, runner.context_length, settings.slots
-    if context > limit:
-        raise RequestError(f"--context {context}: the model's context holds {limit} (--rope-factor stretches it).")
+    """Tokens of each slot: the setting, or else what the model and 80 % of the free memory allow."""
+    context, model_context, slots = settings.context, runner.context_length, settings.slots
+    if context > model_context:
+        raise RequestError(f"--context {context}: the model's context holds {model_context} (--rope-factor: more).")
+    # kv_dtype, in which the KV is stored, may be smaller than the dtype of kv_shape.
     bytes_per_token = runner.kv_shape.bytes_per_token * runner.kv_dtype.itemsize // runner.kv_shape.dtype.itemsize
     free = memory_info.available_bytes(runner.device)
-    if free is None or runner.offload is not None:
-        max_tokens = limit
+    if free is None or runner.offload is not None:  # the limit is unknown, or the KV is not on the device
+        max_tokens = model_context
     else:
         reserved = settings.prefix_cache_bytes * num_services if runner.device.type == "cpu" else 0
         max_tokens = int(0.8 * max(0, free - reserved) / (bytes_per_token * slots * num_methods * num_services))
     if context > max_tokens:
         raise MemoryBudgetError(
-            f"--context {context}: the free memory holds {max_tokens} tokens in each of {slots} slots. Choose fewer, "
-            "or fewer --slots or, on a CPU, a smaller --prefix-gib."
+            f"--context {context}: the free memory holds {max_tokens} tokens in each of {slots} slots. Choose a "
+            "shorter context, fewer --slots or, on a CPU, a smaller --prefix-gib."
         )
-    if not context and limit > max_tokens:
+    if not context and model_context > max_tokens:
         note(
-            f"The free memory holds {max_tokens:,} of the model's {limit:,} tokens in each of {slots} slots. Fewer "
-            "--slots or, on a CPU, a smaller --prefix-gib allow longer contexts."
+            f"The free memory holds {max_tokens:,} of the model's {model_context:,} tokens in each of {slots} slots. "
+            "Fewer --slots or, on a CPU, a smaller --prefix-gib allow longer contexts."
         )
-    context = context or min(limit, max_tokens)
+    context = context or min(model_context, max_tokens)
     if runner.offload is None:
         kv_bytes = bytes_per_token * context * slots * num_methods
         note(

@@ -1,6 +1,6 @@
 """Turns request bodies into pending responses: the choices to decode, and the builders of their JSON.
 
-The functions' time grows with the request, so they run in the service's executor, not on the event loop.
+The ``create_...`` functions take long for large requests, so they run in the service's executor, not on the event loop.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from longdraft.serve.tool_parser import ToolParser
 from longdraft.serve.tool_types import as_functions
 from longdraft.serve.worker import Update
 
-KEEP_ALIVE = Delta()  # yielded when no delta has come for a while
-# Tokens of the prompt's end to search for <think>, which a chat template may write there.
+KEEP_ALIVE = Delta()  # yielded after sse_ping_interval without a delta
+# A chat template may end the prompt with <think>: this many of its last tokens are searched.
 _TAIL_TOKENS = 24
-# Fill-in-the-middle tokens (prefix, suffix, middle): those of Qwen-Coder and CodeGemma, and those of StarCoder.
+# Fill-in-the-middle tokens (prefix, suffix, middle) of Qwen-Coder and CodeGemma, and of StarCoder.
 _FIM_TOKENS = (("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"))
-# These also end such an answer: the next file would begin.
+# Tokens that begin the next file, and so also end a fill-in-the-middle answer.
 _FILE_SEPARATORS = ("<|file_separator|>", "<file_sep>")
-# Building the JSON of this many log-probabilities would hold up the event loop.
+# The JSON of this many log-probabilities is built in the executor: it would hold up the event loop.
 _MANY_LOGPROBS = 64
 
 
@@ -58,7 +58,7 @@ class PendingResponse:
         """Hands all choices to the worker, or none. Call it in the event loop that reads the deltas.
 
         Raises:
-            QueueFull, Draining: no requests are taken now. RequestError: the queue could never hold this many.
+            LongdraftError: the worker does not take the requests; see :meth:`Worker.submit`.
         """
         loop = asyncio.get_running_loop()
 
@@ -76,10 +76,11 @@ class PendingResponse:
             await self.chunks(i, delta)
         envelope, object_type = self.envelope(), self.builders[0].object_type
         return await self.service.executor.run(
-            lambda: envelope.wrap(object_type, [b.full_choice() for b in self.builders], **self.final_fields())
+            lambda: envelope.wrap(object_type, [x.full_choice() for x in self.builders], **self.final_fields())
         )
 
     def envelope(self) -> ResponseEnvelope:
+        """A new response id, with the other fields that all chunks share."""
         return ResponseEnvelope(self.builders[0].id_prefix, self.service.settings.name)
 
     def final_fields(self) -> dict[str, Any]:
@@ -96,13 +97,14 @@ class PendingResponse:
         return openai.usage(self.choices, reasoning_tokens)
 
     def matched_stop(self) -> str | None:
-        """The stop string that ended the first choice; None if another reason did."""
-        result, stops = self.choices[0].result, self.choices[0].request.stop or ()
+        """The stop string that ended the first choice; None if it ended for another reason."""
+        result, stop_strings = self.choices[0].result, self.choices[0].request.stop or ()
         if result is None or result.finish_reason != "stop":
             return None
         spec = self.service.speculator(self.service.settings.methods[0])
-        text = spec.texts.decoder_for_stops(stops)(result.token_ids)
-        return min((stop for stop in sorted(stops, key=len) if stop in text), key=text.find, default=None)
+        text = spec.texts.decoder_for_stops(stop_strings)(result.token_ids)
+        # The first one in the text; of those that begin at one position, the shortest.
+        return min((stop for stop in sorted(stop_strings, key=len) if stop in text), key=text.find, default=None)
 
     async def chunks(self, i: int, delta: Delta) -> list[dict[str, Any]]:
         """The entries of ``choices`` in OpenAI's chunks for a delta of choice ``i``."""
@@ -111,12 +113,13 @@ class PendingResponse:
         return await self.service.executor.run(lambda: self.builders[i].chunks(delta))
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
-        """Yields (choice's index, delta) as they come, and KEEP_ALIVE after ``sse_ping_interval`` without one.
+        """Yields (choice's index, delta) when a delta comes, and KEEP_ALIVE after ``sse_ping_interval`` without one.
 
-        At the request's timeout all choices are cut where they are.
+        The request's timeout ends all choices; their text so far is the answer.
 
         Raises:
-            TimeoutError: no token came before the timeout. Exception: the engine failed with it.
+            TimeoutError: no token came before the timeout.
+            Exception: the error with which the engine failed.
         """
         settings, worker = self.service.settings, self.service.worker
         deadline, num_running = time.monotonic() + settings.timeout, len(self.choices)
@@ -128,7 +131,7 @@ class PendingResponse:
                     if not any(choice.num_tokens for choice in self.choices):
                         raise TimeoutError
                     for choice in self.choices:
-                        worker.cancel(choice)  # its result still comes
+                        worker.cancel(choice)  # the queue still receives its result
                     deadline = seconds_left = math.inf
                 # asyncio.wait_for of Python 3.10 and 3.11 may lose a cancellation that comes with a result.
                 await asyncio.wait((next_update,), timeout=min(seconds_left, settings.sse_ping_interval))
@@ -149,9 +152,9 @@ class PendingResponse:
 
 
 def constraint_factory(constraint: structured.Constraint) -> Callable[[], structured.Constraint]:
-    """Returns a function that copies a constraint. The first copy is made now: a large one would delay the engine."""
-    ready = [copy.deepcopy(constraint)]
-    return lambda: ready.pop() if ready else copy.deepcopy(constraint)
+    """Returns a function that copies a constraint. The first copy is made now, where it does not delay the engine."""
+    first_copy = [copy.deepcopy(constraint)]
+    return lambda: first_copy.pop() if first_copy else copy.deepcopy(constraint)
 
 
 def create_chat_completion(service: Service, body: ChatCompletionRequest, tenant: str | None = None) -> PendingResponse:
@@ -166,7 +169,7 @@ def create_chat_completion(service: Service, body: ChatCompletionRequest, tenant
     )
     new_constraint = None if constraint is None else constraint_factory(constraint)
     if body.top_logprobs and not body.logprobs:
-        raise ApiError(400, "top_logprobs goes with logprobs: true.", param="top_logprobs")
+        raise ApiError(400, "top_logprobs needs logprobs: true.", param="top_logprobs")
     num_logprobs = body.top_logprobs if body.logprobs else None
     max_tokens = body.max_completion_tokens or body.max_tokens
     choices = service.make_choices(prompt, body, max_tokens, tenant, num_logprobs, new_constraint)
@@ -185,32 +188,34 @@ def render_chat_prompt(
     service: Service, body: ChatCompletionRequest | TokenizeRequest, tools_offered: Sequence[dict[str, Any]] = ()
 ) -> tuple[list[int], bool]:
     """The prompt's token ids, up to where the model's answer begins, and whether they end inside ``<think>``."""
-    messages, prefill = [message.for_template() for message in body.messages or ()], ""
-    continues, last = body.continue_final_message, messages[-1]
+    messages, answer_start = [message.for_template() for message in body.messages or ()], ""
+    must_continue, last = body.continue_final_message, messages[-1]
     can_continue = last["role"] == "assistant" and "tool_calls" not in last
-    if continues and (body.add_generation_prompt or not can_continue):
+    if must_continue and (body.add_generation_prompt or not can_continue):
         message = "continue_final_message needs a last message of the assistant, and no add_generation_prompt."
         raise ApiError(400, message, param="continue_final_message")
-    if can_continue and continues is not False and not body.add_generation_prompt:
-        prefill = messages.pop()["content"]
+    if can_continue and must_continue is not False and not body.add_generation_prompt:
+        answer_start = messages.pop()["content"]
     messages, tool_kwargs = tools.messages_with_tools(service.tokenizer, messages, tools_offered)
-    prompt = encode_conversation(service.tokenizer, messages, prefill, **_template_kwargs(service, body), **tool_kwargs)
+    kwargs = _template_kwargs(service, body)
+    prompt = encode_conversation(service.tokenizer, messages, answer_start, **kwargs, **tool_kwargs)
     tail = str(service.tokenizer.decode(prompt[-_TAIL_TOKENS:])).rstrip()
-    return prompt, tail.endswith(THINK_START) or prefill.rfind(THINK_START) > prefill.rfind(THINK_END)
+    return prompt, tail.endswith(THINK_START) or answer_start.rfind(THINK_START) > answer_start.rfind(THINK_END)
 
 
 def _template_kwargs(service: Service, body: ChatTemplateFields) -> dict[str, Any]:
-    """Variables for the chat template. Raises ApiError if ``chat_template_kwargs`` has an argument of the method."""
+    """Variables for the chat template. Raises ApiError if the request sets an argument of apply_chat_template."""
     kwargs: dict[str, Any] = {} if service.settings.think else {"enable_thinking": False}
     if body.reasoning_effort == "none":
         kwargs["enable_thinking"] = False
     elif body.reasoning_effort and "reasoning_effort" in str(service.tokenizer.chat_template):
         kwargs["reasoning_effort"] = body.reasoning_effort
-    # Only the server sets the arguments of apply_chat_template itself, such as another template.
+    # A request must not set the arguments of apply_chat_template itself: chat_template would replace the template.
     parameters = inspect.signature(service.tokenizer.apply_chat_template).parameters
     reserved = {*parameters, "messages"} - {"documents", "kwargs"}
     if wrong := sorted(reserved & body.chat_template_kwargs.keys()):
-        raise ApiError(400, f"{wrong[0]} is not for chat_template_kwargs.", param=f"chat_template_kwargs.{wrong[0]}")
+        param = f"chat_template_kwargs.{wrong[0]}"
+        raise ApiError(400, f"{param} cannot be set by a request: leave it out.", param=param)
     return kwargs | body.chat_template_kwargs
 
 
@@ -218,16 +223,16 @@ class ApiAdapter(Protocol):
     """Converts the chunks of a chat completion into the events and the response of another API.
 
     Attributes:
-        ping: the event to send when nothing else comes; "" to send an SSE comment instead.
+        keep_alive_event: the event to send when nothing else comes; "" to send an SSE comment instead.
         full_response: the response object, complete once :meth:`finish` has run.
     """
 
-    ping: str
+    keep_alive_event: str
     full_response: dict[str, Any]
 
     def begin(self) -> Iterator[str]: ...
-    def push(self, chunk: Mapping[str, Any]) -> Iterator[str]: ...
-    def finish(self, cut: bool, usage: Mapping[str, Any]) -> Iterator[str]: ...
+    def push(self, choice: Mapping[str, Any]) -> Iterator[str]: ...
+    def finish(self, truncated: bool, usage: Mapping[str, Any]) -> Iterator[str]: ...
     def error_event(self, error: ApiError) -> str: ...
 
 
@@ -236,7 +241,7 @@ class AdaptedResponse(PendingResponse):
     """The response of ``/v1/responses`` or ``/v1/messages``: a chat completion, converted by an adapter."""
 
     adapter: ApiAdapter = field(kw_only=True)
-    overflow: ContextOverflow | None = None  # raised within the stream, as by OpenAI: Codex looks for it only there
+    overflow: ContextOverflow | None = None  # an event of the stream, not a status: Codex looks for it only there
 
     async def full_response(self) -> dict[str, Any]:
         async for _ in self.events():
@@ -249,17 +254,17 @@ class AdaptedResponse(PendingResponse):
             yield event
         if self.overflow is not None:
             raise self.overflow
-        cut = False
+        truncated = False
         async for _, delta in self.deltas():
             if delta is KEEP_ALIVE:
                 yield None
                 continue
-            cut = FINISH_REASONS.get(delta.finish_reason) == "length"
-            for chunk in await self.chunks(0, delta):
-                for event in self.adapter.push(chunk):
+            truncated = FINISH_REASONS.get(delta.finish_reason) == "length"
+            for choice in await self.chunks(0, delta):
+                for event in self.adapter.push(choice):
                     yield event
         usage = await self.service.executor.run(self.usage)
-        for event in self.adapter.finish(cut, usage):
+        for event in self.adapter.finish(truncated, usage):
             yield event
 
 
@@ -283,7 +288,7 @@ def create_completion(service: Service, body: CompletionRequest, tenant: str | N
     if not isinstance(prompts, list) or not prompts or isinstance(prompts[0], int):
         prompts = [prompts]
     if len(prompts) > 16:
-        raise ApiError(400, "At most 16 prompts a request here.", param="prompt")
+        raise ApiError(400, "A request may have at most 16 prompts: send several requests.", param="prompt")
     choices: list[Choice] = []
     for prompt in prompts:
         token_ids, stop_token_ids = _encode_prompt(service, prompt, body.suffix)
@@ -301,7 +306,7 @@ def _encode_prompt(service: Service, prompt: str | list[int], suffix: str) -> tu
     """Token ids of a prompt of ``/v1/completions``, and the stop token ids that fill-in-the-middle adds."""
     if not isinstance(prompt, str):
         if suffix:
-            raise ApiError(400, "suffix needs a prompt that is a text.", param="suffix")
+            raise ApiError(400, "suffix needs a prompt that is text, not token ids.", param="suffix")
         return list(prompt), []
     if not suffix:
         return encode(service.tokenizer, prompt), []
@@ -310,7 +315,7 @@ def _encode_prompt(service: Service, prompt: str | list[int], suffix: str) -> tu
     if fim_tokens is None:
         raise CapabilityError(
             "This model has no fill-in-the-middle tokens (such as <|fim_prefix|>), so suffix cannot be served: "
-            "leave it out, or serve a model of code that was trained for it, such as Qwen2.5-Coder."
+            "leave it out, or serve a code model that has these tokens, such as Qwen2.5-Coder."
         )
     fim_prefix, fim_suffix, fim_middle = fim_tokens
     token_ids = encode(service.tokenizer, f"{fim_prefix}{prompt}{fim_suffix}{suffix}{fim_middle}")
@@ -320,7 +325,7 @@ def _encode_prompt(service: Service, prompt: str | list[int], suffix: str) -> tu
 def tokenize(service: Service, body: TokenizeRequest) -> list[int]:
     """Token ids of a text or a chat, for ``/tokenize``."""
     if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "Give a prompt, or messages.", param="prompt")
+        raise ApiError(400, "Give either prompt or messages.", param="prompt")
     if body.messages is not None:
         return render_chat_prompt(service, body, as_functions(body.tools)[0])[0]
     encoded = service.tokenizer(body.prompt, add_special_tokens=body.add_special_tokens, verbose=False)

@@ -1,7 +1,7 @@
 """Structured output: a logits processor that masks the tokens that a grammar forbids, with llguidance.
 
-The engine calls it once for each emitted token, in order; the grammar's state advances by the new tokens. Before a
-verification the engine asks which tokens the grammar forces, to draft them at no cost, and which drafted tokens it
+The engine calls the processor for each token to emit, in order; the grammar's state advances by the new tokens. Before
+a verification the engine asks which tokens the grammar forces, to draft them at no cost, and which drafted tokens it
 forbids (:mod:`longdraft.engine.grammar`).
 """
 
@@ -25,7 +25,7 @@ from longdraft.serve.reasoning import THINK_END
 
 logger = logging.getLogger(__name__)
 
-# Making one takes up to a second.
+# A cache, because making an LLTokenizer takes up to a second.
 _ll_tokenizers: WeakKeyDictionary[PreTrainedTokenizerBase, LLTokenizer] = WeakKeyDictionary()
 
 # Keywords of JSON schema whose value is a schema or a list of schemas, ...
@@ -33,9 +33,9 @@ _SUBSCHEMA = {"items", "prefixItems", "anyOf", "oneOf", "allOf", "additionalProp
           "then", "else", "contains", "propertyNames", "unevaluatedProperties", "unevaluatedItems"}  # fmt: skip
 # ... a {name: schema} object, ...
 _NAMED_SUBSCHEMAS = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
-# ... and those that may allow properties which ``properties`` does not list.
-_OPENING = {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "anyOf", "oneOf", "if"}
-# For tools: llguidance ignores what it does not support in a schema. The schema of an answer is refused then.
+# ... and keywords that may allow properties which ``properties`` does not list.
+_OPEN_KEYWORDS = {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "anyOf", "oneOf", "if"}
+# Options for tools' schemas: llguidance ignores keywords that it does not support. Without them it refuses the schema.
 LENIENT = {"lenient": True, "coerce_one_of": True}
 
 
@@ -49,17 +49,17 @@ def response_schema(response_format: Mapping[str, Any]) -> Mapping[str, Any] | N
     if kind == "json_object" and schema is None:
         return {"type": "object"}
     if kind not in ("json_object", "json_schema"):
-        raise RequestError(f"response_format.type is text, json_object or json_schema, not {kind!r}")
+        raise RequestError(f"response_format.type must be text, json_object or json_schema, not {kind!r}")
     if not isinstance(schema, Mapping):
         raise RequestError(f"response_format of type {kind} needs {kind}.schema, an object")
     return schema
 
 
 def json_grammar(schema: Mapping[str, Any], rules: str = "start: answer") -> str:
-    """The grammar of a JSON schema, compact and without unlisted properties: small models get lost in these.
+    """The grammar of a JSON schema, without white space or unlisted properties, in which small models get lost.
 
     Args:
-        rules: further Lark rules. They refer to the schema as ``answer``.
+        rules: the start and further rules in Lark's notation, in which ``answer`` is the schema.
 
     Raises:
         RequestError: llguidance does not accept the schema.
@@ -69,9 +69,9 @@ def json_grammar(schema: Mapping[str, Any], rules: str = "start: answer") -> str
 
 
 def close_objects(schema: Any) -> Any:
-    """The schema with ``additionalProperties: false`` in objects that list properties and do not mention others.
+    """Adds ``additionalProperties: false`` to objects that list properties and have no keyword that allows others.
 
-    Schemas with ``allOf`` are unchanged: an object may then have the properties of several lists.
+    A schema with ``allOf`` is unchanged: its objects may have the properties of several lists.
     """
     return schema if '"allOf"' in json.dumps(schema) else _close_objects(schema)
 
@@ -80,13 +80,13 @@ def _close_objects(schema: Any) -> Any:
     if not isinstance(schema, Mapping):
         return schema
     closed = _map_subschemas(schema, _close_objects)
-    if "properties" in schema and not _OPENING & schema.keys():
+    if "properties" in schema and not _OPEN_KEYWORDS & schema.keys():
         closed["additionalProperties"] = False
     return closed
 
 
 def _map_subschemas(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """The schema with its direct subschemas changed."""
+    """The schema with ``change`` applied to its direct subschemas."""
     changed = dict(schema)
     for key, value in schema.items():
         if key in _NAMED_SUBSCHEMAS and isinstance(value, Mapping):
@@ -97,31 +97,32 @@ def _map_subschemas(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> 
 
 
 def rebase_refs(schema: Any, pointer: str) -> Any:
-    """A schema to be embedded in another at ``pointer``, such as ``#/$defs/a``: its ``$ref`` are relative to that."""
+    """Makes the ``$ref`` of a schema relative to ``pointer`` (``#/$defs/a``), where another schema will embed it."""
     if not isinstance(schema, Mapping):
         return schema
-    # References would be resolved against an $id.
+    # An $id would change what references are relative to.
     without_id = {key: value for key, value in schema.items() if key not in ("$id", "$schema")}
     rebased = _map_subschemas(without_id, lambda subschema: rebase_refs(subschema, pointer))
     reference = rebased.get("$ref")
-    if isinstance(reference, str) and reference[:2] in ("#", "#/"):
+    if isinstance(reference, str) and reference[:2] in ("#", "#/"):  # within the schema
         rebased["$ref"] = pointer + reference[1:]
     return rebased
 
 
 def relax_tool_schema(schema: Mapping[str, Any], def_name: str, tool_name: str) -> dict[str, Any]:
-    """A tool's schema, to be embedded at ``#/$defs/{def_name}``. Properties that llguidance does not support allow any
-    value, or all of the schema does. A warning is logged once."""
+    """Prepares a tool's schema to be embedded at ``#/$defs/{def_name}``. If llguidance refuses it, the properties at
+    fault, or else the whole schema, allow any value. Logs a warning once."""
 
-    def check(schema: Mapping[str, Any]) -> tuple[bool, list[str]]:  # (is refused, warnings)
+    def check(schema: Mapping[str, Any]) -> tuple[bool, list[str]]:  # -> (is refused, warnings)
         embedding = {"$ref": f"#/$defs/{def_name}", "$defs": {def_name: schema}, "x-guidance": LENIENT}
         return LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_json_schema(json.dumps(embedding)))
 
     schema = close_objects(rebase_refs(schema, f"#/$defs/{def_name}"))
     (refused, warnings), relaxed = check(schema), []
-    if refused and isinstance(named := schema.get("properties"), Mapping):
-        relaxed = [name for name in named if check({**schema, "properties": {name: named[name]}, "required": []})[0]]
-        schema = {**schema, "properties": {**named, **dict.fromkeys(relaxed, True)}}
+    if refused and isinstance(properties := schema.get("properties"), Mapping):
+        alone = {name: {**schema, "properties": {name: x}, "required": []} for name, x in properties.items()}
+        relaxed = [name for name, schema_of_one in alone.items() if check(schema_of_one)[0]]
+        schema = {**schema, "properties": {**properties, **dict.fromkeys(relaxed, True)}}
         refused, warnings = check(schema)
     if refused:
         schema, relaxed, warnings = {"type": "object"}, ["all of it"], []
@@ -130,13 +131,13 @@ def relax_tool_schema(schema: Mapping[str, Any], def_name: str, tool_name: str) 
     return dict(schema)
 
 
-@lru_cache(maxsize=1000)  # once for each tool
+@lru_cache(maxsize=1000)  # logs once for each tool
 def warn_not_followed(tool_name: str, parts: str) -> None:
     logger.warning("The schema of tool %r is not followed in: %s", tool_name, parts)
 
 
 def lark_grammar(rules: str) -> str:
-    """llguidance's grammar from Lark rules. Raises RequestError if it does not accept them."""
+    """Converts Lark rules to a grammar. Raises RequestError if llguidance does not accept them."""
     grammar = str(LLMatcher.grammar_from_lark(rules))
     if problem := LLMatcher.validate_grammar(grammar):
         raise RequestError(f"This schema cannot be followed: {problem.splitlines()[0]}")
@@ -145,16 +146,17 @@ def lark_grammar(rules: str) -> str:
 
 def lark_tag(tokenizer: PreTrainedTokenizerBase, tag: str) -> str:
     """Lark's notation for a tag such as ``<tool_call>``: a special token if the vocabulary has it, else text."""
-    vocab = ll_tokenizer(tokenizer)
-    tokens = vocab.tokenize_str(tag)
-    return tag if len(tokens) == 1 and vocab.is_special_token(tokens[0]) else json.dumps(tag)
+    ll = ll_tokenizer(tokenizer)
+    tokens = ll.tokenize_str(tag)
+    return tag if len(tokens) == 1 and ll.is_special_token(tokens[0]) else json.dumps(tag)
 
 
 class Constraint:
     """A request's logits processor that follows a grammar; implements :class:`~longdraft.engine.grammar.Grammar`.
 
     Args:
-        grammar: llguidance's. prompt_len: tokens of the prompt.
+        grammar: a grammar in llguidance's format.
+        prompt_len: number of the prompt's tokens.
         in_reasoning: the prompt ends inside ``<think>``. Text up to ``</think>`` is then unconstrained.
     """
 
@@ -162,7 +164,7 @@ class Constraint:
         self, tokenizer: PreTrainedTokenizerBase, grammar: str, prompt_len: int, in_reasoning: bool = False
     ) -> None:
         self._tokenizer, self._ll_tokenizer = tokenizer, ll_tokenizer(tokenizer)
-        self._unconstrained, self._tail = in_reasoning, list[int]()  # tail: last tokens of unconstrained text
+        self._unconstrained, self._tail = in_reasoning, list[int]()  # the tail: last tokens of unconstrained text
         self._matcher = LLMatcher(self._ll_tokenizer, grammar)
         self._prompt_len, self._num_consumed = prompt_len, 0
         self._eos_id = tokenizer.eos_token_id
@@ -181,6 +183,7 @@ class Constraint:
             allowed = torch.zeros(scores.shape[-1], dtype=torch.bool, device="cpu")
             allowed[self._eos_id] = True
         else:
+            # llguidance returns a byte for each token, 0 if it is forbidden. The head may have more tokens, or fewer.
             bits = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8) > 0
             allowed = torch.nn.functional.pad(bits[: scores.shape[-1]], (0, max(0, scores.shape[-1] - len(bits))))
         return scores.masked_fill(~allowed.to(scores.device), float("-inf"))
@@ -195,7 +198,7 @@ class Constraint:
 
     def _advance_unconstrained(self, token: int) -> None:
         """Begins to follow the grammar if this token completes ``</think>``."""
-        self._tail = [*self._tail[-len(THINK_END) :], token]  # a new list, as clones share the old one
+        self._tail = [*self._tail[-len(THINK_END) :], token]  # a new list, because clones share the old one
         _, end_tag, answer = str(self._tokenizer.decode(self._tail)).partition(THINK_END)
         if end_tag:
             self._unconstrained, self._tail = False, []
@@ -209,7 +212,7 @@ class Constraint:
 
     @staticmethod
     def _check_prefix(matcher: LLMatcher, token_ids: Sequence[int]) -> None:
-        """Raises RequestError if the grammar is too complex to accept its first tokens."""
+        """Raises RequestError if the grammar is too complex for llguidance to accept ``token_ids`` at its start."""
         matcher = matcher.deep_copy()
         matcher.consume_tokens(list(token_ids))
         matcher.compute_logit_bias()
@@ -229,7 +232,7 @@ class Constraint:
         return list(self._matcher.compute_ff_tokens())
 
     def likely_tokens(self) -> list[int]:
-        """The first token of the bytes that must come. Other tokenizations of these are possible."""
+        """The first token of the text that the grammar forces. The model may write that text with other tokens."""
         if self._unconstrained:
             return []
         return list(self._ll_tokenizer.tokenize_bytes(self._matcher.compute_ff_bytes())[:1])
@@ -237,7 +240,7 @@ class Constraint:
     def accept_token(self, token: int) -> bool:
         if self._unconstrained:
             return True
-        exists = token < self._ll_tokenizer.vocab_size  # a model's head may be larger than the tokenizer's vocabulary
+        exists = token < self._ll_tokenizer.vocab_size  # the logits may be more than the vocabulary
         return exists and not self._matcher.is_stopped() and self._matcher.try_consume_tokens([token]) == 1
 
     def rollback(self, count: int) -> None:

@@ -1,4 +1,4 @@
-"""Tool types other than functions. Custom tools and the client's shell are served as functions, others left out."""
+"""Tool types of OpenAI's API. Custom tools and the client's shell become functions; unknown types are left out."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ SHELL_PARAMETERS: dict[str, Any] = {
         "working_directory": {"type": "string"},
     },
 }  # fmt: skip
-"""JSON schema of the client's shell: the fields of an ``action``."""
+"""JSON schema of the arguments of the client's shell: the fields of an ``action``."""
 
 
 def as_functions(tools: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """The served tools of a chat as functions, and {name: type} of those that are not functions."""
+    """A chat's tools as functions, and {name: type} of the tools that were not functions."""
     functions: list[dict[str, Any]] = []
     types: dict[str, str] = {}
     for tool in tools:
         kind = tool_type(tool)
         function = tool.get(kind)
         if kind == "custom" and isinstance(function, Mapping):
-            # The input's grammar is shown to the model, but not enforced.
+            # The description shows the grammar of the input to the model; nothing enforces it.
             paragraphs = [function.get("description"), *_grammar_definitions(function.get("format"))]
             description = "\n\n".join(str(paragraph) for paragraph in paragraphs if paragraph)
             function = {"name": function.get("name"), "description": description, "parameters": _CUSTOM_PARAMETERS}
@@ -51,20 +51,20 @@ def tool_type(tool: Mapping[str, Any]) -> str:
 
 
 def _grammar_definitions(input_format: Any) -> list[Any]:
-    """The grammar in a custom tool's ``format``."""
+    """The grammar in a custom tool's ``format``, where it may be nested."""
     if not isinstance(input_format, Mapping):
         return []
     return [input_format.get("definition"), *_grammar_definitions(input_format.get("grammar"))]
 
 
 def typed_call(tool_type: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """A call's fields for a tool that is not a function, from the arguments of the function that stands in for it."""
+    """Fields of a call of a custom tool or a shell, from the arguments of the function that it became."""
     custom = {"name": name, "input": str(arguments.get("input", ""))}
     return {"type": tool_type, tool_type: custom if tool_type == "custom" else arguments}
 
 
 def is_unserved_item(item_type: Any) -> bool:
-    """True for an item that comes from a tool which is not served. Logs a warning."""
+    """True for a call or an output of a tool that is not served. Logs a warning."""
     if not isinstance(item_type, str) or item_type.startswith(("message", "function", "custom", "local_shell")):
         return False
     is_unserved = item_type.startswith("mcp_") or item_type.endswith(("_call", "_output"))
@@ -73,6 +73,6 @@ def is_unserved_item(item_type: Any) -> bool:
     return is_unserved
 
 
-@lru_cache(maxsize=100)  # once for each type
+@lru_cache(maxsize=100)  # logs once for each type
 def _warn_left_out(noun: str, kind: str) -> None:
-    logger.warning("The %s of type %r is left out: functions, custom tools and a local shell are served.", noun, kind)
+    logger.warning("The %s of type %r is left out: functions, custom tools and local_shell are served.", noun, kind)

@@ -23,7 +23,8 @@ from longdraft.serve.structured import Constraint, json_grammar, lark_grammar, l
 from longdraft.serve.tool_parser import ARGUMENTS_KEY, TOOL_CALL_END, TOOL_CALL_START, call_start_pattern
 from longdraft.serve.tool_types import tool_type
 
-_SPACE, _SPACES = r"[ \n\t]{0,40}", r"/\s{0,40}/"  # white space in a call's JSON, and around it
+_JSON_SPACE, _LARK_SPACE = r"[ \n\t]{0,40}", r"/\s{0,40}/"  # white space in a call's JSON, and around it
+# The braces are escaped twice: for this f-string, and for the call of format().
 _INSTRUCTIONS = f"""You may call these functions:
 {{functions}}
 To call one, answer with {TOOL_CALL_START}{{{{"name": NAME, "arguments": {{{{...}}}}}}}}{TOOL_CALL_END} \
@@ -45,7 +46,7 @@ def resolve_tool_choice(
         name = function.get("name")
         if not (isinstance(name, str) and name and isinstance(function.get("parameters") or {}, Mapping | bool)):
             form = "{'type': 'function', 'function': {'name': ..., 'parameters': ...}}"
-            raise RequestError(f"tools are functions: {form}")
+            raise RequestError(f"each of tools must be a function: {form}")
         by_name[name] = tool
     allowed = list(by_name)
     if isinstance(tool_choice, Mapping) and tool_choice.get("type") == "allowed_tools":
@@ -54,18 +55,18 @@ def resolve_tool_choice(
         names = [_choice_name(x) for x in listed if isinstance(x, Mapping)] if isinstance(listed, list) else []
         allowed, tool_choice = [name for name in names if name in by_name], fields.get("mode", "auto")
         if not allowed:
-            raise RequestError(f"tool_choice allows {', '.join(names) or 'nothing'}, and tools has {_listed(by_name)}")
+            raise RequestError(f"tool_choice allows {_join_names(names)}, but tools has {_join_names(by_name)}")
     if isinstance(tool_choice, Mapping):
         name = _choice_name(tool_choice)
         if name in by_name:
             return name, [by_name[name]]
         if name not in ("none", "auto", "required"):
-            raise RequestError(f"tool_choice names {name!r}, and tools has {_listed(by_name)}")
+            raise RequestError(f"tool_choice names {name!r}, but tools has {_join_names(by_name)}")
         tool_choice = name
     if tool_choice not in (None, "none", "auto", "required"):
-        raise RequestError(f"tool_choice is none, auto, required or a function, not {tool_choice!r}")
+        raise RequestError(f"tool_choice must be none, auto, required or a function, not {tool_choice!r}")
     if tool_choice == "required" and not tools:
-        raise RequestError("tool_choice is required, and there are no tools")
+        raise RequestError("tool_choice is required, but there are no tools: add some, or leave it out")
     tool_choice = tool_choice or "auto"
     return tool_choice, [] if tool_choice == "none" else [by_name[name] for name in allowed]
 
@@ -77,10 +78,11 @@ def _choice_fields(choice: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _choice_name(choice: Mapping[str, Any]) -> str:
+    """The function's name, or the choice's type if it names none."""
     return str(_choice_fields(choice).get("name") or tool_type(choice))
 
 
-def _listed(names: Iterable[str]) -> str:
+def _join_names(names: Iterable[str]) -> str:
     return ", ".join(names) or "none"
 
 
@@ -88,14 +90,15 @@ def tool_constraint(
     tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]], tool_choice: str, parallel: bool,
     prompt_len: int, in_reasoning: bool = False, answer_schema: Mapping[str, Any] | None = None,
 ) -> Constraint | None:  # fmt: skip
-    """The logits processor of an answer that may call tools ("auto") or must; None if nothing constrains it.
+    """The logits processor for an answer that may ("auto") or must call tools; None if nothing constrains the answer.
 
     Args:
-        parallel: several calls are allowed. prompt_len: tokens of the prompt.
+        parallel: several calls are allowed.
+        prompt_len: number of the prompt's tokens.
         in_reasoning: the prompt ends inside ``<think>``, where nothing is constrained.
-        answer_schema: of an answer without calls; None: any text.
+        answer_schema: JSON schema of an answer without calls; None: any text.
     """
-    start = r"start: /\n{0,2}/" if in_reasoning else "start:"
+    start = r"start: /\n{0,2}/" if in_reasoning else "start:"  # line breaks may follow </think>
     answer = "" if answer_schema is None else json_grammar(answer_schema, f"{start} answer")
     if not tools:
         return Constraint(tokenizer, answer, prompt_len, in_reasoning) if answer else None
@@ -108,28 +111,28 @@ def tool_constraint(
             calls = "call+" if parallel and tool_choice == "required" else "call"
             rules = f"{start} {calls}\ncall: {' function '.join(tags)}\nfunction: %json {_call_schema(tools)}\n"
             return Constraint(tokenizer, lark_grammar(rules), prompt_len, in_reasoning)
-        function = _call_schema(tools, whitespace_flexible=True, whitespace_pattern=_SPACE)
-        tagged, bare = (f"{rule} ({_SPACES} {rule})*" if parallel else rule for rule in ("tagged", "function"))
-        tagged_call = f" {_SPACES} function {_SPACES} ".join(tags)
+        function = _call_schema(tools, whitespace_flexible=True, whitespace_pattern=_JSON_SPACE)
+        # One call or, with parallel, several: all in tags, or all bare.
+        tagged, bare = (f"{rule} ({_LARK_SPACE} {rule})*" if parallel else rule for rule in ("tagged", "function"))
+        tagged_call = f" {_LARK_SPACE} function {_LARK_SPACE} ".join(tags)
         calls = f"calls: {tagged} | {bare}\ntagged: {tagged_call}\nfunction: %json {function}\n"
-        either = json_grammar(answer_schema or {}, f"{start} (calls | answer)\n{calls}")
+        calls_or_answer = json_grammar(answer_schema or {}, f"{start} (calls | answer)\n{calls}")
         calls_only = lark_grammar(f"{start} calls\n{calls}")
         names = [tool["function"]["name"] for tool in tools]
-        return _CallOrAnswerConstraint(tokenizer, either, calls_only, answer, names, prompt_len, in_reasoning)
+        return _CallOrAnswerConstraint(tokenizer, calls_or_answer, calls_only, answer, names, prompt_len, in_reasoning)
 
     try:
         return build(tools)
-    except RequestError:  # the parameters' schemas are too complex: constrains the names only
+    except RequestError:  # the parameters' schemas are too complex: only the names are constrained
         names = [tool["function"]["name"] for tool in tools]
         structured.warn_not_followed(", ".join(names), "all of it")
         return build([{"function": {"name": name}} for name in names])
 
 
 def _call_schema(tools: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """The JSON schema of a call of one of the tools. Unsupported parts of their parameters allow any value.
+    """The JSON schema of a call of one of the tools, with ``options`` of llguidance.
 
-    Args:
-        options: of llguidance.
+    Parts of the parameters' schemas that llguidance does not support allow any value.
     """
     calls, parameters = [], {}
     for number, function in enumerate(tool["function"] for tool in tools):
@@ -149,11 +152,14 @@ def _call_schema(tools: Sequence[Mapping[str, Any]], **options: Any) -> str:
 class _CallOrAnswerConstraint(Constraint):
     """Constrains a text to either calls or an answer with a schema.
 
-    The first tokens decide: an answer if the model would not begin a call, calls if they begin one, even where an
-    answer could begin so too.
+    The first tokens decide. If the most probable text cannot begin a call, an answer follows. If the tokens begin a
+    call, calls follow, even where an answer could begin like this too.
 
     Args:
-        grammar: of calls or an answer. calls, answer: grammars of one only. names: the functions.
+        grammar: accepts calls or an answer.
+        calls: the grammar of calls alone.
+        answer: the grammar of an answer alone.
+        names: names of the functions.
     """
 
     def __init__(
@@ -161,56 +167,58 @@ class _CallOrAnswerConstraint(Constraint):
         prompt_len: int, in_reasoning: bool,
     ) -> None:  # fmt: skip
         super().__init__(tokenizer, grammar, prompt_len, in_reasoning)
-        self._calls, self._answer = LLMatcher(self._ll_tokenizer, calls), LLMatcher(self._ll_tokenizer, answer)
+        self._calls_matcher = LLMatcher(self._ll_tokenizer, calls)
+        self._answer_matcher = LLMatcher(self._ll_tokenizer, answer)
         self._start_pattern = call_start_pattern(names, ARGUMENTS_KEY)
-        self._undecided: list[int] | None = []  # tokens so far; None once it is decided
+        self._undecided: list[int] | None = []  # the answer's tokens; None after the decision
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.advance_to(input_ids[0, self._prompt_len :].tolist())
         if not self._unconstrained and self._undecided is not None:
             text = self._tokenizer.decode([*self._undecided, int(scores[0].argmax())]).lstrip()
             if text and text[0] not in "<{[`":  # a call begins with one of these
-                self._matcher, self._undecided = self._answer.deep_copy(), None
+                self._matcher, self._undecided = self._answer_matcher.deep_copy(), None
         return super().__call__(input_ids, scores)
 
     def _advance(self, token: int) -> None:
         super()._advance(token)
         if self._undecided is None:
             return
-        tokens = self._undecided = [*self._undecided, token]  # a new list, as clones share the old one
+        tokens = self._undecided = [*self._undecided, token]  # a new list, because clones share the old one
         match = self._start_pattern.match("\n" + str(self._tokenizer.decode(tokens)).lstrip(), 1, partial=True)
         if match and match.partial:
             return
-        self._undecided, calls = None, self._calls.deep_copy()
-        if match and calls.try_consume_tokens(tokens) == len(tokens):
-            self._matcher = calls
+        self._undecided, matcher = None, self._calls_matcher.deep_copy()
+        if match and matcher.try_consume_tokens(tokens) == len(tokens):
+            self._matcher = matcher
 
 
 class ToolCallConstraint(Constraint):
-    """Constrains calls from where the model begins one. All other text is unconstrained.
+    """Constrains a call once the model has begun it. All other text is unconstrained.
 
     Args:
-        parallel: several calls are allowed. in_reasoning: the prompt ends inside ``<think>``, where no call begins.
+        parallel: several calls are allowed.
+        in_reasoning: the prompt ends inside ``<think>``, where no call can begin.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]], prompt_len: int, parallel: bool,
         in_reasoning: bool,
     ) -> None:  # fmt: skip
-        answer = f"answer: %json {_call_schema(tools, whitespace_flexible=True, whitespace_pattern=_SPACE)}\n"
-        tagged = f"start: {_SPACES} answer {_SPACES} {lark_tag(tokenizer, TOOL_CALL_END)} {_SPACES}\n{answer}"
+        rule = f"call: %json {_call_schema(tools, whitespace_flexible=True, whitespace_pattern=_JSON_SPACE)}\n"
+        tagged = f"start: {_LARK_SPACE} call {_LARK_SPACE} {lark_tag(tokenizer, TOOL_CALL_END)} {_LARK_SPACE}\n{rule}"
         super().__init__(tokenizer, lark_grammar(tagged), prompt_len)
-        self._tagged = self._matcher
-        bare = f'start: (answer | "{{" answer "}}") {_SPACES}\n{answer}'  # a chat template may double the braces
-        self._bare = LLMatcher(self._ll_tokenizer, lark_grammar(bare))
+        self._tagged_matcher = self._matcher
+        bare = f'start: (call | "{{" call "}}") {_LARK_SPACE}\n{rule}'  # as in the examples of some chat templates
+        self._bare_matcher = LLMatcher(self._ll_tokenizer, lark_grammar(bare))
         names = [tool["function"]["name"] for tool in tools]
         for name in names:
-            prefix = json.dumps({"name": name, "arguments": {}}, ensure_ascii=False)[:-2]
-            self._check_prefix(self._bare, self._ll_tokenizer.tokenize_bytes(prefix.encode()))
+            prefix = json.dumps({"name": name, "arguments": {}}, ensure_ascii=False)[:-2]  # without the last }}
+            self._check_prefix(self._bare_matcher, self._ll_tokenizer.tokenize_bytes(prefix.encode()))
         self._start_pattern = call_start_pattern(names)
         self._parallel, self._in_reasoning = parallel, in_reasoning
         self._unconstrained, self._at_start = True, True
-        self._before = "\n"  # the character before the tail
+        self._last_char = "\n"  # the character before the tail
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Constraint:
         return copy.copy(self) if self._unconstrained else super().__deepcopy__(memo)
@@ -218,34 +226,33 @@ class ToolCallConstraint(Constraint):
     def _advance(self, token: int) -> None:
         super()._advance(token)
         if self._matcher.is_accepting() and self._parallel:
-            self._unconstrained, self._tail, self._before = True, [], "\n"
+            self._unconstrained, self._tail, self._last_char = True, [], "\n"
 
     def _advance_unconstrained(self, token: int) -> None:
-        """Begins to follow the grammar if a call begins with this token."""
-        self._tail = [*self._tail, token]  # a new list, as clones share the old one
-        text = self._before + str(self._tokenizer.decode(self._tail))
-        # <think> opens reasoning at the very start only.
+        """Begins to follow the grammar if this token completes the start of a call."""
+        self._tail = [*self._tail, token]  # a new list, because clones share the old one
+        text = self._last_char + str(self._tokenizer.decode(self._tail))
+        # <think> opens reasoning only at the start of the text.
         if self._at_start and (stripped := text.strip()):
             self._in_reasoning |= stripped.startswith(THINK_START)
             self._at_start = THINK_START.startswith(stripped) and not self._in_reasoning
             if self._at_start:
                 return
-        if self._in_reasoning:
+        if self._in_reasoning:  # keeps the last 8 tokens: </think> has 8 characters
             self._in_reasoning = THINK_END not in text
-            self._tail, self._before = (self._tail[-len(THINK_END) :], " ") if self._in_reasoning else ([], text[-1])
+            self._tail, self._last_char = (self._tail[-len(THINK_END) :], " ") if self._in_reasoning else ([], text[-1])
             return
         match = self._start_pattern.search(text, 1, partial=True)
         if match.partial and match.start() < len(text):  # may become a call
             return
-        self._tail, self._before = [], text[-1]
+        self._tail, self._last_char = [], text[-1]
         if match.partial:
             return
         is_tagged = not match.groupdict().get("bare")
         call = text[match.end() :] if is_tagged else text[match.start("bare") :]
-        matcher = (self._tagged if is_tagged else self._bare).deep_copy()
+        matcher = (self._tagged_matcher if is_tagged else self._bare_matcher).deep_copy()
         tokens = self._ll_tokenizer.tokenize_bytes(call.encode())
-        # Text that the grammar refuses is no call.
-        if matcher.try_consume_tokens(tokens) == len(tokens):
+        if matcher.try_consume_tokens(tokens) == len(tokens):  # text that the grammar refuses is not a call
             self._matcher, self._unconstrained = matcher, matcher.is_accepting() and self._parallel
 
     def forced_tokens(self) -> list[int]:
@@ -255,10 +262,10 @@ class ToolCallConstraint(Constraint):
 def messages_with_tools(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The messages for the chat template, and its further arguments."""
+    """The messages for the chat template, and the template's further arguments."""
     if tools and _supports_tools(tokenizer, list(tools)):
         return messages, {"tools": list(tools)}
-    messages = [_as_text(message) for message in messages]
+    messages = [_with_calls_as_text(message) for message in messages]
     if tools:
         functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
         if not messages or messages[0]["role"] != "system":
@@ -274,14 +281,14 @@ def _supports_tools(tokenizer: PreTrainedTokenizerBase, tools: list[Mapping[str,
         return False
     turn = [{"role": "user", "content": "-"}]
     try:
-        without, with_tools = (apply_chat_template(tokenizer, turn, tools=x) for x in (None, tools))
+        without_tools, with_tools = (apply_chat_template(tokenizer, turn, tools=x) for x in (None, tools))
     except PromptError:  # the template fails
         return False
-    return bool(without != with_tools)
+    return bool(without_tools != with_tools)
 
 
-def _as_text(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with its tool calls or their results written as text, for templates that do not support them."""
+def _with_calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with tool calls and results written as text, for templates that do not support tools."""
     content = message["content"]
     other_fields = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
     for call in message.get("tool_calls", ()):

@@ -1,8 +1,8 @@
 """The engine thread: decodes requests from many threads, and reports to each request's listener.
 
-Each method has its own session, made on first use. A processor that raises makes the forward of all running requests
-fail. They are then restarted one at a time, and repeat their tokens, as each has a seed. A request that fails alone
-ends with its error.
+Each method has its own session, made on first use. If a logits processor raises, the forward of all running requests
+fails. The requests are then restarted one at a time, and repeat their tokens, because each has a seed. A request that
+fails while it is decoded alone ends with the error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from longdraft.serve.processors import ProcessorFactories
 
 logger = logging.getLogger("longdraft")
 
-# The result of a request that was cancelled in the queue.
+# The result of a request that was cancelled in the queue: no tokens, no time.
 _CANCELLED = Result("", [], 0, "", True, "cancelled", 0.0, 0.0, 0)
 
 
@@ -32,7 +32,7 @@ class Restarted:
 
 
 Update = Step | Restarted | Result | Exception
-"""What a listener is called with: steps and restarts, and at the end the result or the error."""
+"""The argument of a listener: steps and restarts, and at the end the result or the error."""
 
 
 @dataclass(eq=False)
@@ -40,21 +40,18 @@ class RequestState:
     """A request with its listener and times.
 
     Attributes:
-        listener: called from the engine thread; must return quickly.
-        processor_factories: make the request's logits processors, which have state, at each start.
-        arrival_time, start_time, end_time: ``time.monotonic()``; 0 if it has not happened yet.
-        isolated: it was in a forward that failed, and must be decoded alone.
+        processor_factories: make logits processors, which have state, each time the request is started or restarted.
     """
 
     request: Request
     method: str
-    listener: Callable[[Update], None] = lambda update: None
+    listener: Callable[[Update], None] = lambda update: None  # called in the engine thread; must return quickly
     processor_factories: ProcessorFactories = ()
     arrival_time: float = field(default_factory=time.monotonic)
-    start_time: float = 0.0
-    end_time: float = 0.0
+    start_time: float = 0.0  # time.monotonic(); 0 before the start
+    end_time: float = 0.0  # time.monotonic(); 0 before the end
     cancelled: bool = False
-    isolated: bool = False
+    isolated: bool = False  # the request was in a forward that failed, and must be decoded alone
 
     def with_processors(self) -> Request:
         """The request with new processors."""
@@ -63,7 +60,7 @@ class RequestState:
 
 
 class QueueFull(LongdraftError):
-    """The queue is full. ``retry_after``: seconds until another attempt is worthwhile."""
+    """The queue is full. ``retry_after``: seconds after which a slot is probably free."""
 
     def __init__(self, num_waiting: int, retry_after: float) -> None:
         super().__init__(f"{num_waiting} requests are waiting already: try again in {retry_after:.0f} s.")
@@ -79,9 +76,9 @@ class Worker:
 
     Args:
         new_session: makes the session of a method.
-        slots: requests that a session decodes at a time.
-        max_waiting: requests that may wait.
-        on_idle: called repeatedly while there is nothing to decode, as long as it returns True.
+        slots: number of requests that a session decodes at a time.
+        max_waiting: number of requests that may wait.
+        on_idle: called while there is nothing to decode, again and again as long as it returns True.
     """
 
     def __init__(
@@ -90,16 +87,15 @@ class Worker:
     ) -> None:  # fmt: skip
         self._new_session, self._slots, self._max_waiting, self._on_idle = new_session, slots, max_waiting, on_idle
         self._sessions: dict[str, Session] = {}
-        self._running: dict[str, dict[int, RequestState]] = {}
-        # The condition guards what any thread may change.
-        self._condition = threading.Condition()
+        self._running: dict[str, dict[int, RequestState]] = {}  # {method: {sequence id: its request}}
+        self._condition = threading.Condition()  # guards the queue and the flags, which any thread may change
         self._waiting: deque[RequestState] = deque()
-        self._draining = self._stopping = False
-        self._durations: deque[float] = deque([1.0], maxlen=32)  # seconds of the last requests
+        self._draining = self._stopping = False  # no new requests; running requests end with an error
+        self._durations: deque[float] = deque([1.0], maxlen=32)  # seconds of the last requests; 1 s is a first guess
         self._started, self._ended = threading.Event(), threading.Event()
 
     def run(self) -> None:
-        """Decodes until :meth:`close`. Call it on the main thread if possible: prefill is a fifth faster there."""
+        """Decodes until :meth:`close` is called. Prefill is a fifth faster on the main thread."""
         self._started.set()
         try:
             self._run()
@@ -116,17 +112,19 @@ class Worker:
         threading.Thread(target=self.run, name="longdraft engine", daemon=True).start()
         self._started.wait()
 
-    # --- from any thread ---
+    # --- called from any thread ---
 
     def submit(self, *states: RequestState) -> None:
-        """Queues requests of one method, all or none.
+        """Queues requests of one method: all, or none if it raises.
 
         Raises:
-            QueueFull: too many wait now. Draining: :meth:`close` was called. RequestError: more than can ever wait.
+            QueueFull: too many requests are waiting now.
+            Draining: :meth:`close` was called.
+            RequestError: the queue could never hold this many.
         """
         capacity = self._max_waiting + self._slots
         if len(states) > capacity:
-            raise RequestError(f"{len(states)} answers in one request: at most {capacity} are decoded and wait here.")
+            raise RequestError(f"{len(states)} answers are too many for one request: ask for {capacity} at most.")
         with self._condition:
             if self._draining:
                 raise Draining("The server is shutting down.")
@@ -143,7 +141,7 @@ class Worker:
         state.cancelled = True
 
     def close(self, timeout: float | None = None) -> None:
-        """Takes no more requests and waits until all have ended. Those still there after ``timeout`` seconds fail."""
+        """Refuses new requests and waits for the end of all others. After ``timeout`` seconds these fail."""
         with self._condition:
             self._draining = True
             self._condition.notify()
@@ -165,28 +163,28 @@ class Worker:
 
     @property
     def load(self) -> tuple[int, int]:
-        """Number of running requests, and of waiting ones."""
+        """Number of running requests and number of waiting requests."""
         with self._condition:
             waiting = len(self._waiting)
         return sum(map(len, list(self._running.values()))), waiting
 
-    # --- the engine thread ---
+    # --- called in the engine thread ---
 
     def _run(self) -> None:
         while self._admit():
             for method, session in list(self._sessions.items()):
-                for number, state in self._running[method].items():
+                for sequence_id, state in self._running[method].items():
                     if state.cancelled:
-                        session.abort(number)
+                        session.abort(sequence_id)
                 if session.busy:
                     self._step(method, session)
-        while not self._stopping and self._run_idle():  # saves the last requests' KV too
+        while not self._stopping and self._run_idle():  # saves the KV of the last requests
             pass
         for session in self._sessions.values():
             session.close()
 
     def _admit(self) -> bool:
-        """Starts waiting requests. Blocks while there is nothing to do. Returns False when the worker should end."""
+        """Starts waiting requests. Blocks while there is nothing to do. Returns False if the thread should end."""
         while True:
             if self._stopping:
                 self._end_all(Draining("The server has shut down before this request ended."))
@@ -203,27 +201,27 @@ class Worker:
                         self._condition.wait_for(lambda: self._waiting or self._draining)
 
     def _run_idle(self) -> bool:
-        """Calls ``on_idle``. Its errors are logged and concern no request."""
+        """Calls ``on_idle``. Its errors are only logged, because no request caused them."""
         try:
             return self._on_idle()
         except Exception:
-            logger.exception("what is done between requests failed")
+            logger.exception("the work between requests failed")
             return False
 
     def _take_startable(self) -> list[RequestState]:
-        """Takes from the queue, in order, the requests that have a free slot, and those that were cancelled."""
+        """Removes from the queue, in order, cancelled requests, and requests for which a slot is free."""
         running = [state for states in self._running.values() for state in states.values()]
-        free = {method: self._slots - len(states) for method, states in self._running.items()}
+        free_slots = {method: self._slots - len(states) for method, states in self._running.items()}
         startable: list[RequestState] = []
         with self._condition:
             for state in list(self._waiting):
                 if not state.cancelled:
-                    others = [*running, *startable]
-                    if others and (state.isolated or any(other.isolated for other in others)):
+                    active = [*running, *startable]
+                    if active and (state.isolated or any(other.isolated for other in active)):
                         break  # an isolated request is not overtaken
-                    if free.setdefault(state.method, self._slots) < 1:
+                    if free_slots.setdefault(state.method, self._slots) < 1:
                         continue
-                    free[state.method] -= 1
+                    free_slots[state.method] -= 1
                 self._waiting.remove(state)
                 startable.append(state)
         return startable
@@ -237,12 +235,12 @@ class Worker:
                 self._sessions[state.method] = self._new_session(state.method)
                 self._running[state.method] = {}
             session = self._sessions[state.method]
-            number = session.add(state.with_processors())
+            sequence_id = session.add(state.with_processors())
         except Exception as error:
             self._end(state, error)
             return
         state.start_time = time.monotonic()
-        self._running[state.method][number] = state
+        self._running[state.method][sequence_id] = state
 
     def _step(self, method: str, session: Session) -> None:
         running = self._running[method]
@@ -261,7 +259,7 @@ class Worker:
                     self._end(state, session.take(step.sequence))
 
     def _drop_session(self, method: str, error: Exception) -> None:
-        """Drops a session that failed. Restarts its requests, each isolated; a single one ends with the error."""
+        """Drops a session that failed. Restarts its requests, each isolated; a lone request ends with the error."""
         states = list(self._running.pop(method).values())
         self._sessions.pop(method)
         if len(states) == 1:
@@ -274,11 +272,11 @@ class Worker:
             self._waiting.extendleft(reversed(states))
 
     def _end_all(self, outcome: Exception) -> None:
-        running = [state for states in self._running.values() for state in states.values()]
+        states = [state for running in self._running.values() for state in running.values()]
         with self._condition:
-            running += self._waiting
+            states += self._waiting
             self._waiting.clear()
-        for state in running:
+        for state in states:
             self._end(state, outcome)
         self._running.clear()
 

@@ -76,7 +76,7 @@ def expand_level(
     calibrate: Calibrate | None = None,
 ) -> TreeLevel:
     """Returns the level of the ``k`` most probable children of each node. Their ``parents`` are indices into ``level``.
-    The other arguments are those of :meth:`longdraft.trees.kind.TreeConfig.grow`."""
+    The other arguments are those of :meth:`longdraft.trees.tree_config.TreeConfig.grow`."""
     logprobs, tokens = draft_topk(level, k if coupled_logprobs is None else max(k, COUPLED_TOP_K))
     tokens = tokens if draft_to_target_ids is None else draft_to_target_ids[tokens]
     if coupled_logprobs is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from longdraft.options import Options, option
 
 if TYPE_CHECKING:
-    from longdraft.trees.kind import TreeConfig
+    from longdraft.trees.tree_config import TreeConfig
 
 # Type of tree -> the options that shape it, besides ``nodes``.
 TREE_TYPES = {
@@ -63,7 +63,7 @@ class TreeOptions(Options):
         Raises:
             ValueError: options of two types together, or sizes that make no tree.
         """
-        from longdraft.trees import kind as presets  # imported here, because it imports torch
+        from longdraft.trees import tree_config as presets  # imported here, because it imports torch
 
         options: dict[str, Any] = self.given()
         is_user_defined = bool(options)

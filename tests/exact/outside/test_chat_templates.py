@@ -121,7 +121,7 @@ def test_a_template_that_asks_for_too_much_is_refused_by_name(template):
 
 @pytest.mark.parametrize("number", [2, *(pytest.param(i, marks=pytest.mark.slow) for i in (0, 1, 3, 4))])
 def test_a_template_without_end_is_ended(number):
-    renderer = TemplateRenderer(seconds=0)
+    renderer = TemplateRenderer(max_cpu_seconds=0)
     with pytest.raises(PromptError):
         renderer(ENDLESS[number], {"messages": MESSAGES})
     assert renderer("{{ messages | length }}", {"messages": MESSAGES}) == "4"

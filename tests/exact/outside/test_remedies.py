@@ -182,6 +182,6 @@ def test_a_reloaded_module() -> None:
         for kind in (old, new, taken):
             spec = kind("prompt-lookup", target=model)
             assert torch.equal(model.generate(IDS, **known, custom_generate=spec), model.generate(IDS, **known))
-            assert "extra" in inspect.signature(spec).parameters
+            assert "generate_args" in inspect.signature(spec).parameters
     finally:
         vars(module).update(before)

@@ -1,4 +1,4 @@
-"""Our drafters inside another engine: vLLM.
+"""longdraft's drafters inside another engine: vLLM.
 
-May import: all packages below the catalogue of methods.
+May import: all packages of longdraft below ``longdraft.methods``.
 """

@@ -1,4 +1,4 @@
-"""Papers' tables as data: their lines and columns here, their figures in ``published.md``.
+"""Papers' tables as data: lines and columns in Python, the published figures in ``published.md``.
 :mod:`longdraft.bench.reproduce` measures them.
 
 May import: nothing but :mod:`longdraft.errors` and each other.
@@ -17,11 +17,11 @@ PAPERS: dict[str, Paper] = {
 
 
 def get_paper(name: str) -> Paper:
-    """Raises RequestError for a paper that is not here."""
-    found = PAPERS.get(name.lower())
-    if found is None:
+    """A paper by its name. Raises RequestError for an unknown one."""
+    paper = PAPERS.get(name.lower())
+    if paper is None:
         raise RequestError(f"There is no paper {name!r}. Papers: {', '.join(PAPERS)}.")
-    return found
+    return paper
 
 
 def get_table(paper: Paper, name: str) -> Table:
@@ -30,9 +30,9 @@ def get_table(paper: Paper, name: str) -> Table:
     Raises:
         RequestError: the paper has no such table here.
     """
-    wanted = name.lower().replace(" ", "").replace("figure", "fig").removeprefix("table")
+    normalized = name.lower().replace(" ", "").replace("figure", "fig").removeprefix("table")
     for table in paper.tables:
-        if table.name == wanted:
+        if table.name == normalized:
             return table
     raise RequestError(
         f"{paper.name} has no table {name!r} here. Its tables: {', '.join(t.name for t in paper.tables)}."

@@ -1,4 +1,4 @@
-"""LongSpec: Yang et al. 2025, arXiv:2502.17421. Figures that exist as plots only have no numbers here."""
+"""LongSpec: Yang et al. 2025, arXiv:2502.17421. Figures that the paper has only as plots have no numbers here."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ BEAM = {"widths": (4, 16, 16, 16, 16)}
 
 VANILLA_HF = Line("Vanilla HF", "hf-eager")
 VANILLA_FA = Line("Vanilla FA", "ar", note="plain decoding with this package's attention")
-MAGICDEC = Line("MagicDec", "magicdec", {"depth": 2}, note="a chain of 2 (section 4.2); the view is not given")
+MAGICDEC = Line("MagicDec", "magicdec", {"depth": 2}, note="a chain of 2 (section 4.2); the paper names no view")
 LONGSPEC = Line("LongSpec", "longspec", BEAM)
 
 FIVE = (
@@ -40,7 +40,7 @@ TABLE_1 = Table(
     ),
 )
 
-# Appendix F. All rows but EAGLE's are Table 1's.
+# Appendix F. All lines but EAGLE's are those of Table 1.
 TABLE_3 = replace(
     TABLE_1,
     name="3",
@@ -56,7 +56,7 @@ TABLE_3 = replace(
     remarks=(),
 )
 
-# Appendix G. Its "verify time" is that of accepting and of the host, which is our "all else".
+# Appendix G. Its "verify time" is the time of acceptance and of the host: ``rest_ms`` here.
 TABLE_4 = Table(
     "4",
     "LongSpec on GovReport by the length of the prompt",
@@ -89,7 +89,7 @@ FIGURE_5 = Table(
     "not said",
     (
         Line("HF attention", "longspec", BEAM, attention="sdpa", note="torch's masked attention over prefix and tree"),
-        Line("Hybrid Tree Attention", "longspec", BEAM, note="this machine's own path: `longdraft doctor` names it"),
+        Line("Hybrid Tree Attention", "longspec", BEAM, note="this machine's default path (`longdraft doctor`)"),
     ),
     (Column("GovReport", "gov_report"),),
     ("attention_ms", "draft_ms", "forward_ms", "rest_ms"),

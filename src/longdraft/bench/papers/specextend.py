@@ -8,16 +8,16 @@ A100 = "two A100 80GB"
 MODELS = "Vicuna-7B (V), LongChat-7B (LC)"
 # Appendix D: OPT-Tree.
 OPT = {"tree": "opt", "nodes": 50, "depth": 10, "threshold": 0.7}
-ROWS = "32 first and 128 last rows are always seen beside the chunks; the paper forces none"
+FORCED = "the 32 first and 128 last tokens are always in view beside the chunks; the paper forces none"
 STANDARD = Line("Standard", "small-lm", {**OPT, "view": "full"})
 STREAMING = Line("Standard + StreamingLLM", "small-lm", {**OPT, "view": "streaming"})
-EXTENDED = Line("Standard + SpecExtend", "specextend", {**OPT, "chunk": 32, "chunks": 32, "refresh": 4}, note=ROWS)
+EXTENDED = Line("Standard + SpecExtend", "specextend", {**OPT, "chunk": 32, "chunks": 32, "refresh": 4}, note=FORCED)
 EAGLE = Line("EAGLE, No", "eagle3", OPT, note="EAGLE-3 in the place of EAGLE-1")
 EAGLE_EXTENDED = Line(
     "EAGLE, Yes",
     "specextend-eagle3",
     {**OPT, "chunk": 32, "chunks": 64, "refresh": 8},
-    note=f"EAGLE-3 in the place of EAGLE-1; {ROWS}",
+    note=f"EAGLE-3 in the place of EAGLE-1; {FORCED}",
 )
 MASKED = "torch's masked attention"
 LENGTHS = (1, 2, 4, 8, 16)
@@ -27,15 +27,15 @@ GOV_REPORT = COLUMNS[: len(LENGTHS)]
 
 TABLE_1 = Table(
     "1",
-    "how well drafts foresee a needle, by what they see of the text",
+    "how well drafts predict a needle, by their view of the text",
     "needle",
     A100,
     "Vicuna-7B with Vicuna-160M; TriForce drafts with Vicuna-7B itself",
     (
         Line("Full KV Cache", "small-lm", {"view": "full"}),
         Line("StreamingLLM", "small-lm", {"view": "streaming"}),
-        Line("Cross-model Retrieval (SpecExtend)", "specextend", {"chunk": 32, "chunks": 32}, note=ROWS),
-        # The target on the KV that it retrieves (Sun et al. 2024, TriForce, section 4.1).
+        Line("Cross-model Retrieval (SpecExtend)", "specextend", {"chunk": 32, "chunks": 32}, note=FORCED),
+        # The target on the KV entries that it retrieves (Sun et al. 2024, TriForce, section 4.1).
         Line("Retrieval (TriForce)", "self", {"view": "chunks", "budget": 1184, "sink": 32, "window": 128}),
     ),
     (Column("Needle Retrieval", "pg19", 8192),),
@@ -103,7 +103,7 @@ TABLE_4 = Table(
     "Vicuna-7B with Vicuna-68M",
     (
         replace(STREAMING, name="without retrieval"),
-        Line("with retrieval", "specextend", {**EXTENDED.options, "refresh": 1}, note=f"in every round; {ROWS}"),
+        Line("with retrieval", "specextend", {**EXTENDED.options, "refresh": 1}, note=f"in every round; {FORCED}"),
     ),
     (Column("GovReport 16K", "gov_report", 16384),),
     ("verify_ms", "draft_ms"),
@@ -115,14 +115,14 @@ TABLE_4 = Table(
     ),
 )
 
-# Table 5 sweeps one parameter at a time, on 8K tokens of GovReport: a column is one value of one parameter.
+# Table 5 sweeps one parameter at a time, on 8K tokens of GovReport. A column is one value of one parameter.
 _SWEEP = (64, 128, 256, 512, 1024, 2048, 4096, 8192), (1, 2, 4, 8, 16, 32, 64, 128), (2, 4, 8, 16, 32, 64, 128, 256)
 _STREAMING, _RETRIEVAL = ("68M, streaming",), ("68M, retrieval", "EAGLE, retrieval")
 
 
-def _sweep(name: str, values: tuple[int, ...], only: tuple[str, ...], key: str) -> tuple[Column, ...]:
-    extra = {n: {"sink": 0, "recent": 32} if key in ("chunk", "chunks") and n <= 4 else {} for n in values}
-    return tuple(Column(f"{name} {n}", "gov_report", 8192, 1, {key: n, **extra[n]}, only) for n in values)
+def _sweep(name: str, values: tuple[int, ...], line_names: tuple[str, ...], key: str) -> tuple[Column, ...]:
+    forced = {n: {"sink": 0, "recent": 32} if key in ("chunk", "chunks") and n <= 4 else {} for n in values}
+    return tuple(Column(f"{name} {n}", "gov_report", 8192, 1, {key: n, **forced[n]}, line_names) for n in values)
 
 
 TABLE_5 = Table(
@@ -148,8 +148,8 @@ TABLE_5 = Table(
     rate_average="mean",
     small=SmallScale(shrink=4, prompts=1, max_tokens=32),
     remarks=(
-        "A working cache counts its last rows here; 32 first ones come on top. At k up to 4, and chunks of up to 4, "
-        "no first rows and 32 last ones are forced, or they would be all that is seen.",
+        "The size of a working cache is its last tokens here; the 32 first ones come on top. At k up to 4, and chunks "
+        "of up to 4 tokens, only the 32 last tokens are forced; otherwise most of the view would be forced tokens.",
         "The paper's streaming row for EAGLE is left out: EAGLE's window is its folder's.",
         "Tokens/s include reading the prompt.",
     ),
@@ -163,9 +163,9 @@ TABLE_6 = Table(
     "Vicuna-7B with Vicuna-68M",
     (
         replace(STANDARD, attention="sdpa", note=MASKED),
-        replace(STANDARD, name="Standard + HTA", note="this machine's own path: `longdraft doctor`"),
+        replace(STANDARD, name="Standard + HTA", note="this machine's default path (`longdraft doctor`)"),
         replace(STREAMING, attention="sdpa", note=MASKED),
-        replace(EXTENDED, name="Standard + Retrieval", attention="sdpa", note=f"{MASKED}; {ROWS}"),
+        replace(EXTENDED, name="Standard + Retrieval", attention="sdpa", note=f"{MASKED}; {FORCED}"),
     ),
     GOV_REPORT,
     ("accepted", "tokens_per_second"),
@@ -176,7 +176,7 @@ TABLE_6 = Table(
     rate_average="mean",
     small=SmallScale(shrink=2, prompts=1),
     remarks=(
-        "Prompts are always read with flash attention or our kernels: there is no row without it.",
+        "Prefills always use flash attention or longdraft's kernels: there is no line without them.",
         "Tokens/s include reading the prompt.",
     ),
 )

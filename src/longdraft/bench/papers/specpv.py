@@ -5,21 +5,21 @@ from dataclasses import replace
 from longdraft.bench.papers.table import Column, Line, Paper, SmallScale, Table
 
 A100 = "one A100 80GB, torch's scaled dot product attention"
-PLAIN = (
-    "In the paper's baseline, torch's attention copies keys and values once per query head, which favours what reads "
-    "less of them."
+BASELINE_NOTE = (
+    "In the paper's baseline torch's attention copies keys and values for every query head, which favours methods that "
+    "read fewer of them."
 )
-# Section 4.1: dynamic trees of EAGLE-3. "4K" is what is retrieved; first and last rows come on top.
+# Section 4.1: EAGLE-3's dynamic trees. "4K" counts retrieved tokens; first and last tokens come on top.
 EAGLE3 = {"drafter": "eagle3"}
 LENGTHS = tuple(Column(f"{n}K", "pg19", n * 1000) for n in (10, 20, 30, 40, 50, 60))
 
 
 def specpv(name: str, budget: int) -> Line:
-    """SpecPV with so many retrieved rows."""
+    """SpecPV with a budget of retrieved tokens."""
     return Line(name, "specpv", {**EAGLE3, "budget": budget})
 
 
-OURS = (
+LINES = (
     Line("Eagle3-Yarn", "eagle3", note="the draft as it was trained; the paper's is adapted to 64K by YaRN"),
     specpv("SpecPV-8K", 8192),
     specpv("SpecPV-4K", 4096),
@@ -35,7 +35,7 @@ TABLE_1 = Table(
     (
         Line("TriForce", "triforce", {"budget": 4096}, note="budget 4,096, as the paper has it"),
         Line("TokenSwift", "tokenswift", {"budget": 4096}, note="without the contextual penalty, for equal texts"),
-        *OURS,
+        *LINES,
     ),
     LENGTHS,
     ("speedup", "accepted"),
@@ -43,12 +43,12 @@ TABLE_1 = Table(
     counts_bonus=False,
     length_average="mean",
     small=SmallScale(shrink=8, prompts=2),
-    remarks=(PLAIN,),
+    remarks=(BASELINE_NOTE,),
 )
 
 TABLE_2 = Table(
     "2",
-    "likeness of texts under partial verification to those under full verification, by budget",
+    "similarity of the output of partial verification to that of full verification, by budget",
     "quality",
     A100,
     "Llama-3.1-8B (L), Qwen3-8B (Q)",
@@ -59,8 +59,8 @@ TABLE_2 = Table(
     small=SmallScale(shrink=2, context=2560, max_tokens=64),
     remarks=(
         "-: full verification against plain decoding, the noise floor. Ours equals plain decoding to the bit on a CPU.",
-        "Blocks were scored with the first rows, and gathered without them, in the paper's code at that time.",
-        "BLEURT is not measured here; --results keeps the texts, so that it can be.",
+        "The paper's code at that time scored blocks with the first tokens, and gathered blocks without them.",
+        "BLEURT is not measured here; --results keeps the texts, from which it can be computed.",
     ),
 )
 
@@ -69,7 +69,7 @@ TABLE_3 = replace(
     name="3",
     title="continuing stories at 10K to 60K tokens on Qwen3: EAGLE-3 and SpecPV",
     models="Qwen3 4B, 8B and 14B, no-think; at 60K stretched twice by YaRN",
-    lines=OURS,
+    lines=LINES,
 )
 
 TABLE_4 = Table(

@@ -1,4 +1,4 @@
-"""A paper's table as data: what is measured in it, with which options, and the paper's own figures."""
+"""A paper's table as data: its methods, their options, its settings, and the published figures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal
 from longdraft.metrics import Average, TokenCounts, average, standard_error
 
 TableKind = Literal["speed", "needle", "quality"]
-"""The way to fill a table: by the bench, by asking drafters for needles, or by ``bench quality``."""
+"""How a table is measured: by ``bench``, by drafters' predictions of needles, or by ``bench quality``."""
 
 FIGURES = {
     "accepted": ("accepted length", "{:.2f}"),
@@ -27,22 +27,22 @@ FIGURES = {
     "verify_ms": ("the target's forward, ms a round", "{:.2f}"),
     "rest_ms": ("all else, ms a round", "{:.2f}"),
 }
-"""By key: a figure's name and its format."""
+"""Key of a figure -> its name and format."""
 
 SCALED_OPTIONS = ("budget", "chunks")
-"""Options that count rows or chunks of a text, which shrink with it."""
+"""Options that count KV entries or chunks. The small scale divides them, as it divides prompt lengths."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A method of a table.
+    """A line of a table: a method with options.
 
     Attributes:
-        name: as the paper calls it.
-        method: a method of this package, or a peer of its bench.
-        options: the paper's.
-        note: where ours is not the paper's.
-        attention: attention path that it is forced to; empty: the machine's own.
+        name: the paper's name for it.
+        method: a method of longdraft, or a peer of the bench.
+        options: the paper's options.
+        note: how longdraft's method differs from the paper's.
+        attention: a forced attention path; empty: the machine's default.
     """
 
     name: str
@@ -54,15 +54,15 @@ class Line:
 
 @dataclass(frozen=True)
 class Column:
-    """A setting of a table.
+    """A column of a table: a setting.
 
     Attributes:
-        name: its heading, unique in the table.
-        dataset: a data set by its name in the bench.
-        tokens: length of the prompts; None: the rows as they are.
+        name: the heading, unique in the table.
+        dataset: name of a data set of the bench.
+        tokens: length of the prompts; None: prompts are not cut.
         batch: prompts decoded together.
-        options: further options of every method that has them; a sweep varies them from column to column.
-        line_names: names of the lines that the column is for; empty: all.
+        options: further options of each method that has them (sweeps vary these).
+        line_names: the lines that the column has figures for; empty: all.
     """
 
     name: str
@@ -75,12 +75,12 @@ class Column:
 
 @dataclass(frozen=True)
 class SmallScale:
-    """The small scale: what ends within a quarter of an hour on two cores with the embedded model.
+    """Sizes at the small scale: a quarter of an hour at most on two cores with the embedded model.
 
     Attributes:
-        shrink: prompts, KV budgets and retrieved chunks are so many times smaller.
-        context: prompts of columns without a length are cut to so many tokens.
-        prompts: of each column; ``max_tokens``: new tokens of each.
+        shrink: divisor of prompt lengths, KV budgets and numbers of retrieved chunks.
+        context: prompt length (tokens) in columns without a length.
+        prompts, max_tokens: prompts of each column, new tokens of each prompt.
     """
 
     shrink: int = 1
@@ -98,16 +98,16 @@ class Table:
     """A table or figure of a paper.
 
     Attributes:
-        name: "1", or "fig4" of a figure.
+        name: "1"; of a figure "fig4".
         hardware, models: the paper's.
         figures: keys of :data:`FIGURES`.
-        baseline: the line, or a method, that speed-ups are over.
-        counts_bonus: the paper counts the bonus token in accepted lengths.
-        lengths, rates: how the paper averages accepted lengths, and tokens/s, whose quotient is a speed-up.
-        includes_prefill: the paper's tokens/s and speed-ups include reading the prompt.
-        prompts: of each column; None: all rows.
+        prompts: prompts of each column; None: all rows of the data set.
+        baseline: the line or method that speed-ups are relative to.
+        counts_bonus: the paper's accepted lengths include the bonus token.
+        length_average, rate_average: how the paper averages accepted lengths, and tokens/s (and so speed-ups).
+        includes_prefill: the paper's tokens/s and speed-ups include the prefill.
         remarks: on the paper's figures.
-        paper: its name.
+        paper: name of the paper.
     """
 
     name: str
@@ -137,47 +137,45 @@ class Table:
 
     @property
     def datasets(self) -> tuple[str, ...]:
-        """The data sets, each once."""
+
         return tuple(dict.fromkeys(column.dataset for column in self.columns))
 
     @property
     def is_profiled(self) -> bool:
-        """True if a figure is a part of a round's time."""
+        """True if a figure is the time of a part of a round."""
         return any(key.endswith("_ms") for key in self.figures)
 
     @cached_property
     def published(self) -> dict[FigureKey, float]:
-        """The figures of ``published.md``, and speed-ups from its tokens/s where the paper does not print them."""
-        found = _published(f"{self.paper} {self.name}", self.figures)
-        if self.kind == "speed" and not any(figure == "speedup" for *_, figure in found):
-            for model, line, column, figure in list(found):
-                base = found.get((model, self.baseline, column, "tokens_per_second"))
+        """The figures of ``published.md``; speed-ups that the paper does not print are computed from tokens/s."""
+        values = _published(f"{self.paper} {self.name}", self.figures)
+        if self.kind == "speed" and not any(figure == "speedup" for *_, figure in values):
+            for model, line, column, figure in list(values):
+                base = values.get((model, self.baseline, column, "tokens_per_second"))
                 if figure == "tokens_per_second" and base is not None:
-                    found[model, line, column, "speedup"] = found[model, line, column, figure] / base
-        return found
+                    values[model, line, column, "speedup"] = values[model, line, column, figure] / base
+        return values
 
     @property
     def shown_figures(self) -> tuple[str, ...]:
-        """Keys of the figures that are shown: the paper's, and the speed-up where it follows from them."""
-        speed = self.kind == "speed" and not self.is_profiled and self.figures != ("tokens_per_second",)
-        return tuple(dict.fromkeys((*self.figures, *(["speedup"] if speed else []))))
+        """Keys of the figures that reports show: the paper's, and the speed-up if it follows from them."""
+        has_speedup = self.kind == "speed" and not self.is_profiled and self.figures != ("tokens_per_second",)
+        return tuple(dict.fromkeys((*self.figures, *(["speedup"] if has_speedup else []))))
 
     def acceptance_stats(self, texts: Iterable[TokenCounts]) -> dict[str, float | None]:
-        """The accepted length of prompts as the paper counts and averages it, with its standard error."""
-        counted = [(tokens if self.counts_bonus else tokens - forwards, forwards) for tokens, forwards in texts]
-        return {
-            "accepted": average(counted, self.length_average),
-            "standard_error": standard_error(counted, self.length_average),
-        }
+        """The accepted length and its standard error, as the paper counts and averages it."""
+        counts = [(tokens if self.counts_bonus else tokens - forwards, forwards) for tokens, forwards in texts]
+        how = self.length_average
+        return {"accepted": average(counts, how), "standard_error": standard_error(counts, how)}
 
     def cells(self) -> list[tuple[Line, Column]]:
-        """Lines and the columns that they have figures in."""
+        """The pairs of a line and a column that have figures."""
         return [(line, c) for c in self.columns for line in self.lines if not c.line_names or line.name in c.line_names]
 
 
 @dataclass(frozen=True)
 class Paper:
-    """A paper, by the name of its method."""
+    """A paper and its tables; ``name`` is that of its method."""
 
     name: str
     title: str
@@ -194,12 +192,12 @@ def _sections() -> dict[str, str]:
 
 
 def _published(name: str, figures: Sequence[str]) -> dict[FigureKey, float]:
-    found = {}
-    for block in filter(None, _sections().get(name, "").split("\n\n")):
-        (_, _, *columns), _, *rows = [[part.strip() for part in row.split("|")[1:-1]] for row in block.splitlines()]
+    values = {}
+    for table in filter(None, _sections().get(name, "").split("\n\n")):
+        (_, _, *columns), _, *rows = [[part.strip() for part in row.split("|")[1:-1]] for row in table.splitlines()]
         for model, line, *cells in rows:
             for column, cell in zip(columns, cells, strict=True):
                 for figure, value in zip(figures, cell.split(), strict=False):
                     if value != "-":
-                        found[model, line, column, figure] = float(value)
-    return found
+                        values[model, line, column, figure] = float(value)
+    return values

@@ -1,4 +1,4 @@
-"""Measurements that fill a table, by its kind: the bench, needles, or ``bench quality``."""
+"""Plans that measure a paper's table, by its kind: ``bench``, needles, or ``bench quality``."""
 
 from __future__ import annotations
 
@@ -14,24 +14,15 @@ from statistics import mean, median
 from typing import Any
 
 from longdraft.attention import dispatch
-from longdraft.bench import report, tasks
+from longdraft.bench import quality, report, tasks
 from longdraft.bench.experiment import Tick, Unit
 from longdraft.bench.needle import NeedleBench, TokenPrediction, accuracy, make_haystacks, perplexity
 from longdraft.bench.papers.table import Column, Line
 from longdraft.bench.peers import PEERS
 from longdraft.bench.prompts import Prompt, PromptBatch
-from longdraft.bench.quality import FULL, METHOD, VARIANT_DEFAULTS, QualityBench, QualitySettings, Variants
-from longdraft.bench.quality import quality_figures as figures_of_texts
+from longdraft.bench.quality import FULL, METHOD, QualityBench, QualitySettings
 from longdraft.bench.records import from_json
-from longdraft.bench.reproduce.scaled import (
-    Figures,
-    ScaledTable,
-    TableEntry,
-    TablePlan,
-    UnitResult,
-    add_draft,
-    why_unavailable,
-)
+from longdraft.bench.reproduce.scaled import Figures, ScaledTable, TableEntry, TablePlan, UnitResult, add_draft, refusal
 from longdraft.bench.reproduce.sources import MODULES, SampleSources
 from longdraft.bench.run import BatchResult, Bench
 from longdraft.bench.scores import rouge_l
@@ -45,9 +36,9 @@ from longdraft.model.checkpoints import LoadedModel, Progress
 from longdraft.model.runner import TargetRunner
 
 Prompts = Mapping[str, Sequence[Prompt]]
-"""The prompts of each column, by its name."""
+"""A column's name -> its prompts."""
 Drafts = Mapping[str, Path]
-"""Drafts by kind, that the user gave."""
+"""Kind of draft -> the user's folder or file."""
 
 
 # --- speed ---
@@ -61,81 +52,79 @@ def plan_speed(
     load_dequantized: Callable[[], LoadedModel] | None = None,
     progress: Progress | None = None,
 ) -> TablePlan:
-    """A table that the bench fills: every line is a contender, every column prompts of one length and batch.
+    """The plan of a table of speed: a line is a contender of ``bench``, a column has prompts of one length and batch.
 
     Args:
-        unpacked: as of :class:`~longdraft.bench.run.Bench`.
+        load_dequantized: see :class:`~longdraft.bench.run.Bench`.
 
     Raises:
-        CapabilityError: no line has the draft that it needs.
+        CapabilityError: no line can run.
     """
     table = scaled.table
-    fitting, notes = _fitting(scaled, TargetRunner(loaded.model), drafts)
-    named = {line.name: contender_name(line.method, options) for line, _, options in fitting}
-    baseline = named.get(table.baseline, table.baseline)
+    available, notes = _available_cells(scaled, TargetRunner(loaded.model), drafts)
+    contenders = {line.name: contender_name(line.method, options) for line, _, options in available}
+    baseline = contenders.get(table.baseline, table.baseline)
     paths: dict[str, dict[str, dict[str, Any]]] = {}  # attention path -> contender -> options
-    for line, _, options in fitting:
-        given = add_draft(line.method, options, drafts)
-        paths.setdefault(line.attention, {})[contender_name(line.method, options)] = given
-    for own in paths.values():
+    for line, _, options in available:
+        by_contender = paths.setdefault(line.attention, {})
+        by_contender[contender_name(line.method, options)] = add_draft(line.method, options, drafts)
+    for by_contender in paths.values():
         if baseline in PEERS:
-            own.setdefault(baseline, {})
-    held: dict[tuple[str, float], Bench] = {}  # one at a time
+            by_contender.setdefault(baseline, {})
+    benches: dict[tuple[str, float], Bench] = {}  # holds one at a time
 
-    def measure(path: str, settings: Settings, group: PromptBatch, tick: Tick) -> UnitResult:
+    def measure(path: str, settings: Settings, batch: PromptBatch, tick: Tick) -> UnitResult:
         key = path, settings.sampling.temperature
-        with _forced(path):
-            if key not in held:
-                held.clear()
+        with _forced_attention(path):
+            if key not in benches:
+                benches.clear()
                 gc.collect()
-                held[key] = Bench(loaded, settings, progress, load_dequantized)
-                held[key].warm_up(group[0])
-            return asdict(held[key].measure(group, tick))
+                benches[key] = Bench(loaded, settings, progress, load_dequantized)
+                benches[key].warm_up(batch[0])
+            return asdict(benches[key].measure(batch, tick))
 
-    def groups(path: str, t: float, column: Column) -> dict[str, PromptBatch]:
-        """The prompts that are decoded together, by unit; columns that differ in options alone have the same units."""
-        texts, n = prompts[column.name], column.batch
-        about = f"{column.dataset}, {texts[0].context or 'whole'} tokens, batch {n}, T = {t:g}{path and ', ' + path}"
-        return {f"{about}, {i + 1}": tuple(texts[i * n : (i + 1) * n]) for i in range(len(texts) // n)}
+    def batches(path: str, t: float, column: Column) -> dict[str, PromptBatch]:
+        """Batches by the name of their unit. Columns that differ in options only share their units."""
+        group, n = prompts[column.name], column.batch
+        name = f"{column.dataset}, {group[0].context or 'whole'} tokens, batch {n}, T = {t:g}{path and ', ' + path}"
+        return {f"{name}, {i + 1}": tuple(group[i * n : (i + 1) * n]) for i in range(len(group) // n)}
 
     units: dict[str, Unit] = {}
-    for t, (path, options) in product(table.temperatures, paths.items()):
-        settings = _settings(scaled, options, t)
+    for t, (path, by_contender) in product(table.temperatures, paths.items()):
+        settings = _settings(scaled, by_contender, t)
         cold = sum(settings.cold or name == REFERENCE or name in PEERS for name in settings.contenders)
         ticks = cold + len(settings.contenders) * settings.repeats
-        for name, group in (pair for column in table.columns for pair in groups(path, t, column).items()):
-            units.setdefault(name, Unit(ticks, partial(measure, path, settings, group)))
+        for name, batch in (pair for column in table.columns for pair in batches(path, t, column).items()):
+            units.setdefault(name, Unit(ticks, partial(measure, path, settings, batch)))
 
-    def rate(measured: Sequence[BatchResult], name: str) -> float | None:
-        """New tokens a second as the paper counts and averages them; a batch's seconds are the median of its rounds."""
+    def rate(results: Sequence[BatchResult], name: str) -> float | None:
+        """New tokens a second as the paper counts and averages them; a batch's seconds are the median of its runs."""
         pairs: list[tuple[float, float]] = []
-        for m in measured:
-            if runs := m.rounds.get(name):
+        for result in results:
+            if runs := result.rounds.get(name):
                 tokens, seconds = sum(n for n, _ in runs[0].counts), median(run.decode_seconds for run in runs)
-                if table.includes_prefill:  # the reading is the method's own, or that of plain decoding
-                    read = m.cold.get(name, m.cold[REFERENCE]).first_token_seconds
-                    tokens, seconds = runs[0].new_tokens, seconds + (read or 0.0)
+                if table.includes_prefill:  # a contender without a cold run has the prefill time of ar
+                    prefill = result.cold.get(name, result.cold[REFERENCE]).first_token_seconds
+                    tokens, seconds = runs[0].new_tokens, seconds + (prefill or 0.0)
                 pairs.append((tokens, seconds))
         return average(pairs, table.rate_average)
 
-    def figures(entry: TableEntry, own: Sequence[UnitResult]) -> Figures:
-        measured = [from_json(BatchResult, each) for each in own]
-        own_rate, base_rate = rate(measured, entry.name), rate(measured, baseline)
-        found = {
-            **table.acceptance_stats(pair for m in measured for pair in m.counts(entry.name)),
+    def figures(entry: TableEntry, unit_results: Sequence[UnitResult]) -> Figures:
+        results = [from_json(BatchResult, unit) for unit in unit_results]
+        own_rate, base_rate = rate(results, entry.name), rate(results, baseline)
+        values = {
+            **table.acceptance_stats(pair for result in results for pair in result.counts(entry.name)),
             "tokens_per_second": own_rate,
             "speedup": ratio(own_rate, base_rate),
-            **_parts([m.profiles[entry.name]["seconds"] for m in measured if entry.name in m.profiles]),
+            **_part_ms([r.profiles[entry.name]["seconds"] for r in results if entry.name in r.profiles]),
         }
-        (row,) = report.rows([entry.name], measured)
-        return {key: found.get(key) for key in (*table.figures, "speedup", "standard_error")}, row
+        (row,) = report.rows([entry.name], results)
+        return {key: values.get(key) for key in (*table.figures, "speedup", "standard_error")}, row
 
-    entries = [
-        TableEntry(
-            line, column, contender_name(line.method, options), options, list(groups(line.attention, t, column)), t
-        )
-        for t, (line, column, options) in product(table.temperatures, fitting)
-    ]
+    entries = []
+    for t, (line, column, options) in product(table.temperatures, available):
+        unit_names = list(batches(line.attention, t, column))
+        entries.append(TableEntry(line, column, contender_name(line.method, options), options, unit_names, t))
     return TablePlan(units, entries, figures, notes)
 
 
@@ -144,25 +133,25 @@ def _settings(scaled: ScaledTable, options: Mapping[str, Mapping[str, Any]], tem
         tuple(options),
         scaled.max_tokens,
         repeats=1 if scaled.small else 3,
-        sampling=Sampling(temperature, foresee=False),  # the papers' drafts know no random numbers
+        sampling=Sampling(temperature, foresee=False),  # as in the papers, drafts do not know the sampling noise
         ignore_eos=scaled.small,
         cold=scaled.table.includes_prefill,
-        contender_options={name: own for name, own in options.items() if own},
+        contender_options={name: x for name, x in options.items() if x},
         plan=scaled.plan,
         profile=scaled.table.is_profiled,
     )
 
 
-def _fitting(
+def _available_cells(
     scaled: ScaledTable, runner: TargetRunner, drafts: Drafts
 ) -> tuple[list[tuple[Line, Column, dict[str, Any]]], list[str]]:
-    """Lines, columns and options, and notes on lines that are left out since their draft is missing.
+    """The lines, columns and options that can run, and notes on those that cannot, e.g. because a draft is missing.
 
-    At the small scale there are fewer chunks where the draft was trained for fewer, unless the column sweeps them.
+    At the small scale the number of chunks is halved until it fits the draft, unless the column sweeps that number.
     """
     table = scaled.table
-    reasons: dict[tuple[str, str], str | None] = {}  # why a contender cannot run on a path; None: it can
-    found: list[tuple[Line, Column, dict[str, Any]]] = []
+    reasons: dict[tuple[str, str], str | None] = {}  # (path, contender) -> why it cannot run; None: it can
+    available: list[tuple[Line, Column, dict[str, Any]]] = []
     refused: dict[tuple[str, str], list[str]] = {}  # (line, reason) -> columns
 
     def reason_of(line: Line, options: Mapping[str, Any]) -> str | None:
@@ -170,7 +159,7 @@ def _fitting(
         if key not in reasons:
             path, shape = line.attention, runner.kv_shape
             missing = dispatch.why_unavailable(path, runner.device, shape.dtype, shape.head_dim) if path else None
-            reasons[key] = why_unavailable(line.method, add_draft(line.method, options, drafts), runner) or missing
+            reasons[key] = refusal(line.method, add_draft(line.method, options, drafts), runner) or missing
         return reasons[key]
 
     for line, column in table.cells():
@@ -179,38 +168,38 @@ def _fitting(
         while (reason := reason_of(line, options)) and not fixed and options.get("chunks", 1) > 1:
             options = {**options, "chunks": options["chunks"] // 2}
         if reason is None:
-            found.append((line, column, options))
+            available.append((line, column, options))
         else:
             refused.setdefault((line.name, reason), []).append(column.name)
     notes = []
     for (name, reason), columns in refused.items():
-        everywhere = len(columns) == sum(line.name == name for line, _ in table.cells())
-        where = "" if everywhere else f" in {', '.join(columns)}"
+        all_columns = len(columns) == sum(line.name == name for line, _ in table.cells())
+        where = "" if all_columns else f" in {', '.join(columns)}"
         notes.append(f"{name} is left out{where}: {reason.rstrip('.')}.")
-    if not found:
+    if not available:
         raise CapabilityError(f"Nothing of {table.heading} can run: {' '.join(notes)}")
-    return found, notes
+    return available, notes
 
 
 @contextmanager
-def _forced(path: str) -> Iterator[None]:
-    """Forces an attention path on models that are hosted meanwhile; empty: none."""
-    before = os.environ.get(dispatch.ENVIRONMENT_VARIABLE)
+def _forced_attention(path: str) -> Iterator[None]:
+    """Forces an attention path on models that are hosted inside the context; empty: the default path."""
+    previous = os.environ.get(dispatch.ENVIRONMENT_VARIABLE)
     if path:
         os.environ[dispatch.ENVIRONMENT_VARIABLE] = path
     try:
         yield
     finally:
         os.environ.pop(dispatch.ENVIRONMENT_VARIABLE, None)
-        if before is not None:
-            os.environ[dispatch.ENVIRONMENT_VARIABLE] = before
+        if previous is not None:
+            os.environ[dispatch.ENVIRONMENT_VARIABLE] = previous
 
 
-def _parts(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Parts of a round in milliseconds, means of the prompts."""
+def _part_ms(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Milliseconds of a round's parts, means of the prompts."""
     if not seconds:
         return {}
-    parts = {f"{part}_ms": 1000 * mean(each[part] for each in seconds) for part in seconds[0]}
+    parts = {f"{part}_ms": 1000 * mean(profile[part] for profile in seconds) for part in seconds[0]}
     return {**parts, "verify_ms": parts["attention_ms"] + parts["forward_ms"]}
 
 
@@ -218,7 +207,7 @@ def _parts(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def plan_needles(scaled: ScaledTable, loaded: LoadedModel, sources: SampleSources, drafts: Drafts) -> TablePlan:
-    """A table of how well drafters foresee a sentence that lies in a long text. A line's method is one of their views.
+    """The plan of a table of needles: how well drafters predict a sentence of a long text. A line is a view.
 
     Raises:
         CapabilityError: a view's draft is missing.
@@ -227,98 +216,96 @@ def plan_needles(scaled: ScaledTable, loaded: LoadedModel, sources: SampleSource
     """
     (column,) = scaled.table.columns
     views = {line.name: (line.method, scaled.options(line, column)) for line in scaled.table.lines}
-    asked = NeedleBench(loaded, views, {kind: KINDS[kind].load(own) for kind, own in drafts.items()})
-    tokens, limit = scaled.prompt_tokens(column) or 0, asked.runner.context_length
+    bench = NeedleBench(loaded, views, {kind: KINDS[kind].load(path) for kind, path in drafts.items()})
+    tokens, limit = scaled.prompt_tokens(column) or 0, bench.runner.context_length
     if tokens > limit and not scaled.small:
-        raise ContextError(
-            f"Haystacks have {tokens:,} tokens, and the model's context is {limit:,}: take --scale small."
-        )
-    length = min(tokens, asked.max_haystack_tokens)
-    if given := sources.files.get(column.dataset):
-        file, of = Path(given).expanduser(), ""
+        raise ContextError(f"Haystacks of {tokens:,} tokens exceed the context of {limit:,}: take --scale small.")
+    length = min(tokens, bench.max_haystack_tokens)
+    if path := sources.files.get(column.dataset):
+        file, origin = Path(path).expanduser(), ""
     elif sources.stand_ins:
-        file, of = tasks.module_source(MODULES[0]), " of Python's library"
+        file, origin = tasks.module_source(MODULES[0]), " of Python's library"
     else:
         raise PromptError(
             f"Needles lie in a long text: give one, plain or JSONL, as --data {column.dataset}=FILE (a book of PG-19)."
         )
 
     def measure(haystack: Prompt, tick: Tick) -> UnitResult:
-        return {"tokens": asked.measure(haystack, tick), "context_tokens": len(haystack.token_ids)}
+        return {"tokens": bench.measure(haystack, tick), "context_tokens": len(haystack.token_ids)}
 
-    def figures(entry: TableEntry, own: Sequence[UnitResult]) -> Figures:
-        tokens = [TokenPrediction(*each) for unit in own for each in unit["tokens"][entry.name]]
-        shown = {"accuracy": accuracy(tokens), "perplexity": perplexity(tokens)}
-        return shown, {
+    def figures(entry: TableEntry, results: Sequence[UnitResult]) -> Figures:
+        predictions = [TokenPrediction(*x) for result in results for x in result["tokens"][entry.name]]
+        values = {"accuracy": accuracy(predictions), "perplexity": perplexity(predictions)}
+        return values, {
             "view": contender_name(entry.line.method, entry.options),
-            "context_tokens": round(mean(unit["context_tokens"] for unit in own)),
-            "haystacks": len(own),
-            "tokens": len(tokens),
-            **shown,
+            "context_tokens": round(mean(result["context_tokens"] for result in results)),
+            "haystacks": len(results),
+            "tokens": len(predictions),
+            **values,
         }
 
-    found = make_haystacks(file, length, loaded.tokenizer, scaled.prompts or 1, **scaled.template_kwargs)
+    haystacks = make_haystacks(file, length, loaded.tokenizer, scaled.prompts or 1, **scaled.template_kwargs)
     units = {
-        f"haystack {i}, needle at {each.sample.needles[0][0]:g}": Unit(len(views), partial(measure, each))
-        for i, each in enumerate(found, 1)
+        f"haystack {i}, needle at {haystack.sample.needles[0][0]:g}": Unit(len(views), partial(measure, haystack))
+        for i, haystack in enumerate(haystacks, 1)
     }
     entries = [TableEntry(line, column, line.name, views[line.name][1], list(units)) for line in scaled.table.lines]
-    differs = {column.name: [f"haystacks of {length:,} tokens", f"the text is {file.name}{of}"]}
-    return TablePlan(units, entries, figures, differences=differs)
+    differences = {column.name: [f"haystacks of {length:,} tokens", f"the text is {file.name}{origin}"]}
+    return TablePlan(units, entries, figures, differences=differences)
 
 
 # --- quality ---
 
 
 def plan_quality(scaled: ScaledTable, loaded: LoadedModel, prompts: Prompts, drafts: Drafts) -> TablePlan:
-    """A table that ``bench quality`` fills: texts of partial verification beside those of full verification.
+    """The plan of a table of ``bench quality``: output of partial verification against that of full verification.
 
     Raises:
         CapabilityError: the drafter's draft is missing, or rouge-score is not installed.
     """
-    rouge_l()  # missing, it is missed before anything is measured
+    rouge_l()  # raises now, not after the first measurement
     table = scaled.table
-    names: dict[str, str] = {}
-    variants: Variants = {}
+    names: dict[str, str] = {}  # line -> contender
+    variants: quality.Variants = {}
     common: dict[str, Any] = {}
     for line in table.lines:
-        own = scaled.options(line, table.columns[0])
-        common |= {name: own.pop(name) for name in ("drafter",) if name in own}
-        names[line.name] = FULL if line.method == FULL else contender_name(METHOD, own := {**VARIANT_DEFAULTS, **own})
-        variants |= {} if line.method == FULL else {names[line.name]: own}
+        names[line.name] = FULL
+        line_options = scaled.options(line, table.columns[0])
+        common |= {name: line_options.pop(name) for name in ("drafter",) if name in line_options}
+        if line.method != FULL:
+            variant = {**quality.VARIANT_DEFAULTS, **line_options}
+            names[line.name] = contender_name(METHOD, variant)
+            variants[names[line.name]] = variant
     options = add_draft(METHOD, common, drafts)
-    quality = QualityBench(loaded, QualitySettings(variants, scaled.max_tokens, scaled.small, options=options))
-    notes = quality.notes_on_short_prompts(
-        [len(prompt.token_ids) + scaled.max_tokens for own in prompts.values() for prompt in own]
-    )
-    units = {
-        column.name: {f"{column.name}, prompt {i}": each for i, each in enumerate(prompts[column.name], 1)}
+    bench = QualityBench(loaded, QualitySettings(variants, scaled.max_tokens, scaled.small, options=options))
+    lengths = [len(prompt.token_ids) + scaled.max_tokens for group in prompts.values() for prompt in group]
+    units_of = {
+        column.name: {
+            f"{column.name}, prompt {i}": Unit(len(bench.names), partial(bench.measure, prompt))
+            for i, prompt in enumerate(prompts[column.name], 1)
+        }
         for column in table.columns
     }
 
-    def figures(entry: TableEntry, own: Sequence[UnitResult]) -> Figures:
-        runs = [unit["runs"][entry.name] for unit in own]
-        found = figures_of_texts(runs)
-        shown = {
-            "rouge_l": 100 * found["rouge_l_mean"],
-            "score": None if found["score"] is None else 100 * found["score"],
+    def figures(entry: TableEntry, results: Sequence[UnitResult]) -> Figures:
+        runs = [result["runs"][entry.name] for result in results]
+        row = quality.quality_figures(runs)
+        as_published = {
+            "rouge_l": 100 * row["rouge_l_mean"],
+            "score": None if row["score"] is None else 100 * row["score"],
             **table.acceptance_stats((run["tokens"] - 1, run["rounds"]) for run in runs),
-            "tokens_per_second": found["tokens_per_second"],
+            "tokens_per_second": row["tokens_per_second"],
         }
-        return shown, {
+        return as_published, {
             "method": entry.name,
             "dataset": entry.column.dataset,
-            "context_tokens": round(median(unit["context_tokens"] for unit in own)),
-            **found,
+            "context_tokens": round(median(result["context_tokens"] for result in results)),
+            **row,
         }
 
     entries = [
-        TableEntry(line, column, names[line.name], scaled.options(line, column), list(units[column.name]))
+        TableEntry(line, column, names[line.name], scaled.options(line, column), list(units_of[column.name]))
         for column, line in product(table.columns, table.lines)
     ]
-    measured = {
-        name: Unit(len(quality.names), partial(quality.measure, prompt))
-        for own in units.values()
-        for name, prompt in own.items()
-    }
-    return TablePlan(measured, entries, figures, notes)
+    units = {name: unit for column_units in units_of.values() for name, unit in column_units.items()}
+    return TablePlan(units, entries, figures, bench.notes_on_short_prompts(lengths))

@@ -1,4 +1,4 @@
-"""A table ready to be measured, and its report: the paper's rows beside ours."""
+"""A paper's table, ready to be measured, and its report: the paper's rows below ours."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from longdraft.bench.tables import Report, environment_info, format_cell, group_
 from longdraft.model.checkpoints import LoadedModel, Progress
 
 FORMAT = "longdraft-reproduce"
-# Columns of figures beside each other.
-WIDE = 8
+# Columns of figures side by side.
+MAX_COLUMNS = 8
 
 Row = Mapping[str, Any]
 
@@ -35,7 +35,7 @@ class Reproduction:
     """A table, ready to be measured.
 
     Attributes:
-        header: all that its figures depend on.
+        header: the header of its results file: all that its figures depend on.
     """
 
     paper: Paper
@@ -43,40 +43,40 @@ class Reproduction:
     plan: TablePlan
     header: Mapping[str, Any]
 
-    def report(self, found: Sequence[UnitRecord], complete: bool) -> Report:
-        """The report of what has been measured.
+    def report(self, records: Sequence[UnitRecord], complete: bool) -> Report:
+        """The report of the records so far.
 
         Args:
-            complete: no unit is missing.
+            complete: True if no unit is missing.
         """
-        own, model = self.scaled_table.table, self.header["model"]
-        rows = self.plan.rows(own, {record["unit"]: record["measured"] for record in found})
+        table, model = self.scaled_table.table, self.header["model"]
+        rows = self.plan.rows(table, {record["unit"]: record["measured"] for record in records})
         hardware = self.header["hardware"]
         gpus = ", ".join(gpu["name"] for gpu in hardware["gpus"]) if model["device"] == "cuda" else ""
-        differs = [
-            f"model: {model['name']} (paper: {own.models})",
-            f"hardware: {gpus or '{cores} cores of {cpu}'.format(**hardware)} (paper: {own.hardware})",
+        differences = [
+            f"model: {model['name']} (paper: {table.models})",
+            f"hardware: {gpus or '{cores} cores of {cpu}'.format(**hardware)} (paper: {table.hardware})",
             *self.scaled_table.differences(),
         ]
         document = {
             "paper": self.paper.name,
             "reference": self.paper.reference,
-            "table": own.name,
-            "title": own.title,
+            "table": table.name,
+            "title": table.title,
             "scale": self.header["scale"],
             "model": model["name"],
-            "figures": list(own.shown_figures),
+            "figures": list(table.shown_figures),
             "rows": rows,
-            "differs": differs,
-            "remarks": list(own.remarks),
+            "differs": differences,
+            "remarks": list(table.remarks),
             "notes": list(self.plan.notes),
             **environment_info(),
             "complete": complete,
         }
-        name = f"{own.heading} of {self.paper.name}"
-        remarks = [f"All rows: {'; '.join(differs)}.", *_remarks(rows), *own.remarks, *self.plan.notes]
-        tables = list(_tables(name, own, rows))
-        return Report(document, tables, list(map(Text, remarks)), _definitions(own))
+        name = f"{table.heading} of {self.paper.name}"
+        remarks = [f"All rows: {'; '.join(differences)}.", *_remarks(rows), *table.remarks, *self.plan.notes]
+        tables = list(_tables(name, table, rows))
+        return Report(document, tables, list(map(Text, remarks)), _definitions(table))
 
 
 def prepare(
@@ -89,109 +89,109 @@ def prepare(
     load_dequantized: Callable[[], LoadedModel] | None = None,
     progress: Progress = lambda message: None,
 ) -> Reproduction:
-    """Encodes a table's prompts and settles its methods.
+    """Encodes a table's prompts and plans its measurement.
 
     Args:
-        model: as the user named it.
-        drafts: draft folders and files, one of a kind; others are those that come with longdraft.
-        load_dequantized: as of :class:`~longdraft.bench.run.Bench`.
+        model: the model's name as the user wrote it.
+        drafts: draft folders and files, one of each kind; missing kinds come from the package.
+        load_dequantized: see :class:`~longdraft.bench.run.Bench`.
     """
-    by_kind, own = drafts_by_kind(drafts), scaled.table
+    by_kind, table = drafts_by_kind(drafts), scaled.table
     prompts: dict[str, list[Prompt]] = {}
-    if own.kind == "needle":
+    if table.kind == "needle":
         plan = measures.plan_needles(scaled, loaded, sources, by_kind)
     else:
-        differs: dict[str, list[str]] = {}
-        count = scaled.prompts and max(scaled.prompts, *(column.batch for column in own.columns))
-        rows = {name: sources.samples(name, count) for name in own.datasets}
-        seen: dict[tuple[Any, ...], tuple[list[Prompt], list[str]]] = {}
-        for column in own.columns:
+        differences: dict[str, list[str]] = {}
+        count = scaled.prompts and max(scaled.prompts, *(column.batch for column in table.columns))
+        samples = {name: sources.samples(name, count) for name in table.datasets}
+        encoded: dict[tuple[Any, ...], tuple[list[Prompt], list[str]]] = {}  # columns may share their prompts
+        for column in table.columns:
             key = column.dataset, scaled.prompt_tokens(column), column.batch
-            if key not in seen:
+            if key not in encoded:
                 progress(f"Encoding {column.name}")
-                seen[key] = column_prompts(column, scaled, sources, loaded, rows[column.dataset])
-            prompts[column.name], differs[column.name] = seen[key]
-        if own.kind == "quality":
+                encoded[key] = column_prompts(column, scaled, sources, loaded, samples[column.dataset])
+            prompts[column.name], differences[column.name] = encoded[key]
+        if table.kind == "quality":
             plan = measures.plan_quality(scaled, loaded, prompts, by_kind)
         else:
             plan = measures.plan_speed(scaled, loaded, prompts, by_kind, load_dequantized, progress)
-        plan.differences = differs
+        plan.differences = differences
     content = {
         "paper": paper.name,
-        "table": own.name,
+        "table": table.name,
         "scale": "small" if scaled.small else "paper",
         "settings": {
             "max_tokens": scaled.max_tokens,
             "prompts": scaled.prompts,
             "plan": scaled.plan,
-            **({"foresee": False} if any(own.temperatures) else {}),
+            **({"foresee": False} if any(table.temperatures) else {}),
         },
         "units": list(plan.units),
         "drafts": {kind: fingerprint(folder) for kind, folder in by_kind.items()},
     }
-    tokens = {name: [prompt.token_ids for prompt in texts] for name, texts in prompts.items()}
-    header = unit_header(FORMAT, content, loaded, model, tokens)
+    token_ids = {name: [prompt.token_ids for prompt in group] for name, group in prompts.items()}
+    header = unit_header(FORMAT, content, loaded, model, token_ids)
     return Reproduction(paper, scaled, plan, header)
 
 
-def _definitions(own: Table) -> list[str]:
-    """Definitions of the figures, where the paper's are not this package's."""
-    found = ["Definitions are the paper's; --json has this package's too (docs/figures.md)."]
-    if "accepted" in own.figures:
-        counted = "counts" if own.counts_bonus else "does not count"
-        how = "sums over all prompts" if own.length_average == "pooled" else "the mean of the prompts"
-        found.append(f"accepted length: the paper {counted} the bonus token; {how}; ±: one standard error (jackknife).")
-    if own.kind == "speed" and not own.is_profiled:
-        over = own.baseline if own.baseline != "hf-eager" else "transformers' generate with eager attention"
-        prefill = "with the prompt's reading" if own.includes_prefill else "without the prompt's reading"
-        how = "sums over all prompts" if own.rate_average == "pooled" else "the mean of the prompts"
-        found.append(f"tokens/s: {prefill}, {how}; speed-ups are their quotients, over {over}.")
-    return found
+def _definitions(table: Table) -> list[str]:
+    """Definitions of the figures that the paper defines in its own way."""
+    lines = ["Definitions are the paper's; --json has longdraft's too (docs/figures.md)."]
+    if "accepted" in table.figures:
+        counts = "counts" if table.counts_bonus else "does not count"
+        how = "sums over all prompts" if table.length_average == "pooled" else "the mean of the prompts"
+        lines.append(f"accepted length: the paper {counts} the bonus token; {how}; ±: one standard error (jackknife).")
+    if table.kind == "speed" and not table.is_profiled:
+        over = table.baseline if table.baseline != "hf-eager" else "transformers' generate with eager attention"
+        prefill = "with the prefill" if table.includes_prefill else "without the prefill"
+        how = "sums over all prompts" if table.rate_average == "pooled" else "the mean of the prompts"
+        lines.append(f"tokens/s: {prefill}, {how}; speed-ups are their quotients, over {over}.")
+    return lines
 
 
-def _tables(name: str, own: Table, rows: Sequence[Row]) -> Iterator[tuple[str, RichTable]]:
-    """A title and a table for each temperature, figure and group of columns: ours, and below it the paper's by model;
-    what has no figure is left out."""
-    for alike in group_by(rows, "temperature"):
-        t = alike[0]["temperature"]
-        for key in own.shown_figures:
+def _tables(name: str, table: Table, rows: Sequence[Row]) -> Iterator[tuple[str, RichTable]]:
+    """A title and a table for each temperature, figure and group of columns. Each line has our row, then the paper's by
+    model; rows and tables without figures are left out."""
+    for group in group_by(rows, "temperature"):
+        t = group[0]["temperature"]
+        for key in table.shown_figures:
             form = FIGURES[key][1]
-            figures = {
-                ("ours", row["line"], row["column"]): format_cell(row["as_published"], key, form) for row in alike
+            cells = {  # (whose, line, column) -> text
+                ("ours", row["line"], row["column"]): format_cell(row["as_published"], key, form) for row in group
             }
-            for (model, line, column, which), value in own.published.items():
-                if which == key and t == own.temperatures[0]:
-                    figures["paper" if model == "-" else f"paper, {model}", line, column] = form.format(value)
-            for columns in _beside(own.columns):
-                made = new_table(["method", "whose"], [column.name for column in columns])
-                for head in (line.name for line in own.lines):
-                    said = head
-                    for whose in dict.fromkeys(whose for whose, *_ in figures):
-                        texts = [figures.get((whose, head, column.name), "-") for column in columns]
+            for (model, line, column, figure), value in table.published.items():
+                if figure == key and t == table.temperatures[0]:
+                    cells["paper" if model == "-" else f"paper, {model}", line, column] = form.format(value)
+            for columns in _column_groups(table.columns):
+                rich_table = new_table(["method", "whose"], [column.name for column in columns])
+                for line in (line.name for line in table.lines):
+                    heading = line  # only in the line's first row
+                    for whose in dict.fromkeys(whose for whose, *_ in cells):
+                        texts = [cells.get((whose, line, column.name), "-") for column in columns]
                         if any(text != "-" for text in texts):
                             style = "" if whose == "ours" else "dim"
-                            made.add_row(Text(said), *(Text(text, style=style) for text in (whose, *texts)))
-                            said = ""
-                if made.row_count:
-                    yield f"{name}: {FIGURES[key][0]}, {format_temperature(t)}", made
+                            rich_table.add_row(Text(heading), *(Text(text, style=style) for text in (whose, *texts)))
+                            heading = ""
+                if rich_table.row_count:
+                    yield f"{name}: {FIGURES[key][0]}, {format_temperature(t)}", rich_table
 
 
-def _beside(columns: Sequence[Column]) -> Iterator[Sequence[Column]]:
-    """Columns of one data set together where there are many."""
+def _column_groups(columns: Sequence[Column]) -> Iterator[Sequence[Column]]:
+    """Groups of at most :data:`MAX_COLUMNS` columns. If there are more, columns of a group have the same data set."""
     groups = [list(columns)]
-    if len(columns) > WIDE:
-        groups = [list(own) for _, own in groupby(columns, key=lambda column: (column.dataset, column.line_names))]
-    for own in groups:
-        yield from (own[i : i + WIDE] for i in range(0, len(own), WIDE))
+    if len(columns) > MAX_COLUMNS:
+        groups = [list(group) for _, group in groupby(columns, key=lambda column: (column.dataset, column.line_names))]
+    for group in groups:
+        yield from (group[i : i + MAX_COLUMNS] for i in range(0, len(group), MAX_COLUMNS))
 
 
 def _remarks(rows: Sequence[Row]) -> list[str]:
-    """Differences from the paper in single lines or columns."""
-    found = []
-    every = {row["line"] for row in rows}
-    for text in dict.fromkeys(text for row in rows for text in row["differs"]):
-        own = [row for row in rows if text in row["differs"]]
-        lines, columns = (list(dict.fromkeys(row[key] for row in own)) for key in ("line", "column"))
-        where = lines if set(lines) != every else columns if len(columns) < 4 else ["all columns"]
-        found.append(f"{', '.join(where)}: {text}.")
-    return found
+    """Differences from the paper that concern some lines or columns."""
+    remarks = []
+    all_lines = {row["line"] for row in rows}
+    for difference in dict.fromkeys(text for row in rows for text in row["differs"]):
+        affected = [row for row in rows if difference in row["differs"]]
+        lines, columns = (list(dict.fromkeys(row[key] for row in affected)) for key in ("line", "column"))
+        where = lines if set(lines) != all_lines else columns if len(columns) < 4 else ["all columns"]
+        remarks.append(f"{', '.join(where)}: {difference}.")
+    return remarks

@@ -1,4 +1,4 @@
-"""A table at a scale: how long prompts and answers are, which options methods get, and what that changes."""
+"""A paper's table at a scale: lengths, options, differences from the paper; and the plan of its measurement."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from longdraft.model.runner import TargetRunner
 from longdraft.recipes import recipe_for, resolve
 
 UnitResult = Mapping[str, Any]
-"""The result of a unit, as JSON has it."""
+"""The result of a unit, as a JSON object."""
 Figures = tuple[dict[str, float | None], dict[str, Any]]
-"""By key of :data:`~longdraft.bench.papers.table.FIGURES`, as the paper defines them; and a row for programs, as this
-package defines its figures."""
+"""Figures by key (:data:`~longdraft.bench.papers.table.FIGURES`) as the paper defines them; and a row with the keys and
+definitions of docs/figures.md."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class ScaledTable:
     """A table at a scale.
 
     Attributes:
-        small: the small scale; else the paper's.
-        max_tokens, prompts: in the place of the scale's own; None: these.
-        plan: "fixed" keeps the paper's trees; "auto" fits them to this machine.
-        asked: ``system`` and arguments of the chat template, such as ``enable_thinking``.
+        small: True: the small scale; False: the paper's.
+        max_tokens_override, prompts_override: replace the scale's numbers; None: they stay.
+        plan: "fixed": the paper's trees; "auto": a planner fits trees to this machine.
+        template_kwargs: ``system`` and arguments of the chat template, such as ``enable_thinking``.
     """
 
     table: Table
@@ -47,43 +47,43 @@ class ScaledTable:
 
     @property
     def max_tokens(self) -> int:
-        """New tokens of a prompt, at most."""
+        """New tokens of each prompt, at most."""
         return self.max_tokens_override or (self.table.small.max_tokens if self.small else self.table.max_tokens)
 
     @property
     def prompts(self) -> int | None:
-        """Prompts of a column; None: all."""
+        """Prompts of each column; None: all rows of the data set."""
         return self.prompts_override or (self.table.small.prompts if self.small else self.table.prompts)
 
     def prompt_tokens(self, column: Column) -> int | None:
-        """Length of a column's prompts; None: as they are."""
+        """Length of a column's prompts; None: prompts are not cut."""
         if column.tokens is not None:
             return column.tokens // self.shrink
         return self.table.small.context if self.small else None
 
     def options(self, line: Line, column: Column) -> dict[str, Any]:
-        """Options of a line's method in a column."""
-        known = METHODS[line.method].options if line.method in METHODS else ()
-        given = {**line.options, **{name: x for name, x in column.options.items() if name in known}}
-        return {name: max(1, x // self.shrink) if name in SCALED_OPTIONS else x for name, x in given.items()}
+
+        method_options = METHODS[line.method].options if line.method in METHODS else ()
+        options = {**line.options, **{name: x for name, x in column.options.items() if name in method_options}}
+        return {name: max(1, x // self.shrink) if name in SCALED_OPTIONS else x for name, x in options.items()}
 
     def differences(self) -> list[str]:
-        """Differences from the paper in all rows, by this scale."""
-        found = []
+        """Differences from the paper that this scale makes in all rows."""
+        texts = []
         if self.max_tokens != self.table.max_tokens:
-            found.append(f"up to {self.max_tokens:,} new tokens (paper: {self.table.max_tokens:,})")
+            texts.append(f"up to {self.max_tokens:,} new tokens (paper: {self.table.max_tokens:,})")
         if self.prompts != self.table.prompts:
-            found.append(f"prompts a column: {self.prompts} (paper: {self.table.prompts or 'all rows'})")
+            texts.append(f"prompts a column: {self.prompts} (paper: {self.table.prompts or 'all rows'})")
         if self.shrink > 1:
             part = {2: "half", 4: "a quarter", 8: "an eighth"}.get(self.shrink, f"1/{self.shrink}")
-            found.append(f"prompts, KV budgets and counts of chunks are {part} of the paper's")
+            texts.append(f"prompts, KV budgets and counts of chunks are {part} of the paper's")
         elif self.small and any(column.tokens is None for column in self.table.columns):
-            found.append(f"prompts are cut to {self.table.small.context:,} tokens")
+            texts.append(f"prompts are cut to {self.table.small.context:,} tokens")
         if self.small:
-            found.append("answers go on to the last token, whatever the model ends")
+            texts.append("answers have all of their tokens: EOS is ignored")
         if self.plan != "fixed":
-            found.append("trees are fitted to this machine by the planner; the paper's are fixed")
-        return found
+            texts.append("trees are fitted to this machine by the planner; the paper's are fixed")
+        return texts
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ class TableEntry:
     """A line in a column.
 
     Attributes:
-        name: of the contender or view that it is. options: its method's, without the draft.
-        units: what is measured for it.
+        name, options: the contender or view that is measured, and its method's options without the draft.
+        units: names of the units that are measured for it.
     """
 
     line: Line
@@ -108,9 +108,9 @@ class TablePlan:
     """The measurement of a table.
 
     Attributes:
-        units: by name. entries: lines in columns, and their units.
-        figures: an entry's figures of its units: as the paper defines them, and a row for programs.
-        notes: remarks on texts and methods. differs: differences from the paper by column.
+        units: the units to measure, by name. entries: lines in columns, with their units.
+        figures: (entry, results of its units) -> its figures.
+        notes: remarks on texts and methods. differences: differences from the paper, by column.
     """
 
     units: Mapping[str, Unit]
@@ -120,59 +120,60 @@ class TablePlan:
     differences: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def rows(self, table: Table, done: Mapping[str, UnitResult]) -> list[dict[str, Any]]:
-        """Rows for programs, with the keys that docs/figures.md defines, from the units that are done."""
+        """Rows of the JSON object, with the keys that docs/figures.md defines, from the units that are done."""
         rows = []
-        for each in self.entries:
-            if not (own := [done[unit] for unit in each.units if unit in done]):
+        for entry in self.entries:
+            if not (results := [done[unit] for unit in entry.units if unit in done]):
                 continue
-            shown, row = self.figures(each, own)
-            beside: dict[str, dict[str, Any]] = {}
+            as_published, row = self.figures(entry, results)
+            published: dict[str, dict[str, Any]] = {}
             for (model, line, column, key), value in table.published.items():
-                # The papers' figures in numbers are of the table's first temperature.
-                if (line, column, table.temperatures[0]) == (each.line.name, each.column.name, each.temperature):
-                    beside.setdefault(model, {"model": model})[key] = value
+                # Published numbers are those of the table's first temperature.
+                if (line, column, table.temperatures[0]) == (entry.line.name, entry.column.name, entry.temperature):
+                    published.setdefault(model, {"model": model})[key] = value
             rows.append(
                 {
-                    "line": each.line.name,
-                    "column": each.column.name,
-                    "temperature": each.temperature,
+                    "line": entry.line.name,
+                    "column": entry.column.name,
+                    "temperature": entry.temperature,
                     **row,
-                    "as_published": shown,
-                    "published": list(beside.values()),
-                    "differs": _differing(each.line, each.options, self.differences.get(each.column.name, ())),
+                    "as_published": as_published,
+                    "published": list(published.values()),
+                    "differs": _entry_differences(entry, self.differences.get(entry.column.name, ())),
                 }
             )
         return rows
 
 
-def _differing(line: Line, options: Mapping[str, Any], more: Sequence[str]) -> list[str]:
-    """Differences of a cell from the paper: the line's note, ``more``, and options that are not the paper's."""
-    changed = [f"{name} {format_option(x)}" for name, x in options.items() if x != line.options.get(name)]
-    return [*filter(None, (line.note, *more, f"with {', '.join(changed)}" if changed else ""))]
+def _entry_differences(entry: TableEntry, of_column: Sequence[str]) -> list[str]:
+    """Differences from the paper: the line's note, the column's, and options that are not the paper's."""
+    paper = entry.line.options
+    changed = [f"{name} {format_option(x)}" for name, x in entry.options.items() if x != paper.get(name)]
+    return [*filter(None, (entry.line.note, *of_column, f"with {', '.join(changed)}" if changed else ""))]
 
 
 def drafts_by_kind(folders: Sequence[Path]) -> dict[str, Path]:
-    """Draft folders and files by the kind of draft that they hold.
+    """Draft folders and files by their kind of draft.
 
     Raises:
-        CheckpointError: no draft.
+        CheckpointError: a folder or file is no draft.
     """
-    # What is no folder or file may be a model's name on the hub.
+    # A path that does not exist may be the hub id of a small language model.
     return {kind_of(folder).name if folder.exists() else "small-lm": folder for folder in folders}
 
 
 def add_draft(method: str, options: Mapping[str, Any], drafts: Mapping[str, Path]) -> dict[str, Any]:
-    """The options with the draft that the method takes, if one was given."""
+    """The options, with the user's draft of the kind that the method takes, if there is one."""
     if method not in METHODS:
         return dict(options)
-    # Of a method that takes any drafter, the draft is its drafter's. One that needs none drafts as the paper has it.
-    drafting = METHODS[options.get("drafter", method)]
-    kind = drafting.draft_kind if drafting.needs_draft else None
+    # A method with a ``drafter`` option takes its drafter's draft. A method that needs no draft gets none.
+    drafting_method = METHODS[options.get("drafter", method)]
+    kind = drafting_method.draft_kind if drafting_method.needs_draft else None
     return {**options, **({"draft": drafts[kind]} if kind is not None and kind in drafts else {})}
 
 
-def why_unavailable(method: str, options: Mapping[str, Any], runner: TargetRunner) -> str | None:
-    """Why a method cannot run on a target: a missing draft, or sizes that it was not trained for; None if it can."""
+def refusal(method: str, options: Mapping[str, Any], runner: TargetRunner) -> str | None:
+    """Why a method cannot run on a target: its draft is missing, or does not fit the options; None if it can run."""
     try:
         if method in METHODS:
             recipe_for(*resolve(method, options), runner)
@@ -182,12 +183,12 @@ def why_unavailable(method: str, options: Mapping[str, Any], runner: TargetRunne
 
 
 def describe_needs(table: Table) -> str:
-    """Drafts by kind and data sets that a table needs, in a few words."""
+    """The kinds of drafts and the data sets that a table needs, in words."""
     kinds: dict[str, None] = {}
     for line in table.lines:
         if line.method in METHODS:
-            known = METHODS[line.method]
-            kind = known.draft_kind if known.needs_draft else line.options.get("drafter")
+            method = METHODS[line.method]
+            kind = method.draft_kind if method.needs_draft else line.options.get("drafter")
             if kind in KINDS:
                 kinds[kind] = None
     parts = [f"drafts: {', '.join(kinds)}"] if kinds else ["no draft"]

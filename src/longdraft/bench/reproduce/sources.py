@@ -1,4 +1,4 @@
-"""The texts of a table: files that the user gives, data sets by name, or sources of Python's library in their place."""
+"""The prompts of a table: from the user's files, from data sets by name, or from sources of Python's library."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ MODULES = (
     "argparse", "typing", "inspect", "tarfile", "doctest", "pydoc", "_pydecimal", "subprocess", "mailbox", "difflib",
     "locale", "ipaddress", "pickle", "optparse", "threading", "imaplib",
 )  # fmt: skip
-# What is asked about a module in the place of a data set's rows.
+# Instructions of the stand-ins, by the data set that they replace.
 _CODE, _SUMMARY = "Write the line of code that comes next.", "Write a summary of this module, about one page long."
-_ASKED = {
+_INSTRUCTIONS = {
     "lcc": _CODE,
     "repobench-p": _CODE,
     "qmsum": "What does this module offer? Answer in a few sentences.",
@@ -30,85 +30,83 @@ _ASKED = {
     "pg19": "Go on with this text where it stops.",
     "aime24": "Think step by step: which part of this is the most likely to go wrong, and how would you test it?",
 }
-# Rows of a data set that are read for each prompt that is wanted: some are too short.
-_SPARE = 8
+# Rows that are read for each wanted prompt, as some are too short.
+_ROWS_PER_PROMPT = 8
 
 
 @dataclass(frozen=True)
 class SampleSources:
-    """Where rows come from.
+    """Where a table's samples come from.
 
     Attributes:
-        files: by data set.
-        stand_in_samples: take modules of Python's library where no file is given; else the Hugging Face hub is asked.
+        files: files by data set.
+        stand_ins: for a data set without a file take modules of Python's library; if False, the Hugging Face hub.
     """
 
     files: Mapping[str, str]
     stand_ins: bool
 
     def samples(self, dataset: str, count: int | None) -> list[Sample]:
-        """Rows of a data set, more than are wanted, since some may be too short.
+        """Samples of a data set, more than ``count``, as some may be too short; None: all.
 
         Raises:
-            PromptError: a file or a row that cannot be used.
+            PromptError: a file or a row cannot be used.
             CapabilityError: the hub cannot be reached; says which file to give.
         """
-        limit = None if count is None else _SPARE * count
+        limit = None if count is None else _ROWS_PER_PROMPT * count
         if (file := self.files.get(dataset)) is None:
             return stand_in_samples(dataset) if self.stand_ins else tasks.load_samples([dataset], limit)
         try:
-            found = tasks.load_samples([f"{dataset}={file}"], limit)
+            loaded = tasks.load_samples([f"{dataset}={file}"], limit)
         except PromptError:
             if not file.endswith(".jsonl"):
                 raise
-            found = data.read_samples([Path(file).expanduser()], limit)  # rows of whole prompts
-        return [replace(sample, dataset=dataset) for sample in found]
+            loaded = data.read_samples([Path(file).expanduser()], limit)  # not in the data set's own format
+        return [replace(sample, dataset=dataset) for sample in loaded]
 
 
 def stand_in_samples(dataset: str) -> list[Sample]:
-    """Long modules, each with a question like the data set's."""
-    asked = _ASKED.get(dataset, _SUMMARY)
+    """Long modules, each with an instruction like the data set's."""
+    instruction = _INSTRUCTIONS.get(dataset, _SUMMARY)
     files = map(tasks.module_source, MODULES)
-    return [Sample(path.read_text(encoding="utf-8"), asked, dataset, path.name) for path in files]
+    return [Sample(path.read_text(encoding="utf-8"), instruction, dataset, path.name) for path in files]
 
 
 def column_prompts(
-    column: Column, scaled: ScaledTable, sources: SampleSources, loaded: LoadedModel, rows: Sequence[Sample]
+    column: Column, scaled: ScaledTable, sources: SampleSources, loaded: LoadedModel, samples: Sequence[Sample]
 ) -> tuple[list[Prompt], list[str]]:
-    """A column's prompts, and what differs in them.
+    """A column's prompts, and their differences from the paper's.
 
     Raises:
         ContextError: the model's context has no room for them.
-        PromptError: no row is long enough.
+        PromptError: no sample is long enough.
     """
-    room = TargetRunner(loaded.model).context_length - scaled.max_tokens
+    limit = TargetRunner(loaded.model).context_length - scaled.max_tokens
     length = scaled.prompt_tokens(column)
-    if room < 1 or (length is not None and length > room and not scaled.small):
+    if limit < 1 or (length is not None and length > limit and not scaled.small):
         raise ContextError(
             f"{column.name} is {length or 'any number of'} tokens and {scaled.max_tokens:,} new ones, and the model's "
-            f"context is {room + scaled.max_tokens:,}: stretch it with --rope-factor, or take --scale small."
+            f"context is {limit + scaled.max_tokens:,}: stretch it with --rope-factor, or take --scale small."
         )
-    wanted = None if scaled.prompts is None else max(scaled.prompts, column.batch)
-    instead = sources.stand_ins and column.dataset not in sources.files
-    differs = [f"modules of Python's library in the place of {column.dataset}"] if instead else []
+    count = None if scaled.prompts is None else max(scaled.prompts, column.batch)
+    is_stand_in = sources.stand_ins and column.dataset not in sources.files
+    differences = [f"modules of Python's library in the place of {column.dataset}"] if is_stand_in else []
+    tokenizer, kwargs = loaded.tokenizer, scaled.template_kwargs
     if length is None:
-        chosen = [
-            Prompt(s, tuple(encode_truncated(s, loaded.tokenizer, room, **scaled.template_kwargs)))
-            for s in rows[:wanted]
-        ]
-        return chosen, differs
-    if length > room:
-        differs.append(f"cut to {room:,} tokens, which is all that fits the model's context")
-        length = room
-    # A text is encoded whole, so no more of them than are needed.
-    few = rows if wanted is None else rows[: _SPARE * wanted]
-    found, notes = prompts_of_length(few[:wanted], length, room, loaded.tokenizer, "leave", **scaled.template_kwargs)
-    if wanted is not None and len(found) < wanted:
+        prompts = [Prompt(s, tuple(encode_truncated(s, tokenizer, limit, **kwargs))) for s in samples[:count]]
+        return prompts, differences
+    if length > limit:
+        differences.append(f"cut to {limit:,} tokens, which is all that fits the model's context")
+        length = limit
+    # Each sample is encoded before it is cut, so no more samples than needed.
+    few = samples if count is None else samples[: _ROWS_PER_PROMPT * count]
+    prompts, notes = prompts_of_length(few[:count], length, limit, tokenizer, "leave", **kwargs)
+    if count is not None and len(prompts) < count:
         short: ShortTextPolicy = "join" if scaled.small else "leave"
-        found, notes = prompts_of_length(few, length, room, loaded.tokenizer, short, **scaled.template_kwargs)
-    if not found:
+        prompts, notes = prompts_of_length(few, length, limit, tokenizer, short, **kwargs)
+    if not prompts:
         raise PromptError(f"{column.name}: {' '.join(notes)} Give longer ones with --data {column.dataset}=FILE.")
-    found = found[:wanted]
-    if any(text.joined for text in found):
-        differs.append("texts are joined with those of the rows after them")
-    return found, differs
+    prompts = prompts[:count]
+    if any(prompt.joined for prompt in prompts):
+        differences.append("texts are joined with those of the rows after them")
+    return prompts, differences

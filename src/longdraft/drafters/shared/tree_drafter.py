@@ -8,9 +8,9 @@ import torch
 
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.sequence import Sequence
-from longdraft.trees.kind import TreeConfig, chain
 from longdraft.trees.level import Calibrate, DraftLogits, DraftTopk, TreeLevel
 from longdraft.trees.tree import NO_LIMIT, NodeLimit, TokenTree
+from longdraft.trees.tree_config import TreeConfig, chain
 
 
 class TreeDrafter(Drafter):

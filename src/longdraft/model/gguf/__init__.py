@@ -1,4 +1,4 @@
-"""GGUF files: their fields and tensors, the table of architectures, and models whose matrices stay as they are stored.
+"""GGUF files: metadata and tensors, the table of architectures, and models with weights in quant blocks.
 
-:func:`longdraft.model.gguf.loading.read_gguf` reads one; one more architecture is a row in architectures.py.
+:func:`longdraft.model.gguf.loading.load_gguf` loads one; one more architecture is a row in architectures.py.
 """

@@ -1,4 +1,4 @@
-"""The table of architectures: what a GGUF file's fields are in a configuration, and what its converter changes."""
+"""The table of GGUF architectures: how fields become a transformers config, and what the converter changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from longdraft.errors import CapabilityError
 from longdraft.model.gguf.header import GGUFHeader
 
-# Field of a file behind its architecture's name -> field of the configuration.
+# <architecture>.FIELD -> field of the config.
 _FIELDS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -21,7 +21,7 @@ _FIELDS = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
-# Fields that may have a number for each layer.
+# Fields that may be a list, with a number for each layer.
 PER_LAYER_FIELDS = ("feed_forward_length", "attention.head_count", "attention.head_count_kv")
 _EXPERTS = {
     "expert_count": "num_experts",
@@ -30,8 +30,7 @@ _EXPERTS = {
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
 _TOKENS = {"eos_token_id": "eos_token_id", "bos_token_id": "bos_token_id", "padding_token_id": "pad_token_id"}
-
-
+# Fields of a config.
 Settings = dict[str, Any]
 
 
@@ -40,15 +39,14 @@ class Arch:
     """An architecture.
 
     Attributes:
-        model_type: transformers' name of it.
-        field_map: more of the file's fields -> the configuration's.
-        derived_fields: what follows from several fields, or is not in the file.
-        permuted_qk: rows of queries and keys lie in pairs, as the first Llama rotated them.
-        norm_plus_one: the model multiplies by 1 + the weight of a norm, and the file has the sum.
-        tiled_value_heads: value heads of gated DeltaNet lie as the key heads repeat: those of the first key head are not side by
-            side.
-        per_layer_sizes: it is known how layers differ whose :data:`PER_LAYER_FIELDS` are numbers for each.
-        rope_freqs_scale: the tensor ``rope_freqs`` scales frequencies; else it says which are not used.
+        model_type: in transformers.
+        field_map: further fields of the file -> of the config.
+        derived_fields: fields of the config that follow from several of the file, or are not in it.
+        permuted_qk: rows of q and k are interleaved for RoPE, as in the first Llama (the converter's ``permute``).
+        norm_plus_one: norms multiply by 1 + weight, and the file has the sum.
+        tiled_value_heads: value heads of gated DeltaNet are tiled over the key heads (k0 k1 k0 k1), not grouped.
+        per_layer_sizes: :data:`PER_LAYER_FIELDS` may differ between layers.
+        rope_freqs_scale: the tensor ``rope_freqs`` scales frequencies; False: it marks unused ones.
     """
 
     model_type: str
@@ -62,7 +60,7 @@ class Arch:
 
 
 def _delta(header: GGUFHeader) -> Settings:
-    """Layers of gated DeltaNet beside full attention with a gate."""
+    """Layers with gated DeltaNet and layers with gated full attention."""
     heads = int(header("ssm.time_step_rank"))
     recurrent = header("attention.recurrent_layers")
     if not isinstance(recurrent, list):
@@ -103,7 +101,7 @@ def _lfm2(header: GGUFHeader) -> Settings:
 _LFM2 = {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"}
 
 
-# A mixture in every layer. The code of Qwen2's makes a mask of a window even where no layer uses one.
+# Experts in every layer. Qwen2-MoE's code makes a window mask even if no layer uses one.
 _QWEN3_MOE: Settings = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 _QWEN2_MOE: Settings = _QWEN3_MOE | {"norm_topk_prob": False, "sliding_window": 0}
 
@@ -140,7 +138,7 @@ _GLM4_MOE = _EXPERTS | {
 
 
 def _windows(every: int) -> Callable[[GGUFHeader], Settings]:
-    """Windowed layers beside full ones, of which each ``every``-th is full where the file does not say more."""
+    """Layers with sliding windows; each ``every``-th has full attention if the file does not say more."""
 
     def settings(header: GGUFHeader) -> Settings:
         window, pattern = header("attention.sliding_window"), header("attention.sliding_window_pattern", every)
@@ -155,7 +153,7 @@ def _windows(every: int) -> Callable[[GGUFHeader], Settings]:
 
 
 def _gemma(every: int, largest: int) -> Callable[[GGUFHeader], Settings]:
-    """Gemma 2 and 3. In files of as many layers as the ``largest`` scores are scaled by the hidden size."""
+    """Gemma 2 and 3. The largest model, with ``largest`` layers, scales scores by hidden_size // heads."""
 
     def settings(header: GGUFHeader) -> Settings:
         hidden, heads = int(header("embedding_length")), int(header("attention.head_count"))
@@ -254,13 +252,13 @@ ARCHITECTURES = {
     "seed_oss": Arch("seed_oss", {}, _seed_oss),
     "granite": Arch("granite", _GRANITE, permuted_qk=True),
 }
-# Models whose files have the architecture of the first Llama.
+# Models whose files say the architecture "llama".
 _MISTRAL = Arch("mistral", {}, lambda header: {"sliding_window": header("attention.sliding_window")}, permuted_qk=True)
 _WITH_EXPERTS = Arch("mixtral", _MIXTRAL, permuted_qk=True)
 
 
 def find_arch(header: GGUFHeader) -> Arch | None:
-    """The row of a file's architecture; None if there is none."""
+    """The table's row for a file; None if there is none."""
     if header.architecture == "llama" and header("expert_count"):
         return _WITH_EXPERTS
     if header.architecture == "llama" and "mistral" in str(header.field("general.name")).lower():
@@ -269,18 +267,18 @@ def find_arch(header: GGUFHeader) -> Arch | None:
 
 
 def build_config(header: GGUFHeader, arch: Arch) -> Any:
-    """The configuration of a file, with rotary frequencies that are not scaled."""
-    found: Settings = {"num_hidden_layers": header.num_layers, "head_dim": header.head_dim}
+    """The transformers config of a file, without scaling of the rotary frequencies."""
+    fields: Settings = {"num_hidden_layers": header.num_layers, "head_dim": header.head_dim}
     for names, value in (
         (_FIELDS | dict(arch.field_map), header),
         (_TOKENS, lambda n: header.field(f"tokenizer.ggml.{n}")),
     ):
-        found |= {ours: x for theirs, ours in names.items() if (x := value(theirs)) is not None}
-    found |= arch.derived_fields(header)
-    rope = found.get("rope_parameters", {})
+        fields |= {ours: x for theirs, ours in names.items() if (x := value(theirs)) is not None}
+    fields |= arch.derived_fields(header)
+    rope = fields.get("rope_parameters", {})
     if not any(isinstance(each, dict) for each in rope.values()):
         plain = {"rope_type": "default", "rope_theta": float(header("rope.freq_base", 1e4))}
-        found["rope_parameters"] = plain | rope
-    found["vocab_size"] = int(header("vocab_size", header.vocab_size))
-    found["tie_word_embeddings"] = "output.weight" not in header.tensors
-    return AutoConfig.for_model(arch.model_type, **found)
+        fields["rope_parameters"] = plain | rope
+    fields["vocab_size"] = int(header("vocab_size", header.vocab_size))
+    fields["tie_word_embeddings"] = "output.weight" not in header.tensors
+    return AutoConfig.for_model(arch.model_type, **fields)

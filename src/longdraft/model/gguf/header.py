@@ -1,4 +1,4 @@
-"""The fields and tensors of a GGUF file, checked against one another before anything is built of them."""
+"""Parses a GGUF file: metadata fields and tensors, which are checked against each other before a model is built."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ from longdraft.files import check_numbers, require_regular
 
 ROPE_FREQS = "rope_freqs.weight"
 LAYER_PATTERN = re.compile(r"blk\.(\d+)\.")
-_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
-# What a file may hold in place of a model, by its general.type.
+_EOS_ROLES = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+# Contents of files that are no models, by general.type.
 _OTHERS = {"adapter": "a LoRA adapter", "mmproj": "what reads images for one", "imatrix": "statistics of one"}
-# Long fields that something uses. Others are passed over if they have more bytes than those of any model's numbers.
-_LONG = {f"tokenizer.ggml.{name}" for name in ("tokens", "token_type", "scores", "merges", "precompiled_charsmap")}
-_TEMPLATE, _SHORT = "tokenizer.chat_template", 1 << 13
-# Kinds of fields; those of numbers as the module struct writes them.
-_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+# Long fields that are read. Others are skipped if they are longer than any model's hyperparameters.
+_LONG_FIELDS = {
+    f"tokenizer.ggml.{name}" for name in ("tokens", "token_type", "scores", "merges", "precompiled_charsmap")
+}
+_TEMPLATE, _MAX_SHORT_BYTES = "tokenizer.chat_template", 1 << 13
+# GGUFValueType; scalar types -> codes of the module struct.
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-# Many more than any model has. What stands for each takes far more memory than in the file.
-_MOST = {
+# Limits, many times what any model has: objects take far more memory than their bytes in the file.
+_LIMITS = {
     "fields": 1 << 12, "bytes of a name": 1 << 12, "tensors": 1 << 16, "items": 1 << 21, "parts": 1 << 12,
     "bytes of a template": 1 << 20,
 }  # fmt: skip
@@ -39,9 +41,9 @@ class GGUFTensor(NamedTuple):
     """A tensor of a file.
 
     Attributes:
-        kind: gguf's name of its type.
-        shape: its sizes; neighbours of the first one lie side by side.
-        data: (..., bytes of a row) uint8, mapped from the file, with the first size last; of the kind F32 the numbers.
+        quant_type: name of its ggml type.
+        shape: in GGUF's order: the first dimension is contiguous.
+        data: (..., bytes of a row) uint8 in torch's order, mapped from the file; the floats of an F32 tensor.
     """
 
     name: str
@@ -57,25 +59,26 @@ def require_package(package: str, path: Path) -> None:
 
 
 class GGUFHeader:
-    """An open GGUF file of an ``architecture``, named as in the file, or all files of a model that was split.
+    """Metadata and tensors of a GGUF file, or of all parts of a split model.
 
     Attributes:
         parts: the files.
-        fields: values by their whole names. Long ones that nothing uses are not read.
+        fields: full name -> value, without long ones that nothing uses.
         tensors: of all parts, by name.
+        architecture: ``general.architecture``.
 
     Raises:
-        ValueError, KeyError, OSError, struct.error: the file is damaged or cut short.
-        CheckpointError: it holds no model, or a part is missing.
+        ValueError, KeyError, OSError, struct.error: the file is damaged or truncated.
+        CheckpointError: it contains no model, or a part is missing.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.fields, _, self.mapped = own = _read(path)
+        self.fields, _, self.mapped = contents = _read(path)
         self.parts = _parts_of(path, int(self.field("split.count") or 1))
-        read = [own if part == path else _read(part) for part in self.parts]
-        self.fields = read[0][0]
-        tensors = [tensor for _, found, _ in read for tensor in found]
+        all_contents = [contents if part == path else _read(part) for part in self.parts]
+        self.fields = all_contents[0][0]
+        tensors = [tensor for _, part_tensors, _ in all_contents for tensor in part_tensors]
         self.tensors = {tensor.name: tensor for tensor in tensors}
         if len(self.tensors) < len(tensors):
             raise ValueError("two of its tensors have the same name")
@@ -89,19 +92,15 @@ class GGUFHeader:
         self.architecture = str(architecture)
 
     def field(self, name: str) -> Any:
-        """The value of a field's whole name, or None."""
+        """A field by its full name, or None."""
         return self.fields.get(name)
 
     def __call__(self, name: str, default: Any = None) -> Any:
-        """The value of a name behind the architecture's."""
+        """The field ``<architecture>.<name>``."""
         return self.fields.get(f"{self.architecture}.{name}", default)
 
     def check(self) -> None:
-        """Checks the file's numbers against its tensors.
-
-        Raises:
-            CheckpointError: one does not fit.
-        """
+        """Checks hyperparameters against the tensors; raises CheckpointError if one does not fit."""
         fields = {name: value for name, value in self.fields.items() if name.startswith(f"{self.architecture}.")}
         check_numbers(fields, self.path, max(max(t.shape) for t in self.tensors.values()))
         layers = {found[1] for name in self.tensors if (found := LAYER_PATTERN.match(name))}
@@ -118,7 +117,7 @@ class GGUFHeader:
 
     @property
     def num_layers(self) -> int:
-        """The number of layers, without those that predict further tokens."""
+        """Decoder layers, without MTP layers (nextn)."""
         return int(self("block_count")) - int(self("nextn_predict_layers", 0))
 
     @property
@@ -128,38 +127,37 @@ class GGUFHeader:
 
     @property
     def rope_freqs(self) -> np.ndarray[Any, Any] | None:
-        """The numbers that divide the rotary frequencies, if the file has any."""
+        """Divisors of the rotary frequencies, or None."""
         tensor = self.tensors.get(ROPE_FREQS)
         return None if tensor is None else tensor.data
 
     @property
     def vocab(self) -> list[str]:
-        """The vocabulary, in the order of its ids."""
+        """Tokens, in the order of their ids."""
         return self.fields.get("tokenizer.ggml.tokens") or []
 
     @property
     def vocab_size(self) -> int:
-        """The size of the vocabulary."""
         return len(self.vocab)
 
     @property
     def eos_ids(self) -> list[int]:
-        """The tokens that the file says to end a text, a turn, a message or a part of code."""
-        ids = [self.field(f"tokenizer.ggml.{name}_token_id") for name in _ENDS]
+        """Ids of the tokens that end a text, a turn, a message or a part of code, by the file."""
+        ids = [self.field(f"tokenizer.ggml.{name}_token_id") for name in _EOS_ROLES]
         return [int(i) for i in ids if i is not None and 0 <= i < self.vocab_size]
 
 
 def _parts_of(path: Path, count: int) -> list[Path]:
-    """The files of a model that was split into several; raises CheckpointError if one is missing."""
+    """The files of a split model; raises CheckpointError if one is missing."""
     if count < 2:
         return [path]
-    _few("parts", count)
-    if (named := re.fullmatch(rf"(.*)-\d{{5}}-of-{count:05}", path.stem)) is None:
+    _check_limit("parts", count)
+    if (match := re.fullmatch(rf"(.*)-\d{{5}}-of-{count:05}", path.stem)) is None:
         raise CheckpointError(
             f"{path} is one of {count} parts of a model, and its name does not say which (NAME-00001-of-{count:05}"
             ".gguf): give the parts their names, or join them with llama-gguf-split --merge."
         )
-    parts = [path.with_name(f"{named[1]}-{i + 1:05}-of-{count:05}{path.suffix}") for i in range(count)]
+    parts = [path.with_name(f"{match[1]}-{i + 1:05}-of-{count:05}{path.suffix}") for i in range(count)]
     if missing := [part.name for part in parts if not part.is_file()]:
         raise CheckpointError(
             f"{path} is one of {count} parts of a model, and {', '.join(missing[:5])} is not beside it."
@@ -168,123 +166,124 @@ def _parts_of(path: Path, count: int) -> list[Path]:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[GGUFTensor], mmap.mmap]:
-    """The fields, the tensors and the memory of a file.
+    """Fields, tensors and mapped memory of a file.
 
     Raises:
-        ValueError, struct.error: it is damaged: its tensors do not lie in it, side by side.
+        ValueError, struct.error: it is damaged, or tensors overlap or do not lie in it.
     """
     with require_regular(path).open("rb") as file:
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    _, version, tensors, count = struct.unpack_from("<4sIQQ", memory)
+    _, version, num_tensors, num_fields = struct.unpack_from("<4sIQQ", memory)
     if version not in (2, 3):
         raise ValueError(f"its version is {version:#x}, and little-endian files of the versions 2 and 3 are read")
-    _few("fields", count)
-    _few("tensors", tensors)
-    at, fields = 24, dict[str, Any]()
-    for _ in range(count):
-        name, at = _name(memory, at)
-        (kind,) = struct.unpack_from("<I", memory, at)
-        begin, at = at + 4, _end(memory, at + 4, kind)
+    _check_limit("fields", num_fields)
+    _check_limit("tensors", num_tensors)
+    offset, fields = 24, dict[str, Any]()
+    for _ in range(num_fields):
+        name, offset = _read_name(memory, offset)
+        (value_type,) = struct.unpack_from("<I", memory, offset)
+        begin, offset = offset + 4, _value_end(memory, offset + 4, value_type)
         if name == _TEMPLATE:
-            _few("bytes of a template", at - begin)
-        if name == _TEMPLATE or name in _LONG or at - begin <= _SHORT:
-            fields.setdefault(name, _value(memory, begin, kind))
-    return fields, _tensors(memory, at, tensors, int(fields.get("general.alignment", 32))), memory
+            _check_limit("bytes of a template", offset - begin)
+        if name == _TEMPLATE or name in _LONG_FIELDS or offset - begin <= _MAX_SHORT_BYTES:
+            fields.setdefault(name, _read_value(memory, begin, value_type))
+    return fields, _read_tensors(memory, offset, num_tensors, int(fields.get("general.alignment", 32))), memory
 
 
-def _tensors(memory: mmap.mmap, at: int, count: int, alignment: int) -> list[GGUFTensor]:
-    """The tensors whose descriptions begin at an offset."""
+def _read_tensors(memory: mmap.mmap, offset: int, count: int, alignment: int) -> list[GGUFTensor]:
+    """The tensors whose infos begin at an offset; their data follow the infos."""
     import gguf
 
-    described = []
+    infos = []
     for _ in range(count):
-        name, at = _name(memory, at)
-        (dims,) = struct.unpack_from("<I", memory, at)
+        name, offset = _read_name(memory, offset)
+        (dims,) = struct.unpack_from("<I", memory, offset)
         if not 0 < dims <= 4:
             raise ValueError(f"{name[:99]} has {dims} dimensions")
-        *shape, kind, offset = struct.unpack_from(f"<{dims}QIQ", memory, at + 4)
-        at += 4 + 8 * dims + 12
-        described.append((name, shape, _kind(kind), offset))
-    found, spans, start = [], [], -(-at // alignment) * alignment
-    for name, shape, kind, offset in described:
-        block, size = gguf.GGML_QUANT_SIZES[kind]
-        begin, row = start + offset, shape[0] // block * size
-        end = begin + row * math.prod(shape[1:])
-        if begin == end or shape[0] % block or begin % alignment or end > len(memory):
+        *shape, type_id, data_offset = struct.unpack_from(f"<{dims}QIQ", memory, offset + 4)
+        offset += 4 + 8 * dims + 12
+        infos.append((name, shape, _quant_type(type_id), data_offset))
+    tensors, spans, start = [], [], -(-offset // alignment) * alignment
+    for name, shape, quant_type, data_offset in infos:
+        block_size, block_bytes = gguf.GGML_QUANT_SIZES[quant_type]
+        begin, row_bytes = start + data_offset, shape[0] // block_size * block_bytes
+        end = begin + row_bytes * math.prod(shape[1:])
+        if begin == end or shape[0] % block_size or begin % alignment or end > len(memory):
             raise ValueError(f"{name[:99]} does not lie in it as it says")
-        data = np.frombuffer(memory, np.uint8, end - begin, begin).reshape(*shape[:0:-1], row)
-        found.append(GGUFTensor(name, kind.name, tuple(shape), data.view(np.float32) if kind.name == "F32" else data))
+        data = np.frombuffer(memory, np.uint8, end - begin, begin).reshape(*shape[:0:-1], row_bytes)
+        data = data.view(np.float32) if quant_type.name == "F32" else data
+        tensors.append(GGUFTensor(name, quant_type.name, tuple(shape), data))
         spans.append((begin, end, name))
     for (_, end, name), (begin, _, other) in pairwise(sorted(spans)):
         if begin < end:
             raise ValueError(f"{name} and {other} lie at the same place in it")
-    return found
+    return tensors
 
 
 @cache
-def _kind(number: int) -> Any:
-    """The kind of a tensor's blocks; raises CheckpointError for one that the package gguf cannot unpack."""
+def _quant_type(type_id: int) -> Any:
+    """gguf.GGMLQuantizationType; raises CheckpointError for one that the package gguf cannot dequantize."""
     import gguf
 
-    word = f"number {number}"
+    name = f"number {type_id}"
     try:
-        kind = gguf.GGMLQuantizationType(number)
-        word, (block, size) = kind.name, gguf.GGML_QUANT_SIZES[kind]
-        if block > 1:
-            gguf.dequantize(np.zeros((1, size), np.uint8), kind)
-        return kind
+        quant_type = gguf.GGMLQuantizationType(type_id)
+        name, (block_size, block_bytes) = quant_type.name, gguf.GGML_QUANT_SIZES[quant_type]
+        if block_size > 1:
+            gguf.dequantize(np.zeros((1, block_bytes), np.uint8), quant_type)
+        return quant_type
     except (ValueError, NotImplementedError) as error:
         raise CheckpointError(
-            f"It has blocks of the type {word}, which the installed package gguf does not unpack: take the model in "
+            f"It has blocks of the type {name}, which the installed package gguf does not unpack: take the model in "
             "another quantisation (Q4_K_M, Q8_0), or pip install -U gguf."
         ) from error
 
 
-def _few(what: str, count: int) -> None:
-    if count > _MOST[what]:
-        raise ValueError(f"it has {count:,} {what}, where at most {_MOST[what]:,} are read")
+def _check_limit(what: str, count: int) -> None:
+    if count > _LIMITS[what]:
+        raise ValueError(f"it has {count:,} {what}, where at most {_LIMITS[what]:,} are read")
 
 
-def _name(memory: mmap.mmap, at: int) -> tuple[str, int]:
+def _read_name(memory: mmap.mmap, offset: int) -> tuple[str, int]:
     """A name, and the offset behind it."""
-    (length,) = struct.unpack_from("<Q", memory, at)
-    _few("bytes of a name", length)
-    return memory[at + 8 : at + 8 + length].decode(), at + 8 + length
+    (length,) = struct.unpack_from("<Q", memory, offset)
+    _check_limit("bytes of a name", length)
+    return memory[offset + 8 : offset + 8 + length].decode(), offset + 8 + length
 
 
-def _end(memory: mmap.mmap, at: int, kind: int) -> int:
+def _value_end(memory: mmap.mmap, offset: int, value_type: int) -> int:
     """The offset behind a field's value.
 
     Raises:
-        ValueError, struct.error: it has no end in the file, or is of an unknown kind.
+        ValueError, struct.error: it does not end in the file, or has an unknown type.
     """
-    count, end = 1, at
-    if kind == _ARRAY:
-        kind, count = struct.unpack_from("<IQ", memory, at)
+    count, end = 1, offset
+    if value_type == _ARRAY:
+        value_type, count = struct.unpack_from("<IQ", memory, offset)
         end += 12
-    if kind == _STRING:
+    if value_type == _STRING:
         for _ in range(count):
             end += 8 + struct.unpack_from("<Q", memory, end)[0]
     else:
-        end += count * struct.calcsize(f"<{_NUMBERS[kind]}") if kind in _NUMBERS else len(memory)
+        end += count * struct.calcsize(f"<{_SCALARS[value_type]}") if value_type in _SCALARS else len(memory)
     if end > len(memory):
         raise ValueError("a field goes beyond its end, or is of an unknown kind")
     return end
 
 
-def _value(memory: mmap.mmap, at: int, kind: int) -> Any:
-    """A field's value, which has its end in the file: a string, a number, or a list of such."""
-    count, array = 1, kind == _ARRAY
-    if array:
-        kind, count = struct.unpack_from("<IQ", memory, at)
-        at += 12
-        _few("items", count)
+def _read_value(memory: mmap.mmap, offset: int, value_type: int) -> Any:
+    """A field's value: a string, a number, or a list of such. :func:`_value_end` has checked its end."""
+    count, is_array = 1, value_type == _ARRAY
+    if is_array:
+        value_type, count = struct.unpack_from("<IQ", memory, offset)
+        offset += 12
+        _check_limit("items", count)
     values: list[Any] = []
-    if kind == _STRING:
+    if value_type == _STRING:
         for _ in range(count):
-            (length,) = struct.unpack_from("<Q", memory, at)
-            values.append(memory[at + 8 : at + 8 + length].decode())
-            at += 8 + length
+            (length,) = struct.unpack_from("<Q", memory, offset)
+            values.append(memory[offset + 8 : offset + 8 + length].decode())
+            offset += 8 + length
     else:
-        values += struct.unpack_from(f"<{count}{_NUMBERS[kind]}", memory, at)
-    return values if array else values[0]
+        values += struct.unpack_from(f"<{count}{_SCALARS[value_type]}", memory, offset)
+    return values if is_array else values[0]

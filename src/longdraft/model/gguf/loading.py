@@ -1,6 +1,6 @@
-"""Reads GGUF files, whose weights our kernels use as they are stored.
+"""Loads models from GGUF files, with weights in their quant blocks, as our kernels read them.
 
-The package gguf reads the file. The weights are mapped, not read, so a model of any size loads in about a second.
+The weights are mapped, not read, so a model of any size loads in about a second.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from longdraft.native.quantized_matrix import QUANT_SIZES
 
 logger = logging.getLogger(__name__)
 
-# "stored" keeps matrices as they are stored, "float32" unpacks them.
+# "stored" keeps quant blocks, "float32" dequantizes.
 WeightFormat = Literal["stored", "float32"]
 Arithmetic = Literal["int8", "float32"]
 _REMEDY = (
@@ -41,12 +41,8 @@ _REMEDY = (
 
 
 class GGUFFile(GGUFHeader):
-    """A GGUF file as a model; ``arch`` is the row of its architecture.
-
-    Raises:
-        CheckpointError: there is no such row.
-        CapabilityError: its layers have several sizes.
-    """
+    """A GGUF file of a known architecture, ``arch``. Raises CheckpointError for an unknown one, and CapabilityError for
+    layers of different sizes, if they are not supported for the architecture."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -63,20 +59,16 @@ class GGUFFile(GGUFHeader):
                     raise CapabilityError(
                         f"{path} has layers of several sizes ({name}): give the model's folder or id."
                     )
-                self.fields[name] = values[0]  # for all layers: as if the file gave one
+                self.fields[name] = values[0]  # the same for all layers: as if the file had one number
         self.check()
 
     def config(self) -> Any:
-        """The configuration, with scaled rotary frequencies.
-
-        Raises:
-            CapabilityError: transformers does not know this scaling of rotary frequencies.
-        """
+        """The transformers config, with RoPE scaling; raises CapabilityError if transformers lacks it."""
         config = build_config(self, self.arch)
-        if self.arch.rope_freqs_scale and (scaled := rope_scaling(self, config)):
-            # With parameters by kind of layer, windowed layers have their own base and are never scaled.
+        if self.arch.rope_freqs_scale and (scaling := rope_scaling(self, config)):
+            # With parameters for each layer type, windowed layers have their own base and are not scaled.
             full = config.rope_parameters.get("full_attention")
-            changed = {**(config.rope_parameters if full is None else full), **scaled}
+            changed = {**(config.rope_parameters if full is None else full), **scaling}
             config.rope_parameters = changed if full is None else {**config.rope_parameters, "full_attention": changed}
         return config
 
@@ -85,7 +77,7 @@ class GGUFFile(GGUFHeader):
         if kind == "gpt2" and rule in PRE_TOKENIZERS:
             return build_tokenizer(lambda name: self.field(f"tokenizer.{name}"))
         try:
-            with _given(self):
+            with _parsed_fields(self):
                 tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                     str(self.path.parent), gguf_file=self.parts[0].name, local_files_only=True
                 )
@@ -101,34 +93,33 @@ class GGUFFile(GGUFHeader):
         return tokenizer
 
     def load_model(self, config: Any, require_all: bool = True) -> PreTrainedModel:
-        """The model, in float32, with matrices as they are stored, mapped from the file.
+        """The model in float32, with quantized matrices mapped from the file.
 
         Args:
-            whole: the model has a place for every tensor.
+            require_all: raise if the model does not use some tensor.
 
         Raises:
-            CheckpointError: a weight is missing, or has another size than the configuration says.
+            CheckpointError: a weight is missing, or has another size than in the config.
         """
         with stored_model.init_empty_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        known, tensors = self.tensor_name_map(config), self.tensors
-        mixtures = {name: tensor_mapping.read_tensor(t) for name, t in tensors.items() if "_exps." in name}
-        wrong = list(tensor_mapping.load_experts(model, mixtures))
-        weights, used = {}, {ROPE_FREQS, *mixtures}
+        name_map, tensors = self.tensor_name_map(config), self.tensors
+        experts = {name: tensor_mapping.read_tensor(t) for name, t in tensors.items() if "_exps." in name}
+        errors = list(tensor_mapping.load_experts(model, experts))
+        weights, used = {}, {ROPE_FREQS, *experts}
         for name, parameter in model.named_parameters():
-            if parameter.is_meta:  # otherwise an expert's, which is there already
-                found = tensor_mapping.tensor_names(name, known, tensors)
-                if found and all(each in tensors for each in found):
-                    used.update(found)
-                    weights[name] = tensor_mapping.load_weight(
-                        self.arch, [tensors[each] for each in found], config, parameter.shape
-                    )
-        _put_in(model, weights, self.path, wrong)
+            if parameter.is_meta:  # not an expert's, which is loaded already
+                names = tensor_mapping.tensor_names(name, name_map, tensors)
+                if names and all(n in tensors for n in names):
+                    used.update(names)
+                    parts = [tensors[n] for n in names]
+                    weights[name] = tensor_mapping.load_weight(self.arch, parts, config, parameter.shape)
+        _set_weights(model, weights, self.path, errors)
         for name, buffer in model.named_buffers():
-            if (at := tensor_mapping.extra_tensor_name(name)) in tensors:
-                used.add(at)
-                buffer.copy_(torch.from_numpy(tensors[at].data).view_as(buffer))
-        unused = sorted(each for each in tensors.keys() - used if not self._spare(each, config))
+            if (extra := tensor_mapping.extra_tensor_name(name)) in tensors:
+                used.add(extra)
+                buffer.copy_(torch.from_numpy(tensors[extra].data).view_as(buffer))
+        unused = sorted(name for name in tensors.keys() - used if not self._may_be_unused(name, config))
         if require_all and unused:
             raise CheckpointError(
                 f"{self.path} has {len(unused)} tensors that a model of its configuration has no place for: "
@@ -138,71 +129,68 @@ class GGUFFile(GGUFHeader):
             self.mapped.madvise(mmap.MADV_WILLNEED)
         return stored_model.mark_as_stored(model, *self.parts)
 
-    def _spare(self, name: str, config: Any) -> bool:
-        """True for a tensor that a model may leave unused: of layers that predict further tokens, or share rows."""
+    def _may_be_unused(self, name: str, config: Any) -> bool:
+        """True for tensors of MTP layers, and of attention layers that share another layer's KV."""
         layer = LAYER_PATTERN.match(name)
-        shared = int(getattr(config, "num_kv_shared_layers", None) or 0) if ".attn_" in name else 0
-        return layer is not None and int(layer[1]) >= config.num_hidden_layers - shared
+        num_shared = int(getattr(config, "num_kv_shared_layers", None) or 0) if ".attn_" in name else 0
+        return layer is not None and int(layer[1]) >= config.num_hidden_layers - num_shared
 
     def tensor_name_map(self, config: Any) -> Callable[[str], str | None]:
-        """Gives gguf's name of a module or parameter of transformers, or None."""
+        """Maps names of modules and parameters from transformers to gguf, or to None."""
         import gguf
 
-        kind = next((kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture), None)
-        if kind is None:
+        arch = next((arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture), None)
+        if arch is None:
             raise CheckpointError(
                 f"{self.path} is a model of the kind {self.architecture}, which the installed package gguf does not "
                 "know: pip install -U gguf"
             )
-        known = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
-        return lambda name: known.get_name(name)
+        name_map = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+        return lambda name: name_map.get_name(name)
 
 
 @contextmanager
 def open_gguf(path: Path) -> Iterator[GGUFFile]:
-    """A GGUF file, and the boundary of what is read from it.
-
-    Raises:
-        CheckpointError: it is damaged or of an unknown architecture, or the package gguf is not installed.
-    """
+    """Opens a GGUF file. Raises CheckpointError if it is damaged or of an unknown architecture, also for errors inside
+    the context, or if the package gguf is not installed."""
     require_package("gguf", path)
     with checkpoint_errors(path, f"{path} cannot be read as a GGUF model", _REMEDY), quiet():
         yield GGUFFile(path)
 
 
 @contextmanager
-def _given(header: GGUFHeader) -> Iterator[None]:
-    """Gives transformers what was read of a tokenizer, where it would read the file anew: it makes a configuration
-    first, and may misread the other fields."""
+def _parsed_fields(header: GGUFHeader) -> Iterator[None]:
+    """Lets transformers read the tokenizer's fields alone, by a stand-in for gguf.GGUFReader: it would also build a
+    config, and may misread other fields."""
     import gguf
 
     def field(value: Any) -> SimpleNamespace:
         items = value if isinstance(value, list) else [value]
-        kind = {str: 8, bool: 7, float: 6}.get(type(items[0]) if items else str, 5)
+        value_type = {str: 8, bool: 7, float: 6}.get(type(items[0]) if items else str, 5)
         parts = [item.encode() if isinstance(item, str) else [item] for item in items]
-        types = [9, kind] if isinstance(value, list) else [kind]
+        types = [9, value_type] if isinstance(value, list) else [value_type]
         return SimpleNamespace(parts=parts, data=range(len(parts)), types=types)
 
-    kept = {n: field(x) for n, x in header.fields.items() if n.startswith(("general.", "tokenizer."))}
-    reader, theirs = SimpleNamespace(fields=kept, tensors=list(header.tensors.values())), gguf.GGUFReader
+    fields = {n: field(x) for n, x in header.fields.items() if n.startswith(("general.", "tokenizer."))}
+    reader, original = SimpleNamespace(fields=fields, tensors=list(header.tensors.values())), gguf.GGUFReader
     gguf.GGUFReader = lambda *_args, **_named: reader
     try:
         yield
     finally:
-        gguf.GGUFReader = theirs
+        gguf.GGUFReader = original
 
 
-def _put_in(
-    model: PreTrainedModel, weights: dict[str, tensor_mapping.LoadedWeight], file: Path, wrong: list[str]
+def _set_weights(
+    model: PreTrainedModel, weights: dict[str, tensor_mapping.LoadedWeight], file: Path, errors: list[str]
 ) -> None:
-    """Gives the modules of a model without memory their weights, and raises an error if some are ``wrong``."""
-    wanted = {name: tuple(p.shape) for name, p in model.named_parameters() if p.is_meta}
-    wrong += [f"{n} (not there)" for n in wanted if n not in weights]
-    wrong += [f"{n} ({tuple(t.shape)}, not {wanted[n]})" for n, t in weights.items() if wanted[n] != tuple(t.shape)]
-    if wrong:
+    """Loads weights into a model on the meta device; raises if some are missing or misshaped, or with ``errors``."""
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.is_meta}
+    errors += [f"{n} (not there)" for n in shapes if n not in weights]
+    errors += [f"{n} ({tuple(t.shape)}, not {shapes[n]})" for n, t in weights.items() if shapes[n] != tuple(t.shape)]
+    if errors:
         raise CheckpointError(
-            f"{file} does not fit its own configuration; weights at fault: {', '.join(wrong[:5])}. It is incomplete or "
-            "of another architecture than it says: fetch it again."
+            f"{file} does not fit its own configuration; weights at fault: {', '.join(errors[:5])}. It is incomplete "
+            "or of another architecture than it says: fetch it again."
         )
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     stored_model.load_weights(model, weights)
@@ -221,21 +209,25 @@ def load_gguf(
     progress: Progress,
     arithmetic: Arithmetic | None = None,
 ) -> LoadedModel:
-    """Reads a GGUF file, after :func:`check_gguf`, on the CPU.
+    """Loads a GGUF file on the CPU, after :func:`check_gguf`.
 
     Args:
-        dtype: any dtype but float32 has the weights unpacked.
-        weights, arithmetic: see :func:`longdraft.load_model.loading.load`.
+        dtype: any dtype but float32 dequantizes the weights.
+        weights, arithmetic: see :func:`longdraft.model.loading.load`.
 
     Raises:
         CheckpointError: the file is damaged or of an unknown architecture.
-        CapabilityError: the weights cannot stay as they are stored, or be computed in int8, as required; or the RoPE
-            is of an unknown kind.
+        CapabilityError: quant blocks cannot be kept, or int8 arithmetic is impossible, as required; or the RoPE scaling
+            is unknown.
     """
     with open_gguf(path) as file:
-        kinds = {t.quant_type: name for name, t in file.tensors.items() if len(t.shape) in (2, 3)}
-        odd = sorted(kind for kind in kinds if kind not in (*QUANT_SIZES, "F32"))
-        why = f"blocks of the type {odd[0]} ({kinds[odd[0]]}) are not read as they are stored" if odd else None
+        examples = {t.quant_type: name for name, t in file.tensors.items() if len(t.shape) in (2, 3)}
+        unread = sorted(name for name in examples if name not in (*QUANT_SIZES, "F32"))
+        why = (
+            f"blocks of the type {unread[0]} ({examples[unread[0]]}) are not read as they are stored"
+            if unread
+            else None
+        )
         config = file.config()
         if weights == "stored" and why:
             raise CapabilityError(f'{path}: {why}: give weights="float32" (--weights float32), which unpacks them.')
@@ -244,33 +236,33 @@ def load_gguf(
         config._name_or_path = str(path)
         loaded = LoadedModel(file.load_model(config), file.load_tokenizer())
     if why or dtype != torch.float32 or weights == "float32" or (weights is None and kernels() is None):
-        drop_prefaulted()  # what was begun for stored weights would be missed here
+        drop_prefaulted()  # huge pages for repacked weights, which are not needed here
         progress(f"Unpacking {path.name}, as at every start" + (f": {why}" if why else ""))
-        unpacked = dtype if isinstance(dtype, torch.dtype) else torch.float32
-        loaded = LoadedModel(stored_model.dequantize_model(loaded.model, unpacked), loaded.tokenizer)
+        float_dtype = dtype if isinstance(dtype, torch.dtype) else torch.float32
+        loaded = LoadedModel(stored_model.dequantize_model(loaded.model, float_dtype), loaded.tokenizer)
     elif arithmetic != "float32" and kernels() is not None:
         stored_model.set_int8(loaded.model)
         stored_model.repack_weights(loaded.model, progress)
     if arithmetic == "int8" and stored_model.arithmetic_of(loaded.model) != "int8":
-        unpacked_why = f"they are unpacked here ({unavailable_reason() or weights or dtype})"
+        dequantized = f"they are unpacked here ({unavailable_reason() or weights or dtype})"
         none = "none of its weights are stored in 8 bits or fewer"
         raise int8_unavailable_error(
-            path, why or (none if stored_model.has_stored_weights(loaded.model) else unpacked_why)
+            path, why or (none if stored_model.has_stored_weights(loaded.model) else dequantized)
         )
     with checkpoint_errors(path, f"{path} cannot be read as a GGUF model", _REMEDY):
-        # Some versions of transformers give the tokenizer BOS for EOS, and let it remove the space before a comma.
+        # Some versions of transformers take BOS for EOS, and remove the space before a comma.
         for role in ("bos_token", "eos_token", "pad_token"):
             token_id = getattr(loaded.model.config, f"{role}_id")
             if isinstance(token_id, int):
                 setattr(loaded.tokenizer, role, loaded.tokenizer.convert_ids_to_tokens(token_id))
         loaded.tokenizer.clean_up_tokenization_spaces = False
         loaded.tokenizer.name_or_path = str(path)
-        settings = loaded.model.generation_config
-        ends = dict.fromkeys([*config_eos_ids(settings), *file.eos_ids, *sorted(eos_ids(loaded.tokenizer))])
-        settings.eos_token_id = list(ends) or None
+        config = loaded.model.generation_config
+        ids = dict.fromkeys([*config_eos_ids(config), *file.eos_ids, *sorted(eos_ids(loaded.tokenizer))])
+        config.eos_token_id = list(ids) or None
     return loaded
 
 
 def int8_unavailable_error(name: object, reason: str) -> CapabilityError:
-    """The error to raise if int8 arithmetic is required and not possible."""
+    """The error if int8 arithmetic is required and impossible."""
     return CapabilityError(f"{name} cannot be computed in int8 arithmetic: {reason}. Leave arithmetic out.")

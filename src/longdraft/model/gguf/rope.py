@@ -1,4 +1,4 @@
-"""Reads the scaled rotary frequencies of GGUF files as RoPE parameters of transformers, which ignores them."""
+"""RoPE scaling of GGUF files as transformers' ``rope_parameters``; transformers itself ignores it."""
 
 from __future__ import annotations
 
@@ -10,105 +10,105 @@ import torch
 from longdraft.errors import CapabilityError
 from longdraft.model.gguf.header import GGUFHeader
 
-# The parameters of Llama 3.1, 3.2 and 3.3. Their files hold only the factors that follow from them.
+# Parameters of Llama 3.1, 3.2 and 3.3. Files have only the tensor rope_freqs that follows from them.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# Parameters of YaRN, as llama.cpp and transformers name them.
+# Parameters of YaRN: llama.cpp's name -> transformers'.
 _BETAS = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
-# Factors for short and for long texts (LongRoPE).
-_BY_LENGTH = "rope_factors_"
-# Parameters of YaRN that transformers lacks, with the values at which they change nothing.
-_UNKNOWN = {"yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
+# Tensors of LongRoPE: factors for short and for long contexts.
+_LONGROPE_PREFIX = "rope_factors_"
+# Parameters of YaRN that transformers lacks -> the value that has no effect.
+_UNSUPPORTED = {"yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
 
 
 def rope_scaling(header: GGUFHeader, config: Any) -> dict[str, Any]:
-    """The ``rope_parameters`` of a configuration beside ``rope_theta``; empty if the frequencies are not scaled.
+    """``rope_parameters`` besides ``rope_theta``; empty without scaling.
 
     Raises:
-        CapabilityError: transformers does not know this scaling, or another part of each head is rotated than it says.
+        CapabilityError: transformers lacks this scaling, or another rotary dimension is used than in its config.
     """
-    if any(name.startswith(_BY_LENGTH) for name in header.tensors):
-        raise _unknown(header, "longrope")
+    if any(name.startswith(_LONGROPE_PREFIX) for name in header.tensors):
+        raise _unsupported(header, "longrope")
     factors = None if header.rope_freqs is None else torch.from_numpy(header.rope_freqs)
     if factors is not None and bool((factors == 1).all()):
         factors = None
-    named = _named(header, config.max_position_embeddings)
-    rotated, size = header("rope.dimension_count"), _size(config)
-    if rotated is not None and int(rotated) != size:
-        raise _unknown(header, f"{rotated} of each head's {config.head_dim} dimensions are rotated")
+    fields = _scaling_fields(header, config.max_position_embeddings)
+    file_dim, rotary_dim = header("rope.dimension_count"), _rotary_dim(config)
+    if file_dim is not None and int(file_dim) != rotary_dim:
+        raise _unsupported(header, f"{file_dim} of each head's {config.head_dim} dimensions are rotated")
     if factors is None:
-        return named
-    if named:
-        raise _unknown(header, f"{named['rope_type']} together with rope_freqs")
-    if len(factors) != size // 2:
-        raise _unknown(header, f"rope_freqs for {len(factors)} frequencies, where there are {size // 2}")
-    return _divided(factors.double(), config)
+        return fields
+    if fields:
+        raise _unsupported(header, f"{fields['rope_type']} together with rope_freqs")
+    if len(factors) != rotary_dim // 2:
+        raise _unsupported(header, f"rope_freqs for {len(factors)} frequencies, where there are {rotary_dim // 2}")
+    return _from_factors(factors.double(), config)
 
 
-def _unknown(header: GGUFHeader, scaled: str) -> CapabilityError:
+def _unsupported(header: GGUFHeader, scaling: str) -> CapabilityError:
     return CapabilityError(
-        f"{header.path} scales its rotary frequencies ({scaled}), which is not read from GGUF files: give the model's "
+        f"{header.path} scales its rotary frequencies ({scaling}), which is not read from GGUF files: give the model's "
         "Hugging Face folder or id."
     )
 
 
-def _size(config: Any) -> int:
-    """The number of dimensions of a head that are rotated."""
+def _rotary_dim(config: Any) -> int:
+    """Dimensions of a head that RoPE rotates."""
     return int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
 
 
-def _named(header: GGUFHeader, context: int) -> dict[str, Any]:
-    """The kind of scaling that a file names, with its parameters."""
+def _scaling_fields(header: GGUFHeader, context: int) -> dict[str, Any]:
+    """``rope_parameters`` from the fields ``rope.scaling.*``."""
 
     def value(name: str) -> Any:
         return header(f"rope.scaling.{name}")
 
-    kind, factor = value("type"), value("factor")
+    rope_type, factor = value("type"), value("factor")
     if factor is None:
-        factor = header("rope.scale_linear")  # its name in files of 2023
-    # llama.cpp reads a factor without a kind as linear, and a factor of 0 as none.
-    kind = "linear" if kind is None else str(kind)
-    if kind == "none" or (kind == "linear" and factor in (None, 0, 1)):
+        factor = header("rope.scale_linear")  # in files of 2023
+    # As llama.cpp: without a type it is linear, and a factor of 0 means none.
+    rope_type = "linear" if rope_type is None else str(rope_type)
+    if rope_type == "none" or (rope_type == "linear" and factor in (None, 0, 1)):
         return {}
-    if kind == "linear":
+    if rope_type == "linear":
         return {"rope_type": "linear", "factor": float(factor)}
-    if kind != "yarn":
-        raise _unknown(header, kind)
+    if rope_type != "yarn":
+        raise _unsupported(header, rope_type)
     if not factor or factor < 1:
-        raise _unknown(header, f"yarn with a factor of {factor}")
-    for name, usual in _UNKNOWN.items():
-        if (number := value(name)) is not None and number != usual:
-            raise _unknown(header, f"yarn with {name} {number:g}")
-    named: dict[str, Any] = {
+        raise _unsupported(header, f"yarn with a factor of {factor}")
+    for name, neutral in _UNSUPPORTED.items():
+        if (number := value(name)) is not None and number != neutral:
+            raise _unsupported(header, f"yarn with {name} {number:g}")
+    fields: dict[str, Any] = {
         "rope_type": "yarn",
         "factor": float(factor),
         "original_max_position_embeddings": int(value("original_context_length") or context),
     }
-    named |= {ours: float(x) for name, ours in _BETAS.items() if (x := value(name)) is not None}
-    # llama.cpp's converter writes transformers' attention_factor by the first name; the second one multiplies it.
-    if (attention := value("yarn_attn_factor")) is not None:
-        named["attention_factor"] = float(attention)
-    if (more := value("attn_factor")) is not None:
-        named["attention_factor"] = named.get("attention_factor", 0.1 * math.log(factor) + 1) * float(more)
-    return named
+    fields |= {ours: float(x) for name, ours in _BETAS.items() if (x := value(name)) is not None}
+    # llama.cpp's converter writes transformers' attention_factor as yarn_attn_factor; attn_factor multiplies it.
+    if (yarn_factor := value("yarn_attn_factor")) is not None:
+        fields["attention_factor"] = float(yarn_factor)
+    if (attn_factor := value("attn_factor")) is not None:
+        fields["attention_factor"] = fields.get("attention_factor", 0.1 * math.log(factor) + 1) * float(attn_factor)
+    return fields
 
 
-def _divided(factors: torch.Tensor, config: Any) -> dict[str, Any]:
-    """The parameters that divide the frequencies by these factors."""
-    size = _size(config)
-    by_kind = config.rope_parameters.get("full_attention")
-    base = (by_kind or config.rope_parameters)["rope_theta"]
-    turns = base ** -(torch.arange(0, size, 2, dtype=torch.double, device="cpu") / size) / (2 * math.pi)  # in one token
+def _from_factors(factors: torch.Tensor, config: Any) -> dict[str, Any]:
+    """``rope_parameters`` that divide the frequencies by ``factors``: of type llama3 if they fit, else longrope."""
+    dim = _rotary_dim(config)
+    full_attention = config.rope_parameters.get("full_attention")
+    base = (full_attention or config.rope_parameters)["rope_theta"]
+    rotations = base ** -(torch.arange(0, dim, 2, dtype=torch.double, device="cpu") / dim) / (2 * math.pi)  # per token
     factor, low, high, length = float(factors.max()), *map(float, _LLAMA3.values())
-    share = ((turns * length - low) / (high - low)).clamp(0, 1)  # of the frequency that stays as it is
-    if torch.allclose(1 / ((1 - share) / factor + share), factors, rtol=1e-4, atol=0):
+    smooth = ((rotations * length - low) / (high - low)).clamp(0, 1)  # transformers' smooth_factor
+    if torch.allclose(1 / ((1 - smooth) / factor + smooth), factors, rtol=1e-4, atol=0):
         return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
-    # LongRoPE takes any factors, which are the same for short and long texts here.
-    each, context = factors.tolist(), int(config.max_position_embeddings)
+    # LongRoPE takes any factors; here the same for short and long contexts.
+    factor_list, context = factors.tolist(), int(config.max_position_embeddings)
     return {
         "rope_type": "longrope",
         "factor": 1.0,
         "attention_factor": 1.0,
-        "short_factor": each,
-        "long_factor": each,
+        "short_factor": factor_list,
+        "long_factor": factor_list,
         "original_max_position_embeddings": context,
     }

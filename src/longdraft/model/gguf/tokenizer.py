@@ -1,4 +1,4 @@
-"""Byte-level tokenizers of GGUF files, which split texts by the rule that the file names."""
+"""Byte-level BPE tokenizers of GGUF files, with the pre-tokenizer that the file names (``tokenizer.ggml.pre``)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from longdraft.model.eos_tokens import KNOWN_EOS_TOKENS
 
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-_CONTROL, _USERS = 3, 4  # types of tokens that are found in texts before they are split
+_CONTROL, _USER_DEFINED = 3, 4  # token types that are matched before pre-tokenization
 _SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -29,7 +29,7 @@ _HAN = r"[\x{4E00}-\x{9FA5}\x{0800}-\x{4E00}\x{AC00}-\x{D7FF}]+"
 _KANA = r"[\x{4E00}-\x{9FA5}\x{3040}-\x{30FF}]+"
 _TEKKEN = _CASED % {"short": "", "digits": ""}
 _GPT4O = _CASED % {"short": f"{_SHORT}?", "digits": "{1,3}"}
-# How texts are split into words, by the file's name of it: the expressions are applied one after the other.
+# Name of a pre-tokenizer -> regular expressions, which split one after the other.
 PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2", "dbrx"), (_LLAMA3,)),
     **dict.fromkeys(("midm-2.0", "smaug-bpe", "chatglm-bpe", "glm4", "glm5"), (_LLAMA3,)),
@@ -45,46 +45,46 @@ PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     "falcon": (r"[\p{P}$+<=>^~|`]+", _GPT2, "[0-9]{3}"),
     "default": (r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9]{3}"),
 }  # fmt: skip
-# Texts begin with BOS, where a file does not say whether they do.
-_BEGUN = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
-# Words that are tokens themselves are not merged from their letters.
-_WHOLE = (*_BEGUN, "glm4", "glm5")
-_COMPOSED = ("qwen2", "qwen35", "command-r", "olmo", "mpt")  # texts are normalised as the authors' tokenizers do
+# Pre-tokenizers whose texts begin with BOS if the file does not say (add_bos_token).
+_ADDS_BOS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
+# Words in the vocabulary are tokens without merges (ignore_merges).
+_IGNORES_MERGES = (*_ADDS_BOS, "glm4", "glm5")
+_NFC = ("qwen2", "qwen35", "command-r", "olmo", "mpt")  # with NFC normalization
 
 
 def build_tokenizer(field: Callable[[str], Any]) -> PreTrainedTokenizerBase:
-    """The tokenizer of a file whose model of words is gpt2 and which names one of :data:`PRE_TOKENIZERS`.
+    """The tokenizer of a file with the model gpt2 and one of :data:`PRE_TOKENIZERS`.
 
     Args:
-        value: gives the value of a name behind ``tokenizer.``, or None.
+        field: gives the value of a name behind ``tokenizer.``, or None.
     """
-    split = field("ggml.pre")
+    pre = field("ggml.pre")
     tokens = field("ggml.tokens")
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in field("ggml.merges"))]
-    vocabulary = {token: number for number, token in enumerate(tokens)}
-    own = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split in _WHOLE))
-    own.normalizer = normalizers.NFC() if split in _COMPOSED else None
-    own.pre_tokenizer = pre_tokenizers.Sequence(
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in _IGNORES_MERGES))
+    tokenizer.normalizer = normalizers.NFC() if pre in _NFC else None
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            *(pre_tokenizers.Split(Regex(each), behavior="isolated") for each in PRE_TOKENIZERS[split]),
+            *(pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in PRE_TOKENIZERS[pre]),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    own.decoder = decoders.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
     types = field("ggml.token_type") or [1] * len(tokens)
     for special in (True, False):
-        # Some files say of the end of a turn that it is a word like any other.
-        kinds = ((t, _CONTROL if t in KNOWN_EOS_TOKENS else kind) for t, kind in zip(tokens, types, strict=False))
-        kept = [token for token, kind in kinds if kind == (_CONTROL if special else _USERS)]
-        added = [AddedToken(token, normalized=False, special=special) for token in kept]
-        own.add_special_tokens(added) if special else own.add_tokens(added)
+        # Some files have the wrong type for the token that ends a turn.
+        typed = ((t, _CONTROL if t in KNOWN_EOS_TOKENS else kind) for t, kind in zip(tokens, types, strict=False))
+        matched = [token for token, kind in typed if kind == (_CONTROL if special else _USER_DEFINED)]
+        added = [AddedToken(token, normalized=False, special=special) for token in matched]
+        tokenizer.add_special_tokens(added) if special else tokenizer.add_tokens(added)
     ids = {role: field(f"ggml.{name}_token_id") for role, name in _ROLES.items()}
-    begin = ids["bos_token"]
-    if begin is not None and (split in _BEGUN if (begun := field("ggml.add_bos_token")) is None else begun):
-        own.post_processor = processors.TemplateProcessing(
+    bos, adds_bos = ids["bos_token"], field("ggml.add_bos_token")
+    if bos is not None and (pre in _ADDS_BOS if adds_bos is None else adds_bos):
+        tokenizer.post_processor = processors.TemplateProcessing(
             single="BOS $A",
             pair="BOS $A BOS:1 $B:1",
-            special_tokens=[{"id": "BOS", "ids": [int(begin)], "tokens": [tokens[int(begin)]]}],
+            special_tokens=[{"id": "BOS", "ids": [int(bos)], "tokens": [tokens[int(bos)]]}],
         )
-    named = {role: tokens[int(number)] for role, number in ids.items() if number is not None}
-    return PreTrainedTokenizerFast(tokenizer_object=own, chat_template=field("chat_template"), **named)
+    special_tokens = {role: tokens[int(token_id)] for role, token_id in ids.items() if token_id is not None}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=field("chat_template"), **special_tokens)

@@ -1,9 +1,9 @@
-"""``deterministic=True``: plain steps and verifications on a GPU in one bucket of rows, so that they agree to the bit.
+"""``deterministic=True``: plain steps and verifications on a GPU agree to the bit, because batches have one fixed size.
 
-A product's kernel is chosen by its number of rows, and adds up in that kernel's order. So every forward of decoding,
-with a draft or without, has :data:`ROWS` rows: sequences x rows of each. Attention adds up in the order of a row's rank
-(:mod:`longdraft.attention.fixed_order`). What is left is whether a product's kernel treats all rows alike, wherever
-they are and whatever is beside them: :func:`check_linears` asks that of each layer.
+A GEMM's kernel, and so the order of its additions, depends on the number of rows. So every forward of decoding, with a
+draft or without, has :data:`FIXED_BATCH_ROWS` rows, batch_size * query_len. Attention adds up in the order of the keys'
+ranks (:mod:`longdraft.attention.fixed_order`). :func:`check_linears` tests what is left: that a row's bits depend
+neither on its index nor on the other rows.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from longdraft.attention import fixed_order
 from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.errors import CapabilityError
 from longdraft.memory.store import KVStore
+from longdraft.model.external_quant import random_rows
 from longdraft.model.outputs import Taps, TargetOutput
-from longdraft.model.quantised import random_rows
 from longdraft.native import kernels
 
 if TYPE_CHECKING:
     from longdraft.model.runner import TargetRunner
 
-# Rows of every forward of decoding: a product of 64 rows takes a GPU about as long as one of a single row.
-ROWS = 64
+# Of every forward of decoding: a GEMM with 64 rows takes a GPU about as long as one with a single row.
+FIXED_BATCH_ROWS = 64
 
 
 def fixed_batch_rows_for(runner: TargetRunner) -> int | None:
-    """The bucket for a target; None on a CPU, where rows have their bits anyway.
+    """The fixed number of rows for a target; None on a CPU with our kernels, which are deterministic anyway.
 
     Raises:
         CapabilityError: plain steps and verifications cannot be made equal to the bit here.
@@ -58,90 +58,85 @@ def fixed_batch_rows_for(runner: TargetRunner) -> int | None:
     config = runner.model.config.get_text_config()
     group = config.num_attention_heads // runner.kv_shape.kv_heads
     fixed_order.check_batch_invariance(device, runner.kv_shape.dtype, runner.kv_shape.head_dim, group)
-    check_linears(runner.execution_model.model, ROWS)
-    return ROWS
+    check_linears(runner.execution_model.model, FIXED_BATCH_ROWS)
+    return FIXED_BATCH_ROWS
 
 
 @torch.no_grad()
 def check_linears(model: nn.Module, batch_rows: int) -> None:
-    """Tries a linear layer of each kind and size with rows that are all the same, and beside others.
-
-    Raises:
-        CapabilityError: a row's bits depend on its place, or on the rows beside it.
-    """
-    tried: set[tuple[object, ...]] = set()
+    """Runs a linear layer of each class and size on equal rows, and on a row among larger ones; raises CapabilityError
+    if a row's bits depend on its index or on the other rows."""
+    checked: set[tuple[object, ...]] = set()
     for name, module in model.named_modules():
         sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
-        if not all(isinstance(query_len, int) for query_len in sizes) or any(True for _ in module.children()):
+        if not all(isinstance(size, int) for size in sizes) or any(True for _ in module.children()):
             continue
         weight = getattr(module, "weight", None)
-        kind = type(module), type(weight), getattr(weight, "dtype", None), *sizes
-        if kind in tried:
+        key = type(module), type(weight), getattr(weight, "dtype", None), *sizes
+        if key in checked:
             continue
-        tried.add(kind)
+        checked.add(key)
         row = random_rows(model, module, 1)
-        same = module.forward(row.expand(1, batch_rows, -1).contiguous())[0]
-        larger = torch.cat([row, 100 * row.expand(batch_rows - 1, -1)])
-        beside = module.forward(larger[None])[0, 0]
-        if not bool(((same == same[:1]).all() & (beside == same[0]).all()).item()):
+        equal = module.forward(row.expand(1, batch_rows, -1).contiguous())[0]
+        mixed = torch.cat([row, 100 * row.expand(batch_rows - 1, -1)])
+        among_larger = module.forward(mixed[None])[0, 0]
+        if not bool(((equal == equal[:1]).all() & (among_larger == equal[0]).all()).item()):
             raise CapabilityError(
                 f"deterministic=True cannot be kept here: the product of {name} gives a row other bits at another "
                 "place of the block. Leave it out."
             )
 
 
-def forward_fixed_batches(runner: TargetRunner, block: ForwardBatch, store: KVStore, taps: Taps) -> TargetOutput:
-    """The forwards of a runner's bucket of rows, one or several, that compute a block."""
-    found = TargetOutput(None)
+def forward_fixed_batches(runner: TargetRunner, batch: ForwardBatch, store: KVStore, taps: Taps) -> TargetOutput:
+    """Runs a batch as one or several forwards of the fixed size."""
+    output = TargetOutput(None)
     assert runner.fixed_batch_rows is not None
-    for sequences, part, padded in split_into_fixed_batches(block, runner.fixed_batch_rows):
-        out = runner.forward(padded, store, taps=taps, check_nan=False, fixed_order=True)
-        found.scatter_from(out, block, sequences, part)
-    return found
+    for sequences, tokens, padded in split_into_fixed_batches(batch, runner.fixed_batch_rows):
+        part = runner.forward(padded, store, taps=taps, check_nan=False, fixed_order=True)
+        output.scatter_from(part, batch, sequences, tokens)
+    return output
 
 
-def split_into_fixed_batches(block: ForwardBatch, batch_rows: int) -> Iterator[tuple[range, range, ForwardBatch]]:
-    """Blocks of ``batch_rows`` rows in all, sequences x rows, that compute a block one after another.
+def split_into_fixed_batches(batch: ForwardBatch, batch_rows: int) -> Iterator[tuple[range, range, ForwardBatch]]:
+    """Splits a batch into batches with batch_size * query_len = ``batch_rows``.
 
-    Sequences come in powers of two, as many as fit. A tree with more rows is computed in parts, parents first.
+    Batch sizes are powers of two, as large as fit. A tree with more tokens is computed in parts, parents first.
 
     Yields:
-        The sequences and rows of the block, and their block, padded behind with rows that see themselves alone.
+        Sequences and tokens of ``batch``, and their batch, padded at the end with tokens that see themselves alone.
     """
     first = 0
-    while first < block.batch_size:
-        fit = max(1, batch_rows // block.query_len)
-        count = 1 << (min(fit, block.batch_size - first).bit_length() - 1)
+    while first < batch.batch_size:
+        max_sequences = max(1, batch_rows // batch.query_len)
+        count = 1 << (min(max_sequences, batch.batch_size - first).bit_length() - 1)
         sequences = range(first, first + count)
-        each = batch_rows // count
-        for start in range(0, block.query_len, each):
-            part = range(start, min(start + each, block.query_len))
-            yield sequences, part, _padded(block, sequences, part, each)
+        query_len = batch_rows // count
+        for start in range(0, batch.query_len, query_len):
+            tokens = range(start, min(start + query_len, batch.query_len))
+            yield sequences, tokens, _pad(batch, sequences, tokens, query_len)
         first += count
 
 
-def _padded(block: ForwardBatch, sequences: range, part: range, query_len: int) -> ForwardBatch:
-    """Some rows of some sequences, padded to ``query_len`` rows."""
-    of, more = slice(sequences.start, sequences.stop), query_len - len(part)
-    rows, tree_offset = slice(part.start, part.stop), block.tree_offset + part.start
-    device = block.slots_t.device
-    assert block.token_ids is not None and block.positions is not None
-    mask = block.tree_mask(0, device).expand(block.batch_size, -1, -1) if block.mask is None else block.mask
-    mask = F.pad(mask[of, rows, : tree_offset + len(part)], (0, more, 0, more))
-    if more:
-        mask = mask | F.pad(
-            torch.eye(more, dtype=torch.bool, device=device), (tree_offset + len(part), 0, len(part), 0)
-        )
+def _pad(batch: ForwardBatch, sequences: range, tokens: range, query_len: int) -> ForwardBatch:
+    """Some tokens of some sequences, padded to ``query_len`` tokens each."""
+    b, t = slice(sequences.start, sequences.stop), slice(tokens.start, tokens.stop)
+    padding, tree_offset = query_len - len(tokens), batch.tree_offset + tokens.start
+    device, tree_len = batch.slots_t.device, tree_offset + len(tokens)
+    assert batch.token_ids is not None and batch.positions is not None
+    mask = batch.tree_mask(0, device).expand(batch.batch_size, -1, -1) if batch.mask is None else batch.mask
+    mask = F.pad(mask[b, t, :tree_len], (0, padding, 0, padding))
+    if padding:
+        mask = mask | F.pad(torch.eye(padding, dtype=torch.bool, device=device), (tree_len, 0, len(tokens), 0))
     return replace(
-        block,
-        slots=block.slots[of],
-        prefix_lens=block.prefix_lens[of],
-        root_positions=block.root_positions[of],
+        batch,
+        slots=batch.slots[b],
+        prefix_lens=batch.prefix_lens[b],
+        root_positions=batch.root_positions[b],
         query_len=query_len,
         tree_offset=tree_offset,
         mask=mask,
-        slots_t=block.slots_t[of],
-        prefix_lens_t=block.prefix_lens_t[of],
-        token_ids=F.pad(block.token_ids[of, rows], (0, more)),
-        positions=F.pad(block.positions[of, rows], (0, more)),
+        slots_t=batch.slots_t[b],
+        prefix_lens_t=batch.prefix_lens_t[b],
+        token_ids=F.pad(batch.token_ids[b, t], (0, padding)),
+        positions=F.pad(batch.positions[b, t], (0, padding)),
     )

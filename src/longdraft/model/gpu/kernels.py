@@ -1,7 +1,7 @@
-"""Triton kernels for the parts of a decoder layer between its products: norm with residual, RoPE with KV write, SwiGLU.
+"""Triton kernels for a decoder layer between its GEMMs: RMS norm with residual, RoPE with the KV write, SwiGLU.
 
-A row is computed by programs of its own, so its bits do not depend on the rows beside it. Sums are float32, and results
-are rounded to the layer's dtype wherever the model's own code rounds them. :mod:`.operators` has the definitions.
+Each token has its own programs, so its bits do not depend on other tokens. Computed in float32, and rounded to the
+layer's dtype wherever transformers' code rounds. :mod:`.operators` has the definitions.
 """
 
 # Triton reads the annotations of a kernel's parameters, so run-time parameters have none.
@@ -15,82 +15,84 @@ import torch
 import triton
 import triton.language as tl
 
-# Triton's interpreter cuts a float32 down to bfloat16, where a GPU rounds it to the nearest.
-CUTS = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-# Numbers of a row that one program of the SwiGLU kernel computes.
-SHARE = 1024
+# Triton's interpreter truncates float32 to bfloat16, where a GPU rounds to nearest.
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+# Elements of a row for one program of the SwiGLU kernel.
+SILU_BLOCK = 1024
 MAX_WARPS = 16
 
 
 @triton.jit
-def _rounded(x, DTYPE: tl.constexpr):
-    """float32 to another dtype, to the nearest."""
-    if CUTS and tl.bfloat16 == DTYPE:
+def _cast(x, DTYPE: tl.constexpr):
+    """float32 to another dtype, rounded to nearest even."""
+    if INTERPRETED and tl.bfloat16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
         x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
     return x.to(DTYPE)
 
 
 @triton.jit
-def _rounded_in_float32(x, DTYPE: tl.constexpr):
-    return _rounded(x, DTYPE).to(tl.float32)
+def _round_to(x, DTYPE: tl.constexpr):
+    return _cast(x, DTYPE).to(tl.float32)
 
 
 @triton.jit
-def norm_kernel(x, delta, weight, total, out, eps, ADDS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """out = weight * x / sqrt(mean(x^2) + eps) of one row; with ADDS of x + delta, which goes to ``total``.
+def norm_kernel(
+    x, delta, weight, residual, out, eps, HAS_RESIDUAL: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """RMS norm of one row: out = weight * x / sqrt(mean(x^2) + eps). With HAS_RESIDUAL, of residual = x + delta.
 
-    All are contiguous rows of SIZE. Grid: (rows,).
+    All tensors have contiguous rows of SIZE. Grid: (rows,).
     """
     dtype = out.dtype.element_ty
     i = tl.arange(0, BLOCK)
-    ok = i < SIZE
+    mask = i < SIZE
     at = tl.program_id(0).to(tl.int64) * SIZE + i
-    row = tl.load(x + at, mask=ok, other=0.0).to(tl.float32)
-    if ADDS:
-        row = _rounded_in_float32(row + tl.load(delta + at, mask=ok, other=0.0).to(tl.float32), dtype)
-        tl.store(total + at, row.to(dtype), mask=ok)
+    row = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        row = _round_to(row + tl.load(delta + at, mask=mask, other=0.0).to(tl.float32), dtype)
+        tl.store(residual + at, row.to(dtype), mask=mask)
     scale = tl.rsqrt(tl.sum(row * row, axis=0) / SIZE + eps)
-    of_weight = tl.load(weight + i, mask=ok, other=0.0).to(tl.float32)
-    tl.store(out + at, _rounded(of_weight * _rounded_in_float32(row * scale, dtype), dtype), mask=ok)
+    w = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + at, _cast(w * _round_to(row * scale, dtype), dtype), mask=mask)
 
 
 @triton.jit
-def _turned(
+def _norm_rope(
     head, weight, cos, sin, eps, DTYPE: tl.constexpr,
     NORMED: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A head's D numbers after its norm, if NORMED, and RoPE on the first ROTARY of them, whose halves are pairs."""
+    """RMS norm of a head of D elements, if NORMED, then RoPE (NeoX style) of its first ROTARY elements."""
     half: tl.constexpr = ROTARY // 2
     i = tl.arange(0, BLOCK)
-    ok = i < D
-    turns = i < ROTARY
-    pair = tl.where(i < half, i + half, tl.where(turns, i - half, i))
-    x = tl.load(head + i, mask=ok, other=0.0).to(tl.float32)
-    y = tl.load(head + pair, mask=ok, other=0.0).to(tl.float32)
+    mask = i < D
+    in_rotary = i < ROTARY
+    pair = tl.where(i < half, i + half, tl.where(in_rotary, i - half, i))
+    x = tl.load(head + i, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(head + pair, mask=mask, other=0.0).to(tl.float32)
     if NORMED:
         scale = tl.rsqrt(tl.sum(x * x, axis=0) / D + eps)
-        of_x = tl.load(weight + i, mask=ok, other=0.0).to(tl.float32)
-        of_y = tl.load(weight + pair, mask=ok, other=0.0).to(tl.float32)
-        x = _rounded_in_float32(of_x * _rounded_in_float32(x * scale, DTYPE), DTYPE)
-        y = _rounded_in_float32(of_y * _rounded_in_float32(y * scale, DTYPE), DTYPE)
+        weight_x = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
+        weight_y = tl.load(weight + pair, mask=mask, other=0.0).to(tl.float32)
+        x = _round_to(weight_x * _round_to(x * scale, DTYPE), DTYPE)
+        y = _round_to(weight_y * _round_to(y * scale, DTYPE), DTYPE)
     if ROTARY > 0:
-        c = tl.load(cos + i, mask=turns, other=0.0).to(tl.float32)
-        s = tl.load(sin + i, mask=turns, other=0.0).to(tl.float32)
-        across = _rounded_in_float32(tl.where(i < half, -y, y) * s, DTYPE)
-        x = tl.where(turns, _rounded_in_float32(x * c, DTYPE) + across, x)
-    return _rounded(x, DTYPE)
+        c = tl.load(cos + i, mask=in_rotary, other=0.0).to(tl.float32)
+        s = tl.load(sin + i, mask=in_rotary, other=0.0).to(tl.float32)
+        sin_term = _round_to(tl.where(i < half, -y, y) * s, DTYPE)
+        x = tl.where(in_rotary, _round_to(x * c, DTYPE) + sin_term, x)
+    return _cast(x, DTYPE)
 
 
-@triton.jit(do_not_specialize=["offset", "T"])  # or each new kind of number would be compiled in the midst of decoding
+@triton.jit(do_not_specialize=["offset", "T"])  # specialization would recompile during decoding
 def rope_kernel(
     q, k, v, cos, sin, q_weight, k_weight, out, keys, values, slots, lengths, offset, eps, T,
     q_row, k_row, v_row, cos_b, cos_t, sin_b, sin_t, k_slot, k_head, k_n, k_d, v_slot, v_head, v_n, v_d,
     NORMED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     D: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row: query heads go to ``out`` (B, HEADS, T, D); keys and values go into the store, behind the
-    sequence's rows and ``offset`` others. Keys and queries are normed and turned. Grid: (B*T, HEADS + 2 KV_HEADS).
+    """One head of one token: norm and RoPE of q and k. Queries go to ``out`` (B, HEADS, T, D), keys and values to entry
+    ``lengths[b] + offset + t`` of the sequence's slot. Grid: (B*T, HEADS + 2 KV_HEADS).
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
@@ -98,36 +100,36 @@ def rope_kernel(
     t = row % T
     dtype = out.dtype.element_ty
     i = tl.arange(0, BLOCK)
-    ok = i < D
+    mask = i < D
     cos += b * cos_b + t * cos_t
     sin += b * sin_b + t * sin_t
     if head < HEADS:
-        turned = _turned(q + row * q_row + head * D, q_weight, cos, sin, eps, dtype, NORMED, D, ROTARY, BLOCK)
-        tl.store(out + ((b * HEADS + head) * T + t) * D + i, turned, mask=ok)
+        rotated = _norm_rope(q + row * q_row + head * D, q_weight, cos, sin, eps, dtype, NORMED, D, ROTARY, BLOCK)
+        tl.store(out + ((b * HEADS + head) * T + t) * D + i, rotated, mask=mask)
     else:
         slot = tl.load(slots + b).to(tl.int64)
         n = tl.load(lengths + b).to(tl.int64) + offset + t
         if head < HEADS + KV_HEADS:
-            own = head - HEADS
-            turned = _turned(k + row * k_row + own * D, k_weight, cos, sin, eps, dtype, NORMED, D, ROTARY, BLOCK)
-            tl.store(keys + slot * k_slot + own * k_head + n * k_n + i * k_d, turned, mask=ok)
+            h = head - HEADS
+            rotated = _norm_rope(k + row * k_row + h * D, k_weight, cos, sin, eps, dtype, NORMED, D, ROTARY, BLOCK)
+            tl.store(keys + slot * k_slot + h * k_head + n * k_n + i * k_d, rotated, mask=mask)
         else:
-            own = head - HEADS - KV_HEADS
-            value = tl.load(v + row * v_row + own * D + i, mask=ok, other=0.0)
-            tl.store(values + slot * v_slot + own * v_head + n * v_n + i * v_d, value, mask=ok)
+            h = head - HEADS - KV_HEADS
+            value = tl.load(v + row * v_row + h * D + i, mask=mask, other=0.0)
+            tl.store(values + slot * v_slot + h * v_head + n * v_n + i * v_d, value, mask=mask)
 
 
 @triton.jit
 def silu_kernel(gate, up, out, gate_row, up_row, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """out = silu(gate) * up of a share of one row. Grid: (rows, shares of BLOCK)."""
+    """out = silu(gate) * up for BLOCK elements of a row. Grid: (rows, cdiv(SIZE, BLOCK))."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    ok = i < SIZE
+    mask = i < SIZE
     dtype = out.dtype.element_ty
-    g = tl.load(gate + row * gate_row + i, mask=ok, other=0.0).to(tl.float32)
-    u = tl.load(up + row * up_row + i, mask=ok, other=0.0).to(tl.float32)
-    active = _rounded_in_float32(g / (1.0 + tl.exp(-g)), dtype)
-    tl.store(out + row * SIZE + i, _rounded(active * u, dtype), mask=ok)
+    g = tl.load(gate + row * gate_row + i, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_row + i, mask=mask, other=0.0).to(tl.float32)
+    active = _round_to(g / (1.0 + tl.exp(-g)), dtype)
+    tl.store(out + row * SIZE + i, _cast(active * u, dtype), mask=mask)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -143,29 +145,29 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launches :func:`norm_kernel`; see :func:`longdraft.model.gpu.operators.add_rms_norm`."""
     x, delta = x.contiguous(), delta.contiguous()
-    total, out = torch.empty_like(x), torch.empty_like(x)
-    _launch_norm(x, delta, weight, total, out, eps, True)
-    return total, out
+    residual, out = torch.empty_like(x), torch.empty_like(x)
+    _launch_norm(x, delta, weight, residual, out, eps, True)
+    return residual, out
 
 
 def _launch_norm(
     x: torch.Tensor,
     delta: torch.Tensor,
     weight: torch.Tensor,
-    total: torch.Tensor,
+    residual: torch.Tensor,
     out: torch.Tensor,
     eps: float,
-    adds: bool,
+    has_residual: bool,
 ) -> None:
     size = x.shape[-1]
     if not x.numel():
         return
     block = triton.next_power_of_2(size)
-    # By the size of a row alone: another number of warps would sum it in another order.
+    # Depends on the size of a row alone: another number of warps would add up in another order.
     warps = min(MAX_WARPS, max(1, block // 512))
     with torch.cuda.device_of(x):
         norm_kernel[(x.numel() // size,)](
-            x, delta, weight, total, out, eps, ADDS=adds, SIZE=size, BLOCK=block, num_warps=warps
+            x, delta, weight, residual, out, eps, HAS_RESIDUAL=has_residual, SIZE=size, BLOCK=block, num_warps=warps
         )
 
 
@@ -199,7 +201,7 @@ def rope_and_write_kv(
             offset, eps, size, *(x.stride(1) for x in rows), *cos.stride()[:2], *sin.stride()[:2],
             *keys.stride(), *values.stride(), NORMED=normed, HEADS=heads, KV_HEADS=kv_heads, D=d,
             ROTARY=cos.shape[2], BLOCK=triton.next_power_of_2(d), num_warps=1,
-            # Or a product and the sum behind it are one operation, which does not round the product.
+            # A fused multiply-add would not round the product.
             enable_fp_fusion=False,
         )  # fmt: skip
     return out
@@ -211,8 +213,8 @@ def silu_and_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     out = gate.new_empty(gate.shape)
     if not out.numel():
         return out
-    gates, ups = (_as_rows(x, size) for x in (gate, up))
-    block = min(SHARE, triton.next_power_of_2(size))
+    gates, ups = (_as_matrix(x, size) for x in (gate, up))
+    block = min(SILU_BLOCK, triton.next_power_of_2(size))
     with torch.cuda.device_of(gate):
         silu_kernel[(gates.shape[0], triton.cdiv(size, block))](
             gates, ups, out, gates.stride(0), ups.stride(0), SIZE=size, BLOCK=block, num_warps=4
@@ -220,7 +222,7 @@ def silu_and_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _as_rows(x: torch.Tensor, size: int) -> torch.Tensor:
-    """(..., size) as (rows, size), without a copy if the rows are equally far apart, as in a part of a product."""
+def _as_matrix(x: torch.Tensor, size: int) -> torch.Tensor:
+    """(..., size) as (rows, size), without a copy if rows have one stride, as in a slice of a merged GEMM's output."""
     rows = x.reshape(-1, size)
     return rows if rows.stride(1) == 1 else rows.contiguous()

@@ -1,9 +1,8 @@
-"""Decoder layers on a GPU in few launches: norms, RoPE with the KV write, and SwiGLU are kernels of ours.
+"""Fused decoder layers on a GPU: Triton kernels for norms, RoPE with the KV write, and SwiGLU.
 
-A layer of the Llama kind launches some fifty kernels by its own code, each of a microsecond or two for the rows of a
-verification. Here it launches nine and those of its attention. Products are torch's; those of the same rows are one if
-the weights lie side by side (:mod:`.side_by_side`). A layer is compared with its own code before it is used
-(:mod:`longdraft.model.fused`).
+For a verification, transformers' code of a layer launches some fifty kernels of a microsecond or two. A fused layer
+launches nine and those of its attention. GEMMs are torch's, merged if the weights are (:mod:`.merged_linear`). A layer
+is compared with transformers' code before it is used (:mod:`longdraft.model.fused`).
 """
 
 from __future__ import annotations
@@ -31,28 +30,26 @@ from longdraft.model.layer_parts import (
     uses_gelu,
 )
 
-# Numbers of a row that a program of the norm kernel holds in registers.
+# Elements of a row that a program of the norm kernel holds in registers.
 MAX_HIDDEN = 32768
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ops = torch.ops.longdraft
 
 
 def supports(model: PreTrainedModel) -> bool:
-    """True if the kernels can run where a model is, in its dtype."""
-    there = model.device.type == "cuda" and torch.version.hip is None
-    return there and model.dtype in _DTYPES and custom_ops.triton_enabled()
+    """True if the kernels run on a model's device and dtype."""
+    on_nvidia = model.device.type == "cuda" and torch.version.hip is None
+    return on_nvidia and model.dtype in _DTYPES and custom_ops.triton_enabled()
 
 
 class FusedLayer(NamedTuple):
     """The parts of a decoder layer of the Llama kind.
 
     Attributes:
-        norm, mlp_norm: weights (hidden,) of the norms before the attention and before the MLP.
-        eps, mlp_eps, qk_eps: their epsilons, and that of ``q_norm`` and ``k_norm``.
-        qkv, gate_up: the products that get the same rows.
-        out, down: the attention's and the MLP's last product.
-        q_norm, k_norm: weights (d,) of the heads' norms; None if heads are not normed.
-        d, scale: size of a head, and factor of the scores.
+        attn_norm, mlp_norm: weights (hidden_size,) of the norms before the attention and the MLP.
+        q_norm, k_norm: weights (head_dim,) of each head's norms, or None.
+        attn_eps, mlp_eps, qk_eps: epsilons of these norms.
+        scale: of the softmax.
     """
 
     attn_norm: torch.Tensor
@@ -69,94 +66,88 @@ class FusedLayer(NamedTuple):
     head_dim: int
     scale: float
 
-    def run(self, x: torch.Tensor, cos_sin: CosSin, hosted: hosting.ForwardContext, kv_layer: int) -> torch.Tensor:
-        """x (B, T, hidden) -> the layer's output, in a new tensor.
-
-        Args:
-            cos_sin: (B or 1, T, r) each.
-            kv_layer: index of its rows in the store.
-        """
-        block, (keys, values) = hosted.batch, hosted.store.layer(kv_layer)
+    def run(self, x: torch.Tensor, cos_sin: CosSin, context: hosting.ForwardContext, kv_layer: int) -> torch.Tensor:
+        """x (B, T, hidden_size) -> the layer's output, a new tensor. cos_sin: (B or 1, T, rotary_dim) each. kv_layer:
+        index in the store."""
+        batch, (keys, values) = context.batch, context.store.layer(kv_layer)
         q, k, v = self.qkv(ops.rms_norm(x, self.attn_norm, self.attn_eps))
-        into = block.write_starts_t  # where a recorded block is written, if not behind its prefix
-        first = (block.prefix_lens_t, block.tree_offset) if into is None else (into, 0)
+        write_starts = batch.write_starts_t  # of a captured batch, whose padding is not written behind a prefix
+        first = (batch.prefix_lens_t, batch.tree_offset) if write_starts is None else (write_starts, 0)
         queries = ops.rope_and_write_kv(
-            *(q, k, v, *cos_sin, self.q_norm, self.k_norm, self.qk_eps, keys, values, block.slots_t, *first)
+            *(q, k, v, *cos_sin, self.q_norm, self.k_norm, self.qk_eps, keys, values, batch.slots_t, *first)
         )
-        if kv_layer in hosted.query_layers:
-            hosted.queries[kv_layer] = queries
-        hosted.num_attention_calls += 1
-        attended = hosted.attend(queries, keys, values, block, self.scale).transpose(1, 2).flatten(2)
-        total, normed = ops.add_rms_norm(x, _product(self.o_proj, attended), self.mlp_norm, self.mlp_eps)
+        if kv_layer in context.query_layers:
+            context.queries[kv_layer] = queries
+        context.num_attention_calls += 1
+        attn_out = context.attend(queries, keys, values, batch, self.scale).transpose(1, 2).flatten(2)
+        residual, normed = ops.add_rms_norm(x, _linear(self.o_proj, attn_out), self.mlp_norm, self.mlp_eps)
         gate, up = self.gate_up(normed)
-        return total + _product(self.down_proj, ops.silu_and_mul(gate, up))
+        return residual + _linear(self.down_proj, ops.silu_and_mul(gate, up))
 
 
-def _product(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+def _linear(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return F.linear(x, layer.weight, layer.bias)
 
 
 def fused_layer_of(layer: nn.Module, head_dim: int) -> FusedLayer | None:
-    """A layer for the kernels; None if it is of another kind, or if the user has hooks inside it.
-
-    Args:
-        head_dim: where the attention does not say it.
-    """
+    """The fused form of a layer; None if the kernels lack one of its parts, or if the user has hooks inside it.
+    head_dim: used if the attention module does not have it."""
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
-    inside = [m for m in layer.modules() if m is not layer]
+    submodules = [m for m in layer.modules() if m is not layer]
     # Hooks of the layer itself do no harm: they run around any forward.
-    if attention is None or mlp is None or any(map(is_modified, inside)) or "forward" in vars(layer):
+    if attention is None or mlp is None or any(map(is_modified, submodules)) or "forward" in vars(layer):
         return None
-    found = [getattr(attention, name, None) or getattr(mlp, name, None) for name in LINEAR_NAMES]
-    linear = [x for x in found if type(x) is nn.Linear]
-    modules: list[Any] = [getattr(layer, name, None) for name in ("input_layernorm", "post_attention_layernorm")]
-    modules += [own for name in ("q_norm", "k_norm") if (own := getattr(attention, name, None)) is not None]
-    norms = [own for module in modules if (own := norm_of(module)) is not None]
-    if len(linear) < len(found) or len(norms) < len(modules) or len(modules) == 3:
+    projections = [getattr(attention, name, None) or getattr(mlp, name, None) for name in LINEAR_NAMES]
+    linears = [x for x in projections if type(x) is nn.Linear]
+    norm_modules: list[Any] = [getattr(layer, name, None) for name in ("input_layernorm", "post_attention_layernorm")]
+    norm_modules += [norm for name in ("q_norm", "k_norm") if (norm := getattr(attention, name, None)) is not None]
+    norms = [norm for module in norm_modules if (norm := norm_of(module)) is not None]
+    if len(linears) < len(projections) or len(norms) < len(norm_modules) or len(norm_modules) == 3:
         return None
     parameters = list(layer.parameters())
-    # Quantised weights and shares of several processes are subclasses that hold other tensors.
-    plain = not any(hasattr(type(p), "__tensor_flatten__") for p in parameters)
-    if not plain or len({(p.dtype, p.device) for p in parameters}) > 1:
+    # Quantized and tensor-parallel weights are subclasses that wrap other tensors.
+    is_plain = not any(hasattr(type(p), "__tensor_flatten__") for p in parameters)
+    if not is_plain or len({(p.dtype, p.device) for p in parameters}) > 1:
         return None
-    scored = [getattr(attention, name, None) for name in ("attn_logit_softcapping", "sinks", "sliding_window")]
-    # A parameter that is not read belongs to a part that these kernels know nothing of.
-    read = {id(p) for module in (*linear, *modules) for p in module.parameters()}
-    if {id(p) for p in parameters} != read or any(x is not None for x in scored):
+    unsupported = [getattr(attention, name, None) for name in ("attn_logit_softcapping", "sinks", "sliding_window")]
+    # Another parameter belongs to a part that these kernels do not compute.
+    known = {id(p) for module in (*linears, *norm_modules) for p in module.parameters()}
+    if {id(p) for p in parameters} != known or any(x is not None for x in unsupported):
         return None
-    (norm, eps), (mlp_norm, mlp_eps), *heads = norms
+    (norm, eps), (mlp_norm, mlp_eps), *qk_norms = norms
     d = int(getattr(attention, "head_dim", head_dim))
-    if len({own[1] for own in heads}) > 1 or any(own[0].shape != (d,) for own in heads) or norm.numel() > MAX_HIDDEN:
+    if len({e for _, e in qk_norms}) > 1 or any(w.shape != (d,) for w, _ in qk_norms) or norm.numel() > MAX_HIDDEN:
         return None
-    if norm_weight_offset(modules) != 0 or uses_gelu(getattr(mlp, "act_fn", None)) is not False:
+    if norm_weight_offset(norm_modules) != 0 or uses_gelu(getattr(mlp, "act_fn", None)) is not False:
         return None
     return FusedLayer(
         attn_norm=norm,
         attn_eps=eps,
         mlp_norm=mlp_norm,
         mlp_eps=mlp_eps,
-        qkv=MergedLinear(linear[:3]),
-        o_proj=linear[3],
-        gate_up=MergedLinear(linear[4:6]),
-        down_proj=linear[6],
-        q_norm=heads[0][0] if heads else None,
-        k_norm=heads[1][0] if heads else None,
-        qk_eps=heads[0][1] if heads else 0.0,
+        qkv=MergedLinear(linears[:3]),
+        o_proj=linears[3],
+        gate_up=MergedLinear(linears[4:6]),
+        down_proj=linears[6],
+        q_norm=qk_norms[0][0] if qk_norms else None,
+        k_norm=qk_norms[1][0] if qk_norms else None,
+        qk_eps=qk_norms[0][1] if qk_norms else 0.0,
         head_dim=d,
         scale=float(getattr(attention, "scaling", d**-0.5)),
     )
 
 
 class FusedLayerForward:
-    """The forward of one layer by the kernels, or by its own code (``original``) if they do not serve."""
+    """Forward of a layer: by the kernels if the context says ``fused``, else ``original``, transformers' code."""
 
     def __init__(self, layer: FusedLayer, kinds: LayerKinds, index: int, original: Callable[..., Any]) -> None:
         self._layer, self.original = layer, original
-        self._place, self._rope = kinds.cache_indices[index], kinds.kinds[kinds.kind_indices[index]].rope
+        self._kv_layer, self._rope = kinds.cache_indices[index], kinds.kinds[kinds.kind_indices[index]].rope
 
-    def __call__(self, hidden_states: torch.Tensor, *more: Any, **named: Any) -> Any:
-        hosted = named["longdraft_attend"]
-        if not hosted.fused:
-            return self.original(hidden_states, *more, **named)
-        cos, sin = (x.to(hidden_states) for x in (NO_ROTATION if self._rope is None else named["position_embeddings"]))
-        return self._layer.run(hidden_states, (cos, sin), hosted, self._place)
+    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        context = kwargs["longdraft_attend"]
+        if not context.fused:
+            return self.original(hidden_states, *args, **kwargs)
+        cos_sin = NO_ROTATION if self._rope is None else kwargs["position_embeddings"]
+        cos, sin = (x.to(hidden_states) for x in cos_sin)
+        return self._layer.run(hidden_states, (cos, sin), context, self._kv_layer)

@@ -1,7 +1,7 @@
-"""Matrices that get the same rows, side by side in memory, so that one product serves for several.
+"""Merged linear layers: q, k and v, or gate and up, in one GEMM, as vLLM's QKVParallelLinear.
 
-:func:`join` moves the weights of a model that longdraft has loaded: its parameters become views of the joined matrices,
-so nothing is kept twice. A model that a user brings is never changed; its layers compute product by product.
+:func:`join` moves the weights of a model that longdraft has loaded: its parameters become views of the merged matrices,
+so nothing is stored twice. A user's model is never changed; its layers compute one GEMM for each weight.
 """
 
 from __future__ import annotations
@@ -15,57 +15,53 @@ from torch import nn
 
 from longdraft.model.skinny_gemm import is_plain_tensor
 
-# Layers of one module that get the same input.
+# Linear layers of one module that have the same input.
 MERGED_PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class MergedLinear:
-    """Products of the same rows with several linear layers: one product if their weights lie side by side.
-
-    Attributes:
-        joined: True if it is one product.
-    """
+    """Several linear layers of one input; ``is_merged``: one GEMM, because their weights are contiguous in memory."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        self._pairs: list[tuple[torch.Tensor, torch.Tensor | None]] = [
+        self._weights: list[tuple[torch.Tensor, torch.Tensor | None]] = [
             (x.weight.detach(), None if x.bias is None else x.bias.detach()) for x in layers
         ]
         self._sizes = [x.out_features for x in layers]
-        biases = [bias for _, bias in self._pairs if bias is not None]
-        matrix, bias = as_one_tensor([weight for weight, _ in self._pairs]), as_one_tensor(biases)
-        self.is_merged = matrix is not None and (not biases or (bias is not None and len(biases) == len(layers)))
-        if self.is_merged and matrix is not None:
-            self._pairs = [(matrix, bias)]
+        biases = [bias for _, bias in self._weights if bias is not None]
+        weight, bias = as_one_tensor([weight for weight, _ in self._weights]), as_one_tensor(biases)
+        self.is_merged = weight is not None and (not biases or (bias is not None and len(biases) == len(layers)))
+        if self.is_merged and weight is not None:
+            self._weights = [(weight, bias)]
 
     def __call__(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        """x (..., in) -> (..., out) of each layer; with one product these are views of its result."""
-        found = [F.linear(x, weight, bias) for weight, bias in self._pairs]
-        return found[0].split(self._sizes, dim=-1) if self.is_merged else found
+        """x (..., in) -> (..., out) of each layer; views of one tensor if merged."""
+        outputs = [F.linear(x, weight, bias) for weight, bias in self._weights]
+        return outputs[0].split(self._sizes, dim=-1) if self.is_merged else outputs
 
 
 def as_one_tensor(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """A view of tensors (n_i, ...) as one (sum n_i, ...); None if they do not lie one behind the other in memory."""
+    """A view of tensors (n_i, ...) as one (sum n_i, ...); None if they are not adjacent in memory."""
     if not tensors:
         return None
-    first, place = tensors[0], tensors[0].data_ptr()
-    for each in tensors:
-        alike = each.dtype == first.dtype and each.device == first.device and each.shape[1:] == first.shape[1:]
-        if not alike or not each.is_contiguous() or each.data_ptr() != place:
+    first, address = tensors[0], tensors[0].data_ptr()
+    for x in tensors:
+        is_alike = x.dtype == first.dtype and x.device == first.device and x.shape[1:] == first.shape[1:]
+        if not is_alike or not x.is_contiguous() or x.data_ptr() != address:
             return None
-        place += each.numel() * each.itemsize
-    # Two allocations may lie one behind the other by chance.
-    end = first.storage_offset() * first.itemsize + place - first.data_ptr()
+        address += x.numel() * x.itemsize
+    # Two allocations may be adjacent by chance.
+    end = first.storage_offset() * first.itemsize + address - first.data_ptr()
     if end > first.untyped_storage().nbytes():
         return None
-    shape = (sum(each.shape[0] for each in tensors), *first.shape[1:])
+    shape = (sum(x.shape[0] for x in tensors), *first.shape[1:])
     return first.as_strided(shape, first.stride())
 
 
 @torch.no_grad()
 def join(model: nn.Module) -> None:
-    """Moves weights that get the same rows side by side, in place: parameters keep their numbers and their names.
+    """Merges the weights of :data:`MERGED_PROJECTIONS` in place: parameters keep their names and values.
 
-    The model must be longdraft's own, as other references to the old memory would no longer see changes.
+    The model must be longdraft's own: other references to the old memory would no longer see changes.
     """
     for parent in model.modules():
         for names in MERGED_PROJECTIONS:
@@ -76,9 +72,9 @@ def join(model: nn.Module) -> None:
 
 
 def _join(parameters: Sequence[nn.Parameter]) -> None:
-    alike = {(p.dtype, p.device, p.shape[1:]) for p in parameters}
-    if len(alike) != 1 or not all(map(is_plain_tensor, parameters)) or as_one_tensor(parameters) is not None:
+    kinds = {(p.dtype, p.device, p.shape[1:]) for p in parameters}
+    if len(kinds) != 1 or not all(map(is_plain_tensor, parameters)) or as_one_tensor(parameters) is not None:
         return
-    joined = torch.cat(list(parameters))
-    for parameter, view in zip(parameters, joined.split([p.shape[0] for p in parameters]), strict=True):
+    merged = torch.cat(list(parameters))
+    for parameter, view in zip(parameters, merged.split([p.shape[0] for p in parameters]), strict=True):
         parameter.data = view

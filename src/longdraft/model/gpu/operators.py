@@ -1,7 +1,6 @@
-"""Parts of a decoder layer as operators of torch, such as ``longdraft::rms_norm``: one launch each on a GPU.
+"""torch custom operators for parts of a decoder layer, such as ``longdraft::rms_norm``: one launch each on a GPU.
 
-The functions here are their definitions in plain torch, which serve on a CPU. On a GPU the kernels of
-:mod:`.kernels` compute the same.
+These functions define them in plain torch, which runs on a CPU. On a GPU, :mod:`.kernels` computes the same.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ from longdraft.attention import custom_ops
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x (..., n) and weight (n,) -> weight * x / sqrt(mean(x^2) + eps), rounded to x's dtype before the weight."""
-    wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+    """x (..., n), weight (n,) -> weight * x / sqrt(mean(x^2) + eps), rounded to x's dtype before the weight."""
+    x32 = x.float()
+    return weight * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def add_rms_norm(
     x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x and delta (..., n) -> their sum, and its :func:`rms_norm`."""
-    total = x + delta
-    return total, rms_norm(total, weight, eps)
+    """x, delta (..., n) -> residual = x + delta, and its :func:`rms_norm`."""
+    residual = x + delta
+    return residual, rms_norm(residual, weight, eps)
 
 
 def rope_and_write_kv(
@@ -41,15 +40,15 @@ def rope_and_write_kv(
     lengths: torch.Tensor,
     offset: int,
 ) -> torch.Tensor:
-    """RoPE of queries and keys; keys and values are written into a layer's rows.
+    """Per-head norms and RoPE of queries and keys; writes keys and values into a layer's KV cache.
 
     Args:
         q: (B, T, Hq*d).
         k, v: (B, T, Hkv*d).
-        cos, sin: (B or 1, T, r): the first r numbers of a head are turned, whose halves are pairs; r = 0 turns none.
-        q_weight, k_weight: (d,) of the :func:`rms_norm` of each head before RoPE; None without.
+        cos, sin: (B or 1, T, r): RoPE (NeoX style) of the first r dimensions of a head; r may be 0.
+        q_weight, k_weight: (d,) of each head's :func:`rms_norm` before RoPE, or None.
         keys, values: (slots, Hkv, capacity, d), any strides.
-        slots, lengths: (B,) int32: row t of sequence b goes to row ``lengths[b] + offset + t`` of ``slots[b]``.
+        slots, lengths: (B,) int32: token t of sequence b goes to entry ``lengths[b] + offset + t`` of ``slots[b]``.
 
     Returns:
         The queries (B, Hq, T, d), contiguous.
@@ -58,24 +57,24 @@ def rope_and_write_kv(
     queries, new_keys, new_values = (x.unflatten(-1, (-1, d)).transpose(1, 2) for x in (q, k, v))
     if q_weight is not None and k_weight is not None:
         queries, new_keys = rms_norm(queries, q_weight, eps), rms_norm(new_keys, k_weight, eps)
-    queries, new_keys = _turned(queries, cos, sin), _turned(new_keys, cos, sin)
-    rows = lengths.long()[:, None] + torch.arange(offset, offset + q.shape[1], device=q.device)
-    places = slots.long()[:, None].expand_as(rows), rows
-    keys.transpose(1, 2)[places] = new_keys.transpose(1, 2)
-    values.transpose(1, 2)[places] = new_values.transpose(1, 2)
+    queries, new_keys = _rotate(queries, cos, sin), _rotate(new_keys, cos, sin)
+    entries = lengths.long()[:, None] + torch.arange(offset, offset + q.shape[1], device=q.device)
+    index = slots.long()[:, None].expand_as(entries), entries
+    keys.transpose(1, 2)[index] = new_keys.transpose(1, 2)
+    values.transpose(1, 2)[index] = new_values.transpose(1, 2)
     return queries.contiguous()
 
 
-def _turned(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """RoPE of the first numbers of each head (B, H, T, d)."""
-    turning, rest = heads.split([cos.shape[-1], heads.shape[-1] - cos.shape[-1]], dim=-1)
-    first, second = turning.chunk(2, dim=-1)
-    across = torch.cat([-second, first], dim=-1)
-    return torch.cat([turning * cos.unsqueeze(1) + across * sin.unsqueeze(1), rest], dim=-1)
+def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """RoPE of the first dimensions of each head (B, H, T, d)."""
+    rotary, rest = heads.split([cos.shape[-1], heads.shape[-1] - cos.shape[-1]], dim=-1)
+    first, second = rotary.chunk(2, dim=-1)
+    rotated_half = torch.cat([-second, first], dim=-1)
+    return torch.cat([rotary * cos.unsqueeze(1) + rotated_half * sin.unsqueeze(1), rest], dim=-1)
 
 
 def silu_and_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """gate and up (..., n) -> silu(gate) * up."""
+    """gate, up (..., n) -> silu(gate) * up."""
     return F.silu(gate) * up
 
 

@@ -10,22 +10,24 @@ from torch import Tensor
 
 from longdraft.errors import CapabilityError
 
-# The CPU backend packs pages by instruction set. Only this packing can be read here.
-_VEC = "vec"
+# vLLM's CPU backend packs pages for an instruction set. Only this packing can be read here.
+_VEC_PACKING = "vec"
 
 
 class AttentionLayer:
     """Reads the KV cache of a decoder layer in vLLM.
 
     A page has (kv_heads, block_size, 2 head_dim) numbers. On a GPU (FlashAttention, Triton, FlexAttention) each token's
-    value follows its key. On a CPU with packing "vec", in float32, each head has its keys as (head_dim, block_size),
-    then its values as (block_size, head_dim).
+    value follows its key. On a CPU with packing "vec", in float32, a head has its keys as (head_dim, block_size), then
+    its values as (block_size, head_dim).
 
     Args:
-        config: vLLM's ``VllmConfig``. index: of the decoder layer.
+        config: vLLM's ``VllmConfig``.
+        index: index of the decoder layer.
 
     Attributes:
-        name: vLLM's name of the attention module. attention: the module.
+        name: vLLM's name of the attention module.
+        attention: the attention module.
 
     Raises:
         CapabilityError: the model has no such layer.
@@ -37,28 +39,30 @@ class AttentionLayer:
         names = [name for name in context if f".layers.{index}." in f".{name}."]
         if len(names) != 1:
             raise CapabilityError(
-                f"Layer {index} of {config.model_config.model} has {len(names)} caches in vLLM where a draft reads "
-                "one: use longdraft_engines.vllm.Lookup."
+                f"Layer {index} of {config.model_config.model} has {len(names)} caches in vLLM, and a draft "
+                "reads exactly one: use longdraft_engines.vllm.Lookup."
             )
         self.name = names[0]
         self.attention = context[self.name]
-        self._checked = False
+        self._layout_checked = False
 
     def read(self, runner: Any, req_index: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values (kv_heads, stop - start, head_dim) of a request.
 
         Args:
-            runner: vLLM's model runner. req_index: in vLLM's input batch. start, stop: positions.
+            runner: vLLM's model runner.
+            req_index: the request's index in vLLM's input batch.
+            start, stop: the first position, and the position after the last.
 
         Raises:
-            CapabilityError: the cache has another layout.
+            CapabilityError: the cache has a layout that cannot be read here.
         """
         cache: torch.Tensor = self.attention.kv_cache
-        if not self._checked:
+        if not self._layout_checked:
             self._check(cache)
         groups = runner.kv_cache_config.kv_cache_groups
-        group = next(i for i, group in enumerate(groups) if self.name in group.layer_names)
-        block_table = runner.input_batch.block_table[group].block_table.np[req_index]
+        group_index = next(i for i, group in enumerate(groups) if self.name in group.layer_names)
+        block_table = runner.input_batch.block_table[group_index].block_table.np[req_index]
         block_size = cache.shape[2]
         positions = np.arange(start, stop)
         block_ids = torch.from_numpy(block_table[positions // block_size].astype(np.int64)).to(cache.device)
@@ -68,8 +72,8 @@ class AttentionLayer:
         return keys.transpose(0, 1), values.transpose(0, 1)
 
     def _check(self, cache: torch.Tensor) -> None:
-        packing = getattr(self.attention, "isa", _VEC)
-        if cache.device.type == "cpu" and (packing != _VEC or cache.dtype != torch.float32):
+        packing = getattr(self.attention, "isa", _VEC_PACKING)
+        if cache.device.type == "cpu" and (packing != _VEC_PACKING or cache.dtype != torch.float32):
             raise CapabilityError(
                 f"vLLM packs this CPU's KV cache for {packing} in {cache.dtype}, which cannot be read here: serve in "
                 "float32 (--dtype float32), or use longdraft_engines.vllm.Lookup."
@@ -79,14 +83,15 @@ class AttentionLayer:
                 f"A KV cache of {tuple(cache.shape)} in {cache.dtype} cannot be read here: use "
                 "longdraft_engines.vllm.Lookup."
             )
-        self._checked = True
+        self._layout_checked = True
 
 
 def read_interleaved_pages(cache: Tensor, block_ids: Tensor, block_offsets: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values (n, kv_heads, head_dim) of n tokens from pages (pages, kv_heads, block_size, 2 head_dim).
 
     Args:
-        block_ids, block_offsets: (n,) the page of each token, and its offset there.
+        block_ids: (n,) the page of each token.
+        block_offsets: (n,) the token's offset in the page.
     """
     keys, values = cache[block_ids, :, block_offsets].chunk(2, dim=-1)
     return keys, values
@@ -94,10 +99,10 @@ def read_interleaved_pages(cache: Tensor, block_ids: Tensor, block_offsets: Tens
 
 def read_vec_pages(cache: Tensor, block_ids: Tensor, block_offsets: Tensor) -> tuple[Tensor, Tensor]:
     """:func:`read_interleaved_pages` for pages with the CPU backend's packing "vec"."""
-    pages, heads, block_size, size = cache.shape
+    pages, heads, block_size, kv_size = cache.shape  # kv_size: 2 head_dim
     keys, values = cache.view(pages, heads, 2, -1).unbind(2)
-    keys = keys.view(pages, heads, size // 2, block_size)
-    values = values.view(pages, heads, block_size, size // 2)
+    keys = keys.view(pages, heads, kv_size // 2, block_size)
+    values = values.view(pages, heads, block_size, kv_size // 2)
     return keys[block_ids, :, :, block_offsets], values[block_ids, :, block_offsets]
 
 
@@ -123,14 +128,16 @@ class StepQueries:
         self._buffer = buffer
 
     def read(self, runner: Any, req_index: int, stop: int, num_positions: int) -> torch.Tensor | None:
-        """Queries (Hq, n, d) of a request at the ``num_positions`` positions before ``stop``.
+        """Queries (heads, n, head_dim) of a request at the ``num_positions`` positions before ``stop``.
 
-        They are fewer if the step computed fewer of these positions, and None if it did not compute ``stop - 1``.
+        n is smaller if the step computed fewer of these positions. Returns None if it did not compute ``stop - 1``.
 
         Args:
-            runner: vLLM's model runner, after the step. req_index: in its input batch.
+            runner: vLLM's model runner, after the step.
+            req_index: the request's index in vLLM's input batch.
         """
         first = int(runner.input_batch.num_computed_tokens_cpu[req_index])  # position of the step's first token
+        # Where the request's queries are in the buffer.
         start_loc, end_loc = runner.query_start_loc.np[req_index : req_index + 2].tolist()
         if not first < stop <= first + end_loc - start_loc:
             return None

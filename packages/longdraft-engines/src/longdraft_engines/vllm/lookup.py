@@ -9,10 +9,10 @@ from longdraft_engines.vllm.proposer import Proposer
 
 
 class Lookup(Proposer):
-    """Needs no draft and reads nothing of the target, so it works with any model and attention backend.
+    """Drafts without a draft model and without reading the target, so for any model and attention backend.
 
-    Options: ``min_n``, ``max_n`` (lengths of matches); ``earlier`` (also search this many tokens of ended requests, of
-    all tenants: leave it at 0 if they must not learn of each other).
+    Options: ``min_n``, ``max_n`` (lengths of matches); ``earlier`` (also search this many tokens of all tenants' ended
+    requests: leave it at 0 if tenants must not learn of each other).
     """
 
     @staticmethod
@@ -22,4 +22,4 @@ class Lookup(Proposer):
     def load_model(self, model: Any) -> None:
         del model
         k = self.num_speculative_tokens
-        self.drafter = SuffixDrafter(max_draft=k, max_nodes=k, branches=1, **self.options)
+        self.drafter = SuffixDrafter(max_draft=k, max_nodes=k, branches=1, **self.options)  # one branch: a chain

@@ -10,7 +10,7 @@ from longdraft_engines.vllm.sampling import patch_sampling
 
 
 def register() -> None:
-    """Makes vLLM's model runners set ``Proposer.runner``. Calling it again changes nothing."""
+    """Makes vLLM's model runners set ``Proposer.runner``. A second call has no effect."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # also the base class of the CPU's
 
     original = GPUModelRunner.__init__
@@ -25,5 +25,5 @@ def register() -> None:
             proposer.runner = runner
             patch_sampling()
 
-    init.longdraft = True  # type: ignore[attr-defined]
+    init.longdraft = True  # type: ignore[attr-defined]  # marks the patch
     GPUModelRunner.__init__ = init

@@ -1,4 +1,4 @@
-"""A proposer for vLLM's method ``custom_class`` that drafts with one of our drafters."""
+"""A proposer for vLLM's method ``custom_class`` that drafts with one of longdraft's drafters."""
 
 from __future__ import annotations
 
@@ -19,18 +19,13 @@ from longdraft.trees.tree import TokenTree
 
 @dataclass
 class TrackedRequest:
-    """A request that gets drafts.
-
-    Attributes:
-        req_index, new_token_ids: its index in vLLM's input batch, and its new tokens, in this step.
-        is_new: the drafter has not observed it yet.
-        queries: of this step, if the drafter needs any: see :class:`~longdraft.engine.round_result.RoundResult`.
-    """
+    """A request that gets drafts."""
 
     sequence: Sequence
-    req_index: int = -1
-    new_token_ids: tuple[int, ...] = ()
-    is_new: bool = True
+    req_index: int = -1  # index in vLLM's input batch in this step
+    new_token_ids: tuple[int, ...] = ()  # tokens of this step
+    is_new: bool = True  # the drafter has not observed the request yet
+    # Queries of this step, if the drafter needs any: see longdraft.engine.round_result.RoundResult.
     queries: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -43,16 +38,16 @@ class Proposer(ABC):
     """Proposes drafts inside vLLM, in place of its own proposer.
 
     Tracks requests by vLLM's ids. A request that is missing from a step's batch (ended, aborted, preempted) is dropped.
-    If it comes back, it is a new request whose tokens so far are the prompt.
+    If it comes back, it is tracked as a new request, whose prompt is all its tokens so far.
 
-    Drafts are the most probable tokens, for sampled text too: vLLM accepts a drafted token with its probability under
-    the target, which is exact for drafts that are not sampled.
+    Drafted tokens are the most probable ones, for sampled text too. vLLM accepts a drafted token with its probability
+    under the target, which keeps the target's distribution if drafts are not sampled.
 
     Args:
         config: vLLM's ``VllmConfig``.
 
     Attributes:
-        drafter: made by :meth:`load_model`.
+        drafter: longdraft's drafter, made by :meth:`load_model`.
         runner: vLLM's model runner; :mod:`~longdraft_engines.vllm.plugin` sets it.
         max_model_len: limit of a request's tokens, prompt and output.
     """
@@ -73,7 +68,7 @@ class Proposer(ABC):
         self.max_model_len = int(config.model_config.max_model_len)
         self.free_slots = list(range(self.slots))
         self._tracked: dict[str, TrackedRequest] = {}
-        self._next = 0
+        self._next_sequence_id = 0
 
     @staticmethod
     def default_options() -> dict[str, Any]:
@@ -82,7 +77,7 @@ class Proposer(ABC):
 
     @property
     def slots(self) -> int:
-        """Number of requests that can get drafts at a time; others are decoded without."""
+        """Number of requests that can get drafts at a time; all others get none."""
         return int(self.config.scheduler_config.max_num_seqs)
 
     @abstractmethod
@@ -90,28 +85,27 @@ class Proposer(ABC):
         """Makes the drafter. vLLM calls it with the loaded target."""
 
     def prepare(self, requests: list[TrackedRequest]) -> None:
-        """Copies what the drafter reads of the target. Called before each step's drafts."""
+        """Copies the target's KV and queries that the drafter reads. Called before each step's drafts."""
         del requests
 
     @torch.inference_mode()
     def propose(
-        self,
-        sampled_token_ids: list[list[int]],
-        num_tokens_no_spec: NDArray[Any],
-        token_ids_cpu: NDArray[Any],
+        self, sampled_token_ids: list[list[int]], num_tokens_no_spec: NDArray[Any], token_ids_cpu: NDArray[Any],
         slot_mappings: Any = None,
-    ) -> list[list[int]]:
+    ) -> list[list[int]]:  # fmt: skip
         """Drafted tokens for each request of vLLM's input batch.
 
         Args:
-            sampled_token_ids: the new tokens of each request; none during its prefill.
-            num_tokens_no_spec, token_ids_cpu: (requests,) number of tokens, (requests, max_model_len) their ids.
+            sampled_token_ids: the new tokens of each request; [] during its prefill.
+            num_tokens_no_spec: (requests,) number of tokens, drafted tokens excluded.
+            token_ids_cpu: (requests, max_model_len) token ids.
+            slot_mappings: not used.
         """
         del slot_mappings
         if self.runner is None:
             raise CapabilityError(
-                "vLLM has not run longdraft's plugin: install longdraft in vLLM's environment, and name longdraft in "
-                "VLLM_PLUGINS where that is set."
+                "vLLM has not run longdraft's plugin: install longdraft in vLLM's environment. If VLLM_PLUGINS is set, "
+                "add longdraft to it."
             )
         batch = self.runner.input_batch
         for req_id in set(self._tracked) - set(batch.req_ids):
@@ -138,15 +132,15 @@ class Proposer(ABC):
     def _track(self, req_id: str, req_index: int, token_ids: NDArray[Any], num_new: int) -> TrackedRequest | None:
         """The request, updated by its ``num_new`` new tokens; None if no slot is free."""
         request = self._tracked.get(req_id)
-        if request is not None and len(token_ids) != request.num_computed_tokens + 1 + num_new:  # missed a step
+        if request is not None and len(token_ids) != request.num_computed_tokens + 1 + num_new:  # it missed a step
             self._drop(req_id)
             request = None
         if request is None:
             if not self.free_slots:
                 return None
             max_new_tokens = self.max_model_len - len(token_ids) + num_new
-            request = TrackedRequest(Sequence(self._next, token_ids[:-num_new].tolist(), max_new_tokens))
-            request.sequence.slot, self._next = self.free_slots.pop(0), self._next + 1
+            request = TrackedRequest(Sequence(self._next_sequence_id, token_ids[:-num_new].tolist(), max_new_tokens))
+            request.sequence.slot, self._next_sequence_id = self.free_slots.pop(0), self._next_sequence_id + 1
             self._tracked[req_id] = request
         request.req_index, request.new_token_ids = req_index, tuple(token_ids[-num_new:].tolist())
         for token in request.new_token_ids:

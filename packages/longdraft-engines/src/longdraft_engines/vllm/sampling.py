@@ -20,13 +20,13 @@ def patch_sampling() -> None:
 
     if not current_platform.is_cpu() or sampler.apply_sampling_constraints.__module__ == __name__:
         return
-    values = torch.tensor([0.5, 0.25], **CPU_FLOAT32)
+    values = torch.tensor([0.5, 0.25], **CPU_FLOAT32)  # a test: requests with 1 and 2 drafted tokens
     if not torch.equal(sampler.expand_batch_to_tokens(values, torch.tensor([1, 3], **CPU_INT64), 3), values[[0, 1, 1]]):
         sampler.expand_batch_to_tokens = expand_batch_to_tokens
     original = sampler.apply_sampling_constraints
 
     def apply_sampling_constraints(logits: torch.Tensor, *args: Any) -> Any:
-        return original(logits, *args) if len(logits) else logits
+        return original(logits, *args) if len(logits) else logits  # 0 rows: a step without drafts
 
     sampler.apply_sampling_constraints = apply_sampling_constraints
 
@@ -38,6 +38,7 @@ def expand_batch_to_tokens(
 
     Args:
         cu_num_tokens: (n,) cumulative number of drafted tokens.
+        num_tokens: number of all drafted tokens.
         replace_from, replace_to: values equal to ``replace_from`` become ``replace_to``.
     """
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))

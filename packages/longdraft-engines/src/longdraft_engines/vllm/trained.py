@@ -23,6 +23,7 @@ from longdraft.model.shared_parts import SharedParts
 from longdraft_engines.vllm.layer import AttentionLayer, StepQueries
 from longdraft_engines.vllm.proposer import Proposer, TrackedRequest
 
+# Options of method specextend that are None by default.
 _VIEW_OPTIONS = ("chunk", "chunks", "every", "layer", "recent")
 
 
@@ -30,20 +31,21 @@ class EngineTarget:
     """vLLM's model on one device, with the attributes of :class:`TargetRunner` that drafts read.
 
     Args:
-        text_config: as in transformers. model: vLLM's loaded model.
-        weights: digest of the weights that the draft was trained for. It is not checked: vLLM fuses and packs weights.
+        text_config: the configuration of the language model, as in transformers.
+        model: vLLM's loaded model.
+        weights: digest of the weights that the draft was trained for. The target claims to have it, because vLLM's
+            weights are fused and packed and have another digest.
 
     Attributes:
-        last: index of the last layer. tp_rank: None, as the target is on one device. buffer_arena: None, as a draft's
-            memory lasts as long as the engine.
+        last: index of the last layer.
         model: the configuration, which names the model's folder.
 
     Raises:
         CapabilityError: the draft cannot share the embedding or the head.
     """
 
-    tp_rank = None
-    buffer_arena = None
+    tp_rank = None  # the target is on one device
+    buffer_arena = None  # a draft's memory lasts as long as the engine
 
     def __init__(self, text_config: Any, model: Any, head_dim: int, kv_heads: int, weights: str | None) -> None:
         heads, self.last = int(text_config.num_attention_heads), int(text_config.num_hidden_layers) - 1
@@ -59,27 +61,22 @@ class EngineTarget:
         rope = text_config.rope_parameters
         rotary = RotaryEmbedding(head_dim, rope, dtype, self.device)
         self.shared_parts = SharedParts(
-            embedding=nn.Embedding.from_pretrained(embedding),
-            head=head,
+            embedding=nn.Embedding.from_pretrained(embedding), head=head, num_heads=heads,
             rms_norm_eps=float(text_config.rms_norm_eps),
-            intermediate_size=int(text_config.intermediate_size),
-            hidden_size=int(text_config.hidden_size),
-            num_heads=heads,
+            intermediate_size=int(text_config.intermediate_size), hidden_size=int(text_config.hidden_size),
             description={
                 "model_type": text_config.model_type, "vocab_size": self.vocab_size,
                 "hidden_size": int(text_config.hidden_size), "layers": self.last + 1, "heads": heads,
                 "kv_heads": kv_heads, "head_dim": head_dim, "rope_theta": rope.get("rope_theta"), "weights": weights,
             },
-            _rotary=rotary.module,
-            _like=torch.empty(1, 1, dtype=dtype, device=self.device),
+            _rotary=rotary.module, _hidden_like=torch.empty(1, 1, dtype=dtype, device=self.device),
         )  # fmt: skip
 
 
 class TrainedProposer(Proposer):
-    """Copies the new keys and values of one layer in each step, for a limited number of requests.
+    """Copies the new keys and values of one of the target's layers in each step, for a limited number of requests.
 
-    In a model of 32 layers this is a thirty-second of the KV. With the copy, the draft need not know how vLLM packs its
-    pages, nor which prefixes were cached.
+    The copy frees the draft from knowing how vLLM packs its pages, and which prefixes were cached.
 
     Options: ``draft``, the draft's folder; ``slots``, number of requests that get drafts at a time.
     """
@@ -94,10 +91,10 @@ class TrainedProposer(Proposer):
 
     @abstractmethod
     def load(self, folder: Path) -> tuple[Draft[Any], Drafter]:
-        """The draft in a folder, and its drafter."""
+        """Loads a draft from its folder, and makes its drafter."""
 
     def layer_index(self, num_layers: int) -> int:
-        """The index of the layer to read."""
+        """The index of the target's layer to copy."""
         return num_layers - 1
 
     def load_model(self, model: Any) -> None:
@@ -126,8 +123,8 @@ class TrainedProposer(Proposer):
             slot, stop = request.sequence.slot, request.num_computed_tokens
             start = 0 if request.is_new else self._store.lengths[slot]
             new_kv = self.layer.read(self.runner, request.req_index, start, stop)
-            for stored, new in zip(self._store.slot_kv(slot, slice(0, 1), start), new_kv, strict=True):
-                stored[0, :, start:stop] = new
+            for store_tensor, new in zip(self._store.slot_kv(slot, slice(0, 1), start), new_kv, strict=True):
+                store_tensor[0, :, start:stop] = new
             self._store.lengths[slot] = stop
 
 
@@ -140,10 +137,10 @@ class LongSpec(TrainedProposer):
 
 
 class SpecExtend(TrainedProposer):
-    """Drafts chains with a small language model. It sees only the chunks of its own KV that a layer of the target
-    attends to (SpecExtend, section 2.2).
+    """Drafts chains with a small language model, which attends only to the chunks of its own KV that a layer of the
+    target attends to (SpecExtend, section 2.2).
 
-    Further options: ``chunk``, ``chunks``, ``every``, ``layer``, ``sink``, ``recent``: those of method ``specextend``.
+    Further options: ``chunk``, ``chunks``, ``every``, ``layer``, ``sink``, ``recent``, as in method ``specextend``.
     """
 
     drafter: SmallLMDrafter
@@ -169,13 +166,13 @@ class SpecExtend(TrainedProposer):
     def prepare(self, requests: list[TrackedRequest]) -> None:
         super().prepare(requests)
         for request in requests:
-            request_position = request.req_index, request.num_computed_tokens
-            queries = self._step_queries.read(self.runner, *request_position, self.drafter.num_prompt_queries)
+            stop, num_positions = request.num_computed_tokens, self.drafter.num_prompt_queries
+            queries = self._step_queries.read(self.runner, request.req_index, stop, num_positions)
             request.queries = {} if queries is None else {0: queries}  # the copied layer has index 0
 
 
 def _weight(model: Any, name: str) -> torch.Tensor:
-    """(vocabulary, hidden) of the embedding or head."""
+    """The weight (vocabulary, hidden) of the embedding or head, by the last part of its module's name."""
     module = next((m for n, m in model.named_modules() if n.split(".")[-1] == name), None)
     weight = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not weight.dtype.is_floating_point:

@@ -1,4 +1,4 @@
-"""Standard speculative sampling: what is accepted is what the formula says, and what is written is the target's."""
+"""Rejection sampling: acceptance follows the formula, and the output has the target's distribution."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def distribution(seed: int, sharpness: float = 1.5) -> torch.Tensor:
 
 
 def orders(q: torch.Tensor, count: int):
-    """Every way to draw so many tokens without replacement, and how likely it is."""
+    """All ordered draws of ``count`` tokens without replacement, with their probabilities."""
     for tokens in itertools.permutations(range(SIZE), count):
         chance, left = 1.0, 1.0
         for token in tokens:
@@ -36,7 +36,7 @@ def orders(q: torch.Tensor, count: int):
 @pytest.mark.parametrize("count", [1, 2, 3, SIZE - 1])
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "chosen"])
 def test_what_is_emitted_has_the_targets_distribution(count, drawn):
-    """Computed, over all that can be drawn. Of one drawn token the sum of min(p, q) is accepted."""
+    """Computed over all possible draws. For one drawn token the acceptance is the sum of min(p, q)."""
     for seed in range(8):
         p, q = distribution(seed), distribution(seed + 100)
         emitted, accepted = torch.zeros(SIZE, dtype=torch.double), 0.0
@@ -63,7 +63,7 @@ def test_a_draft_that_is_the_target_is_always_right():
 
 
 def test_a_walk_has_the_targets_distribution():
-    """Two tokens behind a root, 20,000 times, with trees whose candidates are drawn for every one."""
+    """Two tokens after a root, 20,000 times; each time the tree's candidates are drawn again."""
     table, g = torch.stack([distribution(i) for i in range(SIZE)]), torch.Generator().manual_seed(1)
     drafts = torch.stack([distribution(i + 50) for i in range(SIZE)])
     sampler, root, times = RejectionSampler(Sampling(1.0), g), 2, 20_000
@@ -88,7 +88,7 @@ def test_a_walk_has_the_targets_distribution():
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A target, a draft that is the same model, and one that is another."""
+    """A target, a draft that is the same model, and another draft."""
     target = tiny_model(vocab=61)
     folder = tmp_path_factory.mktemp("lm")
     small_lm(folder / "other", vocab=61)
@@ -109,7 +109,7 @@ def decoded(models, draft: str, job: type[Job] = RejectionSamplingJob, tokens: i
 
 
 def test_a_chain_of_the_target_itself_is_accepted_whole(models):
-    """Where drafts share no random numbers and choose, it is not."""
+    """Without rejection sampling a draft without the target's noise is not always accepted."""
     for result, steps in decoded(models, "same", tree="chain", depth=3):
         assert result.accepted / result.drafted > 0.98 and len({step.tree.tokens for step in steps}) > 5
     chosen = decoded(models, "same", Job, tree="chain", depth=3)

@@ -1,4 +1,4 @@
-"""Which cases of a matrix run in seconds with the fast tests; the whole matrix is ``slow``."""
+"""Marks cases of a test matrix as slow, so that the fast tests run a part of it in seconds."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import pytest
 
 
 def slow(*values: Any) -> Any:
-    """A case that is a slow test."""
+    """A case that is marked slow."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def slow_except(cases: Iterable[Any], quick: Iterable[Any]) -> list[Any]:
-    """All cases; those not in ``quick`` are slow."""
+    """All cases; those that are not in ``quick`` are marked slow."""
     quick = list(quick)
     return [case if case in quick else slow(case) for case in cases]
 
 
 def rotate_pairs(names: Iterable[Any], others: Sequence[Any], each: int = 1, both: Iterable[Any] = ()) -> list[Any]:
-    """Every name with every other. A name meets ``each`` of the others in turn, the rest of the pairs are slow.
+    """All pairs of names and others. Each name has ``each`` fast pairs, in rotation; its other pairs are marked slow.
 
     Args:
-        both: names that meet all others.
+        both: names with fast pairs only.
     """
     both, pairs = list(both), []
     for i, name in enumerate(names):

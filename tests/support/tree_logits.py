@@ -1,4 +1,5 @@
-"""The contract of a hosted model: a row of a tree or chain has a plain row's bits, whoever is beside it."""
+"""The contract of a hosted model: logits of a tree's or chain's token equal those of plain decoding to the bit, in any
+batch."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def random_tokens(length: int, seed: int = 0, vocabulary: int = 60) -> list[int]
 
 
 def prefill(runner: TargetRunner, store: KVStore, slot: int, prompt: list[int]) -> None:
-    """Reads a prompt in pieces, as an engine does."""
+    """Prefills a prompt in chunks, as the engine does."""
     for start in range(0, len(prompt), CHUNK):
         piece = prompt[start : start + CHUNK]
         forward(runner, [piece], store, [slot], logits="none", is_prefill=True)
@@ -36,7 +37,7 @@ def plain_logits(runner: TargetRunner, prompt: list[int], path: list[int]) -> to
 
 
 def tree_with_siblings(path: list[int]) -> tuple[list[int], torch.Tensor, list[int]]:
-    """Tokens, mask and depths of a tree of two rows a token: the token, and a sibling that no later row sees."""
+    """Tokens, mask and depths of a tree with two nodes a token: the token, and a sibling that no later node sees."""
     size = 2 * len(path)
     mask = torch.zeros(1, size, size, dtype=torch.bool)
     for i in range(size):
@@ -50,10 +51,10 @@ def check_tree_logits(
     same: Callable[[torch.Tensor, torch.Tensor], bool] = torch.equal,
     lengths: tuple[int, int] = (70, 5),
 ) -> torch.Tensor:
-    """Two texts in shuffled slots: trees at once and level by level; what is accepted, and what follows; chains.
+    """Checks two sequences in shuffled slots: trees in one forward and level by level, commits, further steps, chains.
 
     Returns:
-        The plain rows of the longer text.
+        The logits of plain decoding of the longer sequence.
     """
     slots, prompts, paths = (2, 0), [random_tokens(n, n) for n in lengths], [random_tokens(7, seed) for seed in (3, 4)]
     plain = [plain_logits(runner, prompt, path) for prompt, path in zip(prompts, paths, strict=True)]
@@ -72,7 +73,7 @@ def check_tree_logits(
         for found in (whole, torch.cat(levels, 1)):
             for b in (0, 1):
                 assert same(found[b, ::2], plain[b][done[b] : done[b] + 3]), "a tree's rows are not the plain ones"
-        for b, count in enumerate(accepted):  # the rest leaves no trace
+        for b, count in enumerate(accepted):  # rejected nodes must leave no trace
             store.commit(slots[b], range(0, 2 * count, 2))
             done[b] += count
         order = (1, 0)

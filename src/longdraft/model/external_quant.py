@@ -1,8 +1,9 @@
-"""Linear layers that other packages compute, such as quantised ones (torchao, bitsandbytes, GPTQ, ...).
+"""External linear layers: other packages compute them, mostly quantised (torchao, bitsandbytes, GPTQ, ...).
 
-Each is probed with random rows before a model is hosted. If a row's result depends on the values of other rows, the
-model is refused. If its last bits depend on the number of rows (kernels may sum in another order), the layer gets its
-rows in blocks of a fixed size, or one by one, in decoding on a CPU. So a drafted token has the bits that it has alone.
+Each layer is probed with random inputs, one row a token, before a model is hosted. If a row's result depends on the
+values of other rows, the model is refused. If its last bits depend on the number of rows (kernels may sum in another
+order), the layer gets blocks of a fixed size, or single rows, in decoding on a CPU. A drafted token then has the same
+bits as in a plain step.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from longdraft.model.skinny_gemm import is_dtensor, is_plain_tensor
 from longdraft.native import kernels
 from longdraft.native.boundary import CPU_FLOAT32
 
-# Rows of a block; and larger sizes, used if they give the same bits.
+# Rows of a block, and larger block sizes, which are used for many rows if they give the same bits.
 _BLOCK_ROWS, _LARGER_BLOCK_ROWS = 8, (16, 32, 64)
-# Other numbers of rows to probe.
-_OTHER_COUNTS = (1, 3, 5)
-# Factor on the other rows. A row's result may then differ by this fraction of its largest number: rounding stays
-# below, a scale shared with the other rows exceeds it.
-_SCALE_OF_OTHERS = 100.0
+# Numbers of rows that fill no block, which are probed too.
+_PARTIAL_BLOCK_ROWS = (1, 3, 5)
+# All rows but the first are multiplied by this factor. The first row's result may then change by the tolerance times
+# its largest number (in float32, in 16 bits): rounding changes it less, a scale shared by all rows more.
+_OTHER_ROWS_FACTOR = 100.0
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 2e-2
-# With fewer distinct numbers than this fraction, float32 results were rounded to a smaller dtype.
+# If a smaller fraction of float32 results is distinct, they were rounded to a smaller dtype.
 _MIN_DISTINCT_FRACTION = 0.9
-# Methods whose weights transformers dequantises at loading if it has no kernels for them.
+# Quantisation methods whose weights transformers dequantises at loading if it has no kernels for them.
 _DEQUANTIZED_METHODS = ("fp8", "mxfp4", "mxfp8")
 
 
@@ -47,7 +48,7 @@ def is_externally_quantized(config: Any) -> bool:
 def decompress(model: nn.Module) -> None:
     """Lets compressed-tensors unpack a model's weights now.
 
-    It would do so in a module's first forward, which is our copy's: the model itself would stay packed.
+    By itself it unpacks them in the first forward, which our copy would run: the user's model would stay packed.
     """
     hook = getattr(model, "ct_decompress_hook", None)
     hook_function = model._forward_pre_hooks.get(getattr(hook, "id", -1))
@@ -56,7 +57,7 @@ def decompress(model: nn.Module) -> None:
 
 
 def decompress_to(model: nn.Module, dtype: torch.dtype) -> None:
-    """:func:`decompress`, with weights in ``dtype``: compressed-tensors unpacks 4-bit floats into bfloat16 always."""
+    """:func:`decompress`, then casts to ``dtype``: compressed-tensors always unpacks 4-bit floats to bfloat16."""
     decompress(model)
     for module in model.modules():
         if enum_value(getattr(module, "quantization_status", None)) == "decompressed":
@@ -66,23 +67,24 @@ def decompress_to(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def remove_wrappers(model: nn.Module) -> None:
-    """Makes layers that compressed-tensors has unpacked plain again, if they are nothing but a product.
+    """Turns layers that compressed-tensors has unpacked into plain linear layers, if they do not round activations.
 
-    The package leaves wrappers that move tensors between devices, and a rounding of activations that may do nothing.
+    The package leaves wrappers of their forwards and of their dicts of parameters, which move tensors between devices.
     The model must be our own copy.
     """
     for module in model.modules():
         attrs = vars(module)
-        tables = [attrs["_parameters"], attrs["_buffers"]]  # may be compressed-tensors' offloading dicts
-        devices = {getattr(table, f"{kind}_device", None) for table in tables for kind in ("onload", "offload")}
+        dicts = [attrs["_parameters"], attrs["_buffers"]]  # may be compressed-tensors' offloading dicts
+        devices = {getattr(tensors, f"{kind}_device", None) for tensors in dicts for kind in ("onload", "offload")}
+        # One known device: nothing is offloaded.
         if "_original_forward_func" in attrs and len(devices - {None}) == len(devices) == 1:
-            attrs["_parameters"], attrs["_buffers"] = (dict(table.offloaded_values) for table in tables)
+            attrs["_parameters"], attrs["_buffers"] = (dict(tensors.offloaded_values) for tensors in dicts)
             attrs["forward"] = MethodType(attrs.pop("_original_forward_func"), module)
         scheme = attrs.get("quantization_scheme")
-        # A layer in another dtype stays as it is: the probe will refuse it.
+        # A layer in another dtype is left for the probe to refuse.
         wrong_dtype = any(weight.dtype != model.dtype for weight in module.parameters(recurse=False))
-        rounds = scheme is None or scheme.input_activations or scheme.output_activations
-        if not (rounds or wrong_dtype) and enum_value(attrs.get("quantization_status")) == "decompressed":
+        rounds_activations = scheme is None or scheme.input_activations or scheme.output_activations
+        if not (rounds_activations or wrong_dtype) and enum_value(attrs.get("quantization_status")) == "decompressed":
             attrs.pop("forward", None)
             del attrs["quantization_scheme"]
         if getattr(attrs.get("forward"), "__func__", None) is type(module).forward:
@@ -90,58 +92,56 @@ def remove_wrappers(model: nn.Module) -> None:
 
 
 def external_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Names and modules of a model's linear layers that are not torch's own."""
+    """Names and modules of a model's external linear layers."""
     for name, module in model.named_modules():
         is_linear = isinstance(getattr(module, "in_features", None), int) and hasattr(module, "out_features")
-        # Adapters wrap other layers; those are visited themselves.
+        # Adapters wrap linear layers, which are visited themselves; stored weights (kernel_weights) are ours.
         if not is_linear or any(True for _ in module.children()) or hasattr(module, "kernel_weights"):
             continue
         weight = getattr(module, "weight", None)
-        # transformers' own linear classes, such as routers, are not external.
-        may_be_plain = type(module) is nn.Linear or type(module).__module__.startswith("transformers.models.")
-        is_plain = may_be_plain and is_plain_tensor(weight) and not hasattr(module, "quantization_scheme")
+        # Linear classes of transformers' models, such as routers, are not external.
+        has_known_class = type(module) is nn.Linear or type(module).__module__.startswith("transformers.models.")
+        is_plain = has_known_class and is_plain_tensor(weight) and not hasattr(module, "quantization_scheme")
         if not is_plain and not is_dtensor(weight):
             yield name, module
 
 
 def check(model: nn.Module) -> None:
-    """Raises UnsupportedModelError for layers whose class or settings show that they scale all rows together.
+    """Raises UnsupportedModelError for layers whose class or settings show that one scale serves all rows.
 
-    :func:`make_batch_invariant` probes the others.
+    :func:`make_batch_invariant` finds further layers by probing.
     """
     for name, module in model.named_modules():
         cls = type(module)
         if ".quantized.dynamic." in f"{cls.__module__}.":  # torch.ao.quantization.quantize_dynamic
-            raise _refusal(model, name, module, "scales all rows of its input together")
+            raise _unsupported_layer(model, name, module, "scales all rows of its input together")
         if cls.__name__ == "Linear8bitLt" and getattr(getattr(module, "state", None), "threshold", 0.0) > 0:
             why = "finds outliers in all rows of its input together (load it with llm_int8_threshold=0)"
-            raise _refusal(model, name, module, why)
+            raise _unsupported_layer(model, name, module, why)
 
 
 def make_batch_invariant(model: nn.Module) -> None:
-    """Probes external layers, and blocks the rows of those that need it in decoding. The model must be our own copy.
+    """Probes external layers. In decoding, layers that need it get blocks of rows. The model must be our own copy.
 
-    Raises:
-        UnsupportedModelError: a row's result depends on other rows, or a layer cannot compute here.
-    """
-    for module, sizes in _probed_linears(model):
+    Raises UnsupportedModelError if a row's result depends on other rows, or a layer's forward fails on its device."""
+    for module, block_sizes in _probed_linears(model):
         forward = vars(module)["forward"] = _outside_inference_mode(module.forward)
-        # Without our kernels the model's other products are not batch invariant anyway.
-        if sizes and kernels() is not None:
-            vars(module)["forward"] = _in_blocks(forward, sizes)
+        # Without our kernels the model's other layers are not batch invariant either.
+        if block_sizes and kernels() is not None:
+            vars(module)["forward"] = _in_blocks(forward, block_sizes)
 
 
 def replace_by_random_products(model: nn.Module) -> None:
-    """Replaces external layers by a cheap product in a copy that is compared with the model's own forward.
+    """Replaces external layers, in a copy for comparing our attention with the model's own.
 
-    A layer that rounds its inputs to 8 bits would turn differences in last bits into a percent, and hide others.
+    Layers that round inputs to 8 bits would turn differences in last bits into one percent, which hides real errors.
     """
     for _, module in external_linears(model):
         vars(module)["forward"] = _random_product(module)
 
 
 def _probed_linears(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[int, ...]]]:
-    """External layers with the result of :func:`_probe`, which runs once for each class and size."""
+    """External layers with the block sizes of :func:`_probe`, which runs once for each class and size."""
     results: dict[tuple[object, ...], tuple[int, ...]] = {}
     for name, module in list(external_linears(model)):
         key = (type(module), type(getattr(module, "weight", None)), module.in_features, module.out_features)
@@ -152,10 +152,10 @@ def _probed_linears(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[int, ..
 
 
 def _random_product(module: nn.Module) -> Callable[..., torch.Tensor]:
-    """A forward that picks random elements of a row, with random signs: a product without weights."""
-    size, count = int(module.in_features), int(module.out_features)  # type: ignore[arg-type]
-    generator = torch.Generator().manual_seed(size)
-    columns = torch.randint(2 * size, (count,), generator=generator, device="cpu").tolist()
+    """A forward whose outputs are randomly chosen inputs with random signs: a product without stored weights."""
+    in_size, out_size = int(module.in_features), int(module.out_features)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(in_size)
+    columns = torch.randint(2 * in_size, (out_size,), generator=generator, device="cpu").tolist()
 
     def product(x: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         return torch.cat([x, -x], dim=-1)[..., to_device(columns, x.device)]
@@ -172,37 +172,37 @@ def random_rows(model: nn.Module, module: nn.Module, count: int) -> torch.Tensor
 
 
 def _probe(model: nn.Module, name: str, module: nn.Module) -> tuple[int, ...]:
-    """Block sizes that give the same bits: (1,) for rows one by one, empty if any number of rows does."""
+    """Block sizes that all give a row the same bits. (1,): single rows. Empty: no blocks are needed."""
     rows = random_rows(model, module, _LARGER_BLOCK_ROWS[-1])
 
     def compute(x: torch.Tensor) -> torch.Tensor:
-        # module.forward runs no hooks of the user's.
+        # Unlike module(...), module.forward does not run the user's hooks.
         out: torch.Tensor = module.forward(x[None])[0]
         return out
 
     try:
         with torch.no_grad():
-            depends_on_others = _depends_on_others(compute, rows[:_BLOCK_ROWS])
-            sizes = _stable_sizes(compute, rows) if rows.device.type == "cpu" and not depends_on_others else ()
+            depends_on_others = _depends_on_other_rows(compute, rows[:_BLOCK_ROWS])
+            sizes = _stable_block_sizes(compute, rows) if rows.device.type == "cpu" and not depends_on_others else ()
     except Exception as error:  # another package can raise any type
         raise UnsupportedModelError(
             f"{type(model).__name__} has {name} ({_describe_layer(module)}), which cannot compute on {rows.device} in "
             f"{rows.dtype}: {reason_of(error)}. Load the model on another device, in another dtype, or not quantised."
         ) from error
     if depends_on_others:
-        raise _refusal(model, name, module, "computes another result for a row beside larger ones")
+        raise _unsupported_layer(model, name, module, "computes another result for a row beside larger ones")
     return sizes
 
 
-def _depends_on_others(compute: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> bool:
+def _depends_on_other_rows(compute: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> bool:
     """True if a row's result changes by more than rounding when the other rows become larger."""
-    larger = torch.cat([rows[:1], rows[1:] * _SCALE_OF_OTHERS])
-    alone, among_larger = (compute(x)[0].double() for x in (rows, larger))
+    larger = torch.cat([rows[:1], rows[1:] * _OTHER_ROWS_FACTOR])
+    expected, beside_larger = (compute(x)[0].double() for x in (rows, larger))
     tolerance = _HALF_TOLERANCE if rows.dtype in (torch.bfloat16, torch.float16) else _TOLERANCE
-    return not bool((alone - among_larger).abs().max() <= tolerance * alone.abs().max())
+    return not bool((expected - beside_larger).abs().max() <= tolerance * expected.abs().max())
 
 
-def _stable_sizes(compute: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> tuple[int, ...]:
+def _stable_block_sizes(compute: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> tuple[int, ...]:
     """The block sizes that :func:`_probe` returns."""
 
     def in_blocks(size: int, x: torch.Tensor = rows) -> torch.Tensor:
@@ -213,10 +213,10 @@ def _stable_sizes(compute: Callable[[torch.Tensor], torch.Tensor], rows: torch.T
     if not torch.equal(in_blocks(_BLOCK_ROWS, rows.roll(3, 0)).roll(-3, 0), expected):
         return (1,)
     if rows.dtype == torch.float32 and len(expected.unique()) < _MIN_DISTINCT_FRACTION * expected.numel():
-        return (_BLOCK_ROWS,)  # rounded results may hide another order of summation
+        return (_BLOCK_ROWS,)  # rounding may hide that other block sizes sum in another order
     larger = tuple(size for size in _LARGER_BLOCK_ROWS if torch.equal(in_blocks(size), expected))
-    other_counts = all(torch.equal(compute(rows[:n]), expected[:n]) for n in _OTHER_COUNTS)
-    return () if other_counts and larger == _LARGER_BLOCK_ROWS else (_BLOCK_ROWS, *larger)
+    partial_blocks_agree = all(torch.equal(compute(rows[:n]), expected[:n]) for n in _PARTIAL_BLOCK_ROWS)
+    return () if partial_blocks_agree and larger == _LARGER_BLOCK_ROWS else (_BLOCK_ROWS, *larger)
 
 
 def _outside_inference_mode(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -229,14 +229,16 @@ def _outside_inference_mode(forward: Callable[..., torch.Tensor]) -> Callable[..
     return wrapped
 
 
-def _in_blocks(forward: Callable[..., torch.Tensor], sizes: tuple[int, ...]) -> Callable[..., torch.Tensor]:
+def _in_blocks(forward: Callable[..., torch.Tensor], block_sizes: tuple[int, ...]) -> Callable[..., torch.Tensor]:
+    """Runs a forward, in decoding, on blocks of the smallest of these sizes that holds all rows, or the largest."""
+
     def wrapped(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not in_decode():
             return forward(x, *args, **kwargs)
         rows = x.reshape(-1, x.shape[-1])
         count = len(rows)
-        size = next((n for n in sizes if n >= count), sizes[-1])
-        if padding := -count % size:
+        size = next((n for n in block_sizes if n >= count), block_sizes[-1])
+        if padding := -count % size:  # repeats the last row
             rows = torch.cat([rows, rows[-1:].expand(padding, -1)])
         out = [forward(block[None], *args, **kwargs)[0] for block in rows.split(size)]
         return torch.cat(out)[:count].view(*x.shape[:-1], -1)
@@ -244,11 +246,11 @@ def _in_blocks(forward: Callable[..., torch.Tensor], sizes: tuple[int, ...]) -> 
     return wrapped
 
 
-def _refusal(model: nn.Module, name: str, module: nn.Module, why: str) -> UnsupportedModelError:
+def _unsupported_layer(model: nn.Module, name: str, module: nn.Module, why: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{type(model).__name__} is quantised so that {name} ({_describe_layer(module)}) {why}. Its result for a token "
-        "then depends on the tokens beside it, so drafted tokens would change the text. Use a quantisation of "
-        "weights alone, or one that scales each row by itself."
+        f"{type(model).__name__} is quantised so that {name} ({_describe_layer(module)}) {why}. A token's result then "
+        "depends on the other tokens of a forward, so drafts would change the output. Use a quantisation of the "
+        "weights alone, or one with a scale for each token."
     )
 
 

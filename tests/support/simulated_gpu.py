@@ -1,15 +1,15 @@
-"""A simulated GPU: tensors that claim to be on ``cuda``, with their numbers in the host's memory.
+"""A simulated GPU: tensors that claim to be on ``cuda``, with their data in the host's memory.
 
-It finds operations that a real GPU would refuse or wait for. Every operation of torch is intercepted:
+It finds operations that a real GPU would refuse, or that would make the host wait. Every operation of torch is
+intercepted (attributes are those of :class:`SimulatedGPU`):
 
 * an operation on tensors of the device and of the host is an error, except for tensors without dimensions;
-* the host waits if it reads a number of the device, if a shape depends on numbers of the device, if it copies from
-  memory that is not pinned, or if it writes a number at a place (``x[3] = 5``, which copies that number):
-  :attr:`SimulatedGPU.waits` lists the places in our code;
-* an event behind which the device has more work does not leave it idle: :attr:`SimulatedGPU.overlapped` counts those;
-* operations of the device and copies between it and the host are counted (:attr:`SimulatedGPU.launches`, :attr:`SimulatedGPU.copies`);
-* while something is recorded (:attr:`SimulatedGPU.recording`), waits and copies from the host are errors: a CUDA graph would
-  copy the host's old memory again.
+* the host waits if it reads a number of the device, if a shape depends on data of the device, if it copies from memory
+  that is not pinned, or if it assigns a number (``x[3] = 5`` copies it): ``waits`` lists the lines of longdraft;
+* waiting for an event does not leave the device idle if work is queued behind the event: ``overlapped`` counts those;
+* ``launches`` counts operations of the device, ``copies`` copies between it and the host;
+* during a capture (``recording``), waits and copies from the host are errors: a CUDA graph would copy the host's old
+  memory again.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from tests.support import torch_kernels
 
 DEVICE = torch.device("cuda", 0)
 aten = torch.ops.aten
-# Operations whose output shapes depend on numbers.
-_COUNTING = {"nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "equal", "bincount"}
+# Operations whose output shapes depend on data.
+_DATA_DEPENDENT = {"nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "equal", "bincount"}
 _INDEXED = ("index", "index_put_", "index_put", "_index_put_impl_")
-# Operations that launch nothing.
+# Operations that launch no kernel.
 _FREE = {
     "empty",
     "empty_like",
@@ -47,11 +47,11 @@ _SOURCES = str(Path(__file__).parents[2] / "src" / "longdraft")
 
 
 class MixedDevicesError(AssertionError):
-    """Tensors of the host and of the device met."""
+    """An operation got tensors of the host and of the device."""
 
 
 class SimulatedTensor(torch.Tensor):
-    """A tensor of the device, with its numbers in the host tensor ``numbers``."""
+    """A tensor of the device, with its data in the host tensor ``numbers``."""
 
     numbers: torch.Tensor
     scalar = False  # a number that Python code writes into another tensor: on a real GPU it is still on the host
@@ -74,7 +74,7 @@ class SimulatedTensor(torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        # To torch itself it is on "meta": without CUDA it knows of no other device that it need not ask for anything.
+        # To torch itself it is on "meta", the only device that needs no backend.
         return DEVICE
 
     @property
@@ -92,18 +92,18 @@ class SimulatedTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
-        raise RuntimeError(f"{func} of a tensor of the device, outside the mode that knows how")
+        raise RuntimeError(f"{func} of a tensor of the device, outside the mode that simulates it")
 
 
 class SimulatedGPU(TorchDispatchMode):
     """Intercepts torch's operations.
 
     Attributes:
-        waits: places where the host has waited for the device: "file:line function (operation)".
-        launches: number of operations that the host has asked the device for; views are none, a replay is one.
+        waits: where the host has waited for the device: "file:line function (operation)".
+        launches: number of launched operations; views do not count, a replay counts as one.
         copies: number of copies between host and device.
-        overlapped: number of times that the host waited for an event while the device had work behind it.
-        recording: True while operations are being recorded.
+        overlapped: how often the host waited for an event while the device had work behind it.
+        recording: True during a capture.
     """
 
     def __init__(self) -> None:
@@ -114,77 +114,77 @@ class SimulatedGPU(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and a wrapper around every operation takes time
+        return False  # nothing is compiled here; dynamo's wrapper around every operation would take time
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
         kwargs = dict(kwargs or {})
         name, composite = _known(func)
         tensors = _tensors([*args, *kwargs.values()])
-        ours = any(isinstance(x, SimulatedTensor) for x in tensors)
+        on_device = any(isinstance(x, SimulatedTensor) for x in tensors)
         where = kwargs.get("device")
-        there = ours if where is None else torch.device(where).type in ("cuda", "meta")
-        if not ours and not there:
+        to_device = on_device if where is None else torch.device(where).type in ("cuda", "meta")
+        if not on_device and not to_device:
             return func(*args, **kwargs)
         if name in ("_fused_sdp_choice", "is_pinned"):
             return 0
-        if composite:  # inference mode passes them
+        if composite:  # inference mode does not decompose these
             with self:
                 return func.decompose(*args, **kwargs)
         if where is not None:
             kwargs["device"] = torch.device("cpu")
         if name in ("_to_copy", "copy_"):
-            self._moved(name, args, kwargs, there)
+            self._check_copy(name, args, kwargs, to_device)
         else:
-            self._mixed(name, func, tensors)
+            self._check_devices(name, func, tensors)
             if name in _INDEXED and any(type(x) is torch.Tensor and x.dim() > 0 for x in args[1]):
-                self._wait(f"{name} by numbers of the host")
+                self._wait(f"{name} by indices of the host")
             if name in _INDEXED[1:] and getattr(args[2], "scalar", False) and not self._with_mask(args):
                 self._wait(f"{name} of a number")
-            if name in _COUNTING or name == "_local_scalar_dense" or self._by_mask(name, args):
+            if name in _DATA_DEPENDENT or name == "_local_scalar_dense" or self._by_mask(name, args):
                 self._wait(name)
         kwargs.pop("pin_memory", None)
-        out = func(*_real(args), **{key: _real(x) for key, x in kwargs.items()})
+        out = func(*_to_host(args), **{key: _to_host(x) for key, x in kwargs.items()})
         if not (self.recording or name in _FREE or func.is_view):
             self.launches += 1
         if func._schema.is_mutable and name.endswith("_"):
             return args[0]
         if "out" in kwargs:
             return kwargs["out"]
-        # Views of tensors that were made outside inference mode must be made outside of it too.
+        # Views of tensors from outside inference mode must be made outside of it too.
         with torch.inference_mode(all(x.is_inference() for x in tensors) and torch.is_inference_mode_enabled()):
-            made = _claimed(out) if there else out
-        if name == "scalar_tensor" and isinstance(made, SimulatedTensor):
-            made.scalar = True
-        return made
+            result = _to_simulated(out) if to_device else out
+        if name == "scalar_tensor" and isinstance(result, SimulatedTensor):
+            result.scalar = True
+        return result
 
-    def _moved(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], there: bool) -> None:
+    def _check_copy(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], to_device: bool) -> None:
         source = args[1] if name == "copy_" else args[0]
-        target = isinstance(args[0], SimulatedTensor) if name == "copy_" else there
+        target = isinstance(args[0], SimulatedTensor) if name == "copy_" else to_device
         if name == "copy_" and target and getattr(source, "scalar", False):
-            self._wait("a number written at a place")
+            self._wait("an assigned number")
             return
         if isinstance(source, SimulatedTensor) == target:
             return
         self.copies += 1
-        soon = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
-        if not target and not soon:
+        non_blocking = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
+        if not target and not non_blocking:
             self._wait(name)
         elif not target and self.recording:
-            raise AssertionError(f"a copy to the host was recorded at {_place()}")
+            raise AssertionError(f"a copy to the host was recorded at {_source_line()}")
         elif not target:
             return
         elif self.recording:
-            raise AssertionError(f"a copy from the host was recorded at {_place()}")
-        elif not (soon and getattr(source, "pinned", False)):
+            raise AssertionError(f"a copy from the host was recorded at {_source_line()}")
+        elif not (non_blocking and getattr(source, "pinned", False)):
             self._wait(f"{name} from memory that is not pinned")
 
-    def _mixed(self, name: str, func: Any, tensors: list[torch.Tensor]) -> None:
+    def _check_devices(self, name: str, func: Any, tensors: list[torch.Tensor]) -> None:
         if name in _INDEXED:
             return
-        strange = [x for x in tensors if not isinstance(x, SimulatedTensor) and x.dim() > 0]
-        if strange:
+        on_host = [x for x in tensors if not isinstance(x, SimulatedTensor) and x.dim() > 0]
+        if on_host:
             raise MixedDevicesError(
-                f"{func} of the device's tensors and one of the host, {tuple(strange[0].shape)}, at {_place()}"
+                f"{func} of the device's tensors and one of the host, {tuple(on_host[0].shape)}, at {_source_line()}"
             )
 
     def _by_mask(self, name: str, args: tuple[Any, ...]) -> bool:
@@ -196,18 +196,14 @@ class SimulatedGPU(TorchDispatchMode):
         return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
 
     def _wait(self, name: str) -> None:
-        place = f"{_place()} ({name})"
+        place = f"{_source_line()} ({name})"
         if self.recording:
             raise AssertionError(f"a recording waits for the device at {place}")
         self.waits.append(place)
 
 
 class Event:
-    """Stands in for CUDA's events.
-
-    Args:
-        card: the device.
-    """
+    """Stands in for a CUDA event."""
 
     def __init__(self, card: SimulatedGPU) -> None:
         self._card, self._at = card, 0
@@ -223,10 +219,10 @@ class Event:
 
 
 class SimulatedGraphs:
-    """Stands in for CUDA graphs: a replay runs the function again and copies the results to the recorded tensors.
+    """Stands in for CUDA graphs: a replay runs the function again and copies its results to the captured outputs.
 
     Args:
-        card: finds operations that must not be recorded.
+        card: finds operations that must not be captured.
     """
 
     def __init__(self, card: SimulatedGPU | None = None) -> None:
@@ -262,12 +258,12 @@ class SimulatedGraphs:
             self._card.recording = False
 
 
-# Operations take and give tensors and lists of them: torch's functions for trees of any kind take longer than they do.
+# Arguments and results are tensors and lists of them. For these torch's tree functions (pytree) would be too slow.
 
 
 @cache
 def _known(func: Any) -> tuple[str, bool]:
-    """An operation's name, and whether it is made of others."""
+    """An operation's name, and whether it is composed of others."""
     return func._schema.name.removeprefix("aten::"), func._can_decompose()
 
 
@@ -281,20 +277,20 @@ def _tensors(found: list[Any]) -> list[torch.Tensor]:
     return tensors
 
 
-def _real(x: Any) -> Any:
+def _to_host(x: Any) -> Any:
     if isinstance(x, SimulatedTensor):
         return x.numbers
-    return type(x)(map(_real, x)) if type(x) in (list, tuple) else x
+    return type(x)(map(_to_host, x)) if type(x) in (list, tuple) else x
 
 
-def _claimed(x: Any) -> Any:
+def _to_simulated(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
         return SimulatedTensor(x)
-    return type(x)(map(_claimed, x)) if type(x) in (list, tuple) else x
+    return type(x)(map(_to_simulated, x)) if type(x) in (list, tuple) else x
 
 
-def _place() -> str:
-    """The innermost running line of longdraft."""
+def _source_line() -> str:
+    """The innermost running line of longdraft's source."""
     for frame in reversed(traceback.extract_stack()):
         if frame.filename.startswith(_SOURCES):
             return f"{frame.filename.removeprefix(_SOURCES + '/')}:{frame.lineno} {frame.name}"
@@ -309,7 +305,7 @@ def patch_cuda(monkeypatch: Any, **values: Any) -> None:
 
 @contextmanager
 def simulate_gpu(monkeypatch: Any) -> Iterator[SimulatedGPU]:
-    """Simulates an NVIDIA GPU of the Ampere kind with 80 GB, whose attention kernels are stand-ins."""
+    """Simulates an NVIDIA GPU (Ampere, 80 GB) with stand-ins for torch's attention kernels."""
     patch_cuda(
         monkeypatch,
         _lazy_init=None,

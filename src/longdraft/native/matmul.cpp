@@ -1,0 +1,155 @@
+// Products with several matrices, and grouped GEMM for experts: one parallel loop over all outputs, which reads each matrix once.
+#include "matmul.h"
+
+#include "ops.h"
+#include "amx.h"
+
+#include <algorithm>
+#include <vector>
+
+using std::int64_t;
+
+namespace {
+
+// Outputs of an item of a thread: in float32 (whole tiles of every shape), in int8 for up to ROW_GROUP rows and for more, in prefill.
+constexpr int64_t FLOAT_OUTPUTS = 24, FEW_ROWS_OUTPUTS = 2 * INT8_OUTPUT_MULTIPLE, MANY_ROWS_OUTPUTS = 8 * INT8_OUTPUT_MULTIPLE,
+                  PREFILL_OUTPUTS = 16 * INT8_OUTPUT_MULTIPLE;
+
+// Calls f(matrix, its index, from, to) for all outputs of some matrices, range_size at a time, on several threads.
+template <typename F>
+void for_output_ranges(int64_t range_size, const Matrix *matrices, int64_t count, int threads, const F &f) {
+  const auto ranges_of = [=](const Matrix &m) { return (m.n_out + range_size - 1) / range_size; };
+  int64_t n_ranges = 0;
+  for (int64_t i = 0; i < count; i++) n_ranges += ranges_of(matrices[i]);
+  parallel_for(threads, n_ranges, [&](int64_t index) {
+    const Matrix *m = matrices;
+    for (; index >= ranges_of(*m); m++) index -= ranges_of(*m);
+    f(*m, m - matrices, index * range_size, std::min(m->n_out, (index + 1) * range_size));
+  });
+}
+
+// Which activations a matrix needs: 0: a scale for 32 numbers, 1: for 128.
+int64_t quantization_of(const Matrix &m) { return sub_blocks_per_act_scale(m.format) > 1; }
+
+// Groups of rows of x, quantized.
+struct QuantizedRows {
+  std::vector<Int8Activations> groups;
+  Scratch qs_scratch, blocks_scratch;
+
+  void quantize(const float *x, int64_t n_in, int64_t sub_blocks_per_scale, const int64_t *offsets, int64_t count, int threads) {
+    groups.clear();
+    int64_t n_padded = 0;
+    for (int64_t g = 0; g < count; g++) {
+      groups.push_back(int8_activations(offsets[g + 1] - offsets[g], n_in, sub_blocks_per_scale));
+      n_padded += groups[g].padded_rows();
+    }
+    auto *qs = reinterpret_cast<std::int8_t *>(qs_scratch.get(n_padded * n_in / 4));
+    auto *blocks =
+        reinterpret_cast<Int8Activations::Block *>(blocks_scratch.get(n_padded * (n_in / 32) * sizeof(Int8Activations::Block) / 4));
+    for (Int8Activations &group : groups) {
+      group.qs = qs;
+      group.blocks = blocks;
+      qs += group.padded_rows() * n_in;
+      blocks += group.padded_rows() * (n_in / 32);
+    }
+    const Int8Activations *group_rows = groups.data();
+    parallel_for(threads, count, [=](int64_t g) { quantize_rows(x + offsets[g] * n_in, group_rows[g], count > 1 ? 1 : threads); });
+  }
+};
+
+// Activations in bfloat16, with memory.
+Bf16Activations bf16_activations(int64_t rows, int64_t n_in, Scratch &scratch) {
+  Bf16Activations bf16{nullptr, rows, n_in};
+  bf16.values = reinterpret_cast<BFloat16 *>(scratch.get(bf16.padded_rows() * n_in / 2));
+  return bf16;
+}
+
+// A prompt's rows times several matrices: in bfloat16 on AMX where matrices are quantized.
+void multiply_prefill(const float *x, const Bf16Activations &bf16, const Matrix *matrices, int64_t count, int threads) {
+  for_output_ranges(PREFILL_OUTPUTS, matrices, count, threads, [&](const Matrix &m, int64_t, int64_t from, int64_t to) {
+    if (m.int8_layout) return bf16_outputs(bf16, m, from, to);
+    float_outputs(x, bf16.rows, bf16.n_in, m, from, to);
+  });
+}
+
+// For each of `count` groups g: rows [offsets[g], offsets[g + 1]) of x times matrices [g * per_group, (g + 1) * per_group).
+void multiply(const float *x, int64_t n_in, const Matrix *matrices, int64_t per_group, const int64_t *offsets, int64_t count,
+              int threads) {
+  const Matrix *end = matrices + count * per_group;
+  int64_t max_rows = 0;
+  for (int64_t g = 0; g < count; g++) max_rows = std::max(max_rows, offsets[g + 1] - offsets[g]);
+  static thread_local QuantizedRows quantized[2];
+  bool any_int8 = false, any_amx = false;
+  for (int64_t kind = 0; kind < 2; kind++) {
+    const auto matches = [=](const Matrix &m) { return m.int8_layout && quantization_of(m) == kind; };
+    const Matrix *first = std::find_if(matrices, end, matches);
+    if (first == end) continue;
+    quantized[kind].quantize(x, n_in, sub_blocks_per_act_scale(first->format), offsets, count, threads);
+    any_int8 = true;
+    for (const Int8Activations &group : quantized[kind].groups) any_amx = any_amx || group.tile_rows;
+  }
+  const Int8Activations *group_activations[] = {quantized[0].groups.data(), quantized[1].groups.data()};  // of the calling thread
+  const int64_t range_size = !any_int8                                            ? FLOAT_OUTPUTS
+                             : max_rows <= Int8Activations::ROW_GROUP && !any_amx ? FEW_ROWS_OUTPUTS
+                                                                                  : MANY_ROWS_OUTPUTS;
+  for_output_ranges(range_size, matrices, count * per_group, threads, [&](const Matrix &m, int64_t index, int64_t from, int64_t to) {
+    const int64_t g = index / per_group;
+    if (m.int8_layout) return int8_outputs(group_activations[quantization_of(m)][g], m, from, to);
+    float_outputs(x + offsets[g] * n_in, offsets[g + 1] - offsets[g], n_in, m, from, to);
+  });
+}
+
+}  // namespace
+
+void gated_mlp(const float *x, int64_t rows, int64_t n_in, const Matrix &gate, const Matrix &up, bool use_gelu,
+                    const Matrix &down, bool prefill, int threads) {
+  static thread_local Scratch x_scratch, hidden_scratch, hidden_floats;
+  if (HAVE_AMX && prefill && gate.int8_layout && up.int8_layout && down.int8_layout && gate.format == up.format) {
+    const Bf16Activations bf16 = bf16_activations(rows, n_in, x_scratch), hidden = bf16_activations(rows, gate.n_out, hidden_scratch);
+    quantize_rows(x, bf16, threads);
+    for_output_ranges(PREFILL_OUTPUTS, &gate, 1, threads, [&](const Matrix &, int64_t, int64_t from, int64_t to) {
+      bf16_outputs(bf16, gate, up, use_gelu, from, to, hidden);
+    });
+    return multiply_prefill(nullptr, hidden, &down, 1, threads);
+  }
+  const int64_t up_offset = Scratch::round_up_to_line(rows * gate.n_out);
+  float *y = hidden_floats.get(2 * up_offset), *up_y = y + up_offset;
+  const Matrix gate_up[] = {with_output(gate, y, false), with_output(up, up_y, false)};
+  check(longdraft_linear(x, rows, n_in, gate_up, 2, prefill, threads));
+  gate_and_mul(y, up_y, rows, gate.n_out, threads, use_gelu);
+  check(longdraft_linear(y, rows, gate.n_out, &down, 1, prefill, threads));
+}
+
+Status longdraft_linear(const float *x, int64_t rows, int64_t n_in, const Matrix *matrices, int64_t count, int64_t prefill,
+                      int threads) try {
+  if (HAVE_AMX && prefill && std::any_of(matrices, matrices + count, [](const Matrix &m) { return m.int8_layout; })) {
+    static thread_local Scratch scratch;
+    const Bf16Activations bf16 = bf16_activations(rows, n_in, scratch);
+    quantize_rows(x, bf16, threads);
+    multiply_prefill(x, bf16, matrices, count, threads);
+    return OK;
+  }
+  const int64_t offsets[] = {0, rows};
+  multiply(x, n_in, matrices, count, offsets, 1, threads);
+  return OK;
+} CATCH_OUT_OF_MEMORY
+
+Status longdraft_grouped_gemm(const float *x, int64_t n_in, const Matrix *matrices, int64_t per_group, const int64_t *expert_ids,
+                       const int64_t *offsets, int64_t count, float *y, int threads) try {
+  std::vector<Matrix> expert_matrices;
+  for (int64_t g = 0; g < count; g++) {
+    float *out = y;
+    for (int64_t i = 0; i < per_group; i++) {
+      Matrix m = matrices[expert_ids[g] * per_group + i];
+      m.y = out + offsets[g] * m.n_out;
+      out += offsets[count] * m.n_out;
+      expert_matrices.push_back(m);
+    }
+  }
+  multiply(x, n_in, expert_matrices.data(), per_group, offsets, count, threads);
+  return OK;
+} CATCH_OUT_OF_MEMORY
+
+int longdraft_lanes() { return LANES; }
+
+void longdraft_threads(Parallel entry) { parallel_entry = entry; }

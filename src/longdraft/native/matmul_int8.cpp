@@ -1,0 +1,398 @@
+// y = x w^T + bias in int8 arithmetic: quantized weights times int8 activations, as ggml's vec_dot_q4_K_q8_K and its like.
+//
+// LANES outputs are computed at once (quants.h). For few rows codes are unpacked in registers, once for a group of rows: a sub-block
+// takes eight dot products of 4 bytes in each lane, and one multiplication by its scale. For many rows codes are unpacked to memory
+// first: of some hundred outputs for vectors, or a few weights of LANES outputs for AMX tiles. A row's operations and their order are
+// always the same, or differ only where results are exact.
+#include "outputs.h"
+#include "matmul.h"
+#include "threads.h"
+#include "amx.h"
+
+#include <algorithm>
+#include <type_traits>
+
+namespace {
+
+constexpr int64_t MANY_ROWS = 32;          // above so many rows, codes are unpacked to memory first
+constexpr int64_t UNPACKED_BYTES = 384 << 10; // of memory for unpacked codes
+constexpr int64_t AMX_MIN_ROWS = 9;          // AMX is faster from so many rows on
+
+// dot4_accumulate: in each lane, sum += the dot product of 4 codes (unsigned, up to MAX_CODE) with 4 activations (-127 to 127).
+#if !defined(__AVX512VNNI__)
+// Without VNNI, maddubs saturates for codes above 127. Their sign bit is flipped, which subtracts 128; initial_sum() corrects that.
+template <int MAX_CODE>
+constexpr bool FLIP_SIGN = MAX_CODE > 127;
+#else
+template <int MAX_CODE>
+constexpr bool FLIP_SIGN = false;
+#endif
+
+template <int MAX_CODE>
+inline ivec dot4_accumulate(ivec sum, ivec w, const std::int8_t *x4) {
+#if defined(__AVX512VNNI__)
+  // With an embedded broadcast: compilers would use a separate instruction for it, which takes a third longer.
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*reinterpret_cast<const std::int32_t *>(x4)));
+  return sum;
+#else
+  std::int32_t sum_scales;
+  std::memcpy(&sum_scales, x4, sizeof sum_scales);
+  const ivec x = broadcast(sum_scales);
+#if defined(__AVX512BW__)
+  __m512i a = (__m512i)w, b = (__m512i)x;
+  if constexpr (FLIP_SIGN<MAX_CODE>) {
+    a = _mm512_xor_si512(a, _mm512_set1_epi8(-128));
+    b = _mm512_mask_sub_epi8(b, _mm512_movepi8_mask(a), _mm512_setzero_si512(), b);
+    a = _mm512_abs_epi8(a);
+  }
+  return sum + (ivec)_mm512_madd_epi16(_mm512_maddubs_epi16(a, b), _mm512_set1_epi16(1));
+#elif defined(__AVX2__)
+  __m256i a = (__m256i)w, b = (__m256i)x;
+  if constexpr (FLIP_SIGN<MAX_CODE>) {
+    a = _mm256_xor_si256(a, _mm256_set1_epi8(-128));
+    b = _mm256_sign_epi8(b, a);
+    a = _mm256_abs_epi8(a);
+  }
+  return sum + (ivec)_mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16(1));
+#else
+  int8x16_t a = (int8x16_t)w, b = (int8x16_t)x;
+  if constexpr (FLIP_SIGN<MAX_CODE>) a = veorq_s8(a, vdupq_n_s8(-128));
+  const int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(a), vget_low_s8(b)));
+  return sum + (ivec)vpaddq_s32(low, vpaddlq_s16(vmull_high_s8(a, b)));
+#endif
+#endif
+}
+
+// The initial value of a sum over codes, which makes it one over code - ZERO_POINT. neg_qsum: -sum(q) of the activations.
+template <typename F>
+ALWAYS_INLINE inline ivec initial_sum(std::int32_t neg_qsum) {
+  constexpr int OFFSET = F::ZERO_POINT - (FLIP_SIGN<F::MAX_CODE> ? 128 : 0);
+  if constexpr (OFFSET == 0) return ivec{};
+  if constexpr (OFFSET > 0 && (OFFSET & (OFFSET - 1)) == 0)
+    return broadcast(neg_qsum) << __builtin_ctz(OFFSET);  // a shift is faster than a multiplication
+  return broadcast(neg_qsum) * OFFSET;
+}
+
+// The scale of a sub-block's dot product: its integer sc in K-quants (as int32, or as a float where that is exact), else its scale.
+template <typename F>
+using SumScale = std::conditional_t<F::INT32_SUMS, ivec, vec>;
+
+template <typename F, typename S>
+ALWAYS_INLINE inline SumScale<F> sum_scale(const S &scale) {
+  if constexpr (F::INT32_SUMS) return scale.sc;
+  if constexpr (F::SUB_BLOCKS_PER_SCALE > 1 && !F::INT32_SUMS) return to_float(scale.sc);
+  if constexpr (F::SUB_BLOCKS_PER_SCALE == 1) return scale;
+}
+
+ALWAYS_INLINE inline vec block_scale(const SubBlockScale &scale) { return scale.d; }
+ALWAYS_INLINE inline vec block_scale(vec scale) { return scale; }  // unused
+
+ALWAYS_INLINE inline vec accumulate_scaled(ivec products, vec scale, vec sum) { return fmadd(to_float(products), scale, sum); }
+ALWAYS_INLINE inline ivec accumulate_scaled(ivec products, ivec scale, ivec sum) { return products * scale + sum; }
+
+// y (R) += R rows of x times a sub-block. n, b: qs and blocks of x for this sub-block, row after row. sums (R): of the sub-blocks that
+// share an activation scale; exact (floats stay below 2^24), and scaled and added to y with the last of them.
+template <typename F, int R, typename W>
+ALWAYS_INLINE inline void mul_accumulate(const W &w, const SumScale<F> *sum_scales, vec d, const vec *min, bool last,
+                                         const std::int8_t *n, const Int8Activations::Block *b, SumScale<F> *sums, vec *y) {
+  constexpr int COLUMNS_PER_SCALE = COLUMNS_PER_SUB_BLOCK / F::SCALES;
+  UNROLL for (int s = 0; s < F::SCALES; s++) {
+    ivec products[R];
+    UNROLL for (int r = 0; r < R; r++) products[r] = initial_sum<F>(F::SCALES == 1 ? b[r].neg_qsum : b[r].neg_half_qsum[s]);
+    UNROLL for (int i = s * COLUMNS_PER_SCALE; i < (s + 1) * COLUMNS_PER_SCALE; i++) {
+      const ivec codes = w(i);
+      UNROLL for (int r = 0; r < R; r++) {
+        products[r] = dot4_accumulate<F::MAX_CODE>(products[r], codes, n + r * SUB_BLOCK + 4 * i);
+      }
+    }
+    UNROLL for (int r = 0; r < R; r++) {
+      if constexpr (F::HAS_MIN) y[r] = fmadd(broadcast(F::SCALES == 1 ? b[r].sum : b[r].half_sum[s]), min[s], y[r]);
+      if constexpr (F::SUB_BLOCKS_PER_SCALE == 1) {
+        y[r] = fmadd(broadcast(b[r].scale), to_float(products[r]) * sum_scales[s], y[r]);
+      } else {
+        sums[r] = accumulate_scaled(products[r], sum_scales[s], sums[r]);
+      }
+    }
+  }
+  if (F::SUB_BLOCKS_PER_SCALE == 1 || !last) return;
+  UNROLL for (int r = 0; r < R; r++) {
+    y[r] = fmadd(broadcast(b[r].scale), __builtin_convertvector(sums[r], vec) * d, y[r]);
+    sums[r] = SumScale<F>{};
+  }
+}
+
+template <int R = Int8Activations::ROW_GROUP, typename Fn>
+inline void dispatch_rows(int64_t group_rows, const Fn &f) {
+  if constexpr (R == 5 || R == 7) return dispatch_rows<R - 1>(group_rows, f);
+  if (group_rows == R) return f(std::integral_constant<int, R>{});
+  if constexpr (R > 1) dispatch_rows<R - 1>(group_rows, f);
+}
+
+// Whether a sub-block is the last that shares an activation scale.
+template <typename F>
+ALWAYS_INLINE inline bool completes_scale(int sub_block) { return sub_block % F::SUB_BLOCKS_PER_SCALE == F::SUB_BLOCKS_PER_SCALE - 1; }
+
+// One group of rows, with codes unpacked in registers. prefetch: fetch the next outputs' weights.
+template <typename F, int R>
+void matmul_few_rows(const Int8Activations &x, int64_t row, const Matrix &m, const OutputVector &outputs, InterleavedRows in,
+                     bool prefetch) {
+  constexpr int64_t SUB_BLOCK_BYTES = F::BYTES * LANES * SUB_BLOCK / F::WEIGHTS;  // of a sub-block
+  // A further line is prefetched AHEAD bytes on, which starts the hardware prefetcher earlier. With more rows an Intel Xeon was faster
+  // with fewer of them, in the next page.
+  constexpr int64_t AHEAD = R <= 2 ? 2048 : 4096, EVERY = R <= 2 ? 64 : 512;
+  vec y[R] = {};
+  SumScale<F> sums[R] = {};
+  const int64_t block_index = x.block_index(row, 0);
+  const std::int8_t *qs = x.qs + block_index * SUB_BLOCK;
+  const Int8Activations::Block *blocks = x.blocks + block_index;
+  const byte *next = outputs.first(m) + LANES * m.w_stride, *prefetch_end = next;
+  for (int64_t i = 0; i < x.n_in; i += F::WEIGHTS, in = in.advance(F::BYTES)) {
+    F::block(in, [&](int sub_block, const auto &w, const auto *scale, const vec *min) ALWAYS_INLINE {
+      // A few cache lines at a time: many at once would delay the loads of this block.
+      if (prefetch) {
+        for (prefetch_end += SUB_BLOCK_BYTES; next < prefetch_end; next += 64) {
+          __builtin_prefetch(next, 0, 2);
+          if (reinterpret_cast<std::uintptr_t>(next) % EVERY < 64) __builtin_prefetch(next + AHEAD, 0, 2);
+        }
+      }
+      SumScale<F> sum_scales[F::SCALES];
+      UNROLL for (int s = 0; s < F::SCALES; s++) sum_scales[s] = sum_scale<F>(scale[s]);
+      mul_accumulate<F, R>([&](int i) { return apply_codebook<F>(w(i)); }, sum_scales, block_scale(*scale), min,
+                           completes_scale<F>(sub_block), qs + sub_block * R * SUB_BLOCK, blocks + sub_block * R, sums, y);
+    });
+    qs += F::WEIGHTS * R;
+    blocks += F::WEIGHTS / SUB_BLOCK * R;
+  }
+  const int64_t count = std::min(Int8Activations::ROW_GROUP, x.rows - row);
+  for (int64_t r = 0; r < count; r++) outputs.write(m, row + r, y[r]);
+}
+
+template <typename F>
+struct UnpackedSubBlock {
+  ivec w[COLUMNS_PER_SUB_BLOCK];
+  SumScale<F> sum_scales[F::SCALES];
+  vec d[F::SUB_BLOCKS_PER_SCALE > 1], min[F::HAS_MIN ? F::SCALES : 0];
+};
+
+// Unpacks LANES outputs, sub-block by sub-block in the order of emit.
+template <typename F>
+void unpack_outputs(InterleavedRows in, int64_t n_in, UnpackedSubBlock<F> *to) {
+  for (int64_t i = 0; i < n_in; i += F::WEIGHTS, in = in.advance(F::BYTES)) {
+    F::block(in, [&](int, const auto &w, const auto *scale, const vec *min) ALWAYS_INLINE {
+      UNROLL for (int i = 0; i < COLUMNS_PER_SUB_BLOCK; i++) to->w[i] = apply_codebook<F>(w(i));
+      UNROLL for (int s = 0; s < F::SCALES; s++) {
+        to->sum_scales[s] = sum_scale<F>(scale[s]);
+        if constexpr (F::HAS_MIN) to->min[s] = min[s];
+      }
+      if constexpr (F::SUB_BLOCKS_PER_SCALE > 1) to->d[0] = scale[0].d;
+      to++;
+    });
+  }
+}
+
+template <typename F, int R>
+void multiply(const UnpackedSubBlock<F> *p, const Int8Activations &x, int64_t row, vec *y) {
+  constexpr int N_SUB_BLOCKS = F::WEIGHTS / SUB_BLOCK;
+  vec totals[R] = {};
+  SumScale<F> sums[R] = {};
+  const int64_t block_index = x.block_index(row, 0);
+  const std::int8_t *qs = x.qs + block_index * SUB_BLOCK;
+  const Int8Activations::Block *blocks = x.blocks + block_index;
+  for (int64_t i = 0; i < x.n_in; i += F::WEIGHTS, qs += F::WEIGHTS * R, blocks += N_SUB_BLOCKS * R) {
+    for (int k = 0; k < N_SUB_BLOCKS; k++, p++) {
+      const int sub_block = F::emit_order(k);
+      mul_accumulate<F, R>([&](int c) { return p->w[c]; }, p->sum_scales, F::SUB_BLOCKS_PER_SCALE > 1 ? p->d[0] : vec{}, p->min,
+                           completes_scale<F>(sub_block), qs + sub_block * R * SUB_BLOCK, blocks + sub_block * R, sums, totals);
+    }
+  }
+  UNROLL for (int r = 0; r < R; r++) y[r] = totals[r];
+}
+
+// Many rows: unpacks all codes of some outputs, then multiplies all rows with them.
+template <typename F>
+void matmul_many_rows(const Int8Activations &x, const Matrix &m, int64_t from, int64_t to) {
+  static thread_local Scratch scratch, interleave_scratch;
+  const int64_t per_vector = x.n_in / SUB_BLOCK, floats_per_vector = per_vector * sizeof(UnpackedSubBlock<F>) / 4;
+  const int64_t max_vectors = std::max<int64_t>(1, UNPACKED_BYTES / (4 * floats_per_vector));
+  auto *sub_blocks =
+      reinterpret_cast<UnpackedSubBlock<F> *>(scratch.get(std::min(max_vectors, (to - from + LANES - 1) / LANES) * floats_per_vector));
+  for (int64_t first = from; first < to; first += max_vectors * LANES) {
+    const int64_t end = std::min(to, first + max_vectors * LANES);
+    for (int64_t out = first, i = 0; out < end; out += LANES, i++) {
+      unpack_outputs<F>(OutputVector(m, out).interleaved<F>(m, 0, x.n_in, interleave_scratch), x.n_in, sub_blocks + i * per_vector);
+    }
+    for (int64_t row = 0; row < x.rows; row += Int8Activations::ROW_GROUP) {
+      const int64_t rows = std::min(Int8Activations::ROW_GROUP, x.rows - row);
+      dispatch_rows(x.group_rows(row), [&](auto group_rows) {
+        for (int64_t out = first, i = 0; out < end; out += LANES, i++) {
+          vec y[group_rows.value];
+          multiply<F, group_rows.value>(sub_blocks + i * per_vector, x, row, y);
+          const OutputVector outputs(m, out);
+          for (int64_t r = 0; r < rows; r++) outputs.write(m, row + r, y[r]);
+        }
+      });
+    }
+  }
+}
+
+#if defined(LONGDRAFT_AMX)
+constexpr int64_t AMX_WEIGHTS_AT_A_TIME = 4;  // for LANES outputs; 18 KB, which stay in the L1 cache for all rows
+constexpr int64_t AMX_ROW_BLOCK = 512;        // rows whose activations and sums stay in the L2 cache, for all outputs
+
+// The 4 sub-blocks of LANES outputs that share an activation scale: code * sc, split in two bytes (amx.h), 4 weights of an output in a
+// lane. 64 inputs are a tile.
+template <typename F>
+struct AmxWeights {
+  typedef amx::SplitWeights<F::ZERO_POINT> SplitWeights;
+
+  ivec low[2][2 * COLUMNS_PER_SUB_BLOCK], high[2][2 * COLUMNS_PER_SUB_BLOCK];
+  vec d, min[F::HAS_MIN ? F::SUB_BLOCKS_PER_SCALE : 0];
+};
+
+// next: weights of the next outputs, to prefetch.
+template <typename F>
+void unpack_amx(InterleavedRows in, int64_t n_in, const byte *next, AmxWeights<F> *to) {
+  constexpr int64_t SUB_BLOCK_BYTES = F::BYTES * LANES * SUB_BLOCK / F::WEIGHTS;  // of a sub-block
+  const byte *prefetch_end = next;
+  for (int64_t i = 0; i < n_in; i += F::WEIGHTS, in = in.advance(F::BYTES), to += F::WEIGHTS / SUB_BLOCK / F::SUB_BLOCKS_PER_SCALE) {
+    F::block(in, [&](int sub_block, const auto &w, const auto *scale, const vec *min) ALWAYS_INLINE {
+      for (prefetch_end += SUB_BLOCK_BYTES; next < prefetch_end; next += 64) __builtin_prefetch(next, 0, 2);
+      AmxWeights<F> &dst = to[sub_block / F::SUB_BLOCKS_PER_SCALE];
+      const int part = sub_block % F::SUB_BLOCKS_PER_SCALE, column = part % 2 * COLUMNS_PER_SUB_BLOCK;
+      UNROLL for (int s = 0; s < F::SCALES; s++) {
+        constexpr int COLUMNS_PER_SCALE = COLUMNS_PER_SUB_BLOCK / F::SCALES;
+        const typename AmxWeights<F>::SplitWeights split(scale[s].sc);
+        UNROLL for (int i = s * COLUMNS_PER_SCALE; i < (s + 1) * COLUMNS_PER_SCALE; i++) {
+          split.split(apply_codebook<F>(w(i)), dst.low[part / 2][column + i], dst.high[part / 2][column + i]);
+        }
+        if constexpr (F::HAS_MIN) dst.min[part] = min[s];
+      }
+      dst.d = scale[0].d;
+    });
+  }
+}
+
+// Scales the integer sums of one AmxWeights and adds them to y, for all rows of a tile.
+template <int TILE_ROWS, typename F>
+ALWAYS_INLINE inline void add_sums(const AmxWeights<F> &w, const std::int32_t *low, const std::int32_t *high,
+                                   const Int8Activations::Block128 *x, vec *y) {
+  UNROLL for (int r = 0; r < TILE_ROWS; r++) {
+    if constexpr (F::HAS_MIN) {
+      UNROLL for (int p = 0; p < F::SUB_BLOCKS_PER_SCALE; p++) y[r] = fmadd(broadcast(x[r].sums[p]), w.min[p], y[r]);
+    }
+    const ivec sum = amx::load(low + r * LANES) + (amx::load(high + r * LANES) << AmxWeights<F>::SplitWeights::SHIFT);
+    y[r] = fmadd(broadcast(x[r].scale), to_float(sum) * w.d, y[r]);
+  }
+}
+
+// y (rows [row, end), LANES) += x times w[0, count), which are AmxWeights first, first + 1, ... of the outputs; count is even. Software
+// pipelining: the sums of one are stored and added while the tiles of the next are multiplied.
+template <int TILE_ROWS, typename F>
+void multiply_tiles(const AmxWeights<F> *w, int64_t first, int64_t count, const Int8Activations &x, int64_t row, int64_t end, float *y) {
+  constexpr int64_t SCALE_INPUTS = F::SUB_BLOCKS_PER_SCALE * SUB_BLOCK;
+  constexpr bool UNSIGNED = AmxWeights<F>::SplitWeights::UNSIGNED;
+  alignas(64) std::int32_t low[TILE_ROWS * LANES], high[TILE_ROWS * LANES];
+  vec acc[TILE_ROWS];
+  const std::int8_t *qs = x.qs + row * x.n_in + first * SCALE_INPUTS * TILE_ROWS;
+  const Int8Activations::Block128 *blocks128 = x.blocks128 + row * (x.n_in / SCALE_INPUTS) + first * TILE_ROWS, *previous = nullptr;
+  for (;; row += TILE_ROWS, y += TILE_ROWS * LANES, qs += TILE_ROWS * x.n_in, blocks128 += TILE_ROWS * (x.n_in / SCALE_INPUTS)) {
+    for (int64_t k = 0; k < count; k += 2) {
+      if (row < end) amx::multiply<0, TILE_ROWS, UNSIGNED>(qs + k * SCALE_INPUTS * TILE_ROWS, w[k].low[0], w[k].high[0]);
+      if (previous) {
+        amx::store<2>(low), amx::store<3>(high);
+        add_sums<TILE_ROWS>(w[(k ? k : count) - 1], low, high, previous, acc);
+      }
+      if (k == 0) {
+        if (previous) UNROLL for (int r = 0; r < TILE_ROWS; r++) store(y + (r - TILE_ROWS) * LANES, acc[r]);
+        if (row >= end) return;
+        UNROLL for (int r = 0; r < TILE_ROWS; r++) acc[r] = ::load(y + r * LANES);
+      }
+      amx::multiply<2, TILE_ROWS, UNSIGNED>(qs + (k + 1) * SCALE_INPUTS * TILE_ROWS, w[k + 1].low[0], w[k + 1].high[0]);
+      amx::store<0>(low), amx::store<1>(high);
+      add_sums<TILE_ROWS>(w[k], low, high, blocks128 + k * TILE_ROWS, acc);
+      previous = blocks128 + (k + 1) * TILE_ROWS;
+    }
+  }
+}
+
+// Outputs [from, to) by AMX: unpacks a few weights of LANES outputs at a time, and multiplies many rows with them.
+template <int TILE_ROWS, typename F>
+void matmul_amx(const Int8Activations &x, const Matrix &m, int64_t from, int64_t to) {
+  constexpr int64_t SCALE_INPUTS = F::SUB_BLOCKS_PER_SCALE * SUB_BLOCK;
+  static thread_local Scratch sums_scratch, interleave_scratch;
+  alignas(64) AmxWeights<F> w[AMX_WEIGHTS_AT_A_TIME];
+  const amx::TileConfig config(TILE_ROWS);
+  const int64_t n_weights = x.n_in / SCALE_INPUTS, vectors = (to - from + LANES - 1) / LANES;
+  for (int64_t row = 0; row < x.rows; row += AMX_ROW_BLOCK) {
+    const int64_t end = std::min(x.rows, row + AMX_ROW_BLOCK), sums_size = (end - row + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS * LANES;
+    float *sums = sums_scratch.get(vectors * sums_size);
+    std::memset(sums, 0, vectors * sums_size * sizeof(float));
+    for (int64_t first = 0; first < n_weights; first += AMX_WEIGHTS_AT_A_TIME) {
+      const int64_t count = std::min(AMX_WEIGHTS_AT_A_TIME, n_weights - first);
+      for (int64_t v = 0; v < vectors; v++) {
+        const OutputVector outputs(m, from + v * LANES);
+        const byte *next = outputs.first(m) + LANES * (m.w_stride + first * SCALE_INPUTS / F::WEIGHTS * F::BYTES);
+        unpack_amx<F>(outputs.interleaved<F>(m, first * SCALE_INPUTS, count * SCALE_INPUTS, interleave_scratch), count * SCALE_INPUTS,
+                      next, w);
+        multiply_tiles<TILE_ROWS>(w, first, count, x, row, end, sums + v * sums_size);
+      }
+    }
+    for (int64_t r = row; r < end; r++, sums += LANES) {
+      for (int64_t v = 0; v < vectors; v++) OutputVector(m, from + v * LANES).write(m, r, load(sums + v * sums_size));
+    }
+  }
+}
+#endif
+
+template <typename F>
+void matmul_outputs(const Int8Activations &x, const Matrix &m, int64_t from, int64_t to) {
+#if defined(LONGDRAFT_AMX)
+  if constexpr (F::SUB_BLOCKS_PER_SCALE > 1) {
+    if (x.tile_rows == 8) return matmul_amx<8, F>(x, m, from, to);
+    if (x.tile_rows == 12) return matmul_amx<12, F>(x, m, from, to);
+    if (x.tile_rows == 16) return matmul_amx<16, F>(x, m, from, to);
+  }
+#endif
+  if (x.rows > MANY_ROWS) return matmul_many_rows<F>(x, m, from, to);
+  static thread_local Scratch interleave_scratch;
+  for (int64_t out = from; out < to; out += LANES) {
+    const OutputVector outputs(m, out);
+    const InterleavedRows in = outputs.interleaved<F>(m, 0, x.n_in, interleave_scratch);
+    for (int64_t row = 0; row < x.rows; row += Int8Activations::ROW_GROUP) {
+      dispatch_rows(x.group_rows(row), [&](auto group_rows) { matmul_few_rows<F, group_rows.value>(x, row, m, outputs, in, row == 0); });
+    }
+  }
+}
+
+}  // namespace
+
+int64_t sub_blocks_per_act_scale(Format format) {
+  int64_t sub_blocks = 1;
+  dispatch_format(format, [&](auto f) { sub_blocks = decltype(f)::SUB_BLOCKS_PER_SCALE; });
+  return sub_blocks;
+}
+
+Int8Activations int8_activations(int64_t rows, int64_t n_in, int64_t sub_blocks) {
+  Int8Activations result{nullptr, nullptr, rows, n_in, sub_blocks, 0};
+  if (!HAVE_AMX || sub_blocks == 1 || rows < AMX_MIN_ROWS) return result;
+  // The fewest tiles, with as few rows as these need.
+  const int64_t n_tiles = (rows + 15) / 16, max_rows = (rows + n_tiles - 1) / n_tiles;
+  result.tile_rows = max_rows <= 8 ? 8 : max_rows <= 12 ? 12 : 16;
+  return result;
+}
+
+void int8_outputs(const Int8Activations &x, const Matrix &m, int64_t from, int64_t to) {
+  dispatch_format(m.format, [&](auto f) { matmul_outputs<decltype(f)>(x, m, from, to); });
+}
+
+Status longdraft_repack(const void *w, Format format, int64_t n_out, int64_t n_in, int64_t w_stride, void *repacked, int threads) {
+  dispatch_format(format, [=](auto f) {
+    using F = decltype(f);
+    parallel_for(threads, n_out / LANES, [=](int64_t i) {
+      const int64_t blocks = n_in / F::WEIGHTS;
+      repack<F>(static_cast<const byte *>(w) + i * LANES * w_stride, w_stride, blocks,
+               static_cast<byte *>(repacked) + i * LANES * blocks * F::BYTES);
+    });
+  });
+  return OK;
+}

@@ -1,0 +1,73 @@
+"""Names are the field's (CONTRIBUTING.md, "How it is written"): private words do not come back, and docstrings name
+what is there.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = [ROOT / "src" / "longdraft", ROOT / "packages" / "longdraft-engines" / "src"]
+FILES = sorted(file for folder in SOURCES for file in folder.rglob("*.py"))
+NATIVE = sorted(file for kind in ("*.cpp", "*.h") for file in (SOURCES[0] / "native").glob(kind))
+# Participles, pronouns and fillers, which say of nothing what it is, and words that only this project used.
+NO_NAMES = set(
+    "given asked told stated found theirs each going said kept placed known mine ours whole beside wanted shown own "
+    "more of at what here there like woven brief lighter quicken few_rows twin hosted unpaid paid avoid_forks "
+    "rehearsal likeliest goes begun".split()
+)
+NO_NATIVE_NAMES = {"woven", "weave", "is_brief", "BriefRows", "Kept", "Stored", "meet", "soften", "LEAST", "MOST", "LISTED"}
+
+
+def names(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Names that a file defines, with their lines."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.name, node.lineno
+            case ast.arg():
+                yield node.arg, node.lineno
+            case ast.Name(ctx=ast.Store()):
+                yield node.id, node.lineno
+            case ast.Attribute(ctx=ast.Store()):
+                yield node.attr, node.lineno
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_private_words_do_not_come_back(file):
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    assert not [f"line {line}: {name}" for name, line in names(tree) if name.strip("_").lower() in NO_NAMES]
+
+
+def test_nor_in_the_kernels():
+    words = re.compile(rf"\b({'|'.join(sorted(NO_NATIVE_NAMES))})\b")
+    assert not {file.name: found for file in NATIVE if (found := words.findall(file.read_text(encoding="utf-8")))}
+
+
+def documented(node: ast.AST, section: str) -> Iterator[str]:
+    """Names that a section of a docstring describes."""
+    text = ast.get_docstring(node) or ""  # type: ignore[arg-type]
+    found = re.search(rf"^{section}:\n((?:[ ].*\n?|\n)+)", text, re.MULTILINE)
+    for line in found[1].splitlines() if found else ():
+        if head := re.match(r"    ((?:\*{0,2}\w+, )*\*{0,2}\w+):", line):
+            yield from (name.strip("* ") for name in head[1].split(","))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_docstrings_describe_what_is_there(file):
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef):
+            arguments = node.args
+            there = {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+            there |= {a.arg for a in (arguments.vararg, arguments.kwarg) if a is not None}
+            assert set(documented(node, "Args")) <= there, f"{node.name}, line {node.lineno}"
+        elif isinstance(node, ast.ClassDef):
+            there = {name for name, _ in names(node)}
+            there |= {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
+            described = {*documented(node, "Args"), *documented(node, "Attributes")}
+            assert described <= there, f"{node.name}, line {node.lineno}: {described - there}"
