@@ -26,8 +26,8 @@ from longdraft.trees.tree import NodeLimit, TokenTree
 
 # Assumed time of a draft forward before the first measurement, in plain steps (decoding steps without a draft).
 INITIAL_FORWARD_STEPS = 0.15
-# Factor on a node's acceptance odds, for two errors: the highest estimates are overestimated the most, and a wide forward
-# between narrow ones costs more than it did when costs were measured, in a series of equal forwards.
+# Factor on a node's acceptance odds, for two errors: the highest estimates are overestimated the most, and a wide
+# forward between narrow ones costs more than it did when costs were measured, in a series of equal forwards.
 ODDS_FACTOR = 0.45
 # The cost of one more token in a forward is the average over this many draft tokens.
 TYPICAL_NUM_TOKENS = 8

@@ -59,8 +59,8 @@ _NAN_LOGPROB = -1e9
 DraftLogits = Callable[[TreeLevel], torch.Tensor]
 # (level, k) -> log-probabilities and draft ids (B', W, k) of the k likeliest children of its nodes, sorted.
 DraftTopk = Callable[[TreeLevel, int], tuple[torch.Tensor, torch.Tensor]]
-# (level, log-probabilities and target ids (B', W, K) of the likeliest children) -> log-probabilities (B', W, K) with which
-# the target will sample these children, given its Gumbel noise.
+# (level, log-probabilities and target ids (B', W, K) of the likeliest children) -> log-probabilities (B', W, K) with
+# which the target will sample these children, given its Gumbel noise.
 CoupledLogprobs = Callable[[TreeLevel, torch.Tensor, torch.Tensor], torch.Tensor]
 # (level, log-probabilities (B', W, K) of the children of its nodes, sorted) -> corrected log-probabilities.
 Calibrate = Callable[[TreeLevel, torch.Tensor], torch.Tensor]
@@ -123,10 +123,8 @@ def to_trees(roots: Sequence[int], levels: Sequence[TreeLevel]) -> list[TokenTre
     words = [x.view(torch.int32) for x in (*int_tensors, *(level.logprobs.flatten() for level in levels))]
     copied = torch.cat(words).cpu()
     num_int_words = 2 * sum(map(len, int_tensors))
-    integers, floats = (
-        copied[:num_int_words].view(torch.long).tolist(),
-        copied[num_int_words:].view(torch.float32).tolist(),
-    )
+    integers = copied[:num_int_words].view(torch.long).tolist()
+    floats = copied[num_int_words:].view(torch.float32).tolist()
     tokens, parents, logprobs = [[root] for root in roots], [[-1] for _ in roots], [[0.0] for _ in roots]
     level_start = 0  # number of nodes in the levels before, over all sequences
     parent_offset = [0] * len(roots)  # for each sequence, index in its tree of the first node of the level before
