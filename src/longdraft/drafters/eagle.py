@@ -49,8 +49,7 @@ class EagleBlock(Eagle3Block):
         """
         if (norm := norm_before_head(runner.model)) is None:
             raise UnsupportedModelError(
-                f"{type(runner.model).__name__} has no norm before its head, as EAGLE-1, EAGLE-2 and MTP need it. "
-                "Use another method: prompt-lookup."
+                f"{type(runner.model).__name__} has no norm before its head, which such drafts need: use prompt-lookup."
             )
         # A bound method instead of the module, so that the target's weights are not in this state dict.
         self._norm = norm.__call__

@@ -211,7 +211,7 @@ class HeadsDrafter(TreeDrafter):
             logits = torch.cat([first_level[:, None].to(logits.dtype), logits], dim=1)
 
         def draft_logits(level: TreeLevel) -> torch.Tensor:
-            # A head's logits do not depend on the path. (An index tensor would have to be copied to the device.)
+            # A head's logits do not depend on the path. Stacked: an index tensor would cost a copy to the device.
             selected = torch.stack([logits[i, level.depth, None] for i in level.sequence_indices])
             return selected.expand(-1, level.tokens.shape[1], -1)
 

@@ -146,9 +146,7 @@ class LongSpecDrafter(BlockDrafter):
         (tree,) = parse("LongSpec", options, *self.options)
         self.tree = tree.config("beam")
         if self.tree.depth >= draft.shape.window:
-            raise ValueError(
-                f"a tree of {self.tree.depth} levels needs a window of more tokens; the draft has {draft.shape.window}"
-            )
+            raise ValueError(f"depth must be less than the draft's window {draft.shape.window}, got {self.tree.depth}")
         self.draft = draft
 
     def make_cache(self) -> DraftCache:

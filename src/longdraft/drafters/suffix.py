@@ -98,11 +98,11 @@ class _Continuation:
         self.path, self._pseudo_count = path, pseudo_count
         self._matches = []  # (next token, length, tokens, index of the next token)
         for length, tokens, i in matches:
-            token = tokens[i] if i < len(tokens) else path[i - len(tokens)]
-            if token != SEPARATOR:
-                self._matches.append((token, length, tokens, i))
-        lengths = [(length, token) for token, length, _, _ in self._matches]
-        self.probabilities = mixed_match_probabilities(lengths, pseudo_count)
+            next_token = tokens[i] if i < len(tokens) else path[i - len(tokens)]
+            if next_token != SEPARATOR:
+                self._matches.append((next_token, length, tokens, i))
+        next_tokens = [(length, token) for token, length, _, _ in self._matches]
+        self.probabilities = mixed_match_probabilities(next_tokens, pseudo_count)
         self.children: dict[int, _Continuation] = {}
 
     def follow(self, token: int) -> _Continuation:
@@ -132,12 +132,12 @@ class _SequenceMatches:
     def advance(self, s: Sequence) -> list[int]:
         """Extends the matches by the sequence's new tokens; returns these tokens."""
         num_read, prompt_len = len(self._index.token_ids), len(s.prompt)
-        new = s.output[num_read - prompt_len :] if num_read >= prompt_len else s.tokens[num_read:]
-        for token in new:
+        new_tokens = s.output[num_read - prompt_len :] if num_read >= prompt_len else s.tokens[num_read:]
+        for token in new_tokens:
             for matches in self._matches:
                 matches.advance(token)
             self._index.append(token)
-        return new
+        return new_tokens
 
     def root(self, min_length: int, pseudo_count: float) -> _Continuation:
         """Makes the root of the next tree, with the matches of at least ``min_length`` tokens."""

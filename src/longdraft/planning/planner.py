@@ -29,12 +29,9 @@ INITIAL_FORWARD_STEPS = 0.15
 # Factor on a node's acceptance odds, for two errors: the highest estimates are overestimated the most, and a wide
 # forward between narrow ones costs more than it did when costs were measured, in a series of equal forwards.
 ODDS_FACTOR = 0.45
-# The cost of one more token in a forward is the average over this many draft tokens.
-TYPICAL_NUM_TOKENS = 8
-# Weight of a new observation in the running averages.
-SMOOTHING = 0.2
-# Initial value of ``Planner.worthwhile_nodes``.
-_INITIAL_NODES = 8.0
+TYPICAL_NUM_TOKENS = 8  # the cost of one more token in a forward is the average over this many tokens
+SMOOTHING = 0.2  # weight of a new observation in running averages
+_INITIAL_NODES = 8.0  # initial value of ``Planner.worthwhile_nodes``
 
 
 def discount_odds(p: float) -> float:
@@ -77,7 +74,7 @@ class Plan:
 
     def __init__(self, planner: Planner, drafter: Drafter | None = None) -> None:
         self._planner, self._costs, self._drafter = planner, planner.costs, drafter
-        self._gains: dict[int, DraftGain] = {}  # by sequence index
+        self._gains: dict[int, DraftGain] = {}  # {sequence index: gain of the draft for it}
 
     def node_limit(self, sequences: SequenceOf[Sequence], kv_lens: SequenceOf[int] | None = None) -> NodeLimit:
         planner = self._planner
@@ -101,9 +98,9 @@ class Plan:
         """Keeps the nodes worth verifying. All trees keep equally many: a forward is as wide as the largest tree."""
         self._trees = trees
         if any(tree.num_draft_tokens for tree in trees):
-            n = self._best_node_count(self._sequences, trees, self._draft_seconds)[0]
-            self._planner.worthwhile_nodes += SMOOTHING * (n - self._planner.worthwhile_nodes)
-            self._trees = [tree.keep_best(n) for tree in trees]
+            num_nodes = self._best_node_count(self._sequences, trees, self._draft_seconds)[0]
+            self._planner.worthwhile_nodes += SMOOTHING * (num_nodes - self._planner.worthwhile_nodes)
+            self._trees = [tree.keep_best(num_nodes) for tree in trees]
         return self._trees
 
     def observe(
@@ -165,8 +162,8 @@ class Plan:
         """Returns the sequences for which the draft is worth running, given the trees that lookups proposed."""
         if not sequences or not (self._planner.draft_was_tried or self._planner.prior_gain.is_worthwhile):
             return []
-        n, num_tokens, seconds = self._best_node_count(sequences, lookup_trees, 0.0)
-        trees = [tree.keep_best(n) for tree in lookup_trees]
+        num_nodes, num_tokens, seconds = self._best_node_count(sequences, lookup_trees, 0.0)
+        trees = [tree.keep_best(num_nodes) for tree in lookup_trees]
         gains = [self._gains[s.index] for s in sequences]
         inputs = zip(sequences, trees, gains, strict=True)
         new_fractions = [self._new_fraction(s, tree, gain.added_tokens) for s, tree, gain in inputs]
@@ -200,8 +197,8 @@ class Plan:
         extra_seconds = self._forward_seconds(self._query_len()) - self._seconds_without_draft
         if num_forwards:
             # The very first forwards may also prepare weights, so a single round's time counts only up to a limit.
-            measured = draft_seconds / num_forwards / self._plain_seconds
-            forward_steps = min(measured, OUTLIER_FACTOR * planner.forward_steps)
+            measured_steps = draft_seconds / num_forwards / self._plain_seconds
+            forward_steps = min(measured_steps, OUTLIER_FACTOR * planner.forward_steps)
             planner.forward_steps += SMOOTHING * (forward_steps - planner.forward_steps)
             extra_seconds += num_forwards * forward_steps * self._plain_seconds
         extra_steps = max(extra_seconds / self._plain_seconds, 1e-6)  # positive, so that a gain has a cost
@@ -210,9 +207,9 @@ class Plan:
             sequence = result.sequence
             if sequence.index in self._without_draft:
                 tree, new_fraction = self._without_draft[sequence.index]
-                added = max(0, result.num_accepted - tree.match_length(result.new_token_ids))
+                added_tokens = max(0, result.num_accepted - tree.match_length(result.new_token_ids))
                 for gain in (self._gains[sequence.index], planner.draft_gains[sequence.greedy]):
-                    gain.observe(added, new_fraction, extra_steps)
+                    gain.observe(added_tokens, new_fraction, extra_steps)
 
     # --- how much to verify ---
 

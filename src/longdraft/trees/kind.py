@@ -8,7 +8,7 @@ log-probabilities fall along a path. The last level is not expanded: D levels co
 * static: all nodes of a level have the same number of children (TokenSwift);
 * dynamic: the ``top_k`` best nodes of a level have ``top_k`` children each, and all children are candidates: wide where
   the draft is unsure, deep where it is sure (EAGLE-2, section 4; also EAGLE-3);
-* chain: the top-1 tokens; a planner ends it where the draft is unsure (MagicDec's gamma, Sadhukhan et al. 2024, 3);
+* chain: the top-1 tokens; a planner ends it where the draft is unsure (as MagicDec's gamma, section 3);
 * opt: OPT-Tree, the tree with the longest expected acceptance (Wang et al. 2025, section 3).
 """
 
@@ -169,16 +169,17 @@ IndexSelect = Callable[[Sequence[int], torch.Tensor], torch.Tensor]  # see :meth
 class _StopRule:
     """Decides for which sequences an OPT-Tree gets another level, and how many nodes of the last level are expanded.
 
-    The expected accepted length is the sum of the path probabilities. Another level follows if the last one increased
-    this sum, over the best N candidates, by more than the threshold, the cost of a draft forward in tokens. A node that
-    is not among the best N candidates has no descendant among them, so it is not expanded.
+    Of all candidates, the best N = ``config.max_nodes`` will be verified. The sum of their path probabilities is the
+    expected accepted length. Another level follows if the last level increased this sum by more than the threshold, the
+    cost of a draft forward in tokens. A node that is not among the best N has no descendant among them, so it is not
+    expanded.
 
     On a CPU, a level itself decides whether another follows. On a GPU, to avoid a wait, the host reads the result of
     the level before: a tree may get one level more, and ``top_k`` nodes of each level are expanded.
     """
 
     def __init__(self, config: TreeConfig, threshold: float, roots: TreeLevel) -> None:
-        self._nodes, self._top_k, self._threshold = config.max_nodes, config.top_k or config.max_nodes, threshold
+        self._max_nodes, self._top_k, self._threshold = config.max_nodes, config.top_k or config.max_nodes, threshold
         self._best = roots.path_logprobs[:, :0]  # (B', up to N) path log-probabilities of the best candidates, sorted
         self._expected_lengths = [0.0] * len(roots.sequence_indices)
         self._is_delayed = roots.path_logprobs.device.type != "cpu"
@@ -186,19 +187,16 @@ class _StopRule:
 
     def update(self, level: TreeLevel, index_select: IndexSelect, growing: list[int]) -> tuple[list[int], int]:
         """Adds a level. Returns the sequences that get another level, and the number of nodes to expand.
-
-        Args:
-            index_select: :meth:`TreeLevel.index_select` of the level before.
-            growing: indices of the sequences that may have another level.
-        """
+        ``index_select``: of the level before. ``growing``: indices of the sequences that may get another level."""
         candidates = torch.cat([index_select(level.sequence_indices, self._best), level.path_logprobs], dim=1)
-        self._best = best = candidates.topk(min(self._nodes, candidates.shape[1]), dim=-1).values
+        self._best = best = candidates.topk(min(self._max_nodes, candidates.shape[1]), dim=-1).values
         # With fewer than N candidates, any node may have children among the best N.
-        is_promising = level.path_logprobs > (best[:, -1:] if best.shape[1] == self._nodes else float("-inf"))
+        is_promising = level.path_logprobs > (best[:, -1:] if best.shape[1] == self._max_nodes else float("-inf"))
         result = level.sequence_indices, AsyncHostCopy(torch.stack([best.exp().sum(1), is_promising.float().sum(1)]))
         ready, self._pending = (self._pending, result) if self._is_delayed else (result, None)
         if ready is None:  # the first level on a GPU
             return growing, self._top_k
+        # {sequence index: (expected accepted length, number of promising nodes)}
         results = dict(zip(ready[0], zip(*ready[1].tolist(), strict=True), strict=True))
         continuing, num_expanded = list[int](), self._top_k if self._is_delayed else 0
         for i in growing:

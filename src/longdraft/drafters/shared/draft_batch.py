@@ -29,8 +29,8 @@ class DraftBatch:
 
     Attributes:
         slots: KV cache slot of each sequence.
-        query_len: W.
-        num_outputs: T.
+        query_len: number W of tokens of each sequence.
+        num_outputs: number T of output tokens of each sequence.
         kv_ranges: [start, end) of the cache entries that each sequence attends to. The last W belong to the W tokens.
         mask: attention mask (B, T, S) bool: which of the last S entries each output token attends to; None: all.
         num_mask_tokens: how many of the last tokens are P-EAGLE's mask tokens, which stand for unknown tokens.
@@ -88,12 +88,14 @@ class DraftBatch:
         return [self._attend_by_sequence(*cache.store.layer(layer), visible) for layer in range(num_layers)]
 
     def _attend_by_sequence(self, keys: torch.Tensor, values: torch.Tensor, visible: list[_VisibleKV]) -> SelfAttend:
+        """The self-attention of one layer, computed sequence by sequence. ``keys``, ``values``: the layer's cache."""
+
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             outputs = []
             q_k_v = (x.split(x.shape[1] // len(self.slots), 1) for x in (q, k, v))
             for slot, (start, end, mask), q_, k_, v_ in zip(self.slots, visible, *q_k_v, strict=True):
-                new = slice(end - self.query_len, end)
-                keys[slot, :, new], values[slot, :, new] = k_, v_
+                new_entries = slice(end - self.query_len, end)
+                keys[slot, :, new_entries], values[slot, :, new_entries] = k_, v_
                 outputs.append(attend_sequence(q_, keys[slot, :, start:end], values[slot, :, start:end], mask))
             return torch.cat(outputs, dim=1)
 

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 # Maximum number of new tokens that a round feeds to the block. Any before them are prefilled: keys and values only.
 MAX_NEW_TOKENS = 64
-# Inputs of W tokens for each of B sequences: token ids (B, W), or embeddings (B, W, hidden); cos and sin (B, W, d) of
-# their positions, or (B, 1, d) if all W tokens have one position; for EAGLE's drafts also features (B, W, size): the
-# target's hidden states for new tokens, the parents' outputs for nodes.
+# 3 or 4 tensors for W tokens of each of B sequences: token ids (B, W), or embeddings (B, W, hidden); cos; sin, both
+# (B, W, d), or (B, 1, d) if all W tokens have one position; for EAGLE's drafts also features (B, W, size): the target's
+# hidden states for new tokens, the parents' outputs for nodes.
 Inputs = tuple[torch.Tensor, ...]
 # (slots, KV lengths, q) -> output: the last three arguments of ``_cross_attend``.
 CrossFn = Callable[..., torch.Tensor]
@@ -75,11 +75,11 @@ class BoundDraft:
             self.target_to_draft_ids[ids] = torch.arange(len(ids), device=device)
         patch_linears(block)
 
-    def block_inputs(self, uses_target_features: bool, tokens: torch.Tensor, *others: torch.Tensor) -> BlockInputs:
+    def block_inputs(self, uses_target_features: bool, tokens: torch.Tensor, *inputs: torch.Tensor) -> BlockInputs:
         """Converts :data:`Inputs` to the block's inputs (B * W, ...): embeddings, features, cos and sin.
         ``uses_target_features``: the features are the target's hidden states, which this method projects."""
         batch_size, width = tokens.shape[:2]
-        cos, sin, *features = (t.expand(batch_size, width, -1).flatten(0, 1) for t in others)
+        cos, sin, *features = (t.expand(batch_size, width, -1).flatten(0, 1) for t in inputs)
         g = self.block.project_features(features[0]) if uses_target_features else features[0] if features else None
         x = tokens.flatten(0, 1)
         return x if x.is_floating_point() else self.embedding(x), g, cos, sin
@@ -93,7 +93,7 @@ def _forward(
     Args:
         cross: cross-attention to the target's KV; None: the block has none.
         num_inputs: number of tensors in :data:`Inputs`.
-        args: the inputs, the first arguments of ``cross``, the self-attention of each layer, and the output rows.
+        args: the inputs, ``slots`` and KV lengths for ``cross``, the self-attention of each layer, and the output rows.
     """
     inputs, (*cross_tensors, attend_fns, output_rows) = args[:num_inputs], args[num_inputs:]
     cross_attend = None if cross is None else partial(cross, *cross_tensors)
@@ -164,7 +164,7 @@ class DraftRound:
         width = self._num_fed_tokens(sequences, ends)
         spans = [(s, end - width, end) for s, end in zip(sequences, ends, strict=True)]
         for s, start, end in spans:
-            drafter.prefill(s, start)
+            drafter.prefill(s, start)  # the new tokens that are too many to feed
             num_new = end - cache.context_len(s.slot)
             cache.make_room(s.slot, num_new)
             cache.commit(s.slot, num_new)
@@ -190,8 +190,8 @@ class DraftRound:
         if not self._drafter.token_shift:
             return batch, (level.tokens, cos, sin)
         assert self._last_level is not None and self._last_features is not None
-        above = self._last_level.index_select(level.sequence_indices, self._last_features)
-        features = above.gather(1, level.parents[..., None].expand(-1, -1, above.shape[2]))
+        last_features = self._last_level.index_select(level.sequence_indices, self._last_features)
+        features = last_features.gather(1, level.parents[..., None].expand(-1, -1, last_features.shape[2]))
         return batch, (level.tokens, cos, sin, features)
 
     def _num_fed_tokens(self, sequences: list[Sequence], ends: list[int]) -> int:
@@ -211,7 +211,7 @@ class DraftRound:
         return tuple(self.sequences[i].slot for i in level.sequence_indices)
 
     def _cross_attention(self, draft_batch: DraftBatch) -> tuple[CrossFn | None, tuple[torch.Tensor, ...], Hashable]:
-        """Cross-attention to the target's KV or None, its first arguments, and a key of its memory for CUDA graphs."""
+        """Cross-attention to the target's KV or None, its slots and KV lengths, and its part of a CUDA graph's key."""
         target_kv = self._drafter.target_kv(draft_batch.slots)
         if target_kv is None:
             return None, (), ()
@@ -283,6 +283,6 @@ class DraftRound:
             return tuple(x.unflatten(0, (batch_size, -1)) for x in results)
 
         graph_key = key, max_kv_len, cache.scratch, has_all_outputs
-        owner = cache.store.arena_buffers or cache.store
+        owner = cache.store.arena_buffers or cache.store  # the graph lives as long as this memory
         results = graphs.run_draft(owner, graph_key, (batch_size, query_len), make_inputs, padded_forward)
         return None if results is None else tuple(x[:, : batch.num_outputs].flatten(0, 1) for x in results)

@@ -40,6 +40,7 @@ class LMDraftRound:
         return sequence.length - 1
 
     def sequences_of(self, level: TreeLevel) -> list[Sequence]:
+        """The sequences that have nodes in a level."""
         return [self._sequences[i] for i in level.sequence_indices]
 
     def draft_logits(self, level: TreeLevel) -> torch.Tensor:
