@@ -211,7 +211,7 @@ class HeadsDrafter(TreeDrafter):
             logits = torch.cat([first_level[:, None].to(logits.dtype), logits], dim=1)
 
         def draft_logits(level: TreeLevel) -> torch.Tensor:
-            # A head's logits do not depend on the path. Stacked: an index tensor would cost a copy to the device.
+            # A head's logits do not depend on the path. Stacked: an index tensor would need a copy to the device.
             selected = torch.stack([logits[i, level.depth, None] for i in level.sequence_indices])
             return selected.expand(-1, level.tokens.shape[1], -1)
 
@@ -220,9 +220,9 @@ class HeadsDrafter(TreeDrafter):
         return self.grow(sequences, draft_logits, ids, logits.device, limit)
 
     def _hidden_states(self, sequences: SequenceOf[Sequence]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Hidden states (B, hidden) that the heads start from, of the target's last layer before its final norm, and the
-        first level's logits (B, vocabulary). With a self-drafter, both are of the roots. Without one, the hidden states
-        are of the tokens before the roots, and there are no logits."""
+        """Hidden states (B, hidden) that the heads start from (of the target's last layer, before its final norm), and
+        the first level's logits (B, vocabulary). With a self-drafter, both are of the roots. Without one, the hidden
+        states are of the tokens before the roots, and there are no logits."""
         store, logits = self._store, None
         entries = [s.length - 2 for s in sequences]
         if self.self_drafter is not None:
