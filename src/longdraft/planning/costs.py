@@ -49,7 +49,7 @@ _FORMAT = 7
 _WARM_UP_TOKENS = 4
 _random = random.Random(0)  # draws the tokens of made-up trees
 _SMOOTHING = 0.15  # weight of a new round in running averages
-OUTLIER_FACTOR = 2.0  # a ratio of measured and predicted time counts as at most this, and at least its inverse
+OUTLIER_FACTOR = 2.0  # a new observation counts as at most this multiple of the running average
 
 
 class ProgressLine(str):

@@ -34,7 +34,7 @@ class TokenTree:
 
     def __post_init__(self) -> None:
         if not self.tokens or len(self.tokens) != len(self.parents):
-            raise ValueError(f"parents and tokens must be as many, at least one: {len(self.parents)} and {len(self.tokens)}")
+            raise ValueError(f"tokens and parents must be equally many: {len(self.tokens)}, {len(self.parents)}")
         if self.parents[0] != -1 or any(not 0 <= p < i for i, p in enumerate(self.parents) if i):
             raise ValueError(f"parents must precede their children, and only node 0 may be a root: {self.parents}")
         if self.logprobs and len(self.logprobs) != len(self.tokens):

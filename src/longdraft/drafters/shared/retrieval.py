@@ -120,7 +120,7 @@ def make_retrieval(
     """Makes a retrieval.
 
     Args:
-        chunk, refresh, sink, recent, layer, scorer: of :class:`ChunkOptions`.
+        chunk, refresh, sink, recent, layer, scorer: see :class:`ChunkOptions`.
         chunks: number of retrieved chunks (the paper's k); None: ``default_chunks``, or fewer to fit ``max_tokens``.
         max_tokens: maximum number of tokens that the draft can attend to; None: no limit.
         spare_chunks: number of chunks to leave free if ``max_tokens`` determines how many fit.

@@ -33,30 +33,29 @@ class OccurrenceIndex:
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self.num_dropped = 0
-        # For each token, the position of its previous occurrence; for each token id, the position of its last one.
-        self._previous = array("q")
-        self._last: dict[int, int] = {}
+        self._previous_positions = array("q")  # for each token, the position of its previous occurrence; 0: none
+        self._last_positions: dict[int, int] = {}  # {token: position of its last occurrence}
 
     def append(self, token: int) -> None:
         self.token_ids.append(token)
-        self._previous.append(self._last.get(token, 0))
-        self._last[token] = self.num_dropped + len(self.token_ids)
+        self._previous_positions.append(self._last_positions.get(token, 0))
+        self._last_positions[token] = self.num_dropped + len(self.token_ids)
 
     def drop_first(self, count: int) -> None:
         """Drops the first ``count`` tokens."""
         for position, token in enumerate(self.token_ids[:count], self.num_dropped + 1):
-            if self._last[token] == position:
-                del self._last[token]
-        del self.token_ids[:count], self._previous[:count]
+            if self._last_positions[token] == position:
+                del self._last_positions[token]
+        del self.token_ids[:count], self._previous_positions[:count]
         self.num_dropped += count
 
     def occurrences(self, token: int, max_count: int) -> list[int]:
         """Positions after the occurrences of a token, the latest first."""
         positions: list[int] = []
-        position = self._last.get(token, 0)
+        position = self._last_positions.get(token, 0)
         while position > self.num_dropped and len(positions) < max_count:
             positions.append(position)
-            position = self._previous[position - self.num_dropped - 1]
+            position = self._previous_positions[position - self.num_dropped - 1]
         return positions
 
 
