@@ -143,8 +143,8 @@ class LongSpecDrafter(BlockDrafter):
     draft: LongSpecDraft
 
     def __init__(self, draft: LongSpecDraft, **options: Any) -> None:
-        (tree,) = parse("LongSpec", options, *self.options)
-        self.tree = tree.config("beam")
+        (tree_options,) = parse("LongSpec", options, *self.options)
+        self.tree = tree_options.config("beam")
         if self.tree.depth >= draft.shape.window:
             raise ValueError(f"depth must be less than the draft's window {draft.shape.window}, got {self.tree.depth}")
         self.draft = draft

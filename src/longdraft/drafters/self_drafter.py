@@ -97,21 +97,21 @@ def make_self_view(view: str, budget: int | None, sink: int | None, window: int 
     scorer, default_chunk = VIEW_SCORERS[view]
     if chunk is not None and default_chunk is None:
         raise ValueError(f"view={view} selects no chunks: leave chunk out, or give view=chunks")
-    size = chunk if chunk is not None else default_chunk or 1
-    sink = -(-SINK // size) * size if sink is None else sink
+    chunk_size = chunk if chunk is not None else default_chunk or 1
+    sink = -(-SINK // chunk_size) * chunk_size if sink is None else sink  # rounded up to whole chunks
     is_streaming = SCORERS[scorer] is None
     if budget is None:
         budget = sink + window if is_streaming and window is not None else DEFAULT_BUDGET
     if window is None:
         window = max(budget - sink, 1) if is_streaming else WINDOW
-    minimum = sink + window + (size if size > 1 else 0)
+    minimum = sink + window + (chunk_size if chunk_size > 1 else 0)
     if budget < minimum:
         raise ValueError(
-            f"budget must be at least sink + window{' + chunk' if size > 1 else ''} ({minimum} tokens), got {budget}: "
+            f"budget {budget} is less than sink + window{' + chunk' if chunk_size > 1 else ''} ({minimum} tokens): "
             "give a larger budget, or a smaller sink and window"
         )
-    reduction = "mean" if scorer == "snapkv" else "last"
-    return View(scorer, budget - sink - window, sink, window, size, reduction=reduction)
+    reduction = "mean" if scorer == "snapkv" else "last"  # which of the last queries' scores rank the chunks
+    return View(scorer, budget - sink - window, sink, window, chunk_size, reduction=reduction)
 
 
 # A view has space for 1 / NEW_FRACTION of its budget as new tokens before it is reselected, at least MIN_NEW_TOKENS.
@@ -162,7 +162,7 @@ class SelfDrafter(TreeDrafter):
     options: ClassVar[tuple[type[Options], ...]] = (SelfOptions, TreeOptions)
 
     def __init__(self, **options: Any) -> None:
-        config, tree = parse("self-drafting", options, SelfOptions, TreeOptions)
+        config, tree_options = parse("self-drafting", options, SelfOptions, TreeOptions)
         view, budget = config.view, config.budget
         dtype = "int8" if view == "all" and config.view_dtype is None else config.view_dtype
         self.view_dtype = parse_dtype(dtype)
@@ -173,7 +173,7 @@ class SelfDrafter(TreeDrafter):
         self.view = replace(empty_view, max_new=max(MIN_NEW_TOKENS, empty_view.size // NEW_FRACTION))
         interval = RESELECT_INTERVALS.get(view, DEFAULT_INTERVAL) if config.refresh is None else config.refresh
         self.timer = ReselectionTimer(interval, self.view.num_queries)
-        self.tree = tree.config("chain")
+        self.tree = tree_options.config("chain")
         acceptance = BASE_ACCEPTANCE + ACCEPTANCE_PER_DOUBLING * log2(max(1.0, self.view.size / DEFAULT_BUDGET))
         self.prior_acceptance = FULL_ACCEPTANCE if view == "all" else min(acceptance, MAX_ACCEPTANCE)
         self._calibrators: dict[int, AcceptanceCalibrator] = {}  # by sequence index

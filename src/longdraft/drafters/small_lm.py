@@ -65,7 +65,7 @@ class SmallLMDrafter(RetrievalDrafter):
     """Drafts trees with a small language model.
 
     Args:
-        draft: the model.
+        draft: the small model.
         options: of :class:`TreeOptions` and :class:`SmallLMOptions`. With view="retrieval" (SpecExtend) the tree is an
             OPT-Tree, else a dynamic tree.
     """
@@ -74,10 +74,10 @@ class SmallLMDrafter(RetrievalDrafter):
     bound: BoundLM
 
     def __init__(self, draft: SmallLMDraft, **options: Any) -> None:
-        tree, config = parse("small-lm", options, *self.options)
+        tree_options, config = parse("small-lm", options, *self.options)
         view, sink, recent = config.view, config.sink, config.recent
         retrieval_sizes = config.retrieval_sizes(view == "retrieval", "view=retrieval")
-        self.tree = tree.config("opt" if view == "retrieval" else "dynamic")
+        self.tree = tree_options.config("opt" if view == "retrieval" else "dynamic")
         self.draft, self.view = draft.with_trimmed_vocab(config.vocabulary), view
         # The view leaves space for this number of new tokens, at least for the tokens of a round.
         new_tokens = max(draft_cache.MIN_NEW_ENTRIES, self.tree.depth + 1)

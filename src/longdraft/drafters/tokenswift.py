@@ -154,14 +154,14 @@ def tokenswift(draft: HeadsDraft, **options: Any) -> Drafter:
         options: of :class:`HeadOptions`, :class:`TreeOptions` and :class:`TokenSwiftOptions`. The tree's options do not
             limit the phrases. The first of ``widths`` is the level that the target drafts.
     """
-    head_options, tree, config = parse("tokenswift", options, HeadOptions, TreeOptions, TokenSwiftOptions)
-    sizes = {name: getattr(config, name) for name in declared(ViewOptions)}
+    head_options, tree_options, config = parse("tokenswift", options, HeadOptions, TreeOptions, TokenSwiftOptions)
+    view_options = {name: getattr(config, name) for name in declared(ViewOptions)}
     self_drafter = None
     if config.view != NO_VIEW:
-        self_drafter = SelfDrafter(view=config.view, depth=1, **sizes)
-    elif names := [name for name, value in sizes.items() if value is not None]:
+        self_drafter = SelfDrafter(view=config.view, depth=1, **view_options)
+    elif names := [name for name, value in view_options.items() if value is not None]:
         raise ValueError(f"view={NO_VIEW} has no sizes: leave {' and '.join(names)} out, or give another view")
-    heads = HeadsDrafter(draft, self_drafter, **head_options.given(), **tree.given())
+    heads = HeadsDrafter(draft, self_drafter, **head_options.given(), **tree_options.given())
     k = config.reuse_k if "reuse_k" in options else None
     return TokenSwiftDrafter(ReuseDrafter(config.reuse_n, k), heads) if config.reuse else heads
 

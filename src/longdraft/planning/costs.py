@@ -203,27 +203,27 @@ def measure(
         sizes = list(table[0] if table else num_tokens)  # later lengths have the sizes that the first one had time for
         length_start = time.perf_counter()
         deadline = start + LIMIT_SECONDS * (i + 1) / len(kv_lens)
-        minima: dict[int, float] = {}
+        min_seconds: dict[int, float] = {}
         for step, n in enumerate(sizes * REPEATS):
             on_progress((i + step / len(sizes) / REPEATS) / len(kv_lens))
             if step == len(sizes) and time.perf_counter() - length_start > ENOUGH_SECONDS:
                 break
             # Expects the time that this size took before, or twice the time of the next smaller size.
-            expected = minima.get(n) or (table[-1][n] if table else 2 * minima.get(sizes[step - 1], 0.0))
+            expected = min_seconds.get(n) or (table[-1][n] if table else 2 * min_seconds.get(sizes[step - 1], 0.0))
             if time.perf_counter() + expected > deadline and (table or step > 1):
                 break
             seconds = time_forward(runner, store, n)
-            minima[n] = min(seconds, minima.get(n, seconds))
-        if table and len(minima) < len(sizes):
+            min_seconds[n] = min(seconds, min_seconds.get(n, seconds))
+        if table and len(min_seconds) < len(sizes):
             break
-        table.append(minima)
+        table.append(min_seconds)
     on_progress(1.0)
     if not table:
         return None
     # A forward with fewer tokens or a shorter context cannot cost more. If it did, other work on the machine slowed it.
     seconds_table = [
-        tuple(min(longer[m] for longer in table[i:] for m in minima if m >= n) for n in minima)
-        for i, minima in enumerate(table)
+        tuple(min(longer[m] for longer in table[i:] for m in min_seconds if m >= n) for n in min_seconds)
+        for i, min_seconds in enumerate(table)
     ]
     return CostTable(tuple(kv_lens[: len(table)]), tuple(table[0]), tuple(seconds_table))
 
@@ -247,18 +247,19 @@ def load_or_measure(
     key = _key(runner)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     file = (cache_folder() / "costs" if folder is None else folder) / f"{digest}.json"
-    cached = _read(file)
-    if cached is not None:
+    cached_table = _read(file)
+    if cached_table is not None:
         with suppress(MemoryBudgetError):  # the first forward packs weights, and this must not count as a round's cost
             _time_forward(runner, _filled_store(runner, 1, _WARM_UP_TOKENS), _WARM_UP_TOKENS)
-        return cached
+        return cached_table
     line = f"Measuring what a verification costs on this machine (once a model, {LIMIT_SECONDS:.0f} seconds at most)"
     logger.info(line)
     table = measure_with(runner, on_progress=fraction_reporter(line, progress))
     if table is not None:
         try:
-            with atomic_write(file) as part:
-                part.write_text(json.dumps({"key": key, "table": asdict(table)}, indent=1) + "\n", encoding="utf-8")
+            with atomic_write(file) as partial_file:
+                text = json.dumps({"key": key, "table": asdict(table)}, indent=1) + "\n"
+                partial_file.write_text(text, encoding="utf-8")
         except CheckpointError as error:
             logger.info("The table of costs cannot be written, and will be measured again next time: %s", error)
     return table
