@@ -5,4 +5,4 @@ May import: drafts, engine, trees, views, model.
 
 import importlib
 
-importlib.import_module("longdraft.methods")  # which imports all drafters, in an order of its own
+importlib.import_module("longdraft.methods")  # this module imports all drafters

@@ -1,4 +1,4 @@
-"""Plain decoding, one token a forward: what every method is compared with."""
+"""Plain decoding, one token a forward: the baseline of every method."""
 
 from __future__ import annotations
 

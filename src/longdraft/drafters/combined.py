@@ -1,7 +1,7 @@
-"""Two drafters whose proposals are merged to one tree.
+"""Two drafters whose proposals are merged into one tree.
 
-A suffix lookup proposes repetitions, a draft model new text, so each is often right where the other is not. Common
-nodes are verified once, and a planner keeps the nodes that are worth verifying, whoever proposed them.
+A suffix lookup proposes repetitions, and a draft model new text, so each is often right where the other is not. A node
+that both propose is verified once. A planner keeps the nodes that are worth verifying, whoever proposed them.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ class CombinedDrafter(Drafter):
     """Merges a drafter that costs next to nothing with one that costs forwards.
 
     Args:
-        lookup: proposes in every round.
-        draft_model: proposes for every sequence; with a limit, for those that the planner selects by the lookup's
-            trees. Only this drafter may read hidden states and queries.
+        lookup: proposes for every sequence.
+        draft_model: proposes for every sequence; with a planner, for the sequences that the planner selects, given the
+            lookup's trees. Only this drafter may read the target's hidden states and queries.
     """
 
     free = True
 
     def __init__(self, lookup: Drafter, draft_model: Drafter) -> None:
         self.lookup, self.draft_model = lookup, draft_model
-        # {sequence index: the trees of both in this round}
+        # {sequence index: the trees of both drafters in this round}
         self._proposed: dict[int, tuple[TokenTree, TokenTree]] = {}
         self._chains = False
 
@@ -37,17 +37,11 @@ class CombinedDrafter(Drafter):
     def max_nodes(self) -> int:  # type: ignore[override]
         return self.lookup.max_nodes + self.draft_model.max_nodes
 
-    forwards, prior_acceptance, forward_cost_ratio = (
-        delegate_to("draft_model", name) for name in ("forwards", "prior_acceptance", "forward_cost_ratio")
-    )
-    views, num_prompt_queries = delegate_to("draft_model", "views"), delegate_to("draft_model", "num_prompt_queries")
-    kv_tokens_read, feature_layers = (
-        delegate_to("draft_model", "kv_tokens_read"),
-        delegate_to("draft_model", "feature_layers"),
-    )
-    query_layers, needs_queries = (
-        delegate_to("draft_model", "query_layers"),
-        delegate_to("draft_model", "needs_queries"),
+    forwards, prior_acceptance = delegate_to("draft_model", "forwards"), delegate_to("draft_model", "prior_acceptance")
+    forward_cost_ratio, views = delegate_to("draft_model", "forward_cost_ratio"), delegate_to("draft_model", "views")
+    kv_tokens_read, feature_layers, query_layers, needs_queries, num_prompt_queries = (
+        delegate_to("draft_model", name)
+        for name in ("kv_tokens_read", "feature_layers", "query_layers", "needs_queries", "num_prompt_queries")
     )
 
     def use_planner(self) -> None:
@@ -55,7 +49,7 @@ class CombinedDrafter(Drafter):
         self.draft_model.use_planner()
 
     def use_chains(self) -> bool:
-        """Proposes the better of two chains."""
+        """Proposes only the better of the two drafters' chains."""
         self._chains = all([self.lookup.use_chains(), self.draft_model.use_chains()])
         return self._chains
 
@@ -70,7 +64,7 @@ class CombinedDrafter(Drafter):
         draft_trees = {s.index: tree for s, tree in zip(selected, drafted, strict=True)}
         trees = []
         for s, lookup_tree in zip(sequences, lookup_trees, strict=True):
-            draft_tree = draft_trees.get(s.index) or TokenTree(lookup_tree.tokens[:1], (-1,))
+            draft_tree = draft_trees.get(s.index) or TokenTree(lookup_tree.tokens[:1], (-1,))  # or the root alone
             lookup_tree = self.adapt_lookup(s, lookup_tree, draft_tree)
             self._proposed[s.index] = (lookup_tree, draft_tree)
             merged = merge_trees(lookup_tree, draft_tree)
@@ -78,19 +72,19 @@ class CombinedDrafter(Drafter):
         return trees
 
     def adapt_lookup(self, s: Sequence, lookup_tree: TokenTree, draft_tree: TokenTree) -> TokenTree:
-        """Returns the lookup's tree to merge; a subclass may change it by the draft's tree."""
+        """Returns the lookup's tree to merge. A subclass may let it depend on the draft model's tree."""
         return lookup_tree
 
     def observe(self, round_result: RoundResult) -> None:
         """Passes the result on to both drafters, each with its own tree."""
         s = round_result.sequence
-        roots = (TokenTree(round_result.tree.tokens[:1], (-1,)),) * 2
-        proposed = self._proposed.pop(s.index, roots)
-        if not round_result.tree.num_draft_tokens:
-            proposed = roots
+        only_roots = (TokenTree(round_result.tree.tokens[:1], (-1,)),) * 2
+        trees = self._proposed.pop(s.index, only_roots)
+        if not round_result.tree.num_draft_tokens:  # the planner pruned all nodes, so nothing was verified
+            trees = only_roots
         num_accepted = round_result.num_accepted
         accepted = s.output[len(s.output) - num_accepted - 1 :][:num_accepted]
-        for drafter, tree in zip((self.lookup, self.draft_model), proposed, strict=True):
+        for drafter, tree in zip((self.lookup, self.draft_model), trees, strict=True):
             drafter.observe(replace(round_result, tree=tree, num_accepted=tree.match_length(accepted)))
 
     def release(self, sequence: Sequence) -> None:

@@ -2,15 +2,15 @@
 
     c_t = RMSNorm(fc(f_t))                    f_t: hidden states of the target at position t, concatenated
     x   = embed(anchor, mask, ..., mask)      the block to draft; the anchor is the last token of the context
-    layer: attention of x to [c, x]           the same k and v projections for both; RoPE at absolute positions
+    layer: attention of x to [c, x]           the same k and v projections for c and x; RoPE at absolute positions
            and SwiGLU, both with norms before
-    logits_k = head(RMSNorm(x_k))             of the token at x_k's position; DSpark: of the token after it
+    logits_k = head(RMSNorm(x_k))             for the token at x_k's position; DSpark: for the next position
 
 Keys and values of the context are projections of c, in the draft's own KV cache: a prefill runs no forward. The tokens
-of a block attend to each other in both directions, but do not depend on each other's tokens. DSpark corrects a level's
-logits for the token t before it:
+of a block attend to each other in both directions, but all except the anchor are masks. So DSpark adds a correction to
+a level's logits, by the token t of the level before:
 
-    W2 W1[t]                                  the gated head: W2 (sigmoid(W [x_k, W1[t]]) W1[t]); the recurrent head
+    W2 W1[t]                                  gated head: W2 (sigmoid(W [x_k, W1[t]]) W1[t]); the recurrent head also
                                               has a state along the path
 
 DFlash: arXiv:2602.06036; DSpark: arXiv:2607.05147.
@@ -42,7 +42,7 @@ from longdraft.trees.level import TreeLevel, topk_logprobs
 
 
 class MarkovHead(nn.Module):
-    """DSpark's correction of a level's logits for the token before it."""
+    """Parameters of DSpark's correction: a level's logits depend on the token before, as in a Markov chain."""
 
     def __init__(self, shape: DFlashShape, rank: int, vocab_size: int) -> None:
         super().__init__()
@@ -58,8 +58,8 @@ class DFlashBlock(nn.Module):
     """The module. Its state dict is the published layout.
 
     Args:
-        vocab_size: of the target.
-        causal: for each layer, whether tokens of the block attend to earlier ones only.
+        vocab_size: size of the target's vocabulary.
+        causal: for each layer, whether a token of the block attends to no later tokens of the block.
         windows: for each layer, how many of the context's last tokens it attends to; None: all.
     """
 
@@ -98,7 +98,7 @@ class DFlashBlock(nn.Module):
     def keys_values(
         self, x: torch.Tensor, g: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys after RoPE and values (layers, Hkv, T, d) of the context, from c (T, hidden): ``g``. ``x`` is unused."""
+        """Keys after RoPE and values (layers, Hkv, T, d) of the context. ``g``: c (T, hidden). ``x`` is not used."""
         by_layer = [layer.self_attn.keys_values(g, cos, sin) for layer in self._decoder]
         return torch.stack([k for k, _ in by_layer]), torch.stack([v for _, v in by_layer])
 
@@ -132,7 +132,7 @@ class DFlashBlock(nn.Module):
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> torch.Tensor:
-        """Attention of the blocks' tokens to their contexts, and to each other."""
+        """Attention of each block's tokens to the context of its sequence, and to each other."""
         window, size = self.windows[layer], q.shape[1] // len(context_kv)
         causal = torch.ones(size, size, dtype=torch.bool, device=q.device).tril() if self.causal[layer] else None
         outputs = []
@@ -154,7 +154,7 @@ class DFlashDraft(Eagle3Draft):
     def shape(self) -> DFlashShape:
         shape: DFlashShape = super().shape
         if shape.slots < 1:
-            raise CheckpointError(f"config.json of {self.folder} has sizes that cannot be right: copy the draft again.")
+            raise CheckpointError(f"block_size in config.json of {self.folder} is too small: copy the draft again.")
         return shape
 
     def module(self) -> DFlashBlock:
@@ -162,10 +162,10 @@ class DFlashDraft(Eagle3Draft):
         return DFlashBlock(self.shape, vocab_size, self.config["causal"], self.config["windows"])
 
     def default_feature_layers(self, count: int) -> tuple[int, ...]:
-        """Evenly spaced from the second layer to the fourth from the end, as in the authors' code; or EAGLE-3's."""
+        """Evenly spaced from the second layer to the fourth last (the authors' code), or EAGLE-3's (`speculators`)."""
         n = self.shape.feature_size // self.required_target["hidden_size"]
-        evenly = (count // 2,) if n == 1 else tuple(round(1 + i * (count - 4) / (n - 1)) for i in range(n))
-        return super().default_feature_layers(count) if self.layout == "speculators" else evenly
+        evenly_spaced = (count // 2,) if n == 1 else tuple(round(1 + i * (count - 4) / (n - 1)) for i in range(n))
+        return super().default_feature_layers(count) if self.layout == "speculators" else evenly_spaced
 
     def check(self, runner: TargetRunner) -> None:
         super().check(runner)
@@ -192,7 +192,7 @@ class DFlashRound(SingleForwardRound):
     def __init__(self, drafter: DFlashDrafter, sequences: list[Sequence], depth: int) -> None:
         super().__init__(drafter, sequences, depth)
         self._shape: DFlashShape = drafter.draft.shape
-        # {sequence index: states (W, rank) of the recurrent head at the nodes of the last level}
+        # {sequence index: states (W, rank) of the recurrent Markov head at the nodes of the last level}
         self._states: dict[int, torch.Tensor] = {}
 
     @property
@@ -200,7 +200,7 @@ class DFlashRound(SingleForwardRound):
         return NUM_CANDIDATES if self._shape.markov_rank is not None else 1
 
     def forward_all_depths(self, level: TreeLevel, k: int) -> tuple[torch.Tensor, ...]:
-        """Writes the new tokens to the cache, and runs the forward over a block of each sequence."""
+        """Writes keys and values of the new tokens to the cache, and runs the forward over a block of each sequence."""
         block, shape, cache = self._bound.block, self._shape, self._cache
         positions, context_kv = [], []
         for s in (self.sequences[i] for i in level.sequence_indices):
@@ -210,25 +210,25 @@ class DFlashRound(SingleForwardRound):
             visible = slice(cache.window_start(s.slot), cache.store.lengths[s.slot])
             context_kv.append((cache.store.keys[:, s.slot, :, visible], cache.store.values[:, s.slot, :, visible]))
         cos, sin = self._bound.rotary(to_device(positions, self._device))
-        first = 0 if shape.from_anchor else 1
+        first = 0 if shape.from_anchor else 1  # DSpark: the anchor's output already predicts the next token
         out = block(self._embed(level, shape.block_size), cos, sin, context_kv)[:, first : first + self._depth]
         return *topk_logprobs(block.logits(out.flatten(0, 1)).unflatten(0, out.shape[:2]), k), out
 
     def _embed(self, level: TreeLevel, block_size: int) -> torch.Tensor:
         """Embeddings (B, S, hidden) of each anchor, and of S - 1 mask tokens."""
-        shape, num_masks = self._shape, (len(level.sequence_indices), block_size - 1)
-        masks = torch.full(num_masks, shape.mask_token, device=level.tokens.device, dtype=torch.long)
+        shape, masks_shape = self._shape, (len(level.sequence_indices), block_size - 1)
+        masks = torch.full(masks_shape, shape.mask_token, device=level.tokens.device, dtype=torch.long)
         if not shape.own_mask:
             x: torch.Tensor = self._bound.embedding(torch.cat([level.tokens, masks], 1))
         else:
-            mask = self._bound.block.mask_embedding.expand(*masks.shape, -1)
-            x = torch.cat([self._bound.embedding(level.tokens), mask], 1)
+            mask_embeddings = self._bound.block.mask_embedding.expand(*masks_shape, -1)
+            x = torch.cat([self._bound.embedding(level.tokens), mask_embeddings], 1)
         return x * shape.embedding_scale if shape.embedding_scale != 1 else x
 
     def corrected_scores(self, level: TreeLevel, topk: DepthTopk) -> torch.Tensor:
         width, shape = level.tokens.shape[1], self._shape
         if shape.markov_rank is None:
-            return topk.logprobs.expand(-1, width, -1)
+            return topk.logprobs.expand(-1, width, -1)  # DFlash
         head, hidden = self._bound.block.markov_head, topk.correction_inputs.expand(-1, width, -1)
         w1 = head.markov_w1(level.tokens)
         if shape.gated:
@@ -253,7 +253,7 @@ class DFlashRound(SingleForwardRound):
 
 
 class DFlashDrafter(OnePassDrafter):
-    """Drafts trees with one forward of a block a round."""
+    """Drafts trees with one forward a round, over a block of mask tokens."""
 
     round_type = DFlashRound
     draft: DFlashDraft  # type: ignore[assignment]

@@ -1,18 +1,18 @@
 """EAGLE-3: a one-layer draft on the target's hidden states (Li et al. 2025; SpecPV, section 3.1).
 
-    g_t = fc(f_t)                           f_t: three hidden states of the target at position t, concatenated
+    g_t = fc(f_t)                           f_t: hidden states of three layers of the target at position t, concatenated
     x_t = [RMSNorm(embed(token_{t+1})), RMSNorm(g_t)]
     a_t = g_t + Attn(x_t)                   q, k, v from twice the hidden size; RoPE at position t
     o_t = a_t + SwiGLU(RMSNorm(a_t))
     logits of token_{t+2} = head(RMSNorm(o_t))
 
-The input at position t is the target's hidden states at t, which every forward writes to the store, and token t + 1. It
-predicts token t + 2. Nodes of a tree have no hidden states of the target: the draft's own o_t is used as g_{t+1}. The
-embedding is the target's, the head is the draft's. EAGLE-3.1 norms the hidden states before fc, and o before its use as
-g.
+The input at position t is the target's hidden states at t, which the target's forward writes to its KV store, and token
+t + 1. The output predicts token t + 2. Nodes of a tree have no hidden states of the target, so the draft's own o_t is
+used as g_{t+1}. The embedding is the target's, the head is the draft's. EAGLE-3.1 norms the hidden states before fc,
+and o_t before its use as g_{t+1}.
 
-A round: keys and values of the new tokens enter the draft's KV cache (a window if the draft has one). The last of them,
-with the root as its token, goes through the whole layer. Then the tree grows level by level.
+A round: keys and values of the new inputs enter the draft's KV cache (a window if the draft has one). The last input,
+whose token is the root, goes through the whole layer. Then the tree grows level by level.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ from longdraft.views.draft_cache import PREFILL_CHUNK, DraftCache, RepositionedK
 
 
 class Eagle3Block(DraftBlock):
-    """The module. Its state dict is the published layout without the tables ``d2t`` and ``t2d``."""
+    """The module. Its state dict is the published layout without the vocabulary's tables ``d2t`` and ``t2d``."""
 
     norm: nn.RMSNorm
-    norm_output = False
+    norm_output = False  # EAGLE-3.1: norm an output before its use as the children's features
 
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__()
         self.shape, self.norm_output = shape, shape.norm_output
-        eps, size, hidden = shape.rms_norm_eps, shape.feature_size, shape.hidden_size
+        eps, feature_size, hidden = shape.rms_norm_eps, shape.feature_size, shape.hidden_size
         if shape.norm_before_fc:
-            self.input_norm = nn.RMSNorm(size, eps)
-        if shape.fc_norm is not None:
-            self.fc_norm = nn.ModuleList(nn.RMSNorm(size // shape.fc_norm, eps) for _ in range(shape.fc_norm))
+            self.input_norm = nn.RMSNorm(feature_size, eps)
+        if shape.fc_norm is not None:  # a norm for the hidden state of each target layer
+            self.fc_norm = nn.ModuleList(nn.RMSNorm(feature_size // shape.fc_norm, eps) for _ in range(shape.fc_norm))
         if shape.embedding is not None:
             self.embed_tokens = nn.Embedding(shape.embedding, hidden)
-        self.fc = nn.Linear(size, hidden, bias=False)
+        self.fc = nn.Linear(feature_size, hidden, bias=False)
         self.midlayer = DraftLayer(shape, 2 * hidden, "input_layernorm", "hidden_norm")
         self.later_layers = tuple(DraftLayer(shape, hidden, "input_layernorm") for _ in range(1, shape.decoder_layers))
         if self.later_layers:
@@ -76,7 +76,7 @@ class Eagle3Block(DraftBlock):
         return self.midlayer
 
     def initialize(self, seed: int = 0, std: float = 0.02, head: torch.Tensor | None = None) -> None:
-        """Normal weights, unit norms, zero output projections. ``head``: (vocabulary, hidden) the target's weight."""
+        """Sets normal weights, unit norms, zero output projections. ``head``: (vocabulary, hidden), to start from."""
         initialize(self, seed, std)
         if head is not None:
             with torch.no_grad():
@@ -86,8 +86,8 @@ class Eagle3Block(DraftBlock):
         if self.shape.norm_before_fc:
             features = self.input_norm(features)
         if self.shape.fc_norm is not None:
-            parts = features.chunk(self.shape.fc_norm, -1)
-            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+            by_layer = features.chunk(self.shape.fc_norm, -1)
+            features = torch.cat([norm(states) for norm, states in zip(self.fc_norm, by_layer, strict=True)], -1)
         out: torch.Tensor = self.fc(features)
         return out
 
@@ -107,14 +107,14 @@ class Eagle3Block(DraftBlock):
 
 
 class Eagle3Draft(EagleDraft[BoundDraft]):
-    """A trained EAGLE-3 draft of any layout."""
+    """A trained EAGLE-3 draft of any published layout."""
 
     module_type: ClassVar[type[Any]] = Eagle3Block
-    default_depth: int | None = None  # of a dynamic tree; None: the tree's default
+    default_depth: int | None = None  # number of levels of a dynamic tree; None: the preset's
 
     @property
     def is_multi_layer(self) -> bool:
-        """True if the draft has several layers, so that a prefill computes outputs too."""
+        """True if the draft has several layers. A prefill then computes outputs, from which later keys are computed."""
         return self.decoder_layers > 1
 
     def make(self, runner: TargetRunner) -> BoundDraft:
@@ -135,8 +135,8 @@ class Eagle3Drafter(BlockDrafter):
     """Drafts trees with an EAGLE-3 layer.
 
     With retrieval, the draft attends to the chunks of the context that the target attends to, at positions 0, 1, 2, ...
-    Its own keys of the full context are stored apart (SpecExtend, section 2.2). A window in the draft's folder is then
-    the size of its working cache.
+    in a working cache. The draft's keys of the full context are stored apart (SpecExtend, section 2.2). A window in the
+    draft's folder is then the size of the working cache.
 
     Args:
         draft: a trained draft.
@@ -148,30 +148,30 @@ class Eagle3Drafter(BlockDrafter):
     draft: Eagle3Draft
 
     def __init__(self, draft: Eagle3Draft, **options: Any) -> None:
-        tree, window, *others = parse(draft.label, options, *self.options)
-        retrieval: RetrievalOptions = others[0] if others else RetrievalOptions()
-        self.tree = self.adapt_tree(
-            tree.config("opt" if retrieval.retrieval else "dynamic", draft.default_depth), draft, options
-        )
-        self.window = draft.window if window.window is None else window.window
+        tree_options, window_options, *others = parse(draft.label, options, *self.options)
+        retrieval_options: RetrievalOptions = others[0] if others else RetrievalOptions()  # MTP has no such options
+        uses_retrieval, user_window = retrieval_options.retrieval, window_options.window
+        tree = tree_options.config("opt" if uses_retrieval else "dynamic", draft.default_depth)
+        self.tree = self.adapt_tree(tree, draft, options)
+        self.window = draft.window if user_window is None else user_window
         if self.window is not None and self.tree.depth >= self.window:
-            source = f"{draft.folder}: " if window.window is None else ""
+            source = f"{draft.folder}: " if user_window is None else ""
             raise ValueError(
                 f"{source}window must be more tokens than the tree has levels ({self.tree.depth}), got {self.window}"
             )
-        if retrieval.retrieval and window.window is not None:
+        if uses_retrieval and user_window is not None:
             raise ValueError("window and retrieval both limit what the draft attends to: give one of them")
-        self.retrieval = retrieval.build(draft, None if self.window is None else self.window - self.tree.depth)
+        self.retrieval = retrieval_options.build(draft, None if self.window is None else self.window - self.tree.depth)
         if self.retrieval is not None:
             self.window = None
         self.draft = draft
 
     def adapt_tree(self, tree: TreeConfig, draft: Eagle3Draft, options: Mapping[str, Any]) -> TreeConfig:
-        """Adapts the tree to the draft. ``options``: the user's."""
+        """Adapts the tree to the draft. ``options``: the options that the user gave."""
         return tree
 
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """The layers in the draft's folder, usually three."""
+        """The target's layers whose hidden states the draft reads, usually three."""
         return self.draft.feature_layers(runner)
 
     @property
@@ -198,10 +198,10 @@ class Eagle3Drafter(BlockDrafter):
                 lambda keys, positions: apply_rotary(keys, *rotary.rotation(-positions)),
                 chunk_size, view.capacity,
             )  # fmt: skip
-        # RoPE depends on distances only, and in a window all distances are within the trained length. So the positions
-        # need not be moved back to 0. No sequence outgrows the store's capacity.
+        # RoPE depends on distances only, and in a window all distances are within the trained length. So positions need
+        # not start at 0. A window larger than the store's capacity would be of no use.
         window = max(min(self.window or self.draft.max_context or capacity, capacity), self.tree.depth + 1)
-        # In a multi-layer draft, the tokens of a chunk each attend to a full window.
+        # In the prefill of a multi-layer draft, each token of a chunk attends to a full window before it.
         num_entries = window + (KV_CHUNK + 1 if self.draft.is_multi_layer else 0)
         return self.window_cache(kv_shape, num_entries, self.scratch, window)
 
@@ -211,11 +211,11 @@ class Eagle3Drafter(BlockDrafter):
         if round_result.is_prefill:
             self._warn_if_too_long(round_result.sequence)
         super().observe(round_result)
-        if round_result.kv_rewritten_from is not None:  # the input before it has the first rewritten token
+        if round_result.kv_rewritten_from is not None:  # the input at position t also contains token t + 1
             self.cache.truncate(round_result.sequence.slot, max(0, round_result.kv_rewritten_from - 1))
 
     def lookback(self, end: int) -> int:
-        if self.draft.is_multi_layer:
+        if self.draft.is_multi_layer:  # an output depends on one window of inputs for each layer
             return self.draft.decoder_layers * (self.cache.window or end)
         return super().lookback(end)
 
@@ -229,8 +229,8 @@ class Eagle3Drafter(BlockDrafter):
         while start < end:
             count = cache.begin_chunk(slot, end - start)
             x, g, *_ = self.block_inputs(sequence, start, start + count)
-            first = cache.next_position(slot)  # not ``start`` in a working cache
-            cos_sin = self.bound.rotary(torch.arange(first, first + count, device=self.runner.device))
+            position = cache.next_position(slot)  # in a working cache it is not ``start``
+            cos_sin = self.bound.rotary(torch.arange(position, position + count, device=self.runner.device))
             cache.commit(slot, count)
             self.bound.block(x, g, *cos_sin, DraftBatch.from_new_tokens(cache, (slot,), count).attend_fns(cache))
             start += count
@@ -238,13 +238,13 @@ class Eagle3Drafter(BlockDrafter):
     def _warn_if_too_long(self, s: Sequence) -> None:
         """Warns if a sequence can become longer than the draft was trained for."""
         max_context, length = self.draft.max_context, s.max_length
-        seen, consequence = "this one has", f"it sees the last {max_context} tokens (another: window=N)"
+        subject, consequence = "this one has", f"the draft sees the last {max_context} tokens (window=N sets another N)"
         if self.retrieval is not None:
             length = min(length, self.retrieval.view.capacity + self.tree.depth)
-            seen, consequence = "its working cache has", "acceptance will be lower: give fewer chunks"
+            subject, consequence = "its working cache has", "acceptance will be lower: give fewer chunks"
         if self.window is None and max_context is not None and length > max_context:
             consequence = f"{consequence}, or set YaRN in its config.json"
-            self.draft.warn_beyond_trained_length(max_context, f"{seen} up to {length}", consequence)
+            self.draft.warn_beyond_trained_length(max_context, f"{subject} up to {length}", consequence)
 
 
 register(

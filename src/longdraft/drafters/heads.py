@@ -1,10 +1,10 @@
-"""Chained heads: predict the next tokens from one hidden state of the target (TokenSwift, Wu et al. 2025, 2502.18890).
+"""Chained heads: predict the next tokens from one hidden state of the target (Wu et al. 2025, TokenSwift, section 3).
 
     h_i = h_{i-1} + W_i RMSNorm(h_{i-1})        i = 1 .. heads
     logits_i = target_head(RMSNorm(h_i))        the target's head, by reference
 
-h_0 is the hidden state of the token before the root, before the target's final norm. It is in the store, so drafting
-costs one multiplication by the target's head and no forward. Head i predicts the i-th token after the root.
+h_0 is the hidden state of the token before the root, before the target's final norm. The last verification left it in
+the KV store, so drafting costs one multiplication by the target's head. Head i predicts the i-th token after the root.
 
 The paper starts from the root's hidden state instead, which it computes by a forward of the target on a part of its KV
 (:mod:`longdraft.drafters.tokenswift`).
@@ -39,23 +39,22 @@ from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import NodeLimit, TokenTree
 from longdraft.views.view import View
 
-# Scale of the norm of new heads. They repeat the prediction of the head before, and must be less sure than the target.
+# Scale of the final norm of new heads. They repeat the target's prediction; smaller logits make them less sure of it.
 INITIAL_NORM_SCALE = 0.3
 
 
 @dataclass(frozen=True)
 class HeadsShape:
-    """Sizes. The hidden size is the target's.
-    ``own_norms``: each head has its own norm before the target's head, as in TokenSwift's published heads."""
+    """Sizes of the heads."""
 
-    hidden_size: int
+    hidden_size: int  # the target's
     heads: int
     rms_norm_eps: float = 1e-6
-    own_norms: bool = False
+    own_norms: bool = False  # each head has its own norm before the target's head, as TokenSwift publishes them
 
 
 class _Head(nn.Module):
-    """One step: from the hidden state that predicts a token to the one that predicts the next token."""
+    """One head: maps the hidden state that predicts a token to the hidden state that predicts the next token."""
 
     def __init__(self, shape: HeadsShape) -> None:
         super().__init__()
@@ -68,7 +67,7 @@ class _Head(nn.Module):
 
 
 class HeadsBlock(nn.Module):
-    """The heads, and one norm before the target's head, or one for each head."""
+    """The heads, and the norm before the target's head: one for all heads, or one for each."""
 
     def __init__(self, shape: HeadsShape) -> None:
         super().__init__()
@@ -81,7 +80,7 @@ class HeadsBlock(nn.Module):
             self.norm = nn.RMSNorm(size, eps)
 
     def initialize(self, final_norm: torch.Tensor, size: float = 1.0) -> None:
-        """Zero projections: at first every head repeats the target's prediction, less surely.
+        """Sets zero projections, so that at first every head repeats the target's prediction, but is less sure of it.
 
         Args:
             final_norm: (hidden,) weight of the target's final norm.
@@ -106,16 +105,15 @@ KIND = "heads"
 
 
 class BoundHeads(NamedTuple):
-    """Heads in their target's dtype and on its device. ``head``: (..., hidden) -> (..., draft vocabulary).
-    ``draft_to_target_ids``: (draft vocabulary,) target id of each draft id; None: they are the same."""
+    """Heads in their target's dtype and on its device."""
 
     block: HeadsBlock
-    head: Callable[[torch.Tensor], torch.Tensor]
-    draft_to_target_ids: torch.Tensor | None
+    head: Callable[[torch.Tensor], torch.Tensor]  # the target's head: (..., hidden) -> (..., draft vocabulary)
+    draft_to_target_ids: torch.Tensor | None  # (draft vocabulary,) target ids; None: both vocabularies are the same
 
 
 class HeadsDraft(TrainedDraft[BoundHeads]):
-    """Trained heads in a folder."""
+    """Trained heads from a folder."""
 
     kind, layer_count_key = KIND, "heads"
     shape_type, module_type = HeadsShape, HeadsBlock
@@ -125,10 +123,10 @@ class HeadsDraft(TrainedDraft[BoundHeads]):
         """Reads a draft folder in our layout, or heads that TokenSwift publishes in the folder of their model.
 
         Raises:
-            CheckpointError: unreadable, without heads, or tensors missing, unexpected or of a wrong shape.
+            CheckpointError: the folder is unreadable or has no heads; a tensor is missing, unexpected or misshapen.
         """
-        contents = tokenswift_heads.read(folder)
-        return cls(folder, draft_folder.load(folder, cls.kind) if contents is None else contents)
+        published = tokenswift_heads.read(folder)
+        return cls(folder, draft_folder.load(folder, cls.kind) if published is None else published)
 
     def needs(self) -> dict[str, Any]:
         return {"hidden_size": self.shape.hidden_size}
@@ -142,7 +140,7 @@ class HeadsDraft(TrainedDraft[BoundHeads]):
 
 @dataclass(frozen=True)
 class HeadOptions(Options):
-    """Use of trained heads."""
+    """Options of trained heads."""
 
     heads: int | None = option(min=1, help="number of the draft's heads to use", usual="all")
 
@@ -154,8 +152,8 @@ class HeadsDrafter(TreeDrafter):
         draft: trained heads.
         options: of :class:`HeadOptions` and :class:`TreeOptions`. The tree is static, as in the paper, unless a planner
             sizes it.
-        _self_drafter: the target on a part of its KV (TokenSwift). Its forward computes the roots' hidden states, and
-            the first level of the trees. None: the heads start from the tokens before the roots.
+        _self_drafter: the target on a part of its KV (TokenSwift). Its forward computes the hidden states of the roots,
+            and drafts the first level. None: the heads start from the hidden states of the tokens before the roots.
     """
 
     options = (HeadOptions, TreeOptions)
@@ -166,12 +164,12 @@ class HeadsDrafter(TreeDrafter):
         self.heads = config.heads or num_heads
         if self.heads > num_heads:
             raise ValueError(
-                f"heads must be a whole number from 1 to {num_heads}, which the draft has, got {self.heads}"
+                f"heads must be a whole number from 1 to {num_heads} (the draft has no more), got {self.heads}"
             )
         self.draft, self.self_drafter = draft, _self_drafter
         max_depth, tree = self.heads + (_self_drafter is not None), tree_options.config("static")
         if tree.depth > max_depth and (tree_options.widths is not None or tree_options.depth is not None):
-            raise ValueError(f"a tree of {tree.depth} levels needs as many heads; there are {max_depth} to draft with")
+            raise ValueError(f"a tree of {tree.depth} levels is too deep: these heads draft {max_depth} levels at most")
         if _self_drafter is not None and tree.name == "static" and not tree.is_user_defined:
             tree = replace(tree, branching=(1, *tree.branching))  # the first level is the self-drafter's top-1 token
         self.tree = tree.limit_depth(max_depth)
@@ -179,7 +177,7 @@ class HeadsDrafter(TreeDrafter):
 
     @property
     def forwards(self) -> int:  # type: ignore[override]
-        """Multiplications by the target's head, or forwards of the self-drafter if there are more."""
+        """Number of multiplications by the target's head, or of the self-drafter's forwards if it is larger."""
         return max(self._rounds, 0 if self.self_drafter is None else self.self_drafter.forwards)
 
     @property
@@ -207,34 +205,34 @@ class HeadsDrafter(TreeDrafter):
         bound, ids = self._bound, self._bound.draft_to_target_ids
         hidden, root_logits = self._hidden_states(sequences)
         self._rounds += 1
-        # One multiplication by the head: (B, levels, draft vocabulary).
-        logits = bound.head(torch.stack(bound.block(hidden, self.heads), dim=1))
+        logits = bound.head(torch.stack(bound.block(hidden, self.heads), dim=1))  # (B, levels, draft vocabulary)
         if root_logits is not None:
-            first = root_logits if ids is None else root_logits[:, ids]
-            logits = torch.cat([first[:, None].to(logits.dtype), logits], dim=1)
+            first_level = root_logits if ids is None else root_logits[:, ids]
+            logits = torch.cat([first_level[:, None].to(logits.dtype), logits], dim=1)
 
         def draft_logits(level: TreeLevel) -> torch.Tensor:
-            # A head's logits do not depend on the path. Not by an index tensor, which would be copied to the device.
+            # A head's logits do not depend on the path. Stacked: an index tensor would need a copy to the device.
             selected = torch.stack([logits[i, level.depth, None] for i in level.sequence_indices])
             return selected.expand(-1, level.tokens.shape[1], -1)
 
-        # All levels are computed already: one more costs nothing.
+        # The logits of all levels are computed already, so one more level costs nothing.
         limit = None if limit is None else replace(limit, min_expected_gain=0.0)
         return self.grow(sequences, draft_logits, ids, logits.device, limit)
 
     def _hidden_states(self, sequences: SequenceOf[Sequence]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Hidden states (B, hidden) of the target's last layer, before its final norm: with a self-drafter those of the
-        roots, and its logits (B, vocabulary) there; else those of the tokens before the roots, and None."""
+        """Hidden states (B, hidden) that the heads start from (of the target's last layer, before its final norm), and
+        the first level's logits (B, vocabulary). With a self-drafter, both are of the roots. Without one, the hidden
+        states are of the tokens before the roots, and there are no logits."""
         store, logits = self._store, None
-        positions = [s.length - 2 for s in sequences]
+        entries = [s.length - 2 for s in sequences]
         if self.self_drafter is not None:
             self.self_drafter.update_views(sequences)
             roots = [TokenTree((s.output[-1],), (-1,)) for s in sequences]
-            logits = torch.stack([of_tree[0] for of_tree in self.self_drafter.verify(sequences, roots)])
+            logits = torch.stack([tree_logits[0] for tree_logits in self.self_drafter.verify(sequences, roots)])
             store = self.self_drafter.cache.store
-            positions = [store.lengths[s.slot] for s in sequences]  # scratch entries after the view
+            entries = [store.lengths[s.slot] for s in sequences]  # the first entry after each view
         assert store.features is not None
-        return torch.stack([store.features[s.slot, i] for s, i in zip(sequences, positions, strict=True)]), logits
+        return torch.stack([store.features[s.slot, i] for s, i in zip(sequences, entries, strict=True)]), logits
 
     def observe(self, round_result: RoundResult) -> None:
         if self.self_drafter is not None:

@@ -7,7 +7,7 @@
 
 Token embedding x, head and rotary embedding are the target's, by reference.
 
-A round: keys and values of the new tokens enter the window. The last of them, the root, goes through the whole block.
+A round: keys and values of the new tokens enter the window. The last new token, the root, goes through the whole block.
 Then the tree grows level by level.
 """
 
@@ -36,13 +36,13 @@ from longdraft.trees.options import TreeOptions
 from longdraft.views.draft_cache import DraftCache
 
 KIND = "longspec"
-# Tensors of published drafts that the forward does not use.
+# Tensors of published drafts that the forward does not use, because cross-attention reads the target's keys and values.
 _UNUSED_TENSORS = {f"cross_attn.{part}_proj.{kind}" for part in "kv" for kind in ("weight", "bias")}
 
 
 @dataclass(frozen=True)
 class LongSpecShape:
-    """Sizes of the block. Numbers and size of heads must be the target's, whose KV it reads."""
+    """Sizes of the block. ``heads``, ``kv_heads`` and ``head_dim`` must be the target's: the block reads its KV."""
 
     hidden_size: int
     intermediate_size: int
@@ -53,7 +53,7 @@ class LongSpecShape:
     window: int = 512
     """Number of keys that self-attention reads, the query's own included."""
     final_norm: bool = False
-    """An RMSNorm before the head, as an addition to the paper: training is stable at a higher learning rate."""
+    """An RMSNorm before the head. The paper has none; with it, training is stable at a higher learning rate."""
     attention_bias: ClassVar[bool] = True
     output_bias: ClassVar[bool] = False
     qk_norm: ClassVar[bool] = False
@@ -61,7 +61,7 @@ class LongSpecShape:
 
 
 class LongSpecBlock(DraftLayer, DraftBlock):
-    """The block. Its state dict is the published layout without the cross-attention's unused k_proj and v_proj."""
+    """The block. Its state dict is the published layout without ``_UNUSED_TENSORS``."""
 
     has_fused_kernel = True
 
@@ -79,13 +79,11 @@ class LongSpecBlock(DraftLayer, DraftBlock):
         return self.input_layernorm(x), x
 
     def initialize(self, seed: int = 0, std: float = 0.02) -> None:
-        """Normal weights, zero biases, and zero output projections: the block starts as the identity."""
+        """Sets normal weights, zero biases, and zero output projections: the block starts as the identity."""
         initialize(self, seed, std)
         if self.shape.final_norm:
-            with torch.no_grad():
-                self.norm.get_parameter("weight").fill_(
-                    0.5
-                )  # small logits at first, since the block starts as the identity
+            with torch.no_grad():  # small logits at first: a block that is the identity must not be sure of its tokens
+                self.norm.get_parameter("weight").fill_(0.5)
 
 
 class LongSpecDraft(TrainedDraft[BoundDraft]):
@@ -99,8 +97,8 @@ class LongSpecDraft(TrainedDraft[BoundDraft]):
         super().__init__(folder, _converted(folder, contents) if is_published else contents)
 
     def needs(self) -> dict[str, Any]:
-        """The draft's heads must be the target's, whose KV they read."""
-        return {n: getattr(self.shape, n) for n in ("hidden_size", "heads", "kv_heads", "head_dim")}
+        """The sizes that must be the target's, because the block reads the target's KV."""
+        return {name: getattr(self.shape, name) for name in ("hidden_size", "heads", "kv_heads", "head_dim")}
 
     def check(self, runner: TargetRunner) -> None:
         super().check(runner)
@@ -117,8 +115,8 @@ def check_rotary(runner: TargetRunner) -> None:
     """Raises UnsupportedModelError for a target without full attention, or whose rotary embedding cannot be shared."""
     if not runner.kv_shape.layers:
         raise UnsupportedModelError(
-            f"{type(runner.model).__name__} has no layer with full attention, whose keys LongSpec drafts read. Use "
-            "another method: prompt-lookup."
+            f"{type(runner.model).__name__} has no layer with full attention. LongSpec drafts read the keys of such a "
+            "layer. Use another method: prompt-lookup."
         )
     cos, _ = runner.shared_parts.rotary(torch.zeros(1, dtype=torch.long, device=runner.device))
     if cos.shape[-1] != (size := runner.kv_shape.head_dim):
@@ -132,10 +130,10 @@ def _converted(folder: Path | str, published: DraftFolder) -> DraftFolder:
     """Converts a published draft to our layout. Its config has transformers' names, and lacks some sizes."""
     config = with_derived_sizes(published.config)
     shape = read_shape(LongSpecShape, config, folder, "LongSpec", HF_NAMES)
-    our_config = asdict(shape) | {n: config[n] for n in ("trained_length", "draft_vocab_size") if n in config}
-    target = {} if config.get("vocab_size") is None else {"vocab_size": config["vocab_size"]}
-    tensors = {name: t for name, t in published.tensors.items() if name not in _UNUSED_TENSORS}
-    return DraftFolder(KIND, our_config, tensors, target | published.target)
+    our_config = asdict(shape) | {key: config[key] for key in ("trained_length", "draft_vocab_size") if key in config}
+    required_target = {} if config.get("vocab_size") is None else {"vocab_size": config["vocab_size"]}
+    tensors = {name: tensor for name, tensor in published.tensors.items() if name not in _UNUSED_TENSORS}
+    return DraftFolder(KIND, our_config, tensors, required_target | published.target)
 
 
 class LongSpecDrafter(BlockDrafter):
@@ -145,15 +143,15 @@ class LongSpecDrafter(BlockDrafter):
     draft: LongSpecDraft
 
     def __init__(self, draft: LongSpecDraft, **options: Any) -> None:
-        (tree,) = parse("LongSpec", options, *self.options)
-        self.tree = tree.config("beam")
+        (tree_options,) = parse("LongSpec", options, *self.options)
+        self.tree = tree_options.config("beam")
         if self.tree.depth >= draft.shape.window:
-            raise ValueError(f"{self.tree.depth} levels do not fit the draft's window of {draft.shape.window} tokens")
+            raise ValueError(f"depth must be less than the draft's window {draft.shape.window}, got {self.tree.depth}")
         self.draft = draft
 
     def make_cache(self) -> DraftCache:
         """Makes a cache of the last ``window`` tokens."""
-        # Offloaded target KV moves between forwards, under control of the host.
+        # A CUDA graph cannot read offloaded target KV, because the host moves it between forwards.
         self.is_capturable = self.store.is_resident
         kv_shape = replace(self.runner.kv_shape, layers=1, kv_heads=self.draft.shape.kv_heads)
         return self.window_cache(kv_shape, self.draft.shape.window, self.tree.max_expanded_nodes)

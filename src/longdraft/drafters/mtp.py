@@ -1,15 +1,15 @@
 """MTP: the multi-token prediction layer in a model's own checkpoint (DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
-    f_t                                                     the target's last hidden state at t, after its final norm
+    f_t                                                     the target's last hidden state at t, after the final norm
     n_t = eh_proj([RMSNorm(embed(token_{t+1})), RMSNorm(f_t)])
     o_t = RMSNorm(DecoderLayer(n_t))                        a layer of the target's own class
     logits of token_{t+2} = target_head(o_t)
 
-In the nodes of a tree, o_t replaces f_{t+1}, so one layer drafts any number of tokens. Of several such layers, the
-first is used. Drafting is as in EAGLE-3 (:mod:`longdraft.drafters.eagle3`), with a KV cache of its own.
+In the nodes of a tree, o_t replaces f_{t+1}, so one layer drafts any number of tokens. If the checkpoint has several
+such layers, the first is used. Drafting is as in EAGLE-3 (:mod:`longdraft.drafters.eagle3`).
 
-RoPE depends on distances only, so a draft with a window needs no change of positions. A window is set by default for
-contexts longer than the model's training before its RoPE was scaled.
+RoPE depends on distances only, so a draft with a window keeps true positions. By default a window is set for contexts
+longer than the model was trained for before its RoPE was scaled.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class MtpBlock(EagleBlock):
     """The module around a layer of the target's class. ``has_experts``: the layer is a mixture of experts.
 
     Raises:
-        UnsupportedModelError: the target's layer class cannot be constructed, or it has no norm before its head.
+        UnsupportedModelError: the layer cannot be constructed, or the target has no norm before its head.
     """
 
     enorm: nn.Module
@@ -79,10 +79,10 @@ class MtpBlock(EagleBlock):
         output_rows: OutputRows = ALL,
         cross: CrossAttend | None = None,
     ) -> torch.Tensor:
-        """Runs the module on T tokens: o (Tq, hidden), after the final norm."""
+        """Runs the module on T tokens. Returns o (Tq, hidden), after the final norm."""
         n, (attend,) = self.combine_inputs(x, g)[0], attend_fns
         attend_all = attend
-        if output_rows is not ALL:  # the layer gets the output tokens only, so the keys of all are computed before
+        if output_rows is not ALL:  # the layer gets only the output tokens, so the keys of all tokens are computed here
             keys, values = mtp_layer.compute_kv(self.layer, n, cos, sin)
 
             def attend_all(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,7 @@ class MtpBlock(EagleBlock):
 
 
 class MtpDraft(Eagle3Draft):
-    """The MTP layer of a checkpoint. Its module has the target's layer class, so it is constructed by :meth:`make`.
+    """The MTP layer of a checkpoint. :meth:`make` constructs its module, which needs the target's layer class.
 
     ``folder``: the checkpoint, or a GGUF file. ``tensors``: from :func:`longdraft.drafts.mtp_formats.read`.
     """
@@ -108,7 +108,7 @@ class MtpDraft(Eagle3Draft):
         self.draft_to_target_ids, self.configured_layers, self.window = None, None, None
         projection = tensors.get("eh_proj.weight")
         if projection is None:
-            raise CheckpointError(f"{folder} has no projection before its MTP layer (fc or eh_proj).")
+            raise CheckpointError(f"{folder} has no fc or eh_proj for its MTP layer: copy all its files again.")
         self.required_target = {"hidden_size": projection.shape[0]}
 
     @classmethod
@@ -116,7 +116,7 @@ class MtpDraft(Eagle3Draft):
         """Reads the layer from a target's folder or GGUF file, without its other tensors.
 
         Raises:
-            CheckpointError: unreadable, without such a layer, or a draft for another method.
+            CheckpointError: the folder is unreadable, has no such layer, or is a draft for another method.
         """
         return cls(folder, mtp_formats.read(folder))
 
@@ -126,7 +126,7 @@ class MtpDraft(Eagle3Draft):
 
     @property
     def max_context(self) -> None:
-        """None: as the target's."""
+        """None: the layer has the target's context length."""
         return
 
     def default_feature_layers(self, count: int) -> tuple[int, ...]:
@@ -143,9 +143,9 @@ class MtpDraft(Eagle3Draft):
     def make(self, runner: TargetRunner) -> BoundDraft:
         tensors = self._tensors
         block = MtpBlock(runner, any(".experts." in name for name in tensors))
-        sizes = {name: tensor.shape for name, tensor in block.state_dict().items()}
+        expected_shapes = {name: tensor.shape for name, tensor in block.state_dict().items()}
         shapes = {name: torch.empty(t.shape, dtype=torch.float32, device="meta") for name, t in tensors.items()}
-        draft_folder.check_tensors(shapes, sizes, self.folder, self.label)
+        draft_folder.check_tensors(shapes, expected_shapes, self.folder, self.label)
         mtp_layer.load_weights(block, tensors, runner.device, runner.kv_shape.dtype, int8=runner.arithmetic == "int8")
         return BoundDraft(runner, block, runner.shared_parts.rotary, None)
 
@@ -154,11 +154,12 @@ class MtpDrafter(Eagle3Drafter):
     """Drafts with the MTP layer of the target's own checkpoint."""
 
     options: ClassVar[tuple[type[Options], ...]] = (TreeOptions, WindowOptions)
-    is_capturable = False  # the layer may choose experts by its data
+    is_capturable = False  # a mixture of experts runs the experts that the data select
     draft: MtpDraft
 
     @torch.inference_mode()
     def kv_shape_of_draft(self) -> KVShape:
+        """The shape of the layer's keys and values, found by computing them for one token."""
         runner, bound = self.runner, self.bound
         x = torch.zeros(1, runner.shared_parts.hidden_size, dtype=runner.kv_shape.dtype, device=runner.device)
         cos, sin = bound.rotary(torch.zeros(1, dtype=torch.long, device=runner.device))

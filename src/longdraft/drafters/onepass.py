@@ -2,10 +2,10 @@
 
     input 0:       x = embed(root),         g = fc(f_t)         the root, as in EAGLE-3
     input k > 0:   x = embed(root) + m_k,   g = fc(f_t) + s_k   a mask token; m_k, s_k are learned; attends to 0 .. k
-    logits_k = head(RMSNorm(o_k)) + W_out W_in[parent]          low-rank bigram
+    logits_k = head(RMSNorm(o_k)) + W_out W_in[parent]          low-rank bigram; parent: a token of the level before
 
-Mask tokens stand for unknown tokens, one for each further level. The bigram corrects a level's logits for the parent
-token, without another forward. The KV cache is a window, so memory does not grow with the context.
+Mask tokens stand for unknown tokens, one for each level after the first. The bigram lets a level's logits depend on the
+parent token, without another forward. The KV cache is a window, so memory does not grow with the context.
 
 P-EAGLE's published drafts have x = embed(mask) and g = fc(s) for all k > 0, and no bigram: a level does not depend on
 the tokens of other levels.
@@ -37,10 +37,10 @@ from longdraft.trees.tree_config import TreeConfig
 
 @dataclass(frozen=True, kw_only=True)
 class OnePassShape(Eagle3Shape):
-    """Sizes of the module. ``slots``: number of levels that one forward predicts. ``rank``: of the bigram."""
+    """Sizes of the module."""
 
-    slots: int
-    rank: int
+    slots: int  # number of levels that one forward predicts
+    rank: int  # rank of the bigram
 
 
 class OnePassBlock(Eagle3Block):
@@ -61,7 +61,7 @@ class OnePassBlock(Eagle3Block):
         self.initialize_slots(seed)
 
     def initialize_slots(self, seed: int = 0) -> None:
-        """Small random mask tokens, and a bigram with zero output."""
+        """Sets small random mask tokens, and a bigram with zero output."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter, std in ((self.slot_embedding, 0.02), (self.slot_state, 0.02), (self.bigram_in.weight, 0.25)):
@@ -71,11 +71,12 @@ class OnePassBlock(Eagle3Block):
     def mask_token_inputs(
         self, x: torch.Tensor, g: torch.Tensor, indices: slice, embedding: nn.Module | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs (B, T, hidden) of mask tokens (``indices`` from 0), from x and g (B, 1, hidden) of the roots."""
+        """Inputs (B, T, hidden) of mask tokens (``indices``, from 0), from x and g (B, 1, hidden) of the roots.
+        ``embedding``: the token embedding, for P-EAGLE."""
         return x + self.slot_embedding[indices], g + self.slot_state[indices]
 
     def successor_weights(self, ids: torch.Tensor) -> torch.Tensor:
-        """W_out (B, depth, rank, M) of draft ids (B, depth, M)."""
+        """W_out (B, depths, rank, M) of draft ids (B, depths, M)."""
         out: torch.Tensor = self.bigram_out(ids).mT
         return out
 
@@ -85,7 +86,7 @@ class OnePassBlock(Eagle3Block):
         return weights
 
     def correction(self, previous_ids: torch.Tensor, successor_weights: torch.Tensor) -> torch.Tensor:
-        """Corrections (B, W, M) of the logits of M candidates, for the draft ids (B, W) before them."""
+        """Corrections (B, W, M) of the logits of M candidates, given the draft ids (B, W) of their parents."""
         return (self.predecessor_weights(previous_ids) @ successor_weights).float()
 
 
@@ -99,9 +100,9 @@ class OnePassDraft(Eagle3Draft):
     shape_type, module_type = OnePassShape, OnePassBlock
 
 
-# Number of likely tokens of a level that the bigram corrects. The others keep their total probability.
+# Number of likely tokens of a level that are corrected. The other tokens keep their total probability.
 NUM_CANDIDATES = 24
-# Cost of one more level, in forwards of the draft.
+# Cost of one more level, in forwards of the draft: a mask token in the same forward, and a correction.
 LEVEL_COST = 0.1
 
 
@@ -111,7 +112,7 @@ class DepthTopk(NamedTuple):
     Attributes:
         logprobs, ids: (B, depths, M) log-probabilities and draft ids.
         rest_logprob: (B, depths, 1) log-probability of all other tokens together.
-        correction_inputs: (B, depths, ...) further inputs of the correction.
+        correction_inputs: (B, depths, ...) tensor that :meth:`SingleForwardRound.corrected_scores` needs.
     """
 
     logprobs: torch.Tensor
@@ -121,7 +122,7 @@ class DepthTopk(NamedTuple):
 
 
 class SingleForwardRound(DraftRound):
-    """Drafts the trees of one round with one forward for all levels, and a small correction by each node's path."""
+    """Drafts the trees of one round with one forward, and a cheap correction by which a level depends on paths."""
 
     def __init__(self, drafter: Eagle3Drafter, sequences: list[Sequence], depth: int) -> None:
         super().__init__(drafter, sequences, depth)
@@ -137,7 +138,7 @@ class SingleForwardRound(DraftRound):
     @abstractmethod
     def corrected_scores(self, level: TreeLevel, topk: DepthTopk) -> torch.Tensor:
         """Unnormalized log-probabilities (B', W, M) of the candidates for the children of each node.
-        ``topk``: of the level's depth and sequences."""
+        ``topk``: the candidates at the level's depth, for its sequences."""
 
     @property
     def num_candidates(self) -> int:
@@ -151,12 +152,12 @@ class SingleForwardRound(DraftRound):
             self._drafter.forwards += 1
             logprobs, ids, correction_inputs = self.forward_all_depths(level, max(top_k, self.num_candidates))
             rest = torch.log1p(-logprobs.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
-            if logprobs.shape[-1] == self._bound.block.shape.vocabulary:
+            if logprobs.shape[-1] == self._bound.block.shape.vocabulary:  # there are no other tokens
                 rest.fill_(float("-inf"))
             self._roots, self._topk = level, DepthTopk(logprobs, ids, rest, correction_inputs)
         assert self._roots is not None and self._topk is not None
-        of_sequences = (self._roots.index_select(level.sequence_indices, x) for x in self._topk)
-        topk = DepthTopk(*(x[:, level.depth, None] for x in of_sequences))
+        selected = (self._roots.index_select(level.sequence_indices, x) for x in self._topk)
+        topk = DepthTopk(*(x[:, level.depth, None] for x in selected))
         scores = self.corrected_scores(level, topk)
         total = torch.logaddexp(scores.logsumexp(-1, keepdim=True), topk.rest_logprob)
         best = scores.topk(min(top_k, scores.shape[-1]), dim=-1)
@@ -206,10 +207,10 @@ class OnePassDrafter(Eagle3Drafter):
         return self.draft.shape.slots - 1
 
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
-        # The planner states the cost of a forward, but another level of this draft costs none.
-        return super().propose(
-            sequences, None if limit is None else replace(limit, min_expected_gain=LEVEL_COST * limit.min_expected_gain)
-        )
+        # The planner assumes a draft forward for each level, but all levels of this draft share one.
+        if limit is not None:
+            limit = replace(limit, min_expected_gain=LEVEL_COST * limit.min_expected_gain)
+        return super().propose(sequences, limit)
 
 
 register(
@@ -230,9 +231,9 @@ register(
 
 @dataclass(frozen=True, kw_only=True)
 class PEagleShape(Eagle3Shape):
-    """Sizes of the module. ``slots``: number of levels that one forward predicts."""
+    """Sizes of the module, and the id of its mask token."""
 
-    slots: int
+    slots: int  # number of levels that one forward predicts
     mask_token: int
 
 
@@ -248,7 +249,7 @@ class PEagleBlock(Eagle3Block):
     def mask_token_inputs(
         self, x: torch.Tensor, g: torch.Tensor, indices: slice, embedding: nn.Module
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs (B, T, hidden) of ``indices.stop`` mask tokens, all the same."""
+        """Inputs (B, T, hidden) of ``indices.stop`` mask tokens, which are all equal."""
         size, count = x.shape[2], indices.stop
         mask = torch.full((1,), self.shape.mask_token, device=x.device, dtype=torch.long)
         state = self.project_features(self.mask_hidden.view(1, -1))
@@ -263,7 +264,7 @@ class PEagleBlock(Eagle3Block):
 
 
 class PEagleDraft(Eagle3Draft):
-    """A draft in the layout of `speculators`, or of published EAGLE-3 drafts."""
+    """A draft in the layout of `speculators`, or in EAGLE-3's published layout."""
 
     kind, label = PEAGLE, "P-EAGLE"
     shape_type, module_type = PEagleShape, PEagleBlock

@@ -1,10 +1,10 @@
 """Self-drafting: the target drafts on a part of its KV (a :class:`~longdraft.views.view.View`), and verifies on all.
 
 A draft forward reads all weights, but only a few hundred KV entries; or all entries in a quarter of the bytes (Tiwari
-et al. 2025, QuantSpec). So it pays where reading KV dominates a forward: for long contexts, and for batches, whose
-sequences share the weights but not the KV (Sadhukhan et al. 2024, MagicDec).
+et al. 2025, QuantSpec). So it is worthwhile where reading KV dominates a forward: for long contexts, and for batches,
+whose sequences share the weights but not the KV (Sadhukhan et al. 2024, MagicDec).
 
-A round: the view copies the exact KV entries that the last verification wrote to the full store. Then the root and the
+A round: the KV entries that the last verification wrote to the full store are copied to the view. Then the root and the
 tree are fed level by level. Their KV is written after the view, and dropped after the round.
 """
 
@@ -38,17 +38,12 @@ from longdraft.views.scorers import SCORERS
 from longdraft.views.sparse_kv_cache import SparseKVCache
 from longdraft.views.view import DTYPES, View, parse_dtype
 
-# KV entries of a view.
-DEFAULT_BUDGET = 512
-# First tokens, as in StreamingLLM, MagicDec and TokenSwift.
-SINK = 16
-# Last tokens: SnapKV's window, whose queries rank the chunks (MagicDec, section 4).
-WINDOW = 32
-# Entries of a chunk (TriForce, section 4.1).
-CHUNK = 8
-# A window that is longer than any context.
-UNLIMITED = 2**40
-# View -> its scorer, and the default chunk size; None: it selects nothing, or single entries only.
+DEFAULT_BUDGET = 512  # KV entries of a view
+SINK = 16  # first tokens of a view, as in StreamingLLM, MagicDec and TokenSwift
+WINDOW = 32  # last tokens of a view. Their queries rank the chunks in SnapKV (MagicDec, section 4).
+CHUNK = 8  # entries of a chunk (TriForce, section 4.1)
+UNLIMITED = 2**40  # a window that is longer than any context
+# {view: its scorer, and its default chunk size}. None: the view selects nothing, or single entries only.
 VIEW_SCORERS: dict[str, tuple[str, int | None]] = {
     "all": ("streaming", None),
     "streaming": ("streaming", None),
@@ -89,10 +84,10 @@ def make_self_view(view: str, budget: int | None, sink: int | None, window: int 
 
     Args:
         view: one of :data:`VIEW_SCORERS`; "all" has no sizes.
-        budget: entries, sink and window included. Default 512; for "streaming" with a window, sink + window.
-        sink: default 16, rounded up to whole chunks.
-        window: default 32; for "streaming", the rest of the budget.
-        chunk: default 8, for "snapkv" 1; "streaming" and "tokens" have none.
+        budget: number of entries, sink and window included. Default 512; for "streaming" with a window, sink + window.
+        sink: number of first tokens. Default 16, rounded up to whole chunks.
+        window: number of last tokens. Default 32; for "streaming", the rest of the budget.
+        chunk: tokens that are selected together. Default 8, for "snapkv" 1; "streaming" and "tokens" have no chunks.
     """
     if view == "all":
         sizes = {"budget": budget, "sink": sink, "window": window, "chunk": chunk}
@@ -101,35 +96,33 @@ def make_self_view(view: str, budget: int | None, sink: int | None, window: int 
         return View("streaming", 0, 0, UNLIMITED)
     scorer, default_chunk = VIEW_SCORERS[view]
     if chunk is not None and default_chunk is None:
-        raise ValueError(f"chunk shapes views that choose chunks, such as view=chunks, and not view={view}")
-    size = chunk if chunk is not None else default_chunk or 1
-    sink = -(-SINK // size) * size if sink is None else sink
+        raise ValueError(f"view={view} selects no chunks: leave chunk out, or give view=chunks")
+    chunk_size = chunk if chunk is not None else default_chunk or 1
+    sink = -(-SINK // chunk_size) * chunk_size if sink is None else sink  # rounded up to whole chunks
     is_streaming = SCORERS[scorer] is None
     if budget is None:
         budget = sink + window if is_streaming and window is not None else DEFAULT_BUDGET
     if window is None:
         window = max(budget - sink, 1) if is_streaming else WINDOW
-    minimum = sink + window + (size if size > 1 else 0)
+    minimum = sink + window + (chunk_size if chunk_size > 1 else 0)
     if budget < minimum:
         raise ValueError(
-            f"budget must be at least sink + window{' + chunk' if size > 1 else ''} ({minimum} tokens), got {budget}: "
+            f"budget {budget} is less than sink + window{' + chunk' if chunk_size > 1 else ''} ({minimum} tokens): "
             "give a larger budget, or a smaller sink and window"
         )
-    reduction = "mean" if scorer == "snapkv" else "last"
-    return View(scorer, budget - sink - window, sink, window, size, reduction=reduction)
+    reduction = "mean" if scorer == "snapkv" else "last"  # which of the last queries' scores rank the chunks
+    return View(scorer, budget - sink - window, sink, window, chunk_size, reduction=reduction)
 
 
-# Space of a view for new tokens before it is reselected: 1 / NEW_FRACTION of its budget, at least MIN_NEW_TOKENS.
+# A view has space for 1 / NEW_FRACTION of its budget as new tokens before it is reselected, at least MIN_NEW_TOKENS.
 NEW_FRACTION, MIN_NEW_TOKENS = 4, 64
 # Verifications from one selection to the next, by view.
 RESELECT_INTERVALS, DEFAULT_INTERVAL = {"snapkv": 16}, 8
-# Prior acceptance rate (docs/self-drafting.md): with all entries; with 512 entries; increase for each doubling of the
-# budget, and its limit.
+# Prior acceptance rate, as measured (docs/self-drafting.md): a view of all entries has FULL; a view of 512 entries has
+# BASE, and each doubling adds PER_DOUBLING, up to MAX.
 FULL_ACCEPTANCE, BASE_ACCEPTANCE, ACCEPTANCE_PER_DOUBLING, MAX_ACCEPTANCE = 0.95, 0.4, 0.225, 0.85
-# Default budget of view=attention (docs/self-drafting.md).
-ATTENTION_BUDGET = 2048
-# Time of a forward with quantised draft weights, as a fraction of the target's (docs/self-drafting.md). In int8
-# arithmetic the draft uses the target's weights.
+ATTENTION_BUDGET = 2048  # default budget of view=attention (docs/self-drafting.md)
+# Time of a forward with weights quantised for drafting, as a fraction of the target's time (docs/self-drafting.md).
 QUANTIZED_FORWARD_RATIO = 0.8
 
 
@@ -140,13 +133,13 @@ class SelfOptions(ViewOptions):
     view: str = option(
         "attention",
         choices=tuple(VIEW_SCORERS),
-        help="all: all tokens, in int8; streaming: the first and the last; others: these, and the best by this scorer",
+        help="all: all tokens, in int8; streaming: first and last tokens; others: also the best tokens by this scorer",
         usual="attention; magicdec: snapkv; quantspec: all",
     )
 
 
 def can_draft_quantized(runner: TargetRunner) -> bool:
-    """True if our kernels draft on an int8 view, and for a float32 model also with quantised weights."""
+    """True if our kernels can draft on an int8 view (and, for a float32 model, with quantised weights)."""
     return (
         runner.can_round_kv
         and not runner.kv_is_rounded
@@ -159,33 +152,33 @@ class SelfDrafter(TreeDrafter):
     """Drafts with the target on a sparse view of its own KV.
 
     Args:
-        options: of :class:`SelfOptions` and :class:`TreeOptions`. The tree is a chain of 4 tokens, or as many as pay
-            with a planner.
+        options: of :class:`SelfOptions` and :class:`TreeOptions`. The tree is a chain of 4 tokens by default, or of as
+            many as a planner finds worthwhile.
 
     Attributes:
-        cache: KV of the views; from :meth:`bind` on.
+        cache: KV cache of the views; from :meth:`bind` on.
     """
 
     options: ClassVar[tuple[type[Options], ...]] = (SelfOptions, TreeOptions)
 
     def __init__(self, **options: Any) -> None:
-        config, tree = parse("self-drafting", options, SelfOptions, TreeOptions)
+        config, tree_options = parse("self-drafting", options, SelfOptions, TreeOptions)
         view, budget = config.view, config.budget
         dtype = "int8" if view == "all" and config.view_dtype is None else config.view_dtype
         self.view_dtype = parse_dtype(dtype)
+        # By default, "attention" has an int8 view if the target's kernels can (see :meth:`bind`).
         self._prefers_int8 = view == "attention" and budget is None and config.view_dtype is None
         budget = ATTENTION_BUDGET if self._prefers_int8 else budget
-        sizes = make_self_view(view, budget, config.sink, config.window, config.chunk)
-        self.view = replace(sizes, max_new=max(MIN_NEW_TOKENS, sizes.size // NEW_FRACTION))
+        empty_view = make_self_view(view, budget, config.sink, config.window, config.chunk)
+        self.view = replace(empty_view, max_new=max(MIN_NEW_TOKENS, empty_view.size // NEW_FRACTION))
         interval = RESELECT_INTERVALS.get(view, DEFAULT_INTERVAL) if config.refresh is None else config.refresh
         self.timer = ReselectionTimer(interval, self.view.num_queries)
-        self.tree = tree.config("chain")
+        self.tree = tree_options.config("chain")
         acceptance = BASE_ACCEPTANCE + ACCEPTANCE_PER_DOUBLING * log2(max(1.0, self.view.size / DEFAULT_BUDGET))
         self.prior_acceptance = FULL_ACCEPTANCE if view == "all" else min(acceptance, MAX_ACCEPTANCE)
         self._calibrators: dict[int, AcceptanceCalibrator] = {}  # by sequence index
         self.fused_lm: FusedLM | None = None
-        # Maximum number of tokens that :meth:`verify` gets in a round.
-        self.max_verified_tokens = 0
+        self.max_verified_tokens = 0  # maximum number of tokens that :meth:`verify` gets in a round
 
     @property
     def forward_cost_ratio(self) -> float:  # type: ignore[override]
@@ -204,12 +197,12 @@ class SelfDrafter(TreeDrafter):
         return max(1, self.view.num_queries)
 
     def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """All layers if the view selects entries, because each layer selects its own."""
+        """All layers if the view selects entries, because each layer selects entries by its own queries."""
         return tuple(range(runner.kv_shape.layers)) if self.view.num_queries else ()
 
     def needs_queries(self, sequences: list[Sequence]) -> bool:
-        """False while the views hold all of the contexts, so that nothing is selected."""
-        # A captured verification returns queries at no cost; one without them would need another capture.
+        """False while the views hold the full contexts, so that nothing is selected."""
+        # In a CUDA graph, queries cost nothing, and a verification without them would need another graph.
         return self.runner.graphs.enabled or any(s.length + MIN_NEW_TOKENS > self.view.size for s in sequences)
 
     def bind(self, runner: TargetRunner, store: KVStore, feature_layers: tuple[int, ...] = ()) -> None:
@@ -246,7 +239,7 @@ class SelfDrafter(TreeDrafter):
 
     @torch.inference_mode()
     def update_views(self, sequences: SequenceOf[Sequence]) -> None:
-        """Copies new entries of each sequence to its view, and reselects the view if that is due."""
+        """Copies new entries of each sequence to its view, and selects the view's chunks anew if that is due."""
         for s in sequences:
             is_due = self.view.num_queries > 0 and self.timer.is_due(s.slot)
             if self.cache.update(s.slot, self.timer.queries(s.slot), is_due):
@@ -261,9 +254,9 @@ class SelfDrafter(TreeDrafter):
             self.timer.add_queries(slot, round_result.queries)
         if round_result.kv_rewritten_from is not None:
             self.cache.invalidate(slot, round_result.kv_rewritten_from)
-        if round_result.is_prefill:  # now, so that the first round takes no longer than others
+        if round_result.is_prefill:  # fills the view now, so that the first round takes no longer than later ones
             self.update_views([round_result.sequence])
-        elif round_result.tree.num_draft_tokens:  # a round without drafts says nothing of the view
+        elif round_result.tree.num_draft_tokens:  # a round without drafts tells nothing about the view
             self.timer.count_verification(slot)
             if round_result.tree.logprobs:
                 self.calibrator(round_result.sequence).observe(round_result.tree, round_result.new_token_ids)
@@ -277,7 +270,7 @@ class SelfDrafter(TreeDrafter):
     @torch.inference_mode()
     def verify(self, sequences: SequenceOf[Sequence], trees: list[TokenTree]) -> list[torch.Tensor]:
         """Logits (at least tree.size, vocabulary) on the views, for a tree of each sequence rooted at its last token.
-        The views must hold everything before the roots: call :meth:`update_views` first."""
+        The views must be up to date: call :meth:`update_views` first."""
         self.forwards += 1
         slots, root_positions = [s.slot for s in sequences], [s.length - 1 for s in sequences]
         out = verify_trees(self.runner, self.cache.store, slots, trees, root_positions)

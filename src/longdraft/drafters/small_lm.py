@@ -1,13 +1,13 @@
-"""A small language model as a drafter: hosted as the target is, with a KV cache of its own.
+"""A small language model as a drafter. It runs as the target does, with a KV cache of its own.
 
-A round: the new tokens are fed as a chain; the last one's logits give the root's children. Then the tree grows level by
-level. The KV of each level is written after that of the levels before, under an ancestor mask. Emitted tokens are
-committed to the draft's cache, trees are not.
+A round: the new tokens are fed as a chain that ends with the root, whose logits give its children. Then the tree grows
+level by level. The KV of each level is written after the KV of earlier levels, under an ancestor mask. Emitted tokens
+are committed to the draft's cache, trees are not.
 
-The view is the part of the context that the draft attends to. "full": all of it, at true positions, as in plain
-speculative decoding. "streaming": the first and the last tokens. "retrieval": these, and the chunks that the target
-attends to (Cha et al. 2025, SpecExtend, section 2.2). With the latter two, positions stay within the trained length,
-and the cost of a round does not depend on the context's length.
+The view is the part of the context that the draft attends to. "full": all tokens, at true positions, as in plain
+speculative decoding. "streaming": the first and the last tokens. "retrieval": the first and last tokens, and the chunks
+that the target attends to (Cha et al. 2025, SpecExtend, section 2.2). A streaming or retrieval view keeps positions
+within the trained length, and the cost of a round does not depend on the context's length.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from longdraft.views.retrieval import Retrieval
 from longdraft.views.view import View
 
 VIEWS = ("full", "streaming", "retrieval")
-# Tokens of a streaming view: about 1K is best for a draft of 68M (SpecExtend, E.1). Recent tokens of a retrieval view.
-STREAMED, RECENT = 1024, 128
+STREAMING_RECENT = 1024  # last tokens of a streaming view: about 1K is best for a draft of 68M (SpecExtend, E.1)
+RETRIEVAL_RECENT = 128  # last tokens of a retrieval view
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class SmallLMDrafter(RetrievalDrafter):
     """Drafts trees with a small language model.
 
     Args:
-        draft: the model.
+        draft: the small model.
         options: of :class:`TreeOptions` and :class:`SmallLMOptions`. With view="retrieval" (SpecExtend) the tree is an
             OPT-Tree, else a dynamic tree.
     """
@@ -74,46 +74,45 @@ class SmallLMDrafter(RetrievalDrafter):
     bound: BoundLM
 
     def __init__(self, draft: SmallLMDraft, **options: Any) -> None:
-        tree, config = parse("small-lm", options, *self.options)
+        tree_options, config = parse("small-lm", options, *self.options)
         view, sink, recent = config.view, config.sink, config.recent
         retrieval_sizes = config.retrieval_sizes(view == "retrieval", "view=retrieval")
-        self.tree = tree.config("opt" if view == "retrieval" else "dynamic")
+        self.tree = tree_options.config("opt" if view == "retrieval" else "dynamic")
         self.draft, self.view = draft.with_trimmed_vocab(config.vocabulary), view
-        # Space after the view, at least for the tokens of a round.
+        # The view leaves space for this number of new tokens, at least for the tokens of a round.
         new_tokens = max(draft_cache.MIN_NEW_ENTRIES, self.tree.depth + 1)
         max_tokens = draft.trained_length - self.tree.depth - new_tokens
-        # A full view ignores sink and recent, which may be set for the verifier.
+        # Without ``view``, the target's context length decides (see :meth:`bind`). A full view ignores sink and recent.
         self._make_streaming = partial(_streaming, sink, recent, max_tokens, new_tokens) if max_tokens > sink else None
         if view == "streaming":
             self.retrieval = _streaming(sink, recent, max_tokens, new_tokens)
         elif view == "retrieval":
             sizes = {"layer": draft.retrieval_layer} | retrieval_sizes
-            sizes |= {"sink": sink, "recent": RECENT if recent is None else recent}
+            sizes |= {"sink": sink, "recent": RETRIEVAL_RECENT if recent is None else recent}
             self.retrieval = make_retrieval(**sizes, max_tokens=max_tokens, new_tokens=new_tokens)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         self.bound, self._store = self.draft.bind(runner), store
         model, trained_length = self.bound.runner, self.draft.trained_length
-        # A sequence has no more tokens than the target's store has entries.
+        # No sequence has more tokens than the target's store has entries, so its capacity bounds the draft's context.
         slots, capacity, scratch = store.slots, store.capacity, self.tree.max_expanded_nodes
         may_outgrow = capacity > trained_length and rotary_module(model.model) is not None
         if self.view is None and may_outgrow and self._make_streaming and not model.has_recurrent_layers:
             self.retrieval = self._make_streaming()
         self.cache: DraftCache = (
-            # In a batch, short chains of new tokens are padded to the longest.
+            # MIN_NEW_ENTRIES: in a batch, short chains of new tokens are padded to the longest chain.
             DraftCache(model.new_store(slots, capacity + max(scratch, MIN_NEW_ENTRIES)), scratch)
             if self.retrieval is None
             else make_repositioned_cache(model, slots, capacity, scratch, self.retrieval, trained_length)
         )
-        # The tokens of each slot that were fed to the draft.
-        self.fed_token_ids: list[list[int]] = [[] for _ in range(store.slots)]
+        self.fed_token_ids: list[list[int]] = [[] for _ in range(store.slots)]  # of each slot, the tokens in the cache
 
     @torch.inference_mode()
     def observe(self, round_result: RoundResult) -> None:
-        """Prefills a prompt; updates the retrieval. The next round feeds the emitted tokens.
+        """Prefills a prompt; updates the retrieval. Emitted tokens are fed by the next round.
 
         Raises:
-            CapabilityError: with a full view, the sequence exceeds the draft's learned position embeddings.
+            CapabilityError: a full view, and the sequence may exceed the draft's learned position embeddings.
         """
         s = round_result.sequence
         self.update_retrieval(self._store, round_result)
@@ -138,9 +137,9 @@ class SmallLMDrafter(RetrievalDrafter):
             self._truncate(sequence.slot, length)
 
     def new_tokens(self, sequence: Sequence) -> list[int]:
-        """The tokens to feed in one forward, the root last. Prefills earlier ones if there are too many."""
+        """Returns the new tokens to feed in one forward, the root last. Prefills the others if there are too many."""
         slot, tokens = sequence.slot, sequence.tokens
-        if len(self.fed_token_ids[slot]) >= len(tokens):
+        if len(self.fed_token_ids[slot]) >= len(tokens):  # the root must be fed again, for its logits
             self._truncate(slot, len(tokens) - 1)
         new = tokens[len(self.fed_token_ids[slot]) :]
         if len(new) > self.cache.max_new_entries:
@@ -171,13 +170,13 @@ class SmallLMDrafter(RetrievalDrafter):
             self.commit(slot, chunk)
 
     def _check_length(self, s: Sequence) -> None:
-        """Warns once per draft if a sequence at true positions can become longer than the draft was trained for."""
+        """Warns once if a sequence can become longer than the draft was trained for; raises if it has no positions."""
         draft, trained_length, length = self.draft, self.draft.trained_length, s.max_length
         positions = self.bound.runner.context_length
         if length > max(trained_length, positions) and rotary_module(self.bound.runner.model) is None:
             raise CapabilityError(
-                f"The text has up to {length} tokens, and the draft {draft.folder} has positions for {positions} "
-                "(learned ones, which cannot be stretched). Use a draft with a longer context, or prompt-lookup."
+                f"The text has up to {length} tokens, but the draft {draft.folder} has learned position embeddings for "
+                f"{positions} only. Use a draft with a longer context, or prompt-lookup."
             )
         if length > trained_length:
             consequence = "acceptance will be lower: leave view out, or use view=retrieval (method specextend)"
@@ -185,13 +184,13 @@ class SmallLMDrafter(RetrievalDrafter):
 
 
 def _streaming(sink: int, recent: int | None, max_tokens: int, new_tokens: int) -> Retrieval:
-    """A view of the first and the last tokens."""
+    """Makes a view of the first and the last tokens; ValueError if it exceeds ``max_tokens``."""
     if recent is None:
-        recent = max(1, min(STREAMED, max_tokens - sink))
+        recent = max(1, min(STREAMING_RECENT, max_tokens - sink))
     if sink + recent > max_tokens:
         raise ValueError(
-            f"a working cache of {sink + recent} tokens does not fit the {max_tokens} that the draft was trained for, "
-            "beside those of a round: lower sink, recent or the tree's depth"
+            f"a view of {sink + recent} tokens is too large: the draft's trained length leaves {max_tokens} tokens, "
+            "without those of a round. Lower sink, recent or the tree's depth"
         )
     return Retrieval(View("streaming", 0, sink, recent, max_new=new_tokens, shared_by_heads=True))
 
@@ -199,27 +198,27 @@ def _streaming(sink: int, recent: int | None, max_tokens: int, new_tokens: int) 
 def make_repositioned_cache(
     runner: TargetRunner, slots: int, capacity: int, scratch: int, retrieval: Retrieval, trained_length: int
 ) -> RepositionedKVCache:
-    """Makes a working cache of the view. In a prefill it holds: sink, last tokens before the chunk, chunk.
+    """Makes a working cache of the view. A prefill chunk attends to the sink, the last tokens before it, and itself.
 
     Args:
         scratch: number of entries that a round writes after the view.
-        trained_length: of the draft, at least the view's capacity.
+        trained_length: the draft's trained length, at least the view's capacity.
 
     Raises:
-        UnsupportedModelError: the model's keys cannot be moved to other positions.
+        UnsupportedModelError: the model has recurrent layers, or its keys cannot be moved to other positions.
         MemoryBudgetError: the cache does not fit the free memory.
     """
     if runner.has_recurrent_layers:
         raise UnsupportedModelError(
             f"{type(runner.model).__name__} has recurrent layers, whose state covers the full context: let it draft on "
-            "all of its KV (view=full)."
+            "the full context (view=full)."
         )
     view = retrieval.view
     prefill_capacity = min(trained_length, max(view.capacity, view.sink + view.window + draft_cache.PREFILL_CHUNK))
     chunk_size = max(1, min(draft_cache.PREFILL_CHUNK, (prefill_capacity - view.sink) // 2))
     keys = KeyRotation(runner, prefill_capacity)
     store = runner.new_store(slots, prefill_capacity + max(scratch, view.max_new), resident=True)
-    # Entries are gathered from it, and it is never attended to.
+    # The KV of the full context. Views are gathered from it; no forward attends to it.
     full = KVStore(runner.kv_shape, slots, capacity, runner.device)
     return RepositionedKVCache(
         store, full, scratch, retrieval, keys.rotate, keys.unrotate, chunk_size, prefill_capacity
@@ -234,6 +233,7 @@ class SmallLMRound(LMDraftRound):
         self._small_lm = drafter
 
     def root_position(self, sequence: Sequence) -> int:
+        """Position of the root in the working cache, where it was committed."""
         return self._store.lengths[sequence.slot] - 1
 
     def draft_logits(self, level: TreeLevel) -> torch.Tensor:

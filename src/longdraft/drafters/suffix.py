@@ -1,8 +1,8 @@
 """Suffix lookup: proposes what followed earlier occurrences of the sequence's last tokens, as a tree.
 
 Prompt lookup (Saxena 2023) takes the latest match. SuffixDecoding (arXiv:2411.04975) counts what followed matches in
-the output, the prompt and earlier requests, and grows a tree by these counts. This does so too, and interpolates the
-counts of all match lengths.
+the output, the prompt and earlier requests, and grows a tree by these counts. This drafter does the same, but
+interpolates the counts of all match lengths.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from longdraft.engine.sequence import Sequence
 from longdraft.options import Options, option, parse
 from longdraft.trees.tree import NodeLimit, TokenTree
 
-# {is greedy: pseudo-count of continuations not seen yet}. Greedy output repeats its context more than sampled output.
+# {is greedy: pseudo-count of unseen continuations}. Greedy output repeats its context more than sampled output does.
 UNSEEN_PSEUDO_COUNT = {True: 1.0, False: 3.0}
-# Minimum probability of a path without a planner (SuffixDecoding: 0.1), and with one, which prunes the tree itself.
+# Minimum probability of a path (SuffixDecoding: 0.1). With a planner it is lower, because the planner prunes the tree.
 MIN_PATH_PROBABILITY, MIN_PATH_PROBABILITY_PLANNED = 0.2, 0.01
 
 
@@ -36,23 +36,23 @@ def mixed_match_probabilities(matches: SequenceOf[tuple[int, int]], pseudo_count
 
         p <- f + (p - f) ((1 + shorter) / (1 + length)) ^ log2(1 + N / pseudo_count)
 
-    With a pseudo-count of 1, a single match of n tokens gives its next token the probability n / (n + 1). Matches that
-    agree raise it, but longer matches count more than frequent ones.
+    With a pseudo-count of 1, a single match of n tokens gives its next token the probability n / (n + 1). More matches
+    with the same next token raise it, but longer matches count more than frequent ones.
 
     Args:
         matches: (length, next token), longest first.
-        pseudo_count: of continuations not seen yet.
+        pseudo_count: weight of unseen continuations, in matches.
     """
     counts: dict[int, int] = {}
     probabilities: dict[int, float] = {}
     remaining = 1.0  # probability that longer matches leave to shorter ones
-    for i, (length, token) in enumerate(matches, 1):
+    for n, (length, token) in enumerate(matches, 1):
         counts[token] = counts.get(token, 0) + 1
-        shorter = matches[i][0] if i < len(matches) else 0
-        if shorter < length:
-            rest = remaining * ((1 + shorter) / (1 + length)) ** log2(1 + i / pseudo_count)
-            for next_token, frequency in counts.items():
-                probabilities[next_token] = probabilities.get(next_token, 0.0) + (remaining - rest) * frequency / i
+        shorter = matches[n][0] if n < len(matches) else 0
+        if shorter < length:  # these n matches are all that are at least ``length`` long
+            rest = remaining * ((1 + shorter) / (1 + length)) ** log2(1 + n / pseudo_count)
+            for next_token, token_count in counts.items():
+                probabilities[next_token] = probabilities.get(next_token, 0.0) + (remaining - rest) * token_count / n
             remaining = rest
     return probabilities
 
@@ -61,7 +61,7 @@ class OnlinePlattScaler:
     """Calibrates probabilities by a line in log-odds (Platt scaling), learned online.
     It also learns from proposals that were not verified, because the next token becomes known in any case."""
 
-    # Learning rate of the shift; the slope's is a tenth. Half and twice these values are as good.
+    # Learning rate of the shift; the slope learns at a tenth of it. Half or twice these rates did as well.
     RATE = 0.05
 
     def __init__(self) -> None:
@@ -86,22 +86,23 @@ class _Continuation:
     """A node of the tree: a continuation of the sequence, and the matches that agree with it.
 
     Args:
-        matches: (length, tokens that contain the match, index of its next token there), longest first.
-        path: the continuation. A match that reaches the end of the sequence itself is periodic, and continues there.
+        matches: (length, tokens that contain the match, index of the token after the match), longest first.
+        path: the tokens of the continuation. A match whose next token is after the end of the sequence (a repetition
+            that overlaps the end) continues with this path.
 
     Attributes:
-        probabilities: of each next token, before calibration.
+        probabilities: {next token: probability before calibration}.
     """
 
     def __init__(self, matches: SequenceOf[tuple[int, list[int], int]], path: list[int], pseudo_count: float) -> None:
         self.path, self._pseudo_count = path, pseudo_count
         self._matches = []  # (next token, length, tokens, index of the next token)
         for length, tokens, i in matches:
-            token = tokens[i] if i < len(tokens) else path[i - len(tokens)]
-            if token != SEPARATOR:
-                self._matches.append((token, length, tokens, i))
-        lengths = [(length, token) for token, length, _, _ in self._matches]
-        self.probabilities = mixed_match_probabilities(lengths, pseudo_count)
+            next_token = tokens[i] if i < len(tokens) else path[i - len(tokens)]
+            if next_token != SEPARATOR:
+                self._matches.append((next_token, length, tokens, i))
+        next_tokens = [(length, token) for token, length, _, _ in self._matches]
+        self.probabilities = mixed_match_probabilities(next_tokens, pseudo_count)
         self.children: dict[int, _Continuation] = {}
 
     def follow(self, token: int) -> _Continuation:
@@ -113,28 +114,33 @@ class _Continuation:
 
 class _SequenceMatches:
     """Matches of the end of a sequence: in itself, in earlier requests, and in its predicted output.
-    ``scaler`` is its own, so drafts do not depend on the rest of the batch. ``proposed``: root of the last tree."""
+
+    Attributes:
+        scaler: calibrates this sequence alone, so that drafts do not depend on the rest of the batch.
+        proposed: root of the last tree.
+    """
 
     def __init__(self, prompt: list[int], max_length: int, other_indices: SequenceOf[OccurrenceIndex]) -> None:
         self._index = OccurrenceIndex()
         self._matches = [SuffixMatches(index, max_length) for index in (self._index, *other_indices)]
         self.scaler = OnlinePlattScaler()
         self.proposed: _Continuation | None = None
-        # Matches are at most ``max_length`` long, so they are followed through the end of the prompt only.
+        # Matches are at most ``max_length`` long, so the tokens before the prompt's end are indexed without matching.
         for token in prompt[:-max_length]:
             self._index.append(token)
 
     def advance(self, s: Sequence) -> list[int]:
-        """Extends the matches by the sequence's new tokens, and returns these."""
+        """Extends the matches by the sequence's new tokens; returns these tokens."""
         num_read, prompt_len = len(self._index.token_ids), len(s.prompt)
-        new = s.output[num_read - prompt_len :] if num_read >= prompt_len else s.tokens[num_read:]
-        for token in new:
+        new_tokens = s.output[num_read - prompt_len :] if num_read >= prompt_len else s.tokens[num_read:]
+        for token in new_tokens:
             for matches in self._matches:
                 matches.advance(token)
             self._index.append(token)
-        return new
+        return new_tokens
 
     def root(self, min_length: int, pseudo_count: float) -> _Continuation:
+        """Makes the root of the next tree, with the matches of at least ``min_length`` tokens."""
         selected = [match for matches in self._matches for match in matches.select(min_length)]
         # Longest first; of equal lengths, the sequence's own matches first, then the latest.
         selected.sort(key=lambda match: (-match[0], match[1] is not self._index.token_ids, -match[2]))
@@ -144,7 +150,7 @@ class _SequenceMatches:
 
 @dataclass(frozen=True)
 class SuffixOptions(Options):
-    """Lookups, and the shape of their trees."""
+    """What a lookup searches for, and the shape of its trees."""
 
     max_draft: int = option(15, min=1, help="longest continuation, in tokens")
     max_nodes: int = option(15, min=1, help="maximum number of draft nodes")
@@ -196,14 +202,14 @@ class SuffixDrafter(Drafter):
     def _propose(self, s: Sequence, min_probability: float) -> TokenTree:
         """Adds nodes, the most probable first, until the tree is full or the next node's path is too improbable."""
         tokens, parents, logprobs = [s.output[-1]], [-1], [0.0]
-        matches, max_depth, order = self._matches[s.index], min(self.max_draft, s.remaining - 1), count()
-        # (minus the path log-probability, order of insertion, parent, token, log-probability, parent's continuation)
+        matches, max_depth, next_index = self._matches[s.index], min(self.max_draft, s.remaining - 1), count()
+        # (minus the path log-probability, index of insertion, parent, token, log-probability, parent's continuation)
         heap: list[tuple[float, int, int, int, float, _Continuation]] = []
 
         def push_children(node: int, path_logprob: float, continuation: _Continuation) -> None:
             for token, p in continuation.probabilities.items():
                 logprob = log(matches.scaler.calibrate(p))
-                heappush(heap, (-path_logprob - logprob, next(order), node, token, logprob, continuation))
+                heappush(heap, (-path_logprob - logprob, next(next_index), node, token, logprob, continuation))
 
         push_children(0, 0.0, matches.root(self.min_n, UNSEEN_PSEUDO_COUNT[s.greedy]))
         inner_nodes: set[int] = set()

@@ -1,7 +1,7 @@
-"""TokenSwift: the target on a part of its KV, chained heads, and phrases of the output (Wu et al. 2025, section 3).
+"""TokenSwift: self-drafting of one token, chained heads, and phrases of the output (Wu et al. 2025, section 3).
 
-    root -> target on a view of its KV -> 1 token -> heads -> 3 children each, level by level   (1, 3, 3, 3)
-                                                  -> phrases of the output that start with it   merged into the tree
+    root -> target on a view of its KV -> 1 token -> heads: 3 children of each node, level by level   (1, 3, 3, 3)
+                                                  -> phrases of the output that start with this token, merged in
 
 A forward of the target on a sparse view of its KV computes the root's hidden state and the first token. The heads start
 from that state. The n-grams ("phrases") of the output are counted, and the k most frequent ones that start with the
@@ -29,20 +29,20 @@ from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import NodeLimit, TokenTree, tree_from_paths
 from longdraft.views.view import check_sizes
 
-# TokenSwift's length and number of phrases.
+# TokenSwift's number of tokens of a phrase, and of phrases to propose.
 PHRASE_LENGTH, NUM_PHRASES = 4, 20
 
 
 class PhraseTable:
     """Counts the n-grams of a growing output. The cost of a token does not depend on the output's length.
-    ``k``: number of phrases that are ranked for each first token."""
+    ``n``: tokens of a phrase. ``k``: number of phrases that are ranked for each first token."""
 
     def __init__(self, n: int, k: int) -> None:
         self.n, self.k = n, k
         self.token_ids: list[int] = []
-        # Count of each phrase, and of each prefix of one.
+        # How often each phrase, and each prefix of a phrase, occurred.
         self._counts: defaultdict[tuple[int, ...], int] = defaultdict(int)
-        # {first token: the k most frequent phrases, sorted}. A phrase that falls out returns when it occurs again.
+        # {first token: the k most frequent phrases, sorted}. A phrase that was dropped may return when it occurs again.
         self._best: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
 
     def extend(self, tokens: SequenceOf[int]) -> None:
@@ -56,7 +56,7 @@ class PhraseTable:
             self._rank(phrase)
 
     def _rank(self, phrase: tuple[int, ...]) -> None:
-        """Moves the phrase that just occurred before those that are at most as frequent."""
+        """Moves the phrase that just occurred before all phrases that are at most as frequent."""
         best = self._best[phrase[0]]
         if phrase in best:
             best.remove(phrase)
@@ -70,7 +70,7 @@ class PhraseTable:
         return [phrase[1:] for phrase in self._best.get(token, ())]
 
     def logprobs(self, token: int, continuation: SequenceOf[int]) -> list[float]:
-        """Log-probability of each token given those before, with a pseudo-count of 1 for unseen continuations."""
+        """Log-probability of each token given the tokens before, with a pseudo-count of 1 for unseen continuations."""
         phrase = (token, *continuation)
         counts = [self._counts[phrase[:length]] for length in range(1, len(phrase) + 1)]
         return [log(count / (prefix_count + 1)) for prefix_count, count in pairwise(counts)]
@@ -78,7 +78,7 @@ class PhraseTable:
 
 class ReuseDrafter(Drafter):
     """Proposes the most frequent phrases of the output that start with its last token (TokenSwift's token reuse).
-    ``n``: tokens of a phrase. ``k``: maximum number of phrases; None: the default, or one if drafts must be chains."""
+    ``n``: tokens of a phrase. ``k``: maximum number of phrases; None: 20, or 1 if drafts must be chains."""
 
     free = True
 
@@ -108,9 +108,9 @@ class ReuseDrafter(Drafter):
         return trees
 
     def extend_draft(self, s: Sequence, draft_tree: TokenTree) -> TokenTree:
-        """Returns the phrases that start with the best first token of a draft tree, after the root."""
-        first = max(draft_tree.children(0).values(), key=draft_tree.path_logprobs.__getitem__)
-        token, logprob, phrases = draft_tree.tokens[first], draft_tree.path_logprobs[first], self._phrases[s.index]
+        """Returns a tree of the phrases that start with the draft tree's most probable child of the root."""
+        child = max(draft_tree.children(0).values(), key=draft_tree.path_logprobs.__getitem__)
+        token, logprob, phrases = draft_tree.tokens[child], draft_tree.path_logprobs[child], self._phrases[s.index]
         paths = phrases.continuations(token)
         logprobs = [[logprob, *phrases.logprobs(token, path)] for path in paths]
         return tree_from_paths(s.output[-1], [(token, *path) for path in paths], logprobs=logprobs)
@@ -120,7 +120,7 @@ class ReuseDrafter(Drafter):
 
 
 class TokenSwiftDrafter(CombinedDrafter):
-    """Heads, and phrases that continue their first draft token."""
+    """Drafts with heads, and with phrases that continue their first draft token."""
 
     lookup: ReuseDrafter
 
@@ -128,7 +128,7 @@ class TokenSwiftDrafter(CombinedDrafter):
         return self.lookup.extend_draft(s, draft_tree) if draft_tree.num_draft_tokens else lookup_tree
 
 
-# The value of ``view`` without a forward of the target.
+# Value of the option ``view`` for heads without self-drafting.
 NO_VIEW = "none"
 
 
@@ -139,7 +139,7 @@ class TokenSwiftOptions(ViewOptions):
     view: str = option(
         "tokens",
         choices=(*VIEW_SCORERS, NO_VIEW),
-        help="the part of its KV that the target drafts on; none: it does not draft",
+        help="the part of its KV that the target drafts the first token on; none: the heads draft alone",
     )
     reuse: bool = option(True, help="also propose phrases of the output")
     reuse_n: int = option(PHRASE_LENGTH, min=2, help="tokens of a phrase")
@@ -151,17 +151,17 @@ def tokenswift(draft: HeadsDraft, **options: Any) -> Drafter:
     """Makes TokenSwift's drafter (Wu et al. 2025, arXiv:2502.18890, section 3).
 
     Args:
-        options: of :class:`HeadOptions`, :class:`TreeOptions` (without the phrases' nodes; the first of ``widths`` is
-            the level that the target drafts) and :class:`TokenSwiftOptions`.
+        options: of :class:`HeadOptions`, :class:`TreeOptions` and :class:`TokenSwiftOptions`. The tree's options do not
+            limit the phrases. The first of ``widths`` is the level that the target drafts.
     """
-    head_options, tree, config = parse("tokenswift", options, HeadOptions, TreeOptions, TokenSwiftOptions)
-    sizes = {name: getattr(config, name) for name in declared(ViewOptions)}
+    head_options, tree_options, config = parse("tokenswift", options, HeadOptions, TreeOptions, TokenSwiftOptions)
+    view_options = {name: getattr(config, name) for name in declared(ViewOptions)}
     self_drafter = None
     if config.view != NO_VIEW:
-        self_drafter = SelfDrafter(view=config.view, depth=1, **sizes)
-    elif names := [name for name, value in sizes.items() if value is not None]:
-        raise ValueError(f"{' and '.join(names)} shape a view of the KV: leave view={NO_VIEW} out, or them")
-    heads = HeadsDrafter(draft, self_drafter, **head_options.given(), **tree.given())
+        self_drafter = SelfDrafter(view=config.view, depth=1, **view_options)
+    elif names := [name for name, value in view_options.items() if value is not None]:
+        raise ValueError(f"view={NO_VIEW} has no sizes: leave {' and '.join(names)} out, or give another view")
+    heads = HeadsDrafter(draft, self_drafter, **head_options.given(), **tree_options.given())
     k = config.reuse_k if "reuse_k" in options else None
     return TokenSwiftDrafter(ReuseDrafter(config.reuse_n, k), heads) if config.reuse else heads
 

@@ -2,8 +2,8 @@
 
 The self-drafter is the target on a view of its KV: cheaper than the target on all of its KV, better than the small
 model. In a round, it verifies trees of the small model one after another, as the target would, and emits tokens of its
-own distribution. When there are enough, the target verifies them as a chain (Sun et al. 2024, section 4). The output
-is the target's, because it decides every emitted token.
+own distribution. When it has emitted enough tokens, the target verifies them as a chain (Sun et al. 2024, section 4).
+The output is the target's, because the target decides every token.
 
 If tokens are sampled, the self-drafter uses the noise of the target's next samples (``Sampler.fork_for_draft``), so
 that two similar distributions mostly give the same token. The KV of its tokens is dropped when the round ends.
@@ -36,20 +36,20 @@ from longdraft.trees.tree_config import MAX_CHAIN_LENGTH
 from longdraft.views.view import View
 
 # Section 5.1: tokens that the self-drafter emits before the target verifies them (gamma_2), tokens that the small model
-# drafts at a time (gamma_1), and tokens that it attends to.
-CHAIN_LENGTH, DRAFTED, STREAMED = 6, 1, 256
-# Nodes of the small model's trees with a planner: verifying a few tokens costs little more than one.
+# drafts at a time (gamma_1), and tokens that the small model attends to.
+CHAIN_LENGTH, INNER_CHAIN_LENGTH, STREAMING_TOKENS = 6, 1, 256
+# Maximum nodes of the small model's trees with a planner: verifying a few tokens costs little more than verifying one.
 INNER_NODES = 5
 
 
 @dataclass
 class _SelfDraft:
-    """A sequence's round of the self-drafter.
+    """What the self-drafter emits for a sequence in one round.
 
     Attributes:
-        fork: copy of the sequence with the tokens that the self-drafter emitted, and its own sampler.
-        tokens_left: number of tokens that it may still emit.
-        logprobs: its log-probability of each emitted token.
+        fork: copy of the sequence, with a sampler of its own, to which the self-drafter's tokens are appended.
+        tokens_left: number of tokens that the self-drafter may still emit.
+        logprobs: calibrated log-probability of each emitted token.
     """
 
     fork: Sequence
@@ -58,10 +58,11 @@ class _SelfDraft:
 
     @property
     def emitted(self) -> list[int]:
+        """The tokens that the self-drafter emitted in this round."""
         return self.fork.output[len(self.fork.output) - len(self.logprobs) :]
 
     def emit(self, token: int) -> bool:
-        """Appends a token. Returns True if it was the last one allowed."""
+        """Appends a token. Returns True if no more tokens are allowed."""
         self.fork.append(token)
         self.tokens_left -= 1
         return self.tokens_left == 0
@@ -71,10 +72,10 @@ class TriForceDrafter(Drafter):
     """Drafts chains with the target on a view, for which a small language model drafts.
 
     Args:
-        small_lm: attends to the first and the last tokens.
+        small_lm: the small model, which attends to the first and the last tokens.
         self_drafter: the target on a view.
-        depth: tokens that the self-drafter emits before the target verifies them; None: 6, or as many as pay with a
-            planner.
+        depth: number of tokens that the self-drafter emits before the target verifies them; None: 6, or as many as a
+            planner finds worthwhile.
     """
 
     def __init__(self, small_lm: SmallLMDrafter, self_drafter: SelfDrafter, depth: int | None = None) -> None:
@@ -82,7 +83,7 @@ class TriForceDrafter(Drafter):
         self.max_nodes, self._fixed_length = depth or CHAIN_LENGTH, depth is not None
         self._drafts: dict[int, _SelfDraft] = {}  # by sequence index
 
-    # The small model's forwards are not counted: their time is part of the self-drafter's forwards.
+    # The small model's forwards are not counted: a planner sees their time as part of the self-drafter's forwards.
     forwards, num_prompt_queries, query_layers = (
         delegate_to("self_drafter", name) for name in ("forwards", "num_prompt_queries", "query_layers")
     )
@@ -92,7 +93,7 @@ class TriForceDrafter(Drafter):
         return self.small_lm.views + self.self_drafter.views
 
     def use_planner(self) -> None:
-        """Ends chains where another token does not pay, unless the user chose the length."""
+        """Allows longer chains, which end when another token is not worthwhile, unless the user chose the length."""
         if not self._fixed_length:
             self.max_nodes = max(self.max_nodes, MAX_CHAIN_LENGTH)
         self.small_lm.use_planner()
@@ -104,8 +105,8 @@ class TriForceDrafter(Drafter):
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         if runner.has_recurrent_layers:
             raise UnsupportedModelError(
-                f"{type(runner.model).__name__} has recurrent layers, so it cannot verify on a part of its KV as "
-                "triforce does. Use self or magicdec, which draft on a part of the target's KV, or small-lm."
+                f"{type(runner.model).__name__} has recurrent layers, so it cannot verify on a part of its KV, as "
+                "triforce needs. Use self or magicdec, which draft on a part of the target's KV, or small-lm."
             )
         self.self_drafter.max_verified_tokens = self.max_nodes + self.small_lm.max_nodes
         self.self_drafter.bind(runner, store)
@@ -120,10 +121,10 @@ class TriForceDrafter(Drafter):
             if not self._fixed_length:
                 length, min_gain = max(1, min(length, limit.max_nodes)), limit.min_expected_gain
         # A path of depth k emits k + 1 tokens.
-        drafted = [s for s in sequences if s.remaining > 1]
-        self.self_drafter.update_views(drafted)
-        self._drafts |= {s.index: self._begin(s, min(length, s.remaining - 1)) for s in drafted}
-        drafts = [self._drafts[s.index] for s in drafted]
+        unfinished = [s for s in sequences if s.remaining > 1]
+        self.self_drafter.update_views(unfinished)
+        self._drafts |= {s.index: self._start_draft(s, min(length, s.remaining - 1)) for s in unfinished}
+        drafts = [self._drafts[s.index] for s in unfinished]
         growing = drafts
         while growing:
             self._extend(growing, inner_limit)
@@ -132,13 +133,13 @@ class TriForceDrafter(Drafter):
             self.self_drafter.cache.clear_buffer(draft.fork.slot)
         return [self._chain(s) for s in sequences]
 
-    def _begin(self, s: Sequence, tokens_left: int) -> _SelfDraft:
+    def _start_draft(self, s: Sequence, tokens_left: int) -> _SelfDraft:
         fork = s.fork()
         fork.sampler = s.sampler.fork_for_draft()
         return _SelfDraft(fork, tokens_left)
 
     def _extend(self, drafts: list[_SelfDraft], limit: NodeLimit | None) -> None:
-        """The small model proposes, and the self-drafter verifies and emits."""
+        """Extends drafts: the small model proposes trees, the self-drafter verifies them and emits tokens."""
         forks = [draft.fork for draft in drafts]
         proposed = self.small_lm.propose(forks, limit)
         trees = [tree.limit_depth(d.tokens_left - 1) for d, tree in zip(drafts, proposed, strict=True)]
@@ -149,18 +150,18 @@ class TriForceDrafter(Drafter):
             fork = draft.fork
             accepted = accept_path(tree, logits, fork.sampler, fork.input_ids, draft.emit, tokens)
             logprobs = torch.log_softmax(logits.index_select(0, to_device(accepted.nodes, logits.device)), -1)
-            emitted = logprobs.gather(1, to_device(accepted.token_ids, logprobs.device)[:, None])
-            draft.logprobs += self.self_drafter.calibrator(fork).calibrate(emitted)[:, 0].tolist()
+            emitted_logprobs = logprobs.gather(1, to_device(accepted.token_ids, logprobs.device)[:, None])
+            draft.logprobs += self.self_drafter.calibrator(fork).calibrate(emitted_logprobs)[:, 0].tolist()
             self.self_drafter.cache.store.commit(fork.slot, accepted.nodes)
 
     def _chain(self, s: Sequence) -> TokenTree:
-        """The tokens that the self-drafter emitted, as a chain on the sequence's last token."""
+        """The tokens that the self-drafter emitted, as a chain after the sequence's last token."""
         draft = self._drafts.get(s.index) if s.remaining > 1 else None
         tokens, logprobs = (draft.emitted, draft.logprobs) if draft is not None else ([], [])
         return TokenTree((s.output[-1], *tokens), tuple(range(-1, len(tokens))), (0.0, *logprobs))
 
     def observe(self, round_result: RoundResult) -> None:
-        """Passes the target's result on. The small model goes back to the first token that the target rejected."""
+        """Passes the target's result on. The small model drops its KV from the first rejected token on."""
         self.self_drafter.observe(round_result)
         self.small_lm.observe(replace(round_result, queries={}))
         draft, s = self._drafts.pop(round_result.sequence.index, None), round_result.sequence
@@ -175,16 +176,16 @@ class TriForceDrafter(Drafter):
 
 @dataclass(frozen=True)
 class TriForceOptions(ViewOptions):
-    """The target's view, and the small model (TriForce, section 5.1)."""
+    """The view of the target, and the small model's view (TriForce, section 5.1)."""
 
     depth: int | None = option(
         min=1,
         help="tokens that the target emits on its view before it verifies them (gamma_2)",
-        usual="6, planned: as many as pay",
+        usual="6; planned: as many as pay",
     )
-    drafted: int = option(DRAFTED, min=1, help="tokens that the small model drafts at a time (gamma_1)")
+    drafted: int = option(INNER_CHAIN_LENGTH, min=1, help="tokens that the small model drafts at a time (gamma_1)")
     streamed: int = option(
-        STREAMED, min=SINK + 1, help="tokens that the small model attends to, the first and the last"
+        STREAMING_TOKENS, min=SINK + 1, help="tokens that the small model attends to, the first and the last"
     )
 
 
@@ -194,8 +195,8 @@ def triforce(draft: SmallLMDraft, **options: Any) -> TriForceDrafter:
     (config,) = parse("triforce", options, TriForceOptions)
     streaming = {"view": "streaming", "sink": SINK, "recent": config.streamed - SINK}
     small_lm = SmallLMDrafter(draft, tree="chain", depth=config.drafted, **streaming)
-    sizes = {name: getattr(config, name) for name in declared(ViewOptions)}
-    return TriForceDrafter(small_lm, SelfDrafter(view="chunks", **sizes), config.depth)
+    view_options = {name: getattr(config, name) for name in declared(ViewOptions)}
+    return TriForceDrafter(small_lm, SelfDrafter(view="chunks", **view_options), config.depth)
 
 
 register(

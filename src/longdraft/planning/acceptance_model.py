@@ -10,15 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import exp
 
-# Nodes are binned by path log-probability: bins of half a nat, the last one open.
+# Nodes are binned by path log-probability, in bins of half a nat. The last bin takes all lower values.
 _BIN_WIDTH, _NUM_BINS = 0.5, 12
-# Number of observations that a prior counts as.
-PRIOR_WEIGHT = 4.0
-# Prior: tokens that a draft adds per plain step of its time. With this value a bad draft is given up after two rounds.
+PRIOR_WEIGHT = 4.0  # number of observations that a prior counts as
+# Tokens that a draft is assumed to add per plain step of its time. By this value a bad draft is given up in two rounds.
 PRIOR_TOKENS_PER_STEP = 4 / 3
 # Longest chain that :meth:`PriorDraftGain.assume_best_chain` considers.
 MAX_ASSUMED_CHAIN = 8
-# Factor on the evidence, once a round: about the last hundred rounds count.
+# Factor on earlier evidence in each round, so that about the last hundred rounds count.
 DECAY = 0.99
 
 
@@ -35,7 +34,7 @@ class AcceptanceModel:
         return (PRIOR_WEIGHT * exp(path_logprob) + self._accepted[index]) / (PRIOR_WEIGHT + self._counts[index])
 
     def observe(self, path_logprob: float, accepted: bool) -> None:
-        """Counts a verified node. ``accepted``: all of its path was."""
+        """Counts a verified node. ``accepted``: all nodes of its path were accepted."""
         self._accepted[_bin(path_logprob)] += accepted
         self._counts[_bin(path_logprob)] += 1.0
 
@@ -51,14 +50,14 @@ def _bin(path_logprob: float) -> int:
 
 @dataclass
 class PriorDraftGain:
-    """The assumed gain of a draft before its first use: it pays by a little, unless its drafter states an estimate.
-    ``extra_steps``: plain steps that drafting adds to a round. ``expected_tokens``: tokens that it adds by estimate."""
+    """The assumed gain of a draft before its first use. Without an estimate, the draft gains a little."""
 
-    extra_steps: float
-    expected_tokens: float | None = None
+    extra_steps: float  # plain steps of time that drafting adds to a round
+    expected_tokens: float | None = None  # estimate of the tokens that drafting adds to a round; None: unknown
 
     @property
     def added_tokens(self) -> float:
+        """Tokens that drafting is assumed to add to a round."""
         return PRIOR_TOKENS_PER_STEP * self.extra_steps if self.expected_tokens is None else self.expected_tokens
 
     @property
@@ -67,19 +66,19 @@ class PriorDraftGain:
         return self.added_tokens > self.extra_steps
 
     def assume_best_chain(self, acceptance: float, steps_per_token: float) -> None:
-        """Assumes the chain length with the most tokens per plain step. ``acceptance``: of a token whose path is
-        accepted. ``steps_per_token``: plain steps to draft and verify one more token."""
+        """Estimates the gain of a chain, with the length that emits the most tokens per plain step.
+        ``acceptance``: of each token after an accepted one. ``steps_per_token``: to draft and verify one more token."""
         tokens, best_rate = 0.0, 0.0
-        for n in range(1, MAX_ASSUMED_CHAIN + 1):
-            tokens += acceptance**n
-            rate = (1.0 + tokens) / (1.0 + n * steps_per_token)
+        for length in range(1, MAX_ASSUMED_CHAIN + 1):
+            tokens += acceptance**length
+            rate = (1.0 + tokens) / (1.0 + length * steps_per_token)
             if rate > best_rate:
-                best_rate, self.expected_tokens, self.extra_steps = rate, tokens, n * steps_per_token
+                best_rate, self.expected_tokens, self.extra_steps = rate, tokens, length * steps_per_token
 
 
 class DraftGain:
-    """The learned gain of drafting in a round: tokens it adds where no lookup proposes any, and plain steps it takes.
-    ``prior`` counts as ``PRIOR_WEIGHT`` rounds; for one sequence, it is the gain over all sequences."""
+    """The learned gain of drafting in a round: the tokens that it adds where no lookup proposes any, and its time.
+    ``prior``: counts as ``PRIOR_WEIGHT`` rounds. The prior of a single sequence is the gain over all sequences."""
 
     def __init__(self, prior: PriorDraftGain | DraftGain) -> None:
         self._prior = prior
@@ -87,16 +86,17 @@ class DraftGain:
 
     @property
     def added_tokens(self) -> float:
-        """Mean of a Gamma posterior for Poisson counts. A round counts by its fraction of new tokens."""
+        """Added tokens of a round: mean of a Gamma posterior for Poisson counts, weighted by ``new_fraction``."""
         return (PRIOR_WEIGHT * self._prior.added_tokens + self._added_tokens) / (PRIOR_WEIGHT + self._new_fractions)
 
     @property
     def extra_steps(self) -> float:
+        """Plain steps of time that drafting adds to a round."""
         return (PRIOR_WEIGHT * self._prior.extra_steps + self._extra_steps) / (PRIOR_WEIGHT + self._rounds)
 
     def observe(self, added_tokens: float, new_fraction: float, extra_steps: float) -> None:
-        """Counts a round with the draft: accepted tokens that only the draft proposed, the fraction of its tokens that
-        no lookup proposed, and the plain steps that it took."""
+        """Counts a round with the draft: the accepted tokens that only the draft proposed, the fraction of the draft's
+        tokens that no lookup proposed, and the plain steps of time that drafting took."""
         self._added_tokens += added_tokens
         self._new_fractions += new_fraction
         self._extra_steps += extra_steps

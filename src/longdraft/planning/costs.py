@@ -34,24 +34,22 @@ from longdraft.trees.tree import TokenTree
 
 logger = logging.getLogger(__name__)
 
-# The measured numbers of tokens, and KV lengths, in which attention is linear. A model of 1.5B takes 3 seconds; more
-# tokens, lengths and repeats gave the same predictions.
+# The measured sizes. Two KV lengths suffice, because the time of attention is linear in the length. Measuring a model
+# of 1.5B takes 3 seconds; more sizes and repeats gave the same predictions.
 NUM_TOKENS = (1, 2, 4, 8, 16, 32)
 KV_LENGTHS = (64, 4096)
-# Repeats of each measurement. There is no second repeat if the first took longer than ENOUGH_SECONDS, because long
-# forwards vary less. The first forward of all also prepares weights.
+# Number of repeats of each measurement. If the first repeat of all sizes takes longer than ENOUGH_SECONDS, there is no
+# second one: long forwards vary less.
 REPEATS, ENOUGH_SECONDS = 2, 1.0
-# Measuring stops after this time with what there is by then: the model may be large, or the machine busy.
+# Measuring stops after this time with a smaller table, because the model may be large, or the machine busy.
 LIMIT_SECONDS = 10.0
-# Version of the tables on disk; to be raised when their meaning changes.
+# Version of the tables on disk, to be raised when their meaning changes.
 _FORMAT = 7
-# Tokens of the forward that prepares weights if the table is on disk already.
+# Number of tokens of the forward that prepares weights if the table is on disk already.
 _WARM_UP_TOKENS = 4
-# Draws the tokens of made-up trees.
-_random = random.Random(0)
-# Weight of a new round in running averages, and the largest factor between a round's time and its prediction that
-# counts.
-_SMOOTHING, OUTLIER_FACTOR = 0.15, 2.0
+_random = random.Random(0)  # draws the tokens of made-up trees
+_SMOOTHING = 0.15  # weight of a new round in running averages
+OUTLIER_FACTOR = 2.0  # a new observation counts as at most this multiple of the running average
 
 
 class ProgressLine(str):
@@ -75,9 +73,9 @@ class CostTable:
     """Seconds of a forward, by its number of tokens and the KV length.
 
     Attributes:
-        lengths: KV lengths, ascending.
-        rows: numbers of tokens of a forward, ascending from 1.
-        seconds: [KV length][number of tokens].
+        lengths: the measured KV lengths, ascending.
+        rows: the measured numbers of tokens of a forward, ascending from 1.
+        seconds: seconds[i][j] for lengths[i] and rows[j].
     """
 
     lengths: tuple[int, ...]
@@ -89,7 +87,7 @@ class CostTable:
         is_sorted = all(x and x[0] >= 0 and list(x) == sorted({int(n) for n in x}) for x in (self.lengths, self.rows))
         is_timed = all(0 <= seconds < LIMIT_SECONDS * 1e3 for row in self.seconds for seconds in row)
         if not (is_shaped and is_sorted and is_timed) or self.rows[0] != 1:
-            raise ValueError("a table of costs has seconds for each length, and for each number of rows from 1 on")
+            raise ValueError("a table of costs needs seconds for each KV length and number of tokens, ascending from 1")
 
     def seconds_at(self, num_tokens: float, kv_len: float) -> float:
         """Seconds of a forward, by linear interpolation between the measurements and extrapolation beyond them."""
@@ -107,11 +105,11 @@ def _interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
 
 @dataclass
 class CostModel:
-    """Predicts the seconds of a target forward: those of the table, times the machine's pace and the table's bias."""
+    """Predicts the seconds of a target forward: the table's seconds, times the machine's pace and the table's bias."""
 
     table: CostTable
-    _pace: float = 1.0
-    # (column of the table, batch size) -> ratio of measured and predicted seconds, and the number of observations.
+    _pace: float = 1.0  # ratio of measured and predicted seconds of all recent rounds
+    # (column of the table, batch size) -> further ratio for such forwards, and how often it was observed.
     _bias: dict[tuple[int, int], tuple[float, int]] = field(default_factory=dict)
 
     def forward_seconds(self, num_tokens: int, kv_lens: Sequence[int]) -> float:
@@ -119,11 +117,11 @@ class CostModel:
         return self._pace * self._bias_of(num_tokens, len(kv_lens))[0] * self._table_seconds(num_tokens, kv_lens)
 
     def observe(self, num_tokens: int, kv_lens: Sequence[int], seconds: float) -> None:
-        """Learns from a round: other work on the machine slows all rounds (pace), a table's error some (bias)."""
+        """Learns from a round. Other work on the machine slows all rounds (pace), an error of the table some (bias)."""
         ratio = seconds / self._table_seconds(num_tokens, kv_lens)
         ratio = min(max(ratio, self._pace / OUTLIER_FACTOR), self._pace * OUTLIER_FACTOR)
         bias, count = self._bias_of(num_tokens, len(kv_lens))
-        # Batches are not in the table but computed from it, so their first rounds count more than the prediction.
+        # A batch's seconds are not measured but computed from the table, so its first rounds outweigh the prediction.
         weight = _SMOOTHING if len(kv_lens) == 1 else max(_SMOOTHING, 1 / (count + 1))
         self._bias[self._column(num_tokens), len(kv_lens)] = (bias + weight * (ratio / self._pace - bias), count + 1)
         self._pace += _SMOOTHING * (ratio / bias - self._pace)
@@ -145,11 +143,12 @@ class CostModel:
         return max(weights + kv, 1e-9)
 
     def _column(self, num_tokens: int) -> int:
+        """Index of the table's interval that ``num_tokens`` falls into."""
         return bisect_right(self.table.rows, num_tokens)
 
 
 def _filled_store(runner: TargetRunner, kv_len: int, num_tokens: int) -> KVStore:
-    """A store with ``kv_len`` entries of zeros, and space for ``num_tokens`` more."""
+    """Makes a store of one slot with ``kv_len`` zero entries, and space for ``num_tokens`` more."""
     store = runner.new_store(1, kv_len + num_tokens)
     for layer in range(store.shape.layers):
         for tensor in store.layer(layer):
@@ -185,12 +184,13 @@ def measure(
     costs beyond them are extrapolated.
 
     Args:
-        kv_lens: longer ones than the model's context are shortened to it.
+        kv_lens: KV lengths to measure, shortened to the model's context.
+        num_tokens: numbers of tokens of a forward to measure.
         on_progress: called with the fraction of the work that is done.
         time_forward: (runner, store, number of tokens) -> seconds.
 
     Returns:
-        The table without lengths that do not fit the memory; None if not even the shortest fits.
+        The table, without KV lengths that do not fit the memory; None if not even the shortest fits.
     """
     kv_lens = sorted({max(1, min(length, runner.context_length - num_tokens[-1])) for length in kv_lens})
     start = time.perf_counter()
@@ -200,30 +200,30 @@ def measure(
             store = _filled_store(runner, length, num_tokens[-1])
         except MemoryBudgetError:
             break
-        sizes = list(table[0] if table else num_tokens)
+        sizes = list(table[0] if table else num_tokens)  # later lengths have the sizes that the first one had time for
         length_start = time.perf_counter()
         deadline = start + LIMIT_SECONDS * (i + 1) / len(kv_lens)
-        minima: dict[int, float] = {}
+        min_seconds: dict[int, float] = {}
         for step, n in enumerate(sizes * REPEATS):
             on_progress((i + step / len(sizes) / REPEATS) / len(kv_lens))
             if step == len(sizes) and time.perf_counter() - length_start > ENOUGH_SECONDS:
                 break
-            # Expect the time that this size took before, or twice the time of the next smaller size.
-            expected = minima.get(n) or (table[-1][n] if table else 2 * minima.get(sizes[step - 1], 0.0))
+            # Expects the time that this size took before, or twice the time of the next smaller size.
+            expected = min_seconds.get(n) or (table[-1][n] if table else 2 * min_seconds.get(sizes[step - 1], 0.0))
             if time.perf_counter() + expected > deadline and (table or step > 1):
                 break
             seconds = time_forward(runner, store, n)
-            minima[n] = min(seconds, minima.get(n, seconds))
-        if table and len(minima) < len(sizes):
+            min_seconds[n] = min(seconds, min_seconds.get(n, seconds))
+        if table and len(min_seconds) < len(sizes):
             break
-        table.append(minima)
+        table.append(min_seconds)
     on_progress(1.0)
     if not table:
         return None
-    # Other work on the machine only adds time, and fewer tokens or a shorter context cannot cost more.
+    # A forward with fewer tokens or a shorter context cannot cost more. If it did, other work on the machine slowed it.
     seconds_table = [
-        tuple(min(other[m] for other in table[i:] for m in minima if m >= n) for n in minima)
-        for i, minima in enumerate(table)
+        tuple(min(longer[m] for longer in table[i:] for m in min_seconds if m >= n) for n in min_seconds)
+        for i, min_seconds in enumerate(table)
     ]
     return CostTable(tuple(kv_lens[: len(table)]), tuple(table[0]), tuple(seconds_table))
 
@@ -237,35 +237,36 @@ def load_or_measure(
     """Returns a target's cost table on this machine: read from disk, or measured and written to disk.
 
     Args:
-        folder: of the tables; None: in the package's cache.
+        folder: folder of the tables; None: a folder in the package's cache.
         progress: called with a :class:`ProgressLine` while measuring.
         measure_with: replaces :func:`measure`.
 
     Returns:
-        None if not even the shortest KV length fits the free memory.
+        The table; None if not even the shortest KV length fits the free memory.
     """
     key = _key(runner)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     file = (cache_folder() / "costs" if folder is None else folder) / f"{digest}.json"
-    cached = _read(file)
-    if cached is not None:
-        with suppress(MemoryBudgetError):  # the first forward packs weights, which must not count as a round's cost
+    cached_table = _read(file)
+    if cached_table is not None:
+        with suppress(MemoryBudgetError):  # the first forward packs weights, and this must not count as a round's cost
             _time_forward(runner, _filled_store(runner, 1, _WARM_UP_TOKENS), _WARM_UP_TOKENS)
-        return cached
+        return cached_table
     line = f"Measuring what a verification costs on this machine (once a model, {LIMIT_SECONDS:.0f} seconds at most)"
     logger.info(line)
     table = measure_with(runner, on_progress=fraction_reporter(line, progress))
     if table is not None:
         try:
-            with atomic_write(file) as part:
-                part.write_text(json.dumps({"key": key, "table": asdict(table)}, indent=1) + "\n", encoding="utf-8")
-        except CheckpointError as error:  # it will be measured again
-            logger.info("The table of costs cannot be kept: %s", error)
+            with atomic_write(file) as partial_file:
+                text = json.dumps({"key": key, "table": asdict(table)}, indent=1) + "\n"
+                partial_file.write_text(text, encoding="utf-8")
+        except CheckpointError as error:
+            logger.info("The table of costs cannot be written, and will be measured again next time: %s", error)
     return table
 
 
 def _key(runner: TargetRunner) -> dict[str, object]:
-    """Everything that the measured times depend on."""
+    """Everything that the measured times depend on. A changed word here would discard all tables on disk."""
     return {
         "format": _FORMAT,
         "rows": "chain" if runner.branching_is_expensive else "tree",
@@ -288,7 +289,7 @@ def _read(file: Path) -> CostTable | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
-        logger.warning("The costs in %s cannot be read, and are measured anew: %s.", file, reason_of(error))
+        logger.warning("The table of costs %s cannot be read, and is measured anew: %s.", file, reason_of(error))
         return None
 
 

@@ -1,14 +1,14 @@
 """The planner: how much to draft and how much to verify in each round, for the most tokens per second.
 
 A round that drafts for D seconds, and verifies its n most probable nodes in V(1 + n) seconds, emits 1 + p_1 + ... + p_n
-tokens on average. p_i is the nodes' acceptance probability, with :func:`discounted odds <discount_odds>`. The planner
-verifies the n with the most tokens per second; n = 0 is plain decoding. In a batch a forward is as wide as its largest
-tree, so one n is chosen for all sequences.
+tokens on average. p_i is the i-th node's acceptance probability, with :func:`discounted odds <discount_odds>`. The
+planner chooses the n with the most tokens per second; n = 0 is plain decoding. In a batch a forward is as wide as its
+largest tree, so one n is chosen for all sequences.
 
-A lookup costs next to nothing: it proposes first, with probabilities. A draft model costs forwards, so the planner
-decides whether to run it before it proposes: it compares the tokens that the draft added lately, without those that the
-lookup proposes already, with their time (:class:`~longdraft.planning.acceptance_model.DraftGain`). At first a draft is
-assumed to pay by a little, so a bad one is given up after two or three rounds. Evidence decays, so it is tried again.
+A lookup costs next to nothing, so it always proposes, with probabilities. A draft model costs forwards. The planner
+runs it if the tokens that it added lately, beyond the lookup's proposals, were worth its time
+(:class:`~longdraft.planning.acceptance_model.DraftGain`). At first a draft model is assumed to gain a little, so a bad
+one is given up after two or three rounds. Evidence decays, so the draft model is tried again later.
 
 The output does not depend on the plan: verification is exact for any tree.
 """
@@ -26,15 +26,12 @@ from longdraft.trees.tree import NodeLimit, TokenTree
 
 # Assumed time of a draft forward before the first measurement, in plain steps (decoding steps without a draft).
 INITIAL_FORWARD_STEPS = 0.15
-# Factor on a node's acceptance odds. The best-looking nodes are the most overestimated ones, and a wide forward between
-# narrow ones costs more than in a series of wide ones, which is how costs are measured.
+# Factor on a node's acceptance odds, for two errors: the highest estimates are overestimated the most, and a wide
+# forward between narrow ones costs more than it did when costs were measured, in a series of equal forwards.
 ODDS_FACTOR = 0.45
-# The cost of one more token in a forward is the average over this many draft tokens.
-TYPICAL_NUM_TOKENS = 8
-# Weight of a new observation in the running averages.
-SMOOTHING = 0.2
-# Initial value of ``Planner.worthwhile_nodes``.
-_INITIAL_NODES = 8.0
+TYPICAL_NUM_TOKENS = 8  # the cost of one more token in a forward is the average over this many tokens
+SMOOTHING = 0.2  # weight of a new observation in running averages
+_INITIAL_NODES = 8.0  # initial value of ``Planner.worthwhile_nodes``
 
 
 def discount_odds(p: float) -> float:
@@ -43,30 +40,32 @@ def discount_odds(p: float) -> float:
 
 
 class Planner:
-    """What is known of a method's costs and acceptance on a target. Serves one run after another.
+    """What is known of a method's costs and acceptance on a target. One run after another uses and updates it.
 
     Args:
-        table: of forward costs.
+        table: seconds of target forwards.
         use_clock: learn from measured times; False: a round takes the table's seconds, and drafting takes none.
 
     Attributes:
-        acceptance, draft_gains: {is greedy: estimate}. Sampled tokens are accepted less often than greedy ones.
+        acceptance: {is greedy: acceptance model}. Sampled tokens are accepted less often than greedy ones.
+        draft_gains: {is greedy: gain of the draft}, over all sequences.
         prior_gain: the assumed gain of the draft before its first use.
         forward_steps: time of a draft forward in plain steps.
-        worthwhile_nodes: running average of the draft nodes of a tree that are worth verifying.
-        tokens_per_step: running average of a sequence's emitted tokens in the time of a plain step.
+        worthwhile_nodes: running average of the number of draft nodes that are worth verifying.
+        tokens_per_step: running average of the tokens that a sequence emits in the time of a plain step.
         draft_was_tried: the draft has been used.
     """
 
     def __init__(self, table: CostTable, use_clock: bool = True) -> None:
         self.costs, self.use_clock = CostModel(table), use_clock
         self.acceptance = {greedy: AcceptanceModel() for greedy in (True, False)}
-        self.prior_gain = PriorDraftGain(2 * INITIAL_FORWARD_STEPS)
+        self.prior_gain = PriorDraftGain(2 * INITIAL_FORWARD_STEPS)  # as if a round had two draft forwards
         self.draft_gains = {greedy: DraftGain(self.prior_gain) for greedy in (True, False)}
         self.forward_steps, self.worthwhile_nodes, self.tokens_per_step = INITIAL_FORWARD_STEPS, _INITIAL_NODES, 1.0
         self.draft_was_tried = False
 
     def start(self, drafter: Drafter | None = None) -> Plan:
+        """Starts the plan of a run."""
         return Plan(self, drafter)
 
 
@@ -75,7 +74,7 @@ class Plan:
 
     def __init__(self, planner: Planner, drafter: Drafter | None = None) -> None:
         self._planner, self._costs, self._drafter = planner, planner.costs, drafter
-        self._gains: dict[int, DraftGain] = {}  # by sequence index
+        self._gains: dict[int, DraftGain] = {}  # {sequence index: gain of the draft for it}
 
     def node_limit(self, sequences: SequenceOf[Sequence], kv_lens: SequenceOf[int] | None = None) -> NodeLimit:
         planner = self._planner
@@ -86,22 +85,22 @@ class Plan:
         if planner.use_clock and not planner.draft_was_tried:
             self._estimate_draft()
         self._gains = {s.index: self._gains.get(s.index) or DraftGain(planner.draft_gains[s.greedy]) for s in sequences}
-        # For each sequence that the draft runs for: the lookup's tree, pruned to what would pay without the draft, and
-        # the fraction of the draft's tokens that this tree does not propose.
+        # For each sequence that the draft runs for: the lookup's tree, pruned as if there were no draft, and the
+        # fraction of the draft's tokens that this tree does not propose.
         self._without_draft: dict[int, tuple[TokenTree, float]] = {}
         self._draft_seconds = 0.0
         # One level more costs a draft forward of each sequence, and one more token to verify.
         level_steps = len(sequences) * planner.forward_steps + self._token_steps()
-        max_nodes = round(planner.worthwhile_nodes) + 2
+        max_nodes = round(planner.worthwhile_nodes) + 2  # more than on average, so that the average can grow
         return NodeLimit(max_nodes, level_steps * planner.tokens_per_step, self._select_sequences)
 
     def prune(self, trees: list[TokenTree]) -> list[TokenTree]:
-        """Keeps the nodes worth verifying: the same number in all trees, as a forward is as wide as the largest."""
+        """Keeps the nodes worth verifying. All trees keep equally many: a forward is as wide as the largest tree."""
         self._trees = trees
         if any(tree.num_draft_tokens for tree in trees):
-            n = self._best_node_count(self._sequences, trees, self._draft_seconds)[0]
-            self._planner.worthwhile_nodes += SMOOTHING * (n - self._planner.worthwhile_nodes)
-            self._trees = [tree.keep_best(n) for tree in trees]
+            num_nodes = self._best_node_count(self._sequences, trees, self._draft_seconds)[0]
+            self._planner.worthwhile_nodes += SMOOTHING * (num_nodes - self._planner.worthwhile_nodes)
+            self._trees = [tree.keep_best(num_nodes) for tree in trees]
         return self._trees
 
     def observe(
@@ -110,7 +109,7 @@ class Plan:
         planner = self._planner
         if not planner.use_clock:
             draft_seconds, verify_seconds = 0.0, self._forward_seconds(self._query_len())
-        # A refresh of SpecPV verifies earlier tokens too, so its time says nothing of this round's trees.
+        # A refresh of SpecPV also verifies earlier tokens, so its time says nothing about this round's trees.
         if not any(result.mode == "refresh" for result in results):
             self._costs.observe(self._query_len(), self._kv_lens, verify_seconds)
         for result in results:
@@ -147,8 +146,8 @@ class Plan:
     # --- whether to draft ---
 
     def _estimate_draft(self) -> None:
-        """Before the first use of a draft that is the target on a part of its KV: computes its forward's time from the
-        cost table, and from that whether a chain pays."""
+        """Estimates the gain of self-drafting before its first use. The draft is the target on a part of its KV, so the
+        cost table gives the time of its forward."""
         planner, drafter = self._planner, self._drafter
         kv_read = [None if drafter is None else drafter.kv_tokens_read(kv_len) for kv_len in self._kv_lens]
         if drafter is not None and None not in kv_read:
@@ -160,32 +159,32 @@ class Plan:
                 planner.prior_gain.assume_best_chain(drafter.prior_acceptance, steps_per_token)
 
     def _select_sequences(self, sequences: list[Sequence], lookup_trees: list[TokenTree]) -> list[Sequence]:
-        """Returns the sequences for which it pays to run the draft, given the trees that lookups proposed."""
+        """Returns the sequences for which the draft is worth running, given the trees that lookups proposed."""
         if not sequences or not (self._planner.draft_was_tried or self._planner.prior_gain.is_worthwhile):
             return []
-        n, num_tokens, seconds = self._best_node_count(sequences, lookup_trees, 0.0)
-        trees = [tree.keep_best(n) for tree in lookup_trees]
+        num_nodes, num_tokens, seconds = self._best_node_count(sequences, lookup_trees, 0.0)
+        trees = [tree.keep_best(num_nodes) for tree in lookup_trees]
         gains = [self._gains[s.index] for s in sequences]
         inputs = zip(sequences, trees, gains, strict=True)
         new_fractions = [self._new_fraction(s, tree, gain.added_tokens) for s, tree, gain in inputs]
         added = [fraction * gain.added_tokens for fraction, gain in zip(new_fractions, gains, strict=True)]
-        # Tokens of all sequences that a round without the draft emits in the time of a plain step.
+        # Tokens that all sequences together emit without the draft in the time of a plain step.
         rate = num_tokens / seconds * self._plain_seconds
-        chosen = [i for i, gain in enumerate(gains) if added[i] > rate * gain.extra_steps / len(sequences)]
-        if not chosen:
+        selected = [i for i, gain in enumerate(gains) if added[i] > rate * gain.extra_steps / len(sequences)]
+        if not selected:
             return []
-        extra_steps = max(gains[i].extra_steps for i in chosen)
-        if sum(added[i] for i in chosen) <= rate * extra_steps:
+        extra_steps = max(gains[i].extra_steps for i in selected)
+        if sum(added[i] for i in selected) <= rate * extra_steps:
             return []
-        self._without_draft = {sequences[i].index: (trees[i], new_fractions[i]) for i in chosen}
+        self._without_draft = {sequences[i].index: (trees[i], new_fractions[i]) for i in selected}
         self._seconds_without_draft, self._draft_seconds = seconds, extra_steps * self._plain_seconds
-        return [sequences[i] for i in chosen]
+        return [sequences[i] for i in selected]
 
     def _new_fraction(self, s: Sequence, tree: TokenTree, added_tokens: float) -> float:
         """The fraction of the draft's tokens that ``tree`` does not propose already.
 
-        A draft that adds ``added_tokens`` on average is accepted to depth k with probability a^k. If the tree's path to
-        depth k is accepted too, the draft adds nothing there. Both are assumed to be independent.
+        A draft that adds ``added_tokens`` on average is accepted to depth k with probability a^k. If a path of ``tree``
+        to depth k is accepted too, the draft adds nothing there. The two events are assumed to be independent.
         """
         a = added_tokens / (1.0 + added_tokens)
         proposed = zip(self._path_probabilities(s, tree)[1:], tree.depths[1:], strict=True)
@@ -197,9 +196,9 @@ class Plan:
         planner.draft_was_tried = True
         extra_seconds = self._forward_seconds(self._query_len()) - self._seconds_without_draft
         if num_forwards:
-            # The first forwards of all may prepare weights, so a single round's time counts only up to a limit.
-            measured = draft_seconds / num_forwards / self._plain_seconds
-            forward_steps = min(measured, OUTLIER_FACTOR * planner.forward_steps)
+            # The very first forwards may also prepare weights, so a single round's time counts only up to a limit.
+            measured_steps = draft_seconds / num_forwards / self._plain_seconds
+            forward_steps = min(measured_steps, OUTLIER_FACTOR * planner.forward_steps)
             planner.forward_steps += SMOOTHING * (forward_steps - planner.forward_steps)
             extra_seconds += num_forwards * forward_steps * self._plain_seconds
         extra_steps = max(extra_seconds / self._plain_seconds, 1e-6)  # positive, so that a gain has a cost
@@ -208,9 +207,9 @@ class Plan:
             sequence = result.sequence
             if sequence.index in self._without_draft:
                 tree, new_fraction = self._without_draft[sequence.index]
-                added = max(0, result.num_accepted - tree.match_length(result.new_token_ids))
+                added_tokens = max(0, result.num_accepted - tree.match_length(result.new_token_ids))
                 for gain in (self._gains[sequence.index], planner.draft_gains[sequence.greedy]):
-                    gain.observe(added, new_fraction, extra_steps)
+                    gain.observe(added_tokens, new_fraction, extra_steps)
 
     # --- how much to verify ---
 
@@ -220,10 +219,10 @@ class Plan:
         """Finds the number of nodes of each tree with the most tokens per second, after ``draft_seconds`` of drafting.
 
         Returns:
-            That number, the expected tokens of the round over all sequences, and its seconds.
+            The number of nodes, and with it the round's expected tokens over all sequences, and its seconds.
         """
         max_nodes = max(tree.num_draft_tokens for tree in trees)
-        gains = [0.0] * (max_nodes + 1)  # expected tokens that the n-th best nodes of all trees add
+        gains = [0.0] * (max_nodes + 1)  # [n]: expected tokens that the n-th best nodes of all trees add
         for s, tree in zip(sequences, trees, strict=True):
             for n, p in enumerate(sorted(self._path_probabilities(s, tree)[1:], reverse=True), 1):
                 gains[n] += discount_odds(p)
@@ -237,7 +236,7 @@ class Plan:
         return best
 
     def _path_probabilities(self, s: Sequence, tree: TokenTree) -> list[float]:
-        """Acceptance probability of each node's path, the root's first. At most that of the parent's path."""
+        """Acceptance probability of each node's path, but no more than of its parent's path; 1 for the root."""
         acceptance, probabilities = self._planner.acceptance[s.greedy], [1.0] * tree.size
         for node in range(1, tree.size):
             p = 1.0 if node in tree.forced_nodes else acceptance.probability(tree.path_logprobs[node])

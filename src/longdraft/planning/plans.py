@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from longdraft.planning.planner import Planner
 
 PLANS = ("auto", "fixed")
-# One of PLANS; or {number of tokens: seconds of a forward}, which is used in place of measured times.
+# One of PLANS ("fixed": rounds are not planned), or {number of tokens: seconds of a forward} to plan by.
 PlanChoice: TypeAlias = "str | Mapping[int, float] | None"
 # Environment variable with the default plan.
 PLAN_VARIABLE = "LONGDRAFT_PLAN"
@@ -22,7 +22,7 @@ _TREE_OPTIONS = ("widths", "nodes", "tree", "depth", "top_k", "threshold")
 
 
 def check_plan(plan: PlanChoice) -> PlanChoice:
-    """Returns ``plan``; raises ValueError if it is not a valid one."""
+    """Returns ``plan``; raises ValueError if it is no valid plan."""
     if isinstance(plan, Mapping):
         _constant_table(plan)
     elif plan is not None and plan not in PLANS:
@@ -34,7 +34,7 @@ def is_planned(plan: PlanChoice, options: Mapping[str, Any], exact: bool = True)
     """Returns whether to plan rounds. By default yes, unless the options shape a tree or the method is not exact.
 
     Args:
-        exact: the method's output does not depend on what is drafted. Otherwise it would depend on the clock.
+        exact: the method's output does not depend on the drafts. If it did, a plan by measured times would change it.
 
     Raises:
         ValueError: the environment variable is not a valid plan.

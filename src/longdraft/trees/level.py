@@ -17,10 +17,10 @@ class TreeLevel:
     """The nodes of one depth: W nodes for each of the B' sequences of a batch whose trees still grow.
 
     Attributes:
-        sequence_indices: index in the batch of each of the B' sequences, integers on the host.
+        sequence_indices: index in the batch of each of the B' sequences.
         depth: 0 for the roots, one node each.
         tokens: (B', W) target ids.
-        parents: (B', W) index of each node's parent in its sequence's part of the level before.
+        parents: (B', W) index of each node's parent among the sequence's nodes in the level before.
         logprobs: float32 (B', W) log-probability of each node given its path.
         path_logprobs: float32 (B', W) log-probability of each node's path.
     """
@@ -43,7 +43,7 @@ class TreeLevel:
         """Returns the entries of these sequences from a tensor (B', ...)."""
         if tuple(sequence_indices) == self.sequence_indices:
             return x
-        # Not by an index tensor, which would have to be copied to the device.
+        # Stacked, because an index tensor would have to be copied to the device.
         return torch.stack([x[self.sequence_indices.index(i)] for i in sequence_indices])
 
     def topk(self, k: int) -> tuple[TreeLevel, torch.Tensor]:
@@ -53,18 +53,18 @@ class TreeLevel:
         return TreeLevel(self.sequence_indices, self.depth, tokens, parents, logprobs, path_logprobs), indices
 
 
-# Replaces a NaN log-probability: below all others, and finite, so that sums of it can be compared.
+# Replaces a NaN log-probability: lower than any real one, but finite, so that sums can be compared.
 _NAN_LOGPROB = -1e9
 # level -> the draft's logits (B', W, draft vocabulary) for the children of its nodes.
 DraftLogits = Callable[[TreeLevel], torch.Tensor]
 # (level, k) -> log-probabilities and draft ids (B', W, k) of the k likeliest children of its nodes, sorted.
 DraftTopk = Callable[[TreeLevel, int], tuple[torch.Tensor, torch.Tensor]]
 # (level, log-probabilities and target ids (B', W, K) of the likeliest children) -> log-probabilities (B', W, K) with
-# which the target samples them, given the Gumbel noise that it will use.
+# which the target will sample these children, given its Gumbel noise.
 CoupledLogprobs = Callable[[TreeLevel, torch.Tensor, torch.Tensor], torch.Tensor]
 # (level, log-probabilities (B', W, K) of the children of its nodes, sorted) -> corrected log-probabilities.
 Calibrate = Callable[[TreeLevel, torch.Tensor], torch.Tensor]
-COUPLED_TOP_K = 64  # K of ``CoupledLogprobs``
+COUPLED_TOP_K = 64  # minimum K of ``CoupledLogprobs``: noise may lift any of these tokens to the top
 
 
 def expand_level(
@@ -76,7 +76,7 @@ def expand_level(
     calibrate: Calibrate | None = None,
 ) -> TreeLevel:
     """Returns the level of the ``k`` most probable children of each node. Their ``parents`` are indices into ``level``.
-    The other arguments are those of :meth:`longdraft.trees.tree_config.TreeConfig.grow`."""
+    For the other arguments see :meth:`longdraft.trees.kind.TreeConfig.grow`."""
     logprobs, tokens = draft_topk(level, k if coupled_logprobs is None else max(k, COUPLED_TOP_K))
     tokens = tokens if draft_to_target_ids is None else draft_to_target_ids[tokens]
     if coupled_logprobs is not None:
@@ -84,8 +84,8 @@ def expand_level(
         logprobs, indices = logprobs.topk(min(k, logprobs.shape[-1]), dim=-1)
         tokens = tokens.gather(-1, indices)
     logprobs = logprobs if calibrate is None else calibrate(level, logprobs)
-    # Rounding must not put a child above its parent, or the best nodes would not contain their parents. A draft whose
-    # numbers overflowed may propose badly, but its log-probabilities must be comparable.
+    # The clamp keeps a rounded child from scoring above its parent: the best nodes must contain their parents. A draft
+    # whose numbers overflowed to NaN may propose badly, but must not break the comparisons.
     logprobs = logprobs.nan_to_num(nan=_NAN_LOGPROB).clamp(max=0.0)
     path_logprobs = (level.path_logprobs[..., None] + logprobs).flatten(1)
     parents = _repeated_indices(tokens.shape[1], tokens.shape[2], tokens.device).expand_as(path_logprobs)
@@ -110,22 +110,23 @@ def root_level(roots: Sequence[int], device: torch.device | str) -> TreeLevel:
 @lru_cache(maxsize=256)
 @torch.inference_mode(False)
 def _repeated_indices(count: int, repeats: int, device: torch.device) -> torch.Tensor:
-    """0 .. count - 1, each ``repeats`` times, on the device. Cached, as there are few sizes."""
+    """0 .. count - 1, each ``repeats`` times, on the device. Cached, because a draft uses few sizes."""
     return torch.arange(count, device=device).repeat_interleave(repeats)
 
 
 def to_trees(roots: Sequence[int], levels: Sequence[TreeLevel]) -> list[TokenTree]:
-    """Copies levels to the host and joins them to trees. Only this function waits for the device."""
+    """Copies levels to the host and joins them to trees. Drafting waits for the device only here."""
     if not levels:
         return [TokenTree((root,), (-1,), (0.0,)) for root in roots]
     # One copy of 32-bit words: tokens and parents (int64) of all levels, then their log-probabilities (float32).
-    integers = [x.contiguous().flatten() for level in levels for x in (level.tokens, level.parents)]
-    words = [x.view(torch.int32) for x in (*integers, *(level.logprobs.flatten() for level in levels))]
+    int_tensors = [x.contiguous().flatten() for level in levels for x in (level.tokens, level.parents)]
+    words = [x.view(torch.int32) for x in (*int_tensors, *(level.logprobs.flatten() for level in levels))]
     copied = torch.cat(words).cpu()
-    split = 2 * sum(map(len, integers))
-    numbers, floats = copied[:split].view(torch.long).tolist(), copied[split:].view(torch.float32).tolist()
+    num_int_words = 2 * sum(map(len, int_tensors))
+    integers = copied[:num_int_words].view(torch.long).tolist()
+    floats = copied[num_int_words:].view(torch.float32).tolist()
     tokens, parents, logprobs = [[root] for root in roots], [[-1] for _ in roots], [[0.0] for _ in roots]
-    level_start = 0  # nodes of the levels before, over all sequences
+    level_start = 0  # number of nodes in the levels before, over all sequences
     parent_offset = [0] * len(roots)  # for each sequence, index in its tree of the first node of the level before
     for level in levels:
         width = level.path_logprobs.shape[1]
@@ -133,11 +134,11 @@ def to_trees(roots: Sequence[int], levels: Sequence[TreeLevel]) -> list[TokenTre
         for i, sequence in enumerate(level.sequence_indices):
             offset = parent_offset[sequence]
             parent_offset[sequence] = len(tokens[sequence])
-            first = level_start + i * width  # in ``floats``
-            first_token = level_start + first  # in ``numbers``: a level has twice as many there
+            first_logprob = level_start + i * width
+            first_token = level_start + first_logprob  # a node has one float, but two integers
             first_parent = first_token + level_size
-            tokens[sequence] += numbers[first_token : first_token + width]
-            parents[sequence] += [offset + p for p in numbers[first_parent : first_parent + width]]
-            logprobs[sequence] += floats[first : first + width]
+            tokens[sequence] += integers[first_token : first_token + width]
+            parents[sequence] += [offset + p for p in integers[first_parent : first_parent + width]]
+            logprobs[sequence] += floats[first_logprob : first_logprob + width]
         level_start += level_size
     return [TokenTree(tuple(t), tuple(p), tuple(x)) for t, p, x in zip(tokens, parents, logprobs, strict=True)]

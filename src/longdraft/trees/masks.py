@@ -17,7 +17,7 @@ from longdraft.trees.tree import TokenTree
 def padded_ancestor_mask(trees: Sequence[TokenTree], size: int) -> torch.Tensor:
     """Returns (B, size, size) bool on the host: True where node i attends to node j.
     Padding nodes attend to themselves only."""
-    # Built as bytes, because torch would need three calls for each node.
+    # Built as bytes, because torch would need three calls for each node. A node's row is its parent's row plus itself.
     rows: list[bytearray] = []
     for tree in trees:
         mask = [bytearray(size) for _ in range(size)]
@@ -33,7 +33,7 @@ def make_tree_batch(
     store: KVStore, slots: Sequence[int], trees: Sequence[TokenTree], root_positions: Sequence[int] | None = None
 ) -> ForwardBatch:
     """Makes the batch of a forward over one tree for each slot. Smaller trees are padded; no node attends to padding.
-    ``root_positions``: position of each root; None: after the slot's committed tokens."""
+    ``root_positions``: position of each root; None: the position after the slot's committed tokens."""
     if all(tree.is_chain for tree in trees):
         return store.make_forward_batch(slots, [tree.tokens for tree in trees], root_positions=root_positions)
     size = max(tree.size for tree in trees)
@@ -48,17 +48,17 @@ def make_tree_batch(
 
 
 class AncestorMask:
-    """The mask of trees that a draft grows level by level, in one round of a batch."""
+    """The attention mask of the trees that a draft grows level by level, in one round of a batch."""
 
     def __init__(self) -> None:
         self._level: TreeLevel | None = None
         self._mask = torch.empty(0, **CPU_FLOAT32)
 
     def add(self, level: TreeLevel) -> torch.Tensor:
-        """Adds a level; returns (B', W, S) bool on its device: which of the S nodes so far its W nodes attend to.
-        Nodes of the first level, which are the roots or their children, attend to themselves only."""
-        batch, width = level.tokens.shape
-        mask = _identity_mask(width, level.tokens.device).expand(batch, -1, -1)
+        """Adds a level; returns (B', W, S) bool on the level's device: which of the S nodes so far its nodes attend to.
+        The nodes of the first level that is added (the roots or their children) attend to themselves only."""
+        batch_size, width = level.tokens.shape
+        mask = _identity_mask(width, level.tokens.device).expand(batch_size, -1, -1)
         if self._level is not None:
             above = self._level.index_select(level.sequence_indices, self._mask)
             inherited = above.gather(1, level.parents[..., None].expand(-1, -1, above.shape[2]))

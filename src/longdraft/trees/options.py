@@ -55,13 +55,14 @@ class TreeOptions(Options):
     )
 
     def config(self, default: str, depth: int | None = None) -> TreeConfig:
-        """Returns the tree that the options describe. ``depth``: default levels of a dynamic tree.
+        """Returns the tree that the options describe.
 
         Args:
-            default: type of tree, if neither ``tree`` nor an option of only one type determines it.
+            default: type of tree if neither ``tree`` nor the other options determine it.
+            depth: default number of levels of a dynamic tree; None: the preset's.
 
         Raises:
-            ValueError: options of two types together, or sizes that make no tree.
+            ValueError: the options belong to different types of trees, or a size is out of range.
         """
         from longdraft.trees import tree_config as presets  # imported here, because it imports torch
 
@@ -70,7 +71,7 @@ class TreeOptions(Options):
         tree = options.pop("tree", None) or _implied_type(default, options)
         if wrong := [name for name in options if name not in ("nodes", *TREE_TYPES[tree])]:
             raise ValueError(
-                f"{' and '.join(wrong)} do not shape a tree {tree!r}: it takes {', '.join(TREE_TYPES[tree])}"
+                f"a tree of type {tree} takes {', '.join(TREE_TYPES[tree])} and nodes: leave {' and '.join(wrong)} out"
             )
         if tree == "dynamic" and depth is not None:
             options.setdefault("depth", depth)
@@ -79,7 +80,7 @@ class TreeOptions(Options):
 
 
 def _implied_type(default: str, names: Collection[str]) -> str:
-    """The type of tree that options without ``tree`` describe."""
+    """The type of tree that options other than ``tree`` describe."""
     if "widths" in names:
         return "static" if default == "static" else "beam"
     if "threshold" in names:

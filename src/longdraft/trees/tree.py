@@ -20,9 +20,9 @@ class TokenTree:
 
     Attributes:
         tokens: token id of each node.
-        parents: index of each node's parent; -1 for the root, and for it alone.
-        logprobs: the drafter's log-probability of each node given its parents; empty if the drafter has none.
-        lookup_nodes: nodes that a suffix lookup proposed, not a draft model; for display.
+        parents: index of each node's parent; -1 for the root only.
+        logprobs: the drafter's log-probability of each node given its ancestors; empty if the drafter has none.
+        lookup_nodes: nodes that a suffix lookup proposed, and not a draft model; for display.
         forced_nodes: nodes that are accepted if their parents are, because a grammar forbids every other token.
     """
 
@@ -34,9 +34,9 @@ class TokenTree:
 
     def __post_init__(self) -> None:
         if not self.tokens or len(self.tokens) != len(self.parents):
-            raise ValueError(f"{len(self.tokens)} tokens and {len(self.parents)} parents")
+            raise ValueError(f"tokens and parents must be equally many: {len(self.tokens)}, {len(self.parents)}")
         if self.parents[0] != -1 or any(not 0 <= p < i for i, p in enumerate(self.parents) if i):
-            raise ValueError(f"parents must precede their children and only node 0 is a root: {self.parents}")
+            raise ValueError(f"parents must precede their children, and only node 0 may be a root: {self.parents}")
         if self.logprobs and len(self.logprobs) != len(self.tokens):
             raise ValueError(f"{len(self.logprobs)} log-probabilities for {len(self.tokens)} nodes")
 
@@ -61,19 +61,19 @@ class TokenTree:
     @cached_property
     def path_logprobs(self) -> tuple[float, ...]:
         """The drafter's log-probability of each node's path from the root; zeros if the drafter has none."""
-        scores = [0.0] * self.size
+        sums = [0.0] * self.size
         for node in range(1, self.size if self.logprobs else 0):
-            scores[node] = scores[self.parents[node]] + self.logprobs[node]
-        return tuple(scores)
+            sums[node] = sums[self.parents[node]] + self.logprobs[node]
+        return tuple(sums)
 
     @cached_property
     def is_chain(self) -> bool:
-        """True if no node has two children, so the causal mask is its mask."""
+        """True if no node has two children, so that the tree's attention mask is causal."""
         return all(parent == i - 1 for i, parent in enumerate(self.parents))
 
     @cached_property
     def _children(self) -> tuple[dict[int, int], ...]:
-        """For each node, {token: child}. Of two children with one token, the first."""
+        """For each node, {token: child}. If two children have the same token, the first one counts."""
         children: list[dict[int, int]] = [{} for _ in self.tokens]
         for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
             if parent >= 0:
@@ -105,16 +105,16 @@ class TokenTree:
         return nodes[::-1]
 
     def with_prefix(self, tokens: Sequence[int]) -> TokenTree:
-        """Returns the tree with a chain of tokens before its root. The first of them is the new root."""
+        """Returns the tree with a chain of tokens before its root. The first of these tokens is the new root."""
         if not tokens:
             return self
-        n = len(tokens)
+        offset = len(tokens)
         return TokenTree(
             (*tokens, *self.tokens),
-            (*range(-1, n), *(parent + n for parent in self.parents[1:])),
-            (0.0,) * n + self.logprobs if self.logprobs else (),
-            frozenset(i + n for i in self.lookup_nodes),
-            frozenset(i + n for i in self.forced_nodes),
+            (*range(-1, offset), *(parent + offset for parent in self.parents[1:])),
+            (0.0,) * offset + self.logprobs if self.logprobs else (),
+            frozenset(i + offset for i in self.lookup_nodes),
+            frozenset(i + offset for i in self.forced_nodes),
         )
 
     def limit_depth(self, max_depth: int) -> TokenTree:
@@ -127,20 +127,20 @@ class TokenTree:
         """Returns the tree of the ``max_nodes`` draft nodes with the largest path log-probabilities."""
         if self.num_draft_tokens <= max_nodes:
             return self
-        scores = self.path_logprobs
-        # The result contains the parents of its nodes: a child never scores above its parent, and the sort is stable.
-        ranked = sorted(range(1, self.size), key=lambda i: -scores[i])
+        logprobs = self.path_logprobs
+        # The result contains the parents of its nodes: a child is never above its parent, and the sort is stable.
+        ranked = sorted(range(1, self.size), key=lambda i: -logprobs[i])
         return self._select([0, *sorted(ranked[:max_nodes])])
 
     def best_path(self) -> TokenTree:
-        """Returns the path to a leaf with the largest expected accepted length, as a chain."""
-        expected = [0.0] * self.size
+        """Returns the path with the largest expected accepted length, as a chain."""
+        expected_lengths = [0.0] * self.size  # of the path to each node: the sum of its nodes' path probabilities
         for node in range(1, self.size):
-            expected[node] = expected[self.parents[node]] + exp(self.path_logprobs[node])
-        return self._select(self.path(max(range(self.size), key=expected.__getitem__)))
+            expected_lengths[node] = expected_lengths[self.parents[node]] + exp(self.path_logprobs[node])
+        return self._select(self.path(max(range(self.size), key=expected_lengths.__getitem__)))
 
     def _select(self, nodes: Sequence[int]) -> TokenTree:
-        """Returns the tree of these nodes. They are ascending, and contain the parents of each."""
+        """Returns the tree of some nodes, which must be ascending, with the parent of each node among them."""
         new_index = {node: i for i, node in enumerate(nodes)} | {-1: -1}
         return TokenTree(
             tuple(self.tokens[i] for i in nodes),
@@ -152,7 +152,7 @@ class TokenTree:
 
 
 def chain_tree(root: int, tokens: Sequence[int], logprobs: Sequence[float] = ()) -> TokenTree:
-    """Makes the tree of one continuation. ``logprobs``: of each token, given the tokens before it."""
+    """Makes the tree of one continuation. ``logprobs``: log-probability of each token, given the tokens before it."""
     return TokenTree((root, *tokens), tuple(range(-1, len(tokens))), (0.0, *logprobs) if logprobs else ())
 
 
@@ -160,36 +160,36 @@ def tree_from_paths(
     root: int, paths: Iterable[Sequence[int]], logprobs: Iterable[Sequence[float]] = repeat(())
 ) -> TokenTree:
     """Makes the prefix tree of several continuations, so that a shared prefix is verified once.
-    ``logprobs``: of the tokens of each path, as for :func:`chain_tree`."""
+    ``logprobs``: for each path, the log-probabilities of its tokens, given the tokens before."""
     return merge_trees(chain_tree(root, ()), *(chain_tree(root, *path) for path in zip(paths, logprobs, strict=False)))
 
 
 def merge_trees(first: TokenTree, *others: TokenTree) -> TokenTree:
-    """Merges trees with the same root. A node of several trees gets the largest of their probabilities."""
+    """Merges trees with the same root. A node that several trees have gets the largest of its log-probabilities."""
     nonempty = [tree for tree in (first, *others) if tree.num_draft_tokens]
     if len(nonempty) < 2:
         return nonempty[0] if nonempty else first
     tokens, parents, lookup_nodes, forced_nodes = [first.tokens[0]], [-1], set[int](), set[int]()
-    logprobs, nodes = [0.0], dict[tuple[int, int], int]()  # (parent, token) -> node
+    logprobs, merged_nodes = [0.0], dict[tuple[int, int], int]()  # (parent, token) -> node
     for tree in nonempty:
-        merged = [0]  # index in the merged tree, for each node of this tree
+        new_index = [0]  # for each node of this tree, its index in the merged tree
         for node in range(1, tree.size):
-            key = merged[tree.parents[node]], tree.tokens[node]
+            parent, token = key = new_index[tree.parents[node]], tree.tokens[node]
             logprob = tree.logprobs[node] if tree.logprobs else 0.0
-            if key in nodes:
-                logprobs[nodes[key]] = max(logprobs[nodes[key]], logprob)
+            if key in merged_nodes:
+                logprobs[merged_nodes[key]] = max(logprobs[merged_nodes[key]], logprob)
             else:
-                nodes[key] = len(tokens)
-                tokens.append(key[1])
-                parents.append(key[0])
+                merged_nodes[key] = len(tokens)
+                tokens.append(token)
+                parents.append(parent)
                 logprobs.append(logprob)
-            merged.append(nodes[key])
-        lookup_nodes |= {merged[node] for node in tree.lookup_nodes}
-        forced_nodes |= {merged[node] for node in tree.forced_nodes}
+            new_index.append(merged_nodes[key])
+        lookup_nodes |= {new_index[node] for node in tree.lookup_nodes}
+        forced_nodes |= {new_index[node] for node in tree.forced_nodes}
     return TokenTree(tuple(tokens), tuple(parents), tuple(logprobs), frozenset(lookup_nodes), frozenset(forced_nodes))
 
 
-# (sequences, the tree that a lookup proposed for each) -> the sequences for which forwards of the draft pay.
+# (sequences, the tree that a lookup proposed for each) -> the sequences for which the draft model is worth running.
 SelectSequences = Callable[[list[Any], list[TokenTree]], list[Any]]
 
 
@@ -202,9 +202,9 @@ class NodeLimit:
     """A planner's upper bounds on the trees that a drafter grows in one round.
 
     Attributes:
-        max_nodes: draft nodes of a tree that can be worth verifying.
-        min_expected_gain: expected accepted tokens that one more level must add to pay for its draft forward.
-        select_sequences: chooses the sequences to run the draft for, given the trees that lookups proposed.
+        max_nodes: maximum number of draft nodes of a tree that can be worth verifying.
+        min_expected_gain: expected accepted tokens that one more level must add to be worth its draft forward.
+        select_sequences: chooses the sequences to run the draft model for, given the trees that lookups proposed.
     """
 
     max_nodes: int
@@ -212,5 +212,5 @@ class NodeLimit:
     select_sequences: SelectSequences = _select_all
 
 
-# Gives the largest tree that a planner may ask for; scratch memory is allocated for that.
+# With this limit, a drafter's tree is the largest that a planner may ask for. Scratch memory is allocated for its size.
 NO_LIMIT = NodeLimit(max_nodes=sys.maxsize, min_expected_gain=0.0)

@@ -1,14 +1,14 @@
 """Shapes of draft trees: how a tree grows from a draft level by level, and the size that a planner gives it.
 
-The expanded nodes of a level get their most probable children, which are the next level. Of all drafted nodes, those
-with the largest path log-probabilities are verified; they contain their parents, because these only fall along a path.
-The last level is not expanded: D levels cost D draft forwards. The presets:
+To expand a node is to draft its most probable children; the children of a level's expanded nodes are the next level. Of
+all drafted nodes, the ones with the largest path log-probabilities are verified. Their parents are among them, because
+log-probabilities fall along a path. The last level is not expanded: D levels cost D draft forwards. The presets:
 
 * beam: a level keeps its best nodes, and all of them are expanded (LongSpec, appendix E);
 * static: all nodes of a level have the same number of children (TokenSwift);
 * dynamic: the ``top_k`` best nodes of a level have ``top_k`` children each, and all children are candidates: wide where
-  the draft is unsure, deep where it is sure (EAGLE-2, section 4; EAGLE-3 keeps it);
-* chain: the top-1 tokens; a planner ends it where the draft is unsure (MagicDec's gamma, Sadhukhan et al. 2024, 3);
+  the draft is unsure, deep where it is sure (EAGLE-2, section 4; also EAGLE-3);
+* chain: the top-1 tokens; a planner ends it where the draft is unsure (as MagicDec's gamma, section 3);
 * opt: OPT-Tree, the tree with the longest expected acceptance (Wang et al. 2025, section 3).
 """
 
@@ -35,12 +35,11 @@ from longdraft.trees.level import (
 from longdraft.trees.tree import NodeLimit, TokenTree
 
 BEAM = (4, 16, 16, 16, 16)  # LongSpec, appendix E: nodes of each level
-# TokenSwift's children of each node, without its first level, which is the target's own token.
-STATIC = (3, 3, 3)
-# EAGLE-3's dynamic tree: levels, nodes of a level that are expanded, and draft nodes (its 60 count the root).
-DYNAMIC = (8, 10, 59)
-# SpecExtend's OPT-Tree, appendix D: nodes, levels, threshold. The paper expands all nodes of a level; here it is 10.
-OPT, OPT_TOP_K = (50, 10, 0.7), 10
+STATIC = (3, 3, 3)  # TokenSwift: children of each node, after a first level that the target itself drafts
+# EAGLE-3's dynamic tree. The paper counts 60 nodes, with the root.
+DYNAMIC_DEPTH, DYNAMIC_TOP_K, DYNAMIC_NODES = 8, 10, 59
+# SpecExtend's OPT-Tree, appendix D. The paper expands all nodes of a level; 10 cost less.
+OPT_NODES, OPT_DEPTH, OPT_THRESHOLD, OPT_TOP_K = 50, 10, 0.7, 10
 CHAIN_LENGTH, MAX_CHAIN_LENGTH = 4, 12  # tokens of a chain by default, and at most if a planner ends it
 
 
@@ -50,13 +49,13 @@ class TreeConfig:
 
     Attributes:
         name: the preset.
-        branching: children of each expanded node, level by level; fewer if the vocabulary is smaller.
-        prune_levels: a level keeps only as many nodes as one node has children, the best.
-        top_k: maximum number of expanded nodes of a level, the best; None: all.
+        branching: number of children of each expanded node, level by level; fewer if the vocabulary is smaller.
+        prune_levels: a level of branching k keeps only its k best nodes, however many nodes were expanded.
+        top_k: maximum number of expanded nodes of a level, the best ones; None: all.
         nodes: maximum number of draft nodes to verify, the most probable ones; None: all.
         min_expected_gain: a chain ends at the first token whose path probability is at most this.
         max_chain_length: maximum number of tokens of a chain that a planner ends.
-        threshold: of an OPT-Tree: minimum increase of the expected accepted length by a level, for another to follow.
+        threshold: an OPT-Tree ends when a level increases its expected accepted length by no more than this.
         is_user_defined: the user chose the shape, so a planner does not change it.
     """
 
@@ -77,12 +76,12 @@ class TreeConfig:
 
     @property
     def max_candidates(self) -> int:
-        """Maximum number of nodes that are drafted, before the most probable ones are chosen."""
+        """Maximum number of nodes that are drafted, before the most probable ones are selected."""
         return sum(size for size, _ in self._level_sizes())
 
     @property
     def max_expanded_nodes(self) -> int:
-        """Maximum number of draft nodes that are expanded: KV entries that the draft needs for a tree."""
+        """Maximum number of draft nodes that are expanded. The draft needs as many KV entries for a tree."""
         return sum(num_expanded for _, num_expanded in list(self._level_sizes())[:-1])
 
     @property
@@ -104,14 +103,14 @@ class TreeConfig:
         return replace(self, branching=self.branching[:max_depth], max_chain_length=length)
 
     def fit(self, limit: NodeLimit | None) -> TreeConfig:
-        """Returns the shape to grow within a planner's limit: a chain stays a chain, others become an OPT-Tree.
-        Returns this shape if there is no limit, or if the user chose it."""
+        """Returns the shape to grow within a planner's limit: a chain stays a chain, other trees become an OPT-Tree.
+        Without a limit, or if the user chose the shape, returns it unchanged."""
         if limit is None or self.is_user_defined:
             return self
         if self.name == "chain":
             length = max(1, min(self.max_chain_length, limit.max_nodes))
             return replace(self, branching=(1,) * length, min_expected_gain=limit.min_expected_gain)
-        nodes = max(1, min(self.max_nodes, OPT[0], limit.max_nodes))
+        nodes = max(1, min(self.max_nodes, OPT_NODES, limit.max_nodes))
         return opt(nodes, self.depth, limit.min_expected_gain, self.top_k if self.name == "opt" else OPT_TOP_K)
 
     def grow(
@@ -126,19 +125,19 @@ class TreeConfig:
         coupled_logprobs: CoupledLogprobs | None = None,
         calibrate: Calibrate | None = None,
     ) -> list[TokenTree]:
-        """Grows a tree for each sequence of a batch, independent of the others.
+        """Grows a tree for each sequence of a batch. No tree depends on the other sequences.
 
         Args:
             roots: token id of each root.
             draft_logits: the draft. Called with the roots, then with the expanded nodes of each level but the last.
             max_depths: maximum number of levels of each sequence's tree, 0 for a root alone; None: ``depth``.
-            draft_to_target_ids: (draft vocabulary,) target id of each draft id; None: they are the same.
-            device: of the draft's logits.
+            draft_to_target_ids: (draft vocabulary,) target id of each draft id; None: both vocabularies are the same.
+            device: device of the draft's logits.
             draft_topk: replaces ``draft_logits`` for a draft that finds its top k without computing all logits.
-            coupled_logprobs: replaces the draft's log-probabilities if tokens are sampled with noise known in advance.
-            calibrate: corrects the log-probabilities by how often drafts were accepted; None: no correction.
+            coupled_logprobs: replaces the draft's log-probabilities if the target samples with noise known in advance.
+            calibrate: corrects the log-probabilities by how often drafts were accepted.
         """
-        max_depth = min(self.depth, self.max_nodes)  # a deeper node has more ancestors than there are nodes to verify
+        max_depth = min(self.depth, self.max_nodes)  # a deeper path has more nodes than may be verified
         depths = [max_depth] * len(roots) if max_depths is None else [min(max_depth, n) for n in max_depths]
         topk = draft_topk or (lambda level, k: topk_logprobs(draft_logits(level), k))
         expanded, levels = root_level(roots, device), list[TreeLevel]()
@@ -151,7 +150,7 @@ class TreeConfig:
             level = expand_level(expanded.select(growing), k, topk, draft_to_target_ids, coupled_logprobs, calibrate)
             if self.prune_levels:
                 level, _ = level.topk(k)
-            # ``parents`` index the expanded nodes. The finished tree needs indices into the whole level above.
+            # Converts ``parents`` from indices into the expanded nodes to indices into the whole level above.
             parents = None if indices is None else index_select(growing, indices).gather(1, level.parents)
             levels.append(level if parents is None else replace(level, parents=parents))
             growing, num_expanded = [i for i in growing if depths[i] > level.depth], self.top_k
@@ -170,39 +169,34 @@ IndexSelect = Callable[[Sequence[int], torch.Tensor], torch.Tensor]  # see :meth
 class _StopRule:
     """Decides for which sequences an OPT-Tree gets another level, and how many nodes of the last level are expanded.
 
-    The expected accepted length is the sum of the path probabilities. Another level follows if the last one increased
-    this sum, over the best N candidates, by more than the threshold, the cost of a draft forward in tokens. A node that
-    is not among the best N candidates has no descendant among them, so it is not expanded.
+    Of all candidates, the best N = ``config.max_nodes`` will be verified. The sum of their path probabilities is the
+    expected accepted length. Another level follows if the last level increased this sum by more than the threshold, the
+    cost of a draft forward in tokens. A node that is not among the best N has no descendant among them, so it is not
+    expanded.
 
-    A CPU decides by the level itself. On a GPU, to avoid a wait, the host reads the result of the level before. So a
-    tree there may have one level more, and ``top_k`` nodes of each are expanded.
+    On a CPU, a level itself decides whether another follows. On a GPU, to avoid a wait, the host reads the result of
+    the level before: a tree may get one level more, and ``top_k`` nodes of each level are expanded.
     """
 
     def __init__(self, config: TreeConfig, threshold: float, roots: TreeLevel) -> None:
-        self._nodes, self._top_k, self._threshold = config.max_nodes, config.top_k or config.max_nodes, threshold
+        self._max_nodes, self._top_k, self._threshold = config.max_nodes, config.top_k or config.max_nodes, threshold
         self._best = roots.path_logprobs[:, :0]  # (B', up to N) path log-probabilities of the best candidates, sorted
         self._expected_lengths = [0.0] * len(roots.sequence_indices)
         self._is_delayed = roots.path_logprobs.device.type != "cpu"
         self._pending: tuple[Sequence[int], AsyncHostCopy] | None = None
 
     def update(self, level: TreeLevel, index_select: IndexSelect, growing: list[int]) -> tuple[list[int], int]:
-        """Adds a level.
-
-        Args:
-            index_select: of the level before.
-            growing: indices of the sequences that may have another level.
-
-        Returns:
-            The sequences that get another level, and the number of nodes to expand.
-        """
+        """Adds a level. Returns the sequences that get another level, and the number of nodes to expand.
+        ``index_select``: of the level before. ``growing``: indices of the sequences that may get another level."""
         candidates = torch.cat([index_select(level.sequence_indices, self._best), level.path_logprobs], dim=1)
-        self._best = best = candidates.topk(min(self._nodes, candidates.shape[1]), dim=-1).values
-        # As long as there are fewer candidates than nodes, any node may have children among the best.
-        is_promising = level.path_logprobs > (best[:, -1:] if best.shape[1] == self._nodes else float("-inf"))
+        self._best = best = candidates.topk(min(self._max_nodes, candidates.shape[1]), dim=-1).values
+        # With fewer than N candidates, any node may have children among the best N.
+        is_promising = level.path_logprobs > (best[:, -1:] if best.shape[1] == self._max_nodes else float("-inf"))
         result = level.sequence_indices, AsyncHostCopy(torch.stack([best.exp().sum(1), is_promising.float().sum(1)]))
         ready, self._pending = (self._pending, result) if self._is_delayed else (result, None)
         if ready is None:  # the first level on a GPU
             return growing, self._top_k
+        # {sequence index: (expected accepted length, number of promising nodes)}
         results = dict(zip(ready[0], zip(*ready[1].tolist(), strict=True), strict=True))
         continuing, num_expanded = list[int](), self._top_k if self._is_delayed else 0
         for i in growing:
@@ -224,8 +218,8 @@ def static(widths: Sequence[int] = STATIC, nodes: int | None = None) -> TreeConf
     return TreeConfig(name="static", branching=tuple(widths), nodes=nodes)
 
 
-def dynamic(depth: int = DYNAMIC[0], top_k: int = DYNAMIC[1], nodes: int | None = DYNAMIC[2]) -> TreeConfig:
-    """A dynamic tree. ``top_k``: expanded nodes of a level, and children of each."""
+def dynamic(depth: int = DYNAMIC_DEPTH, top_k: int = DYNAMIC_TOP_K, nodes: int | None = DYNAMIC_NODES) -> TreeConfig:
+    """A dynamic tree. ``top_k``: number of expanded nodes of a level, and of children of each."""
     return TreeConfig(name="dynamic", branching=(top_k,) * depth, top_k=top_k, nodes=nodes)
 
 
@@ -235,9 +229,9 @@ def chain(depth: int = CHAIN_LENGTH, max_chain_length: int = MAX_CHAIN_LENGTH, n
 
 
 def opt(
-    nodes: int = OPT[0], depth: int = OPT[1], threshold: float = OPT[2], top_k: int | None = OPT_TOP_K
+    nodes: int = OPT_NODES, depth: int = OPT_DEPTH, threshold: float = OPT_THRESHOLD, top_k: int | None = OPT_TOP_K
 ) -> TreeConfig:
-    """An OPT-Tree. ``top_k``: maximum number of expanded nodes of a level; with ``nodes``, nothing is missed."""
+    """An OPT-Tree. ``top_k``: maximum number of expanded nodes of a level; ``nodes`` or None gives the optimal tree."""
     return TreeConfig(
         name="opt", branching=(nodes,) * depth, prune_levels=True, top_k=top_k, nodes=nodes, threshold=threshold
     )

@@ -20,27 +20,27 @@ from longdraft.model.runner import TargetRunner
 from longdraft.trees.tree import NodeLimit, TokenTree
 from longdraft.views.draft_cache import SPARE_ENTRIES, DraftCache
 
-# Tokens of a prompt whose keys and values are computed together. Bounds the memory of a prefill.
+# Number of tokens of a prompt whose keys and values are computed together, to bound the memory of a prefill.
 KV_CHUNK = 1024
 
 
 class BlockDrafter(RetrievalDrafter):
     """Drafts trees with a block, level by level.
 
-    The draft's input at position t is token t + ``token_shift``. EAGLE's (``token_shift`` 1) also reads features at t:
-    the target's hidden states for tokens of the context, and the parent's output for nodes of a tree.
+    The draft's input at position t is token t + ``token_shift``. EAGLE's drafts (``token_shift`` 1) also read features
+    at t: the target's hidden states for tokens of the context, and the parent's output for nodes of a tree.
 
     Attributes:
-        draft: the trained draft.
-        bound, cache: the draft bound to its target, and its KV cache; from :meth:`bind` on.
+        bound: the draft on its target's device; from :meth:`bind` on.
+        cache: the draft's KV cache; from :meth:`bind` on.
     """
 
     token_shift: ClassVar[int] = 0
     round_type: ClassVar[type[DraftRound]] = DraftRound
     """The class that drafts the trees of one round."""
     is_capturable: bool = True
-    """CUDA graphs may capture forwards. False if what a forward computes depends on its data."""
-    draft: Any
+    """CUDA graphs may capture forwards. False if the operations of a forward depend on its data."""
+    draft: Any  # the trained draft
     cache: DraftCache
     bound: BoundDraft
 
@@ -59,20 +59,20 @@ class BlockDrafter(RetrievalDrafter):
         return None if features is None else features[slot, start:end]
 
     def block_inputs(self, sequence: Sequence, start: int, end: int) -> tuple[torch.Tensor | None, ...]:
-        """Embeddings and projected features (T, hidden), cos and sin (T, d) of the next tokens [start, end)."""
+        """Embeddings and projected features (T, hidden), cos and sin (T, d) at the next positions [start, end)."""
         x = self.bound.embedding(to_device(self.input_tokens(sequence, start, end), self.runner.device))
         features = self.target_features(sequence.slot, start, end)
         g = None if features is None else self.bound.block.project_features(features)
         return x, g, *self.bound.rotary(self.cache.append_positions(sequence.slot, end - start))
 
     def keys_values(self, sequence: Sequence, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values (layers, Hkv, T, d) of the next tokens [start, end)."""
+        """Keys and values (layers, Hkv, T, d) at the next positions [start, end)."""
         k, v = self.bound.block.keys_values(*self.block_inputs(sequence, start, end))
         return k[None], v[None]
 
     @torch.inference_mode()
     def observe(self, round_result: RoundResult) -> None:
-        """Prefills a prompt; updates the retrieval. The next round feeds the emitted tokens."""
+        """Prefills a prompt; updates the retrieval. Emitted tokens are fed by the next round."""
         if round_result.is_prefill:
             self.cache.truncate(round_result.sequence.slot, 0)
             self.prefill(round_result.sequence, self.num_inputs(round_result.sequence) - 1)
@@ -96,7 +96,7 @@ class BlockDrafter(RetrievalDrafter):
         return sequence.tokens[start + self.token_shift : end + self.token_shift]
 
     def prefill(self, sequence: Sequence, end: int) -> None:
-        """Computes keys and values of the tokens before ``end`` that the cache lacks, as far back as it holds them."""
+        """Computes the keys and values that the cache lacks before ``end``, but none that it would drop again."""
         cache, slot = self.cache, sequence.slot
         start = max(cache.context_len(slot), end - self.lookback(end))
         if start >= end:
@@ -108,7 +108,7 @@ class BlockDrafter(RetrievalDrafter):
             self.prefill_chunk(sequence, chunk_start, min(end, chunk_start + chunk_size))
 
     def lookback(self, end: int) -> int:
-        """Number of tokens before ``end`` that the cache holds."""
+        """Number of tokens before ``end`` that have to be prefilled: as many as the cache can hold."""
         return self.cache.keep_last or end
 
     def prefill_chunk(self, sequence: Sequence, start: int, end: int) -> None:
@@ -121,11 +121,11 @@ class BlockDrafter(RetrievalDrafter):
 
     def new_cache_store(self, shape: KVShape, num_entries: int) -> KVStore:
         """Makes a store with ``num_entries`` entries a slot, and one more for the padding of CUDA graphs."""
-        # Zeroed: a masked entry must not hold a NaN, which its weight of zero would not cancel.
+        # Padded stores start as zeros: a NaN in a masked entry would stay a NaN after multiplication by a weight of 0.
         padded = replace(shape, padded=True)
         slots, arena = self.store.slots, self.runner.buffer_arena
         return KVStore(padded, slots, num_entries + 1, self.runner.device, buffer_arena=arena)
 
-    def window_cache(self, shape: KVShape, last: int, scratch: int, window: int | None = None) -> DraftCache:
-        """Makes a cache that keeps the ``last`` entries of each sequence."""
-        return DraftCache(self.new_cache_store(shape, last + SPARE_ENTRIES + scratch), scratch, last, window)
+    def window_cache(self, shape: KVShape, keep_last: int, scratch: int, window: int | None = None) -> DraftCache:
+        """Makes a cache of the last ``keep_last`` entries of each sequence; see :class:`DraftCache`."""
+        return DraftCache(self.new_cache_store(shape, keep_last + SPARE_ENTRIES + scratch), scratch, keep_last, window)

@@ -1,7 +1,7 @@
 """The tokens of one draft forward, and their self-attention over the draft's KV cache.
 
-On a GPU one call attends for all sequences, with all indices on the device, so that it can be captured in a CUDA graph.
-Elsewhere the sequences attend one by one.
+On a GPU one call computes the attention of all sequences, with all indices on the device, so that a CUDA graph can
+capture it. Elsewhere attention is computed sequence by sequence.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from longdraft.views.draft_cache import DraftCache
 class DraftBatch:
     """W tokens for each of B sequences: new tokens of the context, or the nodes of one tree level.
 
-    Keys and values are computed for all of them, outputs for the last T of each sequence.
+    Keys and values are computed for all W tokens, outputs for the last T of each sequence.
 
     Attributes:
         slots: KV cache slot of each sequence.
-        query_len: W.
-        num_outputs: T.
-        kv_ranges: [start, end) of the cache entries that each sequence attends to. The last W are the tokens' own.
-        mask: (B, T, S) bool, which of the last S entries each output token attends to; None: all.
-        num_mask_tokens: how many of the last tokens are mask tokens (P-EAGLE), which stand for unknown ones.
+        query_len: number W of tokens of each sequence.
+        num_outputs: number T of output tokens of each sequence.
+        kv_ranges: [start, end) of the cache entries that each sequence attends to. The last W belong to the W tokens.
+        mask: attention mask (B, T, S) bool: which of the last S entries each output token attends to; None: all.
+        num_mask_tokens: how many of the last tokens are P-EAGLE's mask tokens, which stand for unknown tokens.
     """
 
     slots: tuple[int, ...]
@@ -58,7 +58,7 @@ class DraftBatch:
 
     @classmethod
     def from_level(cls, cache: DraftCache, slots: Sequence[int], depth: int, mask: torch.Tensor) -> DraftBatch:
-        """The W nodes of a level. ``mask``: (B, W, S), which of the S nodes so far they attend to."""
+        """The W nodes of a level. ``mask``: (B, W, S), which of the tree's S nodes so far each of them attends to."""
         _, width, num_nodes = mask.shape
         kv_ranges = tuple((cache.window_start(slot, depth), cache.store.lengths[slot] + num_nodes) for slot in slots)
         return cls(tuple(slots), width, width, kv_ranges, mask)
@@ -83,17 +83,19 @@ class DraftBatch:
         num_layers = cache.store.shape.layers
         if num_layers == 1 and attends_batched(cache):
             return [batched_attend(cache, DeviceBatch.make(cache, self), self.max_kv_len)]
-        visible_kv = self._visible_to_outputs if num_layers == 1 else self._visible_to_all
-        visible = [visible_kv(cache, i) for i in range(len(self.slots))]
-        return [self._attend_each(*cache.store.layer(layer), visible) for layer in range(num_layers)]
+        visible_to = self._visible_to_outputs if num_layers == 1 else self._visible_to_all
+        visible = [visible_to(cache, i) for i in range(len(self.slots))]
+        return [self._attend_by_sequence(*cache.store.layer(layer), visible) for layer in range(num_layers)]
 
-    def _attend_each(self, keys: torch.Tensor, values: torch.Tensor, visible: list[_VisibleKV]) -> SelfAttend:
+    def _attend_by_sequence(self, keys: torch.Tensor, values: torch.Tensor, visible: list[_VisibleKV]) -> SelfAttend:
+        """The self-attention of one layer, computed sequence by sequence. ``keys``, ``values``: the layer's cache."""
+
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             outputs = []
             q_k_v = (x.split(x.shape[1] // len(self.slots), 1) for x in (q, k, v))
             for slot, (start, end, mask), q_, k_, v_ in zip(self.slots, visible, *q_k_v, strict=True):
-                new = slice(end - self.query_len, end)
-                keys[slot, :, new], values[slot, :, new] = k_, v_
+                new_entries = slice(end - self.query_len, end)
+                keys[slot, :, new_entries], values[slot, :, new_entries] = k_, v_
                 outputs.append(attend_sequence(q_, keys[slot, :, start:end], values[slot, :, start:end], mask))
             return torch.cat(outputs, dim=1)
 
@@ -108,14 +110,14 @@ class DraftBatch:
         return start, end, to_device(full_mask, cache.store.device)
 
     def _visible_to_all(self, cache: DraftCache, i: int) -> _VisibleKV:
-        """The entries that all tokens of sequence i attend to: causally, each in its own window."""
+        """The entries that all tokens of sequence i attend to: causally, each token in the window that ends with it."""
         if self.num_outputs == self.query_len and not self.num_mask_tokens and self.mask is not None:  # a tree level
             return self._visible_to_outputs(cache, i)
         end, window = self.kv_ranges[i][1], cache.window or self.kv_ranges[i][1]
         first_query = end - self.query_len
         start = max(0, first_query + 1 - window)
         queries, keys = (torch.arange(first, end, device=cache.store.device) for first in (first_query, start))
-        # Mask tokens attend to each other even if the window is smaller.
+        # Mask tokens attend to earlier mask tokens even outside the window.
         in_window = (queries[:, None] - keys < window) | (keys >= end - self.num_mask_tokens)
         return start, end, (keys <= queries[:, None]) & in_window
 
@@ -125,7 +127,7 @@ _VisibleKV = tuple[int, int, torch.Tensor | None]
 
 
 def attends_batched(cache: DraftCache) -> bool:
-    """True if one call attends for all sequences."""
+    """True if one call computes the attention of all sequences."""
     shape = cache.store.shape
     return shape.layers == 1 and hybrid.why_unavailable(cache.store.device, shape.dtype, shape.head_dim) is None
 
@@ -136,7 +138,7 @@ class DeviceBatch(NamedTuple):
     Attributes:
         write_indices: (B, W, 2) int64, slot and cache entry of each token's keys and values.
         slots, kv_starts, kv_lens: (B,) int32. All queries of a sequence attend to [start, start + len) of its slot.
-        mask: (B, T, S) bool, which of the S entries after those each query attends to; S may be 0.
+        mask: (B, T, S) bool, which of the S entries after that range each query attends to; S may be 0.
     """
 
     write_indices: torch.Tensor
@@ -149,7 +151,7 @@ class DeviceBatch(NamedTuple):
     def make(
         cls, cache: DraftCache, batch: DraftBatch, padded_query_len: int = 0, padded_batch_size: int = 0
     ) -> DeviceBatch:
-        """Makes the tensors, with one copy to the device, and one of the mask if it is on the host.
+        """Makes the tensors, with one copy of all integers to the device.
 
         Args:
             padded_query_len: if not 0, pad W to this, and S to the cache's scratch space.
@@ -173,9 +175,9 @@ class DeviceBatch(NamedTuple):
             [*(start for start, _ in kv_ranges), *[0] * num_padding],
             [*(end - start - mask.shape[2] for start, end in kv_ranges), *[1] * num_padding],
         ]
-        # Each column starts at a multiple of 16 bytes, on which kernels may rely.
+        # Each column is padded to a multiple of 16 bytes, an alignment on which kernels may rely.
         aligned = [n for column in columns for n in (*column, *[0] * (-batch_size % 4))]
-        # int64 and int32 numbers travel in one copy, as words of 32 bits.
+        # int64 and int32 numbers are copied together, as words of 32 bits.
         write_words = torch.tensor(writes, **CPU_INT64).view(torch.int32).flatten()
         words = to_device(torch.cat([write_words, torch.tensor(aligned, dtype=torch.int32, device="cpu")]), device)
         write_indices = words[: len(write_words)].view(torch.long).view(-1, width, 2)
@@ -188,7 +190,7 @@ class DeviceBatch(NamedTuple):
 
 def batched_attend(cache: DraftCache, device_batch: DeviceBatch, max_kv_len: int) -> SelfAttend:
     """Attention of all sequences in one call: q (Hq, B * T, d), k and v (Hkv, B * W, d). Writes k and v to the cache.
-    ``max_kv_len``: upper bound on the numbers of visible entries, by which the kernel splits its work."""
+    ``max_kv_len``: upper bound on the entries that a sequence attends to. The kernel splits its work by this bound."""
     keys, values = cache.store.layer(0)
     slots, entries = device_batch.write_indices.reshape(-1, 2).unbind(1)
     metadata = hybrid.HybridMetadata.build(

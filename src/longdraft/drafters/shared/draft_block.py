@@ -6,7 +6,7 @@
     h = h + SwiGLU(RMSNorm(h))
     logits = head(RMSNorm(h))
 
-Each drafter's file defines ``combine_inputs``, and the modules before and after the block.
+Each drafter's file defines ``combine_inputs``, and the modules before and after these layers.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class DraftAttention(nn.Module):
     """Projections and RoPE of an attention layer with inputs n (T, size). The caller computes the attention itself.
 
     Args:
-        shape: sizes of the block. size: of an input.
+        shape: sizes of the block.
+        size: size of an input.
         has_kv: False for cross-attention, whose keys and values are the target's.
     """
 
@@ -89,11 +90,13 @@ class DraftAttention(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """A decoder layer without ``combine_inputs``, which the block defines. ``norms``: names of its first norms.
+    """A decoder layer. Its attention input comes from :meth:`DraftBlock.combine_inputs`, which each drafter defines.
 
     Args:
-        shape: sizes of the block. size: of the attention's input.
-        cross: the layer has cross-attention to the target's keys too.
+        shape: sizes of the block.
+        size: size of the attention input.
+        norms: attribute names of the RMSNorms before self-attention.
+        cross: add cross-attention to the target's keys and values.
     """
 
     input_layernorm: nn.RMSNorm
@@ -138,13 +141,12 @@ class DraftLayer(nn.Module):
 
 
 class DraftBlock(nn.Module):
-    """Base of blocks. A subclass defines :meth:`combine_inputs` and the ``norm`` before the head.
-    ``has_fused_kernel``: our CPU kernels can compute it. ``later_layers``: the layers after the first."""
+    """Base of blocks. A subclass defines :meth:`combine_inputs` and the ``norm`` before the head."""
 
     shape: Any
     norm: nn.Module
-    has_fused_kernel = False
-    later_layers: tuple[DraftLayer, ...] = ()
+    has_fused_kernel = False  # our CPU kernels can compute the block
+    later_layers: tuple[DraftLayer, ...] = ()  # the layers after the first
 
     @property
     @abstractmethod
@@ -186,22 +188,21 @@ class DraftBlock(nn.Module):
             g: (T, hidden) from :meth:`project_features` or, for nodes of a tree, from :meth:`next_features`.
             cos, sin: (T, d) rotary embedding at the tokens' positions.
             attend_fns: self-attention of each layer, to its cache and among the tokens.
-            output_rows: tokens whose outputs are computed. Keys and values are computed for all.
-            cross: attention to the target's keys and values.
+            output_rows: tokens whose outputs are computed. Keys and values are computed for all tokens.
+            cross: cross-attention to the target's keys and values; None for a block without it.
 
         Returns:
             Outputs (Tq, hidden) before the final norm.
         """
-        later = list(zip(self.later_layers, attend_fns[1:], strict=True))
-        out = self.first_layer.run_layer(
-            *self.combine_inputs(x, g), cos, sin, attend_fns[0], ALL if later else output_rows, cross
-        )
-        for layer, attend in later:
+        later_layers = list(zip(self.later_layers, attend_fns[1:], strict=True))
+        first_rows = ALL if later_layers else output_rows  # later layers compute keys from the outputs of all tokens
+        out = self.first_layer.run_layer(*self.combine_inputs(x, g), cos, sin, attend_fns[0], first_rows, cross)
+        for layer, attend in later_layers:
             out = layer.run_layer(layer.input_layernorm(out), out, cos, sin, attend)
-        return out[output_rows] if later else out
+        return out[output_rows] if later_layers else out
 
     def borrow_head(self, head: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Sets the target's head, (T, hidden) -> (T, vocabulary), as a function: its weights are not the module's."""
+        """Sets the target's head, (T, hidden) -> (T, vocabulary). As a function, it is not in the state dict."""
         self.head = head
 
     def logits(self, out: torch.Tensor) -> torch.Tensor:
@@ -211,12 +212,12 @@ class DraftBlock(nn.Module):
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """RoPE in the half-split convention. x: (heads, T, d); cos, sin: (T, d), of any dtype."""
-    a, b = x.chunk(2, dim=-1)
-    return x * cos.to(x.dtype) + torch.cat((-b, a), dim=-1) * sin.to(x.dtype)
+    first_half, second_half = x.chunk(2, dim=-1)
+    return x * cos.to(x.dtype) + torch.cat((-second_half, first_half), dim=-1) * sin.to(x.dtype)
 
 
 def initialize(module: nn.Module, seed: int, std: float) -> None:
-    """Normal weights, unit norms, zero biases and zero output projections: a layer starts as the identity."""
+    """Sets normal weights, unit norms, zero biases and zero output projections: a layer starts as the identity."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():

@@ -1,7 +1,7 @@
 """One round of a draft with a KV cache of its own: feeds the new tokens, then grows the trees level by level.
 
 :meth:`DraftRound.forward` does all computation: by one call of our CPU kernels, by torch, or by a captured CUDA graph.
-All sequences of a batch feed the same number of tokens: those with fewer new tokens feed earlier ones again.
+All sequences of a batch feed equally many tokens: a sequence with fewer new tokens feeds its last old tokens again.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from longdraft.trees.masks import AncestorMask
 if TYPE_CHECKING:
     from longdraft.drafters.shared.block_drafter import BlockDrafter
 
-# Maximum number of new tokens that a round feeds. Earlier ones are prefilled: only their keys and values are computed.
+# Maximum number of new tokens that a round feeds to the block. Any before them are prefilled: keys and values only.
 MAX_NEW_TOKENS = 64
-# Inputs of W tokens for each of B sequences: token ids (B, W), or embeddings (B, W, hidden); cos and sin (B, W, d) of
-# their positions, or (B, 1, d) if all are at one; for EAGLE's drafts also features (B, W, size): the target's for new
-# tokens, the parents' outputs for nodes.
+# 3 or 4 tensors for W tokens of each of B sequences: token ids (B, W), or embeddings (B, W, hidden); cos; sin, both
+# (B, W, d), or (B, 1, d) if all W tokens have one position; for EAGLE's drafts also features (B, W, size): the target's
+# hidden states for new tokens, the parents' outputs for nodes.
 Inputs = tuple[torch.Tensor, ...]
-# (slots, KV lengths, q) -> output: see ``_cross_attend``.
+# (slots, KV lengths, q) -> output: the last three arguments of ``_cross_attend``.
 CrossFn = Callable[..., torch.Tensor]
 
 
@@ -47,12 +47,12 @@ class BoundDraft:
 
     Args:
         rotary: positions (T,) -> cos and sin (T, d).
-        draft_to_target_ids: (draft vocabulary,) target id of each draft id; None: they are the same.
+        draft_to_target_ids: (draft vocabulary,) target id of each draft id; None: both vocabularies are the same.
         head: (draft vocabulary, hidden) weight of the target's head for a draft without one; None: it has its own.
 
     Attributes:
-        fused_level: computes a level in one kernel call; None without such kernels.
-        target_to_draft_ids: (vocabulary,) draft id of each target id, -1 if there is none; None: they are the same.
+        fused_level: computes a tree level in one call of our CPU kernels; None if they do not support the draft.
+        target_to_draft_ids: (vocabulary,) draft id of each target id, or -1; None: both vocabularies are the same.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class BoundDraft:
             self.target_to_draft_ids[ids] = torch.arange(len(ids), device=device)
         patch_linears(block)
 
-    def block_inputs(self, uses_target_features: bool, tokens: torch.Tensor, *others: torch.Tensor) -> BlockInputs:
+    def block_inputs(self, uses_target_features: bool, tokens: torch.Tensor, *inputs: torch.Tensor) -> BlockInputs:
         """Converts :data:`Inputs` to the block's inputs (B * W, ...): embeddings, features, cos and sin.
-        ``uses_target_features``: the features are the target's, and still to be projected."""
+        ``uses_target_features``: the features are the target's hidden states, which this method projects."""
         batch_size, width = tokens.shape[:2]
-        cos, sin, *features = (t.expand(batch_size, width, -1).flatten(0, 1) for t in others)
+        cos, sin, *features = (t.expand(batch_size, width, -1).flatten(0, 1) for t in inputs)
         g = self.block.project_features(features[0]) if uses_target_features else features[0] if features else None
         x = tokens.flatten(0, 1)
         return x if x.is_floating_point() else self.embedding(x), g, cos, sin
@@ -88,12 +88,12 @@ class BoundDraft:
 def _forward(
     bound: BoundDraft, uses_target_features: bool, cross: CrossFn | None, top_k: int, num_inputs: int, *args: Any
 ) -> tuple[torch.Tensor, ...]:
-    """The children's features (T, hidden), and their logits or top k. No side effects but KV writes, for capturing.
+    """Computes the children's features (T, hidden), and their logits or top k. Capturable: it only changes KV caches.
 
     Args:
-        cross: cross-attention, called with its tensors and the queries; None: the block has none.
-        num_inputs: number of tensors of :data:`Inputs`.
-        args: the inputs, the tensors of ``cross``, the self-attention of each layer, and the output rows.
+        cross: cross-attention to the target's KV; None: the block has none.
+        num_inputs: number of tensors in :data:`Inputs`.
+        args: the inputs, ``slots`` and KV lengths for ``cross``, the self-attention of each layer, and the output rows.
     """
     inputs, (*cross_tensors, attend_fns, output_rows) = args[:num_inputs], args[num_inputs:]
     cross_attend = None if cross is None else partial(cross, *cross_tensors)
@@ -113,10 +113,10 @@ def _cross_attend(
     q: torch.Tensor,
 ) -> torch.Tensor:
     """Attention of q (Hq, B * T, d) to the target's keys and values before each sequence's root.
-    ``slots``, ``kv_lens``: of ``batch``, or the inputs of a CUDA graph, with at most ``max_kv_len`` entries each."""
+    ``slots``, ``kv_lens``: tensors of ``batch``, or inputs of a CUDA graph, with lengths up to ``max_kv_len``."""
     query_len = q.shape[1] // len(slots)
-    if kv_lens is not batch.prefix_lens_t:
-        no_slots = (-1,) * len(slots)  # only the tensors are read
+    if kv_lens is not batch.prefix_lens_t:  # a CUDA graph: only the tensors are read, so host slots may be invalid
+        no_slots = (-1,) * len(slots)
         batch = ForwardBatch(no_slots, (max_kv_len,) * len(slots), query_len, None, slots, kv_lens, is_captured=True)
     queries = q.unflatten(1, (-1, query_len)).transpose(0, 1)
     return prefix_attend(queries, keys, values, batch, keys.shape[3] ** -0.5).transpose(0, 1).flatten(1, 2)
@@ -128,11 +128,12 @@ class DraftRound:
     def __init__(self, drafter: BlockDrafter, sequences: list[Sequence], depth: int) -> None:
         self.sequences, self._drafter, self._depth = sequences, drafter, depth
         self._cache, self._bound = drafter.cache, drafter.bound
-        self._cross_batch: ForwardBatch | None = None  # for the sequences of the last level
+        self._cross_batch: ForwardBatch | None = None  # cross-attention's batch of the level before, for reuse
         self._graphs, self._device = drafter.runner.graphs, drafter.runner.device
         self._ancestors = AncestorMask()
-        # The last level, and the features (B', W, hidden) of its nodes' children.
-        self._last: tuple[TreeLevel, torch.Tensor] | None = None
+        # The last level that was fed, and the features (B', W, hidden) for the children of its nodes.
+        self._last_level: TreeLevel | None = None
+        self._last_features: torch.Tensor | None = None
         # The level of the roots, and cos and sin (B, depth - 1, d) of the positions after them.
         self._root_level: TreeLevel | None = None
         self._next_rotary: tuple[torch.Tensor, ...] = ()
@@ -152,64 +153,65 @@ class DraftRound:
         self._drafter.forwards += 1
         batch, inputs = self.node_inputs(level) if level.depth else self.root_inputs(level)
         features, *result = self.forward(batch, inputs, top_k, uses_target_features=not level.depth)
-        self._last = level, features.view(*level.tokens.shape, -1)
+        self._last_level, self._last_features = level, features.view(*level.tokens.shape, -1)
         return tuple(result)
 
     def root_inputs(self, level: TreeLevel) -> tuple[DraftBatch, Inputs]:
-        """Commits the new tokens of each sequence to the cache; returns the forward over them. The last is the root."""
+        """Commits the new tokens of each sequence, the root last, to the cache; returns the forward over them."""
         drafter, cache = self._drafter, self._cache
         sequences = [self.sequences[i] for i in level.sequence_indices]
         ends = [drafter.num_inputs(s) for s in sequences]
         width = self._num_fed_tokens(sequences, ends)
         spans = [(s, end - width, end) for s, end in zip(sequences, ends, strict=True)]
         for s, start, end in spans:
-            drafter.prefill(s, start)
+            drafter.prefill(s, start)  # the new tokens that are too many to feed
             num_new = end - cache.context_len(s.slot)
             cache.make_room(s.slot, num_new)
             cache.commit(s.slot, num_new)
         tokens = [token for span in spans for token in drafter.input_tokens(*span)]
-        # Positions of the tokens, and of the levels after them.
+        # Positions of the tokens, and of the tree levels after the root. All integers go to the device in one copy.
         num_positions = width + self._depth - 1
         positions = [cache.next_position(s.slot) - width + i for s in sequences for i in range(num_positions)]
-        numbers = to_device([*tokens, *positions], self._device)
-        token_ids = numbers[: len(tokens)].view(len(sequences), width)
-        cos, sin = (x.unflatten(0, (len(sequences), -1)) for x in self._bound.rotary(numbers[len(tokens) :]))
+        integers = to_device([*tokens, *positions], self._device)
+        token_ids = integers[: len(tokens)].view(len(sequences), width)
+        cos, sin = (x.unflatten(0, (len(sequences), -1)) for x in self._bound.rotary(integers[len(tokens) :]))
         self._root_level, self._next_rotary = level, (cos[:, width:], sin[:, width:])
-        features = [drafter.target_features(s.slot, start, end) for s, start, end in spans]
-        stacked = [torch.stack(states)] if (states := [x for x in features if x is not None]) else []
+        hidden_states = [drafter.target_features(s.slot, start, end) for s, start, end in spans]
+        features = [torch.stack(states)] if (states := [x for x in hidden_states if x is not None]) else []
         batch = DraftBatch.from_new_tokens(cache, self.slots(level), width)
-        return batch, (token_ids, cos[:, :width], sin[:, :width], *stacked)
+        return batch, (token_ids, cos[:, :width], sin[:, :width], *features)
 
     def node_inputs(self, level: TreeLevel) -> tuple[DraftBatch, Inputs]:
-        """The forward over the nodes of a level. Their position is that of their root, plus their depth."""
+        """Returns the forward over the nodes of a level. A node's position is its root's position plus its depth."""
         batch = DraftBatch.from_level(self._cache, self.slots(level), level.depth, self._ancestors.add(level))
         assert self._root_level is not None
         rotary = (self._root_level.index_select(level.sequence_indices, x) for x in self._next_rotary)
         cos, sin = (x[:, level.depth - 1, None] for x in rotary)
         if not self._drafter.token_shift:
             return batch, (level.tokens, cos, sin)
-        assert self._last is not None
-        above = self._last[0].index_select(level.sequence_indices, self._last[1])
-        features = above.gather(1, level.parents[..., None].expand(-1, -1, above.shape[2]))
+        assert self._last_level is not None and self._last_features is not None
+        last_features = self._last_level.index_select(level.sequence_indices, self._last_features)
+        features = last_features.gather(1, level.parents[..., None].expand(-1, -1, last_features.shape[2]))
         return batch, (level.tokens, cos, sin, features)
 
     def _num_fed_tokens(self, sequences: list[Sequence], ends: list[int]) -> int:
-        """The number of tokens that every sequence feeds, new or again."""
+        """The number of tokens that every sequence feeds: new tokens, and last old tokens to fill up."""
         cache = self._cache
         num_new = [end - cache.context_len(s.slot) for s, end in zip(sequences, ends, strict=True)]
         limit = max(1, min(MAX_NEW_TOKENS, cache.max_new_entries, cache.keep_last or MAX_NEW_TOKENS))
         width = max(1, min(max(num_new), limit))
         if attends_batched(cache) and self._drafter.is_capturable:
             width = min(self._graphs.padded_query_len(width) or width, limit)
-        # Tokens are fed again only if their entries are contiguous in the cache.
+        # An old token may be fed again only if the cache holds all entries from this token on.
         available = (cache.contiguous_suffix_len(s.slot) + n for s, n in zip(sequences, num_new, strict=True))
         return max(1, min(width, *available))
 
     def slots(self, level: TreeLevel) -> tuple[int, ...]:
+        """The KV cache slots of a level's sequences."""
         return tuple(self.sequences[i].slot for i in level.sequence_indices)
 
     def _cross_attention(self, draft_batch: DraftBatch) -> tuple[CrossFn | None, tuple[torch.Tensor, ...], Hashable]:
-        """The cross-attention to the target's KV or None, its input tensors (B, ...), and a CUDA graph's key for it."""
+        """Cross-attention to the target's KV or None, its slots and KV lengths, and its part of a CUDA graph's key."""
         target_kv = self._drafter.target_kv(draft_batch.slots)
         if target_kv is None:
             return None, (), ()
@@ -227,7 +229,7 @@ class DraftRound:
     ) -> tuple[torch.Tensor, ...]:
         """Runs the draft. Returns features (B * T, hidden) for the children of the T output tokens, then logits or top
         k as :meth:`logits_or_topk`. ``uses_target_features``: features in ``inputs``, if any, are the target's."""
-        uses_target_features = uses_target_features and len(inputs) > 3
+        uses_target_features = uses_target_features and len(inputs) > 3  # only EAGLE's drafts have a fourth input
         if self._bound.fused_level is not None:
             block_inputs = self._bound.block_inputs(uses_target_features, *inputs)
             target_kv = self._drafter.target_kv(batch.slots)
@@ -250,8 +252,8 @@ class DraftRound:
         forward: Callable[..., tuple[torch.Tensor, ...]],
         key: Hashable,
     ) -> tuple[torch.Tensor, ...] | None:
-        """Replays ``forward`` from a captured CUDA graph; returns None if there is none.
-        The nodes of a level are padded to a captured size. New tokens are not: their number must be such a size."""
+        """Replays ``forward`` from a captured CUDA graph; returns None if no graph fits. Levels are padded to a
+        captured size. New tokens are not padded: ``_num_fed_tokens`` already chose a captured size if it could."""
         graphs, cache = self._graphs, self._cache
         query_len = graphs.padded_query_len(batch.query_len)
         has_all_outputs = batch.num_outputs == batch.query_len
@@ -266,7 +268,7 @@ class DraftRound:
             padded = [torch.cat(x) for x in zip(cross_tensors, padding, strict=True)] if num_padding else cross_tensors
             return [*inputs, *padded, *DeviceBatch.make(cache, batch, query_len, batch_size)]
 
-        # The graph outlives the cache object, so it holds copies that share its tensors.
+        # The graph outlives the cache, so it holds copies that share the tensors and leave the arena's memory free.
         graph_cache = copy(cache)
         graph_cache.store = copy(cache.store)
         graph_cache.store.arena_buffers = None
@@ -281,6 +283,6 @@ class DraftRound:
             return tuple(x.unflatten(0, (batch_size, -1)) for x in results)
 
         graph_key = key, max_kv_len, cache.scratch, has_all_outputs
-        owner = cache.store.arena_buffers or cache.store
+        owner = cache.store.arena_buffers or cache.store  # the graph lives as long as this memory
         results = graphs.run_draft(owner, graph_key, (batch_size, query_len), make_inputs, padded_forward)
         return None if results is None else tuple(x[:, : batch.num_outputs].flatten(0, 1) for x in results)

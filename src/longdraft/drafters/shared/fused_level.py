@@ -1,7 +1,7 @@
 """One tree level of a one-layer draft in one call of our CPU kernels: block, head and top k.
 
-Errors of a draft do not change the output, so its weights are quantised to int8: a quarter of the bytes to read, and
-integer products.
+Rounding errors of a draft cannot change the output, because the target verifies it. So its weights are quantised to
+int8: a forward reads a quarter of the bytes, and computes integer products.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from longdraft.native.quantized_matrix import QuantizedMatrix
 from longdraft.native.structures import LinearWeights
 from longdraft.views.draft_cache import DraftCache
 
-# Keys and values (slots, kv_heads, capacity, d) of the target's last layer, and the visible length of each sequence.
+# Keys and values (slots, kv_heads, capacity, d) of the target's last layer, and how many entries each sequence has.
 TargetKV = tuple[torch.Tensor, torch.Tensor, Sequence[int]]
 # Block inputs (T, ...) of all sequences: embeddings, features (EAGLE) or None, cos and sin.
 BlockInputs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]
 
 
 def draft_kernels(runner: TargetRunner, head_dim: int) -> Kernels | None:
-    """The kernels if they can compute drafts for this target; None if torch must."""
+    """Returns our CPU kernels; None if they support no drafts for this target or no heads of this size."""
     is_supported = runner.tp_rank is None and runner.device.type == "cpu" and runner.kv_shape.dtype == torch.float32
     return kernels() if is_supported and runner.attention_path == "cpu" and head_dim % HEAD_DIM_MULTIPLE == 0 else None
 
@@ -69,6 +69,6 @@ class FusedLevel:
         target_lens = None if target_kv is None else target_kv[2]
         query_lens, mask = (batch.query_len,) * len(batch.slots), batch.mask
         level = DraftLevelInput(batch.num_outputs, query_lens, batch.slots, *inputs, starts, ends, mask, target_lens)
-        caches = cache.store.layer(0), None if target_kv is None else target_kv[:2]
-        out, logits, *topk = self._kernels.draft_level(self.block, level, *caches, top_k)
+        draft_kv, target_layer_kv = cache.store.layer(0), None if target_kv is None else target_kv[:2]
+        out, logits, *topk = self._kernels.draft_level(self.block, level, draft_kv, target_layer_kv, top_k)
         return (out, *topk) if top_k else (out, logits)

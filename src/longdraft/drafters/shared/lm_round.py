@@ -1,4 +1,4 @@
-"""One round of a drafter that is a hosted language model: a small one, or the target on a part of its KV."""
+"""One round of a drafter that is a whole language model: a small one, or the target on a part of its KV."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from longdraft.trees.masks import AncestorMask
 
 
 class LMDraftRound:
-    """Drafts the trees of one round, with one forward a level for all sequences. The root is fed as the first node.
+    """Drafts the trees of one round, with one forward a level for all sequences. The first forward feeds the roots.
 
     Args:
-        drafter: counts the forwards.
-        runner: the draft model. store: its KV.
-        fused_lm: computes forwards of few tokens in one kernel call; None without such kernels.
+        drafter: its ``forwards`` counts the forwards.
+        runner: the draft model.
+        store: KV cache of the draft model.
+        fused_lm: computes forwards of few tokens in one call of our CPU kernels; None if they do not support the model.
     """
 
     def __init__(
@@ -35,10 +36,11 @@ class LMDraftRound:
         self._sequences, self._ancestors = sequences, AncestorMask()
 
     def root_position(self, sequence: Sequence) -> int:
-        """Position of a sequence's last token."""
+        """Position of a sequence's last token, which is the root of its tree."""
         return sequence.length - 1
 
     def sequences_of(self, level: TreeLevel) -> list[Sequence]:
+        """The sequences that have nodes in a level."""
         return [self._sequences[i] for i in level.sequence_indices]
 
     def draft_logits(self, level: TreeLevel) -> torch.Tensor:
@@ -58,12 +60,12 @@ class LMDraftRound:
         return out.logits
 
     def _forward_batch(self, level: TreeLevel) -> ForwardBatch:
-        """The batch of the forward over a level, whose KV lies after that of the levels before. Counts the forward."""
+        """Makes and counts the forward over a level. Its KV is written after the KV of earlier levels."""
         self._drafter.forwards += 1
         sequences, (batch_size, width) = self.sequences_of(level), level.tokens.shape
-        slots, roots = [s.slot for s in sequences], [self.root_position(s) for s in sequences]
+        slots, root_positions = [s.slot for s in sequences], [self.root_position(s) for s in sequences]
         depths, mask = [[level.depth] * width] * batch_size, self._ancestors.add(level)
-        offset = mask.shape[2] - width
+        num_earlier_nodes = mask.shape[2] - width
         return self._store.make_forward_batch(
-            slots, level.tokens, root_positions=roots, depths=depths, mask=mask, tree_offset=offset
+            slots, level.tokens, root_positions=root_positions, depths=depths, mask=mask, tree_offset=num_earlier_nodes
         )

@@ -35,21 +35,21 @@ class ChunkOptions(Options):
     scorer: str | None = option(choices=tuple(SCORERS), help="how chunks are ranked", usual="attention")
 
     def retrieval_sizes(self, is_enabled: bool, remedy: str) -> dict[str, Any]:
-        """Returns the options that were set, but for ``sink`` and ``recent``, which verifiers have too.
+        """Returns the options that the user set. Not ``sink`` and ``recent``: they may be set for a verifier.
 
         Raises:
-            ValueError: some are set, but retrieval is not enabled. ``remedy``: the option that enables it.
+            ValueError: such options are set, but retrieval is not enabled. ``remedy``: the option that enables it.
         """
         names = declared(ChunkOptions).keys() - {"sink", "recent"}
         sizes = {name: value for name, value in self.given().items() if name in names}
         if sizes and not is_enabled:
-            raise ValueError(f"{', '.join(sizes)} shape the retrieval of chunks: give {remedy} too")
+            raise ValueError(f"{', '.join(sizes)} shape the retrieval of chunks, which is off: give {remedy} too")
         return sizes
 
 
 @dataclass(frozen=True)
 class RetrievalOptions(ChunkOptions):
-    """Retrieval for drafts that are a block, not a language model."""
+    """Retrieval for EAGLE's drafts, which are a block of layers. (A small language model has ``view`` instead.)"""
 
     retrieval: bool = option(False, help="attend to the chunks that the target attends to, not to all of the context")
 
@@ -57,17 +57,17 @@ class RetrievalOptions(ChunkOptions):
         """Makes the retrieval; returns None if it is not enabled.
 
         Args:
-            draft: its folder may name the scoring layer.
+            draft: its folder may name the layer whose attention ranks the chunks.
             max_tokens: maximum number of tokens that the draft can attend to; None: no limit.
 
         Raises:
-            ValueError: as :meth:`retrieval_sizes` and :func:`make_retrieval`.
+            ValueError: see :meth:`retrieval_sizes` and :func:`make_retrieval`.
         """
         sizes = self.retrieval_sizes(self.retrieval, "retrieval=True")
         if not self.retrieval:
             return None
-        # 64 chunks every 8 verifications: SpecExtend's best for EAGLE (appendix E.1), and for LongSpec's
-        # cross-attention. Space for one chunk is left free, or every new token would gather all of them again.
+        # 64 chunks every 8 verifications are SpecExtend's best for EAGLE (appendix E.1). Without a spare chunk, every
+        # new token would overflow the working cache, and all chunks would be gathered again.
         defaults = {"refresh": 8, "layer": draft.retrieval_layer}
         recent = 128 if self.recent is None else self.recent
         return make_retrieval(
@@ -120,28 +120,28 @@ def make_retrieval(
     """Makes a retrieval.
 
     Args:
-        chunk, refresh, sink, recent, layer, scorer: of :class:`ChunkOptions`.
-        chunks: number of retrieved chunks (the paper's k); None: ``default_chunks``, or as many as fit ``max_tokens``.
+        chunk, refresh, sink, recent, layer, scorer: see :class:`ChunkOptions`.
+        chunks: number of retrieved chunks (the paper's k); None: ``default_chunks``, or fewer to fit ``max_tokens``.
         max_tokens: maximum number of tokens that the draft can attend to; None: no limit.
         spare_chunks: number of chunks to leave free if ``max_tokens`` determines how many fit.
-        new_tokens: space for new tokens; None: ``recent``, or what ``max_tokens`` leaves.
+        new_tokens: number of new tokens to leave space for; None: ``recent``, or all that ``max_tokens`` leaves.
 
     Raises:
-        ValueError: sizes that make no working cache, or one larger than ``max_tokens``.
+        ValueError: the sizes make no working cache, or it is larger than ``max_tokens``.
     """
     count = default_chunks if chunks is None else chunks
     check_multiples("chunk", chunk, sink=sink, recent=recent)
     sink_and_recent = sink + recent + chunk - 1  # the recent window starts up to a chunk early
     if max_tokens is not None and sink_and_recent + count * chunk > max_tokens:
-        fit = (max_tokens - sink_and_recent) // chunk - spare_chunks
-        fits = fit * chunk >= sink + recent
-        if chunks is not None or not fits:
+        max_chunks = (max_tokens - sink_and_recent) // chunk - spare_chunks
+        is_enough = max_chunks * chunk >= sink + recent
+        if chunks is not None or not is_enough:
             raise ValueError(
-                f"a working cache of up to {sink_and_recent + count * chunk} tokens does not fit the {max_tokens} that "
-                f"the draft was trained for, or its window has, beside those of a round: "
-                f"{f'give at most {fit} chunks, or' if fits else 'give'} a smaller sink and recent window"
+                f"a working cache of up to {sink_and_recent + count * chunk} tokens is too large: the draft's trained "
+                f"length or window leaves {max_tokens} tokens, without those of a round. "
+                f"{f'Give at most {max_chunks} chunks, or' if is_enough else 'Give'} a smaller sink and recent window"
             )
-        count = fit
+        count = max_chunks
     if count * chunk < sink + recent:
         raise ValueError(
             f"the retrieved chunks (chunks x chunk = {count * chunk} tokens) must be at least sink + recent "

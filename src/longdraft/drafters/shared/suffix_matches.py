@@ -1,9 +1,9 @@
 """Finds earlier occurrences of the end of a token sequence: in itself, or in a bounded history of other sequences.
 
 Each token has a link to its previous occurrence, so the occurrences of a token are a linked list. Matches are extended
-token by token: the matches after a new token are those before it that continue with the same token, and the latest
-occurrences of the new token. So the cost of a token does not depend on the length of the sequence or of its matches,
-and the oldest tokens can be dropped.
+token by token: a new token keeps the matches that continue with it, and starts new ones at its latest occurrences. So
+the cost of a token does not depend on the length of the sequence or of its matches, and the oldest tokens can be
+dropped.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 
-# For each new token, this number of its latest occurrences become matches. At most twice as many matches are kept.
+# A new token starts matches at this number of its latest occurrences. At most twice as many matches are kept.
 MAX_MATCHES = 16
-# A match of at least this length survives one differing token: what follows a changed word has often followed before.
+# A match of at least this length survives one differing token, because the text after a changed word is often the same.
 MIN_RESUME_LENGTH = 4
 # Ends each sequence of a history; not a token.
 SEPARATOR = -1
@@ -23,39 +23,39 @@ SEPARATOR = -1
 class OccurrenceIndex:
     """Tokens with links to earlier occurrences, some twenty bytes a token.
 
-    A position p is after the p-th token, dropped ones included.
+    Position p lies after the p-th token, where dropped tokens count too. So a match ends at a position.
 
     Attributes:
-        token_ids: the tokens. num_dropped: number of tokens dropped before them.
+        token_ids: the tokens that are left.
+        num_dropped: number of tokens dropped before them.
     """
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self.num_dropped = 0
-        # For each token, the position of its previous occurrence; for each token id, the position of its last one.
-        self._previous = array("q")
-        self._last: dict[int, int] = {}
+        self._previous_positions = array("q")  # for each token, the position of its previous occurrence; 0: none
+        self._last_positions: dict[int, int] = {}  # {token: position of its last occurrence}
 
     def append(self, token: int) -> None:
         self.token_ids.append(token)
-        self._previous.append(self._last.get(token, 0))
-        self._last[token] = self.num_dropped + len(self.token_ids)
+        self._previous_positions.append(self._last_positions.get(token, 0))
+        self._last_positions[token] = self.num_dropped + len(self.token_ids)
 
     def drop_first(self, count: int) -> None:
         """Drops the first ``count`` tokens."""
         for position, token in enumerate(self.token_ids[:count], self.num_dropped + 1):
-            if self._last[token] == position:
-                del self._last[token]
-        del self.token_ids[:count], self._previous[:count]
+            if self._last_positions[token] == position:
+                del self._last_positions[token]
+        del self.token_ids[:count], self._previous_positions[:count]
         self.num_dropped += count
 
     def occurrences(self, token: int, max_count: int) -> list[int]:
-        """The positions of a token's occurrences, the latest first."""
+        """Positions after the occurrences of a token, the latest first."""
         positions: list[int] = []
-        position = self._last.get(token, 0)
+        position = self._last_positions.get(token, 0)
         while position > self.num_dropped and len(positions) < max_count:
             positions.append(position)
-            position = self._previous[position - self.num_dropped - 1]
+            position = self._previous_positions[position - self.num_dropped - 1]
         return positions
 
 
@@ -63,22 +63,22 @@ class RequestHistory:
     """The tokens of the latest requests. Drafters that share it propose continuations from them.
 
     Args:
-        max_tokens: capacity. The oldest request is dropped first; of a request that is longer, the end is kept.
+        max_tokens: capacity. The oldest request is dropped first. Of a request that is longer, only the end is kept.
 
     Raises:
-        ValueError: not a number of tokens.
+        ValueError: ``max_tokens`` is not a whole number of at least 2.
     """
 
     def __init__(self, max_tokens: int) -> None:
         if type(max_tokens) is not int or max_tokens < 2:
-            raise ValueError(f"earlier is a number of tokens, at least 2 (0: none are kept), got {max_tokens!r}")
+            raise ValueError(f"earlier must be a number of tokens, at least 2 (or 0: keep none), got {max_tokens!r}")
         self.max_tokens = max_tokens
         self.index = OccurrenceIndex()
         self._sizes: deque[int] = deque()
         self._tenants: dict[str, RequestHistory] = {}
 
     def for_tenant(self, tenant: str | None) -> RequestHistory:
-        """The history of one tenant, which no other tenant reads; None: of requests without a tenant."""
+        """The history of one tenant's requests; no other tenant reads it. None: requests without a tenant."""
         return self if tenant is None else self._tenants.setdefault(tenant, RequestHistory(self.max_tokens))
 
     def add(self, token_ids: Sequence[int]) -> None:
@@ -95,12 +95,13 @@ class SuffixMatches:
     """The occurrences in an index that match the end of a growing sequence, and the lengths of the matches.
 
     Args:
-        index: may be of the sequence itself; then :meth:`advance` comes before the token's ``append``.
-        max_length: upper bound on a match's length, in tokens. max_matches: see :data:`MAX_MATCHES`.
+        index: the tokens to search. If they are the sequence's own, call :meth:`advance` before ``index.append``.
+        max_length: upper bound on a match's length, in tokens.
+        max_matches: see :data:`MAX_MATCHES`.
         min_resume_length: see :data:`MIN_RESUME_LENGTH`; None: a match ends where a token differs.
 
     Attributes:
-        lengths: position -> length of the match before it. A match that survives a differing token starts at 1 again.
+        lengths: {position in the index: length of the match that ends there}. After a differing token it is 1 again.
     """
 
     def __init__(
@@ -134,6 +135,6 @@ class SuffixMatches:
         self.lengths = lengths
 
     def select(self, min_length: int) -> list[tuple[int, list[int], int]]:
-        """The matches of at least ``min_length`` tokens: (length, the index's tokens, index of the next token)."""
+        """The matches of at least ``min_length`` tokens: (length, ``token_ids``, index there of the token after it)."""
         tokens, dropped = self.index.token_ids, self.index.num_dropped
         return [(n, tokens, p - dropped) for p, n in self.lengths.items() if n >= min_length and p > dropped]

@@ -14,7 +14,7 @@ from longdraft.trees.tree_config import TreeConfig, chain
 
 
 class TreeDrafter(Drafter):
-    """Drafts trees of one shape, ``tree``."""
+    """Drafts trees of the shape ``tree``."""
 
     tree: TreeConfig
 
@@ -23,8 +23,8 @@ class TreeDrafter(Drafter):
         return self.tree.max_nodes
 
     def use_planner(self) -> None:
-        """Switches to a shape that a planner can size, a chain or an OPT-Tree, unless the user chose one."""
-        self.tree = self.tree.fit(NO_LIMIT)
+        """Switches to a shape that a planner can size, a chain or an OPT-Tree, unless the user chose a shape."""
+        self.tree = self.tree.fit(NO_LIMIT)  # the largest such tree, by which memory is allocated
 
     def use_chains(self) -> bool:
         """Drafts a chain as long as the tree is deep, unless the user chose the shape."""
@@ -43,18 +43,18 @@ class TreeDrafter(Drafter):
         calibrate: Calibrate | None = None,
     ) -> list[TokenTree]:
         """Grows a tree for each sequence, rooted at its last token.
-        ``limit``: the planner's; None: the drafter's own tree shape. The others are as for :meth:`TreeConfig.grow`."""
+        ``limit``: the planner's limit; None: ``tree`` as it is. For the other arguments see :meth:`TreeConfig.grow`."""
         is_sampled = not sequences[0].greedy
 
         def coupled_logprobs(level: TreeLevel, logprobs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
             samplers = [sequences[i].sampler for i in level.sequence_indices]
-            items = zip(samplers, logprobs, tokens, strict=True)
-            return torch.stack([sampler.gumbel_coupled_logprobs(level.depth, *item) for sampler, *item in items])
+            inputs = zip(samplers, logprobs, tokens, strict=True)
+            return torch.stack([sampler.gumbel_coupled_logprobs(level.depth, x, ids) for sampler, x, ids in inputs])
 
         return self.tree.fit(limit).grow(
             [s.output[-1] for s in sequences],
             draft_logits,
-            # A path of depth k emits k + 1 tokens. This also keeps positions within the context.
+            # An accepted path of depth k emits k + 1 tokens, so a deeper tree could exceed the length limit.
             [s.remaining - 1 for s in sequences],
             draft_to_target_ids,
             device,
