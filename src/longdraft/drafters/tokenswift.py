@@ -161,7 +161,7 @@ def tokenswift(draft: HeadsDraft, **options: Any) -> Drafter:
         self_drafter = SelfDrafter(view=config.view, depth=1, **sizes)
     elif names := [name for name, value in sizes.items() if value is not None]:
         raise ValueError(f"{' and '.join(names)} shape a view of the KV: leave view={NO_VIEW} out, or them")
-    heads = HeadsDrafter(draft, self_drafter, **head_options.given(), **tree.given())
+    heads = HeadsDrafter(draft, self_drafter, **head_options.non_none(), **tree.non_none())
     k = config.reuse_k if "reuse_k" in options else None
     return TokenSwiftDrafter(ReuseDrafter(config.reuse_n, k), heads) if config.reuse else heads
 

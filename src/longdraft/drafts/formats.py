@@ -200,20 +200,20 @@ def _feature_layers(config: Mapping[str, Any], folder: Path | str) -> list[int] 
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
         raise CheckpointError(f"config.json of {folder} has no list of layers in {name}: copy it again.")
     ids = sorted(ids) if name == _IDS else ids  # features are collected in layer order; Model-Optimizer writes a set
-    is_certain = name != _IDS or ids[0] != 1
-    if offset is None and (is_certain := any(config.get(key) is not None for key in VLLM_MASK_TOKENS)):
+    certain = name != _IDS or ids[0] != 1
+    if offset is None and (certain := any(config.get(key) is not None for key in VLLM_MASK_TOKENS)):
         offset = 1
     elif offset is None:
         offset = int(ids[0] > 1)
         # Certain if the layers are the default ones of a target whose middle layer is the middle id.
         num_layers = 2 * (ids[len(ids) // 2] - offset + 1)
-        is_certain = ids[0] < 1 or tuple(i - offset for i in ids) in map(
+        certain = ids[0] < 1 or tuple(i - offset for i in ids) in map(
             default_feature_layers, (num_layers, num_layers + 1)
         )
     layers, other = [i - offset for i in ids], [i - 1 + offset for i in ids]
     if min(layers) < 0:
         raise CheckpointError(f"{name} of {folder} names the embedding, which longdraft's drafts do not read.")
-    if not is_certain:
+    if not certain:
         logger.warning(
             f"The draft in {folder} names layers {ids}, taken for the outputs of {layers}: projects differ. If few "
             f"tokens are accepted, set feature_layers to {other} in its config.json and compare "

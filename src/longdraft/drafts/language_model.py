@@ -1,4 +1,4 @@
-"""Small language models as drafts: read from a folder, checked against a target, and hosted like a target.
+"""Small language models as drafts: read from a folder, checked against a target, and draft_runner like a target.
 
 A draft is one of two things. A folder of ``longdraft train lm`` holds a decoder that uses the target's embedding and
 head. Any other folder, and a GGUF file, is a complete causal language model with the target's vocabulary.
@@ -32,7 +32,7 @@ class BoundLM:
     """A small language model, in its target's dtype and on its device.
 
     Attributes:
-        runner: the hosted model. It reads target ids; its logits are over the draft's vocabulary.
+        runner: the draft_runner model. It reads target ids; its logits are over the draft's vocabulary.
         draft_to_target_ids: (draft vocabulary,) target id of each draft id, on the device; None if they are equal.
         fused_lm: computes a forward of few tokens in one kernel call; None if our kernels do not support the model.
     """
@@ -110,9 +110,9 @@ class TrainedLM(TrainedDraft[BoundLM], SmallLMDraft):
         dense_head = stored.dequantize(head) if isinstance(head, QuantizedMatrix) else head
         weights = {n: t.to(runner.device, runner.kv_shape.dtype) for n, t in self.weights.items()}
         model = small_llama.build_causal_lm(self.sizes, weights, runner.shared_parts.embedding, dense_head)
-        hosted = TargetRunner(model)
-        hosted.execution_model.fused.quantize_for_draft()
-        return BoundLM(hosted, ids, FusedLM.from_runner(hosted))
+        draft_runner = TargetRunner(model)
+        draft_runner.execution_model.fused.quantize_for_draft()
+        return BoundLM(draft_runner, ids, FusedLM.from_runner(draft_runner))
 
 
 class PublishedLM(SmallLMDraft):
@@ -165,7 +165,7 @@ class PublishedLM(SmallLMDraft):
         model = draft_models.fit_vocab_size(model, runner.vocab_size)
         if self._vocabulary is not None:
             model = draft_models.fit_head(model, self._vocabulary)
-        hosted = TargetRunner(model)
+        draft_runner = TargetRunner(model)
         # With int8 arithmetic FusedLM shares the model's weights; with float32 it would need a second copy of them.
-        fused_lm = FusedLM.from_runner(hosted) if hosted.arithmetic == "int8" else None
-        return BoundLM(hosted, None, fused_lm)
+        fused_lm = FusedLM.from_runner(draft_runner) if draft_runner.arithmetic == "int8" else None
+        return BoundLM(draft_runner, None, fused_lm)

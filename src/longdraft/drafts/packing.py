@@ -57,10 +57,8 @@ def unpack(tensors: Mapping[str, torch.Tensor], folder: Path | str) -> dict[str,
     unpacked = {name: t for name, t in tensors.items() if not name.endswith(SCALES)}
     scales = {name.removesuffix(SCALES): t for name, t in tensors.items() if name.endswith(SCALES)}
     integers = {name for name, t in unpacked.items() if t.dtype in (torch.int8, torch.uint8)}
-    if unpaired := sorted(integers ^ set(scales)):
-        raise _damaged(
-            folder, f"{unpaired[0]} has {'no scales' if unpaired[0] in integers else 'scales without numbers'}"
-        )
+    if lone := sorted(integers ^ set(scales)):
+        raise _damaged(folder, f"{lone[0]} has {'no scales' if lone[0] in integers else 'scales without numbers'}")
     for name, scale in scales.items():
         numbers = unpacked[name]
         is_8bit, rows = numbers.dtype == torch.int8, len(numbers)

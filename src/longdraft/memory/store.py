@@ -118,13 +118,13 @@ class KVStore:
         self.capacity = capacity
         self.device = torch.device(device)
         self.feature_layers = feature_layers
-        feature_width = len(feature_layers) * feature_size
-        allocate = partial(self._make_tensors, transposed_keys=transposed_keys, feature_width=feature_width)
+        width = len(feature_layers) * feature_size
+        allocate = partial(self._make_tensors, transposed_keys=transposed_keys, width=width)
         self.arena_buffers: ArenaBuffers | None = None
         if buffer_arena is None:
             tensors = allocate(slots, capacity)
         else:
-            key = "store", shape, self.dtype, self.device, transposed_keys, feature_layers, feature_width
+            key = "store", shape, self.dtype, self.device, transposed_keys, feature_layers, width
             self.arena_buffers = buffers = buffer_arena.acquire(self, key, slots, capacity, allocate)
             self.slots, self.capacity, tensors = buffers.slots, buffers.capacity, buffers.tensors
         self.keys, self.values = tensors[:2]
@@ -134,14 +134,12 @@ class KVStore:
         self.states: tuple[LayerStates, ...] = ()
         self._own_states: tuple[LayerStates, ...] = ()  # the states that are committed and truncated with this store
 
-    def _make_tensors(
-        self, slots: int, capacity: int, transposed_keys: bool, feature_width: int
-    ) -> tuple[torch.Tensor, ...]:
-        """Allocates keys and values, and features if ``feature_width`` (numbers of a token's features) is not 0."""
+    def _make_tensors(self, slots: int, capacity: int, transposed_keys: bool, width: int) -> tuple[torch.Tensor, ...]:
+        """Allocates keys and values, and features of ``width`` numbers a token if that is not 0."""
         self.slots, self.capacity = slots, capacity
-        size = slots, capacity, feature_width
+        size = slots, capacity, width
         kv = self._allocate(transposed_keys, prod(size) * self.shape.dtype.itemsize)
-        return (*kv, torch.empty(size, dtype=self.shape.dtype, device=self.device)) if feature_width else kv
+        return (*kv, torch.empty(size, dtype=self.shape.dtype, device=self.device)) if width else kv
 
     def _allocate(self, transposed_keys: bool, feature_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Allocates keys and values, after a check that they fit together with ``feature_bytes`` of features."""
