@@ -101,8 +101,8 @@ class Option:
         if self.kind is not tuple:
             return self._takes_one(self.kind, value)
         items = value if isinstance(value, tuple | list) else ()
-        sized = bool(items) if self.size is None else len(items) == self.size
-        return sized and all(self._takes_one(self.items, item) for item in items)
+        size_fits = bool(items) if self.size is None else len(items) == self.size
+        return size_fits and all(self._takes_one(self.items, item) for item in items)
 
     def _allows_item(self, kind: type, value: Any) -> bool:
         if kind not in _VALUE_NAMES:
@@ -136,11 +136,7 @@ def option(default: Any = None, *, help: str, min: float | None = None, **attrib
 
 
 class Options:
-    """Base class of the dataclasses that declare options. Making an instance checks its values.
-
-    Raises:
-        ValueError: a value that is not allowed.
-    """
+    """Base class of the dataclasses that declare options. The constructor raises ValueError for a wrong value."""
 
     def __post_init__(self) -> None:
         for name, declaration in declared(type(self)).items():
@@ -251,11 +247,7 @@ def no_option(name: str, default_options: Iterable[str], methods: Mapping[str, I
 
 
 def method_in(methods: Mapping[str, T], name: str) -> T:
-    """Looks up a method's entry.
-
-    Raises:
-        UnknownMethodError: the name is unknown; the message lists all names.
-    """
+    """Looks up a method's entry. Raises UnknownMethodError, which lists all names, for an unknown name."""
     try:
         return methods[name]
     except (KeyError, TypeError):
@@ -276,11 +268,7 @@ def suggestion(name: str, allowed: Iterable[str]) -> str:
 
 
 def whole_number(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """Checks a whole number and returns it as an int.
-
-    Raises:
-        RequestError: the value is no whole number, or outside ``least`` to ``most``.
-    """
+    """Returns a whole number as an int. Raises RequestError if it is none, or not from ``least`` to ``most``."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise RequestError(f"{name} must be a whole number, got {value!r}")
     number = int(value)

@@ -164,11 +164,7 @@ def recipe_for(method: Method | None, options: Mapping[str, Any], runner: Target
 
 
 def _suitable_defaults(options: Mapping[str, Any]) -> list[Method]:
-    """The default methods that have all of the options.
-
-    Raises:
-        ValueError: no default method has all of them, or a value is not allowed.
-    """
+    """The default methods that have all of the options. Raises ValueError if there is none, or for a wrong value."""
     defaults = [METHODS[name] for name in DEFAULT_METHODS]
     option_names = [[name for o in m.options.values() for name in (o.name, *o.aliases)] for m in defaults]
     suitable = [m for m, names in zip(defaults, option_names, strict=True) if set(options) <= set(names)]
@@ -184,11 +180,7 @@ def _suitable_defaults(options: Mapping[str, Any]) -> list[Method]:
 
 
 def _checked_recipe(method: Method, drafting_method: Method, options: Mapping[str, Any]) -> Recipe:
-    """Makes a recipe, and builds its parts once as a check.
-
-    Raises:
-        ValueError: an option that neither the method nor its drafter has, or an unusable value.
-    """
+    """Makes a recipe, and builds its parts once as a check. Raises ValueError for an unknown option or wrong value."""
     drafter_options = drafting_method.drafter_options
     if unknown := sorted(set(options) - {*drafter_options, *method.verifier_options, "drafter"}):
         raise ValueError(
@@ -205,7 +197,7 @@ def _choose_drafting_method(method: Method, options: Mapping[str, Any], runner: 
     """The method whose drafter a method uses: itself, the option ``drafter``, the draft's kind, or the first possible.
 
     Args:
-        runner: the target; None: without a target, any method that drafts is possible, and none is tested for a draft.
+        runner: the target; None: methods are not tested for a draft that fits.
 
     Raises:
         ValueError: the option ``drafter`` names a method without a drafter, or the draft is of another kind.

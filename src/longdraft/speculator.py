@@ -157,11 +157,7 @@ class Speculator:
 
     @memory_checked()
     def use(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        """Sets the target of a speculator that was made without one.
-
-        Raises:
-            UnsupportedModelError, CheckpointError, CapabilityError: as :class:`Speculator` does.
-        """
+        """Sets the target of a speculator that was made without one. Raises the errors of :class:`Speculator`."""
         self.tokenizer = self.tokenizer if tokenizer is None else tokenizer
         self.recipe(self.runner(target))
 
@@ -206,7 +202,7 @@ class Speculator:
         target = self._target(runner)
         if target.recipe is None:
             with target.runner.lock:
-                # A planner drops lookups that do not pay. Without it, drafts are those of the papers, without lookups.
+                # Lookups cost nothing if a planner limits the trees. Without one, drafts are those of the papers.
                 lookup = is_planned(self._plan, self.options, self._method is None or self._method.exact)
                 with values_checked(), torch.device("cpu"):  # whatever the user's default device is
                     target.recipe = target.recipe or recipe_for(self._method, self.options, target.runner, lookup)
@@ -385,14 +381,9 @@ class Speculator:
 
     @memory_checked()
     def _engine(
-        self,
-        batch: int | None,
-        cache: PromptCache | None,
-        max_slots: int | None,
-        context: int = 0,
-        piece: int | None = None,
+        self, batch: int | None, cache: PromptCache | None, cap: int | None, context: int = 0, piece: int | None = None
     ) -> tuple[Recipe, Engine]:
-        """The recipe for the first target, and an engine of ``max_slots`` slots at most; see :meth:`session`."""
+        """The recipe for the first target, and an engine of at most ``cap`` slots; see :meth:`session`."""
         if cache is not None and not isinstance(cache, PromptCache):
             raise RequestError(f"cache takes a longdraft.PromptCache(), got {cache!r}")
         runner = self.runner()
@@ -404,7 +395,7 @@ class Speculator:
             recipe.verifier(),
             cache,
             self.planner(runner=runner),
-            slots=slots if max_slots is None else min(slots, max_slots),
+            slots=slots if cap is None else min(slots, cap),
             capacity=whole_number("context", context, 0),
             chunk_size=None if piece is None else whole_number("piece", piece, 1),
         )

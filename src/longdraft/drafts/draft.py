@@ -165,23 +165,11 @@ class TrainedDraft(Draft[BoundT]):
 
     @classmethod
     def load(cls: type[DraftT], folder: Path | str) -> DraftT:
-        """Reads a draft folder.
-
-        Raises:
-            CheckpointError: unreadable, another kind of draft, or missing, unexpected or misshapen tensors.
-        """
+        """Reads a draft folder. Raises CheckpointError if it is unreadable, or not a draft of this kind."""
         return cls(folder, draft_folder.load(folder, cls.kind))
 
     def save(self, folder: Path | str, bits: int | None = None) -> None:
-        """Writes the draft to a folder in our layout, with its card and training record.
-
-        Args:
-            bits: 8 or 4 packs its matrices; None keeps their dtype.
-
-        Raises:
-            CheckpointError: the folder cannot be written.
-            ValueError: other bits.
-        """
+        """Writes the draft to a folder in our layout, with its card; ``bits`` and errors: :func:`draft_folder.save`."""
         hub.copy_card(self.folder, Path(folder))
         ids = self.draft_to_target_ids
         d2t = {} if ids is None else {D2T: ids - torch.arange(len(ids), device="cpu")}

@@ -101,11 +101,7 @@ def save(folder: Path | str, draft: DraftFolder, bits: int | None = None) -> Non
 
 
 def write(folder: Path | str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes config.json and model.safetensors of any layout. Each file appears complete or not at all.
-
-    Raises:
-        CheckpointError: they cannot be written (no space, no permission).
-    """
+    """Writes config.json and model.safetensors of any layout, each atomically. Raises the errors of :func:`save`."""
     tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     with atomic_write(Path(folder) / CONFIG) as config_file, atomic_write(Path(folder) / WEIGHTS) as weights:
         config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -151,11 +147,7 @@ def _kind(config: Mapping[str, Any], folder: Path | str) -> str:
 
 
 def read_config(folder: Path | str) -> dict[str, Any]:
-    """Reads a folder's config.json.
-
-    Raises:
-        CheckpointError: no such folder, or no valid config.json.
-    """
+    """Reads a folder's config.json. Raises CheckpointError if there is no such folder or no valid config.json."""
     folder = Path(folder)
     if is_gguf(folder) and folder.is_file():
         raise CheckpointError(

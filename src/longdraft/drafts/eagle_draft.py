@@ -46,11 +46,7 @@ class EagleDraft(TrainedDraft[BoundT]):
 
     @classmethod
     def load(cls: type[DraftT], folder: Path | str) -> DraftT:
-        """Reads a draft folder of our layout, a published one, or that of `speculators`.
-
-        Raises:
-            CheckpointError: unreadable, another kind of draft, or missing, unexpected or misshapen tensors.
-        """
+        """Reads a draft folder of any layout. Raises CheckpointError if it is unreadable, or not of this kind."""
         return cls(folder, *formats.read(folder, cls.kind))
 
     @cached_property

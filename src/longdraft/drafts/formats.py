@@ -128,9 +128,8 @@ def read(folder: Path | str, kind: str) -> tuple[DraftFolder, dict[str, Any]]:
         CheckpointError: unreadable, another kind of draft, or impossible settings.
     """
     original = draft_folder.load(folder, kind)
-    contents, rope = (_convert_longdraft if "longdraft_format" in original.config else _convert_published)(
-        original, folder
-    )
+    convert = _convert_longdraft if "longdraft_format" in original.config else _convert_published
+    contents, rope = convert(original, folder)
     return contents, scale_rope(rope, contents.config.get("trained_length"), None, None, folder)
 
 
@@ -161,8 +160,7 @@ def _convert_published(original: DraftFolder, folder: Path | str) -> tuple[Draft
     published = PublishedDraft(kind, folder, config, sizes, renamed, is_speculators)
     for pattern, part in _UNSUPPORTED_PARTS.items():
         if example := next((name for name in tensors if re.search(pattern, name)), None):
-            label = draft_format.label
-            raise CheckpointError(f"{folder} has {part} ({example}), which longdraft's {label} drafts do not support.")
+            raise CheckpointError(f"{folder} has {part} ({example}), which longdraft's drafts do not support.")
     t2d = published.tensors.pop(T2D, None)
     overrides, settings = draft_format.parse(published)
     embedding = published.tensors.get(EMBEDDING)
@@ -206,18 +204,15 @@ def _feature_layers(config: Mapping[str, Any], folder: Path | str) -> list[int] 
     elif offset is None:
         offset = int(ids[0] > 1)
         # Certain if the layers are the default ones of a target whose middle layer is the middle id.
-        num_layers = 2 * (ids[len(ids) // 2] - offset + 1)
-        certain = ids[0] < 1 or tuple(i - offset for i in ids) in map(
-            default_feature_layers, (num_layers, num_layers + 1)
-        )
+        count = 2 * (ids[len(ids) // 2] - offset + 1)
+        certain = ids[0] < 1 or tuple(i - offset for i in ids) in map(default_feature_layers, (count, count + 1))
     layers, other = [i - offset for i in ids], [i - 1 + offset for i in ids]
     if min(layers) < 0:
         raise CheckpointError(f"{name} of {folder} names the embedding, which longdraft's drafts do not read.")
     if not certain:
         logger.warning(
-            f"The draft in {folder} names layers {ids}, taken for the outputs of {layers}: projects differ. If few "
-            f"tokens are accepted, set feature_layers to {other} in its config.json and compare "
-            "(`longdraft bench acceptance`)."
+            f"The draft in {folder} names layers {ids}, read as outputs of {layers}: projects differ. If few tokens are "
+            f"accepted, set feature_layers to {other} in its config.json (`longdraft bench acceptance` compares)."
         )
     return layers
 

@@ -37,11 +37,7 @@ def has_safetensors(folder: Path | str) -> bool:
 
 
 def names(folder: Path | str) -> Iterable[str]:
-    """Names of the tensors in all files of a folder. The tensors are not read.
-
-    Raises:
-        CheckpointError: as for :func:`read`.
-    """
+    """Names of the tensors in all files of a folder, without reading the tensors. Raises the errors of :func:`read`."""
     index = Path(folder) / f"{PICKLED}.index.json"
     if has_safetensors(folder):
         return _files(folder)
@@ -68,11 +64,7 @@ def _files(folder: Path | str) -> dict[str, Path]:
 
 @reports_file_errors("The weights", "Get the draft as model.safetensors.")
 def _read_pickled(path: Path, mapped: bool = False) -> dict[str, torch.Tensor]:
-    """Reads the tensors of a pickled file by name.
-
-    Args:
-        mapped: map the file instead of reading it, if its format allows that.
-    """
+    """The tensors of a pickled file by name. ``mapped``: map the file into memory, if its format allows that."""
     if not path.exists():
         raise CheckpointError(f"{path.parent} has no {WEIGHTS}: copy the draft again.")
     zipped = zipfile.is_zipfile(require_regular(path))

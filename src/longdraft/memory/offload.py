@@ -266,11 +266,7 @@ def _round_up_to_power_of_two(n: int) -> int:
 
 
 def parse(option: str | None) -> Offload:
-    """Checks a user's option: None, ``"host"`` or ``"host:N"``.
-
-    Raises:
-        RequestError: for anything else.
-    """
+    """Checks a user's option: None, ``"host"`` or ``"host:N"``. Raises RequestError for any other value."""
     if option is None:
         return None
     name, colon, count = str(option).partition(":")

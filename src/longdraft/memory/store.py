@@ -168,11 +168,7 @@ class KVStore:
         return shape.bytes_per_token * slots * capacity
 
     def attach_states(self, *states: LayerStates) -> None:
-        """Attaches states that are committed and truncated together with the slots.
-
-        Raises:
-            MemoryBudgetError: they do not fit the free memory.
-        """
+        """Attaches states, which this store commits and truncates. Raises MemoryBudgetError if they do not fit."""
         needed = self.slots * sum(layer_states.bytes_per_slot for layer_states in states)
         memory_info.require_bytes(needed, self.device, f"The states of {self.slots} sequences")
         self.states = self._own_states = states
