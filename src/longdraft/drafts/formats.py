@@ -211,8 +211,8 @@ def _feature_layers(config: Mapping[str, Any], folder: Path | str) -> list[int] 
         raise CheckpointError(f"{name} of {folder} names the embedding, which longdraft's drafts do not read.")
     if not certain:
         logger.warning(
-            f"The draft in {folder} names layers {ids}, read as outputs of {layers}: projects differ. If few tokens are "
-            f"accepted, set feature_layers to {other} in its config.json (`longdraft bench acceptance` compares)."
+            f"The draft in {folder} names layers {ids}, read as outputs of {layers}: projects differ. If few tokens "
+            f"are accepted, set feature_layers to {other} in its config.json (`longdraft bench acceptance` compares)."
         )
     return layers
 
