@@ -86,7 +86,7 @@ class Option:
         return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
 
     def check(self, value: Any) -> None:
-        """Raises ValueError for a value that is not allowed. The default is always allowed."""
+        """Raises ValueError for a value that is not allowed. The default itself, such as None, is always allowed."""
         if value is not self.default and not self._allows(value):
             raise ValueError(f"{self.name} must be {self.range}, got {value!r}")
 
@@ -99,10 +99,10 @@ class Option:
         if self.choices:
             return value in self.choices
         if self.kind is not tuple:
-            return self._takes_one(self.kind, value)
+            return self._allows_item(self.kind, value)
         items = value if isinstance(value, tuple | list) else ()
         size_fits = bool(items) if self.size is None else len(items) == self.size
-        return size_fits and all(self._takes_one(self.items, item) for item in items)
+        return size_fits and all(self._allows_item(self.items, item) for item in items)
 
     def _allows_item(self, kind: type, value: Any) -> bool:
         if kind not in _VALUE_NAMES:
@@ -199,7 +199,7 @@ def options_of(factory: Callable[..., Any]) -> dict[str, Option]:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Joins names with commas; "none" if there are none."""
+    """Joins names with commas for a message; "none" if there are no names."""
     return ", ".join(names) or "none"
 
 

@@ -34,7 +34,7 @@ class Recipe:
     """A method with its options for a target.
 
     Attributes:
-        method: the method that provides the verifier, and the name.
+        method: the method that the user named or that was chosen; it provides the verifier.
         drafting_method: the method that provides the drafter; usually ``method`` itself.
         options: options of verifier and drafter. A draft among them is loaded.
         use_chains: True if the drafter proposes chains, unless the options shape a tree.
@@ -194,7 +194,7 @@ def _checked_recipe(method: Method, drafting_method: Method, options: Mapping[st
 
 
 def _choose_drafting_method(method: Method, options: Mapping[str, Any], runner: TargetRunner | None) -> Method:
-    """The method whose drafter a method uses: itself, the option ``drafter``, the draft's kind, or the first possible.
+    """The method whose drafter a method uses: itself; else the option ``drafter``, the draft's kind, or a default.
 
     Args:
         runner: the target; None: methods are not tested for a draft that fits.

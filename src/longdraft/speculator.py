@@ -58,8 +58,8 @@ class StreamSettings(RequestSettings, total=False):
 
 @dataclass
 class _Target:
-    """What a speculator stores for one target. ``planner`` is None if planning is off, and also as long as
-    ``planner_decided`` is False."""
+    """What a speculator stores for one target. ``planner`` is made at its first use; None afterwards: trees are fixed.
+    ``planner_decided`` tells whether that has happened."""
 
     runner: TargetRunner
     recipe: Recipe | None = None

@@ -25,7 +25,7 @@ from longdraft.native.boundary import CPU_INT64
 _FORMAT_PREFIX = "longdraft-kv-"
 FORMAT = f"{_FORMAT_PREFIX}3"
 # Names of tensors of layers without full KV (windows, recurrent layers) begin so.
-_STATES = "states."
+_STATES_PREFIX = "states."
 # Suffix of unfinished files (:func:`longdraft.files.atomic_write`).
 PART_SUFFIX = ".part"
 
@@ -35,8 +35,14 @@ class DamagedSnapshotError(CheckpointError):
 
 
 class SnapshotHeader(NamedTuple):
-    """The contents of a snapshot without keys, values, features and states. ``feature_layers`` are the layers whose
-    hidden states it holds, ``rope_regime`` is that of its KV, and ``checksums`` are those of all tensors by name."""
+    """What a snapshot says about its keys, values, features and states.
+
+    Attributes:
+        tokens: the token ids, int64.
+        feature_layers: layers whose hidden states are stored; empty: none.
+        rope_regime: RoPE regime of the KV.
+        checksums: name of each tensor -> its checksum.
+    """
 
     tokens: array[int]
     target_fingerprint: str
@@ -70,7 +76,7 @@ def save(
         tensors["features"] = kv.features
         meta["feature_layers"] = ",".join(map(str, store.feature_layers))
     for number, states in enumerate(store.states):
-        tensors |= {f"{_STATES}{number}.{name}": tensor for name, tensor in states.save(slot).items()}
+        tensors |= {f"{_STATES_PREFIX}{number}.{name}": tensor for name, tensor in states.save(slot).items()}
     sums = {name: _checksum(tensor, _checksum_seed(tensor.dtype, tensor.shape)) for name, tensor in tensors.items()}
     meta |= {"checksums": json.dumps(sums), "checksum": str(_header_checksum(meta, sums))}
     with atomic_write(Path(path)) as part:
@@ -110,7 +116,7 @@ def load(store: KVStore, slot: int, fingerprint: str, path: Path | str, max_toke
         if store.features is not None and header.feature_layers != store.feature_layers:
             return []
         for number, states in enumerate(store.states):
-            names = [name for name in header.checksums if name.startswith(f"{_STATES}{number}.")]
+            names = [name for name in header.checksums if name.startswith(f"{_STATES_PREFIX}{number}.")]
             tensors = {name.split(".", 2)[2]: _tensor(file, name, header.checksums) for name in names}
             states.load(slot, tensors, n)
         store.lengths[slot] = n
