@@ -96,19 +96,19 @@ class Speculator:
             with lookups if a draft for the target comes with the package; else ``prompt-lookup``.
         target: the model. Not needed if only ``custom_generate`` is used.
         tokenizer: needed for text prompts, text results and stop strings, not for token ids.
-        offload: ``"host"`` stores the KV cache of a model on a GPU in host memory, and as many layers as fit on the
-            GPU; ``"host:N"`` keeps N layers on the GPU. The output is the same; decoding is slower.
+        offload: for a model on a GPU. ``"host"`` stores the KV cache in host memory, except for the layers that fit on
+            the GPU; ``"host:N"`` keeps N layers on the GPU. The output is the same; decoding is slower.
         kv_dtype: rounds the KV cache of a float32 model on a CPU to ``"bfloat16"`` or ``"int8"`` (a scale for each
             entry); on a GPU, ``"int8"``. The cache takes fewer bytes, and a CPU reads it faster. The output is that of
             a slightly different model. None: no rounding.
-        plan: ``"auto"`` sizes trees in each round, by their cost on this machine and by what is accepted, and decodes
-            plainly where that is faster. The first run with a model measures the costs (10 s at most) and saves them.
-            ``"fixed"`` grows the method's own trees. Default: fixed if options shape the tree, else LONGDRAFT_PLAN if
-            it is set, else auto. A dictionary {tokens of a forward: seconds} is used in place of measured costs, which
-            gives the same trees on every machine. The output is the same with any plan.
-        deterministic: on a GPU too, plain decoding and every exact method agree to the bit, near ties included. Each
-            decoding forward then has 64 tokens, and attention adds in a fixed order. That is slower where few tokens
-            are verified, most of all in plain decoding. On a CPU with our kernels it always holds.
+        plan: ``"auto"`` sizes the trees of each round by the costs on this machine and by what was accepted, and
+            decodes plainly if that is faster. The first run with a model measures the costs (10 s at most) and saves
+            them. A dictionary {tokens of a forward: seconds} replaces measured costs, so that trees are the same on
+            every machine. ``"fixed"`` grows the method's own trees. Default: fixed if options shape the tree, else
+            LONGDRAFT_PLAN if it is set, else auto. The output is the same with any plan.
+        deterministic: True: on a GPU, logits of every exact method equal those of plain decoding to the bit, so that
+            near ties are decided alike. Each decoding forward then has 64 tokens, and attention adds in a fixed order.
+            So small trees and plain decoding are slower. On a CPU with our kernels, bits are always equal.
         options: options of the method, e.g. ``branches=2`` for prompt-lookup, ``draft=folder`` for longspec.
 
     Raises:
@@ -140,7 +140,7 @@ class Speculator:
             )
         _check_keywords("Speculator(...", options, method.options if isinstance(method, Method) else ())
         with values_checked():
-            self._method, self.options = resolve(method, options)  # refuses wrong options now
+            self._method, self.options = resolve(method, options)  # raises errors of options before a target is loaded
             self.offload = offloading.parse(offload)
             self._kv_dtype = None if kv_dtype is None else parse_dtype(kv_dtype, "kv_dtype")
             self._plan = check_plan(plan)
@@ -337,8 +337,8 @@ class Speculator:
         Args:
             prompts: one prompt or several, each a string, a list of token ids, or a :class:`~longdraft.Request` with
                 its own settings. Lengths may differ.
-            batch: prompts decoded at a time; when one has ended, the next takes its slot. None: 8, on a GPU 32. Fewer
-                if the KV of so many does not fit the memory, unless there is a ``cache``.
+            batch: prompts decoded at a time; when one has ended, the next takes its slot. None: 8, on a GPU 32, and
+                fewer if their KV does not fit the memory and there is no ``cache``.
             cache: KV of earlier runs, which this run reuses and extends.
             cancelled: called between forwards; True ends the run.
             piece: prompt tokens of one prefill forward, as for :meth:`session`.
@@ -365,7 +365,7 @@ class Speculator:
         """Opens a session, which accepts requests while it decodes earlier ones (continuous batching).
 
         Args:
-            batch: requests decoded at a time; None: 8, on a GPU 32. Fewer if the memory does not hold so many.
+            batch: requests decoded at a time. None: 8, on a GPU 32, and fewer if their KV does not fit the memory.
             context: tokens of prompt and output for which each slot has memory from the start. A longer request waits
                 until no other request is decoded, and then memory is allocated for it.
             cache: KV of earlier runs, which this session reuses and extends. Without a cache, requests share the full

@@ -90,7 +90,7 @@ def _parse(published: PublishedDraft) -> tuple[dict[str, Any], dict[str, Any]]:
     unsupported += ["is_neox_style"] if config.get("is_neox_style") is False else []
     if unsupported:
         raise CheckpointError(
-            f"{published.folder} sets {', '.join(unsupported)}: longdraft's DFlash does not support that."
+            f"{published.folder} sets {', '.join(unsupported)}, which longdraft's DFlash does not support."
         )
     if config.get("target_hidden_size") in (None, 0, sizes.get("hidden_size")) and D2T in tensors:
         tensors.pop(EMBEDDING, None)  # a copy of the target's
@@ -125,7 +125,7 @@ def _parse(published: PublishedDraft) -> tuple[dict[str, Any], dict[str, Any]]:
 def _layer_attention(
     config: Mapping[str, Any], nested: Mapping[str, Any], sizes: Mapping[str, Any], layers: int
 ) -> tuple[list[int | None], list[bool]]:
-    """For each layer, its window in tokens (None: full attention), and whether its draft block is causal."""
+    """By layer: the window in tokens (None: full attention); True if tokens of the draft block attend causally."""
     types = sizes.get("layer_types") or []
     is_sliding = [i < len(types) and types[i] == _SLIDING for i in range(layers)]
     if nested.get("use_swa") and not any(is_sliding):
