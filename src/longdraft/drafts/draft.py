@@ -45,7 +45,7 @@ class Draft(ABC, Generic[BoundT]):
     retrieval_layer: int | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Wraps a subclass's ``load``: it downloads a hub id first, and errors that a bad folder causes name the folder."""
+        """Wraps a subclass's ``load``: it downloads a hub id first, and errors about a bad folder name the folder."""
         super().__init_subclass__(**kwargs)
         if (load := vars(cls).get("load")) is not None:
 

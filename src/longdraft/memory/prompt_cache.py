@@ -91,6 +91,7 @@ class PromptCache:
         incompatible = old is not None and (
             (bool(feature_layers) and old.feature_layers != feature_layers) or compat_key not in (None, old.compat_key)
         )
+        # A store that is too small or incompatible is replaced; its sequences are copied_len if the new store can hold them.
         if old is None or old.slots < slots or old.capacity < capacity or incompatible:
             capacity = max(capacity, len(header.tokens) if header else 0)
             old_capacity = old.capacity if old and not incompatible else 0
@@ -107,15 +108,16 @@ class PromptCache:
                 self.tokens, self.rope_regimes = [], []
             elif old is not None:
                 for slot, length in enumerate(old.lengths[: store.slots]):
-                    copied = old.restorable_length(slot, min(length, store.capacity))
-                    store.copy_entries(slot, slot, 0, copied, old)
-                    self.tokens[slot] = self.tokens[slot][:copied]
+                    copied_len = old.restorable_length(slot, min(length, store.capacity))
+                    store.copy_entries(slot, slot, 0, copied_len, old)
+                    self.tokens[slot] = self.tokens[slot][:copied_len]
+            # Fits the lists to the new number of slots.
             del self.tokens[store.slots :], self.rope_regimes[store.slots :]
             self.tokens += [to_array(()) for _ in range(store.slots - len(self.tokens))]
             self.rope_regimes += [""] * (store.slots - len(self.rope_regimes))
             self.store = store
         assert self.store is not None
-        if self._snapshot_path is not None:
+        if self._snapshot_path is not None:  # a restored cache's first run
             try:
                 fingerprint = target_fingerprint or self._snapshot_fingerprint
                 self.tokens[0] = to_array(snapshot.load(self.store, 0, fingerprint, self._snapshot_path))
@@ -137,7 +139,7 @@ class PromptCache:
         self.tokens = [to_array(()) for _ in self.tokens]
 
     def choose_slot(self, slots: Sequence[int], prompt: Sequence[int], rope_regime: str = "") -> int:
-        """Chooses one of the free ``slots`` for a prompt: where the fewest KV entries are dropped and copied."""
+        """Chooses one of the free ``slots`` for a prompt: where the fewest KV entries are dropped and copied_len."""
         token_ids = to_array(prompt)  # a slot drops len(slot) - shared entries, and lacks len(prompt) - shared
         return max(slots, key=lambda i: 2 * self._common_prefix_len(i, token_ids, rope_regime) - len(self.tokens[i]))
 
