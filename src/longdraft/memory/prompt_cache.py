@@ -91,7 +91,7 @@ class PromptCache:
         incompatible = old is not None and (
             (bool(feature_layers) and old.feature_layers != feature_layers) or compat_key not in (None, old.compat_key)
         )
-        # A store that is too small or incompatible is replaced; its sequences are copied_len if the new store can hold them.
+        # Replaces a store that is too small or incompatible. KV of a compatible one is copied, as far as it fits.
         if old is None or old.slots < slots or old.capacity < capacity or incompatible:
             capacity = max(capacity, len(header.tokens) if header else 0)
             old_capacity = old.capacity if old and not incompatible else 0
@@ -139,7 +139,7 @@ class PromptCache:
         self.tokens = [to_array(()) for _ in self.tokens]
 
     def choose_slot(self, slots: Sequence[int], prompt: Sequence[int], rope_regime: str = "") -> int:
-        """Chooses one of the free ``slots`` for a prompt: where the fewest KV entries are dropped and copied_len."""
+        """Chooses one of the free ``slots`` for a prompt: where the fewest KV entries are dropped and copied."""
         token_ids = to_array(prompt)  # a slot drops len(slot) - shared entries, and lacks len(prompt) - shared
         return max(slots, key=lambda i: 2 * self._common_prefix_len(i, token_ids, rope_regime) - len(self.tokens[i]))
 

@@ -135,7 +135,8 @@ class KVStore:
         self._own_states: tuple[LayerStates, ...] = ()  # the states that are committed and truncated with this store
 
     def _make_tensors(self, slots: int, capacity: int, transposed_keys: bool, width: int) -> tuple[torch.Tensor, ...]:
-        """Allocates keys and values, and features of ``width`` numbers a token if that is not 0."""
+        """Allocates keys and values, and features of ``width`` numbers a token if that is not 0. An arena may call this
+        with a larger capacity than the constructor's."""
         self.slots, self.capacity = slots, capacity
         size = slots, capacity, width
         kv = self._allocate(transposed_keys, prod(size) * self.shape.dtype.itemsize)
