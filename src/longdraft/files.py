@@ -23,8 +23,8 @@ R = TypeVar("R")
 MAX_CONFIG_BYTES, MAX_TEXT_BYTES = 10 << 20, 200 << 20
 # Sizes up to this one are accepted even if no tensor is that large. It is also the most items of a list.
 _MAX_SIZE = _MAX_ITEMS = 1 << 16
-# (Pattern of a number's name in a configuration, smallest value, largest value). The first match counts. None: sizes,
-# of which the largest is that of a tensor.
+# (Pattern of a number's name in a configuration, smallest value, largest value). The first match counts. None: as
+# large as the largest dimension of a tensor.
 _RANGES: tuple[tuple[str, float, float | None], ...] = (
     (r"((num_)?(hidden|decoder|encoder)_|n_|num_)layers|n_layer|(num_)?blocks|block_count", 0, 1024),
     (r"block_size|slots|fc_norm|(num_)?speculative_tokens", 0, 1024),
@@ -112,7 +112,9 @@ def check_numbers(values: Any, file: Path | str, max_size: int = 1 << 24) -> Non
             high = max(max_size, _MAX_SIZE) if high is None else high
             if not low <= value <= high:
                 printed = f"{value:g}" if isinstance(value, float) else str(value)[:40]
-                raise CheckpointError(f"{file} has {name[:99]} {printed}, which is not from {low:g} to {high:g}.")
+                raise CheckpointError(
+                    f"{file} has {name[:99]} {printed}, which is not from {low:g} to {high:g}: correct it."
+                )
 
 
 @functools.lru_cache(1024)

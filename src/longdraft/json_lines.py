@@ -13,6 +13,8 @@ from typing import Any
 from longdraft.errors import CheckpointError
 from longdraft.files import file_errors, require_regular
 
+_ADVICE = "Delete the file from that line on, or name another file, and run again."
+
 
 class JsonLines:
     """A JSON Lines file to append rows to. The first row overwrites a last line that a killed process left incomplete.
@@ -32,7 +34,8 @@ class JsonLines:
 
     def __init__(self, path: Path, on_line: Callable[[int, Any], object], fsync_seconds: float = 0.0) -> None:
         self.path, self.num_lines = path, 0
-        self._end, self._fsync_seconds, self._last_fsync = 0, fsync_seconds, time.monotonic()  # end of complete lines
+        self._end = 0  # bytes of the complete lines
+        self._fsync_seconds, self._last_fsync = fsync_seconds, time.monotonic()
         if not path.exists():
             return
         with file_errors(path, f"{path} cannot be read"), require_regular(path).open("rb") as file:
@@ -55,7 +58,7 @@ class JsonLines:
                 if file.tell() > self._end:
                     file.truncate(self._end)
                 rest = memoryview(line)
-                while rest:
+                while rest:  # a write may be partial
                     rest = rest[file.write(rest) or 0 :]
                 if time.monotonic() - self._last_fsync >= self._fsync_seconds:
                     os.fsync(file.fileno())
@@ -68,6 +71,3 @@ class JsonLines:
                 "and run the same command again to continue."
             ) from error
         self.num_lines, self._end = self.num_lines + 1, self._end + len(line)
-
-
-_ADVICE = "Delete the file from that line on, or name another file, and run again."

@@ -25,7 +25,8 @@ class Training:
 
     Attributes:
         settings: class of the run's settings, a :class:`longdraft.training.config.RunConfig`.
-        run: trains: (settings, progress, stop) -> a report for each step; see :mod:`longdraft.training.session`.
+        run: the training function: (settings, progress, stop) -> a report for each step; see
+            :mod:`longdraft.training.session`.
         summary: help text of the command.
         command: name of the command; empty: the kind's name.
     """
