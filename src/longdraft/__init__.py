@@ -1,4 +1,4 @@
-"""longdraft: speculative decoding for long contexts, on Hugging Face models as they are.
+"""longdraft: speculative decoding for long contexts, on unchanged Hugging Face models.
 
 Names are imported at first use: ``import longdraft`` alone loads neither torch nor transformers.
 """
@@ -52,9 +52,9 @@ _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for nam
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with gc_paused():
+    with gc_paused():  # imports are faster without garbage collection
         module = import_module(f"longdraft.{_MODULE_OF[name]}")
-    return module if name == "methods" else getattr(module, name)
+    return module if name == "methods" else getattr(module, name)  # the module ``methods`` is callable
 
 
 def __dir__() -> list[str]:

@@ -4,14 +4,14 @@ import signal
 
 
 def run() -> None:
-    """The entry point of the command. Until the command handles Ctrl-C, that just ends the process."""
+    """The entry point of the command. While it imports the command line, Ctrl-C ends the process silently."""
     handler = signal.getsignal(signal.SIGINT)
-    if handler is signal.default_int_handler:  # background jobs ignore it
+    if handler is signal.default_int_handler:  # not in background jobs, which ignore SIGINT
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from longdraft.cli.main import run
+    from longdraft.cli.main import run as run_command
 
     signal.signal(signal.SIGINT, handler)
-    run()
+    run_command()
 
 
 if __name__ == "__main__":

@@ -72,24 +72,24 @@ def reason_of(error: BaseException) -> str:
 def values_checked(
     kind: type[LongdraftError] = RequestError, instead_of: tuple[type[Exception], ...] = (ValueError,)
 ) -> Iterator[None]:
-    """Turns errors of the types ``instead_of`` that a user's value causes inside into errors of ``kind``."""
+    """Context around the use of a user's value. It turns errors of the types ``instead_of`` into errors of ``kind``."""
     try:
         yield
     except LongdraftError:
         raise
     except instead_of as error:
-        text = str(error).rstrip(".")
-        raise kind(text if text.endswith("?") else f"{text}.") from error
+        message = str(error).rstrip(".")
+        raise kind(message if message.endswith("?") else f"{message}.") from error
 
 
-# How torch, oneDNN, C++ and file readers report it.
+# What torch, oneDNN, C++ and file readers say if memory runs out.
 _NO_MEMORY = re.compile("allocate memory|out of memory|bad_alloc|could not create a primitive$", re.IGNORECASE)
 
 
 def lacks_memory(error: BaseException) -> bool:
     """True if an error, or one of its causes, reports that memory ran out."""
     cause: BaseException | None = error
-    seen: list[BaseException] = []  # causes may form a circle
+    seen: list[BaseException] = []  # causes may form a cycle
     while cause is not None and cause not in seen:
         seen.append(cause)
         if isinstance(cause, MemoryError) or getattr(cause, "errno", None) == errno.ENOMEM:
@@ -102,8 +102,8 @@ def lacks_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_checked() -> Iterator[None]:
-    """Turns errors that report a lack of memory into MemoryBudgetError, so that a file that cannot be mapped does not
-    count as damaged."""
+    """Turns errors that report a lack of memory into MemoryBudgetError. So a file that could not be mapped is not
+    reported as damaged."""
     try:
         yield
     except MemoryBudgetError:

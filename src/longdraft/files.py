@@ -19,12 +19,12 @@ from longdraft.errors import CheckpointError, LongdraftError, MemoryBudgetError,
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Most bytes of a configuration, and of other text files, such as a tokenizer's vocabulary.
+# The most bytes read of a configuration, and of other text files, such as a tokenizer's vocabulary.
 MAX_CONFIG_BYTES, MAX_TEXT_BYTES = 10 << 20, 200 << 20
-# Largest size that is accepted without a tensor of that size, and most items of a list in a configuration.
+# Sizes up to this one are accepted even if no tensor is that large. It is also the most items of a list.
 _MAX_SIZE = _MAX_ITEMS = 1 << 16
-# Names of numbers in configurations (transformers', drafts', GGUF) -> smallest and largest value. None: the largest
-# size of a tensor.
+# (Pattern of a number's name in a configuration, smallest value, largest value). The first match counts. None: as
+# large as the largest dimension of a tensor.
 _RANGES: tuple[tuple[str, float, float | None], ...] = (
     (r"((num_)?(hidden|decoder|encoder)_|n_|num_)layers|n_layer|(num_)?blocks|block_count", 0, 1024),
     (r"block_size|slots|fc_norm|(num_)?speculative_tokens", 0, 1024),
@@ -93,7 +93,7 @@ def check_numbers(values: Any, file: Path | str, max_size: int = 1 << 24) -> Non
     """Checks the numbers of a configuration, also in lists and mappings, before anything is built from them.
 
     Args:
-        max_size: the largest size of a tensor of its weights.
+        max_size: the largest dimension of a tensor of the same model.
 
     Raises:
         CheckpointError: a number is outside its range or not finite, or a list is too long.
@@ -111,8 +111,10 @@ def check_numbers(values: Any, file: Path | str, max_size: int = 1 << 24) -> Non
             low, high = _range(name.rpartition(".")[2])
             high = max(max_size, _MAX_SIZE) if high is None else high
             if not low <= value <= high:
-                shown = f"{value:g}" if isinstance(value, float) else str(value)[:40]
-                raise CheckpointError(f"{file} has {name[:99]} {shown}, which is not from {low:g} to {high:g}.")
+                printed = f"{value:g}" if isinstance(value, float) else str(value)[:40]
+                raise CheckpointError(
+                    f"{file} has {name[:99]} {printed}, which is not from {low:g} to {high:g}: correct it."
+                )
 
 
 @functools.lru_cache(1024)
@@ -122,7 +124,7 @@ def _range(name: str) -> tuple[float, float | None]:
 
 @contextmanager
 def prefix_errors_with(file: Path | str) -> Iterator[None]:
-    """Context in which longdraft's errors get the file's name in front, unless they have it."""
+    """Context that puts the file's name in front of the messages of longdraft's errors, unless they contain it."""
     try:
         yield
     except LongdraftError as error:
@@ -135,11 +137,12 @@ def prefix_errors_with(file: Path | str) -> Iterator[None]:
 def file_errors(
     file: Path | str, failure: str, remedy: str = "", kind: type[LongdraftError] = CheckpointError
 ) -> Iterator[None]:
-    """Context of a reader, in which any error that a bad file causes becomes an error of longdraft.
+    """Context of a reader, which turns any error that a bad file causes into an error of longdraft.
 
     Args:
         file: the file that is read; every error names it.
-        failure, remedy: beginning and end of the message. The reason stands between them.
+        failure: beginning of the message, before the reason.
+        remedy: end of the message: what to do.
         kind: class of the errors.
     """
     try:
@@ -147,10 +150,10 @@ def file_errors(
             yield
     except LongdraftError:
         raise
-    except BaseException as error:  # any type is possible, and Rust's panics are no Exceptions
+    except BaseException as error:  # safetensors and tokenizers are in Rust, whose panics are no Exceptions
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        if type(error).__name__ == "OutOfMemoryError":  # a GPU's
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, for a GPU
             raise
         if lacks_memory(error):
             raise MemoryBudgetError(f"{failure}: there is not enough memory.") from error
@@ -158,7 +161,7 @@ def file_errors(
 
 
 def reports_file_errors(subject: str, remedy: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator of a function that reads a file or folder, its first argument (or its class's): :func:`file_errors`."""
+    """Decorator of a reader that adds :func:`file_errors`, for the file or folder in its first str or path argument."""
 
     def decorate(read: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(read)
@@ -174,7 +177,7 @@ def reports_file_errors(subject: str, remedy: str) -> Callable[[Callable[P, R]],
 
 @contextmanager
 def open_safetensors(path: Path, remedy: str) -> Iterator[Any]:
-    """Opens a safetensors file, with :func:`file_errors` around what is read from it."""
+    """Opens a safetensors file. :func:`file_errors` applies to all that is read from it inside the context."""
     from safetensors import safe_open
 
     with file_errors(path, f"{path} cannot be read", remedy), safe_open(require_regular(path), framework="pt") as file:
@@ -183,19 +186,19 @@ def open_safetensors(path: Path, remedy: str) -> Iterator[Any]:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yields a temporary path to write to, which then replaces ``path``: the file appears complete or not at all.
+    """Yields a temporary path to write to, and then moves that file to ``path``. So ``path`` is never incomplete.
 
     Raises:
-        CheckpointError: the file cannot be written. An earlier one stays.
+        CheckpointError: the file cannot be written. An earlier file at ``path`` stays.
     """
     from safetensors import SafetensorError
 
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")  # processes of one training run may write the same file
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")  # several processes may write the same file
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield part
         part.replace(path)
-    except CheckpointError:  # about another file
+    except CheckpointError:  # already names its file
         raise
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be written: {error}. An earlier file stays as it is.") from error

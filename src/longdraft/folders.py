@@ -1,4 +1,4 @@
-"""The cache folder of measured costs and compiled kernels; and the test for GGUF file names."""
+"""The folder that caches measured costs and compiled kernels; and a check for names of GGUF files."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ def is_gguf(name: str | os.PathLike[str]) -> bool:
 
 
 def cache_folder() -> Path:
-    """$LONGDRAFT_CACHE, or ``longdraft`` in the user's cache folder. It is created for this user alone.
+    """The folder $LONGDRAFT_CACHE, or ``longdraft`` in the user's cache folder; created if missing, with mode 700.
 
-    A user without a home directory gets a temporary folder for each process.
+    Without a home directory, each process has a temporary folder.
     """
     custom, xdg = os.environ.get("LONGDRAFT_CACHE"), os.environ.get("XDG_CACHE_HOME")
     try:
         folder = Path(custom).expanduser() if custom else (Path(xdg) if xdg else Path.home() / ".cache") / "longdraft"
     except RuntimeError:  # no home, as for a container's user that has no passwd entry
-        return _temporary()
+        return _temporary_folder()
     with suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
 
 
 @cache
-def _temporary() -> Path:
+def _temporary_folder() -> Path:
     """A temporary folder of this process."""
     folder = Path(tempfile.mkdtemp(prefix="longdraft-"))
     logger.warning(

@@ -1,7 +1,7 @@
 """Memory in transparent huge pages for model weights, which can be faulted in before the weights are loaded.
 
-The first write to a page makes the system clear it (and a virtual machine find one). Another core can do that while
-Python imports torch and transformers, which keeps one core busy for three seconds.
+The first write to a page makes the system find and clear memory for it (a fault). A second core can do that while
+Python imports torch and transformers, which takes one core about three seconds.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
 
-_MIN_FILE_BYTES = 256 << 20  # prefaulting does not pay for smaller files
-_STEP = 64 << 20  # bytes cleared at a time; in between, the importing thread gets its turn
+_MIN_FILE_BYTES = 256 << 20  # smaller files load quickly without prefaulting
+_STEP = 64 << 20  # bytes cleared at a time; between steps, the thread checks whether to stop
 
 _prefaulting: tuple[mmap.mmap, Thread, Event] | None = None
 
@@ -22,8 +22,7 @@ _prefaulting: tuple[mmap.mmap, Thread, Event] | None = None
 def allocate(size: int) -> mmap.mmap | None:
     """Allocates ``size`` zero bytes, in huge pages if Linux has some; None on a system without them.
 
-    Weights are read once a step and mostly miss the caches. With small pages, the processor would also look up an
-    address (a TLB miss) every 4 KiB.
+    Weights are read once in each forward, mostly from memory. With small pages, there is a TLB miss every 4 KiB.
     """
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
@@ -34,20 +33,20 @@ def allocate(size: int) -> mmap.mmap | None:
 
 
 def prefault(path: str | os.PathLike[str] | None, available: int, min_bytes: int = _MIN_FILE_BYTES) -> None:
-    """Starts in the background to fault in memory for a GGUF file's weights, and to read the file.
+    """Starts to fault in memory for a GGUF file's weights, and to read the file into the page cache, in the background.
 
-    Does nothing for another kind of file, one below ``min_bytes``, or one of more than half the ``available`` bytes.
+    Does nothing if the file is no GGUF file, is below ``min_bytes``, or takes more than half the ``available`` bytes.
     """
     global _prefaulting
     if _prefaulting is not None or not os.fspath(path or "").endswith(".gguf"):
         return
-    # Loading the model reports what is wrong with its file.
+    # Errors are silent here: loading the model reports what is wrong with its file.
     with suppress(OSError, RuntimeError, ValueError):
         file = Path(path or "").expanduser()
         size = file.stat().st_size if file.is_file() else 0
         if min_bytes <= size <= available // 2 and (pages := allocate(size)) is not None:
-            with file.open("rb") as read:
-                os.posix_fadvise(read.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+            with file.open("rb") as opened_file:
+                os.posix_fadvise(opened_file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
             stop = Event()
             thread = Thread(target=_fault_in, args=(pages, stop), daemon=True)
             thread.start()
@@ -55,7 +54,7 @@ def prefault(path: str | os.PathLike[str] | None, available: int, min_bytes: int
 
 
 def _fault_in(pages: mmap.mmap, stop: Event) -> None:
-    """Writes to one page after another, until all are written or ``stop`` is set."""
+    """Writes zeros to all pages, or until ``stop`` is set."""
     base = ctypes.addressof(ctypes.c_char.from_buffer(pages))
     for offset in range(0, len(pages), _STEP):
         if stop.is_set():
@@ -64,13 +63,13 @@ def _fault_in(pages: mmap.mmap, stop: Event) -> None:
 
 
 def take_prefaulted(size: int) -> mmap.mmap | None:
-    """Hands over the prefaulted memory, once; None if there is none or it has fewer than ``size`` bytes."""
+    """Returns the prefaulted memory, once; None if there is none or it has fewer than ``size`` bytes."""
     global _prefaulting
     if _prefaulting is None:
         return None
     (pages, thread, stop), _prefaulting = _prefaulting, None
     stop.set()
-    thread.join()  # it must not write to memory that has an owner
+    thread.join()  # the thread must not write zeros over the caller's data
     return pages if len(pages) >= size else None
 
 

@@ -1,4 +1,4 @@
-"""JSON Lines files that a run appends to and a later run continues, such as results, answers and training data."""
+"""JSON Lines files to which a run appends rows, and which a later run continues: results, answers, training data."""
 
 from __future__ import annotations
 
@@ -13,35 +13,36 @@ from typing import Any
 from longdraft.errors import CheckpointError
 from longdraft.files import file_errors, require_regular
 
+_ADVICE = "Delete the file from that line on, or name another file, and run again."
+
 
 class JsonLines:
-    """A JSON Lines file to append rows to. A line that a killed process left incomplete is overwritten.
-
-    Nothing is written before the first row.
+    """A JSON Lines file to append rows to. The first row overwrites a last line that a killed process left incomplete.
 
     Args:
-        on_line: called with the number (from 1) and the value of each existing line. It raises for a line that does not
-            belong to this file.
-        fsync_seconds: time between two calls of fsync; 0: a row is on the disk once :meth:`append` returns.
+        on_line: called with the number (from 1) and the value of each existing line. It raises an error for a line
+            that does not belong to this file.
+        fsync_seconds: least time between two calls of fsync; 0: :meth:`append` returns once its row is on the disk.
 
     Attributes:
         num_lines: number of lines in the file.
 
     Raises:
-        CheckpointError: the file cannot be read, or has a line that is damaged or does not belong to it. Errors of
-            longdraft that ``on_line`` raises pass through.
+        CheckpointError: the file cannot be read, has a damaged line, or ``on_line`` raised an error that is not of
+            longdraft.
     """
 
     def __init__(self, path: Path, on_line: Callable[[int, Any], object], fsync_seconds: float = 0.0) -> None:
         self.path, self.num_lines = path, 0
-        self._end, self._seconds, self._synced = 0, fsync_seconds, time.monotonic()
+        self._end = 0  # bytes of the complete lines
+        self._fsync_seconds, self._last_fsync = fsync_seconds, time.monotonic()
         if not path.exists():
             return
         with file_errors(path, f"{path} cannot be read"), require_regular(path).open("rb") as file:
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
                     break
-                with file_errors(path, f"{path}:{number} is damaged, or none of this file's", _ADVICE):
+                with file_errors(path, f"{path}:{number} is damaged, or does not belong to this file", _ADVICE):
                     on_line(number, json.loads(line))
                 self.num_lines, self._end = number, self._end + len(line)
 
@@ -49,7 +50,7 @@ class JsonLines:
         """Appends a row.
 
         Raises:
-            CheckpointError: it cannot be written, for example on a full disk. The rows before it stay.
+            CheckpointError: the row cannot be written, for example on a full disk. All earlier rows stay.
         """
         line = json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
         try:
@@ -57,19 +58,16 @@ class JsonLines:
                 if file.tell() > self._end:
                     file.truncate(self._end)
                 rest = memoryview(line)
-                while rest:
+                while rest:  # a write may be partial
                     rest = rest[file.write(rest) or 0 :]
-                if time.monotonic() - self._synced >= self._seconds:
+                if time.monotonic() - self._last_fsync >= self._fsync_seconds:
                     os.fsync(file.fileno())
-                    self._synced = time.monotonic()
+                    self._last_fsync = time.monotonic()
         except OSError as error:
             with suppress(OSError):
                 os.truncate(self.path, self._end)
             raise CheckpointError(
                 f"{self.path} cannot be written: {error.strerror}. Its {self.num_lines} lines are complete: make room, "
-                "and run the same command again to go on."
+                "and run the same command again to continue."
             ) from error
         self.num_lines, self._end = self.num_lines + 1, self._end + len(line)
-
-
-_ADVICE = "Cut the file off before that line, or name another, and run again."

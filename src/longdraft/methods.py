@@ -1,7 +1,7 @@
 """The catalogue of methods.
 
-Each module of :mod:`longdraft.drafters` registers its methods when it is imported. :mod:`longdraft.recipes` chooses one
-for a target.
+Each module of :mod:`longdraft.drafters` registers its methods when it is imported. :mod:`longdraft.recipes` chooses a
+method for a target.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ _BUILT_IN = frozenset(METHODS)
 def methods() -> list[dict[str, Any]]:
     """Lists all methods, as ``longdraft methods --json`` prints them.
 
-    A method that needs a draft is ``available`` if such a draft comes with the package. With a draft folder it always
-    works.
+    A method is ``available`` if it works without a draft folder: it needs no draft, or one comes with the package.
     """
     shipped_kinds = {draft_folder.detect_kind(folder) for folder in shipped.folders()}
     return [
@@ -64,20 +63,20 @@ def compose(
     summary: str = "a composition of one's own",
     paper: str = "",
 ) -> Method:
-    """Makes a method from a drafter and a verifier, and registers it. It replaces an earlier one of the same name.
+    """Makes a method from a drafter and a verifier, and registers it in place of an earlier method of the same name.
 
-    Speculator, benchmarks and the command line know it by its name, and a planner sizes its trees. Its output is exact
-    if its verifier is.
+    Speculator, benchmarks and the command line then accept its name, and a planner sizes its trees. Its output is exact
+    if its verifier is exact.
 
     Args:
         name: the method's name.
         drafter: builds a new drafter for a run. Its keyword parameters are the method's options.
-        schedule: builds the verifier; by default the one that verifies on the full KV cache. Its keyword parameters are
-            options too.
-        draft: a registered kind of trained draft, such as "longspec", that ``drafter`` gets as ``draft``: the shipped
-            one that fits the target, or the folder that the user names.
+        schedule: builds the verifier; by default one that verifies on the full KV cache. Its keyword parameters are
+            also options of the method.
+        draft: a registered kind of trained draft, such as "longspec". ``drafter`` gets a draft of this kind as
+            ``draft``: from the folder that the user names, else the shipped one that fits the target.
         summary: what the method does, for the list of methods.
-        paper: its paper, for that list.
+        paper: the method's paper, for the list of methods.
 
     Raises:
         RequestError: a name that is taken or not allowed, an unknown kind of draft, or a drafter whose parameters do
@@ -90,16 +89,17 @@ def compose(
     if ("draft" in drafter_options) != (draft is not None):
         problem = f"takes no `draft`, but {draft} was named" if draft else "takes a `draft`: name its kind with draft="
         raise ValueError(f"the drafter of {name} {problem}")
-    if both := {*drafter_options} & {*verifier_options}:
-        raise ValueError(f"drafter and schedule of {name} both have an option {', '.join(sorted(both))}")
+    if shared := {*drafter_options} & {*verifier_options}:
+        raise ValueError(f"drafter and schedule of {name} both have an option {', '.join(sorted(shared))}")
     return _register(Method(name, drafter, summary, paper, draft_kind=draft, verifier=schedule))
 
 
 @values_checked(instead_of=(ValueError, TypeError))
 def register(kind: kinds.Kind) -> Method:
-    """Registers a kind of trained draft, which is also a method. It replaces an earlier one of the same name.
+    """Registers a kind of trained draft, which is also a method, in place of an earlier one of the same name.
 
-    Its folders are then drafts like any other. If it has a training function, ``longdraft train`` gets a command.
+    Folders of this kind can then be named wherever a draft can. A kind with ``training`` gets a command of
+    ``longdraft train``.
 
     Raises:
         RequestError: a name that is taken or not allowed, or a drafter without a parameter ``draft``.

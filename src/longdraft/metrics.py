@@ -8,7 +8,7 @@ from statistics import mean
 from typing import Literal
 
 TokenCounts = tuple[int, int]
-"""New tokens of an output without the prefill's, and the number of its verification forwards."""
+"""The number of an output's new tokens (without the first, which the prefill emits), and of its verifications."""
 Average = Literal["pooled", "mean"]
 """An average over outputs: pooled (ratio of the sums) or mean (mean of the ratios)."""
 
@@ -25,13 +25,13 @@ def average(samples: Iterable[tuple[float, float]], how: Average = "pooled") -> 
 
 
 def standard_error(samples: Iterable[tuple[float, float]], how: Average = "pooled") -> float | None:
-    """Jackknife standard error of :func:`average`: each sample is left out in turn. None for fewer than two."""
+    """Jackknife standard error of :func:`average`: each sample is left out once. None for fewer than two samples."""
     ratios = [sample for sample in samples if sample[1] > 0]
-    without = [average(ratios[:i] + ratios[i + 1 :], how) or 0.0 for i in range(len(ratios))]
-    n, center = len(ratios), mean(without or [0.0])
-    return math.sqrt((n - 1) / n * sum((x - center) ** 2 for x in without)) if n > 1 else None
+    averages = [average(ratios[:i] + ratios[i + 1 :], how) or 0.0 for i in range(len(ratios))]
+    n, center = len(ratios), mean(averages or [0.0])
+    return math.sqrt((n - 1) / n * sum((x - center) ** 2 for x in averages)) if n > 1 else None
 
 
 def tokens_per_second(tokens: int, seconds: float) -> float | None:
-    """Decoding speed: new tokens without the prefill's / seconds after the prefill. None if there are none."""
+    """Decoding speed: new tokens without the prefill's / seconds after the prefill. None if either is 0."""
     return tokens / seconds if tokens > 0 and seconds > 0 else None

@@ -1,13 +1,13 @@
-"""Options of methods and arguments of calls: declared once as dataclass fields, and checked.
+"""Options of methods, declared once as fields of dataclasses, and checks of options and of calls' arguments.
 
-An option is a field of a dataclass::
+Each option is a field::
 
     @dataclass(frozen=True)
     class LookupOptions(Options):
         lookup: bool = option(False, help="also propose tokens by suffix lookup")
 
 Python keywords, ``-o name=value``, ``--help``, the page of options and error messages are derived from these fields.
-A drafter, or a function that builds one, lists its dataclasses in ``options`` (:func:`takes`).
+A drafter class, or a function that builds a drafter, lists its dataclasses with :func:`takes`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 _DRAFT = "the draft folder, or a small model's .gguf file"
-_KINDS = {int: "a whole number", float: "a number", bool: "True or False", str: "text"}
-_LISTS = {int: "whole numbers", float: "numbers", str: "a list"}
+_VALUE_NAMES = {int: "a whole number", float: "a number", bool: "True or False", str: "text"}
+_TUPLE_NAMES = {int: "whole numbers", float: "numbers", str: "a list"}
+# Attribute of an Option -> the limit in words, and how a value is compared with it.
 _LIMITS = {
     "least": ("of at least", operator.ge), "above": ("above", operator.gt),
     "most": ("up to", operator.le), "below": ("below", operator.lt),
@@ -41,11 +42,13 @@ class Option:
     """One option of a method, or one setting of a training run.
 
     Attributes:
-        kind: type of the value: int, float, bool, str, tuple or object (any). items: type of a tuple's items.
-        default: the default value. usual: the default in words, if it depends on other options.
-        least, above, most, below: limits of a number, or of each item. choices: the allowed strings; empty: any.
-        size: number of a tuple's items; None: any number.
+        kind: type of the value: int, float, bool, str, tuple or object (any).
+        usual: the default in words, if it depends on other options.
+        least, above, most, below: limits of a number or of a tuple's items (>=, >, <=, <); None: no limit.
+        choices: the allowed strings; empty: any.
         aliases: other accepted names.
+        items: type of a tuple's items.
+        size: number of a tuple's items; None: any number.
     """
 
     name: str
@@ -68,14 +71,14 @@ class Option:
         if self.choices:
             *others, last = self.choices
             return f"{', '.join(others)} or {last}" if others else last
-        many = self.kind is tuple
-        words = (_LISTS if many else _KINDS).get(self.items if many else self.kind, "")
+        is_tuple = self.kind is tuple
+        noun = (_TUPLE_NAMES if is_tuple else _VALUE_NAMES).get(self.items if is_tuple else self.kind, "")
         limits = " and ".join(f"{words} {limit:g}" for words, _, limit in self._limits)
-        return " ".join(filter(None, ("" if self.size is None else str(self.size), words, limits)))
+        return " ".join(filter(None, ("" if self.size is None else str(self.size), noun, limits)))
 
     @property
     def default_in_words(self) -> str:
-        """The default as tables show it; empty without one."""
+        """The default as tables show it; empty if there is none."""
         if self.usual or self.default in (None, ()):
             return self.usual
         if isinstance(self.default, tuple):
@@ -83,8 +86,8 @@ class Option:
         return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
 
     def check(self, value: Any) -> None:
-        """Raises ValueError for a value that is not allowed. The default always is."""
-        if value is not self.default and not self._takes(value):
+        """Raises ValueError for a value that is not allowed. The default itself, such as None, is always allowed."""
+        if value is not self.default and not self._allows(value):
             raise ValueError(f"{self.name} must be {self.range}, got {value!r}")
 
     @property
@@ -92,17 +95,17 @@ class Option:
         limits = ((*words, getattr(self, name)) for name, words in _LIMITS.items())
         return [(words, holds, limit) for words, holds, limit in limits if limit is not None]
 
-    def _takes(self, value: Any) -> bool:
+    def _allows(self, value: Any) -> bool:
         if self.choices:
             return value in self.choices
         if self.kind is not tuple:
-            return self._takes_one(self.kind, value)
+            return self._allows_item(self.kind, value)
         items = value if isinstance(value, tuple | list) else ()
-        sized = bool(items) if self.size is None else len(items) == self.size
-        return sized and all(self._takes_one(self.items, item) for item in items)
+        size_fits = bool(items) if self.size is None else len(items) == self.size
+        return size_fits and all(self._allows_item(self.items, item) for item in items)
 
-    def _takes_one(self, kind: type, value: Any) -> bool:
-        if kind not in _KINDS:
+    def _allows_item(self, kind: type, value: Any) -> bool:
+        if kind not in _VALUE_NAMES:
             return True
         if kind in (bool, str) or isinstance(value, bool):
             return isinstance(value, kind) and kind not in (int, float)
@@ -113,7 +116,7 @@ class Option:
 
 
 def number(text: str) -> int | float | str:
-    """Parses a number; text that is none is returned as it is."""
+    """Parses a number; any other text is returned unchanged."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -126,23 +129,20 @@ def option(default: Any = None, *, help: str, min: float | None = None, **attrib
     """A field of an :class:`Options` dataclass.
 
     Args:
-        min: ``least`` of the :class:`Option`; the others are its attributes, such as ``choices`` and ``aliases``.
+        min: ``least`` of the :class:`Option`.
+        attributes: other attributes of the :class:`Option`, such as ``choices`` and ``aliases``.
     """
     return dataclasses.field(default=default, metadata={"help": help, "least": min, **attributes})
 
 
 class Options:
-    """Base class of the dataclasses that declare options. Making an instance checks its values.
-
-    Raises:
-        ValueError: a value that is not allowed.
-    """
+    """Base class of the dataclasses that declare options. The constructor raises ValueError for a wrong value."""
 
     def __post_init__(self) -> None:
         for name, declaration in declared(type(self)).items():
             declaration.check(getattr(self, name))
 
-    def given(self) -> dict[str, Any]:
+    def non_none(self) -> dict[str, Any]:
         """The options that are not None, by name."""
         values = {name: getattr(self, name) for name in declared(type(self))}
         return {name: value for name, value in values.items() if value is not None}
@@ -150,7 +150,7 @@ class Options:
 
 def declared(group: type[Any]) -> dict[str, Option]:
     """The options that a dataclass declares, by name."""
-    hashable: Any = group  # mypy does not see that it is
+    hashable: Any = group  # mypy does not know that classes are hashable
     return dict(_declared(hashable))
 
 
@@ -170,11 +170,11 @@ def _kinds(hint: Any) -> dict[str, Any]:
     kind = types[0] if len(types) == 1 else object
     if getattr(kind, "__origin__", None) is tuple:
         return {"kind": tuple, "items": get_args(kind)[0]}
-    return {"kind": kind if kind in _KINDS else object}
+    return {"kind": kind if kind in _VALUE_NAMES else object}
 
 
 def takes(*groups: type[Options]) -> Callable[[F], F]:
-    """Decorator that lists the option dataclasses of a function that builds a drafter or a verifier."""
+    """Decorator of a class or function that builds drafters or verifiers: it sets the attribute ``options``."""
 
     def mark(factory: F) -> F:
         factory.options = groups  # type: ignore[attr-defined]
@@ -184,71 +184,70 @@ def takes(*groups: type[Options]) -> Callable[[F], F]:
 
 
 def options_of(factory: Callable[..., Any]) -> dict[str, Option]:
-    """The options of a factory by name: those of its dataclasses in ``options``, and its keyword parameters. Keywords
-    of a :func:`functools.partial` become defaults."""
+    """The options of a factory by name: the fields of its dataclasses in ``options``, and its keyword parameters.
+    Keywords of a :func:`functools.partial` become defaults."""
     if isinstance(factory, partial):
-        known = options_of(factory.func)
-        return {n: dataclasses.replace(o, default=factory.keywords.get(n, o.default)) for n, o in known.items()}
+        inner, keywords = options_of(factory.func), factory.keywords
+        return {name: dataclasses.replace(o, default=keywords.get(name, o.default)) for name, o in inner.items()}
     options = {name: o for group in getattr(factory, "options", ()) for name, o in declared(group).items()}
     for name, parameter in inspect.signature(factory).parameters.items():
         if parameter.kind is not parameter.VAR_KEYWORD and not name.startswith("_"):
             default = None if parameter.default is parameter.empty else parameter.default
-            kind = type(default) if type(default) in _KINDS else object
+            kind = type(default) if type(default) in _VALUE_NAMES else object
             options.setdefault(name, Option(name, kind, default, _DRAFT if name == "draft" else ""))
     return options
 
 
 def listed(names: Iterable[str]) -> str:
-    """Joins names with commas; "none" if there are none."""
+    """Joins names with commas for a message; "none" if there are no names."""
     return ", ".join(names) or "none"
 
 
-def checked(owner: str, given: Mapping[str, Any], known: Mapping[str, Option]) -> dict[str, Any]:
+def checked(owner: str, options: Mapping[str, Any], allowed: Mapping[str, Option]) -> dict[str, Any]:
     """Checks options, and returns them with official names in place of aliases.
 
     Args:
         owner: the method or command that has the options, for messages.
+        options: name or alias -> value.
+        allowed: the options of ``owner`` by their official names.
 
     Raises:
-        ValueError: an unknown option, one given by two of its names, or a value that is not allowed.
+        ValueError: an unknown option, two names of one option, or a value that is not allowed.
     """
-    names = {alias: o.name for o in known.values() for alias in o.aliases if alias not in known}
+    names = {alias: o.name for o in allowed.values() for alias in o.aliases if alias not in allowed}
     for alias, official in names.items():
-        if alias in given and official in given:
+        if alias in options and official in options:
             raise ValueError(f"{alias} is another name of {official}: give one of them")
-    values = {names.get(name, name): value for name, value in given.items()}
+    values = {names.get(name, name): value for name, value in options.items()}
     for name, value in values.items():
-        if name not in known:
-            advice = suggestion(name, known) or f"it has {listed(known)}."
+        if name not in allowed:
+            advice = suggestion(name, allowed) or f"it has {listed(allowed)}."
             raise ValueError(f"{owner} has no option {name}: {advice}")
-        known[name].check(value)
+        allowed[name].check(value)
     return values
 
 
-def parse(owner: str, given: Mapping[str, Any], *groups: type[Options]) -> tuple[Any, ...]:
-    """Makes an instance of each dataclass from flat keywords; ``owner`` and errors are those of :func:`checked`."""
-    values = checked(owner, given, {name: o for group in groups for name, o in declared(group).items()})
+def parse(owner: str, options: Mapping[str, Any], *groups: type[Options]) -> tuple[Any, ...]:
+    """Makes an instance of each dataclass from its share of ``options``. Arguments and errors: see :func:`checked`."""
+    values = checked(owner, options, {name: o for group in groups for name, o in declared(group).items()})
     return tuple(group(**{n: v for n, v in values.items() if n in declared(group)}) for group in groups)
 
 
-def no_option(name: str, known: Iterable[str], methods: Mapping[str, Iterable[str]]) -> ValueError:
-    """The error for an option that none of the default methods has.
+def no_option(name: str, default_options: Iterable[str], methods: Mapping[str, Iterable[str]]) -> ValueError:
+    """Makes the error for an option that none of the default methods has.
 
     Args:
-        known: the options of the default methods. methods: method -> its options, for all methods.
+        default_options: the options of the default methods.
+        methods: name of each method -> its options.
     """
     owners = [method for method, options in methods.items() if name in options]
     advice = f"it is one of {', '.join(owners)}; name the method." if owners else ""
-    advice = advice or suggestion(name, ["target", "tokenizer", *known]) or "no method has one."
+    advice = advice or suggestion(name, ["target", "tokenizer", *default_options]) or "no method has it."
     return ValueError(f"There is no option {name}: {advice}")
 
 
 def method_in(methods: Mapping[str, T], name: str) -> T:
-    """Looks up a method's entry.
-
-    Raises:
-        UnknownMethodError: the name is unknown; the message lists all names.
-    """
+    """Looks up a method's entry. Raises UnknownMethodError, which lists all names, for an unknown name."""
     try:
         return methods[name]
     except (KeyError, TypeError):
@@ -262,18 +261,14 @@ def method_in(methods: Mapping[str, T], name: str) -> T:
 # --- arguments of calls ---
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """A suggestion for an unknown name, for the end of a message; empty without one."""
-    close = get_close_matches(name, [*known], n=1, cutoff=0.7)
-    return f"did you mean {close[0]}?" if close else ""
+def suggestion(name: str, allowed: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the allowed name closest to it. Empty if none is close."""
+    matches = get_close_matches(name, [*allowed], n=1, cutoff=0.7)
+    return f"did you mean {matches[0]}?" if matches else ""
 
 
 def whole_number(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """Checks a whole number and returns it as an int.
-
-    Raises:
-        RequestError: the value is no whole number, or outside ``least`` to ``most``.
-    """
+    """Returns a whole number as an int. Raises RequestError if it is none, or not from ``least`` to ``most``."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise RequestError(f"{name} must be a whole number, got {value!r}")
     number = int(value)

@@ -1,7 +1,7 @@
-"""Resolves a user's method and options to the drafter and the verifier of a run.
+"""Turns a user's method and options into the drafter and the verifier of a run.
 
-:func:`resolve` checks a name and options as far as possible without a target, :func:`recipe_for` decides the rest for a
-target, and a :class:`Recipe` builds drafter and verifier.
+:func:`resolve` checks what does not depend on the target. :func:`recipe_for` decides everything else for a target. A
+:class:`Recipe` builds drafter and verifier.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ class Recipe:
     """A method with its options for a target.
 
     Attributes:
+        method: the method that the user named or that was chosen; it provides the verifier.
         drafting_method: the method that provides the drafter; usually ``method`` itself.
-        options: options of the verifier and the drafter, with a loaded draft if one is needed.
-        use_chains: the drafter proposes chains, unless the options shape a tree.
+        options: options of verifier and drafter. A draft among them is loaded.
+        use_chains: True if the drafter proposes chains, unless the options shape a tree.
     """
 
     method: Method
@@ -45,10 +46,10 @@ class Recipe:
     use_chains: bool = False
 
     def drafter(self) -> Drafter:
-        """Builds a new drafter, for one run."""
+        """Builds a drafter for one run."""
         assert self.drafting_method.drafter is not None
         options = self._select(self.drafting_method.drafter_options)
-        lookup, earlier = False, 0
+        lookup, earlier = False, 0  # earlier: tokens of past requests in which lookups also search
         if "lookup" in self.drafting_method.drafter_options:
             lookup, earlier = options.pop("lookup", lookup), options.pop("earlier", earlier)
             if earlier and not lookup:
@@ -61,12 +62,12 @@ class Recipe:
         return drafter
 
     def verifier(self) -> Verifier:
-        """Builds a new verifier, for one run."""
+        """Builds a verifier for one run."""
         return self.method.verifier(**self._select(self.method.verifier_options))
 
     @property
     def is_plannable(self) -> bool:
-        """True if it drafts, so that a planner can size its trees."""
+        """True if the method drafts, so that a planner can size its trees."""
         return self.drafting_method.drafter is not NoDrafter
 
     def _select(self, names: Iterable[str]) -> dict[str, Any]:
@@ -74,11 +75,11 @@ class Recipe:
 
 
 def resolve(name: str | Path | Method | None, options: Mapping[str, Any]) -> tuple[Method | None, dict[str, Any]]:
-    """Resolves a method's name and options, and checks them as far as possible without a target.
+    """Looks up a method, and checks its options as far as possible without a target.
 
     Args:
-        name: a method, its name, or a draft folder (or GGUF file). None: :func:`recipe_for` chooses.
-        options: the method's options. The draft folder among them, if any, is read.
+        name: a method, its name, or a draft folder (or GGUF file). None: :func:`recipe_for` chooses a method.
+        options: the method's options. The returned options hold a loaded draft in place of a draft folder.
 
     Raises:
         UnknownMethodError: the name is neither a method nor a folder.
@@ -134,8 +135,9 @@ def recipe_for(method: Method | None, options: Mapping[str, Any], runner: Target
     """Chooses method, drafter and options for a target.
 
     Args:
-        method, options: as :func:`resolve` returns them. Without a method, the first suitable of ``DEFAULT_METHODS``.
-        lookup: without a method, also draft by suffix lookup, unless the options say otherwise.
+        method: the method of :func:`resolve`; None: the first of ``DEFAULT_METHODS`` that suits options and target.
+        options: the options of :func:`resolve`.
+        lookup: a method chosen here also drafts by suffix lookup, unless the options say otherwise.
 
     Raises:
         CapabilityError: the method needs a draft, the options name none, and no shipped one fits the target.
@@ -145,7 +147,7 @@ def recipe_for(method: Method | None, options: Mapping[str, Any], runner: Target
     """
     if method is None:
         defaults = _suitable_defaults(options)
-        # Self-drafting pays for its forwards only if a planner sizes the drafts.
+        # Self-drafting is faster than plain decoding only if a planner (with which lookup is True) sizes the drafts.
         worthwhile = [m for m in defaults if m.drafter is not SelfDrafter or (lookup and m.is_worthwhile(runner))]
         method = next((m for m in worthwhile if _has_draft(m, options, runner)), defaults[-1])
         if lookup and "lookup" in method.options:
@@ -155,18 +157,14 @@ def recipe_for(method: Method | None, options: Mapping[str, Any], runner: Target
     if drafting_method.needs_draft:
         if options.get("draft") is None:
             options["draft"] = KINDS[drafting_method.draft_kind or ""].load(_require_draft(drafting_method, runner))
-        options["draft"].bind(runner)  # refuses another target than the draft's
-    if options.get("earlier"):  # shared by all runs with this target
+        options["draft"].bind(runner)  # raises the error if the draft is for another target
+    if options.get("earlier"):  # one history for all runs with this target
         options["earlier"] = RequestHistory(options["earlier"])
     return replace(_checked_recipe(method, drafting_method, options), use_chains=runner.branching_is_expensive)
 
 
 def _suitable_defaults(options: Mapping[str, Any]) -> list[Method]:
-    """The default methods that have all of the options.
-
-    Raises:
-        ValueError: no default method has all of them, or a value is not allowed.
-    """
+    """The default methods that have all of the options. Raises ValueError if there is none, or for a wrong value."""
     defaults = [METHODS[name] for name in DEFAULT_METHODS]
     option_names = [[name for o in m.options.values() for name in (o.name, *o.aliases)] for m in defaults]
     suitable = [m for m, names in zip(defaults, option_names, strict=True) if set(options) <= set(names)]
@@ -182,16 +180,12 @@ def _suitable_defaults(options: Mapping[str, Any]) -> list[Method]:
 
 
 def _checked_recipe(method: Method, drafting_method: Method, options: Mapping[str, Any]) -> Recipe:
-    """Makes a recipe, and builds its parts once as a check.
-
-    Raises:
-        ValueError: an option that neither the method nor its drafter has, or an unusable value.
-    """
+    """Makes a recipe, and builds its parts once as a check. Raises ValueError for an unknown option or wrong value."""
     drafter_options = drafting_method.drafter_options
     if unknown := sorted(set(options) - {*drafter_options, *method.verifier_options, "drafter"}):
         raise ValueError(
-            f"Method {method.name} drafts as {drafting_method.name} does, which has no option {', '.join(unknown)}. "
-            f"Its options: {listed(drafter_options)}."
+            f"Method {method.name} drafts with {drafting_method.name}, which has no option {', '.join(unknown)}. "
+            f"Options of {drafting_method.name}: {listed(drafter_options)}."
         )
     recipe = Recipe(method, drafting_method, options)
     recipe.drafter()
@@ -200,10 +194,10 @@ def _checked_recipe(method: Method, drafting_method: Method, options: Mapping[st
 
 
 def _choose_drafting_method(method: Method, options: Mapping[str, Any], runner: TargetRunner | None) -> Method:
-    """The method that provides the drafter of a method.
+    """The method whose drafter a method uses: itself; else the option ``drafter``, the draft's kind, or a default.
 
     Args:
-        runner: the target. Without one, shipped drafts are not considered.
+        runner: the target; None: methods are not tested for a draft that fits.
 
     Raises:
         ValueError: the option ``drafter`` names a method without a drafter, or the draft is of another kind.
@@ -226,12 +220,12 @@ def _choose_drafting_method(method: Method, options: Mapping[str, Any], runner: 
 
 
 def _has_draft(m: Method, options: Mapping[str, Any], runner: TargetRunner) -> bool:
-    """True if a method needs no draft, or has one for the target."""
+    """True if a method needs no draft, or if there is a draft of its kind for the target."""
     return not m.needs_draft or "draft" in options or _find_draft(m, runner) is not None
 
 
 def _require_draft(method: Method, runner: TargetRunner) -> Path:
-    """As :func:`_find_draft`, but raises CapabilityError if there is no draft."""
+    """The folder of :func:`_find_draft`. Raises CapabilityError if there is none."""
     folder = _find_draft(method, runner)
     kind = KINDS[method.draft_kind or ""]
     if folder is None and kind.in_checkpoint is not None and kind.training is None:

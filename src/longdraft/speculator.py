@@ -1,4 +1,4 @@
-"""Speculator: a method bound to a target. All of the public API goes through it."""
+"""Speculator, the public class: decodes prompts with a method on a target."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ logger = logging.getLogger("longdraft")
 Prompts = Prompt | Request | SequenceOf[Prompt | Request]
 
 
-class Running(RequestSettings, total=False):
-    """Keyword arguments of :meth:`Speculator.stream`."""
+class StreamSettings(RequestSettings, total=False):
+    """Keyword arguments of :meth:`Speculator.stream`, which describes them."""
 
     batch: int | None
     cache: PromptCache | None
@@ -58,8 +58,8 @@ class Running(RequestSettings, total=False):
 
 @dataclass
 class _Target:
-    """A speculator's record of one target. ``planner`` is None if planning is off, or not decided yet, in which case
-    ``planner_decided`` is False."""
+    """What a speculator stores for one target. ``planner`` is made at its first use; None afterwards: trees are fixed.
+    ``planner_decided`` tells whether that has happened."""
 
     runner: TargetRunner
     recipe: Recipe | None = None
@@ -68,10 +68,10 @@ class _Target:
 
 
 def _check_keywords(call: str, settings: Mapping[str, Any], method_options: Iterable[str] = ()) -> None:
-    """Raises ArgumentError for a keyword that belongs to another call than ``call``, and names that call."""
+    """Raises ArgumentError for a keyword that is not of ``call`` but of another call, which the message names."""
     options = {name for method in METHODS.values() for name in method.options}
     keywords: dict[str, Iterable[str]] = {
-        "generate(prompts": Running.__annotations__,
+        "generate(prompts": StreamSettings.__annotations__,
         "Request(prompt": Request.__dataclass_fields__,
         "Speculator(...": {*signature(Speculator).parameters, *options},
     }
@@ -95,20 +95,20 @@ class Speculator:
             ``self`` with lookups if our CPU kernels compute the full model and rounds are planned; else ``longspec``
             with lookups if a draft for the target comes with the package; else ``prompt-lookup``.
         target: the model. Not needed if only ``custom_generate`` is used.
-        tokenizer: needed for prompts and results as text, and for stop strings. Token ids work without.
-        offload: ``"host"`` stores the KV cache of a model on a GPU in host memory, and as many layers as fit on the
-            GPU; ``"host:N"`` keeps N layers on the GPU. The output is the same; decoding is slower.
+        tokenizer: needed for text prompts, text results and stop strings, not for token ids.
+        offload: for a model on a GPU. ``"host"`` stores the KV cache in host memory, except for the layers that fit on
+            the GPU; ``"host:N"`` keeps N layers on the GPU. The output is the same; decoding is slower.
         kv_dtype: rounds the KV cache of a float32 model on a CPU to ``"bfloat16"`` or ``"int8"`` (a scale for each
-            entry); on a GPU, ``"int8"``. It takes fewer bytes, which a CPU also reads faster, with any method. The
-            output is that of a slightly different model. None: no rounding.
-        plan: ``"auto"`` sizes trees in each round, by their cost on this machine and by what is accepted, and decodes
-            plainly where that is faster. The first run with a model measures the costs (10 s at most) and saves them.
-            ``"fixed"`` grows the method's own trees. Default: fixed if options shape the tree, else LONGDRAFT_PLAN if
-            it is set, else auto. A dictionary {tokens of a forward: seconds} is used in place of measured costs, which
-            gives the same trees on every machine. The output is the same with any plan.
-        deterministic: on a GPU too, plain decoding and every exact method agree to the bit, near ties included. Each
-            decoding forward then has 64 tokens, and attention adds in a fixed order. That is slower where few tokens
-            are verified, most of all in plain decoding. On a CPU with our kernels it always holds.
+            entry); on a GPU, ``"int8"``. The cache takes fewer bytes, and a CPU reads it faster. The output is that of
+            a slightly different model. None: no rounding.
+        plan: ``"auto"`` sizes the trees of each round by the costs on this machine and by what was accepted, and
+            decodes plainly if that is faster. The first run with a model measures the costs (10 s at most) and saves
+            them. A dictionary {tokens of a forward: seconds} replaces measured costs, so that trees are the same on
+            every machine. ``"fixed"`` grows the method's own trees. Default: fixed if options shape the tree, else
+            LONGDRAFT_PLAN if it is set, else auto. The output is the same with any plan.
+        deterministic: True: on a GPU, logits of every exact method equal those of plain decoding to the bit, so that
+            near ties are decided alike. Each decoding forward then has 64 tokens, and attention adds in a fixed order.
+            So small trees and plain decoding are slower. On a CPU with our kernels, bits are always equal.
         options: options of the method, e.g. ``branches=2`` for prompt-lookup, ``draft=folder`` for longspec.
 
     Raises:
@@ -140,7 +140,7 @@ class Speculator:
             )
         _check_keywords("Speculator(...", options, method.options if isinstance(method, Method) else ())
         with values_checked():
-            self._method, self.options = resolve(method, options)  # refuses wrong options now
+            self._method, self.options = resolve(method, options)  # raises errors of options before a target is loaded
             self.offload = offloading.parse(offload)
             self._kv_dtype = None if kv_dtype is None else parse_dtype(kv_dtype, "kv_dtype")
             self._plan = check_plan(plan)
@@ -148,7 +148,7 @@ class Speculator:
             raise RequestError(f"deterministic is True or False, got {deterministic!r}")
         self.deterministic = deterministic
         self.tokenizer = tokenizer
-        # The dictionary is replaced, never changed, so reads need no lock. Code that holds the lock waits for no other.
+        # The dictionary is replaced, never changed, so reads need no lock. Code with the lock acquires no other lock.
         # Models from transformers' ``generate`` are not kept alive.
         self._targets: WeakKeyDictionary[PreTrainedModel, _Target] = WeakKeyDictionary()
         self._targets_lock = Lock()
@@ -157,11 +157,7 @@ class Speculator:
 
     @memory_checked()
     def use(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        """Sets the target of a speculator that was made without one.
-
-        Raises:
-            UnsupportedModelError, CheckpointError, CapabilityError: as :class:`Speculator` does.
-        """
+        """Sets the target of a speculator that was made without one. Raises the errors of :class:`Speculator`."""
         self.tokenizer = self.tokenizer if tokenizer is None else tokenizer
         self.recipe(self.runner(target))
 
@@ -187,7 +183,7 @@ class Speculator:
         recipe = targets[0].recipe if targets else None
         method, options = (self._method, self.options) if recipe is None else (recipe.method, recipe.options)
         plan = "auto" if is_planned(self._plan, options, method is None or method.exact) else "fixed"
-        parts = [repr(method.name) if method else "method of the target's", f"plan={plan}"]
+        parts = [repr(method.name) if method else "method chosen by target", f"plan={plan}"]
         parts += [f"{name}={value!r}" for name, value in options.items()]
         parts += [f"target={type(target.runner.model).__name__}" for target in targets]
         return f"Speculator({', '.join(parts)})"
@@ -197,7 +193,7 @@ class Speculator:
         """The method that the user named, else the one chosen for the (first) target.
 
         Raises:
-            RequestError: the user named none, and there is no target yet to choose it for.
+            RequestError: the user named no method, and there is no target yet.
         """
         return self._method or self.recipe().method
 
@@ -206,14 +202,15 @@ class Speculator:
         target = self._target(runner)
         if target.recipe is None:
             with target.runner.lock:
-                # With a planner, lookups are free. Fixed trees are those of the papers, without lookups.
+                # Lookups cost nothing if a planner limits the trees. Without one, drafts are those of the papers.
                 lookup = is_planned(self._plan, self.options, self._method is None or self._method.exact)
                 with values_checked(), torch.device("cpu"):  # whatever the user's default device is
                     target.recipe = target.recipe or recipe_for(self._method, self.options, target.runner, lookup)
         return target.recipe
 
     def _usable_recipe(self, runner: TargetRunner) -> Recipe:
-        """The recipe for a target as it is now. If its hooks rule out drafts, a default method becomes plain decoding.
+        """The recipe for a target with its present hooks. If these rule out drafts, a chosen method becomes plain
+        decoding.
 
         Raises:
             UnsupportedModelError: hooks rule out drafts, and the user named a method that drafts.
@@ -229,7 +226,7 @@ class Speculator:
     def record(self, batch: int | None = None, context: int = 0, progress: Progress | None = None) -> int:
         """Captures the CUDA graphs of a session's verifications before its first request.
 
-        Without this call, each size is captured when it comes up for the third time, which takes as long as two rounds.
+        Without this call, each batch shape is captured at its third use, which takes as long as two rounds.
 
         Args:
             batch: as for :meth:`session`.
@@ -248,11 +245,11 @@ class Speculator:
         return self._engine(batch, None, None, context)[1].capture_graphs(report)
 
     def planner(self, progress: Progress | None = None, runner: TargetRunner | None = None) -> Planner | None:
-        """The planner of the rounds; None with fixed trees. The first call may measure the cost of verifications.
+        """The planner that sizes trees; None if trees are fixed. The first call may measure the cost of verifications.
 
         Args:
             progress: called with a line of text before anything is measured.
-            runner: the target, by default the first.
+            runner: the target; None: the first.
         """
         target = self._target(runner)
         with target.runner.lock:  # other forwards would disturb the measurement
@@ -266,9 +263,9 @@ class Speculator:
                 target.planner_decided = True
             return target.planner
 
-    def runner(self, target: PreTrainedModel | None = None, kept: bool = True) -> TargetRunner:
-        """The hosted target, by default the first. It is made once for each model, and anew if the model was moved,
-        cast or given other layers since. ``kept``: keep ``target`` alive from now on."""
+    def runner(self, target: PreTrainedModel | None = None, keep_alive: bool = True) -> TargetRunner:
+        """The runner of a target, by default the first. A model's runner is replaced if the model was moved, cast or
+        given other layers. ``keep_alive``: hold a reference to ``target`` from now on."""
         if target is None and not self._targets:
             raise RequestError("This Speculator has no target: Speculator(name, target=model).")
         model = next(self._targets.keys()) if target is None else target
@@ -280,7 +277,7 @@ class Speculator:
                     runner.held_model = old.runner.held_model if (old := self._targets.get(model)) else None
                     with self._targets_lock:
                         self._targets = self._targets | {model: _Target(runner)}  # keeps the order of targets
-        runner.held_model = model if kept and target is not None else runner.held_model
+        runner.held_model = model if keep_alive and target is not None else runner.held_model
         return runner
 
     def _current_runner(self, model: PreTrainedModel) -> TargetRunner | None:
@@ -288,7 +285,7 @@ class Speculator:
         return None if target is None or target.runner.is_stale else target.runner
 
     def _target(self, runner: TargetRunner | None = None) -> _Target:
-        """The record of a target, by default the first."""
+        """What is stored for a target, by default the first."""
         runner = self.runner() if runner is None else runner
         target = self._targets.get(runner.model)
         return target if target is not None and target.runner is runner else _Target(runner)
@@ -304,13 +301,13 @@ class Speculator:
         return self.method.exact and not self.runner().kv_is_rounded
 
     def draft(self) -> Draft[Any] | None:
-        """The trained draft that decodes the first target; None for a method without one."""
+        """The trained draft for the first target; None if the method uses none."""
         draft: Draft[Any] | None = self.recipe().options.get("draft")
         return draft
 
     @property
     def texts(self) -> TextCodec:
-        """Encodes prompts and decodes tokens."""
+        """The codec that encodes prompts and decodes tokens."""
         return TextCodec(self.tokenizer)
 
     def decode(self, tokens: list[int]) -> str:
@@ -318,10 +315,10 @@ class Speculator:
         return self.texts.decode(tokens)
 
     def encode(self, prompt: Prompt, chat: bool = True) -> list[int]:
-        """A prompt's token ids. A string is encoded, as a user turn if the model has a chat template."""
+        """A prompt's token ids. With ``chat``, a string becomes a user turn if the model has a chat template."""
         return self.texts.encode(prompt, chat)
 
-    def generate(self, prompts: Prompts, **settings: Unpack[Running]) -> list[Result]:
+    def generate(self, prompts: Prompts, **settings: Unpack[StreamSettings]) -> list[Result]:
         """Decodes prompts to the end and returns a result for each; arguments and errors as for :meth:`stream`."""
         return self.stream(prompts, **settings).results()
 
@@ -340,8 +337,8 @@ class Speculator:
         Args:
             prompts: one prompt or several, each a string, a list of token ids, or a :class:`~longdraft.Request` with
                 its own settings. Lengths may differ.
-            batch: prompts decoded at a time; when one has ended, the next takes its slot. None: 8, on a GPU 32. Fewer
-                if the KV of so many does not fit the memory, unless there is a ``cache``.
+            batch: prompts decoded at a time; when one has ended, the next takes its slot. None: 8, on a GPU 32, and
+                fewer if their KV does not fit the memory and there is no ``cache``.
             cache: KV of earlier runs, which this run reuses and extends.
             cancelled: called between forwards; True ends the run.
             piece: prompt tokens of one prefill forward, as for :meth:`session`.
@@ -349,7 +346,8 @@ class Speculator:
                 ``max_new_tokens=64, temperature=0.7, seed=1``. Prompt i samples with seed + i.
 
         Raises:
-            RequestError: an unusable value, such as ``max_new_tokens`` below 1. ArgumentError: an unknown setting.
+            RequestError: an unusable value, such as ``max_new_tokens`` below 1.
+            ArgumentError: an unknown setting.
             PromptError: no prompt, an empty one, or a token id outside the model's vocabulary.
             ContextError: a prompt and its new tokens exceed the model's context.
             MemoryBudgetError: not even one prompt fits the memory; raised before any work.
@@ -364,13 +362,13 @@ class Speculator:
     def session(
         self, batch: int | None = None, *, context: int = 0, cache: PromptCache | None = None, piece: int | None = None
     ) -> Session:
-        """Opens a session, to which requests are added while others are decoded (continuous batching).
+        """Opens a session, which accepts requests while it decodes earlier ones (continuous batching).
 
         Args:
-            batch: requests decoded at a time; None: 8, on a GPU 32. Fewer if the memory does not hold so many.
-            context: tokens, prompt and output, for which each slot has memory from the start. A longer request waits
-                until no other is decoded, and then more is allocated.
-            cache: KV of earlier runs, which this session reuses and extends. Without one, requests share the full
+            batch: requests decoded at a time. None: 8, on a GPU 32, and fewer if their KV does not fit the memory.
+            context: tokens of prompt and output for which each slot has memory from the start. A longer request waits
+                until no other request is decoded, and then memory is allocated for it.
+            cache: KV of earlier runs, which this session reuses and extends. Without a cache, requests share the full
                 chunks that their prompts have in common.
             piece: prompt tokens of a prefill chunk, which runs between two decoding rounds of the other requests;
                 None: 1,024, on a GPU 4,096 unless the model has windows or recurrent layers.
@@ -385,6 +383,7 @@ class Speculator:
     def _engine(
         self, batch: int | None, cache: PromptCache | None, cap: int | None, context: int = 0, piece: int | None = None
     ) -> tuple[Recipe, Engine]:
+        """The recipe for the first target, and an engine of at most ``cap`` slots; see :meth:`session`."""
         if cache is not None and not isinstance(cache, PromptCache):
             raise RequestError(f"cache takes a longdraft.PromptCache(), got {cache!r}")
         runner = self.runner()
@@ -416,16 +415,16 @@ class Speculator:
         """The decoding loop that transformers' ``generate`` calls instead of its own; see :mod:`longdraft.integration`.
 
         Args:
-            generate_args: arguments of ``generate`` that it does not pass on, such as a streamer.
+            generate_args: arguments of ``generate`` that transformers does not pass on, such as a streamer.
             call: arguments of :func:`longdraft.integration.decoding.decode`.
         """
         generate_args = generate_args or GenerateArguments()
         try:
-            runner = self.runner(model, kept=False)
+            runner = self.runner(model, keep_alive=False)
             recipe = self._usable_recipe(runner)
             return decoding.decode(
                 runner, recipe, lambda: self.planner(runner=runner), input_ids, generate_args, **call
             )
         finally:
             if generate_args.streamer is not None:
-                generate_args.streamer.end()  # also after an error, or its reader in another thread would wait for ever
+                generate_args.streamer.end()  # also after an error, as a reader in another thread waits for the end

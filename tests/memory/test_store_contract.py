@@ -150,7 +150,7 @@ def test_wrong_entries_paths_and_lengths_are_refused(kind):
     store.check_capacity([0, 1], 4)
     with pytest.raises(ValueError, match="slot 1 holds 20 tokens; 5 more exceed the capacity 24"):
         store.check_capacity([0, 1], 5)
-    with pytest.raises(ValueError, match=r"entries \[22, 25\) do not lie in a slot of 24"):
+    with pytest.raises(ValueError, match=r"entries \[22, 25\) do not fit a slot of capacity 24"):
         store.write_entries(1, 22, *random_kv(kind, 3))
     for path in ([1, 1], [2, 1], [-1, 0], [0, 3, 2]):
         with pytest.raises(ValueError, match="strictly increasing"):

@@ -1,6 +1,6 @@
-"""Layouts of DFlash and DSpark: their module's sizes, and their entry in the table of formats.
+"""Layouts of DFlash and DSpark: sizes of the module, and the layouts' entry in the table of formats.
 
-Drafts of the full vocabulary have neither embedding nor head: they use the target's. DSpark's settings lie in
+A draft with the target's vocabulary has neither embedding nor head, and uses the target's. DSpark's settings lie in
 dflash_config (SpecForge, Model-Optimizer), dspark_config (sglang), at the top level (DeepSpec), or with the prefix
 ``dspark_``.
 """
@@ -18,7 +18,7 @@ from longdraft.errors import CheckpointError
 KIND = "dflash"
 HEAD, MASK = "lm_head.weight", "mask_embedding"
 _SLIDING = "sliding_attention"
-_UNSUPPORTED = ("attention_sink_bias", "attention_value_scale", "add_swa_attention_sink_bias")
+_UNSUPPORTED_SETTINGS = ("attention_sink_bias", "attention_value_scale", "add_swa_attention_sink_bias")
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,19 @@ class DFlashShape:
         feature_size: size of one token's concatenated hidden states.
         vocabulary: rows of the head, the draft's or the target's.
         decoder_layers: number of layers.
-        block_size: tokens of a forward, the anchor included.
+        block_size: tokens of a draft block, the anchor (the last committed token) included.
         mask_token: the token whose embedding stands for tokens not known yet.
         from_anchor: the anchor's output proposes a token, too.
-        attention_bias: whether q, k, v and o have biases.
-        own_head, own_mask: whether it has its own head, and its own embedding of the mask token.
+        attention_bias: True if q, k, v and o have biases.
+        own_head: True if the draft has a head of its own; False: it uses the target's.
+        own_mask: True if the draft has a separate embedding of the mask token.
         embedding: rows of the draft's own embedding; None: it uses the target's.
-        markov_rank: rank of DSpark's correction by the previous token; None: no correction.
-        gated, recurrent: DSpark's correction also depends on the token's output; it has a state along the path.
-        embedding_scale, logit_scale, softcap: factors of embeddings and logits, and the logits' soft cap.
+        markov_rank: rank of DSpark's Markov head, which corrects logits by the previous token; None: no such head.
+        gated: the Markov head is gated by the token's output.
+        recurrent: the Markov head is an RNN, with a state along the path.
+        embedding_scale: factor of the input embeddings.
+        logit_scale: factor of the logits.
+        softcap: soft cap of the logits; None: no cap.
     """
 
     hidden_size: int
@@ -68,6 +72,7 @@ class DFlashShape:
         """Tokens that one forward proposes."""
         return self.block_size if self.from_anchor else self.block_size - 1
 
+    # Attributes that the decoder layer reads of every shape, and that DFlash fixes.
     norm_before_residual: ClassVar[bool] = False
     qk_norm: ClassVar[bool] = True
 
@@ -77,18 +82,21 @@ class DFlashShape:
 
 
 def _parse(published: PublishedDraft) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Reads sizes, flags and attention windows; see :attr:`DraftFormat.parse`."""
     config, sizes, tensors = published.config, published.sizes, published.tensors
     nested = {**published.nested("dflash_config"), **published.nested("dspark_config")}
     settings = nested | {name.removeprefix("dspark_"): x for name, x in config.items() if x is not None}
-    wrong = [name for name in _UNSUPPORTED if settings.get(name)]
-    wrong += ["is_neox_style"] if config.get("is_neox_style") is False else []
-    if wrong:
-        raise CheckpointError(f"{published.folder} sets {', '.join(wrong)}: longdraft's DFlash does not support that.")
+    unsupported = [name for name in _UNSUPPORTED_SETTINGS if settings.get(name)]
+    unsupported += ["is_neox_style"] if config.get("is_neox_style") is False else []
+    if unsupported:
+        raise CheckpointError(
+            f"{published.folder} sets {', '.join(unsupported)}, which longdraft's DFlash does not support."
+        )
     if config.get("target_hidden_size") in (None, 0, sizes.get("hidden_size")) and D2T in tensors:
-        tensors.pop(EMBEDDING, None)  # the target's
+        tensors.pop(EMBEDDING, None)  # a copy of the target's
     markov = settings.get("markov_head_type") or "vanilla"
     num_layers = sizes.get("num_hidden_layers")
-    # DSpark's and DeepSpec's anchors propose a token. Folders of `speculators` have a flag, older ones do not.
+    # DSpark's and DeepSpec's anchors propose a token. New folders of `speculators` have a flag for that.
     from_anchor = settings.get("sample_from_anchor", settings.get("shift_label"))
     if from_anchor is None and ("markov_rank" in settings or "dspark" in str(settings.get("architectures")).lower()):
         methods = published.nested("speculators_config").get("proposal_methods") or [{}]
@@ -110,14 +118,14 @@ def _parse(published: PublishedDraft) -> tuple[dict[str, Any], dict[str, Any]]:
         "logit_scale": nested.get("output_multiplier"),
         "softcap": nested.get("final_logit_softcapping") or None,
     }
-    windows, causal = _attention(config, nested, sizes, int(num_layers or 0))
+    windows, causal = _layer_attention(config, nested, sizes, int(num_layers or 0))
     return overrides, {"windows": windows, "causal": causal, "any_vocabulary": EMBEDDING in tensors}
 
 
-def _attention(
+def _layer_attention(
     config: Mapping[str, Any], nested: Mapping[str, Any], sizes: Mapping[str, Any], layers: int
 ) -> tuple[list[int | None], list[bool]]:
-    """For each layer, its window in tokens (None: full attention), and whether its draft block is causal."""
+    """By layer: the window in tokens (None: full attention); True if tokens of the draft block attend causally."""
     types = sizes.get("layer_types") or []
     is_sliding = [i < len(types) and types[i] == _SLIDING for i in range(layers)]
     if nested.get("use_swa") and not any(is_sliding):
@@ -131,7 +139,7 @@ def _attention(
     return [int(window) if sliding and window else None for sliding in is_sliding], causal
 
 
-# SpecForge's first DSpark drafts wrap their heads in a module. Model-Optimizer's Markov head has no module.
+# SpecForge's first DSpark drafts wrap head and model in modules. Model-Optimizer's Markov head lacks its module's name.
 _MARKOV = r"^(?=(markov_w[12]|gate_proj|joint_proj)\.)"
 _RENAME_RULES = ((r"^model\.", ""), (r"^logit_head\.", ""), (_MARKOV, "markov_head."))
 # The confidence head is dropped: the planner learns acceptance itself.

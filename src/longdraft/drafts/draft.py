@@ -20,7 +20,7 @@ from longdraft.model.runner import TargetRunner
 from longdraft.model.tensor_parallel import full_tensor
 from longdraft.native.quantized_matrix import QuantizedMatrix
 
-REMEDY = "A value that cannot be right can be corrected in its config.json; otherwise copy the draft again."
+REMEDY = "Correct the value in its config.json, or copy the draft again."
 _ID_DTYPES = (torch.int64, torch.int32)
 logger = logging.getLogger("longdraft")
 BoundT = TypeVar("BoundT")
@@ -32,21 +32,21 @@ class Draft(ABC, Generic[BoundT]):
 
     Attributes:
         kind: name of the kind in config.json, and of the method that drafts with it.
-        folder: the folder it was read from, or the hub id.
+        folder: the folder that the draft was read from, or the hub id.
         trained_length: tokens of the longest training example; None if unknown.
-        retrieval_layer: the target's layer whose attention ranks chunks best; None if the folder names none.
-        required_target: entries of a target's description that have to match, by name.
+        retrieval_layer: the target's layer whose attention ranks chunks of the context best; None if unknown.
+        required_target: entries that the target's description must have, by name.
     """
 
     kind: ClassVar[str]
     loads_hub_files: ClassVar[bool] = True
-    """``load`` receives the folder of a hub id's files, not the id."""
+    """True: for a hub id, ``load`` receives the folder of the downloaded files. False: it receives the id."""
     trained_length: int | None = None
     retrieval_layer: int | None = None
 
-    def __init_subclass__(cls, **named: Any) -> None:
-        """Wraps ``load``: a hub id is downloaded first, and any error that a bad folder causes names the folder."""
-        super().__init_subclass__(**named)
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Wraps a subclass's ``load``: it downloads a hub id first, and errors about a bad folder name the folder."""
+        super().__init_subclass__(**kwargs)
         if (load := vars(cls).get("load")) is not None:
 
             @reports_file_errors("The draft in", REMEDY)
@@ -73,7 +73,7 @@ class Draft(ABC, Generic[BoundT]):
 
     @property
     def vocabulary(self) -> int | None:
-        """Size of the draft's vocabulary; None: the target's."""
+        """Size of the draft's vocabulary; None: the target's vocabulary."""
         return None
 
     @abstractmethod
@@ -81,12 +81,12 @@ class Draft(ABC, Generic[BoundT]):
         """Refuses a target that the draft does not fit.
 
         Raises:
-            CheckpointError: the target differs; the message says in what.
+            CheckpointError: the target differs from the required one; the message says in what.
             UnsupportedModelError: the target has no embedding and head that a draft could share.
         """
 
     def remarks(self, runner: TargetRunner) -> list[str]:
-        """Warnings about a target that fits, a sentence each. They concern acceptance, not correctness."""
+        """Warnings about a target that :meth:`check` accepts, a sentence each: what may lower acceptance."""
         return []
 
     def bind(self, runner: TargetRunner) -> BoundT:
@@ -102,7 +102,8 @@ class Draft(ABC, Generic[BoundT]):
         """Warns, once for each draft, that it sees more tokens than it was trained on.
 
         Args:
-            seen: a clause on how many it sees. consequence: a clause on what follows and what to do.
+            seen: a clause that says how many tokens the draft sees.
+            consequence: a clause that says what follows and what to do.
         """
         if not self._warned_of_length:
             self._warned_of_length = True
@@ -117,10 +118,10 @@ class Draft(ABC, Generic[BoundT]):
 
 
 class TrainedDraft(Draft[BoundT]):
-    """A draft of one module. A subclass defines the module and :meth:`make`.
+    """A draft whose weights are those of one torch module. A subclass defines the module and :meth:`make`.
 
     Args:
-        folder: the folder of the contents, for messages.
+        folder: the folder that ``contents`` were read from, for messages.
         contents: config, tensors and target of the folder.
 
     Attributes:
@@ -129,13 +130,13 @@ class TrainedDraft(Draft[BoundT]):
         draft_to_target_ids: (draft vocabulary,) target id of each draft id; None: the target's full vocabulary.
 
     Raises:
-        CheckpointError: another kind of draft, impossible sizes, or tensors that are not the module's.
+        CheckpointError: the sizes are impossible, or the tensors are not those of the module.
     """
 
     label: ClassVar[str] = ""
-    """The kind as messages show it, such as "EAGLE-3"; empty: its name."""
+    """The kind as messages show it, such as "EAGLE-3"; empty: the value of ``kind``."""
     layer_count_key: ClassVar[str] = "decoder_layers"
-    """The entry of config.json that counts its layers, each of which has tensors."""
+    """The entry of config.json that counts the module's layers."""
     shape_type: ClassVar[type[Any]]
     """Dataclass of the module's sizes."""
     module_type: ClassVar[type[Any]]
@@ -149,9 +150,11 @@ class TrainedDraft(Draft[BoundT]):
         self.weights = dict(contents.tensors)
         for name, tensor in self.weights.items():
             if not (tensor.dtype in _ID_DTYPES if name == D2T else tensor.is_floating_point()):
-                raise CheckpointError(f"{name} of {folder} holds numbers of the type {tensor.dtype}: copy it again.")
+                raise CheckpointError(f"{name} of {folder} has the wrong dtype {tensor.dtype}: copy the draft again.")
         if (layers := self.config.get(self.layer_count_key) or 0) > len(self.weights):
-            raise CheckpointError(f"{CONFIG} of {folder} has {self.layer_count_key} {layers}, more than tensors.")
+            raise CheckpointError(
+                f"{CONFIG} of {folder} has {self.layer_count_key} {layers}, more than it has tensors."
+            )
         sizes = {name: t.shape for name, t in self._meta_module().state_dict().items()}
         if (vocab_size := self.config.get("draft_vocab_size")) is not None:
             sizes[D2T] = torch.Size([vocab_size])
@@ -162,23 +165,11 @@ class TrainedDraft(Draft[BoundT]):
 
     @classmethod
     def load(cls: type[DraftT], folder: Path | str) -> DraftT:
-        """Reads a draft folder.
-
-        Raises:
-            CheckpointError: unreadable, another kind of draft, or missing, unexpected or misshapen tensors.
-        """
+        """Reads a draft folder. Raises CheckpointError if it is unreadable, or not a draft of this kind."""
         return cls(folder, draft_folder.load(folder, cls.kind))
 
     def save(self, folder: Path | str, bits: int | None = None) -> None:
-        """Writes the draft to a folder in our layout, with its card and training record.
-
-        Args:
-            bits: 8 or 4 packs its matrices; None keeps their dtype.
-
-        Raises:
-            CheckpointError: the folder cannot be written.
-            ValueError: other bits.
-        """
+        """Writes the draft to a folder in our layout, with its card; ``bits`` and errors: :func:`draft_folder.save`."""
         hub.copy_card(self.folder, Path(folder))
         ids = self.draft_to_target_ids
         d2t = {} if ids is None else {D2T: ids - torch.arange(len(ids), device="cpu")}
@@ -195,7 +186,7 @@ class TrainedDraft(Draft[BoundT]):
         return module
 
     def needs(self) -> dict[str, Any]:
-        """Entries of a target's description that must match, even if the folder does not describe a target."""
+        """Entries that the target's description must have, even if the folder does not describe its target."""
         return {}
 
     @property
@@ -230,7 +221,7 @@ class TrainedDraft(Draft[BoundT]):
         return module
 
     def head(self, runner: TargetRunner) -> tuple[torch.Tensor | QuantizedMatrix, torch.Tensor | None]:
-        """The target's head for the draft's vocabulary, (vocabulary, hidden), and its rows' target ids; None: all."""
+        """The target's head for the draft's vocabulary, (vocabulary, hidden), and each row's target id; None: all."""
         head: torch.Tensor | QuantizedMatrix = runner.shared_parts.head
         if self.draft_to_target_ids is None:
             return head, None
@@ -238,6 +229,6 @@ class TrainedDraft(Draft[BoundT]):
         return (head.select_rows(ids) if isinstance(head, QuantizedMatrix) else full_tensor(head)[ids]), ids
 
     def _meta_module(self) -> nn.Module:
-        """A module on the meta device, which takes no memory."""
+        """A new module on the meta device, where its tensors take no memory."""
         with torch.device("meta"):
             return self.module()

@@ -27,18 +27,18 @@ D2T = "d2t"
 HF_NAMES = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "vocabulary": "vocab_size"}
 # Kinds of `speculators` that are variants of one of our kinds.
 KIND_ALIASES = {"dspark": "dflash"}
-# Kind -> pattern of a tensor's name that shows it, if config.json looks like a full Llama's. The first match decides.
+# Kind -> pattern of a tensor name that identifies it, if config.json looks like a full Llama's. The first match counts.
 KIND_BY_TENSOR = {
     "peagle": r"(.*\.)?mask_hidden",
     "dflash": r"(model\.)?hidden_norm\.weight",
     "eagle3": r".*(\.0|midlayer)\.hidden_norm\..*",
     "heads": r".*\.medusa_layers\..*",
     "longspec": r".*cross_attn.*",
-    # It has fc before the decoder layer, and lacks EAGLE-3's norm.
+    # EAGLE-1 and 2 also have fc before the decoder layer, but no hidden_norm.
     "eagle": r"(?!(.*\.)?mtp\.)(.*\.)?fc\.weight",
 }
 VLLM_MASK_TOKENS = ("ptd_token_id", "pard_token")  # vLLM's names of P-EAGLE's mask token
-# Published kinds that longdraft does not read: pattern of the names in config.json.
+# Pattern of words in config.json that name published kinds which longdraft does not read.
 UNSUPPORTED_KINDS = r"medusa|hydra|domino|dflash2|dflare|mlp_?speculator|lstm_?speculator|redrafter"
 # Kind of a plain language model.
 SMALL_LM = "small-lm"
@@ -101,16 +101,12 @@ def save(folder: Path | str, draft: DraftFolder, bits: int | None = None) -> Non
 
 
 def write(folder: Path | str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes config.json and model.safetensors of any layout. Each file appears complete or not at all.
-
-    Raises:
-        CheckpointError: they cannot be written (no space, no permission).
-    """
+    """Writes config.json and model.safetensors of any layout, each atomically. Raises the errors of :func:`save`."""
     tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     with atomic_write(Path(folder) / CONFIG) as config_file, atomic_write(Path(folder) / WEIGHTS) as weights:
         config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file(tensors, weights, metadata={"format": "pt"})
-        # safetensors makes its files readable for the owner alone; weights get the mode of the other file.
+        # safetensors makes its files readable for the owner alone; the weights get the mode of config.json.
         weights.chmod(config_file.stat().st_mode)
 
 
@@ -120,7 +116,7 @@ def is_draft_folder(path: Path | str) -> bool:
 
 
 def detect_kind(folder: Path | str) -> str:
-    """The kind of a draft folder, or "small-lm" for a language model; empty if it cannot be told.
+    """The kind of a draft folder, or "small-lm" for a language model; empty if unknown.
 
     Raises:
         CheckpointError: no such folder, no valid config.json, or unreadable weights where their names are needed.
@@ -129,14 +125,14 @@ def detect_kind(folder: Path | str) -> str:
 
 
 def _kind(config: Mapping[str, Any], folder: Path | str) -> str:
-    """The kind by config.json; in other projects' folders also by the names of the tensors."""
+    """The kind that config.json states, or that its entries and the tensors' names show in another project's folder."""
     if "drafter" in config or config.get("speculators_model_type"):
         name = str(config.get("drafter") or config["speculators_model_type"])
         return KIND_ALIASES.get(name, name)
     if "longdraft_format" in config:
         return ""
     hints = [config.get(name) for name in ("architectures", "model_type", "dflash_config")]
-    if not (hints[1] and tensor_files.has_safetensors(folder)):  # a full model may contain heads as well
+    if not (hints[1] and tensor_files.has_safetensors(folder)):  # a full model's config.json may mention drafts
         hints.append(list(config))
     if (unsupported := re.search(UNSUPPORTED_KINDS, str(hints).lower())) is not None:
         return unsupported[0]
@@ -151,19 +147,15 @@ def _kind(config: Mapping[str, Any], folder: Path | str) -> str:
 
 
 def read_config(folder: Path | str) -> dict[str, Any]:
-    """Reads a folder's config.json.
-
-    Raises:
-        CheckpointError: no such folder, or no valid config.json.
-    """
+    """Reads a folder's config.json. Raises CheckpointError if there is no such folder or no valid config.json."""
     folder = Path(folder)
     if is_gguf(folder) and folder.is_file():
         raise CheckpointError(
-            f"{folder} is a GGUF file, a language model: it drafts with small-lm and the methods that take such drafts "
-            "(`longdraft methods`)."
+            f"{folder} is a GGUF file, a language model: use it with small-lm, or another method that drafts with a "
+            "language model (`longdraft methods`)."
         )
     if folder.is_file():
-        raise CheckpointError(f"{folder} is a file: a draft is the folder that it lies in, {folder.parent}.")
+        raise CheckpointError(f"{folder} is a file: name the folder that holds it, {folder.parent}.")
     if not folder.is_dir():
         raise CheckpointError(f"There is no draft folder {folder}.")
     try:
@@ -214,11 +206,12 @@ def read_shape(
     label: str,
     names: Mapping[str, str] | None = None,
 ) -> Shape:
-    """Reads a module's sizes, a dataclass of positive numbers and flags, from a config.json.
+    """Reads a module's sizes from a config.json.
 
     Args:
+        shape: dataclass of the sizes, whose fields are positive numbers and flags.
         label: the kind of draft in messages, e.g. "LongSpec".
-        names: our name -> the name in config.json, where they differ.
+        names: name of a field -> its name in config.json, where the two differ.
 
     Raises:
         CheckpointError: entries are missing or impossible; the message names them.
@@ -234,7 +227,7 @@ def read_shape(
         if f not in flags and (not isinstance(x, int | float) or x <= 0 or (f.type in ("int", int) and x % 1))
     ]
     if wrong:
-        raise CheckpointError(f"{CONFIG} of {folder} has no number that could be right for {', '.join(wrong)}.")
+        raise CheckpointError(f"{CONFIG} of {folder} has an impossible value for {', '.join(wrong)}: correct it.")
     return shape(**{f.name: x for f, x in {**values, **flags}.items()})
 
 
@@ -242,12 +235,12 @@ def optional_int(config: Mapping[str, Any], name: str, folder: Path | str, minim
     """Reads an optional whole number of a config.json. Raises CheckpointError for any other value."""
     value = config.get(name)
     if value is not None and (type(value) is not int or value < minimum):
-        raise CheckpointError(f"{CONFIG} of {folder} has no number that could be right for {name}.")
+        raise CheckpointError(f"{CONFIG} of {folder} has an impossible value for {name}: correct it.")
     return value
 
 
 def with_derived_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Completes a published configuration with the sizes that transformers derives."""
+    """Completes a published configuration with the sizes that transformers derives from others."""
     complete, heads = dict(config), config.get("num_attention_heads")
     if heads and not complete.get("num_key_value_heads"):
         complete["num_key_value_heads"] = heads
@@ -277,8 +270,8 @@ def check_tensors(
         "unexpected": [name for name in tensors if name not in sizes],
         "of a wrong shape": wrong,
     }
-    if found := [f"{problem}: {_list_names(names)}" for problem, names in problems.items() if names]:
-        raise CheckpointError(f"{folder} is no {kind} draft as its config.json describes it. " + "; ".join(found) + ".")
+    if clauses := [f"{problem}: {_list_names(names)}" for problem, names in problems.items() if names]:
+        raise CheckpointError(f"{folder} is no {kind} draft as its config.json describes it. {'; '.join(clauses)}.")
 
 
 def _list_names(names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""EAGLE-like drafts on disk: read from a folder of any layout, and checked against a target."""
+"""EAGLE-like drafts: reads their folders of any layout, and checks them against a target."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class EagleDraft(TrainedDraft[BoundT]):
     Attributes:
         layout: "longdraft", "published" or "speculators".
         rope: RoPE parameters as transformers names them.
-        configured_layers: target layers whose outputs it reads, from config.json; None: the default ones.
-        window: keys that a query attends to, its own included; None: all.
+        configured_layers: target layers whose outputs the draft reads, from config.json; None: the default layers.
+        window: number of keys that a query attends to, its own included; None: all.
         decoder_layers: number of the module's layers.
     """
 
@@ -46,23 +46,21 @@ class EagleDraft(TrainedDraft[BoundT]):
 
     @classmethod
     def load(cls: type[DraftT], folder: Path | str) -> DraftT:
-        """Reads a draft folder of our layout, a published one, or that of `speculators`.
-
-        Raises:
-            CheckpointError: unreadable, another kind of draft, or missing, unexpected or misshapen tensors.
-        """
+        """Reads a draft folder of any layout. Raises CheckpointError if it is unreadable, or not of this kind."""
         return cls(folder, *formats.read(folder, cls.kind))
 
     @cached_property
     def shape(self) -> Any:
         shape = super().shape
         if shape.heads % shape.kv_heads:
-            raise CheckpointError(f"{self.folder}: {shape.heads} heads are no multiple of {shape.kv_heads} KV heads.")
+            raise CheckpointError(
+                f"{self.folder} has {shape.heads} heads, no multiple of its {shape.kv_heads} KV heads."
+            )
         return shape
 
     @property
     def max_context(self) -> int | None:
-        """Longest context that its positions support, YaRN included; None if unknown."""
+        """Longest context that the draft's RoPE supports, YaRN included; None if unknown."""
         rope = self.rope
         if rope["rope_type"] == "yarn":
             return int(float(rope["factor"]) * int(rope["original_max_position_embeddings"]))
@@ -71,23 +69,23 @@ class EagleDraft(TrainedDraft[BoundT]):
         return self.trained_length
 
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """Decoder layers of the target whose outputs it reads, low to high.
+        """Decoder layers of the target whose outputs the draft reads, low to high.
 
         Raises:
-            CheckpointError: the target lacks one of them.
+            CheckpointError: the target lacks one of these layers.
         """
         count = runner.num_layers
         layers = self.configured_layers or self.default_feature_layers(count)
         if min(layers) < 0 or max(layers) >= count or list(layers) != sorted(set(layers)):
             raise CheckpointError(
-                f"The draft in {self.folder} reads the outputs of its target's layers {_join(layers)}, from 0. This "
-                f"one has {count}, and they must be there and increase. Load the target it was trained with, or set "
-                "feature_layers in its config.json."
+                f"The draft in {self.folder} reads the outputs of layers {_join(layers)} of its target: they must be "
+                f"there and increase, and this target has layers 0 to {count - 1}. Load the target it was trained "
+                "with, or set feature_layers in its config.json."
             )
         return layers
 
     def default_feature_layers(self, count: int) -> tuple[int, ...]:
-        """The layers that are read of a target with ``count`` layers if the folder names none."""
+        """The layers of a target with ``count`` layers that are read if the folder names none."""
         return formats.default_feature_layers(count)
 
     def needs(self) -> dict[str, Any]:
@@ -104,8 +102,8 @@ class EagleDraft(TrainedDraft[BoundT]):
         layers = self.feature_layers(runner)
         if shape.feature_size != len(layers) * hidden_size:
             raise CheckpointError(
-                f"The draft in {self.folder} reads {shape.feature_size} numbers of a token; {len(layers)} layers of "
-                f"this target have {len(layers) * hidden_size}. Load the target it was trained with."
+                f"The draft in {self.folder} reads hidden states of {shape.feature_size} numbers; {len(layers)} layers "
+                f"of this target give {len(layers) * hidden_size}. Load the target it was trained with."
             )
         size = runner.shared_parts.head.shape[0]
         if self.draft_to_target_ids is None and shape.vocabulary != size:
@@ -113,7 +111,7 @@ class EagleDraft(TrainedDraft[BoundT]):
                 f"The draft in {self.folder} has {shape.vocabulary} tokens, this target {size}, and its weights lack "
                 f"{D2T}, the table of target ids: copy the draft again."
             )
-        self.rotary(torch.float32, "cpu")
+        self.rotary(torch.float32, "cpu")  # raises the error of RoPE parameters that cannot be computed
 
     def remarks(self, runner: TargetRunner) -> list[str]:
         """Settings that may cost acceptance, not correctness, a sentence each."""
@@ -135,11 +133,11 @@ class EagleDraft(TrainedDraft[BoundT]):
         length, ids = self.max_context, self.draft_to_target_ids
         if self.window is None and length is not None and length < runner.context_length:
             remarks.append(
-                f"it was trained for texts of {length:,} tokens, the target reads {runner.context_length:,}: of longer "
-                f"ones it sees the last {length:,} (-o window=N, or YaRN in its config.json, changes that)"
+                f"it was trained for texts of {length:,} tokens, the target reads {runner.context_length:,}: it sees "
+                f"the last {length:,} of a longer text (-o window=N, or YaRN in its config.json, changes that)"
             )
         if ids is not None and not bool((ids[1:] > ids[:-1]).all()):
-            remarks.append("d2t does not name increasing tokens: does it hold ids where offsets belong?")
+            remarks.append("d2t does not increase the target ids: does it hold ids in place of offsets?")
         return remarks
 
     def rotary(self, dtype: torch.dtype, device: torch.device | str) -> RotaryEmbedding:

@@ -1,8 +1,8 @@
 """Layouts of EAGLE-1 to EAGLE-3.1 and P-EAGLE: their modules' sizes, and their entries in the table of formats.
 
 Tensors of a published EAGLE-3 draft have the names of our module. `speculators`, EAGLE-1 and EAGLE-2 call the layer
-``layers.0.`` instead of ``midlayer.``. All may contain the target's embedding, which is dropped unless the draft has
-trained its own.
+``layers.0.`` instead of ``midlayer.``. A folder may contain an embedding, which is dropped unless it was trained with
+the draft.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ EAGLE = "eagle"  # EAGLE-1 and EAGLE-2
 PEAGLE = "peagle"
 # Flags of EAGLE-3.1, at the top of config.json or in eagle_config.
 _NORMS = ("norm_before_fc", "fc_norm", "norm_output")
-# Flag of a module -> the tensor of its first layer that shows it.
+# Flag of a module -> the tensor of its first layer that is there if the flag is set.
 _FLAG_TENSORS = {"attention_bias": "q_proj.bias", "output_bias": "o_proj.bias", "qk_norm": "q_norm.weight"}
-# First parts of tensors' names; a prefix before them names the model around the draft and is removed.
+# First parts of our tensors' names. A prefix before them names a model around the draft, and is removed.
 _NAME_STARTS = "fc|midlayer|layers|norm|lm_head|embed_tokens|input_norm|fc_norm|mask_hidden|d2t|t2d"
 _RENAME_RULES = (
     # Names of EAGLE-1's parts in the first versions of `speculators`.
@@ -33,19 +33,21 @@ _RENAME_RULES = (
 
 @dataclass(frozen=True)
 class Eagle3Shape:
-    """Sizes of an EAGLE-3 module. Its head counts may differ from the target's, as it has a KV cache of its own.
+    """Sizes of an EAGLE-3 module; g is the output of fc, the fused hidden states. Head counts may differ from the
+    target's, as the module has a KV cache of its own.
 
     Attributes:
         feature_size: size of one token's concatenated hidden states, usually three times the target's hidden size.
         vocabulary: rows of the draft's head.
         norm_before_residual: the residual stream starts from the normed g instead of g (a flag of `speculators`).
-        attention_bias, output_bias: whether q, k and v have biases; whether o has one.
+        attention_bias: q, k and v have biases.
+        output_bias: o has a bias.
         qk_norm: each head of q and k is normed before RoPE, as in Qwen3's layers.
-        norm_before_fc: one norm before fc, over the concatenated hidden states.
+        norm_before_fc: the concatenated hidden states are normed before fc.
         fc_norm: number of norms before fc, one for each hidden state; None: no such norms.
-        norm_output: the normed output is the next step's g, instead of the output itself (EAGLE-3.1).
+        norm_output: the next step's g is the normed output instead of the output (EAGLE-3.1).
         embedding: rows of the draft's own embedding; None: it uses the target's.
-        decoder_layers: number of layers; those after the first are plain decoder layers.
+        decoder_layers: number of layers; all but the first are plain decoder layers.
     """
 
     hidden_size: int
@@ -72,7 +74,7 @@ class EagleShape(Eagle3Shape):
     """Sizes of an EAGLE-1 or EAGLE-2 module. Feature size and vocabulary are the target's hidden size and vocabulary.
 
     Attributes:
-        fc_bias: whether fc has a bias.
+        fc_bias: fc has a bias.
     """
 
     fc_bias: bool = False
@@ -85,15 +87,15 @@ def _parse(published: PublishedDraft) -> tuple[dict[str, Any], dict[str, Any]]:
     if config.get("layernorms"):
         raise CheckpointError(f"{folder} sets layernorms: longdraft's EAGLE has no such norms.")
     if eagle.get("use_aux_hidden_state") is False and "fc.weight" not in tensors:
-        raise CheckpointError(f"{folder} sets use_aux_hidden_state to false: longdraft's EAGLE-3 reads several.")
-    other_size = config.get("target_hidden_size") not in (None, sizes.get("hidden_size"))
+        raise CheckpointError(f"{folder} sets use_aux_hidden_state to false, which longdraft's EAGLE-3 cannot read.")
+    sizes_differ = config.get("target_hidden_size") not in (None, sizes.get("hidden_size"))
     # P-EAGLE always has its own embedding, for the mask token.
-    if published.kind != PEAGLE and not other_size and not config.get("embed_requires_grad"):
-        tensors.pop(EMBEDDING, None)  # the target's
+    if published.kind != PEAGLE and not sizes_differ and not config.get("embed_requires_grad"):
+        tensors.pop(EMBEDDING, None)  # a copy of the target's
     is_sliding = "sliding_attention" in (sizes.get("layer_types") or ())
     settings = {"window": sizes.get("sliding_window") if is_sliding else None}
     overrides: dict[str, Any] = {flag: f"midlayer.self_attn.{name}" in tensors for flag, name in _FLAG_TENSORS.items()}
-    if published.kind == EAGLE:  # it reads one layer, and uses the target's head
+    if published.kind == EAGLE:  # EAGLE-1 and 2 read the last layer alone, and use the target's head
         overrides |= {"norm_before_residual": False, "fc_bias": "fc.bias" in tensors}
         return overrides | {"feature_size": sizes.get("hidden_size")}, settings | {"draft_vocab_size": None}
     overrides |= {name: eagle.get(name, config.get(name)) for name in _NORMS}
@@ -101,7 +103,7 @@ def _parse(published: PublishedDraft) -> tuple[dict[str, Any], dict[str, Any]]:
         "fc_norm": sum(name.startswith("fc_norm.") for name in tensors) if overrides["fc_norm"] else None,
         "feature_size": tensors["fc.weight"].shape[1] if "fc.weight" in tensors else 3 * sizes.get("hidden_size", 0),
         "vocab_size": config.get("draft_vocab_size") or sizes.get("vocab_size"),
-        # The default for folders of `speculators` is vLLM's.
+        # Without a flag, as in vLLM: True for folders of `speculators`.
         "norm_before_residual": bool(config.get("norm_before_residual", config.get(MODEL_TYPE) == KIND)),
         "decoder_layers": len({name.split(".")[1] for name in tensors if name.startswith("layers.")}) + 1,
     }

@@ -1,7 +1,7 @@
-"""Converts EAGLE-like draft folders of any layout to ours, with a table of published formats by kind.
+"""Converts draft folders of other projects to our layout, with a table of published formats by kind.
 
-Authors publish folders in their own layouts. `speculators` has one layout for all kinds, in which the layer's sizes are
-nested. The entries of the table are in ``eagle_formats`` and ``dflash_formats``. ``draft_folder`` detects the kind.
+Each paper's authors publish folders in a layout of their own. `speculators` has one layout for all kinds, with the
+layer's sizes nested. ``eagle_formats`` and ``dflash_formats`` fill the table. ``draft_folder`` detects the kind.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from longdraft.errors import CheckpointError
 from longdraft.model.rotary import complete_config, make_rope_parameters
 
 T2D, EMBEDDING, MODEL_TYPE = "t2d", "embed_tokens.weight", "speculators_model_type"
-# RoPE base if a folder states none.
+# RoPE base of folders that state none.
 DEFAULT_ROPE_THETA = 10000.0
 # Copies of the target's tensors that training saved, and RoPE frequencies, which old versions of transformers saved.
 LEFTOVER_TENSORS = r"verifier_norm\.|verifier_lm_head\.|(.*\.)?inv_freq$"
 # Names in config.json of the token that stands for one not known yet, in parallel drafting.
 MASK_TOKENS = ("mask_token_id", *VLLM_MASK_TOKENS, "noise_token_id")
-# Entries of config.json that list layers: (section, "" for the top level; name; 1 if ids name a layer's input, an index
-# into transformers' hidden_states, 0 if its output, None if either). The first entry that is there counts.
+# Entries of config.json that list the target's layers; the first one present counts: (section, "" for the top level;
+# name; 0 if an id is that of the layer's output, 1 if of its input, an index into hidden_states; None if unclear).
 _IDS = "eagle_aux_hidden_state_layer_ids"
 LAYER_IDS: tuple[tuple[str, str, int | None], ...] = (
-    ("", "feature_layers", 0),  # ours; it overrides the others
+    ("", "feature_layers", 0),  # longdraft's, with which a user can override all other entries
     # speculators: models/utils.py ([2, L // 2, L - 3]), convert/dflash/converter.py. vLLM: worker/gpu_model_runner.py.
     ("", "aux_hidden_state_layer_ids", 1),
     ("", _IDS, 1),
@@ -59,8 +59,10 @@ class PublishedDraft:
     """A draft folder of another project.
 
     Attributes:
-        config: its config.json. sizes: the complete sizes of its layers, as transformers names them.
-        tensors: tensors by our names. speculators: it is a folder of `is_speculators`.
+        config: its config.json.
+        sizes: the complete sizes of its layers, as transformers names them.
+        tensors: its tensors by our names.
+        is_speculators: the folder has the layout of `speculators`.
     """
 
     kind: str
@@ -81,12 +83,13 @@ class DraftFormat:
     """The published layout of one kind.
 
     Attributes:
-        shape: dataclass of the module's sizes. label: the kind in messages.
-        parse: returns overrides of the shape, and further entries for our config.json; among them ``any_vocabulary`` if
-            targets of another vocabulary fit, too. It may remove tensors.
-        rename_rules: (pattern of tensors' names, replacement), applied in order.
-        drop_pattern: pattern of renamed tensors that are no part of the draft.
-        default_theta: RoPE base if a folder of the authors states none.
+        shape: dataclass of the module's sizes.
+        label: the kind in messages.
+        parse: returns entries of the shape that differ from ``sizes``, and entries for our config.json, with
+            ``any_vocabulary`` true if targets of another vocabulary fit, too. It may remove tensors.
+        rename_rules: (pattern in a tensor's name, replacement), applied in order.
+        drop_pattern: pattern of tensors, by our names, that are no part of the draft.
+        default_theta: RoPE base if a folder that is not of `speculators` states none.
     """
 
     shape: type[Any]
@@ -97,7 +100,7 @@ class DraftFormat:
     default_theta: float = DEFAULT_ROPE_THETA
 
     def rename_tensors(self, tensors: Mapping[str, torch.Tensor], folder: Path | str) -> dict[str, torch.Tensor]:
-        """The tensors by our module's names. Raises CheckpointError if two get the same name."""
+        """The tensors by our module's names. Raises CheckpointError if two tensors get the same name."""
         renamed: dict[str, torch.Tensor] = {}
         for original, tensor in tensors.items():
             name = original
@@ -106,7 +109,7 @@ class DraftFormat:
             if re.match(self.drop_pattern, name):
                 continue
             if name in renamed:
-                raise CheckpointError(f"{folder} holds {name} twice, once as {original}: is it one draft?")
+                raise CheckpointError(f"{folder} holds {name} twice, once as {original}: name a folder with one draft.")
             renamed[name] = tensor
         return renamed
 
@@ -115,25 +118,27 @@ FORMATS: dict[str, DraftFormat] = {}
 
 
 def read(folder: Path | str, kind: str) -> tuple[DraftFolder, dict[str, Any]]:
-    """Reads a draft of ``kind`` in any layout. The returned config is ours, and its ``layout`` names the original one.
+    """Reads a draft of ``kind`` in any layout.
 
     Returns:
-        The contents, and RoPE parameters as transformers names them.
+        The contents in our layout (``layout`` in its config names the original one), and RoPE parameters as
+        transformers names them.
 
     Raises:
         CheckpointError: unreadable, another kind of draft, or impossible settings.
     """
     original = draft_folder.load(folder, kind)
-    contents, rope = (_convert_own if "longdraft_format" in original.config else _convert_published)(original, folder)
+    convert = _convert_longdraft if "longdraft_format" in original.config else _convert_published
+    contents, rope = convert(original, folder)
     return contents, scale_rope(rope, contents.config.get("trained_length"), None, None, folder)
 
 
-def _convert_own(contents: DraftFolder, folder: Path | str) -> tuple[DraftFolder, dict[str, Any]]:
+def _convert_longdraft(contents: DraftFolder, folder: Path | str) -> tuple[DraftFolder, dict[str, Any]]:
     config, layers = contents.config, contents.config.get("feature_layers")
     if not isinstance(layers, list) or not layers or not all(type(i) is int for i in layers):
-        raise CheckpointError(f"config.json of {folder} lacks feature_layers, the target's layers that it reads.")
+        raise CheckpointError(f"config.json of {folder} lacks feature_layers, the layers of the target that it reads.")
     length = config.get("rope_original_length") or config.get("trained_length")
-    # A published draft that was trained further keeps its kind of RoPE scaling.
+    # A published draft that longdraft trained further has rope_parameters, for scaling of any type.
     theta, rope = config.get("rope_theta") or DEFAULT_ROPE_THETA, config.get("rope_parameters")
     rope = dict(rope) if rope else make_rope_parameters(theta, config.get("rope_factor"), length)
     contents.tensors.pop(T2D, None)
@@ -143,46 +148,48 @@ def _convert_own(contents: DraftFolder, folder: Path | str) -> tuple[DraftFolder
 
 def _convert_published(original: DraftFolder, folder: Path | str) -> tuple[DraftFolder, dict[str, Any]]:
     kind, config, tensors = original.kind, original.config, original.tensors
-    layout, speculators = FORMATS[kind], MODEL_TYPE in config
-    layer = config.get("transformer_layer_config") if speculators else config
+    draft_format, is_speculators = FORMATS[kind], MODEL_TYPE in config
+    layer = config.get("transformer_layer_config") if is_speculators else config
     if not isinstance(layer, dict):
         raise CheckpointError(f"config.json of {folder} lacks transformer_layer_config: copy the draft again.")
     # `speculators` leaves out sizes that equal transformers' defaults.
-    sizes = draft_folder.with_derived_sizes(complete_config(layer) if speculators else layer)
+    sizes = draft_folder.with_derived_sizes(complete_config(layer) if is_speculators else layer)
     if sizes.get("hidden_act") not in (None, "silu"):
         raise CheckpointError(f"{folder} has hidden_act {sizes['hidden_act']}: longdraft's drafts know silu alone.")
-    published = PublishedDraft(kind, folder, config, sizes, layout.rename_tensors(tensors, folder), speculators)
+    renamed = draft_format.rename_tensors(tensors, folder)
+    published = PublishedDraft(kind, folder, config, sizes, renamed, is_speculators)
     for pattern, part in _UNSUPPORTED_PARTS.items():
-        if wrong := next((name for name in tensors if re.search(pattern, name)), None):
-            raise CheckpointError(f"{folder} has {part}, {wrong}: longdraft's {layout.label} drafts have none.")
+        if example := next((name for name in tensors if re.search(pattern, name)), None):
+            raise CheckpointError(f"{folder} has {part} ({example}), which longdraft's drafts do not support.")
     t2d = published.tensors.pop(T2D, None)
-    overrides, settings = layout.parse(published)
+    overrides, settings = draft_format.parse(published)
     embedding = published.tensors.get(EMBEDDING)
     overrides["embedding"] = None if embedding is None else len(embedding)
-    shape = draft_folder.read_shape(layout.shape, sizes | overrides, folder, layout.label, draft_folder.HF_NAMES)
+    values, names = sizes | overrides, draft_folder.HF_NAMES
+    shape = draft_folder.read_shape(draft_format.shape, values, folder, draft_format.label, names)
     vocabulary = sizes.get("vocab_size") or (None if t2d is None else len(t2d))
     target = {"hidden_size": config.get("target_hidden_size") or shape.hidden_size}
     if not settings.pop("any_vocabulary", False) and vocabulary:
         target["vocab_size"] = vocabulary
     converted = asdict(shape) | {
-        "layout": "speculators" if speculators else "published",
+        "layout": "speculators" if is_speculators else "published",
         "trained_length": sizes.get("max_position_embeddings"),
         "draft_vocab_size": shape.vocabulary if D2T in published.tensors else None,
         "target_vocabulary": vocabulary,
         "feature_layers": _feature_layers(config, folder),
     }
     converted |= {name: config[name] for name in ("retrieval_layer",) if name in config}
-    rope = rope_from_config(sizes, DEFAULT_ROPE_THETA if speculators else layout.default_theta)
+    rope = rope_from_config(sizes, DEFAULT_ROPE_THETA if is_speculators else draft_format.default_theta)
     return DraftFolder(kind, converted | settings, published.tensors, target), rope
 
 
 def default_feature_layers(layers: int) -> tuple[int, int, int]:
-    """The layers whose outputs EAGLE-3 reads, of L in the target: hidden_states[2], [L // 2] and [L - 3]."""
+    """The layers whose outputs EAGLE-3 reads if the target has L: hidden_states[2], [L // 2] and [L - 3]."""
     return 1, layers // 2 - 1, layers - 4
 
 
 def _feature_layers(config: Mapping[str, Any], folder: Path | str) -> list[int] | None:
-    """The layers that a published config.json names, counted as ours; None without any. Warns if it is ambiguous."""
+    """The layers whose outputs a published config.json names, from 0; None if it names none. Warns if it is unclear."""
     sections = ((config.get(key) if key else config, name, offset) for key, name, offset in LAYER_IDS)
     entries = ((x[name], name, offset) for x, name, offset in sections if isinstance(x, dict) and x.get(name))
     ids, name, offset = next(entries, (None, "", 0))
@@ -191,31 +198,31 @@ def _feature_layers(config: Mapping[str, Any], folder: Path | str) -> list[int] 
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
         raise CheckpointError(f"config.json of {folder} has no list of layers in {name}: copy it again.")
     ids = sorted(ids) if name == _IDS else ids  # features are collected in layer order; Model-Optimizer writes a set
-    sure = name != _IDS or ids[0] != 1
-    if offset is None and (sure := any(config.get(key) is not None for key in VLLM_MASK_TOKENS)):
+    certain = name != _IDS or ids[0] != 1
+    if offset is None and (certain := any(config.get(key) is not None for key in VLLM_MASK_TOKENS)):
         offset = 1
     elif offset is None:
         offset = int(ids[0] > 1)
-        # Sure if one reading gives the default layers, for an even or odd number of target layers.
-        depth = 2 * (ids[len(ids) // 2] - offset + 1)
-        sure = ids[0] < 1 or tuple(i - offset for i in ids) in map(default_feature_layers, (depth, depth + 1))
+        # Certain if the layers are the default ones of a target whose middle layer is the middle id.
+        count = 2 * (ids[len(ids) // 2] - offset + 1)
+        certain = ids[0] < 1 or tuple(i - offset for i in ids) in map(default_feature_layers, (count, count + 1))
     layers, other = [i - offset for i in ids], [i - 1 + offset for i in ids]
     if min(layers) < 0:
         raise CheckpointError(f"{name} of {folder} names the embedding, which longdraft's drafts do not read.")
-    if not sure:
+    if not certain:
         logger.warning(
-            f"The draft in {folder} names layers {ids}, read as outputs of {layers}: projects differ. If it accepts "
-            f"little, set feature_layers to {other} in its config.json (`longdraft bench acceptance` compares)."
+            f"The draft in {folder} names layers {ids}, read as outputs of {layers}: projects differ. If few tokens "
+            f"are accepted, set feature_layers to {other} in its config.json (`longdraft bench acceptance` compares)."
         )
     return layers
 
 
 def read_mask_token(config: Mapping[str, Any], folder: Path | str) -> int:
-    """Reads the token whose embedding stands for one not known yet. Raises CheckpointError if there is none."""
+    """Reads the token whose embedding stands for tokens not known yet. Raises CheckpointError if there is none."""
     token = next((config[name] for name in MASK_TOKENS if config.get(name) is not None), None)
     if type(token) is not int or token < 0:
         raise CheckpointError(
-            f"config.json of {folder} has no {MASK_TOKENS[0]}, the token that stands for those not known yet: add it."
+            f"config.json of {folder} has no {MASK_TOKENS[0]}, the token that stands for unknown tokens: add it."
         )
     return token
 
@@ -235,19 +242,20 @@ def rope_from_config(config: Mapping[str, Any], default_theta: float = DEFAULT_R
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     theta = rope.get("rope_theta") or config.get("rope_theta") or default_theta
-    others = {name: value for name, value in rope.items() if name != "type" and value is not None}
-    return others | {"rope_type": rope_type, "rope_theta": float(theta)}
+    parameters = {name: value for name, value in rope.items() if name != "type" and value is not None}
+    return parameters | {"rope_type": rope_type, "rope_theta": float(theta)}
 
 
 def scale_rope(
     rope: dict[str, Any], trained_length: int | None, theta: float | None, factor: float | None, folder: Path | str
 ) -> dict[str, Any]:
-    """RoPE parameters with the requested changes, and with the original length for YaRN.
+    """RoPE parameters with a new base or YaRN factor, and with the original length for YaRN.
 
     Args:
         rope: the draft's parameters.
         trained_length: length that YaRN scales, unless ``rope`` names another.
-        theta, factor: new base and new YaRN factor; None keeps the draft's.
+        theta: the new base; None keeps the draft's.
+        factor: the new YaRN factor; None keeps the draft's scaling.
     """
     rope = rope if theta is None else rope | {"rope_theta": float(theta)}
     length = rope.get("original_max_position_embeddings") or trained_length
@@ -257,7 +265,6 @@ def scale_rope(
         rope = rope | {"original_max_position_embeddings": length}
     if rope["rope_type"] == "yarn" and not length:
         raise CheckpointError(
-            f"config.json of {folder} stretches the context but does not say which: add the trained length "
-            "(rope_original_length)."
+            f"config.json of {folder} has YaRN but not the context length that it scales: add rope_original_length."
         )
     return rope

@@ -35,7 +35,7 @@ def local_folder(draft: Path | str) -> Path | str:
 
 @cache
 def download(name: str) -> Path:
-    """Downloads a hub id's files, once for each process. Raises CheckpointError if that fails."""
+    """Downloads a hub id's files, once in a process. Raises CheckpointError if the download fails."""
     from huggingface_hub import snapshot_download
 
     failure = f"{name} is no folder here, and fetching it from the Hugging Face hub failed"
@@ -47,7 +47,7 @@ def download(name: str) -> Path:
 
 
 def base_model_name(target: str | None) -> str:
-    """The target's name for a draft's card, a hub id or a folder's name; ``target`` as for :func:`longdraft.load`."""
+    """The target's name for a draft's card: a hub id or a folder's name. ``target``: see :func:`longdraft.load`."""
     if target is None:
         return EMBEDDED_ID
     return target if _ID.fullmatch(target) and not Path(target).exists() else Path(target).resolve().name
@@ -62,7 +62,7 @@ def write_card(folder: Path | str, kind: str, config: Mapping[str, Any]) -> None
 
 
 def copy_card(folder: Path, out: Path) -> None:
-    """Copies a draft's card to a folder that has none. Raises CheckpointError if that fails."""
+    """Copies a draft's card to a folder that has none. Raises CheckpointError if the copy cannot be written."""
     if (folder / CARD).is_file() and not (out / CARD).exists():
         with atomic_write(out / CARD) as part:
             part.write_bytes((folder / CARD).read_bytes())

@@ -1,4 +1,4 @@
-"""The catalogue of kinds of trained drafts. Each kind is registered in the file of its drafter."""
+"""The catalogue of kinds of trained drafts. The file of a kind's drafter registers the kind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class Training:
 
     Attributes:
         settings: class of the run's settings, a :class:`longdraft.training.config.RunConfig`.
-        run: (settings, progress, stop) -> a report for each step; see :mod:`longdraft.training.session`.
+        run: the training function: (settings, progress, stop) -> a report for each step; see
+            :mod:`longdraft.training.session`.
         summary: help text of the command.
         command: name of the command; empty: the kind's name.
     """
@@ -46,12 +47,12 @@ class Training:
 
 @dataclass(frozen=True, eq=False)
 class Kind(Method):
-    """A kind of trained draft. It is also a method: draft folders have its name, and its drafter takes a ``draft``.
+    """A kind of trained draft, which is also a method with its name. The method's drafter takes a ``draft``.
 
     Attributes:
         load: reads a draft folder of this kind.
-        training: how to train one; None if ``longdraft train`` cannot.
-        in_checkpoint: tells whether a target's checkpoint (a folder or GGUF file) contains such a draft; None: never.
+        training: how ``longdraft train`` trains a draft of this kind; None if it cannot.
+        in_checkpoint: True for a target's checkpoint (folder or GGUF file) that contains such a draft; None: never.
     """
 
     _: KW_ONLY
@@ -67,7 +68,7 @@ KINDS: dict[str, Kind] = {}
 
 
 def register(kind: Kind) -> Method:
-    """Adds a kind to the catalogue. It replaces an earlier one of the same name."""
+    """Adds a kind to the catalogue, in place of an earlier kind of the same name."""
     KINDS[kind.name] = kind
     return method.register(kind)
 
@@ -77,7 +78,7 @@ def kind_of(folder: Path | str) -> Kind:
     """The kind of draft in a folder or hub repository.
 
     Raises:
-        CheckpointError: it is no draft folder, or of an unknown kind.
+        CheckpointError: the folder holds no draft, or one of an unknown kind.
     """
     folder = hub.local_folder(folder)
     name = draft_folder.detect_kind(folder)
@@ -87,7 +88,7 @@ def kind_of(folder: Path | str) -> Kind:
         raise CheckpointError(f"{folder} holds no draft that longdraft knows: see docs/drafts.md for the formats.")
     raise CheckpointError(
         f"{folder} holds a draft for {name!r}, which this version of longdraft does not read: get or train one of "
-        "a format of docs/drafts.md, such as EAGLE-3. If a file of yours registers it, load that first (--load FILE)."
+        "a format of docs/drafts.md, such as EAGLE-3. If a file of yours registers this kind, add --load FILE."
     )
 
 

@@ -1,7 +1,7 @@
-"""Small language models as drafts: read from a folder, checked against a target, and hosted like a target.
+"""Small language models as drafts: read from a folder, checked against a target, and draft_runner like a target.
 
-There are two kinds. Our folders (``longdraft train lm``) hold a decoder that uses the target's embedding and head. Any
-other folder, and a GGUF file, is a causal language model with the target's vocabulary.
+A draft is one of two things. A folder of ``longdraft train lm`` holds a decoder that uses the target's embedding and
+head. Any other folder, and a GGUF file, is a complete causal language model with the target's vocabulary.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class BoundLM:
     """A small language model, in its target's dtype and on its device.
 
     Attributes:
-        runner: the hosted model. It reads target ids; its logits are over the draft's vocabulary.
+        runner: the draft_runner model. It reads target ids; its logits are over the draft's vocabulary.
         draft_to_target_ids: (draft vocabulary,) target id of each draft id, on the device; None if they are equal.
-        fused_lm: computes forwards of few tokens in one kernel call; None without such kernels.
+        fused_lm: computes a forward of few tokens in one kernel call; None if our kernels do not support the model.
     """
 
     runner: TargetRunner
@@ -46,7 +46,7 @@ class SmallLMDraft(Draft[BoundLM]):
     """A language model that drafts."""
 
     kind = KIND
-    loads_hub_files = False  # transformers fetches models by itself
+    loads_hub_files = False  # transformers downloads models by itself
     trained_length: int
 
     @classmethod
@@ -63,13 +63,13 @@ class SmallLMDraft(Draft[BoundLM]):
         return PublishedLM(str(path) if path.is_dir() or is_gguf(path) else name)
 
     def with_trimmed_vocab(self, vocabulary: int | None = None) -> SmallLMDraft:
-        """The draft with a smaller head, which has fewer bytes to read.
+        """The draft with a smaller head, which takes less time to read.
 
         Args:
-            vocabulary: number of the target's first token ids that the head has (FR-Spec, arXiv:2502.14856).
+            vocabulary: the head keeps token ids below this number (FR-Spec, arXiv:2502.14856); None: all.
 
         Raises:
-            CapabilityError: one of our drafts, whose vocabulary was chosen in training.
+            CapabilityError: the draft is a :class:`TrainedLM`, whose vocabulary was chosen in training.
         """
         if vocabulary is None:
             return self
@@ -77,7 +77,7 @@ class SmallLMDraft(Draft[BoundLM]):
 
 
 class TrainedLM(TrainedDraft[BoundLM], SmallLMDraft):
-    """Our trained draft: decoder layers and a final norm, between the target's embedding and rows of its head.
+    """A draft of ``longdraft train lm``: decoder layers and a final norm, with the target's embedding and head.
 
     Attributes:
         sizes: the decoder's sizes, as transformers names them.
@@ -110,16 +110,16 @@ class TrainedLM(TrainedDraft[BoundLM], SmallLMDraft):
         dense_head = stored.dequantize(head) if isinstance(head, QuantizedMatrix) else head
         weights = {n: t.to(runner.device, runner.kv_shape.dtype) for n, t in self.weights.items()}
         model = small_llama.build_causal_lm(self.sizes, weights, runner.shared_parts.embedding, dense_head)
-        hosted = TargetRunner(model)
-        hosted.execution_model.fused.quantize_for_draft()
-        return BoundLM(hosted, ids, FusedLM.from_runner(hosted))
+        draft_runner = TargetRunner(model)
+        draft_runner.execution_model.fused.quantize_for_draft()
+        return BoundLM(draft_runner, ids, FusedLM.from_runner(draft_runner))
 
 
 class PublishedLM(SmallLMDraft):
     """A causal language model in a folder, a GGUF file or on the hub. Its weights are read when it is bound.
 
-    It must have the target's vocabulary. If both tokenizers are found, they are compared, and heads may be padded to
-    different sizes. If the target's origin is unknown, only the sizes are compared.
+    The model must have the target's vocabulary. If both tokenizers are available, they are compared, and the heads may
+    be padded to different sizes. If the target's origin is unknown, only the heads' sizes are compared.
     """
 
     def __init__(self, name: str) -> None:
@@ -165,7 +165,7 @@ class PublishedLM(SmallLMDraft):
         model = draft_models.fit_vocab_size(model, runner.vocab_size)
         if self._vocabulary is not None:
             model = draft_models.fit_head(model, self._vocabulary)
-        hosted = TargetRunner(model)
-        # With int8 arithmetic it shares the model's weights; float32 would need a second copy.
-        fused_lm = FusedLM.from_runner(hosted) if hosted.arithmetic == "int8" else None
-        return BoundLM(hosted, None, fused_lm)
+        draft_runner = TargetRunner(model)
+        # With int8 arithmetic FusedLM shares the model's weights; with float32 it would need a second copy of them.
+        fused_lm = FusedLM.from_runner(draft_runner) if draft_runner.arithmetic == "int8" else None
+        return BoundLM(draft_runner, None, fused_lm)

@@ -2,7 +2,7 @@
 
     Qwen3-Next, Qwen3.5               mtp.{fc, pre_fc_norm_embedding, pre_fc_norm_hidden, norm, layers.0.*}
     `speculators`                     mtp_layers.0.{input_proj, token_layernorm, hidden_layernorm, final_layernorm, *}
-    GLM-4.5, DeepSeek-V3              model.layers.N.{eh_proj, enorm, hnorm, shared_head.norm, *}, N layers before it
+    GLM-4.5, DeepSeek-V3              model.layers.N.{eh_proj, enorm, hnorm, shared_head.norm, *}, behind N layers
     GGUF files                        blk.N.nextn.{eh_proj, enorm, hnorm, shared_head_norm}, blk.N.*
 
 transformers drops these tensors when it loads a model. Copies of the target's embedding and head are not read.
@@ -24,7 +24,7 @@ from longdraft.native import QuantizedMatrix
 
 _MTP_NAME = re.compile(r"^(?:model\.)?mtp(?:_layers\.0)?\.(.+)$")
 _LAYER_NAME = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.(.+)$")
-# Names in any layout -> names in our module.
+# Names of modules in any layout -> their names in our module.
 _RENAMES = {
     "fc": "eh_proj",
     "pre_fc_norm_embedding": "enorm",
@@ -36,7 +36,7 @@ _RENAMES = {
     "token_layernorm": "enorm",
     "hidden_layernorm": "hnorm",
 }
-_OUTER_NAMES = ("eh_proj", "enorm", "hnorm", "norm")
+_OUTER_NAMES = ("eh_proj", "enorm", "hnorm", "norm")  # modules outside of the decoder layer
 # Copies of the target's tensors.
 _TARGET_COPIES = ("embed_tokens.", "shared_head.head.", "shared_head_head.", "lm_head.")
 
@@ -106,7 +106,7 @@ def _rename(name: str) -> str:
 
 
 def stack_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Stacks the tensors of single experts as transformers does; leaves the others as they are."""
+    """Stacks the matrices of single experts as transformers does; all other tensors stay as they are."""
     pattern = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
     experts: dict[str, dict[str, dict[int, torch.Tensor]]] = {}
     stacked: dict[str, torch.Tensor] = {}

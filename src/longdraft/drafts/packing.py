@@ -8,7 +8,8 @@ A packed matrix (out, in) is two tensors:
     NAME.scales  8 bits: float32 (out, 1), a scale for each row
                  4 bits: float16 (out, in / 32), a scale for each 32 columns of a row
 
-A weight is its number times its scale. On a CPU, 8 bits cost no acceptance: our kernels round drafts to them anyway.
+A weight is its number times its scale. On a CPU, packing in 8 bits costs no acceptance, because our kernels round the
+weights of drafts to 8 bits anyway.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ _SCALE_FACTORS = torch.linspace(0.75, 1.2, 19, **CPU_FLOAT32)
 
 
 def pack(tensors: Mapping[str, torch.Tensor], bits: int) -> dict[str, torch.Tensor]:
-    """Packs a draft's matrices. Norms, biases, slot embeddings and the vocabulary table stay.
+    """Packs a draft's matrices. Norms, biases, slot embeddings and the vocabulary table stay as they are.
 
     Args:
-        bits: 8 or 4. With 4, matrices whose column count is no multiple of 32 take 8.
+        bits: 8 or 4. With 4, a matrix whose number of columns is no multiple of 32 still takes 8.
 
     Raises:
         ValueError: other bits.
@@ -56,8 +57,8 @@ def unpack(tensors: Mapping[str, torch.Tensor], folder: Path | str) -> dict[str,
     unpacked = {name: t for name, t in tensors.items() if not name.endswith(SCALES)}
     scales = {name.removesuffix(SCALES): t for name, t in tensors.items() if name.endswith(SCALES)}
     integers = {name for name, t in unpacked.items() if t.dtype in (torch.int8, torch.uint8)}
-    if alone := sorted(integers ^ set(scales)):
-        raise _damaged(folder, f"{alone[0]} has {'no scales' if alone[0] in integers else 'scales without numbers'}")
+    if lone := sorted(integers ^ set(scales)):
+        raise _damaged(folder, f"{lone[0]} has {'no scales' if lone[0] in integers else 'scales without numbers'}")
     for name, scale in scales.items():
         numbers = unpacked[name]
         is_8bit, rows = numbers.dtype == torch.int8, len(numbers)
@@ -77,7 +78,8 @@ def _pack8(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _pack4(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each block takes the candidate scale with the smallest squared error. Its largest weight maps near -8."""
+    """Each block takes the candidate scale with the smallest squared error. The weight of largest magnitude becomes -8
+    or a number near it, as -8 has no positive counterpart."""
     blocks = weights.unflatten(1, (-1, QUANT_BLOCK))
     largest = blocks.gather(2, blocks.abs().argmax(2, keepdim=True))
     best_error = torch.full_like(largest, torch.inf)

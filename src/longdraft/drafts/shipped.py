@@ -9,7 +9,7 @@ from typing import Any
 from longdraft.files import read_json, reports_file_errors
 
 FOLDER = Path(__file__).parent
-# Entry that need not match: with other weights of the architecture, output is exact all the same.
+# Entry of a description: a digest of the weights. It need not match, because output is exact with any weights.
 _DIGEST = "weights"
 
 
@@ -28,14 +28,14 @@ def find_draft(description: Mapping[str, Any], kind: str | None = None) -> Path 
     Raises:
         CheckpointError: a shipped draft's config.json is damaged.
     """
-    fitting: list[tuple[bool, Path]] = []
+    candidates: list[tuple[bool, Path]] = []
     for folder in folders():
         draft_kind, required_target = _read_description(folder)
         if kind not in (None, draft_kind):
             continue
         if required_target and all(description.get(k) == x for k, x in required_target.items() if k != _DIGEST):
-            fitting.append((required_target.get(_DIGEST) == description.get(_DIGEST), folder))
-    return max(fitting, key=lambda f: f[0])[1] if fitting else None
+            candidates.append((required_target.get(_DIGEST) == description.get(_DIGEST), folder))
+    return max(candidates, key=lambda candidate: candidate[0])[1] if candidates else None
 
 
 @reports_file_errors("The shipped draft", "Install longdraft again.")

@@ -29,12 +29,12 @@ def to_speculators(
     max_position: int = 131_072,
     speculative_tokens: int = 5,
 ) -> list[str]:
-    """Writes the folder.
+    """Writes a draft to a folder of `speculators`.
 
     Args:
-        verifier: the target's name or path, as it will be served.
+        verifier: name or path of the target, under which vLLM loads it.
         architecture: the target's class in transformers; None: not stated.
-        max_position: longest context that is served with it.
+        max_position: longest context that is served with the draft.
         speculative_tokens: the folder's default number of drafted tokens in a round.
 
     Returns:
@@ -81,7 +81,7 @@ def to_speculators(
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         "draft_vocab_size": shape.vocabulary,
-        "target_hidden_size": shape.feature_size // len(draft.configured_layers or (0, 0, 0)),
+        "target_hidden_size": shape.feature_size // len(draft.configured_layers or range(3)),  # three layers by default
         **{name: getattr(shape, name) for name in ("norm_before_residual", "norm_before_fc", "norm_output")},
         "fc_norm": shape.fc_norm is not None,
         "embed_requires_grad": shape.embedding is not None,
@@ -95,11 +95,11 @@ def to_speculators(
         },
     }
     if draft.configured_layers is not None:
-        # These ids name the input of a layer, which is the output of the one before.
+        # An id names a layer's input, which is the output of the layer before.
         config["eagle_aux_hidden_state_layer_ids"] = [i + 1 for i in draft.configured_layers]
     draft_folder.write(out, config, _tensors(draft, int(vocab_size)))
     if draft.configured_layers is None:
-        return ["The draft does not name the layers that it reads: the server uses its own default."]
+        return ["The draft does not name the target's layers that it reads: the server takes its default layers."]
     return []
 
 

@@ -16,13 +16,13 @@ _REMEDY = "It is truncated or damaged: copy the draft again."
 
 
 def read(folder: Path | str, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
-    """Reads a folder's tensors by name, on the CPU: those of ``names``; None: all.
+    """Reads the tensors of ``names`` from a folder, on the CPU; None: all tensors.
 
     Raises:
         CheckpointError: files that are missing or truncated, or that hold more than tensors.
     """
     if not has_safetensors(folder):
-        return _unpickled(Path(folder) / PICKLED)
+        return _read_pickled(Path(folder) / PICKLED)
     files, tensors = _files(folder), dict[str, torch.Tensor]()
     files = files if names is None else {name: files[name] for name in names}
     for path in sorted(set(files.values())):
@@ -37,19 +37,15 @@ def has_safetensors(folder: Path | str) -> bool:
 
 
 def names(folder: Path | str) -> Iterable[str]:
-    """Names of the tensors in all files of a folder. The tensors are not read.
-
-    Raises:
-        CheckpointError: as for :func:`read`.
-    """
+    """Names of the tensors in all files of a folder, without reading the tensors. Raises the errors of :func:`read`."""
     index = Path(folder) / f"{PICKLED}.index.json"
     if has_safetensors(folder):
         return _files(folder)
-    return read_weight_index(index) if index.is_file() else _unpickled(Path(folder) / PICKLED, mapped=True)
+    return read_weight_index(index) if index.is_file() else _read_pickled(Path(folder) / PICKLED, mapped=True)
 
 
 def select_names(folder: Path | str, select: Callable[[Iterable[str]], dict[str, str]]) -> dict[str, str]:
-    """Applies ``select`` to the names of the tensors; empty without safetensors files, or if they are damaged."""
+    """Applies ``select`` to a folder's tensor names. Returns {} if safetensors files are missing or damaged."""
     try:
         return select(names(folder)) if has_safetensors(folder) else {}
     except CheckpointError:
@@ -67,12 +63,8 @@ def _files(folder: Path | str) -> dict[str, Path]:
 
 
 @reports_file_errors("The weights", "Get the draft as model.safetensors.")
-def _unpickled(path: Path, mapped: bool = False) -> dict[str, torch.Tensor]:
-    """Reads the tensors of a pickled file by name.
-
-    Args:
-        mapped: map the file instead of reading it, if its format allows that.
-    """
+def _read_pickled(path: Path, mapped: bool = False) -> dict[str, torch.Tensor]:
+    """The tensors of a pickled file by name. ``mapped``: map the file into memory, if its format allows that."""
     if not path.exists():
         raise CheckpointError(f"{path.parent} has no {WEIGHTS}: copy the draft again.")
     zipped = zipfile.is_zipfile(require_regular(path))
@@ -81,7 +73,7 @@ def _unpickled(path: Path, mapped: bool = False) -> dict[str, torch.Tensor]:
     # weights_only: an untrusted file must not run code.
     tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and zipped)
     if not isinstance(tensors, dict) or not all(isinstance(n, str) and _is_plain(t) for n, t in tensors.items()):
-        raise CheckpointError(f"{path} holds more than tensors by name: get the draft as model.safetensors.")
+        raise CheckpointError(f"{path} holds more than named tensors: get the draft as model.safetensors.")
     return dict(tensors)
 
 

@@ -48,7 +48,7 @@ def read(folder: Path | str) -> DraftFolder | None:
 
 
 def _select_heads(names: Iterable[str]) -> dict[str, str]:
-    """Name in the folder -> name in our module, for the heads' tensors."""
+    """Maps the heads' tensors from their names in the folder to their names in our module."""
     renamed: dict[str, str] = {}
     for name in names:
         if (match := _HEAD.match(name)) is not None:

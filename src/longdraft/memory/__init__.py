@@ -1,4 +1,4 @@
-"""The KV cache: a preallocated slot for each sequence; offload, snapshots, prompt cache, free memory.
+"""The KV cache: a preallocated slot for each sequence; offload, snapshots, the prompt cache, memory checks.
 
 May import: attention, native.
 """

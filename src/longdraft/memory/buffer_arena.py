@@ -1,9 +1,9 @@
 """Buffer arena: device memory of KV stores and views that is reused from one run to the next.
 
-A CUDA graph (:mod:`longdraft.model.gpu.graphs`) fixes the addresses of its tensors. So the memory that it reads
-outlives the store that used it: the next store with the same key takes the memory, and its graphs are valid for it.
-Capacities are rounded up, so that prompts of similar lengths share buffers. Only devices that capture graphs use an
-arena. Its idle buffers are freed as soon as something else needs the memory.
+A CUDA graph (:mod:`longdraft.model.gpu.cuda_graphs`) fixes the addresses of its tensors. So an arena keeps the memory
+of a freed store: the next store with the same key takes this memory, and replays the graphs captured on it. Capacities
+are rounded up, so that prompts of similar lengths share buffers. Only devices that capture graphs use an arena. Idle
+buffers are freed as soon as an allocation would otherwise fail.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from longdraft.errors import MemoryBudgetError
 from longdraft.memory import memory_info
 
-# Capacities between a power of two and the next one; rounding up costs an eighth at most.
+# Capacities are rounded to this many steps between a power of two and the next one, which wastes an eighth at most.
 STEPS_PER_DOUBLING = 8
 
 
@@ -31,11 +31,11 @@ class ArenaBuffers:
 
 
 class BufferArena:
-    """The buffers of one target or draft. A store or view acquires buffers, and they are idle again when it is freed.
-    The arena keeps one idle set of buffers for each key."""
+    """Lends buffers to the stores and views of one target or draft. Buffers are idle again when their borrower is
+    freed. The arena keeps one idle :class:`ArenaBuffers` for each key."""
 
     def __init__(self) -> None:
-        # Each change is one operation, as the garbage collector gives buffers back at any moment, in any thread.
+        # No lock: each change is one atomic operation, because finalizers return buffers at any moment, in any thread.
         self._idle: dict[Hashable, ArenaBuffers] = {}
         memory_info.reclaimables.add(self)
 
@@ -51,11 +51,11 @@ class BufferArena:
 
         Args:
             owner: the object that reads the tensors; nothing may read them after it is freed.
-            key: everything but slots and capacity that the tensors depend on.
+            key: everything that the tensors depend on, except slots and capacity.
             allocate: makes the tensors for (slots, capacity).
 
         Raises:
-            MemoryBudgetError: ``allocate`` raises it for the smallest buffers that are large enough.
+            MemoryBudgetError: even buffers of exactly ``capacity`` do not fit; ``allocate`` raises it.
         """
         buffers = self._idle.pop(key, None)
         if buffers is None or buffers.slots < slots or buffers.capacity < capacity:
@@ -67,7 +67,7 @@ class BufferArena:
                 if rounded == capacity:
                     raise
                 buffers = ArenaBuffers(slots, capacity, allocate(slots, capacity))
-        weakref.finalize(owner, self._idle.__setitem__, key, buffers).atexit = False
+        weakref.finalize(owner, self._idle.__setitem__, key, buffers).atexit = False  # needless when Python ends
         return buffers
 
     def reclaim(self) -> bool:
@@ -78,6 +78,6 @@ class BufferArena:
 
 
 def round_up_capacity(capacity: int) -> int:
-    """Rounds a capacity up to a power of two or to one of the steps below it."""
+    """Rounds a capacity up to the next of the :data:`STEPS_PER_DOUBLING` steps to a power of two."""
     step = max(1, (1 << (capacity - 1).bit_length()) // 2 // STEPS_PER_DOUBLING)
     return -(-capacity // step) * step

@@ -24,8 +24,8 @@ class Reclaimable(Protocol):
         """Frees that memory. Returns whether there was any."""
 
 
-# Bytes of a thread's stack with its overhead, by systems' defaults, and the least that a process needs to begin.
-_STACK_BYTES, _MIN_BYTES = 9 << 20, 32 << 20
+# Address space of one thread (a stack of 8 MiB is the usual default), and the least that a process needs to start.
+_THREAD_BYTES, _MIN_PROCESS_BYTES = 9 << 20, 32 << 20
 # Objects that free memory before an allocation is refused.
 reclaimables: WeakSet[Reclaimable] = WeakSet()
 
@@ -48,7 +48,7 @@ def available_host_bytes() -> int:
 
 def _process_available() -> Iterator[int]:
     """Bytes that this process's limits (``ulimit -v`` and ``-d``) leave, less the stacks of torch's threads. OpenMP
-    starts these threads at their first work, and ends a process that has no memory for them."""
+    starts these threads at the first parallel kernel, and aborts the process if their stacks do not fit."""
     try:
         import resource
     except ImportError:  # Windows
@@ -59,7 +59,7 @@ def _process_available() -> Iterator[int]:
         if allowed != resource.RLIM_INFINITY:
             import torch
 
-            yield max(0, allowed - size - (torch.get_num_threads() - 1) * _STACK_BYTES)
+            yield max(0, allowed - size - (torch.get_num_threads() - 1) * _THREAD_BYTES)
 
 
 def cgroup_available(file: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
@@ -71,7 +71,7 @@ def cgroup_available(file: Path = Path("/proc/self/cgroup"), mount: Path = Path(
             continue
         root = mount / "memory" if is_v1 else mount
         limit, usage = ("limit_in_bytes", "usage_in_bytes") if is_v1 else ("max", "current")
-        # In a container the path can be the host's, and then only its root exists.
+        # In a container the path may be the host's, where nothing is mounted. Its last parent is the mount's root.
         for path in (Path(group.lstrip("/")), *Path(group.lstrip("/")).parents):
             with suppress(OSError, ValueError):  # "max" means no limit
                 allowed = int((root / path / f"memory.{limit}").read_text())
@@ -91,7 +91,7 @@ def format_bytes(n: float) -> str:
 
 
 def require_bytes(needed: int, device: torch.device, purpose: str) -> None:
-    """Raises MemoryBudgetError, naming the purpose and both sizes, if ``needed`` bytes are not available."""
+    """Raises MemoryBudgetError if ``needed`` bytes are not available, even after :data:`reclaimables` freed theirs."""
     available = available_bytes(device)
     if available is not None and needed > available:
         reclaimed = [holder.reclaim() for holder in list(reclaimables)]
@@ -107,12 +107,12 @@ def require_bytes(needed: int, device: torch.device, purpose: str) -> None:
 
 def check_process_limits() -> None:
     """Raises MemoryBudgetError if this process's limits leave too little memory to begin."""
-    if (left := min(_process_available(), default=_MIN_BYTES)) < _MIN_BYTES:
+    if (left := min(_process_available(), default=_MIN_PROCESS_BYTES)) < _MIN_PROCESS_BYTES:
         raise MemoryBudgetError(f"This process's limits leave {format_bytes(left)} of memory: raise them (ulimit -v).")
 
 
 def reset_peak(device: torch.device) -> bool:
-    """Restarts the measurement of :func:`peak_bytes`. Returns False if the system cannot."""
+    """Restarts the measurement of :func:`peak_bytes`. Returns False if the system has no way to."""
     if device.type == "cuda":
         import torch
 
@@ -122,28 +122,28 @@ def reset_peak(device: torch.device) -> bool:
         Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak resident set becomes the present one
     except OSError:
         return False
-    return _high_water() is not None
+    return _peak_resident_bytes() is not None
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Peak memory since :func:`reset_peak`, or since the process began if that returned False. On a GPU it is that of
-    torch's allocator, on a CPU the resident set; 0 if unknown."""
+    """Peak bytes since :func:`reset_peak`, or since the process began if that returned False. A GPU's peak is that of
+    torch's allocator, a CPU's that of the resident set; 0 if unknown."""
     if device.type == "cuda":
         import torch
 
         return torch.cuda.max_memory_allocated(device)
-    if (peak := _high_water()) is not None:
+    if (peak := _peak_resident_bytes()) is not None:
         return peak
     try:
         import resource
     except ImportError:  # Windows
         return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, other systems KiB
 
 
-def _high_water() -> int | None:
-    """Linux's peak of the resident set. (``getrusage`` includes the peak of the parent process.)"""
+def _peak_resident_bytes() -> int | None:
+    """Peak of the resident set; None if the system is not Linux. (``getrusage`` includes the parent process's peak.)"""
     with suppress(OSError, ValueError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):

@@ -5,8 +5,8 @@ staging buffers take turns: while one layer computes, a side stream copies the n
 other buffer, and the entries that the layer has added back to the host.
 
 A staging buffer caches the host's entries: entries ``[0, valid)`` of a slot equal the host's once the pending copies
-are done. Code that changes entries on the host lowers ``valid``. Copies run in order on one stream, so entries that
-went to the host can be read back without a wait in between.
+are done. Code that changes entries on the host lowers ``valid``. All copies run in order on one stream, so an entry
+can be copied to the host and back without a wait in between.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from longdraft.memory import memory_info
 from longdraft.memory.buffer_arena import BufferArena
 from longdraft.memory.store import KVShape, KVStore
 
-# None for no offload, "host" or "host:N" for host memory: the GPU keeps N layers, or as many as fit.
+# None: no offload. "host": KV in host memory, and as many layers on the GPU as fit. "host:N": N layers on the GPU.
 Offload = str | None
-# Share of the device's free memory that layers take if the user gives no number; drafts and views need the rest later.
+# Fraction of the device's free memory for the resident layers of "host". Drafts and views need the rest later.
 DEVICE_MEMORY_FRACTION = 0.6
 
 
 class CopyStream:
-    """Runs copies on a CUDA stream feature_bytes the computation."""
+    """Runs copies on a CUDA stream of its own, in parallel with the computation."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -49,7 +49,7 @@ class CopyStream:
                 tensor.record_stream(self._stream)
 
     def record_event(self) -> Any:
-        """Returns an event behind all copies queued so far."""
+        """Returns an event that fires once all copies queued so far are done."""
         return self._stream.record_event()
 
     def wait_event(self, event: Any) -> None:
@@ -69,7 +69,7 @@ class _Stage:
         tensors: keys and values of one layer, (slots, capacity, kv_heads, head_dim).
         layer: index of that layer.
         valid: number of leading entries of each slot that equal the host's.
-        event: follows the copies that the computation has not waited for yet; None without any.
+        event: fires after the pending copies of this stage; None if the computation has waited for all of them.
     """
 
     tensors: tuple[torch.Tensor, torch.Tensor]
@@ -81,19 +81,19 @@ class _Stage:
 class OffloadedKVStore(KVStore):
     """A :class:`KVStore` with keys and values in (pinned) host memory, for attention on ``device``.
 
-    ``keys`` and ``values`` are those of the streamed layers, on the host. :meth:`slot_kv` and :meth:`write_entries`
+    ``keys`` and ``values`` hold the streamed layers, on the host. :meth:`slot_kv` and :meth:`write_entries`
     serve any layer, and wait for pending copies. :meth:`layer` returns tensors on the device, which are read-only and
-    valid until its next call. All heads of a token lie side by side, so that a range of entries is one copy (there are
-    no ``transposed_keys``). Features stay on the device.
+    valid until its next call. All heads of a token lie side by side, so that a range of entries is one copy; hence
+    there are no ``transposed_keys``. Features stay on the device.
 
     Args:
         device: where attention runs.
         copy_stream: runs the copies; None makes a stream of the device.
-        num_resident: number of layers that the device keeps, the last one first; None: as many as fit its free memory.
+        num_resident: number of layers that stay on the device (the last layer always among them); None: all that fit.
 
     Raises:
-        MemoryBudgetError: the streamed layers do not fit the host, or the resident ones and two streamed ones do not
-            fit the device.
+        MemoryBudgetError: the streamed layers do not fit the host, or the resident layers and two staging buffers do
+            not fit the device.
     """
 
     is_resident = False
@@ -112,13 +112,13 @@ class OffloadedKVStore(KVStore):
         self._num_resident = num_resident
         super().__init__(shape, slots, capacity, device, False, feature_layers, feature_size)
         self._copy_stream = copy_stream or CopyStream(self.device)
-        staged = self._host[0].shape[1:]
+        layer_size = self._host[0].shape[1:]
         self._stages = []
         for layer in self.streamed_layers[:2]:
-            keys, values = (torch.empty(staged, dtype=shape.dtype, device=self.device) for _ in "kv")
+            keys, values = (torch.empty(layer_size, dtype=shape.dtype, device=self.device) for _ in range(2))
             self._stages.append(_Stage((keys, values), layer, [0] * slots))
         self._current: _Stage | None = self._stages[0] if self._stages else None
-        # The layer that the present forward has written: its stage holds more than the committed entries.
+        # The layer that the current forward wrote last: its stage also holds all of its uncommitted entries.
         self._written_layer: int | None = None
 
     def _allocate(self, transposed_keys: bool, feature_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,37 +126,37 @@ class OffloadedKVStore(KVStore):
         layer_bytes = self.bytes_for(self.shape, self.slots, self.capacity) // layers
         self.streamed_layers = self._choose_streamed(layer_bytes, feature_bytes)
         num_streamed = len(self.streamed_layers)
-        num_resident, total = layers - num_streamed, layer_bytes * num_streamed
-        # torch rounds a pinned tensor up to a power of two.
-        host_bytes = 2 * _power_of_two(total // 2) if pinned and total else total
+        num_resident, streamed_bytes = layers - num_streamed, layer_bytes * num_streamed
+        # torch rounds each of the two pinned tensors, keys and values, up to a power of two.
+        host_bytes = 2 * _round_up_to_power_of_two(streamed_bytes // 2) if pinned and streamed_bytes else streamed_bytes
         memory_info.require_bytes(host_bytes, torch.device("cpu"), f"{self._name}, offloaded to the host,")
         device_bytes = layer_bytes * (num_resident + min(2, num_streamed)) + feature_bytes
-        parts = f"{num_resident} layers and two at a time," if num_resident else "two layers at a time,"
-        memory_info.require_bytes(device_bytes, self.device, f"{self._name}, {parts}")
+        parts = f"{num_resident} resident layers and two staging buffers" if num_resident else "two staging buffers"
+        memory_info.require_bytes(device_bytes, self.device, f"{self._name}, of which {parts} stay on the device,")
         size, dtype = (self.slots, self.capacity, self.shape.kv_heads, self.shape.head_dim), self.shape.dtype
-        self._host = [torch.empty(num_streamed, *size, dtype=dtype, pin_memory=pinned, device="cpu") for _ in "kv"]
-        self._resident = [torch.empty(num_resident, *size, dtype=dtype, device=self.device) for _ in "kv"]
-        # A layer's index among the streamed or the resident ones, and the first streamed layer behind it.
+        self._host = [torch.empty(num_streamed, *size, dtype=dtype, pin_memory=pinned, device="cpu") for _ in range(2)]
+        self._resident = [torch.empty(num_resident, *size, dtype=dtype, device=self.device) for _ in range(2)]
+        # By layer: its index in ``_host`` or ``_resident``; and the streamed layer that is read next, in a circle.
         streamed = [layer in self.streamed_layers for layer in range(layers)]
         self._index = [streamed[:layer].count(streamed[layer]) for layer in range(layers)]
         self._next_streamed = [
-            next((s for s in self.streamed_layers if s > layer), *self.streamed_layers[:1]) if total else 0
+            next((s for s in self.streamed_layers if s > layer), *self.streamed_layers[:1]) if num_streamed else 0
             for layer in range(layers)
         ]
         return self._host[0].transpose(2, 3), self._host[1].transpose(2, 3)
 
     def _choose_streamed(self, layer_bytes: int, feature_bytes: int) -> tuple[int, ...]:
-        """The layers that the device does not keep: the first ones of equal groups."""
+        """The layers that the device does not keep: the first layer of each of equally large groups."""
         layers, num_resident = self.shape.layers, self._num_resident
         if num_resident is None:
             free = memory_info.available_bytes(self.device) or 0
             fit = int(DEVICE_MEMORY_FRACTION * free - feature_bytes) // max(1, layer_bytes)
-            num_resident = layers if fit >= layers else fit - 2  # all, or fewer beside two staging buffers
-        count = layers - min(layers, max(0, num_resident))
-        return tuple(i * layers // count for i in range(count))
+            num_resident = layers if fit >= layers else fit - 2  # two staging buffers take the space of two layers
+        num_streamed = layers - min(layers, max(0, num_resident))
+        return tuple(i * layers // num_streamed for i in range(num_streamed))
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> None:
-        # Attention reads the prefix and earlier tokens of the tree: both may have to be fetched.
+        # Attention also reads the prefix and earlier tokens of the tree, which the stage may lack.
         starts = [(slot, n + batch.tree_offset) for slot, n in zip(batch.slots, batch.prefix_lens, strict=True)]
         if layer not in self.streamed_layers:
             for kv, new in zip(self._resident, (k, v), strict=True):
@@ -169,7 +169,7 @@ class OffloadedKVStore(KVStore):
         self._fill(stage, starts)
         self._wait(stage)
         self._write_back(stage, k, v, starts)
-        # Last, so that it queues behind the few entries that go to the host.
+        # Prefetches last: this long copy would delay the few entries that go to the host.
         self._fill(self._stage(self._next_streamed[layer]), starts)
         self._written_layer = layer
 
@@ -185,7 +185,7 @@ class OffloadedKVStore(KVStore):
             for host, staged in zip(self._host, stage.tensors, strict=True):
                 added = slice(start, start + query_len)
                 self._copy_stream.copy(host[self._index[stage.layer], slot, added], staged[slot, added])
-        # The next write there has to wait for these copies.
+        # The next write to this stage has to wait for these copies.
         stage.event = self._copy_stream.record_event()
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -198,7 +198,7 @@ class OffloadedKVStore(KVStore):
             needed = [(slot, self.readable_len(slot)) for slot in range(self.slots)]
             self._fill(stage, needed)
             self._wait(stage)
-            # For callers that read one layer after another.
+            # Prefetches, as callers read one layer after another.
             self._fill(self._stage(self._next_streamed[index]), needed)
         keys, values = stage.tensors
         return keys.transpose(1, 2), values.transpose(1, 2)
@@ -261,30 +261,28 @@ class OffloadedKVStore(KVStore):
             stage.valid[slot] = min(stage.valid[slot], start)
 
 
-def _power_of_two(n: int) -> int:
+def _round_up_to_power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
 def parse(option: str | None) -> Offload:
-    """Checks a user's option: None, ``"host"`` or ``"host:N"``.
-
-    Raises:
-        RequestError: for anything else.
-    """
+    """Checks a user's option: None, ``"host"`` or ``"host:N"``. Raises RequestError for any other value."""
     if option is None:
         return None
     name, colon, count = str(option).partition(":")
     if name != "host":
         raise RequestError(f"offload takes host or host:N, got {str(option)!r}.")
     if colon and not count.isdecimal():
-        raise RequestError(f"offload=host:N keeps N layers on the GPU, a whole number, got {option!r}")
+        raise RequestError(f"offload=host:N needs a whole number N, the layers that stay on the GPU, got {option!r}")
     return str(option)
 
 
 def check(offload: Offload, device: torch.device) -> None:
     """Raises CapabilityError if a device cannot offload."""
     if offload is not None and device.type != "cuda":
-        raise CapabilityError(f"Offload needs a model on an NVIDIA GPU, this one is on {device}: leave the option out.")
+        raise CapabilityError(
+            f"Offload needs a model on an NVIDIA GPU, and this one is on {device}: leave offload out."
+        )
 
 
 def new_store(
@@ -304,6 +302,6 @@ def new_store(
         return KVStore(
             shape, slots, capacity, device, transposed_keys, feature_layers, feature_size, buffer_arena, dtype
         )
-    count = offload.partition(":")[2]
-    num_resident = int(count) if count else None
+    number = offload.partition(":")[2]
+    num_resident = int(number) if number else None
     return OffloadedKVStore(shape, slots, capacity, device, feature_layers, feature_size, num_resident=num_resident)

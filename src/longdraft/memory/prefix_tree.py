@@ -15,7 +15,7 @@ from longdraft.memory import memory_info
 from longdraft.memory.store import KVEntries
 from longdraft.memory.token_ids import common_prefix_len, to_array
 
-# Tokens of a node.
+# Tokens of a full node.
 BLOCK_SIZE = 256
 
 
@@ -32,10 +32,10 @@ class PrefixTree:
     """KV entries of sequences' prefixes, each stored once, with an LRU limit.
 
     Args:
-        max_bytes: limit of all entries. Leaves are evicted first, the least recently used one before the others.
+        max_bytes: limit of :attr:`nbytes`. Beyond it, the least recently used leaf is evicted.
 
     Attributes:
-        nbytes: bytes of all entries now.
+        nbytes: bytes that all entries take at present.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -72,7 +72,7 @@ class PrefixTree:
             position += shared
 
     def insert(self, token_ids: array[int], read: Callable[[int, int], KVEntries], rope_regime: str = "") -> None:
-        """Stores a sequence, from its beginning as far as the limit allows.
+        """Stores a sequence from its beginning, as many tokens as the limit allows.
 
         Args:
             read: copies entries ``[start, end)`` of the sequence to the host.

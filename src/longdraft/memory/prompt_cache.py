@@ -25,18 +25,19 @@ _MIN_SAVED_TOKENS = 32
 class PromptCache:
     """Keeps the KV of past prompts and outputs with their token ids.
 
-    A run prefills each prompt from the first token that differs from its slot's. The store grows when a run needs it.
+    A run prefills each prompt from the first token that differs from the tokens of its slot. The store grows if a run
+    needs more slots or longer ones.
 
     Args:
         feature_layers: layers whose hidden states are stored beside the KV even if a run needs none, for later runs.
-        tree_bytes: limit of the prefix tree, which holds sequences that lose their slot; 0: no tree. Models with
-            windows or recurrent layers do not use it.
+        tree_bytes: limit of the prefix tree, which holds sequences that lose their slot; 0: no tree. It stays empty
+            for models with windows or recurrent layers.
 
     Attributes:
         tokens: the token ids of each slot, as arrays.
         rope_regimes: RoPE regime of each slot's KV (``TargetRunner.rope_regime``). Two regimes share no KV.
         snapshot_damaged: True if the snapshot of a restored cache was damaged, so that nothing of it is used.
-        open_count: number of calls of :meth:`open`. A run that finds another count has lost the cache to another run.
+        open_count: number of calls of :meth:`open`. If it changes during a run, another run has taken the cache over.
     """
 
     def __init__(self, feature_layers: tuple[int, ...] = (), tree_bytes: int = 0) -> None:
@@ -47,13 +48,13 @@ class PromptCache:
         self.rope_regimes: list[str] = []
         self.open_count = 0
         self.snapshot_damaged = False
-        self._pending: Path | None = None
-        self._fingerprint = ""
-        self._computed_by: str | None = None
+        self._snapshot_path: Path | None = None
+        self._snapshot_fingerprint = ""
+        self._target_fingerprint: str | None = None
 
     def __repr__(self) -> str:
-        if self._pending is not None:
-            return f"PromptCache(to be read from {self._pending})"
+        if self._snapshot_path is not None:
+            return f"PromptCache(to be read from {self._snapshot_path})"
         lengths = [f"{len(tokens):,}" for tokens in self.tokens if tokens]
         return f"PromptCache({' + '.join(lengths)} tokens)" if lengths else "PromptCache(empty)"
 
@@ -72,58 +73,60 @@ class PromptCache:
             new_store: builds a store from (slots, capacity).
             slots: number of slots that the run needs.
             capacity: tokens of each slot.
-            feature_layers: layers whose hidden states the run needs; ``new_store`` makes space for them. A cache
-                without them is dropped.
+            feature_layers: layers whose hidden states the run needs; ``new_store`` makes space for them. A cache that
+                lacks these hidden states is dropped.
             compat_key: :attr:`KVStore.compat_key` of the stores that ``new_store`` makes; a cache with another key is
                 dropped. None accepts any.
-            target_fingerprint: fingerprint of the target with its adapters. KV of another target is dropped, and a
-                snapshot that is still to be read must be this target's. None: the same target as before.
+            target_fingerprint: fingerprint of the target with its adapters. KV of another target is dropped, and an
+                unread snapshot must be this target's. None: the same target as before.
 
         Raises:
             MemoryBudgetError: a store of that size does not fit; the cache stays as it was.
             CheckpointError: the snapshot cannot be read, or is another target's.
         """
-        if target_fingerprint not in (None, self._computed_by):
-            self._computed_by = target_fingerprint
+        if target_fingerprint not in (None, self._target_fingerprint):
+            self._target_fingerprint = target_fingerprint
             self.clear()
-        old, header = self.store, None if self._pending is None else snapshot.try_read_header(self._pending)
-        unusable = old is not None and (
+        old, header = self.store, None if self._snapshot_path is None else snapshot.try_read_header(self._snapshot_path)
+        incompatible = old is not None and (
             (bool(feature_layers) and old.feature_layers != feature_layers) or compat_key not in (None, old.compat_key)
         )
-        if old is None or old.slots < slots or old.capacity < capacity or unusable:
+        # Replaces a store that is too small or incompatible. KV of a compatible one is copied, as far as it fits.
+        if old is None or old.slots < slots or old.capacity < capacity or incompatible:
             capacity = max(capacity, len(header.tokens) if header else 0)
-            old_capacity = old.capacity if old and not unusable else 0
-            minimum, wanted = (slots, capacity), (max(slots, old.slots if old else 0), max(capacity, old_capacity))
+            old_capacity = old.capacity if old and not incompatible else 0
+            minimum, preferred = (slots, capacity), (max(slots, old.slots if old else 0), max(capacity, old_capacity))
             try:
-                store = new_store(*wanted)
+                store = new_store(*preferred)
             except MemoryBudgetError:
-                if wanted == minimum:
+                if preferred == minimum:
                     raise
                 store = new_store(*minimum)  # the last slots and the ends of long sequences are lost
-            if old is not None and (unusable or old.feature_layers != store.feature_layers):
+            if old is not None and (incompatible or old.feature_layers != store.feature_layers):
                 self._tree.reclaim()
-            if unusable:
+            if incompatible:
                 self.tokens, self.rope_regimes = [], []
             elif old is not None:
                 for slot, length in enumerate(old.lengths[: store.slots]):
-                    copied = old.restorable_length(slot, min(length, store.capacity))
-                    store.copy_entries(slot, slot, 0, copied, old)
-                    self.tokens[slot] = self.tokens[slot][:copied]
+                    copied_len = old.restorable_length(slot, min(length, store.capacity))
+                    store.copy_entries(slot, slot, 0, copied_len, old)
+                    self.tokens[slot] = self.tokens[slot][:copied_len]
+            # Fits the lists to the new number of slots.
             del self.tokens[store.slots :], self.rope_regimes[store.slots :]
             self.tokens += [to_array(()) for _ in range(store.slots - len(self.tokens))]
             self.rope_regimes += [""] * (store.slots - len(self.rope_regimes))
             self.store = store
         assert self.store is not None
-        if self._pending is not None:
+        if self._snapshot_path is not None:  # a restored cache's first run
             try:
-                fingerprint = target_fingerprint or self._fingerprint
-                self.tokens[0] = to_array(snapshot.load(self.store, 0, fingerprint, self._pending))
+                fingerprint = target_fingerprint or self._snapshot_fingerprint
+                self.tokens[0] = to_array(snapshot.load(self.store, 0, fingerprint, self._snapshot_path))
                 self.rope_regimes[0] = header.rope_regime if header else ""
             except (snapshot.DamagedSnapshotError, MemoryBudgetError) as error:
                 logger.warning("%s The prompt is prefilled again.", error)
                 self.snapshot_damaged = isinstance(error, snapshot.DamagedSnapshotError)
                 self.store.truncate(0, 0)
-            self._pending = None
+            self._snapshot_path = None
         self.open_count += 1
         return self.store
 
@@ -136,17 +139,17 @@ class PromptCache:
         self.tokens = [to_array(()) for _ in self.tokens]
 
     def choose_slot(self, slots: Sequence[int], prompt: Sequence[int], rope_regime: str = "") -> int:
-        """The free slot that a prompt of a RoPE regime suits best: it loses and copies the fewest KV entries there."""
-        token_ids = to_array(prompt)
+        """Chooses one of the free ``slots`` for a prompt: where the fewest KV entries are dropped and copied."""
+        token_ids = to_array(prompt)  # a slot drops len(slot) - shared entries, and lacks len(prompt) - shared
         return max(slots, key=lambda i: 2 * self._common_prefix_len(i, token_ids, rope_regime) - len(self.tokens[i]))
 
     def _common_prefix_len(self, slot: int, token_ids: array[int], rope_regime: str) -> int:
-        """Leading tokens of a sequence whose KV a slot holds."""
+        """Number of leading tokens of a sequence whose KV a slot holds."""
         return common_prefix_len(self.tokens[slot], token_ids) if self.rope_regimes[slot] == rope_regime else 0
 
     def reuse_prefix(self, slot: int, prompt: Sequence[int], chunk_size: int = 1, rope_regime: str = "") -> int:
-        """Truncates a slot to its common prefix with a prompt, and copies a longer one from another slot or the tree.
-        The last prompt token is never reused, as its logits have to be computed.
+        """Truncates a slot to its common prefix with a prompt, and extends it from another slot or from the tree.
+        The prompt's last token is never reused, because its logits have to be computed.
 
         Args:
             chunk_size: the number of reused tokens is a multiple of this.
@@ -174,24 +177,24 @@ class PromptCache:
         return length
 
     def _prefix_len_in_tree(self, token_ids: array[int], rope_regime: str) -> int:
-        """Leading tokens of a sequence whose KV the tree holds."""
+        """Number of leading tokens of a sequence whose KV the tree holds."""
         assert self.store is not None
         return 0 if self.store.states else self._tree.match_prefix(token_ids, rope_regime)
 
-    def _save_to_tree(self, slot: int, kept_len: int) -> None:
-        """Saves a slot's sequence to the tree, before its KV behind the first ``kept_len`` tokens is lost."""
+    def _save_to_tree(self, slot: int, reused_len: int) -> None:
+        """Saves a slot's sequence to the tree, before its KV behind the first ``reused_len`` tokens is lost."""
         store = self.store
         assert store is not None
         token_ids = self.tokens[slot][: store.lengths[slot]]
-        if store.states or not self._tree.max_bytes or len(token_ids) - kept_len < _MIN_SAVED_TOKENS:
+        if store.states or not self._tree.max_bytes or len(token_ids) - reused_len < _MIN_SAVED_TOKENS:
             return
         free = memory_info.available_bytes(torch.device("cpu"))
-        # Slots may still fill what is free now, so the tree grows only where memory is plentiful.
+        # Slots will need free memory as their sequences grow, so the tree takes a quarter of it at most.
         if free is None or free > 4 * len(token_ids) * store.shape.bytes_per_token:
             self._tree.insert(token_ids, partial(store.read_entries, slot), self.rope_regimes[slot])
 
     def _reusable_len(self, slot: int, token_ids: array[int], chunk_size: int, rope_regime: str) -> int:
-        """Tokens of a slot that a sequence can reuse: a multiple of ``chunk_size`` that states can be restored to."""
+        """The longest common prefix of a slot and a sequence that ends with a chunk and can be restored."""
         assert self.store is not None
         length = self._common_prefix_len(slot, token_ids, rope_regime)
         while (restorable := self.store.restorable_length(slot, length // chunk_size * chunk_size)) != length:
@@ -204,17 +207,18 @@ class PromptCache:
         self.tokens[slot] = to_array(tokens[: self.store.lengths[slot]])
 
     def save(self, path: Path | str, fingerprint: str, slot: int = 0) -> None:
-        """Writes a slot to a snapshot file, atomically; while a run is not over, as far as its prompt is prefilled.
+        """Writes a slot to a snapshot file, atomically. During a run, the file gets the prompt as far as it is
+        prefilled.
 
         Raises:
             RequestError: no run has used this cache yet.
             CheckpointError: the file cannot be written.
         """
         if self.store is None:
-            state = "empty" if self._pending is None else f"still to be read from {self._pending}"
+            state = "empty" if self._snapshot_path is None else f"still to be read from {self._snapshot_path}"
             raise RequestError(f"The cache is {state}: decode something with cache=..., then save it.")
         if self.store.states and len(self.tokens[slot]) < self.store.lengths[slot]:
-            self.open_count += 1  # states cannot be cut for the snapshot alone: a run that is not over loses the cache
+            self.open_count += 1  # truncation drops the states of an unfinished run, so that run loses the cache
             self.store.truncate(slot, length := self.store.restorable_length(slot, len(self.tokens[slot])))
             self.tokens[slot] = self.tokens[slot][:length]
         snapshot.save(self.store, slot, self.tokens[slot], fingerprint, path, self.rope_regimes[slot])
@@ -223,5 +227,5 @@ class PromptCache:
     def restored(cls, path: Path | str, fingerprint: str, feature_layers: tuple[int, ...] = ()) -> PromptCache:
         """Makes a cache that reads a snapshot into slot 0 when a run opens it."""
         cache = cls(feature_layers)
-        cache._pending, cache._fingerprint = Path(path), fingerprint
+        cache._snapshot_path, cache._snapshot_fingerprint = Path(path), fingerprint
         return cache

@@ -5,8 +5,8 @@ decoding forward computes tokens one after another from it, each behind its pare
 :meth:`RecurrentStates.commit` makes accepted inputs *pending*. The next forward replays them first, with the same
 arithmetic, and the checkpoint moves on. Rejected tokens never enter it.
 
-The model's own rule computes a prompt chunk at once and returns the state after its last token. A slot keeps some of
-those states, so that another sequence with the same prefix can start from there.
+In prefill, the model's own code computes a prompt chunk at once and returns the state after the chunk. A slot keeps
+checkpoints of some of these states, so that another sequence with the same prefix can start from one of them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-# Most checkpoints of earlier lengths that a slot keeps, the newest one (at the prompt's end) included.
+# The most checkpoints at chunk ends that a slot keeps, that of the prompt's end included.
 MAX_CHECKPOINTS = 5
 
-# A layer's inputs for some tokens: tensors (tokens, ...).
+# What a layer's recurrence reads for some tokens: tensors (tokens, ...).
 RecurrentInputs = tuple[torch.Tensor, ...]
 
 
@@ -28,7 +28,7 @@ class RecurrentShape:
     """The sizes of one layer's state.
 
     Attributes:
-        conv_shapes: convolution -> (number of last inputs, channels).
+        conv_shapes: index of a convolution in the layer -> (number of last inputs, channels).
         recurrent_shape: shape of the recurrent state; None if the layer has only a convolution.
         dtype: dtype of the convolution states; the recurrent state is float32.
     """
@@ -48,9 +48,9 @@ class StateCheckpoint:
     """One layer's state after a slot's committed tokens.
 
     Attributes:
-        conv_states: convolution -> its last inputs (number of inputs, channels).
-        recurrent_state: the recurrent state, which does not include the pending inputs yet.
-        pending_inputs: inputs of accepted tokens that are still to be replayed. Nothing writes to these tensors.
+        conv_states: index of a convolution -> its last inputs (number of inputs, channels).
+        recurrent_state: the recurrent state before the pending inputs.
+        pending_inputs: inputs of accepted tokens that the next forward replays. Nothing writes to these tensors.
     """
 
     conv_states: dict[int, torch.Tensor]
@@ -74,10 +74,10 @@ class RecurrentLayerState:
 
     Attributes:
         checkpoint: the state after the committed tokens.
-        conv_inputs: convolution -> inputs (tokens, channels) of the unverified tokens.
+        conv_inputs: index of a convolution -> inputs (tokens, channels) of the unverified tokens.
         recurrence_inputs: inputs of the recurrence for the unverified tokens.
-        after_chunk: the checkpoint after a prompt chunk; a chunk's inputs are not stored.
-        is_prefill: the unverified tokens are a prompt chunk.
+        after_chunk: the checkpoint after an unverified prompt chunk, which is stored in place of the chunk's inputs.
+        is_prefill: True if the unverified tokens are a prompt chunk.
     """
 
     checkpoint: StateCheckpoint
@@ -87,16 +87,16 @@ class RecurrentLayerState:
     is_prefill: bool = False
 
     def begin_forward(self, is_prefill: bool) -> None:
-        """Has to be called at the start of each forward."""
+        """Prepares for a forward, which must call it first."""
         self.is_prefill, self.after_chunk = is_prefill, None
 
     def write_conv_inputs(self, conv_index: int, offset: int, new: torch.Tensor) -> torch.Tensor:
-        """Writes a convolution's inputs (T, channels) of unverified tokens from ``offset`` on. Returns all of them."""
+        """Stores a convolution's inputs (T, channels) of unverified tokens from ``offset`` on. Returns all inputs."""
         self.conv_inputs[conv_index] = new if not offset else torch.cat([self.conv_inputs[conv_index][:offset], new])
         return self.conv_inputs[conv_index]
 
     def write_recurrence_inputs(self, offset: int, new: RecurrentInputs) -> None:
-        """Writes the recurrence's inputs (T, ...) of unverified tokens from ``offset`` on."""
+        """Stores the recurrence's inputs (T, ...) of unverified tokens from ``offset`` on."""
         if offset:
             new = tuple(torch.cat([a[:offset], b]) for a, b in zip(self.recurrence_inputs, new, strict=True))
         self.recurrence_inputs = new
@@ -107,6 +107,7 @@ class RecurrentLayerState:
             self.checkpoint = self.after_chunk if path else self.checkpoint
         elif path:
             for i, state in self.checkpoint.conv_states.items():
+                # A convolution's state is its last len(state) inputs, so earlier ones are not copied.
                 new = _select(self.conv_inputs[i], path[-len(state) :] if len(state) else [])
                 self.checkpoint.conv_states[i] = torch.cat([state, new])[len(new) :]
             accepted = tuple(_select(x, path) for x in self.recurrence_inputs)
@@ -123,14 +124,13 @@ class RecurrentLayerState:
 class RecurrentStates:
     """The states of a model's recurrent layers after the committed tokens of each slot of a store.
 
-    A forward computes its tokens in scratch space. :meth:`commit` keeps the accepted ones. Other tokens leave no trace.
-    ``shapes`` maps a layer to the sizes of its state.
+    A forward leaves the checkpoints unchanged until :meth:`commit`. ``shapes`` maps a layer to the sizes of its state.
     """
 
     def __init__(self, shapes: Mapping[int, RecurrentShape], slots: int, device: torch.device) -> None:
         self.shapes, self.slots, self._device = dict(shapes), slots, device
         self._layers = [self._layer_states(self._zeros()) for _ in range(slots)]
-        # By slot: length -> the checkpoints of all layers. Nothing writes to their tensors.
+        # By slot: length -> layer -> its checkpoint at that length. Nothing writes to these tensors.
         self._saved: list[dict[int, dict[int, StateCheckpoint]]] = [{} for _ in range(slots)]
         self._lengths = [0] * slots
 
@@ -159,14 +159,14 @@ class RecurrentStates:
         return self._layers[slot][layer]
 
     def prepare(self, slots: Sequence[int], root_positions: Sequence[int], num_tokens: int) -> None:
-        """Makes space before a forward. States of constant size need none."""
+        """Does nothing: states have a constant size. (Windows make space here before a forward.)"""
 
     def commit(self, slot: int, base_len: int, path: Sequence[int]) -> None:
         """Accepts tokens of the last forward.
 
         Args:
             base_len: number of tokens committed before.
-            path: indices of tokens behind them, strictly increasing.
+            path: indices of the accepted tokens, counted from ``base_len``, strictly increasing.
         """
         layers = self._layers[slot].values()
         is_prefill = any(layer.is_prefill for layer in layers)
@@ -177,22 +177,23 @@ class RecurrentStates:
             self._save_checkpoint(slot)
 
     def _save_checkpoint(self, slot: int) -> None:
-        """Saves a slot's present state. If there are too many, drops one so that lengths stay spread geometrically."""
+        """Saves a slot's state. If there are too many, drops one: that with the smallest ratio of the lengths after and
+        before it. So the lengths stay spread geometrically."""
         saved = self._saved[slot]
         saved[self._lengths[slot]] = {layer: state.clone() for layer, state in self._checkpoints(slot).items()}
         lengths = sorted(saved)
         if len(lengths) > MAX_CHECKPOINTS:
-            ratios = [c / a for a, _, c in zip(lengths, lengths[1:], lengths[2:], strict=False)]
+            ratios = [after / before for before, after in zip(lengths, lengths[2:], strict=False)]
             del saved[lengths[1 + ratios.index(min(ratios))]]
 
     def restorable_length(self, slot: int, length: int) -> int:
-        """The largest length, ``length`` at most, that :meth:`truncate` can restore. 0 is always possible."""
+        """The largest length up to ``length`` that :meth:`truncate` can restore; 0 is always possible."""
         if length >= self._lengths[slot]:
             return self._lengths[slot]
         return max((n for n in self._saved[slot] if n <= length), default=0)
 
     def truncate(self, slot: int, length: int) -> None:
-        """Restores the state after ``length`` tokens, a length of :meth:`restorable_length`."""
+        """Restores the state after ``length`` tokens. Raises ValueError if :meth:`restorable_length` differs."""
         for layer in self._layers[slot].values():
             layer.drop_unverified()
         if length == self._lengths[slot]:
@@ -200,15 +201,15 @@ class RecurrentStates:
         saved = self._saved[slot]
         if length and length not in saved:
             raise ValueError(
-                f"slot {slot} of {self._lengths[slot]} tokens cannot go back to {length}: its recurrent layers can to "
-                f"{self.restorable_length(slot, length)}"
+                f"slot {slot} of {self._lengths[slot]} tokens cannot go back to {length}, as its recurrent layers have "
+                f"no checkpoint there; {self.restorable_length(slot, length)} is possible"
             )
         self._saved[slot] = {n: states for n, states in saved.items() if n <= length}
         checkpoints = saved[length] if length else self._zeros()
         self._layers[slot], self._lengths[slot] = self._layer_states(checkpoints), length
 
     def copy_from(self, other: RecurrentStates, source_slot: int, slot: int, length: int) -> None:
-        """Copies the state after ``length`` tokens of a slot of ``other``, which must be restorable there."""
+        """Copies the state after ``length`` tokens from a slot of ``other``; the length must be restorable there."""
         saved = other._saved[source_slot]
         is_current = length == other._lengths[source_slot]
         checkpoints = other._checkpoints(source_slot) if is_current else saved[length] if length else self._zeros()
@@ -228,7 +229,7 @@ class RecurrentStates:
         """Restores the result of :meth:`save`, as the state after ``length`` tokens.
 
         Raises:
-            ValueError: the tensors are not such a state.
+            ValueError: the tensors are not those of these layers' states.
         """
         states = {key: self._load_checkpoints(key, tensors) for key in {"now", *(n.split(".")[0] for n in tensors)}}
         self._layers[slot], self._lengths[slot] = self._layer_states(states.pop("now")), length
@@ -248,7 +249,7 @@ class RecurrentStates:
 
 
 def _select(inputs: torch.Tensor, path: Sequence[int]) -> torch.Tensor:
-    """Copies some tokens' inputs, so that the memory of the others can be freed."""
+    """Copies the inputs of a path's tokens, so that the memory of all inputs can be freed."""
     if list(path) == list(range(len(path))):
         return inputs[: len(path)].clone()
     return inputs[torch.tensor(list(path), dtype=torch.long, device=inputs.device)]

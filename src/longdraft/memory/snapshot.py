@@ -1,4 +1,4 @@
-"""Snapshots: a prefilled slot as one safetensors file of keys, values, features and tokens, each with its CRC-32."""
+"""Snapshots: a safetensors file of a slot's keys, values, features, states and tokens, with CRC-32 checksums."""
 
 from __future__ import annotations
 
@@ -21,22 +21,28 @@ from longdraft.memory import memory_info
 from longdraft.memory.store import KVStore
 from longdraft.native.boundary import CPU_INT64
 
-# Prefix of the names of all versions of the format.
-_FAMILY = "longdraft-kv-"
-FORMAT = f"{_FAMILY}3"
-# Prefix of tensors of layers that have a state in place of full KV.
-_STATES = "states."
+# The name of each version of the format begins so.
+_FORMAT_PREFIX = "longdraft-kv-"
+FORMAT = f"{_FORMAT_PREFIX}3"
+# Names of tensors of layers without full KV (windows, recurrent layers) begin so.
+_STATES_PREFIX = "states."
 # Suffix of unfinished files (:func:`longdraft.files.atomic_write`).
 PART_SUFFIX = ".part"
 
 
 class DamagedSnapshotError(CheckpointError):
-    """A snapshot of longdraft is damaged, or of another version: the caller prefills the prompt instead."""
+    """A snapshot is damaged, or has another format version. The caller prefills the prompt instead."""
 
 
 class SnapshotHeader(NamedTuple):
-    """A snapshot's token ids (int64), its target's fingerprint, the layers of its hidden states, the RoPE regime of its
-    KV, and checksums of its tensors."""
+    """What a snapshot says about its keys, values, features and states.
+
+    Attributes:
+        tokens: the token ids, int64.
+        feature_layers: layers whose hidden states are stored; empty: none.
+        rope_regime: RoPE regime of the KV.
+        checksums: name of each tensor -> its checksum.
+    """
 
     tokens: array[int]
     target_fingerprint: str
@@ -48,15 +54,15 @@ class SnapshotHeader(NamedTuple):
 def save(
     store: KVStore, slot: int, tokens: Sequence[int], fingerprint: str, path: Path | str, rope_regime: str = ""
 ) -> None:
-    """Writes the first committed tokens of a slot, atomically. If the store has states, they must be all of them.
+    """Writes the first committed tokens of a slot to a file, atomically.
 
     Args:
-        tokens: their token ids.
+        tokens: the ids of these tokens. If the store has states, they must be all committed tokens.
         fingerprint: identifies the target; :func:`load` refuses any other.
         rope_regime: RoPE regime of the KV.
 
     Raises:
-        CheckpointError: the file cannot be written (no space, no permission); nothing is left behind.
+        CheckpointError: the file cannot be written (no space, no permission).
         MemoryBudgetError: the copy does not fit the free memory.
     """
     n, committed = len(tokens), store.lengths[slot]
@@ -70,7 +76,7 @@ def save(
         tensors["features"] = kv.features
         meta["feature_layers"] = ",".join(map(str, store.feature_layers))
     for number, states in enumerate(store.states):
-        tensors |= {f"{_STATES}{number}.{name}": tensor for name, tensor in states.save(slot).items()}
+        tensors |= {f"{_STATES_PREFIX}{number}.{name}": tensor for name, tensor in states.save(slot).items()}
     sums = {name: _checksum(tensor, _checksum_seed(tensor.dtype, tensor.shape)) for name, tensor in tensors.items()}
     meta |= {"checksums": json.dumps(sums), "checksum": str(_header_checksum(meta, sums))}
     with atomic_write(Path(path)) as part:
@@ -89,7 +95,7 @@ def load(store: KVStore, slot: int, fingerprint: str, path: Path | str, max_toke
 
     Raises:
         CheckpointError: the file is missing, is no snapshot, is another target's, or holds more tokens than the slot.
-        DamagedSnapshotError: its contents are not what was written. The slot may be overwritten by then.
+        DamagedSnapshotError: its contents have changed since they were written. The slot may be overwritten in part.
     """
     path = Path(path)
     with _open(path) as (file, header):
@@ -110,7 +116,7 @@ def load(store: KVStore, slot: int, fingerprint: str, path: Path | str, max_toke
         if store.features is not None and header.feature_layers != store.feature_layers:
             return []
         for number, states in enumerate(store.states):
-            names = [name for name in header.checksums if name.startswith(f"{_STATES}{number}.")]
+            names = [name for name in header.checksums if name.startswith(f"{_STATES_PREFIX}{number}.")]
             tensors = {name.split(".", 2)[2]: _tensor(file, name, header.checksums) for name in names}
             states.load(slot, tensors, n)
         store.lengths[slot] = n
@@ -160,23 +166,24 @@ def try_read_header(path: Path | str) -> SnapshotHeader | None:
 
 @contextmanager
 def _open(path: Path) -> Iterator[tuple[Any, SnapshotHeader | None]]:
-    """Opens a snapshot: the file and its header, or None if longdraft did not write it.
+    """Opens a snapshot: yields the file, and its header or None if longdraft did not write it.
 
     Raises:
-        CheckpointError: the file cannot be read, inside the context too; DamagedSnapshotError if longdraft wrote it.
+        DamagedSnapshotError: a file of longdraft (its first bytes name the format) cannot be read, here or later.
+        CheckpointError: any other file cannot be read.
     """
     failure, remedy = f"Could not read the snapshot {path}", "It is damaged: delete it and run again."
-    with file_errors(path, failure), require_regular(path).open("rb") as beginning:
-        error_class = DamagedSnapshotError if _FAMILY.encode() in beginning.read(1 << 16) else CheckpointError
+    with file_errors(path, failure), require_regular(path).open("rb") as start:
+        error_class = DamagedSnapshotError if _FORMAT_PREFIX.encode() in start.read(1 << 16) else CheckpointError
     with file_errors(path, failure, remedy, error_class), safe_open(path, framework="pt") as file:
         meta = file.metadata() or {}
-        yield file, _read_header(file, meta) if str(meta.get("format")).startswith(_FAMILY) else None
+        yield file, _read_header(file, meta) if str(meta.get("format")).startswith(_FORMAT_PREFIX) else None
 
 
 def _read_header(file: Any, meta: dict[str, str]) -> SnapshotHeader:
     """Parses a header. Raises errors of any type if :func:`save` did not write it."""
     if meta["format"] != FORMAT:
-        raise ValueError("it is of another version of longdraft")
+        raise ValueError(f"its format is not {FORMAT}, the one of this version of longdraft")
     sums = {str(name): int(number) for name, number in json.loads(meta.pop("checksums")).items()}
     if int(meta.pop("checksum")) != _header_checksum(meta, sums) or set(sums) != set(file.keys()):
         raise ValueError("its header is not what was written")
@@ -193,7 +200,7 @@ def _tensor(file: Any, name: str, checksums: Mapping[str, int]) -> torch.Tensor:
 
 
 def _checksum_seed(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    """The initial value of a tensor's checksum, since equal bytes of another dtype or shape are another tensor."""
+    """The initial value of a tensor's checksum. It covers dtype and shape, which the tensor's bytes do not tell."""
     return zlib.crc32(f"{dtype} {[*shape]}".encode())
 
 

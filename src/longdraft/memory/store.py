@@ -2,8 +2,8 @@
 
 Entries ``[0, length)`` of a slot are committed. A forward writes its tokens behind them, in scratch space, and
 :meth:`KVStore.commit` moves the accepted path into place. A store may also hold the hidden states of some layers
-(features) for EAGLE-like drafters. It may hold keys and values in a smaller dtype than the model's: exact methods draft
-on copies in such a store, while a target whose own KV is in one is a slightly different model.
+(features) for EAGLE-like drafters. The dtype of keys and values may be smaller than the model's. A draft cache of a
+smaller dtype keeps output exact; rounding the target's own KV makes the target a slightly different model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from longdraft.memory.recurrent import RecurrentStates
 from longdraft.memory.windows import WindowKVCache
 from longdraft.native.int8_kv import Int8KV
 
-# The state that layers without KV of the full context keep for each slot.
+# Per-slot state of the layers that do not keep KV of the full context.
 LayerStates = RecurrentStates | WindowKVCache
 _CACHE_LINE = 64  # bytes
 
@@ -35,7 +35,7 @@ class KVShape:
     """The sizes and the dtype of a model's KV cache, without its length.
 
     Attributes:
-        padded: some layers have fewer or smaller heads, and the rest of their entries is zero.
+        padded: True if some layers have fewer or smaller heads; the rest of their entries is zero.
     """
 
     layers: int
@@ -74,23 +74,23 @@ class KVStore:
     Args:
         shape: layers, KV heads, head size, dtype.
         slots: number of sequences.
-        capacity: entries of a slot: the longest context and the most tokens of a forward.
+        capacity: entries of a slot: the longest context plus the most tokens of one forward.
         feature_layers: decoder layers whose output hidden states are stored, low to high.
         feature_size: numbers in one hidden state.
         transposed_keys: lay out the keys of a head as a (head_dim, capacity) matrix; only the strides differ. A CPU
             multiplies it with a few queries much faster (docs/benchmarks.md).
-        buffer_arena: where to acquire memory, for as many slots and entries or more; None allocates it.
-        dtype: dtype to which keys and values are rounded when they are written; None for the shape's. With torch.int8
-            they are :class:`~longdraft.native.int8_kv.Int8KV`. Read them with ``.to(shape.dtype)``.
+        buffer_arena: lends the memory, which may hold more slots and entries; None: the store allocates its memory.
+        dtype: dtype to which keys and values are rounded when they are written; None: that of ``shape``. With
+            torch.int8 they are :class:`~longdraft.native.int8_kv.Int8KV`. Read them with ``.to(shape.dtype)``.
 
     Attributes:
         arena_buffers: the memory acquired from the arena; None if the store allocated it.
         keys, values: (layers, slots, kv_heads, capacity, head_dim).
         features: (slots, capacity, feature layers x feature_size), the layers side by side; None without features.
         lengths: number of committed entries of each slot.
-        num_unverified: number of entries behind them that a partial verification wrote. Only drafters read them, and
-            the next full forward overwrites them.
-        states: states of the layers without KV of the full context.
+        num_unverified: number of entries behind the committed ones that a partial verification wrote. Only drafters
+            read these entries, and the next full forward overwrites them.
+        states: states of the layers without KV of the full context, for forwards on this store.
         compat_key: stores with different keys cannot exchange entries or states.
         is_resident: True if all layers stay on one device, where kernels and CUDA graphs read them.
 
@@ -132,20 +132,21 @@ class KVStore:
         self.lengths = [0] * self.slots
         self.num_unverified = [0] * self.slots
         self.states: tuple[LayerStates, ...] = ()
-        self._own_states: tuple[LayerStates, ...] = ()
+        self._own_states: tuple[LayerStates, ...] = ()  # the states that are committed and truncated with this store
 
     def _make_tensors(self, slots: int, capacity: int, transposed_keys: bool, width: int) -> tuple[torch.Tensor, ...]:
-        """Allocates keys, values, and features of ``width`` numbers if that is not 0."""
+        """Allocates keys and values, and features of ``width`` numbers a token if that is not 0. An arena may call this
+        with a larger capacity than the constructor's."""
         self.slots, self.capacity = slots, capacity
         size = slots, capacity, width
         kv = self._allocate(transposed_keys, prod(size) * self.shape.dtype.itemsize)
         return (*kv, torch.empty(size, dtype=self.shape.dtype, device=self.device)) if width else kv
 
     def _allocate(self, transposed_keys: bool, feature_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Allocates keys and values, after a check that they and the features fit."""
+        """Allocates keys and values, after a check that they fit together with ``feature_bytes`` of features."""
         size, is_int8 = self._size, self.dtype == torch.int8
         needed = self.bytes_for(replace(self.shape, dtype=self.dtype), self.slots, self.capacity) + feature_bytes
-        needed += 2 * prod(size[:-1]) * torch.float32.itemsize if is_int8 else 0
+        needed += 2 * prod(size[:-1]) * torch.float32.itemsize if is_int8 else 0  # a scale for each key and value
         memory_info.require_bytes(needed, self.device, self._name)
         values = torch.empty(size, dtype=self.dtype, device=self.device)
         keys = empty_transposed(size, self.dtype, self.device) if transposed_keys else torch.empty_like(values)
@@ -168,21 +169,17 @@ class KVStore:
         return shape.bytes_per_token * slots * capacity
 
     def attach_states(self, *states: LayerStates) -> None:
-        """Attaches states that are committed and truncated together with the slots.
-
-        Raises:
-            MemoryBudgetError: they do not fit the free memory.
-        """
+        """Attaches states, which this store commits and truncates. Raises MemoryBudgetError if they do not fit."""
         needed = self.slots * sum(layer_states.bytes_per_slot for layer_states in states)
         memory_info.require_bytes(needed, self.device, f"The states of {self.slots} sequences")
         self.states = self._own_states = states
 
     def use_states_of(self, full: KVStore) -> None:
-        """Makes forwards on this store, a selection of another store's entries, use that store's states."""
+        """Makes forwards on this store use the states of ``full``, of whose entries this store holds a selection."""
         self.states, self._own_states = full.states, ()
 
     def restorable_length(self, slot: int, length: int) -> int:
-        """The largest length, ``length`` at most, that :meth:`truncate` can restore."""
+        """The largest length up to ``length`` that :meth:`truncate` can restore."""
         length, previous = min(length, self.lengths[slot]), -1
         while length != previous:
             previous = length
@@ -199,7 +196,7 @@ class KVStore:
 
         Args:
             layers: one of :attr:`layer_groups`.
-            start: the caller may change entries from here on through the views.
+            start: the first entry that the caller may change through the views.
 
         Returns:
             Views (layers, kv_heads, capacity, head_dim), valid until the next call of any method.
@@ -208,7 +205,7 @@ class KVStore:
 
     @property
     def layer_groups(self) -> list[slice]:
-        """All layers, in groups that this store can hold on its device at a time."""
+        """Slices that together cover all layers; :meth:`slot_kv` takes one of them (offload: of one layer each)."""
         return [slice(None)]
 
     def make_forward_batch(
@@ -228,13 +225,13 @@ class KVStore:
         Args:
             token_ids: a list of token ids for each slot, or a tensor (B, T) on any device. Chains may differ in length:
                 shorter ones are padded, and no token attends to the padding.
-            root_positions: position of each sequence's first new token; None takes the slot's length. They differ where
-                a store holds a selection of the context's KV (SpecPV, section 3.2).
+            root_positions: position of each sequence's first new token; None: the slot's length. The two differ if the
+                store holds a selection of the context's KV (SpecPV, section 3.2).
             depths: (B, T) depths in the tree; a node's position is its root's position + its depth. None for chains.
             mask: (B, T, tree_offset + T) bool, the tree's ancestor mask. None for chains.
-            tree_offset: number of the tree's tokens that earlier forwards have written behind the prefix. The new ones
-                go behind them. So a tree is computed level by level.
-            is_prefill: the tokens are a prompt chunk. In decoding a token's result does not depend on its neighbours.
+            tree_offset: number of the tree's tokens that earlier forwards wrote behind the prefix, if a tree is
+                computed level by level. The new tokens are written behind these.
+            is_prefill: True for a prompt chunk; False: a token's output must not depend on the batch's other tokens.
             prompt_len: tokens of the prompt that the chunk belongs to; 0 in decoding.
 
         Raises:
@@ -274,8 +271,8 @@ class KVStore:
                 values[slot, :, new] = v[b]
             return
         # Only device tensors and static shapes, so that a CUDA graph can capture it.
-        first = batch.prefix_lens_t + batch.tree_offset if batch.write_starts_t is None else batch.write_starts_t
-        indices = first[:, None] + torch.arange(batch.query_len, device=self.device)
+        starts = batch.prefix_lens_t + batch.tree_offset if batch.write_starts_t is None else batch.write_starts_t
+        indices = starts[:, None] + torch.arange(batch.query_len, device=self.device)
         slots = batch.slots_t[:, None].expand_as(indices)
         keys.transpose(1, 2)[slots.long(), indices.long()] = k.transpose(1, 2)
         values.transpose(1, 2)[slots.long(), indices.long()] = v.transpose(1, 2)
@@ -290,7 +287,7 @@ class KVStore:
             return
         features = torch.cat([hidden[layer] for layer in self.feature_layers], dim=-1)
         for b, (slot, n) in enumerate(zip(batch.slots, batch.prefix_lens, strict=True)):
-            # Of a prompt chunk, later layers may compute the last token alone.
+            # The last layers may compute only the last token of a prompt chunk.
             end = n + batch.tree_len
             self.features[slot, end - features.shape[1] : end] = features[b]
 
@@ -319,7 +316,7 @@ class KVStore:
         """
         end = start + keys.shape[2]
         if not 0 <= start <= end <= self.capacity:
-            raise ValueError(f"entries [{start}, {end}) do not lie in a slot of {self.capacity}")
+            raise ValueError(f"entries [{start}, {end}) do not fit a slot of capacity {self.capacity}")
         for layers in self.layer_groups:
             for stored, new in zip(self.slot_kv(slot, layers, start), (keys, values), strict=True):
                 stored[:, :, start:end] = new[layers]
@@ -330,10 +327,10 @@ class KVStore:
         """Copies committed entries ``[start, end)`` of another slot to the same positions of ``slot``, and commits.
 
         Args:
-            other: the store of ``source_slot``; None: this one. Its states must be restorable for ``end`` tokens.
+            other: the store of ``source_slot``, whose states must be restorable at length ``end``; None: this store.
         """
         source = other or self
-        for layers in max(self.layer_groups, source.layer_groups, key=len):  # all layers at once, or one by one
+        for layers in max(self.layer_groups, source.layer_groups, key=len):  # the smaller groups of the two stores
             kv = zip(self.slot_kv(slot, layers, start), source.slot_kv(source_slot, layers, end), strict=True)
             for target, entries in kv:
                 target[:, :, start:end] = entries[:, :, start:end]
@@ -354,7 +351,7 @@ class KVStore:
                 raise ValueError(f"slot {slot} holds {n} tokens; {num_tokens} more exceed the capacity {self.capacity}")
 
     def commit(self, slot: int, path: Sequence[int]) -> None:
-        """Keeps the entries of the accepted path, in path order, and drops the others behind the prefix.
+        """Commits the entries of the accepted path, in path order, and drops all other entries behind the prefix.
 
         Args:
             path: indices of entries behind the prefix, strictly increasing, as in a root-to-node path.
@@ -386,7 +383,7 @@ class KVStore:
         """Drops all entries of a slot after the first ``length``.
 
         Raises:
-            ValueError: the slot is shorter, or its states cannot go back there; see :meth:`restorable_length`.
+            ValueError: the slot is shorter, or its states cannot be restored there; see :meth:`restorable_length`.
         """
         if not 0 <= length <= self.lengths[slot]:
             raise ValueError(f"cannot truncate slot {slot} of length {self.lengths[slot]} to {length}")
@@ -399,7 +396,7 @@ class KVStore:
 def empty_transposed(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """An empty tensor (..., rows, d) whose memory is laid out as (..., d, rows)."""
     *outer, rows, dim = size
-    # Each row in memory begins on a cache line: a vector that straddles two lines is read twice.
-    unit = _CACHE_LINE // dtype.itemsize
-    transposed = torch.empty((*outer, dim, -(-rows // unit) * unit), dtype=dtype, device=device)
+    # Each row in memory begins on a cache line, because a vector load across two lines costs two accesses.
+    per_line = _CACHE_LINE // dtype.itemsize
+    transposed = torch.empty((*outer, dim, -(-rows // per_line) * per_line), dtype=dtype, device=device)
     return transposed[..., :rows].transpose(-1, -2)

@@ -16,12 +16,12 @@ from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.attention.transfer import to_device
 from longdraft.native.boundary import CPU_INT64
 
-# A buffer begins at a multiple of this position. Our kernels sum over segments of this many keys. A segment has to hold
-# the same keys whenever a token is computed, or the last bits of its output would differ.
+# Buffers begin at multiples of this position, because our kernels sum over segments of this many keys. If a segment
+# held other keys when a token is computed again, the last bits of the token's output would differ.
 SEGMENT = 512
 # Entries kept before the window, so that a sequence can be truncated by a few tokens.
 TRUNCATION_MARGIN = 512
-# Most entries written at once: a prompt chunk, or a tree behind tokens that wait for a full verification.
+# The most entries written at once: a prompt chunk, or a tree behind tokens that are only partially verified.
 MAX_NEW_TOKENS = 1024
 
 
@@ -30,8 +30,8 @@ class AttentionSpan:
     """The positions that a layer attends to.
 
     Attributes:
-        size: tokens of the window, the query's own included; or tokens of a chunk.
-        is_chunked: the sequence is cut into chunks, and a token attends within its own chunk alone (Llama 4).
+        size: tokens of the window, including the query; or tokens of a chunk.
+        is_chunked: True if the sequence is cut into chunks, and a token attends within its chunk alone (Llama 4).
     """
 
     size: int
@@ -58,12 +58,12 @@ class WindowShape:
 
 
 class WindowKVCache:
-    """KV of all layers of one span. Methods without a docstring are described in
-    :class:`~longdraft.memory.recurrent.RecurrentStates`.
+    """KV of all layers of one span. :class:`~longdraft.memory.recurrent.RecurrentStates` documents the methods that
+    have no docstring here.
 
     Args:
         shape: the layers.
-        slots, capacity: those of the KV store.
+        slots, capacity: sizes of the KV store to which this cache belongs.
         transposed_keys: store the keys of a head as a (head_dim, buffer_len) matrix.
 
     Attributes:
@@ -88,7 +88,7 @@ class WindowKVCache:
         transposed = torch.zeros((*size[:3], size[4], size[3]), dtype=shape.dtype, device=device).transpose(-1, -2)
         self.keys = transposed if transposed_keys else torch.zeros_like(self.values)
         self.start_positions = [0] * slots
-        self._ends = [0] * slots
+        self._ends = [0] * slots  # by slot: the position behind its last entry
 
     @property
     def bytes_per_slot(self) -> int:
@@ -96,7 +96,8 @@ class WindowKVCache:
 
     @staticmethod
     def buffer_len_for(span: AttentionSpan) -> int:
-        """Entries of a buffer that serves sequences of any length."""
+        """Entries of a buffer that serves sequences of any length. Of the two segments, one is for the rounding of the
+        start, and one makes moves rare."""
         return span.size + TRUNCATION_MARGIN + SEGMENT + MAX_NEW_TOKENS + SEGMENT
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,7 +105,7 @@ class WindowKVCache:
         return self.keys[index], self.values[index]
 
     def batch_in_buffer(self, batch: ForwardBatch) -> ForwardBatch:
-        """The batch with indices into the buffer, and with the first key that each token sees."""
+        """The batch with prefix lengths counted from the buffers' starts, and the first key that each token sees."""
         key = (WindowKVCache, id(self))
         if key not in batch.metadata:
             starts = [self.start_positions[slot] for slot in batch.slots]
@@ -124,11 +125,11 @@ class WindowKVCache:
         """Makes space before a forward.
 
         Args:
-            root_positions: for each slot the position at which its unverified tokens begin.
-            num_tokens: unverified tokens from there on, those of earlier forwards over the same tree included.
+            root_positions: the position of each slot's first unverified token.
+            num_tokens: number of unverified tokens, including tokens of the same tree from earlier forwards.
 
         Raises:
-            ValueError: the tokens do not fit behind a window.
+            ValueError: the buffer cannot hold the tokens and the window before them.
         """
         for slot, root in zip(slots, root_positions, strict=True):
             self._ends[slot] = max(self._ends[slot], root)
@@ -136,7 +137,8 @@ class WindowKVCache:
                 continue
             start = self.shape.span.first_visible(max(0, root - TRUNCATION_MARGIN)) // SEGMENT * SEGMENT
             if root + num_tokens - start > self.buffer_len:
-                raise ValueError(f"{num_tokens} tokens and a window of {self.shape.span.size} exceed {self.buffer_len}")
+                window = self.shape.span.size
+                raise ValueError(f"{num_tokens} tokens and a window of {window} exceed a buffer of {self.buffer_len}")
             dropped = start - self.start_positions[slot]
             for tensor in (self.keys, self.values):
                 entries = tensor[:, slot]
@@ -162,12 +164,13 @@ class WindowKVCache:
 
     def restorable_length(self, slot: int, length: int) -> int:
         length = min(length, self._ends[slot])
-        # The next token attends from here on.
-        return length if self.shape.span.first_visible(length) >= self.start_positions[slot] else 0
+        next_token_start = self.shape.span.first_visible(length)
+        return length if next_token_start >= self.start_positions[slot] else 0
 
     def truncate(self, slot: int, length: int) -> None:
         if length and self.restorable_length(slot, length) != length:
-            raise ValueError(f"slot {slot} has no entry before {self.start_positions[slot]}: it cannot go to {length}")
+            start = self.start_positions[slot]
+            raise ValueError(f"slot {slot} has no entries before {start}, so it cannot be truncated to {length}")
         if not length:
             self.start_positions[slot] = 0
         self._ends[slot] = length

@@ -66,7 +66,7 @@ class TreeOptions(Options):
         """
         from longdraft.trees import tree_config as presets  # imported here, because it imports torch
 
-        options: dict[str, Any] = self.given()
+        options: dict[str, Any] = self.non_none()
         is_user_defined = bool(options)
         tree = options.pop("tree", None) or _implied_type(default, options)
         if wrong := [name for name in options if name not in ("nodes", *TREE_TYPES[tree])]:

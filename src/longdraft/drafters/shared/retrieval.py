@@ -41,7 +41,7 @@ class ChunkOptions(Options):
             ValueError: such options are set, but retrieval is not enabled. ``remedy``: the option that enables it.
         """
         names = declared(ChunkOptions).keys() - {"sink", "recent"}
-        sizes = {name: value for name, value in self.given().items() if name in names}
+        sizes = {name: value for name, value in self.non_none().items() if name in names}
         if sizes and not is_enabled:
             raise ValueError(f"{', '.join(sizes)} shape the retrieval of chunks, which is off: give {remedy} too")
         return sizes
