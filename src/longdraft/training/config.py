@@ -37,20 +37,14 @@ class RunConfig(Options):
     target: str | None = option(None, help="the target model: folder, GGUF file or hub id; none: the embedded model")
     init: str | None = option(None, help="draft folder to continue training (a later stage); none: a new draft")
     sample: float = option(1.0, help="fraction of the documents to use, chosen by a hash", min=0, most=1)
-    held_out: float = option(
-        0.02, help="fraction of the documents kept for measurements, chosen by a hash", min=0, most=1
-    )
+    held_out: float = option(0.02, help="fraction of the documents kept to measure on, by a hash", min=0, most=1)
     max_length: int = option(1024, help="longest document in tokens: texts are split, chats lose their end", min=1)
     min_length: int = option(32, help="shortest document in tokens; shorter ones are left out", min=1)
     learn: str = option(
-        "answers",
-        help="chat tokens in the loss: answers only; all: everything from the first answer on",
-        choices=("answers", "all"),
+        "answers", help="chat tokens in the loss: answers, or all from the first answer", choices=("answers", "all")
     )
     chat_template: tuple[str, ...] = option((), help="arguments of the chat template, such as enable_thinking=false")
-    anchor_offset: int = option(
-        0, help="largest random offset (LongSpec, 3.2) of positions from the 5th on; 0: none", min=0
-    )
+    anchor_offset: int = option(0, help="largest random offset (LongSpec, 3.2) of positions 4, 5, ...; 0: none", min=0)
     intermediate_size: int | None = option(None, help="width of the draft's MLP; none: the target's, or init's", min=1)
     vocabulary: int | None = option(None, help="size of the draft's vocabulary in tokens; none: all, or init's", min=1)
     vocabulary_from: tuple[str, ...] = option((), help="files to count token frequencies in; none: data")
@@ -123,9 +117,7 @@ class Eagle3Config(RunConfig):
     rope_theta: float | None = option(None, help="base of the draft's RoPE; none: init's, or the target's", above=0)
     rope_factor: float | None = option(None, help="YaRN factor in training; none: init's, or no YaRN", min=1)
     rope_factor_inference: float | None = option(None, help="YaRN factor in decoding; none: that of training", min=1)
-    rope_original_length: int | None = option(
-        None, help="context in tokens before YaRN stretches it; none: init's", min=1
-    )
+    rope_original_length: int | None = option(None, help="context before YaRN, in tokens; none: init's", min=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -141,12 +133,10 @@ class Eagle3Config(RunConfig):
 class EagleConfig(RunConfig):
     """An EAGLE-1 run (Li et al. 2024, EAGLE). The draft has the target's head counts and vocabulary."""
 
-    classification: float = option(
-        0.1, help="weight of the cross-entropy, added to the regression (as in EAGLE's code)", min=0
-    )
+    classification: float = option(0.1, help="weight of the cross-entropy; the regression has 1 (EAGLE's code)", min=0)
     feature_noise: float = option(0.1, help="half-width of the uniform noise on the target's states; 0: none", min=0)
     distill: float = option(1.0, help="share of the loss that distils the target's distribution", min=0, most=1)
-    lr: float = option(3e-5, help="peak learning rate (as in EAGLE's code)", above=0)
+    lr: float = option(3e-5, help="peak learning rate (EAGLE's code: 3e-5)", above=0)
     clip: float = option(0.5, help="largest norm of the gradient; larger ones are scaled down", above=0)
     rope_theta: float | None = option(None, help="base of a new draft's RoPE; none: the target's", above=0)
     unused_settings = ("vocabulary",)
@@ -223,7 +213,7 @@ def read_config(path: Path | str | None, overrides: Sequence[str], config_class:
     for word in overrides:
         key, equals, text = word.partition("=")
         if not equals:
-            raise ConfigError(f"{word!r} is no setting: write key=value, such as lr=1e-4.")
+            raise ConfigError(f"{word!r} is not of the form key=value, such as lr=1e-4.")
         try:
             values[key.strip()] = yaml.safe_load(text) if text.strip() else None
         except yaml.YAMLError:
