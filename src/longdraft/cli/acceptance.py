@@ -28,7 +28,7 @@ _LENGTHS_HELP = "Prompt lengths in tokens; texts are cut to each. Beyond the mod
 class LengthPromptOptions(measure_options.SeededPromptOptions):
     """Options of the prompts of ``bench length``."""
 
-    limit: Annotated[int, typer.Option(min=1, help="Number of rows to use from each file.")] = 2
+    limit: Annotated[int, typer.Option(min=1, help="Rows of each file to use.")] = 2
 
 
 def acceptance(
@@ -174,9 +174,7 @@ def _measure(
 
     def make_settings(names: Sequence[str]) -> Settings:
         if not names or any(name in PEERS for name in names):
-            raise options.SettingError(
-                "--methods takes one or more methods that `longdraft methods` lists, and no other programs."
-            )
+            raise options.SettingError("--methods takes one or more of the methods in `longdraft methods`.")
         with options.settings_checked():
             return Settings(
                 tuple(dict.fromkeys((*always, *names))), draft_options=draft_options.options(),

@@ -18,12 +18,8 @@ _EXIT_ROW_ERRORS = 1  # exit code if a prompt has no answer
 
 def batch(
     *,
-    source: Annotated[
-        Path, typer.Argument(metavar="IN", help="JSONL file of prompts: rows with `prompt` or `messages`.")
-    ],
-    answers: Annotated[
-        Path, typer.Argument(metavar="OUT", help="JSONL file to write: answers in the order of the prompts.")
-    ],
+    source: Annotated[Path, typer.Argument(metavar="IN", help="JSONL file: rows with `prompt` or `messages`.")],
+    answers: Annotated[Path, typer.Argument(metavar="OUT", help="JSONL file to write: answers in the same order.")],
     method: options.Method = None,
     option: options.MethodOptionPairs = None,
     slots: Annotated[
@@ -33,7 +29,7 @@ def batch(
         int,
         typer.Option(
             min=0,
-            help="Size of the KV cache that is allocated at the start, in tokens.",
+            help="Tokens of KV cache to allocate at the start.",
             show_default="as prompts need it",
         ),
     ] = 0,

@@ -34,9 +34,7 @@ def export(
     ] = 5,
     bits: Annotated[
         Literal["8", "4"],
-        typer.Option(
-            "--bits", help="For longdraft: bits of a weight. 8: a scale for each row; 4: a scale for 32 weights."
-        ),
+        typer.Option("--bits", help="For longdraft: bits of a weight; a scale is for a row (8) or 32 weights (4)."),
     ] = "8",
     debug: options.Debug = False,
 ) -> None:

@@ -23,7 +23,7 @@ _RESULT_KEYS = (
     "text", "token_ids", "prompt_tokens", "new_tokens", "method", "exact", "finish_reason", "prefill_seconds",
     "decode_seconds", "tokens_per_second", "mean_accepted_length", "rounds", "peak_memory_bytes", "arithmetic",
 )  # fmt: skip
-_FINISH_REASONS = {
+_ENDINGS = {
     "eos": "ended by itself",
     "stop": "ended by a stop string",
     "length": "ended by --max-tokens",
@@ -53,9 +53,7 @@ def footer(result: longdraft.Result, kernels: str, colored: bool) -> Group:
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column()
     rate = f", {result.tokens_per_second:.1f} tokens/s" if result.rounds else ""
-    new = (
-        f"{result.new_tokens:,} tokens in {result.decode_seconds:.2f} s{rate}; {_FINISH_REASONS[result.finish_reason]}"
-    )
+    new = f"{result.new_tokens:,} tokens in {result.decode_seconds:.2f} s{rate}; {_ENDINGS[result.finish_reason]}"
     rows = {"prompt": _prompt(result), "new": new}
     if result.rounds:
         drafts = f"{result.accepted:,} of {result.drafted:,} drafted tokens were right"

@@ -123,13 +123,9 @@ def _compare_with_ar(
     """Decodes the prompt again with ``ar``, prints the comparison, and returns it for the JSON object."""
     from longdraft.bench.ties import compare_outputs
 
-    settings: dict[str, Any] = {"offload": spec.offload, "deterministic": spec.deterministic}
+    same: dict[str, Any] = {"offload": spec.offload, "deterministic": spec.deterministic}
     console.note("Decoding the same prompt plainly (ar) ...")
-    ar = (
-        longdraft.Speculator("ar", loaded.model, loaded.tokenizer, **settings)
-        .stream(token_ids, **arguments)
-        .results()[0]
-    )
+    ar = longdraft.Speculator("ar", loaded.model, loaded.tokenizer, **same).stream(token_ids, **arguments).results()[0]
     if arguments["cancelled"]():
         return None
     sampling, cache = arguments["sampling"], arguments["cache"]

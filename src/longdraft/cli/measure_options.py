@@ -21,9 +21,7 @@ from longdraft.files import file_errors
 
 Plan = Annotated[
     Literal["fixed", "auto"],
-    typer.Option(
-        "--plan", help="fixed: the methods' own trees; auto: the fastest trees on this machine, or no drafts."
-    ),
+    typer.Option("--plan", help="fixed: the methods' own trees; auto: the fastest trees on this machine, if any."),
 ]
 ShortPrompts = Annotated[
     ShortTextPolicy,
@@ -44,9 +42,7 @@ class PromptOptions(options.TemplateOptions):
             show_default="long modules of Python's standard library",
         ),
     ] = None
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Number of rows to use from each file.", show_default="all")
-    ] = None
+    limit: Annotated[int | None, typer.Option(min=1, help="Rows of each file to use.", show_default="all")] = None
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=2, help="Maximum number of new tokens.")] = 64
     ignore_eos: Annotated[
         bool,

@@ -56,8 +56,6 @@ def _show_options(method: Method) -> None:
         takes = "; ".join(
             filter(None, (option.range, option.default_in_words and f"default {option.default_in_words}"))
         )
-        view.add_row(
-            Text(option.name), Text.assemble(option.help or "passed to the drafter as it is", "\n", (takes, "dim"))
-        )
+        view.add_row(Text(option.name), Text.assemble(option.help or "a drafter's option", "\n", (takes, "dim")))
     console.print_line(f"{method.name}: {method.summary}")
     console.print_renderable(console.stdout(), view)

@@ -59,8 +59,7 @@ def debugging() -> bool:
 
 
 def set_debug(value: bool) -> bool:
-    """Turns tracebacks and log lines on, and returns the value. False changes nothing, because --debug may be set
-    before the subcommand or after it."""
+    """Turns tracebacks and logs on if ``value``, which it returns. (``longdraft`` itself has --debug too.)"""
     global _debug
     if value:
         _debug = True
@@ -293,9 +292,7 @@ class SamplingOptions(OptionGroup):
     ] = None
     repetition_penalty: Annotated[
         float | None,
-        typer.Option(
-            "--repetition-penalty", help="Divides the logits of repeated tokens (multiplies negative ones); 1: off."
-        ),
+        typer.Option("--repetition-penalty", help="Above 1, repeated tokens are less likely; 1: off."),
     ] = None
     repetition_window: Annotated[
         int | None,
@@ -316,9 +313,8 @@ class SamplingOptions(OptionGroup):
 
 def expand_groups(verb: Callable[..., None]) -> Callable[..., None]:
     """Wraps a command for typer: each option of its groups becomes a parameter."""
-    parameters = [
-        p.replace(kind=Parameter.KEYWORD_ONLY, annotation=_with_panel(p.name, p.annotation)) for p in _flatten(verb)
-    ]
+    flat = list(_flatten(verb))
+    parameters = [p.replace(kind=Parameter.KEYWORD_ONLY, annotation=_with_panel(p.name, p.annotation)) for p in flat]
 
     @functools.wraps(verb)
     def expanded(**values: Any) -> None:
@@ -354,9 +350,8 @@ def _with_panel(name: str, annotation: Any) -> Any:
     panel = next((panel for panel, names in _PANELS.items() if name in names), None)
     if panel is None or get_origin(annotation) is not Annotated:
         return annotation
-    parts = [
-        copy(part) if isinstance(part, OptionInfo) else part for part in get_args(annotation)
-    ]  # commands share options
+    # Options are copied, because commands share them.
+    parts = [copy(part) if isinstance(part, OptionInfo) else part for part in get_args(annotation)]
     for part in parts:
         if isinstance(part, OptionInfo):
             part.rich_help_panel = panel

@@ -16,9 +16,9 @@ from longdraft.cli import console, measure_options, method_options, options
 class QualityPromptOptions(measure_options.PromptOptions):
     """Prompt options, of which --data is required."""
 
-    data: Annotated[
-        list[str], typer.Option("--data", help="JSONL files or data sets, as for `longdraft bench`; repeatable.")
-    ] = field()
+    data: Annotated[list[str], typer.Option("--data", help="JSONL files or data sets, as for bench; repeatable.")] = (
+        field()
+    )
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Maximum number of new tokens.")] = 128
 
 
@@ -34,7 +34,7 @@ def quality(
     kv_dtype: Annotated[
         str | None,
         typer.Option(
-            help="Also measure a KV cache in bfloat16 or int8; takes both, separated by a comma.",
+            help="Also measure a KV cache in bfloat16, int8, or bfloat16,int8.",
             show_default="neither",
         ),
     ] = None,

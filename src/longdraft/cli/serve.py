@@ -67,9 +67,7 @@ def serve(
             min=16, help="Longest prompt with its answer, in tokens.", show_default="the model's context, or what fits"
         ),
     ] = None,
-    queue: Annotated[
-        int, typer.Option(min=1, help="Number of requests that may wait; further ones get status 429.")
-    ] = 64,
+    queue: Annotated[int, typer.Option(min=1, help="Number of requests that may wait; others get status 429.")] = 64,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Maximum number of new tokens.", show_default="what the context allows")
     ] = None,
@@ -104,7 +102,7 @@ def serve(
     ] = 2.0,
     snapshots: Annotated[
         Path | None,
-        typer.Option(help="Folder that keeps prompts' KV for the next start of the server.", show_default="not kept"),
+        typer.Option(help="Folder that keeps prompts' KV for the next start.", show_default="not kept"),
     ] = None,
     snapshot_gib: Annotated[float, typer.Option(min=0.01, help="Size limit of --snapshots, in GiB.")] = 4.0,
     name: Annotated[str | None, typer.Option(help="Name of the model for clients.", show_default="its own")] = None,

@@ -28,9 +28,7 @@ def data(
     *,
     files: Annotated[
         list[Path],
-        typer.Argument(
-            help="JSONL or parquet files, or folders of such files: rows with `text`; for tokens, also chats."
-        ),
+        typer.Argument(help="JSONL or parquet files, or folders of them: rows with `text`; for tokens, also chats."),
     ],
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="JSONL file to write or to continue; for tokens, a folder.")
@@ -44,9 +42,7 @@ def data(
     ] = None,
     kind: Annotated[
         Literal["answers", "tokens"],
-        typer.Option(
-            help="answers: have a server answer prompts about passages of the texts; tokens: encode the rows."
-        ),
+        typer.Option(help="answers: a server answers prompts about the texts; tokens: the rows are encoded."),
     ] = "answers",
     url: Annotated[
         str | None, typer.Option(help="URL of a server with OpenAI's API: longdraft serve, vLLM, SGLang, llama.cpp.")
