@@ -151,8 +151,7 @@ def _measure(
 
     Args:
         make_report: makes a report from (records, methods, notes, True if no record is missing).
-        methods: names separated by commas; None: the method of --draft, else the methods whose drafts ship for the
-            model, else ``fallback``.
+        methods: names, by commas; None: of --draft, else of the drafts that ship for the model, else ``fallback``.
         lengths_for: returns the prompt lengths for a model's context length.
         always: methods that are measured in any case, before others.
         settings_args: further arguments of the benchmark's Settings.

@@ -27,11 +27,7 @@ def batch(
     ] = None,
     context: Annotated[
         int,
-        typer.Option(
-            min=0,
-            help="Tokens of KV cache to allocate at the start.",
-            show_default="as prompts need it",
-        ),
+        typer.Option(min=0, help="Tokens of KV cache to allocate at the start.", show_default="as prompts need it"),
     ] = 0,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "-n", min=1, help="Maximum number of new tokens, if a row sets none.")

@@ -138,8 +138,6 @@ class Chat:
                     raise  # stdout is closed: the answer cannot be shown
                 console.error(str(error) if line.startswith("/") else console.with_flag_names(str(error)))
 
-    # --- questions ---
-
     def ask(self, text: str) -> longdraft.Result | None:
         """Asks a question and shows the answer as it comes. Returns None if Ctrl-C stopped it before a token."""
         question = "\n\n".join([*self._documents, text])

@@ -45,8 +45,7 @@ class PromptOptions(options.TemplateOptions):
     limit: Annotated[int | None, typer.Option(min=1, help="Rows of each file to use.", show_default="all")] = None
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=2, help="Maximum number of new tokens.")] = 64
     ignore_eos: Annotated[
-        bool,
-        typer.Option("--ignore-eos", help="Ignore end-of-sequence tokens, so that all methods decode --max-tokens."),
+        bool, typer.Option("--ignore-eos", help="Ignore end-of-sequence tokens: all methods decode --max-tokens.")
     ] = False
     raw: Annotated[bool, typer.Option("--raw", help="Use prompts as plain text, without a chat template.")] = False
 

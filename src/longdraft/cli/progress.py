@@ -27,7 +27,6 @@ class ProgressBar:
     Args:
         unit: name of the counted things, in the plural.
         total: their number at the end; None: unknown.
-        silent: True: shows nothing.
     """
 
     def __init__(self, unit: str = "", total: int | None = None, silent: bool = False) -> None:
@@ -57,7 +56,6 @@ class ProgressBar:
         Args:
             activity: what is being done; a new activity restarts the estimate of the time left.
             total: None: the total of the constructor.
-            figures: text behind the bar.
         """
         total, now = self._total if total is None else total, time.monotonic()
         is_new = self._activity is None or self._activity[0] != activity
@@ -95,11 +93,7 @@ class ProgressBar:
 
 
 class ThroughputBar(ProgressBar):
-    """A progress bar that shows tokens/s.
-
-    Args:
-        activity: what is being done, as in :meth:`draw`.
-    """
+    """A progress bar of one activity, which shows tokens/s."""
 
     def __init__(self, activity: str, unit: str, total: int | None = None) -> None:
         super().__init__(unit, total)

@@ -16,9 +16,7 @@ from longdraft.cli import console, measure_options, method_options, options
 class QualityPromptOptions(measure_options.PromptOptions):
     """Prompt options, of which --data is required."""
 
-    data: Annotated[list[str], typer.Option("--data", help="JSONL files or data sets, as for bench; repeatable.")] = (
-        field()
-    )
+    data: Annotated[list[str], typer.Option("--data", help="JSONL or data sets, as for bench; repeatable.")] = field()
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Maximum number of new tokens.")] = 128
 
 
@@ -33,14 +31,10 @@ def quality(
     ] = "minmax",
     kv_dtype: Annotated[
         str | None,
-        typer.Option(
-            help="Also measure a KV cache in bfloat16, int8, or bfloat16,int8.",
-            show_default="neither",
-        ),
+        typer.Option(help="Also measure a KV cache in bfloat16, int8, or bfloat16,int8.", show_default="neither"),
     ] = None,
     drafter: Annotated[
-        str | None,
-        typer.Option(help="Method whose drafter specpv uses.", show_default="the first one that has a draft"),
+        str | None, typer.Option(help="Method whose drafter is used.", show_default="the first that has a draft")
     ] = None,
     draft_options: method_options.DraftOptions,
     option: Annotated[

@@ -21,9 +21,7 @@ def reproduce(
     table: Annotated[str | None, typer.Argument(help="Table or figure of the paper: 1, fig4, ...")] = None,
     scale: Annotated[
         Literal["small", "paper"],
-        typer.Option(
-            help="small: shorter prompts, minutes on two cores; paper: the paper's lengths, budgets and prompts."
-        ),
+        typer.Option(help="small: minutes on two CPU cores; paper: the paper's lengths, budgets and prompts."),
     ] = "small",
     draft: Annotated[
         list[Path] | None,

@@ -25,7 +25,6 @@ class ServiceOptions:
     """The options from which a service is made, in this process or in a replica.
 
     Attributes:
-        decoding: options of the model, the draft and decoding.
         first_method_options: options of the first method; further methods have none.
         num_services: number of services that share the memory of this machine, or of the device.
     """
@@ -101,8 +100,7 @@ def serve(
         float, typer.Option(min=0, help="Memory of the prefix cache, for prompts that have left their slot, in GiB.")
     ] = 2.0,
     snapshots: Annotated[
-        Path | None,
-        typer.Option(help="Folder that keeps prompts' KV for the next start.", show_default="not kept"),
+        Path | None, typer.Option(help="Folder that keeps prompts' KV for the next start.", show_default="not kept")
     ] = None,
     snapshot_gib: Annotated[float, typer.Option(min=0.01, help="Size limit of --snapshots, in GiB.")] = 4.0,
     name: Annotated[str | None, typer.Option(help="Name of the model for clients.", show_default="its own")] = None,

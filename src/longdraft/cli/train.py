@@ -225,9 +225,7 @@ def _show_estimate(kind: str, config: RunConfig, gpu: str, gpus: int, tokens: fl
     size = f"{estimated['tokens'] / 1e9:.2f}B tokens, {estimated['hours']:,.1f} hours"
     steps = "steps unknown without --tokens" if not estimated["steps"] else f"{estimated['steps']:,} steps"
     draft, target = (estimated[f"{part}_operations"] / 1e9 for part in ("draft", "target"))
-    hint = (
-        "" if estimated["fits"] else " To need less: recompute=true, smaller rows (with more accumulate), max_length."
-    )
+    hint = "" if estimated["fits"] else " To need less, set recompute=true, or smaller rows or max_length."
     definitions = [
         f"Hours are an estimate: {estimated['utilisation']:.0%} of a {gpu}'s {speed / 1e12:,.0f} bfloat16 TFLOP/s; a "
         f"token takes {draft:.2f} GFLOP of the draft and {target:.2f} of the target, which reads every text "

@@ -24,7 +24,6 @@ from longdraft.json_lines import JsonLines
 # Parts of prompts. "openings": before a passage; "free": whole prompts without a passage, with {} for a topic; every
 # other key is a kind of question: after a passage.
 PROMPTS: dict[str, list[str]] = json.loads(files(__package__).joinpath("prompts.json").read_text(encoding="utf-8"))
-# Lines of source code.
 CODE_LINE = re.compile(r"^\s*(def|class|import|from|return|if|for|#include|fn|let|pub|self\.)\b", re.M)
 # Fraction of the passages that are replaced by prompts without a passage.
 FREE_PROMPT_SHARE = 0.12
@@ -86,10 +85,8 @@ def sample_prompts(
         if rng.random() < FREE_PROMPT_SHARE:
             # A topic is one to four words of a text. The first word is skipped, because it may be cut off.
             topics = (" ".join(sample_passage(120)[0].split()[1 : 1 + rng.randint(1, 4)]) for _ in range(per_passage))
-            filled = (
-                rng.choice(PROMPTS["free"]).replace("{}", topic.strip(".,;:!?\"'()")) for topic in topics if topic
-            )
-            prompts = [(text, "free") for text in filled]
+            topics = (topic.strip(".,;:!?\"'()") for topic in topics if topic)
+            prompts = [(rng.choice(PROMPTS["free"]).replace("{}", topic), "free") for topic in topics]
         elif passage:
             opening = rng.choice(PROMPTS["openings"])
             prompts = [(opening + passage + text, kind) for text, kind in _sample_questions(passage, per_passage, rng)]
@@ -165,9 +162,7 @@ def generate_answers(
     progress: Callable[[], None] = lambda: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Has a server answer prompts, and appends each answer to the file as it arrives.
-
-    A killed run continues with the prompts that have no answer yet.
+    """Has a server answer the prompts that have no answer in the file, and appends each answer as it arrives.
 
     Args:
         prompts: for each passage, the prompts about it.

@@ -53,11 +53,9 @@ def attend(
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0]
     # Split, not sliced: the gradient of each slice would be as large as the whole tensor.
     blocks = q.split(QUERY_BLOCK, 1)
-    own_kv = (
-        zip(*(x.split(QUERY_BLOCK, 1) for x in per_query_kv), strict=True) if per_query_kv else [None] * len(blocks)
-    )
+    extra = zip(*(x.split(QUERY_BLOCK, 1) for x in per_query_kv), strict=True) if per_query_kv else [None] * len(blocks)
     out = []
-    for block, block_kv in zip(blocks, own_kv, strict=True):
+    for block, block_kv in zip(blocks, extra, strict=True):
         last = first + block.shape[1]
         low = 0 if window is None else max(0, first - window + 1)
         visible = slice(low, last - shift)

@@ -1,8 +1,7 @@
 """Encodes chats for training: converts various formats to messages, renders them, and marks the assistant's tokens.
 
-The assistant's tokens lie between the generation prompt and the end of its turn. Templates do not return its span, so
-it is searched in the rendered text. Some templates drop reasoning (DeepSeek-R1, QwQ); that of the last answer is
-inserted again, because the model wrote it.
+The assistant's tokens lie between the generation prompt and the end of its turn. They are searched in the rendered
+text. Some templates drop reasoning (DeepSeek-R1, QwQ): the last answer's is inserted again, because the model wrote it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 # Messages -> text: ``render`` ends with a generation prompt, ``plain`` does not.
 Render = Callable[..., str]
-# Role names of other formats -> role names of chat templates.
+# Other role names -> role names of chat templates.
 _ROLES = {"human": "user", "developer": "system", "observation": "tool", "function_response": "tool"}
 _ROLES |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "function_call"), "assistant")
 # Keys of various formats for: the list of turns, a single question, its answer, and the reasoning within a turn.
@@ -57,7 +56,6 @@ def chat_messages(example: Mapping[str, Any]) -> list[Message] | None:
         turns = [*question, *([{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer)]
     if turns is None:
         return None
-    # A greeting before the first question answers nothing.
     messages = list(dropwhile(lambda message: message["role"] == "assistant", map(_convert_turn, turns)))
     system = example.get("system") or example.get("system_prompt")
     if system and messages and messages[0]["role"] != "system":
@@ -110,8 +108,7 @@ def encode_chat(
         truncated: the last answer reached a token limit, so it has no end-of-turn token.
 
     Raises:
-        ValueError: the template hides a part, or the last answer does not follow the generation prompt.
-        PromptError: the template refuses the chat.
+        ValueError, PromptError: the template refuses the chat, or hides a part of it.
     """
     if (template := chat_template_arguments(tokenizer)) is None:
         raise ValueError("with a chat, for which the tokenizer has no template")
@@ -143,8 +140,8 @@ def _render(render: Render, plain: Render, messages: Sequence[Message], truncate
     prompt, content, reasoning = render(before), last["content"], last.get("reasoning_content", "")
     question = [message for message in before if message["role"] == "user"][-1:]
     if before != question and question and not plain(messages).startswith((prompt, plain(before).rstrip())):
-        # The answer changes how earlier turns are rendered (Mistral, gpt-oss). When the model wrote the answer, it saw
-        # them as in ``prompt``: the answer is rendered with the last question alone, and appended to ``prompt``.
+        # The answer changes how earlier turns are rendered (Mistral, gpt-oss). The model saw them as in ``prompt``, so
+        # the answer is rendered behind the last question alone, and appended to ``prompt``.
         short = _render(render, plain, [*question, last], truncated, has_think)
         return prompt + short.removeprefix(render(question)) if short.startswith(render(question)) else short
     if not content and ("tool_calls" in last or not reasoning) and reasoning in (rendered := plain(messages)):
@@ -165,8 +162,7 @@ def _find_answer(text: str, plain: Render, messages: Sequence[Message], i: int, 
     """Finds the span of an answer before the last one; (0, 0): the template hides it. ``start``: None if unknown."""
     if start is not None and text.startswith(prefix := plain(messages[: i + 1]).rstrip()):
         return start, len(prefix)
-    # Many templates render an answer differently while it is the last one: with reasoning (Qwen3), or with another end
-    # (gpt-oss). So the answer's edges are where the text changes if a mark is put there.
+    # Many templates render the last answer differently: with reasoning (Qwen3), or with another end (gpt-oss).
     content, edges = messages[i]["content"], list[int]()
     for marked in (_MARK + content, content + _MARK):
         rendered = plain([*messages[:i], {**messages[i], "content": marked}, *messages[i + 1 :]])
@@ -180,8 +176,7 @@ def _find_answer(text: str, plain: Render, messages: Sequence[Message], i: int, 
 
 
 def _choose_arguments_form(plain: Render, messages: Sequence[Message]) -> Sequence[Message]:
-    """Returns messages whose tool calls have arguments in the form that the template takes: objects or JSON text. The
-    template takes a form if the text that it renders depends on the functions' names."""
+    """Returns messages whose tool calls have arguments in the form that the template renders: objects or JSON text."""
     problem: Exception = ValueError("with a tool call that the chat template does not show")
     encoded = _map_functions(messages, lambda f: f | {"arguments": json.dumps(f["arguments"], ensure_ascii=False)})
     for form in (messages, encoded):

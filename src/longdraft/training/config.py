@@ -182,9 +182,6 @@ class HeadsConfig(RunConfig):
     unused_settings = ("anchor_offset", "intermediate_size")
 
 
-# --- reading ---
-
-
 def parse_template_kwargs(words: Sequence[str]) -> dict[str, Any]:
     """Parses ``name=value``, with values in YAML, into arguments of a chat template. Raises ConfigError."""
     malformed = [word for word in words if not re.fullmatch(r"\w+=.*", word, re.S)]

@@ -66,7 +66,6 @@ class TokenShard(NamedTuple):
         return cls(torch.tensor(ids), torch.tensor(ends), torch.tensor(starts))
 
     def digest(self) -> str:
-        """Returns a hash of the content."""
         return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in self)).hexdigest()[:16]
 
 
@@ -77,8 +76,7 @@ class TokenDataset(Sequence[Document]):
         sources: (token ids, digest, True if the ids are on disk) of each source.
         lengths: number of tokens of each document.
         starts: :attr:`Document.start` of each document.
-        masked_counts: number of tokens of each document behind ``start`` that do not count in the loss. With 0, all
-            count, even if they are marked in the source.
+        masked_counts: number of tokens of each document that marks exclude from the loss; 0: marks are ignored.
     """
 
     def __init__(self, sources: Sequence[tuple[torch.Tensor, str, bool]] = ()) -> None:
@@ -205,8 +203,7 @@ def _skip_system_prompts(dataset: TokenDataset) -> array[int]:
     """Returns the index of each document's first token behind a prefix of many documents (a system prompt), else 0."""
     starts, groups = array("i", bytes(4 * len(dataset))), [torch.arange(len(dataset))]
     many = max(2, min(SYSTEM_PROMPT_DOCUMENTS, len(dataset) / 2))
-    # A group shares a prefix, which is skipped. Its members are then searched for a longer one.
-    while groups:
+    while groups:  # of documents that share a prefix; their next tokens may be shared too
         members = groups.pop()
         prefixes = (dataset.token_ids(i, starts[i], PASSAGE_PREFIX) for i in members.tolist())
         hashes = torch.tensor(array("q", map(_hash, prefixes)))
@@ -251,9 +248,6 @@ def most_frequent_tokens(
         counts += torch.bincount(ids, weights, vocab_size)
     counts[list(always)] = float("inf")
     return counts.argsort(descending=True, stable=True)[:count].sort().values
-
-
-# --- files and shards ---
 
 
 def read_dataset(

@@ -135,9 +135,7 @@ def read_examples(sources: Iterable[Path | str], skipped: SkipCounts) -> Iterato
                         skipped["not JSON" if example is None else "not an object"] += 1
                     yield example if isinstance(example, dict) else None
             except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
-                raise PromptError(
-                    f"{path} cannot be read ({error}): check that it is complete and of this format."
-                ) from None
+                raise PromptError(f"{path} cannot be read ({error}): check the file and its format.") from None
 
 
 def _read(path: Path) -> Iterator[Any]:
@@ -161,7 +159,6 @@ def _read(path: Path) -> Iterator[Any]:
 
 
 def _arrow(path: Path) -> Any:
-    """Imports pyarrow. Raises CapabilityError if it is not installed."""
     try:
         import pyarrow
         import pyarrow.parquet

@@ -48,8 +48,7 @@ def estimate(kind: str, config: Any, gpu: str = "h100", gpus: int = 1, tokens: f
         ``memory_bytes`` of a GPU by part, ``total_bytes``, and whether the run ``fits``; ``draft_weights`` to train;
         ``draft_operations`` (forward and backward) and ``target_operations`` for a token in the loss; ``target_reads``,
         the target's passes over the data, per epoch; ``feature_bytes`` of a token on disk, and ``cache_bytes`` of all
-        data (None without ``cache``); ``step_tokens`` of all GPUs; ``steps``, None if unknown; ``hours`` for ``tokens``
-        (:data:`DEFAULT_TOKENS` if unknown).
+        data (None: no cache); ``step_tokens`` of all GPUs; ``steps`` (None: unknown); ``hours`` for ``tokens``.
 
     Raises:
         ConfigError: the GPU is unknown, the target cannot be trained for, or the kind has no formula.
@@ -68,8 +67,7 @@ def estimate(kind: str, config: Any, gpu: str = "h100", gpus: int = 1, tokens: f
     eagle3_attention = attention + h * (width + kv_width)  # the input of Q, K and V is twice the hidden size
     steps, layers, rank = (getattr(config, name, 0) for name in ("ttt", "layers", "rank"))
     states = h * len(getattr(config, "feature_layers", ()) or (1, 2, 3))
-    # (weights of layers, of a trained head, of other matrices; forwards of a token; attentions of a forward; size of a
-    # token's features)
+    # (weights of layers, of a trained head, other weights, forwards of a token, attentions of each, size of features)
     drafts = {
         "longspec": (attention + 2 * h * width + mlp, 0, 0, 1, 2, kv_width),
         "eagle3": (eagle3_attention + mlp, v * h, states * h, steps, 1, states),

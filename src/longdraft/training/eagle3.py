@@ -1,8 +1,7 @@
 """Trains EAGLE-3 and one-pass drafts: the step with its loss (:class:`Eagle3Trainer`), and the runs.
 
 EAGLE-3, section 3, training-time test. The input at position t is the target's features of t and the embedding of token
-t + 1; the output predicts token t + 2. The rotary position is t in every step. With f the block, o(i, t) its output of
-step i at position t:
+t + 1; the output predicts token t + 2. The rotary position is t in every step. With f the block and o(i, t) its output:
 
     o(0, t) = f(token t + 1, features of t)
     o(i, t) = f(token t + 1, o(i - 1, t - 1))        for steps i > 0, as when the draft reads its own output
@@ -258,9 +257,7 @@ def _train(
     if config.init is not None:  # read before the target is loaded, to report a wrong folder at once
         init_kind = kind_of(config.init)
         if init_kind.name not in (KIND, kind):
-            raise CheckpointError(
-                f"{config.init} holds a draft for {init_kind.name}, not for {kind}: choose another init."
-            )
+            raise CheckpointError(f"{config.init} holds a draft for {init_kind.name}, not for {kind}.")
         loaded = init_kind.load(config.init)
         assert isinstance(loaded, Eagle3Draft)
         init = loaded
@@ -269,7 +266,7 @@ def _train(
     runner, window = session.runner, config.window
     rope = make_rope_parameters(float(runner.shared_parts.description.get("rope_theta") or DEFAULT_ROPE_THETA))
     if init is None:
-        eagle3_block, draft_to_target, layers = _new_block(config, session)
+        eagle3_block, draft_to_target, layers = _new(config, session)
     else:
         layers = _init_feature_layers(config, init, runner)
         eagle3_block, draft_to_target, rope = init.trainable_module(), init.draft_to_target_ids, init.rope
@@ -312,9 +309,7 @@ def scale_to_features(block: Eagle3Block, layers: int, document: Features) -> No
         block.norm.weight.fill_(1 / float(block.lm_head.weight.norm(dim=-1).median().clamp_min(1e-6)))
 
 
-def _new_block(
-    config: Eagle3Config, session: TrainingSession
-) -> tuple[Eagle3Block, torch.Tensor | None, tuple[int, ...]]:
+def _new(config: Eagle3Config, session: TrainingSession) -> tuple[Eagle3Block, torch.Tensor | None, tuple[int, ...]]:
     """Returns a new block, the target ids of its vocabulary (None: all), and the target layers that it reads."""
     runner = session.runner
     layers = config.feature_layers or default_feature_layers(runner.num_layers)
@@ -332,9 +327,7 @@ def _init_feature_layers(config: Eagle3Config, init: Eagle3Draft, runner: Target
     """Returns the target layers that the draft in ``init`` reads. Raises if it cannot be trained for the target."""
     init.check(runner)
     if init.shape.embedding is not None or init.shape.decoder_layers > 1:
-        raise ConfigError(
-            f"{init.folder} has its own embedding or several layers, which cannot be trained: choose another init."
-        )
+        raise ConfigError(f"{init.folder} has its own embedding or several layers: such drafts cannot be trained.")
     layers = init.feature_layers(runner)
     if config.feature_layers and config.feature_layers != layers:
         raise ConfigError(f"feature_layers {config.feature_layers}: the draft in init reads {layers}; leave it out.")

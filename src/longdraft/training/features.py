@@ -150,7 +150,6 @@ class FeatureReader:
         cached_offset = offset if cached_offset is None else cached_offset
         features = self._read_cached(document, cached_offset)
         if offset != cached_offset and "keys" in self.tensor_names:
-            # RoPE at a position rotates by as many steps. A negative number of steps has the sine's other sign.
             positions, keys = torch.tensor([0, abs(offset - cached_offset)]), features.tensors["keys"]
             cos, sin = (t.to(keys.device) for t in self.runner.shared_parts.rotary(positions.to(self.runner.device)))
             # cos at position 0 is YaRN's attention factor (1 without YaRN), which the keys have already.

@@ -36,9 +36,8 @@ MAX_EVAL_DOCUMENTS = 48  # documents of a measurement: enough to compare drafts,
 # Devices with a fused AdamW in torch.
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 # Settings that a resumed run may change, because they do not affect the weights.
-RESUME_MAY_CHANGE = {
-    "out", "save_every", "keep", "track", "threads", "cache", "measure_every", "device", "accumulate", "recompute",
-}  # fmt: skip
+RESUME_MAY_CHANGE = {"out", "save_every", "keep", "track", "threads", "cache", "measure_every", "device"}
+RESUME_MAY_CHANGE |= {"accumulate", "recompute"}
 
 
 class BatchIndices(NamedTuple):
@@ -106,8 +105,7 @@ class StepReport:
     """The metrics of a step, over all processes.
 
     Attributes:
-        step: number of the step, from 1.
-        steps: number of steps of the run.
+        step, steps: number of this step, from 1, and of the run's last step.
         loss: mean over the tokens in the loss, in nats.
         agreement: share of the tokens in the loss that are the draft's first choice, by level 1, 2, ...
         tokens_per_second: tokens in the loss (without prompts) / seconds of the step, without measurements.
@@ -133,8 +131,7 @@ class TrainingLoop:
         layers: decoder layers whose output states the draft reads; (): the last layer's KV; None: token ids alone.
         kind: name of the draft's kind.
         draft_config: entries of the draft's config.json that its kind needs.
-        levels: largest depth in the trainer's results.
-        eval_levels: depth of simulated acceptance.
+        levels, eval_levels: largest depth in the trainer's results, and depth of simulated acceptance.
         max_shift: largest shift of a document.
         on_start: called with the features of the first document before the first step.
 
@@ -339,9 +336,7 @@ class TrainingLoop:
                 with (self.out / LOG).open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
             except OSError as error:
-                raise CheckpointError(
-                    f"{self.out / LOG} cannot be written: {error}. Check the disk and the folder's rights."
-                ) from error
+                raise CheckpointError(f"{self.out / LOG} cannot be written: {error}.") from error
         values = {name: row[name] for name in ("loss", "lr", "tokens_per_second")}
         values |= {f"agreement/{level}": share for level, share in report.agreement.items()}
         if report.simulated is not None:
@@ -383,11 +378,7 @@ class TrainingLoop:
         or data. A finished run may continue with more epochs or steps.
         """
         for path in self._checkpoints()[-1:]:
-            with file_errors(
-                path,
-                f"The checkpoint {path} cannot be read",
-                "Delete it: the run continues from the checkpoint before.",
-            ):
+            with file_errors(path, f"The checkpoint {path} cannot be read", "Delete it to resume from the one before."):
                 state, identity = read_json(path / STATE), self._identity
                 # A setting that an old checkpoint lacks had its default.
                 saved = {f.name: f.default for f in dataclasses.fields(self.config)} | state["config"] | state

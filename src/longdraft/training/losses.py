@@ -20,8 +20,7 @@ class TargetDistribution(NamedTuple):
         states: (M, hidden size) last hidden states, after the final norm.
         state_indices: (N,) for each label, the row of its state.
         head: (V, hidden size) rows of the target's head for the draft's vocabulary, in the dtype of matrix products.
-        scale: factor of the target's logits.
-        softcap: softcap of the target's logits; None: no cap.
+        scale, softcap: factor and softcap of the target's logits; softcap None: no cap.
     """
 
     states: torch.Tensor

@@ -53,7 +53,6 @@ class TrainingSession:
         levels: number of drafted tokens. A document must have more tokens in the loss.
 
     Attributes:
-        runner: the target.
         train_documents: the documents to train on.
         held_out: the documents to measure on.
 

@@ -64,9 +64,7 @@ class PackedBatch:
     """The inputs of several documents, end to end.
 
     Attributes:
-        documents: the documents.
-        spans: (low, first, end) of each document: its inputs are the positions low .. end - 1, of which the positions
-            first .. end - 1 have labels.
+        spans: (low, first, end) of each document: positions low .. end - 1 are inputs, first .. end - 1 have labels.
     """
 
     documents: Sequence[Features]
@@ -195,8 +193,7 @@ class DraftTrainer(nn.Module):
     def pack(
         self, documents: Sequence[Features], shifts: Sequence[int] = (), context: int | None = None
     ) -> PackedBatch:
-        """Packs documents with their shifts (default: 0). ``context``: maximum number of inputs before a document's
-        first label; None: all."""
+        """Packs documents with their shifts (none: 0). ``context``: inputs before the first label; None: all."""
         spans = []
         for document, shift in zip(documents, shifts or [0] * len(documents), strict=True):
             num_tokens = len(document.token_ids)
@@ -236,8 +233,7 @@ class DraftTrainer(nn.Module):
 
         Args:
             hidden: (N, hidden size) states, whose product with ``head`` (V', hidden size) is the logits.
-            depths: (N,), as in :class:`StepOutput`.
-            weight: (N,) weights of the labels in the loss, or one weight.
+            depths, weight: (N,), the level of each label, and its weight in the loss.
         """
         ids, _, mask, target = labels
         loss, ranks = soft_cross_entropy(hidden, head, ids, weight * mask, target, self.distill)
