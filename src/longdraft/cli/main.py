@@ -47,7 +47,7 @@ class CommandGroup(TyperGroup):
 
 
 class PrefixCommand(TyperCommand):
-    """A subcommand, after which shells also complete the second word of names with two words."""
+    """A subcommand such as ``bench``. Shells also complete its second words, such as ``quality``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:

@@ -98,7 +98,7 @@ def method_options(method: str | None, pairs: Iterable[str], flags: Mapping[str,
     """Parses options: ``["branches=2"]`` -> ``{"branches": 2}``. Values are numbers, true, false, or text.
 
     Args:
-        method: None: any of the default methods, of which the model decides.
+        method: None: the options of all default methods are allowed, because the model decides which is used.
         flags: further options, from flags such as --nodes.
 
     Raises:

@@ -31,7 +31,7 @@ class ProgressBar:
 
     def __init__(self, unit: str = "", total: int | None = None, silent: bool = False) -> None:
         self._err, self._silent = console.stderr(), silent
-        self._shown = self._err.is_terminal and not silent
+        self._is_bar = self._err.is_terminal and not silent
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=20),
@@ -43,7 +43,7 @@ class ProgressBar:
             transient=True,
             # The bar is drawn on updates only: a drawing thread would slow down measurements.
             auto_refresh=False,
-            disable=not self._shown,
+            disable=not self._is_bar,
         )
         self._task = self._bar.add_task("", total=total, figures="")
         self._unit, self._total, self._began = unit, total, time.monotonic()
@@ -62,7 +62,7 @@ class ProgressBar:
         if self._activity is None or is_new:
             self._activity = activity, now, done
             self._bar.reset(self._task, total=total, completed=done, description=activity, figures=figures)
-        if self._shown:
+        if self._is_bar:
             self._bar.start()
             self._bar.update(self._task, completed=done, total=total, figures=figures, refresh=True)
         elif is_new or now - self._last_line >= LINE_INTERVAL or done == total:
@@ -79,7 +79,7 @@ class ProgressBar:
     def print_line(self, line: str) -> None:
         """Prints a line above the bar."""
         if not self._silent:
-            self._err.print(Text(line, style="dim" if self._shown else ""))
+            self._err.print(Text(line, style="dim" if self._is_bar else ""))
 
     def close(self) -> None:
         """Removes the bar. Further calls have no effect."""

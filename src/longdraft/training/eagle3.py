@@ -100,7 +100,7 @@ class Eagle3Trainer(DraftTrainer):
         in_loss = pack.loss_indices.to(device)
         x = self.embed(pack.gather([d.token_ids for d in documents], shift=1))
         cos, sin = self.rotary(pack.gather([d.positions for d in documents]).to(device))
-        g = self.project_features(pack, shifts)
+        g = self.project_features(pack, shifts)  # named as in the paper
         # Queries of each document in the present step; keys and values by step, then by document.
         counts, step_kv = pack.loss_lengths, list[list[KVPair]]()
         attention = [self._step_attention(pack.input_lengths, counts, step_kv)]
@@ -109,7 +109,7 @@ class Eagle3Trainer(DraftTrainer):
         x, g, cos, sin = (t[in_loss] for t in (x, g, cos, sin))
         for step in range(1, ttt_steps or self.ttt_steps):
             retained = max(1, round(len(documents) * (self.retain**step if self.training else 1)))
-            ranges = torch.arange(sum(counts)).split(counts)[:retained]
+            ranges = torch.arange(sum(counts)).split(counts)[:retained]  # the previous step's queries, by document
             counts = [max(0, n - 1) if d < retained else 0 for d, n in enumerate(counts)]
             if not sum(counts):  # no document is long enough for this step
                 break
@@ -127,9 +127,9 @@ class Eagle3Trainer(DraftTrainer):
         labels = self.labels(pack, index)
         weight = (labels.target_argmax >= 0) * decays
         spans = zip(documents, pack.spans, strict=True)
-        previous = torch.cat([d.token_ids[first + 1 : -1] for d, (_, first, _) in spans])
+        previous_ids = torch.cat([d.token_ids[first + 1 : -1] for d, (_, first, _) in spans]).to(device)
         out = torch.cat(outputs)
-        hidden, head = self.states_and_head(self.block.norm(out), self.target_to_draft[previous.to(device)][index])
+        hidden, head = self.states_and_head(self.block.norm(out), self.target_to_draft[previous_ids][index])
         return self.step_loss(pack, out, self.output(hidden, head, labels, depths, weight))
 
     def project_features(self, pack: PackedBatch, shifts: Sequence[int]) -> torch.Tensor:

@@ -163,14 +163,14 @@ class TrainingLoop:
         if config.distill:
             trainer.measure_logit_scale(session.runner)
         trainer.to(session.runner.device)
-        spans = zip(held_out.lengths, held_out.starts, held_out.masked_counts, strict=True)
-        long = [i for i, (length, start, masked) in enumerate(spans) if length - start - masked > eval_levels]
-        if config.held_out and not long:
+        sizes = zip(held_out.lengths, held_out.starts, held_out.masked_counts, strict=True)
+        usable = [i for i, (length, start, masked) in enumerate(sizes) if length - start - masked > eval_levels]
+        if config.held_out and not usable:
             raise PromptError(f"No held-out document has more than {eval_levels} tokens in the loss: raise held_out.")
-        self.held_out = [held_out[i] for i in long[:: max(1, len(long) // MAX_EVAL_DOCUMENTS)][:MAX_EVAL_DOCUMENTS]]
-        processes = accelerator.num_processes
+        stride = max(1, len(usable) // MAX_EVAL_DOCUMENTS)
+        self.held_out = [held_out[i] for i in usable[::stride][:MAX_EVAL_DOCUMENTS]]
         loss_tokens = array("i", (self._num_loss_tokens(i, 0) for i in range(len(self._documents))))
-        self.sampler = BatchSampler(loss_tokens, config, max_shift, processes)
+        self.sampler = BatchSampler(loss_tokens, config, max_shift, processes := accelerator.num_processes)
         if not self.sampler.batches(0):
             raise PromptError(f"The data make fewer batches than {processes} processes: give more text, or lower rows.")
         weights, betas = list(trainer.parameters()), (config.betas[0], config.betas[1])

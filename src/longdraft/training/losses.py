@@ -39,7 +39,7 @@ class TargetDistribution(NamedTuple):
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
-    """- sum over tokens of  a log softmax(z)_label + b sum over k of p_k log softmax(z)_k  with logits z = h W^T.
+    """Loss = -(sum over tokens of a log softmax(z)_label + b sum over k of p_k log softmax(z)_k), with z = h W^T.
     ``weights`` (N, 2) are a and b of each token, p is the target's distribution."""
 
     @staticmethod
