@@ -138,7 +138,7 @@ def bench(
         file = RecordFile(output.results, header, BatchResult)
     for size, count in left_over.items():
         if count:
-            console.note(f"{count} sample{'s do' if count > 1 else ' does'} not fill a batch of {size}: left out.")
+            console.note(f"{count} sample{'s are' if count > 1 else ' is'} left out of batches of {size}: too few.")
     experiment = Experiment(bench.steps(batches), lambda result: result.key, file)
 
     def make_report(complete: bool) -> Report:
