@@ -167,7 +167,7 @@ def _check_paths(settings: RunConfig) -> None:
     from longdraft.drafts import hub
 
     if not settings.data:
-        raise ConfigError("No training data: set data=text.jsonl, or in YAML data: [a.jsonl, b.jsonl.gz].")
+        raise ConfigError("No data: set data=text.jsonl, or in YAML data: [a.jsonl, b.jsonl.gz].")
     for source in (*settings.data, *settings.vocabulary_from):
         if not Path(source).exists():
             raise ConfigError(f"There is no file or folder {source}: check data and vocabulary_from.")
