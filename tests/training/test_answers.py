@@ -165,7 +165,7 @@ def test_the_command(stub, tmp_path, capsys):
         found = json.loads(ended.out.splitlines()[-1])
         assert found["rows"] == 12 and found["tokens"] == found["usage"][1]
         assert {row["source"] for row in rows_of(out)} <= {f"{tmp_path}/{name}.jsonl" for name in "ab"}
-        assert "tokens/s" in ended.err and "hours a million" in ended.err
+        assert "tokens/s" in ended.err and "hours for a million" in ended.err
         asked.append({row["messages"][0]["content"] for row in rows_of(out)})
     assert len(asked[0] & asked[1]) < 6
     for wrong in (["--part", "1/2"], ["--price", "1,2"], ["--kind", "repeats"], ["--kind", "tokens"], ["--dtype", "a"]):

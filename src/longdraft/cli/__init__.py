@@ -1,4 +1,4 @@
-"""The command line, a file a verb.
+"""The command line: one file for each command.
 
 May import: everything.
 """

@@ -1,4 +1,4 @@
-"""``longdraft bench acceptance`` and ``bench length``: drafts against context length."""
+"""``longdraft bench acceptance`` and ``bench length``: mean accepted length and speed by context length."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 LENGTHS = "512,1024,2048,4096,8192,16384,32768"
 MIN_LENGTH, MAX_LENGTH = 1024, 131072
-_CUT = "Prompt lengths in tokens; texts are cut to them. Beyond the model's context, YaRN stretches it."
+_LENGTHS_HELP = "Prompt lengths in tokens; texts are cut to each. Beyond the model's context, YaRN is used."
 
 
 @dataclass(frozen=True)
 class LengthPromptOptions(measure_options.SeededPromptOptions):
     """Options of the prompts of ``bench length``."""
 
-    limit: Annotated[int, typer.Option(min=1, help="Rows to use of each file.")] = 2
+    limit: Annotated[int, typer.Option(min=1, help="Rows of each file to use.")] = 2
 
 
 def acceptance(
     *,
     prompt_options: measure_options.SeededPromptOptions,
-    lengths: Annotated[str, typer.Option(help=_CUT)] = LENGTHS,
+    lengths: Annotated[str, typer.Option(help=_LENGTHS_HELP)] = LENGTHS,
     short: measure_options.ShortPrompts = "leave",
     methods: Annotated[
         str | None,
@@ -49,7 +49,7 @@ def acceptance(
     ] = "0,1",
     sampling: Annotated[
         SamplingScheme,
-        typer.Option(help="Above temperature 0. coupled: sample the target at each token; standard: rejection."),
+        typer.Option(help="Above temperature 0. coupled: the target is sampled at each node; standard: rejection."),
     ] = "coupled",
     foresee: options.Foresee = True,
     model_options: options.ModelOptions,
@@ -57,9 +57,9 @@ def acceptance(
     svg: Annotated[Path | None, typer.Option(help="Write a chart to this SVG file, one for each temperature.")] = None,
     user_files: options.Load = None,
 ) -> None:
-    """Measure mean accepted length against context length, greedy and sampled, with the papers' trees.
+    """Measure mean accepted length by context length, greedy and sampled, with each method's own draft trees.
 
-    Ctrl-C ends it and shows the results so far.
+    Ctrl-C ends the run and shows the results so far.
     """
     from longdraft.bench import length_reports
 
@@ -95,7 +95,7 @@ def bench_length(
     *,
     prompt_options: LengthPromptOptions,
     lengths: Annotated[
-        str | None, typer.Option(help=_CUT, show_default="1024, 2048, ... up to the model's context")
+        str | None, typer.Option(help=_LENGTHS_HELP, show_default="1024, 2048, ... up to the model's context")
     ] = None,
     short: measure_options.ShortPrompts = "join",
     methods: Annotated[
@@ -112,9 +112,9 @@ def bench_length(
     output: measure_options.ReportOptions,
     user_files: options.Load = None,
 ) -> None:
-    """Measure, at each length, the mean accepted length that speculation needs to be faster, and what drafts reach.
+    """Measure, by prompt length, the mean accepted length that a draft needs to pay off, and what drafts reach.
 
-    Greedy. Ctrl-C ends it and shows the results so far.
+    Decoding is greedy. Ctrl-C ends the run and shows the results so far.
     """
     from longdraft.bench import length_reports
     from longdraft.bench.settings import REFERENCE
@@ -150,13 +150,14 @@ def _measure(
     """Measures methods on prompts of several lengths. The model is loaded again for each YaRN factor.
 
     Args:
-        make_report: makes a report of (runs, methods, notes, True if no run is missing).
-        methods: separated by commas; None: that of --draft, else of drafts that ship for the model, else ``fallback``.
-        lengths_for: returns prompt lengths for the model's context length.
-        always: methods that are measured first in any case. settings_args: further arguments of the bench's Settings.
+        make_report: makes a report from (records, methods, notes, True if no record is missing).
+        methods: names, by commas; None: of --draft, else of the drafts that ship for the model, else ``fallback``.
+        lengths_for: returns the prompt lengths for a model's context length.
+        always: methods that are measured in any case, before others.
+        settings_args: further arguments of the benchmark's Settings.
 
     Raises:
-        SettingError: a method that is not longdraft's, or an option that none of the methods has.
+        SettingError: a method is not longdraft's, or none of the methods has an option that is set.
     """
     from longdraft.bench.acceptance import AcceptanceBench, default_methods, open_records
     from longdraft.bench.experiment import Experiment
@@ -172,7 +173,7 @@ def _measure(
 
     def make_settings(names: Sequence[str]) -> Settings:
         if not names or any(name in PEERS for name in names):
-            raise options.SettingError("--methods must name at least one method of `longdraft methods`, and no other.")
+            raise options.SettingError("--methods takes one or more of the methods in `longdraft methods`.")
         with options.settings_checked():
             return Settings(
                 tuple(dict.fromkeys((*always, *names))), draft_options=draft_options.options(),
@@ -194,7 +195,7 @@ def _measure(
         def load(factor: float | None) -> longdraft.LoadedModel:
             if factor is None:
                 return model_options.load(status)
-            # Silent, because the progress bar of the runs is on the screen.
+            # No messages, because the progress bar is on the screen.
             stretched = replace(model_options, rope_factor=factor * (model_options.rope_factor or 1))
             return stretched.load(lambda message: None)
 

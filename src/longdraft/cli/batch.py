@@ -13,12 +13,12 @@ from longdraft.cli.cancel import Cancel
 from longdraft.cli.progress import ThroughputBar
 from longdraft.errors import CapabilityError, CheckpointError
 
-_BAD_ROWS = 1  # exit code if a prompt has no answer
+_EXIT_ROW_ERRORS = 1  # exit code if a prompt has no answer
 
 
 def batch(
     *,
-    source: Annotated[Path, typer.Argument(metavar="IN", help="Prompts: JSONL objects with prompt or messages.")],
+    source: Annotated[Path, typer.Argument(metavar="IN", help="JSONL file: rows with `prompt` or `messages`.")],
     answers: Annotated[Path, typer.Argument(metavar="OUT", help="JSONL file to write: answers in the same order.")],
     method: options.Method = None,
     option: options.MethodOptionPairs = None,
@@ -27,19 +27,19 @@ def batch(
     ] = None,
     context: Annotated[
         int,
-        typer.Option(min=0, help="KV cache to allocate at the start, in tokens.", show_default="as prompts need it"),
+        typer.Option(min=0, help="Tokens of KV cache to allocate at the start.", show_default="as prompts need it"),
     ] = 0,
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "-n", min=1, help="Maximum number of new tokens, unless the prompt says.")
+        int, typer.Option("--max-tokens", "-n", min=1, help="Maximum number of new tokens, if a row sets none.")
     ] = 256,
     sampling_options: options.SamplingOptions,
-    seed: Annotated[int, typer.Option(min=0, help="Random seed of the first prompt; prompt i has this + i.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the first prompt; prompt i has seed + i.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this string; repeatable.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt, without a chat template.")] = False,
     decoding: method_options.DecodingOptions,
     output: options.OutputOptions,
 ) -> None:
-    """Answer the prompts of a file. A stopped run continues where it was. A prompt without an answer has an error."""
+    """Answer the prompts of a file. A stopped run can be continued. A prompt that fails gets an error as its answer."""
     method_args = decoding.resolve_options(method, option)
 
     from longdraft.engine.request import normalize_stop
@@ -51,7 +51,7 @@ def batch(
         from longdraft.batch.run import BatchEngine, RunCounts, run
     except ImportError as error:
         raise CapabilityError(
-            f'A file of prompts is answered by the server\'s engine: pip install "longdraft[serve]" ({error}).'
+            f'longdraft batch needs the packages of the server: pip install "longdraft[serve]" ({error}).'
         ) from error
 
     with options.settings_checked():
@@ -75,13 +75,13 @@ def batch(
             if file.rows_at_start < total:
                 engine.prepare(status)
             status.close()
-            first = file.rows
+            first_row = file.rows
             with ThroughputBar("", "rows", total) as bar, Cancel(sigterm=True) as cancel:
 
                 def draw(counts: RunCounts) -> None:
                     bar.update(file.rows, counts.new_tokens, f", {file.errors} errors" if file.errors else "")
 
-                counts = engine.run_with(lambda: run(read_lines(source, first), file, engine, draw, cancel))
+                counts = engine.run_with(lambda: run(read_lines(source, first_row), file, engine, draw, cancel))
             seconds = bar.seconds
     console.note(
         f"{answers}: {file.rows:,} of {total:,} rows, {file.errors:,} of them errors; {counts.new_tokens:,} new tokens "
@@ -98,4 +98,4 @@ def batch(
         console.note("Cancelled. The same command continues after the last row.")
         raise typer.Exit(cancel.exit_code)
     if file.errors:
-        raise typer.Exit(_BAD_ROWS)
+        raise typer.Exit(_EXIT_ROW_ERRORS)

@@ -12,8 +12,8 @@ from longdraft.bench.tables import Report
 from longdraft.cli import console, measure_options, method_options, options, processes
 
 SELF_DRAFTING = "self:lookup=true"  # the default method on a CPU
-METHODS_BY_DEFAULT = ("ar", "prompt-lookup", SELF_DRAFTING, "hf")
-# A long prompt, but a benchmark of minutes on two CPU cores.
+DEFAULT_METHODS = ("ar", "prompt-lookup", SELF_DRAFTING, "hf")
+# Defaults without and with --quick: the built-in prompts are long, but two CPU cores only need minutes.
 BUILT_IN_CONTEXT, QUICK_CONTEXT = 2048, 1024
 TOKENS, QUICK_TOKENS = 64, 32
 REPEATS, QUICK_REPEATS = 3, 1
@@ -37,14 +37,14 @@ def bench(
         typer.Option(
             help="Methods to compare, separated by commas; also hf (transformers' generate) and hf-eager. Options "
             "follow a method: specpv:budget=512:selector=quest.",
-            show_default=",".join(METHODS_BY_DEFAULT) + "; with --draft, its method instead of the third",
+            show_default=",".join(DEFAULT_METHODS) + "; with --draft, its method instead of the third",
         ),
     ] = None,
     quick: Annotated[
         bool,
         typer.Option(
             "--quick",
-            help=f"Use {QUICK_ROWS} rows of each file, {QUICK_TOKENS} new tokens, one repeat; other options win.",
+            help=f"Use {QUICK_ROWS} rows of each file, {QUICK_TOKENS} new tokens, one repeat, where no option is set.",
         ),
     ] = False,
     draft_options: method_options.DraftOptions,
@@ -52,11 +52,11 @@ def bench(
     context: Annotated[
         str | None,
         typer.Option(
-            help="Longest prompt in tokens; documents are cut. Several, separated by commas, are all measured.",
+            help="Longest prompt in tokens; documents are cut to it. Takes several, separated by commas.",
             show_default=f"not cut; {BUILT_IN_CONTEXT} without --data",
         ),
     ] = None,
-    batch: Annotated[str, typer.Option(help="Batch size; several, separated by commas, are all measured.")] = "1",
+    batch: Annotated[str, typer.Option(help="Batch size; takes several, separated by commas.")] = "1",
     repeats: Annotated[
         int | None, typer.Option(help="Number of timed repeats; the median counts.", show_default=f"{REPEATS}")
     ] = None,
@@ -71,18 +71,16 @@ def bench(
     model_options: options.ModelOptions,
     offload: options.Offload = None,
     profile: Annotated[
-        bool,
-        typer.Option("--profile", help="Profile some rounds after the timed ones: shows where the time goes."),
+        bool, typer.Option("--profile", help="Profile some rounds after the timed ones, to show where the time goes.")
     ] = False,
     output: measure_options.ReportOptions,
     user_files: options.Load = None,
 ) -> None:
     """Measure methods on the same prompts, in turn, against ar (plain decoding) and hf (transformers).
 
-    Without options, prompts ask for summaries of and quotations from three modules of Python's standard library: 2,048
-    prompt tokens, 64 new tokens, three repeats. Ctrl-C ends it and shows the results so far.
+    Without options, prompts ask for summaries of, and quotations from, three modules of Python's standard library:
+    2,048 prompt tokens, 64 new tokens, three repeats. Ctrl-C ends the run and shows the results so far.
     """
-
     from longdraft.bench import report
     from longdraft.bench.experiment import Experiment
     from longdraft.bench.prompts import encode_prompts, make_batches
@@ -106,7 +104,7 @@ def bench(
         contexts = method_options.parse_ints("--context", context)
     elif not prompt_options.data:
         contexts = (QUICK_CONTEXT if quick else BUILT_IN_CONTEXT,)
-    names = METHODS_BY_DEFAULT if methods is None else tuple(method_options.split_commas(methods))
+    names = DEFAULT_METHODS if methods is None else tuple(method_options.split_commas(methods))
     if methods is None and draft_options.draft is not None:
         names = tuple(kind_of(draft_options.draft).name if name == SELF_DRAFTING else name for name in names)
     with options.settings_checked():
@@ -138,9 +136,9 @@ def bench(
     if output.results is not None:
         header = bench_header(bench, prompts, model_options.name, prompt_options.sources, prompt_options.limit)
         file = RecordFile(output.results, header, BatchResult)
-    for size, left in left_over.items():
-        if left:
-            console.note(f"{left} sample{'s are' if left > 1 else ' is'} left out of batches of {size}.")
+    for size, count in left_over.items():
+        if count:
+            console.note(f"{count} sample{'s are' if count > 1 else ' is'} left out of batches of {size}: too few.")
     experiment = Experiment(bench.steps(batches), lambda result: result.key, file)
 
     def make_report(complete: bool) -> Report:

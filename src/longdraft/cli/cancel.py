@@ -1,4 +1,4 @@
-"""Cancels a run on Ctrl-C: the first asks the engine to stop, the second ends the process. SIGTERM may only ask."""
+"""Cancels a run on Ctrl-C: the first asks the run to stop, the second raises KeyboardInterrupt. SIGTERM only asks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Cancel:
         return EXIT_CODE if self._received is None else 128 + self._received
 
     def __enter__(self) -> Cancel:
-        # Python delivers signals to the main thread only, and lets no other thread catch them.
+        # In Python, only the main thread may set signal handlers.
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._handle) for number in self._signals}
         return self
@@ -54,7 +54,7 @@ class Cancel:
 
 
 def interruptible(verb: Callable[..., None]) -> Callable[..., None]:
-    """Makes Ctrl-C end a command in the same way with every version of typer."""
+    """Makes Ctrl-C end a command with exit code 130, whatever the version of typer."""
 
     @functools.wraps(verb)
     def wrapped(*arguments: Any, **options: Any) -> None:

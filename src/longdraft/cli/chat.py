@@ -59,7 +59,7 @@ def chat(
 
 @dataclass(frozen=True)
 class ChatSettings:
-    """The settings that /set changes."""
+    """The settings of answers, which the command /set changes."""
 
     sampling: longdraft.Sampling
     max_tokens: int
@@ -67,9 +67,9 @@ class ChatSettings:
 
     def with_value(self, name: str, text: str) -> ChatSettings:
         """A copy with one setting changed. Raises RequestError for an unknown name or a bad value."""
-        is_int, known = name in ("max_tokens", "seed"), [f.name for f in fields(longdraft.Sampling)]
-        if not is_int and name not in known:
-            raise RequestError(f"/set takes max_tokens, seed, {', '.join(known)}, not {name!r}")
+        is_int, sampling_names = name in ("max_tokens", "seed"), [f.name for f in fields(longdraft.Sampling)]
+        if not is_int and name not in sampling_names:
+            raise RequestError(f"/set takes max_tokens, seed, {', '.join(sampling_names)}, not {name!r}")
         values = (method_options.parse_ints if is_int else method_options.parse_floats)(name, text)
         if len(values) != 1:
             raise RequestError(f"/set {name} takes one number, not {text!r}")
@@ -82,8 +82,8 @@ class Chat:
     """A conversation with a model, with its /commands.
 
     Args:
-        make_speculator: makes a speculator from a method's name and options.
-        documents: texts that precede the first question.
+        make_speculator: makes a speculator from a method's name (None: the default method) and options.
+        documents: texts to put before the first question.
     """
 
     def __init__(
@@ -99,8 +99,9 @@ class Chat:
         self._system, self._documents = template_options.system, list(documents or [])
         self._template_kwargs = template_options.template_kwargs
         self._messages: list[dict[str, str]] = []
-        # Reused for all turns, and for another method if it reads no other layers.
+        # Kept for the whole conversation; /method replaces it if the new method reads further layers of the target.
         self._cache = longdraft.PromptCache(spec.feature_layers())
+        # /help -> _command_help, and so on.
         self._commands: dict[str, Callable[[str], None]] = {
             name.removeprefix("_command_"): getattr(self, name) for name in dir(self) if name.startswith("_command_")
         }
@@ -111,7 +112,7 @@ class Chat:
         if terminal:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401  (arrow keys and history in input())
-        leaving = False  # True after a first Ctrl-C
+        leaving = False  # True if the last input was Ctrl-C
         while True:
             try:
                 line = input("> " if terminal else "").strip()
@@ -134,14 +135,11 @@ class Chat:
                     self.ask(line)
             except (LongdraftError, OSError) as error:
                 if isinstance(error, OSError) and not line.startswith("/"):
-                    raise  # stdout is closed
+                    raise  # stdout is closed: the answer cannot be shown
                 console.error(str(error) if line.startswith("/") else console.with_flag_names(str(error)))
 
-    # --- questions ---
-
     def ask(self, text: str) -> longdraft.Result | None:
-        """Asks a question and shows the answer as it comes. None: it was stopped before its first token."""
-
+        """Asks a question and shows the answer as it comes. Returns None if Ctrl-C stopped it before a token."""
         question = "\n\n".join([*self._documents, text])
         messages = [*self._messages, {"role": "user", "content": question}]
         system = [{"role": "system", "content": self._system}] if self._system else []
@@ -158,7 +156,7 @@ class Chat:
                     f"{error} /new starts a new conversation; --rope-factor stretches the context."
                 ) from None
             result = display_run(run, len(prompt), TextOutput())
-        console.note(_figures(result))
+        console.note(_describe(result))
         if not result.token_ids:
             return None
         self._documents = []
@@ -172,8 +170,8 @@ class Chat:
         if name in ("quit", "exit"):
             return False
         if name not in self._commands:
-            near = get_close_matches(name, [*self._commands, "quit"], 1)
-            advice = f"; did you mean /{near[0]}?" if near else "."
+            matches = get_close_matches(name, [*self._commands, "quit"], 1)
+            advice = f"; did you mean /{matches[0]}?" if matches else "."
             raise RequestError(f"There is no command /{name}{advice} /help lists the commands.")
         self._commands[name](rest.strip())
         return None
@@ -185,7 +183,7 @@ class Chat:
         console.print_line(f"/{'quit':<8} end (Ctrl-D too); Ctrl-C stops an answer")
 
     def _command_method(self, text: str) -> None:
-        """NAME [option=value ...]: decode with another method; alone: show the present one"""
+        """NAME [option=value ...]: decode with another method; without NAME: show the method in use"""
         if text:
             name, *pairs = text.split()
             spec = self._make_speculator(name, method_options.method_options(name, pairs))
@@ -211,7 +209,7 @@ class Chat:
         self._messages = self._messages[:-2]
 
     def _command_set(self, text: str) -> None:
-        """NAME VALUE: set temperature, top_p, max_tokens, seed, ...; alone: show the settings"""
+        """NAME VALUE: set temperature, top_p, max_tokens, seed, ...; without NAME: show the settings"""
         if text:
             name, _, value = text.replace("=", " ").partition(" ")
             with options.settings_checked():
@@ -221,11 +219,13 @@ class Chat:
         console.note(", ".join(f"{name} {value}" for name, value in values.items() if value is not None))
 
 
-def _figures(result: longdraft.Result) -> str:
-    read = result.prompt_tokens - result.cached_tokens
-    parts = [f"{result.new_tokens} tokens", f"{read:,} of {result.prompt_tokens:,} prompt tokens read"]
+def _describe(result: longdraft.Result) -> str:
+    """The line below an answer: tokens, speed, mean accepted length, prompt tokens, and why the answer ended."""
+    parts = [f"{result.new_tokens} tokens"]
     if result.rounds:
-        parts[1:1] = [f"{result.tokens_per_second:.1f} tokens/s", f"{result.mean_accepted_length:.2f} a forward"]
+        parts += [f"{result.tokens_per_second:.1f} tokens/s", f"{result.mean_accepted_length:.2f} a forward"]
+    read = result.prompt_tokens - result.cached_tokens
+    parts.append(f"{read:,} of {result.prompt_tokens:,} prompt tokens read")
     if result.finish_reason in ("length", "cancelled"):
         parts.append("stopped" if result.finish_reason == "cancelled" else "cut at max_tokens")
     return ", ".join(parts)

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-# Columns if the output is no terminal. rich would take 80 and cut tables.
+# Width in columns if the output is not a terminal. By default, rich takes 80 and cuts tables.
 NO_TERMINAL_WIDTH = 200
 
-# Consoles are made at each use, because tests and torchrun replace the streams.
+# Consoles are made at each use, because tests and torchrun replace sys.stdout and sys.stderr.
 
 
 def stdout() -> Console:
@@ -34,14 +34,14 @@ def _console(stderr: bool) -> Console:
 
 def has_colors(console: Console) -> bool:
     """True for a terminal with colours, unless NO_COLOR is set."""
-    capable = console.is_terminal and console.color_system is not None and not console.legacy_windows
-    return capable and not console.no_color
+    supports_color = console.is_terminal and console.color_system is not None and not console.legacy_windows
+    return supports_color and not console.no_color
 
 
 def print_renderable(target: Console, renderable: RenderableType) -> None:
-    """Prints a table or another renderable, without trailing blanks if the output is no terminal."""
+    """Prints a table or another renderable, without trailing blanks if the output is not a terminal."""
     if target.is_terminal:
-        # A table that is too wide wraps, instead of losing columns.
+        # Too wide a table is printed in full, and the terminal wraps its lines: rich would drop columns.
         width = max(target.width, target.measure(renderable).minimum)
         target.print(renderable, soft_wrap=False, width=width, crop=False)
         return
@@ -54,7 +54,7 @@ def print_renderable(target: Console, renderable: RenderableType) -> None:
 def print_report(
     tables: Iterable[tuple[str, RenderableType]], remarks: Iterable[Text] = (), definitions: Iterable[str] = ()
 ) -> None:
-    """Prints tables under their titles, then remarks and the definitions of the figures, on stdout."""
+    """Prints tables under their titles, then remarks, then definitions of the tables' terms, on stdout."""
     out = stdout()
     for title, table in tables:
         out.print(Text(title, style="bold"))
@@ -80,28 +80,29 @@ def print_line(text: str) -> None:
     sys.stdout.flush()
 
 
-def progress_bar(share: float, width: int = 20) -> Text:
-    """A bar for a share of 0 to 1."""
-    done = round(min(max(share, 0.0), 1.0) * width)
+def progress_bar(fraction: float, width: int = 20) -> Text:
+    """A bar of ``width`` columns for a fraction that is done."""
+    done = round(min(max(fraction, 0.0), 1.0) * width)
     return Text.assemble(("━" * done, "green"), ("━" * (width - done), "dim"))
 
 
 class Status:
-    """Shows messages on stderr: a spinner on a terminal, else a line each. Close it before anything is timed, because
-    the spinner's thread wakes up many times a second."""
+    """Shows messages on stderr: beside a spinner on a terminal, else on a line each. Close it before anything is timed,
+    because the spinner's thread wakes up many times a second."""
 
     def __init__(self) -> None:
-        self._console, self._last = stderr(), ""
+        self._console, self._last_message = stderr(), ""
         self._spinner = self._console.status(Text("")) if self._console.is_terminal else None
 
     def __call__(self, message: str) -> None:
-        text, share = Text(message + " ..."), getattr(message, "share", None)
+        # Messages of long steps have an attribute: the fraction that is done.
+        text, fraction = Text(message + " ..."), getattr(message, "share", None)
         if self._spinner is not None:
-            self._spinner.update(text if share is None else Text.assemble(progress_bar(share), " ", text))
+            self._spinner.update(text if fraction is None else Text.assemble(progress_bar(fraction), " ", text))
             self._spinner.start()
-        elif share is None or message != self._last:
+        elif fraction is None or message != self._last_message:
             self._console.print(text)
-        self._last = message
+        self._last_message = message
 
     def close(self) -> None:
         if self._spinner is not None:
@@ -110,17 +111,17 @@ class Status:
 
 @contextmanager
 def status() -> Iterator[Status]:
-    """A :class:`Status` that is closed at the end."""
-    spinner = Status()
+    """Yields a :class:`Status`, and closes it at the end."""
+    shown_status = Status()
     try:
-        yield spinner
+        yield shown_status
     finally:
-        spinner.close()
+        shown_status.close()
 
 
 @contextmanager
 def warnings_once() -> Iterator[None]:
-    """Shows each warning of the package once: every run has a new drafter, which would repeat it."""
+    """Shows each warning of the package once, because the drafter of every run would repeat it."""
     seen: set[object] = set()
 
     def is_new(record: logging.LogRecord) -> bool:
@@ -136,7 +137,7 @@ def warnings_once() -> Iterator[None]:
         logger.removeFilter(is_new)
 
 
-# Python's names of arguments -> flags. "--top-k" is an option of sampling, "--tree-top-k" of trees.
+# Names of Python arguments -> flags. An error about ``top_k`` is about trees: typer checks sampling's --top-k.
 _FLAGS = {
     name: f"--{name.replace('_', '-')}"
     for name in (
@@ -145,12 +146,12 @@ _FLAGS = {
         "tree", "weights", "widths",
     )
 } | {"max_new_tokens": "--max-tokens", "top_k": "--tree-top-k"}  # fmt: skip
-# How an error about an argument's value continues after the argument's name.
+# An error about an argument's value begins with the argument's name, then perhaps the value, then one of these verbs.
 _VERB = r"(?=(?: '[^']*')? (?:must|cannot|takes?|is|are|has|says|needs|shapes?)\b)"
 _ARGUMENT = re.compile(rf"(?:{'|'.join(_FLAGS)}){_VERB}")
 
 
 def with_flag_names(message: str) -> str:
-    """Replaces the argument's name, with which an error about its value begins, by the flag."""
+    """Replaces the argument's name at the beginning of an error by the argument's flag."""
     match = _ARGUMENT.match(message)
     return message if match is None else _FLAGS[match[0]] + message[match.end() :]

@@ -1,4 +1,4 @@
-"""Shows the text of a run as it is generated."""
+"""Shows the text of a run while it is generated."""
 
 from __future__ import annotations
 
@@ -18,50 +18,50 @@ class TextOutput:
     """Writes text to stdout as it comes, with drafted tokens in colour on a terminal.
 
     Args:
-        silent: writes nothing (the text will be in a JSON object).
+        silent: True: writes nothing, because --json prints the text.
     """
 
     def __init__(self, silent: bool = False) -> None:
         out = console.stdout()
         self._silent = silent
-        self._last, self._terminal = "", out.is_terminal
+        self._last_char, self._terminal = "", out.is_terminal
         self.colored = console.has_colors(out) and not silent
 
     def write(self, deltas: Sequence[TextDelta]) -> None:
-        """Writes and flushes."""
+        """Writes new text, and flushes."""
         if self._silent:
             return
         for text, drafted in deltas:
-            self._last = text[-1:]
-            # Not with rich, which wraps lines, expands the tabs of each delta, and reads brackets as markup.
+            self._last_char = text[-1:]
+            # Not printed with rich, because rich wraps lines, expands tabs, and reads brackets as markup.
             color = (_GREEN, _RESET) if drafted and self.colored else ("", "")
             sys.stdout.write((_printable(text) if self._terminal else text).join(color))
         sys.stdout.flush()
 
     def end(self) -> None:
         """Ends the last line, unless it is empty."""
-        if self._last not in ("", "\n"):
+        if self._last_char not in ("", "\n"):
             sys.stdout.write("\n")
             sys.stdout.flush()
 
 
 def _printable(text: str) -> str:
-    """Removes control characters, with which a document could control the terminal through the model."""
+    """Removes control characters: text that the model copies from a document must not control the terminal."""
     return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
 
 
 def display_run(run: longdraft.Generation, prompt_tokens: int, output: TextOutput) -> longdraft.Result:
-    """Decodes, and shows a progress bar of the prefill, then the text."""
+    """Decodes a run: shows a progress bar of the prefill, then the text. ``prompt_tokens``: length of the prompt."""
     try:
         with ThroughputBar("Reading the prompt", "tokens", prompt_tokens) as bar:
             bar.update(0, 0)
             for step in run:
                 if step.mode == "prefill" and step.prefilled < prompt_tokens:
-                    bar.update(step.prefilled, step.prefilled)
+                    bar.update(step.prefilled, tokens=step.prefilled)  # what is done, and what tokens/s counts
                 elif step.mode == "prefill":
                     bar.close()
                 output.write(step.pieces)
     finally:
-        # Also on a second Ctrl-C, so that the shell's prompt is on a new line.
+        # Also after KeyboardInterrupt, so that the shell's prompt begins a new line.
         output.end()
     return run.results()[0]

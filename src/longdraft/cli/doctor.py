@@ -1,4 +1,4 @@
-"""``longdraft doctor``: checks the machine, its attention path, the context that fits, the model and drafts."""
+"""``longdraft doctor``: checks the machine, the attention path, the context that fits, the model, and drafts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from longdraft.memory import memory_info
 if TYPE_CHECKING:
     from longdraft.model.runner import TargetRunner
 
-_FREE = "memory_available_bytes"
+_FREE = "memory_available_bytes"  # key of the free memory of a device
 
 
 def doctor(
@@ -29,7 +29,7 @@ def doctor(
     user_files: options.Load = None,
     output: options.OutputOptions,
 ) -> None:
-    """Check machine, model and drafts. The exit code is 1 if the model, or the draft of --draft, cannot be used."""
+    """Check machine, model and drafts. The exit code is 1 if the model, or the draft in --draft, cannot be used."""
     from longdraft.bench import machine
     from longdraft.model.kernel_report import kernel_report
     from longdraft.model.runner import TargetRunner
@@ -59,7 +59,7 @@ def doctor(
 
 
 def _check_model(info: dict[str, Any], model: Any, runner: TargetRunner | None) -> None:
-    """Adds the loaded model, the size of its KV cache, and its attention path."""
+    """Adds to ``info``: the loaded model, the size of its KV cache, and its attention path."""
     from longdraft.attention import dispatch
     from longdraft.model import hosting
     from longdraft.model.gpu import cuda_graphs
@@ -98,17 +98,16 @@ def _check_model(info: dict[str, Any], model: Any, runner: TargetRunner | None) 
 
 
 def _check_draft(folder: Path, runner: TargetRunner | None, shipped: bool) -> dict[str, Any]:
-    """Loads a draft, which checks its tensors, and checks that it fits the target.
+    """Checks a draft's folder by loading it, and checks that the draft fits the target.
 
     Args:
         runner: the target; None: only the draft's folder is checked.
-        shipped: the draft comes with the package, and may be for another target.
+        shipped: True if the draft comes with the package. Such a draft may be for another target.
 
     Returns:
         ``name, shipped, method, parameters, vocabulary, trained_length, fits, reason, remarks``: ``fits`` is None
-        without a target, ``reason`` says why the draft cannot be used, ``remarks`` what else looks wrong.
+        without a target, ``reason`` says why the draft cannot be used, ``remarks`` are warnings about it.
     """
-
     from longdraft.drafts.kinds import kind_of
 
     info: dict[str, Any] = dict.fromkeys(
@@ -129,6 +128,7 @@ def _check_draft(folder: Path, runner: TargetRunner | None, shipped: bool) -> di
 
 
 def _show(info: dict[str, Any], out: Console) -> None:
+    """Prints the results as a table."""
     from longdraft.attention import dispatch
 
     grid = Table.grid(padding=(0, 2))
@@ -138,18 +138,18 @@ def _show(info: dict[str, Any], out: Console) -> None:
     def row(name: str, value: str, style: str = "") -> None:
         grid.add_row(name, Text(value, style=style))
 
-    def free(device: dict[str, Any]) -> str:
+    def memory(device: dict[str, Any]) -> str:
         sizes = device[_FREE], device["memory_bytes"]
         return "{} free of {}".format(*("unknown" if n is None else memory_info.format_bytes(n) for n in sizes))
 
     hardware, model, attention = info["hardware"], info["model"], info["attention"]
     row("processor", f"{hardware['cpu']}, {hardware['cores']} cores, threads in use: {hardware['threads']}")
-    row("memory", free(hardware))
+    row("memory", memory(hardware))
     for gpu in hardware["gpus"]:
-        row("GPU", f"{gpu['name']}, {free(gpu)}")
+        row("GPU", f"{gpu['name']}, {memory(gpu)}")
     if not hardware["gpus"]:
         row("GPU", "none that torch can use")
-    irrelevant = () if hardware["gpus"] else ("hybrid", "triton")  # an attention path and a package for GPUs
+    irrelevant = () if hardware["gpus"] else ("hybrid", "triton")  # an attention path and a package of GPUs
     versions = [f"{name} {version or 'none'}" for name, version in info["versions"].items() if name not in irrelevant]
     row("versions", ", ".join(versions))
     row("kernels", info["kernels"]["line"], "yellow" if info["kernels"]["cost"] else "")
@@ -168,11 +168,11 @@ def _show(info: dict[str, Any], out: Console) -> None:
         row("context", f"{model['context_tokens']:,} tokens")
     if attention is not None:
         fits = model["kv_tokens_that_fit"]
-        room = "" if fits is None else f"; {fits:,} tokens fit the free memory"
+        limit = "" if fits is None else f"; {fits:,} tokens fit the free memory"
         size = memory_info.format_bytes(model["kv_bytes_per_1k_tokens"])
-        row("KV cache", f"{size} for 1,024 tokens of context{room}")
+        row("KV cache", f"{size} for 1,024 tokens of context{limit}")
     if model["hosted"]:
-        row("hosted", "yes, every method runs on it exactly as the method says", "green")
+        row("hosted", "yes: every method can decode with this model", "green")
     else:
         row("hosted", f"no: {model['reason']}", "red")
     for d in info["drafts"]:
@@ -186,7 +186,7 @@ def _show(info: dict[str, Any], out: Console) -> None:
         for remark in d["remarks"]:
             row("", remark, "yellow")
         if d["fits"] and not d["shipped"]:
-            row("", f"the accepted length that it needs: longdraft bench length --draft {d['name']}", "dim")
+            row("", f"measure whether it pays off: longdraft bench length --draft {d['name']}", "dim")
     if not info["drafts"]:
         row("draft", "none comes with longdraft; --draft DIR checks one", "dim")
     console.print_renderable(out, grid)

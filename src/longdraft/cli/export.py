@@ -1,4 +1,4 @@
-"""``longdraft export``: writes a draft in the layout of vLLM, or in quantized form."""
+"""``longdraft export``: writes a draft in the layout of vLLM (speculators), or with quantized weights."""
 
 from __future__ import annotations
 
@@ -13,29 +13,28 @@ from longdraft.errors import ArgumentError, CapabilityError
 
 def export(
     draft: Annotated[Path, typer.Argument(help="Draft folder to export.")],
-    out: Annotated[Path, typer.Argument(help="Folder to write; its files are overwritten.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write; existing files are overwritten.")],
     verifier: Annotated[
         str | None,
         typer.Option(
             "--verifier",
-            help="speculators: the target that will be served, a Hugging Face id or a folder.",
+            help="For speculators: the target that vLLM will serve, a Hugging Face id or a folder.",
             show_default="required for speculators",
         ),
     ] = None,
     to: Annotated[
         Literal["speculators", "longdraft"],
-        typer.Option("--to", help="Layout: speculators, which vLLM serves, or longdraft, with weights of --bits."),
+        typer.Option("--to", help="Layout: speculators (for vLLM), or longdraft (with weights of --bits)."),
     ] = "speculators",
     max_position: Annotated[
-        int, typer.Option("--max-position", help="speculators: longest context that will be served, in tokens.")
+        int, typer.Option("--max-position", help="For speculators: longest context that vLLM will serve, in tokens.")
     ] = 131_072,
     speculative_tokens: Annotated[
-        int,
-        typer.Option("--speculative-tokens", help="speculators: drafted tokens of a round."),
+        int, typer.Option("--speculative-tokens", help="For speculators: number of drafted tokens of a round.")
     ] = 5,
     bits: Annotated[
         Literal["8", "4"],
-        typer.Option("--bits", help="longdraft: bits of a weight; scales are for each row (8) or 32 weights (4)."),
+        typer.Option("--bits", help="For longdraft: bits of a weight; a scale is for a row (8) or 32 weights (4)."),
     ] = "8",
     debug: options.Debug = False,
 ) -> None:
@@ -57,9 +56,9 @@ def _export_quantized(draft: Path, out: Path, bits: int) -> None:
 
     loaded = kind_of(draft).load(draft)
     if not isinstance(loaded, TrainedDraft):
-        raise CapabilityError(f"{draft} is a language model: only drafts of longdraft are exported.")
+        raise CapabilityError(f"{draft} is a language model: only drafts that longdraft trained can be quantized.")
     if out.resolve() == draft.resolve():
-        raise CapabilityError(f"{out} is the draft itself: name another folder.")
+        raise CapabilityError(f"{out} is the draft itself: name another folder to write.")
     loaded.save(out, bits)
 
 

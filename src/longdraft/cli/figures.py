@@ -1,4 +1,4 @@
-"""Shows the figures of a run, as JSON and as text. DEFINITION and docs/figures.md define them."""
+"""Shows the metrics of a run (speed, accepted length, memory), as JSON and as text; docs/figures.md defines them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 DEFINITION = "mean accepted length: new tokens / target forwards, without the prefill's token; plain decoding: 1.0"
 
 DRAFTED_STYLE = "green"
-_KEYS = (
+_RESULT_KEYS = (
     "text", "token_ids", "prompt_tokens", "new_tokens", "method", "exact", "finish_reason", "prefill_seconds",
     "decode_seconds", "tokens_per_second", "mean_accepted_length", "rounds", "peak_memory_bytes", "arithmetic",
 )  # fmt: skip
-_REASONS = {
+_ENDINGS = {
     "eos": "ended by itself",
     "stop": "ended by a stop string",
     "length": "ended by --max-tokens",
@@ -32,17 +32,17 @@ _REASONS = {
 
 
 def result_json(result: longdraft.Result) -> dict[str, Any]:
-    """The JSON object of a run. Figures of partial verification are included if there was any."""
+    """Returns the JSON object of a run. It has metrics of partial verification if any round verified partially."""
     partial = ("partial_rounds", "partial_tokens", "rolled_back") if result.partial_rounds else ()
-    return {name: getattr(result, name) for name in (*_KEYS, *partial)}
+    return {name: getattr(result, name) for name in (*_RESULT_KEYS, *partial)}
 
 
 def footer(result: longdraft.Result, kernels: str, colored: bool) -> Group:
-    """The figures that are shown below a text.
+    """Returns the metrics that are shown below a text.
 
     Args:
-        kernels: the kernels that computed it, in a line.
-        colored: the text shows drafted tokens in colour.
+        kernels: a line that names the kernels in use.
+        colored: True if the text shows drafted tokens in colour, which the title then explains.
     """
     exactness = "exact" if result.exact else "approximate"
     title = Text(f"{result.method}, {exactness}, {result.arithmetic} arithmetic", style="bold")
@@ -53,7 +53,7 @@ def footer(result: longdraft.Result, kernels: str, colored: bool) -> Group:
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column()
     rate = f", {result.tokens_per_second:.1f} tokens/s" if result.rounds else ""
-    new = f"{result.new_tokens:,} tokens in {result.decode_seconds:.2f} s{rate}; {_REASONS[result.finish_reason]}"
+    new = f"{result.new_tokens:,} tokens in {result.decode_seconds:.2f} s{rate}; {_ENDINGS[result.finish_reason]}"
     rows = {"prompt": _prompt(result), "new": new}
     if result.rounds:
         drafts = f"{result.accepted:,} of {result.drafted:,} drafted tokens were right"
@@ -81,13 +81,13 @@ def _prompt(result: longdraft.Result) -> str:
 def _partial(result: longdraft.Result) -> str:
     rounds = f"{result.partial_rounds:,} of the forwards read a part of the cache"
     if not result.exact:
-        return f"{rounds}; the {result.partial_tokens:,} tokens that they accepted were not verified on all of it"
+        return f"{rounds}; the {result.partial_tokens:,} tokens that they accepted were not verified on the full cache"
     return f"{rounds}; of {result.partial_tokens:,} tokens that they accepted, {result.rolled_back:,} were rolled back"
 
 
 def comparison_json(result: longdraft.Result, ar: longdraft.Result, difference: Difference | None) -> dict[str, Any]:
-    """The value of ``compare`` in the JSON object. ``near_tie`` is None if all tokens agree, ``speedup_vs_ar`` if one
-    of the runs decoded nothing."""
+    """Returns the value of ``compare`` in the JSON object. ``near_tie`` (the logits of the first two tokens that differ
+    are equal up to rounding) is None if all tokens agree, ``speedup_vs_ar`` is None if a run decoded nothing."""
     return {
         "ar": result_json(ar),
         "speedup_vs_ar": ratio(result.tokens_per_second or None, ar.tokens_per_second),
@@ -99,7 +99,7 @@ def comparison_json(result: longdraft.Result, ar: longdraft.Result, difference: 
 def comparison_view(
     result: longdraft.Result, ar: longdraft.Result, difference: Difference | None, decode: Callable[[list[int]], str]
 ) -> Group:
-    """A table of both runs, the speedup, and the first token that differs."""
+    """Returns a table of both runs, the speedup, and the first token that differs."""
     view = new_table(["compared"], ["tokens/s", "decode", "tokens", "forwards", "accepted"])
     for run in (result, ar):
         view.add_row(

@@ -20,8 +20,7 @@ from longdraft.model.chat import chat_prompt, encode
 def generate(
     *,
     prompt: Annotated[
-        str | None,
-        typer.Option("--prompt", "-p", help="The prompt; with --file, it follows the documents."),
+        str | None, typer.Option("--prompt", "-p", help="The prompt; with --file, the question after the documents.")
     ] = None,
     file: Annotated[
         list[str] | None,
@@ -48,13 +47,13 @@ def generate(
     """Answer a prompt, with or without documents. The text goes to stdout, all else to stderr."""
     method_args = decoding.resolve_options(method, option)
     decoding.model_options.preload()
-    # Slow imports, after wrong options have been refused.
+    # Slow imports come after the check of options.
     from longdraft.engine.request import normalize_stop
     from longdraft.model.kernel_report import kernel_report
 
     with options.settings_checked():
         sampling = sampling_options.sampling()
-        # A draft that cannot be read is refused before the model is loaded.
+        # The draft is read before the model is loaded, to report a wrong one at once.
         spec = longdraft.Speculator(method, **decoding.speculator_kwargs, **method_args)
         if max_tokens < 1:
             raise ValueError(f"--max-tokens must be at least 1, got {max_tokens}")
@@ -64,7 +63,7 @@ def generate(
     processes.check_options({"--kv-cache": kv_cache, "standard input": prompt_input.STDIN in (file or [])})
     if kv_cache is not None and kv_cache.is_dir():
         raise CheckpointError(f"{kv_cache} is a folder: --kv-cache takes the name of a file.")
-    request = prompt_input.read_prompt(prompt, file or [])
+    parts = prompt_input.read_prompt(prompt, file or [])
     with console.status() as status:
         loaded = decoding.model_options.load(status)
         status("Preparing the prompt")
@@ -75,10 +74,10 @@ def generate(
                 console.note(f"No --method: decoding with {spec.method.name}, which has the option {names}.")
             spec.planner(status)
         if raw:
-            token_ids = encode(loaded.tokenizer, "\n\n".join(part for part in request if part))
+            token_ids = encode(loaded.tokenizer, "\n\n".join(part for part in parts if part))
         else:
-            kwargs = {"document": request.document, **template_options.chat_prompt_kwargs}
-            token_ids = chat_prompt(loaded.tokenizer, request.instruction, **kwargs)
+            kwargs = {"document": parts.document, **template_options.chat_prompt_kwargs}
+            token_ids = chat_prompt(loaded.tokenizer, parts.instruction, **kwargs)
     if not sampling.greedy and seed is None:
         tp_rank = spec.runner().tp_rank
         seed = random.randrange(2**32) if tp_rank is None else tp_rank.shared_seed()
@@ -91,20 +90,21 @@ def generate(
             "max_new_tokens": max_tokens, "sampling": sampling, "seed": seed, "stop": stops, "cache": cache,
             "cancelled": cancel,
         }  # fmt: skip
-        text = TextOutput(silent=output.as_json)
-        result = display_run(spec.stream(token_ids, **arguments), len(token_ids), text)
+        text_output = TextOutput(silent=output.as_json)
+        result = display_run(spec.stream(token_ids, **arguments), len(token_ids), text_output)
         restored = restored and not cache.snapshot_damaged
         if restored:
             console.note(f"{kv_cache}: {result.cached_tokens:,} of {len(token_ids):,} prompt tokens reused")
         console.stderr().print()
-        console.print_renderable(console.stderr(), footer(result, kernel_report(spec.runner()).line, text.colored))
+        kernels = kernel_report(spec.runner()).line
+        console.print_renderable(console.stderr(), footer(result, kernels, text_output.colored))
         report: dict[str, Any] = result_json(result)
         if compare:
             report["compare"] = None if cancel() else _compare_with_ar(spec, result, loaded, token_ids, arguments)
-    output.print_json(report)  # before saving the KV cache, which may fail
+    output.print_json(report)  # printed before the KV cache is saved, which may fail
     if kv_cache is not None and not restored and result.token_ids:
         assert cache.store is not None
-        cache.store.truncate(0, len(token_ids))  # without the answer
+        cache.store.truncate(0, len(token_ids))  # only the prompt's KV is saved
         cache.record_tokens(0, token_ids)
         cache.save(kv_cache, spec.runner().fingerprint)
         console.note(f"{kv_cache}: saved {len(token_ids):,} prompt tokens for the next run")
@@ -120,7 +120,7 @@ def _compare_with_ar(
     token_ids: list[int],
     arguments: dict[str, Any],
 ) -> dict[str, Any] | None:
-    """Decodes with ``ar`` from the prompt's KV, prints the comparison, and returns it for the JSON object."""
+    """Decodes the prompt again with ``ar``, prints the comparison, and returns it for the JSON object."""
     from longdraft.bench.ties import compare_outputs
 
     same: dict[str, Any] = {"offload": spec.offload, "deterministic": spec.deterministic}
@@ -129,7 +129,7 @@ def _compare_with_ar(
     if arguments["cancelled"]():
         return None
     sampling, cache = arguments["sampling"], arguments["cache"]
-    tie = compare_outputs(spec.runner(), token_ids, result.token_ids, ar.token_ids, sampling, cache)
+    difference = compare_outputs(spec.runner(), token_ids, result.token_ids, ar.token_ids, sampling, cache)
     console.stderr().print()
-    console.print_renderable(console.stderr(), comparison_view(result, ar, tie, spec.decode))
-    return comparison_json(result, ar, tie)
+    console.print_renderable(console.stderr(), comparison_view(result, ar, difference, spec.decode))
+    return comparison_json(result, ar, difference)

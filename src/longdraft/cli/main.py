@@ -1,4 +1,4 @@
-"""The command ``longdraft``: its subcommands, and the exit codes of errors."""
+"""The command ``longdraft``: its subcommands, and how errors end them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from longdraft.cli.train import TrainCommandGroup, load_user_files, presets
 from longdraft.cli.train_data import data
 from longdraft.errors import CapabilityError, ConfigError, LongdraftError, memory_checked
 
-# From the click that typer uses, which is a copy in newer versions.
+# click's UsageError. Newer versions of typer have their own copy of click, so its class is taken from typer.
 USAGE_ERROR: Any = typer.BadParameter.__base__
 
 
 class CommandGroup(TyperGroup):
-    """Subcommands of one or two words: both ``bench`` and ``bench quality`` are commands."""
+    """Subcommands with names of one or two words: both ``bench`` and ``bench quality`` are commands."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         two_words = " ".join(args[:2])
@@ -47,34 +47,33 @@ class CommandGroup(TyperGroup):
 
 
 class PrefixCommand(TyperCommand):
-    """A subcommand; shells complete the second word of commands that begin with it."""
+    """A subcommand such as ``bench``. Shells also complete its second words, such as ``quality``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
         except USAGE_ERROR as error:
             if ctx.info_name == "generate" and "extra argument" in error.message:
-                error.message += ". Put the prompt behind -p: -p 'Summarise this.'"
+                error.message += ". Write the prompt after -p: -p 'Summarise this.'"
             raise
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         items = super().shell_complete(ctx, incomplete)
         item_class = type(super().shell_complete(ctx, "--help")[0])
-        second = [name.split()[1] for name in ctx.parent.command.commands if name.startswith(f"{ctx.info_name} ")]
-        return [*items, *(item_class(word) for word in second if word.startswith(incomplete))]
+        second_words = [name.split()[1] for name in ctx.parent.command.commands if name.startswith(f"{ctx.info_name} ")]
+        return [*items, *(item_class(word) for word in second_words if word.startswith(incomplete))]
 
 
 app = typer.Typer(
     cls=CommandGroup,
     help="Long-context text generation, faster: speculative decoding on Hugging Face models as they are.",
     no_args_is_help=True,
-    # main() prints errors in one line; --debug adds a plain traceback.
-    pretty_exceptions_enable=False,
+    pretty_exceptions_enable=False,  # main() prints errors in one line; --debug adds a plain traceback
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-
+# Panels of ``longdraft --help``.
 WRITE, LOOK, MEASURE, TRAIN = "Write", "Look around", "Measure", "Train and export"
 for command, panel in (
     (processes.distributed(generate), WRITE), (chat, WRITE), (serve, WRITE), (batch, WRITE),
@@ -91,7 +90,7 @@ training.command()(interruptible(options.expand_groups(data)))
 training.command()(interruptible(presets))
 app.add_typer(training, name="train", rich_help_panel=TRAIN)
 
-BAD_SETTING, FAILED = 2, 1
+BAD_SETTING, FAILED = 2, 1  # exit codes
 _STDOUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EBADF)
 
 
@@ -104,7 +103,7 @@ def _version(requested: bool) -> None:
 
 
 @app.callback()
-def _everywhere(
+def _root_options(
     context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
@@ -117,7 +116,7 @@ def _everywhere(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line and returns the exit code: 0, 2 for a bad setting, 1 for a failure, 130 for Ctrl-C."""
     options.reset_debug()
-    if sys.stdout is None:  # closed: writing must fail, and no other file get its descriptor
+    if sys.stdout is None:  # stdout is closed: reserve its descriptor, and let writing fail
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
     code = _run(arguments)
     try:
@@ -134,7 +133,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except Exception as error:
-        # An OSError of another file has that file's name, or is a LongdraftError.
+        # An OSError about a file has the file's name; without a name, it is about stdout.
         if isinstance(error, OSError) and error.errno in _STDOUT_ERRORS and error.filename is None:
             return _stdout_failed(error)
         return _failed(error)
@@ -142,9 +141,9 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _stdout_failed(error: OSError) -> int:
-    """Ends a command that cannot write to stdout. Redirects it, as Python flushes it again at exit."""
+    """Handles a command that cannot write to stdout. Redirects stdout, because Python flushes it again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if error.errno != errno.EPIPE:  # EPIPE: the reader of a pipe has ended (`| head`)
+    if error.errno != errno.EPIPE:  # EPIPE is no error: the reader of the pipe has ended (`| head`)
         console.error(f"stdout cannot be written: {error.strerror}.")
     return FAILED
 
@@ -155,8 +154,8 @@ def _failed(error: Exception) -> int:
     if isinstance(error, LongdraftError):
         code = BAD_SETTING if isinstance(error, ValueError | CapabilityError) else FAILED
         if code == BAD_SETTING and not processes.is_main_process():
-            return code  # the main process prints it
-        # The settings of a training run are not flags.
+            return code  # the main process prints the error
+        # Settings of a training run are not flags, so their names stay as they are.
         console.error(str(error) if isinstance(error, ConfigError) else console.with_flag_names(str(error)))
         return code
     hint = "" if options.debugging() else " Add --debug for a traceback."

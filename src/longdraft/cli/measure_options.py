@@ -21,11 +21,11 @@ from longdraft.files import file_errors
 
 Plan = Annotated[
     Literal["fixed", "auto"],
-    typer.Option("--plan", help="fixed: the methods' own trees; auto: the fastest trees on this machine, or none."),
+    typer.Option("--plan", help="fixed: the methods' own trees; auto: the fastest trees on this machine, if any."),
 ]
 ShortPrompts = Annotated[
     ShortTextPolicy,
-    typer.Option(help="Texts that are too short: leave them out, join them with the next ones, or keep them."),
+    typer.Option(help="Texts shorter than a length: leave them out, join them with the next texts, or keep them."),
 ]
 
 
@@ -42,7 +42,7 @@ class PromptOptions(options.TemplateOptions):
             show_default="long modules of Python's standard library",
         ),
     ] = None
-    limit: Annotated[int | None, typer.Option(min=1, help="Rows to use of each file.", show_default="all")] = None
+    limit: Annotated[int | None, typer.Option(min=1, help="Rows of each file to use.", show_default="all")] = None
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=2, help="Maximum number of new tokens.")] = 64
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Ignore end-of-sequence tokens: all methods decode --max-tokens.")
@@ -68,11 +68,11 @@ class SeededPromptOptions(PromptOptions):
 
 @dataclass(frozen=True)
 class ReportOptions(options.OutputOptions):
-    """Options of the file of results, and of the report."""
+    """Options of the results file and of the report."""
 
     results: Annotated[
         Path | None,
-        typer.Option(help="Append each result to this file (JSONL); results that it has are not measured again."),
+        typer.Option(help="Append results to this JSONL file; results that the file has are not measured again."),
     ] = None
     markdown: Annotated[Path | None, typer.Option(help="Write the tables to this Markdown file.")] = None
 
@@ -80,21 +80,21 @@ class ReportOptions(options.OutputOptions):
         """Checks that output files can be written, before anything is measured.
 
         Args:
-            others: files of other options, by the option's name.
+            others: option name -> file, for further options.
 
         Raises:
-            CheckpointError: a folder does not exist, or a file's name is that of a folder.
+            CheckpointError: the folder of a file does not exist, or the path is a folder.
         """
         for option, path in {"results": self.results, "markdown": self.markdown, **others}.items():
             if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-                raise CheckpointError(f"--{option} {path}: its folder does not exist, or it is a folder itself.")
+                raise CheckpointError(f"--{option} {path}: name a file in a folder that exists.")
 
     def run(self, experiment: Experiment[Any, Any], make_report: Callable[[bool], Report], unit: str = "runs") -> None:
-        """Measures what the results file lacks, and shows the report. Ctrl-C ends it and reports the results so far.
+        """Measures what the results file lacks, and shows a report; after Ctrl-C, a report of the results so far.
 
         Args:
-            make_report: makes the report; its argument is False if some results are missing.
-            unit: what a result is called in messages.
+            make_report: makes the report; its argument is True if no result is missing.
+            unit: name of the results in messages, in the plural.
         """
         if experiment.records and experiment.file is not None:
             done, left = len(experiment.records), len(experiment.keys) - len(experiment.records)

@@ -23,9 +23,9 @@ def methods(
     user_files: options.Load = None,
     output: options.OutputOptions,
 ) -> None:
-    """List the methods, or the options of one. The output of an exact method is the model's own."""
+    """List the methods, or the options of one. An exact method writes what the model alone would write."""
     from longdraft.methods import METHODS, get_method
-    from longdraft.methods import methods as described
+    from longdraft.methods import methods as method_entries
 
     if name is not None:
         method = get_method(name)
@@ -34,7 +34,7 @@ def methods(
         return
     view = new_table(["method", "exact", "draft", "available"])
     view.add_column("what it does")
-    for entry in described():
+    for entry in method_entries():
         summary = Text(METHODS[entry["name"]].summary)
         if entry["paper"]:
             summary.append("\n" + entry["paper"], style="dim")
@@ -46,7 +46,7 @@ def methods(
             summary,
         )
     console.print_renderable(console.stdout(), view)
-    output.print_json(described())
+    output.print_json(method_entries())
 
 
 def _show_options(method: Method) -> None:
@@ -56,6 +56,6 @@ def _show_options(method: Method) -> None:
         takes = "; ".join(
             filter(None, (option.range, option.default_in_words and f"default {option.default_in_words}"))
         )
-        view.add_row(Text(option.name), Text.assemble(option.help or "as the drafter takes it", "\n", (takes, "dim")))
+        view.add_row(Text(option.name), Text.assemble(option.help or "a drafter's option", "\n", (takes, "dim")))
     console.print_line(f"{method.name}: {method.summary}")
     console.print_renderable(console.stdout(), view)

@@ -28,7 +28,7 @@ from longdraft.model.embedded import EMBEDDED_ID
 if TYPE_CHECKING:
     from longdraft.model.checkpoints import Progress
 
-# Panel of ``--help`` -> the parameters that it shows, of all commands. Other parameters come first.
+# Panel of ``--help`` -> the parameters that it shows, in any command. Other parameters have no panel and come first.
 _PANELS = {
     "Sampling": (
         "top_k", "top_p", "min_p", "repetition_penalty", "repetition_window", "foresee", "stop", "raw",
@@ -54,12 +54,12 @@ _debug = False
 
 
 def debugging() -> bool:
-    """True if ``--debug`` was given."""
+    """True if ``--debug`` is set."""
     return _debug
 
 
 def set_debug(value: bool) -> bool:
-    """Turns tracebacks and log lines on, and returns the value. False changes nothing: --debug has two places."""
+    """Turns tracebacks and logs on if ``value``, which it returns. (``longdraft`` itself has --debug too.)"""
     global _debug
     if value:
         _debug = True
@@ -68,7 +68,7 @@ def set_debug(value: bool) -> bool:
 
 
 def reset_debug() -> None:
-    """Turns debugging off, as at the start of a process."""
+    """Turns tracebacks off, as at the start of a process."""
     global _debug
     _debug = False
 
@@ -76,7 +76,7 @@ def reset_debug() -> None:
 def run_user_files(paths: list[Path] | None) -> list[Path] | None:
     """Runs Python files that define methods (``longdraft.compose``) or kinds of drafts (``longdraft.register``).
 
-    Returns the paths, for replicas, which run them too. Raises SettingError for a file that is missing or fails.
+    Returns the paths, because replicas run the files too. Raises SettingError for a file that is missing or fails.
     """
     for path in paths or []:
         try:
@@ -92,7 +92,7 @@ Load = Annotated[
         "--load",
         callback=run_user_files,
         is_eager=True,
-        help="Run this Python file first; it may define methods (longdraft.compose) or kinds of drafts "
+        help="Run this Python file first: it may define methods (longdraft.compose) or kinds of drafts "
         "(longdraft.register); repeatable.",
         show_default="none",
     ),
@@ -115,7 +115,7 @@ KVDtype = Annotated[
     typer.Option(
         "--kv-dtype",
         help="Quantize the KV cache to bfloat16 or int8 (float32 models on a CPU), or int8 (on a GPU). It takes less "
-        "memory and time; the text may differ from the model's own.",
+        "memory and time, but the text may differ from the model's own.",
         show_default="the model's dtype",
     ),
 ]
@@ -123,14 +123,14 @@ Deterministic = Annotated[
     bool,
     typer.Option(
         "--deterministic",
-        help="On a GPU: exact methods equal plain decoding bit by bit. Slower: forwards are padded to 64 tokens.",
+        help="On a GPU: exact methods equal plain decoding to the bit. Slower: forwards are padded to 64 tokens.",
     ),
 ]
 Foresee = Annotated[
     bool,
     typer.Option(
         "--foresee/--no-foresee",
-        help="Above temperature 0: drafts use the random numbers of the next samples, so more is accepted.",
+        help="Above temperature 0: drafts use the random numbers of the next samples, so more tokens are accepted.",
     ),
 ]
 
@@ -157,7 +157,7 @@ Plan = Annotated[
     str | None,
     typer.Option(
         "--plan",
-        help="auto: draft trees of the size that is fastest on this machine, or none; fixed: the method's own trees.",
+        help="auto: draft trees of the size that is fastest on this machine, or no drafts; fixed: the method's trees.",
         show_default="auto; fixed if a tree option is set",
     ),
 ]
@@ -170,12 +170,12 @@ Threads = Annotated[
 
 
 class OptionGroup:
-    """Options that a command, or another group, takes as one parameter; see :func:`expand_groups`."""
+    """Base class of options that a command, or another group, takes as one parameter; see :func:`expand_groups`."""
 
 
 @dataclass(frozen=True)
 class OutputOptions(OptionGroup):
-    """Options of further output."""
+    """Options of machine-readable and debugging output."""
 
     as_json: Json = False
     debug: Debug = False
@@ -192,11 +192,7 @@ class TemplateOptions(OptionGroup):
 
     system: Annotated[str | None, typer.Option(help="System message, before the prompt.")] = None
     think: Annotated[
-        bool,
-        typer.Option(
-            "--think/--no-think",
-            help="Let a model with a thinking mode reason before it answers.",
-        ),
+        bool, typer.Option("--think/--no-think", help="Let a model with a thinking mode reason before it answers.")
     ] = True
 
     @property
@@ -254,7 +250,7 @@ class ModelOptions(OptionGroup):
         return torch.cuda.is_available() if self.device is None else self.device.startswith("cuda")
 
     def preload(self) -> None:
-        """Starts allocating memory for :meth:`load` in the background, while torch and transformers are imported."""
+        """Starts to allocate memory for :meth:`load` in the background, while torch and transformers are imported."""
         as_floats = "float32" in (self.weights, self.arithmetic) or self.dtype not in ("auto", "float32")
         if self.device in (None, "cpu") and not as_floats:
             huge_pages.prefault(self.model, memory_info.available_host_bytes())
@@ -276,7 +272,7 @@ class ModelOptions(OptionGroup):
             finally:
                 huge_pages.drop_prefaulted()
         for name in (name for name, value in arguments.items() if name != "dtype" and value is not None):
-            raise SettingError(f"{name} cannot be set for a model that processes share: leave it out.")
+            raise SettingError(f"{name} cannot be set under torchrun, where processes share a model: leave it out.")
         return loading.load_tensor_parallel(model, self.dtype, progress)
 
 
@@ -296,14 +292,12 @@ class SamplingOptions(OptionGroup):
     ] = None
     repetition_penalty: Annotated[
         float | None,
-        typer.Option("--repetition-penalty", help="Penalty on repeated tokens; above 1, they repeat less."),
+        typer.Option("--repetition-penalty", help="Above 1, repeated tokens are less likely; 1: off."),
     ] = None
     repetition_window: Annotated[
         int | None,
         typer.Option(
-            "--repetition-window",
-            help="Number of last tokens that the penalty applies to.",
-            show_default="all",
+            "--repetition-window", help="Number of last tokens that the penalty applies to.", show_default="all"
         ),
     ] = None
     foresee: Foresee = True
@@ -324,7 +318,7 @@ def expand_groups(verb: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(verb)
     def expanded(**values: Any) -> None:
-        verb(**_group(verb, values))
+        verb(**_nest(verb, values))
 
     expanded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     expanded.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -332,7 +326,7 @@ def expand_groups(verb: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parameters(call: Callable[..., Any]) -> list[tuple[Parameter, type[OptionGroup] | None]]:
-    """The parameters of a command or a group; for each, the group that it is, or None."""
+    """Returns the parameters of a command or a group, each with its option group, or None for a single option."""
     hints = get_type_hints(call, include_extras=True)  # resolves inherited annotations in their own modules
     resolved = [p.replace(annotation=hints[p.name]) for p in inspect.signature(call).parameters.values()]
     is_group = [isinstance(p.annotation, type) and issubclass(p.annotation, OptionGroup) for p in resolved]
@@ -340,21 +334,24 @@ def _parameters(call: Callable[..., Any]) -> list[tuple[Parameter, type[OptionGr
 
 
 def _flatten(call: Callable[..., Any]) -> Iterator[Parameter]:
+    """Yields all single options of a command or group."""
     for parameter, group in _parameters(call):
         yield from [parameter] if group is None else _flatten(group)
 
 
-def _group(call: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
+def _nest(call: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a command or group, with its groups made from the values of single options."""
     parameters = _parameters(call)
-    return {p.name: values[p.name] if group is None else group(**_group(group, values)) for p, group in parameters}
+    return {p.name: values[p.name] if group is None else group(**_nest(group, values)) for p, group in parameters}
 
 
 def _with_panel(name: str, annotation: Any) -> Any:
-    """A parameter's annotation, with the help panel of its option."""
+    """Returns a parameter's annotation, with its option put into a help panel."""
     panel = next((panel for panel, names in _PANELS.items() if name in names), None)
     if panel is None or get_origin(annotation) is not Annotated:
         return annotation
-    parts = [copy(part) if isinstance(part, OptionInfo) else part for part in get_args(annotation)]  # may be shared
+    # Options are copied, because commands share them.
+    parts = [copy(part) if isinstance(part, OptionInfo) else part for part in get_args(annotation)]
     for part in parts:
         if isinstance(part, OptionInfo):
             part.rich_help_panel = panel
@@ -362,5 +359,5 @@ def _with_panel(name: str, annotation: Any) -> Any:
 
 
 def settings_checked() -> AbstractContextManager[None]:
-    """A context manager that turns a ValueError or TypeError, about a value of the user, into a SettingError."""
+    """Returns a context manager that turns a ValueError or TypeError, about a user's value, into a SettingError."""
     return values_checked(SettingError, (ValueError, TypeError))

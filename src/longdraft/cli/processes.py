@@ -12,13 +12,13 @@ from typing import Any
 
 from longdraft.errors import CapabilityError
 
-# Commands that are allowed under torchrun.
+# Commands that may run under torchrun.
 _DISTRIBUTED = ("generate", "bench", "train", "methods")
 
 
 def num_processes() -> int:
     """The number of processes of this command."""
-    # Some clusters set WORLD_SIZE for single processes too.
+    # LOCAL_RANK is checked too, because some clusters set WORLD_SIZE for single processes.
     return int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else 1
 
 
@@ -28,10 +28,10 @@ def is_main_process() -> bool:
 
 
 def check_verb(verb: str | None) -> None:
-    """Raises CapabilityError if there are several processes and the command is not for several."""
+    """Raises CapabilityError if there are several processes and the command runs only in one."""
     if num_processes() > 1 and verb is not None and verb not in _DISTRIBUTED:
         raise CapabilityError(
-            f"`longdraft {verb}` runs in one process, and {num_processes()} were started: start it without torchrun. "
+            f"`longdraft {verb}` runs in one process, but {num_processes()} were started: start it without torchrun. "
             "`longdraft generate`, `bench` and Python programs may share a model; vLLM serves one (docs/cluster.md)."
         )
 

@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar on a terminal, otherwise a line now and then."""
+"""Progress on stderr: a bar on a terminal, otherwise a line every 15 seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Self = TypeVar("Self", bound="ProgressBar")
 
-# Seconds between two lines without a terminal.
+# Seconds between two lines if stderr is not a terminal.
 LINE_INTERVAL = 15.0
 
 
@@ -25,13 +25,13 @@ class ProgressBar:
     """A progress bar, which disappears at the end of its ``with`` block.
 
     Args:
-        unit: name of what is counted. total: None if it is unknown.
-        silent: shows nothing.
+        unit: name of the counted things, in the plural.
+        total: their number at the end; None: unknown.
     """
 
     def __init__(self, unit: str = "", total: int | None = None, silent: bool = False) -> None:
         self._err, self._silent = console.stderr(), silent
-        self._shown = self._err.is_terminal and not silent
+        self._is_bar = self._err.is_terminal and not silent
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=20),
@@ -41,27 +41,28 @@ class ProgressBar:
             TextColumn("{task.fields[figures]}", markup=False, style="dim"),
             console=self._err,
             transient=True,
-            # Drawn on updates only, because a drawing thread would slow down what is measured.
+            # The bar is drawn on updates only: a drawing thread would slow down measurements.
             auto_refresh=False,
-            disable=not self._shown,
+            disable=not self._is_bar,
         )
         self._task = self._bar.add_task("", total=total, figures="")
         self._unit, self._total, self._began = unit, total, time.monotonic()
-        self._activity: tuple[str, float, int] | None = None  # name, start time, number done at the start
+        self._activity: tuple[str, float, int] | None = None  # (name, time at its start, number done at its start)
         self._last_line = 0.0
 
     def draw(self, activity: str, done: int, total: int | None = None, figures: str = "") -> None:
-        """Draws the bar. Without a terminal, it prints a line at the start, every 15 seconds, and at the end.
+        """Draws the bar. Without a terminal, prints a line at the start, every 15 seconds, and at the end.
 
         Args:
-            activity: a name; another one restarts the estimate of the time left. total: None: as before.
+            activity: what is being done; a new activity restarts the estimate of the time left.
+            total: None: the total of the constructor.
         """
         total, now = self._total if total is None else total, time.monotonic()
         is_new = self._activity is None or self._activity[0] != activity
         if self._activity is None or is_new:
             self._activity = activity, now, done
             self._bar.reset(self._task, total=total, completed=done, description=activity, figures=figures)
-        if self._shown:
+        if self._is_bar:
             self._bar.start()
             self._bar.update(self._task, completed=done, total=total, figures=figures, refresh=True)
         elif is_new or now - self._last_line >= LINE_INTERVAL or done == total:
@@ -78,10 +79,10 @@ class ProgressBar:
     def print_line(self, line: str) -> None:
         """Prints a line above the bar."""
         if not self._silent:
-            self._err.print(Text(line, style="dim" if self._shown else ""))
+            self._err.print(Text(line, style="dim" if self._is_bar else ""))
 
     def close(self) -> None:
-        """Removes the bar. May be called again."""
+        """Removes the bar. Further calls have no effect."""
         self._bar.stop()
 
     def __enter__(self: Self) -> Self:
@@ -92,11 +93,7 @@ class ProgressBar:
 
 
 class ThroughputBar(ProgressBar):
-    """A progress bar that shows tokens/s.
-
-    Args:
-        activity: its name. total: None if it is unknown.
-    """
+    """A progress bar of one activity, which shows tokens/s."""
 
     def __init__(self, activity: str, unit: str, total: int | None = None) -> None:
         super().__init__(unit, total)
@@ -107,9 +104,9 @@ class ThroughputBar(ProgressBar):
         """Seconds since the start."""
         return time.monotonic() - self._began
 
-    def update(self, done: int, tokens: int, more: str = "") -> None:
-        """Draws the bar. ``tokens``: tokens of this run; ``more``: further text."""
-        self.draw(self._name, done, figures=f"{tokens / max(1e-9, self.seconds):,.0f} tokens/s{more}")
+    def update(self, done: int, tokens: int, suffix: str = "") -> None:
+        """Draws the bar. ``tokens``: tokens since the start; ``suffix``: text behind the tokens/s."""
+        self.draw(self._name, done, figures=f"{tokens / max(1e-9, self.seconds):,.0f} tokens/s{suffix}")
 
 
 class RunsBar(ProgressBar):
@@ -120,7 +117,7 @@ class RunsBar(ProgressBar):
         self._started = 0
 
     def ticker(self, run: str) -> Callable[[str], None]:
-        """Returns a function to be called with the contender's name before each run."""
+        """Returns a function that is called with the method's name before each of its runs."""
 
         def tick(name: str) -> None:
             self.draw("", self._started, figures=f"{run}: {name}")
@@ -150,5 +147,5 @@ class TrainingBar(ProgressBar):
 
 
 def _percent(shares: Sequence[float | None]) -> str:
-    """Shares as percentages; a dash for None."""
+    """Formats shares as percentages, with a dash for None."""
     return " ".join("-" if share is None else f"{100 * share:.0f}" for share in shares) + " %"

@@ -1,4 +1,4 @@
-"""Reads a prompt from files, standard input, and an instruction that follows them."""
+"""Reads a prompt: documents from files or standard input, and an instruction, which follows them in the prompt."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from longdraft.errors import PromptError, reason_of
 from longdraft.files import file_errors, require_regular
 
 STDIN = "-"
-# Seconds without input until a note says that standard input is read.
+# After this many seconds without input, a note says that standard input is read.
 STDIN_WAIT = 2.0
 
 
 class PromptParts(NamedTuple):
-    """A prompt's parts, of which one may be empty."""
+    """The two parts of a prompt. One of them may be empty."""
 
     document: str
     instruction: str
@@ -31,7 +31,7 @@ class PromptParts(NamedTuple):
 def read_prompt(prompt: str | None, files: Sequence[str]) -> PromptParts:
     """Reads files, then standard input if it is piped, then the instruction.
 
-    Piped text is a document if there is an instruction, else it is the instruction.
+    Piped text is a document if there is an instruction; otherwise, it is the instruction.
 
     Raises:
         PromptError: the prompt is empty, or a file is missing, a folder, binary or empty.
@@ -50,7 +50,7 @@ def read_prompt(prompt: str | None, files: Sequence[str]) -> PromptParts:
 
 
 def read_document(name: str) -> str:
-    """A file's name and text. Raises as :func:`read_prompt`."""
+    """Returns a file's text below its name. Raises as :func:`read_prompt`."""
     return f"File: {Path(name).name}\n\n{_read_file(name).strip()}"
 
 
@@ -64,16 +64,15 @@ def _join(documents: Sequence[tuple[str, str]]) -> str:
 def _read_file(name: str) -> str:
     path = Path(name).expanduser()
     if path.is_dir():
-        raise PromptError(f"{name} is a folder: --file takes a text file; repeat the option for several files.")
+        raise PromptError(f"{name} is a folder: --file takes a text file; repeat --file for several files.")
     with file_errors(name, f"{name} cannot be read", "Check the path.", PromptError):
-        data = (
-            path if path.parent.name == "fd" else require_regular(path)
-        ).read_bytes()  # /dev/fd/N is a shell's <(...)
+        # /dev/fd/N, a shell's <(...), is not a regular file, but may be read.
+        data = (path if path.parent.name == "fd" else require_regular(path)).read_bytes()
     return _decode(data, name)
 
 
 def _decode(data: bytes, name: str) -> str:
-    if b"%PDF-" in data[:1024]:  # a few other bytes may come first
+    if b"%PDF-" in data[:1024]:  # the format allows a few other bytes before
         return _decode_pdf(data, name)
     if data.startswith(b"PK\x03\x04"):
         raise PromptError(f"{name} is a zip archive, as Word, EPUB and ODT files are: save it as plain text in UTF-8.")
@@ -91,7 +90,7 @@ def _decode(data: bytes, name: str) -> str:
 
 
 def _piped(needed: bool) -> bool:
-    """True if standard input is a pipe or a file. A socket or device counts only if it is ``needed``."""
+    """True if standard input is a pipe or a file, or anything but a terminal if it is ``needed`` for the prompt."""
     if sys.stdin is None or sys.stdin.isatty():
         return False
     try:
@@ -106,7 +105,7 @@ def _read_stdin() -> str:
         if sys.stdin.isatty() or not select.select([sys.stdin], [], [], STDIN_WAIT)[0]:
             console.note("Waiting for standard input; it ends with Ctrl-D.")
     except (OSError, ValueError, io.UnsupportedOperation):
-        pass  # select cannot wait for it
+        pass  # select does not support this kind of input
     try:
         data = sys.stdin.buffer.read()
     except (OSError, ValueError):
@@ -115,7 +114,7 @@ def _read_stdin() -> str:
 
 
 def _decode_pdf(data: bytes, name: str) -> str:
-    """The text of a PDF's pages, separated by blank lines. Raises PromptError without pypdf or without text."""
+    """Returns the text of a PDF's pages, separated by blank lines. Raises PromptError without pypdf or text."""
     try:
         from pypdf import PdfReader
     except ImportError:
@@ -130,7 +129,7 @@ def _decode_pdf(data: bytes, name: str) -> str:
         text = "\n\n".join(page.extract_text() for page in reader.pages)
     except PromptError:
         raise
-    except Exception as error:  # pypdf raises many kinds for broken files
+    except Exception as error:  # pypdf raises many types of errors for broken files
         raise PromptError(f"{name} is a PDF that cannot be read: {reason_of(error)}. Convert it to text.") from error
     if not text.strip():
         raise PromptError(

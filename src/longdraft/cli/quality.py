@@ -1,4 +1,4 @@
-"""``longdraft bench quality``: the quality of partial verification and of a quantized KV cache."""
+"""``longdraft bench quality``: how partial verification and a quantized KV cache change the text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from longdraft.cli import console, measure_options, method_options, options
 
 @dataclass(frozen=True, kw_only=True)
 class QualityPromptOptions(measure_options.PromptOptions):
-    """Prompt options with a required --data."""
+    """Prompt options, of which --data is required."""
 
     data: Annotated[list[str], typer.Option("--data", help="JSONL or data sets, as for bench; repeatable.")] = field()
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Maximum number of new tokens.")] = 128
@@ -27,14 +27,14 @@ def quality(
     margin: Annotated[str, typer.Option(help="Margins of specpv in tokens, separated by commas.")] = "20",
     selector: Annotated[
         str,
-        typer.Option(help="Selectors of specpv, by commas: minmax, quest, mean-key, attention, streaming."),
+        typer.Option(help="Selectors of specpv, separated by commas: minmax, quest, mean-key, attention or streaming."),
     ] = "minmax",
     kv_dtype: Annotated[
         str | None,
-        typer.Option(help="Also measure a KV cache in bfloat16, int8, or both.", show_default="neither"),
+        typer.Option(help="Also measure a KV cache in bfloat16, int8, or bfloat16,int8.", show_default="neither"),
     ] = None,
     drafter: Annotated[
-        str | None, typer.Option(help="Method whose drafter is used.", show_default="the first one that has a draft")
+        str | None, typer.Option(help="Method whose drafter is used.", show_default="the first that has a draft")
     ] = None,
     draft_options: method_options.DraftOptions,
     option: Annotated[
@@ -43,13 +43,12 @@ def quality(
     ] = None,
     context: Annotated[int | None, typer.Option(help="Longest prompt in tokens; documents are cut to it.")] = None,
     temperature: Annotated[
-        float,
-        typer.Option("--temperature", "-t", help="Sampling temperature; all use the same random numbers."),
+        float, typer.Option("--temperature", "-t", help="Sampling temperature; all runs have the same random numbers.")
     ] = 0.0,
     model_options: options.ModelOptions,
     output: measure_options.ReportOptions,
 ) -> None:
-    """Measure the quality of specpv and of a quantized KV cache: ROUGE-L with plain decoding, nats, task scores."""
+    """Measure texts of specpv and of a quantized KV cache: ROUGE-L to plain decoding, -log p in nats, task scores."""
     from longdraft.bench.experiment import Unit, unit_experiment
     from longdraft.bench.prompts import encode_prompts
     from longdraft.bench.quality import METHOD, QualityBench, QualitySettings, make_variants
@@ -72,7 +71,7 @@ def quality(
         prompt_settings = Settings(max_tokens=settings.max_tokens, contexts=(context,), **kwargs)
     output.check_writable()
     samples = prompt_options.read()
-    rouge_l()  # raises now if its package is missing
+    rouge_l()  # raises at once if the package rouge-score is missing
     with console.status() as status:
         loaded = model_options.load(status)
         status("Encoding")

@@ -1,4 +1,4 @@
-"""``longdraft reproduce``: measures a paper's table, and shows it beside the paper's figures."""
+"""``longdraft reproduce``: measures a paper's table, and shows it beside the paper's numbers."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ def reproduce(
     table: Annotated[str | None, typer.Argument(help="Table or figure of the paper: 1, fig4, ...")] = None,
     scale: Annotated[
         Literal["small", "paper"],
-        typer.Option(help="small: shorter, minutes on two cores; paper: the paper's lengths, budgets and prompts."),
+        typer.Option(help="small: minutes on two CPU cores; paper: the paper's lengths, budgets and prompts."),
     ] = "small",
     draft: Annotated[
         list[Path] | None,
-        typer.Option(help="Draft folder or small model, one a kind; repeatable.", show_default="those that ship"),
+        typer.Option(help="Draft folder or small model; repeatable for other kinds.", show_default="those that ship"),
     ] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
             "--data",
-            help="Data set of the table in a file, as NAME=FILE; repeatable.",
+            help="NAME=FILE: read a data set of the table from a file; repeatable.",
             show_default="small: modules of Python's library; paper: the Hugging Face hub",
         ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Number of prompts of each column.", show_default="by --scale")
+        int | None, typer.Option(min=1, help="Number of prompts for each column.", show_default="by --scale")
     ] = None,
     max_tokens: Annotated[
         int | None,
@@ -48,11 +48,10 @@ def reproduce(
     output: measure_options.ReportOptions,
     user_files: options.Load = None,
 ) -> None:
-    """Measure a paper's table with this model, and show it beside the paper's figures, with what differs.
+    """Measure a paper's table with this model, and show it beside the paper's numbers, with notes on differences.
 
-    Without a table, lists papers and tables, and what each needs. Ctrl-C ends it and shows the results so far.
+    Without a table, list papers and tables, and what each needs. Ctrl-C ends the run and shows the results so far.
     """
-
     from longdraft.bench.experiment import unit_experiment
     from longdraft.bench.reproduce.run import prepare
     from longdraft.bench.reproduce.scaled import ScaledTable
@@ -62,9 +61,9 @@ def reproduce(
     if paper is None or table is None:
         _list_tables(None if paper is None else get_paper(paper), output)
         return
-    chosen = get_paper(paper)
+    selected = get_paper(paper)
     kwargs = template_options.chat_prompt_kwargs
-    scaled = ScaledTable(get_table(chosen, table), scale == "small", max_tokens, limit, plan, kwargs)
+    scaled = ScaledTable(get_table(selected, table), scale == "small", max_tokens, limit, plan, kwargs)
     output.check_writable()
     files = dict(pair.partition("=")[::2] for pair in data or [])
     if not all(files.values()):
@@ -75,7 +74,7 @@ def reproduce(
         float_options = replace(model_options, weights="float32", arithmetic=None)
         load_floats = (lambda: float_options.load(lambda message: None)) if has_stored_weights(loaded.model) else None
         with options.settings_checked():
-            run = prepare(chosen, scaled, loaded, model_options.name, sources, draft or [], load_floats, status)
+            run = prepare(selected, scaled, loaded, model_options.name, sources, draft or [], load_floats, status)
     for note in run.plan.notes:
         console.note(note)
     experiment = unit_experiment(run.plan.units, output.results, run.header)
@@ -83,7 +82,7 @@ def reproduce(
 
 
 def _list_tables(paper: Paper | None, output: options.OutputOptions) -> None:
-    """Shows the tables of a paper (None: of all), a line each."""
+    """Lists the tables of a paper (None: of all papers)."""
     from longdraft.bench.reproduce.scaled import describe_needs
 
     papers = list(PAPERS.values()) if paper is None else [paper]

@@ -25,7 +25,7 @@ class ServiceOptions:
     """The options from which a service is made, in this process or in a replica.
 
     Attributes:
-        first_method_options: options of the first method.
+        first_method_options: options of the first method; further methods have none.
         num_services: number of services that share the memory of this machine, or of the device.
     """
 
@@ -50,40 +50,39 @@ def serve(
     method: Annotated[
         str | None,
         typer.Option(
-            help="Decoding method; several, separated by commas, for requests to choose from.",
+            help="Decoding method; requests may choose one of several, separated by commas.",
             show_default="the first of self, longspec and prompt-lookup that suits the model, and ar",
         ),
     ] = None,
     option: Annotated[
-        list[str] | None,
-        typer.Option("--option", "-o", help="An option of the first method, name=value; repeatable."),
+        list[str] | None, typer.Option("--option", "-o", help="An option of the first method, name=value; repeatable.")
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all addresses.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")] = 8000,
     slots: Annotated[int, typer.Option(min=1, help="Number of requests decoded at a time.")] = 4,
     context: Annotated[
         int | None,
         typer.Option(
-            min=16, help="Longest prompt and answer, in tokens.", show_default="the model's context, or what fits"
+            min=16, help="Longest prompt with its answer, in tokens.", show_default="the model's context, or what fits"
         ),
     ] = None,
-    queue: Annotated[int, typer.Option(min=1, help="Number of requests that may wait; more get status 429.")] = 64,
+    queue: Annotated[int, typer.Option(min=1, help="Number of requests that may wait; others get status 429.")] = 64,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Maximum number of new tokens.", show_default="what the context allows")
     ] = None,
     think: Annotated[
         bool,
-        typer.Option("--think/--no-think", help="Let models reason before they answer, unless a request says no."),
+        typer.Option("--think/--no-think", help="Let models reason before they answer, unless a request turns it off."),
     ] = True,
     timeout: Annotated[float, typer.Option(min=1, help="Time limit of a request, in seconds.")] = 600.0,
     api_key_file: Annotated[
         Path | None,
-        typer.Option(help="File of API keys, a line each; a name may precede a key.", show_default="no keys"),
+        typer.Option(help="File of API keys, one on each line; a name may precede a key.", show_default="no keys"),
     ] = None,
     allow_host: Annotated[
         list[str] | None,
         typer.Option(
-            help="Another host name that clients may use for the server; *: any; repeatable.",
+            help="Further host name by which clients may call the server; *: any; repeatable.",
             show_default="localhost and --host",
         ),
     ] = None,
@@ -95,10 +94,10 @@ def serve(
     ] = None,
     earlier: Annotated[
         int,
-        typer.Option(min=0, help="Lookup also searches this many tokens of the API key's earlier requests."),
+        typer.Option(min=0, help="Lookup also searches this many tokens of earlier requests with the same API key."),
     ] = 0,
     prefix_gib: Annotated[
-        float, typer.Option(min=0, help="Memory of the prefix cache, for prompts that are in no slot, in GiB.")
+        float, typer.Option(min=0, help="Memory of the prefix cache, for prompts that have left their slot, in GiB.")
     ] = 2.0,
     snapshots: Annotated[
         Path | None, typer.Option(help="Folder that keeps prompts' KV for the next start.", show_default="not kept")
@@ -116,7 +115,7 @@ def serve(
     """Serve the model over HTTP: OpenAI's API (chat, completions, responses), Anthropic's API, and a chat page."""
     methods = tuple(word.strip() for word in method.split(",")) if method else ()
     first = decoding.resolve_options(methods[0] if methods else None, option)
-    if not ray:  # with Ray, the replicas load it
+    if not ray:  # with Ray, the replicas load the model
         decoding.model_options.preload()
     try:
         from longdraft.serve.server import Server
@@ -128,7 +127,7 @@ def serve(
 
     with options.settings_checked():
         keys = {} if api_key_file is None else read_api_keys(api_key_file)
-        for i, name_or_none in enumerate(methods or (None,)):  # raises before a model is loaded
+        for i, name_or_none in enumerate(methods or (None,)):  # raises for bad options before the model is loaded
             longdraft.Speculator(name_or_none, **decoding.speculator_kwargs, **({} if i else first))
         settings = ServerSettings(
             name or decoding.model_name, methods, slots, context or 0, queue,
@@ -142,7 +141,7 @@ def serve(
         _on_ray(factory, settings, replicas, ray_config, host, port)
         return
     if replicas != "1" or ray_config is not None:
-        raise RequestError("--replicas and --ray-config need --ray.")
+        raise RequestError("--replicas and --ray-config need --ray: add it.")
     with console.status() as status:
         service = factory.make_service(settings, status)
     server = Server(service, host, port, access_log=debug)
@@ -154,13 +153,14 @@ def serve(
 def _on_ray(
     factory: ServiceOptions, settings: ServerSettings, replicas: str, config: Path | None, host: str, port: int
 ) -> None:
+    """Serves with replicas on Ray until Ctrl-C."""
     from longdraft.serve import ray
 
     if not replicas.isdigit() or not (count := int(replicas)):
         raise RequestError("--replicas takes a number; for autoscaling, set autoscaling_config in --ray-config.")
     model_options = factory.decoding.model_options
     cores = 1 if model_options.uses_gpu else max(1, (os.cpu_count() or 1) // count)  # CPU cores of a replica
-    # Replicas share this machine, unless Ray runs on a cluster.
+    # Replicas share this machine's memory, unless Ray runs on a cluster.
     num_services = 1 if os.environ.get("RAY_ADDRESS") else count
     factory = replace(factory, num_services=num_services, decoding=factory.decoding.with_threads(cores))
     threads, gpus = factory.decoding.model_options.threads or 1, int(model_options.uses_gpu)
@@ -180,4 +180,4 @@ def _on_ray(
 
 def _note_address(label: str, host: str, port: int) -> None:
     url = f"http://{host}:{port}"
-    console.note(f"{label}: {url} (a page), {url}/v1 (the API). Ctrl-C ends it.")
+    console.note(f"{label}: {url} (chat page), {url}/v1 (API). Ctrl-C ends the server.")

@@ -1,4 +1,4 @@
-"""``longdraft train``: a command for each kind of draft, for data, and for presets."""
+"""``longdraft train``: a command for each kind of draft, and the commands ``data`` and ``presets``."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def _with_settings(title: str, config: Callable[[], type[Any]], base: type[Any] 
     return WithSettings
 
 
-_TITLE = "those of every run; each kind has more: longdraft train KIND --help"
+_SETTINGS_TITLE = "those of every run; each kind has more: longdraft train KIND --help"
 _RUN_CONFIG = partial(resolve_name, "longdraft.training.config:RunConfig")
 
 
-class TrainCommandGroup(_with_settings(_TITLE, _RUN_CONFIG, TyperGroup)):  # type: ignore[misc]
+class TrainCommandGroup(_with_settings(_SETTINGS_TITLE, _RUN_CONFIG, TyperGroup)):  # type: ignore[misc]
     """The commands of ``longdraft train``: one for each kind of draft, ``data`` and ``presets``."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -71,7 +71,7 @@ class TrainCommandGroup(_with_settings(_TITLE, _RUN_CONFIG, TyperGroup)):  # typ
 
 
 def _training(command: str) -> Training:
-    """The training of a kind of draft, by its command."""
+    """Returns the training of a kind of draft, by the name of its command."""
     from longdraft.drafts.kinds import KINDS
 
     trainings = {kind.name: kind.training for kind in KINDS.values()}
@@ -85,10 +85,10 @@ def load_user_files(ctx: typer.Context, user_files: options.Load = None) -> None
 
 def presets(
     name: Annotated[
-        str | None, typer.Argument(help="Preset to print, as a start for your own file.", show_default="")
+        str | None, typer.Argument(help="Preset to print, as a template for your own file.", show_default="")
     ] = None,
 ) -> None:
-    """List the presets of --config, or print one."""
+    """List the presets that --config takes, or print one."""
     from longdraft.training.config import preset_path, preset_paths
 
     if name is not None:
@@ -104,6 +104,8 @@ def presets(
 
 
 def _make_command(name: str, summary: str) -> Any:
+    """Makes the command that trains a kind of draft. ``summary``: the first sentence of its help."""
+
     def train(
         ctx: typer.Context,
         *,
@@ -115,8 +117,7 @@ def _make_command(name: str, summary: str) -> Any:
             typer.Option("--config", "-c", help="YAML file of settings, or a preset (see `longdraft train presets`)."),
         ] = None,
         dry_run: Annotated[
-            bool,
-            typer.Option(help="Only estimate memory and hours of the run; nothing is trained."),
+            bool, typer.Option(help="Only estimate memory and hours of the run; nothing is trained.")
         ] = False,
         gpu: Annotated[str, typer.Option(help="For --dry-run: a100, b200, h100, h200, l40s or rtx4090.")] = "h100",
         gpus: Annotated[int, typer.Option(min=1, help="For --dry-run: number of GPUs.")] = 1,
@@ -131,7 +132,7 @@ def _make_command(name: str, summary: str) -> Any:
         from longdraft.training.config import read_config
 
         training = _training(name)
-        # Under torchrun or accelerate launch, only the main process prints.
+        # Under torchrun or accelerate launch, only the main process prints errors and progress.
         is_main = int(os.environ.get("RANK", "0")) == 0
         try:
             run_config: RunConfig = read_config(config, settings or [], training.load_settings())
@@ -166,7 +167,7 @@ def _check_paths(settings: RunConfig) -> None:
     from longdraft.drafts import hub
 
     if not settings.data:
-        raise ConfigError("No data: name files, as in data=text.jsonl, or in YAML data: [a.jsonl, b.jsonl.gz].")
+        raise ConfigError("No data: set data=text.jsonl, or in YAML data: [a.jsonl, b.jsonl.gz].")
     for source in (*settings.data, *settings.vocabulary_from):
         if not Path(source).exists():
             raise ConfigError(f"There is no file or folder {source}: check data and vocabulary_from.")
@@ -177,11 +178,11 @@ def _check_paths(settings: RunConfig) -> None:
 def _train(
     settings: RunConfig, training: Training, output: options.OutputOptions, is_main: bool, user_files: list[Path] | None
 ) -> None:
-    """Trains, shows the steps, and prints where the draft is. ``user_files``: the files of --load."""
+    """Trains a draft, shows the steps, and prints where the draft is. ``user_files``: the files of --load."""
     if find_spec("accelerate") is None:
-        raise CapabilityError('Training needs the package accelerate: pip install "longdraft[train]"')
+        raise CapabilityError('Training needs the package accelerate: pip install "longdraft[train]".')
     with TrainingBar(silent=not is_main) as display:
-        # Slow imports, after the settings were checked.
+        # Slow imports come after the check of settings.
         display.print_line("Loading torch and accelerate")
         run = training.load_run()
         report = None
@@ -197,7 +198,7 @@ def _train(
     best = Path(settings.out) / "best"
     pairs = [("--model", settings.target), *(("--load", path) for path in user_files or ())]
     flags = "".join(f"{flag} {shlex.quote(str(value))} " for flag, value in pairs if value)
-    console.note(f"The draft is in {best} (that of the last step in {best.with_name('last')}). Use it:")
+    console.note(f"The draft is in {best} (the draft of the last step in {best.with_name('last')}). To use it:")
     console.note(f"  longdraft generate {flags}--draft {shlex.quote(str(best))} --prompt ...")
     payload: dict[str, Any] = {"draft": str(best)}
     if report is not None:
@@ -206,27 +207,25 @@ def _train(
     output.print_json(payload)
 
 
-def _show_estimate(kind: str, config: RunConfig, gpu: str, gpus: int, data: float | None) -> dict[str, Any]:
+def _show_estimate(kind: str, config: RunConfig, gpu: str, gpus: int, tokens: float | None) -> dict[str, Any]:
     """Prints and returns the estimate of a run (:func:`longdraft.training.dry_run.estimate`)."""
     from longdraft.memory.memory_info import format_bytes
     from longdraft.training.dry_run import GPUS, estimate
 
-    estimated = estimate(kind, config, gpu, gpus, data)
+    estimated = estimate(kind, config, gpu, gpus, tokens)
     speed, gpu_bytes = GPUS[gpu]
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("memory of a GPU")
     table.add_column("", justify="right")
-    for part, size in estimated["memory_bytes"].items():
-        table.add_row(part, format_bytes(size))
+    for part, num_bytes in estimated["memory_bytes"].items():
+        table.add_row(part, format_bytes(num_bytes))
     fits = "fits" if estimated["fits"] else "does not fit"
     verdict = f"{format_bytes(estimated['total_bytes'])} of {format_bytes(int(gpu_bytes))}: {fits}"
     table.add_row(Text("together", style="bold"), Text(verdict, style="bold"))
-    tokens = f"{estimated['tokens'] / 1e9:.2f}B tokens, {estimated['hours']:,.1f} hours"
+    size = f"{estimated['tokens'] / 1e9:.2f}B tokens, {estimated['hours']:,.1f} hours"
     steps = "steps unknown without --tokens" if not estimated["steps"] else f"{estimated['steps']:,} steps"
     draft, target = (estimated[f"{part}_operations"] / 1e9 for part in ("draft", "target"))
-    hint = (
-        "" if estimated["fits"] else " To need less: recompute=true, smaller rows (with more accumulate), max_length."
-    )
+    hint = "" if estimated["fits"] else " To need less, set recompute=true, or smaller rows or max_length."
     definitions = [
         f"Hours are an estimate: {estimated['utilisation']:.0%} of a {gpu}'s {speed / 1e12:,.0f} bfloat16 TFLOP/s; a "
         f"token takes {draft:.2f} GFLOP of the draft and {target:.2f} of the target, which reads every text "
@@ -239,5 +238,5 @@ def _show_estimate(kind: str, config: RunConfig, gpu: str, gpus: int, data: floa
             f"cache: {format_bytes(estimated['cache_bytes'])} on disk for these tokens, "
             f"{estimated['feature_bytes']:,} bytes each. Without it the target reads every text in every epoch."
         )
-    console.print_report([(f"{weights}: {steps}, {tokens}", table)], definitions=definitions)
+    console.print_report([(f"{weights}: {steps}, {size}", table)], definitions=definitions)
     return estimated

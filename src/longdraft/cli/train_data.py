@@ -28,25 +28,24 @@ def data(
     *,
     files: Annotated[
         list[Path],
-        typer.Argument(help="JSONL or parquet files, or folders of these: rows with `text`; for tokens, also chats."),
+        typer.Argument(help="JSONL or parquet files, or folders of them: rows with `text`; for tokens, also chats."),
     ],
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="JSONL file to write or to continue; for tokens, a folder.")
     ] = None,
     show: Annotated[
         int,
-        typer.Option(min=0, help="Only print this many rows as the model sees them, with learned tokens marked."),
+        typer.Option(min=0, help="Only print this many rows as the model reads them, with tokens in the loss marked."),
     ] = 0,
     chat_template: Annotated[
         list[str] | None, typer.Option(help="Argument of the chat template, such as enable_thinking=false; repeatable.")
     ] = None,
     kind: Annotated[
         Literal["answers", "tokens"],
-        typer.Option(help="answers: a server answers prompts about passages of texts; tokens: encodes the rows."),
+        typer.Option(help="answers: a server answers prompts about the texts; tokens: the rows are encoded."),
     ] = "answers",
     url: Annotated[
-        str | None,
-        typer.Option(help="URL of a server with OpenAI's API: longdraft serve, vLLM, SGLang, llama.cpp."),
+        str | None, typer.Option(help="URL of a server with OpenAI's API: longdraft serve, vLLM, SGLang, llama.cpp.")
     ] = None,
     target: Annotated[
         str | None,
@@ -54,19 +53,19 @@ def data(
             "--target",
             "-m",
             help="The model's name at the server; for tokens, a Hugging Face id, a folder or a .gguf file.",
-            show_default="the server's first; for tokens, the embedded one",
+            show_default="the server's first model; for tokens, the embedded model",
         ),
     ] = None,
     api_key: Annotated[str, typer.Option("--api-key", help="API key of the server.")] = "",
     rows: Annotated[
-        int | None, typer.Option(min=1, help="Number of rows at the end.", show_default="1000; tokens: all")
+        int | None, typer.Option(min=1, help="Number of rows in --out at the end.", show_default="1000; tokens: all")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Number of requests at a time.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Number of concurrent requests.")] = 64,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Maximum number of new tokens.")] = 256,
     passage_tokens: Annotated[str, typer.Option(metavar="MIN,MAX", help="Tokens of a passage.")] = "200,1500",
     per_passage: Annotated[int, typer.Option(min=1, help="Number of prompts about a passage.")] = 24,
-    temperatures: Annotated[str, typer.Option(help="Temperatures of the answers, in turn.")] = "0,0,1",
-    seed: Annotated[int, typer.Option(help="Random seed of passages and prompts; use another for each process.")] = 0,
+    temperatures: Annotated[str, typer.Option(help="Temperatures, which the answers take in turn.")] = "0,0,1",
+    seed: Annotated[int, typer.Option(help="Random seed of passages and prompts; use a new one for each --out.")] = 0,
     output: options.OutputOptions,
 ) -> None:
     """Prepare training data: answers of a model, or texts and chats encoded as tokens."""
@@ -88,12 +87,12 @@ def data(
     if to_folder and (out.is_file() or out.name.endswith(".jsonl")):
         raise options.SettingError(f"--out {out}: tokens are written to a folder: name one, such as text.tokens.")
     if (out.is_dir() and not to_folder) or not out.absolute().parent.is_dir():
-        raise CheckpointError(f"--out {out}: its folder does not exist, or it is a folder itself.")
+        raise CheckpointError(f"--out {out}: name a path in a folder that exists; answers are written to a file.")
     if to_folder and url is not None:
         raise options.SettingError("--url is an option of --kind answers: leave it out.")
     if not to_folder and url is None:
         raise options.SettingError(
-            "A server must answer: start one (`longdraft serve --model MODEL`), and name it: --url http://127.0.0.1:8000"
+            "Answers need a server: start one (`longdraft serve --model MODEL`), and set --url http://127.0.0.1:8000"
         )
 
     from longdraft.training import documents
@@ -104,7 +103,7 @@ def data(
     else:
         from longdraft.training import answers
 
-        # Read first, so that a wrong path is reported at once.
+        # Files are read first, to report a wrong path at once.
         texts = _read_texts(files, skipped)
         prompts = answers.sample_prompts(texts, (lengths[0], lengths[1]), per_passage, answer_temperatures, seed)
         file, total = answers.AnswerFile(out), rows or 1000
@@ -125,7 +124,7 @@ def data(
 def _documents(
     files: list[Path], target: str | None, skipped: SkipCounts, template: dict[str, Any], num_done: int = 0
 ) -> tuple[Iterator[Document | None], PreTrainedTokenizerBase]:
-    """The documents of the rows after the first ``num_done``, and the target's tokenizer."""
+    """Returns the documents of the rows after the first ``num_done``, and the target's tokenizer."""
     from longdraft.model.loading import load
     from longdraft.model.stored import weight_shape
     from longdraft.training import documents
@@ -137,30 +136,30 @@ def _documents(
 
 
 def _show_examples(files: list[Path], target: str | None, count: int, template: dict[str, Any]) -> int:
-    """Prints up to ``count`` rows as the model sees them, with tokens in the loss marked. Returns how many."""
+    """Prints up to ``count`` rows as the model reads them, with tokens in the loss marked. Returns their number."""
     from longdraft.training.documents import SkipCounts
 
     skipped = SkipCounts()
     encoded, tokenizer = _documents(files, target, skipped, template)
-    shown, out = 0, console.stdout()
+    num_shown, out = 0, console.stdout()
     for document in islice(filter(None, encoded), count):
-        shown += 1
+        num_shown += 1
         mask = document.loss_mask or [i >= document.start for i in range(len(document.token_ids))]
         text = Text()
         for in_loss, run in groupby(zip(document.token_ids, mask, strict=True), key=itemgetter(1)):
             part = tokenizer.decode([token for token, _ in run])
             text.append(f"⟦{part}⟧" if in_loss else part, "green" if in_loss else "")
-        out.print(Text(f"row {shown}: {len(mask):,} tokens, {sum(mask):,} learned", style="bold"))
+        out.print(Text(f"row {num_shown}: {len(mask):,} tokens, {sum(mask):,} in the loss", style="bold"))
         out.print(text)
     if skipped:
         console.note(f"Left out: {skipped}.")
-    return shown
+    return num_shown
 
 
 def _encode(
     files: list[Path], out: Path, target: str | None, rows: int | None, skipped: SkipCounts, template: dict[str, Any]
 ) -> int:
-    """Writes the rows as tokens; returns the number of documents that were added."""
+    """Encodes the rows and writes shards; returns the number of documents that were added."""
     from longdraft.training import dataset
 
     done = dataset.num_examples_done(out)
@@ -173,7 +172,7 @@ def _encode(
 
 
 def _read_texts(files: list[Path], skipped: SkipCounts) -> list[tuple[str, str]]:
-    """(text, file or folder) of all rows."""
+    """Returns (text, its file or folder) of all rows that have text."""
     from longdraft.training import documents
 
     texts = []
@@ -187,7 +186,7 @@ def _read_texts(files: list[Path], skipped: SkipCounts) -> list[tuple[str, str]]
 
 
 def _exit_if(cancel: Cancel, skipped: SkipCounts) -> None:
-    """Ends the command if it was cancelled."""
+    """Ends the command if Ctrl-C was pressed."""
     if not cancel():
         return
     if skipped:
@@ -197,7 +196,7 @@ def _exit_if(cancel: Cancel, skipped: SkipCounts) -> None:
 
 
 def _show_usage(file: AnswerFile, seconds: float) -> dict[str, Any]:
-    """Prints the tokens and hours that the answers took; returns them for the JSON object."""
+    """Prints the number of tokens and hours of the answers; returns them for the JSON object."""
     prompt_tokens, completion_tokens = file.usage
     if file.num_refused:
         console.note(f"{file.num_refused:,} prompts were refused, or answered without text.")
@@ -205,7 +204,7 @@ def _show_usage(file: AnswerFile, seconds: float) -> dict[str, Any]:
         hours, speed = seconds / 3600, file.new_tokens / max(seconds, 1e-9)
         console.note(
             f"{file.new_tokens:,} tokens of answers in {hours:.2f} hours: {speed:,.0f} tokens/s, "
-            f"{1e6 * hours / file.new_tokens:.2f} hours a million."
+            f"{1e6 * hours / file.new_tokens:.2f} hours for a million."
         )
     console.note(f"The server reports {prompt_tokens:,} prompt tokens and {completion_tokens:,} completion tokens.")
     usage = {"seconds": round(seconds, 3), "usage": file.usage}

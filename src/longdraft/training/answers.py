@@ -1,8 +1,8 @@
 """Generates training data: samples prompts about passages of documents, and has a server answer them.
 
-A draft learns best from the target's own answers. A draft that is trained on plain text does poorly on answers. All
-prompts about a passage share their beginning up to its end, so a prefix cache computes its KV once. Any server with
-OpenAI's API will do: vLLM, SGLang, llama.cpp, longdraft serve.
+A draft learns best from the target's own answers; trained on plain text, it does poorly on answers. All prompts about a
+passage begin with the passage, so a server with a prefix cache computes its KV once. The server needs OpenAI's API:
+vLLM, SGLang, llama.cpp, longdraft serve.
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ from typing import Any
 from longdraft.errors import CapabilityError, LongdraftError, PromptError, reason_of
 from longdraft.json_lines import JsonLines
 
-# Prefixes of a passage ("openings"), questions after it by kind, and prompts without a passage ("free"), in which {} is
-# replaced by a few words of a text.
+# Parts of prompts. "openings": before a passage; "free": whole prompts without a passage, with {} for a topic; every
+# other key is a kind of question: after a passage.
 PROMPTS: dict[str, list[str]] = json.loads(files(__package__).joinpath("prompts.json").read_text(encoding="utf-8"))
-# Lines of source code.
 CODE_LINE = re.compile(r"^\s*(def|class|import|from|return|if|for|#include|fn|let|pub|self\.)\b", re.M)
-# Share of the passages that are replaced by free prompts.
+# Fraction of the passages that are replaced by prompts without a passage.
 FREE_PROMPT_SHARE = 0.12
-# Prompts in a row without an answer after which the run gives up.
+# A run fails after this many prompts in a row without an answer.
 MAX_REFUSALS = 32
 # Retries of a request, after 0.5, 1, 2, 4, 8, 8, ... seconds, while the server is unreachable or busy.
 RETRIES = 8
-# Seconds until a request times out, and between two calls of ``stop``.
+# In seconds: the time limit of a request, and the time between two calls of ``stop``.
 _TIMEOUT, _POLL_INTERVAL = 3600.0, 0.2
 
 Example = dict[str, Any]
@@ -40,10 +39,11 @@ Example = dict[str, Any]
 
 @dataclass(frozen=True)
 class AnswerPrompt:
-    """A prompt to be answered at ``temperature``.
+    """A prompt, with the sampling temperature of its answer.
 
     Attributes:
-        kind: the task, a key of :data:`PROMPTS`. source: the file or corpus of the passage.
+        kind: the task, a key of :data:`PROMPTS`.
+        source: the file or corpus of the passage.
     """
 
     text: str
@@ -59,48 +59,49 @@ def sample_prompts(
     temperatures: Sequence[float],
     seed: int,
 ) -> Iterator[list[AnswerPrompt]]:
-    """Samples passages without end, and yields for each at most ``per_passage`` prompts with a common beginning.
+    """Samples passages endlessly, and yields for each passage a list of at most ``per_passage`` prompts about it.
 
     Args:
-        texts: (document, its file or corpus). A document is sampled in proportion to the square root of its length.
-        passage_tokens: shortest and longest passage, in tokens of four characters; lengths are log-uniform.
-        temperatures: cycled over the prompts of a passage.
+        texts: (document, its file or corpus). A document's weight in sampling is the square root of its length.
+        passage_tokens: shortest and longest passage, with 4 characters counted as a token; lengths are log-uniform.
+        temperatures: temperatures of answers; the prompts of a passage take them in turn.
 
     Raises:
         PromptError: all texts are empty.
     """
     if not any(text.strip() for text, _ in texts):
-        raise PromptError("There is no text to ask about: rows need `text`.")
+        raise PromptError("There is no text to ask about: give files whose rows have `text`.")
     rng = random.Random(seed)
     weights = list(accumulate(len(text) ** 0.5 for text, _ in texts))
 
-    def sample_passage(length: int) -> tuple[str, str]:
+    def sample_passage(num_chars: int) -> tuple[str, str]:
         ((text, source),) = rng.choices(texts, cum_weights=weights)
-        start = rng.randrange(max(1, len(text) - length))
-        return text[start : start + length].strip(), source
+        start = rng.randrange(max(1, len(text) - num_chars))
+        return text[start : start + num_chars].strip(), source
 
     while True:
         low, high = passage_tokens
         passage, source = sample_passage(int(4 * low * (high / low) ** rng.random()))
         if rng.random() < FREE_PROMPT_SHARE:
+            # A topic is one to four words of a text. The first word is skipped, because it may be cut off.
             topics = (" ".join(sample_passage(120)[0].split()[1 : 1 + rng.randint(1, 4)]) for _ in range(per_passage))
-            free = (rng.choice(PROMPTS["free"]).replace("{}", topic.strip(".,;:!?\"'()")) for topic in topics if topic)
-            prompts = [(text, "free") for text in free]
+            topics = (topic.strip(".,;:!?\"'()") for topic in topics if topic)
+            prompts = [(rng.choice(PROMPTS["free"]).replace("{}", topic), "free") for topic in topics]
         elif passage:
             opening = rng.choice(PROMPTS["openings"])
             prompts = [(opening + passage + text, kind) for text, kind in _sample_questions(passage, per_passage, rng)]
         else:
             continue
         if prompts:
-            pairs = zip(prompts, cycle(temperatures), strict=False)
-            yield [AnswerPrompt(text, temperature, kind, source) for (text, kind), temperature in pairs]
+            with_temperature = zip(prompts, cycle(temperatures), strict=False)
+            yield [AnswerPrompt(text, temperature, kind, source) for (text, kind), temperature in with_temperature]
 
 
 def _sample_questions(passage: str, count: int, rng: random.Random) -> list[tuple[str, str]]:
     """Samples (question, kind) pairs that suit the passage: a transcript, code or prose."""
-    # Kind -> how many of its questions may be taken; None: all.
+    # Kind -> number of its questions to sample from: the first ones, which suit any passage; None: all.
     kinds: dict[str, int | None] = {"summary": None, "question": None, "task": None}
-    # A transcript names the speaker of each of its many short turns.
+    # A colon for every 600 characters: a transcript, which names the speaker of each of its many short turns.
     if passage.count(" :") + passage.count(": ") > len(passage) / 600:
         kinds = {"meeting": None, "summary": None, "question": 6}
     if len(CODE_LINE.findall(passage)) > len(passage) / 200:
@@ -110,19 +111,20 @@ def _sample_questions(passage: str, count: int, rng: random.Random) -> list[tupl
 
 
 class AnswerFile:
-    """A JSONL file of answers. Answers are appended as they arrive, also to those of an earlier run.
+    """A JSONL file of answers, to which each answer is appended as it arrives. A file of an earlier run is continued.
 
     A row holds ``messages`` (with ``reasoning_content`` if the server separates it), ``cut`` (True: the answer reached
     max_new_tokens), ``usage`` (prompt and completion tokens that the server reports), ``temperature``, ``source`` and
-    ``kind`` of the prompt, and ``at`` (number of the passage, number of the prompt within it, prompts of the passage).
+    ``kind`` of the prompt, and ``at``: [index of the passage, index of the prompt, number of prompts of the passage].
 
     Attributes:
-        answered: (passage, prompt within it) of each answer.
+        answered: (index of the passage, index of the prompt) of each answer.
         usage: prompt and completion tokens that the server reports, summed over all answers.
-        new_tokens: completion tokens of this run. num_refused: prompts of this run without an answer.
+        new_tokens: completion tokens of this run.
+        num_refused: prompts of this run without an answer.
 
     Raises:
-        CheckpointError: the file cannot be read, or holds something else and is left as it is.
+        CheckpointError: the file cannot be read, or its rows are not answers. The file is not changed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -130,7 +132,7 @@ class AnswerFile:
         self.path, self._file = path, JsonLines(path, lambda number, example: self._count(example))
 
     def append(self, example: Example) -> None:
-        """Appends an answer, in the place of a torn last line. Raises CheckpointError if that fails."""
+        """Appends an answer, and drops an incomplete last line of a killed run. Raises CheckpointError."""
         self._file.append(example)
         self._count(example)
         self.new_tokens += example["usage"][1]
@@ -160,21 +162,21 @@ def generate_answers(
     progress: Callable[[], None] = lambda: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Has a server answer prompts, and appends each answer to the file as it arrives.
-
-    A killed run continues with the prompts that have no answer yet.
+    """Has a server answer the prompts that have no answer in the file, and appends each answer as it arrives.
 
     Args:
         prompts: for each passage, the prompts about it.
-        url: the server's address, with or without ``/v1``. api_key: the bearer token.
-        model: the model's name at the server; None: the first that it lists.
-        rows: number of answers in the file at the end. batch: requests in flight.
-        template: ``chat_template_kwargs`` for the server, stored in the answers too.
+        url: the server's address, with or without ``/v1``.
+        api_key: the bearer token.
+        model: the model's name at the server; None: the first model that the server lists.
+        rows: total number of answers in the file, after which the run ends.
+        batch: number of requests in flight.
+        template: ``chat_template_kwargs`` for the server, stored in the answers' rows too.
         progress: called after each answer.
-        stop: polled a few times a second; True ends the run, and requests in flight are lost.
+        stop: called a few times a second; if it returns True, the run ends, and requests in flight are lost.
 
     Raises:
-        CapabilityError: the package openai is missing, or the server is unreachable, fails, or has another API.
+        CapabilityError: the package openai is missing, or the server is unreachable, fails, or lacks OpenAI's API.
         PromptError: the server refuses many prompts in a row.
         CheckpointError: the file cannot be written.
     """
@@ -183,42 +185,41 @@ def generate_answers(
     except ImportError:
         raise CapabilityError('--url needs the package openai: pip install "longdraft[train]".') from None
     address = url.rstrip("/").removesuffix("/v1") + "/v1"
-    kept = f"The answers in {file.path} are kept; the same command continues from there."
-    # The prompts without an answer, each with the ``at`` of its row.
-    unanswered = (
+    resume_hint = f"The answers in {file.path} are kept; the same command continues from there."
+    unanswered = (  # (``at`` of the row, prompt)
         ([passage, i, len(group)], prompt)
         for passage, group in enumerate(prompts)
         for i, prompt in enumerate(group)
         if (passage, i) not in file.answered
     )
 
-    async def request(client: AsyncOpenAI, name: str, at: list[int], prompt: AnswerPrompt) -> Example | str:
-        """Returns the row of a prompt's answer, or the reason why there is none."""
-        turn = {"role": "user", "content": prompt.text}
+    async def answer(client: AsyncOpenAI, name: str, row_at: list[int], prompt: AnswerPrompt) -> Example | str:
+        """Returns the row of a prompt's answer, or a string with the reason why the server gave no answer."""
+        question = {"role": "user", "content": prompt.text}
         settings: dict[str, Any] = {"max_tokens": max_new_tokens, "temperature": prompt.temperature}
         settings |= {"extra_body": {"chat_template_kwargs": template}} if template else {}
         try:
-            reply: Any = await client.chat.completions.create(model=name, messages=[turn], **settings)  # type: ignore[list-item]
+            reply: Any = await client.chat.completions.create(model=name, messages=[question], **settings)  # type: ignore[list-item]
         except (BadRequestError, UnprocessableEntityError) as error:
             return reason_of(error)
         if not isinstance(getattr(reply, "choices", None), list) or not reply.choices:
-            raise CapabilityError(f"{url} does not answer as OpenAI's API does. {kept}")
+            raise CapabilityError(f"{url} does not answer as OpenAI's API does: check the address. {resume_hint}")
         choice, usage = reply.choices[0], reply.usage
         message = {"content": choice.message.content or ""}
-        # Servers use one of two keys for reasoning.
+        # Servers differ in the key of reasoning.
         reasoning = getattr(choice.message, "reasoning_content", None) or getattr(choice.message, "reasoning", None)
         message |= {"reasoning_content": reasoning} if reasoning else {}
         if not "".join(message.values()).strip():
             return "no text"
         return {
-            "messages": [turn, {"role": "assistant", **message}],
+            "messages": [question, {"role": "assistant", **message}],
             **({"chat_template_kwargs": template} if template else {}),
             "cut": choice.finish_reason == "length",
             "usage": [0, 0] if usage is None else [usage.prompt_tokens, usage.completion_tokens],
             "temperature": prompt.temperature,
             "source": prompt.source,
             "kind": prompt.kind,
-            "at": at,
+            "at": row_at,
         }
 
     async def run() -> None:
@@ -234,24 +235,24 @@ def generate_answers(
                 name = models.data[0].id
             try:
                 while not stop():
-                    while len(in_flight) < min(batch, rows - file.num_answers) and (args := next(unanswered, None)):
-                        in_flight.add(asyncio.create_task(request(client, name, *args)))
+                    while len(in_flight) < min(batch, rows - file.num_answers) and (item := next(unanswered, None)):
+                        in_flight.add(asyncio.create_task(answer(client, name, *item)))
                     if not in_flight:
                         break
                     done, in_flight = await asyncio.wait(
                         in_flight, timeout=_POLL_INTERVAL, return_when=asyncio.FIRST_COMPLETED
                     )
-                    # Failed tasks come last, so that answers of the same round are written before one raises.
+                    # A failed task raises. Failed tasks come last, so that all finished answers are written before.
                     for task in sorted(done, key=lambda task: task.exception() is not None):
-                        if not isinstance(answer := task.result(), str):
-                            file.append(answer)
+                        if not isinstance(result := task.result(), str):
+                            file.append(result)
                             refusals = 0
                             progress()
                             continue
                         file.num_refused, refusals = file.num_refused + 1, refusals + 1
                         if refusals == MAX_REFUSALS:
-                            why = f"{MAX_REFUSALS} prompts in a row got no answer ({answer})"
-                            raise PromptError(f"{why}: shorten passages. {kept}")
+                            why = f"{MAX_REFUSALS} prompts in a row got no answer ({result})"
+                            raise PromptError(f"{why}: shorten passages. {resume_hint}")
             finally:
                 for task in in_flight:
                     task.cancel()
@@ -263,4 +264,4 @@ def generate_answers(
         raise
     except (APIError, ValueError) as error:
         why = reason_of(error.__cause__ if isinstance(error.__cause__, Exception) else error)
-        raise CapabilityError(f"{url} cannot be reached any more: {why}. {kept}") from error
+        raise CapabilityError(f"{url} cannot be reached any more: {why}. {resume_hint}") from error

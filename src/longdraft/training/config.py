@@ -1,4 +1,4 @@
-"""Settings of training runs: a class for each kind of draft, read from YAML files and ``key=value`` words."""
+"""Settings of training runs: a config class for each kind of draft, read from YAML and ``key=value`` arguments."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from longdraft.options import Option, Options, declared, number, option
 
 Config = TypeVar("Config")
 
-
 PRESETS = Path(__file__).with_name("presets")
-# Depth of the drafts in simulated acceptance, whatever depth a draft was trained for.
+# Drafted tokens of a round in simulated acceptance, whatever depth a draft is trained for.
 EVAL_DEPTH = 5
 
 
@@ -38,25 +37,25 @@ class RunConfig(Options):
     target: str | None = option(None, help="the target model: folder, GGUF file or hub id; none: the embedded model")
     init: str | None = option(None, help="draft folder to continue training (a later stage); none: a new draft")
     sample: float = option(1.0, help="fraction of the documents to use, chosen by a hash", min=0, most=1)
-    held_out: float = option(0.02, help="fraction of the documents to measure on, chosen by a hash", min=0, most=1)
-    max_length: int = option(1024, help="longest document in tokens: texts are split, chats cut at their end", min=1)
+    held_out: float = option(0.02, help="fraction of the documents kept to measure on, by a hash", min=0, most=1)
+    max_length: int = option(1024, help="longest document in tokens: texts are split, chats lose their end", min=1)
     min_length: int = option(32, help="shortest document in tokens; shorter ones are left out", min=1)
     learn: str = option(
-        "answers", help="chat tokens in the loss: answers; all: from the first answer on", choices=("answers", "all")
+        "answers", help="chat tokens in the loss: answers, or all from the first answer", choices=("answers", "all")
     )
     chat_template: tuple[str, ...] = option((), help="arguments of the chat template, such as enable_thinking=false")
-    anchor_offset: int = option(0, help="largest random offset of anchor-offset indices, in tokens; 0: none", min=0)
+    anchor_offset: int = option(0, help="largest random offset (LongSpec, 3.2) of positions 4, 5, ...; 0: none", min=0)
     intermediate_size: int | None = option(None, help="width of the draft's MLP; none: the target's, or init's", min=1)
     vocabulary: int | None = option(None, help="size of the draft's vocabulary in tokens; none: all, or init's", min=1)
-    vocabulary_from: tuple[str, ...] = option((), help="files whose most frequent tokens it takes; none: data")
+    vocabulary_from: tuple[str, ...] = option((), help="files to count token frequencies in; none: data")
     distill: float = option(0.0, help="share of the loss that distils the target's distribution", min=0, most=1)
     cache: str | None = option(None, help="folder that keeps the target's features; none: compute them in every epoch")
     target_dtype: str = option("auto", help="dtype of the target", choices=("auto", "float32", "bfloat16", "float16"))
     target_rope_factor: float | None = option(None, help="YaRN factor of the target; none: the model's own", min=1)
     precision: str = option("bf16", help="dtype of the draft's matmuls; no: float32", choices=("bf16", "no"))
     epochs: float = option(1.0, help="passes over the data; may be a fraction", above=0)
-    max_steps: int | None = option(None, help="steps after which the run ends; none: after its epochs", min=1)
-    rows: int = option(4096, help="tokens in the loss of a batch, in which documents are packed", min=1)
+    max_steps: int | None = option(None, help="steps after which the run ends; none: no limit beside epochs", min=1)
+    rows: int = option(4096, help="maximum number of tokens in the loss of a batch of documents", min=1)
     accumulate: int = option(1, help="batches per step and process (gradient accumulation)", min=1)
     lr: float = option(5e-4, help="peak learning rate", above=0)
     warmup: float = option(0.1, help="fraction of the steps with linear warm-up; then a cosine decay", min=0, most=1)
@@ -74,8 +73,9 @@ class RunConfig(Options):
     threads: int | None = option(None, help="number of CPU threads; none: torch's default", min=1)
     device: str | None = option(None, help="cpu, cuda, cuda:N or mps; none: the best one, a GPU for each process")
     fields_set: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    """Names of the settings that the user set."""
     unused_settings: ClassVar[tuple[str, ...]] = ()
-    """Settings that do not apply to this kind of draft."""
+    """Names of the settings that this kind of draft refuses."""
 
     def __post_init__(self) -> None:
         with values_checked(ConfigError):
@@ -83,7 +83,7 @@ class RunConfig(Options):
         for name in self.unused_settings:
             if getattr(self, name):
                 raise ConfigError(f"{name} does not apply to this kind of draft: leave it out.")
-        _ = self.template_kwargs  # raises if they are malformed
+        _ = self.template_kwargs  # raises for malformed values
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
@@ -91,6 +91,7 @@ class RunConfig(Options):
         return parse_template_kwargs(self.chat_template)
 
     def as_dict(self) -> dict[str, Any]:
+        """Returns the settings by name."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "fields_set"}
 
 
@@ -98,7 +99,7 @@ class RunConfig(Options):
 class LongSpecConfig(RunConfig):
     """A LongSpec run."""
 
-    noise: int = option(5, help="largest shift j of flash noisy training, in tokens: the drafted levels; 1: off", min=1)
+    noise: int = option(5, help="largest shift j of flash noisy training: the depth of drafts in tokens; 1: off", min=1)
     window: int = option(512, help="sliding window of self-attention in tokens, the query included", min=1)
     final_norm: bool = option(True, help="RMSNorm before the head; the paper's block has none")
 
@@ -107,16 +108,16 @@ class LongSpecConfig(RunConfig):
 class Eagle3Config(RunConfig):
     """An EAGLE-3 run. The draft has the target's head counts, head size and rotary base."""
 
-    ttt: int = option(5, help="steps of the training-time test: depth of drafting on the draft's own outputs", min=1)
+    ttt: int = option(5, help="steps of the training-time test, each on the draft's outputs of the step before", min=1)
     decay: float = option(0.8, help="weight of a step in the loss, relative to the step before it", above=0, most=1)
-    retain: float = option(1.0, help="fraction of a batch's documents that goes on to the next step", above=0, most=1)
-    feature_layers: tuple[int, ...] = option((), help="target layers that it reads; none: 1, L//2-1 and L-4, or init's")
+    retain: float = option(1.0, help="fraction of a batch's documents that each further step keeps", above=0, most=1)
+    feature_layers: tuple[int, ...] = option((), help="target layers to read, of L; none: 1, L//2-1 and L-4, or init's")
     window: int | None = option(None, help="sliding window in tokens, the query included; none: off", min=1)
     distill: float = option(1.0, help="share of the loss that distils the target's distribution", min=0, most=1)
     rope_theta: float | None = option(None, help="base of the draft's RoPE; none: init's, or the target's", above=0)
     rope_factor: float | None = option(None, help="YaRN factor in training; none: init's, or no YaRN", min=1)
     rope_factor_inference: float | None = option(None, help="YaRN factor in decoding; none: that of training", min=1)
-    rope_original_length: int | None = option(None, help="context that YaRN stretches, in tokens; none: init's", min=1)
+    rope_original_length: int | None = option(None, help="context before YaRN, in tokens; none: init's", min=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -124,7 +125,7 @@ class Eagle3Config(RunConfig):
             raise ConfigError("rope_factor_inference needs rope_factor, the factor in training: set both.")
         if self.window is not None and self.window <= max(self.ttt, EVAL_DEPTH):
             raise ConfigError(
-                f"window {self.window} must be more than the {max(self.ttt, EVAL_DEPTH)} steps of drafting."
+                f"window {self.window} must be larger than {max(self.ttt, EVAL_DEPTH)}, the drafted tokens of a round."
             )
 
 
@@ -132,10 +133,10 @@ class Eagle3Config(RunConfig):
 class EagleConfig(RunConfig):
     """An EAGLE-1 run (Li et al. 2024, EAGLE). The draft has the target's head counts and vocabulary."""
 
-    classification: float = option(0.1, help="weight of the cross-entropy beside the regression (its code)", min=0)
-    feature_noise: float = option(0.1, help="size of the uniform noise on the target's states; 0: none", min=0)
+    classification: float = option(0.1, help="weight of the cross-entropy; the regression has 1 (EAGLE's code)", min=0)
+    feature_noise: float = option(0.1, help="half-width of the uniform noise on the target's states; 0: none", min=0)
     distill: float = option(1.0, help="share of the loss that distils the target's distribution", min=0, most=1)
-    lr: float = option(3e-5, help="peak learning rate (its code: 3e-5)", above=0)
+    lr: float = option(3e-5, help="peak learning rate (EAGLE's code: 3e-5)", above=0)
     clip: float = option(0.5, help="largest norm of the gradient; larger ones are scaled down", above=0)
     rope_theta: float | None = option(None, help="base of a new draft's RoPE; none: the target's", above=0)
     unused_settings = ("vocabulary",)
@@ -143,9 +144,9 @@ class EagleConfig(RunConfig):
 
 @dataclass(frozen=True)
 class OnePassConfig(Eagle3Config):
-    """A one-pass run. ``init`` may be an EAGLE-3 draft or a one-pass draft."""
+    """A run that trains a one-pass draft. ``init`` may be an EAGLE-3 draft or a one-pass draft."""
 
-    ttt: int = option(6, help="tokens that one forward drafts; a one-pass draft in init keeps its number", min=1)
+    ttt: int = option(6, help="tokens drafted by one forward; a one-pass draft in init keeps its number", min=1)
     rank: int = option(128, help="rank of the bigram matrix; a one-pass draft in init keeps its rank", min=1)
 
 
@@ -155,10 +156,10 @@ class LmConfig(RunConfig):
 
     layers: int = option(3, help="number of decoder layers; a draft in init keeps its layers and sizes", min=1)
     start_from: tuple[int, ...] | None = option(None, help="target layers to copy as the first weights; none: random")
-    learn_prompts: bool = option(True, help="prompts count in the loss too, if prompt and answer fit max_length")
+    learn_prompts: bool = option(True, help="include prompts in the loss, if prompt and answer fit max_length")
     rope_theta: float = option(10000.0, help="base of the draft's RoPE", above=0)
     retrieval_layer: int | None = option(None, help="target layer whose attention ranks chunks; none: the last", min=0)
-    max_length: int = option(1024, help="the draft's context in tokens; of a longer chat it keeps the end", min=1)
+    max_length: int = option(1024, help="the draft's context in tokens; longer chats lose their beginning", min=1)
     distill: float = option(0.8, help="share of the loss that distils the target's distribution", min=0, most=1)
     unused_settings = ("anchor_offset",)
 
@@ -181,24 +182,21 @@ class HeadsConfig(RunConfig):
     unused_settings = ("anchor_offset", "intermediate_size")
 
 
-# --- reading ---
-
-
 def parse_template_kwargs(words: Sequence[str]) -> dict[str, Any]:
-    """Parses words ``name=value``, with values in YAML, as arguments of a chat template. Raises ConfigError."""
+    """Parses ``name=value``, with values in YAML, into arguments of a chat template. Raises ConfigError."""
     malformed = [word for word in words if not re.fullmatch(r"\w+=.*", word, re.S)]
     if malformed:
         raise ConfigError(f"chat_template takes name=value, such as enable_thinking=false, not {malformed[0]!r}.")
     try:
         return {name: yaml.safe_load(value) for name, _, value in (word.partition("=") for word in words)}
     except yaml.YAMLError as error:
-        raise ConfigError(f"chat_template: {error}") from None
+        raise ConfigError(f"chat_template has a value that is not YAML: {error}") from None
 
 
 def settings_table(config: type[Any]) -> list[tuple[str, str, str, str]]:
-    """(name, default, values, meaning) of a config class's settings, its own before the inherited ones."""
-    own = inspect.get_annotations(config)
-    settings = sorted(declared(config).values(), key=lambda setting: setting.name not in own)
+    """Returns (name, default, values, meaning) of each setting of a config class, inherited settings last."""
+    not_inherited = inspect.get_annotations(config)
+    settings = sorted(declared(config).values(), key=lambda setting: setting.name not in not_inherited)
     return [(setting.name, setting.default_in_words or "none", setting.range, setting.help) for setting in settings]
 
 
@@ -212,12 +210,12 @@ def read_config(path: Path | str | None, overrides: Sequence[str], config_class:
     for word in overrides:
         key, equals, text = word.partition("=")
         if not equals:
-            raise ConfigError(f"{word!r} is not of the form key=value.")
+            raise ConfigError(f"{word!r} is not of the form key=value, such as lr=1e-4.")
         try:
             values[key.strip()] = yaml.safe_load(text) if text.strip() else None
         except yaml.YAMLError:
-            values[key.strip()] = text.strip()  # such as a path with a colon
-    with prefix_errors_with(path or ""):
+            values[key.strip()] = text.strip()  # a text that is no YAML, such as a path with a colon
+    with errors_name(path or ""):
         settings = declared(config_class)
         if unknown := sorted(map(str, set(values) - {*settings})):
             close = get_close_matches(unknown[0], settings, n=1)
@@ -229,18 +227,18 @@ def read_config(path: Path | str | None, overrides: Sequence[str], config_class:
 
 
 def preset_paths() -> dict[str, Path]:
-    """The presets of the package: name, such as "longspec/1-short" -> YAML file."""
+    """Returns the presets of the package: name, such as "longspec/1-short" -> YAML file."""
     return {path.relative_to(PRESETS).with_suffix("").as_posix(): path for path in sorted(PRESETS.rglob("*.yaml"))}
 
 
 def preset_path(path: Path | str) -> Path:
-    """The YAML file of a path or a preset's name. Raises ConfigError if there is none."""
+    """Returns the YAML file that a path or a preset's name names. Raises ConfigError if there is none."""
     if Path(path).exists():
         return Path(path)
     name = Path(path).as_posix().removeprefix("configs/").removesuffix(".yaml")
-    if name in (known := preset_paths()):
-        return known[name]
-    close = get_close_matches(name, known, n=1)
+    if name in (all_presets := preset_paths()):
+        return all_presets[name]
+    close = get_close_matches(name, all_presets, n=1)
     advice = f"did you mean the preset {close[0]}?" if close else "check the path, or see `longdraft train presets`."
     raise ConfigError(f"There is no configuration {path}: {advice}")
 
@@ -256,7 +254,7 @@ def _read_yaml(path: Path | str) -> dict[str, Any]:
 
 
 def _convert(setting: Option, value: Any) -> Any:
-    """Converts YAML's value to the setting's type if possible. YAML reads 5e-4 as text, 1e3 as float, no as false."""
+    """Converts a YAML value to the setting's type if possible: YAML reads 5e-4 as text, 1e3 as float, no as false."""
     if setting.kind is tuple and value is not None:
         item = replace(setting, kind=setting.items)
         return tuple(_convert(item, element) for element in (value if isinstance(value, list) else [value]))
@@ -267,4 +265,5 @@ def _convert(setting: Option, value: Any) -> Any:
     value = number(value) if isinstance(value, str) and setting.kind in (int, float) else value
     if setting.kind is int and isinstance(value, float) and value.is_integer():
         return int(value)
+    # Larger integers have no exact float.
     return float(value) if setting.kind is float and isinstance(value, int) and abs(value) < 2**53 else value

@@ -27,17 +27,17 @@ from longdraft.training.documents import Document, SkipCounts, encode_documents
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Documents with this many first tokens in common are taken to be about the same passage.
+# Documents that begin with the same tokens, this many, are taken to be about the same passage.
 PASSAGE_PREFIX = 48
-# A beginning that this many documents share, or half of all, is a system prompt, and is skipped.
-MAX_SAME_PREFIX = 64
-# Longest shared beginning that is looked for, in tokens.
-MAX_SHARED_PREFIX = 1 << 14
+# A prefix of this many documents, or of half of all documents, is taken for a system prompt.
+SYSTEM_PROMPT_DOCUMENTS = 64
+# Longest system prompt that is searched, in tokens.
+MAX_SYSTEM_PROMPT = 1 << 14
 INDEX_FILE = "index.json"
 # Fewest tokens of a shard; only the last one may have fewer.
 MIN_SHARD_TOKENS = 1 << 26
 ADVICE = "Delete the file and run `longdraft train data` again: it encodes what is missing."
-# Identifies a tokenizer: each encodes this text differently.
+# A text that every tokenizer encodes differently. Its token ids identify the tokenizer.
 _PROBE = "Tokens, encodés once: 2 + 2 = 4\n\tdef f(x): return x  # 漢字 🙂"
 
 
@@ -46,7 +46,8 @@ class TokenShard(NamedTuple):
 
     Attributes:
         ids: (N,) int32 token ids; ~id marks a token behind ``start`` that does not count in the loss (a user's turn).
-        ends: (D,) int64, the end of each document. starts: (D,) int32, its :attr:`Document.start`.
+        ends: (D,) int64, the end of each document.
+        starts: (D,) int32, the :attr:`Document.start` of each document.
     """
 
     ids: torch.Tensor
@@ -65,17 +66,17 @@ class TokenShard(NamedTuple):
         return cls(torch.tensor(ids), torch.tensor(ends), torch.tensor(starts))
 
     def digest(self) -> str:
-        """A hash of the content."""
         return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in self)).hexdigest()[:16]
 
 
 class TokenDataset(Sequence[Document]):
-    """Documents or segments of documents, in a fixed order. Each is a range of a source's tokens and takes 22 bytes.
+    """Documents or segments of documents, in a fixed order. A document is a range of a source, and takes 22 bytes.
 
     Attributes:
-        sources: (token ids, digest, whether they are on disk) of each source.
-        lengths, starts: number of tokens, and :attr:`Document.start`, of each document.
-        masked_counts: number of tokens behind ``start`` that do not count in the loss; 0 ignores their marks.
+        sources: (token ids, digest, True if the ids are on disk) of each source.
+        lengths: number of tokens of each document.
+        starts: :attr:`Document.start` of each document.
+        masked_counts: number of tokens of each document that marks exclude from the loss; 0: marks are ignored.
     """
 
     def __init__(self, sources: Sequence[tuple[torch.Tensor, str, bool]] = ()) -> None:
@@ -84,7 +85,7 @@ class TokenDataset(Sequence[Document]):
         self._source, self._begins = array("H"), array("q")
 
     def add_shard(self, shard: TokenShard, disk_digest: str | None = None) -> None:
-        """Adds the documents of a shard. ``disk_digest``: the digest in its file; None: it is in memory."""
+        """Adds the documents of a shard. ``disk_digest``: the digest in the shard's file; None: it has no file."""
         ends = shard.ends.tolist()
         begins = [0, *ends[:-1]]
         self._source.extend([len(self.sources)] * len(ends))
@@ -115,12 +116,12 @@ class TokenDataset(Sequence[Document]):
         return Document(self.token_ids(i).tolist(), self.starts[i], loss_mask)
 
     def token_ids(self, i: int, first: int = 0, count: int = 1 << 40) -> torch.Tensor:
-        """Token ids of document i, from its token ``first`` on, at most ``count``."""
+        """Returns at most ``count`` token ids of document i, from its token ``first`` on."""
         marked = self._marked_ids(i, first, count)
         return torch.where(marked < 0, ~marked, marked)
 
     def count_masked(self, i: int, first: int, count: int) -> int:
-        """Counts the tokens among these that are marked as not in the loss."""
+        """Counts the marked tokens (not in the loss) among the ``count`` tokens of document i from ``first`` on."""
         return int((self._marked_ids(i, first, count) < 0).sum())
 
     def _marked_ids(self, i: int, first: int = 0, count: int = 1 << 40) -> torch.Tensor:
@@ -129,7 +130,7 @@ class TokenDataset(Sequence[Document]):
         return self.sources[self._source[i]][0][begin + first : begin + min(first + count, self.lengths[i])]
 
     def digest(self) -> str:
-        """A hash of all documents, which a resumed run must reproduce."""
+        """Returns a hash of all documents. A resumed run must have the hash of its checkpoint."""
         hashed = hashlib.sha256(repr([digest for _, digest, _ in self.sources]).encode())
         for column in (self._source, self._begins, self.lengths, self.starts, self.masked_counts):
             hashed.update(column.tobytes())
@@ -139,18 +140,18 @@ class TokenDataset(Sequence[Document]):
 def split_dataset(
     dataset: TokenDataset, skipped: SkipCounts, config: RunConfig, levels: int, max_target_length: int = 1 << 30
 ) -> tuple[TokenDataset, TokenDataset]:
-    """Cuts and filters documents, and returns (those to train on, those to measure on).
+    """Cuts and filters documents, and returns (documents to train on, documents to measure on).
 
-    Plain text is cut into segments of ``max_length`` tokens. A document with a prompt is cut at its end, or left out if
-    its prompt alone fills ``max_length``. For a language model it is cut at its beginning; with ``learn_prompts``, one
-    that fits counts in the loss from its second token on.
+    Plain text is cut into segments of ``max_length`` tokens. A document with a prompt loses its end, and is left out if
+    the prompt alone fills ``max_length``. For a language model, a document with a prompt loses its beginning; with
+    ``learn_prompts``, the prompt of a document that fits counts in the loss too.
 
-    A document's segments, and all documents about one passage, are on the same side, by a hash of their first tokens
-    behind a beginning that many documents share (a system prompt). At least one passage of two is held out.
+    A hash of a document's first tokens, behind a system prompt, decides between training and measuring. So all segments
+    of a document, and all documents about one passage, go to the same side. Of two passages, at least one is held out.
 
     Args:
         skipped: counts the documents that are left out.
-        levels: drafted levels, the largest shift; a document must have more tokens in the loss than this.
+        levels: number of drafted tokens (the largest shift). A document must have more tokens in the loss.
         max_target_length: longest input of the target, in tokens.
 
     Raises:
@@ -158,13 +159,14 @@ def split_dataset(
     """
     max_length, keep_end = min(config.max_length, max_target_length), isinstance(config, LmConfig)
     learn_prompts = isinstance(config, LmConfig) and config.learn_prompts
-    train, held_out, begins = TokenDataset(dataset.sources), TokenDataset(dataset.sources), _skip_shared(dataset)
-    fractions = array("d", (_hash_fraction(dataset, i, begins[i], "held out") for i in range(len(dataset))))
-    least = sorted(set(fractions))[:2]
-    held_out_below = max(config.held_out, least[1]) if config.held_out and len(least) > 1 else config.held_out
+    train, held_out = TokenDataset(dataset.sources), TokenDataset(dataset.sources)
+    content_starts = _skip_system_prompts(dataset)
+    fractions = array("d", (_hash_fraction(dataset, i, content_starts[i], "held out") for i in range(len(dataset))))
+    lowest = sorted(set(fractions))[:2]
+    held_out_below = max(config.held_out, lowest[1]) if config.held_out and len(lowest) > 1 else config.held_out
     for i, (length, start) in enumerate(zip(dataset.lengths, dataset.starts, strict=True)):
         # (first token, number of tokens, start) of each segment
-        if start == 1:
+        if start == 1:  # plain text
             segments = [(cut, min(max_length, length - cut), 1) for cut in range(0, length - 1, max_length)]
         elif keep_end:
             cut = max(0, length - max_length)
@@ -176,12 +178,12 @@ def split_dataset(
             continue
         side = held_out if fractions[i] < held_out_below else train
         for first, count, segment_start in segments:
-            at = first if first and start == 1 else begins[i]
-            if config.sample < 1 and _hash_fraction(dataset, i, at, "sample") >= config.sample:
+            hashed_from = first if first and start == 1 else content_starts[i]
+            if config.sample < 1 and _hash_fraction(dataset, i, hashed_from, "sample") >= config.sample:
                 continue
             with_prompt = learn_prompts and side is train and count < max_length
-            masks = start > 1 and config.learn == "answers" and not with_prompt
-            masked = dataset.count_masked(i, first + segment_start, count - segment_start) if masks else 0
+            uses_mask = start > 1 and config.learn == "answers" and not with_prompt
+            masked = dataset.count_masked(i, first + segment_start, count - segment_start) if uses_mask else 0
             if count < config.min_length or count - segment_start - masked <= levels:
                 skipped["too short"] += 1
             else:
@@ -197,35 +199,35 @@ def split_dataset(
     return train, held_out
 
 
-def _skip_shared(dataset: TokenDataset) -> array[int]:
-    """For each document, the index of its first token behind a beginning that many documents share; 0: none."""
-    begins, groups = array("i", bytes(4 * len(dataset))), [torch.arange(len(dataset))]
-    many = max(2, min(MAX_SAME_PREFIX, len(dataset) / 2))
-    while groups:
+def _skip_system_prompts(dataset: TokenDataset) -> array[int]:
+    """Returns the index of each document's first token behind a prefix of many documents (a system prompt), else 0."""
+    starts, groups = array("i", bytes(4 * len(dataset))), [torch.arange(len(dataset))]
+    many = max(2, min(SYSTEM_PROMPT_DOCUMENTS, len(dataset) / 2))
+    while groups:  # of documents that share a prefix; their next tokens may be shared too
         members = groups.pop()
-        hashes = (_hash(dataset.token_ids(i, begins[i], PASSAGE_PREFIX)) for i in members.tolist())
-        passages = torch.tensor(array("q", hashes))
-        values, counts = passages.unique(return_counts=True)
+        prefixes = (dataset.token_ids(i, starts[i], PASSAGE_PREFIX) for i in members.tolist())
+        hashes = torch.tensor(array("q", map(_hash, prefixes)))
+        values, counts = hashes.unique(return_counts=True)
         for value in values[counts >= many].tolist():
-            same = members[passages == value]
-            first = int(same[0])
-            shared = dataset.token_ids(first, begins[first], MAX_SHARED_PREFIX).tolist()
-            for i in same.tolist():
-                shared = shared[: common_prefix_len(shared, dataset.token_ids(i, begins[i], len(shared)).tolist())]
-            if shared:
-                for i in same.tolist():
-                    begins[i] += len(shared)
-                groups.append(same)
-    return begins
+            group = members[hashes == value]
+            first = int(group[0])
+            prefix = dataset.token_ids(first, starts[first], MAX_SYSTEM_PROMPT).tolist()
+            for i in group.tolist():
+                prefix = prefix[: common_prefix_len(prefix, dataset.token_ids(i, starts[i], len(prefix)).tolist())]
+            if prefix:
+                for i in group.tolist():
+                    starts[i] += len(prefix)
+                groups.append(group)
+    return starts
 
 
 def _hash(token_ids: torch.Tensor, purpose: str = "") -> int:
-    """A 48-bit hash of token ids."""
+    """Returns a 48-bit hash of token ids, independent for each ``purpose``."""
     return int.from_bytes(hashlib.sha256(f"{purpose}{token_ids.tolist()}".encode()).digest()[:6], "big")
 
 
 def _hash_fraction(dataset: TokenDataset, i: int, first: int, purpose: str) -> float:
-    """A number in [0, 1) from a hash of document i's tokens from ``first`` on."""
+    """Returns a number in [0, 1) from a hash of document i's tokens from ``first`` on."""
     return _hash(dataset.token_ids(i, first, PASSAGE_PREFIX), purpose) / 2**48
 
 
@@ -234,9 +236,9 @@ def most_frequent_tokens(
 ) -> torch.Tensor:
     """Returns the ``count`` token ids that are most frequent in the loss, sorted: a draft's smaller vocabulary.
 
-    It makes the draft's head several times smaller. Other tokens are never proposed; the output stays exact. Tokens
-    before ``start`` count a little, to break ties: a draft copies from them. The ids ``always`` (end of sequence) are
-    included in any case.
+    It makes the draft's head several times smaller. Other tokens are never drafted; the output stays exact. Tokens
+    before ``start`` count a little, to break ties: a draft copies from them. The ids in ``always`` (end of sequence)
+    are included in any case.
     """
     counts = torch.zeros(vocab_size, dtype=torch.float64)
     for document in documents:
@@ -246,9 +248,6 @@ def most_frequent_tokens(
         counts += torch.bincount(ids, weights, vocab_size)
     counts[list(always)] = float("inf")
     return counts.argsort(descending=True, stable=True)[:count].sort().values
-
-
-# --- files and shards ---
 
 
 def read_dataset(
@@ -285,16 +284,16 @@ def write_shards(
     """Writes the shards that a folder lacks, and returns the number of documents that were added.
 
     Args:
-        documents: of the source's rows from :func:`num_examples_done` on; None for a row that cannot be used.
-        progress: called after every 100 rows with the documents and tokens of this call.
-        stop: called as often; True ends the work and keeps complete shards.
+        documents: the documents of the source's rows from :func:`num_examples_done` on; None: the row is left out.
+        progress: called after every 100 rows with the numbers of documents and tokens that were added.
+        stop: called after every 100 rows; if it returns True, the work ends, and only complete shards are kept.
 
     Raises:
         CheckpointError: a shard cannot be written, or another tokenizer encoded the folder.
         PromptError: there are no documents.
     """
     index, done, added, tokens = _index(folder, tokenizer), num_examples_done(folder), 0, 0
-    pending, size = list[Document](), 0
+    pending, pending_tokens = list[Document](), 0
 
     def write_shard() -> None:
         shard = TokenShard.from_documents(pending)
@@ -306,10 +305,11 @@ def write_shards(
         done += 1
         if document is not None:
             pending.append(document)
-            added, tokens, size = added + 1, tokens + len(document.token_ids), size + len(document.token_ids)
-        if size >= MIN_SHARD_TOKENS:
+            added, tokens = added + 1, tokens + len(document.token_ids)
+            pending_tokens += len(document.token_ids)
+        if pending_tokens >= MIN_SHARD_TOKENS:
             write_shard()
-            size = 0
+            pending_tokens = 0
         if done % 100 == 0:
             progress(added, tokens)
             if stop():
@@ -317,7 +317,7 @@ def write_shards(
     if pending:
         write_shard()
     if not shard_paths(folder):
-        raise PromptError("There is nothing to write: rows need `text`, `messages` or `tokens`.")
+        raise PromptError("There is nothing to write: give rows with `text`, `messages` or `tokens`.")
     with atomic_write(folder / INDEX_FILE) as part:
         part.write_text(json.dumps(index | {"rows": done}), encoding="utf-8")
     progress(added, tokens)
@@ -325,12 +325,12 @@ def write_shards(
 
 
 def shard_paths(folder: Path) -> list[Path]:
-    """The shard files of a folder, in order."""
+    """Returns the shard files of a folder, in order."""
     return sorted(folder.glob("tokens-*.safetensors"))
 
 
 def num_examples_done(folder: Path) -> int:
-    """The number of rows of the source that a folder's shards contain or left out."""
+    """Returns the number of source rows that a folder's shards cover, rows that were left out included."""
     for path in shard_paths(folder)[-1:]:
         with open_safetensors(path, ADVICE) as file:
             return int(file.metadata()["rows"])
@@ -338,7 +338,7 @@ def num_examples_done(folder: Path) -> int:
 
 
 def _index(folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Reads a folder's index, or begins it. Raises CheckpointError if another tokenizer encoded the folder."""
+    """Reads a folder's index, or creates it. Raises CheckpointError if another tokenizer encoded the folder."""
     path = folder / INDEX_FILE
     expected = {"tokenizer": hashlib.sha256(repr(tokenizer(_PROBE)["input_ids"]).encode()).hexdigest()[:16]}
     if not path.exists():

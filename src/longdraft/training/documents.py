@@ -1,7 +1,7 @@
 """Reads training data: rows of files become documents of token ids.
 
-A source is a file, or a folder such as a downloaded corpus. All files below a folder with one of :data:`FILE_SUFFIXES`
-are read, in order of their paths.
+A source is a file or a folder, such as a downloaded corpus. In a folder and its subfolders, all files that end with one
+of :data:`FILE_SUFFIXES` are read, in the order of their paths.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst", ".json", ".pa
 
 @dataclass(frozen=True)
 class Document:
-    """Token ids of one text.
+    """The token ids of one text or chat.
 
     Attributes:
         token_ids: all tokens, end of sequence included.
-        start: index of the first token that counts in the loss; earlier ones (a chat's prompt) are context.
+        start: index of the first token that counts in the loss; tokens before it (a chat's prompt) are context.
         loss_mask: for each token, whether it counts in the loss; None: all from ``start`` on do.
     """
 
@@ -49,7 +49,7 @@ class Document:
 
 
 class SkipCounts(Counter[str]):
-    """Counts the rows that were left out, by reason."""
+    """Counts the rows that were left out, by reason. A reason follows a number, as in "3 without text"."""
 
     def __str__(self) -> str:
         reasons = [f"{count} {reason}" for reason, count in self.most_common(8)]
@@ -71,7 +71,8 @@ def encode_documents(
     with ``tools`` and ``chat_template_kwargs``. The answers of a chat count in the loss.
 
     Args:
-        template: arguments of the chat template; ``chat_template_kwargs`` of a row take precedence.
+        num_done: number of rows to skip, which an earlier run encoded.
+        template: arguments of the chat template; the ``chat_template_kwargs`` of a row take precedence.
     """
     for example in islice(read_examples(sources, skipped), num_done, None):
         document = None
@@ -92,6 +93,7 @@ def encode_documents(
 def _encode(
     example: Example, tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any] | None = None
 ) -> Document:
+    """Encodes a row. The message of a ValueError says why the row is left out."""
     example = {key: value for key, value in example.items() if value is not None}
     if "tokens" in example:
         return Document([int(t) for t in example["tokens"]], int(example.get("start", 1)))
@@ -107,13 +109,13 @@ def _encode(
         return Document(ids[:end], start, None if all(mask[start:end]) else mask[:end])
     if "text" in example:
         tokens = encode(tokenizer, example["text"])
-        # EOS counts in the loss: a draft that never proposes it costs a verification at the end of every text.
+        # EOS counts in the loss: without it, a draft never proposes EOS, and the end of every text costs a forward.
         return Document(tokens if tokenizer.eos_token_id is None else [*tokens, tokenizer.eos_token_id])
     raise ValueError("with neither text, messages nor tokens")
 
 
 def read_examples(sources: Iterable[Path | str], skipped: SkipCounts) -> Iterator[Example | None]:
-    """Yields the rows of files and folders; None for a row that is no JSON object. A ``.txt`` file is one row.
+    """Yields the rows of files and folders; None for a row that is not a JSON object. A ``.txt`` file is one row.
 
     Raises:
         PromptError: a source is missing, has no file to read, or cannot be read.
@@ -133,7 +135,7 @@ def read_examples(sources: Iterable[Path | str], skipped: SkipCounts) -> Iterato
                         skipped["not JSON" if example is None else "not an object"] += 1
                     yield example if isinstance(example, dict) else None
             except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
-                raise PromptError(f"{path} cannot be read ({error}): is it complete, and of this format?") from None
+                raise PromptError(f"{path} cannot be read ({error}): check the file and its format.") from None
 
 
 def _read(path: Path) -> Iterator[Any]:

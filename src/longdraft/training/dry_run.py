@@ -1,8 +1,8 @@
 """Estimates a training run by formula: GPU memory, tokens, steps and hours, from the target's ``config.json`` alone.
 
 A weight costs 2 operations a token in the forward pass, 4 in the backward pass, and 2 more if its layer is recomputed.
-Activations take bytes in proportion to tokens, hidden size and MLP size. Their factors were fitted to steps under fake
-tensors; a test checks them to a fifth.
+Activation memory is proportional to tokens, hidden size and MLP size. The factors were fitted to training steps under
+torch's FakeTensorMode; a test allows an error of a fifth.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from longdraft.training.losses import LOGITS_CHUNK
 
 # Assumed share of a GPU's peak speed.
 UTILIZATION = 0.4
-# Tokens of the run if its data are unknown.
+# Assumed tokens of a run if the size of its data is unknown.
 DEFAULT_TOKENS = 1e9
-# Activation bytes of a token: of outputs and of a layer per unit of hidden size, of an MLP per unit of its size.
+# Activation bytes of a token: of its output and of a layer, times the hidden size; of an MLP, times the MLP's size.
 OUTPUT_BYTES, LAYER_BYTES, MLP_BYTES = 32, 20, 18
 # Name -> (dense bfloat16 operations a second, bytes of memory), from the data sheets.
 GPUS = {
@@ -40,15 +40,15 @@ def estimate(kind: str, config: Any, gpu: str = "h100", gpus: int = 1, tokens: f
     """Estimates a run. Assumes that a draft in ``init`` has the sizes of a new one.
 
     Args:
-        kind: the training command, such as "eagle3". gpus: number of GPUs, one for each process.
-        tokens: tokens in the loss of the data, if they are not in shards; None: unknown.
+        kind: the training command, such as "eagle3".
+        gpus: number of GPUs, one for each process.
+        tokens: tokens in the loss of the data, if the data are not in shards; None: unknown.
 
     Returns:
-        ``memory_bytes`` of each GPU by part, ``total_bytes``, whether it ``fits``; ``draft_weights`` to train;
+        ``memory_bytes`` of a GPU by part, ``total_bytes``, and whether the run ``fits``; ``draft_weights`` to train;
         ``draft_operations`` (forward and backward) and ``target_operations`` for a token in the loss; ``target_reads``,
-        passes of the target over an epoch's data; ``feature_bytes`` of a token on disk, and ``cache_bytes`` of all data
-        (None without ``cache``); ``step_tokens`` of all GPUs; ``steps``, None if unknown; ``hours`` for ``tokens``,
-        which are :data:`DEFAULT_TOKENS` if unknown.
+        the target's passes over the data, per epoch; ``feature_bytes`` of a token on disk, and ``cache_bytes`` of all
+        data (None: no cache); ``step_tokens`` of all GPUs; ``steps`` (None: unknown); ``hours`` for ``tokens``.
 
     Raises:
         ConfigError: the GPU is unknown, the target cannot be trained for, or the kind has no formula.
@@ -59,72 +59,74 @@ def estimate(kind: str, config: Any, gpu: str = "h100", gpus: int = 1, tokens: f
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(_target_config(run), dtype=torch.bfloat16)
     parts, kv = shared_parts.shared_parts(model, shared_parts.describe_config(model)), config_kv_shape(model)
+    # h: hidden size; width: of all heads; m: size of the MLP; v: size of the draft's vocabulary
     h, width, kv_width = parts.hidden_size, parts.num_heads * kv.head_dim, 2 * kv.kv_heads * kv.head_dim
     m, vocab = run.intermediate_size or parts.intermediate_size, parts.head.shape[0]
     v = min(run.vocabulary or vocab, vocab)
     attention, mlp = h * (2 * width + kv_width), 3 * h * m
-    eagle3_attention = attention + h * (width + kv_width)  # its input is twice the hidden size
+    eagle3_attention = attention + h * (width + kv_width)  # the input of Q, K and V is twice the hidden size
     steps, layers, rank = (getattr(config, name, 0) for name in ("ttt", "layers", "rank"))
-    read = h * len(getattr(config, "feature_layers", ()) or (1, 2, 3))
-    # Weights of layers, of a trained head, and others; passes of a token through the layers; attentions a pass; numbers
-    # read from the target for a token.
+    states = h * len(getattr(config, "feature_layers", ()) or (1, 2, 3))
+    # (weights of layers, of a trained head, other weights, forwards of a token, attentions of each, size of features)
     drafts = {
         "longspec": (attention + 2 * h * width + mlp, 0, 0, 1, 2, kv_width),
-        "eagle3": (eagle3_attention + mlp, v * h, read * h, steps, 1, read),
-        "onepass": (eagle3_attention + mlp, v * (h + rank), read * h + v * rank, steps, 1, read),
+        "eagle3": (eagle3_attention + mlp, v * h, states * h, steps, 1, states),
+        "onepass": (eagle3_attention + mlp, v * (h + rank), states * h + v * rank, steps, 1, states),
         "eagle": (attention + mlp, 0, 2 * h * h, 1, 1, h),
         "lm": (layers * (attention + mlp), 0, 0, 1, layers, 0),
         "heads": (h * h, 0, 0, getattr(config, "heads", 0), 0, h),
     }
     if kind not in drafts:
         raise ConfigError(f"--dry-run has no formula for {kind}: run it with max_steps=2 instead.")
-    layer_weights, head_weights, other_weights, passes, attentions, features = drafts[kind]
+    layer_weights, head_weights, other_weights, forwards, attentions, feature_size = drafts[kind]
     length = min(run.max_length, hosting.context_length(model))
     batch_tokens = max(1, run.rows // length) * length
     keys = min(length / 2, getattr(config, "window", None) or length)
+    # Attention: 4 operations for each query, key and unit of width in the forward pass, 10 in the backward pass.
     layer_operations = layer_weights * (8 if run.recompute else 6) + 14 * attentions * width * keys
+    # The head: 2 operations for logits, 2 for the input's gradient, 2 for its own, 2 for the target's logits.
     head_operations = v * h * (4 + 2 * bool(head_weights) + 2 * bool(run.distill))
-    operations = passes * (layer_operations + head_operations) + 4 * other_weights
-    weights = layer_weights * (passes if kind == "heads" else 1) + head_weights + other_weights
+    operations = forwards * (layer_operations + head_operations) + 4 * other_weights
+    weights = layer_weights * (forwards if kind == "heads" else 1) + head_weights + other_weights
     target_weights = sum(weight.numel() for weight in model.parameters())
     embedding = 0 if model.config.get_text_config().tie_word_embeddings else vocab * h
-    reads_last = kind in ("eagle", "heads") or kv.layers - 1 in getattr(config, "feature_layers", ())
-    features += h * bool(run.distill) * (not reads_last)
-    kept = batch_tokens * (1 if run.recompute else passes) * max(1, attentions // 2)
+    has_last_state = kind in ("eagle", "heads") or kv.layers - 1 in getattr(config, "feature_layers", ())
+    feature_size += h * bool(run.distill) * (not has_last_state)
+    saved_tokens = batch_tokens * (1 if run.recompute else forwards) * max(1, attentions // 2)
     memory = {
         "target: weights": 2 * target_weights,
         "target: keys, values and states of a text":
-        KVStore.bytes_for(kv, 1, max(2048, length)) + 2 * length * features,
+        KVStore.bytes_for(kv, 1, max(2048, length)) + 2 * length * feature_size,
         "target: a forward, with logits": PREFILL_CHUNK * (2 * (8 * h + 3 * parts.intermediate_size) + 8 * vocab),
-        "features": 2 * batch_tokens * features,
+        "features": 2 * batch_tokens * feature_size,
         "draft: weights (float32)": 4 * weights,
         "draft: gradients": 4 * weights,
         "draft: optimizer (AdamW)": 8 * weights,
-        "draft: between forward and backward": batch_tokens * passes * OUTPUT_BYTES * h
-        + kept * (LAYER_BYTES * h + MLP_BYTES * m * bool(attentions)) + 10 * LOGITS_CHUNK * v
+        "draft: between forward and backward": batch_tokens * forwards * OUTPUT_BYTES * h
+        + saved_tokens * (LAYER_BYTES * h + MLP_BYTES * m * bool(attentions)) + 10 * LOGITS_CHUNK * v
         + 2 * weights + 4 * head_weights,
     }  # fmt: skip
     step_tokens, data_tokens = batch_tokens * run.accumulate * gpus, _data_tokens(run) or tokens
     num_steps = run.max_steps
     if data_tokens is not None:
         num_steps = min(max(1, round(data_tokens * run.epochs / step_tokens)), run.max_steps or 1 << 62)
-    trained = DEFAULT_TOKENS if num_steps is None else num_steps * step_tokens
-    reads = min(1.0, 1 / run.epochs) if run.cache is not None else 1.0
-    feature_bytes = 2 * features + 4 * (kind in ("eagle3", "onepass", "eagle"))  # 4: the target's argmax
+    trained_tokens = DEFAULT_TOKENS if num_steps is None else num_steps * step_tokens
+    target_reads = min(1.0, 1 / run.epochs) if run.cache is not None else 1.0
+    feature_bytes = 2 * feature_size + 4 * (kind in ("eagle3", "onepass", "eagle"))  # 4: the target's argmax
     target_operations = 2 * (target_weights - embedding) + 2 * kv.layers * width * length
     (speed, gpu_bytes), total = GPUS[gpu], sum(memory.values())
     return {
         "memory_bytes": memory, "total_bytes": total, "fits": total <= gpu_bytes, "draft_weights": weights,
-        "draft_operations": operations, "target_operations": target_operations, "target_reads": reads,
-        "step_tokens": step_tokens, "feature_bytes": feature_bytes, "steps": num_steps, "tokens": trained,
-        "cache_bytes": None if run.cache is None else round(trained / run.epochs * feature_bytes),
-        "hours": trained * (operations + target_operations * reads) / (gpus * speed * UTILIZATION) / 3600,
+        "draft_operations": operations, "target_operations": target_operations, "target_reads": target_reads,
+        "step_tokens": step_tokens, "feature_bytes": feature_bytes, "steps": num_steps, "tokens": trained_tokens,
+        "cache_bytes": None if run.cache is None else round(trained_tokens / run.epochs * feature_bytes),
+        "hours": trained_tokens * (operations + target_operations * target_reads) / (gpus * speed * UTILIZATION) / 3600,
         "gpu": gpu, "gpus": gpus, "utilisation": UTILIZATION,
     }  # fmt: skip
 
 
 def _data_tokens(config: RunConfig) -> int:
-    """Tokens in the loss of the run's shards; 0 if its data are not shards."""
+    """Returns the number of tokens in the loss of the run's shards; 0 if the data are not in shards."""
     dataset = TokenDataset()
     for path in (path for source in config.data for path in shard_paths(Path(source))):
         dataset.add_shard_file(path)
@@ -132,11 +134,11 @@ def _data_tokens(config: RunConfig) -> int:
 
 
 def _target_config(config: RunConfig) -> Any:
-    """The target's config of transformers. A GGUF file is loaded to get it."""
+    """Returns the target's transformers config. A GGUF file is loaded to get its config."""
     target = config.target
     if target is None or target.endswith(".gguf"):
         return load(target).model.config
     try:
         return AutoConfig.from_pretrained(target)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{target} has no configuration that transformers reads: {error}") from None
+        raise ConfigError(f"{target} has no config.json that transformers can read: {error}") from None

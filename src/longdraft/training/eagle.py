@@ -27,11 +27,12 @@ from longdraft.training.loop import Reports, TrainingLoop
 from longdraft.training.session import Progress, Stop, TrainingSession, never_stop, no_progress
 from longdraft.training.trainer import PackedBatch, StepOutput
 
-NOISE_SEEDS = 1 << 30  # the noise of a document has a seed below this, which changes with the epoch
+# The shift of a document, random in 1 .. NOISE_SEEDS and new in each epoch, is the seed of its noise.
+NOISE_SEEDS = 1 << 30
 
 
 class EagleTrainer(Eagle3Trainer):
-    """A training step of an EAGLE-1 block. There is no training-time test."""
+    """A training step of an EAGLE-1 block: EAGLE-3's step without the training-time test, with a regression loss."""
 
     block: EagleBlock
 
@@ -40,19 +41,19 @@ class EagleTrainer(Eagle3Trainer):
         self.classification, self.feature_noise = config.classification, config.feature_noise
 
     def project_features(self, pack: PackedBatch, shifts: Sequence[int]) -> torch.Tensor:
-        g = super().project_features(pack, shifts)
+        features = super().project_features(pack, shifts)
         if not self.training or not self.feature_noise:
-            return g
+            return features
         size, seeds = self.block.shape.hidden_size, zip(shifts, pack.input_lengths, strict=True)
-        # Made on the CPU, so that a document has the same noise in an epoch on every device.
+        # Made on the CPU, so that the noise does not depend on the device.
         noise = [torch.rand(n, size, generator=torch.Generator().manual_seed(seed)) for seed, n in seeds]
-        return g + self.feature_noise * (2 * torch.cat(noise) - 1).to(g.device)
+        return features + self.feature_noise * (2 * torch.cat(noise) - 1).to(features.device)
 
     def states_and_head(self, hidden: torch.Tensor, previous_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return hidden, self.target_head
 
     def step_loss(self, pack: PackedBatch, out: torch.Tensor, output: StepOutput) -> StepOutput:
-        n = sum(pack.loss_lengths)  # step 0; later steps only occur in measurements
+        n = sum(pack.loss_lengths)  # outputs of step 0; only measurements have later steps
         spans = zip(pack.documents, pack.spans, strict=True)
         next_states = torch.cat([d.hidden[first + 1 : end + 1] for d, (_, first, end) in spans])
         with torch.no_grad():
@@ -73,7 +74,7 @@ def train_eagle(config: EagleConfig, progress: Progress = no_progress, stop: Sto
         rope = make_rope_parameters(float(config.rope_theta or description.get("rope_theta") or DEFAULT_ROPE_THETA))
         block = EagleBlock(EagleShape(**session.draft_sizes(), feature_size=size, vocabulary=runner.vocab_size))
         block.initialize(config.seed)
-        with torch.no_grad():  # initial weights copy the state
+        with torch.no_grad():  # so that a new block's fc passes the target's state through
             block.fc.weight[:, size:] += torch.eye(size)
     else:
         init.check(runner)

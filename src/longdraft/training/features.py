@@ -1,7 +1,7 @@
-"""Computes the target's features, a draft's inputs for each token, and the target's argmax tokens.
+"""Computes the target's features (a draft's inputs for each token) and the target's argmax tokens.
 
-A LongSpec draft reads the last layer's keys and values, an EAGLE-3 draft the hidden states of a few layers, a small
-language model only token ids.
+The features of a LongSpec draft are the last layer's keys and values, those of an EAGLE-3 draft the hidden states of a
+few layers. A small language model reads token ids alone.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from longdraft.training.documents import Document
 
 # Tokens of a prefill chunk.
 PREFILL_CHUNK = 1024
-# Advice in the error of a damaged cache file.
+# Added to the error about a damaged file of the cache.
 ADVICE = "Delete the file: it is computed again."
-# First tokens that keep their positions, because they are attention sinks.
+# Number of first tokens without the anchor-offset. LongSpec calls them anchors; they are attention sinks.
 NUM_ANCHORS = 4
 
 
 def anchor_offset_positions(length: int, offset: int) -> torch.Tensor:
-    """Anchor-offset indices (LongSpec, section 3.2), (length,) int64: 0 .. 3, then all others shifted by ``offset``.
+    """Anchor-offset indices (LongSpec, section 3.2), (length,) int64: 0 .. 3, then 4 + offset, 5 + offset, ...
 
     With offsets sampled over the whole context, a draft that is trained on short text sees every position. The target
-    takes the same indices and loses almost nothing.
+    runs at the same positions, which hardly changes its output.
     """
     positions = torch.arange(length)
     positions[NUM_ANCHORS:] += offset
@@ -47,12 +47,13 @@ class Features:
     """The features of one document.
 
     Attributes:
-        token_ids: (L,) int64. start: index of the first token that counts in the loss.
-        offset: the anchor-offset of its positions; 0: plain positions.
+        token_ids: (L,) int64.
+        start: index of the first token that counts in the loss.
+        offset: the document's anchor-offset; 0: positions are 0, 1, 2, ...
         tensors: the draft's inputs by name: ``keys`` (after RoPE) and ``values`` (L, Hkv, d) of the last layer,
             or ``hidden`` (L, layers * hidden size), output states of some layers, or none. For distillation also
             ``last`` (L, hidden size), the last layer's output before the final norm, unless ``hidden`` ends with it.
-        target_argmax: (L - start,) int64, the target's argmax in the place of token_ids[start:]; None: not computed.
+        target_argmax: (L - start,) int64, the target's argmax for each of token_ids[start:]; None: not computed.
         document_mask: the document's ``loss_mask``; None: all tokens from ``start`` on count in the loss.
     """
 
@@ -87,7 +88,7 @@ class Features:
 
     @property
     def last(self) -> torch.Tensor:
-        """(L, at least hidden size), states whose last columns are the last layer's output."""
+        """(L, at least hidden size). The last ``hidden size`` columns are the last layer's output states."""
         return self.tensors["last" if "last" in self.tensors else "hidden"]
 
     @property
@@ -100,18 +101,18 @@ class FeatureReader:
     """Computes the features of documents, one document at a time.
 
     Args:
-        dtype: of the features.
+        dtype: dtype of the features.
         layers: decoder layers, from 0, whose output states the draft reads; (): the last layer's keys and values; None:
             token ids alone.
         last: add the last layer's output, for distillation.
-        cache: a folder with a file of features for each document. The file's name is a hash of all that they depend on,
-            so the folder may be shared by runs.
-        identity: what features depend on beside the document: the target, the dtype.
-        with_argmax: compute the target's argmax too, which takes logits over its vocabulary.
+        cache: a folder with a file of features for each document, which runs may share: the file's name is a hash of
+            everything that the features depend on.
+        identity: a value for that hash, which stands for the target and the dtypes.
+        with_argmax: compute the target's argmax too, which takes logits over the target's vocabulary.
 
     Attributes:
         tensor_names: the keys of :attr:`Features.tensors`.
-        taps: decoder layers whose output states the KV store keeps.
+        taps: decoder layers whose output states the KV store records.
     """
 
     def __init__(
@@ -128,8 +129,8 @@ class FeatureReader:
         add_last = last and runner.num_layers - 1 not in self.layers
         self.taps = self.layers + (runner.num_layers - 1,) * add_last
         reads_kv = layers == ()
-        is_kept = {"hidden": bool(layers), "keys": reads_kv, "values": reads_kv, "last": add_last}
-        self.tensor_names = tuple(name for name, kept in is_kept.items() if kept)
+        is_needed = {"hidden": bool(layers), "keys": reads_kv, "values": reads_kv, "last": add_last}
+        self.tensor_names = tuple(name for name, needed in is_needed.items() if needed)
         self.cache, self._identity = cache, repr((identity, self.tensor_names, self.layers))
         self._store: KVStore | None = None
 
@@ -137,8 +138,8 @@ class FeatureReader:
         """Returns the features of a document with an anchor-offset, from the cache if there is one.
 
         Args:
-            cached_offset: the offset that the cache keeps; None: ``offset``. Its keys are rotated to ``offset``; values
-                and states stay, as the offset hardly changes the target's output (LongSpec, section 3.2).
+            cached_offset: the document's offset in the cache; None: ``offset``. Cached keys are rotated from it to
+                ``offset``; values and states stay, because the offset hardly changes them (LongSpec, section 3.2).
 
         Raises:
             CheckpointError: a file of the cache is damaged, or cannot be written.
@@ -151,14 +152,14 @@ class FeatureReader:
         if offset != cached_offset and "keys" in self.tensor_names:
             positions, keys = torch.tensor([0, abs(offset - cached_offset)]), features.tensors["keys"]
             cos, sin = (t.to(keys.device) for t in self.runner.shared_parts.rotary(positions.to(self.runner.device)))
-            # cos at position 0 is YaRN's factor (1 without YaRN). The keys have it already.
+            # cos at position 0 is YaRN's attention factor (1 without YaRN), which the keys have already.
             sin = sin if offset > cached_offset else -sin
             keys[NUM_ANCHORS:] = apply_rotary(keys[NUM_ANCHORS:], cos[1:] / cos[:1], sin[1:] / cos[:1])
         features.offset = offset
         return features
 
     def _read_cached(self, document: Document, offset: int) -> Features:
-        """Reads features from the cache, or computes and stores them. The loss mask is not stored."""
+        """Reads features from the cache, or computes and stores them. The file lacks the loss mask."""
         assert self.cache is not None
         hashed = hashlib.sha256(f"{self._identity}/{document.start}/{offset}/".encode())
         hashed.update(array("q", document.token_ids).tobytes())
@@ -167,7 +168,7 @@ class FeatureReader:
         names = {*self.tensor_names} | ({"likeliest"} if self.with_argmax else set())
         if path.exists():
             with open_safetensors(path, ADVICE) as file:
-                # Another kind of draft may have stored the same tensors without the argmax.
+                # The run of another kind of draft may have stored the same tensors without the argmax.
                 tensors = {name: file.get_tensor(name) for name in names & {*file.keys()}}
             if tensors.keys() == names:
                 argmax = tensors.pop("likeliest").long() if self.with_argmax else None
@@ -181,7 +182,7 @@ class FeatureReader:
         return features
 
     def compute(self, document: Document, offset: int) -> Features:
-        """Computes the features of a document with an anchor-offset, without the cache."""
+        """Computes the features of a document with an anchor-offset, in prefill chunks, without the cache."""
         ids, start, length = document.token_ids, document.start, len(document.token_ids)
         if self._store is None or self._store.capacity < length:
             self._store = self.runner.new_store(1, max(2048, length), self.taps)
@@ -189,8 +190,7 @@ class FeatureReader:
         store.truncate(0, 0)
         argmax, done = [], 0
         while done < length:
-            # Logits are needed from the token before ``start`` on. Those of the last token are not, but it is computed
-            # too, for its KV.
+            # Logits are needed from the token before ``start`` on. The last token is computed too, for its KV.
             needs_logits = self.with_argmax and done >= start - 1
             end = min(done + PREFILL_CHUNK, length if needs_logits or not self.with_argmax else start - 1)
             depths = [[p - done for p in positions[done:end]]]
@@ -211,14 +211,14 @@ class FeatureReader:
         return Features(torch.tensor(ids), start, offset, tensors, target_argmax, document.loss_mask)
 
     def split_states(self, states: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Splits the taps' states (L, taps * hidden size) into the tensors ``hidden`` and ``last``."""
+        """Splits the states of all taps (L, taps * hidden size) into the tensors ``hidden`` and ``last``."""
         width = len(self.layers) * self.runner.shared_parts.hidden_size
         parts = {"hidden": states[:, :width], "last": states[:, width:]}
         return {name: part for name, part in parts.items() if name in self.tensor_names}
 
 
 def head_rows(head: torch.Tensor | QuantizedMatrix, token_ids: torch.Tensor | None) -> torch.Tensor:
-    """The rows of a head for target ids (None: all), dequantized."""
+    """Returns the rows of an LM head for some target ids (None: all), dequantized."""
     if token_ids is not None:
         token_ids = token_ids.to(head.device)
         head = head.select_rows(token_ids) if isinstance(head, QuantizedMatrix) else head[token_ids]

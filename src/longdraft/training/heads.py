@@ -1,7 +1,7 @@
 """Trains chained heads: the step with its loss (:class:`HeadsTrainer`), and the run (:func:`train_heads`).
 
-TokenSwift (Wu et al. 2025). The input at position t is the target's hidden state before the final norm, from which the
-target predicts token t + 1. Head i predicts token t + 1 + i. The target is not trained.
+TokenSwift (Wu et al. 2025). The input at position t is the target's hidden state before the final norm. From it, the
+target predicts token t + 1, and head i = 1, 2, ... predicts token t + 1 + i. The target is not trained.
 """
 
 from __future__ import annotations
@@ -27,27 +27,23 @@ class HeadsTrainer(DraftTrainer):
     """A training step of all heads."""
 
     block: HeadsBlock
-    label_shift = 2  # token t + 1 is the root, which the target predicts
+    label_shift = 2  # the target itself predicts token t + 1, the root of the draft tree
 
     def forward(
         self, documents: Sequence[Features], shifts: Sequence[int] = (), levels: int | None = None
     ) -> StepOutput:
-        """The loss of packed documents: sum over tokens and heads i of decay^(i - 1) * cross-entropy.
+        """Returns the loss of packed documents: sum over tokens and heads i of decay^(i - 1) * cross-entropy.
 
-        Args:
-            shifts, levels: not used; all heads are computed.
-
-        Returns:
-            ``depths`` are 1 for the first head, and so on.
+        ``shifts`` and ``levels`` are not used; all heads are computed. ``depths`` of the result are i.
         """
         pack = self.pack(documents, context=0)
-        # The label of head i + 1 at index r is that of head 1 at r + i, so a document's last i have none.
+        # Head i + 1 at index r has the label of head 1 at index r + i, so the last i indices of a document have none.
         bounds = list(pairwise(accumulate(pack.loss_lengths, initial=0)))
         indices = [
             torch.cat([torch.arange(begin, max(begin, end - i)) for begin, end in bounds])
             for i in range(self.block.shape.heads)
         ]
-        # The residual stream is float32; autocast decides about matrix products.
+        # The residual stream is float32; autocast chooses the dtype of matrix products.
         states = self.block(pack.gather([d.hidden for d in documents]).to(self.device).float())
         hidden = torch.cat([state[index.to(self.device)] for state, index in zip(states, indices, strict=True)])
         labels = self.labels(pack, torch.cat([index + i for i, index in enumerate(indices)]).to(self.device))
@@ -57,7 +53,7 @@ class HeadsTrainer(DraftTrainer):
 
 def train_heads(config: HeadsConfig, progress: Progress = no_progress, stop: Stop = never_stop) -> Reports:
     """Trains chained heads; see :mod:`longdraft.training.session`."""
-    # Before the target is loaded, so that a wrong folder is reported at once.
+    # Read before the target is loaded, to report a wrong folder at once.
     init = None if config.init is None else HeadsDraft.load(config.init)
     heads = config.heads if init is None else init.shape.heads
     session = TrainingSession(config, heads, progress, stop)
@@ -70,13 +66,13 @@ def train_heads(config: HeadsConfig, progress: Progress = no_progress, stop: Sto
         init.check(runner)
         draft_to_target, block = init.draft_to_target_ids, init.trainable_module()
     trainer = HeadsTrainer(block, runner.shared_parts, draft_to_target, config)
-    draft_config, last = asdict(block.shape) | {"trained_length": config.max_length}, (runner.num_layers - 1,)
+    draft_config, layers = asdict(block.shape) | {"trained_length": config.max_length}, (runner.num_layers - 1,)
     depths = {"levels": heads, "eval_levels": heads}
-    yield from TrainingLoop(session, trainer, last, KIND, draft_config, **depths, on_start=on_start).run()
+    yield from TrainingLoop(session, trainer, layers, KIND, draft_config, **depths, on_start=on_start).run()
 
 
 def _initialize(block: HeadsBlock, runner: TargetRunner, document: Features) -> None:
-    """Initializes new heads for the target's final norm and the size of its states."""
-    # The median, because the first token's state can be a thousand times as large as the others.
+    """Initializes new heads with the target's final norm and the size of its states."""
+    # The median, because the state of the first token can be a thousand times as large as other states.
     size = float(document.hidden.cpu().float().square().mean(-1).sqrt().median())
     block.initialize(final_norm_weight(runner.model).cpu(), size)

@@ -1,7 +1,7 @@
 """Trains small language models as drafts: the step with its loss (:class:`LmTrainer`), and the run (:func:`train_lm`).
 
-The input at position t is token t, the label token t + 1. Documents are short, as the context is in drafting:
-SpecExtend (section 3) selects chunks and rotates their keys to the positions of a short context.
+The input at position t is token t, the label is token t + 1. Documents are short, because the model's context is short
+in drafting too: SpecExtend (section 3) selects chunks and rotates their keys to the positions of a short context.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from longdraft.training.trainer import DraftTrainer, StepOutput
 
 
 class LmTrainer(DraftTrainer):
-    """A training step of a decoder that :func:`longdraft.model.small_llama.build_decoder` made."""
+    """A training step of a decoder made by :func:`longdraft.model.small_llama.build_decoder`."""
 
     level_mode = "text"
 
     def forward(self, documents: Sequence[Features], shifts: Sequence[int] = ()) -> StepOutput:
-        """The loss of packed documents. ``shifts`` are not used; all ``depths`` of the result are 1."""
+        """Returns the loss of packed documents. ``shifts`` are not used; all ``depths`` of the result are 1."""
         pack = self.pack(documents)
         x = self.embed(pack.gather([d.token_ids for d in documents]))
         positions = pack.gather([d.positions for d in documents]).to(self.device)

@@ -1,8 +1,8 @@
 """Trains LongSpec drafts: the step with its loss (:class:`LongSpecTrainer`), and the run (:func:`train_longspec`).
 
-LongSpec, section 3.2, flash noisy training. The input at position t is token t, the label token t + 1. Self-attention
-has a sliding window. Cross-attention sees the target's last-layer KV up to position t - j, where the shift j is one of
-1 .. ``noise``: the newest verified key lies j positions before a node at level j of a drafted tree.
+LongSpec, section 3.2, flash noisy training. The input at position t is token t, the label is token t + 1.
+Self-attention has a sliding window. Cross-attention sees the target's last-layer KV up to position t - j, for a random
+shift j of 1 .. ``noise``: in drafting, the newest verified key lies j positions before a node at level j of the tree.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class LongSpecTrainer(DraftTrainer):
     level_mode = "shift"
 
     def num_loss_tokens(self, num_tokens: int, start: int, shift: int) -> int:
-        """Tokens in the loss of a document. Positions below ``shift`` have no key that far back."""
+        """Returns a document's number of labels. Positions below ``shift`` have none, because they see no key."""
         return num_tokens - 1 - max(start - 1, shift)
 
     def forward(self, documents: Sequence[Features], shifts: Sequence[int]) -> StepOutput:
-        """The loss of packed documents, each with its shift j. ``depths`` of the result are the shifts."""
+        """Returns the loss of packed documents, with a shift j for each. ``depths`` of the result are the shifts."""
         window = self.block.shape.window
         pack = self.pack(documents, shifts, window - 1)
         x = self.embed(pack.gather([d.token_ids for d in documents]))
@@ -41,7 +41,7 @@ class LongSpecTrainer(DraftTrainer):
         self_attend = partial(pack.attend, partial(attend, window=window))
 
         def cross_attend(q: torch.Tensor) -> torch.Tensor:
-            # A document's last token has KV too, but no label. No query may see it.
+            # The last token has no label, so its KV is dropped: the queries are the last positions of the rest.
             queries = zip(q.split(pack.loss_lengths, 1), documents, shifts, strict=True)
             out = [attend(q, d.keys[:, :-1].to(q.device), d.values[:, :-1].to(q.device), j) for q, d, j in queries]
             return torch.cat(out, 1)
@@ -56,7 +56,7 @@ class LongSpecTrainer(DraftTrainer):
 def train_longspec(config: LongSpecConfig, progress: Progress = no_progress, stop: Stop = never_stop) -> Reports:
     """Trains a LongSpec draft (section 3.2, appendix E); see :mod:`longdraft.training.session`.
 
-    The draft in ``config.init`` keeps its sizes and its vocabulary; ``window`` may change.
+    A draft in ``config.init`` keeps its sizes and vocabulary; its ``window`` may change.
     """
     session = TrainingSession(config, config.noise, progress, stop)
     check_rotary(session.runner)

@@ -1,7 +1,7 @@
 """The training loop of all kinds of draft, on accelerate: one process, DDP or FSDP2.
 
-Everything random is a function of the seed and the step. So a killed run that resumes from its last checkpoint ends
-with the same weights, and two processes get the weights of one process that accumulates twice the batches.
+All random choices depend only on the seed and the step. So a run that was killed and resumes from its last checkpoint
+ends with the same weights, and two processes get the weights of one process that accumulates twice the batches.
 """
 
 from __future__ import annotations
@@ -32,17 +32,16 @@ from longdraft.training.simulated_acceptance import SimulatedAcceptance, simulat
 from longdraft.training.trainer import DraftTrainer, StepOutput
 
 LOG, CHECKPOINTS, STATE = "log.jsonl", "checkpoints", "state.json"
-MAX_EVAL_DOCUMENTS = 48  # of a measurement: enough to compare drafts, few enough to be quick
+MAX_EVAL_DOCUMENTS = 48  # documents of a measurement: enough to compare drafts, few enough to be quick
 # Devices with a fused AdamW in torch.
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
-# Settings that a resumed run may change, because they do not change its weights.
-RESUME_MAY_CHANGE = {
-    "out", "save_every", "keep", "track", "threads", "cache", "measure_every", "device", "accumulate", "recompute",
-}  # fmt: skip
+# Settings that a resumed run may change, because they do not affect the weights.
+RESUME_MAY_CHANGE = {"out", "save_every", "keep", "track", "threads", "cache", "measure_every", "device"}
+RESUME_MAY_CHANGE |= {"accumulate", "recompute"}
 
 
 class BatchIndices(NamedTuple):
-    """Indices of a batch's documents, the shift j of each (flash noisy training), and the epoch, from 0."""
+    """A batch: indices of its documents, a shift j for each (flash noisy training), and the epoch, from 0."""
 
     documents: Sequence[int]
     shifts: Sequence[int]
@@ -50,17 +49,19 @@ class BatchIndices(NamedTuple):
 
 
 class BatchSampler:
-    """Samples the batches of each step, ``processes * accumulate`` of them: a function of the seed alone.
+    """Samples the ``processes * accumulate`` batches of each step, by the seed alone.
 
     The last batches of an epoch are dropped if they do not fill a step. An epoch without a full step has one step, with
     as many batches as divide evenly among the processes (or none).
 
     Args:
-        loss_tokens: tokens in the loss of each document. A batch has at most ``config.rows``, or one document.
+        loss_tokens: tokens in the loss of each document. A batch has at most ``config.rows`` of them, or one document.
         max_shift: shifts are uniform in 1 .. max_shift.
 
     Attributes:
-        steps: steps of the run. steps_per_epoch: of each epoch. batches_per_step: of all processes together.
+        steps: number of steps of the run.
+        steps_per_epoch: number of steps of each epoch.
+        batches_per_step: number of batches of a step, of all processes together.
     """
 
     def __init__(self, loss_tokens: Sequence[int], config: RunConfig, max_shift: int = 1, processes: int = 1) -> None:
@@ -73,7 +74,7 @@ class BatchSampler:
         self.steps_per_epoch, self.steps = counts, min(sum(counts), config.max_steps or sum(counts))
 
     def batches(self, step: int) -> list[BatchIndices]:
-        """The batches of a step. Process i of n takes every n-th of them, from the i-th on."""
+        """Returns the batches of a step. Process i of n takes the batches i, i + n, i + 2n, ..."""
         epoch = 0
         while step >= self.steps_per_epoch[epoch]:
             step -= self.steps_per_epoch[epoch]
@@ -104,11 +105,11 @@ class StepReport:
     """The metrics of a step, over all processes.
 
     Attributes:
-        step, steps: this step, from 1, and all steps of the run.
+        step, steps: number of this step, from 1, and of the run's last step.
         loss: mean over the tokens in the loss, in nats.
-        agreement: share of these tokens that are the draft's first choice, by level 1, 2, ...
-        tokens_per_second: tokens in the loss (prompts do not count) / seconds of the step, without measuring.
-        simulated: measured on held-out documents; None if this step did not measure.
+        agreement: share of the tokens in the loss that are the draft's first choice, by level 1, 2, ...
+        tokens_per_second: tokens in the loss (without prompts) / seconds of the step, without measurements.
+        simulated: simulated acceptance on held-out documents; None if this step did not measure it.
     """
 
     step: int
@@ -128,10 +129,11 @@ class TrainingLoop:
 
     Args:
         layers: decoder layers whose output states the draft reads; (): the last layer's KV; None: token ids alone.
-        kind: name of the draft's kind. draft_config: entries of its config.json beside the common ones.
-        levels: largest depth that the trainer reports. eval_levels: depth of simulated acceptance.
+        kind: name of the draft's kind.
+        draft_config: entries of the draft's config.json that its kind needs.
+        levels, eval_levels: largest depth in the trainer's results, and depth of simulated acceptance.
         max_shift: largest shift of a document.
-        on_start: called with a document's features before the first step.
+        on_start: called with the features of the first document before the first step.
 
     Raises:
         PromptError: the data make fewer batches than there are processes.
@@ -161,16 +163,16 @@ class TrainingLoop:
         if config.distill:
             trainer.measure_logit_scale(session.runner)
         trainer.to(session.runner.device)
-        spans = zip(held_out.lengths, held_out.starts, held_out.masked_counts, strict=True)
-        long = [i for i, (length, start, masked) in enumerate(spans) if length - start - masked > eval_levels]
-        if config.held_out and not long:
-            raise PromptError(f"No held-out document has more than {eval_levels} learned tokens: raise held_out.")
-        self.held_out = [held_out[i] for i in long[:: max(1, len(long) // MAX_EVAL_DOCUMENTS)][:MAX_EVAL_DOCUMENTS]]
-        processes = accelerator.num_processes
+        sizes = zip(held_out.lengths, held_out.starts, held_out.masked_counts, strict=True)
+        usable = [i for i, (length, start, masked) in enumerate(sizes) if length - start - masked > eval_levels]
+        if config.held_out and not usable:
+            raise PromptError(f"No held-out document has more than {eval_levels} tokens in the loss: raise held_out.")
+        stride = max(1, len(usable) // MAX_EVAL_DOCUMENTS)
+        self.held_out = [held_out[i] for i in usable[::stride][:MAX_EVAL_DOCUMENTS]]
         loss_tokens = array("i", (self._num_loss_tokens(i, 0) for i in range(len(self._documents))))
-        self.sampler = BatchSampler(loss_tokens, config, max_shift, processes)
+        self.sampler = BatchSampler(loss_tokens, config, max_shift, processes := accelerator.num_processes)
         if not self.sampler.batches(0):
-            raise PromptError(f"The data make fewer batches than {processes} processes: give more text or lower rows.")
+            raise PromptError(f"The data make fewer batches than {processes} processes: give more text, or lower rows.")
         weights, betas = list(trainer.parameters()), (config.betas[0], config.betas[1])
         groups: list[dict[str, Any]] = [
             {"params": [p for p in weights if p.ndim > 1], "weight_decay": config.weight_decay},
@@ -179,14 +181,14 @@ class TrainingLoop:
         fused = weights[0].device.type in FUSED_DEVICES
         optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused)
         self.module, self.optimizer = accelerator.prepare(trainer, optimizer)
-        # Best simulated acceptance so far, in tokens a round. A draft that is never right has 1.
+        # ``best``: the highest simulated acceptance so far, in tokens a round. A draft that is never right has 1.
         self.step, self.best = 0, 1.0
         self._simulated: SimulatedAcceptance | None = None
 
     def run(self) -> Reports:
-        """Trains to the end and yields a report for each step. If ``stop`` is True, it writes a checkpoint and ends.
+        """Trains to the end and yields a report for each step, the same in every process.
 
-        Every process gets the same reports. The ``stop`` of any process ends all.
+        If ``session.stop()`` returns True in any process, all processes write a checkpoint and end.
 
         Raises:
             CheckpointError: a checkpoint is damaged or of other settings or data, or the disk is full.
@@ -199,7 +201,7 @@ class TrainingLoop:
         elif self.step:
             self.session.progress(f"resuming at step {self.step:,} of {steps:,}")
         if accelerator.is_main_process:
-            self._cut_log()
+            self._truncate_log()
         accelerator.init_trackers("longdraft")
         try:
             while self.step < steps:
@@ -224,7 +226,7 @@ class TrainingLoop:
                 tracker.finish()
 
     def _num_loss_tokens(self, i: int, shift: int) -> int:
-        """Tokens in the loss of document i with a shift."""
+        """Returns the number of tokens in the loss of document i with a shift."""
         d = self._documents
         return self.trainer.num_loss_tokens(d.lengths[i], d.starts[i], shift) - d.masked_counts[i]
 
@@ -233,24 +235,24 @@ class TrainingLoop:
         return self._reader.read(self._documents[i], offset(i, epoch), cached_offset=offset(i, 0))
 
     def _step(self) -> StepReport:
-        """Takes a step of the optimizer, and measures if that is due."""
+        """Takes a step of the optimizer, and measures simulated acceptance if a measurement is due."""
         started, config, steps = time.perf_counter(), self.config, self.sampler.steps
         world, levels = self.accelerator.num_processes, self.levels
         lr = learning_rate(self.step, steps, config)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         batches = self.sampler.batches(self.step)
-        # Every process counts the tokens of all, so no communication is needed before the backward pass.
+        # Every process counts the tokens of all processes, which needs no communication before the backward pass.
         count = sum(self._num_loss_tokens(i, j) for b in batches for i, j in zip(b.documents, b.shifts, strict=True))
-        own_batches = batches[self.accelerator.process_index :: world]
-        # The loss, the correct tokens of each depth, the tokens of each depth.
+        local_batches = batches[self.accelerator.process_index :: world]
+        # (the loss, the correct tokens of each level, the tokens of each level)
         sums = torch.zeros(1 + 2 * levels, dtype=torch.float64)
         self.module.train()
-        for batch in own_batches:
+        for batch in local_batches:
             documents = [self._features(i, batch.epoch) for i in batch.documents]
-            with nullcontext() if batch is own_batches[-1] else self.accelerator.no_sync(self.module):
+            with nullcontext() if batch is local_batches[-1] else self.accelerator.no_sync(self.module):
                 out: StepOutput = self.module(documents, batch.shifts)
-                # DDP averages gradients over processes, so ``world`` makes it the mean over all tokens.
+                # DDP averages gradients over processes. The factor ``world`` makes the average a sum.
                 self.accelerator.backward(out.loss * (world / count))
             correct, mask = out.ranks == 0, slice(None) if out.loss_mask is None else out.loss_mask
             depths = out.depths[mask][correct[mask]], out.depths[mask]
@@ -262,14 +264,14 @@ class TrainingLoop:
         norm = float(self.accelerator.clip_grad_norm_(self.module.parameters(), config.clip))
         for name, value in (("loss", loss), ("gradient's norm", norm)):
             if not math.isfinite(value):
-                at = f"at step {self.step + 1}"
-                raise NumericalError(f"The {name} is {value} {at}. Lower lr: the last checkpoint is kept.")
+                problem = f"The {name} is {value} at step {self.step + 1}"
+                raise NumericalError(f"{problem}. Lower lr: the last checkpoint is kept.")
         self.optimizer.step()
         self.optimizer.zero_grad()
         speed = count / (time.perf_counter() - started)
         self.step += 1
-        correct_by_level, by_level = sums[1:].view(2, levels).tolist()
-        agreement = {j + 1: correct_by_level[j] / by_level[j] for j in range(levels) if by_level[j]}
+        num_correct, num_tokens = sums[1:].view(2, levels).tolist()
+        agreement = {j + 1: num_correct[j] / num_tokens[j] for j in range(levels) if num_tokens[j]}
         due = self.step == steps or _due(self.step, config.measure_every)
         return StepReport(self.step, steps, loss, lr, agreement, speed, self._measure() if due else None)
 
@@ -278,7 +280,7 @@ class TrainingLoop:
         if not self.held_out:
             return None
         self.module.eval()
-        # Every process measures all documents. Sums over processes are equal everywhere, whatever their last bits.
+        # Every process measures all documents. Sums over processes are equal in all, even if their rounding differs.
         held_out = map(self._reader.read, self.held_out)
         simulated = simulate(self.module, held_out, self.eval_levels, self.trainer.level_mode, self._all_reduce)
         self._simulated = simulated
@@ -288,12 +290,12 @@ class TrainingLoop:
         return simulated
 
     def _all_reduce(self, counts: torch.Tensor) -> torch.Tensor:
-        """Sums over all processes."""
+        """Sums a tensor over all processes."""
         total: torch.Tensor = self.accelerator.reduce(counts.to(self.accelerator.device), "sum")
         return total.cpu()
 
     def _save_draft(self, *names: str) -> None:
-        weights = self.accelerator.get_state_dict(self.module)  # called by every process, as each has a shard
+        weights = self.accelerator.get_state_dict(self.module)  # in every process, because each may hold a shard
         if self.accelerator.is_main_process:
             tensors = {name.removeprefix("block."): t for name, t in weights.items()}
             target = self.session.runner.shared_parts.description
@@ -316,10 +318,10 @@ class TrainingLoop:
             **({} if simulated is None else {"held_out": len(self.held_out), "simulated": asdict(simulated)}),
         }
 
-    # --- the log: a row a step ---
+    # --- the log: a row for each step ---
 
-    def _cut_log(self) -> None:
-        """Removes the rows of steps after the checkpoint, which are computed again."""
+    def _truncate_log(self) -> None:
+        """Removes the rows of steps after the checkpoint: these steps are computed again."""
         if (path := self.out / LOG).exists():
             rows = path.read_text(encoding="utf-8").splitlines(keepends=True)
             with atomic_write(path) as part:
@@ -341,14 +343,14 @@ class TrainingLoop:
             values |= {"simulated/chain": report.simulated.chain, "simulated/tree": report.simulated.tree}
         self.accelerator.log(values, report.step)
 
-    # --- checkpoints: a folder each, complete once it has its state file; all processes must see the same disk ---
+    # --- checkpoints: folders, complete once they hold the state file; all processes must see the same disk ---
 
     def _checkpoints(self) -> list[Path]:
-        """The complete checkpoints, oldest first."""
+        """Returns the folders of complete checkpoints, oldest first."""
         return sorted(path.parent for path in (self.out / CHECKPOINTS).glob(f"step-*/{STATE}"))
 
     def _save(self) -> None:
-        """Writes a checkpoint, then deletes old ones. Raises CheckpointError if that fails; earlier ones are kept."""
+        """Writes a checkpoint, then deletes old ones. Raises CheckpointError, and keeps earlier ones, if that fails."""
         path = self.out / CHECKPOINTS / f"step-{self.step:08d}"
         state = {"step": self.step, "best": self.best, **self._identity}
         try:
@@ -366,28 +368,27 @@ class TrainingLoop:
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        """The settings and data that a checkpoint and its resumed run must share, as JSON values."""
+        """Settings and data, as JSON values. A checkpoint and the run that resumes from it must have the same."""
         config = {name: value for name, value in self.config.as_dict().items() if name not in RESUME_MAY_CHANGE}
         data = {"documents": self._documents.digest(), "width": self.sampler.batches_per_step}
         return dict(json.loads(json.dumps({"config": config, "steps": self.sampler.steps, **data})))
 
     def _resume(self) -> None:
-        """Loads the newest checkpoint, if there is one. A finished run continues if it has more epochs or steps now.
-
-        Raises CheckpointError if the checkpoint is damaged, or has other settings or data.
+        """Loads the newest checkpoint, if there is one. Raises CheckpointError if it is damaged, or has other settings
+        or data. A finished run may continue with more epochs or steps.
         """
         for path in self._checkpoints()[-1:]:
-            with file_errors(path, f"The checkpoint {path} cannot be read", "Delete it, to go on from the one before."):
+            with file_errors(path, f"The checkpoint {path} cannot be read", "Delete it to resume from the one before."):
                 state, identity = read_json(path / STATE), self._identity
-                # A setting that is newer than the checkpoint had its default.
+                # A setting that an old checkpoint lacks had its default.
                 saved = {f.name: f.default for f in dataclasses.fields(self.config)} | state["config"] | state
                 current = identity | identity["config"]
-                longer = state["step"] == state["steps"] < self.sampler.steps
-                names = sorted({*current} - {"config"} - ({"epochs", "max_steps", "steps"} if longer else set()))
+                is_extended = state["step"] == state["steps"] < self.sampler.steps
+                names = sorted({*current} - {"config"} - ({"epochs", "max_steps", "steps"} if is_extended else set()))
                 pairs = {n: (saved.get(n), current[n]) for n in names if saved.get(n) != current[n]}
-                different = [f"{n}: {old} there, {new} here" for n, (old, new) in pairs.items()]
-                if different:
-                    problem = f"{self.out} holds a run with other settings or data ({'; '.join(different)})"
+                differences = [f"{n}: {old} there, {new} here" for n, (old, new) in pairs.items()]
+                if differences:
+                    problem = f"{self.out} holds a run with other settings or data ({'; '.join(differences)})"
                     raise CheckpointError(f"{problem}. Give another `out`, or delete its checkpoints.")
                 self.accelerator.load_state(str(path))
                 self.step, self.best = int(state["step"]), max(1.0, float(state["best"]))
@@ -398,9 +399,9 @@ def _due(step: int, every: int) -> bool:
 
 
 def learning_rate(step: int, steps: int, config: RunConfig) -> float:
-    """Linear warm-up, then cosine decay to ``min_lr`` of the peak; ``step`` counts from 0."""
+    """Returns the learning rate of a step, from 0: linear warm-up, then cosine decay to ``min_lr`` times the peak."""
     warmup_steps = max(1, round(config.warmup * steps))
     if step < warmup_steps:
         return config.lr * (step + 1) / warmup_steps
-    done = (step - warmup_steps) / max(1, steps - warmup_steps)
-    return config.lr * (config.min_lr + (1 - config.min_lr) * 0.5 * (1 + math.cos(math.pi * done)))
+    progress = (step - warmup_steps) / max(1, steps - warmup_steps)
+    return config.lr * (config.min_lr + (1 - config.min_lr) * 0.5 * (1 + math.cos(math.pi * progress)))

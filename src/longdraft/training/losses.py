@@ -1,7 +1,7 @@
-"""Fused linear layer and cross-entropy in chunks of rows: the logits of all rows are never in memory at once.
+"""Fused linear layer and cross-entropy in chunks of tokens: the logits of all tokens are never in memory at once.
 
-The forward pass computes the gradients of a chunk's input, and of the head if it is trained, as soon as it has the
-logits. Only these gradients are kept for the backward pass.
+With a chunk's logits, the forward pass also computes the gradients of the chunk's hidden states, and of the head if the
+head is trained. The backward pass only needs these gradients (as in Liger-Kernel).
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-LOGITS_CHUNK = 512
+LOGITS_CHUNK = 512  # tokens
 
 
 class TargetDistribution(NamedTuple):
     """The target's distribution over the draft's vocabulary: softmax(softcap(scale * state W^T)).
 
     Attributes:
-        states: (M, hidden size) last hidden states, after the final norm. state_indices: (N,) the state of each row.
+        states: (M, hidden size) last hidden states, after the final norm.
+        state_indices: (N,) for each label, the row of its state.
         head: (V, hidden size) rows of the target's head for the draft's vocabulary, in the dtype of matrix products.
-        scale, softcap: logit scale and softcap of the target; None: no cap.
+        scale, softcap: factor and softcap of the target's logits; softcap None: no cap.
     """
 
     states: torch.Tensor
@@ -28,9 +29,9 @@ class TargetDistribution(NamedTuple):
     scale: float = 1.0
     softcap: float | None = None
 
-    def probabilities(self, rows: slice, products: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Probabilities of some rows, in ``out`` (n, V) float32. ``products``: scratch in the head's dtype."""
-        states = self.states[self.state_indices[rows]].to(self.head.dtype)
+    def probabilities(self, tokens: slice, products: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Writes the probabilities of some labels to ``out`` (n, V) float32. ``products``: scratch, head's dtype."""
+        states = self.states[self.state_indices[tokens]].to(self.head.dtype)
         z = out.copy_(torch.mm(states, self.head.T, out=products)).mul_(self.scale)
         if self.softcap is not None:
             z.div_(self.softcap).tanh_().mul_(self.softcap)
@@ -38,8 +39,8 @@ class TargetDistribution(NamedTuple):
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
-    """- sum over rows of  a log softmax(z)_label + b sum over k of p_k log softmax(z)_k  with logits z = h W^T.
-    ``weights`` (N, 2) are a and b of each row, p is the target's distribution."""
+    """Loss = -(sum over tokens of a log softmax(z)_label + b sum over k of p_k log softmax(z)_k), with z = h W^T.
+    ``weights`` (N, 2) are a and b of each token, p is the target's distribution."""
 
     @staticmethod
     def forward(
@@ -55,31 +56,32 @@ class _SoftCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_head = torch.zeros(head.shape, device=head.device) if ctx.needs_input_grad[1] else None
         ranks = torch.empty(hidden.shape[0], dtype=torch.long, device=hidden.device)
-        # Allocated once: on a CPU, allocating large memory takes as long as the computation.
+        # Buffers are allocated once: on a CPU, allocating large memory takes as long as the computation.
         size = (min(chunk, hidden.shape[0]), head.shape[0])
         products = head.new_empty(size)
         logits, scratch = (torch.empty(size, device=head.device) for _ in range(2))
         chunk_grad = torch.empty_like(head) if grad_head is not None else None
-        # Added in parts on a CPU, which would otherwise convert the whole matrix to float32 in new memory.
+        # On a CPU, gradients of the head are added in parts: a whole sum would first make a float32 copy of the matrix.
         part_rows = LOGITS_CHUNK if head.device.type == "cpu" else len(head)
         for start in range(0, hidden.shape[0], chunk):
-            rows = slice(start, start + chunk)
-            h = hidden[rows].to(head.dtype)
-            (hard, soft), i, n = weights[rows].split(1, 1), labels[rows, None], len(h)
+            tokens = slice(start, start + chunk)
+            h = hidden[tokens].to(head.dtype)
+            (hard, soft), i, n = weights[tokens].split(1, 1), labels[tokens, None], len(h)
             z = logits[:n].copy_(torch.mm(h, head.T, out=products[:n]))
-            # A tie or NaN counts as wrong. Compared as floats: a CPU sums booleans ten times slower.
-            ranks[rows] = len(head) - 1 - torch.lt(z, z.gather(1, i), out=scratch[:n]).sum(-1).long()
+            # A tie or NaN counts as wrong. torch.lt writes floats, because a CPU sums booleans ten times slower.
+            ranks[tokens] = len(head) - 1 - torch.lt(z, z.gather(1, i), out=scratch[:n]).sum(-1).long()
             log_p = torch.log_softmax(z, -1, out=scratch[:n])
             loss -= (hard * log_p.gather(1, i)).sum()
-            p = None if target is None else target.probabilities(rows, products[:n], z)
+            p = None if target is None else target.probabilities(tokens, products[:n], z)
             if p is not None:
                 loss -= (soft * torch.bmm(p[:, None], log_p[:, :, None])[:, 0]).sum()
             if grad_hidden is None and grad_head is None:
                 continue
+            # The gradient of the logits: (a + b) softmax(z) - a onehot(label) - b p.
             g = log_p.exp_().mul_(hard + soft).scatter_add_(1, i, -hard)
             g = products[:n].copy_(g if p is None else g.sub_(p.mul_(soft)))
             if grad_hidden is not None:
-                grad_hidden[rows] = g @ head
+                grad_hidden[tokens] = g @ head
             if grad_head is not None and chunk_grad is not None:
                 torch.mm(g.T, h, out=chunk_grad)
                 for total, part in zip(grad_head.split(part_rows), chunk_grad.split(part_rows), strict=True):
@@ -109,20 +111,21 @@ def soft_cross_entropy(
     distill: float = 0.0,
     chunk: int = LOGITS_CHUNK,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy against the text's tokens and the target's distribution, summed over rows.
+    """Cross-entropy with the text's tokens and with the target's distribution, summed over N tokens.
 
     Args:
         hidden: (N, hidden size).
         head: (V, hidden size), frozen or trained, bfloat16 or float32: the dtype of matrix products. Log-sum-exp and
             sums are float32.
         labels: (N,) draft ids of the text's next tokens; -1 for a token that the draft's vocabulary lacks.
-        weights: (N,), of the rows. distill: share of the loss against ``target``.
+        weights: (N,), the weight of each token.
+        distill: share of the loss that is the cross-entropy with ``target``.
 
     Returns:
-        The loss, a scalar, and (N,) the rank of each row's label: how many other ids have a logit at least as large.
+        The loss, a scalar, and (N,) the rank of each label: how many other ids have a logit at least as large.
     """
-    if not torch.is_grad_enabled():  # forward() of the function cannot ask
+    if not torch.is_grad_enabled():  # an autograd function's forward cannot see that, and would compute gradients
         hidden, head = hidden.detach(), head.detach()
-    row_weights = (torch.ones_like(labels) * weights).float()
-    hard_soft = torch.stack([row_weights * (1 - distill) * (labels >= 0), row_weights * distill], 1)
+    token_weights = (torch.ones_like(labels) * weights).float()
+    hard_soft = torch.stack([token_weights * (1 - distill) * (labels >= 0), token_weights * distill], 1)
     return _SoftCrossEntropy.apply(hidden, head, labels.clamp_min(0), hard_soft, target, chunk)

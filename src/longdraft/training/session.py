@@ -1,12 +1,12 @@
 """Starts a training run: processes, target and documents.
 
-A kind of draft makes a module, which :class:`longdraft.training.loop.TrainingLoop` trains.
-
-Every ``train_...`` function takes settings, ``progress`` (called with messages while preparing) and ``stop`` (called
-after each step; True writes a checkpoint and ends). It yields a report for each step, and resumes the run in
-``config.out`` if there is one. ``out/best`` has the best simulated acceptance, ``out/last`` is the last draft.
-Under torchrun or ``accelerate launch``, every process calls it. It raises LongdraftError for bad data, a full disk, a
-draft or checkpoint that does not fit, or a target without support for drafts.
+Every kind of draft has a function ``train_...``, which makes the draft's module and has it trained by
+:class:`longdraft.training.loop.TrainingLoop`. The function takes the run's config, ``progress`` (called with messages
+before the first step) and ``stop`` (called after each step; if it returns True, the run writes a checkpoint and ends).
+It yields a report for each step, and resumes the run in ``config.out`` if there is one. ``out/best`` is the draft with
+the best simulated acceptance, ``out/last`` the last draft. Under torchrun or ``accelerate launch``, every process calls
+the function. It raises LongdraftError for bad data, a full disk, a draft or checkpoint that does not fit, or a target
+that the kind does not support.
 """
 
 from __future__ import annotations
@@ -30,20 +30,19 @@ from longdraft.training.config import RunConfig
 from longdraft.training.documents import SkipCounts
 from longdraft.training.features import FeatureReader
 
-# Long, because all wait while one downloads a model or reads a shard. The launcher may end a process that hangs.
+# Long, because all processes wait while one downloads a model. The launcher may end a process that hangs.
 PROCESS_TIMEOUT = timedelta(days=7)
 
-# Called with a message; called after each step to end the run with True.
 Progress = Callable[[str], None]
 Stop = Callable[[], bool]
 
 
 def no_progress(message: str) -> None:
-    """Shows nothing."""
+    """Ignores a message."""
 
 
 def never_stop() -> bool:
-    """Always False."""
+    """Returns False: the run does not end early."""
     return False
 
 
@@ -51,10 +50,11 @@ class TrainingSession:
     """The accelerator, the target, and the documents of a run.
 
     Args:
-        levels: drafted levels; a document must have more tokens in the loss than this.
+        levels: number of drafted tokens. A document must have more tokens in the loss.
 
     Attributes:
-        train_documents, held_out: the documents to train on and to measure on.
+        train_documents: the documents to train on.
+        held_out: the documents to measure on.
 
     Raises:
         CapabilityError: a tracker is not installed, or accelerate does not know it.
@@ -65,7 +65,7 @@ class TrainingSession:
             torch.set_num_threads(config.threads)
         device_name = config.device or ""
         if device_name.startswith("cuda:") and torch.cuda.is_available():
-            torch.cuda.set_device(device_name)  # accelerate uses the current device
+            torch.cuda.set_device(device_name)  # accelerate takes the current CUDA device
         if missing := set(config.track) - {str(tracker) for tracker in get_available_trackers()}:
             raise CapabilityError(f"track: {', '.join(sorted(missing))} is not installed: install it, or leave it out.")
         self.config, self.progress, self.stop = config, progress, stop
@@ -78,7 +78,7 @@ class TrainingSession:
         )
         device = accelerator.device if accelerator.num_processes > 1 or not config.device else config.device
         factor, skipped = config.target_rope_factor, SkipCounts()
-        with accelerator.main_process_first():  # which downloads, and compiles kernels
+        with accelerator.main_process_first():  # one process downloads the model and compiles kernels
             loaded = load(
                 config.target, dtype=config.target_dtype, device=device, rope_factor=factor, progress=progress
             )
@@ -92,7 +92,7 @@ class TrainingSession:
         progress(f"{len(self.train_documents):,} documents, {len(self.held_out):,} held out; left out: {skipped}")
 
     def draft_sizes(self) -> dict[str, Any]:
-        """The sizes that a new draft takes from the target."""
+        """Returns the sizes of a new draft's block, which are the target's."""
         parts, kv = self.runner.shared_parts, self.runner.kv_shape
         return {
             "hidden_size": parts.hidden_size,
@@ -104,7 +104,7 @@ class TrainingSession:
         }
 
     def vocabulary(self) -> torch.Tensor | None:
-        """Target ids of a new draft's vocabulary; None: all."""
+        """Returns the target ids of a new draft's vocabulary; None: all."""
         config, runner = self.config, self.runner
         if config.vocabulary is None or config.vocabulary >= runner.vocab_size:
             return None
@@ -114,16 +114,16 @@ class TrainingSession:
         return dataset.most_frequent_tokens(documents, runner.vocab_size, config.vocabulary, runner.eos_token_ids)
 
     def anchor_offset(self, i: int, epoch: int) -> int:
-        """Anchor-offset of training document i in an epoch (LongSpec, section 3.2): uniform, within the context."""
+        """Returns the random anchor-offset of training document i in an epoch (LongSpec, section 3.2)."""
         config = self.config
         limit = max(0, min(config.anchor_offset, self.runner.context_length - self.train_documents.lengths[i]))
         return random.Random(f"{config.seed}/{epoch}/{i}").randint(0, limit) if limit else 0
 
     def feature_reader(self, layers: tuple[int, ...] | None, with_argmax: bool = True) -> FeatureReader:
-        """Makes the reader of features with this run's dtype and cache; arguments as in :class:`FeatureReader`."""
+        """Makes a :class:`FeatureReader` with this run's target, dtype and cache."""
         config, runner = self.config, self.runner
         dtype = torch.bfloat16 if config.precision == "bf16" else runner.kv_shape.dtype
-        # The description lacks the YaRN factor, because a draft fits the target with or without it.
+        # The description lacks the target's YaRN factor, because a draft fits the target with or without YaRN.
         identity = runner.shared_parts.description, str(runner.kv_shape.dtype), str(dtype), config.target_rope_factor
         cache = None if config.cache is None else Path(config.cache)
         return FeatureReader(runner, dtype, layers, config.distill > 0, cache, identity, with_argmax)

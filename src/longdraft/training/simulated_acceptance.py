@@ -1,12 +1,12 @@
-"""Simulated acceptance: the tokens of a draft that would be accepted, computed on held-out text in a few forwards.
+"""Simulated acceptance: mean accepted length on held-out text, computed in a few forwards without decoding.
 
 On text that the target wrote greedily, drafting follows the text up to the draft's first error. So the ranks of next
-tokens, at each level, tell how far a tree of given widths reaches from any position: a level is accepted if the true
-token is among the first choices of that width. (Levels are shifts j = 1, 2, ... in LongSpec, steps of the training-time
-test in EAGLE-3, and all the same in a language model.)
+tokens, at each level, tell how far a tree reaches from any position: a level of width w is accepted if the true token
+is among the draft's top w. (Levels are shifts j = 1, 2, ... in LongSpec, steps of the training-time test in EAGLE-3,
+and all the same in a language model.)
 
-Rounds follow each other as in decoding. The first root is the first token of an answer, which prefill predicts. A round
-emits the accepted tokens and a bonus token, the next root.
+Rounds follow one another as in decoding. The first root is the first token of an answer, which prefill predicts. A
+round emits the accepted tokens and a bonus token, which is the next root.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from longdraft.training.features import Features
 from longdraft.training.trainer import LevelMode, StepOutput
 
 TREE_WIDTHS = (4, 3, 2, 1, 1)
-# The rank of a token that does not count.
+# The rank of a token that is not in the loss.
 NO_RANK = 1 << 30
 
 
@@ -32,9 +32,9 @@ class SimulatedAcceptance:
 
     Attributes:
         agreement: share of the tokens that are the draft's first choice, by level.
-        chain: mean accepted length (tokens a round, bonus included) of a chain of all levels.
-        tree: the same of a tree with the top ``TREE_WIDTHS[d]`` children of each node at level d. It approximates the
-            trees of decoding, which keep the best paths.
+        chain: mean accepted length (tokens a round, bonus token included) of a chain with all levels.
+        tree: mean accepted length of a tree in which each node at level d has the top ``TREE_WIDTHS[d]`` tokens as
+            children. It approximates the trees of decoding, which keep the best paths.
     """
 
     agreement: tuple[float, ...]
@@ -45,9 +45,9 @@ class SimulatedAcceptance:
 def label_ranks(
     trainer: Callable[..., StepOutput], document: Features, levels: int, level_mode: LevelMode
 ) -> torch.Tensor:
-    """(levels, L - 1), the rank of each token t + 1 when it is drafted at each level.
+    """Returns (levels, L - 1): the ranks of the tokens t + 1, for t = 0, 1, ..., at each level.
 
-    At level d, it is the d-th token beyond those that the target has computed.
+    At level d, token t + 1 is drafted d tokens beyond the last verified token.
     """
     ranks = torch.full((levels, len(document.token_ids) - 1), NO_RANK)
     for shift in range(1, min(levels + 1, ranks.shape[1])) if level_mode == "shift" else (1,):
@@ -70,11 +70,12 @@ def simulate(
     """Measures simulated acceptance on documents.
 
     Args:
-        trainer: in eval mode. level_mode: how it computes its levels.
-        levels: depth of chain and tree, whatever depth the draft was trained for.
+        trainer: a :class:`DraftTrainer` in eval mode.
+        level_mode: how the trainer computes its levels.
+        levels: depth of chain and tree, which may differ from the draft's in training.
         all_reduce: sums integers over processes.
     """
-    # (correct tokens, tokens) by level; (tokens, rounds) of chain and tree.
+    # by_level: correct tokens, and all tokens, of each level; by_shape: (tokens, rounds) of chain and tree
     by_level, by_shape = torch.zeros(2, levels, dtype=torch.long), torch.zeros(2, 2, dtype=torch.long)
     widths = [1] * levels, [*TREE_WIDTHS, *[1] * levels][:levels]
     for document in documents:
@@ -90,16 +91,16 @@ def simulate(
 
 
 def _spans(loss_mask: list[bool]) -> list[tuple[int, int]]:
-    """(first, end) of each span of tokens in the loss."""
+    """Returns (first, end) of each span of tokens in the loss."""
     edges = [i for i, (a, b) in enumerate(pairwise([False, *loss_mask, False])) if a != b]
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def _decode(hits: torch.Tensor, position: int) -> tuple[int, int]:
-    """Counts (tokens, rounds) of decoding with the first root at column ``position``.
+    """Simulates decoding with the first root at column ``position``, and returns (tokens, rounds).
 
     Args:
-        hits: (levels, T) bool, whether the drafted tokens at a level include token t + 1.
+        hits: (levels, T) bool, True if the drafted tokens at a level include token t + 1.
     """
     levels, length = hits.shape
     table = hits.tolist()

@@ -22,21 +22,19 @@ from longdraft.training.losses import TargetDistribution, soft_cross_entropy
 
 # q (Hq, T, d), k and v (Hkv, S, d) of one document -> (Hq, T, d)
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-# How a draft computes its levels. "shift": a forward for each (LongSpec). "step": all in one forward. "text": all are
-# the same (a language model, which reads the text itself).
+# How a trainer computes the levels of a draft. "shift": a forward for each level (LongSpec). "step": all levels in one
+# forward. "text": one forward, whose result holds for every level (a language model).
 LevelMode = Literal["shift", "step", "text"]
 
 
 class StepOutput(NamedTuple):
-    """The result of a training step on N labels. A tuple, so that FSDP finds the loss in it.
+    """The result of a training step on N labels. FSDP finds the loss in it, because it is a tuple.
 
     Attributes:
         loss: the sum over labels, with its autograd graph.
-        ranks: (N,) number of tokens that the draft ranks above the label; 0: its first choice is right.
-        depths: (N,) the level of the draft tree that each label belongs to, 1 for the root's children.
-        loss_mask: (N,) bool, False for labels without weight (a user's turn); None: all have weight.
+        ranks: (N,) number of tokens that the draft ranks above the label; 0: the draft's first choice is right.
+        depths: (N,) the level of the draft tree at which each label is drafted; 1: the root's children.
+        loss_mask: (N,) bool, False for labels that do not count in the loss (a user's turn); None: all count.
     """
 
     loss: torch.Tensor
@@ -46,12 +44,13 @@ class StepOutput(NamedTuple):
 
 
 class Labels(NamedTuple):
-    """N labels as draft ids; -1 for a token that the draft's vocabulary lacks.
+    """N labels as draft ids; -1 stands for a token that the draft's vocabulary lacks.
 
     Attributes:
-        token_ids: (N,) the text's tokens. loss_mask: (N,) bool, the labels with weight.
-        target_argmax: (N,) the target's argmax, or ``token_ids`` if it is not needed.
-        target_distribution: None without distillation.
+        token_ids: (N,) the text's tokens.
+        target_argmax: (N,) the target's argmax, or ``token_ids`` for a trainer that does not need it.
+        loss_mask: (N,) bool, True for labels that count in the loss.
+        target_distribution: the target's distribution; None without distillation.
     """
 
     token_ids: torch.Tensor
@@ -62,10 +61,10 @@ class Labels(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Documents end to end.
+    """The inputs of several documents, end to end.
 
     Attributes:
-        spans: (low, first, end) of each document: inputs are positions low to end, those from first on have labels.
+        spans: (low, first, end) of each document: positions low .. end - 1 are inputs, first .. end - 1 have labels.
     """
 
     documents: Sequence[Features]
@@ -89,14 +88,14 @@ class PackedBatch:
         return torch.cat([torch.arange(begin + first - low, begin + end - low) for begin, (low, first, end) in spans])
 
     def gather(self, values: Sequence[torch.Tensor], shift: int = 0) -> torch.Tensor:
-        """Takes the inputs' entries, ``shift`` positions later, of a tensor (L, ...) of each document."""
+        """Concatenates rows of a tensor (L, ...) of each document: those ``shift`` positions behind its inputs."""
         spans = zip(values, self.spans, strict=True)
         return torch.cat([value[low + shift : end + shift] for value, (low, _, end) in spans])
 
     def attend(self, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attention within each document. k and v are of all inputs, q of all or of those with labels."""
+        """Attention within each document. k and v have all inputs, q has all inputs or those with labels."""
         query_lens = self.input_lengths if q.shape[1] == k.shape[1] else self.loss_lengths
-        # Split, never sliced: the gradient of a slice is as large as the tensor it was cut from.
+        # Split, not sliced: the gradient of each slice would be as large as the whole tensor.
         k_and_v = (x.split(self.input_lengths, 1) for x in (k, v))
         return torch.cat([attention(*qkv) for qkv in zip(q.split(query_lens, 1), *k_and_v, strict=True)], 1)
 
@@ -105,7 +104,8 @@ class DraftTrainer(nn.Module):
     """Wraps a draft's module for training: its forward computes the loss of a batch.
 
     Args:
-        block: the module to train. parts: the target's embedding, final norm and head, neither trained nor saved.
+        block: the module to train.
+        parts: the target's embedding, final norm and head, which are neither trained nor saved.
         draft_to_target: (V',) target ids of the draft's vocabulary; None: all.
         config: the run's settings; None: plain cross-entropy in float32.
 
@@ -113,7 +113,7 @@ class DraftTrainer(nn.Module):
         distill: share of the loss that distils the target's distribution.
         matmul_dtype: dtype of matrix products with the head.
         recompute: recompute layers in the backward pass (gradient checkpointing).
-        logit_scale: factor between the target's head and its logits.
+        logit_scale: factor of the target's logits: logits = softcap(logit_scale * state W^T).
         decay: weight of a level in the loss, relative to the level before it.
         target_to_draft: (V,) the draft id of each target id; -1: not in the draft's vocabulary.
     """
@@ -122,7 +122,7 @@ class DraftTrainer(nn.Module):
     """The label of position t is token t + label_shift."""
     level_mode: ClassVar[LevelMode] = "step"
     needs_target_argmax: ClassVar[bool] = False
-    """True if the weights of labels depend on the target's argmax, which takes logits over its vocabulary."""
+    """True if a label's weight depends on the target's argmax. The argmax takes logits over the target's vocabulary."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class DraftTrainer(nn.Module):
         products = (states.to(self.matmul_dtype) @ self.target_head.T).float()
         logits = out.logits[0]
         logits = logits if self.draft_to_target is None else logits[:, self.draft_to_target.to(self.device)]
-        uncapped = logits.abs() < (cap / 2 if cap else math.inf)  # where the softcap and its rounding matter little
+        uncapped = logits.abs() < (cap / 2 if cap else math.inf)  # elsewhere, atanh amplifies rounding
         logits, products = logits[uncapped], products[uncapped]
         logits = torch.atanh(logits / cap) * cap if cap else logits
         scale = float(logits @ products / products.square().sum())
@@ -187,7 +187,7 @@ class DraftTrainer(nn.Module):
         return out
 
     def num_loss_tokens(self, num_tokens: int, start: int, shift: int) -> int:
-        """Number of labels of a document, as in ``spans``. ``start``: its first token in the loss."""
+        """Returns the number of labels of a document. ``start``: index of its first token in the loss."""
         return num_tokens - start - self.label_shift + 1
 
     def pack(
@@ -203,19 +203,20 @@ class DraftTrainer(nn.Module):
         return PackedBatch(documents, spans)
 
     def labels(self, pack: PackedBatch, indices: torch.Tensor | None = None) -> Labels:
-        """Makes the labels of a batch. ``indices``: the labels to take among all, with repetitions; None: all."""
+        """Makes the labels of a batch. ``indices``: the labels to take, which may repeat; None: each once."""
+        # (document, index of its first label)
         firsts = [(d, first + self.label_shift) for d, (_, first, _) in zip(pack.documents, pack.spans, strict=True)]
         with torch.no_grad():
-            ids = self.target_to_draft[torch.cat([d.token_ids[at:] for d, at in firsts]).to(self.device)]
+            ids = self.target_to_draft[torch.cat([d.token_ids[i:] for d, i in firsts]).to(self.device)]
             argmax = ids
             if self.needs_target_argmax:
-                argmaxes = [d.target_argmax[at - d.start :] for d, at in firsts if d.target_argmax is not None]
+                argmaxes = [d.target_argmax[i - d.start :] for d, i in firsts if d.target_argmax is not None]
                 argmax = self.target_to_draft[torch.cat(argmaxes).to(self.device)]
-            mask = torch.cat([d.loss_mask[at:] for d, at in firsts]).to(self.device)
+            mask = torch.cat([d.loss_mask[i:] for d, i in firsts]).to(self.device)
             indices = torch.arange(len(ids), device=self.device) if indices is None else indices
             target = None
             if self.distill:
-                last = [d.last[at - 1 : -1, -self.parts.hidden_size :] for d, at in firsts]
+                last = [d.last[i - 1 : -1, -self.parts.hidden_size :] for d, i in firsts]
                 states = self.parts.apply_final_norm(torch.cat(last).to(self.device)).to(self.matmul_dtype)
                 target = TargetDistribution(states, indices, self.target_head, self.logit_scale, self.parts.softcap)
             return Labels(ids[indices], argmax[indices], mask[indices], target)
@@ -228,10 +229,11 @@ class DraftTrainer(nn.Module):
         depths: torch.Tensor,
         weight: torch.Tensor | float = 1.0,
     ) -> StepOutput:
-        """Computes the loss. A label that the draft's vocabulary lacks has rank V'.
+        """Computes the loss of labels (N,). A label that the draft's vocabulary lacks has rank V'.
 
         Args:
-            hidden: (N, hidden size). head: (V', hidden size). depths, weight: (N,).
+            hidden: (N, hidden size) states, whose product with ``head`` (V', hidden size) is the logits.
+            depths, weight: (N,), the level of each label, and its weight in the loss.
         """
         ids, _, mask, target = labels
         loss, ranks = soft_cross_entropy(hidden, head, ids, weight * mask, target, self.distill)

@@ -158,7 +158,7 @@ def test_thoughts_in_a_templates_own_way(tmp_path):
     row = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes", "thinking": "well"}]}
     assert read([row], own, tmp_path)[0][0][1] == "[THINK]well[/THINK]yes<|end|>"
     found, skipped = read([row], SIMPLE, tmp_path)
-    assert not found and "with a thought that the chat template does not show" in str(skipped)
+    assert not found and "with reasoning that the chat template does not show" in str(skipped)
 
 
 def test_answers_without_a_thought_are_kept_where_the_prompt_opens_one(tmp_path):
@@ -204,7 +204,7 @@ def test_calls_as_the_template_takes_them(tmp_path):
     assert read([{"messages": messages}], joined, tmp_path)[0][0][1] == '>weather{"city": "Rome"}<|end|>'
     found, skipped = read([{"messages": messages}], SIMPLE, tmp_path)
     assert not found
-    assert "with a call of a tool that the chat template does not show" in str(skipped)
+    assert "with a tool call that the chat template does not show" in str(skipped)
 
 
 def test_settings_of_the_template(tmp_path):
