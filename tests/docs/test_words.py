@@ -17,11 +17,62 @@ FILES = sorted(file for folder in SOURCES for file in folder.rglob("*.py"))
 NATIVE = sorted(file for kind in ("*.cpp", "*.h") for file in (SOURCES[0] / "native").glob(kind))
 # Participles, pronouns and fillers, which say of nothing what it is, and words that only this project used.
 NO_NAMES = set(
-    "given asked told stated found theirs each going said kept placed known mine ours whole beside wanted shown own "
-    "more of at what here there like woven brief lighter quicken few_rows twin hosted unpaid paid avoid_forks "
-    "rehearsal likeliest goes begun".split()
+    [
+        "given",
+        "asked",
+        "told",
+        "stated",
+        "found",
+        "theirs",
+        "each",
+        "going",
+        "said",
+        "kept",
+        "placed",
+        "known",
+        "mine",
+        "ours",
+        "whole",
+        "beside",
+        "wanted",
+        "shown",
+        "own",
+        "more",
+        "of",
+        "at",
+        "what",
+        "here",
+        "there",
+        "like",
+        "woven",
+        "brief",
+        "lighter",
+        "quicken",
+        "few_rows",
+        "twin",
+        "hosted",
+        "unpaid",
+        "paid",
+        "avoid_forks",
+        "rehearsal",
+        "likeliest",
+        "goes",
+        "begun",
+    ]
 )
-NO_NATIVE_NAMES = {"woven", "weave", "is_brief", "BriefRows", "Kept", "Stored", "meet", "soften", "LEAST", "MOST", "LISTED"}
+NO_NATIVE_NAMES = {
+    "woven",
+    "weave",
+    "is_brief",
+    "BriefRows",
+    "Kept",
+    "Stored",
+    "meet",
+    "soften",
+    "LEAST",
+    "MOST",
+    "LISTED",
+}
 
 
 def names(tree: ast.AST) -> Iterator[tuple[str, int]]:

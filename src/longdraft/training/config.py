@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 import yaml
 
 from longdraft.errors import ConfigError, values_checked
-from longdraft.files import prefix_errors_with, require_regular
+from longdraft.files import require_regular
 from longdraft.options import Option, Options, declared, number, option
 
 Config = TypeVar("Config")
@@ -215,7 +215,7 @@ def read_config(path: Path | str | None, overrides: Sequence[str], config_class:
             values[key.strip()] = yaml.safe_load(text) if text.strip() else None
         except yaml.YAMLError:
             values[key.strip()] = text.strip()  # a text that is no YAML, such as a path with a colon
-    with errors_name(path or ""):
+    with prefix_errors_with(path or ""):
         settings = declared(config_class)
         if unknown := sorted(map(str, set(values) - {*settings})):
             close = get_close_matches(unknown[0], settings, n=1)
