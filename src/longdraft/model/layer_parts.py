@@ -112,7 +112,7 @@ def final_norm_and_head(model: PreTrainedModel, layers: Iterable[nn.Module]) -> 
         return None
     offset = norm_weight_offset([final_norm])
     cap = getattr(decoder_config(model), "final_logit_softcapping", None)
-    return None if offset is None else {"norm": norm, "head": weights, "plus": offset, "softcap": cap}
+    return None if offset is None else {"norm": norm, "head": weights, "norm_weight_offset": offset, "softcap": cap}
 
 
 def norm_of(module: nn.Module | None) -> Norm | None:
