@@ -247,7 +247,7 @@ class StackOutput:
 
     Attributes:
         logits: (B, T or n, vocab_size), or None.
-        topk_logprobs, topk_indices: (B, T or n, topk), the largest log-probabilities, and their rows of the head; or None.
+        topk_logprobs, topk_indices: (B, T or n, topk), the largest log-probabilities, their rows of the head; or None.
         queries: layer -> (B, num_heads, T, head_dim) after RoPE.
         hidden: layer -> (B, T, hidden_size).
     """
