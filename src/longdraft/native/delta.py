@@ -113,5 +113,5 @@ class DeltaNetBatch:
         addresses = [[address(x, torch.long) for x in conv_indices]]
         addresses += [list(map(address, x)) for x in (conv_inputs, conv_states)]
         pointers = [(Pointer * len(x))(*x) for x in addresses]
-        self._alive = sequences, conv_indices, structures, pointers
+        self._keepalive = sequences, conv_indices, structures, pointers
         self.struct = STRUCTURES["DeltaNetBatch"](*map(ctypes.addressof, pointers), structures)

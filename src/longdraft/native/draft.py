@@ -21,8 +21,7 @@ class DraftBlock:
     """A draft's decoder block and head.
 
     Attributes:
-        norms: name in :data:`NORM_NAMES` -> weight (hidden_size,). With ``feature_norm`` the block is EAGLE-3's,
-            else LongSpec's.
+        norms: name in :data:`NORM_NAMES` -> weight (hidden_size,); ``feature_norm`` for EAGLE-3 only.
         projections: name in :data:`PROJECTION_NAMES` -> weights.
         head_dim: size of a head, a multiple of 16.
         eps: epsilon of all norms.
@@ -84,7 +83,7 @@ class DraftLevelInput:
         tensors = [None if t is None else t.contiguous() for t in inputs]
         lists = self.num_tokens, self.slots, self.kv_starts, self.kv_lens, self.target_kv_lens
         numbers = [None if n is None else (Int64 * len(n))(*n) for n in lists]
-        self._alive = tensors, numbers
+        self._keepalive = tensors, numbers
         num_tokens, slots, kv_starts, kv_lens, target_kv_lens = (
             None if n is None else ctypes.addressof(n) for n in numbers
         )

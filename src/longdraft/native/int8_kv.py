@@ -13,10 +13,9 @@ KV_DTYPE_IDS = {getattr(torch, name.lower()): number for name, number in ENUMS["
 
 
 class Int8KV:
-    """An int8 replacement for a tensor (..., entries, head_dim), with a tensor's indexing and assignment.
+    """An int8 replacement for a tensor (..., entries, head_dim), with indexing (of the last dimension by slices only).
 
-    An entry is scale * quants, where scale = the entry's largest magnitude / 127. The last dimension is indexed by
-    slices only; a slice of an entry has the scale of the entire entry.
+    An entry is scale * quants, where scale = the entry's largest magnitude / 127. A slice of an entry keeps its scale.
 
     Args:
         quants: (..., entries, head_dim) int8.

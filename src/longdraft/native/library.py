@@ -41,8 +41,7 @@ logger = logging.getLogger("longdraft")
 SWITCH = "LONGDRAFT_NATIVE"  # environment variable; 0: no kernels; else an instruction set, see _select_level
 # For messages: the cost of running without kernels (docs/cpu.md).
 NO_KERNELS_COST = "Decoding takes 1.5 to 4.5 times as long, the most where weights are stored in few bits"
-# Attention kernels need a head size that is a multiple of 16.
-HEAD_DIM_MULTIPLE = 16
+HEAD_DIM_MULTIPLE = 16  # attention kernels support multiples of it
 
 
 class Kernels:
@@ -77,8 +76,7 @@ class Kernels:
             self._functions[name](*arguments, torch.get_num_threads())
 
     def linear(self, x: torch.Tensor, weights: Sequence[LinearWeights], prompt: bool = False) -> list[torch.Tensor]:
-        """Applies several linear layers to one x (..., in); returns (..., out) for each. prompt: with AMX, compute in
-        bfloat16 instead of int8."""
+        """Applies several linear layers to one x (..., in); returns (..., out) for each. prompt: AMX uses bfloat16."""
         x = x.contiguous()
         in_features = x.shape[-1]
         outs = [torch.empty(*x.shape[:-1], w.shape[0], **CPU_FLOAT32) for w, _ in weights]
@@ -315,12 +313,8 @@ def _load_once(progress: Callable[[str], None] | None = None) -> tuple[Kernels |
             except (OSError, AttributeError) as error:
                 # A warning, unless the processor is at fault, which the user cannot change.
                 severity = logging.INFO if isinstance(error, UnsupportedPlatformError) else logging.WARNING
-                logger.log(
-                    severity,
-                    "longdraft's kernels are unavailable on this CPU: %s. torch computes instead. %s.",
-                    error,
-                    NO_KERNELS_COST,
-                )
+                message = "longdraft's kernels are unavailable on this CPU: %s. torch computes instead. %s."
+                logger.log(severity, message, error, NO_KERNELS_COST)
                 load_result.append((None, str(error)))
         return load_result[0]
 

@@ -44,9 +44,7 @@ class QuantizedMatrix:
         if self.format not in QUANT_SIZES:
             raise ValueError(f"unknown format {self.format}: give one of {', '.join(QUANT_SIZES)}")
         if self.data.dtype != torch.uint8 or self.data.dim() != 2 or self.data.stride(1) != 1:
-            raise ValueError(
-                f"data must be uint8 (out, bytes of a row), got {self.data.dtype} {tuple(self.data.shape)}"
-            )
+            raise ValueError(f"data must be uint8 (out, row bytes), got {self.data.dtype} {tuple(self.data.shape)}")
         if self.data.shape[1] % QUANT_SIZES[self.format][1]:
             raise ValueError(f"a row of {self.data.shape[1]} bytes is no whole number of {self.format} blocks")
         if self.int8 and self.format in HALF_DTYPES:
@@ -130,7 +128,6 @@ def quantize_blocks(rows: torch.Tensor, format: Literal["Q8_0", "Q4_0"]) -> torc
     if format == "Q8_0":
         packed = quants.round().to(torch.int8).view(torch.uint8)
     else:
-        # Codes are offset by 8 and rounded by 0.5; two of them fill a byte.
-        nibbles = (quants + 8.5).clamp_(0, 15).to(torch.uint8)
+        nibbles = (quants + 8.5).clamp_(0, 15).to(torch.uint8)  # codes with the offset 8, rounded by 0.5
         packed = nibbles[..., :16] | nibbles[..., 16:] << 4
     return torch.cat([scales.half().view(torch.uint8), packed], 2).flatten(1)

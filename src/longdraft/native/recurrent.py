@@ -76,8 +76,8 @@ class TreeOrder:
     def __init__(self, parents: Sequence[int], order: Sequence[int], first: int) -> None:
         inner_nodes = {parents[token] for token in order}
         has_children = [token in inner_nodes for token in order]
-        self._alive = [(Int64 * len(x))(*x) for x in (parents, order, has_children)]
-        self.first_output, self.fields = first, (*map(ctypes.addressof, self._alive), len(order), first)
+        self._keepalive = [(Int64 * len(x))(*x) for x in (parents, order, has_children)]
+        self.first_output, self.fields = first, (*map(ctypes.addressof, self._keepalive), len(order), first)
 
 
 class RecurrentSequence(NamedTuple):

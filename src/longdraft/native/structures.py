@@ -72,6 +72,8 @@ class StackLayer:
 
     Attributes:
         is_recurrent: True: the layer has a recurrent state instead of a KV cache.
+        norms: name -> weight and epsilon.
+        projections: weights of the linear layers, in the subclass's order.
         struct: the layer's structure in kernels.h, which points into norms and projections.
     """
 
@@ -153,18 +155,18 @@ class DecoderStack:
     def __post_init__(self) -> None:
         layers, count, hidden = self.layers, len(self.layers), self.layers[0].hidden_size
         structures = [ctypes.addressof(layer.struct) for layer in layers]
-        self._alive: list[ctypes.Array[Any]] = [
+        self._keepalive: list[ctypes.Array[Any]] = [
             (Pointer * count)(
                 *(s if x.is_recurrent == is_recurrent else None for s, x in zip(structures, layers, strict=True))
             )
             for is_recurrent in (False, True)
         ]
-        self._alive += [
+        self._keepalive += [
             (Int64 * count)(*x) for x in (self.kv_group_ids or [0] * count, self.index_in_group or range(count))
         ]
         weight, eps = (None, 0.0) if self.norm is None else (address(self.norm[0], min_numel=hidden), self.norm[1])
         self.struct = STRUCTURES["DecoderStack"](
-            *map(ctypes.addressof, self._alive), count, hidden, weight, eps, self.norm_weight_offset,
+            *map(ctypes.addressof, self._keepalive), count, hidden, weight, eps, self.norm_weight_offset,
             self.softcap or 0.0, Matrix() if self.head is None else matrix_struct(self.head),
         )  # fmt: skip
 
@@ -212,7 +214,7 @@ class AttentionMetadata:
         mask = None if self.mask is None else self.mask.contiguous()
         window_start = None if self.window_start is None else self.window_start.int().contiguous()
         cos, sin = self.cos.contiguous(), self.sin.contiguous()
-        self._alive = cos, sin, numbers, mask, window_start
+        self._keepalive = cos, sin, numbers, mask, window_start
         self.struct = STRUCTURES["AttentionMetadata"](
             num_sequences, query_len, address(cos), address(sin, min_numel=cos.numel()), rotary_dim,
             *(ctypes.addressof(x) for x in numbers), address(mask, torch.bool), address(window_start, torch.int32),

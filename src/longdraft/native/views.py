@@ -13,9 +13,8 @@ from longdraft.native.int8_kv import KVTensor
 from longdraft.native.library import Kernels
 from longdraft.native.structures import kv_struct
 
-# Names of scorers; the first three read only summaries.
 SCORERS = tuple(name.lower().replace("_", "-") for name in ENUMS["Scorer"])
-SUMMARY_SCORERS = SCORERS[:3]
+SUMMARY_SCORERS = SCORERS[:3]  # scorers that read only summaries, not keys
 SUMMARY_NAMES = ("largest", "smallest", "mean")
 
 

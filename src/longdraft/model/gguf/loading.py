@@ -42,7 +42,7 @@ _REMEDY = (
 
 class GGUFFile(GGUFHeader):
     """A GGUF file of a known architecture, ``arch``. Raises CheckpointError if the architecture is unknown, and
-    CapabilityError if its layers have different sizes and that is not supported."""
+    CapabilityError if different sizes of its layers are not supported."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -85,7 +85,7 @@ class GGUFFile(GGUFHeader):
             if kind != "gpt2":
                 raise
             raise CapabilityError(
-                f"the tokenizer ({kind}, {pre_tokenizer}) is not read from such files: give the model's "
+                f"the tokenizer ({kind}, {pre_tokenizer}) is not supported in GGUF files: give the model's "
                 "Hugging Face folder."
             ) from error
         if kind == "gpt2":
@@ -166,10 +166,9 @@ def _parsed_fields(header: GGUFHeader) -> Iterator[None]:
 
     def field(value: Any) -> SimpleNamespace:
         items = value if isinstance(value, list) else [value]
-        # GGUFValueType STRING, BOOL, FLOAT32, INT32; 9 is ARRAY.
-        value_type = {str: 8, bool: 7, float: 6}.get(type(items[0]) if items else str, 5)
+        value_type = {str: 8, bool: 7, float: 6}.get(type(items[0]) if items else str, 5)  # GGUFValueType
         parts = [item.encode() if isinstance(item, str) else [item] for item in items]
-        types = [9, value_type] if isinstance(value, list) else [value_type]
+        types = [9, value_type] if isinstance(value, list) else [value_type]  # 9: ARRAY
         return SimpleNamespace(parts=parts, data=range(len(parts)), types=types)
 
     fields = {n: field(x) for n, x in header.fields.items() if n.startswith(("general.", "tokenizer."))}

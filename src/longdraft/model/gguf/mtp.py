@@ -43,9 +43,7 @@ def read_mtp_layer(path: Path) -> dict[str, torch.Tensor | QuantizedMatrix] | No
         tensors: dict[str, torch.Tensor | QuantizedMatrix] = dict(layer.state_dict())
         for name, module in layer.named_modules():
             if isinstance(module, ArrangedLinear):
-                raise CapabilityError(
-                    f"{path}: the row order of {name} in an MTP layer is not supported. Use another draft method."
-                )
+                raise CapabilityError(f"{path}: the row order of {name} is not supported; use another draft.")
             if isinstance(module, StoredLinear):
                 tensors[f"{name}.weight"] = module.matrix
         for name in _MTP_MODULES:

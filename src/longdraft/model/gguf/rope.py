@@ -12,8 +12,7 @@ from longdraft.model.gguf.header import GGUFHeader
 
 # Parameters of Llama 3.1, 3.2 and 3.3: GGUF files store only the tensor rope_freqs, which is computed from them.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# Parameters of YaRN: llama.cpp's name -> transformers'.
-_YARN_BETAS = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
+_YARN_BETAS = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}  # llama.cpp's name -> transformers'
 # Names of LongRoPE's tensors begin so: one has the factors for short contexts, one for long contexts.
 _LONGROPE_PREFIX = "rope_factors_"
 # Parameters of YaRN that transformers lacks -> the value without effect, which is accepted.

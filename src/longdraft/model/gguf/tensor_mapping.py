@@ -42,12 +42,8 @@ def extra_tensor_name(name: str) -> str | None:
 
 
 def tensor_names(parameter: str, name_map: Callable[[str], str | None], available: Collection[str]) -> tuple[str, ...]:
-    """Names of the tensors that a parameter consists of; empty if gguf has no name for it.
-
-    Args:
-        name_map: maps a module's or parameter's name in transformers to its name in gguf, or to None.
-        available: names of the file's tensors, which decide between variants.
-    """
+    """Names of the tensors that a parameter consists of; empty if gguf has no name for it. name_map: maps a module's or
+    parameter's name in transformers to gguf's, or to None. available: names of the file's tensors."""
     path, _, leaf = parameter.rpartition(".")
     layer = _LAYER_PATTERN.search(parameter)
     if (extra := extra_tensor_name(parameter)) is not None:

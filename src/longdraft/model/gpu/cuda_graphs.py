@@ -35,12 +35,10 @@ logger = logging.getLogger("longdraft")
 SWITCH = "LONGDRAFT_GRAPHS"  # environment variable; 0: no graphs
 # query_len of graphs, close together around LongSpec's tree of 69 nodes. More tokens keep the device busy anyway.
 CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 72, 80, 96)
-# Uses of a size before its capture, because a capture takes the time of two forwards.
-USES_BEFORE_CAPTURE = 2
+USES_BEFORE_CAPTURE = 2  # of a size, because a capture takes the time of two forwards
 # Limits for one store: the number of graphs, and bytes of all their outputs (mostly logits), which stay allocated.
 MAX_GRAPHS, MAX_OUTPUT_BYTES = 64, 1 << 30
-# The smallest KV bound: splitting fewer entries would not keep a GPU busier.
-MIN_KV_BOUND = 4096
+MIN_KV_BOUND = 4096  # the smallest KV bound: splitting fewer entries would not keep a GPU busier
 
 # Logits (B, T, V); layer -> hidden states (B, T, hidden); layer -> queries (B, Hq, T, d).
 ForwardResults = tuple[torch.Tensor | None, dict[int, torch.Tensor], dict[int, torch.Tensor]]

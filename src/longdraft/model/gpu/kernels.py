@@ -17,8 +17,7 @@ import triton.language as tl
 
 # Triton's interpreter truncates float32 to bfloat16, but a GPU rounds to nearest: _cast() rounds by hand.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-# Elements of a row that a program of the SwiGLU kernel computes.
-SILU_BLOCK = 1024
+SILU_BLOCK = 1024  # elements of a row that a program of the SwiGLU kernel computes
 MAX_WARPS = 16  # of the norm kernel
 
 

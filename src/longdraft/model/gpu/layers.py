@@ -30,8 +30,7 @@ from longdraft.model.layer_parts import (
     uses_gelu,
 )
 
-# The largest row that a program of the norm kernel holds in registers.
-MAX_HIDDEN = 32768
+MAX_HIDDEN = 32768  # the largest row that a program of the norm kernel holds in registers
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ops = torch.ops.longdraft
 
