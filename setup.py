@@ -25,7 +25,7 @@ class BuildPackage(build_py):
         super().run()
         if self.editable_mode:
             return
-        folder = Path(self.build_lib, "longdraft/native", build.CARRIED)
+        folder = Path(self.build_lib, "longdraft/native", build.PREBUILT_DIR)
         shutil.rmtree(folder, ignore_errors=True)
         try:
             for level in build.platform_levels():

@@ -138,7 +138,7 @@ def test_as_a_wheel(installed):
     held = set(archive.namelist())
     wanted = {name.removeprefix("src/") for name in before if name.startswith("src/")}
     assert wanted <= held
-    carried = re.findall(rf"longdraft/native/{build.CARRIED}/kernels-(.*)-[0-9a-f]+\.so", "\n".join(held))
+    carried = re.findall(rf"longdraft/native/{build.PREBUILT_DIR}/kernels-(.*)-[0-9a-f]+\.so", "\n".join(held))
     assert {*carried} == {*build.platform_levels()}
     for name in (name for name in held if name.endswith(".so")):
         # Of the C library no more than torch's own wheels need.

@@ -46,7 +46,7 @@ def runner_of(level: str, family: str) -> TargetRunner:
 @pytest.fixture(params=LEVELS, scope="module")
 def level(request):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "known", [(kernels_of(request.param), None)])
+        patch.setattr(library, "load_result", [(kernels_of(request.param), None)])
         yield request.param
 
 
@@ -143,7 +143,7 @@ def test_int8_logits_are_those_of_every_instruction_set(length, prompt):
     found = {}
     for level in LEVELS:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(library, "known", [(kernels_of(level), None)])
+            patch.setattr(library, "load_result", [(kernels_of(level), None)])
             runner, text = runner_of(level, "int8"), [t * 7 % VOCABULARY for t in range(length)]
             store = runner.new_store(1, length + 4)
             if prompt:

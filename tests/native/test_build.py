@@ -30,10 +30,10 @@ def test_with_a_compiler_there_are_kernels():
 @pytest.fixture
 def anew():
     """As in a new process."""
-    before = list(library.known)
-    library.known.clear()
+    before = list(library.load_result)
+    library.load_result.clear()
     yield
-    library.known[:] = before
+    library.load_result[:] = before
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_a_cached_library_needs_no_compiler(tmp_path, quick, monkeypatch, anew):
 
 @needs_kernels
 def test_a_prebuilt_library_needs_no_cache_and_no_compiler(tmp_path, quick, monkeypatch):
-    monkeypatch.setattr(build, "CARRIED", tmp_path / "wheel")
+    monkeypatch.setattr(build, "PREBUILT_DIR", tmp_path / "wheel")
     names = {level: build.compile_kernels(level, tmp_path / "made").name for level in ("x86-64-v4", "armv8-a")}
     monkeypatch.setenv("LONGDRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", "no-such-compiler")

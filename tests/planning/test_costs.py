@@ -167,6 +167,6 @@ def test_it_is_measured_once(runner, tmp_path):
 def test_other_kernels_are_measured_anew(runner, tmp_path, monkeypatch):
     said = Said()
     for level in supported_levels()[-2:]:
-        monkeypatch.setattr(library, "known", [(library.Kernels(load_library(level), level), None)])
+        monkeypatch.setattr(library, "load_result", [(library.Kernels(load_library(level), level), None)])
         load_or_measure(runner, tmp_path, said, measure_with=lambda *_, **__: TABLE)
     assert len(list(tmp_path.iterdir())) == 2

@@ -1,4 +1,4 @@
-"""C++ kernels for CPUs: compiled at first use, or in the wheel; loaded by ctypes.
+"""C++ kernels for CPUs: precompiled in the wheel or compiled at the first use, and loaded by ctypes.
 
 May import: folders, errors.
 """

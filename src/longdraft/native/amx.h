@@ -1,5 +1,5 @@
-// AMX: tiles of 16 rows of 64 bytes (int8, or bfloat16 in pairs). One instruction multiplies two tiles and adds to a third of int32 or
-// float32.
+// Wraps AMX instructions. A tile has 16 rows of 64 bytes (int8, or pairs of bfloat16). One instruction multiplies two tiles and adds
+// the product to a third tile, of int32 or float32.
 #pragma once
 
 #include "vectors.h"
@@ -13,7 +13,7 @@ namespace amx {
 
 constexpr std::int64_t ROW_BYTES = 64;  // of a tile
 
-// Configures this thread's tiles for its lifetime. rows: of tiles 0 to 5, sums and activations; tiles 6 and 7, weights, have 16.
+// Configures this thread's tiles for the object's lifetime. rows: of tiles 0 to 5 (sums, activations); tiles 6 and 7 (weights) have 16.
 class TileConfig {
  public:
   explicit TileConfig(std::uint8_t rows = 16) {
@@ -35,7 +35,7 @@ class TileConfig {
   } config_;
 };
 
-// In assembly: older compilers lack these instructions, and the intrinsics do not tell that they access memory.
+// In assembly, because older compilers lack these instructions, and intrinsics do not declare that they access memory.
 // stride: bytes between rows.
 template <int TILE>
 inline void load(const void *from, std::int64_t stride = ROW_BYTES) {
@@ -87,8 +87,8 @@ inline void multiply(const std::int8_t *x, const ivec *low, const ivec *high) {
 
 inline ivec load(const std::int32_t *p) { return (ivec)::load(reinterpret_cast<const float *>(p)); }
 
-// Splits (code - ZERO_POINT) * sc, 16 bits, into two bytes: (high << SHIFT) + low, with low unsigned. Then sums of 128 products with
-// activations are exact in int32. sc: the sub-block's integer scale of each output (lane).
+// Splits weights (code - ZERO_POINT) * sc of 16 bits into two bytes, (high << SHIFT) + low with an unsigned low, because tiles multiply
+// bytes: sums of 128 products with activations stay exact in int32. sc: the sub-block's integer scale of each output (lane).
 template <int ZERO_POINT>
 class SplitWeights {
  public:
@@ -111,8 +111,8 @@ class SplitWeights {
   ivec sc_even_, sc_odd_, zero_sum_;
 };
 
-// For codes of up to 5 bits and sc of 6 bits, split into sc's 3 lower and 3 upper bits: 5 + 3 bits fit a byte, so one 16-bit multiply
-// (vpmullw) does two codes.
+// Splits sc of 6 bits into 3 lower and 3 upper bits instead. Codes have up to 5 bits, and 5 + 3 bits fit a byte, so one 16-bit
+// multiplication (vpmullw) computes two codes.
 template <>
 class SplitWeights<0> {
  public:

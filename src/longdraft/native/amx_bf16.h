@@ -1,7 +1,7 @@
 // Matrix products in bfloat16 on AMX, for attention to a bfloat16 KV cache: (rows, depth) times (depth, columns).
 //
-// tdpbf16ps adds 32 products at a time in float32, in an order of the processor's own. Rows of a tile are independent, so a row's bits
-// depend neither on the other rows nor on their number. A product with 0 changes no sum.
+// tdpbf16ps adds 32 products at a time in float32, in an unspecified order. Rows of a tile are independent, so a row's bits depend
+// neither on the other rows nor on their number. Padding by zeros does no harm: a product with 0 changes no sum.
 #pragma once
 
 #include "packed_rows.h"
@@ -15,11 +15,11 @@ namespace bf16 {
 
 using std::int64_t;
 
-constexpr int64_t TILE_DEPTH = 32, TILE_SIDE = 16;  // of a tile: bfloat16 of a row; rows and columns
+constexpr int64_t TILE_DEPTH = 32, TILE_SIDE = 16;  // of a tile: bfloat16 numbers of a row; rows, and columns of sums
 
 inline int64_t round_up(int64_t n, int64_t part) { return (n + part - 1) / part * part; }
 
-// Rounds 32 floats, a's before b's (vcvtne2ps2bf16).
+// Rounds 32 floats to bfloat16, first those of a, then those of b (vcvtne2ps2bf16).
 inline ivec round_to_bf16(vec a, vec b) {
   ivec pair;
   asm("vcvtne2ps2bf16 %2, %1, %0" : "=v"(pair) : "v"(b), "v"(a));
@@ -37,8 +37,8 @@ inline void round_matrix(const float *x, int64_t row, int64_t rows, int64_t colu
   }
 }
 
-// The right operand in AMX's layout (VNNI): (depth / 2, width) lanes, each with a column's elements of two consecutive rows.
-// row_ptr(i): row i, whose first `columns` elements are read, or null for zeros. Prefetches prefetch_distance elements behind rows.
+// Writes the right operand in AMX's layout (VNNI): (depth / 2, width) lanes, each with a column's elements of two consecutive rows.
+// row_ptr(i): row i, of which `columns` elements are read, or null for zeros. Prefetches what lies prefetch_distance elements later.
 template <typename RowPtr>
 inline void interleave_row_pairs(const RowPtr &row_ptr, int64_t depth, int64_t columns, int64_t width, int64_t prefetch_distance,
                                  ivec *to) {
@@ -66,7 +66,7 @@ inline void interleave_row_pairs(const RowPtr &row_ptr, int64_t depth, int64_t c
   }
 }
 
-// A x B tiles of sums, A and B at most 2.
+// multiply() for A x B tiles of sums, A and B at most 2.
 template <int A, int B>
 inline void multiply_tiles(const BFloat16 *lhs, int64_t depth, const ivec *rhs, int64_t width, float *sums, int64_t row,
                            bool accumulate) {
@@ -126,8 +126,8 @@ inline void round_queries(const float *q, int64_t rows, int64_t d, float scale, 
   std::fill(to + rows * depth, to + round_up(rows, TILE_SIDE) * depth, BFloat16{});
 }
 
-// s (rows, `row`) = scores of q, from round_queries(), with keys whose dimension i is at kt + i * k_dim. Prefetches the `row` keys
-// behind them.
+// s (rows, `row`) = scores of q, the result of round_queries(), with keys whose dimension i is at kt + i * k_dim. Prefetches the next
+// `row` keys.
 inline void score(const BFloat16 *q, int64_t rows, int64_t d, const BFloat16 *kt, int64_t k_dim, int64_t keys, float *s, int64_t row) {
   const int64_t depth = round_up(d, TILE_DEPTH), width = round_up(keys, TILE_SIDE);
   const Operands operands(0, depth, width);

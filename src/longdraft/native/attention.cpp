@@ -11,16 +11,16 @@ using std::int64_t;
 
 namespace {
 
-// For each token of a tree the tree keys that it sees, in the order of its path.
+// For each token of a tree the tree keys that it sees (its path), from the root on.
 struct TreePaths {
-  std::int32_t *keys;   // (rows, width): indices of tree keys
-  std::int32_t *depths;  // (rows,): how many keys
+  std::int32_t *keys;   // (rows, width): indices of the path's keys among the tree's keys
+  std::int32_t *depths;  // (rows,): number of the path's keys
   int64_t rows, width, max_depth;
 
   static int64_t size(int64_t rows, int64_t width) { return rows * (width + 1); }
 
-  TreePaths(std::int32_t *position, const std::uint8_t *mask, int64_t rows_, int64_t width_)
-      : keys(position), depths(position + rows_ * width_), rows(rows_), width(width_), max_depth(0) {
+  TreePaths(std::int32_t *memory, const std::uint8_t *mask, int64_t rows_, int64_t width_)
+      : keys(memory), depths(memory + rows_ * width_), rows(rows_), width(width_), max_depth(0) {
     for (int64_t t = 0; t < rows; t++) {
       std::int32_t count = 0;
       for (int64_t j = 0; j < width; j++) {
@@ -32,15 +32,15 @@ struct TreePaths {
   }
 };
 
-// Memory for attend_tail: blocks of scores in storage order; a block of scores in path order; a block of weights in storage order;
-// transposed keys.
+// Number of floats that attend_tail needs: blocks of scores in storage order; a block of scores in path order; a block of weights in
+// storage order; transposed keys.
 int64_t tail_size(int64_t rows, int64_t d, int64_t width) {
   return BLOCK * (round_up_rows(rows) * ((BLOCK + width + BLOCK - 1) / BLOCK + 2) + d);
 }
 
 #if defined(LONGDRAFT_AMX)
 // part.out += p times the values of the block from key a on: keys [n_unseen, prefix) of the prefix, then each row's tree keys from
-// path index `first` on; tree key 0 is key `tree_start`. Keys are added in the tiles in which they will be after their path is committed.
+// path index `first` on; tree key 0 is key `tree_start`. Keys are added in the tiles that they will be in once their path is committed.
 void accumulate_pv_tail(const AttentionInput &in, const KVHead &head_kv, int64_t tree_start, int64_t a, int64_t n_unseen, int64_t prefix,
                         const TreePaths &paths, int64_t first, float *p) {
   const int64_t n_shared = prefix / bf16::TILE_DEPTH * bf16::TILE_DEPTH, heads = in.rows / paths.rows;
@@ -73,10 +73,10 @@ void accumulate_pv_tail(const AttentionInput &in, const KVHead &head_kv, int64_t
 }
 #endif
 
-// Attends to the tail: the last `before` keys of the prefix, from key `start` on, which do not fill a block, and the tree behind them.
+// Attends to the tail: the last `before` keys of the prefix, from key `start` on, which do not fill a block, and the tree's keys.
 // Row r (token r % paths.rows) sees these keys and the tree keys on its path, from rank window_start on. Its scores are gathered into
-// blocks as if the path were committed. Values are accumulated in storage order, where keys that a row does not see have weight 0,
-// which changes no bit. Computes blocks [from, to) only.
+// blocks as if the path were committed. Values are accumulated in storage order: keys that a row does not see get weight 0, which
+// changes no bit. Computes blocks [from, to) only.
 void attend_tail(const AttentionInput &in, const KVHead &head_kv, int64_t start, int64_t before, const TreePaths &paths,
                  const std::int32_t *window_start, int64_t from, int64_t to, float *buffer) {
   const int64_t tail_len = before + paths.width, block_size = round_up_rows(in.rows) * BLOCK;
@@ -123,7 +123,7 @@ void attend_tail(const AttentionInput &in, const KVHead &head_kv, int64_t start,
   }
 }
 
-// The first of n keys that any row sees.
+// Index of the first of n keys that at least one row sees.
 int64_t first_seen(const std::int32_t *window_start, int64_t rows, int64_t n) {
   return window_start ? std::clamp<int64_t>(*std::min_element(window_start, window_start + rows), 0, n - 1) : 0;
 }
@@ -137,7 +137,7 @@ Status longdraft_attend(const float *q, const KVCache *kv, int64_t slot, int64_t
   if (!mask) mask_width = 0;
   const bool bf16 = use_amx_bf16(*kv);
   const int64_t prefix = n_kv - mask_width, tail = mask_width ? prefix / BLOCK * BLOCK : n_kv;  // attend_tail computes keys from `tail` on
-  // Segments before all windows are skipped.
+  // Segments before the windows of all rows are skipped.
   const int64_t window_begin = first_seen(window_start, mask_rows, n_kv), first_segment = window_begin / SEGMENT;
   const int64_t n_segments = (n_kv + SEGMENT - 1) / SEGMENT - first_segment, size = partial_size(rows, d);
   const int64_t paths_size = Scratch::round_up_to_line(TreePaths::size(mask_rows, mask_width)), q_size = scaled_queries_size(rows, d, bf16);
@@ -171,13 +171,13 @@ Status longdraft_attend(const float *q, const KVCache *kv, int64_t slot, int64_t
 Status longdraft_attend_prefill(const float *q, const KVCache *kv, int64_t slot, int64_t n_heads, int64_t group_size, int64_t rows,
                             int64_t d, int64_t n_kv, const std::int32_t *window_start, const SoftmaxParams *softmax, float *out,
                             int threads) try {
-  // Queries of a work item: their scores and a block fit the L2 cache. More with AMX, which interleaves each block once for them.
+  // Queries of a work item: scores and a block fit the L2 cache. More with AMX, which interleaves each block once for all.
   constexpr int64_t ITEM_ROWS = (HAVE_AMX ? 32 : 16) * TILE_ROWS;
   const bool bf16 = use_amx_bf16(*kv);
   const int64_t items_per_head = (rows + ITEM_ROWS - 1) / ITEM_ROWS;
   parallel_for(threads, n_heads * items_per_head, [&](int64_t item) {
     static thread_local Scratch scratch;
-    // The last queries see most keys. They start first, so that no thread works alone at the end.
+    // The last queries see the most keys, so they start first: else a thread would work on them alone at the end.
     const int64_t head = item % n_heads, first = (items_per_head - 1 - item / n_heads) * ITEM_ROWS;
     const int64_t count = std::min(ITEM_ROWS, rows - first), before = n_kv - rows + first;
     const int64_t size = partial_size(ITEM_ROWS, d), q_size = scaled_queries_size(ITEM_ROWS, d, bf16);

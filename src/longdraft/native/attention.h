@@ -1,8 +1,8 @@
 // Flash attention on a CPU, step by step: the scores of a block of keys, the online softmax, the weighted values, and the merge of
 // segments (flash-decoding's split KV).
 //
-// A row's bits do not depend on other rows or the number of threads: block and segment boundaries are fixed, sums have a fixed order,
-// and a block that is all masked for a row changes nothing of it.
+// A row's bits depend neither on other rows nor on the number of threads: block and segment boundaries are fixed, sums have a fixed
+// order, and a block that is entirely masked for a row does not change that row.
 #pragma once
 
 #include "amx_bf16.h"
@@ -19,14 +19,14 @@ namespace {
 
 using std::int64_t;
 
-constexpr int64_t BLOCK = 128;    // keys at a time
-constexpr int64_t SEGMENT = 512;  // keys of a work item of a thread
+constexpr int64_t BLOCK = 128;    // keys that are processed at a time
+constexpr int64_t SEGMENT = 512;  // keys of a thread's work item
 constexpr int TILE_ROWS = 6;           // rows of a register tile
 constexpr int TILE_COLUMNS = MAX_SUMS / TILE_ROWS;
 constexpr float MASKED = -std::numeric_limits<float>::infinity();
 
-// What a group of rows prefetches of the next block's K^T or V while this one is computed: a range of matrix rows, in small steps, so
-// that memory is busy evenly.
+// The matrix rows of the next block's K^T or V that one row group prefetches while this block is computed, in small steps, so that
+// memory is loaded evenly.
 template <typename E>
 struct PrefetchRange {
   const E *next;       // start of the range
@@ -35,7 +35,7 @@ struct PrefetchRange {
 
 template <typename E>
 struct Prefetcher {
-  explicit Prefetcher(PrefetchRange<E> f) : next(f.next), row(f.row), steps(f.steps), left(f.steps) {}
+  explicit Prefetcher(PrefetchRange<E> range) : next(range.next), row(range.row), steps(range.steps), left(range.steps) {}
 
   template <int C>
   inline void prefetch() const {
@@ -93,7 +93,7 @@ inline void accumulate_pv(const float *p, int64_t keys, const E *v, int64_t v_ro
 }
 
 template <typename E>
-inline PrefetchRange<E> advanced(PrefetchRange<E> f, int64_t numbers) { return {f.next + numbers, f.row, f.steps}; }
+inline PrefetchRange<E> advanced(PrefetchRange<E> range, int64_t columns) { return {range.next + columns, range.row, range.steps}; }
 
 template <int R, typename E>
 void score_rows(const float *q, int64_t d, const E *kt, int64_t kt_row, int64_t keys, PrefetchRange<E> prefetch, float *s) {
@@ -135,15 +135,15 @@ void transpose_block(const float *k, int64_t k_row, int64_t keys, int64_t d, flo
   }
 }
 
-// Splits rows into even groups of at most TILE_ROWS and calls f(R, first row, group_range), where group_range(start, stride, rows) is
-// the part of a matrix that the group prefetches.
+// Splits rows into even groups of at most TILE_ROWS and calls f(R, first row, group_range).
+// group_range(start, stride, n_matrix_rows) is the part of a matrix that the group prefetches.
 template <typename Fn>
 inline void for_each_row_group(int64_t rows, const Fn &f) {
   const int64_t groups = (rows + TILE_ROWS - 1) / TILE_ROWS;
   for (int64_t g = 0, first = 0; g < groups; g++) {
     const int64_t end = rows * (g + 1) / groups;
-    const auto group_range = [=](const auto *start, int64_t row, int64_t all) {
-      return PrefetchRange<std::decay_t<decltype(*start)>>{start + all * g / groups * row, row, groups};
+    const auto group_range = [=](const auto *start, int64_t row, int64_t n_matrix_rows) {
+      return PrefetchRange<std::decay_t<decltype(*start)>>{start + n_matrix_rows * g / groups * row, row, groups};
     };
     dispatch<TILE_ROWS>(end - first, [&](auto R) { f(R, first, group_range); });
     first = end;
@@ -154,7 +154,7 @@ int64_t round_up_rows(int64_t rows) { return (rows + LANES - 1) / LANES * LANES;
 
 // Attention to some of the keys, for the rows of one KV head, padded to whole vectors of rows.
 struct PartialAttention {
-  float *out, *row_max, *row_sum;  // (rows, d), not normalized; (rows,): maximum of the scores, sum of exp(score - maximum)
+  float *out, *row_max, *row_sum;  // (rows, d), not divided by row_sum; (rows,): maximum score; sum of exp(score - row_max)
 };
 
 // Replaces a block's scores (rows, BLOCK) by exp(score - row_max), and rescales `part` where row_max has risen. LANES rows are
@@ -208,19 +208,19 @@ void online_softmax_update(float *s, int64_t rows, int64_t keys, int64_t d, Part
   }
 }
 
-// Queries (rows, d), multiplied by the softmax scale, and their result so far.
+// Queries (rows, d), multiplied by the softmax scale, and the result for the keys so far.
 struct AttentionInput {
   const float *q;
   int64_t rows, d;
   PartialAttention part;
   float softcap = 0;            // 0: none
   int64_t window_begin = 0;  // the first key that any row sees
-  bool bf16 = false;           // q is bfloat16 by bf16::round_queries, and products run on AMX
+  bool bf16 = false;           // q was rounded by bf16::round_queries, and products run on AMX
 };
 
 bool use_amx_bf16(const KVCache &kv) { return HAVE_AMX && kv.dtype == KVDtype::BFLOAT16; }
 
-// Floats of memory that scale_queries() writes.
+// Number of floats that scale_queries() writes.
 int64_t scaled_queries_size(int64_t rows, int64_t d, bool bf16) {
 #if defined(LONGDRAFT_AMX)
   if (bf16) return bf16::round_up(rows, bf16::TILE_SIDE) * bf16::round_up(d, bf16::TILE_DEPTH) / 2;
@@ -244,7 +244,7 @@ void scale_keys(float *s, int64_t rows, int64_t keys, const float *scales) {
   }
 }
 
-// s = softcap * tanh(s / softcap) for (rows, BLOCK). Always whole vectors, so that a score's bits do not depend on its column.
+// s = softcap * tanh(s / softcap) for (rows, BLOCK). Processes whole vectors only, so that a score's bits do not depend on its column.
 void cap_scores(float *s, int64_t rows, int64_t keys, float softcap) {
   const float inverse = 1.0f / softcap;
   for (int64_t r = 0; r < rows; r++, s += BLOCK) {
@@ -252,7 +252,7 @@ void cap_scores(float *s, int64_t rows, int64_t keys, float softcap) {
   }
 }
 
-// s (rows, BLOCK): scores of keys [a, a + keys). kt: memory to transpose them in.
+// s (rows, BLOCK) = scores of keys [a, a + keys). kt: memory for transposed keys.
 void score_block(const AttentionInput &in, const KVHead &kv, int64_t a, int64_t keys, float *s, float *kt) {
   const auto score_keys = [&](auto *kt, int64_t kt_row, auto *next) {
     for_each_row_group(in.rows, [&](auto R, int64_t r, auto group_range) {
@@ -292,7 +292,7 @@ void accumulate_pv_block(const AttentionInput &in, const KVHead &kv, int64_t a, 
   });
 }
 
-// Masks the scores (rows, BLOCK) of keys [a, a + keys) before window_start[r % period].
+// Masks, for each row r, the scores (rows, BLOCK) of keys in [a, a + keys) that lie before window_start[r % period].
 inline void mask_before_window(float *s, int64_t rows, int64_t a, int64_t keys, const std::int32_t *window_start, int64_t period) {
   if (!window_start) return;
   for (int64_t r = 0; r < rows; r++, s += BLOCK) {
@@ -301,19 +301,19 @@ inline void mask_before_window(float *s, int64_t rows, int64_t a, int64_t keys, 
   }
 }
 
-// Attends to keys [a, a + keys). mask(s, a, keys) sets scores to MASKED. Keys before the window of all rows are not read; their
-// weight 0 would change nothing.
+// Attends to keys [a, a + keys). mask(s, a, keys) sets scores to MASKED. Keys before the windows of all rows are not read,
+// because their weight is 0.
 template <typename Mask>
 inline void attend_block(const AttentionInput &in, const KVHead &kv, int64_t a, int64_t keys, float *s, float *kt,
                          const Mask &mask) {
-  const int64_t n_unseen = std::max<int64_t>(0, in.window_begin - a), n_skipped = n_unseen / 16 * 16;  // in whole vectors
+  const int64_t n_unseen = std::max<int64_t>(0, in.window_begin - a), n_skipped = n_unseen / 16 * 16;  // rounded down to whole vectors
   score_block(in, kv, a + n_skipped, keys - n_skipped, s + n_skipped, kt);
   mask(s, a, keys);
   online_softmax_update(s, in.rows, keys, in.d, in.part);
   accumulate_pv_block(in, kv, a, n_unseen, keys, s);
 }
 
-// Floats of memory of a PartialAttention; one at an address; a new one without keys.
+// Number of floats of a PartialAttention; a PartialAttention at an address; a new one for no keys.
 int64_t partial_size(int64_t rows, int64_t d) { return Scratch::round_up_to_line(round_up_rows(rows) * (d + 2)); }
 
 PartialAttention partial_at(float *memory, int64_t rows, int64_t d) {
@@ -328,7 +328,7 @@ PartialAttention empty_partial(float *memory, int64_t rows, int64_t d) {
   return part;
 }
 
-// Merges the next segment into `all`, the earlier ones. A segment that is all masked for a row changes nothing of it.
+// Merges the next segment's result into `all`, that of the segments before. A segment that is masked for a row does not change the row.
 void merge_partials(const PartialAttention &all, const PartialAttention &next, int64_t rows, int64_t d) {
   for (int64_t r = 0; r < rows; r++) {
     const float row_max = std::max(all.row_max[r], next.row_max[r]);
@@ -343,7 +343,7 @@ void merge_partials(const PartialAttention &all, const PartialAttention &next, i
   }
 }
 
-// out = part.out / row_sum. sinks: row r has the sink sinks[r / period]; or null.
+// out = part.out / row_sum, where the sink of row r, sinks[r / period], is added to row_sum unless sinks is null.
 void normalize(const PartialAttention &part, int64_t rows, int64_t d, float *out, const float *sinks = nullptr, int64_t period = 1) {
   for (int64_t r = 0; r < rows; r++) {
     float rescale = 1.0f, row_sum = part.row_sum[r];

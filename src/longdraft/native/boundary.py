@@ -1,7 +1,7 @@
 """Checks tensors before a C++ kernel gets their addresses.
 
-torch's default dtype and device can change at any time, also by another thread that loads a model. So every tensor is
-created with an explicit dtype and device, and :func:`address` checks both.
+torch's default dtype and device can change at any time, even in another thread that loads a model. So every tensor here
+is created with an explicit dtype and device, and :func:`address` checks both.
 """
 
 from __future__ import annotations
@@ -12,37 +12,37 @@ import torch
 
 from longdraft.huge_pages import allocate
 
-# Arguments of factories: torch.empty(n, **CPU_FLOAT32).
+# Keyword arguments for tensor factories: torch.empty(n, **CPU_FLOAT32).
 CPU_FLOAT32: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 CPU_INT64: dict[str, Any] = {"dtype": torch.long, "device": "cpu"}
 
-_LARGE = 4 << 20  # bytes: from this size on a buffer contains a whole huge page
+_HUGE_PAGE_MIN_BYTES = 4 << 20  # from this size on a buffer contains a whole huge page (2 MiB), however aligned
 
 
 def address(
     x: torch.Tensor | None, dtype: torch.dtype = torch.float32, min_numel: int | None = None, strided_rows: bool = False
 ) -> int | None:
-    """The address of a tensor for a kernel; None for None.
+    """The address of a tensor for a kernel; None (a null pointer) for None.
 
     Args:
-        min_numel: elements that the kernel accesses; None: not checked.
-        strided_rows: only the last dimension must be contiguous; the kernel gets the other strides.
+        min_numel: number of elements that the kernel accesses; None: not checked.
+        strided_rows: only the last dimension must be contiguous, because the kernel is told the other strides.
 
     Raises:
-        TypeError: the tensor has another dtype, device or layout, or is smaller.
+        TypeError: the tensor has a wrong dtype, device or layout, or too few elements.
     """
     if x is None:
         return None
-    laid_out = x.stride(-1) == 1 if strided_rows else x.is_contiguous()
-    if x.dtype is not dtype or not x.is_cpu or not laid_out or (min_numel is not None and x.numel() < min_numel):
-        expected = f"{dtype} on the CPU, contiguous{'' if min_numel is None else f', {min_numel} numbers'}"
+    has_layout = x.stride(-1) == 1 if strided_rows else x.is_contiguous()
+    if x.dtype is not dtype or not x.is_cpu or not has_layout or (min_numel is not None and x.numel() < min_numel):
+        expected = f"{dtype} on the CPU, contiguous{'' if min_numel is None else f', at least {min_numel} numbers'}"
         raise TypeError(f"a kernel takes {expected}; got {x.dtype} on {x.device}, {tuple(x.shape)}, {x.stride()}")
     return x.data_ptr()
 
 
 def allocate_bytes(size: int) -> torch.Tensor:
     """An uninitialized byte buffer; a large one is in huge pages."""
-    pages = allocate(size) if size >= _LARGE else None
+    pages = allocate(size) if size >= _HUGE_PAGE_MIN_BYTES else None
     if pages is None:
         return torch.empty(size, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(pages, dtype=torch.uint8)

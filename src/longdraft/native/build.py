@@ -1,7 +1,7 @@
 """Compiles the kernels once for each instruction set, and caches the shared object.
 
 A shared object depends only on the sources and the instruction set, and works with any build of torch. Wheels contain
-some: setup.py loads this file alone, when nothing else of the package can be imported.
+some of them: setup.py loads this file alone, so it imports nothing of the package at module level.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from pathlib import Path
 
 logger = logging.getLogger("longdraft")
 
-_HERE = Path(__file__).parent
-SOURCES = tuple(sorted(file.name for file in _HERE.glob("*.cpp")))
-_HEADERS = tuple(sorted(file.name for file in _HERE.glob("*.h")))
-# No -ffast-math: NaN and infinity keep their meaning. No contraction: fmadd() is explicit (vectors.h). Register tiles
-# fill all registers: if GCC scheduled loads before register allocation, as on aarch64, they would spill.
+_SOURCE_DIR = Path(__file__).parent
+SOURCES = tuple(sorted(file.name for file in _SOURCE_DIR.glob("*.cpp")))
+_HEADERS = tuple(sorted(file.name for file in _SOURCE_DIR.glob("*.h")))
+# No -ffast-math: NaN and infinity keep their meaning. No contraction: fmadd() is explicit (vectors.h). No scheduling
+# before register allocation (GCC's default on aarch64): register tiles fill all registers, and would spill.
 _FLAGS = ("-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-schedule-insns", "-Wno-psabi")
-_TIMEOUT = 600  # seconds; a file takes a tenth of this on a quiet machine
-# matmul_int8.cpp unrolls its loops itself: -O3 makes nothing faster, and compiling takes three times as long.
+_TIMEOUT = 600  # seconds for a file, which takes a tenth of this on a quiet machine
+# Source -> flag instead of -O3. matmul_int8.cpp unrolls its loops itself: -O3 only triples the time of compiling it.
 _OPTIMIZATION = {"matmul_int8.cpp": "-O2"}
-# A process that uses AMX calls arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) first.
+# System call number and arguments by which a process asks for AMX: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 
-# Machine -> {instruction set, the widest first: its flags in /proc/cpuinfo}.
+# Machine -> {instruction set (called level here), the widest first: its flags in /proc/cpuinfo}.
 LEVELS = {
     "x86_64": {
         "x86-64-v4-amx": "amx_tile amx_int8 amx_bf16 avx512_bf16",  # int8 and bfloat16 tiles
-        "x86-64-v4-vnni": "avx512_vnni",  # vpdpbusd
+        "x86-64-v4-vnni": "avx512_vnni",  # int8 dot products (vpdpbusd)
         "x86-64-v4": "avx512f avx512bw avx512cd avx512dq avx512vl",
         "x86-64-v3": "avx avx2 bmi1 bmi2 f16c fma abm movbe",
     },
-    "aarch64": {"armv8-a": ""},  # all of them have NEON
+    "aarch64": {"armv8-a": ""},  # every aarch64 processor has NEON
 }
-# Instruction set -> its name for users.
+# Instruction set -> the name that users see.
 LEVEL_NAMES = {
     "x86-64-v4-amx": "AVX-512 with AMX",
     "x86-64-v4-vnni": "AVX-512 with VNNI",
@@ -54,17 +54,17 @@ LEVEL_NAMES = {
     "x86-64-v3": "AVX2",
     "armv8-a": "NEON",
 }
-# Compiler flags of instruction sets that -march cannot name. AMX is in assembly (amx.h), which older compilers take.
-_TARGETS = {
+# Compiler flags of instruction sets that are no -march. AMX is written in assembly (amx.h), so older compilers suffice.
+_TARGET_FLAGS = {
     "x86-64-v4-amx": ("-march=x86-64-v4", "-mavx512vnni", "-DLONGDRAFT_AMX"),
     "x86-64-v4-vnni": ("-march=x86-64-v4", "-mavx512vnni"),
 }
-# The folder of shared objects in a wheel.
-CARRIED = "compiled"
+# The folder of a wheel's shared objects, beside the sources.
+PREBUILT_DIR = "compiled"
 
 
 class UnsupportedPlatformError(OSError):
-    """There are no kernels for this processor or operating system."""
+    """This processor or operating system is not supported by the kernels."""
 
 
 def platform_levels() -> dict[str, str]:
@@ -78,7 +78,7 @@ def platform_levels() -> dict[str, str]:
 
 
 def supported_levels() -> list[str]:
-    """The instruction sets that this machine executes, the widest first; raises as :func:`platform_levels`."""
+    """The instruction sets that this machine executes, the widest first; raises UnsupportedPlatformError."""
     levels, flags = platform_levels(), set[str]()
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
@@ -87,37 +87,37 @@ def supported_levels() -> list[str]:
                 break
     if "amx_tile" in flags and not request_amx_permission():
         flags.remove("amx_tile")
-    # A level includes all levels below it.
+    # A level requires the flags of all narrower levels too.
     names = list(levels)
     return [name for i, name in enumerate(names) if all(flags >= set(levels[below].split()) for below in names[i:])]
 
 
 def request_amx_permission() -> bool:
-    """Asks Linux to let this process and its children use AMX tiles; True if it does."""
+    """Asks Linux to let this process and its children use AMX tiles; True if Linux permits it."""
     return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0
 
 
 def load_library(level: str, progress: Callable[[str], None] | None = None) -> ctypes.CDLL:
-    """Loads the kernels for an instruction set, from a file that only this user or root can have written. Arguments and
-    errors are those of :func:`ensure_compiled`; also raises OSError if the file cannot be loaded."""
+    """Loads the kernels for an instruction set, from a file that only this user or root can have written. progress: see
+    :func:`ensure_compiled`. Raises OSError if the kernels cannot be compiled or loaded."""
     if level.endswith("amx") and not request_amx_permission():
-        raise OSError("the system does not let this process use AMX's tiles")
-    prebuilt = _HERE / CARRIED / library_file_name(level)
+        raise OSError("the system does not let this process use AMX tiles: set LONGDRAFT_NATIVE=v4-vnni")
+    prebuilt = _SOURCE_DIR / PREBUILT_DIR / library_file_name(level)
     if prebuilt.is_file():
         return ctypes.CDLL(str(prebuilt))
-    folder = _cache()
+    folder = _cache_dir()
     with suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
-    folder = folder.resolve()  # symbolic links are not followed from here on
-    writable = _writable_by_others(folder)
-    if writable is not None:
+    folder = folder.resolve()  # checked and used without symbolic links
+    shared_dir = _find_shared_dir(folder)
+    if shared_dir is not None:
         logger.warning(
-            "Others can write to %s: kernels are not taken from there, and compiled for this process alone. Run chmod "
-            "go-w on it, or set LONGDRAFT_CACHE to a folder of your own.",
-            writable,
+            "Other users can write to %s: kernels are not loaded from there, but compiled for this process alone. Run "
+            "chmod go-w on it, or set LONGDRAFT_CACHE to a folder of your own.",
+            shared_dir,
         )
-    with nullcontext(folder) if writable is None else tempfile.TemporaryDirectory(prefix="longdraft-") as place:
-        return ctypes.CDLL(f"/proc/self/fd/{_open(ensure_compiled(level, Path(place), progress))}")
+    with nullcontext(folder) if shared_dir is None else tempfile.TemporaryDirectory(prefix="longdraft-") as place:
+        return ctypes.CDLL(f"/proc/self/fd/{_open_private(ensure_compiled(level, Path(place), progress))}")
 
 
 def ensure_compiled(level: str, folder: Path | None = None, progress: Callable[[str], None] | None = None) -> Path:
@@ -131,12 +131,12 @@ def ensure_compiled(level: str, folder: Path | None = None, progress: Callable[[
     Raises:
         OSError: there is no compiler, it fails, or the folder is not writable.
     """
-    folder = folder or _cache()
+    folder = folder or _cache_dir()
     file = folder / library_file_name(level)
     try:
-        os.close(_open(file))
+        os.close(_open_private(file))
     except OSError:
-        _compiler()  # raises before the line is printed
+        _find_compiler()  # raises before the line below is printed
         line = "Compiling kernels for this processor (once; a few seconds)"
         logger.info(line)
         if progress is not None:
@@ -147,26 +147,26 @@ def ensure_compiled(level: str, folder: Path | None = None, progress: Callable[[
             if error.errno is None:  # from the compiler
                 raise
             raise OSError(
-                f"{folder} cannot be written to ({error.strerror}): set LONGDRAFT_CACHE to a folder that can"
+                f"{folder} cannot be written to ({error.strerror}): set LONGDRAFT_CACHE to a writable folder"
             ) from None
     return file
 
 
 def compile_kernels(level: str, folder: Path) -> Path:
-    """Compiles the kernels for an instruction set, which this machine need not have, into a folder.
+    """Compiles the kernels for an instruction set into a folder. This machine need not support the instruction set.
 
     Raises:
-        OSError: there is no compiler or it fails; with an errno: the folder is not writable.
+        OSError: there is no compiler, or it fails; the folder is not writable (only then the error has an errno).
     """
-    compiler = _compiler()
+    compiler = _find_compiler()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".compiling-") as place:
-        library = _compile(compiler, level, _HERE, Path(place))
+        library = _compile(compiler, level, _SOURCE_DIR, Path(place))
         library.chmod(0o755)  # whatever the user's umask is
         return library.replace(folder / library_file_name(level))
 
 
-def _cache() -> Path:
+def _cache_dir() -> Path:
     from longdraft.folders import cache_folder
 
     return cache_folder() / "native"
@@ -174,7 +174,7 @@ def _cache() -> Path:
 
 def library_file_name(level: str) -> str:
     """The file name of the shared object, with a digest of the sources and the flags."""
-    parts = [(_HERE / name).read_bytes() for name in (*SOURCES, *_HEADERS)]
+    parts = [(_SOURCE_DIR / name).read_bytes() for name in (*SOURCES, *_HEADERS)]
     digest = hashlib.sha256(b"\0".join([*parts, repr((_FLAGS, _OPTIMIZATION)).encode()])).hexdigest()[:16]
     return f"kernels-{level}-{digest}.so"
 
@@ -182,17 +182,17 @@ def library_file_name(level: str) -> str:
 def _compile(compiler: list[str], level: str, sources: Path, place: Path) -> Path:
     def compile_one(name: str) -> str:
         output = str(place / f"{name}.o")
-        flags = (_OPTIMIZATION.get(name, "-O3"), *_FLAGS)
-        _run([*compiler, *flags, *_TARGETS.get(level, (f"-march={level}",)), "-c", str(sources / name), "-o", output])
+        flags = (_OPTIMIZATION.get(name, "-O3"), *_FLAGS, *_TARGET_FLAGS.get(level, (f"-march={level}",)))
+        _run_compiler([*compiler, *flags, "-c", str(sources / name), "-o", output])
         return output
 
     with ThreadPoolExecutor() as pool:
         objects = list(pool.map(compile_one, SOURCES))
-    _run([*compiler, "-shared", *objects, "-o", str(place / "kernels.so")])
+    _run_compiler([*compiler, "-shared", *objects, "-o", str(place / "kernels.so")])
     return place / "kernels.so"
 
 
-def _run(command: list[str]) -> None:
+def _run_compiler(command: list[str]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
     except subprocess.TimeoutExpired:
@@ -203,7 +203,7 @@ def _run(command: list[str]) -> None:
         raise OSError(f"{command[0]} failed: {error}")
 
 
-def _compiler() -> list[str]:
+def _find_compiler() -> list[str]:
     """$CXX with its arguments (such as ``ccache g++``), else the first of g++, clang++ and c++ that is installed."""
     requested = os.environ.get("CXX")
     for name in (requested,) if requested else ("g++", "clang++", "c++"):
@@ -214,31 +214,31 @@ def _compiler() -> list[str]:
     raise OSError(f"no C++ compiler ({requested or 'g++, clang++'}) was found: install one, or name it in CXX")
 
 
-def _open(file: Path) -> int:
-    """Opens a file; raises OSError if it is missing, a symbolic link, or writable by another user. The descriptor is
-    loaded later, so that no other file can take its place."""
+def _open_private(file: Path) -> int:
+    """Opens a file; raises OSError if it is missing, a symbolic link, or writable by another user. The library is
+    loaded by this descriptor, because another file could take the path in between."""
     descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode) or not _is_own(status):
+    if not stat.S_ISREG(status.st_mode) or not _is_private(status):
         os.close(descriptor)
-        raise OSError(f"{file} is not this user's alone")
+        raise OSError(f"{file} may have been written by another user: remove it")
     return descriptor
 
 
-def _is_own(status: os.stat_result) -> bool:
+def _is_private(status: os.stat_result) -> bool:
     """True if only this user or root can write to the file or folder."""
     return status.st_uid in (os.getuid(), 0) and not status.st_mode & 0o022
 
 
-def _writable_by_others(folder: Path) -> Path | None:
-    """The first of a folder and its parents that another user can write to; None if there is none."""
+def _find_shared_dir(folder: Path) -> Path | None:
+    """The first of a folder and its parents that other users can write to; None if they can write to none of them."""
     for path in (folder, *folder.parents):
         try:
             status = path.stat()
         except OSError:  # does not exist yet
             continue
-        # In a sticky folder such as /tmp, others cannot rename this user's files.
+        # In a sticky folder such as /tmp, other users cannot rename this user's files.
         sticky = path != folder and status.st_mode & stat.S_ISVTX and status.st_uid in (os.getuid(), 0)
-        if not (sticky or _is_own(status)):
+        if not (sticky or _is_private(status)):
             return path
     return None

@@ -1,17 +1,17 @@
 // A whole forward in one call: decoder layers of the Llama kind (norm, attention with RoPE and KV, norm, gated MLP) or the Gemma kind
-// (further norms after the attention and the MLP), final norm and head.
+// (additional norms after the attention and the MLP), final norm and head.
 //
-// For few tokens a layer's products take some tenths of a millisecond; the operations between them would take as long in Python.
+// For few tokens, the matrix products of a layer take tenths of a millisecond; the operations between them would take as long in Python.
 #include "mlp.h"
 
 using std::int64_t;
 
 namespace {
 
-// Above so many tokens, operations between products use threads, and prefill uses longdraft_attend_prefill (structures.py).
+// More tokens than this use several threads between products, and longdraft_attend_prefill in prefill (as in structures.py).
 constexpr int64_t FEW_TOKENS = 32;
 
-// Replaces x by the layer's output.
+// Runs a layer: its output overwrites x. out_queries: the rotated queries are written there, unless null.
 void run_layer(const DecoderLayer &l, const AttentionMetadata &batch, const KVCache &kv, float *x, float *out_queries, int threads) {
   const int64_t n_tokens = batch.n_sequences * batch.query_len, query_len = batch.query_len, d = l.d;
   const int64_t q_size = l.n_heads * d, kv_size = l.n_kv_heads * d;
@@ -32,7 +32,7 @@ void run_layer(const DecoderLayer &l, const AttentionMetadata &batch, const KVCa
   if (l.q_norm) rms_norm(q, n_tokens * l.n_heads, d, l.q_norm, l.q_eps, q, l.norm_offset, threads);
   if (l.k_norm) rms_norm(k, n_tokens * l.n_kv_heads, d, l.k_norm, l.k_eps, k, l.norm_offset, threads);
 
-  // RoPE, and the KV write. One item for each head: rows of the transposed K cache share cache lines.
+  // RoPE, and the KV write. An item is a head, because tokens share cache lines of the transposed K cache.
   parallel_for(n_tokens > FEW_TOKENS ? threads : 1, batch.n_sequences * (l.n_heads + l.n_kv_heads), [&](int64_t item) {
     const int64_t b = item / (l.n_heads + l.n_kv_heads), head = item % (l.n_heads + l.n_kv_heads), kv_head = head - l.n_heads;
     for (int64_t t = 0; t < query_len; t++) {
@@ -42,7 +42,7 @@ void run_layer(const DecoderLayer &l, const AttentionMetadata &batch, const KVCa
         apply_rope(q + row * q_size + head * d, cos, sin, batch.rotary_dim, d, queries + ((b * l.n_heads + head) * query_len + t) * d);
         continue;
       }
-      float *rotated_k = folded_out + (row * l.n_kv_heads + kv_head) * d; // not in use yet
+      float *rotated_k = folded_out + (row * l.n_kv_heads + kv_head) * d; // memory that is not in use yet
       apply_rope(k + row * kv_size + kv_head * d, cos, sin, batch.rotary_dim, d, rotated_k);
       write_kv(kv, batch.slots[b], kv_head, batch.kv_write_start[b] + t, rotated_k, v + row * kv_size + kv_head * d, d);
     }

@@ -1,4 +1,4 @@
-"""Decoder layers with a gated DeltaNet. See delta_net.cpp."""
+"""Structures of kernels.h for decoder layers with a gated DeltaNet (delta_net.cpp)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DeltaNetDims:
     """Sizes of a gated DeltaNet, as transformers names them.
 
     Attributes:
-        cached_k_heads: heads of a cached q and k: num_k_heads, or num_v_heads if they are cached repeated.
+        cached_k_heads: number of heads in the cached q and k: num_k_heads, or num_v_heads if the cache repeats heads.
     """
 
     num_v_heads: int
@@ -33,12 +33,12 @@ class DeltaNetDims:
 
     @property
     def conv_dim(self) -> int:
-        """Channels of the convolution: q, k and v."""
+        """Number of the convolution's channels: those of q, k and v."""
         return 2 * self.num_k_heads * self.head_k_dim + self.num_v_heads * self.head_v_dim
 
     @property
     def cached_shapes(self) -> list[tuple[int, ...]]:
-        """Shapes of what is cached for a token: input of the convolution; q, k, v, log decay, beta."""
+        """Shapes of a token's cached tensors: input of the convolution, q, k, v, log decay, beta."""
         k_shape, v_shape = (self.cached_k_heads, self.head_k_dim), (self.num_v_heads, self.head_v_dim)
         return [(self.conv_dim,), k_shape, k_shape, v_shape, (self.num_v_heads,), (self.num_v_heads,)]
 
@@ -48,12 +48,13 @@ class GatedDeltaNetLayer(StackLayer):
     """A decoder layer: RMS norm, gated DeltaNet, RMS norm, gated MLP.
 
     Attributes:
-        norms: "norm", "mlp_norm" (hidden_size,); "out_norm" (head_v_dim,) of each head's output.
-        projections: qkv, z, b, a, output; gate, up and down of the MLP.
+        norms: "norm" and "mlp_norm" (hidden_size,); "out_norm" (head_v_dim,), applied to each head's output.
+        projections: qkv, z, b, a and output of the DeltaNet; gate, up and down of the MLP.
         conv: weight (channels, kernel_size) and bias (channels,) or None.
-        neg_exp_a, dt_bias: (num_v_heads,); neg_exp_a is -exp(A_log).
-        head_order: (num_v_heads,) int64, order of the heads in the input of the output projection; None: unchanged.
-        gelu, norm_weight_offset: as in :class:`~longdraft.native.DecoderLayer`; "out_norm" has no offset.
+        neg_exp_a, dt_bias: (num_v_heads,), -exp(A_log) and dt_bias of the log decay.
+        head_order: (num_v_heads,) int64, the value head at each place of output's input; None: ascending.
+        gelu: True: the MLP's activation is GELU by tanh; False: SiLU.
+        norm_weight_offset: added to the weights of "norm" and "mlp_norm".
     """
 
     is_recurrent = True
@@ -80,17 +81,17 @@ class GatedDeltaNetLayer(StackLayer):
 
     @property
     def conv_kernel_size(self) -> int:
-        """Inputs of the convolution for each token."""
+        """Number of inputs that the convolution takes for a token."""
         return self.conv[0].shape[1]
 
 
 class DeltaNetSequence(NamedTuple):
-    """One sequence's tokens in one layer.
+    """The tokens of one sequence in one layer. The kernel writes the inputs of new tokens.
 
     Attributes:
-        conv_state: (kernel_size - 1, channels), inputs of the convolution before the tokens.
-        conv_inputs: (tokens, channels); those of new tokens are written.
-        recurrence: q, k, v, log decay and beta of all tokens; those of new tokens are written.
+        conv_state: (kernel_size - 1, channels), inputs of the convolution from before the tokens.
+        conv_inputs: (tokens, channels), inputs of the convolution.
+        recurrence: q, k, v, log decay and beta of the tokens, and the state.
     """
 
     conv_state: torch.Tensor
@@ -99,18 +100,18 @@ class DeltaNetSequence(NamedTuple):
 
 
 class DeltaNetBatch:
-    """The tokens of a forward for all recurrent layers of a stack.
+    """The tokens of a forward in all recurrent layers of a stack.
 
     Args:
-        sequences: (layers * B), layer by layer.
-        conv_indices: for each sequence (T, kernel_size), as ``input_indices`` of :func:`~.recurrent.convolve`.
+        sequences: a DeltaNetSequence for each layer and sequence, layer by layer.
+        conv_indices: for each sequence ``input_indices`` (T, kernel_size) of :func:`~.recurrent.convolve`.
     """
 
     def __init__(self, sequences: Sequence[DeltaNetSequence], conv_indices: Sequence[torch.Tensor]) -> None:
-        conv_states, conv_inputs, trees = zip(*sequences, strict=True)
-        structures = (SequenceStruct * len(trees))(*(tree.struct() for tree in trees))
+        conv_states, conv_inputs, recurrences = zip(*sequences, strict=True)
+        structures = (SequenceStruct * len(recurrences))(*(recurrence.struct() for recurrence in recurrences))
         addresses = [[address(x, torch.long) for x in conv_indices]]
         addresses += [list(map(address, x)) for x in (conv_inputs, conv_states)]
         pointers = [(Pointer * len(x))(*x) for x in addresses]
-        self._alive = sequences, conv_indices, structures, pointers
+        self._keepalive = sequences, conv_indices, structures, pointers
         self.struct = STRUCTURES["DeltaNetBatch"](*map(ctypes.addressof, pointers), structures)

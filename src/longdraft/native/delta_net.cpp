@@ -7,9 +7,9 @@ using std::int64_t;
 
 namespace {
 
-// Repeats heads, (from, size) -> (to, size), each to / from times.
-void repeat_heads(const float *in, int64_t from, int64_t to, int64_t size, float *out) {
-  for (int64_t h = 0; h < to; h++) std::copy_n(in + h / (to / from) * size, size, out + h * size);
+// Repeats each head n_out / n_in times: in (n_in, size), out (n_out, size).
+void repeat_heads(const float *in, int64_t n_in, int64_t n_out, int64_t size, float *out) {
+  for (int64_t h = 0; h < n_out; h++) std::copy_n(in + h / (n_out / n_in) * size, size, out + h * size);
 }
 
 }  // namespace
@@ -59,7 +59,7 @@ void longdraft_delta_net_layer(const GatedDeltaNetLayer *layer, const DeltaNetBa
   elementwise(out, z, n_tokens, v_size, threads, [](vec y, vec gate) { return y * silu(gate); });
   float *reordered = out;
   if (l.head_order) {
-    reordered = convolved;  // as large, and no longer in use
+    reordered = convolved;  // memory that is large enough and no longer in use
     for (int64_t i = 0; i < n_tokens * r.n_v_heads; i++) {
       std::copy_n(out + (i / r.n_v_heads * r.n_v_heads + l.head_order[i % r.n_v_heads]) * r.head_v_dim, r.head_v_dim,
                   reordered + i * r.head_v_dim);

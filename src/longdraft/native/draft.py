@@ -1,4 +1,4 @@
-"""Structures of kernels.h for a draft, made from tensors, which the classes keep alive."""
+"""Structures of kernels.h for a draft. The classes build them from tensors, and keep the tensors alive."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class DraftBlock:
     """A draft's decoder block and head.
 
     Attributes:
-        norms: name -> weight (hidden_size,), some of :data:`NORM_NAMES`; ``feature_norm`` makes it a block of EAGLE-3.
-        projections: name -> weights, some of :data:`PROJECTION_NAMES`.
-        head_dim: a multiple of 16.
-        eps: of all norms.
-        norm_before_residual: the attention's residual is the normalized input.
-        vocab_size: rows of the head.
+        norms: name in :data:`NORM_NAMES` -> weight (hidden_size,); ``feature_norm`` for EAGLE-3 only.
+        projections: name in :data:`PROJECTION_NAMES` -> weights.
+        head_dim: size of a head, a multiple of 16.
+        eps: epsilon of all norms.
+        norm_before_residual: True: the attention's residual is the normalized input.
+        vocab_size: number of the head's outputs.
     """
 
     norms: Mapping[str, torch.Tensor]
@@ -51,17 +51,18 @@ class DraftBlock:
 
 @dataclass(eq=False)
 class DraftLevelInput:
-    """New tokens of B sequences. KV is written for all; only the last W of each sequence are computed to the end.
+    """New tokens of B sequences. KV is written for all tokens; only the last W of each sequence have outputs.
 
     Attributes:
         query_len: W.
-        num_tokens: new tokens of each sequence, at least W.
-        slots: slot of each sequence in the draft's cache and in the target's store.
-        embeds, features: (tokens, hidden_size): embeddings; features that EAGLE-3 concatenates with them.
-        cos, sin: (tokens, head_dim).
-        kv_starts, kv_lens: each sequence sees entries [start, len) of the draft's KV; the new ones are last.
+        num_tokens: number of new tokens of each sequence, at least W.
+        slots: each sequence's slot, in the draft's cache and in the target's store alike.
+        embeds: token embeddings (tokens, hidden_size).
+        features: (tokens, hidden_size), concatenated with ``embeds`` by EAGLE-3; None for LongSpec.
+        cos, sin: RoPE (tokens, head_dim).
+        kv_starts, kv_lens: each sequence sees entries [start, len) of the draft's KV, of which the new tokens are last.
         mask: (B, W, S) bool, True where a token sees one of the last S entries; None if it sees all.
-        target_kv_lens: for LongSpec, the entries of the target's KV that each sequence sees.
+        target_kv_lens: LongSpec only: number of the target's KV entries that each sequence sees.
     """
 
     query_len: int
@@ -82,7 +83,7 @@ class DraftLevelInput:
         tensors = [None if t is None else t.contiguous() for t in inputs]
         lists = self.num_tokens, self.slots, self.kv_starts, self.kv_lens, self.target_kv_lens
         numbers = [None if n is None else (Int64 * len(n))(*n) for n in lists]
-        self._alive = tensors, numbers
+        self._keepalive = tensors, numbers
         num_tokens, slots, kv_starts, kv_lens, target_kv_lens = (
             None if n is None else ctypes.addressof(n) for n in numbers
         )

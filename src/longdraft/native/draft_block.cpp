@@ -1,13 +1,13 @@
 // One level of a draft's tree in one call: the decoder block of LongSpec or EAGLE-3, its head, and the top k of each node's logits.
 //
-// A draft is one layer: in Python the operations between its products would take several times as long as the products.
+// In Python, the operations between the matrix products of this one layer would take several times as long as the products.
 #include "mlp.h"
 
 using std::int64_t;
 
 namespace {
 
-// The KV entries that tokens see: [start, len) of each sequence; among the last mask_width, those in `masks`.
+// The KV entries that tokens see: [start, len) of each sequence, of which `masks` restricts the last mask_width.
 struct VisibleKV {
   const KVCache &kv;
   const int64_t *starts, *lens;
@@ -15,7 +15,7 @@ struct VisibleKV {
   int64_t mask_width;
 };
 
-// Replaces q (B, W, n_heads * d), before RoPE, by the attention's output. buffer: twice its size.
+// Replaces the queries q (B, W, n_heads * d), which RoPE has not rotated yet, by the attention's output. buffer: twice as large as q.
 void attend(const DraftBlock &l, const DraftLevelInput &batch, const VisibleKV &visible, float *q, float *buffer, int threads) {
   const int64_t query_len = batch.query_len, q_size = l.n_heads * l.d, d = l.d;
   float *rotated = buffer, *attn_out = buffer + Scratch::round_up_to_line(query_len * q_size);
@@ -30,7 +30,7 @@ void attend(const DraftBlock &l, const DraftLevelInput &batch, const VisibleKV &
     KVCache kv = visible.kv;
     const int64_t start = visible.starts ? visible.starts[b] : 0, n_kv = visible.lens[b] - start;
     const std::uint8_t *mask = visible.masks ? visible.masks + b * query_len * visible.mask_width : nullptr;
-    if (start) {  // only for the draft's KV, which is float32
+    if (start) {  // only in the draft's KV, which is float32
       kv.k = static_cast<float *>(kv.k) + start * kv.k_row;
       kv.v = static_cast<float *>(kv.v) + start * kv.v_row;
     }

@@ -1,4 +1,4 @@
-"""Grouped GEMM for mixtures of experts. See matmul.cpp."""
+"""Grouped GEMM for mixture-of-experts layers (matmul.cpp)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from longdraft.native.structures import Matrix
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The weight (out, in) and bias of one linear layer of each of E experts.
+    """The weights of one projection, such as gate, for all E experts of a layer.
 
     Attributes:
-        weight: (E, out, in) float32 with contiguous rows; or quantized, (E * out, in).
+        weight: (E, out, in) float32 with contiguous rows, or quantized (E * out, in).
         bias: (E, out) float32, or None.
-        transposed: the tensor is (E, in, out).
-        num_experts: E, if it is quantized.
+        transposed: True: the float32 weight is (E, in, out).
+        num_experts: E; only needed for a quantized weight.
     """
 
     weight: torch.Tensor | QuantizedMatrix
@@ -41,7 +41,7 @@ class ExpertWeights:
         return (num_experts, columns, rows) if self.transposed else (num_experts, rows, columns)
 
     def expert_struct(self, expert_id: int) -> ctypes.Structure:
-        """The structure of one expert's matrix, without an output."""
+        """The structure Matrix of one expert, without an address for outputs."""
         w, out_features = self.weight, self.shape[1]
         bias = None if self.bias is None else address(self.bias[expert_id], min_numel=out_features)
         if isinstance(w, QuantizedMatrix):
@@ -53,7 +53,7 @@ class ExpertWeights:
 
 
 class GroupedGemm:
-    """Multiplies groups of rows with their experts' matrices: one for each of ``weights``, all of one shape."""
+    """Multiplies groups of rows, each with its expert's matrix from each of ``weights``, which have one shape."""
 
     def __init__(self, kernels: Kernels, weights: Sequence[ExpertWeights]) -> None:
         num_experts, self._out_features, _ = weights[0].shape
@@ -68,8 +68,8 @@ class GroupedGemm:
         """x (rows, in) -> (len(weights), rows, out).
 
         Args:
-            expert_ids: the expert of each group.
-            offsets: group i is rows [offsets[i], offsets[i + 1]) of x, at least one; one more than groups.
+            expert_ids: id of each group's expert.
+            offsets: boundaries of the groups: group i is rows [offsets[i], offsets[i + 1]) of x, at least one row.
         """
         x, per_expert, groups = x.contiguous(), len(self._weights), len(expert_ids)
         out = torch.empty(per_expert, x.shape[0], self._out_features, **CPU_FLOAT32)

@@ -1,4 +1,4 @@
-"""Parses kernels.h: its enumerations, structures and functions as ctypes types."""
+"""Parses kernels.h into ctypes types: enumerations, structures and functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Int64, Pointer = ctypes.c_int64, ctypes.c_void_p
 
 _SCALARS: dict[str, Any] = {"std::int64_t": Int64, "float": ctypes.c_float, "int": ctypes.c_int}
 _SOURCE = re.sub(r"//.*", "", Path(__file__).with_name("kernels.h").read_text(encoding="utf-8"))
-# Enumeration -> {name: number}.
+# Name of an enumeration -> {name of a member: number}.
 ENUMS: dict[str, dict[str, int]] = {
     name: {member.strip(): number for number, member in enumerate(names.split(","))}
     for name, names in re.findall(r"^enum class (\w+) : std::int64_t \{([^}]*)\};", _SOURCE, re.MULTILINE)
@@ -19,9 +19,9 @@ ENUMS: dict[str, dict[str, int]] = {
 _SCALARS |= dict.fromkeys(ENUMS, Int64)
 
 
-def _declared(statement: str) -> list[tuple[str, Any]]:
-    """[(name, ctype)] of a declaration such as ``const float *a, *b``. Pointers to structures are typed; others are
-    void pointers, which take addresses and arrays."""
+def _parse_declaration(statement: str) -> list[tuple[str, Any]]:
+    """Parses a declaration such as ``const float *a, *b`` into [(name, ctype)]. A pointer to a structure gets its type;
+    all other pointers are void pointers, which accept addresses and arrays."""
     kind, rest = re.sub(r"\b(const|struct)\b", "", statement).split(None, 1)
     declared: list[tuple[str, Any]] = []
     for declarator in rest.split(","):
@@ -35,11 +35,11 @@ def _declared(statement: str) -> list[tuple[str, Any]]:
 
 STRUCTURES: dict[str, type[ctypes.Structure]] = {}
 for _name, _body in re.findall(r"^struct (\w+) \{(.*?)^\};", _SOURCE, re.DOTALL | re.MULTILINE):
-    _fields = [field for statement in _body.split(";")[:-1] for field in _declared(statement)]
+    _fields = [field for statement in _body.split(";")[:-1] for field in _parse_declaration(statement)]
     STRUCTURES[_name] = type(_name, (ctypes.Structure,), {"_fields_": _fields})
 
-# Function that returns a Status, without the prefix ``longdraft_`` -> types of its arguments.
+# Name of a function that returns a Status, without the prefix ``longdraft_`` -> types of its arguments.
 FUNCTIONS: dict[str, list[Any]] = {
-    name: [kind for argument in arguments.split(",") for _, kind in _declared(argument)]
+    name: [kind for argument in arguments.split(",") for _, kind in _parse_declaration(argument)]
     for name, arguments in re.findall(r"^Status longdraft_(\w+)\(([^()]*)\);", _SOURCE, re.MULTILINE)
 }

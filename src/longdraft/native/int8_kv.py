@@ -1,4 +1,4 @@
-"""Keys or values in int8 with a scale for each entry of a head."""
+"""The int8 KV cache: keys or values in int8, with a scale for each entry of a head."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 
 from longdraft.native.header import ENUMS
 
-# torch dtypes of the KV cache that kernels read -> KVDtype.
+# torch dtype of a KV cache that kernels can read -> its number in the enumeration KVDtype.
 KV_DTYPE_IDS = {getattr(torch, name.lower()): number for name, number in ENUMS["KVDtype"].items()}
 
 
 class Int8KV:
-    """Stands in for a tensor (..., entries, head_dim), with indexing and assignment (the last dimension by slices).
+    """An int8 replacement for a tensor (..., entries, head_dim), with indexing (of the last dimension by slices only).
 
-    An entry is scale * quants, scale = its largest magnitude / 127. A slice of an entry has the scale of the whole.
+    An entry is scale * quants, where scale = the entry's largest magnitude / 127. A slice of an entry keeps its scale.
 
     Args:
         quants: (..., entries, head_dim) int8.
@@ -32,9 +32,9 @@ class Int8KV:
     def quantize(cls, x: torch.Tensor) -> Int8KV:
         """Quantizes floats. An entry that is not finite gets a scale that is not finite."""
         x = x.float()
-        # Divides by a tensor: on a GPU, torch multiplies by the inverse of a number.
+        # The divisor is a tensor: by a Python number, torch on a GPU would multiply by the inverse.
         scales = x.abs().amax(-1) / torch.full((), 127.0, dtype=torch.float32, device=x.device)
-        tiny = torch.finfo(torch.float32).tiny  # for entries of zeros
+        tiny = torch.finfo(torch.float32).tiny  # avoids 0 / 0 in entries of zeros
         return cls((x / scales.clamp_min(tiny)[..., None]).round_().to(torch.int8), scales)
 
     def __getitem__(self, index: Any) -> Int8KV:
@@ -49,11 +49,11 @@ class Int8KV:
         return index[:-1] if isinstance(index, tuple) and len(index) == self.quants.ndim else index
 
     def index_select(self, dim: int, index: torch.Tensor) -> Int8KV:
-        """dim: not negative, and not the last one."""
+        """Selects like a tensor; ``dim`` is not negative, and not the last dimension."""
         return Int8KV(self.quants.index_select(dim, index), self.scales.index_select(dim, index))
 
     def transpose(self, first: int, second: int) -> Int8KV:
-        """Both dimensions: not negative, and not the last one."""
+        """Transposes like a tensor; both dimensions are not negative, and not the last dimension."""
         return Int8KV(self.quants.transpose(first, second), self.scales.transpose(first, second))
 
     def data_ptr(self) -> int:
@@ -65,7 +65,7 @@ class Int8KV:
         return self
 
     def to(self, dtype: torch.dtype) -> torch.Tensor:
-        """Dequantizes."""
+        """Dequantizes to a tensor."""
         return (self.quants * self.scales[..., None]).to(dtype)
 
 

@@ -13,7 +13,7 @@ namespace {
 
 using std::int64_t;
 
-// Calls f with the pointer in its type.
+// Calls f with p as a pointer to elements of the dtype.
 template <typename Fn>
 inline void dispatch_dtype(void *p, KVDtype dtype, const Fn &f) {
   if (dtype == KVDtype::BFLOAT16) return f(static_cast<BFloat16 *>(p));
@@ -50,7 +50,7 @@ inline KVHead kv_head(const KVCache &kv, int64_t slot, int64_t head) {
   return out;
 }
 
-// Quantizes x (d,) to elements that are `step` apart; scale: that of an int8 entry is written there.
+// Writes x (d,) as elements that are `step` apart, rounded to their type. scale: an int8 entry's scale is written there.
 inline void quantize(const float *x, int64_t d, float *to, int64_t step, float *) {
   for (int64_t i = 0; i < d; i++) to[i * step] = x[i];
 }
@@ -59,17 +59,17 @@ inline void quantize(const float *x, int64_t d, BFloat16 *to, int64_t step, floa
   for (int64_t i = 0; i < d; i++) {
     std::uint32_t bits;
     std::memcpy(&bits, x + i, sizeof bits);
-    // To nearest, ties to even; NaN stays NaN.
+    // Rounds to nearest, ties to even; NaN stays NaN (0x7fc0).
     to[i * step].bits = static_cast<std::uint16_t>(x[i] == x[i] ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0);
   }
 }
 
-// An x that is not finite gets a scale that is not finite.
+// If x is not finite, the scale is not finite.
 inline void quantize(const float *x, int64_t d, std::int8_t *to, int64_t step, float *scale) {
   float max = 0, sum = 0;
   for (int64_t i = 0; i < d; i++) {
     max = std::max(max, std::abs(x[i]));
-    sum += x[i] * 0;  // NaN, or 0
+    sum += x[i] * 0;  // NaN if x is not finite, else 0
   }
   *scale = max / 127 + sum;
   const float divisor = std::max(*scale, std::numeric_limits<float>::min());
@@ -85,9 +85,9 @@ inline void quantize(const float *x, int64_t d, std::int8_t *to, int64_t step, f
 // Writes the key and value (d,) of a head as entry `row` of a slot.
 inline void write_kv(const KVCache &kv, int64_t slot, int64_t head, int64_t row, const float *key, const float *value,
                      int64_t d) {
-  const KVHead t = kv_head(kv, slot, head);
-  dispatch_dtype(t.k, t.dtype, [&](auto *k) { quantize(key, d, k + row * t.k_row, t.k_dim, t.k_scale + row); });
-  dispatch_dtype(t.v, t.dtype, [&](auto *v) { quantize(value, d, v + row * t.v_row, 1, t.v_scale + row); });
+  const KVHead cache = kv_head(kv, slot, head);
+  dispatch_dtype(cache.k, cache.dtype, [&](auto *k) { quantize(key, d, k + row * cache.k_row, cache.k_dim, cache.k_scale + row); });
+  dispatch_dtype(cache.v, cache.dtype, [&](auto *v) { quantize(value, d, v + row * cache.v_row, 1, cache.v_scale + row); });
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""The C++ kernels as methods that take tensors."""
+"""Wraps the C++ kernels in methods that take tensors."""
 
 from __future__ import annotations
 
@@ -38,21 +38,20 @@ from longdraft.native.structures import (
 
 logger = logging.getLogger("longdraft")
 
-SWITCH = "LONGDRAFT_NATIVE"
-# The cost of having no kernels (docs/cpu.md).
+SWITCH = "LONGDRAFT_NATIVE"  # environment variable; 0: no kernels; else an instruction set, see _select_level
+# For messages: the cost of running without kernels (docs/cpu.md).
 NO_KERNELS_COST = "Decoding takes 1.5 to 4.5 times as long, the most where weights are stored in few bits"
-# Attention kernels need a head size that is a multiple of it.
-HEAD_DIM_MULTIPLE = 16
+HEAD_DIM_MULTIPLE = 16  # attention kernels support multiples of it
 
 
 class Kernels:
-    """The compiled kernels, without gradients. Tensors are float32 on the CPU, except keys and values.
+    """The compiled kernels. Tensors are float32 on the CPU, except keys and values; gradients are not computed.
 
-    A row's bits do not depend on the other rows or the number of threads.
+    The bits of an output row depend neither on the other rows nor on the number of threads.
 
     Attributes:
         level: the instruction set, one of :data:`~longdraft.native.build.LEVELS`.
-        lanes: floats in a vector.
+        lanes: number of floats in a SIMD vector.
     """
 
     def __init__(self, library: ctypes.CDLL, level: str) -> None:
@@ -64,20 +63,20 @@ class Kernels:
             self._functions[name] = function
         self.lanes = int(library.longdraft_lanes())
         library.longdraft_threads.argtypes = [Pointer]
-        library.longdraft_threads(_parallel_entry())
+        library.longdraft_threads(_find_gomp_parallel())
 
     def call(self, name: str, *arguments: Any) -> None:
         """Calls ``longdraft_NAME`` of kernels.h with torch's number of threads; profilers show ``longdraft::NAME``.
 
         Raises:
-            MemoryBudgetError: it could not allocate its buffers.
+            MemoryBudgetError: the kernel could not allocate its buffers.
         """
         profiled = torch._C._autograd._profiler_enabled()
         with torch.profiler.record_function(f"longdraft::{name}") if profiled else nullcontext():
             self._functions[name](*arguments, torch.get_num_threads())
 
-    def linear(self, x: torch.Tensor, weights: Sequence[LinearWeights], prefill: bool = False) -> list[torch.Tensor]:
-        """Several linear layers of one x (..., in) -> (..., out) for each. prompt: with AMX, bfloat16 replaces int8."""
+    def linear(self, x: torch.Tensor, weights: Sequence[LinearWeights], prompt: bool = False) -> list[torch.Tensor]:
+        """Applies several linear layers to one x (..., in); returns (..., out) for each. prompt: AMX uses bfloat16."""
         x = x.contiguous()
         in_features = x.shape[-1]
         outs = [torch.empty(*x.shape[:-1], w.shape[0], **CPU_FLOAT32) for w, _ in weights]
@@ -88,18 +87,18 @@ class Kernels:
         return outs
 
     def dequantize(self, weights: QuantizedMatrix) -> torch.Tensor:
-        """The weights as float32 (out, in)."""
+        """Dequantizes weights to float32 (out, in)."""
         out, data = torch.empty(weights.shape, **CPU_FLOAT32), weights.data
         matrix = address(data, torch.uint8, strided_rows=True), weights.format_id, *weights.shape, data.stride(0)
         self.call("dequantize", *matrix, address(out))
         return out
 
     def can_repack(self, weights: QuantizedMatrix, out_features: int | None = None) -> bool:
-        """True if :meth:`repack` takes these weights. out_features: of each of several matrices; None for one."""
+        """True if :meth:`repack` supports the weights. out_features: rows of one expert; None without experts."""
         return weights.is_quantized and (out_features or weights.shape[0]) % self.lanes == 0
 
     def repack(self, weights: QuantizedMatrix, out: torch.Tensor | None = None) -> QuantizedMatrix:
-        """Adds a copy with interleaved rows (packed_rows.h) for int8 arithmetic, in ``out`` if given."""
+        """Adds a copy with interleaved rows (packed_rows.h) for int8 arithmetic. out: memory for the copy, or None."""
         data, (rows, size) = weights.data, weights.shape
         out = allocate_bytes(data.numel()) if out is None else out
         matrix = address(data, torch.uint8, strided_rows=True), weights.format_id, rows, size, data.stride(0)
@@ -119,22 +118,22 @@ class Kernels:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of a tree's tokens, or causal attention of a prompt's chunk.
+        """Computes attention of a tree's tokens, or causal attention of a prompt's chunk.
 
         Args:
-            q: (Hkv, G*T, d), d a multiple of 16; row g*T + t of a KV head is query head g of its group, token t. For
+            q: queries (Hkv, G*T, d), d a multiple of 16. Row g*T + t of a KV head is token t of its query head g. With
                 prefill (Hq, T, d).
-            k, v: (Hkv, n, d), n KV entries. Keys are stored transposed (float32 keys may not be), values contiguous.
-                In prefill the last T entries are the chunk's.
-            tree_mask: (T, W) bool, True where a token sees one of the last W entries; it sees all entries before them.
-                None if it sees all, and in prefill.
-            window_start: (T,) int32, the first rank that a token sees. Entries before the last W have their index as
-                rank; then come the entries on the token's path. None: no window.
-            softcap: scores s become softcap * tanh(s / softcap).
-            sinks: (Hq,) further scores in the softmax's denominator, without values.
+            k, v: (Hkv, n, d), n KV entries. Keys are stored transposed (float32 keys may be rows too), values as rows.
+                With prefill the last T entries are the chunk's.
+            tree_mask: (T, W) bool, True where a token sees one of the last W entries. Tokens see all entries before.
+                None if tokens see all entries, and with prefill.
+            window_start: (T,) int32, the first rank that a token sees. An entry's rank is its index; among the last W,
+                entries on the token's path are counted alone. None: no window.
+            softcap: replaces scores s by softcap * tanh(s / softcap); None: no cap.
+            sinks: (Hq,) additional scores in the softmax's denominator, which have no values.
 
         Returns:
-            Like q.
+            The attention's output, shaped like q.
         """
         q = q.contiguous()
         out = torch.empty_like(q)
@@ -170,16 +169,16 @@ class Kernels:
         more_kv_groups: Sequence[tuple[AttentionMetadata, KVTensor, KVTensor]] = (),
         recurrent: HasStruct | None = None,
     ) -> StackOutput:
-        """Runs decoder layers, and writes the new tokens' KV.
+        """Runs decoder layers, and writes the KV of the new tokens.
 
         Args:
             metadata, keys, values: of the first KV group; KV is (layers, slots, kv_heads, capacity, head_dim).
-            x: (B, T, hidden_size), overwritten by the last layer's output.
-            query_layers, hidden_layers: layers whose queries and outputs are returned.
-            logits: tokens whose logits are computed; a number n: the last n of each sequence.
-            topk: return only the top k of these logits; 0: all.
+            x: the first layer's input (B, T, hidden_size); the last layer's output overwrites it.
+            query_layers, hidden_layers: layers whose queries and layers whose outputs are returned.
+            logits: tokens whose logits are computed; a number n means the last n tokens of each sequence.
+            topk: return only the top k of these logits; 0: return all logits.
             more_kv_groups: metadata, keys and values of the other KV groups.
-            recurrent: :class:`~longdraft.native.delta.DeltaNetBatch` for recurrent layers.
+            recurrent: the :class:`~longdraft.native.delta.DeltaNetBatch` of recurrent layers, or None.
         """
         batch_size, query_len, _ = x.shape
         out, topk = StackOutput(), min(topk, stack.vocab_size)
@@ -200,12 +199,12 @@ class Kernels:
             for i, tensor in tensors.items():
                 pointers[i] = address(tensor)
         groups = [(metadata, keys, values), *more_kv_groups]
-        n_last = 0 if logits == "all" else num_logits
+        num_last = 0 if logits == "all" else num_logits  # 0 means all
         structs = (STRUCTURES["AttentionMetadata"] * len(groups))(*(group.struct for group, _, _ in groups))
         kv = (KVCache * len(groups))(*(kv_struct(k, v) for _, k, v in groups))
         self.call(
             *("stack", stack.struct, structs, kv, None if recurrent is None else recurrent.struct),
-            *(address(x, min_numel=batch_size * query_len * stack.layers[0].hidden_size), *layer_outputs, n_last),
+            *(address(x, min_numel=batch_size * query_len * stack.layers[0].hidden_size), *layer_outputs, num_last),
             *(address(out.logits), topk, address(out.topk_logprobs), address(out.topk_indices, torch.long)),
         )
         return out
@@ -218,15 +217,15 @@ class Kernels:
         target_kv: tuple[torch.Tensor, torch.Tensor] | None,
         topk: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Runs one level of a draft's tree: block, head and top k. Writes the new tokens' KV.
+        """Runs a draft's block, head and top k for one level of its tree, and writes the KV of the new tokens.
 
         Args:
             draft_kv: the draft's keys and values (slots, kv_heads, capacity, head_dim).
             target_kv: keys and values of the target's last layer for LongSpec; None for EAGLE-3.
-            topk: 0: return logits instead.
+            topk: number of tokens to return for each row; 0: return logits instead.
 
         Returns:
-            Of the last W tokens of each sequence: output (tokens, hidden_size) of the block, before the final norm;
+            For the last W tokens of each sequence: the block's output before the final norm (tokens, hidden_size);
             logits (tokens, vocab_size), empty with topk; log-probabilities, and rows of the head, (tokens, topk).
         """
         topk = min(topk, block.vocab_size)
@@ -234,19 +233,19 @@ class Kernels:
         logits = torch.empty(0 if topk else batch.num_queries, block.vocab_size, **CPU_FLOAT32)
         logprobs = torch.empty(batch.num_queries, topk, **CPU_FLOAT32)
         indices = torch.empty(batch.num_queries, topk, **CPU_INT64)
-        caches = [None if kv is None else kv_struct(kv[0][None], kv[1][None]) for kv in (draft_kv, target_kv)]
+        kv_structs = [None if kv is None else kv_struct(kv[0][None], kv[1][None]) for kv in (draft_kv, target_kv)]
         results = (*map(address, (out, logits, logprobs)), address(indices, torch.long))
-        self.call("draft_level", block.struct, batch.struct, *caches, topk, *results)
+        self.call("draft_level", block.struct, batch.struct, *kv_structs, topk, *results)
         return out, logits, logprobs, indices
 
 
 @dataclass
 class StackOutput:
-    """Results of a stack besides its last layer's output.
+    """What :meth:`Kernels.run_stack` returns; the last layer's output is in its argument x.
 
     Attributes:
         logits: (B, T or n, vocab_size), or None.
-        topk_logprobs, topk_indices: (B, T or n, topk), the largest first, and their rows of the head; or None.
+        topk_logprobs, topk_indices: (B, T or n, topk), the largest log-probabilities, their rows of the head; or None.
         queries: layer -> (B, num_heads, T, head_dim) after RoPE.
         hidden: layer -> (B, T, hidden_size).
     """
@@ -261,7 +260,7 @@ class StackOutput:
 def _check_status(status: int, function: Any, arguments: Any) -> None:
     if status:
         raise MemoryBudgetError(
-            "A kernel could not allocate its buffers: the limit of this process, or the machine's memory, is reached. "
+            "A kernel could not allocate its buffers: the memory limit of this process or machine is reached. "
             "Shorten the prompt or lower the batch, use fewer threads, or raise the limit (ulimit -v)."
         )
 
@@ -276,57 +275,56 @@ def supports_attention(q: torch.Tensor, k: KVTensor, v: KVTensor) -> bool:
         return False
     if k.dtype != v.dtype or not q.shape[-1] == k.shape[-1] == v.shape[-1]:
         return False
-    k_readable = k.stride(-2) == 1 or (k.dtype == torch.float32 and k.stride(-1) == 1)
-    kv_readable = k.dtype in KV_DTYPE_IDS and k_readable and v.stride(-1) == 1
-    return kv_readable and q.shape[-1] % HEAD_DIM_MULTIPLE == 0 and k.shape[1] > 0
+    k_supported = k.stride(-2) == 1 or (k.dtype == torch.float32 and k.stride(-1) == 1)
+    kv_supported = k.dtype in KV_DTYPE_IDS and k_supported and v.stride(-1) == 1
+    return kv_supported and q.shape[-1] % HEAD_DIM_MULTIPLE == 0 and k.shape[1] > 0
 
 
 def kernels(progress: Callable[[str], None] | None = None) -> Kernels | None:
-    """The kernels for this machine, compiled at the first call. None if they are switched off (LONGDRAFT_NATIVE=0), or
-    without a compiler or a supported processor; the log says why. progress: called with a line before compiling."""
-    return _once(progress)[0]
+    """The kernels for this machine, compiled at the first call. None if LONGDRAFT_NATIVE=0 disables them, or without a
+    compiler or a supported processor, which the log says. progress: called with a line of text before compiling."""
+    return _load_once(progress)[0]
 
 
 def unavailable_reason() -> str | None:
-    """Why there are no kernels here; None if there are."""
-    return _once()[1]
+    """Why the kernels are unavailable; None if they are available."""
+    return _load_once()[1]
 
 
 def library_name() -> str | None:
-    """File name of the shared object, which depends on the instruction set and the sources; None without kernels."""
+    """File name of the shared object, which identifies instruction set and sources; None without kernels."""
     loaded = kernels()
     return None if loaded is None else library_file_name(loaded.level)
 
 
-# Empty, or the one result of :func:`_once`: the kernels, or the reason why there are none.
-known: list[tuple[Kernels | None, str | None]] = []
+# Empty at first, then the result of :func:`_load_once`: the kernels, or the reason why they are unavailable.
+load_result: list[tuple[Kernels | None, str | None]] = []
 _lock = threading.Lock()
 
 
-def _once(progress: Callable[[str], None] | None = None) -> tuple[Kernels | None, str | None]:
+def _load_once(progress: Callable[[str], None] | None = None) -> tuple[Kernels | None, str | None]:
     if os.environ.get(SWITCH) == "0":
         return None, f"{SWITCH}=0"
     with _lock:
-        if not known:
+        if not load_result:
             try:
-                level = _level()
-                known.append((Kernels(load_library(level, progress), level), None))
+                level = _select_level()
+                load_result.append((Kernels(load_library(level, progress), level), None))
             except (OSError, AttributeError) as error:
-                # The user can mend everything but the processor.
+                # A warning, unless the processor is at fault, which the user cannot change.
                 severity = logging.INFO if isinstance(error, UnsupportedPlatformError) else logging.WARNING
-                logger.log(
-                    severity, "No kernels of our own on this CPU: %s. Torch computes. %s.", error, NO_KERNELS_COST
-                )
-                known.append((None, str(error)))
-        return known[0]
+                message = "longdraft's kernels are unavailable on this CPU: %s. torch computes instead. %s."
+                logger.log(severity, message, error, NO_KERNELS_COST)
+                load_result.append((None, str(error)))
+        return load_result[0]
 
 
-def _level() -> str:
+def _select_level() -> str:
     """The widest supported instruction set, or the one that LONGDRAFT_NATIVE names (v3, v4, v4-vnni, v4-amx)."""
     supported, requested = supported_levels(), f"x86-64-{os.environ.get(SWITCH, '1')}"
     if requested in LEVELS["x86_64"]:
         if requested not in supported:
-            raise OSError(f"{SWITCH}={os.environ[SWITCH]}, which this processor does not execute")
+            raise OSError(f"{SWITCH}={os.environ[SWITCH]}, which this processor does not execute: unset it")
         return requested
     if not supported:
         raise UnsupportedPlatformError("the processor has no AVX2")
@@ -334,8 +332,8 @@ def _level() -> str:
 
 
 @cache
-def _parallel_entry() -> int | None:
-    """Address of GOMP_parallel in torch's OpenMP library; None if it is not found: kernels then use one thread."""
+def _find_gomp_parallel() -> int | None:
+    """Address of GOMP_parallel in torch's OpenMP library; without it (None) kernels use one thread."""
     with suppress(OSError):
         for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
             match = re.search(r"/\S*/lib(gomp|iomp5|omp)[^/]*\.so[.\d]*$", line)

@@ -1,4 +1,4 @@
-// Products with several matrices, and grouped GEMM for experts: one parallel loop over all outputs, which reads each matrix once.
+// Products with several matrices, and grouped GEMM for experts: one parallel loop over the outputs of all matrices.
 #include "matmul.h"
 
 #include "ops.h"
@@ -11,11 +11,11 @@ using std::int64_t;
 
 namespace {
 
-// Outputs of an item of a thread: in float32 (whole tiles of every shape), in int8 for up to ROW_GROUP rows and for more, in prefill.
+// Outputs of a work item: in float32 (a multiple of every tile's outputs), in int8 for up to ROW_GROUP rows and for more, in prefill.
 constexpr int64_t FLOAT_OUTPUTS = 24, FEW_ROWS_OUTPUTS = 2 * INT8_OUTPUT_MULTIPLE, MANY_ROWS_OUTPUTS = 8 * INT8_OUTPUT_MULTIPLE,
                   PREFILL_OUTPUTS = 16 * INT8_OUTPUT_MULTIPLE;
 
-// Calls f(matrix, its index, from, to) for all outputs of some matrices, range_size at a time, on several threads.
+// Calls f(matrix, its index, from, to) on several threads, for ranges of range_size outputs that cover all outputs of all matrices.
 template <typename F>
 void for_output_ranges(int64_t range_size, const Matrix *matrices, int64_t count, int threads, const F &f) {
   const auto ranges_of = [=](const Matrix &m) { return (m.n_out + range_size - 1) / range_size; };
@@ -28,10 +28,10 @@ void for_output_ranges(int64_t range_size, const Matrix *matrices, int64_t count
   });
 }
 
-// Which activations a matrix needs: 0: a scale for 32 numbers, 1: for 128.
+// Index of the quantized activations that a matrix needs: 0: with a scale for 32 numbers, 1: for 128.
 int64_t quantization_of(const Matrix &m) { return sub_blocks_per_act_scale(m.format) > 1; }
 
-// Groups of rows of x, quantized.
+// Groups of rows of x, quantized to int8.
 struct QuantizedRows {
   std::vector<Int8Activations> groups;
   Scratch qs_scratch, blocks_scratch;
@@ -52,19 +52,19 @@ struct QuantizedRows {
       qs += group.padded_rows() * n_in;
       blocks += group.padded_rows() * (n_in / 32);
     }
-    const Int8Activations *group_rows = groups.data();
-    parallel_for(threads, count, [=](int64_t g) { quantize_rows(x + offsets[g] * n_in, group_rows[g], count > 1 ? 1 : threads); });
+    const Int8Activations *activations = groups.data();
+    parallel_for(threads, count, [=](int64_t g) { quantize_rows(x + offsets[g] * n_in, activations[g], count > 1 ? 1 : threads); });
   }
 };
 
-// Activations in bfloat16, with memory.
+// Activations in bfloat16, with memory from `scratch`.
 Bf16Activations bf16_activations(int64_t rows, int64_t n_in, Scratch &scratch) {
   Bf16Activations bf16{nullptr, rows, n_in};
   bf16.values = reinterpret_cast<BFloat16 *>(scratch.get(bf16.padded_rows() * n_in / 2));
   return bf16;
 }
 
-// A prompt's rows times several matrices: in bfloat16 on AMX where matrices are quantized.
+// A prompt's rows times several matrices: quantized matrices in bfloat16 on AMX, all others in float32.
 void multiply_prefill(const float *x, const Bf16Activations &bf16, const Matrix *matrices, int64_t count, int threads) {
   for_output_ranges(PREFILL_OUTPUTS, matrices, count, threads, [&](const Matrix &m, int64_t, int64_t from, int64_t to) {
     if (m.int8_layout) return bf16_outputs(bf16, m, from, to);
@@ -80,7 +80,7 @@ void multiply(const float *x, int64_t n_in, const Matrix *matrices, int64_t per_
   for (int64_t g = 0; g < count; g++) max_rows = std::max(max_rows, offsets[g + 1] - offsets[g]);
   static thread_local QuantizedRows quantized[2];
   bool any_int8 = false, any_amx = false;
-  for (int64_t kind = 0; kind < 2; kind++) {
+  for (int64_t kind = 0; kind < 2; kind++) {  // kind: see quantization_of()
     const auto matches = [=](const Matrix &m) { return m.int8_layout && quantization_of(m) == kind; };
     const Matrix *first = std::find_if(matrices, end, matches);
     if (first == end) continue;
@@ -88,7 +88,7 @@ void multiply(const float *x, int64_t n_in, const Matrix *matrices, int64_t per_
     any_int8 = true;
     for (const Int8Activations &group : quantized[kind].groups) any_amx = any_amx || group.tile_rows;
   }
-  const Int8Activations *group_activations[] = {quantized[0].groups.data(), quantized[1].groups.data()};  // of the calling thread
+  const Int8Activations *group_activations[] = {quantized[0].groups.data(), quantized[1].groups.data()};  // the calling thread's
   const int64_t range_size = !any_int8                                            ? FLOAT_OUTPUTS
                              : max_rows <= Int8Activations::ROW_GROUP && !any_amx ? FEW_ROWS_OUTPUTS
                                                                                   : MANY_ROWS_OUTPUTS;

@@ -1,7 +1,7 @@
 // Prefill: y = x w^T + bias for a prompt's rows, in bfloat16 on AMX. Activations and dequantized weights are rounded to bfloat16.
 //
-// 32 rows times 32 outputs are four tiles of sums. Weights are dequantized some hundred inputs at a time, and used for many rows while
-// they are in the L1 cache. An MLP's hidden activations stay in bfloat16: in float32 they would double a layer's memory traffic.
+// 32 rows times 32 outputs are four tiles of sums. Weights are dequantized INPUT_BLOCK inputs at a time, and used for many rows while
+// they are in the L1 cache. An MLP's hidden activations stay in bfloat16, because float32 would double a layer's memory traffic.
 #include "amx_bf16.h"
 #include "outputs.h"
 #include "ops.h"
@@ -16,18 +16,18 @@ using bf16::TILE_DEPTH;
 using bf16::TILE_SIDE;
 
 constexpr int64_t ROW_GROUP = Bf16Activations::ROW_GROUP;
-constexpr int64_t INPUT_BLOCK = 8 * TILE_DEPTH;  // inputs that are dequantized at a time
+constexpr int64_t INPUT_BLOCK = 8 * TILE_DEPTH;  // inputs whose weights are dequantized at a time
 constexpr int64_t ROW_BLOCK = 512;               // rows whose activations and sums stay in the L2 cache, for all outputs
 constexpr int64_t GROUP_SUMS = ROW_GROUP * ROW_GROUP, TILE_SUMS = TILE_SIDE * TILE_SIDE;
 
-// Rounds to bfloat16, ties up: a to the lower half of a lane, b to the upper half.
+// Rounds to bfloat16, ties up: a into the lower half of each lane, b into the upper half.
 ALWAYS_INLINE inline ivec to_bf16_pair(vec a, vec b) {
   const auto bits = [](vec x) ALWAYS_INLINE { return (__m512i)((ivec)x + 0x8000); };
   return (ivec)_mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(bits(a), 16), bits(b));
 }
 
-// Dequantizes LANES outputs to right operands (TILE_DEPTH / 2, TILE_SIDE), every other one of `out`: two vectors of outputs alternate.
-// next: weights to prefetch.
+// Dequantizes LANES outputs to right operands (TILE_DEPTH / 2, TILE_SIDE), into every other one of `out`, because two vectors of outputs
+// alternate there. next: weights to prefetch.
 template <typename F>
 void dequantize_block(InterleavedRows in, int64_t n_in, const byte *next, ivec *out) {
   constexpr int64_t SUB_BLOCK_BYTES = F::BYTES * LANES * SUB_BLOCK / F::WEIGHTS;
@@ -50,7 +50,7 @@ void dequantize_block(InterleavedRows in, int64_t n_in, const byte *next, ivec *
   }
 }
 
-// sums (2 x 2 tiles: rows, outputs) = or += x times w, over `count` tiles of inputs.
+// sums (2 x 2 tiles: rows, outputs) = x times w, or += if `accumulate`, over `count` tiles of inputs.
 void multiply(const BFloat16 *x, const ivec *w, int64_t count, float *sums, bool accumulate) {
   if (accumulate) {
     static_for<4>([=](auto tile) ALWAYS_INLINE { amx::load<tile.value>(sums + tile.value * TILE_SUMS); });
@@ -70,10 +70,10 @@ void multiply(const BFloat16 *x, const ivec *w, int64_t count, float *sums, bool
   static_for<4>([=](auto tile) ALWAYS_INLINE { amx::store<tile.value>(sums + tile.value * TILE_SUMS); });
 }
 
-// Sums of a row: outputs 0 to 15 here, 16 to 31 in the next tile.
+// A row's sums: outputs 0 to 15 at the result, 16 to 31 in the tile behind.
 const float *sums_of_row(const float *sums, int64_t row) { return sums + row / TILE_SIDE * 2 * TILE_SUMS + row % TILE_SIDE * TILE_SIDE; }
 
-// Writes complete sums, of the 32 outputs at `out` and rows [row, row + rows), as float32.
+// Writes complete sums as float32: of 32 outputs from `out` on, and of rows [row, row + rows).
 struct FloatOutput {
   const Matrix *matrices[1];
 
@@ -119,7 +119,7 @@ struct GatedOutput {
   }
 };
 
-// Outputs [from, to) for all rows, of one matrix, or of two in turn; up's sums are gate_to_up floats after gate's.
+// Computes outputs [from, to) for all rows, of one matrix, or alternately of gate and up; up's sums lie gate_to_up floats behind gate's.
 template <typename F, typename Output>
 void matmul_outputs(const Bf16Activations &x, int64_t from, int64_t to, const Output &output) {
   constexpr int64_t N_MATRICES = std::extent_v<decltype(output.matrices)>;

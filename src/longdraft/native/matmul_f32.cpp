@@ -1,7 +1,7 @@
 // y = x w^T + bias in float32 arithmetic, for the few rows of a decoding step or a verification.
 //
-// Up to about ten rows are bound by reading w. So each weight is read once for all rows, a tile of sums stays in registers, and the
-// weights of a later tile are prefetched.
+// Up to about ten rows, the time is that of reading w. So each weight is read once for all rows, a tile of sums stays in registers, and
+// the weights of a later tile are prefetched.
 #include "matmul.h"
 #include "quants.h"
 #include "threads.h"
@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t PREFETCH_BYTES = 4096;  // prefetch distance in quantized weights
 constexpr int64_t PREFETCH_INPUTS = 16;   // prefetch distance in a transposed matrix
-constexpr int64_t MAX_DIRECT_ROWS = 8;    // up to so many rows, quantized weights are dequantized in registers, without a buffer
+constexpr int64_t MAX_DIRECT_ROWS = 8;    // up to this many rows, quantized weights are dequantized in registers, without a buffer
 
 struct Activations {
   const float *x;  // (rows, n_in)
@@ -42,7 +42,7 @@ template <int R, int O>
   }
 }
 
-// R rows of x from `row` on (group g of `groups`) times O outputs from `out` on. Each group prefetches its part of the next tile.
+// R rows of x from `row` on (row group g of `groups`) times O outputs from `out` on. Each group prefetches its part of the next tile.
 template <int R, int O>
 inline void tile(const Activations &in, const Matrix &m, int64_t row, int64_t out, int64_t g, int64_t groups) {
   const int64_t n_in = in.n_in, w_stride = m.w_stride / 4, step = std::max<int64_t>(1, LANES / groups);
@@ -72,7 +72,7 @@ inline void tile(const Activations &in, const Matrix &m, int64_t row, int64_t ou
   write_tile<R, O>(acc, m, row, out);
 }
 
-// Outputs [from, to) for all rows, in tiles of at most R rows and O outputs: O outputs for all rows, then the next O.
+// Computes outputs [from, to) in tiles of at most R rows and O outputs: O outputs for all rows, then the next O outputs.
 template <int R, int O>
 void outputs(const Activations &in, const Matrix &m, int64_t from, int64_t to) {
   const int64_t groups = (in.rows + R - 1) / R, whole_tiles_end = from + (to - from) / O * O;
@@ -91,7 +91,7 @@ void outputs(const Activations &in, const Matrix &m, int64_t from, int64_t to) {
 inline void convert_scale(vec x, vec &to) { to = x; }
 inline void convert_scale(vec x, float &to) { to = x[0]; }
 
-// A quant block of one row, unpacked to int8 codes (less ZERO_POINT) and scales.
+// A quant block of one row, unpacked to int8 numbers (code - ZERO_POINT) and scales.
 template <typename F>
 struct UnpackedBlock {
   static constexpr int SCALES_PER_SUB_BLOCK = F::SCALES, SCALES = F::WEIGHTS / SUB_BLOCK * SCALES_PER_SUB_BLOCK;
@@ -114,7 +114,7 @@ struct UnpackedBlock {
   ALWAYS_INLINE vec vector_of(int sub_block, int vector) const {
     const int s = sub_block * SCALES_PER_SUB_BLOCK + vector * SCALES_PER_SUB_BLOCK / VECTORS_PER_SUB_BLOCK;
     const vec x = to_float(load_i8(codes + sub_block * SUB_BLOCK + vector * LANES));
-    if constexpr (F::HAS_MIN) return fmadd(x, scales[s] - vec{}, mins[s] - vec{});  // an exact product: the bits of x * scale + min
+    if constexpr (F::HAS_MIN) return fmadd(x, scales[s] - vec{}, mins[s] - vec{});  // x * scale is exact: the bits of x * scale + min
     return x * scales[s];
   }
 };
@@ -132,7 +132,7 @@ struct UnpackedBlock<HalfBlock<E>> {
   vec vector_of(int, int vector) const { return load(values + vector * LANES); }
 };
 
-// A tile of quantized weights: the order, and so the bits, of a tile of their dequantized floats.
+// tile() for quantized weights. Additions have the order, and so the bits, of tile() on the dequantized weights.
 template <typename F, int R, int O>
 inline void quantized_tile(const Activations &in, const Matrix &m, int64_t out) {
   const float *x = in.x;
@@ -145,11 +145,11 @@ inline void quantized_tile(const Activations &in, const Matrix &m, int64_t out) 
     UnpackedBlock<F> blocks[O];
     UNROLL for (int o = 0; o < O; o++) blocks[o].unpack(w + o * m.w_stride);
     for (int sub_block = 0; sub_block < F::WEIGHTS / SUB_BLOCK; sub_block++, x += SUB_BLOCK) {
-      UNROLL for (int vector_of = 0; vector_of < VECTORS_PER_SUB_BLOCK; vector_of++) {
+      UNROLL for (int vector = 0; vector < VECTORS_PER_SUB_BLOCK; vector++) {
         vec b[O];
-        UNROLL for (int o = 0; o < O; o++) b[o] = blocks[o].vector_of(sub_block, vector_of);
+        UNROLL for (int o = 0; o < O; o++) b[o] = blocks[o].vector_of(sub_block, vector);
         UNROLL for (int r = 0; r < R; r++) {
-          const vec a = load(x + r * in.n_in + vector_of * LANES);
+          const vec a = load(x + r * in.n_in + vector * LANES);
           UNROLL for (int o = 0; o < O; o++) acc[r * O + o] = fmadd(a, b[o], acc[r * O + o]);
         }
       }
@@ -165,13 +165,13 @@ void unpack(const byte *w, int64_t n_in, float *out) {
     block.unpack(w);
     for (int sub_block = 0; sub_block < F::WEIGHTS / SUB_BLOCK; sub_block++, out += SUB_BLOCK) {
       UNROLL
-      for (int vector_of = 0; vector_of < VECTORS_PER_SUB_BLOCK; vector_of++)
-        store(out + vector_of * LANES, block.vector_of(sub_block, vector_of));
+      for (int vector = 0; vector < VECTORS_PER_SUB_BLOCK; vector++)
+        store(out + vector * LANES, block.vector_of(sub_block, vector));
     }
   }
 }
 
-// Chooses the tile's shape: as many outputs for a load of x as the rows leave registers for.
+// Chooses the tile's shape by the number of rows: as many outputs as fit the registers, so that each load of x serves many.
 void matmul_range(const Activations &in, const Matrix &m, int64_t from, int64_t to) {
   if constexpr (MAX_SUMS == 24) {
     if (in.rows <= 3) return outputs<3, 8>(in, m, from, to);
@@ -184,7 +184,7 @@ void matmul_range(const Activations &in, const Matrix &m, int64_t from, int64_t 
   }
 }
 
-// A tile of a transposed matrix (n_in, n_out): V vectors of outputs, the last one with `count` lanes.
+// A tile of a transposed matrix (n_in, n_out): R rows times V vectors of outputs, of which the last has `count` lanes.
 template <int R, int V>
 void transposed_tile(const Activations &in, const Matrix &m, int64_t row, int64_t out, int64_t count) {
   const float *x = in.x + row * in.n_in, *w = static_cast<const float *>(m.w) + out;
@@ -223,10 +223,10 @@ void transposed_range(const Activations &in, const Matrix &m, int64_t from, int6
   }
 }
 
-// Quantized weights: dequantized in registers for few rows; for more rows, and for outputs that do not fill a tile, in a buffer.
+// Outputs [from, to) with quantized weights. Few rows dequantize in registers; more rows, and outputs that fill no tile, in a buffer.
 template <typename F>
 void quantized_range(const Activations &in, const Matrix &m, int64_t from, int64_t to) {
-  // Rows that leave registers for four outputs at a time; outputs at a time for more rows.
+  // Up to FEW_ROWS_MAX rows leave registers for four outputs at a time; more rows compute MORE_ROWS_OUTPUTS at a time.
   constexpr int FEW_ROWS_MAX = LANES == 16 ? 5 : 3, MORE_ROWS_OUTPUTS = MAX_SUMS == 12 ? 1 : LANES == 4 ? 2 : 3;
   if (in.rows <= FEW_ROWS_MAX) {
     dispatch<FEW_ROWS_MAX>(in.rows, [&](auto rows) {
@@ -243,7 +243,7 @@ void quantized_range(const Activations &in, const Matrix &m, int64_t from, int64
   for (int64_t o = from; o < to; o++) {
     unpack<F>(static_cast<const byte *>(m.w) + o * m.w_stride, in.n_in, dequantized + (o - from) * in.n_in);
   }
-  // A matrix whose output number `from` is the buffer's first row.
+  // As a matrix, the buffer's first row is output number `from`.
   matmul_range(in, Matrix{dequantized - from * in.n_in, m.bias, m.y, 4 * in.n_in, m.n_out, m.accumulate, Format::FLOAT32, 0}, from, to);
 }
 

@@ -1,9 +1,9 @@
-// y = x w^T + bias in int8 arithmetic: quantized weights times int8 activations, as ggml's vec_dot_q4_K_q8_K and its like.
+// y = x w^T + bias in int8 arithmetic: quantized weights times int8 activations, like ggml's vec_dot_q4_K_q8_K.
 //
 // LANES outputs are computed at once (quants.h). For few rows codes are unpacked in registers, once for a group of rows: a sub-block
 // takes eight dot products of 4 bytes in each lane, and one multiplication by its scale. For many rows codes are unpacked to memory
-// first: of some hundred outputs for vectors, or a few weights of LANES outputs for AMX tiles. A row's operations and their order are
-// always the same, or differ only where results are exact.
+// first: all codes of up to some hundred outputs, or with AMX a few sub-blocks of LANES outputs. In all cases a row's operations have
+// one order, or differ only where results are exact.
 #include "outputs.h"
 #include "matmul.h"
 #include "threads.h"
@@ -14,13 +14,13 @@
 
 namespace {
 
-constexpr int64_t MANY_ROWS = 32;          // above so many rows, codes are unpacked to memory first
-constexpr int64_t UNPACKED_BYTES = 384 << 10; // of memory for unpacked codes
-constexpr int64_t AMX_MIN_ROWS = 9;          // AMX is faster from so many rows on
+constexpr int64_t MANY_ROWS = 32;          // above this many rows, codes are unpacked to memory first
+constexpr int64_t UNPACKED_BYTES = 384 << 10; // memory for unpacked codes
+constexpr int64_t AMX_MIN_ROWS = 9;          // from this many rows on AMX is faster
 
 // dot4_accumulate: in each lane, sum += the dot product of 4 codes (unsigned, up to MAX_CODE) with 4 activations (-127 to 127).
 #if !defined(__AVX512VNNI__)
-// Without VNNI, maddubs saturates for codes above 127. Their sign bit is flipped, which subtracts 128; initial_sum() corrects that.
+// Without VNNI, maddubs saturates for codes above 127. So their sign bit is flipped, which subtracts 128; initial_sum() corrects that.
 template <int MAX_CODE>
 constexpr bool FLIP_SIGN = MAX_CODE > 127;
 #else
@@ -31,13 +31,13 @@ constexpr bool FLIP_SIGN = false;
 template <int MAX_CODE>
 inline ivec dot4_accumulate(ivec sum, ivec w, const std::int8_t *x4) {
 #if defined(__AVX512VNNI__)
-  // With an embedded broadcast: compilers would use a separate instruction for it, which takes a third longer.
+  // In assembly, for its embedded broadcast: compilers would broadcast by a separate instruction, which takes a third longer.
   asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*reinterpret_cast<const std::int32_t *>(x4)));
   return sum;
 #else
-  std::int32_t sum_scales;
-  std::memcpy(&sum_scales, x4, sizeof sum_scales);
-  const ivec x = broadcast(sum_scales);
+  std::int32_t x4_bits;
+  std::memcpy(&x4_bits, x4, sizeof x4_bits);
+  const ivec x = broadcast(x4_bits);
 #if defined(__AVX512BW__)
   __m512i a = (__m512i)w, b = (__m512i)x;
   if constexpr (FLIP_SIGN<MAX_CODE>) {
@@ -63,7 +63,7 @@ inline ivec dot4_accumulate(ivec sum, ivec w, const std::int8_t *x4) {
 #endif
 }
 
-// The initial value of a sum over codes, which makes it one over code - ZERO_POINT. neg_qsum: -sum(q) of the activations.
+// The initial value of a sum of code * q, which turns it into the sum of (code - ZERO_POINT) * q. neg_qsum: -sum(q).
 template <typename F>
 ALWAYS_INLINE inline ivec initial_sum(std::int32_t neg_qsum) {
   constexpr int OFFSET = F::ZERO_POINT - (FLIP_SIGN<F::MAX_CODE> ? 128 : 0);
@@ -73,7 +73,7 @@ ALWAYS_INLINE inline ivec initial_sum(std::int32_t neg_qsum) {
   return broadcast(neg_qsum) * OFFSET;
 }
 
-// The scale of a sub-block's dot product: its integer sc in K-quants (as int32, or as a float where that is exact), else its scale.
+// The factor of a sub-block's dot product: the integer sc in K-quants (int32, or float where sums are exact), else the scale.
 template <typename F>
 using SumScale = std::conditional_t<F::INT32_SUMS, ivec, vec>;
 
@@ -85,13 +85,13 @@ ALWAYS_INLINE inline SumScale<F> sum_scale(const S &scale) {
 }
 
 ALWAYS_INLINE inline vec block_scale(const SubBlockScale &scale) { return scale.d; }
-ALWAYS_INLINE inline vec block_scale(vec scale) { return scale; }  // unused
+ALWAYS_INLINE inline vec block_scale(vec scale) { return scale; }  // for formats that do not use the result
 
 ALWAYS_INLINE inline vec accumulate_scaled(ivec products, vec scale, vec sum) { return fmadd(to_float(products), scale, sum); }
 ALWAYS_INLINE inline ivec accumulate_scaled(ivec products, ivec scale, ivec sum) { return products * scale + sum; }
 
-// y (R) += R rows of x times a sub-block. n, b: qs and blocks of x for this sub-block, row after row. sums (R): of the sub-blocks that
-// share an activation scale; exact (floats stay below 2^24), and scaled and added to y with the last of them.
+// y (R) += R rows of x times a sub-block. n, b: qs and blocks of x for this sub-block, row after row. sums (R): sums over the sub-blocks
+// that share an activation scale; exact (floats stay below 2^24). The last of these sub-blocks scales sums and adds them to y.
 template <typename F, int R, typename W>
 ALWAYS_INLINE inline void mul_accumulate(const W &w, const SumScale<F> *sum_scales, vec d, const vec *min, bool last,
                                          const std::int8_t *n, const Int8Activations::Block *b, SumScale<F> *sums, vec *y) {
@@ -128,17 +128,17 @@ inline void dispatch_rows(int64_t group_rows, const Fn &f) {
   if constexpr (R > 1) dispatch_rows<R - 1>(group_rows, f);
 }
 
-// Whether a sub-block is the last that shares an activation scale.
+// True for the last of the sub-blocks that share an activation scale.
 template <typename F>
 ALWAYS_INLINE inline bool completes_scale(int sub_block) { return sub_block % F::SUB_BLOCKS_PER_SCALE == F::SUB_BLOCKS_PER_SCALE - 1; }
 
-// One group of rows, with codes unpacked in registers. prefetch: fetch the next outputs' weights.
+// One group of rows, with codes unpacked in registers. prefetch: also prefetch the weights of the next outputs.
 template <typename F, int R>
 void matmul_few_rows(const Int8Activations &x, int64_t row, const Matrix &m, const OutputVector &outputs, InterleavedRows in,
                      bool prefetch) {
-  constexpr int64_t SUB_BLOCK_BYTES = F::BYTES * LANES * SUB_BLOCK / F::WEIGHTS;  // of a sub-block
-  // A further line is prefetched AHEAD bytes on, which starts the hardware prefetcher earlier. With more rows an Intel Xeon was faster
-  // with fewer of them, in the next page.
+  constexpr int64_t SUB_BLOCK_BYTES = F::BYTES * LANES * SUB_BLOCK / F::WEIGHTS;
+  // Every EVERY bytes, a second line is prefetched AHEAD bytes later, which starts the hardware prefetcher earlier. With more than 2 rows
+  // fewer such lines, in the next page, were faster on an Intel Xeon.
   constexpr int64_t AHEAD = R <= 2 ? 2048 : 4096, EVERY = R <= 2 ? 64 : 512;
   vec y[R] = {};
   SumScale<F> sums[R] = {};
@@ -174,7 +174,7 @@ struct UnpackedSubBlock {
   vec d[F::SUB_BLOCKS_PER_SCALE > 1], min[F::HAS_MIN ? F::SCALES : 0];
 };
 
-// Unpacks LANES outputs, sub-block by sub-block in the order of emit.
+// Unpacks LANES outputs, sub-block by sub-block in the order of F::emit_order.
 template <typename F>
 void unpack_outputs(InterleavedRows in, int64_t n_in, UnpackedSubBlock<F> *to) {
   for (int64_t i = 0; i < n_in; i += F::WEIGHTS, in = in.advance(F::BYTES)) {
@@ -236,11 +236,11 @@ void matmul_many_rows(const Int8Activations &x, const Matrix &m, int64_t from, i
 }
 
 #if defined(LONGDRAFT_AMX)
-constexpr int64_t AMX_WEIGHTS_AT_A_TIME = 4;  // for LANES outputs; 18 KB, which stay in the L1 cache for all rows
+constexpr int64_t AMX_WEIGHTS_AT_A_TIME = 4;  // AmxWeights of LANES outputs: 18 KB, which stay in the L1 cache for all rows
 constexpr int64_t AMX_ROW_BLOCK = 512;        // rows whose activations and sums stay in the L2 cache, for all outputs
 
-// The 4 sub-blocks of LANES outputs that share an activation scale: code * sc, split in two bytes (amx.h), 4 weights of an output in a
-// lane. 64 inputs are a tile.
+// The 4 sub-blocks of LANES outputs that share an activation scale: code * sc, split into two bytes (amx.h), with 4 weights of an output
+// in a lane. 64 inputs fill a tile.
 template <typename F>
 struct AmxWeights {
   typedef amx::SplitWeights<F::ZERO_POINT> SplitWeights;
@@ -252,7 +252,7 @@ struct AmxWeights {
 // next: weights of the next outputs, to prefetch.
 template <typename F>
 void unpack_amx(InterleavedRows in, int64_t n_in, const byte *next, AmxWeights<F> *to) {
-  constexpr int64_t SUB_BLOCK_BYTES = F::BYTES * LANES * SUB_BLOCK / F::WEIGHTS;  // of a sub-block
+  constexpr int64_t SUB_BLOCK_BYTES = F::BYTES * LANES * SUB_BLOCK / F::WEIGHTS;
   const byte *prefetch_end = next;
   for (int64_t i = 0; i < n_in; i += F::WEIGHTS, in = in.advance(F::BYTES), to += F::WEIGHTS / SUB_BLOCK / F::SUB_BLOCKS_PER_SCALE) {
     F::block(in, [&](int sub_block, const auto &w, const auto *scale, const vec *min) ALWAYS_INLINE {
@@ -285,8 +285,8 @@ ALWAYS_INLINE inline void add_sums(const AmxWeights<F> &w, const std::int32_t *l
   }
 }
 
-// y (rows [row, end), LANES) += x times w[0, count), which are AmxWeights first, first + 1, ... of the outputs; count is even. Software
-// pipelining: the sums of one are stored and added while the tiles of the next are multiplied.
+// y (rows [row, end), LANES) += x times w[0, count), the AmxWeights from number `first` on; count is even. Software pipelining: sums of
+// one AmxWeights are stored and added while tiles of the next are multiplied.
 template <int TILE_ROWS, typename F>
 void multiply_tiles(const AmxWeights<F> *w, int64_t first, int64_t count, const Int8Activations &x, int64_t row, int64_t end, float *y) {
   constexpr int64_t SCALE_INPUTS = F::SUB_BLOCKS_PER_SCALE * SUB_BLOCK;
@@ -375,7 +375,7 @@ int64_t sub_blocks_per_act_scale(Format format) {
 Int8Activations int8_activations(int64_t rows, int64_t n_in, int64_t sub_blocks) {
   Int8Activations result{nullptr, nullptr, rows, n_in, sub_blocks, 0};
   if (!HAVE_AMX || sub_blocks == 1 || rows < AMX_MIN_ROWS) return result;
-  // The fewest tiles, with as few rows as these need.
+  // As few tiles as possible, and as few rows of a tile as these need.
   const int64_t n_tiles = (rows + 15) / 16, max_rows = (rows + n_tiles - 1) / n_tiles;
   result.tile_rows = max_rows <= 8 ? 8 : max_rows <= 12 ? 12 : 16;
   return result;

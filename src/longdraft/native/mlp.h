@@ -9,7 +9,7 @@
 
 namespace {
 
-// Memory for `rows` rows of several sizes.
+// Splits a buffer into arrays (rows, size), one for each of `sizes`.
 template <int N>
 inline std::array<float *, N> split_scratch(Scratch &scratch, int64_t rows, const int64_t (&sizes)[N]) {
   int64_t n_floats = 0;
@@ -20,7 +20,7 @@ inline std::array<float *, N> split_scratch(Scratch &scratch, int64_t rows, cons
   return buffers;
 }
 
-// x += what multiply(m) computes, or its RMS norm if there is one; buffer: as large as x.
+// x += y, or += RMS norm of y unless `norm` is null, where multiply(m) computes y into m.y. buffer: as large as x.
 template <typename Product>
 inline void add_product(const Matrix &m, const Product &multiply, const float *norm, float eps, float norm_offset, float *x, int64_t rows,
                         float *buffer, int threads) {
@@ -30,13 +30,13 @@ inline void add_product(const Matrix &m, const Product &multiply, const float *n
   elementwise(x, buffer, rows, m.n_out, threads, [](vec a, vec b) { return a + b; });
 }
 
-// x += m(x_in).
+// x += the product of m and x_in.
 inline void add_product(const Matrix &m, const float *x_in, int64_t n_in, float *x, int64_t rows, bool prefill, int threads) {
   const Matrix matrix = with_output(m, x, true);
   check(longdraft_linear(x_in, rows, n_in, &matrix, 1, prefill, threads));
 }
 
-// x += MLP(norm(x)), or the norm of that. L: a structure with the fields of an MLP.
+// x += y, or += RMS norm of y unless post_mlp_norm is null, where y = MLP(norm(x)). L: a structure with the MLP's fields.
 template <typename L>
 inline void compute_mlp(const L &l, float eps, float norm_offset, bool gelu, const float *post_mlp_norm, float post_mlp_eps, float *x,
                         int64_t rows, bool prefill, int threads) {

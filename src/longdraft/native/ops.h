@@ -1,4 +1,4 @@
-// The operations of a decoder layer between its products (norms, RoPE, activations), and the top k of logits.
+// Operations of a decoder layer between matrix products (norms, RoPE, activations), and the top k of logits.
 #pragma once
 
 #include "kernels.h"
@@ -14,7 +14,7 @@ namespace {
 
 using std::int64_t;
 
-// Sizes above which an operation runs on several threads.
+// Operations on more numbers than this run on several threads.
 constexpr int64_t PARALLEL_MIN = 1 << 16;
 
 // RMS norm of each row: to = from / rms(from) * (weight + norm_offset).
@@ -50,7 +50,7 @@ inline void apply_rope(const float *x, const float *cos, const float *sin, int64
   std::copy_n(x + rotary_dim, d - rotary_dim, y + rotary_dim);
 }
 
-inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
+inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }  // above 20 equal to x in float32
 
 inline vec silu(vec x) {
   const vec e = v_exp(x < 0 ? x : -x);
@@ -67,7 +67,7 @@ inline vec gelu(vec x) {
   return 0.5f * x * (1.0f + v_tanh(0.7978845608f * fmadd(0.044715f * x * x, x, x)));
 }
 
-// x = f(x, y), row by row, so that a row has the same vectors, and bits, among any number of rows.
+// x = f(x, y). Vectors never span rows, so that a row has equal bits among any number of rows.
 template <typename F>
 inline void elementwise(float *x, const float *y, int64_t rows, int64_t size, int threads, const F &f) {
   constexpr int64_t ITEM_SIZE = 4096;
@@ -92,7 +92,7 @@ inline void softcap_logits(float *x, int64_t rows, int64_t size, float cap, int 
   elementwise(x, x, rows, size, threads, [=](vec a, vec) { return cap * v_tanh(a * (1.0f / cap)); });
 }
 
-// The k largest logits of a row, the largest first: log-probabilities and indices. NaN is never chosen, but makes all
+// The k largest logits of a row, the largest first, as log-probabilities and indices. NaN ranks lowest, but makes all
 // log-probabilities NaN.
 inline void topk_of_row(const float *logits, int64_t size, int64_t k, float *logprobs, int64_t *indices) {
   constexpr float LOWEST = -std::numeric_limits<float>::infinity();
@@ -120,7 +120,7 @@ inline void topk_of_row(const float *logits, int64_t size, int64_t k, float *log
   for (int64_t i = 0; i < k; i++) logprobs[i] -= log_sum_exp;
 }
 
-// The same for every row.
+// topk_of_row() for every row.
 inline void topk_of_rows(const float *logits, int64_t rows, int64_t size, int64_t k, float *logprobs, int64_t *indices,
                          int threads) {
   parallel_for(threads, rows, [=](int64_t r) {

@@ -1,4 +1,4 @@
-// LANES outputs of a quantized matrix: where their weights are, and where their sums are written.
+// LANES outputs of a quantized matrix: the location of their weights, and how their sums are written.
 #pragma once
 
 #include "quants.h"
@@ -7,14 +7,14 @@
 
 namespace {
 
-// Codes by their codebook, if the format has one.
+// Looks codes up in the format's codebook, if it has one.
 template <typename F>
 ALWAYS_INLINE inline ivec apply_codebook(ivec w) {
   if constexpr (F::HAS_CODEBOOK) return lookup16(F::CODEBOOK, w);
   return w;
 }
 
-// LANES outputs, from `out` on. At the end of the matrix they overlap with the previous ones: the first `skip` are done already.
+// LANES outputs, from `out` on. At the end of the matrix they overlap with the previous vector, which has computed the first `skip`.
 struct OutputVector {
   int64_t out, skip;
 
@@ -23,7 +23,7 @@ struct OutputVector {
 
   const byte *first(const Matrix &m) const { return static_cast<const byte *>(m.w) + out * m.w_stride; }
 
-  // Weights [first_in, first_in + n_in) of these outputs, interleaved here if m is not. With fewer outputs than lanes, the rest is 0.
+  // Weights [first_in, first_in + n_in) of these outputs; interleaves them if m is not. Without enough outputs, the other lanes are 0.
   template <typename F>
   InterleavedRows interleaved(const Matrix &m, int64_t first_in, int64_t n_in, Scratch &scratch) const {
     const int64_t offset = first_in / F::WEIGHTS * F::BYTES, blocks = n_in / F::WEIGHTS, bytes = blocks * F::BYTES;

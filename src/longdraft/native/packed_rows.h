@@ -8,7 +8,7 @@
 
 typedef std::uint8_t byte;
 
-// Unpacked weights must stay in registers, which a function call would spill.
+// For functions with unpacked weights in registers: a call would spill them to memory.
 #define ALWAYS_INLINE __attribute__((always_inline))
 
 struct BFloat16 {
@@ -118,10 +118,10 @@ static inline int32x8 lookup16(const byte *table, int32x8 x) {
 }
 #endif
 
-// Selects all columns of a single row at once, where an index selects one.
+// An index that selects all columns of a single row at once.
 struct AllColumns {};
 
-// The bytes of one row of a quantized matrix. Like InterleavedRows it is a cursor: u8(), u32() and fp16() read what it points to.
+// A cursor in the bytes of one row of a quantized matrix: u8(), u32() and fp16() read a number at the cursor.
 struct SingleRow {
   typedef std::int32_t Int;
   const byte *ptr;
@@ -140,8 +140,8 @@ struct SingleRow {
   }
 };
 
-// LANES rows, interleaved in units of 4 bytes (2 for a float16, 1 for a byte): the same unit of all rows is one vector, with a lane
-// for each row. So a dot product needs no horizontal sum.
+// A cursor in LANES rows that are interleaved in units of 4 bytes (2 for a float16, 1 for a byte): unit i of all rows is one vector,
+// with a lane for each row. So a dot product needs no horizontal sum.
 struct InterleavedRows {
   typedef ivec Int;
   const byte *ptr;
@@ -152,7 +152,7 @@ struct InterleavedRows {
   vec fp16() const { return load(reinterpret_cast<const Float16 *>(ptr)); }
 };
 
-// N columns, of 4 bytes (4 codes) of each row.
+// N columns. A column has 4 bytes (4 codes) of each row.
 template <int N>
 struct InterleavedColumns {
   ivec col[N];
@@ -168,7 +168,7 @@ struct InterleavedColumns {
 
 template <int N>
 struct RowColumns {
-  int32x8 bytes;  // 16 bytes, twice, or 32 bytes
+  int32x8 bytes;  // for N = 4 the 16 bytes twice, for N = 8 32 bytes
 
   ALWAYS_INLINE explicit RowColumns(SingleRow in) {
     constexpr int SIZE = N == 8 ? 32 : 16;
@@ -182,7 +182,7 @@ struct RowColumns {
 template <int N> ALWAYS_INLINE inline InterleavedColumns<N> columns(InterleavedRows in) { return InterleavedColumns<N>(in); }
 template <int N> ALWAYS_INLINE inline RowColumns<N> columns(SingleRow in) { return RowColumns<N>(in); }
 
-// 16 bytes of every fourth row of LANES rows: of rows 0, 4, 8, 12 with AVX-512.
+// Loads 16 bytes of every fourth of LANES rows: with AVX-512 of rows 0, 4, 8 and 12.
 ALWAYS_INLINE inline vec load_quarters(const byte *rows, std::int64_t w_stride) {
 #if defined(__AVX2__)
   const auto load_two = [=](const byte *p) ALWAYS_INLINE {
@@ -198,7 +198,7 @@ ALWAYS_INLINE inline vec load_quarters(const byte *rows, std::int64_t w_stride) 
 #endif
 }
 
-// A shuffle within 128-bit lanes: takes elements FIRST and FIRST + 1 of a and b, alternating if GROUP is 1, else a's before b's.
+// In each 128-bit part: elements FIRST and FIRST + 1 of a and b, alternating if GROUP is 1, else a's before b's.
 template <int FIRST, int GROUP, int... I>
 ALWAYS_INLINE inline vec interleave_quarters(vec a, vec b, std::integer_sequence<int, I...>) {
   return shuffle<(I / 4 * 4 + FIRST + (GROUP == 1 ? I % 4 / 2 : I % 2) + (GROUP == 1 ? I % 2 : I % 4 / 2) * LANES)...>(a, b);
@@ -219,7 +219,7 @@ ALWAYS_INLINE inline void repack_16(const byte *rows, std::int64_t w_stride, byt
   }
 }
 
-// Interleaves LANES rows of quant blocks. The first HEAD_BYTES and last TAIL_BYTES of a block are units of their own.
+// Interleaves LANES rows of quant blocks. A block's first HEAD_BYTES are one unit, and its last TAIL_BYTES are one.
 template <typename F>
 void repack(const byte *rows, std::int64_t w_stride, std::int64_t blocks, byte *to) {
   const auto copy_units = [&](std::int64_t offset, auto size) ALWAYS_INLINE {

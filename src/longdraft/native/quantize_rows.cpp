@@ -1,4 +1,4 @@
-// Quantizes activations to int8, as ggml's quantize_row_q8_0 and quantize_row_q8_K.
+// Quantizes activations to int8, like ggml's quantize_row_q8_0 and quantize_row_q8_K.
 #include "quants.h"
 #include "matmul.h"
 #include "threads.h"
@@ -7,15 +7,15 @@
 
 namespace {
 
-// In each lane i, Op of lanes i and i ^ BIT.
+// In each lane i, Op (a maximum) of lanes i and i ^ BIT.
 template <typename Op, int BIT, int... I>
 ALWAYS_INLINE inline vec max_of_pair(vec x, std::integer_sequence<int, I...>) { return Op::apply(x, shuffle<(I ^ BIT)...>(x, x)); }
 
-// Quantizes LANES blocks of 32 numbers at once, or those that remain, from block `first_block` of all rows on.
+// Quantizes LANES blocks of 32 numbers at once, or fewer at the end, from block `first_block` on; blocks are counted over all rows.
 void quantize_blocks(const float *x, const Int8Activations &out, int64_t first_block) {
   constexpr float ROUND_MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which is then in the mantissa's lowest bits
-  constexpr std::int32_t INFINITE = 0x7f800000;
-  struct MaxBits {  // by the bits of non-negative floats, of which NaN is the largest
+  constexpr std::int32_t INFINITE = 0x7f800000;  // bits of infinity; NaN is above
+  struct MaxBits {  // maximum of non-negative floats by their bits, in which NaN is the largest
     static inline vec apply(vec a, vec b) { return (vec)((ivec)a > (ivec)b ? (ivec)a : (ivec)b); }
   };
   const int64_t blocks_per_row = out.n_in / SUB_BLOCK, n_blocks = std::min<int64_t>(LANES, out.rows * blocks_per_row - first_block);
@@ -40,7 +40,7 @@ void quantize_blocks(const float *x, const Int8Activations &out, int64_t first_b
   }
   const ivec bits = (ivec)block_max;
   const vec inv_scale = 127.0f / block_max;
-  const ivec is_normal = (ivec)inv_scale < INFINITE;  // else all numbers are zero or subnormal, and become 0
+  const ivec is_normal = (ivec)inv_scale < INFINITE;  // else all numbers of the block are zero or subnormal, and are quantized to 0
   const vec zero_or_nan = bits < INFINITE ? vec{} : block_max - block_max;  // NaN if a number is infinite or NaN
   const vec inv_scales = (bits < INFINITE) & is_normal ? inv_scale : vec{},
             scales = is_normal & (bits < INFINITE) ? block_max / 127.0f : zero_or_nan;
@@ -57,7 +57,7 @@ void quantize_blocks(const float *x, const Int8Activations &out, int64_t first_b
         const int offset = (h * VECTORS_PER_SUB_BLOCK / 2 + i) * LANES;
         const vec shifted = (is_zero ? vec{} : load(block_x + offset) * inv_scale_of[b]) + ROUND_MAGIC;
         sum += shifted - ROUND_MAGIC;
-        const ivec q = (ivec)shifted - 0x4b400000;
+        const ivec q = (ivec)shifted - 0x4b400000;  // the bits of ROUND_MAGIC
         if (b >= n_blocks) continue;
         std::int8_t *qs = out.qs + block_index(b) * SUB_BLOCK + offset;
 #if defined(__AVX512F__)
@@ -89,7 +89,7 @@ void quantize_blocks(const float *x, const Int8Activations &out, int64_t first_b
 }  // namespace
 
 void quantize_rows(const float *x, const Int8Activations &out, int threads) {
-  constexpr int64_t ITEM_SIZE = 16;  // vectors of blocks in an item of a thread
+  constexpr int64_t ITEM_SIZE = 16;  // vectors of blocks in a thread's work item
   const int64_t blocks_per_row = out.n_in / SUB_BLOCK, blocks = out.rows * blocks_per_row;
   const int64_t vectors = (blocks + LANES - 1) / LANES;
   parallel_for(vectors > 4 * ITEM_SIZE ? threads : 1, (vectors + ITEM_SIZE - 1) / ITEM_SIZE, [=](int64_t item) {
@@ -97,7 +97,7 @@ void quantize_rows(const float *x, const Int8Activations &out, int threads) {
       quantize_blocks(x, out, v * LANES);
     }
   });
-  // Padding rows are zeros: leftover scales may be subnormal, which is slow.
+  // Padding rows are set to zero, because arithmetic with leftover subnormal scales is slow.
   for (int64_t row = out.rows; row < out.padded_rows(); row++) {
     for (int64_t i = 0; i < blocks_per_row; i++) std::memset(out.qs + out.block_index(row, i) * SUB_BLOCK, 0, SUB_BLOCK);
     for (int64_t i = 0; !out.tile_rows && i < blocks_per_row; i++) out.blocks[out.block_index(row, i)] = {};

@@ -1,4 +1,4 @@
-"""Matrices in ggml's quant blocks or in 16 bits, which kernels read as they are: see quants.h."""
+"""Weight matrices in ggml's quant blocks or in 16-bit floats, which kernels read without conversion (quants.h)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from longdraft.native.boundary import CPU_FLOAT32, address
 from longdraft.native.header import ENUMS
 
-# Name of a ggml type -> weights and bytes of a block.
+# Name of a ggml type -> (weights, bytes) of a block.
 QUANT_SIZES = {
     "Q4_0": (32, 18), "Q4_1": (32, 20), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
     "BF16": (32, 64), "F16": (32, 64), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q2_K": (256, 84), "Q3_K": (256, 110),
     "IQ4_NL": (32, 18), "IQ4_XS": (256, 136), "MXFP4": (32, 17),
 }  # fmt: skip
-# Types that are not quantized.
+# Types that are not quantized -> torch dtype.
 HALF_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -25,10 +25,10 @@ class QuantizedMatrix:
     """A weight (out, in) whose rows consist of quant blocks.
 
     Attributes:
-        data: (out, bytes of a row) uint8 with contiguous rows, perhaps a mapped file. Kernels need it on the CPU.
-        format: one of :data:`QUANT_SIZES`.
-        int8: quantize activations to int8 (:func:`fake_quantize_int8`). Not for bfloat16 and float16.
-        repacked: for int8 arithmetic, the same bytes with rows interleaved (:meth:`Kernels.repack`), (groups, lanes,
+        data: (out, bytes of a row) uint8 with contiguous rows, often a mapped file. Kernels need it on the CPU.
+        format: name of the block's type in :data:`QUANT_SIZES`.
+        int8: True: activations are quantized to int8 (:func:`fake_quantize_int8`). Not for bfloat16 and float16.
+        repacked: a copy with interleaved rows for int8 arithmetic (:meth:`Kernels.repack`), (groups of rows, lanes,
             bytes of a row); or None.
 
     Raises:
@@ -42,9 +42,9 @@ class QuantizedMatrix:
 
     def __post_init__(self) -> None:
         if self.format not in QUANT_SIZES:
-            raise ValueError(f"weights are stored as one of {', '.join(QUANT_SIZES)}, got {self.format}")
+            raise ValueError(f"unknown format {self.format}: give one of {', '.join(QUANT_SIZES)}")
         if self.data.dtype != torch.uint8 or self.data.dim() != 2 or self.data.stride(1) != 1:
-            raise ValueError(f"stored weights are rows of bytes, got {self.data.dtype} {tuple(self.data.shape)}")
+            raise ValueError(f"data must be uint8 (out, row bytes), got {self.data.dtype} {tuple(self.data.shape)}")
         if self.data.shape[1] % QUANT_SIZES[self.format][1]:
             raise ValueError(f"a row of {self.data.shape[1]} bytes is no whole number of {self.format} blocks")
         if self.int8 and self.format in HALF_DTYPES:
@@ -52,7 +52,7 @@ class QuantizedMatrix:
 
     @property
     def is_quantized(self) -> bool:
-        """True for 8 bits or fewer, which int8 arithmetic needs; False for bfloat16 and float16."""
+        """True for formats of 8 bits or fewer, which int8 arithmetic needs; False for bfloat16 and float16."""
         return self.format not in HALF_DTYPES
 
     @property
@@ -62,12 +62,12 @@ class QuantizedMatrix:
         return 8 * size / weights
 
     def with_int8(self, int8: bool) -> QuantizedMatrix:
-        """The same weights for int8 arithmetic, if they are quantized, or for float32 arithmetic."""
+        """These weights for int8 arithmetic if ``int8`` and they are quantized, else for float32 arithmetic."""
         return QuantizedMatrix(self.data, self.format, int8 and self.is_quantized, self.repacked)
 
     @classmethod
     def from_half(cls, weight: torch.Tensor) -> QuantizedMatrix:
-        """A view of a bfloat16 or float16 matrix; in is a multiple of 32."""
+        """A view of a bfloat16 or float16 matrix (out, in), where in is a multiple of 32."""
         return cls(weight.detach().view(torch.uint8), "BF16" if weight.dtype == torch.bfloat16 else "F16")
 
     @property
@@ -82,22 +82,22 @@ class QuantizedMatrix:
 
     @property
     def format_id(self) -> int:
-        """The format as the kernels' enumeration has it."""
+        """The format's number in the enumeration Format of kernels.h."""
         return ENUMS["Format"][self.format]
 
     def kernel_address(self, first_row: int = 0) -> tuple[int | None, int, int]:
-        """Address, bytes of a row, and int8_layout (kernels.h) of the rows from ``first_row`` on."""
+        """The address of row ``first_row``, and w_stride and int8_layout of Matrix (kernels.h)."""
         if not self.int8 or self.repacked is None:
             return address(self.data[first_row:], torch.uint8, strided_rows=True), self.data.stride(0), int(self.int8)
         lanes, size = self.repacked.shape[1:]
         return address(self.repacked[first_row // lanes :], torch.uint8, strided_rows=True), size, lanes
 
     def select_rows(self, ids: torch.Tensor) -> QuantizedMatrix:
-        """The rows ``ids`` (n,)."""
+        """A matrix of the rows with indices ``ids`` (n,)."""
         return QuantizedMatrix(self.data[ids], self.format, self.int8)
 
     def dequantize(self) -> torch.Tensor:
-        """The weights as float32 (out, in), by the package gguf: the kernels' reference, used where there are none."""
+        """The weights as float32 (out, in), by the package gguf. Used without kernels, and in their tests."""
         data = self.data.contiguous()
         if (dtype := HALF_DTYPES.get(self.format)) is not None:
             return data.view(dtype).float()
@@ -108,19 +108,19 @@ class QuantizedMatrix:
 
 
 def fake_quantize_int8(x: torch.Tensor, format: str) -> torch.Tensor:
-    """Activations (..., in), quantized to int8 for weights of a format, and dequantized: a scale, the largest magnitude
-    / 127, for 32 numbers, or for 128 with K-quants except Q2_K. The reference of quantize_rows.cpp.
+    """Quantizes activations (..., in) to int8 for weights of a format, and dequantizes them. The scale of 32 numbers,
+    or of 128 for K-quants except Q2_K, is their largest magnitude / 127. Tests compare quantize_rows.cpp with this.
     """
     blocks = x.float().unflatten(-1, (-1, 128 if QUANT_SIZES[format][0] == 256 and format != "Q2_K" else 32))
     largest = blocks.abs().amax(-1, keepdim=True)
-    # A tensor, because torch computes 127 / x by a reciprocal. Infinite for a block of tiny numbers.
-    factor = torch.tensor(127.0, **CPU_FLOAT32) / largest
-    quants = torch.where(factor.isfinite(), blocks * factor, 0.0).round()
+    # The dividend is a tensor, because torch computes 127 / x by a reciprocal. Infinite if all are tiny.
+    inverse_scale = torch.tensor(127.0, **CPU_FLOAT32) / largest
+    quants = torch.where(inverse_scale.isfinite(), blocks * inverse_scale, 0.0).round()
     return (quants * (largest / 127)).flatten(-2)
 
 
 def quantize_blocks(rows: torch.Tensor, format: Literal["Q8_0", "Q4_0"]) -> torch.Tensor:
-    """Floats (n, in) -> bytes of their quant blocks (n, bytes of a row)."""
+    """Quantizes floats (n, in) to blocks as ggml does; returns their bytes (n, bytes of a row)."""
     blocks = rows.float().unflatten(1, (-1, 32))
     largest = blocks.gather(2, blocks.abs().argmax(2, keepdim=True))
     scales = largest.abs() / 127 if format == "Q8_0" else largest / -8
@@ -128,6 +128,6 @@ def quantize_blocks(rows: torch.Tensor, format: Literal["Q8_0", "Q4_0"]) -> torc
     if format == "Q8_0":
         packed = quants.round().to(torch.int8).view(torch.uint8)
     else:
-        nibbles = (quants + 8.5).clamp_(0, 15).to(torch.uint8)
+        nibbles = (quants + 8.5).clamp_(0, 15).to(torch.uint8)  # codes with the offset 8, rounded by 0.5
         packed = nibbles[..., :16] | nibbles[..., 16:] << 4
     return torch.cat([scales.half().view(torch.uint8), packed], 2).flatten(1)

@@ -1,19 +1,19 @@
 // ggml's quant blocks (ggml-quants: block_q4_0, ..., block_q6_K, block_iq4_xs, block_mxfp4), unpacked to 8-bit codes and scales.
 //
-// The functions read blocks of one row, or of LANES interleaved rows (packed_rows.h), whose vectors have a lane for each row (output)
-// and 4 codes in a lane. So one dpbusd multiplies 4 activations with the codes of all outputs, a scale is one vector, no horizontal
-// sum is needed, and every instruction set adds up an output's blocks in the same order.
+// Blocks are read from one row, or from LANES interleaved rows (packed_rows.h). The latter give vectors with a lane for each row
+// (output) and 4 codes in a lane. So one dpbusd multiplies 4 activations with the codes of all outputs, a scale is one vector, no
+// horizontal sum is needed, and every instruction set adds up an output's blocks in one order.
 //
 // A format F has WEIGHTS and BYTES of a block, and block(in, emit), which unpacks one into sub-blocks of 32 weights and calls
 // emit(sub_block, w, scale, min) for each: w(i) gives the codes of weights 4i to 4i + 3, i < COLUMNS_PER_SUB_BLOCK.
 //   HEAD_BYTES, TAIL_BYTES  bytes before and after the units of 4 bytes that are interleaved (packed_rows.h)
 //   SCALES         scales of a sub-block: 1, or 2 (one for 16 weights)
 //   HAS_MIN        weight = scale * code + min; else weight = scale * (code - ZERO_POINT). MAX_CODE: the largest (unsigned) code
-//   HAS_CODEBOOK   codes are indices into CODEBOOK, whose entries include ZERO_POINT
+//   HAS_CODEBOOK   w(i) gives indices into CODEBOOK, whose entries are codes
 //   SUB_BLOCKS_PER_SCALE  sub-blocks that share one activation scale (matmul.h): 4 in blocks of 256 weights, whose scales are d times an
 //                  integer, so that integer sums of 4 sub-blocks are added before they are scaled; else 1
-//   INT32_SUMS     those sums exceed the 24 bits that floats represent exactly
-//   emit_order(i)  the sub-block of the i-th call of emit; of those that share a scale the last one comes last
+//   INT32_SUMS     these integer sums exceed the 24 bits that floats represent exactly
+//   emit_order(i)  the sub-block of the i-th call of emit; the last sub-block of an activation scale is emitted last
 // Weights as floats have gguf's bits: exact, or rounded once.
 #pragma once
 
@@ -27,9 +27,10 @@ using std::int64_t;
 constexpr int SUB_BLOCK = 32, VECTORS_PER_SUB_BLOCK = SUB_BLOCK / LANES;
 constexpr int COLUMNS_PER_SUB_BLOCK = 8;  // vectors with 4 codes of each output
 
-template <int W, int B, int S, int F = 0, int L = 0>
+template <int N, int SIZE, int N_SCALES, int HEAD = 0, int TAIL = 0>
 struct QuantBlock {
-  static constexpr int WEIGHTS = W, BYTES = B, SCALES = S, HEAD_BYTES = F, TAIL_BYTES = L, SUB_BLOCKS_PER_SCALE = W == 256 ? 4 : 1;
+  static constexpr int WEIGHTS = N, BYTES = SIZE, SCALES = N_SCALES, HEAD_BYTES = HEAD, TAIL_BYTES = TAIL;
+  static constexpr int SUB_BLOCKS_PER_SCALE = N == 256 ? 4 : 1;
   static constexpr bool HAS_CODEBOOK = false, INT32_SUMS = false;
   static constexpr int emit_order(int i) { return i; }
 };
@@ -48,10 +49,10 @@ ALWAYS_INLINE inline int32x8 nibble(const Columns &bytes, AllColumns i) {
   return bytes[i] >> int32x8{0, 0, 0, 0, 4, 4, 4, 4} & 0x0f0f0f0f;
 }
 
-// qh of block_q5_0 and block_q5_1: moves bits 4i to 4i + 3 of each lane to bit 4 of its four bytes, the fifth bits of codes.
+// The fifth bits of codes, from qh of block_q5_0 and block_q5_1: moves bits 4i to 4i + 3 of a lane to bit 4 of its four bytes.
 ALWAYS_INLINE inline ivec fifth_bits(ivec bits, int i) {
 #if defined(__AVX512F__)
-  // A lookup by the lowest 4 bits, because vpmulld is slow.
+  // Looks the product up by the lowest 4 bits, because vpmulld is slow.
   const ivec index = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, spread = index * 0x02040810 & 0x10101010;
   return (ivec)_mm512_permutexvar_epi32((__m512i)(bits >> (4 * i)), (__m512i)spread);
 #else
@@ -108,7 +109,7 @@ struct IQ4Codebook {
   static constexpr bool HAS_MIN = false, HAS_CODEBOOK = true;
   static constexpr byte CODEBOOK[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 };
-struct MXFP4Codebook {  // doubled, as in ggml
+struct MXFP4Codebook {  // entries are twice the values, like ggml's
   static constexpr int ZERO_POINT = 12, MAX_CODE = 24;
   static constexpr bool HAS_MIN = false, HAS_CODEBOOK = true;
   static constexpr byte CODEBOOK[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
@@ -180,7 +181,7 @@ ALWAYS_INLINE inline auto unpack_scales(vec scale, Columns... columns) {
 
 // {scales, qs, d, dmin}: 2-bit codes; a 4-bit scale and a 4-bit min for each 16 weights.
 struct Q2_K : QuantBlock<256, 84, 2> {
-  static constexpr int MAX_CODE = 3, ZERO_POINT = 0, SUB_BLOCKS_PER_SCALE = 1;  // not tiled: with a min for each 16 weights
+  static constexpr int MAX_CODE = 3, ZERO_POINT = 0, SUB_BLOCKS_PER_SCALE = 1;  // no AMX: mins are for 16 weights
   static constexpr bool HAS_MIN = true;
   template <typename In, typename Emit>
   ALWAYS_INLINE static void block(In in, const Emit &emit) {

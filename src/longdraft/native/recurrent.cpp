@@ -3,8 +3,8 @@
 // A head's state S (head_k_dim, head_v_dim) gives a token's output and the next state:
 //     u = (v - (d S)^T k) beta     or, without the delta rule, u = v beta
 //     out = (d S)^T q + (k q) u    and    S' = d S + k u^T
-// with a decay d for the head or for each key dimension. So a token reads the state once for both products, and writes one only if it
-// has children. Columns of S are independent: a few at a time stay in the L1 cache for all tokens.
+// with a decay d for the head or for each key dimension. So a token reads the state once for both products, and writes a new state only
+// if it has children. Columns of S are independent: a few at a time stay in the L1 cache for all tokens.
 #include <cmath>
 #include <vector>
 
@@ -17,11 +17,11 @@ namespace {
 
 using std::int64_t;
 
-constexpr int N_VECTORS = 2;                         // vectors of columns at a time
-constexpr int64_t COLUMNS = N_VECTORS * LANES;  // columns at a time
-constexpr int N_PARTIAL_SUMS = 4;                    // over the key dimensions, for each of these vectors
+constexpr int N_VECTORS = 2;                         // vectors of columns that are processed at a time
+constexpr int64_t COLUMNS = N_VECTORS * LANES;  // columns that are processed at a time
+constexpr int N_PARTIAL_SUMS = 4;                    // partial sums over key dimensions, for each vector
 
-// A token's inputs for one head: (head_k_dim,) each, then scalars.
+// A token's inputs for one head: arrays (head_k_dim,), and scalars.
 struct TokenInputs {
   float *decay, *decayed_key, *key, *decayed_query;
   float key_query, beta, skip;
@@ -37,7 +37,7 @@ float dot(const float *a, const float *b, int64_t size) {
   return part[0];
 }
 
-// memory: for the four arrays, each rounded up to cache lines.
+// Computes a token's inputs. memory: for the four arrays, each rounded up to whole cache lines.
 TokenInputs prepare(const LinearRecurrence &r, const RecurrentInputs &inputs, int64_t token, int64_t head, float *memory) {
   const int64_t n = r.head_k_dim, size = Scratch::round_up_to_line(n), k_head = head / (r.n_v_heads / r.n_k_heads);
   const float *q = inputs.q + (token * r.n_k_heads + k_head) * n, *k = inputs.k + (token * r.n_k_heads + k_head) * n;
@@ -61,7 +61,7 @@ TokenInputs prepare(const LinearRecurrence &r, const RecurrentInputs &inputs, in
     out.key[i] = k[i] * k_scale;
     query[i] = q[i] * q_scale;
   }
-  out.key_query = dot(out.key, query, n);  // before the decay, which may be 0
+  out.key_query = dot(out.key, query, n);  // computed before the decay, which may be 0
   for (int64_t i = 0; i < n; i++) {
     out.decay[i] = r.decay_per_key ? std::exp(g[i]) : decay;
     out.decayed_key[i] = out.decay[i] * out.key[i];
@@ -70,9 +70,9 @@ TokenInputs prepare(const LinearRecurrence &r, const RecurrentInputs &inputs, in
   return out;
 }
 
-// For COLUMNS columns of a state, (keys, COLUMNS): memory = (d S)^T k and output = (d S)^T q, as far as they are needed.
+// For COLUMNS columns of a state (n_keys, COLUMNS): predicted_v = (d S)^T k if DELTA_RULE, and output = (d S)^T q if READS.
 template <bool DELTA_RULE, bool READS>
-inline void read_state(const float *s, const TokenInputs &token, int64_t n_keys, vec *memory, vec *output) {
+inline void read_state(const float *s, const TokenInputs &token, int64_t n_keys, vec *predicted_v, vec *output) {
   vec m[N_PARTIAL_SUMS][N_VECTORS] = {}, f[N_PARTIAL_SUMS][N_VECTORS] = {};
   const auto add_row = [&](int64_t i, int j) {
     const vec k = broadcast(token.decayed_key[i]), q = broadcast(token.decayed_query[i]);
@@ -88,25 +88,26 @@ inline void read_state(const float *s, const TokenInputs &token, int64_t n_keys,
   }
   for (; i < n_keys; i++) add_row(i, 0);
   UNROLL for (int w = 0; w < N_VECTORS; w++) {
-    memory[w] = (m[0][w] + m[1][w]) + (m[2][w] + m[3][w]);
+    predicted_v[w] = (m[0][w] + m[1][w]) + (m[2][w] + m[3][w]);
     output[w] = (f[0][w] + f[1][w]) + (f[2][w] + f[3][w]);
   }
 }
 
-// One token: its output, unless out is null, and the next state in `after`, unless that is null.
+// Runs one token: writes its output into `out` unless null, and the next state into `after` unless null.
 void run_token(const float *before, float *after, const TokenInputs &token, int64_t n_keys, bool delta_rule, const float *v, float *out,
              int64_t n_columns) {
-  vec memory[N_VECTORS], output[N_VECTORS], u[N_VECTORS];
+  vec predicted_v[N_VECTORS], output[N_VECTORS], u[N_VECTORS];
   if (delta_rule) {
-    out ? read_state<true, true>(before, token, n_keys, memory, output) : read_state<true, false>(before, token, n_keys, memory, output);
+    out ? read_state<true, true>(before, token, n_keys, predicted_v, output)
+        : read_state<true, false>(before, token, n_keys, predicted_v, output);
   } else {
-    out ? read_state<false, true>(before, token, n_keys, memory, output)
-        : read_state<false, false>(before, token, n_keys, memory, output);
+    out ? read_state<false, true>(before, token, n_keys, predicted_v, output)
+        : read_state<false, false>(before, token, n_keys, predicted_v, output);
   }
   UNROLL for (int w = 0; w < N_VECTORS; w++) {
     const int64_t n_lanes = std::max<int64_t>(0, std::min<int64_t>(LANES, n_columns - w * LANES));
     const vec x = n_lanes == LANES ? load(v + w * LANES) : load_partial(v + w * LANES, n_lanes);
-    u[w] = (delta_rule ? x - memory[w] : x) * broadcast(token.beta);
+    u[w] = (delta_rule ? x - predicted_v[w] : x) * broadcast(token.beta);
     if (!out) continue;
     const vec y = fmadd(x, broadcast(token.skip), fmadd(u[w], broadcast(token.key_query), output[w]));
     n_lanes == LANES ? store(out + w * LANES, y) : store_partial(out + w * LANES, y, n_lanes);
@@ -121,7 +122,7 @@ void run_token(const float *before, float *after, const TokenInputs &token, int6
   }
 }
 
-// Copies some columns of a head's state; pad: zeros up to COLUMNS.
+// Copies n_columns columns of a head's state. pad: fill up to COLUMNS with zeros.
 void copy_columns(const float *from, int64_t from_row, float *to, int64_t to_row, int64_t n_keys, int64_t n_columns, bool pad) {
   for (int64_t i = 0; i < n_keys; i++) {
     std::memcpy(to + i * to_row, from + i * from_row, sizeof(float) * n_columns);
@@ -129,24 +130,24 @@ void copy_columns(const float *from, int64_t from_row, float *to, int64_t to_row
   }
 }
 
-// One head of one sequence.
+// Runs one head of one sequence: pending tokens, then the tree.
 void run_head(const LinearRecurrence &r, const RecurrentSequence &s, int64_t head) {
   static thread_local Scratch scratch;
-  static thread_local std::vector<TokenInputs> prepared;  // pending tokens, then the tree's
+  static thread_local std::vector<TokenInputs> prepared;  // of pending tokens, then of the tree's
   const int64_t n = r.head_k_dim, state = n * COLUMNS, n_tokens = s.pending.n_tokens + s.tree.n_tokens;
   const int64_t token_size = 4 * Scratch::round_up_to_line(n);
   float *memory = scratch.get(token_size * n_tokens + (s.tree.n_tokens + 1) * state), *states = memory + token_size * n_tokens;
   prepared.resize(n_tokens);
-  const auto prepare_at = [&](const RecurrentInputs &of, int64_t token, int64_t index) {
-    prepared[index] = prepare(r, of, token, head, memory + token_size * index);
+  const auto prepare_at = [&](const RecurrentInputs &inputs, int64_t token, int64_t index) {
+    prepared[index] = prepare(r, inputs, token, head, memory + token_size * index);
   };
   for (int64_t token = 0; token < s.pending.n_tokens; token++) prepare_at(s.pending, token, token);
   for (int64_t i = 0; i < s.n_computed; i++) prepare_at(s.tree, s.order[i], s.pending.n_tokens + s.order[i]);
   float *head_state = s.state + head * n * r.head_v_dim;
   for (int64_t first = 0; first < r.head_v_dim; first += COLUMNS) {
     const int64_t n_columns = std::min<int64_t>(COLUMNS, r.head_v_dim - first);
-    const auto values = [&](const RecurrentInputs &of, int64_t token) {
-      return of.v + (token * r.n_v_heads + head) * r.head_v_dim + first;
+    const auto values = [&](const RecurrentInputs &inputs, int64_t token) {
+      return inputs.v + (token * r.n_v_heads + head) * r.head_v_dim + first;
     };
     float *current = states;
     copy_columns(head_state + first, r.head_v_dim, current, COLUMNS, n, n_columns, true);
@@ -154,7 +155,7 @@ void run_head(const LinearRecurrence &r, const RecurrentSequence &s, int64_t hea
       run_token(current, current, prepared[token], n, r.delta_rule, values(s.pending, token), nullptr, n_columns);
     }
     if (s.pending.n_tokens) copy_columns(current, COLUMNS, head_state + first, r.head_v_dim, n, n_columns, false);
-    // states[0] is the committed state, states[i + 1] that of tree token i.
+    // states + 0 is the committed state, states + (i + 1) * state the state after tree token i.
     for (int64_t i = 0; i < s.n_computed; i++) {
       const int64_t token = s.order[i];
       float *out = token < s.first_output ? nullptr : s.out + ((token - s.first_output) * r.n_v_heads + head) * r.head_v_dim + first;
@@ -167,7 +168,7 @@ void run_head(const LinearRecurrence &r, const RecurrentSequence &s, int64_t hea
 
 // Channels [first, end) of all tokens of a sequence.
 void convolve_channels(const CausalConv &c, const CausalConvSequence &s, int64_t first, int64_t end) {
-  constexpr int MAX_CACHED = 8;  // taps whose weights are kept in registers
+  constexpr int MAX_CACHED = 8;  // taps (i) whose weights stay in registers
   for (int64_t channel = first; channel < end; channel += LANES) {
     const int64_t n_lanes = std::min<int64_t>(LANES, end - channel);
     const auto load_lanes = [&](const float *p) { return n_lanes == LANES ? load(p) : load_partial(p, n_lanes); };

@@ -1,4 +1,4 @@
-"""Linear recurrences and causal convolutions of recurrent layers, for trees of tokens. See recurrent.cpp."""
+"""Linear recurrences and causal convolutions of recurrent layers, for trees of tokens (recurrent.cpp)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from longdraft.native.header import STRUCTURES, Int64
 from longdraft.native.library import Kernels
 
 CausalConv, SequenceStruct = STRUCTURES["CausalConv"], STRUCTURES["RecurrentSequence"]
-# The tensors of :class:`RecurrentInputs`; empty for no tokens.
+# A :class:`RecurrentInputs`, or an empty sequence for no tokens.
 Inputs = Sequence[torch.Tensor | None]
 
 
 @dataclass(frozen=True)
 class LinearRecurrence:
-    """A recurrence S' = decay S + k u^T with a state (head_k_dim, head_v_dim) for each head.
+    """A recurrence S' = decay S + k u^T, with a state S (head_k_dim, head_v_dim) for each head.
 
     Attributes:
-        delta_rule: the state's value for k is subtracted from v first.
-        qk_l2norm: q and k are divided by their L2 norms.
-        scale: of q.
-        a, dt_bias, d_skip: (num_v_heads,): A, dt_bias and D of Mamba-2; None for others.
+        delta_rule: True: u = beta (v - S^T k), so the state's value for k is replaced; False: u = beta v.
+        qk_l2norm: True: q and k are divided by their L2 norms first.
+        scale: factor of q.
+        a, dt_bias, d_skip: Mamba-2's A, dt_bias and D (num_v_heads,); None for other recurrences.
     """
 
     delta_rule: bool
@@ -39,7 +39,7 @@ class LinearRecurrence:
     def struct(
         self, num_v_heads: int, num_k_heads: int, head_k_dim: int, head_v_dim: int, decay_per_key: bool
     ) -> ctypes.Structure:
-        """decay_per_key: each key dimension has its own decay."""
+        """decay_per_key: True: a decay for each key dimension; False: one for each head."""
         return STRUCTURES["LinearRecurrence"](
             *(num_v_heads, num_k_heads, head_k_dim, head_v_dim),
             *(self.delta_rule, self.qk_l2norm, decay_per_key, self.scale, 1e-6),
@@ -48,13 +48,13 @@ class LinearRecurrence:
 
 
 class RecurrentInputs(NamedTuple):
-    """Inputs of some tokens, contiguous.
+    """Inputs of consecutive tokens, as contiguous tensors.
 
     Attributes:
-        q, k: (tokens, num_k_heads, head_k_dim).
-        v: (tokens, num_v_heads, head_v_dim).
+        q, k: queries and keys (tokens, num_k_heads, head_k_dim).
+        v: values (tokens, num_v_heads, head_v_dim).
         g: log decay (tokens, num_v_heads) or (tokens, num_v_heads, head_k_dim); for Mamba-2 dt (tokens, num_v_heads).
-        beta: (tokens, num_v_heads), weight of v; None for Mamba-2.
+        beta: weight of v (tokens, num_v_heads); None for Mamba-2.
     """
 
     q: torch.Tensor
@@ -68,25 +68,26 @@ class TreeOrder:
     """The tokens of a tree to compute, and their order.
 
     Args:
-        parents: parent of each token, -1 for the committed state.
-        order: the tokens to compute, parents first.
-        first: tokens from here on have outputs.
+        parents: index of each token's parent, -1 for the committed state.
+        order: indices of the tokens to compute, parents first.
+        first: index of the first token with an output; the tokens before it have none.
     """
 
     def __init__(self, parents: Sequence[int], order: Sequence[int], first: int) -> None:
-        inner = {parents[token] for token in order}
-        has_children = [token in inner for token in order]
-        self._alive = [(Int64 * len(x))(*x) for x in (parents, order, has_children)]
-        self.first_output, self.fields = first, (*map(ctypes.addressof, self._alive), len(order), first)
+        inner_nodes = {parents[token] for token in order}
+        has_children = [token in inner_nodes for token in order]
+        self._keepalive = [(Int64 * len(x))(*x) for x in (parents, order, has_children)]
+        self.first_output, self.fields = first, (*map(ctypes.addressof, self._keepalive), len(order), first)
 
 
 class RecurrentSequence(NamedTuple):
     """The new tokens of one sequence.
 
     Attributes:
-        state: (num_v_heads, head_k_dim, head_v_dim), float32; takes in the pending tokens.
-        pending: committed tokens that it lacks.
-        inputs: the tokens of a tree.
+        state: the committed state (num_v_heads, head_k_dim, head_v_dim) float32; the kernel adds the pending tokens.
+        pending: inputs of committed tokens that the state does not contain yet.
+        inputs: inputs of a tree's tokens.
+        order: the order in which the tree's tokens are computed.
     """
 
     state: torch.Tensor
@@ -95,7 +96,7 @@ class RecurrentSequence(NamedTuple):
     order: TreeOrder
 
     def struct(self, out: torch.Tensor | None = None) -> ctypes.Structure:
-        """out: memory for the outputs."""
+        """out: memory for the outputs, or None if the kernel sets it."""
         return SequenceStruct(address(self.state), *map(_inputs_struct, self[1:3]), *self.order.fields, address(out))
 
 
@@ -112,14 +113,14 @@ def convolve(
     histories: Sequence[tuple[torch.Tensor, torch.Tensor]],
     input_indices: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Depthwise causal convolution of the tokens of some sequences -> (B, T, channels). Tensors are float32 on the CPU.
+    """Convolves tokens of B sequences (depthwise, causal); returns (B, T, channels). Tensors are float32 on the CPU.
 
     Args:
-        weight, bias: (channels, kernel_size), (channels,).
+        weight, bias: (channels, kernel_size); (channels,) or None.
         silu: apply SiLU to the results.
         histories: for each sequence the state (kernel_size - 1, channels), and the inputs of new tokens.
-        input_indices: for each sequence (T, kernel_size) int64: each token's inputs, the oldest first, as indices into
-            the state and the inputs in turn.
+        input_indices: for each sequence (T, kernel_size) int64: indices of each token's inputs in the concatenation of
+            state and inputs, the oldest first.
     """
     channels, kernel_size = weight.shape
     num_tokens = len(input_indices[0])
@@ -138,7 +139,7 @@ def convolve(
 
 
 def run_recurrence(kernels: Kernels, recurrence: LinearRecurrence, trees: Sequence[RecurrentSequence]) -> torch.Tensor:
-    """Runs a recurrence -> outputs (B, T, num_v_heads, head_v_dim) of each tree's T tokens from ``first_output`` on."""
+    """Runs a recurrence; returns (B, T, num_v_heads, head_v_dim), each tree's outputs from ``first_output`` on."""
     num_v_heads, head_k_dim, head_v_dim = trees[0].state.shape
     inputs, first = RecurrentInputs(*trees[0].inputs), trees[0].order.first_output  # type: ignore[arg-type]  # not None
     decay_per_key = inputs.g.dim() == 3

@@ -1,4 +1,4 @@
-"""Structures of kernels.h for decoder layers, made from tensors, which the classes keep alive."""
+"""Structures of kernels.h for decoder layers. The classes build them from tensors, and keep the tensors alive."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from longdraft.native.quantized_matrix import QuantizedMatrix
 # Weight (out, in), float32 or quantized, and bias (out,) of a linear layer.
 LinearWeights = tuple[torch.Tensor | QuantizedMatrix, torch.Tensor | None]
 
-
 Matrix, SoftmaxParams, KVCache = (STRUCTURES[name] for name in ("Matrix", "SoftmaxParams", "KVCache"))
 
 
 def matrix_struct(
     weights: LinearWeights, out: torch.Tensor | None = None, in_features: int | None = None
 ) -> ctypes.Structure:
-    """The structure of a linear layer, which writes to ``out``. in_features: of its inputs, to be checked; or None."""
+    """The structure Matrix of a linear layer. out: memory for outputs. in_features: checked unless None."""
     w, bias = weights
     if in_features not in (None, w.shape[1]):
-        raise TypeError(f"rows of {in_features} features do not fit a matrix {tuple(w.shape)}")
+        raise TypeError(f"inputs of {in_features} features do not fit a weight (out, in) = {tuple(w.shape)}")
     if isinstance(w, QuantizedMatrix):
         format_id, (data, stride, int8_layout) = w.format_id, w.kernel_address()
     else:
@@ -37,7 +36,7 @@ def matrix_struct(
 
 
 def kv_struct(keys: KVTensor, values: KVTensor) -> ctypes.Structure:
-    """keys, values: (layers, slots, num_kv_heads, capacity, head_dim), of a dtype in :data:`KV_DTYPE_IDS`."""
+    """KVCache of keys, values (layers, slots, num_kv_heads, capacity, head_dim) of a dtype in :data:`KV_DTYPE_IDS`."""
     scales: tuple[int | None, int | None, int, int, int] = (None, None, 0, 0, 0)
     if isinstance(keys, Int8KV) and isinstance(values, Int8KV):
         layer, slot, head, _ = keys.scales.stride()
@@ -51,7 +50,7 @@ def kv_struct(keys: KVTensor, values: KVTensor) -> ctypes.Structure:
     return KVCache(*data, k[0], v[0], *k[1:], *v[1:4], KV_DTYPE_IDS[keys.dtype], *scales)
 
 
-# Above so many tokens of a prompt, the kernels use longdraft_attend_prefill (FEW_TOKENS in decoder_layer.cpp).
+# More tokens of a prompt than this are computed by longdraft_attend_prefill (FEW_TOKENS in decoder_layer.cpp).
 FEW_TOKENS = 32
 
 NORM_NAMES = ("norm", "mlp_norm", "post_attn_norm", "post_mlp_norm", "q_norm", "k_norm")
@@ -62,7 +61,7 @@ Layer = TypeVar("Layer", bound="StackLayer")
 
 
 class HasStruct(Protocol):
-    """Owns a structure and the memory that it points to."""
+    """An object with a structure, which keeps alive the memory that the structure points to."""
 
     struct: ctypes.Structure
 
@@ -72,8 +71,10 @@ class StackLayer:
     """A layer of a :class:`DecoderStack`.
 
     Attributes:
-        is_recurrent: it has a recurrent state instead of a KV cache.
-        struct: its structure, which points into the norms and projections.
+        is_recurrent: True: the layer has a recurrent state instead of a KV cache.
+        norms: name -> weight and epsilon.
+        projections: weights of the linear layers, in the subclass's order.
+        struct: the layer's structure in kernels.h, which points into norms and projections.
     """
 
     is_recurrent: ClassVar[bool]
@@ -87,24 +88,24 @@ class StackLayer:
         return self.norms["norm"][0].shape[0]
 
     def map_weights(self: Layer, transform: Callable[[LinearWeights], LinearWeights]) -> Layer:
-        """The layer with transformed projections."""
+        """A copy of the layer, with ``transform`` applied to each projection."""
         return replace(self, projections=[transform(weights) for weights in self.projections])
 
 
 @dataclass(eq=False)
 class DecoderLayer(StackLayer):
-    """A decoder layer of the Llama kind: RMS norm, attention with RoPE, RMS norm, gated MLP; or of the Gemma kind, with
-    further norms after the attention and the MLP.
+    """A decoder layer of the Llama kind: RMS norm, attention with RoPE, RMS norm, gated MLP. Layers of the Gemma kind
+    have additional norms after the attention and the MLP.
 
     Attributes:
-        norms: some of :data:`NORM_NAMES`: before the attention ("norm") and the MLP, after them ("post_attn_norm",
-            "post_mlp_norm"), each (hidden_size,); of each head's queries and keys (head_dim,).
-        projections: q, k, v, o, gate, up, down. If q has twice as many outputs, the second half of each head are gates,
-            whose sigmoids multiply the head's output.
-        head_dim: a multiple of 16.
-        scale, softcap, sinks: of the softmax; sinks (num_heads,), or None.
-        gelu: activation of the MLP: True: GELU by tanh, False: SiLU.
-        norm_weight_offset: added to the norms' weights: 1 for Gemma.
+        norms: some of :data:`NORM_NAMES`: before the attention ("norm") and the MLP and after both ("post_..."), each
+            (hidden_size,); of each head's queries and keys, (head_dim,).
+        projections: q, k, v, o, gate, up, down. If q has 2 * num_heads * head_dim outputs, each head's second half is a
+            gate, whose sigmoid multiplies the attention's output.
+        head_dim: size of a head, a multiple of 16.
+        scale, softcap, sinks: arguments of :meth:`Kernels.attend`; sinks (num_heads,).
+        gelu: True: the MLP's activation is GELU by tanh; False: SiLU.
+        norm_weight_offset: added to the norms' weights; 1 for Gemma.
     """
 
     is_recurrent = False
@@ -134,13 +135,13 @@ class DecoderLayer(StackLayer):
 
 @dataclass(eq=False)
 class DecoderStack:
-    """Consecutive decoder layers, optionally with the final norm and the head.
+    """Consecutive decoder layers, optionally with the final norm and the LM head.
 
     Attributes:
-        kv_group_ids: for each layer its KV group (vLLM's term): layers with one metadata and KV cache. None: one group.
-        index_in_group: for each layer its index in the group's KV cache, or among recurrent layers. None: layer index.
-        softcap: of the logits; None for no cap.
-        norm_weight_offset: added to the final norm's weight.
+        kv_group_ids: id of each layer's KV group, whose layers share metadata and a KV cache (vLLM). None: one group.
+        index_in_group: each layer's index in the group's KV cache, or among recurrent layers. None: the layer's index.
+        softcap: replaces logits x by softcap * tanh(x / softcap); None: no cap.
+        norm_weight_offset: added to the final norm's weight; 1 for Gemma.
     """
 
     layers: Sequence[StackLayer]
@@ -154,24 +155,24 @@ class DecoderStack:
     def __post_init__(self) -> None:
         layers, count, hidden = self.layers, len(self.layers), self.layers[0].hidden_size
         structures = [ctypes.addressof(layer.struct) for layer in layers]
-        self._alive: list[ctypes.Array[Any]] = [
+        self._keepalive: list[ctypes.Array[Any]] = [
             (Pointer * count)(
-                *(s if x.is_recurrent == recurrent else None for s, x in zip(structures, layers, strict=True))
+                *(s if x.is_recurrent == is_recurrent else None for s, x in zip(structures, layers, strict=True))
             )
-            for recurrent in (False, True)
+            for is_recurrent in (False, True)
         ]
-        self._alive += [
+        self._keepalive += [
             (Int64 * count)(*x) for x in (self.kv_group_ids or [0] * count, self.index_in_group or range(count))
         ]
         weight, eps = (None, 0.0) if self.norm is None else (address(self.norm[0], min_numel=hidden), self.norm[1])
         self.struct = STRUCTURES["DecoderStack"](
-            *map(ctypes.addressof, self._alive), count, hidden, weight, eps, self.norm_weight_offset,
+            *map(ctypes.addressof, self._keepalive), count, hidden, weight, eps, self.norm_weight_offset,
             self.softcap or 0.0, Matrix() if self.head is None else matrix_struct(self.head),
         )  # fmt: skip
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the head, or 0 without one."""
+        """Number of the head's outputs, or 0 without a head."""
         return 0 if self.head is None else self.head[0].shape[0]
 
     def map_weights(
@@ -179,22 +180,22 @@ class DecoderStack:
         transform: Callable[[LinearWeights], LinearWeights],
         head_transform: Callable[[LinearWeights], LinearWeights] | None = None,
     ) -> DecoderStack:
-        """The stack with transformed weights. head_transform: for the head; None: ``transform``."""
+        """A copy with ``transform`` applied to all projections. head_transform: for the head, or None."""
         head = None if self.head is None else (head_transform or transform)(self.head)
         return replace(self, layers=[layer.map_weights(transform) for layer in self.layers], head=head)
 
 
 @dataclass(eq=False)
 class AttentionMetadata:
-    """What the attention of one KV group knows of a forward: T new tokens for each of B sequences.
+    """Positions, slots, lengths and mask of a forward for one KV group: T new tokens in each of B sequences.
 
     Attributes:
-        cos, sin: (B, T, rotary_dim); RoPE rotates the first rotary_dim dimensions of a head, perhaps 0.
-        slots: slot of each sequence in the KV store.
-        kv_write_start: index of the first new KV entry of each sequence.
-        kv_lens: KV entries of each sequence, the new ones included.
+        cos, sin: (B, T, rotary_dim); RoPE rotates the first rotary_dim dimensions of a head; rotary_dim may be 0.
+        slots: each sequence's slot in the KV store.
+        kv_write_start: index of each sequence's first new KV entry.
+        kv_lens: number of each sequence's KV entries, including new ones.
         mask: (B, T, width) bool, True where a token sees one of the last ``width`` entries; None if it sees all.
-        prefill: True for causal tokens of a prompt, without a mask.
+        prefill: True: the tokens are a prompt's, with causal attention and no mask.
         window_start: (B, T) int32, the first rank that a token sees (:meth:`Kernels.attend`); None for no window.
     """
 
@@ -213,7 +214,7 @@ class AttentionMetadata:
         mask = None if self.mask is None else self.mask.contiguous()
         window_start = None if self.window_start is None else self.window_start.int().contiguous()
         cos, sin = self.cos.contiguous(), self.sin.contiguous()
-        self._alive = cos, sin, numbers, mask, window_start
+        self._keepalive = cos, sin, numbers, mask, window_start
         self.struct = STRUCTURES["AttentionMetadata"](
             num_sequences, query_len, address(cos), address(sin, min_numel=cos.numel()), rotary_dim,
             *(ctypes.addressof(x) for x in numbers), address(mask, torch.bool), address(window_start, torch.int32),

@@ -1,4 +1,4 @@
-// parallel_for on the threads of torch's OpenMP library: a second pool would compete for the cores.
+// parallel_for on the threads of torch's OpenMP library, because a second thread pool would compete for the cores.
 //
 // The library is not linked: Python passes its entry point to longdraft_threads(), so one shared object works with any build of torch.
 #pragma once
@@ -17,9 +17,9 @@ typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
 // Null: everything runs on the calling thread.
 inline Parallel parallel_entry = nullptr;
 
-// A parallel loop with guided scheduling: threads take shrinking parts of the remaining items. So no thread waits for a slow one, and
-// threads rarely contend for the counter or for cache lines of neighbouring results. An exception must not leave a thread or OpenMP's
-// frames: it sets `failed`, ends the loop, and is thrown again by parallel_for.
+// A parallel loop with guided scheduling: threads take shrinking parts of the remaining items. So no thread waits long for a slow one,
+// and threads rarely contend for the counter or for cache lines of neighbouring results. An exception must not leave a thread, or
+// pass OpenMP's frames: it sets `failed` and ends the loop, and parallel_for throws it again.
 template <typename F>
 struct ParallelLoop {
   const F &f;
@@ -43,14 +43,14 @@ struct ParallelLoop {
   }
 };
 
-// Threads that spin between many short loops, because starting them for each takes longer than a loop. The leader waits only for
-// threads that have joined a loop, so a thread that is not scheduled delays nothing.
+// Threads that spin between many short loops, because starting threads takes longer than such a loop. The leader waits only for
+// threads that have joined the loop, so a thread that the system does not schedule delays nothing.
 class Team {
  public:
   // The team that this thread leads, or null.
   static inline thread_local Team *leading = nullptr;
 
-  // Runs f() on this thread; the other threads join the parallel_for() loops in it.
+  // Runs f() on this thread; the other threads join the parallel_for() loops inside f.
   template <typename F>
   static void with(int threads, const F &f) {
     if (threads <= 1 || !parallel_entry || leading) return f();
@@ -94,7 +94,7 @@ class Team {
   class Pause {
    public:
     void operator()() {
-      if (++count_ > 2000) {
+      if (++count_ > 2000) {  // waits long: gives the core to other threads
         sched_yield();
         return;
       }

@@ -29,8 +29,8 @@ typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef std::int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef float unaligned_vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-// A buffer that is reused from call to call, so that a round allocates nothing; a large one is in huge pages where Linux has some.
-// Loads do not straddle cache lines if the sizes of its parts are rounded up by round_up_to_line().
+// A buffer that is reused from call to call, so that a decoding step allocates nothing. Large buffers use huge pages where possible.
+// Round sizes of its parts up by round_up_to_line(), so that loads do not straddle cache lines.
 class Scratch {
  public:
   ~Scratch() { std::free(data_); }
@@ -94,7 +94,7 @@ static inline vec load_partial(const float *p, std::int64_t n) {
 
 static inline void store_partial(float *p, vec x, std::int64_t n) { std::memcpy(p, &x, sizeof(float) * n); }
 
-// A broadcast: x - 0 is x for every x, so compilers compute nothing. 0 + x would change -0.
+// Broadcasts by x - 0, which is x for every x, so compilers compute nothing. 0 + x would change -0.
 static inline vec broadcast(float x) { return x - vec{}; }
 static inline ivec broadcast(std::int32_t x) { return x - ivec{}; }
 
@@ -138,8 +138,8 @@ static inline vec fold_pair(vec a, vec b, std::integer_sequence<int, I...>) {
                    shuffle<(I / HALF * LANES + I % HALF / STEP * 2 * STEP + I % STEP + STEP)...>(a, b));
 }
 
-// Horizontal sums (or maxima) of N <= LANES vectors: lane i of the result is that of v[i]. Vectors are folded in pairs, which takes
-// fewer than three operations for each.
+// Horizontal sums (or maxima) of N <= LANES vectors: lane i of the result is the sum of v[i]. Vectors are folded in pairs, which takes
+// fewer than three operations for each vector.
 template <typename Op, int N, int STEP = LANES / 2>
 static inline vec reduce_lanes(const vec *v) {
   static_assert(0 < N && N <= 2 * STEP);
@@ -155,7 +155,7 @@ static inline vec reduce_lanes(const vec *v) {
   }
 }
 
-// Sixteen partial sums, however many lanes a vector has, so that every instruction set adds up in the same order.
+// Sixteen partial sums, however many lanes a vector has, so that every instruction set adds up in one order.
 struct Sum16 {
   static constexpr int VECTORS = 16 / LANES;
   vec lanes[VECTORS] = {};
@@ -198,7 +198,7 @@ static inline vec v_exp(vec x) {
   const vec y = (lowest > x ? lowest : x) * 1.44269504088896341f;
   const vec t = y + shift;
   const vec f = y - (t - shift);
-  vec p = broadcast(1.326472707e-03f);
+  vec p = broadcast(1.326472707e-03f);  // p = 2^f, a polynomial for f from -0.5 to 0.5
   p = fmadd(p, f, broadcast(9.671512649e-03f));
   p = fmadd(p, f, broadcast(5.550733744e-02f));
   p = fmadd(p, f, broadcast(2.402224209e-01f));
@@ -215,7 +215,7 @@ static inline vec v_exp(vec x) {
 
 // tanh(x), within about an ulp. NaN stays NaN.
 static inline vec v_tanh(vec x) {
-  // Near 0 the quotient would cancel: below 0.625 it is x + x^3 P(x^2), P fitted to the relative error.
+  // Near 0, 1 - e would cancel: below 0.625 the result is x + x^3 P(x^2), with P fitted to the relative error.
   const vec z = x * x, size = v_abs(x);
   vec p = broadcast(-5.7049873e-03f);
   p = fmadd(p, z, broadcast(2.0639088e-02f));

@@ -1,5 +1,5 @@
-// Views of a long KV cache (src/longdraft/views): summaries of chunks of keys, the choice of the best chunks, and copies of them. One
-// call serves all layers and heads: thirty calls for a small model would take longer than the computation.
+// Views of a long KV cache (src/longdraft/views): summaries of chunks of keys, selection of the best chunks, and copies of them. One
+// call serves all layers and heads, because a call for each layer of a small model would take longer than the computation.
 #include "attention.h"
 #include "kernels.h"
 #include "threads.h"
@@ -10,8 +10,8 @@ using std::int64_t;
 
 namespace {
 
-// Scores (chunks,) of one layer and KV head from summaries: reduced over queries (views/scorers.py), then added up over the query heads
-// of the group.
+// Scores (chunks,) of one layer and KV head by a scorer that reads summaries (views/scorers.py). Scores are reduced over the queries of
+// a query head, then added up over the query heads of the group.
 void score_chunks(const ChunkSelection &in, const float *q, int64_t layer, int64_t head, float *scores, float *buffer) {
   const int64_t rows = in.group_size * in.n_queries, offset = layer * in.layer + head * in.head + in.first_chunk;
   float *scores0 = buffer, *scores1 = scores0 + rows * BLOCK, *positive = scores1 + rows * BLOCK, *negative = positive + rows * in.d;
@@ -52,9 +52,9 @@ void score_chunks(const ChunkSelection &in, const float *q, int64_t layer, int64
   }
 }
 
-// The same for scorers that read all keys: scores of all queries, block by block, which are then reduced.
+// Scores (chunks,) of one layer and KV head by a scorer that reads all keys: scores of all queries, block by block, then reduced.
 void score_by_keys(const ChunkSelection &in, const float *q, int64_t layer, int64_t head, float *scores, Scratch &scratch) {
-  constexpr int64_t POOL = 5;  // keys over which SnapKV pools
+  constexpr int64_t POOL = 5;  // number of neighbouring keys over which SnapKV pools
   const int64_t rows = in.group_size * in.n_queries, end = in.scorer == Scorer::ATTENTION ? in.kv_len : in.end_chunk * in.chunk_size;
   const int64_t blocks = (end + BLOCK - 1) / BLOCK, block_size = rows * BLOCK;
   float *token_scores = scratch.get((blocks + 1) * (block_size + BLOCK) + in.d * BLOCK), *mass = token_scores + blocks * block_size;
@@ -112,12 +112,12 @@ void score_by_keys(const ChunkSelection &in, const float *q, int64_t layer, int6
   }
 }
 
-// Entries [from, from + count) of the source, which are copied to [to, to + count) of the view.
+// A copy of the source's entries [from, from + count) to the view's entries [to, to + count).
 struct CopyRange {
   int64_t from, to, count;
 };
 
-// Copies keys, which are stored transposed, dimension by dimension: dimensions are far apart.
+// Copies keys dimension by dimension, because they are stored transposed: dimensions are far apart.
 template <typename E>
 void copy_keys(const KVHead &source, const KVHead &view, int64_t d, const std::vector<CopyRange> &ranges) {
   const auto *k = static_cast<const E *>(source.k);
@@ -136,10 +136,10 @@ void copy_keys(const KVHead &source, const KVHead &view, int64_t d, const std::v
   }
 }
 
-// The same to another dtype, in which an entry is quantized as a whole.
+// Copies keys to another dtype entry by entry, because an int8 entry has one scale.
 template <typename E>
 void quantize_keys(const KVHead &source, const KVHead &view, int64_t d, const std::vector<CopyRange> &ranges) {
-  constexpr int64_t ENTRIES_AT_A_TIME = 64;  // a dimension of so many entries is some cache lines
+  constexpr int64_t ENTRIES_AT_A_TIME = 64;  // whose numbers of one dimension are a few cache lines
   static thread_local Scratch scratch;
   float *rows = scratch.get(ENTRIES_AT_A_TIME * d);
   const auto *k = static_cast<const E *>(source.k);
@@ -180,8 +180,8 @@ void copy_ranges(const KVHead &source, const KVHead &view, int64_t d, const std:
   (source.dtype == KVDtype::BFLOAT16 ? copy_ranges<BFloat16> : copy_ranges<float>)(source, view, d, ranges);
 }
 
-// Updates resident (count,), the chunk in each place of a view, to the chosen chunks. Chunks that are resident stay in place;
-// offset(chunk, index) is called for the others.
+// Updates resident (count,), the ids of a view's chunks, to the selected chunks. Selected chunks that are resident stay in place;
+// put_chunk(chunk id, index in the view) is called for all other selected chunks.
 template <typename PutChunk>
 void replace_chunks(const int64_t *chunk_ids, int64_t *resident, int64_t count, const PutChunk &put_chunk) {
   static thread_local std::vector<int64_t> sorted, incoming;
@@ -199,7 +199,7 @@ void replace_chunks(const int64_t *chunk_ids, int64_t *resident, int64_t count, 
 }
 
 template <typename E>
-void summarize_dimension(const E *k, int64_t row, int64_t chunk, const ChunkSummaries *out, int64_t at, int64_t from, int64_t to) {
+void summarize_dimension(const E *k, int64_t row, int64_t chunk, const ChunkSummaries *out, int64_t offset, int64_t from, int64_t to) {
   for (int64_t c = from; c < to; c++) {
     const E *keys = k + c * chunk * row;
     float key_max = load_scalar(keys), key_min = key_max, sum = 0.0f;
@@ -209,9 +209,9 @@ void summarize_dimension(const E *k, int64_t row, int64_t chunk, const ChunkSumm
       key_min = std::min(key_min, x);
       sum += x;
     }
-    if (out->max) out->max[at + c] = key_max;
-    if (out->min) out->min[at + c] = key_min;
-    if (out->mean) out->mean[at + c] = sum / static_cast<float>(chunk);
+    if (out->max) out->max[offset + c] = key_max;
+    if (out->min) out->min[offset + c] = key_min;
+    if (out->mean) out->mean[offset + c] = sum / static_cast<float>(chunk);
   }
 }
 
@@ -247,10 +247,10 @@ Status longdraft_select_chunks(const ChunkSelection *selection, const float *que
       score_chunks(in, q, item / in.n_kv_heads, item % in.n_kv_heads, scores, scores + scores_size + order_size);
     }
     for (int64_t i = 0; i < chunks; i++) order[i] = i;
-    // NaN ranks last, or the comparison would not be an order.
+    // NaN ranks last, because nth_element needs a consistent order.
     const auto ranks_before = [&](int64_t a, int64_t b) {
-      const bool a_valid = scores[a] == scores[a], scores1 = scores[b] == scores[b];
-      if (a_valid != scores1) return a_valid;
+      const bool a_valid = scores[a] == scores[a], b_valid = scores[b] == scores[b];
+      if (a_valid != b_valid) return a_valid;
       return a_valid && scores[a] != scores[b] ? scores[a] > scores[b] : a < b;
     };
     std::nth_element(order, order + in.n_selected, order + chunks, ranks_before);

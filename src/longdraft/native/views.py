@@ -1,4 +1,4 @@
-"""Kernels for views: summaries of chunks of keys, the choice of chunks, and copies of KV entries. See views.cpp."""
+"""Kernels for views of a KV cache (views.cpp): summaries of chunks of keys, selection of chunks, copies of entries."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from longdraft.native.int8_kv import KVTensor
 from longdraft.native.library import Kernels
 from longdraft.native.structures import kv_struct
 
-# The first three scorers need only summaries.
 SCORERS = tuple(name.lower().replace("_", "-") for name in ENUMS["Scorer"])
-SUMMARY_SCORERS = SCORERS[:3]
+SUMMARY_SCORERS = SCORERS[:3]  # scorers that read only summaries, not keys
 SUMMARY_NAMES = ("largest", "smallest", "mean")
 
 
 class ViewKernels:
-    """Tensors are float32 on the CPU, d a multiple of 16. Summaries: name -> (layers, KV heads, chunks, d), with equal
-    strides, 1 for the chunks."""
+    """Calls the kernels. Tensors are float32 on the CPU, d a multiple of 16. Summaries map a name of SUMMARY_NAMES to a
+    tensor (layers, KV heads, chunks, d); strides are equal, and 1 for chunks."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._call = kernels.call
@@ -52,19 +51,19 @@ class ViewKernels:
         candidates: range,
         count: int,
     ) -> torch.Tensor:
-        """The ``count`` best chunks of ``candidates`` -> ids (layers, KV heads, count) int64, ascending.
+        """Returns ids of the ``count`` best chunks of ``candidates``, (layers, KV heads, count) int64, ascending.
 
         Args:
             scorer: one of :data:`SCORERS`.
-            use_max: reduce over queries by the maximum, not the mean; for :data:`SUMMARY_SCORERS`.
-            source: keys (layers, slots, KV heads, capacity, d), the slot, and its KV entries.
-            summaries: None for scorers that read keys.
-            queries: (layers, query heads, M, d).
+            use_max: True: reduce scores over queries by the maximum, not the mean; only for :data:`SUMMARY_SCORERS`.
+            source: keys (layers, slots, KV heads, capacity, d), the slot, and the number of its KV entries.
+            summaries: summaries of the chunks; None for scorers that read keys.
+            queries: M queries of each query head (layers, query heads, M, d).
         """
         keys, slot, kv_len = source
         layers, _, heads, _, d = keys.shape
         assert scorer in SUMMARY_SCORERS or not use_max
-        if scorer == "mean-key" and not use_max:  # q . k is linear in q
+        if scorer == "mean-key" and not use_max:  # q . k is linear in q, so the mean query gives the mean score
             queries = queries.unflatten(1, (heads, -1)).mean((2, 3), keepdim=True).flatten(1, 2)
         elif scorer in ("attention", "snapkv"):
             queries = queries * d**-0.5
@@ -89,14 +88,14 @@ class ViewKernels:
         sink: int,
         window: range,
     ) -> None:
-        """Copies a slot's first ``sink`` entries, chosen chunks and window to the view, one after the other.
+        """Copies a slot's first ``sink`` entries, selected chunks and ``window`` to the view, one behind the other.
 
         Args:
             source, view_kv: keys and values (layers, slots, KV heads, capacity, d), values contiguous. The view may
                 have another dtype and transposed keys.
-            chunk_ids: (layers, KV heads, count), ascending.
-            resident_chunks: like ``chunk_ids``: the chunk in each place of the view, -1 for none. Updated; chunks that
-                are chosen again stay in place.
+            chunk_ids: ids of the selected chunks (layers, KV heads, count), ascending.
+            resident_chunks: ids of the chunks in the view, shaped like ``chunk_ids``; -1 for none. Updated: chunks that
+                are selected again stay in place.
         """
         layers, _, heads, _, d = source[0].shape
         sizes = (chunk_ids.shape[2], chunk_size, sink, window.start, window.stop)
@@ -118,7 +117,7 @@ class ViewKernels:
 
 
 def _summary_fields(summaries: Mapping[str, torch.Tensor]) -> tuple[int | None, ...]:
-    """Addresses of the summaries, and their strides except that of the chunks."""
+    """Addresses of the summaries, and their strides of layers, heads and dimensions."""
     layer, head, chunk, dim = next(iter(summaries.values())).stride()
     assert chunk == 1
     data = (address(summaries[n].mT, strided_rows=True) if n in summaries else None for n in SUMMARY_NAMES)

@@ -1,4 +1,4 @@
-"""Parses a GGUF file: metadata fields and tensors, which are checked against each other before a model is built."""
+"""Parses a GGUF file into metadata fields and tensors, and checks that they fit each other."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from longdraft.files import check_numbers, require_regular
 ROPE_FREQS = "rope_freqs.weight"
 LAYER_PATTERN = re.compile(r"blk\.(\d+)\.")
 _EOS_ROLES = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
-# Contents of files that are no models, by general.type.
-_OTHERS = {"adapter": "a LoRA adapter", "mmproj": "what reads images for one", "imatrix": "statistics of one"}
-# Long fields that are read. Others are skipped if they are longer than any model's hyperparameters.
+# general.type of files that contain no model -> what they contain.
+_NON_MODEL_TYPES = {"adapter": "a LoRA adapter", "mmproj": "a multimodal projector", "imatrix": "an importance matrix"}
+# Fields that are read however long they are. All other fields are skipped if they exceed _MAX_SHORT_BYTES.
 _LONG_FIELDS = {
     f"tokenizer.ggml.{name}" for name in ("tokens", "token_type", "scores", "merges", "precompiled_charsmap")
 }
-_TEMPLATE, _MAX_SHORT_BYTES = "tokenizer.chat_template", 1 << 13
-# GGUFValueType; scalar types -> codes of the module struct.
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_TEMPLATE_FIELD, _MAX_SHORT_BYTES = "tokenizer.chat_template", 1 << 13
+# Value types of GGUF fields (GGUFValueType). Scalar types -> format codes of the module struct.
+_SCALAR_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-# Limits, many times what any model has: objects take far more memory than their bytes in the file.
+# Limits many times above any real model, because Python objects take far more memory than their bytes in a file.
 _LIMITS = {
     "fields": 1 << 12, "bytes of a name": 1 << 12, "tensors": 1 << 16, "items": 1 << 21, "parts": 1 << 12,
     "bytes of a template": 1 << 20,
@@ -41,9 +41,9 @@ class GGUFTensor(NamedTuple):
     """A tensor of a file.
 
     Attributes:
-        quant_type: name of its ggml type.
-        shape: in GGUF's order: the first dimension is contiguous.
-        data: (..., bytes of a row) uint8 in torch's order, mapped from the file; the floats of an F32 tensor.
+        quant_type: name of the tensor's ggml type, such as Q4_K.
+        shape: sizes in GGUF's order: the first dimension is contiguous.
+        data: mapped from the file, in torch's order: (..., bytes of a row) uint8; float32 for the type F32.
     """
 
     name: str
@@ -62,14 +62,14 @@ class GGUFHeader:
     """Metadata and tensors of a GGUF file, or of all parts of a split model.
 
     Attributes:
-        parts: the files.
-        fields: full name -> value, without long ones that nothing uses.
-        tensors: of all parts, by name.
-        architecture: ``general.architecture``.
+        parts: paths of all files of the model.
+        fields: full name -> value, without long unused fields.
+        tensors: name -> tensor, from all parts.
+        architecture: the field ``general.architecture``.
 
     Raises:
         ValueError, KeyError, OSError, struct.error: the file is damaged or truncated.
-        CheckpointError: it contains no model, or a part is missing.
+        CheckpointError: the file contains no model, or a part is missing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -84,8 +84,8 @@ class GGUFHeader:
             raise ValueError("two of its tensors have the same name")
         if (kind := self.field("general.type")) not in (None, "model"):
             raise CheckpointError(
-                f"{path} holds no model but {_OTHERS.get(kind, repr(kind))}: give the model's own file, into which an "
-                "adapter can be merged with llama-export-lora."
+                f"{path} contains {_NON_MODEL_TYPES.get(kind, repr(kind))}, not a model: give the model's file. "
+                "llama-export-lora merges an adapter into it."
             )
         if (architecture := self.field("general.architecture")) is None:
             raise ValueError("it names no architecture")
@@ -96,28 +96,28 @@ class GGUFHeader:
         return self.fields.get(name)
 
     def __call__(self, name: str, default: Any = None) -> Any:
-        """The field ``<architecture>.<name>``."""
+        """The field ``<architecture>.<name>``, or ``default``."""
         return self.fields.get(f"{self.architecture}.{name}", default)
 
     def check(self) -> None:
         """Checks hyperparameters against the tensors; raises CheckpointError if one does not fit."""
         fields = {name: value for name, value in self.fields.items() if name.startswith(f"{self.architecture}.")}
         check_numbers(fields, self.path, max(max(t.shape) for t in self.tensors.values()))
-        layers = {found[1] for name in self.tensors if (found := LAYER_PATTERN.match(name))}
+        layers = {match[1] for name in self.tensors if (match := LAYER_PATTERN.match(name))}
         if layers and layers != {str(i) for i in range(int(self("block_count")))}:
             raise CheckpointError(
-                f"{self.path} has tensors of {len(layers)} layers, which are not those that it counts "
-                f"(block_count {self('block_count')}): fetch it again."
+                f"{self.path} has tensors of {len(layers)} layers, which do not match its block_count "
+                f"{self('block_count')}: fetch it again."
             )
         embeddings = self.tensors.get("token_embd.weight")
         if embeddings is not None and len(embeddings.shape) > 1 and self.vocab_size > embeddings.shape[1]:
             raise CheckpointError(
-                f"{self.path} has {self.vocab_size} tokens, and embeddings of {embeddings.shape[1]}: fetch it again."
+                f"{self.path} has {self.vocab_size} tokens, but embeddings of {embeddings.shape[1]}: fetch it again."
             )
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers, without MTP layers (nextn)."""
+        """Number of decoder layers, without MTP layers (llama.cpp's nextn)."""
         return int(self("block_count")) - int(self("nextn_predict_layers", 0))
 
     @property
@@ -127,7 +127,7 @@ class GGUFHeader:
 
     @property
     def rope_freqs(self) -> np.ndarray[Any, Any] | None:
-        """Divisors of the rotary frequencies, or None."""
+        """Divisors of RoPE's frequencies (rotary_dim / 2,), or None."""
         tensor = self.tensors.get(ROPE_FREQS)
         return None if tensor is None else tensor.data
 
@@ -142,7 +142,7 @@ class GGUFHeader:
 
     @property
     def eos_ids(self) -> list[int]:
-        """Ids of the tokens that end a text, a turn, a message or a part of code, by the file."""
+        """Ids of the file's tokens that end a text, a turn, a message, or code to fill in."""
         ids = [self.field(f"tokenizer.ggml.{name}_token_id") for name in _EOS_ROLES]
         return [int(i) for i in ids if i is not None and 0 <= i < self.vocab_size]
 
@@ -154,8 +154,8 @@ def _parts_of(path: Path, count: int) -> list[Path]:
     _check_limit("parts", count)
     if (match := re.fullmatch(rf"(.*)-\d{{5}}-of-{count:05}", path.stem)) is None:
         raise CheckpointError(
-            f"{path} is one of {count} parts of a model, and its name does not say which (NAME-00001-of-{count:05}"
-            ".gguf): give the parts their names, or join them with llama-gguf-split --merge."
+            f"{path} is one of {count} parts of a model, but its name does not say which: name the parts "
+            f"NAME-00001-of-{count:05}.gguf and so on, or join them with llama-gguf-split --merge."
         )
     parts = [path.with_name(f"{match[1]}-{i + 1:05}-of-{count:05}{path.suffix}") for i in range(count)]
     if missing := [part.name for part in parts if not part.is_file()]:
@@ -169,13 +169,13 @@ def _read(path: Path) -> tuple[dict[str, Any], list[GGUFTensor], mmap.mmap]:
     """Fields, tensors and mapped memory of a file.
 
     Raises:
-        ValueError, struct.error: it is damaged, or tensors overlap or do not lie in it.
+        ValueError, struct.error: the file is damaged, or tensors overlap or reach beyond its end.
     """
     with require_regular(path).open("rb") as file:
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    _, version, num_tensors, num_fields = struct.unpack_from("<4sIQQ", memory)
+    _magic, version, num_tensors, num_fields = struct.unpack_from("<4sIQQ", memory)  # 24 bytes
     if version not in (2, 3):
-        raise ValueError(f"its version is {version:#x}, and little-endian files of the versions 2 and 3 are read")
+        raise ValueError(f"its version is {version:#x}; only little-endian files of versions 2 and 3 are read")
     _check_limit("fields", num_fields)
     _check_limit("tensors", num_tensors)
     offset, fields = 24, dict[str, Any]()
@@ -183,15 +183,15 @@ def _read(path: Path) -> tuple[dict[str, Any], list[GGUFTensor], mmap.mmap]:
         name, offset = _read_name(memory, offset)
         (value_type,) = struct.unpack_from("<I", memory, offset)
         begin, offset = offset + 4, _value_end(memory, offset + 4, value_type)
-        if name == _TEMPLATE:
+        if name == _TEMPLATE_FIELD:
             _check_limit("bytes of a template", offset - begin)
-        if name == _TEMPLATE or name in _LONG_FIELDS or offset - begin <= _MAX_SHORT_BYTES:
+        if name == _TEMPLATE_FIELD or name in _LONG_FIELDS or offset - begin <= _MAX_SHORT_BYTES:
             fields.setdefault(name, _read_value(memory, begin, value_type))
     return fields, _read_tensors(memory, offset, num_tensors, int(fields.get("general.alignment", 32))), memory
 
 
 def _read_tensors(memory: mmap.mmap, offset: int, count: int, alignment: int) -> list[GGUFTensor]:
-    """The tensors whose infos begin at an offset; their data follow the infos."""
+    """The tensors, whose infos begin at ``offset``; the data follow the last info."""
     import gguf
 
     infos = []
@@ -203,26 +203,26 @@ def _read_tensors(memory: mmap.mmap, offset: int, count: int, alignment: int) ->
         *shape, type_id, data_offset = struct.unpack_from(f"<{dims}QIQ", memory, offset + 4)
         offset += 4 + 8 * dims + 12
         infos.append((name, shape, _quant_type(type_id), data_offset))
-    tensors, spans, start = [], [], -(-offset // alignment) * alignment
+    tensors, spans, data_start = [], [], -(-offset // alignment) * alignment  # the offset, rounded up
     for name, shape, quant_type, data_offset in infos:
         block_size, block_bytes = gguf.GGML_QUANT_SIZES[quant_type]
-        begin, row_bytes = start + data_offset, shape[0] // block_size * block_bytes
+        begin, row_bytes = data_start + data_offset, shape[0] // block_size * block_bytes
         end = begin + row_bytes * math.prod(shape[1:])
         if begin == end or shape[0] % block_size or begin % alignment or end > len(memory):
-            raise ValueError(f"{name[:99]} does not lie in it as it says")
+            raise ValueError(f"the data of {name[:99]} are misaligned or beyond its end")
         data = np.frombuffer(memory, np.uint8, end - begin, begin).reshape(*shape[:0:-1], row_bytes)
         data = data.view(np.float32) if quant_type.name == "F32" else data
         tensors.append(GGUFTensor(name, quant_type.name, tuple(shape), data))
         spans.append((begin, end, name))
-    for (_, end, name), (begin, _, other) in pairwise(sorted(spans)):
-        if begin < end:
-            raise ValueError(f"{name} and {other} lie at the same place in it")
+    for (_, end, name), (next_begin, _, next_name) in pairwise(sorted(spans)):
+        if next_begin < end:
+            raise ValueError(f"the data of {name} and {next_name} overlap")
     return tensors
 
 
 @cache
 def _quant_type(type_id: int) -> Any:
-    """gguf.GGMLQuantizationType; raises CheckpointError for one that the package gguf cannot dequantize."""
+    """The gguf.GGMLQuantizationType of an id; raises CheckpointError if the package gguf cannot dequantize it."""
     import gguf
 
     name = f"number {type_id}"
@@ -234,28 +234,28 @@ def _quant_type(type_id: int) -> Any:
         return quant_type
     except (ValueError, NotImplementedError) as error:
         raise CheckpointError(
-            f"It has blocks of the type {name}, which the installed package gguf does not unpack: take the model in "
+            f"It has blocks of the type {name}, which the installed package gguf does not unpack: use the model in "
             "another quantisation (Q4_K_M, Q8_0), or pip install -U gguf."
         ) from error
 
 
-def _check_limit(what: str, count: int) -> None:
-    if count > _LIMITS[what]:
-        raise ValueError(f"it has {count:,} {what}, where at most {_LIMITS[what]:,} are read")
+def _check_limit(unit: str, count: int) -> None:
+    if count > _LIMITS[unit]:
+        raise ValueError(f"it has {count:,} {unit}; at most {_LIMITS[unit]:,} are read")
 
 
 def _read_name(memory: mmap.mmap, offset: int) -> tuple[str, int]:
-    """A name, and the offset behind it."""
+    """A name at ``offset``, and the offset of its end."""
     (length,) = struct.unpack_from("<Q", memory, offset)
     _check_limit("bytes of a name", length)
     return memory[offset + 8 : offset + 8 + length].decode(), offset + 8 + length
 
 
 def _value_end(memory: mmap.mmap, offset: int, value_type: int) -> int:
-    """The offset behind a field's value.
+    """The offset of the end of a field's value.
 
     Raises:
-        ValueError, struct.error: it does not end in the file, or has an unknown type.
+        ValueError, struct.error: the value reaches beyond the file's end, or has an unknown type.
     """
     count, end = 1, offset
     if value_type == _ARRAY:
@@ -265,14 +265,14 @@ def _value_end(memory: mmap.mmap, offset: int, value_type: int) -> int:
         for _ in range(count):
             end += 8 + struct.unpack_from("<Q", memory, end)[0]
     else:
-        end += count * struct.calcsize(f"<{_SCALARS[value_type]}") if value_type in _SCALARS else len(memory)
+        end += count * struct.calcsize(f"<{_SCALAR_CODES[value_type]}") if value_type in _SCALAR_CODES else len(memory)
     if end > len(memory):
-        raise ValueError("a field goes beyond its end, or is of an unknown kind")
+        raise ValueError("a field reaches beyond its end, or has an unknown type")
     return end
 
 
 def _read_value(memory: mmap.mmap, offset: int, value_type: int) -> Any:
-    """A field's value: a string, a number, or a list of such. :func:`_value_end` has checked its end."""
+    """A field's value: a string, a number, or a list of them. :func:`_value_end` has checked its end."""
     count, is_array = 1, value_type == _ARRAY
     if is_array:
         value_type, count = struct.unpack_from("<IQ", memory, offset)
@@ -285,5 +285,5 @@ def _read_value(memory: mmap.mmap, offset: int, value_type: int) -> Any:
             values.append(memory[offset + 8 : offset + 8 + length].decode())
             offset += 8 + length
     else:
-        values += struct.unpack_from(f"<{count}{_SCALARS[value_type]}", memory, offset)
+        values += struct.unpack_from(f"<{count}{_SCALAR_CODES[value_type]}", memory, offset)
     return values if is_array else values[0]

@@ -1,6 +1,6 @@
-"""Loads models from GGUF files, with weights in their quant blocks, as our kernels read them.
+"""Loads models from GGUF files. Weights stay in their quant blocks, which longdraft's C++ kernels read.
 
-The weights are mapped, not read, so a model of any size loads in about a second.
+Weights are memory-mapped, so a model of any size loads in about a second.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from longdraft.native.quantized_matrix import QUANT_SIZES
 
 logger = logging.getLogger(__name__)
 
-# "stored" keeps quant blocks, "float32" dequantizes.
+# "stored" keeps quant blocks, "float32" dequantizes them.
 WeightFormat = Literal["stored", "float32"]
 Arithmetic = Literal["int8", "float32"]
 _REMEDY = (
@@ -41,40 +41,40 @@ _REMEDY = (
 
 
 class GGUFFile(GGUFHeader):
-    """A GGUF file of a known architecture, ``arch``. Raises CheckpointError for an unknown one, and CapabilityError for
-    layers of different sizes, if they are not supported for the architecture."""
+    """A GGUF file of a known architecture, ``arch``. Raises CheckpointError if the architecture is unknown, and
+    CapabilityError if different sizes of its layers are not supported."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         arch = find_arch(self)
         if arch is None:
             raise CheckpointError(
-                f"{path} is a model of the kind {self.architecture}, which is not read from GGUF files: give "
-                "the model's folder or id."
+                f"{path} has the architecture {self.architecture}, which is not read from GGUF files: give "
+                "the model's Hugging Face folder or id."
             )
         self.arch: Arch = arch
         for name in (f"{self.architecture}.{size}" for size in PER_LAYER_FIELDS if not arch.per_layer_sizes):
             if isinstance(values := self.field(name), list):
                 if len(set(values)) > 1:
                     raise CapabilityError(
-                        f"{path} has layers of several sizes ({name}): give the model's folder or id."
+                        f"{path} has layers of several sizes ({name}): give the model's Hugging Face folder or id."
                     )
-                self.fields[name] = values[0]  # the same for all layers: as if the file had one number
+                self.fields[name] = values[0]  # equal in all layers: a number instead of a list
         self.check()
 
     def config(self) -> Any:
         """The transformers config, with RoPE scaling; raises CapabilityError if transformers lacks it."""
         config = build_config(self, self.arch)
         if self.arch.rope_freqs_scale and (scaling := rope_scaling(self, config)):
-            # With parameters for each layer type, windowed layers have their own base and are not scaled.
+            # With parameters for each layer type, only layers with full attention are scaled.
             full = config.rope_parameters.get("full_attention")
             changed = {**(config.rope_parameters if full is None else full), **scaling}
             config.rope_parameters = changed if full is None else {**config.rope_parameters, "full_attention": changed}
         return config
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        kind, rule = (self.field(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
-        if kind == "gpt2" and rule in PRE_TOKENIZERS:
+        kind, pre_tokenizer = (self.field(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
+        if kind == "gpt2" and pre_tokenizer in PRE_TOKENIZERS:
             return build_tokenizer(lambda name: self.field(f"tokenizer.{name}"))
         try:
             with _parsed_fields(self):
@@ -85,21 +85,21 @@ class GGUFFile(GGUFHeader):
             if kind != "gpt2":
                 raise
             raise CapabilityError(
-                f"the tokenizer ({kind}, {rule}) is not read from a file of this architecture: give the model's "
+                f"the tokenizer ({kind}, {pre_tokenizer}) is not supported in GGUF files: give the model's "
                 "Hugging Face folder."
             ) from error
         if kind == "gpt2":
-            logger.warning("%s: how it splits texts (%s) is not known here, so tokens may differ.", self.path, rule)
+            logger.warning("%s: its pre-tokenizer %s is unknown, so tokens may differ.", self.path, pre_tokenizer)
         return tokenizer
 
     def load_model(self, config: Any, require_all: bool = True) -> PreTrainedModel:
         """The model in float32, with quantized matrices mapped from the file.
 
         Args:
-            require_all: raise if the model does not use some tensor.
+            require_all: raise if a tensor of the file is unused.
 
         Raises:
-            CheckpointError: a weight is missing, or has another size than in the config.
+            CheckpointError: a weight is missing, its size differs from the config's, or a tensor is unused.
         """
         with stored_model.init_empty_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -108,7 +108,7 @@ class GGUFFile(GGUFHeader):
         errors = list(tensor_mapping.load_experts(model, experts))
         weights, used = {}, {ROPE_FREQS, *experts}
         for name, parameter in model.named_parameters():
-            if parameter.is_meta:  # not an expert's, which is loaded already
+            if parameter.is_meta:  # else it belongs to experts, which are loaded already
                 names = tensor_mapping.tensor_names(name, name_map, tensors)
                 if names and all(n in tensors for n in names):
                     used.update(names)
@@ -122,27 +122,27 @@ class GGUFFile(GGUFHeader):
         unused = sorted(name for name in tensors.keys() - used if not self._may_be_unused(name, config))
         if require_all and unused:
             raise CheckpointError(
-                f"{self.path} has {len(unused)} tensors that a model of its configuration has no place for: "
-                f"{', '.join(unused[:5])}. It is damaged, or of another architecture than it says: fetch it again."
+                f"{self.path} has {len(unused)} tensors that a model of its configuration does not use: "
+                f"{', '.join(unused[:5])}. It is damaged, or its architecture is wrong: fetch it again."
             )
         if hasattr(mmap, "MADV_WILLNEED"):  # not on Windows
             self.mapped.madvise(mmap.MADV_WILLNEED)
         return stored_model.mark_as_stored(model, *self.parts)
 
     def _may_be_unused(self, name: str, config: Any) -> bool:
-        """True for tensors of MTP layers, and of attention layers that share another layer's KV."""
+        """True for tensors of MTP layers, and of attention layers that share the KV of an earlier layer."""
         layer = LAYER_PATTERN.match(name)
         num_shared = int(getattr(config, "num_kv_shared_layers", None) or 0) if ".attn_" in name else 0
         return layer is not None and int(layer[1]) >= config.num_hidden_layers - num_shared
 
     def tensor_name_map(self, config: Any) -> Callable[[str], str | None]:
-        """Maps names of modules and parameters from transformers to gguf, or to None."""
+        """Returns a function from a module's or parameter's name in transformers to its name in gguf, or to None."""
         import gguf
 
         arch = next((arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture), None)
         if arch is None:
             raise CheckpointError(
-                f"{self.path} is a model of the kind {self.architecture}, which the installed package gguf does not "
+                f"{self.path} has the architecture {self.architecture}, which the installed package gguf does not "
                 "know: pip install -U gguf"
             )
         name_map = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
@@ -151,8 +151,8 @@ class GGUFFile(GGUFHeader):
 
 @contextmanager
 def open_gguf(path: Path) -> Iterator[GGUFFile]:
-    """Opens a GGUF file. Raises CheckpointError if it is damaged or of an unknown architecture, also for errors inside
-    the context, or if the package gguf is not installed."""
+    """Opens a GGUF file. Raises CheckpointError if the file is damaged, its architecture unknown, or the package gguf
+    missing; errors inside the context become CheckpointError too."""
     require_package("gguf", path)
     with checkpoint_errors(path, f"{path} cannot be read as a GGUF model", _REMEDY), quiet():
         yield GGUFFile(path)
@@ -160,15 +160,15 @@ def open_gguf(path: Path) -> Iterator[GGUFFile]:
 
 @contextmanager
 def _parsed_fields(header: GGUFHeader) -> Iterator[None]:
-    """Lets transformers read the tokenizer's fields alone, by a stand-in for gguf.GGUFReader: it would also build a
-    config, and may misread other fields."""
+    """Replaces gguf.GGUFReader by a stand-in with the tokenizer's fields alone: transformers would also build a config
+    from the other fields, and may misread them."""
     import gguf
 
     def field(value: Any) -> SimpleNamespace:
         items = value if isinstance(value, list) else [value]
-        value_type = {str: 8, bool: 7, float: 6}.get(type(items[0]) if items else str, 5)
+        value_type = {str: 8, bool: 7, float: 6}.get(type(items[0]) if items else str, 5)  # GGUFValueType
         parts = [item.encode() if isinstance(item, str) else [item] for item in items]
-        types = [9, value_type] if isinstance(value, list) else [value_type]
+        types = [9, value_type] if isinstance(value, list) else [value_type]  # 9: ARRAY
         return SimpleNamespace(parts=parts, data=range(len(parts)), types=types)
 
     fields = {n: field(x) for n, x in header.fields.items() if n.startswith(("general.", "tokenizer."))}
@@ -183,14 +183,14 @@ def _parsed_fields(header: GGUFHeader) -> Iterator[None]:
 def _set_weights(
     model: PreTrainedModel, weights: dict[str, tensor_mapping.LoadedWeight], file: Path, errors: list[str]
 ) -> None:
-    """Loads weights into a model on the meta device; raises if some are missing or misshaped, or with ``errors``."""
+    """Loads weights into a model on the meta device; raises for ``errors``, missing and misshaped weights."""
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.is_meta}
     errors += [f"{n} (not there)" for n in shapes if n not in weights]
     errors += [f"{n} ({tuple(t.shape)}, not {shapes[n]})" for n, t in weights.items() if shapes[n] != tuple(t.shape)]
     if errors:
         raise CheckpointError(
-            f"{file} does not fit its own configuration; weights at fault: {', '.join(errors[:5])}. It is incomplete "
-            "or of another architecture than it says: fetch it again."
+            f"{file} does not fit its own configuration; missing or misshaped: {', '.join(errors[:5])}. It is "
+            "incomplete, or its architecture is wrong: fetch it again."
         )
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     stored_model.load_weights(model, weights)
@@ -212,32 +212,32 @@ def load_gguf(
     """Loads a GGUF file on the CPU, after :func:`check_gguf`.
 
     Args:
-        dtype: any dtype but float32 dequantizes the weights.
-        weights, arithmetic: see :func:`longdraft.model.loading.load`.
+        dtype: a dtype other than float32 dequantizes the weights.
+        weights, arithmetic: options of :func:`longdraft.model.loading.load`.
 
     Raises:
         CheckpointError: the file is damaged or of an unknown architecture.
-        CapabilityError: quant blocks cannot be kept, or int8 arithmetic is impossible, as required; or the RoPE scaling
-            is unknown.
+        CapabilityError: ``weights`` or ``arithmetic`` require quant blocks or int8, which are impossible here; or the
+            RoPE scaling is unknown.
     """
     with open_gguf(path) as file:
-        examples = {t.quant_type: name for name, t in file.tensors.items() if len(t.shape) in (2, 3)}
-        unread = sorted(name for name in examples if name not in (*QUANT_SIZES, "F32"))
-        why = (
-            f"blocks of the type {unread[0]} ({examples[unread[0]]}) are not read as they are stored"
-            if unread
+        example_names = {t.quant_type: name for name, t in file.tensors.items() if len(t.shape) in (2, 3)}
+        unsupported = sorted(name for name in example_names if name not in (*QUANT_SIZES, "F32"))
+        reason = (
+            f"blocks of the type {unsupported[0]} ({example_names[unsupported[0]]}) are not read as they are stored"
+            if unsupported
             else None
         )
         config = file.config()
-        if weights == "stored" and why:
-            raise CapabilityError(f'{path}: {why}: give weights="float32" (--weights float32), which unpacks them.')
+        if weights == "stored" and reason:
+            raise CapabilityError(f'{path}: {reason}: give weights="float32" (--weights float32), which unpacks them.')
         if rope_factor is not None:
             stretch_rope(config.get_text_config(), rope_factor)
         config._name_or_path = str(path)
         loaded = LoadedModel(file.load_model(config), file.load_tokenizer())
-    if why or dtype != torch.float32 or weights == "float32" or (weights is None and kernels() is None):
+    if reason or dtype != torch.float32 or weights == "float32" or (weights is None and kernels() is None):
         drop_prefaulted()  # huge pages for repacked weights, which are not needed here
-        progress(f"Unpacking {path.name}, as at every start" + (f": {why}" if why else ""))
+        progress(f"Unpacking {path.name}, as at every start" + (f": {reason}" if reason else ""))
         float_dtype = dtype if isinstance(dtype, torch.dtype) else torch.float32
         loaded = LoadedModel(stored_model.dequantize_model(loaded.model, float_dtype), loaded.tokenizer)
     elif arithmetic != "float32" and kernels() is not None:
@@ -245,9 +245,9 @@ def load_gguf(
         stored_model.repack_weights(loaded.model, progress)
     if arithmetic == "int8" and stored_model.arithmetic_of(loaded.model) != "int8":
         dequantized = f"they are unpacked here ({unavailable_reason() or weights or dtype})"
-        none = "none of its weights are stored in 8 bits or fewer"
+        not_quantized = "none of its weights are stored in 8 bits or fewer"
         raise int8_unavailable_error(
-            path, why or (none if stored_model.has_stored_weights(loaded.model) else dequantized)
+            path, reason or (not_quantized if stored_model.has_stored_weights(loaded.model) else dequantized)
         )
     with checkpoint_errors(path, f"{path} cannot be read as a GGUF model", _REMEDY):
         # Some versions of transformers take BOS for EOS, and remove the space before a comma.

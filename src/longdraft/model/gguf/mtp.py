@@ -1,4 +1,4 @@
-"""The MTP layer of a GGUF file (multi-token prediction; llama.cpp's nextn), which follows the decoder layers."""
+"""Reads a GGUF file's MTP layer (multi-token prediction; llama.cpp's nextn), which follows the decoder layers."""
 
 from __future__ import annotations
 
@@ -13,41 +13,40 @@ from longdraft.model.gguf.loading import open_gguf
 from longdraft.model.stored import ArrangedLinear, StoredLinear
 from longdraft.native import QuantizedMatrix
 
-_COUNT_FIELD = "nextn_predict_layers"
-_EXTRA_MODULES = ("eh_proj", "enorm", "hnorm", "shared_head_norm")
+_NUM_LAYERS_FIELD = "nextn_predict_layers"
+_MTP_MODULES = ("eh_proj", "enorm", "hnorm", "shared_head_norm")  # besides those of a decoder layer
 
 
 def has_mtp_layer(path: Path) -> bool:
     """True if a file has an MTP layer; raises CheckpointError if it is damaged."""
     with open_gguf(path) as file:
-        return bool(file(_COUNT_FIELD))
+        return bool(file(_NUM_LAYERS_FIELD))
 
 
 def read_mtp_layer(path: Path) -> dict[str, torch.Tensor | QuantizedMatrix] | None:
-    """Tensors of the first MTP layer; None without one. Names are transformers' within a decoder layer, and
-    ``eh_proj.weight``, ``enorm.weight``, ``hnorm.weight``, ``shared_head_norm.weight``. Matrices stay quantized;
-    experts are floats.
+    """Tensors of the first MTP layer by name, or None. Names are transformers' within a decoder layer, and
+    MODULE.weight for :data:`_MTP_MODULES`. Matrices stay quantized; experts are floats.
 
     Raises:
         CheckpointError: the file is damaged.
         CapabilityError: MTP layers of this architecture are not read from GGUF files.
     """
     with open_gguf(path) as file:
-        if not file(_COUNT_FIELD):
+        if not file(_NUM_LAYERS_FIELD):
             return None
         config = file.config()
         index = int(config.num_hidden_layers)
         if layer_types := getattr(config, "layer_types", None):
             config.layer_types = [*layer_types[:index], "full_attention"]
-        config.num_hidden_layers = index + 1
+        config.num_hidden_layers = index + 1  # the MTP layer is loaded as one more decoder layer
         layer = hosting.decoder_layers(file.load_model(config, require_all=False))[-1]
         tensors: dict[str, torch.Tensor | QuantizedMatrix] = dict(layer.state_dict())
         for name, module in layer.named_modules():
             if isinstance(module, ArrangedLinear):
-                raise CapabilityError(f"{path} has rows of {name} in an order that is not read.")
+                raise CapabilityError(f"{path}: the row order of {name} is not supported; use another draft.")
             if isinstance(module, StoredLinear):
                 tensors[f"{name}.weight"] = module.matrix
-        for name in _EXTRA_MODULES:
+        for name in _MTP_MODULES:
             if (tensor := file.tensors.get(f"blk.{index}.nextn.{name}.weight")) is not None:
                 weight = tensor_mapping.load_weight(file.arch, [tensor], config, ())
                 assert isinstance(weight, torch.Tensor | QuantizedMatrix)

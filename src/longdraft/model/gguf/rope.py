@@ -1,4 +1,4 @@
-"""RoPE scaling of GGUF files as transformers' ``rope_parameters``; transformers itself ignores it."""
+"""Reads RoPE scaling from GGUF files as ``rope_parameters``, because transformers ignores it there."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ import torch
 from longdraft.errors import CapabilityError
 from longdraft.model.gguf.header import GGUFHeader
 
-# Parameters of Llama 3.1, 3.2 and 3.3. Files have only the tensor rope_freqs that follows from them.
+# Parameters of Llama 3.1, 3.2 and 3.3: GGUF files store only the tensor rope_freqs, which is computed from them.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# Parameters of YaRN: llama.cpp's name -> transformers'.
-_BETAS = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
-# Tensors of LongRoPE: factors for short and for long contexts.
+_YARN_BETAS = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}  # llama.cpp's name -> transformers'
+# Names of LongRoPE's tensors begin so: one has the factors for short contexts, one for long contexts.
 _LONGROPE_PREFIX = "rope_factors_"
-# Parameters of YaRN that transformers lacks -> the value that has no effect.
-_UNSUPPORTED = {"yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
+# Parameters of YaRN that transformers lacks -> the value without effect, which is accepted.
+_UNSUPPORTED_YARN = {"yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
 
 
 def rope_scaling(header: GGUFHeader, config: Any) -> dict[str, Any]:
     """``rope_parameters`` besides ``rope_theta``; empty without scaling.
 
     Raises:
-        CapabilityError: transformers lacks this scaling, or another rotary dimension is used than in its config.
+        CapabilityError: transformers lacks this scaling, or the file's rotary dimension differs from the config's.
     """
     if any(name.startswith(_LONGROPE_PREFIX) for name in header.tensors):
         raise _unsupported(header, "longrope")
@@ -52,12 +51,12 @@ def _unsupported(header: GGUFHeader, scaling: str) -> CapabilityError:
 
 
 def _rotary_dim(config: Any) -> int:
-    """Dimensions of a head that RoPE rotates."""
+    """The number of dimensions of a head that RoPE rotates."""
     return int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
 
 
-def _scaling_fields(header: GGUFHeader, context: int) -> dict[str, Any]:
-    """``rope_parameters`` from the fields ``rope.scaling.*``."""
+def _scaling_fields(header: GGUFHeader, context_length: int) -> dict[str, Any]:
+    """``rope_parameters`` from the fields ``rope.scaling.*``. context_length: used if the file has no original one."""
 
     def value(name: str) -> Any:
         return header(f"rope.scaling.{name}")
@@ -65,7 +64,7 @@ def _scaling_fields(header: GGUFHeader, context: int) -> dict[str, Any]:
     rope_type, factor = value("type"), value("factor")
     if factor is None:
         factor = header("rope.scale_linear")  # in files of 2023
-    # As llama.cpp: without a type it is linear, and a factor of 0 means none.
+    # As in llama.cpp, a missing type means linear, and a factor of 0 means no scaling.
     rope_type = "linear" if rope_type is None else str(rope_type)
     if rope_type == "none" or (rope_type == "linear" and factor in (None, 0, 1)):
         return {}
@@ -75,16 +74,16 @@ def _scaling_fields(header: GGUFHeader, context: int) -> dict[str, Any]:
         raise _unsupported(header, rope_type)
     if not factor or factor < 1:
         raise _unsupported(header, f"yarn with a factor of {factor}")
-    for name, neutral in _UNSUPPORTED.items():
+    for name, neutral in _UNSUPPORTED_YARN.items():
         if (number := value(name)) is not None and number != neutral:
             raise _unsupported(header, f"yarn with {name} {number:g}")
     fields: dict[str, Any] = {
         "rope_type": "yarn",
         "factor": float(factor),
-        "original_max_position_embeddings": int(value("original_context_length") or context),
+        "original_max_position_embeddings": int(value("original_context_length") or context_length),
     }
-    fields |= {ours: float(x) for name, ours in _BETAS.items() if (x := value(name)) is not None}
-    # llama.cpp's converter writes transformers' attention_factor as yarn_attn_factor; attn_factor multiplies it.
+    fields |= {hf_name: float(x) for name, hf_name in _YARN_BETAS.items() if (x := value(name)) is not None}
+    # yarn_attn_factor is transformers' attention_factor; attn_factor multiplies it, or YaRN's default.
     if (yarn_factor := value("yarn_attn_factor")) is not None:
         fields["attention_factor"] = float(yarn_factor)
     if (attn_factor := value("attn_factor")) is not None:
@@ -93,22 +92,22 @@ def _scaling_fields(header: GGUFHeader, context: int) -> dict[str, Any]:
 
 
 def _from_factors(factors: torch.Tensor, config: Any) -> dict[str, Any]:
-    """``rope_parameters`` that divide the frequencies by ``factors``: of type llama3 if they fit, else longrope."""
+    """``rope_parameters`` that divide frequencies by ``factors``: of type llama3 if they fit it, else longrope."""
     dim = _rotary_dim(config)
     full_attention = config.rope_parameters.get("full_attention")
     base = (full_attention or config.rope_parameters)["rope_theta"]
-    rotations = base ** -(torch.arange(0, dim, 2, dtype=torch.double, device="cpu") / dim) / (2 * math.pi)  # per token
-    factor, low, high, length = float(factors.max()), *map(float, _LLAMA3.values())
-    smooth = ((rotations * length - low) / (high - low)).clamp(0, 1)  # transformers' smooth_factor
+    frequencies = base ** -(torch.arange(0, dim, 2, dtype=torch.double, device="cpu") / dim) / (2 * math.pi)
+    factor, low, high, context = float(factors.max()), *map(float, _LLAMA3.values())
+    smooth = ((frequencies * context - low) / (high - low)).clamp(0, 1)  # transformers' smooth_factor
     if torch.allclose(1 / ((1 - smooth) / factor + smooth), factors, rtol=1e-4, atol=0):
         return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
-    # LongRoPE takes any factors; here the same for short and long contexts.
-    factor_list, context = factors.tolist(), int(config.max_position_embeddings)
+    # LongRoPE takes any factors; short and long contexts get equal ones.
+    factor_list = factors.tolist()
     return {
         "rope_type": "longrope",
         "factor": 1.0,
         "attention_factor": 1.0,
         "short_factor": factor_list,
         "long_factor": factor_list,
-        "original_max_position_embeddings": context,
+        "original_max_position_embeddings": int(config.max_position_embeddings),
     }

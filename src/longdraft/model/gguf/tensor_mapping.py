@@ -1,5 +1,5 @@
-"""Maps a GGUF file's tensors to parameters of transformers: undoes what llama.cpp's converter changes in names, in the
-order of rows and columns, and in values. Quant blocks stay as they are.
+"""Maps a GGUF file's tensors to transformers' parameters: reverts the converter's changes of names, of the order of
+rows and columns, and of values. Quant blocks are not requantized.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ from longdraft.native.quantized_matrix import QUANT_SIZES
 
 LoadedWeight = torch.Tensor | QuantizedMatrix | ArrangedLinear
 
-# Tensors whose shape differs, by the first part of their name in a layer.
-_RESHAPED = ("ffn_gate_inp_shexp", "ssm_conv1d", "shortconv", "ssm_a", "ssm_d", "ssm_norm")
+# Short names (:func:`_short_name`) of tensors whose shape differs from the parameter's.
+_RESHAPED_TENSORS = ("ffn_gate_inp_shexp", "ssm_conv1d", "shortconv", "ssm_a", "ssm_d", "ssm_norm")
 
-# Parameters and buffers that gguf's tensor_mapping lacks: suffix of the name -> suffix of the tensor's name.
-_EXTRA_NAMES = {
+# Parameters and buffers that the package gguf's name map lacks: suffix of their name -> suffix of the tensor's name.
+_EXTRA_SUFFIXES = {
     "router.scale": "ffn_gate_inp.scale",
     "router.per_expert_scale": "ffn_down_exps.scale",
     "e_score_correction_bias": "exp_probs_b.bias",
     "expert_bias": "exp_probs_b.bias",
     "layer_scalar": "layer_output_scale.weight",
 }
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_LAYER_PATTERN = re.compile(r"\.layers\.(\d+)\.")
 
 
 def extra_tensor_name(name: str) -> str | None:
-    """The tensor of a parameter or buffer in :data:`_EXTRA_NAMES`; None for others."""
-    layer = _LAYER.search(name)
-    suffix = next((theirs for ours, theirs in _EXTRA_NAMES.items() if name.endswith(f".{ours}")), None)
+    """The tensor's name for a parameter or buffer in :data:`_EXTRA_SUFFIXES`; None if it is not there."""
+    layer = _LAYER_PATTERN.search(name)
+    suffix = next((tensor for end, tensor in _EXTRA_SUFFIXES.items() if name.endswith(f".{end}")), None)
     return f"blk.{layer[1]}.{suffix}" if layer and suffix else None
 
 
 def tensor_names(parameter: str, name_map: Callable[[str], str | None], available: Collection[str]) -> tuple[str, ...]:
-    """The tensors, of those ``available``, that a model's parameter consists of; empty if gguf has no name for it.
-    name_map: name of a module or parameter in transformers -> in gguf, or None."""
+    """Names of the tensors that a parameter consists of; empty if gguf has no name for it. name_map: maps a module's or
+    parameter's name in transformers to gguf's, or to None. available: names of the file's tensors."""
     path, _, leaf = parameter.rpartition(".")
-    layer = _LAYER.search(parameter)
+    layer = _LAYER_PATTERN.search(parameter)
     if (extra := extra_tensor_name(parameter)) is not None:
         return (extra,)
     if path == "lm_head":
         return (f"output.{leaf}",)
     if leaf == "dt_bias":
         path, leaf = f"{path}.dt_proj", "bias"
-    elif (full_name := name_map(parameter)) is not None:  # the map has the parameter itself, not its module
+    elif (full_name := name_map(parameter)) is not None:  # the map names the parameter itself, not its module
         return (full_name if full_name in available else f"{full_name}.weight",)
     if path.endswith(".in_proj_qkvz"):
-        # Two tensors; one in files of the first converter.
+        # Two tensors, or in files of the first converter one, which the map names.
         names = tuple(f"blk.{layer[1] if layer else ''}.{name}.{leaf}" for name in ("attn_qkv", "attn_gate"))
         if names[0] in available:
             return names
@@ -64,13 +64,13 @@ def tensor_names(parameter: str, name_map: Callable[[str], str | None], availabl
 
 
 def load_weight(arch: Arch, tensors: Sequence[GGUFTensor], config: Any, shape: Sequence[int]) -> LoadedWeight:
-    """A parameter of a shape, from one tensor or several: quantized if all of them are, else floats."""
+    """Loads a parameter from one or several tensors: quantized if all tensors are quantized, else as floats."""
     tensor = tensors[0]
     name = _short_name(tensor.name)
     parts = [read_tensor(t) for t in tensors]
-    rows = _row_order(arch, name, parts, config)
-    heads = _value_head_order(config) if arch.tiled_value_heads and name == "ssm_out" else None
-    columns = None if heads is None else _expand_heads(heads, config.linear_value_head_dim)
+    rows = _row_permutation(arch, name, parts, config)
+    heads = _value_head_permutation(config) if arch.tiled_value_heads and name == "ssm_out" else None
+    columns = None if heads is None else _head_rows(heads, config.linear_value_head_dim)
     quantized = tuple(part for part in parts if isinstance(part, QuantizedMatrix))
     if len(quantized) == len(parts):
         if len(quantized) > 1 or columns is not None:
@@ -82,7 +82,7 @@ def load_weight(arch: Arch, tensors: Sequence[GGUFTensor], config: Any, shape: S
     data = data if columns is None else data[:, columns]
     if name == "ssm_a":
         data = (-data).log()  # the file has -exp(A_log)
-    if name in _RESHAPED and data.numel() == torch.Size(shape).numel():
+    if name in _RESHAPED_TENSORS and data.numel() == torch.Size(shape).numel():
         data = data.reshape(*shape)
     has_offset = arch.norm_plus_one and tensor.name.endswith("norm.weight") and name != "ssm_norm"
     return data - 1 if has_offset else data
@@ -95,7 +95,7 @@ def _short_name(name: str) -> str:
 
 
 def read_tensor(tensor: GGUFTensor) -> torch.Tensor | QuantizedMatrix:
-    """A tensor in the file's order: a quantized matrix, with experts concatenated (experts * out, in), or floats."""
+    """A tensor in the file's row order: a quantized matrix, (experts * out, in) for experts, or floats."""
     quant_type, data = tensor.quant_type, torch.from_numpy(tensor.data)
     if quant_type in QUANT_SIZES and len(tensor.shape) > 1 and tensor.shape[0] % QUANT_SIZES[quant_type][0] == 0:
         return QuantizedMatrix(data.flatten(0, -2), quant_type)
@@ -106,72 +106,72 @@ def read_tensor(tensor: GGUFTensor) -> torch.Tensor | QuantizedMatrix:
     return torch.from_numpy(gguf.dequantize(tensor.data, gguf.GGMLQuantizationType[quant_type])).float()
 
 
-def _row_order(
+def _row_permutation(
     arch: Arch, name: str, parts: Sequence[torch.Tensor | QuantizedMatrix], config: Any
 ) -> torch.Tensor | None:
-    """The file's row for each row of the parameter; None if the order is the same."""
+    """For each row of the parameter the index of its row in the file; None if the order is equal."""
     if arch.permuted_qk and name in ("attn_q", "attn_k"):
         heads = config.num_attention_heads if name == "attn_q" else config.num_key_value_heads
         count = parts[0].shape[0]
         return torch.arange(count, device="cpu").view(heads, -1, 2).transpose(1, 2).reshape(-1)
-    if len(parts) == 2:  # qkv and z
-        return _qkvz_order(config)
-    if arch.tiled_value_heads and (heads := _value_head_order(config)) is not None:
+    if len(parts) == 2:  # attn_qkv and attn_gate
+        return _qkvz_permutation(config)
+    if arch.tiled_value_heads and (heads := _value_head_permutation(config)) is not None:
         if name in ("attn_qkv", "ssm_conv1d"):
-            keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+            num_qk_rows = 2 * config.linear_num_key_heads * config.linear_key_head_dim
             return torch.cat(
-                [torch.arange(keys, device="cpu"), keys + _expand_heads(heads, config.linear_value_head_dim)]
+                [torch.arange(num_qk_rows, device="cpu"), num_qk_rows + _head_rows(heads, config.linear_value_head_dim)]
             )
         if name == "attn_gate":
-            return _expand_heads(heads, config.linear_value_head_dim)
+            return _head_rows(heads, config.linear_value_head_dim)
         if name in ("ssm_beta", "ssm_alpha", "ssm_a", "ssm_dt"):
             return heads
     return None
 
 
-def _value_head_order(config: Any) -> torch.Tensor | None:
-    """The tiled file's head for each value head; None if there are as many as key heads."""
+def _value_head_permutation(config: Any) -> torch.Tensor | None:
+    """For each value head its index in a file with tiled heads; None if key heads are as many, and nothing is tiled."""
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
     return None if keys == values else torch.arange(values, device="cpu").view(-1, keys).T.reshape(-1)
 
 
-def _qkvz_order(config: Any) -> torch.Tensor:
-    """The row of the concatenated q, k, v and z for each row of in_proj_qkvz, which is grouped by key heads."""
+def _qkvz_permutation(config: Any) -> torch.Tensor:
+    """For each row of in_proj_qkvz, which is grouped by key heads, its index in the concatenated q, k, v and z."""
     heads, size = config.linear_num_key_heads, config.linear_key_head_dim
-    values = config.linear_num_value_heads // heads * config.linear_value_head_dim
+    value_rows = config.linear_num_value_heads // heads * config.linear_value_head_dim
     begin, order = 0, []
-    for rows in (size, size, values, values):  # of a key head, in q, k, v and z
+    for rows in (size, size, value_rows, value_rows):  # rows of q, k, v and z for each key head
         order.append(begin + torch.arange(heads * rows, device="cpu").view(heads, rows))
         begin += heads * rows
     return torch.cat(order, dim=1).reshape(-1)
 
 
-def _expand_heads(heads: torch.Tensor, size: int) -> torch.Tensor:
-    """Indices of heads -> indices of their rows."""
+def _head_rows(heads: torch.Tensor, size: int) -> torch.Tensor:
+    """The indices of the heads' rows, ``size`` for each head."""
     return (heads[:, None] * size + torch.arange(size, device="cpu")).reshape(-1)
 
 
 def load_experts(model: nn.Module, tensors: Mapping[str, torch.Tensor | QuantizedMatrix]) -> Iterator[str]:
-    """Loads experts' weights into a model on the meta device; yields what is wrong with them. Tensors are quantized
-    (experts * out, in), or floats (experts, out, in)."""
+    """Loads experts' weights into a model on the meta device; yields a message for each missing or misshaped tensor.
+    Tensors are quantized (experts * out, in), or floats (experts, out, in)."""
     for path, module in list(model.named_modules()):
         if is_moe_experts(module):
-            yield from _load_experts_of(model, path, module, tensors)
+            yield from _load_layer_experts(model, path, module, tensors)
 
 
-def _load_experts_of(
+def _load_layer_experts(
     model: nn.Module, path: str, module: Any, tensors: Mapping[str, torch.Tensor | QuantizedMatrix]
 ) -> Iterator[str]:
     num_experts, *sizes = module.down_proj.shape
     hidden, intermediate = sizes[::-1] if module.is_transposed else sizes
-    layer = _LAYER.search(f".{path}.")
+    layer = _LAYER_PATTERN.search(f".{path}.")
     name = f"blk.{layer[1] if layer else ''}.ffn_{{}}_exps."
-    first_projections = ["gate_up"] if name.format("gate_up") + "weight" in tensors else ["gate", "up"]
+    input_projections = ["gate_up"] if name.format("gate_up") + "weight" in tensors else ["gate", "up"]
     weights: dict[str, torch.Tensor | QuantizedMatrix] = {}
     biases: dict[str, torch.Tensor] = {}
-    for projection in (*first_projections, LAST):
-        inner = 2 * intermediate if projection == "gate_up" else intermediate
-        rows, columns = (hidden, intermediate) if projection == LAST else (inner, hidden)
+    for projection in (*input_projections, LAST):
+        out_rows = 2 * intermediate if projection == "gate_up" else intermediate
+        rows, columns = (hidden, intermediate) if projection == LAST else (out_rows, hidden)
         weight, bias = (tensors.get(name.format(projection) + leaf) for leaf in ("weight", "bias"))
         if weight is None:
             yield f"{path}.{projection} (not there)"

@@ -1,1 +1,1 @@
-"""A target on a GPU: CUDA graphs, fused layers, and deterministic forwards of one batch size."""
+"""Runs a target on a GPU: CUDA graphs, fused decoder layers, and deterministic forwards of a fixed batch size."""

@@ -1,15 +1,15 @@
 """CUDA graphs: captures forwards of few tokens (verifications, levels of drafts) once for each size, and replays them.
 
-A forward of few tokens launches some hundred small kernels, which takes the host longer than the device. A replayed
-graph is one launch. It reads token ids, positions, mask, slots and lengths from buffers that are filled before each
-replay. A size is (batch_size, query_len, KV bound), each padded so that there are few graphs:
+A forward of few tokens launches hundreds of small kernels, and launching takes the host longer than the device needs to
+run them. A replayed graph is one launch. It reads token ids, positions, mask, slots and lengths from buffers that are
+filled before each replay. A size is (batch_size, query_len, KV bound), rounded up so that there are few graphs:
 
-    query_len   one of :data:`CAPTURE_SIZES`; no token attends to padding, whose results are cut off
-    batch_size  a power of two, or all slots; padding sequences read another's slot and write to scratch memory
-    KV bound    a power of two, by which attention kernels split their work: it follows the context, not the capacity
+    query_len   one of :data:`CAPTURE_SIZES`; no token attends to padding tokens, and their results are cut off
+    batch_size  a power of two, or all slots; padding sequences read the first one's slot and write to scratch entries
+    KV bound    a power of two at or above the longest KV length; attention kernels split their work by it
 
-Capture needs an attention path that reads lengths on the device. A size whose capture fails runs without a graph, as do
-models with windows or recurrent states, whose forwards depend on numbers on the host.
+Capture needs an attention path that reads lengths on the device. A size whose capture fails runs without a graph. So do
+models with windows or recurrent states, because their forwards depend on numbers on the host.
 """
 
 from __future__ import annotations
@@ -32,33 +32,32 @@ from longdraft.memory.store import KVStore
 
 logger = logging.getLogger("longdraft")
 
-SWITCH = "LONGDRAFT_GRAPHS"
-# Values of query_len. LongSpec's tree has 69 nodes; larger forwards keep the device busy anyway.
+SWITCH = "LONGDRAFT_GRAPHS"  # environment variable; 0: no graphs
+# query_len of graphs, close together around LongSpec's tree of 69 nodes. More tokens keep the device busy anyway.
 CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 72, 80, 96)
-# A size is captured after so many uses, because a capture takes two forwards.
-USES_BEFORE_CAPTURE = 2
-# Limits for one store: graphs, and bytes of their outputs together (mostly logits, which each graph keeps).
+USES_BEFORE_CAPTURE = 2  # of a size, because a capture takes the time of two forwards
+# Limits for one store: the number of graphs, and bytes of all their outputs (mostly logits), which stay allocated.
 MAX_GRAPHS, MAX_OUTPUT_BYTES = 64, 1 << 30
-# The smallest KV bound: fewer entries keep a GPU no busier.
-MIN_KV_BOUND = 4096
+MIN_KV_BOUND = 4096  # the smallest KV bound: splitting fewer entries would not keep a GPU busier
 
-# Logits (B, T, V); by layer hidden states (B, T, hidden) and queries (B, Hq, T, d).
+# Logits (B, T, V); layer -> hidden states (B, T, hidden); layer -> queries (B, Hq, T, d).
 ForwardResults = tuple[torch.Tensor | None, dict[int, torch.Tensor], dict[int, torch.Tensor]]
 # A forward of the target.
 ForwardFn = Callable[[KVStore, ForwardBatch], ForwardResults]
-# A forward of a draft, from its inputs.
+# A forward of a draft: takes input tensors and returns output tensors.
 DraftForwardFn = Callable[..., tuple[torch.Tensor, ...]]
-Out = TypeVar("Out")
+Output = TypeVar("Output")
 
 
 class GraphBackend(Protocol):
-    """Captures and replays; tests have a stand-in."""
+    """Captures graphs and replays them; tests replace it."""
 
-    def capture(self, forward: Callable[[], Out]) -> Callable[[], Out]:
+    def capture(self, forward: Callable[[], Output]) -> Callable[[], Output]:
         """Runs ``forward`` once to warm it up, then captures it.
 
         Returns:
-            A function that replays it on the tensors' current contents, with outputs in the same tensors.
+            A function that replays the capture on the tensors' current contents. Every replay returns the same
+            output tensors, overwritten.
         """
 
 
@@ -67,11 +66,11 @@ class CudaGraphBackend:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # One stream for all captures: libraries keep a workspace for each stream.
+        # One stream for all captures, because libraries such as cuBLAS keep a workspace for each stream.
         self._stream: Any = None
         self._pool: Any = None
 
-    def capture(self, forward: Callable[[], Out]) -> Callable[[], Out]:
+    def capture(self, forward: Callable[[], Output]) -> Callable[[], Output]:
         with torch.cuda.device(self._device):
             if self._stream is None:
                 self._stream, self._pool = torch.cuda.Stream(self._device), torch.cuda.graph_pool_handle()
@@ -85,7 +84,7 @@ class CudaGraphBackend:
             with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 out = forward()
 
-        def replay() -> Out:
+        def replay() -> Output:
             graph.replay()
             return out
 
@@ -93,13 +92,13 @@ class CudaGraphBackend:
 
 
 def unavailable_reason(device: torch.device, path: str) -> str | None:
-    """Why there are no CUDA graphs on a device with an attention path; None if there are."""
+    """Why CUDA graphs are unavailable on a device with an attention path; None if they are available."""
     if os.environ.get(SWITCH, "1") == "0":
         return f"{SWITCH}=0 switches them off"
     if device.type != "cuda":
         return f"they need an NVIDIA GPU, the model is on {device}"
     if path != CAPTURABLE_PATH:
-        return f"the {path} attention takes lengths from the host; LONGDRAFT_ATTENTION={CAPTURABLE_PATH} does not"
+        return f"the {path} attention reads lengths on the host; set LONGDRAFT_ATTENTION={CAPTURABLE_PATH}"
     return None
 
 
@@ -107,10 +106,10 @@ class CudaGraphs:
     """The CUDA graphs of a target and its drafts.
 
     Args:
-        backend: None: no graphs.
-        uses_before_capture: a size is captured after so many uses.
-        max_graphs: of one store, or of one draft's cache.
-        min_kv_bound: the smallest KV bound.
+        backend: captures the graphs; None disables them.
+        uses_before_capture: uses of a size before its capture.
+        max_graphs: limit for the graphs of one store, or of one draft's cache.
+        min_kv_bound: the smallest KV bound of a size.
     """
 
     def __init__(
@@ -122,12 +121,12 @@ class CudaGraphs:
     ) -> None:
         self._backend, self._uses_before_capture = backend, uses_before_capture
         self._max_graphs, self._min_kv_bound = max_graphs, min_kv_bound
-        # Owner of the captured tensors -> size -> its graph, or its uses so far.
+        # Owner of the captured tensors -> size -> the size's graph, or the number of its uses if it is not captured.
         self._graphs: WeakKeyDictionary[object, dict[Hashable, Any]] = WeakKeyDictionary()
 
     @classmethod
     def for_device(cls, device: torch.device, path: str) -> CudaGraphs:
-        """Graphs for a target on a device, disabled if :func:`unavailable_reason` has a reason."""
+        """Graphs for a target on a device; disabled if :func:`unavailable_reason` returns a reason."""
         reason = unavailable_reason(device, path)
         if device.type == "cuda":
             logger.info("CUDA graphs: %s", "verifications are recorded" if reason is None else f"none, {reason}")
@@ -139,13 +138,14 @@ class CudaGraphs:
         return self._backend is not None
 
     def extra_kv_entries(self, slots: int) -> int:
-        """Additional KV entries of a slot, for padding tokens, and for scratch memory of padding sequences."""
+        """KV entries that a slot needs in addition, for padding tokens and for scratch entries of padding sequences."""
         if self._backend is None:
             return 0
-        return max(b - a - 1 for a, b in itertools.pairwise(CAPTURE_SIZES)) + (CAPTURE_SIZES[-1] if slots > 2 else 0)
+        max_padding = max(b - a - 1 for a, b in itertools.pairwise(CAPTURE_SIZES))
+        return max_padding + (CAPTURE_SIZES[-1] if slots > 2 else 0)  # 1 or 2 slots have no padding sequences
 
     def padded_query_len(self, query_len: int) -> int | None:
-        """The query_len of a graph for ``query_len`` tokens; None if there is none."""
+        """The query_len of the graph that serves ``query_len`` tokens; None if no graph does."""
         return None if self._backend is None else next((b for b in CAPTURE_SIZES if b >= query_len), None)
 
     def kv_bound(self, max_kv_len: int, capacity: int) -> int:
@@ -155,12 +155,12 @@ class CudaGraphs:
     def run(
         self, store: KVStore, batch: ForwardBatch, key: Hashable, forward: ForwardFn, capture_now: bool = False
     ) -> ForwardResults | None:
-        """Replays a forward of the target; None if there is no graph, and it has to run as usual.
+        """Replays a forward of the target; None without a graph, and the caller then runs the forward itself.
 
         Args:
-            key: everything else that ``forward`` depends on, such as its outputs and weights.
-            forward: its graph outlives the store, whose memory the next store takes.
-            capture_now: capture it now if there is no graph yet.
+            key: everything besides the batch and the store that ``forward`` depends on, such as outputs and weights.
+            forward: must not refer to the store, because the graph outlives it: the next store takes its memory.
+            capture_now: capture at once if there is no graph yet.
 
         Returns:
             The results of ``forward``, in new tensors, with logits in float32.
@@ -178,36 +178,36 @@ class CudaGraphs:
     def capture_sizes(self, store: KVStore, max_query_len: int) -> list[tuple[int, int, int]]:
         """(batch_size, query_len, KV length) of all sizes up to ``max_query_len``, at most ``max_graphs``.
 
-        Short contexts come first, and among them large forwards, whose memory smaller ones then reuse.
+        Short contexts come first. Among them large forwards come first, because smaller ones then reuse their memory.
         """
         if self._backend is None or not store.is_resident:
             return []
         largest = self.padded_query_len(min(max_query_len, CAPTURE_SIZES[-1])) or 0
         query_lens = [n for n in CAPTURE_SIZES if n <= largest]
-        longest = store.capacity - 2 * largest
+        max_kv_len = store.capacity - 2 * largest  # leaves entries for new tokens and for scratch
         bounds = [self.kv_bound(1, store.capacity)]
-        while bounds[-1] < longest:
+        while bounds[-1] < max_kv_len:
             bounds.append(self.kv_bound(bounds[-1] + 1, store.capacity))
         sizes = itertools.product(bounds, reversed(batch_sizes(store.slots)), reversed(query_lens))
-        return [(batch, length, max(0, min(bound, longest))) for bound, batch, length in sizes][: self._max_graphs]
+        return [(batch, length, max(0, min(bound, max_kv_len))) for bound, batch, length in sizes][: self._max_graphs]
 
     def _size(self, store: KVStore, batch: ForwardBatch) -> tuple[int, int, int] | None:
-        """(batch_size, query_len, KV bound) of the graph for a batch; None if there is none."""
+        """(batch_size, query_len, KV bound) of the graph that serves a batch; None if no graph does."""
         query_len = self.padded_query_len(batch.query_len)
-        # Offloaded stores move KV during a forward, by lengths on the host.
+        # Offloaded stores move KV during a forward, controlled by lengths on the host.
         if query_len is None or not store.is_resident:
             return None
-        # A graph has one tree_offset. Chains repeat their offsets, trees rarely do.
+        # A graph is for one tree_offset. Single tokens of a chain repeat their offsets; parts of trees rarely do.
         if not batch.batch_size or (batch.tree_offset and batch.query_len > 1):
             return None
-        longest = max(batch.prefix_lens)
-        end = longest + batch.tree_offset + query_len
+        max_prefix_len = max(batch.prefix_lens)
+        end = max_prefix_len + batch.tree_offset + query_len
         if end > store.capacity:
             return None
         # Padding sequences write to the last entries of a slot.
         has_scratch = end + query_len <= store.capacity
         batch_size = padded_batch_size(batch.batch_size, store.slots) if has_scratch else batch.batch_size
-        return batch_size, query_len, self.kv_bound(longest, store.capacity)
+        return batch_size, query_len, self.kv_bound(max_prefix_len, store.capacity)
 
     def run_draft(
         self,
@@ -217,17 +217,17 @@ class CudaGraphs:
         make_inputs: Callable[[], Sequence[torch.Tensor]],
         forward: DraftForwardFn,
     ) -> tuple[torch.Tensor, ...] | None:
-        """Replays a draft's forward over one level of its tree; None if there is no graph, and it has to run as usual.
+        """Replays a draft's forward over one level of its tree; or None without a graph: the caller then runs it.
 
         Args:
-            owner: owns the other tensors that ``forward`` reads and writes, and never replaces them.
-            key: everything else that ``forward`` depends on.
-            size: padded (batch_size, query_len).
-            make_inputs: returns the inputs. The first is (B, W, ...); others may be padded already.
-            forward: from tensors like the inputs, of the padded size, to tensors (B, W, ...).
+            owner: object whose tensors ``forward`` reads and writes besides the inputs, and which never replaces them.
+            key: everything besides the inputs and the owner that ``forward`` depends on.
+            size: (batch_size, query_len), padded.
+            make_inputs: returns the inputs. The first is (B, W, ...); the rest may be padded already.
+            forward: maps tensors like the inputs, but padded to ``size``, to tensors (batch_size, query_len, ...).
 
         Returns:
-            The results of ``forward``, of the size of the first input, in new tensors.
+            The results of ``forward``, cut to (B, W, ...), in new tensors.
         """
         inputs: list[torch.Tensor] = []
 
@@ -239,11 +239,11 @@ class CudaGraphs:
         return None if graph is None else graph(inputs or make_inputs())
 
     def _graph(self, owner: object, key: Hashable, uses: int, capture: Callable[[GraphBackend], Any]) -> Any | None:
-        """The graph of a size, captured if it is due; None if the size was used too rarely, or its capture failed."""
+        """The graph of a size, captured after ``uses`` uses; None before that, or if the capture failed."""
         if self._backend is None:
             return None
         sizes = self._graphs.setdefault(owner, {})
-        graph = sizes.pop(key, 0)  # reinserted at the end: the least recently used size comes first
+        graph = sizes.pop(key, 0)  # reinserted below, so that the least recently used size comes first
         if isinstance(graph, int):
             graph = graph + 1 if graph < uses else _try_capture(self._backend, capture)
         sizes[key] = graph
@@ -256,7 +256,7 @@ class CudaGraphs:
 
 
 def _try_capture(backend: GraphBackend, capture: Callable[[GraphBackend], Any]) -> Any | None:
-    """A new graph; None if the capture fails, and then this size is not tried again."""
+    """Captures a graph; None if the capture fails, and then the size is not tried again."""
     try:
         return capture(backend)
     except Exception as error:  # a model, a driver or a library can raise any type
@@ -275,9 +275,9 @@ def batch_sizes(slots: int) -> list[int]:
 
 
 class _DraftGraph:
-    """The graph of one size of a draft's forward, with its input buffers."""
+    """The graph of a draft's forward for one size, with input buffers."""
 
-    bytes = 0  # of its outputs
+    bytes = 0  # size of its outputs
 
     def __init__(
         self, backend: GraphBackend, size: tuple[int, int], inputs: Sequence[torch.Tensor], forward: DraftForwardFn
@@ -310,9 +310,9 @@ class _DraftGraph:
 
 
 class _TargetGraph:
-    """The graph of one size of the target's forward, with its input buffers."""
+    """The graph of the target's forward for one size, with input buffers."""
 
-    bytes = 0  # of its outputs
+    bytes = 0  # size of its outputs
 
     def __init__(
         self,
@@ -331,7 +331,7 @@ class _TargetGraph:
         self._scratch_start = store.capacity - query_len
         slots_t, prefix_lens_t, write_starts_t = self._slots_and_lens.unbind()
         self._batch = ForwardBatch(
-            # Invalid slots, so that an attention path that reads them on the host fails.
+            # Invalid slots, so that an attention path that wrongly reads them on the host fails.
             slots=(-1,) * batch_size,
             prefix_lens=(min(kv_bound, store.capacity - batch.tree_offset - query_len),) * batch_size,
             query_len=query_len,
@@ -365,7 +365,7 @@ class _TargetGraph:
         self._mask.copy_(self._padding_mask)
         mask = batch.tree_mask(0, self._mask.device) if batch.mask is None else batch.mask
         self._mask[:batch_size, :query_len, : batch.tree_len] = mask
-        # Padding sequences read the first entries of the first sequence's slot, which are finite, and no prefix.
+        # Padding sequences have an empty prefix, and read finite entries at the start of the first sequence's slot.
         padding = len(self._token_ids) - batch_size
         slots, prefix_lens = [*batch.slots, *batch.slots[:1] * padding], [*batch.prefix_lens, *(0,) * padding]
         write_starts = [*(n + batch.tree_offset for n in batch.prefix_lens), *(self._scratch_start,) * padding]

@@ -1,8 +1,8 @@
 """``deterministic=True``: plain steps and verifications on a GPU agree to the bit, because batches have one fixed size.
 
-A GEMM's kernel, and so the order of its additions, depends on the number of rows. So every forward of decoding, with a
-draft or without, has :data:`FIXED_BATCH_ROWS` rows, batch_size * query_len. Attention adds up in the order of the keys'
-ranks (:mod:`longdraft.attention.fixed_order`). :func:`check_linears` tests what is left: that a row's bits depend
+A GEMM library chooses the kernel, and with it the order of additions, by the number of rows. So every decoding forward,
+with or without a draft, has :data:`FIXED_BATCH_ROWS` rows, batch_size * query_len. Attention adds up keys in a fixed
+order (:mod:`longdraft.attention.fixed_order`). :func:`check_linears` tests the remaining condition: a row's bits depend
 neither on its index nor on the other rows.
 """
 
@@ -27,12 +27,12 @@ from longdraft.native import kernels
 if TYPE_CHECKING:
     from longdraft.model.runner import TargetRunner
 
-# Of every forward of decoding: a GEMM with 64 rows takes a GPU about as long as one with a single row.
+# Rows of every decoding forward. A GEMM with 64 rows takes a GPU about as long as one with a single row.
 FIXED_BATCH_ROWS = 64
 
 
 def fixed_batch_rows_for(runner: TargetRunner) -> int | None:
-    """The fixed number of rows for a target; None on a CPU with our kernels, which are deterministic anyway.
+    """The fixed number of rows for a target; None on a CPU with longdraft's kernels, which are deterministic anyway.
 
     Raises:
         CapabilityError: plain steps and verifications cannot be made equal to the bit here.
@@ -42,7 +42,7 @@ def fixed_batch_rows_for(runner: TargetRunner) -> int | None:
     if device.type == "cpu":
         if kernels() is not None and runner.attention_path == "cpu" and runner.kv_shape.dtype == torch.float32:
             return None
-        reason = "on a CPU it needs float32 and longdraft's kernels (`longdraft doctor` says why there are none)"
+        reason = "on a CPU it needs float32 and longdraft's kernels (`longdraft doctor` says why they are missing)"
     elif device.type != "cuda":
         reason = f"it is for NVIDIA GPUs and CPUs, the model is on {device}"
     elif layout.windows or layout.recurrent or layout.custom_cache_layers:
@@ -64,8 +64,8 @@ def fixed_batch_rows_for(runner: TargetRunner) -> int | None:
 
 @torch.no_grad()
 def check_linears(model: nn.Module, batch_rows: int) -> None:
-    """Runs a linear layer of each class and size on equal rows, and on a row among larger ones; raises CapabilityError
-    if a row's bits depend on its index or on the other rows."""
+    """Raises CapabilityError if a row's bits depend on its index or on other rows. Runs a linear layer of each class
+    and size on copies of one row, and on that row followed by larger rows."""
     checked: set[tuple[object, ...]] = set()
     for name, module in model.named_modules():
         sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
@@ -77,18 +77,18 @@ def check_linears(model: nn.Module, batch_rows: int) -> None:
             continue
         checked.add(key)
         row = random_rows(model, module, 1)
-        equal = module.forward(row.expand(1, batch_rows, -1).contiguous())[0]
+        outputs = module.forward(row.expand(1, batch_rows, -1).contiguous())[0]
         mixed = torch.cat([row, 100 * row.expand(batch_rows - 1, -1)])
-        among_larger = module.forward(mixed[None])[0, 0]
-        if not bool(((equal == equal[:1]).all() & (among_larger == equal[0]).all()).item()):
+        mixed_output = module.forward(mixed[None])[0, 0]
+        if not bool(((outputs == outputs[:1]).all() & (mixed_output == outputs[0]).all()).item()):
             raise CapabilityError(
-                f"deterministic=True cannot be kept here: the product of {name} gives a row other bits at another "
-                "place of the block. Leave it out."
+                f"deterministic=True cannot be kept here: the result of {name} for a row depends on the row's "
+                "index or on the other rows. Leave it out."
             )
 
 
 def forward_fixed_batches(runner: TargetRunner, batch: ForwardBatch, store: KVStore, taps: Taps) -> TargetOutput:
-    """Runs a batch as one or several forwards of the fixed size."""
+    """Runs a batch as forwards of runner.fixed_batch_rows rows each."""
     output = TargetOutput(None)
     assert runner.fixed_batch_rows is not None
     for sequences, tokens, padded in split_into_fixed_batches(batch, runner.fixed_batch_rows):
@@ -100,25 +100,25 @@ def forward_fixed_batches(runner: TargetRunner, batch: ForwardBatch, store: KVSt
 def split_into_fixed_batches(batch: ForwardBatch, batch_rows: int) -> Iterator[tuple[range, range, ForwardBatch]]:
     """Splits a batch into batches with batch_size * query_len = ``batch_rows``.
 
-    Batch sizes are powers of two, as large as fit. A tree with more tokens is computed in parts, parents first.
+    Batch sizes are the largest powers of two that fit. Trees of more than ``batch_rows`` tokens are split.
 
     Yields:
-        Sequences and tokens of ``batch``, and their batch, padded at the end with tokens that see themselves alone.
+        Indices of sequences and of tokens in ``batch``, and their batch, padded with tokens that see themselves alone.
     """
     first = 0
     while first < batch.batch_size:
         max_sequences = max(1, batch_rows // batch.query_len)
-        count = 1 << (min(max_sequences, batch.batch_size - first).bit_length() - 1)
-        sequences = range(first, first + count)
-        query_len = batch_rows // count
+        batch_size = 1 << (min(max_sequences, batch.batch_size - first).bit_length() - 1)
+        sequences = range(first, first + batch_size)
+        query_len = batch_rows // batch_size
         for start in range(0, batch.query_len, query_len):
             tokens = range(start, min(start + query_len, batch.query_len))
             yield sequences, tokens, _pad(batch, sequences, tokens, query_len)
-        first += count
+        first += batch_size
 
 
 def _pad(batch: ForwardBatch, sequences: range, tokens: range, query_len: int) -> ForwardBatch:
-    """Some tokens of some sequences, padded to ``query_len`` tokens each."""
+    """The batch of some tokens of some sequences, padded to ``query_len`` tokens for each sequence."""
     b, t = slice(sequences.start, sequences.stop), slice(tokens.start, tokens.stop)
     padding, tree_offset = query_len - len(tokens), batch.tree_offset + tokens.start
     device, tree_len = batch.slots_t.device, tree_offset + len(tokens)

@@ -1,10 +1,10 @@
 """Triton kernels for a decoder layer between its GEMMs: RMS norm with residual, RoPE with the KV write, SwiGLU.
 
-Each token has its own programs, so its bits do not depend on other tokens. Computed in float32, and rounded to the
-layer's dtype wherever transformers' code rounds. :mod:`.operators` has the definitions.
+A program handles one token, so a token's bits do not depend on other tokens. Kernels compute in float32, and round to
+the layer's dtype wherever transformers' code rounds. :mod:`.operators` defines what they compute.
 """
 
-# Triton reads the annotations of a kernel's parameters, so run-time parameters have none.
+# Triton would read annotations of run-time parameters, so they have none.
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
-# Triton's interpreter truncates float32 to bfloat16, where a GPU rounds to nearest.
+# Triton's interpreter truncates float32 to bfloat16, but a GPU rounds to nearest: _cast() rounds by hand.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-# Elements of a row for one program of the SwiGLU kernel.
-SILU_BLOCK = 1024
-MAX_WARPS = 16
+SILU_BLOCK = 1024  # elements of a row that a program of the SwiGLU kernel computes
+MAX_WARPS = 16  # of the norm kernel
 
 
 @triton.jit
@@ -40,21 +39,21 @@ def _round_to(x, DTYPE: tl.constexpr):
 def norm_kernel(
     x, delta, weight, residual, out, eps, HAS_RESIDUAL: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """RMS norm of one row: out = weight * x / sqrt(mean(x^2) + eps). With HAS_RESIDUAL, of residual = x + delta.
+    """RMS norm of one row: out = weight * x / sqrt(mean(x^2) + eps). HAS_RESIDUAL: of residual = x + delta, not of x.
 
     All tensors have contiguous rows of SIZE. Grid: (rows,).
     """
     dtype = out.dtype.element_ty
     i = tl.arange(0, BLOCK)
     mask = i < SIZE
-    at = tl.program_id(0).to(tl.int64) * SIZE + i
-    row = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    offsets = tl.program_id(0).to(tl.int64) * SIZE + i
+    row = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
-        row = _round_to(row + tl.load(delta + at, mask=mask, other=0.0).to(tl.float32), dtype)
-        tl.store(residual + at, row.to(dtype), mask=mask)
+        row = _round_to(row + tl.load(delta + offsets, mask=mask, other=0.0).to(tl.float32), dtype)
+        tl.store(residual + offsets, row.to(dtype), mask=mask)
     scale = tl.rsqrt(tl.sum(row * row, axis=0) / SIZE + eps)
     w = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + at, _cast(w * _round_to(row * scale, dtype), dtype), mask=mask)
+    tl.store(out + offsets, _cast(w * _round_to(row * scale, dtype), dtype), mask=mask)
 
 
 @triton.jit
@@ -91,8 +90,8 @@ def rope_kernel(
     NORMED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     D: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token: norm and RoPE of q and k. Queries go to ``out`` (B, HEADS, T, D), keys and values to entry
-    ``lengths[b] + offset + t`` of the sequence's slot. Grid: (B*T, HEADS + 2 KV_HEADS).
+    """One head of one token: norm and RoPE of q and k. Writes queries to ``out`` (B, HEADS, T, D), keys and values to
+    entry ``lengths[b] + offset + t`` of the sequence's slot. Grid: (B*T, HEADS + 2 KV_HEADS).
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
@@ -163,7 +162,7 @@ def _launch_norm(
     if not x.numel():
         return
     block = triton.next_power_of_2(size)
-    # Depends on the size of a row alone: another number of warps would add up in another order.
+    # The number of warps sets the order of additions, so it depends on the row's size alone.
     warps = min(MAX_WARPS, max(1, block // 512))
     with torch.cuda.device_of(x):
         norm_kernel[(x.numel() // size,)](
@@ -192,16 +191,16 @@ def rope_and_write_kv(
     out = q.new_empty(batch, heads, size, d)
     if not out.numel():
         return out
-    rows = [x if x.stride() == (size * x.stride(1), x.stride(1), 1) else x.contiguous() for x in (q, k, v)]
+    qkv = [x if x.stride() == (size * x.stride(1), x.stride(1), 1) else x.contiguous() for x in (q, k, v)]
     cos, sin = (x.expand(batch, size, -1) for x in (cos, sin))
     normed = q_weight is not None and k_weight is not None
     with torch.cuda.device_of(q):
         rope_kernel[(batch * size, heads + 2 * kv_heads)](
-            *rows, cos, sin, q_weight if normed else q, k_weight if normed else q, out, keys, values, slots, lengths,
-            offset, eps, size, *(x.stride(1) for x in rows), *cos.stride()[:2], *sin.stride()[:2],
+            *qkv, cos, sin, q_weight if normed else q, k_weight if normed else q, out, keys, values, slots, lengths,
+            offset, eps, size, *(x.stride(1) for x in qkv), *cos.stride()[:2], *sin.stride()[:2],
             *keys.stride(), *values.stride(), NORMED=normed, HEADS=heads, KV_HEADS=kv_heads, D=d,
             ROTARY=cos.shape[2], BLOCK=triton.next_power_of_2(d), num_warps=1,
-            # A fused multiply-add would not round the product.
+            # A fused multiply-add would skip the product's rounding.
             enable_fp_fusion=False,
         )  # fmt: skip
     return out

@@ -1,8 +1,8 @@
 """Fused decoder layers on a GPU: Triton kernels for norms, RoPE with the KV write, and SwiGLU.
 
-For a verification, transformers' code of a layer launches some fifty kernels of a microsecond or two. A fused layer
-launches nine and those of its attention. GEMMs are torch's, merged if the weights are (:mod:`.merged_linear`). A layer
-is compared with transformers' code before it is used (:mod:`longdraft.model.fused`).
+In a verification, transformers' code of a layer launches about fifty kernels of one or two microseconds each. A fused
+layer launches nine besides its attention. GEMMs are torch's, merged if the weights are merged (:mod:`.merged_linear`).
+:mod:`longdraft.model.fused` compares a fused layer with transformers' code before its first use.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from longdraft.model.layer_parts import (
     uses_gelu,
 )
 
-# Elements of a row that a program of the norm kernel holds in registers.
-MAX_HIDDEN = 32768
+MAX_HIDDEN = 32768  # the largest row that a program of the norm kernel holds in registers
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ops = torch.ops.longdraft
 
@@ -43,13 +42,13 @@ def supports(model: PreTrainedModel) -> bool:
 
 
 class FusedLayer(NamedTuple):
-    """The parts of a decoder layer of the Llama kind.
+    """A decoder layer of the Llama kind: weights and constants for the kernels.
 
     Attributes:
         attn_norm, mlp_norm: weights (hidden_size,) of the norms before the attention and the MLP.
-        q_norm, k_norm: weights (head_dim,) of each head's norms, or None.
+        q_norm, k_norm: weights (head_dim,) of the norms of each head's queries and keys, or None.
         attn_eps, mlp_eps, qk_eps: epsilons of these norms.
-        scale: of the softmax.
+        scale: softmax scale.
     """
 
     attn_norm: torch.Tensor
@@ -67,14 +66,14 @@ class FusedLayer(NamedTuple):
     scale: float
 
     def run(self, x: torch.Tensor, cos_sin: CosSin, context: hosting.ForwardContext, kv_layer: int) -> torch.Tensor:
-        """x (B, T, hidden_size) -> the layer's output, a new tensor. cos_sin: (B or 1, T, rotary_dim) each. kv_layer:
-        index in the store."""
+        """Maps x (B, T, hidden_size) to the layer's output, a new tensor. cos_sin: (B or 1, T, rotary_dim) each.
+        kv_layer: the layer's index in the KV store."""
         batch, (keys, values) = context.batch, context.store.layer(kv_layer)
         q, k, v = self.qkv(ops.rms_norm(x, self.attn_norm, self.attn_eps))
-        write_starts = batch.write_starts_t  # of a captured batch, whose padding is not written behind a prefix
-        first = (batch.prefix_lens_t, batch.tree_offset) if write_starts is None else (write_starts, 0)
+        write_starts = batch.write_starts_t  # only in CUDA graphs, whose padding sequences write to scratch entries
+        kv_location = (batch.prefix_lens_t, batch.tree_offset) if write_starts is None else (write_starts, 0)
         queries = ops.rope_and_write_kv(
-            *(q, k, v, *cos_sin, self.q_norm, self.k_norm, self.qk_eps, keys, values, batch.slots_t, *first)
+            *(q, k, v, *cos_sin, self.q_norm, self.k_norm, self.qk_eps, keys, values, batch.slots_t, *kv_location)
         )
         if kv_layer in context.query_layers:
             context.queries[kv_layer] = queries
@@ -90,11 +89,11 @@ def _linear(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def fused_layer_of(layer: nn.Module, head_dim: int) -> FusedLayer | None:
-    """The fused form of a layer; None if the kernels lack one of its parts, or if the user has hooks inside it.
-    head_dim: used if the attention module does not have it."""
+    """The fused form of a layer; None if the kernels do not support one of its parts, or if the user has hooks inside.
+    head_dim: used if the attention module has no attribute head_dim."""
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
     submodules = [m for m in layer.modules() if m is not layer]
-    # Hooks of the layer itself do no harm: they run around any forward.
+    # Hooks of the layer itself are allowed: they run around either forward.
     if attention is None or mlp is None or any(map(is_modified, submodules)) or "forward" in vars(layer):
         return None
     projections = [getattr(attention, name, None) or getattr(mlp, name, None) for name in LINEAR_NAMES]
@@ -110,9 +109,9 @@ def fused_layer_of(layer: nn.Module, head_dim: int) -> FusedLayer | None:
     if not is_plain or len({(p.dtype, p.device) for p in parameters}) > 1:
         return None
     unsupported = [getattr(attention, name, None) for name in ("attn_logit_softcapping", "sinks", "sliding_window")]
-    # Another parameter belongs to a part that these kernels do not compute.
-    known = {id(p) for module in (*linears, *norm_modules) for p in module.parameters()}
-    if {id(p) for p in parameters} != known or any(x is not None for x in unsupported):
+    # A parameter besides these belongs to a part that the kernels do not compute.
+    supported = {id(p) for module in (*linears, *norm_modules) for p in module.parameters()}
+    if {id(p) for p in parameters} != supported or any(x is not None for x in unsupported):
         return None
     (norm, eps), (mlp_norm, mlp_eps), *qk_norms = norms
     d = int(getattr(attention, "head_dim", head_dim))
@@ -138,7 +137,7 @@ def fused_layer_of(layer: nn.Module, head_dim: int) -> FusedLayer | None:
 
 
 class FusedLayerForward:
-    """Forward of a layer: by the kernels if the context says ``fused``, else ``original``, transformers' code."""
+    """Replaces a layer's forward: runs the kernels if ``context.fused``, else ``original``, transformers' forward."""
 
     def __init__(self, layer: FusedLayer, kinds: LayerKinds, index: int, original: Callable[..., Any]) -> None:
         self._layer, self.original = layer, original

@@ -1,7 +1,7 @@
-"""Merged linear layers: q, k and v, or gate and up, in one GEMM, as vLLM's QKVParallelLinear.
+"""Merged linear layers: q, k and v, or gate and up, in one GEMM, like vLLM's QKVParallelLinear.
 
-:func:`join` moves the weights of a model that longdraft has loaded: its parameters become views of the merged matrices,
-so nothing is stored twice. A user's model is never changed; its layers compute one GEMM for each weight.
+:func:`join` merges the weights of a model that longdraft has loaded: parameters become views of the merged matrices, so
+no weight is stored twice. A user's own model is never changed; its layers run one GEMM for each weight.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MERGED_PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class MergedLinear:
-    """Several linear layers of one input; ``is_merged``: one GEMM, because their weights are contiguous in memory."""
+    """Several linear layers of one input. ``is_merged``: adjacent in memory, so that one GEMM computes all."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self._weights: list[tuple[torch.Tensor, torch.Tensor | None]] = [
@@ -34,7 +34,7 @@ class MergedLinear:
             self._weights = [(weight, bias)]
 
     def __call__(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        """x (..., in) -> (..., out) of each layer; views of one tensor if merged."""
+        """Maps x (..., in) to (..., out) for each layer; the outputs are views of one tensor if merged."""
         outputs = [F.linear(x, weight, bias) for weight, bias in self._weights]
         return outputs[0].split(self._sizes, dim=-1) if self.is_merged else outputs
 
@@ -43,14 +43,14 @@ def as_one_tensor(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """A view of tensors (n_i, ...) as one (sum n_i, ...); None if they are not adjacent in memory."""
     if not tensors:
         return None
-    first, address = tensors[0], tensors[0].data_ptr()
+    first, next_address = tensors[0], tensors[0].data_ptr()
     for x in tensors:
         is_alike = x.dtype == first.dtype and x.device == first.device and x.shape[1:] == first.shape[1:]
-        if not is_alike or not x.is_contiguous() or x.data_ptr() != address:
+        if not is_alike or not x.is_contiguous() or x.data_ptr() != next_address:
             return None
-        address += x.numel() * x.itemsize
-    # Two allocations may be adjacent by chance.
-    end = first.storage_offset() * first.itemsize + address - first.data_ptr()
+        next_address += x.numel() * x.itemsize
+    # Separate allocations may be adjacent by chance: all tensors must lie in the first one's storage.
+    end = first.storage_offset() * first.itemsize + next_address - first.data_ptr()
     if end > first.untyped_storage().nbytes():
         return None
     shape = (sum(x.shape[0] for x in tensors), *first.shape[1:])
@@ -61,7 +61,7 @@ def as_one_tensor(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 def join(model: nn.Module) -> None:
     """Merges the weights of :data:`MERGED_PROJECTIONS` in place: parameters keep their names and values.
 
-    The model must be longdraft's own: other references to the old memory would no longer see changes.
+    The model must be longdraft's own: references to the old memory elsewhere would no longer see changes of weights.
     """
     for parent in model.modules():
         for names in MERGED_PROJECTIONS:

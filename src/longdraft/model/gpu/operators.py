@@ -1,6 +1,6 @@
 """torch custom operators for parts of a decoder layer, such as ``longdraft::rms_norm``: one launch each on a GPU.
 
-These functions define them in plain torch, which runs on a CPU. On a GPU, :mod:`.kernels` computes the same.
+The functions here define the operators in plain torch and run on a CPU. On a GPU, functions of :mod:`.kernels` run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from longdraft.attention import custom_ops
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x (..., n), weight (n,) -> weight * x / sqrt(mean(x^2) + eps), rounded to x's dtype before the weight."""
+    """weight (n,) * x (..., n) / sqrt(mean(x^2) + eps). The quotient is rounded to x's dtype before the product."""
     x32 = x.float()
     return weight * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
@@ -20,7 +20,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x, delta (..., n) -> residual = x + delta, and its :func:`rms_norm`."""
+    """Returns residual = x + delta (..., n), and the :func:`rms_norm` of residual."""
     residual = x + delta
     return residual, rms_norm(residual, weight, eps)
 
@@ -40,15 +40,15 @@ def rope_and_write_kv(
     lengths: torch.Tensor,
     offset: int,
 ) -> torch.Tensor:
-    """Per-head norms and RoPE of queries and keys; writes keys and values into a layer's KV cache.
+    """Applies per-head norms and RoPE to queries and keys; writes keys and values into a layer's KV cache.
 
     Args:
         q: (B, T, Hq*d).
         k, v: (B, T, Hkv*d).
-        cos, sin: (B or 1, T, r): RoPE (NeoX style) of the first r dimensions of a head; r may be 0.
-        q_weight, k_weight: (d,) of each head's :func:`rms_norm` before RoPE, or None.
-        keys, values: (slots, Hkv, capacity, d), any strides.
-        slots, lengths: (B,) int32: token t of sequence b goes to entry ``lengths[b] + offset + t`` of ``slots[b]``.
+        cos, sin: (B or 1, T, r); RoPE (NeoX style) rotates the first r dimensions of a head; r may be 0.
+        q_weight, k_weight: (d,), weights of the heads' :func:`rms_norm` before RoPE, or None for no norms.
+        keys, values: the KV cache (slots, Hkv, capacity, d), with any strides.
+        slots, lengths: (B,) int32: token t of sequence b gets entry ``lengths[b] + offset + t`` of ``slots[b]``.
 
     Returns:
         The queries (B, Hq, T, d), contiguous.
@@ -66,7 +66,7 @@ def rope_and_write_kv(
 
 
 def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """RoPE of the first dimensions of each head (B, H, T, d)."""
+    """Applies RoPE to the first dimensions of each head (B, H, T, d)."""
     rotary, rest = heads.split([cos.shape[-1], heads.shape[-1] - cos.shape[-1]], dim=-1)
     first, second = rotary.chunk(2, dim=-1)
     rotated_half = torch.cat([-second, first], dim=-1)
@@ -74,7 +74,7 @@ def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 
 
 def silu_and_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """gate, up (..., n) -> silu(gate) * up."""
+    """silu(gate) * up, all (..., n)."""
     return F.silu(gate) * up
 
 
