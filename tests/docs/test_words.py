@@ -16,63 +16,13 @@ SOURCES = [ROOT / "src" / "longdraft", ROOT / "packages" / "longdraft-engines" /
 FILES = sorted(file for folder in SOURCES for file in folder.rglob("*.py"))
 NATIVE = sorted(file for kind in ("*.cpp", "*.h") for file in (SOURCES[0] / "native").glob(kind))
 # Participles, pronouns and fillers, which say of nothing what it is, and words that only this project used.
-NO_NAMES = set(
-    [
-        "given",
-        "asked",
-        "told",
-        "stated",
-        "found",
-        "theirs",
-        "each",
-        "going",
-        "said",
-        "kept",
-        "placed",
-        "known",
-        "mine",
-        "ours",
-        "whole",
-        "beside",
-        "wanted",
-        "shown",
-        "own",
-        "more",
-        "of",
-        "at",
-        "what",
-        "here",
-        "there",
-        "like",
-        "woven",
-        "brief",
-        "lighter",
-        "quicken",
-        "few_rows",
-        "twin",
-        "hosted",
-        "unpaid",
-        "paid",
-        "avoid_forks",
-        "rehearsal",
-        "likeliest",
-        "goes",
-        "begun",
-    ]
-)
-NO_NATIVE_NAMES = {
-    "woven",
-    "weave",
-    "is_brief",
-    "BriefRows",
-    "Kept",
-    "Stored",
-    "meet",
-    "soften",
-    "LEAST",
-    "MOST",
-    "LISTED",
-}
+_NAMES = """given asked told stated found theirs each going said kept placed known mine ours whole beside wanted shown
+own more of at what here there like woven brief lighter quicken few_rows twin hosted unpaid paid avoid_forks rehearsal
+likeliest goes begun"""
+_NATIVE_NAMES = "woven weave is_brief BriefRows Kept Stored meet soften LEAST MOST LISTED"
+NO_NAMES, NO_NATIVE_NAMES = set(_NAMES.split()), _NATIVE_NAMES.split()
+# Keys of files and of JSON, which users have.
+STAY = {"kernel_report.py": {"whole"}, "acceptance.py": {"asked"}}
 
 
 def names(tree: ast.AST) -> Iterator[tuple[str, int]]:
@@ -92,11 +42,12 @@ def names(tree: ast.AST) -> Iterator[tuple[str, int]]:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_private_words_do_not_come_back(file):
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    assert not [f"line {line}: {name}" for name, line in names(tree) if name.strip("_").lower() in NO_NAMES]
+    words = NO_NAMES - STAY.get(file.name, set())
+    assert not [f"line {line}: {name}" for name, line in names(tree) if name.strip("_").lower() in words]
 
 
 def test_nor_in_the_kernels():
-    words = re.compile(rf"\b({'|'.join(sorted(NO_NATIVE_NAMES))})\b")
+    words = re.compile(rf"\b({'|'.join(NO_NATIVE_NAMES)})\b")
     assert not {file.name: found for file in NATIVE if (found := words.findall(file.read_text(encoding="utf-8")))}
 
 

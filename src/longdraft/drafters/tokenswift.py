@@ -158,10 +158,10 @@ def tokenswift(draft: HeadsDraft, **options: Any) -> Drafter:
     view_options = {name: getattr(config, name) for name in declared(ViewOptions)}
     self_drafter = None
     if config.view != NO_VIEW:
-        self_drafter = SelfDrafter(view=config.view, depth=1, **sizes)
-    elif names := [name for name, value in sizes.items() if value is not None]:
+        self_drafter = SelfDrafter(view=config.view, depth=1, **view_options)
+    elif names := [name for name, value in view_options.items() if value is not None]:
         raise ValueError(f"{' and '.join(names)} shape a view of the KV: leave view={NO_VIEW} out, or them")
-    heads = HeadsDrafter(draft, self_drafter, **head_options.non_none(), **tree.non_none())
+    heads = HeadsDrafter(draft, self_drafter, **head_options.non_none(), **tree_options.non_none())
     k = config.reuse_k if "reuse_k" in options else None
     return TokenSwiftDrafter(ReuseDrafter(config.reuse_n, k), heads) if config.reuse else heads
 

@@ -75,8 +75,8 @@ class Kernels:
         with torch.profiler.record_function(f"longdraft::{name}") if profiled else nullcontext():
             self._functions[name](*arguments, torch.get_num_threads())
 
-    def linear(self, x: torch.Tensor, weights: Sequence[LinearWeights], prompt: bool = False) -> list[torch.Tensor]:
-        """Applies several linear layers to one x (..., in); returns (..., out) for each. prompt: AMX uses bfloat16."""
+    def linear(self, x: torch.Tensor, weights: Sequence[LinearWeights], prefill: bool = False) -> list[torch.Tensor]:
+        """Applies several linear layers to one x (..., in); returns (..., out) for each. prefill: AMX uses bfloat16."""
         x = x.contiguous()
         in_features = x.shape[-1]
         outs = [torch.empty(*x.shape[:-1], w.shape[0], **CPU_FLOAT32) for w, _ in weights]

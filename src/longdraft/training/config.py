@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 import yaml
 
 from longdraft.errors import ConfigError, values_checked
-from longdraft.files import require_regular
+from longdraft.files import prefix_errors_with, require_regular
 from longdraft.options import Option, Options, declared, number, option
 
 Config = TypeVar("Config")
