@@ -42,7 +42,7 @@ def test_drafts_on_the_hybrid_path_propose_what_they_do_one_by_one(kind, monkeyp
         return [(step.token_ids, step.tree and step.tree.tokens) for step in found]
 
     alone = steps(kind, draft=draft)
-    monkeypatch.setattr(hybrid, "unavailable", lambda *kind: None)
+    monkeypatch.setattr(hybrid, "why_unavailable", lambda *kind: None)
     monkeypatch.setenv("LONGDRAFT_ATTENTION", "hybrid")
     together = steps(kind, draft=draft)
     assert torch_kernels.counted["efficient"] > 0
