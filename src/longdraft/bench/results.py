@@ -1,4 +1,4 @@
-"""Headers of results files, by which an interrupted run can go on. Format: docs/figures.md."""
+"""Headers of results files. An interrupted run continues a file if the headers are equal. Format: docs/figures.md."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from longdraft.model.runner import TargetRunner
 
 FORMAT, VERSION = "longdraft-bench", 1
 Json = dict[str, Any]
-_CACHE = "LONGDRAFT_CACHE"
+_CACHE_VARIABLE = "LONGDRAFT_CACHE"
 
 
 def bench_header(bench: Bench, prompts: Sequence[Prompt], model: str, data: Sequence[str], limit: int | None) -> Json:
-    """The header of ``bench``: all that its figures depend on, and remarks.
+    """The header of a file of ``bench``: all that its figures depend on, and remarks.
 
     Args:
-        model, data, limit: as the user wrote them.
+        model, data, limit: the options as the user wrote them.
     """
     s, target = bench.settings, bench.target
     prompts_digest = hashlib.sha256()
@@ -46,8 +46,7 @@ def bench_header(bench: Bench, prompts: Sequence[Prompt], model: str, data: Sequ
             "offload": s.offload,
             "data": data,
             "limit": limit,
-            # longdraft's variables change its speed, except for the path of its cache.
-            "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("LONGDRAFT_") and k != _CACHE},
+            "environment": _speed_variables(),
         },
         "model": model_entry(target, model),
         "drafts": {c.name: fingerprint(c.draft) for c in bench.contenders.values() if c.draft is not None},
@@ -58,11 +57,18 @@ def bench_header(bench: Bench, prompts: Sequence[Prompt], model: str, data: Sequ
     return make_header(FORMAT, VERSION, content)
 
 
+def _speed_variables() -> dict[str, str]:
+    """The environment variables of longdraft; all but the path of its cache may change its speed."""
+    return {k: v for k, v in sorted(os.environ.items()) if k.startswith("LONGDRAFT_") and k != _CACHE_VARIABLE}
+
+
 def unit_header(format_name: str, content: Mapping[str, Any], loaded: LoadedModel, name: str, tokens: Any) -> Json:
     """The header of a :func:`~longdraft.bench.experiment.unit_experiment`: all that its records depend on.
 
     Args:
-        content, name, tokens: settings, the model's name, and the prompts' token ids as a JSON value.
+        content: the settings.
+        name: the model's name as the user wrote it.
+        tokens: the prompts' token ids as a JSON value.
     """
     prompts = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
     model = {"model": model_entry(TargetRunner(loaded.model), name), "prompts": prompts}
