@@ -98,8 +98,7 @@ def open_records(path: Path, settings: Settings, model: Mapping[str, Any]) -> Re
         model: the header's entry for the model.
 
     Raises:
-        ConfigError: the file's runs were made with another model, other versions or other settings.
-        CheckpointError: the file cannot be read or written, or is no file of runs.
+        LongdraftError: see :class:`~longdraft.bench.records.RecordFile`.
     """
     shared = {name: getattr(settings, name) for name in ("max_tokens", "seed", "ignore_eos", "raw")}
     if not settings.sampling.foresee:

@@ -42,11 +42,7 @@ def _tools(example: Example) -> str:
 
 
 def _messages(example: Example) -> list[dict[str, Any]]:
-    """The messages of a row, normalised for chat templates.
-
-    Raises:
-        PromptError: the row has no messages.
-    """
+    """The messages of a row, normalised for chat templates. Raises PromptError if there are none."""
     messages = _parse(next((example.columns[c] for c in _MESSAGE_COLUMNS if example.columns.get(c)), None))
     valid = isinstance(messages, list) and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages)
     if not messages or not valid:

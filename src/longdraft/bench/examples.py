@@ -143,11 +143,7 @@ def _read_lines(file: Any, stem: str, limit: int | None) -> Iterator[Example]:
 
 
 def _load_dataset(origin: str, stem: str, limit: int | None, error: MakeError, **arguments: Any) -> list[Example]:
-    """Rows read by the ``datasets`` library. If that fails, raises ``error(reason)``.
-
-    Raises:
-        CapabilityError: the library is missing.
-    """
+    """Rows read by the ``datasets`` library. If it fails, raises ``error(reason)``."""
     from longdraft.model.checkpoints import quiet
 
     try:

@@ -49,12 +49,7 @@ class Experiment(Generic[K, R]):
         file: keeps the records on disk, and may hold records of an interrupted run; None: memory only.
     """
 
-    def __init__(
-        self,
-        steps: Sequence[Step[K, R]],
-        key: Callable[[R], K],
-        file: RecordFile[R] | None = None,
-    ) -> None:
+    def __init__(self, steps: Sequence[Step[K, R]], key: Callable[[R], K], file: RecordFile[R] | None = None) -> None:
         self._steps, self._key, self.file = steps, key, file
         self.keys = [step_key for step in steps for step_key in step.keys]
         self._records: dict[K, R] = {key(record): record for record in ([] if file is None else file.records)}
@@ -102,11 +97,7 @@ def unit_experiment(units: Units, path: Path | None, header: Mapping[str, Any]) 
     Args:
         units: the units by name.
         path: the file of records; None: memory only.
-        header: all that the records depend on, from :func:`~longdraft.bench.records.make_header`.
-
-    Raises:
-        ConfigError: the file holds a run with another header.
-        CheckpointError: the file cannot be read or written, or is no file of records.
+        header: see :class:`~longdraft.bench.records.RecordFile`, also for errors.
     """
 
     def measure(name: str, missing: Collection[str], tick: Tick) -> Iterator[UnitRecord]:

@@ -136,10 +136,7 @@ class NeedleBench:
         return self.runner.context_length - longest - 2  # the limit is one token above the answer; one more is spare
 
     def measure(self, haystack: Prompt, tick: Tick = lambda name: None) -> dict[str, list[TokenPrediction]]:
-        """Lets every view predict a haystack's needle.
-
-        Args:
-            tick: called before each view with its name.
+        """Lets every view predict a haystack's needle. ``tick`` gets the view's name before.
 
         Returns:
             By the view's name, the predictions of each token of the needle but the first.

@@ -99,8 +99,7 @@ def prompts_of_length(
         some = len(short_lengths) < len(samples)
         subject = f"{len(short_lengths)} of {len(samples)} texts are not" if some else "no text is"
         action = "taken as they are" if short == "keep" else "left out"
-        longest = f"the longest of the short ones has {max(short_lengths):,}"
-        notes.append(f"{length:,} tokens: {subject} that long ({longest}); {action}.")
+        notes.append(f"{length:,} tokens: {subject} that long (at most {max(short_lengths):,}); {action}.")
     return prompts, notes
 
 
@@ -113,9 +112,8 @@ def _join_texts(
     **kwargs: Any,
 ) -> Sample:
     """Appends documents of the sample's data set, each once, until its prompt has ``size`` tokens."""
-    documents = dict.fromkeys(s.document for s in candidates if s.dataset == sample.dataset)
-    documents.pop(sample.document, None)
-    for document in documents:
+    documents = [s.document for s in candidates if s.dataset == sample.dataset and s.document != sample.document]
+    for document in dict.fromkeys(documents):
         if len(sample.encode(tokenizer, raw, **kwargs)) >= size:
             break
         sample = replace(sample, document=f"{sample.document}\n\n{document}")
@@ -123,8 +121,7 @@ def _join_texts(
 
 
 def make_batches(prompts: Sequence[Prompt], sizes: Sequence[int]) -> tuple[list[PromptBatch], dict[int, int]]:
-    """Groups prompts of equal data set and context into full batches. Returns the batches, and by batch size the number
-    of prompts left over.
+    """Full batches of prompts of one data set and context; and by batch size, the number of prompts left over.
 
     Raises:
         PromptError: no data set fills a batch.

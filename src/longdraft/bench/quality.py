@@ -87,11 +87,7 @@ COLUMNS = (
 
 
 def make_variants(budgets: Sequence[int], margins: Sequence[int], selectors: Sequence[str]) -> Variants:
-    """Every combination of the options; a selector that retrieves nothing gets no budget.
-
-    Raises:
-        ValueError: one of the lists is empty.
-    """
+    """Every combination of the options; a selector that retrieves nothing gets no budget."""
     for name, values in (("budgets", budgets), ("margins", margins), ("selectors", selectors)):
         if not values:
             raise ValueError(f"{name} must not be empty")
@@ -202,10 +198,7 @@ class QualityBench:
         ]
 
     def measure(self, prompt: Prompt, tick: Tick = lambda name: None) -> dict[str, Any]:
-        """Decodes a prompt with every contender.
-
-        Args:
-            tick: called before each run with the contender's name.
+        """Decodes a prompt with every contender, whose name ``tick`` gets before each run.
 
         Returns:
             A JSON object: the prompt's data set, origin and length, and ``runs`` by contender: text, similarity to the

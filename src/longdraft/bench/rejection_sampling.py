@@ -2,8 +2,7 @@
 
 Chains and static trees sample a node's candidates from the draft's distribution, without replacement (Leviathan et al.
 2023, section 2.3; Miao et al. 2024, SpecInfer; Li et al. 2024, EAGLE). Dynamic trees and lookups choose candidates by
-rank; each counts as drawn with probability 1 (as in the code of EAGLE-2 and 3). Either way, outputs have the target's
-distribution.
+rank: each counts as drawn with probability 1 (as in the code of EAGLE-2 and 3). Outputs have the target's distribution.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ def acceptance_probs(p: Tensor, tokens: list[int], q: Tensor | None = None) -> t
         q: (vocabulary,) the draft's distribution, from which they were drawn; None: each has probability 1.
 
     Returns:
-        Each candidate's probability, given that all before it were rejected; the residual distribution, given that all
-        are rejected.
+        Each candidate's probability if the ones before it are rejected; the residual distribution if all are rejected.
     """
     probs, p = list[float](), p.double()
     for token in tokens:
@@ -55,8 +53,7 @@ class RejectionSampler(Sampler):
     """Walks down each round's tree: accepts a candidate, or draws from the residual distribution.
 
     Attributes:
-        candidates_by_path: tokens of a path below the root -> the candidates drawn behind it, and the draft's
-            distribution from which they were drawn.
+        candidates_by_path: tokens of a path below the root -> candidates drawn behind it, and their distribution.
     """
 
     def __init__(self, sampling: Sampling, generator: torch.Generator) -> None:
@@ -82,12 +79,7 @@ class RejectionSampler(Sampler):
         return int(p.multinomial(1, generator=self.generator))
 
     def sampled_children(self, draft_logits: DraftLogits, ids: torch.Tensor | None) -> DraftTopk:
-        """A ``draft_topk`` for ``TreeConfig.grow`` that samples a node's children.
-
-        Args:
-            draft_logits: a level of the tree -> the draft's logits.
-            ids: the target's token id of each token of the draft's vocabulary; None: one vocabulary.
-        """
+        """A ``draft_topk`` for ``TreeConfig.grow`` that samples. ``ids``: target ids of the draft's vocabulary."""
         paths = list[tuple[int, ...]]()
         self.candidates_by_path.clear()
 

@@ -72,11 +72,7 @@ TOLERANCE = 0.02
 
 
 def rows(names: Sequence[str], measured: Sequence[BatchResult]) -> list[dict[str, Any]]:
-    """A row for each method, data set, context and batch, with the keys that docs/figures.md defines.
-
-    Args:
-        names: contenders, in the order of the table.
-    """
+    """A row for each contender in ``names``, data set, context and batch size. Keys: docs/figures.md."""
     groups: dict[tuple[str, int | None, int], list[BatchResult]] = {}
     for m in measured:
         groups.setdefault((m.dataset, m.context, m.batch), []).append(m)

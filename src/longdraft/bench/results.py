@@ -19,7 +19,7 @@ from longdraft.model.runner import TargetRunner
 
 FORMAT, VERSION = "longdraft-bench", 1
 Json = dict[str, Any]
-_CACHE_VARIABLE = "LONGDRAFT_CACHE"
+_IGNORED = "LONGDRAFT_CACHE"  # a folder; longdraft's other environment variables may change figures
 
 
 def bench_header(bench: Bench, prompts: Sequence[Prompt], model: str, data: Sequence[str], limit: int | None) -> Json:
@@ -46,7 +46,9 @@ def bench_header(bench: Bench, prompts: Sequence[Prompt], model: str, data: Sequ
             "offload": s.offload,
             "data": data,
             "limit": limit,
-            "environment": _speed_variables(),
+            "environment": {
+                k: v for k, v in sorted(os.environ.items()) if k.startswith("LONGDRAFT_") and k != _IGNORED
+            },
         },
         "model": model_entry(target, model),
         "drafts": {c.name: fingerprint(c.draft) for c in bench.contenders.values() if c.draft is not None},
@@ -55,11 +57,6 @@ def bench_header(bench: Bench, prompts: Sequence[Prompt], model: str, data: Sequ
         "notes": bench.notes,
     }
     return make_header(FORMAT, VERSION, content)
-
-
-def _speed_variables() -> dict[str, str]:
-    """The environment variables of longdraft; all but the path of its cache may change its speed."""
-    return {k: v for k, v in sorted(os.environ.items()) if k.startswith("LONGDRAFT_") and k != _CACHE_VARIABLE}
 
 
 def unit_header(format_name: str, content: Mapping[str, Any], loaded: LoadedModel, name: str, tokens: Any) -> Json:

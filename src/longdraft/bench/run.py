@@ -169,11 +169,7 @@ class Bench:
         self._is_warm = True
 
     def measure(self, prompts: Sequence[Prompt], tick: Tick = lambda name: None) -> BatchResult:
-        """Measures one batch.
-
-        Args:
-            tick: called before each run with the contender's name.
-        """
+        """Measures one batch. ``tick`` gets the contender's name before each run."""
         s, device = self.settings, self.target.device
         job = self.make_job([p.token_ids for p in prompts], s.max_tokens)
         cold: dict[str, Run] = {}

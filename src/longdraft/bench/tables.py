@@ -121,9 +121,7 @@ def format_figure(value: float | str | None, form: str, missing: str = "-") -> s
 
 
 def acceptance_stats(counts: Iterable[TokenCounts]) -> dict[str, Any]:
-    """The keys of a row about acceptance, from each prompt's (new tokens, verifications).
-
-    ``prompts`` counts the prompts with a verification; an answer of one token has none."""
+    """A row's accepted length and standard error; ``prompts``: number of prompts with a verification."""
     verified = [(tokens, verifications) for tokens, verifications in counts if verifications]
     error = standard_error(verified)
     return {"mean_accepted_length": average(verified), "prompts": len(verified), "standard_error": error}

@@ -157,11 +157,7 @@ def _load(name: str, limit: int | None) -> list[Sample]:
 
 
 def built_in_samples() -> list[Sample]:
-    """Long source files of the standard library, each with two tasks: summarise and quote.
-
-    Raises:
-        PromptError: this Python has no source files.
-    """
+    """Long source files of the standard library, each with two tasks: summarise and quote."""
     samples = []
     for name in _BUILT_IN_MODULES:
         text = module_source(name).read_text(encoding="utf-8")

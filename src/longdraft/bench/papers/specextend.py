@@ -50,12 +50,7 @@ TABLE_2 = Table(
     "speed",
     A100,
     MODELS + "; drafts Vicuna-68M, LLaMA-68M and EAGLE",
-    (
-        replace(STANDARD, name="68M, No"),
-        replace(EXTENDED, name="68M, Yes"),
-        EAGLE,
-        EAGLE_EXTENDED,
-    ),
+    (replace(STANDARD, name="68M, No"), replace(EXTENDED, name="68M, Yes"), EAGLE, EAGLE_EXTENDED),
     COLUMNS,
     ("accepted", "tokens_per_second", "speedup"),
     prompts=20,
@@ -149,8 +144,8 @@ TABLE_5 = Table(
     rate_average="mean",
     small=SmallScale(shrink=4, prompts=1, max_tokens=32),
     remarks=(
-        "The size of a working cache counts its last tokens here; the 32 first tokens come on top. With up to 4 chunks, "
-        "or 4 tokens a chunk, only the 32 last tokens are forced: otherwise most of the view would be forced tokens.",
+        "The size of a working cache counts its last tokens here, the 32 first tokens come on top. With up to 4 "
+        "chunks, or 4 tokens a chunk, only the 32 last tokens are forced, which otherwise would be most of the view.",
         "The paper's streaming row for EAGLE is left out: EAGLE's window is fixed in the draft's folder.",
         "Tokens/s include the prefill.",
     ),

@@ -43,11 +43,7 @@ class Reproduction:
     header: Mapping[str, Any]
 
     def report(self, records: Sequence[UnitRecord], complete: bool) -> Report:
-        """The report of the records so far.
-
-        Args:
-            complete: True if no unit is missing.
-        """
+        """The report of the records so far. ``complete``: no unit is missing."""
         table, model = self.scaled_table.table, self.header["model"]
         rows = self.plan.rows(table, {record["unit"]: record["measured"] for record in records})
         hardware = self.header["hardware"]
