@@ -94,7 +94,7 @@ def prompts_of_length(
             prompts.append(Prompt(sample, tuple(token_ids), length, joined is not sample))
     notes = []
     if count := sum(prompt.joined for prompt in prompts):
-        notes.append(f"{length:,} tokens: {count} of {len(samples)} texts are continued with those of the next rows.")
+        notes.append(f"{length:,} tokens: {count} of {len(samples)} texts go on with the texts of the next rows.")
     if short_lengths:
         some = len(short_lengths) < len(samples)
         subject = f"{len(short_lengths)} of {len(samples)} texts are not" if some else "no text is"

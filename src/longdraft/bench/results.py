@@ -47,7 +47,7 @@ def bench_header(bench: Bench, prompts: Sequence[Prompt], model: str, data: Sequ
             "data": data,
             "limit": limit,
             "environment": {
-                k: v for k, v in sorted(os.environ.items()) if k.startswith("LONGDRAFT_") and k != _IGNORED
+                k: os.environ[k] for k in sorted(os.environ) if k.startswith("LONGDRAFT_") and k != _IGNORED
             },
         },
         "model": model_entry(target, model),

@@ -34,4 +34,4 @@ def get_table(paper: Paper, name: str) -> Table:
     for table in paper.tables:
         if table.name == normalized:
             return table
-    raise RequestError(f"{paper.name} has no table {name!r} here. Tables: {', '.join(t.name for t in paper.tables)}.")
+    raise RequestError(f"{paper.name} has no table {name!r}. Its tables: {', '.join(t.name for t in paper.tables)}.")

@@ -108,5 +108,5 @@ def column_prompts(
         raise PromptError(f"{column.name}: {' '.join(notes)} Give longer ones with --data {column.dataset}=FILE.")
     prompts = prompts[:count]
     if any(prompt.joined for prompt in prompts):
-        differences.append("texts are joined with those of the rows after them")
+        differences.append("texts go on with the texts of the next rows")
     return prompts, differences
