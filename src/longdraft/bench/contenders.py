@@ -62,9 +62,9 @@ class Run:
         decode_seconds: from the first token of the last prompt to the end.
         rounds: target forwards of each prompt after its first token.
         accepted: for each round, how many drafted tokens were accepted, and how many ``max_tokens`` allowed.
-        partial_rounds: verifications on a part of the target's KV.
-        partial_tokens: tokens that these emitted.
-        rolled_back: 0; in files of old versions: how many of ``partial_tokens`` were rejected later.
+        partial_rounds: verification forwards on a part of the target's KV.
+        partial_tokens: tokens emitted by partial rounds.
+        rolled_back: always 0; in files of old versions, how many of ``partial_tokens`` were rejected later.
         view: description of the KV entries that a draft or a partial verification sees; empty: all.
     """
 
