@@ -1,8 +1,8 @@
 """Acceptance against context length: the same texts, cut to several lengths, decoded with each draft.
 
-Lengths beyond the target's trained context are measured on the target stretched by YaRN. For each target a text is
-prefilled once, at its greatest length; shorter cuts, all methods and all temperatures start from this KV. Trees are the
-methods' own: there is no planner.
+Lengths beyond the target's trained context are measured on the target stretched by YaRN. A text is prefilled once, at
+its greatest length; shorter cuts, all methods and all temperatures start from this KV. Trees have the methods' default
+shapes: there is no planner.
 """
 
 from __future__ import annotations
@@ -35,22 +35,24 @@ from longdraft.model.checkpoints import LoadedModel, Progress
 from longdraft.model.runner import TargetRunner
 
 FORMAT, VERSION = "longdraft-acceptance", 1
-# The last tokens of a prompt are computed again in every run: some drafters choose their view by the queries of these
-# tokens, which a KV cache does not hold.
+# So many last tokens of a prompt are computed again in every run: some drafters choose their view by the queries of
+# these tokens, and a KV cache holds no queries.
 RECOMPUTED_TOKENS = 64
 # These methods also run the target on a part of its KV, between drafting and verification. Such forwards do not count
-# as verifications, so their accepted lengths cannot be compared with others.
+# as verifications, so accepted lengths of these methods cannot be compared with those of other methods.
 PARTIAL_METHODS = ("tokenswift", "triforce")
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The settings of a run that differ within a file.
+    """The settings that differ between the runs of a file; the key of a run.
 
     Attributes:
-        options, draft: the method's options as JSON, and the fingerprint of its draft; empty: no draft.
+        options: the method's options as JSON.
+        draft: fingerprint of the method's draft; empty: no draft.
         rope_factor: YaRN factor of the target; None: not stretched.
-        sample, prompt: origin of the text, and a fingerprint of its tokens.
+        sample: origin of the text, file and line.
+        prompt: fingerprint of the prompt's tokens.
         sampling: a :data:`~longdraft.bench.data.SamplingScheme`; "coupled" for greedy decoding.
     """
 
@@ -71,9 +73,11 @@ class AcceptanceRun:
     """The measured run of a prompt.
 
     Attributes:
-        new_tokens, verifications: emitted tokens without the prefill's, and the target forwards that emitted them.
-        accepted: for each verification, accepted drafted tokens, and their limit by ``max_tokens``.
-        seconds: decode seconds, the median of the repeats. In files of earlier versions: None, or the fastest repeat's.
+        asked: the settings of the run.
+        new_tokens: emitted tokens without the prefill's token.
+        verifications: the target forwards that emitted them.
+        accepted: for each verification, how many drafted tokens were accepted, and how many ``max_tokens`` allowed.
+        seconds: decode seconds, the median of the repeats. In files of old versions: None, or the fastest repeat's.
     """
 
     asked: RunSettings
@@ -94,18 +98,17 @@ def open_records(path: Path, settings: Settings, model: Mapping[str, Any]) -> Re
         model: the header's entry for the model.
 
     Raises:
-        ConfigError: the file's runs were made with another model, other versions or other settings.
-        CheckpointError: the file cannot be read or written, or is no file of runs.
+        LongdraftError: see :class:`~longdraft.bench.records.RecordFile`.
     """
-    fixed = {name: getattr(settings, name) for name in ("max_tokens", "seed", "ignore_eos", "raw")}
+    shared = {name: getattr(settings, name) for name in ("max_tokens", "seed", "ignore_eos", "raw")}
     if not settings.sampling.foresee:
-        fixed["foresee"] = False
-    content = {"settings": fixed, "model": model, "versions": machine.versions()}
+        shared["foresee"] = False
+    content = {"settings": shared, "model": model, "versions": machine.versions()}
     return RecordFile(path, make_header(FORMAT, VERSION, content), AcceptanceRun)
 
 
 def default_methods(target: TargetRunner) -> tuple[str, ...]:
-    """The methods with a draft for this target in the package, without :data:`PARTIAL_METHODS`."""
+    """The methods for which the package has a draft of this target, without :data:`PARTIAL_METHODS`."""
     try:
         description = target.shared_parts.description
     except UnsupportedModelError:
@@ -127,15 +130,15 @@ class AcceptanceBench:
     """Methods on a target, which is stretched for lengths beyond its context. One target is in memory at a time.
 
     Args:
-        load: loads the target, stretched by a further YaRN factor; None: not stretched further.
-        settings: a target -> the settings.
+        load: a YaRN factor -> the target, stretched by it on top of the user's settings; None: not stretched.
+        settings: a target -> the bench's settings.
         name: the model's name as the user wrote it.
         progress: called with a line of text before a step that takes long.
-        repeats: repeats of each run; the median of their seconds counts.
-        sampling: acceptance at T > 0.
+        repeats: repeats of each run; the run's seconds are their median.
+        sampling: how tokens are accepted at T > 0.
 
     Attributes:
-        context_length: the target's context (tokens) as first loaded.
+        context_length: the target's context (tokens), not stretched by the bench.
         model_entry: the target's entry in the header of a file.
         notes: remarks on texts and lengths that are not as requested.
 
@@ -165,8 +168,8 @@ class AcceptanceBench:
         contenders = self._bench.methods.items()
         self._drafts = {name: "" if c.draft is None else fingerprint(c.draft) for name, c in contenders}
 
-    def _stretch(self, factor: float | None) -> None:
-        """Loads the target with this YaRN factor. If it cannot be stretched: adds a note and leaves no target."""
+    def _load_stretched(self, factor: float | None) -> None:
+        """Loads the target with this YaRN factor. If that fails, adds a note and sets ``_bench`` to None."""
         if factor != self._factor:
             self._factor, self._bench = factor, None
             gc.collect()
@@ -184,12 +187,12 @@ class AcceptanceBench:
         """
         s = self.settings
         steps: list[AcceptanceStep] = []
-        for factor, group in lengths_by_rope_factor(lengths, self.context_length).items():
+        for factor, factor_lengths in lengths_by_rope_factor(lengths, self.context_length).items():
             context = int(self.context_length * (factor or 1.0))
             if context <= s.max_tokens:
-                raise ContextError(f"A context of {context:,} tokens has no room for {s.max_tokens:,} new ones.")
+                raise ContextError(f"{s.max_tokens:,} new tokens fill the context of {context:,}: lower --max-tokens.")
             by_sample: dict[Sample, list[Prompt]] = {}
-            for length in group:
+            for length in factor_lengths:
                 prompts, notes = prompts_of_length(
                     samples, length, context - s.max_tokens, self.tokenizer, short, s.raw, **s.template_kwargs
                 )
@@ -198,7 +201,7 @@ class AcceptanceBench:
                     by_sample.setdefault(prompt.sample, []).append(prompt)
             stretched = "" if factor is None else f", the model stretched {factor:g} times"
             for sample, prompts in by_sample.items():
-                prompts.reverse()  # the longest comes first: the others start from its KV
+                prompts.reverse()  # the longest first: shorter prompts start from its KV
                 name, measure = f"{Path(sample.origin).name}{stretched}", partial(self._measure, prompts, factor)
                 steps.append(Step(name, self._run_settings(prompts, factor), measure, self._repeats))
         if not steps:
@@ -220,13 +223,14 @@ class AcceptanceBench:
         self, prompts: Sequence[Prompt], factor: float | None, missing: Collection[RunSettings], tick: Tick
     ) -> Iterator[AcceptanceRun]:
         """The missing runs of a sample's prompts; none if the target cannot be stretched by the factor."""
-        self._stretch(factor)
+        self._load_stretched(factor)
         if self._bench is None:
             return
         if self._repeats > 1:  # otherwise seconds include one-time work
             self._bench.warm_up(prompts[0])
         methods = {name: c for name, c in self._bench.methods.items() if name in self.settings.methods}
-        for prefill in {id(c.prefill): c.prefill for c in methods.values()}.values():  # one prefill a text for each
+        # Methods that share a prefill run one after the other, so that one prefill is in memory at a time.
+        for prefill in {id(c.prefill): c.prefill for c in methods.values()}.values():
             for prompt in prompts:
                 group = [s for s in missing if methods[s.method].prefill is prefill and s.length == prompt.context]
                 runs: dict[RunSettings, list[Run]] = {settings: [] for settings in group}
@@ -244,7 +248,7 @@ class AcceptanceBench:
         job = bench.make_job([prompt.token_ids], self.settings.max_tokens)
         job = RejectionSamplingJob(**vars(job)) if settings.sampling == "standard" else job
         cached = method.prefill.cache.tokens
-        if cached:
+        if cached:  # a shorter record of its tokens makes the cache recompute the rest
             cached[0] = cached[0][: max(0, len(prompt.token_ids) - RECOMPUTED_TOKENS)]
         return method.decode_warm(replace(job, sampling=sampling, seed=job.seed + prompt.seed))
 

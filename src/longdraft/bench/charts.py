@@ -13,8 +13,8 @@ INK = "#1f2933"
 _COLOURS = ("#1d87c9", "#dd6b20", "#12a37c", "#c465a0", "#c4931b", "#7a86dc")
 _MARKERS = "os^DvPX"
 _STYLE = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "longdraft",
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "longdraft",  # ids do not change from run to run
     "text.parse_math": False,  # names may contain dollar signs
     "axes.grid": True,
     "axes.axisbelow": True,
@@ -45,7 +45,7 @@ def plot(title: str, series: Mapping[str, Sequence[Point]], x_label: str, y_labe
 
     Args:
         series: the points of each method, at least one.
-        reference: y of a thin horizontal line.
+        reference: y of a thin horizontal line, such as 1 for plain decoding.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -75,7 +75,7 @@ def plot(title: str, series: Mapping[str, Sequence[Point]], x_label: str, y_labe
         axes.set_ylim(bottom=0)
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
-        # The figure grows by the height of the legend below it.
+        # The legend has up to 3 columns (84 characters fit a line), and the figure grows by its height.
         handles, labels = axes.get_legend_handles_labels()
         columns = max(1, min(3, 84 // (8 + max(map(len, labels)))))
         figure.set_figheight(figure.get_figheight() + 0.2 * -(-len(labels) // columns))

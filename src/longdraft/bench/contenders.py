@@ -28,7 +28,8 @@ class Job:
     """A batch to decode, the same for every contender.
 
     Attributes:
-        prompts, max_tokens: token ids of the prompts, and new tokens of each at most.
+        prompts: token ids of each prompt.
+        max_tokens: new tokens of each prompt, at most.
         eos_ids: token ids that end a sequence; empty: decode on to ``max_tokens``.
     """
 
@@ -39,7 +40,7 @@ class Job:
     eos_ids: frozenset[int]
 
     def start(self, spec: Speculator, cache: PromptCache | None) -> Generation:
-        """Starts the job with a method of longdraft, from the KV in a cache."""
+        """Starts the job with a method of longdraft; a cache may hold the prompts' KV, which then is reused."""
         return spec.stream(
             [list(p) for p in self.prompts],
             max_new_tokens=self.max_tokens,
@@ -57,12 +58,14 @@ class Run:
 
     Attributes:
         tokens: new tokens of each prompt, EOS included.
-        first_token_seconds: from the call to the first token of the last prompt; None in files of earlier versions,
-            where the prompt's KV came from a snapshot.
+        first_token_seconds: from the call to the first token of the last prompt; None in files of old versions.
         decode_seconds: from the first token of the last prompt to the end.
         rounds: target forwards of each prompt after its first token.
-        accepted: for each round, in the order of their ends: accepted drafted tokens, and the ``max_tokens`` limit.
-        view: which KV entries a draft or a partial verification sees, in words; empty: all.
+        accepted: for each round, how many drafted tokens were accepted, and how many ``max_tokens`` allowed.
+        partial_rounds: verification forwards on a part of the target's KV.
+        partial_tokens: tokens emitted by partial rounds.
+        rolled_back: always 0; in files of old versions, how many of ``partial_tokens`` were rejected later.
+        view: description of the KV entries that a draft or a partial verification sees; empty: all.
     """
 
     tokens: tuple[tuple[int, ...], ...]
@@ -94,6 +97,7 @@ class Contender(ABC):
     """Decodes jobs: cold, or from the cached KV of the prompts.
 
     Attributes:
+        name: a method with its options (``specpv:budget=512``), or a peer.
         note: a remark for readers of its figures; may be empty.
         draft: folder or file of the draft's weights; None: no draft.
     """
@@ -104,7 +108,7 @@ class Contender(ABC):
 
     @abstractmethod
     def is_comparable(self, greedy: bool, batch: int) -> bool:
-        """True if its tokens should equal those of ``ar``."""
+        """True if, at this batch size, the contender's tokens should equal those of ``ar``."""
 
     def decode_cold(self, job: Job) -> Run:
         """Drops the cached KV, and decodes with a prefill of its own."""
@@ -113,7 +117,7 @@ class Contender(ABC):
 
     @abstractmethod
     def decode_warm(self, job: Job) -> Run:
-        """Decodes a job from the cached KV of its prompts, which ``decode_cold`` left."""
+        """Decodes a job from the prompts' KV that an earlier run cached; prefills what is not cached."""
 
     @abstractmethod
     def release(self) -> None:
@@ -146,24 +150,24 @@ class MethodContender(Contender):
         return self.spec.exact
 
     def decode_warm(self, job: Job) -> Run:
-        run = job.start(self.spec, self.prefill.cache)
+        generation = job.start(self.spec, self.prefill.cache)
         emitted = [0] * len(job.prompts)
-        rounds: list[tuple[int, int]] = []
-        for step in run:
-            if step.tree is not None:
-                rounds.append((step.accepted, job.max_tokens - emitted[step.sequence] - 1))
+        accepted: list[tuple[int, int]] = []
+        for step in generation:
+            if step.tree is not None:  # a verification, which emits a bonus token beside the accepted ones
+                accepted.append((step.accepted, job.max_tokens - emitted[step.sequence] - 1))
             emitted[step.sequence] += len(step.token_ids)
-        results = run.results()
+        results = generation.results()
         return Run(
             tokens=tuple(tuple(r.token_ids) for r in results),
             first_token_seconds=results[0].prefill_seconds,
             decode_seconds=results[0].decode_seconds,
             rounds=tuple(r.rounds for r in results),
-            accepted=tuple(rounds),
+            accepted=tuple(accepted),
             partial_rounds=sum(r.partial_rounds for r in results),
             partial_tokens=sum(r.partial_tokens for r in results),
             rolled_back=sum(r.rolled_back for r in results),
-            view="; ".join(f"{view.size:,} = {view}" for view in run.views),
+            view="; ".join(f"{view.size:,} = {view}" for view in generation.views),
         )
 
     def release(self) -> None:
@@ -176,17 +180,18 @@ def eos_ids(runner: TargetRunner, tokenizer: PreTrainedTokenizerBase, ignore_eos
 
 
 def weight_formats(model: nn.Module) -> str:
-    """Dtypes and GGUF types of a model's ps, the most common first: ``float32``, ``Q4_1 and Q8_0``."""
+    """Dtypes and GGUF types of a model's weights, the most common first: ``float32``, ``Q4_1 and Q8_0``."""
     counts: Counter[str] = Counter()
     seen_pointers: set[int] = set()
     for module in model.modules():
         matrix = getattr(module, "matrix", None)
-        ps = [(p.data_ptr(), str(p.dtype).removeprefix("torch."), p.numel()) for p in module.parameters(recurse=False)]
+        params = module.parameters(recurse=False)
+        tensors = [(p.data_ptr(), str(p.dtype).removeprefix("torch."), p.numel()) for p in params]
         if isinstance(matrix, QuantizedMatrix):
-            ps.append((matrix.data.data_ptr(), matrix.format, matrix.shape[0] * matrix.shape[1]))
-        for pointer, name, size in ps:
-            if pointer not in seen_pointers:  # tied ps count once
+            tensors.append((matrix.data.data_ptr(), matrix.format, matrix.shape[0] * matrix.shape[1]))
+        for pointer, name, size in tensors:
+            if pointer not in seen_pointers:  # tied weights count once
                 seen_pointers.add(pointer)
                 counts[name] += size
-    # Norms and biases, under 1 % of the ps, stay in float32 whatever the matrices are.
+    # Norms and biases, under 1 % of the weights, stay in float32: they are not named.
     return " and ".join(name for name, size in counts.most_common() if size > counts.total() / 100)

@@ -1,7 +1,7 @@
 """Samples from agents' trajectories, one for each assistant turn.
 
-A sample's document holds the earlier messages as JSON, one a line. A prompt that is too long is cut by whole messages:
-it loses the latest ones before its last message.
+A sample's document holds all messages but the prompt's last one, as JSON, one a line. A prompt that is too long loses
+whole messages, from the end of its document.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from longdraft.bench.examples import Example
 from longdraft.errors import PromptError
 
 # Columns that hold the messages: OpenAI's, NVIDIA's agentic SPEED-Bench's, SWE-rebench's.
-_MESSAGES = ("messages", "turns", "trajectory")
+_MESSAGE_COLUMNS = ("messages", "turns", "trajectory")
 
 
 def turn_samples(example: Example) -> Iterator[Sample]:
-    """A sample for each assistant message that has earlier messages, which are its prompt."""
+    """A sample for each assistant message but a first one; the messages before it are the prompt."""
     messages, number = _messages(example), 0
     for i, message in enumerate(messages):
         if message["role"] == "assistant" and i:
@@ -31,7 +31,7 @@ def turn_samples(example: Example) -> Iterator[Sample]:
                 tools=_tools(example), continues_previous=number > 1,
             )  # fmt: skip
     if not number:
-        raise PromptError(f"{example.origin}: no message of an assistant follows another message: no prompt to answer.")
+        raise PromptError(f"{example.origin}: no message of an assistant follows another message: give other rows.")
 
 
 def _tools(example: Example) -> str:
@@ -42,12 +42,8 @@ def _tools(example: Example) -> str:
 
 
 def _messages(example: Example) -> list[dict[str, Any]]:
-    """The messages of a row, as chat templates take them.
-
-    Raises:
-        PromptError: there are none.
-    """
-    messages = _parse(next((example.columns[c] for c in _MESSAGES if example.columns.get(c)), None))
+    """The messages of a row, normalised for chat templates. Raises PromptError if there are none."""
+    messages = _parse(next((example.columns[c] for c in _MESSAGE_COLUMNS if example.columns.get(c)), None))
     valid = isinstance(messages, list) and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages)
     if not messages or not valid:
         raise PromptError(

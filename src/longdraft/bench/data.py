@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 ShortTextPolicy = Literal["leave", "join", "keep"]
-"""What becomes of a text shorter than the wanted length: it is left out, joined with the next ones, or kept."""
+"""What to do with a text below the requested length: leave it out, join the next texts to it, or keep it as it is."""
 SamplingScheme = Literal["coupled", "standard"]
 """Acceptance at T > 0: coupled (drafts share the noise of the target's sampling) or standard (rejection sampling)."""
 
@@ -35,16 +35,16 @@ class Sample:
         origin: file and line, for messages.
         preface: the text before the document; never cut.
         separator: the text between preface, document and instruction.
-        answers: references; each of them is right.
+        answers: reference answers; any one is right.
         metric: how an answer is scored, one of :data:`longdraft.bench.scores.METRICS`; empty: not scored.
-        classes: all classes, if the answer is one of several.
-        no_chat_template: always plain text, as LongBench's code and few-shot tasks.
+        classes: for classification, the names of all classes.
+        no_chat_template: encode as plain text, as LongBench does for its code and few-shot tasks.
         truncate_middle: cut the document in its middle instead of at its end.
         needles: sentences that are inserted after the cut, each with its depth, 0 to 1.
-        last_message: of a conversation: the last message as JSON. Its content is the instruction, and each line of the
-            document is an earlier message.
-        tools: of a conversation: the functions that may be called, as JSON; empty: none.
-        continues_previous: the sample before is an earlier turn of the same conversation.
+        last_message: for a conversation, the last message as JSON without its content, which is ``instruction``; each
+            line of ``document`` is an earlier message as JSON. Empty: no conversation.
+        tools: for a conversation, the functions that the model may call, as JSON; empty: none.
+        continues_previous: the preceding sample is the previous turn of this conversation.
     """
 
     document: str
@@ -67,6 +67,7 @@ class Sample:
         """The sample with this many characters of its document; a conversation keeps whole messages only."""
         text = self.document
         if self.last_message and characters < len(text):
+            # One character more, so that a message that ends exactly at the limit keeps its line break and stays.
             return replace(self, document=text[: characters + 1].rpartition("\n")[0])
         if self.truncate_middle and characters < len(text):
             text = text[: characters - characters // 2] + text[len(text) - characters // 2 :]
@@ -82,7 +83,7 @@ class Sample:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-
+        """The messages of a conversation, the last one included."""
         earlier = [json.loads(line) for line in self.document.splitlines()]
         return [*earlier, json.loads(self.last_message) | {"content": self.instruction}]
 
@@ -133,13 +134,13 @@ def _make_sample(example: Example, path: Path) -> Sample:
 
 
 def reference_answers(row: Mapping[str, Any], *columns: str) -> tuple[str, ...]:
-    """A row's reference answers, from the first of these columns that it has; empty if it has none."""
+    """A row's reference answers, from the first of ``columns`` that is present; empty if none is."""
     answers = next((row[column] for column in columns if row.get(column) is not None), ())
     return tuple(map(str, answers)) if isinstance(answers, list | tuple) else (str(answers),)
 
 
 def read_document(path: Path) -> str:
-    """The text of a plain file, or of a JSONL file's rows, joined.
+    """The text of a plain file, or the documents of a JSONL file joined by blank lines.
 
     Raises:
         PromptError: the file cannot be read.
@@ -150,8 +151,8 @@ def read_document(path: Path) -> str:
 
 
 def insert_needles(text: str, needles: Iterable[tuple[float, str]]) -> str:
-    """Inserts sentences at their depths (0 to 1): each at the next end of a sentence, or else of a word."""
-    for depth, sentence in sorted(needles, reverse=True):
+    """Inserts sentences, each at the first end of a sentence (else of a word) behind its depth, 0 to 1."""
+    for depth, sentence in sorted(needles, reverse=True):  # deepest first: earlier positions stay
         position = round(depth * len(text))
         boundary = re.compile(r"[.!?]\s|\n").search(text, position) or re.compile(r"\s").search(text, position)
         position = boundary.end() if boundary else len(text)
@@ -163,7 +164,7 @@ def insert_needles(text: str, needles: Iterable[tuple[float, str]]) -> str:
 def encode_truncated(
     sample: Sample, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None, raw: bool = False, **kwargs: Any
 ) -> list[int]:
-    """Token ids of the sample's prompt, whose document is cut so that they are at most ``max_tokens`` (None: not cut).
+    """Cuts the document until the prompt has at most ``max_tokens`` tokens (None: uncut). Returns the token ids.
 
     Raises:
         ContextError: the instruction alone is longer.
@@ -175,7 +176,7 @@ def encode_truncated(
     best: list[int] | None = None
     low, high = 0, len(sample.document)
     while high - low > 1 and len(best or ()) < max_tokens:
-        # Until a cut fits, the guess assumes equally many characters a token; then the interval is halved.
+        # Until a cut fits, guess from the last trial's characters a token; then halve the interval.
         guess = max(low + 1, min(high - 1, high * max_tokens // max(1, len(token_ids))))
         characters = (low + high) // 2 if best else guess
         trial = sample.truncated(characters)

@@ -15,8 +15,8 @@ from longdraft.errors import CapabilityError, PromptError, reason_of
 from longdraft.files import file_errors, require_regular
 
 _TEXT_SUFFIXES = (".jsonl", ".json", ".txt")
-_TABLES = {".parquet": "parquet", ".csv": "csv"}
-ErrorOf = Callable[[str], Exception]
+_TABLE_BUILDERS = {".parquet": "parquet", ".csv": "csv"}  # suffix -> builder of the datasets library
+MakeError = Callable[[str], Exception]
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,9 @@ def read_path(path: Path, name: str, limit: int | None = None) -> list[Example]:
     """The first ``limit`` rows of a file, or of each file of a folder or a zip archive.
 
     Args:
-        name: if a folder or an archive has files of this name (``gov_report.jsonl``), only these are read. A ``.txt``
-            file is one row with the column ``text``.
+        path: a JSONL, JSON, parquet or CSV file; a text file, which is one row with the column ``text``; or a folder or
+            an archive of such files.
+        name: if a folder or an archive has files with this stem (``gov_report.jsonl``), only these are read.
 
     Raises:
         PromptError: there is no such file, or it cannot be read.
@@ -53,7 +54,7 @@ def read_path(path: Path, name: str, limit: int | None = None) -> list[Example]:
     if not path.exists():
         raise PromptError(f"There is no file {path}: check the path.")
     files: list[Any] = [path]
-    suffixes: tuple[str, ...] = (*_TEXT_SUFFIXES, *_TABLES)
+    suffixes: tuple[str, ...] = (*_TEXT_SUFFIXES, *_TABLE_BUILDERS)
     if zipfile.is_zipfile(require_regular(path)):
         with zipfile.ZipFile(path) as archive:
             files, suffixes = [zipfile.Path(path, member) for member in archive.namelist()], _TEXT_SUFFIXES
@@ -87,10 +88,10 @@ def read_hub(name: str, hub: Mapping[str, Any], limit: int | None = None) -> lis
         CapabilityError: the ``datasets`` library is missing, or the hub cannot be reached.
     """
 
-    def error(why: str) -> CapabilityError:  # no network, no such data set, or another layout than it had
+    def error(why: str) -> CapabilityError:  # no network, no such data set, or its layout has changed
         return CapabilityError(
             f"{name} cannot be read from the Hugging Face hub ({why}). Where the hub is out of reach, "
-            f"fetch its file elsewhere and give it: --data {name}=FILE (.jsonl, .parquet, .csv)."
+            f"fetch the file elsewhere and give it: --data {name}=FILE (.jsonl, .parquet, .csv)."
         )
 
     return _load_dataset(name, name, limit, error, **hub)
@@ -99,7 +100,7 @@ def read_hub(name: str, hub: Mapping[str, Any], limit: int | None = None) -> lis
 def _not_empty(examples: Iterable[Example], path: Path) -> list[Example]:
     if rows := list(examples):
         return rows
-    raise PromptError(f"{path} has no rows.")
+    raise PromptError(f"{path} has no rows: give another file.")
 
 
 def _named_errors(file: object) -> AbstractContextManager[None]:
@@ -110,7 +111,7 @@ def _named_errors(file: object) -> AbstractContextManager[None]:
 def _read_file(file: Any, limit: int | None) -> Iterator[Example]:
     """Rows of a file, which may lie in an archive."""
     name = PurePath(file.name)
-    if kind := _TABLES.get(name.suffix):
+    if kind := _TABLE_BUILDERS.get(name.suffix):
 
         def error(why: str) -> PromptError:  # the readers raise many classes of errors for a bad file
             return PromptError(f"{file} cannot be read as {kind}: {why}.")
@@ -127,7 +128,7 @@ def _read_file(file: Any, limit: int | None) -> Iterator[Example]:
 
 
 def _read_lines(file: Any, stem: str, limit: int | None) -> Iterator[Example]:
-
+    """Rows of a JSONL file."""
     with _named_errors(file), file.open(encoding="utf-8") as lines:
         not_blank = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
         for number, line in islice(not_blank, limit):
@@ -137,16 +138,12 @@ def _read_lines(file: Any, stem: str, limit: int | None) -> Iterator[Example]:
             except (ValueError, RecursionError) as error:
                 raise PromptError(f"{origin} is not JSON ({error}): each line holds one object.") from None
             if not isinstance(row, dict):
-                raise PromptError(f"{origin} holds {type(row).__name__}, not an object.")
+                raise PromptError(f"{origin} holds {type(row).__name__}: each line holds one object.")
             yield Example(row, origin, stem)
 
 
-def _load_dataset(origin: str, stem: str, limit: int | None, error: ErrorOf, **arguments: Any) -> list[Example]:
-    """Rows as the ``datasets`` library reads them. ``error``: a reason -> the exception, if they cannot be read.
-
-    Raises:
-        CapabilityError: the library is missing.
-    """
+def _load_dataset(origin: str, stem: str, limit: int | None, error: MakeError, **arguments: Any) -> list[Example]:
+    """Rows read by the ``datasets`` library. If it fails, raises ``error(reason)``."""
     from longdraft.model.checkpoints import quiet
 
     try:

@@ -18,9 +18,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from longdraft.bench.records import RecordFile
 
-R = TypeVar("R")
-K = TypeVar("K")
+R = TypeVar("R")  # a record
+K = TypeVar("K")  # a record's key
 Tick = Callable[[str], None]
+"""Called before each run with a few words about the run; moves the progress bar."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,9 @@ class Step(Generic[K, R]):
 
     Attributes:
         description: a few words for the progress bar.
-        keys: keys of the records that it makes.
-        measure: (missing keys, tick) -> their records; calls ``tick`` ``ticks`` times a record, before each run.
+        keys: keys of the records that the step makes.
+        measure: (keys of missing records, tick) -> those records. Calls ``tick`` before each run.
+        ticks: number of runs of a record.
     """
 
     description: str
@@ -44,15 +46,10 @@ class Experiment(Generic[K, R]):
 
     Args:
         key: a record -> its key.
-        file: keeps the records, and may hold those of earlier runs; None: records are kept in memory alone.
+        file: keeps the records on disk, and may hold records of an interrupted run; None: memory only.
     """
 
-    def __init__(
-        self,
-        steps: Sequence[Step[K, R]],
-        key: Callable[[R], K],
-        file: RecordFile[R] | None = None,
-    ) -> None:
+    def __init__(self, steps: Sequence[Step[K, R]], key: Callable[[R], K], file: RecordFile[R] | None = None) -> None:
         self._steps, self._key, self.file = steps, key, file
         self.keys = [step_key for step in steps for step_key in step.keys]
         self._records: dict[K, R] = {key(record): record for record in ([] if file is None else file.records)}
@@ -68,7 +65,7 @@ class Experiment(Generic[K, R]):
         return sum(step.ticks for step in self._steps for key in step.keys if key not in self._records)
 
     def run(self, on_step: Callable[[str], Tick]) -> Iterator[R]:
-        """Makes the missing records. Yields each after it has been kept.
+        """Makes the missing records. Yields each record after it is in the file.
 
         Args:
             on_step: called before each step with its description; returns the step's ``tick``.
@@ -88,30 +85,31 @@ UnitRecord = dict[str, Any]
 
 
 class Unit(NamedTuple):
-    """A part of a measurement that makes one record. ``ticks``: how often ``measure`` calls its ``tick``."""
+    """A part of a measurement that makes one record. ``ticks``: number of runs, each announced to ``tick``."""
 
     ticks: int
     measure: Callable[[Tick], Mapping[str, Any]]
 
 
 def unit_experiment(units: Units, path: Path | None, header: Mapping[str, Any]) -> Experiment[str, UnitRecord]:
-    """An experiment of units, by name: each is a step and a record.
+    """An experiment with one step and one record for each unit.
 
-    Raises:
-        ConfigError: the file holds a run with another header.
-        CheckpointError: the file cannot be read or written, or is no file of records.
+    Args:
+        units: the units by name.
+        path: the file of records; None: memory only.
+        header: see :class:`~longdraft.bench.records.RecordFile`, also for errors.
     """
 
-    def measure(unit: str, missing: Collection[str], tick: Tick) -> Iterator[UnitRecord]:
-        yield {"unit": unit, "measured": units[unit].measure(tick)}
+    def measure(name: str, missing: Collection[str], tick: Tick) -> Iterator[UnitRecord]:
+        yield {"unit": name, "measured": units[name].measure(tick)}
 
-    steps = [Step(unit, (unit,), partial(measure, unit), ticks) for unit, (ticks, _) in units.items()]
+    steps = [Step(name, (name,), partial(measure, name), unit.ticks) for name, unit in units.items()]
     file = None if path is None else RecordFile[UnitRecord](path, header, dict)
     return Experiment(steps, lambda record: str(record["unit"]), file)
 
 
 def interleave(names: Sequence[K], repeats: int) -> Iterator[tuple[int, K]]:
-    """(repeat, name) of compared runs: all names in turn, in reverse order every second time, so that a machine that
-    slows down slows all of them."""
+    """Yields (repeat, name): all names in turn, in reverse order every second time, so that a machine that slows down
+    slows all contenders alike."""
     for i in range(repeats):
         yield from ((i, name) for name in (names if i % 2 == 0 else reversed(names)))

@@ -1,8 +1,8 @@
 """Reports of runs at several context lengths: accepted length, and the break-even that it must exceed to pay.
 
-A round of a method takes R seconds and a plain decoding step S seconds, both measured on the same context. A round
-emits as many tokens as the accepted length, so speculation pays if that exceeds R / S, the **break-even**. Rounds are
-the method's own, drafting included.
+A round of a method (drafting and verification) takes R seconds, a plain decoding step on the same context S seconds. A
+round emits as many tokens as the accepted length. So speculation pays if the accepted length exceeds R / S, the
+**break-even**.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from longdraft.bench.tables import (
 from longdraft.metrics import tokens_per_second
 
 DEFINITIONS = (
-    f"{ACCEPTED_DEFINITION} Trees are the methods' own, without a planner.",
+    f"{ACCEPTED_DEFINITION} Trees have the methods' default shapes, without a planner.",
     "x2, x4: the target is stretched by YaRN with this factor.",
 )
 BREAK_EVEN = (
     ACCEPTED_DEFINITION,
     "break-even: seconds of a round / seconds of a plain step on the same context: the accepted length at which the "
-    "method is as fast as plain decoding. Measured on its own rounds, medians of the prompts. Plain decoding: 1.",
-    f"{SPEED_DEFINITION}; the median of the runs, then of the prompts; vs ar: a prompt's over ar's, the median.",
+    "method is as fast as plain decoding. The median of the prompts. Plain decoding: 1.",
+    f"{SPEED_DEFINITION}; the median of the runs, then of the prompts; vs ar: over ar on the same prompt, the median.",
 )
 
 Row = Mapping[str, Any]
@@ -54,9 +54,11 @@ def acceptance_report(runs: Runs, methods: Sequence[str], notes: Sequence[str], 
     """The report of ``bench acceptance``: a table for each temperature and data set, with a column for each length.
 
     Args:
-        methods: in the order of the rows. notes: remarks about texts. complete: no run is missing.
+        methods: methods in the order of the rows.
+        notes: remarks about texts.
+        complete: True if no run is missing.
     """
-    runs = _decoded(runs)
+    runs = _with_verifications(runs)
     datasets: list[str | None] = list(dict.fromkeys(run.asked.dataset for run in runs))
     if len(datasets) > 1:  # all data sets together come first
         datasets.insert(0, None)
@@ -83,8 +85,8 @@ def acceptance_report(runs: Runs, methods: Sequence[str], notes: Sequence[str], 
     for group_rows in group_by(rows, "temperature", "dataset"):
         title = f"{group_rows[0]['dataset'] or 'all data sets'}, {_sampling(group_rows[0])}"
         table = pivot("method", group_rows, _heading, format_cell)
-        # After an interrupted run some methods have more prompts than others.
-        fullest = [max(same, key=lambda row: int(row["prompts"])) for same in group_by(group_rows, "length")]
+        # The footer is that of the row with the most prompts: in an interrupted run methods have different numbers.
+        fullest = [max(by_length, key=lambda row: int(row["prompts"])) for by_length in group_by(group_rows, "length")]
         table.add_section()
         table.add_row("prompts", *(f"{row['prompts']}" for row in fullest))
         table.add_row("prompt tokens", *(f"{row['context_tokens']:,}" for row in fullest))
@@ -94,35 +96,38 @@ def acceptance_report(runs: Runs, methods: Sequence[str], notes: Sequence[str], 
 
 
 def break_even_report(runs: Runs, methods: Sequence[str], notes: Sequence[str], complete: bool) -> Report:
-    """The report of ``bench length``: a table of accepted lengths and break-evens by length, and one of tokens/s. The
-    arguments are those of :func:`acceptance_report`."""
-    runs = _decoded(runs)
+    """The report of ``bench length``: a table of accepted lengths and break-evens by length, and a table of tokens/s.
+    For the arguments see :func:`acceptance_report`."""
+    runs = _with_verifications(runs)
     ar_runs = {(run.asked.sample, run.asked.length): run for run in runs if run.asked.method == REFERENCE}
     rows = []
     for length, name in product(_lengths(runs), methods):
         if group := [run for run in runs if (run.asked.length, run.asked.method) == (length, name)]:
             pairs = [(run, ar_runs.get((run.asked.sample, length))) for run in group]
-            needed = median_of(ratio(_round_seconds(run), _round_seconds(ar)) for run, ar in pairs)
+            break_even = median_of(ratio(_round_seconds(run), _round_seconds(ar)) for run, ar in pairs)
             common = _common_keys(group)
             rows.append(
                 {
                     **common,
                     "tokens_per_second": median_of(_rate(run) for run in group),
                     "speedup_vs_ar": median_of(ratio(_rate(run), _rate(ar)) for run, ar in pairs),
-                    "break_even": needed,
-                    "pays": None if needed is None else common["mean_accepted_length"] > needed,
+                    "break_even": break_even,
+                    "pays": None if break_even is None else common["mean_accepted_length"] > break_even,
                 }
             )
     tables = [
-        ("Accepted length and break-even by tokens of text", pivot("accepted / break-even", rows, _heading, _pays)),
-        ("Speed by tokens of text", pivot("tokens/s, vs ar", rows, _heading, _speed)),
+        (
+            "Accepted length and break-even by tokens of text",
+            pivot("accepted / break-even", rows, _heading, _pays_cell),
+        ),
+        ("Speed by tokens of text", pivot("tokens/s, vs ar", rows, _heading, _speed_cell)),
     ]
     document = {"rows": rows, "notes": list(notes), **environment_info(), "complete": complete}
     return Report(document, tables, list(map(Text, notes)), BREAK_EVEN)
 
 
-def _decoded(runs: Iterable[AcceptanceRun]) -> list[AcceptanceRun]:
-    """The runs that verified anything: an answer of one token comes from the prefill."""
+def _with_verifications(runs: Runs) -> list[AcceptanceRun]:
+    """The runs with a verification; an answer of one token has none, as it comes from the prefill."""
     return [run for run in runs if run.verifications]
 
 
@@ -131,7 +136,7 @@ def _lengths(runs: Sequence[AcceptanceRun]) -> list[int]:
 
 
 def _common_keys(runs: Sequence[AcceptanceRun]) -> dict[str, Any]:
-    """The keys that rows of both reports have."""
+    """The entries that rows of both reports have."""
     return {
         "method": runs[0].asked.method,
         "length": runs[0].asked.length,
@@ -142,7 +147,7 @@ def _common_keys(runs: Sequence[AcceptanceRun]) -> dict[str, Any]:
 
 
 def _round_seconds(run: AcceptanceRun | None) -> float | None:
-
+    """Mean seconds of a round."""
     return None if run is None else ratio(run.seconds, run.verifications)
 
 
@@ -158,12 +163,12 @@ def _heading(row: Row) -> str:
     return f"{row['length']:,}" + format_figure(row["rope_factor"], " x{:g}", missing="")
 
 
-def _pays(row: Row) -> Text:
+def _pays_cell(row: Row) -> Text:
     text = f"{format_cell(row)} / {format_figure(row['break_even'], '{:.2f}')}"
     return Text(text, style="green" if row["pays"] else "")
 
 
-def _speed(row: Row) -> str:
+def _speed_cell(row: Row) -> str:
     return f"{format_figure(row['tokens_per_second'], '{:.1f}')}, {format_figure(row['speedup_vs_ar'], '{:.2f}x')}"
 
 

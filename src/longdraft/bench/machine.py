@@ -17,7 +17,7 @@ PACKAGES = ("longdraft", "torch", "transformers", "triton")
 
 
 def hardware() -> dict[str, Any]:
-    """Processor, cores, memory in bytes and GPUs; None for what the system does not report."""
+    """Processor, cores, memory and GPUs. A value that the system does not report is None."""
     gpus = []
     for i in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(i)

@@ -2,8 +2,8 @@
 
 The needle is a sentence with a code, somewhere in a long text (the haystack). It is fed token by token (teacher
 forcing), so all views predict the same tokens after the same context. Before each token but the first (the prefill's)
-the drafter proposes as in decoding, and its log-probability of the true token is kept. The engine runs as usual: one
-target forward a token, whose attention retrieval reads.
+the drafter proposes as in decoding, and its log-probability of the true token is kept. The engine runs one target
+forward a token, as retrieval chooses chunks by the attention of that forward.
 """
 
 from __future__ import annotations
@@ -40,51 +40,50 @@ from longdraft.trees.level import DraftLogits, TreeLevel
 from longdraft.trees.tree import TokenTree
 from longdraft.trees.tree_config import TreeConfig
 
-# The answer repeats the sentence from its beginning, so most of the code comes after the first rounds.
+# The code is last in the sentence: most of its tokens come when the drafter's view has been chosen a few times.
 NEEDLE = "The secret code of the {colour} door is {code}."
 QUESTION = "What is the secret code of the {colour} door?"
 COLOURS = ("blue", "red", "green", "yellow", "white", "black")
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
-# A haystack may be this many tokens shorter than ``context``.
-SLACK = 16
+SLACK = 16  # A haystack may be so many tokens shorter than the context.
 
 
 def make_haystacks(
     path: Path, context: int, tokenizer: PreTrainedTokenizerBase, samples: int = 2,
     depths: Sequence[float] = DEPTHS, **template_kwargs: Any,
 ) -> list[Prompt]:  # fmt: skip
-    """Prompts with a needle. Those of one text are adjacent, deepest needle first, so that each shares a prefix with
-    the next.
+    """Prompts with a needle: text by text, deepest needle first, so that each prompt shares a prefix with the next.
 
     Args:
-        path: JSONL as the bench reads it, or plain text.
+        path: a JSONL file of prompts, or plain text.
         context: tokens of a prompt.
-        samples: number of texts; each gets a needle at each depth, from 0 (its beginning) to 1.
+        samples: number of texts, which are windows of the file's text.
+        depths: positions of the needle in each text, from 0 (beginning) to 1 (end); a prompt for each.
         template_kwargs: ``system`` and arguments of the chat template.
 
     Raises:
         PromptError: the file cannot be read, or its text is too short.
         ContextError: the context leaves no room for text.
     """
-    # A token is seldom longer than 16 characters: no more text is read.
+    # A token seldom has more than 16 characters, so the beginning of the text is enough.
     token_ids = encode(tokenizer, data.read_document(path)[: 16 * context * samples])
     step = max(0, min(context, (len(token_ids) - context) // max(1, samples - 1)))
     prompts = []
     for i in range(samples):
-        hay = str(tokenizer.decode(token_ids[i * step : i * step + context], skip_special_tokens=True))
+        haystack = str(tokenizer.decode(token_ids[i * step : i * step + context], skip_special_tokens=True))
         for depth in sorted(set(depths), reverse=True):
             generator = random.Random(f"{i} {depth}")
             colour, code = generator.choice(COLOURS), str(generator.randrange(10000, 100000))
             needles, question = ((depth, NEEDLE.format(colour=colour, code=code)),), QUESTION.format(colour=colour)
-            sample = Sample(hay, question, "needle", f"{path}:{i + 1}", answers=(code,), needles=needles)
+            sample = Sample(haystack, question, "needle", f"{path}:{i + 1}", answers=(code,), needles=needles)
             tokens = data.encode_truncated(sample, tokenizer, context, **template_kwargs)
             if len(tokens) < context - SLACK:
-                raise PromptError(f"{path} has {len(token_ids):,} tokens, a haystack {context:,}: name a longer text.")
+                raise PromptError(f"{path} has {len(token_ids):,} tokens, not {context:,}: give a longer text.")
             prompts.append(Prompt(sample, tuple(tokens), context))
     return prompts
 
 
-# Logits (V,) of the next token, and the target's ids (V,) of the draft's vocabulary; None: the target's vocabulary.
+# A drafter's logits (V,), and the target's token id (V,) of each; None: draft and target have one vocabulary.
 Prediction = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -104,8 +103,8 @@ class NeedleBench:
     """The measurement on one loaded model.
 
     Args:
-        views: a method, whose drafter is measured, and its options, by the view's name.
-        drafts: trained drafts by kind. For a missing one the package's own is taken, if there is one.
+        views: by the view's name, a method, whose drafter is measured, and its options.
+        drafts: trained drafts by kind; for other kinds the package's drafts are used.
 
     Raises:
         CapabilityError: a view's draft is missing.
@@ -123,27 +122,24 @@ class NeedleBench:
         for name, (method, view_options) in views.items():
             kind = get_method(method).draft_kind or ""
             draft = {"draft": loaded_drafts[kind]} if kind in loaded_drafts else {}
-            options = {**draft, **view_options, "widths": (1,)}  # nothing is verified: one node is enough
+            options = {**draft, **view_options, "widths": (1,)}  # one drafted token a round
             recipe = self._recipes[name] = recipe_for(*resolve(method, options), self.runner)
             if "draft" in recipe.options:
-                loaded_drafts[kind] = recipe.options["draft"]  # a draft is read once
+                loaded_drafts[kind] = recipe.options["draft"]  # loaded now; the next view shares it
         layers = (recipe.drafter().feature_layers(self.runner) for recipe in self._recipes.values())
         self._cache = PromptCache(next(filter(None, layers), ()))  # keeps the hidden states that drafters read
 
     @property
     def max_haystack_tokens(self) -> int:
-        """Length of the longest haystack that leaves room for any needle in the target's context."""
+        """The greatest length of a haystack at which any needle fits into the target's context as an answer."""
         longest = max(len(encode(self._tokenizer, NEEDLE.format(colour=c, code=10**5))) for c in COLOURS)
-        return self.runner.context_length - longest - 2
+        return self.runner.context_length - longest - 2  # the limit is one token above the answer; one more is spare
 
     def measure(self, haystack: Prompt, tick: Tick = lambda name: None) -> dict[str, list[TokenPrediction]]:
-        """Lets every view predict a haystack's needle.
-
-        Args:
-            tick: called before each view with its name.
+        """Lets every view predict a haystack's needle. ``tick`` gets the view's name before.
 
         Returns:
-            By view: its prediction of each token of the needle but the first.
+            By the view's name, the predictions of each token of the needle but the first.
 
         Raises:
             ContextError: haystack and needle exceed the target's context.
@@ -154,13 +150,14 @@ class NeedleBench:
             tick(name)
             drafter, tree, sampler = recipe.drafter(), _Top1Tree(), _ForcedSampler(answer)
             cast(TreeDrafter, drafter).tree = tree
-            # One token more than the answer: before the last token of a limit nothing is drafted.
+            # The limit is the answer and one token, as nothing is drafted for a limit's last token.
             prompt, limit, device = list(haystack.token_ids), len(answer) + 1, self.runner.device
             engine = Engine(self.runner, drafter, _RootVerifier(), self._cache)
             engine.add(sequence.Sequence(0, prompt, limit, device, sampler=sampler, stop_rules=[sampler.is_done]))
             for _ in engine.run():
                 pass
-            predictions[name] = [_judge(*pair, token) for pair, token in zip(tree.predictions, answer[1:], strict=True)]
+            pairs = zip(tree.predictions, answer[1:], strict=True)
+            predictions[name] = [_score_prediction(*prediction, token) for prediction, token in pairs]
         return predictions
 
     def needle_tokens(self, haystack: Prompt) -> list[int]:
@@ -186,7 +183,7 @@ class _ForcedSampler(Sampler):
 
 
 class _RootVerifier(Verifier):
-    """Verifies the roots of trees alone, so that every token is a round and is predicted."""
+    """Verifies only the roots of trees, so that each round emits one token and all tokens are predicted."""
 
     def verify(self, sequences: list[sequence.Sequence], trees: list[TokenTree]) -> list[VerifyOutput]:
         return super().verify(sequences, [TokenTree(tree.tokens[:1], (-1,)) for tree in trees])
@@ -194,7 +191,7 @@ class _RootVerifier(Verifier):
 
 @dataclass(frozen=True, kw_only=True)
 class _Top1Tree(TreeConfig):
-    """A tree of one node, the argmax. Keeps the logits it was chosen by."""
+    """A tree of one node, the argmax. Stores each round's logits in ``predictions``."""
 
     name: str = "chain"
     branching: tuple[int, ...] = (1,)
@@ -203,17 +200,17 @@ class _Top1Tree(TreeConfig):
     def grow(self, roots: Sequence[int], draft_logits: DraftLogits, *args: Any, **options: Any) -> list[TokenTree]:
         target_ids = args[1] if len(args) > 1 else None
 
-        def recording(level: TreeLevel) -> torch.Tensor:
+        def store_logits(level: TreeLevel) -> torch.Tensor:
             logits = draft_logits(level)
             self.predictions.extend((row, target_ids) for row in logits[:, 0])
             return logits
 
-        # Without a top-k function the tree asks for logits.
-        return super().grow(roots, recording, *args, **options | {"draft_topk": None})
+        # With draft_topk=None the tree calls store_logits instead of a fused top k.
+        return super().grow(roots, store_logits, *args, **options | {"draft_topk": None})
 
 
-def _judge(logits: torch.Tensor, target_ids: torch.Tensor | None, token: int) -> TokenPrediction:
-    """A draft's prediction of a token of the target, from its logits (V,) and its vocabulary (V,)."""
+def _score_prediction(logits: torch.Tensor, target_ids: torch.Tensor | None, token: int) -> TokenPrediction:
+    """Compares a drafter's logits (V,) with the true token; ``target_ids`` (V,): see :data:`Prediction`."""
     draft_ids = [token] if target_ids is None else (target_ids == token).nonzero().flatten().tolist()
     if not draft_ids or draft_ids[0] >= len(logits):
         return TokenPrediction(False, None)
@@ -224,7 +221,7 @@ def _judge(logits: torch.Tensor, target_ids: torch.Tensor | None, token: int) ->
 
 
 def accuracy(tokens: Sequence[TokenPrediction]) -> float | None:
-    """Share of the tokens that are the drafter's argmax."""
+    """Share of tokens that are the drafter's argmax; None without tokens."""
     return mean_of(float(token.is_top1) for token in tokens)
 
 

@@ -19,8 +19,8 @@ from longdraft.model.checkpoints import quiet
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# The name of the cache in a forward's arguments and output; transformers 5.24 changed it.
-_CACHE = "cache" if "cache" in CausalLMOutputWithPast.__annotations__ else "past_key_values"
+# Name of the KV cache in a forward's arguments and output, which transformers 5.24 renamed.
+_CACHE_FIELD = "cache" if "cache" in CausalLMOutputWithPast.__annotations__ else "past_key_values"
 HF = "hf"
 PEERS = {HF: "sdpa", "hf-eager": "eager"}
 """Names of the peers, and ``attn_implementation`` of each."""
@@ -45,17 +45,17 @@ class TransformersGenerate(Contender):
 
     Args:
         name: one of :data:`PEERS`.
-        same_arithmetic: the model computes in the target's arithmetic; if False, its tokens may differ.
+        same_arithmetic: the model computes in longdraft's arithmetic; if False, tokens may differ.
     """
 
     def __init__(self, model: PreTrainedModel, name: str = HF, same_arithmetic: bool = True) -> None:
         self._model, self.name, self.note = model, name, f"{weight_formats(model)} weights"
         self._same_arithmetic = same_arithmetic
-        # KV of the prompts without their last token: views, which a new cache copies when it grows.
+        # K and V of each layer, without the last prompt token: every run computes that again. Runs copy them.
         self._prompt_kv: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def is_comparable(self, greedy: bool, batch: int) -> bool:
-        return self._same_arithmetic and (greedy or batch == 1)  # one generator samples for all of a batch
+        return self._same_arithmetic and (greedy or batch == 1)  # a batch shares one random generator
 
     def release(self) -> None:
         self._prompt_kv = []
@@ -63,28 +63,28 @@ class TransformersGenerate(Contender):
     def decode_warm(self, job: Job) -> Run:
         cached: dict[str, Any] = {}
         if self._prompt_kv:
-            cached[_CACHE] = cache = DynamicCache()
+            cached[_CACHE_FIELD] = cache = DynamicCache()
             for layer, (k, v) in enumerate(self._prompt_kv):
                 cache.update(k, v, layer)
         pad, width = min(job.eos_ids, default=0), max(map(len, job.prompts))
         input_ids = [[pad] * (width - len(p)) + list(p) for p in job.prompts]
         mask = [[0] * (width - len(p)) + [1] * len(p) for p in job.prompts]
         torch.manual_seed(job.seed)
-        with quiet(), _settings(self._model, _config(job, pad), PEERS[self.name]):
+        with quiet(), _temporary_settings(self._model, _config(job, pad), PEERS[self.name]):
             streamer = TimingStreamer()
             out = self._model.generate(
                 torch.tensor(input_ids, device=self._model.device),
                 attention_mask=torch.tensor(mask, device=self._model.device),
                 streamer=streamer,
                 return_dict_in_generate=True,
-                logits_processor=_window(job),
+                logits_processor=_extra_processors(job),
                 **cached,
             )
         tokens = tuple(trim_at_eos(row[width:].tolist(), job.eos_ids)[: job.max_tokens] for row in out.sequences)
         if not self._prompt_kv and width > 1:
-            layers = out[_CACHE].layers
+            layers = out[_CACHE_FIELD].layers
             self._prompt_kv = [(x.keys[:, :, : width - 1], x.values[:, :, : width - 1]) for x in layers]
-        # One token a forward; the prefill gives the first.
+        # times[0]: the prompt; times[1]: the prefill's token; then one token a forward.
         first, last = streamer.times[1], streamer.times[-1]
         return Run(tokens, first - streamer.start, last - first, tuple(len(t) - 1 for t in tokens))
 
@@ -95,8 +95,8 @@ def trim_at_eos(tokens: Sequence[int], eos: frozenset[int]) -> tuple[int, ...]:
     return tuple(tokens[:end])
 
 
-def _window(job: Job) -> LogitsProcessorList:
-    """The windowed repetition penalty, which ``GenerationConfig`` does not have."""
+def _extra_processors(job: Job) -> LogitsProcessorList:
+    """The windowed repetition penalty if the job has one, as ``GenerationConfig`` has none."""
     penalty, window = job.sampling.repetition_penalty, job.sampling.repetition_window
     return LogitsProcessorList([WindowedRepetitionPenalty(penalty, window)] if penalty and window else [])
 
@@ -111,7 +111,7 @@ def _config(job: Job, pad: int) -> GenerationConfig:
         "repetition_penalty": 1.0 if sampling.repetition_window else sampling.repetition_penalty or 1.0,
     }
     if not sampling.greedy:
-        # Without top_k, transformers would take its default of 50.
+        # top_k = 0 switches off the default of transformers, 50.
         top_p = 1.0 if sampling.top_p is None else sampling.top_p
         settings |= {
             "temperature": sampling.temperature, "min_p": sampling.min_p, "top_k": sampling.top_k or 0, "top_p": top_p
@@ -120,10 +120,10 @@ def _config(job: Job, pad: int) -> GenerationConfig:
 
 
 @contextmanager
-def _settings(model: PreTrainedModel, config: GenerationConfig, attention: str) -> Iterator[None]:
-    """Sets the model's attention and generation configuration for a while.
+def _temporary_settings(model: PreTrainedModel, config: GenerationConfig, attention: str) -> Iterator[None]:
+    """Sets the model's attention and generation configuration inside the context.
 
-    ``generate`` fills in what is None from the model's own configuration, such as an EOS that is to be ignored.
+    An argument of ``generate`` is not enough: it fills None, such as no EOS, from the model's configuration.
     """
     previous_config, previous_attention = model.generation_config, model.config._attn_implementation
     model.generation_config = config

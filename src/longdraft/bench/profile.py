@@ -1,6 +1,6 @@
 """Profiles rounds of a method: the time of each part.
 
-Profiled rounds are extra ones: rounds that are timed for tokens/s have no :mod:`~longdraft.model.round_profiler`.
+The clocks of :mod:`~longdraft.model.round_profiler` cost time, so rounds are profiled in a run of their own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from longdraft.model.round_profiler import RoundProfiler
 from longdraft.speculator import Speculator
 
 ROUNDS = 16
-"""Profiled rounds, after a first one that is left out, as it includes work that a run does once."""
+"""Profiled rounds. One more comes first and is left out, as it includes the run's one-time work."""
 
 PARTS = ("draft", "attention", "forward", "rest")
 """Parts of a round: the drafter; the target's attention; the rest of the target's forward; everything else."""
@@ -28,9 +28,9 @@ def profile_job(spec: Speculator, job: Job, cache: PromptCache | None, rounds: i
         rounds: rounds to profile, at most.
 
     Returns:
-        ``rounds``: number of profiled rounds. ``seconds``: by part (:data:`PARTS`), mean seconds a round; a round of a
-        batch is that of all its sequences. ``prefix_share``: the prefix's share of the keys that attention read; the
-        other keys are the tree's. None if the job ends with the prefill's tokens.
+        ``rounds``: number of profiled rounds. ``seconds``: by part (:data:`PARTS`), mean seconds a round of the batch.
+        ``prefix_share``: the prefix's share of the keys that attention read; the tree has the other keys. None if the
+        job ends with the prefill's tokens.
     """
     run = job.start(spec, cache)
     engine = run._engine

@@ -24,7 +24,8 @@ class Prompt:
     """An encoded sample.
 
     Attributes:
-        context: the wanted length; None: not cut. joined: the document holds the texts of several samples.
+        context: the requested length in tokens; None: not cut.
+        joined: the document holds the texts of several samples.
     """
 
     sample: Sample
@@ -59,8 +60,8 @@ def encode_prompts(samples: Sequence[Sample], loaded: LoadedModel, settings: Set
         for context in settings.contexts:
             tokens = encode_truncated(sample, loaded.tokenizer, context, settings.raw, **settings.template_kwargs)
             if len(tokens) + settings.max_tokens > limit:
-                room = limit - settings.max_tokens
-                advice = f"Cut the documents with --context {room}" if room > 0 else "Ask for fewer with --max-tokens"
+                longest = limit - settings.max_tokens
+                advice = f"Cut the documents with --context {longest}" if longest > 0 else "Lower --max-tokens"
                 raise ContextError(
                     f"{sample.origin} has {len(tokens)} tokens; with {settings.max_tokens} new ones that is more than "
                     f"the model's context of {limit}. {advice}."
@@ -73,11 +74,12 @@ def prompts_of_length(
     samples: Sequence[Sample], length: int, max_prompt_tokens: int, tokenizer: PreTrainedTokenizerBase,
     short: ShortTextPolicy, raw: bool = False, **template_kwargs: Any,
 ) -> tuple[list[Prompt], list[str]]:  # fmt: skip
-    """Every sample's prompt of a length, and notes on texts that are shorter.
+    """Cuts each sample's prompt to a length. Returns the prompts, and notes on texts that are too short.
 
     Args:
-        length, max_prompt_tokens: wanted tokens, and the limit that leaves room for new ones.
-        raw, template_kwargs: those of :meth:`~longdraft.bench.data.Sample.encode`.
+        length: requested tokens of a prompt.
+        max_prompt_tokens: upper limit of ``length``: the model's context without the new tokens.
+        raw, template_kwargs: see :meth:`~longdraft.bench.data.Sample.encode`.
     """
     size, prompts, short_lengths = min(length, max_prompt_tokens), [], []
     for i, sample in enumerate(samples):
@@ -85,28 +87,33 @@ def prompts_of_length(
         if short == "join" and not sample.last_message:  # conversations are not joined
             joined = _join_texts(sample, [*samples[i + 1 :], *samples[:i]], size, tokenizer, raw, **template_kwargs)
         token_ids = encode_truncated(joined, tokenizer, size, raw, **template_kwargs)
-        # A cut text may lack a token or two of the size: then the uncut one is longer.
+        # A cut may come out a token or two below the size: a text is short only if it is so before the cut.
         if is_short := len(token_ids) < size and len(joined.encode(tokenizer, raw, **template_kwargs)) < size:
             short_lengths.append(len(token_ids))
         if not is_short or short == "keep":
             prompts.append(Prompt(sample, tuple(token_ids), length, joined is not sample))
     notes = []
     if count := sum(prompt.joined for prompt in prompts):
-        notes.append(f"{length:,} tokens: {count} of {len(samples)} texts go on with those of the rows after them.")
+        notes.append(f"{length:,} tokens: {count} of {len(samples)} texts go on with the texts of the next rows.")
     if short_lengths:
-        few = len(short_lengths) < len(samples)
-        which = f"{len(short_lengths)} of {len(samples)} texts are not" if few else "no text is"
-        fate = "taken as they are" if short == "keep" else "left out"
-        notes.append(f"{length:,} tokens: {which} that long (the longest of them: {max(short_lengths):,}); {fate}.")
+        some = len(short_lengths) < len(samples)
+        subject = f"{len(short_lengths)} of {len(samples)} texts are not" if some else "no text is"
+        action = "taken as they are" if short == "keep" else "left out"
+        notes.append(f"{length:,} tokens: {subject} that long (at most {max(short_lengths):,}); {action}.")
     return prompts, notes
 
 
 def _join_texts(
-    sample: Sample, others: Sequence[Sample], size: int, tokenizer: PreTrainedTokenizerBase, raw: bool, **kwargs: Any
+    sample: Sample,
+    candidates: Sequence[Sample],
+    size: int,
+    tokenizer: PreTrainedTokenizerBase,
+    raw: bool,
+    **kwargs: Any,
 ) -> Sample:
-    """Appends the documents of others of the same data set, each once, until the prompt has ``size`` tokens."""
-    further = dict.fromkeys(s.document for s in others if s.dataset == sample.dataset and s.document != sample.document)
-    for document in further:
+    """Appends documents of the sample's data set, each once, until its prompt has ``size`` tokens."""
+    documents = [s.document for s in candidates if s.dataset == sample.dataset and s.document != sample.document]
+    for document in dict.fromkeys(documents):
         if len(sample.encode(tokenizer, raw, **kwargs)) >= size:
             break
         sample = replace(sample, document=f"{sample.document}\n\n{document}")
@@ -114,7 +121,7 @@ def _join_texts(
 
 
 def make_batches(prompts: Sequence[Prompt], sizes: Sequence[int]) -> tuple[list[PromptBatch], dict[int, int]]:
-    """Full batches of each size, within a data set and context; and how many prompts are left over, by size.
+    """Full batches of prompts of one data set and context; and by batch size, the number of prompts left over.
 
     Raises:
         PromptError: no data set fills a batch.

@@ -1,8 +1,8 @@
 """Compares the output of partial verification (``specpv``) with that of full verification by the same drafter.
 
 Each prompt has one prefill. ``ar``, full verification and every variant of ``specpv`` decode from its KV; ``ar`` also
-decodes from KV in the rounded dtypes. Full verification against ``ar`` is the noise floor: both are exact, and only
-rounding makes them differ.
+decodes with a KV cache of lower precision. Full verification against ``ar`` is the noise floor: both are exact, and
+only rounding makes them differ.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from longdraft.speculator import Speculator
 from longdraft.views.scorers import SCORERS
 from longdraft.views.view import View, parse_dtype
 
-METHOD, FULL = "specpv", "full"
+METHOD, FULL = "specpv", "full"  # FULL: the contender with the same drafter and full verification
 VARIANT_DEFAULTS = {"selector": "minmax", "budget": 1024, "margin": 20}
 """Options that variants of specpv differ in, and their defaults."""
 Similarity = dict[str, float | None]
@@ -61,12 +61,12 @@ Variants = dict[str, dict[str, Any]]
 DEFINITIONS = (
     "full: full verification with the same drafter. Variants are compared with full; full and rounded KV are compared "
     "with ar, and full against ar is the noise floor.",
-    "ROUGE-L: F1, words stemmed, of a text against its reference; mean and least of the samples.",
-    "same: tokens before the first difference, the mean; and their share of the text. equal: identical samples.",
+    "ROUGE-L: F1 of stemmed words, of an output against its reference; mean and least of the samples.",
+    "same: mean tokens before the first difference; share: their share of the text. equal: identical samples.",
     "nats: mean -log p of the text's tokens by the exact target; means of the samples.",
     f"{SPEED_DEFINITION}; vs full: over those of full on the same sample; medians of the samples, one run each.",
     ACCEPTED_DEFINITION,
-    "score: of the answers against the references, by data set (docs/figures.md); the mean of the samples.",
+    "score: the answers against the data set's references (docs/figures.md); the mean of the samples.",
     "view: KV entries of the partial cache: first entries + chunks x entries of each + last entries.",
     "partial: target forwards on the partial cache / all target forwards, after the prefill.",
 )
@@ -87,17 +87,13 @@ COLUMNS = (
 
 
 def make_variants(budgets: Sequence[int], margins: Sequence[int], selectors: Sequence[str]) -> Variants:
-    """Every combination of the options; a selector that retrieves nothing has no budget.
-
-    Raises:
-        ValueError: one of the lists is empty.
-    """
+    """Every combination of the options; a selector that retrieves nothing gets no budget."""
     for name, values in (("budgets", budgets), ("margins", margins), ("selectors", selectors)):
         if not values:
-            raise ValueError(f"{name} must name one at least")
+            raise ValueError(f"{name} must not be empty")
     variants = {}
     for selector, budget, margin in product(selectors, budgets, margins):
-        # An unknown selector makes a variant too: the method refuses it with the known names.
+        # An unknown selector stays, so that the method refuses it and names the known ones.
         budget_option = {"budget": budget} if SCORERS.get(selector, selector) else {}
         options = {"selector": selector, **budget_option, "margin": margin}
         variants[contender_name(METHOD, options)] = options
@@ -111,13 +107,14 @@ class QualitySettings:
     Attributes:
         max_tokens: new tokens of a prompt, at most.
         ignore_eos: decode on to ``max_tokens``.
-        kv_dtypes: plain decoding with a KV cache of each of these dtypes is compared too.
-        options: further options of specpv and its drafter, common to all variants.
+        variants: the compared variants of specpv.
+        kv_dtypes: dtypes of KV caches with which ``ar`` is compared too.
+        options: options of specpv and its drafter that all variants have.
         temperature: above 0, all contenders sample with the same random numbers.
 
     Raises:
-        ValueError: options that make no partial cache.
-        LongdraftError: an option that the method does not have, or a draft that cannot be read.
+        ValueError: the options make no partial cache.
+        LongdraftError: the method has no such option, or the draft cannot be read.
     """
 
     variants: Variants
@@ -132,7 +129,7 @@ class QualitySettings:
         if self.max_tokens < 2:
             raise ValueError(f"max-tokens must be at least 2, got {self.max_tokens}")
         if varied := sorted(VARIANT_DEFAULTS.keys() & self.options):
-            raise ValueError(f"{', '.join(varied)}: give it as --{varied[0]}, which takes several")
+            raise ValueError(f"{', '.join(varied)} differs between variants: give it as --{varied[0]}, a list")
         for name in self.kv_dtypes:
             parse_dtype(name, "kv-dtype")
         resolve(METHOD, self.options)
@@ -146,6 +143,7 @@ class QualitySettings:
         """The settings for the header of a file of records."""
         path = self.options.get("draft")
         draft = {} if path is None else {"draft": fingerprint(Path(path))}
+        # answer_tokens: as in files of old versions, which this version continues.
         return {"settings": {**vars(self), "answer_tokens": 0, "options": jsonable({**self.options, **draft})}}
 
 
@@ -153,7 +151,7 @@ class QualityBench:
     """The comparison on one loaded model.
 
     Attributes:
-        drafter: the method whose drafter all contenders but ``ar`` use.
+        drafter: name of the method whose drafter all contenders but ``ar`` use.
         names: contenders, in the order in which they decode a prompt.
 
     Raises:
@@ -166,7 +164,7 @@ class QualityBench:
         recipe = Speculator(METHOD, loaded.model, loaded.tokenizer, plan="fixed", **first_variant).recipe()
         method = recipe.drafting_method
         self.drafter = method.name
-        # The options hold the draft as it was read, so that it is read once.
+        # These options hold the loaded draft, so that it is read once.
         drafter_options = {n: recipe.options[n] for n in method.drafter_options if n in recipe.options}
         common = {**settings.options, **drafter_options, "drafter": self.drafter}
         options: dict[str, dict[str, Any]] = {self.drafter: drafter_options}
@@ -181,7 +179,7 @@ class QualityBench:
         self.names = tuple(self._contenders)
 
     def reference_of(self, name: str) -> str | None:
-        """The contender whose text is the reference of ``name``'s; None for ``ar``."""
+        """The contender whose output ``name``'s output is compared with; None for ``ar``."""
         return None if name == REFERENCE else FULL if name in self.settings.variants else REFERENCE
 
     def view_of(self, name: str) -> View:
@@ -191,19 +189,16 @@ class QualityBench:
         return verifier.view
 
     def notes_on_short_prompts(self, lengths: Sequence[int]) -> list[str]:
-        """Notes on variants whose partial cache holds all of a context of some of these lengths (tokens)."""
+        """Notes on variants whose partial cache holds whole contexts; ``lengths``: tokens of each context."""
         counts = {name: sum(n <= self.view_of(name).size for n in lengths) for name in self.settings.variants}
         return [
-            f"{name}: {count} of {len(lengths)} prompts fit its partial cache: they have full rounds only."
+            f"{name}: {count} of {len(lengths)} prompts fit into the partial cache, so all of their rounds are full."
             for name, count in counts.items()
             if count
         ]
 
     def measure(self, prompt: Prompt, tick: Tick = lambda name: None) -> dict[str, Any]:
-        """Decodes a prompt with every contender.
-
-        Args:
-            tick: called before each run with the contender's name.
+        """Decodes a prompt with every contender, whose name ``tick`` gets before each run.
 
         Returns:
             A JSON object: the prompt's data set, origin and length, and ``runs`` by contender: text, similarity to the
@@ -242,7 +237,7 @@ class QualityBench:
     @torch.inference_mode()
     def _nll(self, prompt: Sequence[int], output: Sequence[int]) -> float:
         """Mean negative log-likelihood of an output's tokens by the exact target, in nats."""
-        first, total = len(prompt) - 1, 0.0
+        first, total = len(prompt) - 1, 0.0  # the first position that predicts a token of the output
         context, cache = [*prompt, *output[:-1]], self._contenders[REFERENCE].prefill.cache
         for start, chunk, out in forward_in_chunks(self._bench.target, cache, context, prompt, first):
             if start >= first:
@@ -254,7 +249,7 @@ class QualityBench:
     def report(self, measured: Sequence[Mapping[str, Any]], complete: bool = True) -> Report:
         """The report of measured prompts, with the keys that docs/figures.md defines."""
         rows = [self._row(name, group) for group in group_by(measured, "dataset") for name in self.names]
-        texts = [  # for scores that are computed elsewhere
+        texts = [  # from which users compute other scores, such as BLEURT
             {
                 "dataset": prompt["dataset"],
                 "origin": prompt["origin"],
@@ -298,14 +293,14 @@ class QualityBench:
 
 
 def _similarity(reference: Sequence[int], tokens: Sequence[int], reference_text: str, text: str) -> Similarity:
-    """ROUGE-L of a text and its reference, tokens before the first difference, and their share of the longer text."""
+    """ROUGE-L of an output and its reference, tokens before the first difference, and their share of the longer one."""
     longer, same = max(len(reference), len(tokens)), first_difference(reference, tokens)
     same = longer if same is None else same
     return {"rouge_l": rouge_l()(reference_text, text), "same_tokens": same, "same_share": same / longer}
 
 
 def _rate(run: Mapping[str, Any]) -> float | None:
-    # In files of earlier versions the rate counts the prefill's token.
+    # Files of old versions have tokens/s instead of seconds, and count the prefill's token.
     seconds = run["decode_seconds"] if "decode_seconds" in run else ratio(run["tokens"], run["tokens_per_second"])
     return tokens_per_second(run["tokens"] - 1, seconds or 0.0)
 

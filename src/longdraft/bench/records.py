@@ -20,13 +20,13 @@ from longdraft.errors import CheckpointError, ConfigError
 from longdraft.json_lines import JsonLines
 
 T = TypeVar("T")
-_SAMPLED_BYTES = 1 << 20  # of the beginning and of the end of a weight file, which its fingerprint reads
+_SAMPLED_BYTES = 1 << 20  # a fingerprint reads so many bytes at both ends of a weight file
 # Entries of a header that figures do not depend on.
 _VOLATILE = ("created", "command", "memory_available_bytes")
 
 
 class RecordFile(Generic[T]):
-    """A file that keeps records; a new one gets the header, an old one is continued.
+    """Keeps records in a file. A new file gets the header; an existing file is continued.
 
     Args:
         header: the header of this run, from :func:`make_header`.
@@ -54,7 +54,7 @@ class RecordFile(Generic[T]):
             raise ConfigError(f"{path} holds another run ({message}): keep its settings, or name another file.")
 
     def _read_line(self, number: int, content: Any) -> None:
-        """Keeps the content of a line: the header (line 1), or a record."""
+        """Takes a parsed line: line 1 is the header, every other line a record."""
         if number > 1:
             self.records.append(from_json(self._record_type, content))
         elif not isinstance(content, dict) or content.get("format") != self._format:
@@ -68,7 +68,7 @@ class RecordFile(Generic[T]):
             self._header = content
 
     def _wrong_file(self) -> CheckpointError:
-        return CheckpointError(f"{self.path} is not a results file of this bench: give another name.")
+        return CheckpointError(f"{self.path} is not a results file of this command: give another name.")
 
     def append(self, record: T) -> None:
         """Adds a record. Its line is on the disk when this returns."""
@@ -77,7 +77,7 @@ class RecordFile(Generic[T]):
 
 
 def make_header(format_name: str, version: int, content: Mapping[str, Any]) -> dict[str, Any]:
-    """A header as JSON gives it back: format, content, time and command."""
+    """A header: format, content, time and command. Tuples become lists, as in a header read from a file."""
     origin = {"created": datetime.now(timezone.utc).isoformat(timespec="seconds"), "command": _command()}
     header: dict[str, Any] = json.loads(json.dumps({"format": format_name, "version": version, **content, **origin}))
     return header
@@ -94,7 +94,7 @@ def fingerprint(weights: Path) -> str:
     """Name and digest of a weight file, or of a folder's files: names, sizes, first and last bytes."""
     digest = hashlib.sha256()
     for file in sorted(p for p in weights.glob("*") if p.is_file()) if weights.is_dir() else [weights]:
-        if file.is_file():  # a hub id has no file: its name is all
+        if file.is_file():  # not so for a hub id, of which only the name counts
             size = file.stat().st_size
             digest.update(f"{file.name} {size} ".encode())
             with file.open("rb") as opened:
@@ -105,9 +105,9 @@ def fingerprint(weights: Path) -> str:
 
 
 def jsonable(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with values that JSON can hold; others become strings."""
-    kept_types = (int, float, bool, str, tuple, type(None))
-    return {name: x if isinstance(x, kept_types) else str(x) for name, x in options.items()}
+    """Options as JSON values; what JSON cannot hold becomes a string."""
+    json_types = (int, float, bool, str, tuple, type(None))
+    return {name: x if isinstance(x, json_types) else str(x) for name, x in options.items()}
 
 
 def _command() -> str:
@@ -118,7 +118,7 @@ def _command() -> str:
 
 
 def _differences(file: Any, run: Any, name: str = "") -> Iterator[str]:
-    """Differences between a file's header and this run's: ``settings.seed: 0 there, 3 here``."""
+    """Compares the header of a file with this run's. Yields lines such as ``settings.seed: 0 there, 3 here``."""
     if isinstance(file, dict) and isinstance(run, dict):
         for key in dict.fromkeys((*file, *run)):
             yield from _differences(file.get(key), run.get(key), f"{name}.{key}" if name else key)
@@ -129,7 +129,7 @@ def _differences(file: Any, run: Any, name: str = "") -> Iterator[str]:
 def from_json(expected: Any, value: Any) -> Any:
     """Converts a JSON value to an annotated type: an object to a dataclass, a list to a tuple.
 
-    Keys that are no fields are ignored. Fields without a key have their default.
+    Unknown keys are ignored, and missing ones get the field's default.
 
     Raises:
         TypeError: the value has another type, or holds NaN.
@@ -144,7 +144,7 @@ def from_json(expected: Any, value: Any) -> Any:
         return value
     plain_type: Any = origin or expected
     accepted: Any = {float: (int, float), tuple: (list, tuple)}.get(plain_type, plain_type)
-    # To Python a bool is an int too. NaN differs from itself.
+    # A bool is an instance of int, but must not stand for one. ``value != value`` is true for NaN only.
     if not isinstance(value, accepted) or value != value or isinstance(value, bool) != (expected is bool):
         raise TypeError(f"{value!r:.40} in the place of {expected}")
     if isinstance(value, dict) and inner:

@@ -1,8 +1,8 @@
 """Standard speculative sampling (rejection sampling), as papers measure acceptance: drafts draw independently.
 
 Chains and static trees sample a node's candidates from the draft's distribution, without replacement (Leviathan et al.
-2023, section 2.3; Miao et al. 2024, SpecInfer; Li et al. 2024, EAGLE). Trees that rank candidates, and lookups, choose
-them: each counts as drawn with probability 1 (the code of EAGLE-2 and 3). The output is the target's either way.
+2023, section 2.3; Miao et al. 2024, SpecInfer; Li et al. 2024, EAGLE). Dynamic trees and lookups choose candidates by
+rank: each counts as drawn with probability 1 (as in the code of EAGLE-2 and 3). Outputs have the target's distribution.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ def acceptance_probs(p: Tensor, tokens: list[int], q: Tensor | None = None) -> t
     """Acceptance probabilities of a node's candidates, which are tried one after the other.
 
     Args:
-        p, q: (vocabulary,) the target's distribution, and the draft's, from which the candidates were drawn in this
-            order without replacement; None: they were chosen.
+        p: (vocabulary,) the target's distribution.
+        tokens: the candidates in the order in which they were drawn, without replacement.
+        q: (vocabulary,) the draft's distribution, from which they were drawn; None: each has probability 1.
 
     Returns:
-        Each candidate's probability if all before it were rejected; the residual distribution if all are rejected.
+        Each candidate's probability if the ones before it are rejected; the residual distribution if all are rejected.
     """
     probs, p = list[float](), p.double()
     for token in tokens:
@@ -43,7 +44,7 @@ def acceptance_probs(p: Tensor, tokens: list[int], q: Tensor | None = None) -> t
         draft = one_hot if q is None else q.double() / q.double().sum()
         probs.append(float((p[token] / draft[token]).clamp(max=1.0)))
         residual = (p - draft).clamp(min=0.0)
-        p = residual / residual.sum() if residual.sum() > 0 else p  # 0 if the token is accepted for certain
+        p = residual / residual.sum() if residual.sum() > 0 else p  # no residual: the token is always accepted
         q = None if q is None else q * (1 - one_hot)
     return probs, p
 
@@ -52,7 +53,7 @@ class RejectionSampler(Sampler):
     """Walks down each round's tree: accepts a candidate, or draws from the residual distribution.
 
     Attributes:
-        candidates_by_path: tokens of a path below the root -> its drawn candidates, and the distribution of the draw.
+        candidates_by_path: tokens of a path below the root -> candidates drawn behind it, and their distribution.
     """
 
     def __init__(self, sampling: Sampling, generator: torch.Generator) -> None:
@@ -65,6 +66,7 @@ class RejectionSampler(Sampler):
 
     def sample(self, input_ids: torch.Tensor, logits: torch.Tensor) -> int:
         p = self.probabilities(input_ids, logits)
+        # Tokens beyond the target's vocabulary cannot be accepted.
         children = {t: node for t, node in self._tree.children(self._path[-1]).items() if t < len(p)}
         tokens, q = self.candidates_by_path.get(tuple(self._tree.tokens[node] for node in self._path[1:]), ([], p))
         drawn, q = [token for token in tokens if token in children], F.pad(q, (0, len(p) - len(q)))
@@ -77,7 +79,7 @@ class RejectionSampler(Sampler):
         return int(p.multinomial(1, generator=self.generator))
 
     def sampled_children(self, draft_logits: DraftLogits, ids: torch.Tensor | None) -> DraftTopk:
-        """A function for ``TreeConfig.grow`` that samples a node's children, in place of the top k."""
+        """A ``draft_topk`` for ``TreeConfig.grow`` that samples. ``ids``: target ids of the draft's vocabulary."""
         paths = list[tuple[int, ...]]()
         self.candidates_by_path.clear()
 
@@ -85,14 +87,14 @@ class RejectionSampler(Sampler):
             nodes = zip(level.parents[0].tolist(), level.tokens[0].tolist(), strict=True)
             paths[:] = [(*paths[parent], token) for parent, token in nodes] if level.depth else [()]
             q = torch.stack([self.probabilities(logits[:0].long(), logits) for logits in draft_logits(level)[0]])
-            # The top k of q / Exp(1) is a sample without replacement.
+            # The top k of q / Exp(1) noise is a sample without replacement (the Gumbel top-k trick).
             drawn = (q / torch.empty_like(q).exponential_(generator=self.generator)).topk(min(count, q.shape[1]))
             for path, q_node, scores, tokens in zip(paths, q, drawn.values, drawn.indices, strict=True):
                 tokens = tokens[scores > 0]
                 if ids is not None:
                     q_node, tokens = q_node.new_zeros(int(ids.max()) + 1).index_copy(0, ids, q_node), ids[tokens]
                 self.candidates_by_path[path] = tokens.tolist(), q_node
-            # Scores are ranks, so that a tree does not prefer some of the drawn tokens to others.
+            # Scores depend on the rank alone, so that the tree keeps tokens in the order drawn, whatever their q is.
             ranks = -torch.arange(1.0, 1 + drawn.indices.shape[1], device=q.device)
             return ranks.expand(drawn.indices.shape)[None], drawn.indices[None]
 

@@ -33,11 +33,11 @@ from longdraft.bench.tables import (
 )
 
 DEFINITIONS = (
-    f"{SPEED_DEFINITION}; the median of the rounds, then of the samples.",
+    f"{SPEED_DEFINITION}; the median of the timed runs, then of the samples.",
     "speed-up: a sample's tokens/s over that of ar, or of transformers' generate (hf), on the same sample; the median.",
     "faster, slower: samples (batches) with a speed-up over ar above 1.02, and below 0.98.",
     ACCEPTED_DEFINITION,
-    "score: of the first round's answers against references, by data set (docs/figures.md); the mean of the samples.",
+    "score: answers of the first timed run against references (docs/figures.md); the mean of the samples.",
     "first token: seconds from the start of a prefill without cached KV to the first token; the median.",
     "view: KV entries of a longer context that a draft, and in specpv a partial verification, sees: first entries + "
     "chunks x entries of each + last entries.",
@@ -46,12 +46,13 @@ DEFINITIONS = (
 )
 
 PROFILE_DEFINITIONS = (
-    "a round: draft is the drafter's time. Verifying is the model's forward over the drafted tokens: attention to the "
-    "context and to each other, and the rest, which takes the same time at any length. Overhead is all else: sampling, "
-    "committing. prefix: the context's share of the keys that attention read.",
+    "a round: draft: the drafter. verify: the model's forward over the drafted tokens, in two parts: attention, and "
+    "the rest, whose time does not depend on the context. overhead: everything else, such as sampling. prefix: the "
+    "context's share of the keys that attention read.",
 )
 PARTS = {"attention": "verify: attention", "forward": "verify: the rest", "rest": "overhead"}
 
+# (heading, key of the row, format)
 VIEW = ("view", "view", "{}")
 COLUMNS = (
     ("tokens/s", "tokens_per_second", "{:.1f}"),
@@ -71,11 +72,7 @@ TOLERANCE = 0.02
 
 
 def rows(names: Sequence[str], measured: Sequence[BatchResult]) -> list[dict[str, Any]]:
-    """A row for each method, data set, context and batch, with the keys that docs/figures.md defines.
-
-    Args:
-        names: contenders, in the order of the table.
-    """
+    """A row for each contender in ``names``, data set, context and batch size. Keys: docs/figures.md."""
     groups: dict[tuple[str, int | None, int], list[BatchResult]] = {}
     for m in measured:
         groups.setdefault((m.dataset, m.context, m.batch), []).append(m)
@@ -83,6 +80,7 @@ def rows(names: Sequence[str], measured: Sequence[BatchResult]) -> list[dict[str
 
 
 def _row(name: str, measured: Sequence[BatchResult], names: Sequence[str]) -> dict[str, Any]:
+    """The row of a contender over batches of one data set, context and size; ``names``: all contenders."""
     first = measured[0]
     differences = [d for m in measured for d in m.differences if d.method == name]
     comparable = all(name in m.comparable for m in measured)
@@ -91,7 +89,7 @@ def _row(name: str, measured: Sequence[BatchResult], names: Sequence[str]) -> di
     peaks = [peak for m in measured if (peak := m.peak_memory_bytes.get(name)) is not None]
     over_ar = speedups_over(measured, name, REFERENCE)
     speedups = [] if name == REFERENCE else over_ar
-    # Tokens/s of the method and of ar: by round, then by sample.
+    # Tokens/s of the method and of ar: for each repeat, a tuple over the batches.
     rates, ar_rates = (
         list(zip(*([run.tokens_per_second for run in m.rounds[contender]] for m in measured), strict=False))
         for contender in (name, REFERENCE)
@@ -124,11 +122,11 @@ def _row(name: str, measured: Sequence[BatchResult], names: Sequence[str]) -> di
     if partial_tokens := sum(run.partial_tokens for run in runs):
         row["rolled_back"] = sum(run.rolled_back for run in runs) / partial_tokens
     if profiles := [m.profiles[name] for m in measured if name in m.profiles]:
-        row["profile"] = _profile(profiles)
+        row["profile"] = _mean_profile(profiles)
     return row
 
 
-def _profile(profiles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _mean_profile(profiles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Mean seconds of a round by part, and the mean share of the prefix in the keys that were read."""
     return {
         "seconds": {part: mean_of(p["seconds"].get(part) for p in profiles) for part in profiles[0]["seconds"]},
@@ -137,7 +135,7 @@ def _profile(profiles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def speedups_over(measured: Sequence[BatchResult], name: str, reference: str) -> list[float]:
-    """A method's tokens/s over the reference's, for every batch that both decoded."""
+    """For each batch that both contenders decoded: the method's tokens/s over the reference's."""
     common = [m for m in measured if name in m.rounds and reference in m.rounds]
     ratios = [ratio(m.tokens_per_second(name), m.tokens_per_second(reference)) for m in common]
     return [x for x in ratios if x is not None]
@@ -162,15 +160,15 @@ def document(
 
 
 def make_report(document: dict[str, Any], decode: Callable[[list[int]], str] = str) -> Report:
-    """The report of a :func:`document`: a table for each data set, context and batch, and for profiled methods a table
-    of a round's parts.
+    """The report of a :func:`document`: a table for each data set, context and batch, and a table of a round's parts if
+    methods were profiled.
 
     Args:
         decode: token ids -> text.
     """
     rows = document["rows"]
-    single = all(row["samples"] == row["batch"] for row in rows)  # one speed-up each: nothing to count
-    columns = nonempty_columns(rows, [column for column in COLUMNS if not (single and column[1] in _COUNT_KEYS)])
+    one_batch = all(row["samples"] == row["batch"] for row in rows)  # then there are no wins and losses to count
+    columns = nonempty_columns(rows, [column for column in COLUMNS if not (one_batch and column[1] in _COUNT_KEYS)])
     figures = [column for column in columns if column != VIEW]
     tables: list[tuple[str, Table]] = []
     for group in group_by(rows, "dataset", "context", "batch"):
@@ -181,11 +179,11 @@ def make_report(document: dict[str, Any], decode: Callable[[list[int]], str] = s
         for row in group:
             cells = (format_cell(row, key, form) for _, key, form in figures)
             views = [format_figure(row["view"], "{}")] if VIEW in columns else []
-            table.add_row(Text(row["method"]), *cells, _agreement(row), *views)
+            table.add_row(Text(row["method"]), *cells, _difference_cell(row), *views)
         tables.append((_title(group[0]), table))
         if any("profile" in row for row in group):
-            tables.append((f"{_title(group[0])}: a round", _parts(group)))
-    remarks = _differences(document, decode)
+            tables.append((f"{_title(group[0])}: a round", _profile_table(group)))
+    remarks = _difference_lines(document, decode)
     for note in dict.fromkeys(document["notes"].values()):
         remarks.append(Text(f"{', '.join(name for name, n in document['notes'].items() if n == note)}: {note}."))
     definitions = (*DEFINITIONS, *(PROFILE_DEFINITIONS if any("profile" in row for row in rows) else ()))
@@ -198,7 +196,7 @@ def _title(row: Mapping[str, Any]) -> str:
     return f"{row['dataset']}: {samples}{batch}, {row['context_tokens']:,} prompt tokens"
 
 
-def _agreement(row: Mapping[str, Any]) -> Text:
+def _difference_cell(row: Mapping[str, Any]) -> Text:
     if row["mismatches"] is None:
         return Text("not comparable")
     ties = pluralize(row["near_ties"], "near tie")
@@ -208,10 +206,10 @@ def _agreement(row: Mapping[str, Any]) -> Text:
     return Text(ties if row["near_ties"] else "none")
 
 
-def _parts(rows: Sequence[Mapping[str, Any]]) -> Table:
+def _profile_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """A table of the milliseconds of a round's parts, for the methods that were profiled."""
     profiles = {row["method"]: row["profile"] for row in rows if "profile" in row}
-    parts = {part: 0 for profile in profiles.values() for part in profile["seconds"]}
+    parts = dict.fromkeys(part for profile in profiles.values() for part in profile["seconds"])
     table = new_table(["method"], [*(PARTS.get(part, part) for part in parts), "prefix"])
     for name, profile in profiles.items():
         seconds = (f"{1000 * (profile['seconds'].get(part) or 0):.2f} ms" for part in parts)
@@ -219,7 +217,7 @@ def _parts(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _differences(report: dict[str, Any], decode: Callable[[list[int]], str]) -> list[Text]:
+def _difference_lines(report: dict[str, Any], decode: Callable[[list[int]], str]) -> list[Text]:
     """A line for each sample whose tokens are not those of ``ar``."""
     lines = []
     for d in report["differences"]:

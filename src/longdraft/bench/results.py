@@ -1,4 +1,4 @@
-"""Headers of results files, by which an interrupted run can go on. Format: docs/figures.md."""
+"""Headers of results files. An interrupted run continues a file if the headers are equal. Format: docs/figures.md."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from longdraft.model.runner import TargetRunner
 
 FORMAT, VERSION = "longdraft-bench", 1
 Json = dict[str, Any]
-_CACHE = "LONGDRAFT_CACHE"
+_IGNORED = "LONGDRAFT_CACHE"  # a folder; longdraft's other environment variables may change figures
 
 
 def bench_header(bench: Bench, prompts: Sequence[Prompt], model: str, data: Sequence[str], limit: int | None) -> Json:
-    """The header of ``bench``: all that its figures depend on, and remarks.
+    """The header of a file of ``bench``: all that its figures depend on, and remarks.
 
     Args:
-        model, data, limit: as the user wrote them.
+        model, data, limit: the options as the user wrote them.
     """
     s, target = bench.settings, bench.target
     prompts_digest = hashlib.sha256()
@@ -46,8 +46,9 @@ def bench_header(bench: Bench, prompts: Sequence[Prompt], model: str, data: Sequ
             "offload": s.offload,
             "data": data,
             "limit": limit,
-            # longdraft's variables change its speed, except for the path of its cache.
-            "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("LONGDRAFT_") and k != _CACHE},
+            "environment": {
+                k: os.environ[k] for k in sorted(os.environ) if k.startswith("LONGDRAFT_") and k != _IGNORED
+            },
         },
         "model": model_entry(target, model),
         "drafts": {c.name: fingerprint(c.draft) for c in bench.contenders.values() if c.draft is not None},
@@ -62,7 +63,9 @@ def unit_header(format_name: str, content: Mapping[str, Any], loaded: LoadedMode
     """The header of a :func:`~longdraft.bench.experiment.unit_experiment`: all that its records depend on.
 
     Args:
-        content, name, tokens: settings, the model's name, and the prompts' token ids as a JSON value.
+        content: the settings.
+        name: the model's name as the user wrote it.
+        tokens: the prompts' token ids as a JSON value.
     """
     prompts = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
     model = {"model": model_entry(TargetRunner(loaded.model), name), "prompts": prompts}

@@ -1,7 +1,7 @@
-"""RULER's needles and variable tracking (Hsieh et al. 2024, sections 3.1 and 3.2), at any length.
+"""RULER's needle tasks and variable tracking (Hsieh et al. 2024, sections 3.1 and 3.2), at any length.
 
-Sentences are inserted into RULER's noise or into a text; their depths do not change when the prompt is cut to length.
-Left out: the worked example before variable tracking, and haystacks made of needles.
+Needles (sentences) are inserted into RULER's noise or into a text; their depths do not change when the prompt is cut to
+length. Not included: the worked example before variable tracking, and haystacks that are made of needles.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from longdraft.bench.data import Sample
 from longdraft.bench.scores import metric_of_dataset
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
-# Some 140,000 tokens, which are cut to length.
-_NOISE_TIMES = 6_000
+_NOISE_COUNT = 6_000  # about 140,000 tokens, which are cut to length
 COUNT = 10
-"""Samples of a kind by default."""
+"""Default number of samples of a task."""
 _ADJECTIVES = ("amber", "brisk", "calm", "dusty", "eager", "faint", "gentle", "hollow", "iron", "jolly", "keen")
 _NOUNS = ("anchor", "basket", "candle", "desert", "engine", "feather", "garden", "hammer", "island", "jacket", "kettle")
-_HOPS = 4
+_HOPS = 4  # assignments after the first: the variables of a chain are _HOPS + 1
 
 Needles = tuple[list[str], str, tuple[str, ...]]
 """Sentences, the query about them, and its answers."""
 
 
 def _needles(num_keys: int = 1, num_values: int = 1, num_queries: int = 1) -> Callable[[random.Random], Needles]:
+    """A generator of needles ``key is: value``, of which ``num_queries`` keys are queried."""
+
     def generate(generator: random.Random) -> Needles:
         names = [f"{a}-{n}" for a in _ADJECTIVES for n in _NOUNS]
         keys = generator.sample(names, num_keys)
@@ -41,6 +42,7 @@ def _needles(num_keys: int = 1, num_values: int = 1, num_queries: int = 1) -> Ca
 
 
 def _variable_chain(generator: random.Random) -> Needles:
+    """Variables with one value: the first is assigned the value, each other one the variable before it."""
     names = ["".join(generator.choices(string.ascii_uppercase, k=5)) for _ in range(_HOPS + 1)]
     value = str(generator.randrange(10_000, 100_000))
     values = [value, *(f"VAR {name}" for name in names)]
@@ -51,11 +53,11 @@ KINDS: dict[str, Callable[[random.Random], Needles]] = {
     "niah_single": _needles(), "niah_multikey": _needles(num_keys=4), "niah_multivalue": _needles(num_values=4),
     "niah_multiquery": _needles(num_keys=4, num_queries=4), "vt": _variable_chain,
 }  # fmt: skip
-"""Tasks by RULER's names. ``niah_single`` is its ``niah_single_1`` in noise, and ``niah_single_2`` in essays."""
+"""RULER's tasks by name. ``niah_single`` is RULER's ``niah_single_1`` in noise, and ``niah_single_2`` in a text."""
 
 
 def make_samples(kind: str, template: str, haystack: str | None = None, count: int | None = None) -> list[Sample]:
-    """Samples of a RULER task, the same ones in every call.
+    """Samples of a RULER task. Every call makes equal samples.
 
     Args:
         kind: one of :data:`KINDS`.
@@ -75,7 +77,7 @@ def make_samples(kind: str, template: str, haystack: str | None = None, count: i
         needles = tuple(zip(depths, sentences, strict=True))
         samples.append(
             Sample(
-                haystack or NOISE * _NOISE_TIMES, after, kind, f"{kind}:{i + 1}", before, separator="", answers=answers,
+                haystack or NOISE * _NOISE_COUNT, after, kind, f"{kind}:{i + 1}", before, separator="", answers=answers,
                 metric=metric_of_dataset(kind), needles=needles,
             )
         )  # fmt: skip

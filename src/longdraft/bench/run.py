@@ -2,7 +2,7 @@
 
 Every contender decodes a batch once cold, with its own prefill: this warms it up and gives its time to first token. The
 timed runs follow, all contenders in turn, each from the cached KV of the prompts. Peak memory is read between runs.
-With one prefill for all, a conversation's turn starts from the KV of the turn before.
+If ``cold`` is off, ``ar``'s prefill serves all methods, and a conversation's turn continues the KV of the turn before.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from longdraft.metrics import TokenCounts
 from longdraft.model.checkpoints import LoadedModel, Progress
 from longdraft.model.runner import TargetRunner
 
-WARM_UP_PROMPT, WARM_UP_TOKENS = 64, 4  # prompt tokens and new tokens
+WARM_UP_PROMPT_TOKENS, WARM_UP_NEW_TOKENS = 64, 4
 
 BatchKey = tuple[str, int | None, tuple[str, ...]]
 """A batch's data set, context, and origins of its samples."""
@@ -38,11 +38,12 @@ BatchKey = tuple[str, int | None, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class SampleDifference:
-    """A sample's first difference between a method's tokens and those of ``ar``; from ``position`` on the fields are
-    those of :class:`~longdraft.bench.ties.Difference`.
+    """The first position at which a method's tokens of a sample differ from those of ``ar``.
 
     Attributes:
-        sample: the sample's origin. gap: None if one output has ended.
+        sample: the sample's origin, file and line.
+        position, token, reference, near_tie: see :class:`~longdraft.bench.ties.Difference`.
+        gap: distance of the two tokens' logits; None if one output has ended.
     """
 
     method: str
@@ -61,9 +62,10 @@ class BatchResult:
 
     Attributes:
         context: the length that the prompts were cut to; None: not cut.
-        samples, prompt_tokens: origin and length of each prompt.
-        cold: each contender's run with its own prefill.
-        rounds: each contender's timed runs.
+        batch: number of prompts.
+        samples: origin (file and line) of each prompt.
+        cold: by contender, the run with its own prefill.
+        rounds: by contender, the timed runs (one for each repeat, each with many decoding rounds).
         comparable: contenders whose tokens should equal those of ``ar``.
         peak_memory_bytes: the process's peak in a contender's timed runs; None if the system does not report it.
         profiles: see :mod:`longdraft.bench.profile`.
@@ -95,7 +97,7 @@ class BatchResult:
         return [(sum(tokens for tokens, _ in runs), sum(forwards for _, forwards in runs)) for runs in by_prompt]
 
     def tokens_per_second(self, name: str) -> float | None:
-        """The median of the timed runs."""
+        """A contender's tokens/s: the median of its timed runs."""
         return median_of(run.tokens_per_second for run in self.rounds[name])
 
 
@@ -108,7 +110,7 @@ class Bench:
 
     Attributes:
         contenders: by name; ``ar`` is the first.
-        target: the hosted model.
+        target: runs the forwards of the target model.
     """
 
     def __init__(
@@ -121,24 +123,25 @@ class Bench:
         self.settings = settings
         self._is_warm = False
         methods = [name for name in settings.contenders if name not in PEERS]
-        specs = {name: make_speculator(settings, name, loaded, progress) for name in methods}
-        self.target = specs[REFERENCE].runner()
-        feature_layers = {name: spec.feature_layers() for name, spec in specs.items()}
-        any_layers = next(filter(None, feature_layers.values()), ())
-        # Contenders share the prompts' KV if they round it to the same dtype and read the same hidden states, or none.
+        speculators = {name: make_speculator(settings, name, loaded, progress) for name in methods}
+        self.target = speculators[REFERENCE].runner()
+        feature_layers = {name: spec.feature_layers() for name, spec in speculators.items()}
+        default_layers = next(filter(None, feature_layers.values()), ())
+        # Methods share the prompts' KV if its dtype and the layers of the hidden states beside it are equal. A method
+        # that reads no hidden states can share any such cache.
         prefills: dict[tuple[str | None, tuple[int, ...]], SharedPrefill] = {}
         self.contenders: dict[str, Contender] = {}
         peer_target = self.target
-        if load_dequantized is not None and len(specs) < len(settings.contenders):
+        if load_dequantized is not None and len(speculators) < len(settings.contenders):
             peer_target = TargetRunner(load_dequantized().model)
         for name in settings.contenders:
             if name in PEERS:
                 same_arithmetic = peer_target.arithmetic == self.target.arithmetic
                 self.contenders[name] = TransformersGenerate(peer_target.model, name, same_arithmetic)
                 continue
-            layers = feature_layers[name] or any_layers
+            layers = feature_layers[name] or default_layers
             prefill = prefills.setdefault((settings.kv_dtype_of(name), layers), SharedPrefill(PromptCache(layers)))
-            self.contenders[name] = MethodContender(name, specs[name], prefill)
+            self.contenders[name] = MethodContender(name, speculators[name], prefill)
         self._codec = TextCodec(loaded.tokenizer)
         self._eos = eos_ids(self.target, loaded.tokenizer, settings.ignore_eos)
 
@@ -158,27 +161,24 @@ class Bench:
 
     def warm_up(self, prompt: Prompt) -> None:
         """Lets each contender decode a few tokens, once, so that the first batch includes no one-time work."""
-        job = self.make_job([prompt.token_ids[:WARM_UP_PROMPT]], min(WARM_UP_TOKENS, self.settings.max_tokens))
+        max_tokens = min(WARM_UP_NEW_TOKENS, self.settings.max_tokens)
+        job = self.make_job([prompt.token_ids[:WARM_UP_PROMPT_TOKENS]], max_tokens)
         for contender in () if self._is_warm else self.contenders.values():
             contender.decode_cold(job)
             contender.release()
         self._is_warm = True
 
     def measure(self, prompts: Sequence[Prompt], tick: Tick = lambda name: None) -> BatchResult:
-        """Measures one batch.
-
-        Args:
-            tick: called before each run with the contender's name.
-        """
+        """Measures one batch. ``tick`` gets the contender's name before each run."""
         s, device = self.settings, self.target.device
         job = self.make_job([p.token_ids for p in prompts], s.max_tokens)
         cold: dict[str, Run] = {}
-        continues = not s.cold and all(p.sample.continues_previous for p in prompts)  # the turn before is cached
+        is_turn_cached = not s.cold and all(p.sample.continues_previous for p in prompts)
         for name in self._cold_contenders:
             tick(name)
             contender = self.contenders[name]
-            is_warm = continues and name in self.methods
-            cold[name] = contender.decode_warm(job) if is_warm else contender.decode_cold(job)
+            reuses_cache = is_turn_cached and name in self.methods
+            cold[name] = contender.decode_warm(job) if reuses_cache else contender.decode_cold(job)
         rounds: dict[str, list[Run]] = {name: [] for name in self.names}
         peaks: dict[str, int | None] = dict.fromkeys(self.names)
         for _, name in interleave(self.names, s.repeats):
@@ -188,14 +188,15 @@ class Bench:
             rounds[name].append(self.contenders[name].decode_warm(job))
             if has_peak:
                 peaks[name] = max(memory_info.peak_bytes(device), peaks[name] or 0)
-        # From the cached KV of the prompts; with ``cold`` each method has its own prefill.
+        # A profile starts from the prompts' cached KV; with ``cold`` it includes a prefill.
         profiled = self.methods.items() if s.profile else ()
         profiles = {name: profile_job(c.spec, job, None if s.cold else c.prefill.cache) for name, c in profiled}
         comparable = [name for name, c in self.contenders.items() if c.is_comparable(s.sampling.greedy, len(prompts))]
-        outputs = {name: [*rounds[name], *([cold[name]] if name in cold else [])] for name in comparable}
-        differences = [d for name, runs in outputs.items() for d in self._differences(prompts, name, runs, rounds)]
+        all_runs = {name: [*rounds[name], *([cold[name]] if name in cold else [])] for name in comparable}
+        differences = [d for name, runs in all_runs.items() for d in self._differences(prompts, name, runs, rounds)]
         for name, contender in self.contenders.items():
-            if s.cold or name not in self.methods or not prompts[0].sample.last_message:
+            is_conversation = bool(prompts[0].sample.last_message)  # the next turn continues the KV of this one
+            if s.cold or name not in self.methods or not is_conversation:
                 contender.release()
         return BatchResult(
             prompts[0].sample.dataset,
@@ -214,7 +215,7 @@ class Bench:
         )
 
     def _scores(self, prompts: Sequence[Prompt], run: Run) -> list[float | None]:
-
+        """The score of each prompt's answer."""
         texts = (self._codec.decode(list(tokens)) for tokens in run.tokens)
         return [scores.score_answer(prompt.sample, text) for prompt, text in zip(prompts, texts, strict=True)]
 
@@ -236,9 +237,9 @@ class Bench:
 
     @property
     def _cold_contenders(self) -> list[str]:
-        """The contenders that have a cold run."""
-        sharing = () if self.settings.cold else self.methods
-        return [name for name in self.names if name == REFERENCE or name not in sharing]
+        """The contenders that have a run with their own prefill."""
+        skipped = () if self.settings.cold else self.methods  # they use the prefill of ``ar``
+        return [name for name in self.names if name == REFERENCE or name not in skipped]
 
     def make_job(self, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> Job:
         return Job(tuple(prompts), max_tokens, self.settings.sampling, self.settings.seed, self._eos)
@@ -246,8 +247,8 @@ class Bench:
     def _differences(
         self, prompts: Sequence[Prompt], name: str, runs: Sequence[Run], rounds: dict[str, list[Run]]
     ) -> Iterator[SampleDifference]:
-        """The differences of a contender's runs, cold ones and ``ar``'s own included: a sample's worst one."""
-        cache = self.methods[REFERENCE].prefill.cache  # the timed runs are over, so its first slot is free
+        """Compares a contender's runs with the first timed run of ``ar``. Yields each sample's largest difference."""
+        cache = self.methods[REFERENCE].prefill.cache  # may be overwritten, as the timed runs are over
         for i, prompt in enumerate(prompts):
             reference, sample = rounds[REFERENCE][0].tokens[i], prompt.sample
             compared = [

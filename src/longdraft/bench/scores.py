@@ -18,15 +18,15 @@ from longdraft.errors import CapabilityError
 if TYPE_CHECKING:
     from longdraft.bench.data import Sample
 
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-# Few-shot tasks, where models continue with further examples: only the first line is the answer (LongBench).
-_FIRST_LINE = ("trec", "triviaqa", "samsum")
+_NUMBER_PATTERN = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+# Few-shot tasks (LongBench): models go on with more examples after the answer, so only its first line counts.
+_FIRST_LINE_DATASETS = ("trec", "triviaqa", "samsum")
 
 
 def _words(text: str) -> list[str]:
     """Words in lower case, without punctuation and articles (SQuAD's normalisation)."""
-    bare = "".join(c for c in text.lower() if c not in string.punctuation)
-    return re.sub(r"\b(a|an|the)\b", " ", bare).split()
+    unpunctuated = "".join(c for c in text.lower() if c not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", unpunctuated).split()
 
 
 def f1(text: str, answer: str) -> float:
@@ -37,7 +37,7 @@ def f1(text: str, answer: str) -> float:
 
 
 def edit_similarity(text: str, answer: str) -> float:
-    """Similarity of the answer and a text's first line of code: fuzzywuzzy's ``ratio`` without its C extension."""
+    """Similarity of the answer and the text's first line of code, as by fuzzywuzzy's ``ratio`` in pure Python."""
     lines = text.lstrip("\n").split("\n")
     line = next((x for x in lines if not any(mark in x for mark in ("`", "#", "//"))), "")
     if line == answer:
@@ -52,11 +52,12 @@ def choice(text: str, answer: str) -> float:
 
 
 def number(text: str, answer: str) -> float:
-    r"""1 if a text's number is right: the last in ``\boxed{}``, else the first behind "answer is", else the last."""
+    r"""1 if the text gives the answer's number: the last one in ``\boxed{}``, else the first behind the last "answer
+    is", else the last one of the text."""
     boxed, after_phrase = re.findall(r"\\boxed\{([^{}]*)\}", text), re.findall(r"(?i:answer is)(.*)", text)
     for parts, index in ((boxed[-1:], -1), (after_phrase[-1:], 0), ([text], -1)):
-        if candidates := [number for part in parts for number in _NUMBER.findall(part)]:
-            return float(_value(candidates[index]) == _value((_NUMBER.findall(answer) or ["nan"])[-1]))
+        if candidates := [number for part in parts for number in _NUMBER_PATTERN.findall(part)]:
+            return float(_value(candidates[index]) == _value((_NUMBER_PATTERN.findall(answer) or ["nan"])[-1]))
     return 0.0
 
 
@@ -68,12 +69,13 @@ def numbers(text: str, answer: str) -> float:
 
 
 def contains_answer(text: str, answer: str) -> float:
-    """1 if a text contains the answer, in lower or upper case."""
+    """1 if the text contains the answer; case is ignored."""
     return float(answer.lower() in text.lower())
 
 
 def class_match(text: str, answer: str, classes: Sequence[str]) -> float:
-    """1 / number of classes that a text names, if the answer is among them. Parts of the answer's name do not count."""
+    """1 / number of classes named in the text, if the answer is among them; else 0."""
+    # A class whose name is a part of the answer's does not count.
     named = [c for c in classes if c in text and (c == answer or c not in answer)]
     return 1 / len(named) if answer in named else 0.0
 
@@ -99,13 +101,13 @@ def rouge_l() -> Callable[[str, str], float]:
 
 
 ROUGE, CLASSES, CONTAINS = "rouge_l", "classes", "found"
-_BY_REFERENCE: dict[str, Callable[[str, str], float]] = {
+_METRIC_FUNCTIONS: dict[str, Callable[[str, str], float]] = {
     "f1": f1, "edit_similarity": edit_similarity, "choice": choice, "number": number, "numbers": numbers,
     CONTAINS: contains_answer,
 }  # fmt: skip
-METRICS = (*_BY_REFERENCE, ROUGE, CLASSES)
+METRICS = (*_METRIC_FUNCTIONS, ROUGE, CLASSES)
 """Names of all metrics."""
-_DATASETS = {
+_DATASETS_OF_METRIC = {
     "f1": ("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "triviaqa"),
     ROUGE: ("gov_report", "qmsum", "multi_news", "samsum", "booksum"),
     "edit_similarity": ("lcc", "repobench-p"),
@@ -119,18 +121,18 @@ _DATASETS = {
 
 def metric_of_dataset(name: str) -> str:
     """A data set's metric; empty if it has none."""
-    return next((metric for metric, datasets in _DATASETS.items() if name in datasets), "")
+    return next((metric for metric, datasets in _DATASETS_OF_METRIC.items() if name in datasets), "")
 
 
 def score_answer(sample: Sample, text: str) -> float | None:
-    """The score of an answer: the best over the references; for needles the share of references that it contains.
+    """The score of an answer: its best over the references; for needles, the share of references that it contains.
 
     Returns:
         None if the sample has no references or no metric, or if ROUGE is not installed.
     """
     if not sample.answers or not sample.metric:
         return None
-    if sample.dataset in _FIRST_LINE:
+    if sample.dataset in _FIRST_LINE_DATASETS:
         text = text.lstrip("\n").split("\n")[0]
     if sample.metric == ROUGE:
         try:
@@ -140,7 +142,7 @@ def score_answer(sample: Sample, text: str) -> float | None:
         return max(rouge(answer, text) for answer in sample.answers)
     if sample.metric == CLASSES:
         return max(class_match(text, answer, sample.classes) for answer in sample.answers)
-    scores = [_BY_REFERENCE[sample.metric](text, answer) for answer in sample.answers]
+    scores = [_METRIC_FUNCTIONS[sample.metric](text, answer) for answer in sample.answers]
     return sum(scores) / len(scores) if sample.metric == CONTAINS else max(scores)
 
 

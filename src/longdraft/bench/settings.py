@@ -22,6 +22,7 @@ from longdraft.speculator import Speculator
 from longdraft.views.view import parse_dtype
 
 REFERENCE = "ar"
+"""Plain autoregressive decoding, which every contender is compared with."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,10 @@ class Settings:
         ignore_eos: decode on to ``max_tokens``.
         cold: every contender has a run with its own prefill, which gives its time to first token. If False, ``ar``
             does the prefill for all of longdraft's methods.
-        draft_options: options of the methods that take a draft: ``draft``, ``widths``, ``nodes``.
-        contender_options: further options by contender (``specpv:budget=512``); ``plan`` and ``kv_dtype`` too.
-        plan, offload: as in :class:`~longdraft.speculator.Speculator`, for longdraft's methods.
-        profile: after the timed runs, profile some rounds of longdraft's methods.
+        draft_options: options for all methods that take a draft: ``draft``, ``widths``, ``nodes``.
+        contender_options: by contender (``specpv:budget=512``): its method's options, ``plan`` and ``kv_dtype``.
+        plan, offload: see :class:`~longdraft.speculator.Speculator`; for longdraft's methods.
+        profile: profile some more rounds of longdraft's methods after the timed runs.
     """
 
     methods: tuple[str, ...] = (REFERENCE, "prompt-lookup")
@@ -74,7 +75,7 @@ class Settings:
             raise ValueError("context and batch must name one value at least")
         for name in self.methods:
             if method_name(name) not in METHODS and name not in PEERS:
-                names = f"Methods: {', '.join(METHODS)}. To compare with: {', '.join(PEERS)}."
+                names = f"Methods: {', '.join(METHODS)}. Peers: {', '.join(PEERS)}."
                 raise UnknownMethodError(f"There is no method {name!r}. {names}")
             if name not in PEERS:
                 resolve(method_name(name), self.options(name))  # raises on a wrong option or an unreadable draft
@@ -86,23 +87,23 @@ class Settings:
             raise ValueError(f"none of the methods takes {', '.join(self.draft_options)}: add one that does ({takers})")
 
     def options(self, name: str) -> Mapping[str, Any]:
-        """A contender's options. If methods take drafts of the given draft's kind, only those get it."""
+        """A contender's options. ``draft`` goes to the methods of its kind; if there are none, to all."""
         common = self.draft_options if self.takes_draft(name) else {}
         draft = common.get("draft")
         if isinstance(draft, str | Path) and (draft_folder.is_draft_folder(draft) or is_gguf(draft)):
             kinds = (kind_of(draft).draft_kind, None)
-            takers = [n for n in self.methods if self.takes_draft(n) and METHODS[method_name(n)].draft_kind in kinds]
-            if takers and name not in takers:
+            matching = [n for n in self.methods if self.takes_draft(n) and METHODS[method_name(n)].draft_kind in kinds]
+            if matching and name not in matching:
                 common = {k: x for k, x in common.items() if k != "draft"}
-        further = self.contender_options.get(name, {})
-        return {**common, **{k: x for k, x in further.items() if k not in ("plan", "kv_dtype")}}
+        specific = self.contender_options.get(name, {})
+        return {**common, **{k: x for k, x in specific.items() if k not in ("plan", "kv_dtype")}}
 
     def plan_of(self, name: str) -> str | None:
-
+        """A contender's ``plan``."""
         return dict(self.contender_options.get(name, {})).get("plan", self.plan)
 
     def kv_dtype_of(self, name: str) -> str | None:
-
+        """A contender's ``kv_dtype``; None: the model's dtype."""
         return dict(self.contender_options.get(name, {})).get("kv_dtype")
 
     def takes_draft(self, name: str) -> bool:
@@ -116,7 +117,7 @@ class Settings:
 
 
 def make_speculator(settings: Settings, name: str, loaded: LoadedModel, progress: Progress | None = None) -> Speculator:
-    """A contender's method on a model. Costs that its planner needs are measured now."""
+    """A contender's method on a model. Measures the costs that the method's planner needs."""
     spec = Speculator(
         method_name(name),
         target=loaded.model,
@@ -136,7 +137,7 @@ def contender_name(method: str, options: Mapping[str, Any]) -> str:
 
 
 def format_option(value: Any) -> str:
-    """An option's value as contenders' names write it."""
+    """An option's value as text: ``4,16``."""
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 

@@ -17,9 +17,9 @@ ACCEPTED_DEFINITION = (
     "without the prefill's token; ±: one standard error over prompts (jackknife)."
 )
 SPEED_DEFINITION = "tokens/s: new tokens / decode seconds, without the prefill and its token"
-MAX_DEPTH = 1 << 12
+MAX_DEPTH = 1 << 12  # no tree is deeper; bounds the work for a damaged file
 Column = tuple[str, str, str]
-"""A column of a table: its heading, the row's key, and a format."""
+"""A column of a table: its heading, the key of its figure in a row, and the figure's ``str.format`` pattern."""
 
 
 @dataclass
@@ -28,8 +28,9 @@ class Report:
 
     Attributes:
         document: the JSON object.
-        tables: titles and tables.
-        remarks, definitions: lines below the tables; the latter define the figures.
+        tables: pairs of a title and a table.
+        remarks: lines below the tables.
+        definitions: lines below the remarks, which define the figures.
     """
 
     document: dict[str, Any]
@@ -66,7 +67,9 @@ def pivot(
     """A table with a line for each method and a column for each length.
 
     Args:
-        column, cell: functions of a row: the heading of its column, the text of its cell.
+        head: heading of the column of methods.
+        column: a row -> the heading of its column.
+        cell: a row -> the text of its cell.
     """
     headings = list(dict.fromkeys(column(row) for row in rows))
     table = new_table([head], headings)
@@ -89,7 +92,7 @@ def mean_of(values: Iterable[float | None]) -> float | None:
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
-    """The quotient; None if a number is missing or the denominator is 0."""
+    """The quotient; None if either number is None or the denominator is 0."""
     return None if numerator is None or not denominator else numerator / denominator
 
 
@@ -113,13 +116,13 @@ def nonempty_columns(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column
 
 
 def format_figure(value: float | str | None, form: str, missing: str = "-") -> str:
-    """A number in a format such as ``{:.1f} s``."""
+    """A value in a ``str.format`` pattern such as ``{:.1f} s``; ``missing`` if it is None."""
     return missing if value is None else form.format(value)
 
 
-def acceptance_stats(texts: Iterable[TokenCounts]) -> dict[str, Any]:
-    """A row's accepted length, its standard error, and ``prompts``: how many had a verification."""
-    verified = [counts for counts in texts if counts[1]]
+def acceptance_stats(counts: Iterable[TokenCounts]) -> dict[str, Any]:
+    """A row's accepted length and standard error; ``prompts``: number of prompts with a verification."""
+    verified = [(tokens, verifications) for tokens, verifications in counts if verifications]
     error = standard_error(verified)
     return {"mean_accepted_length": average(verified), "prompts": len(verified), "standard_error": error}
 
@@ -139,9 +142,8 @@ def depth_accepted(rounds: Sequence[tuple[int, int]]) -> list[float]:
     """Share of rounds that accepted at least d drafted tokens, for d = 1, 2, ... up to the most accepted.
 
     Args:
-        rounds: for each, how many drafted tokens were accepted, and how many ``max_tokens`` left room for.
+        rounds: for each round, how many drafted tokens were accepted, and how many ``max_tokens`` allowed.
     """
-    # The bound is for damaged files: no tree is deeper.
     deepest = min(MAX_DEPTH, max((accepted for accepted, _ in rounds), default=0))
     levels = range(1, deepest + 1)
     return [sum(accepted >= d for accepted, _ in rounds) / len(rounds) for d in levels]

@@ -27,11 +27,11 @@ _LONGBENCH = "zip://data/{name}.jsonl::hf://datasets/THUDM/LongBench/data.zip"
 # LongBench uses no chat template for these tasks.
 _NO_CHAT_TEMPLATE = ("trec", "triviaqa", "samsum", "lcc", "repobench-p")
 _TEMPLATES: dict[str, str] = json.loads(resources.files(__package__).joinpath("templates.json").read_text("utf-8"))
-# The beginning of SPEED-Bench's rows without a text, which has to be fetched from its source.
-_MASKED = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+# SPEED-Bench has rows that begin with this notice in place of a text that it may not publish.
+_PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 BUILT_IN = "stdlib"
 """The default data set: source files of Python's standard library."""
-_MODULES = ("textwrap", "argparse", "typing")
+_BUILT_IN_MODULES = ("textwrap", "argparse", "typing")
 _BUILT_IN_TASKS = {
     "stdlib-summary": "Summarise what this module offers.",
     "stdlib-quote": "Show the code of the first class in this module once more.",
@@ -45,13 +45,13 @@ class Task:
     """A data set.
 
     Attributes:
-        template: the prompt template: ``{context}`` is the document, which is cut to fit; other names are columns.
-        document_columns: columns that may hold the document; the first that a row has is used.
-        answer_columns: columns that may hold the references; the first that a row has is used.
+        template: the prompt template: ``{context}`` stands for the document, ``{name}`` for the column of that name.
+        document_columns: columns that may hold the document; the first one present in a row is used.
+        answer_columns: columns that may hold the reference answers; the first one present in a row is used.
         hub: arguments of ``datasets.load_dataset``; empty: the data set is read from files only.
         no_chat_template, truncate_middle: see :class:`~longdraft.bench.data.Sample`.
-        map_columns: a row -> the template's columns; a column ``part`` names a part of the data set.
-        make_samples: a row that is a conversation -> its samples; None: rows are no conversations.
+        map_columns: a row -> the template's columns. A column ``part`` is appended to the data set's name in reports.
+        make_samples: a row -> its samples, in place of the template; used for conversations.
     """
 
     template: str
@@ -70,21 +70,21 @@ def _longbench(name: str) -> Task:
 
 
 def _spec_bench(example: Example) -> Columns:
-    """The first turn of a Spec-Bench question. The part is its category; all categories of MT-bench are one part."""
+    """The first turn of a Spec-Bench question. ``part`` is its category; MT-bench's categories are one part."""
     category = str(example.columns.get("category", ""))
     parts = ("translation", "summarization", "qa", "math_reasoning", "rag")
     return {"context": (example.columns.get("turns") or [""])[0], "part": category if category in parts else "mt_bench"}
 
 
 def _speed_bench(example: Example) -> Columns:
-    """The first turn of a SPEED-Bench question. The part is its category, in throughput splits behind the split's name.
+    """The first turn of a SPEED-Bench question. ``part`` is ``category``, or ``split/category`` in throughput splits.
 
     Raises:
         PromptError: the row is a placeholder for a text that its authors may not publish.
     """
     messages = example.columns.get("messages") or [{}]
     (turn, *_) = example.columns.get("turns") or [messages[0].get("content") or ""]
-    if str(turn).startswith(_MASKED):
+    if str(turn).startswith(_PLACEHOLDER):
         raise PromptError(
             f"{example.origin} is a placeholder for a text that SPEED-Bench may not publish: fetch the texts with its "
             "prepare_data.py (docs/benchmarks.md), and give the file that it writes."
@@ -126,9 +126,9 @@ def load_samples(names: Sequence[str], limit: int | None = None) -> list[Sample]
     """The samples of the first ``limit`` rows of each data set.
 
     Args:
-        names: each is one of: a file of prompts, for :func:`longdraft.bench.data.read_samples`; a task's name, whose
-            rows come from the Hugging Face hub; ``task=path``: a file, folder or archive in the task's format; a RULER
-            task, or ``kind=file`` with its haystack; ``stdlib``.
+        names: ``FILE``: prompts (:func:`~longdraft.bench.data.read_samples`). ``task``: rows from the Hugging Face hub.
+            ``task=PATH``: a file, folder or archive in the task's format. ``niah_single`` and RULER's other tasks: made
+            here, in RULER's noise, or with ``=FILE`` in that text. ``stdlib``: :func:`built_in_samples`.
 
     Raises:
         PromptError: a file or a row cannot be used.
@@ -147,23 +147,19 @@ def _load(name: str, limit: int | None) -> list[Sample]:
         return ruler.make_samples(task, template, data.read_document(path) if equals else None, limit)
     if task in TASKS:
         if not equals and not TASKS[task].hub:
-            raise CapabilityError(f"{task} is read from its files: --data {task}=FILE, a folder or an archive of them.")
+            raise CapabilityError(f"{task} is not fetched from the hub: give --data {task}=PATH (file or folder).")
         rows = examples.read_path(path, task, limit) if equals else examples.read_hub(task, TASKS[task].hub, limit)
         return [sample for row in rows for sample in _make_samples(task, row)]
     path = Path(name).expanduser()
     if not path.exists() and not path.suffix:
-        raise PromptError(f"{name} is neither a file nor a data set that is known by name ({', '.join(NAMES)}).")
+        raise PromptError(f"{name} is neither a file nor the name of a data set ({', '.join(NAMES)}).")
     return data.read_samples([path], limit)
 
 
 def built_in_samples() -> list[Sample]:
-    """Long source files of the standard library, each with two tasks: summarise and quote.
-
-    Raises:
-        PromptError: this Python has no source files.
-    """
+    """Long source files of the standard library, each with two tasks: summarise and quote."""
     samples = []
-    for name in _MODULES:
+    for name in _BUILT_IN_MODULES:
         text = module_source(name).read_text(encoding="utf-8")
         for dataset, instruction in _BUILT_IN_TASKS.items():
             samples.append(Sample(text, instruction, dataset, f"{name}.py"))
@@ -179,7 +175,7 @@ def module_source(module: str) -> Path:
     spec = importlib.util.find_spec(module)
     path = Path((spec and spec.origin) or "")
     if path.suffix != ".py" or not path.is_file():
-        raise PromptError("This Python comes without the sources of its modules: name data with --data.")
+        raise PromptError("This Python comes without the sources of its modules: give other data with --data.")
     return path
 
 
@@ -187,9 +183,9 @@ def _make_samples(name: str, example: Example) -> Iterable[Sample]:
     task = TASKS[name]
     if task.make_samples is not None:
         return task.make_samples(example)
-    columns, halves = task.map_columns(example), task.template.split("{context}")
+    columns, template_parts = task.map_columns(example), task.template.split("{context}")
     column = next((c for c in task.document_columns if c in columns), None)
-    placeholders = re.findall(r"\{(\w+)\}", "".join(halves))
+    placeholders = re.findall(r"\{(\w+)\}", "".join(template_parts))
     if column is None or not all(c in columns for c in placeholders):
         needed = " and ".join([" or ".join(task.document_columns), *placeholders])
         present = ", ".join(example.columns)
@@ -197,7 +193,7 @@ def _make_samples(name: str, example: Example) -> Iterable[Sample]:
     document, values = columns[column], {c: columns[c] or "" for c in placeholders}
     if not isinstance(document, str) or not document.strip() or not all(isinstance(x, str) for x in values.values()):
         raise PromptError(f"{example.origin}: its {' or '.join((column, *placeholders))} is empty or not a string.")
-    before, after = (re.sub(r"\{(\w+)\}", lambda match: values[match[1]], half) for half in halves)
+    before, after = (re.sub(r"\{(\w+)\}", lambda match: values[match[1]], x) for x in template_parts)
     answers = data.reference_answers(columns, *task.answer_columns)
     part = f"{name}/{columns['part']}" if "part" in columns else name
     return [

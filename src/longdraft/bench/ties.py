@@ -34,10 +34,10 @@ changes by up to 3 ulps in bfloat16 and float16, and by up to 14 in float32. Lar
 
 
 def near_tie(gap: float, logit: float, dtype: torch.dtype) -> bool:
-    """True if rounding can swap two logits that are ``gap`` apart; ``logit`` is the larger one."""
+    """True if rounding can swap two logits with the distance ``gap``; ``logit`` is the larger one."""
     if not math.isfinite(gap) or not math.isfinite(logit):
         return False
-    ulp = 2.0 ** (math.frexp(logit)[1] - 1) * torch.finfo(dtype).eps
+    ulp = 2.0 ** (math.frexp(logit)[1] - 1) * torch.finfo(dtype).eps  # frexp's mantissas are in [0.5, 1)
     return gap <= MAX_ULPS[dtype.itemsize] * ulp
 
 
@@ -47,8 +47,9 @@ class Difference:
 
     Attributes:
         position: index of the new token, 0 for the first.
-        token, reference: the tokens at this position; None if an output has ended before it.
-        gap: distance of the two tokens' logits by the target, after processors; inf if one output has ended.
+        token: the output's token at this position; None if the output ends before it.
+        reference: the reference's token at this position; None if the reference ends before it.
+        gap: distance of the two tokens' target logits, after logits processors; inf if an output has ended.
         near_tie: :func:`near_tie` of the two logits.
     """
 
@@ -71,11 +72,10 @@ def compare_outputs(
     runner: TargetRunner, prompt: Sequence[int], tokens: Sequence[int], reference: Sequence[int],
     sampling: Sampling | None = None, cache: PromptCache | None = None,
 ) -> Difference | None:  # fmt: skip
-    """The first difference between two outputs of a prompt, with its gap by the target; None if they are equal.
+    """The first difference between two outputs of a prompt; None if they are equal.
 
     Args:
-        sampling: how the tokens were sampled. The gap is measured after its processors; also at T > 0, where sampling
-            compares no logits.
+        sampling: how the tokens were sampled; the gap is measured behind its logits processors.
         cache: may hold the KV of the prompt, which then is not computed again.
     """
     position = first_difference(tokens, reference)
@@ -107,7 +107,7 @@ def forward_in_chunks(
     Args:
         cache: keeps the KV of the context afterwards.
         prefix: the part of the context whose KV may come from the cache.
-        logits_from: position of the first token whose logits are computed; None: only the last token's.
+        logits_from: the first position with logits; None: only the last position of the context has logits.
     """
     store = cache.open(runner.new_store, 1, len(context))
     cache.reuse_prefix(0, prefix, rope_regime=runner.rope_regime(len(context)))

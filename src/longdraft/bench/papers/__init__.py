@@ -1,7 +1,7 @@
 """Papers' tables as data: lines and columns in Python, the published figures in ``published.md``.
 :mod:`longdraft.bench.reproduce` measures them.
 
-May import: nothing but :mod:`longdraft.errors` and each other.
+May import: :mod:`longdraft.errors` and :mod:`longdraft.metrics`.
 """
 
 from dataclasses import replace
@@ -34,6 +34,4 @@ def get_table(paper: Paper, name: str) -> Table:
     for table in paper.tables:
         if table.name == normalized:
             return table
-    raise RequestError(
-        f"{paper.name} has no table {name!r} here. Its tables: {', '.join(t.name for t in paper.tables)}."
-    )
+    raise RequestError(f"{paper.name} has no table {name!r}. Its tables: {', '.join(t.name for t in paper.tables)}.")

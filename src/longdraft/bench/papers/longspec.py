@@ -6,14 +6,14 @@ from longdraft.bench.papers.table import Column, Line, Paper, SmallScale, Table
 
 A100 = "one A100 80GB, float16"
 MODELS = "Vicuna 7B and 13B (V), LongChat 7B and 13B (LC), Llama-3.1-8B (L)"
-BEAM = {"widths": (4, 16, 16, 16, 16)}
+BEAM = {"widths": (4, 16, 16, 16, 16)}  # the paper's tree
 
 VANILLA_HF = Line("Vanilla HF", "hf-eager")
 VANILLA_FA = Line("Vanilla FA", "ar", note="plain decoding with this package's attention")
 MAGICDEC = Line("MagicDec", "magicdec", {"depth": 2}, note="a chain of 2 (section 4.2); the paper names no view")
 LONGSPEC = Line("LongSpec", "longspec", BEAM)
 
-FIVE = (
+DATASETS = (
     Column("GovReport", "gov_report"),
     Column("QMSum", "qmsum"),
     Column("Multi-News", "multi_news"),
@@ -23,24 +23,24 @@ FIVE = (
 
 TABLE_1 = Table(
     "1",
-    "LongSpec beside plain decoding and MagicDec, T = 0; Figure 3 is the same at T = 1",
+    "LongSpec beside plain decoding and MagicDec at T = 0, and at T = 1 (Figure 3)",
     "speed",
     A100,
     MODELS,
     (VANILLA_HF, VANILLA_FA, MAGICDEC, LONGSPEC),
-    FIVE,
+    DATASETS,
     ("accepted", "tokens_per_second"),
     temperatures=(0.0, 1.0),
     max_tokens=1024,
     baseline="Vanilla FA",
     small=SmallScale(context=1536, prompts=1),
     remarks=(
-        "The caption calls its speed-ups relative to Vanilla HF; the numbers are relative to Vanilla FA.",
+        "By the caption speed-ups are relative to Vanilla HF; by the numbers, to Vanilla FA.",
         "The paper has no numbers for T = 1: Figure 3 is a plot.",
     ),
 )
 
-# Appendix F. All lines but EAGLE's are those of Table 1.
+# Appendix F. Its lines are those of Table 1, and EAGLE.
 TABLE_3 = replace(
     TABLE_1,
     name="3",
@@ -56,7 +56,7 @@ TABLE_3 = replace(
     remarks=(),
 )
 
-# Appendix G. Its "verify time" is the time of acceptance and of the host: ``rest_ms`` here.
+# Appendix G. What the paper calls "verify time" is the time of acceptance and of the CPU: ``rest_ms`` here.
 TABLE_4 = Table(
     "4",
     "LongSpec on GovReport by the length of the prompt",
@@ -95,7 +95,7 @@ FIGURE_5 = Table(
     ("attention_ms", "draft_ms", "forward_ms", "rest_ms"),
     max_tokens=1024,
     small=SmallScale(context=4096, prompts=1),
-    remarks=("The paper's other parts are in its plot only; its data set is not said.",),
+    remarks=("The paper names no data set, and prints no other parts of a round: they are in its plot only.",),
 )
 
 FIGURE_6 = Table(

@@ -6,9 +6,8 @@ from longdraft.bench.papers.table import Column, Line, Paper, SmallScale, Table
 
 A100 = "two A100 80GB"
 MODELS = "Vicuna-7B (V), LongChat-7B (LC)"
-# Appendix D: OPT-Tree.
-OPT = {"tree": "opt", "nodes": 50, "depth": 10, "threshold": 0.7}
-FORCED = "the 32 first and 128 last tokens are always in view beside the chunks; the paper forces none"
+OPT = {"tree": "opt", "nodes": 50, "depth": 10, "threshold": 0.7}  # OPT-Tree, appendix D
+FORCED = "the 32 first and 128 last tokens are always in view, beside the chunks; in the paper only chunks are"
 STANDARD = Line("Standard", "small-lm", {**OPT, "view": "full"})
 STREAMING = Line("Standard + StreamingLLM", "small-lm", {**OPT, "view": "streaming"})
 EXTENDED = Line("Standard + SpecExtend", "specextend", {**OPT, "chunk": 32, "chunks": 32, "refresh": 4}, note=FORCED)
@@ -20,7 +19,7 @@ EAGLE_EXTENDED = Line(
     note=f"EAGLE-3 in the place of EAGLE-1; {FORCED}",
 )
 MASKED = "torch's masked attention"
-LENGTHS = (1, 2, 4, 8, 16)
+LENGTHS = (1, 2, 4, 8, 16)  # in 1,024 tokens
 DATA = {"GovReport": "gov_report", "PG-19": "pg19", "BookSum": "booksum"}
 COLUMNS = tuple(Column(f"{name} {n}K", data, n * 1024) for name, data in DATA.items() for n in LENGTHS)
 GOV_REPORT = COLUMNS[: len(LENGTHS)]
@@ -35,7 +34,7 @@ TABLE_1 = Table(
         Line("Full KV Cache", "small-lm", {"view": "full"}),
         Line("StreamingLLM", "small-lm", {"view": "streaming"}),
         Line("Cross-model Retrieval (SpecExtend)", "specextend", {"chunk": 32, "chunks": 32}, note=FORCED),
-        # The target on the KV entries that it retrieves (Sun et al. 2024, TriForce, section 4.1).
+        # The target drafts on the KV entries that it retrieves (Sun et al. 2024, TriForce, section 4.1).
         Line("Retrieval (TriForce)", "self", {"view": "chunks", "budget": 1184, "sink": 32, "window": 128}),
     ),
     (Column("Needle Retrieval", "pg19", 8192),),
@@ -51,12 +50,7 @@ TABLE_2 = Table(
     "speed",
     A100,
     MODELS + "; drafts Vicuna-68M, LLaMA-68M and EAGLE",
-    (
-        replace(STANDARD, name="68M, No"),
-        replace(EXTENDED, name="68M, Yes"),
-        EAGLE,
-        EAGLE_EXTENDED,
-    ),
+    (replace(STANDARD, name="68M, No"), replace(EXTENDED, name="68M, Yes"), EAGLE, EAGLE_EXTENDED),
     COLUMNS,
     ("accepted", "tokens_per_second", "speedup"),
     prompts=20,
@@ -67,8 +61,8 @@ TABLE_2 = Table(
     rate_average="mean",
     small=SmallScale(shrink=4, prompts=1),
     remarks=(
-        "The paper has the same figures without SpecExtend for LLaMA-68M on LongChat as for Vicuna-68M on Vicuna.",
-        "Tokens/s and speed-ups include reading the prompt.",
+        "Without SpecExtend the paper's figures for LLaMA-68M on LongChat equal those for Vicuna-68M on Vicuna.",
+        "Tokens/s and speed-ups include the prefill.",
     ),
 )
 
@@ -92,7 +86,7 @@ TABLE_3 = Table(
     includes_prefill=True,
     rate_average="mean",
     small=SmallScale(shrink=4, prompts=1),
-    remarks=("Speed-ups include reading the prompt.",),
+    remarks=("Speed-ups include the prefill.",),
 )
 
 TABLE_4 = Table(
@@ -110,17 +104,19 @@ TABLE_4 = Table(
     prompts=20,
     small=SmallScale(shrink=2, prompts=1),
     remarks=(
-        "The paper: 0.84 ms a forward of the draft, 0.34 ms an update of its cache. Ours are in a round's drafting: up "
-        "to ten forwards, and with retrieval an update.",
+        "The paper: 0.84 ms a forward of the draft, 0.34 ms an update of its cache. Our draft_ms is a whole round's: "
+        "up to ten forwards, and an update if there is retrieval.",
     ),
 )
 
 # Table 5 sweeps one parameter at a time, on 8K tokens of GovReport. A column is one value of one parameter.
+# _SWEEP: tokens of a streaming view; tokens of a chunk, or rounds between retrievals; numbers of chunks.
 _SWEEP = (64, 128, 256, 512, 1024, 2048, 4096, 8192), (1, 2, 4, 8, 16, 32, 64, 128), (2, 4, 8, 16, 32, 64, 128, 256)
 _STREAMING, _RETRIEVAL = ("68M, streaming",), ("68M, retrieval", "EAGLE, retrieval")
 
 
 def _sweep(name: str, values: tuple[int, ...], line_names: tuple[str, ...], key: str) -> tuple[Column, ...]:
+    """A column for each value of the option ``key``. With small values, only the 32 last tokens are forced."""
     forced = {n: {"sink": 0, "recent": 32} if key in ("chunk", "chunks") and n <= 4 else {} for n in values}
     return tuple(Column(f"{name} {n}", "gov_report", 8192, 1, {key: n, **forced[n]}, line_names) for n in values)
 
@@ -148,10 +144,10 @@ TABLE_5 = Table(
     rate_average="mean",
     small=SmallScale(shrink=4, prompts=1, max_tokens=32),
     remarks=(
-        "The size of a working cache is its last tokens here; the 32 first ones come on top. At k up to 4, and chunks "
-        "of up to 4 tokens, only the 32 last tokens are forced; otherwise most of the view would be forced tokens.",
-        "The paper's streaming row for EAGLE is left out: EAGLE's window is its folder's.",
-        "Tokens/s include reading the prompt.",
+        "The size of a working cache counts its last tokens here, the 32 first tokens come on top. With up to 4 "
+        "chunks, or 4 tokens a chunk, only the 32 last tokens are forced, which otherwise would be most of the view.",
+        "The paper's streaming row for EAGLE is left out: EAGLE's window is fixed in the draft's folder.",
+        "Tokens/s include the prefill.",
     ),
 )
 
@@ -176,8 +172,8 @@ TABLE_6 = Table(
     rate_average="mean",
     small=SmallScale(shrink=2, prompts=1),
     remarks=(
-        "Prefills always use flash attention or longdraft's kernels: there is no line without them.",
-        "Tokens/s include reading the prompt.",
+        "There is no line without flash attention in the prefill: longdraft always uses it, or its own kernels.",
+        "Tokens/s include the prefill.",
     ),
 )
 

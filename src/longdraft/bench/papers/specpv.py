@@ -6,16 +6,16 @@ from longdraft.bench.papers.table import Column, Line, Paper, SmallScale, Table
 
 A100 = "one A100 80GB, torch's scaled dot product attention"
 BASELINE_NOTE = (
-    "In the paper's baseline torch's attention copies keys and values for every query head, which favours methods that "
-    "read fewer of them."
+    "The paper's baseline copies keys and values for every query head (torch's attention). This favours methods that "
+    "read fewer keys and values."
 )
-# Section 4.1: EAGLE-3's dynamic trees. "4K" counts retrieved tokens; first and last tokens come on top.
+# Section 4.1: EAGLE-3's dynamic trees. "4K": retrieved tokens; the first and last tokens in view are not counted.
 EAGLE3 = {"drafter": "eagle3"}
 LENGTHS = tuple(Column(f"{n}K", "pg19", n * 1000) for n in (10, 20, 30, 40, 50, 60))
 
 
 def specpv(name: str, budget: int) -> Line:
-    """SpecPV with a budget of retrieved tokens."""
+    """A line of SpecPV with EAGLE-3's drafter; ``budget``: retrieved tokens."""
     return Line(name, "specpv", {**EAGLE3, "budget": budget})
 
 
@@ -33,7 +33,7 @@ TABLE_1 = Table(
     A100,
     "Llama-3.1-8B (L)",
     (
-        Line("TriForce", "triforce", {"budget": 4096}, note="budget 4,096, as the paper has it"),
+        Line("TriForce", "triforce", {"budget": 4096}, note="budget 4,096, as in the paper"),
         Line("TokenSwift", "tokenswift", {"budget": 4096}, note="without the contextual penalty, for equal texts"),
         *LINES,
     ),
@@ -58,9 +58,9 @@ TABLE_2 = Table(
     max_tokens=512,
     small=SmallScale(shrink=2, context=2560, max_tokens=64),
     remarks=(
-        "-: full verification against plain decoding, the noise floor. Ours equals plain decoding to the bit on a CPU.",
-        "The paper's code at that time scored blocks with the first tokens, and gathered blocks without them.",
-        "BLEURT is not measured here; --results keeps the texts, from which it can be computed.",
+        "-: full verification against plain decoding, the noise floor. On a CPU both give equal tokens in longdraft.",
+        "The paper's code at that time scored blocks that include the first tokens, and gathered blocks without them.",
+        "BLEURT is not measured here; it can be computed from the texts that --results keeps.",
     ),
 )
 
@@ -74,7 +74,7 @@ TABLE_3 = replace(
 
 TABLE_4 = Table(
     "4",
-    "how the scores of several queries become one: mean, max, last; budget 2K",
+    "how a block's scores by several queries are reduced to one: mean, max, last; budget 2K",
     "quality",
     A100,
     "Llama-3.1-8B (L), Qwen3-8B (Q)",

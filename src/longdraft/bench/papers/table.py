@@ -11,7 +11,7 @@ from typing import Any, Literal
 from longdraft.metrics import Average, TokenCounts, average, standard_error
 
 TableKind = Literal["speed", "needle", "quality"]
-"""How a table is measured: by ``bench``, by drafters' predictions of needles, or by ``bench quality``."""
+"""How a table is measured: "speed" by ``bench``, "needle" by drafters' predictions, "quality" by ``bench quality``."""
 
 FIGURES = {
     "accepted": ("accepted length", "{:.2f}"),
@@ -30,7 +30,7 @@ FIGURES = {
 """Key of a figure -> its name and format."""
 
 SCALED_OPTIONS = ("budget", "chunks")
-"""Options that count KV entries or chunks. The small scale divides them, as it divides prompt lengths."""
+"""Options that count KV entries or chunks. The small scale divides them like the prompt lengths."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Line:
     """A line of a table: a method with options.
 
     Attributes:
-        name: the paper's name for it.
+        name: the paper's name of the method.
         method: a method of longdraft, or a peer of the bench.
         options: the paper's options.
         note: how longdraft's method differs from the paper's.
@@ -61,8 +61,8 @@ class Column:
         dataset: name of a data set of the bench.
         tokens: length of the prompts; None: prompts are not cut.
         batch: prompts decoded together.
-        options: further options of each method that has them (sweeps vary these).
-        line_names: the lines that the column has figures for; empty: all.
+        options: further options, for each method that has them; sweeps vary these.
+        line_names: names of the lines with figures in this column; empty: all.
     """
 
     name: str
@@ -80,7 +80,8 @@ class SmallScale:
     Attributes:
         shrink: divisor of prompt lengths, KV budgets and numbers of retrieved chunks.
         context: prompt length (tokens) in columns without a length.
-        prompts, max_tokens: prompts of each column, new tokens of each prompt.
+        prompts: prompts of each column.
+        max_tokens: new tokens of each prompt, at most.
     """
 
     shrink: int = 1
@@ -98,15 +99,16 @@ class Table:
     """A table or figure of a paper.
 
     Attributes:
-        name: "1"; of a figure "fig4".
-        hardware, models: the paper's.
+        name: "1" for a table, "fig4" for a figure.
+        hardware, models: hardware and models of the paper.
         figures: keys of :data:`FIGURES`.
         prompts: prompts of each column; None: all rows of the data set.
         baseline: the line or method that speed-ups are relative to.
         counts_bonus: the paper's accepted lengths include the bonus token.
-        length_average, rate_average: how the paper averages accepted lengths, and tokens/s (and so speed-ups).
+        length_average: how the paper averages accepted lengths.
+        rate_average: how the paper averages tokens/s, from which speed-ups follow.
         includes_prefill: the paper's tokens/s and speed-ups include the prefill.
-        remarks: on the paper's figures.
+        remarks: remarks on the paper's figures.
         paper: name of the paper.
     """
 
@@ -137,7 +139,7 @@ class Table:
 
     @property
     def datasets(self) -> tuple[str, ...]:
-
+        """Names of the columns' data sets."""
         return tuple(dict.fromkeys(column.dataset for column in self.columns))
 
     @property
@@ -162,9 +164,9 @@ class Table:
         has_speedup = self.kind == "speed" and not self.is_profiled and self.figures != ("tokens_per_second",)
         return tuple(dict.fromkeys((*self.figures, *(["speedup"] if has_speedup else []))))
 
-    def acceptance_stats(self, texts: Iterable[TokenCounts]) -> dict[str, float | None]:
-        """The accepted length and its standard error, as the paper counts and averages it."""
-        counts = [(tokens if self.counts_bonus else tokens - forwards, forwards) for tokens, forwards in texts]
+    def acceptance_stats(self, prompts: Iterable[TokenCounts]) -> dict[str, float | None]:
+        """The accepted length by the paper's definition, and its standard error, from each prompt's counts."""
+        counts = [(tokens if self.counts_bonus else tokens - forwards, forwards) for tokens, forwards in prompts]
         how = self.length_average
         return {"accepted": average(counts, how), "standard_error": standard_error(counts, how)}
 
@@ -175,7 +177,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Paper:
-    """A paper and its tables; ``name`` is that of its method."""
+    """A paper and its tables; ``name`` is the name of its method."""
 
     name: str
     title: str
@@ -192,6 +194,7 @@ def _sections() -> dict[str, str]:
 
 
 def _published(name: str, figures: Sequence[str]) -> dict[FigureKey, float]:
+    """The numbers of a section of ``published.md``; a cell has a number, or "-", for each figure."""
     values = {}
     for table in filter(None, _sections().get(name, "").split("\n\n")):
         (_, _, *columns), _, *rows = [[part.strip() for part in row.split("|")[1:-1]] for row in table.splitlines()]

@@ -1,4 +1,4 @@
-"""Plans that measure a paper's table, by its kind: ``bench``, needles, or ``bench quality``."""
+"""Plans that measure a paper's table: ``plan_speed``, ``plan_needles`` or ``plan_quality``, by the table's kind."""
 
 from __future__ import annotations
 
@@ -41,9 +41,6 @@ Drafts = Mapping[str, Path]
 """Kind of draft -> the user's folder or file."""
 
 
-# --- speed ---
-
-
 def plan_speed(
     scaled: ScaledTable,
     loaded: LoadedModel,
@@ -52,7 +49,7 @@ def plan_speed(
     load_dequantized: Callable[[], LoadedModel] | None = None,
     progress: Progress | None = None,
 ) -> TablePlan:
-    """The plan of a table of speed: a line is a contender of ``bench``, a column has prompts of one length and batch.
+    """The plan of a table of speed. A line is a contender of ``bench``, a column a length of prompts and a batch size.
 
     Args:
         load_dequantized: see :class:`~longdraft.bench.run.Bench`.
@@ -71,7 +68,7 @@ def plan_speed(
     for by_contender in paths.values():
         if baseline in PEERS:
             by_contender.setdefault(baseline, {})
-    benches: dict[tuple[str, float], Bench] = {}  # holds one at a time
+    benches: dict[tuple[str, float], Bench] = {}  # (attention path, temperature) -> bench; the last one only
 
     def measure(path: str, settings: Settings, batch: PromptBatch, tick: Tick) -> UnitResult:
         key = path, settings.sampling.temperature
@@ -84,7 +81,7 @@ def plan_speed(
             return asdict(benches[key].measure(batch, tick))
 
     def batches(path: str, t: float, column: Column) -> dict[str, PromptBatch]:
-        """Batches by the name of their unit. Columns that differ in options only share their units."""
+        """Batches by the name of their unit. Columns that differ only in options share their units."""
         group, n = prompts[column.name], column.batch
         name = f"{column.dataset}, {group[0].context or 'whole'} tokens, batch {n}, T = {t:g}{path and ', ' + path}"
         return {f"{name}, {i + 1}": tuple(group[i * n : (i + 1) * n]) for i in range(len(group) // n)}
@@ -98,12 +95,12 @@ def plan_speed(
             units.setdefault(name, Unit(ticks, partial(measure, path, settings, batch)))
 
     def rate(results: Sequence[BatchResult], name: str) -> float | None:
-        """New tokens a second as the paper counts and averages them; a batch's seconds are the median of its runs."""
+        """New tokens/s, counted and averaged by the paper's rules; a batch's seconds are the median of its runs."""
         pairs: list[tuple[float, float]] = []
         for result in results:
             if runs := result.rounds.get(name):
                 tokens, seconds = sum(n for n, _ in runs[0].counts), median(run.decode_seconds for run in runs)
-                if table.includes_prefill:  # a contender without a cold run has the prefill time of ar
+                if table.includes_prefill:  # methods without a cold run share the prefill of ar
                     prefill = result.cold.get(name, result.cold[REFERENCE]).first_token_seconds
                     tokens, seconds = runs[0].new_tokens, seconds + (prefill or 0.0)
                 pairs.append((tokens, seconds))
@@ -111,11 +108,11 @@ def plan_speed(
 
     def figures(entry: TableEntry, unit_results: Sequence[UnitResult]) -> Figures:
         results = [from_json(BatchResult, unit) for unit in unit_results]
-        own_rate, base_rate = rate(results, entry.name), rate(results, baseline)
+        entry_rate, base_rate = rate(results, entry.name), rate(results, baseline)
         values = {
             **table.acceptance_stats(pair for result in results for pair in result.counts(entry.name)),
-            "tokens_per_second": own_rate,
-            "speedup": ratio(own_rate, base_rate),
+            "tokens_per_second": entry_rate,
+            "speedup": ratio(entry_rate, base_rate),
             **_part_ms([r.profiles[entry.name]["seconds"] for r in results if entry.name in r.profiles]),
         }
         (row,) = report.rows([entry.name], results)
@@ -133,7 +130,7 @@ def _settings(scaled: ScaledTable, options: Mapping[str, Mapping[str, Any]], tem
         tuple(options),
         scaled.max_tokens,
         repeats=1 if scaled.small else 3,
-        sampling=Sampling(temperature, foresee=False),  # as in the papers, drafts do not know the sampling noise
+        sampling=Sampling(temperature, foresee=False),  # in the papers drafts do not see the sampling noise
         ignore_eos=scaled.small,
         cold=scaled.table.includes_prefill,
         contender_options={name: x for name, x in options.items() if x},
@@ -145,7 +142,7 @@ def _settings(scaled: ScaledTable, options: Mapping[str, Mapping[str, Any]], tem
 def _available_cells(
     scaled: ScaledTable, runner: TargetRunner, drafts: Drafts
 ) -> tuple[list[tuple[Line, Column, dict[str, Any]]], list[str]]:
-    """The lines, columns and options that can run, and notes on those that cannot, e.g. because a draft is missing.
+    """The cells (line, column, options) that can run, and notes on cells that cannot, such as for a missing draft.
 
     At the small scale the number of chunks is halved until it fits the draft, unless the column sweeps that number.
     """
@@ -164,8 +161,8 @@ def _available_cells(
 
     for line, column in table.cells():
         options = scaled.options(line, column)
-        fixed = not scaled.small or "chunks" in column.options
-        while (reason := reason_of(line, options)) and not fixed and options.get("chunks", 1) > 1:
+        chunks_fixed = not scaled.small or "chunks" in column.options
+        while (reason := reason_of(line, options)) and not chunks_fixed and options.get("chunks", 1) > 1:
             options = {**options, "chunks": options["chunks"] // 2}
         if reason is None:
             available.append((line, column, options))
@@ -183,7 +180,7 @@ def _available_cells(
 
 @contextmanager
 def _forced_attention(path: str) -> Iterator[None]:
-    """Forces an attention path on models that are hosted inside the context; empty: the default path."""
+    """Runners that are made inside the context use this attention path; empty: the default path."""
     previous = os.environ.get(dispatch.ENVIRONMENT_VARIABLE)
     if path:
         os.environ[dispatch.ENVIRONMENT_VARIABLE] = path
@@ -196,23 +193,20 @@ def _forced_attention(path: str) -> Iterator[None]:
 
 
 def _part_ms(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Milliseconds of a round's parts, means of the prompts."""
+    """Mean milliseconds of a round's parts, from each prompt's seconds."""
     if not seconds:
         return {}
     parts = {f"{part}_ms": 1000 * mean(profile[part] for profile in seconds) for part in seconds[0]}
     return {**parts, "verify_ms": parts["attention_ms"] + parts["forward_ms"]}
 
 
-# --- needles ---
-
-
 def plan_needles(scaled: ScaledTable, loaded: LoadedModel, sources: SampleSources, drafts: Drafts) -> TablePlan:
-    """The plan of a table of needles: how well drafters predict a sentence of a long text. A line is a view.
+    """The plan of a table of needles: how well drafters predict a sentence of a long text. A line is a drafter's view.
 
     Raises:
         CapabilityError: a view's draft is missing.
         ContextError: the haystacks do not fit the model's context.
-        PromptError: the paper's scale without a file.
+        PromptError: the paper's scale needs a text, and the user gave none.
     """
     (column,) = scaled.table.columns
     views = {line.name: (line.method, scaled.options(line, column)) for line in scaled.table.lines}
@@ -227,7 +221,7 @@ def plan_needles(scaled: ScaledTable, loaded: LoadedModel, sources: SampleSource
         file, origin = tasks.module_source(MODULES[0]), " of Python's library"
     else:
         raise PromptError(
-            f"Needles lie in a long text: give one, plain or JSONL, as --data {column.dataset}=FILE (a book of PG-19)."
+            f"Needles need a long text: give one, plain or JSONL, as --data {column.dataset}=FILE (a book of PG-19)."
         )
 
     def measure(haystack: Prompt, tick: Tick) -> UnitResult:
@@ -254,11 +248,8 @@ def plan_needles(scaled: ScaledTable, loaded: LoadedModel, sources: SampleSource
     return TablePlan(units, entries, figures, differences=differences)
 
 
-# --- quality ---
-
-
 def plan_quality(scaled: ScaledTable, loaded: LoadedModel, prompts: Prompts, drafts: Drafts) -> TablePlan:
-    """The plan of a table of ``bench quality``: output of partial verification against that of full verification.
+    """The plan of a table of ``bench quality``: partial verification's output against full verification's.
 
     Raises:
         CapabilityError: the drafter's draft is missing, or rouge-score is not installed.

@@ -1,4 +1,4 @@
-"""A paper's table, ready to be measured, and its report: the paper's rows below ours."""
+"""Prepares a paper's table for measurement, and reports it: the paper's rows below ours."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from longdraft.bench.tables import Report, environment_info, format_cell, group_
 from longdraft.model.checkpoints import LoadedModel, Progress
 
 FORMAT = "longdraft-reproduce"
-# Columns of figures side by side.
-MAX_COLUMNS = 8
+MAX_COLUMNS = 8  # of figures, side by side
 
 Row = Mapping[str, Any]
 
@@ -35,7 +34,7 @@ class Reproduction:
     """A table, ready to be measured.
 
     Attributes:
-        header: the header of its results file: all that its figures depend on.
+        header: the header of the results file: all that the figures depend on.
     """
 
     paper: Paper
@@ -44,11 +43,7 @@ class Reproduction:
     header: Mapping[str, Any]
 
     def report(self, records: Sequence[UnitRecord], complete: bool) -> Report:
-        """The report of the records so far.
-
-        Args:
-            complete: True if no unit is missing.
-        """
+        """The report of the records so far. ``complete``: no unit is missing."""
         table, model = self.scaled_table.table, self.header["model"]
         rows = self.plan.rows(table, {record["unit"]: record["measured"] for record in records})
         hardware = self.header["hardware"]
@@ -93,7 +88,7 @@ def prepare(
 
     Args:
         model: the model's name as the user wrote it.
-        drafts: draft folders and files, one of each kind; missing kinds come from the package.
+        drafts: draft folders and files, one of each kind; the package's drafts serve the other kinds.
         load_dequantized: see :class:`~longdraft.bench.run.Bench`.
     """
     by_kind, table = drafts_by_kind(drafts), scaled.table
@@ -135,7 +130,7 @@ def prepare(
 
 
 def _definitions(table: Table) -> list[str]:
-    """Definitions of the figures that the paper defines in its own way."""
+    """Definitions of the figures, which follow the paper."""
     lines = ["Definitions are the paper's; --json has longdraft's too (docs/figures.md)."]
     if "accepted" in table.figures:
         counts = "counts" if table.counts_bonus else "does not count"
@@ -150,13 +145,13 @@ def _definitions(table: Table) -> list[str]:
 
 
 def _tables(name: str, table: Table, rows: Sequence[Row]) -> Iterator[tuple[str, RichTable]]:
-    """A title and a table for each temperature, figure and group of columns. Each line has our row, then the paper's by
-    model; rows and tables without figures are left out."""
+    """Yields a title and a table for each temperature, figure and group of columns. Below our row of a line is the
+    paper's row for each model. Rows and tables without figures are left out."""
     for group in group_by(rows, "temperature"):
         t = group[0]["temperature"]
         for key in table.shown_figures:
             form = FIGURES[key][1]
-            cells = {  # (whose, line, column) -> text
+            cells = {  # (source, line, column) -> text
                 ("ours", row["line"], row["column"]): format_cell(row["as_published"], key, form) for row in group
             }
             for (model, line, column, figure), value in table.published.items():
@@ -166,18 +161,18 @@ def _tables(name: str, table: Table, rows: Sequence[Row]) -> Iterator[tuple[str,
                 rich_table = new_table(["method", "whose"], [column.name for column in columns])
                 for line in (line.name for line in table.lines):
                     heading = line  # only in the line's first row
-                    for whose in dict.fromkeys(whose for whose, *_ in cells):
-                        texts = [cells.get((whose, line, column.name), "-") for column in columns]
+                    for source in dict.fromkeys(source for source, *_ in cells):
+                        texts = [cells.get((source, line, column.name), "-") for column in columns]
                         if any(text != "-" for text in texts):
-                            style = "" if whose == "ours" else "dim"
-                            rich_table.add_row(Text(heading), *(Text(text, style=style) for text in (whose, *texts)))
+                            style = "" if source == "ours" else "dim"
+                            rich_table.add_row(Text(heading), *(Text(text, style=style) for text in (source, *texts)))
                             heading = ""
                 if rich_table.row_count:
                     yield f"{name}: {FIGURES[key][0]}, {format_temperature(t)}", rich_table
 
 
 def _column_groups(columns: Sequence[Column]) -> Iterator[Sequence[Column]]:
-    """Groups of at most :data:`MAX_COLUMNS` columns. If there are more, columns of a group have the same data set."""
+    """Groups of at most :data:`MAX_COLUMNS` columns. With several groups, each has one data set."""
     groups = [list(columns)]
     if len(columns) > MAX_COLUMNS:
         groups = [list(group) for _, group in groupby(columns, key=lambda column: (column.dataset, column.line_names))]

@@ -1,4 +1,4 @@
-"""A paper's table at a scale: lengths, options, differences from the paper; and the plan of its measurement."""
+"""A paper's table at the paper's or the small scale, and the plan of its measurement."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from longdraft.recipes import recipe_for, resolve
 UnitResult = Mapping[str, Any]
 """The result of a unit, as a JSON object."""
 Figures = tuple[dict[str, float | None], dict[str, Any]]
-"""Figures by key (:data:`~longdraft.bench.papers.table.FIGURES`) as the paper defines them; and a row with the keys and
-definitions of docs/figures.md."""
+"""Figures by the paper's definitions (keys: :data:`~longdraft.bench.papers.table.FIGURES`), and a row by longdraft's
+(docs/figures.md)."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class ScaledTable:
 
     Attributes:
         small: True: the small scale; False: the paper's.
-        max_tokens_override, prompts_override: replace the scale's numbers; None: they stay.
+        max_tokens_override: replaces the scale's new tokens; None: no override.
+        prompts_override: replaces the scale's prompts of a column; None: no override.
         plan: "fixed": the paper's trees; "auto": a planner fits trees to this machine.
         template_kwargs: ``system`` and arguments of the chat template, such as ``enable_thinking``.
     """
@@ -43,6 +44,7 @@ class ScaledTable:
 
     @property
     def shrink(self) -> int:
+        """Divisor of prompt lengths, KV budgets and numbers of chunks."""
         return self.table.small.shrink if self.small else 1
 
     @property
@@ -62,13 +64,13 @@ class ScaledTable:
         return self.table.small.context if self.small else None
 
     def options(self, line: Line, column: Column) -> dict[str, Any]:
-
+        """The options of a cell's method, at this scale."""
         method_options = METHODS[line.method].options if line.method in METHODS else ()
         options = {**line.options, **{name: x for name, x in column.options.items() if name in method_options}}
         return {name: max(1, x // self.shrink) if name in SCALED_OPTIONS else x for name, x in options.items()}
 
     def differences(self) -> list[str]:
-        """Differences from the paper that this scale makes in all rows."""
+        """Descriptions of how this scale differs from the paper in all rows."""
         texts = []
         if self.max_tokens != self.table.max_tokens:
             texts.append(f"up to {self.max_tokens:,} new tokens (paper: {self.table.max_tokens:,})")
@@ -91,8 +93,9 @@ class TableEntry:
     """A line in a column.
 
     Attributes:
-        name, options: the contender or view that is measured, and its method's options without the draft.
-        units: names of the units that are measured for it.
+        name: the measured contender or view.
+        options: options of its method, without the draft.
+        units: names of the units whose results give the entry's figures.
     """
 
     line: Line
@@ -108,9 +111,11 @@ class TablePlan:
     """The measurement of a table.
 
     Attributes:
-        units: the units to measure, by name. entries: lines in columns, with their units.
-        figures: (entry, results of its units) -> its figures.
-        notes: remarks on texts and methods. differences: differences from the paper, by column.
+        units: the units to measure, by name.
+        entries: the cells of the table.
+        figures: (entry, results of its units) -> the entry's figures.
+        notes: remarks on texts and methods.
+        differences: differences from the paper, by column.
     """
 
     units: Mapping[str, Unit]
@@ -120,7 +125,7 @@ class TablePlan:
     differences: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def rows(self, table: Table, done: Mapping[str, UnitResult]) -> list[dict[str, Any]]:
-        """Rows of the JSON object, with the keys that docs/figures.md defines, from the units that are done."""
+        """Rows of the JSON object (docs/figures.md). ``done``: results by the unit's name."""
         rows = []
         for entry in self.entries:
             if not (results := [done[unit] for unit in entry.units if unit in done]):
@@ -146,24 +151,24 @@ class TablePlan:
 
 
 def _entry_differences(entry: TableEntry, of_column: Sequence[str]) -> list[str]:
-    """Differences from the paper: the line's note, the column's, and options that are not the paper's."""
+    """Differences from the paper: the line's note, the column's differences, and changed options."""
     paper = entry.line.options
     changed = [f"{name} {format_option(x)}" for name, x in entry.options.items() if x != paper.get(name)]
     return [*filter(None, (entry.line.note, *of_column, f"with {', '.join(changed)}" if changed else ""))]
 
 
 def drafts_by_kind(folders: Sequence[Path]) -> dict[str, Path]:
-    """Draft folders and files by their kind of draft.
+    """Draft folders and files by kind of draft.
 
     Raises:
         CheckpointError: a folder or file is no draft.
     """
-    # A path that does not exist may be the hub id of a small language model.
+    # A path that does not exist is taken for the hub id of a small language model.
     return {kind_of(folder).name if folder.exists() else "small-lm": folder for folder in folders}
 
 
 def add_draft(method: str, options: Mapping[str, Any], drafts: Mapping[str, Path]) -> dict[str, Any]:
-    """The options, with the user's draft of the kind that the method takes, if there is one."""
+    """Adds the user's draft to the options, if there is one of the method's kind."""
     if method not in METHODS:
         return dict(options)
     # A method with a ``drafter`` option takes its drafter's draft. A method that needs no draft gets none.

@@ -20,17 +20,17 @@ MODULES = (
     "argparse", "typing", "inspect", "tarfile", "doctest", "pydoc", "_pydecimal", "subprocess", "mailbox", "difflib",
     "locale", "ipaddress", "pickle", "optparse", "threading", "imaplib",
 )  # fmt: skip
-# Instructions of the stand-ins, by the data set that they replace.
+# Instructions for the modules, by the data set that they stand in for.
 _CODE, _SUMMARY = "Write the line of code that comes next.", "Write a summary of this module, about one page long."
 _INSTRUCTIONS = {
     "lcc": _CODE,
     "repobench-p": _CODE,
-    "qmsum": "What does this module offer? Answer in a few sentences.",
+    "qmsum": "What does this module offer? Answer in a candidates sentences.",
     "multi_news": "Which classes does this module have, and what is each for?",
     "pg19": "Go on with this text where it stops.",
     "aime24": "Think step by step: which part of this is the most likely to go wrong, and how would you test it?",
 }
-# Rows that are read for each wanted prompt, as some are too short.
+# Rows read for each prompt, as some rows are too short.
 _ROWS_PER_PROMPT = 8
 
 
@@ -39,19 +39,19 @@ class SampleSources:
     """Where a table's samples come from.
 
     Attributes:
-        files: files by data set.
-        stand_ins: for a data set without a file take modules of Python's library; if False, the Hugging Face hub.
+        files: the user's files, by data set.
+        stand_ins: modules of Python's library stand in for a data set without a file; if False, the Hugging Face hub.
     """
 
     files: Mapping[str, str]
     stand_ins: bool
 
     def samples(self, dataset: str, count: int | None) -> list[Sample]:
-        """Samples of a data set, more than ``count``, as some may be too short; None: all.
+        """Samples of a data set: several times ``count``, as some may be too short; None: all.
 
         Raises:
             PromptError: a file or a row cannot be used.
-            CapabilityError: the hub cannot be reached; says which file to give.
+            CapabilityError: the hub cannot be reached.
         """
         limit = None if count is None else _ROWS_PER_PROMPT * count
         if (file := self.files.get(dataset)) is None:
@@ -61,7 +61,7 @@ class SampleSources:
         except PromptError:
             if not file.endswith(".jsonl"):
                 raise
-            loaded = data.read_samples([Path(file).expanduser()], limit)  # not in the data set's own format
+            loaded = data.read_samples([Path(file).expanduser()], limit)  # prompts instead of the data set's rows
         return [replace(sample, dataset=dataset) for sample in loaded]
 
 
@@ -75,17 +75,17 @@ def stand_in_samples(dataset: str) -> list[Sample]:
 def column_prompts(
     column: Column, scaled: ScaledTable, sources: SampleSources, loaded: LoadedModel, samples: Sequence[Sample]
 ) -> tuple[list[Prompt], list[str]]:
-    """A column's prompts, and their differences from the paper's.
+    """A column's prompts, and how they differ from the paper's.
 
     Raises:
-        ContextError: the model's context has no room for them.
+        ContextError: the prompts exceed the model's context.
         PromptError: no sample is long enough.
     """
     limit = TargetRunner(loaded.model).context_length - scaled.max_tokens
     length = scaled.prompt_tokens(column)
     if limit < 1 or (length is not None and length > limit and not scaled.small):
         raise ContextError(
-            f"{column.name} is {length or 'any number of'} tokens and {scaled.max_tokens:,} new ones, and the model's "
+            f"{column.name} needs {f'{length:,} + ' if length else ''}{scaled.max_tokens:,} tokens, and the model's "
             f"context is {limit + scaled.max_tokens:,}: stretch it with --rope-factor, or take --scale small."
         )
     count = None if scaled.prompts is None else max(scaled.prompts, column.batch)
@@ -98,15 +98,15 @@ def column_prompts(
     if length > limit:
         differences.append(f"cut to {limit:,} tokens, which is all that fits the model's context")
         length = limit
-    # Each sample is encoded before it is cut, so no more samples than needed.
-    few = samples if count is None else samples[: _ROWS_PER_PROMPT * count]
-    prompts, notes = prompts_of_length(few[:count], length, limit, tokenizer, "leave", **kwargs)
+    # Encoding takes time: try the first samples, and all of them only if some are too short.
+    candidates = samples if count is None else samples[: _ROWS_PER_PROMPT * count]
+    prompts, notes = prompts_of_length(candidates[:count], length, limit, tokenizer, "leave", **kwargs)
     if count is not None and len(prompts) < count:
         short: ShortTextPolicy = "join" if scaled.small else "leave"
-        prompts, notes = prompts_of_length(few, length, limit, tokenizer, short, **kwargs)
+        prompts, notes = prompts_of_length(candidates, length, limit, tokenizer, short, **kwargs)
     if not prompts:
         raise PromptError(f"{column.name}: {' '.join(notes)} Give longer ones with --data {column.dataset}=FILE.")
     prompts = prompts[:count]
     if any(prompt.joined for prompt in prompts):
-        differences.append("texts are joined with those of the rows after them")
+        differences.append("texts go on with the texts of the next rows")
     return prompts, differences
