@@ -72,5 +72,5 @@ def test_a_file_drafts_for_itself(tmp_path, architecture):
 def test_files_without_one_say_so(tmp_path):
     write(tmp_path / "a.gguf", "qwen35")
     assert not mtp_formats.has_mtp_layer(tmp_path / "a.gguf")
-    with pytest.raises(CheckpointError, match="no layer that predicts"):
+    with pytest.raises(CheckpointError, match="no multi-token prediction layer"):
         read(tmp_path / "a.gguf")

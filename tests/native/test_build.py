@@ -175,7 +175,7 @@ WARNING, INFO = logging.WARNING, logging.INFO
 NO_KERNELS = {
     "no compiler": (lambda m, _: m.setenv("CXX", "no-such-compiler"), "no-such-compiler", WARNING),
     "it fails": (lambda m, path: compiler_that(m, path, "exit 3"), "failed", WARNING),
-    "no cache": (spoiled_cache, "cannot be written to .*: set LONGDRAFT_CACHE to a folder that can", WARNING),
+    "no cache": (spoiled_cache, "cannot be written to .*: set LONGDRAFT_CACHE to a writable folder", WARNING),
     "it cannot be loaded": (
         lambda m, path: compiler_that(m, path, 'for last; do :; done; echo bad > "$last"'),
         "file too short|ELF",

@@ -121,7 +121,7 @@ def test_gone_on_after_a_kill(stub, tmp_path):
     assert len(stub["asked"]) - before <= new + 4 and file.new_tokens < file.usage[1]
     assert run(stub, out).new_tokens == 0
     out.write_text(out.read_text() + '{"text": "mine"}\n')
-    with pytest.raises(CheckpointError, match="Cut"):
+    with pytest.raises(CheckpointError, match="Delete the file from that line on"):
         run(stub, out)
 
 

@@ -60,7 +60,7 @@ def test_a_part_that_is_missing_or_renamed_is_named(tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "word"),
-    [("adapter", "LoRA"), ("mmproj", "images"), ("imatrix", "statistics"), ("of tomorrow", "of tomorrow")],
+    [("adapter", "LoRA"), ("mmproj", "projector"), ("imatrix", "importance matrix"), ("of tomorrow", "of tomorrow")],
 )
 def test_files_that_hold_no_model_are_named(kind, word, tmp_path):
     write_gguf(tmp_path / "a.gguf", numbers={"general.type": kind})

@@ -70,7 +70,7 @@ def test_code_that_others_can_have_written_is_not_run(spoil, tmp_path, monkeypat
         return
     with pytest.raises(OSError):
         build.load_library(level)
-    assert ("Others can write to" in caplog.text) == ("folder" in spoil or "parent" in spoil)
+    assert ("Other users can write to" in caplog.text) == ("folder" in spoil or "parent" in spoil)
 
 
 RUN = """
