@@ -58,8 +58,8 @@ class StreamSettings(RequestSettings, total=False):
 
 @dataclass
 class _Target:
-    """What a speculator stores for one target. ``planner`` is made at its first use; None afterwards: trees are fixed.
-    ``planner_decided`` tells whether that has happened."""
+    """A target with its runner and planner. ``planner`` is made at its first use, which sets ``planner_decided``; None
+    afterwards: trees are fixed."""
 
     runner: TargetRunner
     recipe: Recipe | None = None
@@ -285,7 +285,7 @@ class Speculator:
         return None if target is None or target.runner.is_stale else target.runner
 
     def _target(self, runner: TargetRunner | None = None) -> _Target:
-        """What is stored for a target, by default the first."""
+        """Returns the entry of a target, by default of the first."""
         runner = self.runner() if runner is None else runner
         target = self._targets.get(runner.model)
         return target if target is not None and target.runner is runner else _Target(runner)

@@ -83,9 +83,9 @@ def make_modifiers(softcap: float | None, sinks: bool, heads: int, device: str =
 
 
 def assert_like_reference(attend, q, keys, values, batch, scale, modifiers=NO_MODIFIERS, tolerance=None):
-    more = () if modifiers is NO_MODIFIERS else (modifiers,)  # paths without windows take none
-    expected = reference.attend(q, keys, values, batch, scale, *more)
-    output = attend(q, keys, values, batch, scale, *more)
+    extra_args = () if modifiers is NO_MODIFIERS else (modifiers,)  # paths without windows take none
+    expected = reference.attend(q, keys, values, batch, scale, *extra_args)
+    output = attend(q, keys, values, batch, scale, *extra_args)
     assert output.shape == q.shape and output.dtype == q.dtype
     tolerance = TOLERANCE[q.dtype] if tolerance is None else tolerance
     torch.testing.assert_close(output.float(), expected.float(), atol=tolerance, rtol=tolerance)

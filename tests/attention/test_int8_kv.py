@@ -26,11 +26,11 @@ def test_int8_kv_is_dequantized_up_to_the_context_and_float_kv_is_unchanged(path
         for x in small:  # rows behind the texts may hold anything
             x.scales[:, :, behind:] = torch.nan
         for way in (lambda attend: attend, prefix.make_prefix_attention):
-            attend, either = (way(each) for each in (dispatch.PATHS[path], accept_int8_kv(dispatch.PATHS[path])))
+            attend, either = (way(path_fn) for path_fn in (dispatch.PATHS[path], accept_int8_kv(dispatch.PATHS[path])))
             found = either(q, *small, batch, scale)
             assert torch.equal(found, attend(q, *(x.to(q.dtype) for x in small), batch, scale))
-            own = either(q, keys, values, batch, scale)
-            assert torch.equal(own, attend(q, keys, values, batch, scale)) and not torch.equal(own, found)
+            output = either(q, keys, values, batch, scale)
+            assert torch.equal(output, attend(q, keys, values, batch, scale)) and not torch.equal(output, found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -40,8 +40,8 @@ def test_the_dequantize_kernel_equals_its_reference(dtype, d):
     kernel = pytest.importorskip("longdraft.attention.int8_kv_kernel")
     rows = torch.randn(3, 2, 90, d, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     small, slots = Int8KV.quantize(rows), torch.tensor([2, 0], dtype=torch.int32, device=DEVICE)
-    for each in (small, small.transpose(1, 2)[:, :80].transpose(1, 2)):
-        given = each.quants, each.scales, slots, 77, dtype
+    for quantized in (small, small.transpose(1, 2)[:, :80].transpose(1, 2)):
+        given = quantized.quants, each.scales, slots, 77, dtype
         found, expected = kernel.dequantize_kv(*given), int8_kv.dequantize_kv(*given)
         assert found.shape == (2, 2, 77, d) and found.dtype == dtype
         step = torch.finfo(dtype).eps  # Triton's interpreter cuts, where a GPU rounds

@@ -18,8 +18,8 @@ def test_the_reference_is_attention_under_an_explicit_mask(tree):
     q, keys, values, batch, scale = case([0, 5, 13], 6, tree=tree)
     got = reference.attend(q, keys, values, batch, scale)
     for b, (slot, n) in enumerate(zip(batch.slots, batch.prefix_lens, strict=True)):
-        own = batch.mask[b] if tree else torch.ones(6, 6, dtype=torch.bool).tril()
-        mask = torch.cat([torch.ones(6, n, dtype=torch.bool), own], dim=1)
+        token_mask = batch.mask[b] if tree else torch.ones(6, 6, dtype=torch.bool).tril()
+        mask = torch.cat([torch.ones(6, n, dtype=torch.bool), token_mask], dim=1)
         k, v = (t[slot, :, : n + 6].repeat_interleave(3, dim=0) for t in (keys, values))
         expected = F.scaled_dot_product_attention(q[b], k, v, attn_mask=mask, scale=scale)
         torch.testing.assert_close(got[b], expected, atol=2e-6, rtol=2e-6)

@@ -86,7 +86,7 @@ def test_the_views_of_a_small_language_model(loaded, text, tmp_path):
     with torch.inference_mode():
         logits = loaded.model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) : -1].float()
     expected = logits.log_softmax(-1).gather(1, torch.tensor(answer[1:])[:, None])[:, 0].tolist()
-    rows = {name: [token.logprob for token in own] for name, own in found.items()}
+    rows = {name: [token.logprob for token in predictions] for name, predictions in found.items()}
     for name in ("full", "wide", "most", "own"):
         assert rows[name] == pytest.approx(expected, abs=1e-5)
         assert [token.is_top1 for token in found[name]] == (logits.argmax(-1) == torch.tensor(answer[1:])).tolist()

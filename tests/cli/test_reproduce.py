@@ -93,12 +93,12 @@ def test_a_table_of_quality(reproduce, drafts, tmp_path):
 
 
 def test_parts_of_a_round(reproduce, drafts, monkeypatch):
-    own = get_table(PAPERS["longspec"], "4")
-    own = replace(own, columns=own.columns[:1])
-    monkeypatch.setitem(PAPERS, "longspec", replace(PAPERS["longspec"], tables=(own,)))
+    table = get_table(PAPERS["longspec"], "4")
+    table = replace(table, columns=table.columns[:1])
+    monkeypatch.setitem(PAPERS, "longspec", replace(PAPERS["longspec"], tables=(table,)))
     found = last(reproduce("longspec", "4", "--draft", drafts["longspec"]))
     assert found["complete"] and found["rows"]
-    assert all(row["as_published"][key] is not None for row in found["rows"] for key in own.figures)
+    assert all(row["as_published"][key] is not None for row in found["rows"] for key in table.figures)
 
 
 def test_files_in_the_place_of_data_sets(reproduce, drafts, tmp_path):

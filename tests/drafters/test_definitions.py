@@ -355,8 +355,8 @@ def test_heads_that_lie_in_their_models_folder(tmp_path):
     # And saved as a folder of ours they are the same.
     Speculator(folder, target=model).draft().save(tmp_path / "heads")
     rounds, found = drafted_rounds(Speculator(tmp_path / "heads", target=model, widths=(3, 2, 2)), PROMPTS)
-    again, own = drafted_rounds(Speculator(folder, target=model, widths=(3, 2, 2)), PROMPTS)
-    assert rounds == again and [r.accepted for r in found] == [r.accepted for r in own]
+    again, results = drafted_rounds(Speculator(folder, target=model, widths=(3, 2, 2)), PROMPTS)
+    assert rounds == again and [r.accepted for r in found] == [r.accepted for r in results]
 
 
 def test_a_window_is_the_same_as_positions_moved_back(tmp_path, caplog):

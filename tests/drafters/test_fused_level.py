@@ -54,8 +54,8 @@ class Desk:
 
         def cross(q):
             keys, values, lengths = self.target_kv
-            own = zip(q.split(batch.num_outputs, dim=1), batch.slots, lengths, strict=False)
-            parts = [partial_attention(x, keys[s, :, :n], values[s, :, :n], D**-0.5)[0] for x, s, n in own]
+            sequence_queries = zip(q.split(batch.num_outputs, dim=1), batch.slots, lengths, strict=False)
+            parts = [partial_attention(x, keys[s, :, :n], values[s, :, :n], D**-0.5)[0] for x, s, n in sequence_queries]
             return torch.cat(parts, dim=1).to(q.dtype)
 
         out = self.block(*inputs, attend_fns, output_rows, cross)

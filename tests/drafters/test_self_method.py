@@ -105,11 +105,11 @@ def test_specpv_takes_it_for_a_drafter(view):
 
     def watched(texts, limit=None):
         trees = propose(texts, limit)
-        own, full = drafter.cache.store, drafter.cache.full_store
+        sparse, full = drafter.cache.store, drafter.cache.full_store
         for slot in (s.slot for s in texts):
-            n, m = own.lengths[slot], full.readable_len(slot)
+            n, m = sparse.lengths[slot], full.readable_len(slot)
             rows.append(n)
-            for ours, theirs in ((own.keys, full.keys), (own.values, full.values)):
+            for ours, theirs in ((sparse.keys, full.keys), (sparse.values, full.values)):
                 distance = ours[:, slot, :, :n, None] - theirs[:, slot, :, None, :m]
                 # Each row is one of the text as it is now.
                 assert bool((distance.abs().amax(-1).amin(-1) == 0).all())

@@ -39,8 +39,8 @@ def seen(drafter: SmallLMDrafter, s: Sequence) -> list[int]:
     assert s.remaining <= 1 or drafter.fed_token_ids[s.slot] == text  # nothing is drafted for the last token
     if drafter.retrieval is None or cache.has_full_context(s.slot):
         return text
-    kept = cache.full_store.lengths[s.slot]
-    return [text[r] for r in cache.retrieval.kv_indices(s.slot, kept)] + text[kept:]
+    flushed = cache.full_store.lengths[s.slot]
+    return [text[r] for r in cache.retrieval.kv_indices(s.slot, flushed)] + text[flushed:]
 
 
 def assert_defined(model, tokens, tree, limit=14):

@@ -98,7 +98,7 @@ def test_matches_in_a_store_do_not_go_across_its_texts(texts, text):
     matches = SuffixMatches(earlier.index, ALL, ALL, None)
     for token in text:
         matches.advance(token)
-    store = [token for each in texts for token in (*each, SEPARATOR)]
+    store = [token for text in texts for token in (*text, SEPARATOR)]
     assert earlier.index.token_ids == store
     assert matches.lengths == search(text, store, len(store))
 

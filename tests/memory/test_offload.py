@@ -26,8 +26,8 @@ def offloaded(request, monkeypatch):
     resident = cycle([2, 1] if request.param == "host:2" else [0])
 
     def new_store(option, shape, slots, capacity, device, transposed=False, layers=(), size=0, *rest):
-        more = {"copy_stream": LazyCopyStream(), "num_resident": next(resident)}
-        return OffloadedKVStore(shape, slots, capacity, "cpu", layers, size, **more)
+        device_args = {"copy_stream": LazyCopyStream(), "num_resident": next(resident)}
+        return OffloadedKVStore(shape, slots, capacity, "cpu", layers, size, **device_args)
 
     return lambda: monkeypatch.setattr(offload, "new_store", new_store)
 

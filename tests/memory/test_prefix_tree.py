@@ -59,7 +59,7 @@ def test_the_limit_holds_and_what_is_kept_is_right(texts, limit):
     for text in texts:
         tree.insert(text, kv_of(text))
         assert tree.nbytes <= tree.max_bytes
-        assert all(found(tree, each) == list(each[: tree.match_prefix(each)]) for each in texts)
+        assert all(found(tree, text) == list(text[: tree.match_prefix(text)]) for text in texts)
     tree.reclaim()
     assert not tree.nbytes and not tree.match_prefix(texts[0])
 

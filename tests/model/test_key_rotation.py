@@ -42,10 +42,10 @@ def assert_moves(model, tolerance=2e-5):
     runner = TargetRunner(model)
     rotation = KeyRotation(runner, 100)
     here, there = torch.tensor([3, 50, 99]), torch.tensor([98, 0, 41])
-    kept = rotation.unrotate(keys_at(runner, 5, here.tolist()), here)
-    torch.testing.assert_close(kept[:, :, 0], kept[:, :, 2], atol=tolerance, rtol=tolerance)
+    unrotated = rotation.unrotate(keys_at(runner, 5, here.tolist()), here)
+    torch.testing.assert_close(unrotated[:, :, 0], unrotated[:, :, 2], atol=tolerance, rtol=tolerance)
     expected = keys_at(runner, 5, there.tolist())
-    torch.testing.assert_close(rotation.rotate(kept, there), expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(rotation.rotate(unrotated, there), expected, atol=tolerance, rtol=tolerance)
     assert not torch.allclose(expected[:, :, 0], expected[:, :, 1], atol=0.1)
 
 

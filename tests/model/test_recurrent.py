@@ -32,12 +32,12 @@ def runner(family: str) -> TargetRunner:
     return TargetRunner(recurrent_model(family))
 
 
-def read(own: TargetRunner, store: KVStore, prompt: list[int], slot: int = 0, chunk: int = 16) -> torch.Tensor:
+def read(runner: TargetRunner, store: KVStore, prompt: list[int], slot: int = 0, chunk: int = 16) -> torch.Tensor:
     """Prefills a prompt in chunks; returns the logits of its last token."""
     while store.lengths[slot] < len(prompt):
         done = store.lengths[slot]
         tokens = prompt[done : (done // chunk + 1) * chunk]
-        out = forward(own, [tokens], store, [slot], logits="last", is_prefill=True)
+        out = forward(runner, [tokens], store, [slot], logits="last", is_prefill=True)
         store.commit(slot, range(len(tokens)))
     return out.logits[0, -1]
 
@@ -171,8 +171,8 @@ def test_a_long_prompt_is_prefilled_chunk_by_chunk(family):
     model, prompt = recurrent_model(family), some_prompt(2600)
     spec = Speculator("prompt-lookup", target=model, plan="fixed", branches=2, min_n=1)
     cache = PromptCache()
-    own = generate_tokens(model, prompt, 12)
-    assert spec.generate([prompt], max_new_tokens=12, cache=cache)[0].token_ids == own
+    expected = generate_tokens(model, prompt, 12)
+    assert spec.generate([prompt], max_new_tokens=12, cache=cache)[0].token_ids == expected
     (again,) = spec.generate([[*prompt[:2500], 7, 8, 9]], max_new_tokens=12, cache=cache)
     assert again.token_ids == generate_tokens(model, [*prompt[:2500], 7, 8, 9], 12)
     assert cache.store is not None

@@ -106,13 +106,13 @@ def test_matrices_of_experts_stay_in_sixteen_bits(kind):
     expected = zoo_model(kind)
     expected.load_state_dict({name: weight.float() for name, weight in model.state_dict().items()})
     store_half_experts(model)
-    kept = store_half_weights(model)
-    experts = kept.model.layers[0].mlp.experts
+    half_model = store_half_weights(model)
+    experts = half_model.model.layers[0].mlp.experts
     assert not list(experts.parameters())
     assert sum(m.data.numel() for m in experts.children() if hasattr(m, "data")) == bytes_before
-    assert all(torch.equal(t, expected.state_dict()[name]) for name, t in kept.state_dict().items())
+    assert all(torch.equal(t, expected.state_dict()[name]) for name, t in half_model.state_dict().items())
     texts = [
         Speculator("prompt-lookup", target=m).generate([random_tokens(20)], max_new_tokens=12)[0].token_ids
-        for m in (expected, kept)
+        for m in (expected, half_model)
     ]
     assert texts[0] == texts[1]

@@ -80,7 +80,7 @@ def test_products_match_the_definition_and_a_row_has_the_same_bits_alone(
 def test_int8_gives_the_same_bits_on_every_instruction_set_and_repacked(form, rows, outs, size, seed):
     w, x = matrix(form, outs, size, seed), torch.randn(rows, size, generator=generator(seed))
     ways = [(own, w) for own in map(kernels_of, LEVELS)]
-    ways += [(own, own.repack(w)) for own, _ in ways if own.can_repack(w)]
+    ways += [(kernels, kernels.repack(w)) for kernels, _ in ways if kernels.can_repack(w)]
     assert len(ways) >= len(LEVELS) + len(LEVELS) * (outs % 16 == 0)
     found = [own.linear(x, [(each, None)])[0] for own, each in ways]
     assert all(torch.equal(each, found[0]) for each in found)
@@ -273,9 +273,9 @@ def of_experts(kernels, form: str, outs: int) -> tuple[ExpertWeights, list]:
     """Weights of all experts, repacked if possible, and the matrix of each expert."""
     whole, bias = matrix(form, COUNT * outs, 256), torch.randn(COUNT, outs, generator=generator(1))
     if isinstance(whole, QuantizedMatrix):
-        each = [QuantizedMatrix(rows, whole.format, whole.int8) for rows in whole.data.split(outs)]
+        matrices = [QuantizedMatrix(rows, whole.format, whole.int8) for rows in whole.data.split(outs)]
         whole = kernels.repack(whole) if kernels.can_repack(whole, outs) else whole
-        return ExpertWeights(whole, bias, num_experts=COUNT), each
+        return ExpertWeights(whole, bias, num_experts=COUNT), matrices
     return ExpertWeights(whole.view(COUNT, outs, 256), bias), list(whole.split(outs))
 
 

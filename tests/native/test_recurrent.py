@@ -66,7 +66,7 @@ def by_formula(
     return out if r.d_skip is None else out + v * r.d_skip[:, None], state
 
 
-@pytest.mark.parametrize(("kind", "sizes"), rotate_pairs(KINDS, SIZES, each=2), ids=str)
+@pytest.mark.parametrize(("kind", "sizes"), rotate_pairs(KINDS, SIZES, group_size=2), ids=str)
 def test_tokens_match_the_formula_and_have_the_same_bits_alone(kernels, kind, sizes):
     kernel, r = partial(run_recurrence, kernels), recurrence(kind, sizes)
     start = torch.randn(sizes[0], sizes[2], sizes[3], generator=torch.manual_seed(1))
@@ -84,8 +84,8 @@ def test_tokens_match_the_formula_and_have_the_same_bits_alone(kernels, kind, si
 
     # Beside another tree, level by level, and by plain steps with the rows before them pending.
     other = RecurrentSequence(start * 2, rows_of(kind, sizes, 1, 4), rows_of(kind, sizes, 6, 5), WHOLE)
-    own = RecurrentSequence(state.clone(), (), rows, WHOLE)
-    assert torch.equal(kernel(r, [other, own])[1], found)
+    sequence = RecurrentSequence(state.clone(), (), rows, WHOLE)
+    assert torch.equal(kernel(r, [other, sequence])[1], found)
 
     def some(*chosen: int) -> RecurrentInputs:
         return RecurrentInputs(*(None if x is None else x[list(chosen)] for x in rows))

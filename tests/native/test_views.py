@@ -27,10 +27,10 @@ def text(length: int, layers: int, d: int = 16, transposed: bool = True, seed: i
     return full
 
 
-def cache_of(full: KVStore, view: View, kept: torch.dtype = torch.float32) -> SparseKVCache:
+def cache_of(full: KVStore, view: View, dtype: torch.dtype = torch.float32) -> SparseKVCache:
     def new_store(slots: int, rows: int) -> KVStore:
-        turned = kept != torch.float32 or full.keys.stride(-1) != 1
-        return KVStore(full.shape, slots, rows, transposed_keys=turned, dtype=kept)
+        turned = dtype != torch.float32 or full.keys.stride(-1) != 1
+        return KVStore(full.shape, slots, rows, transposed_keys=turned, dtype=dtype)
 
     return SparseKVCache(full, new_store, view, 2)
 

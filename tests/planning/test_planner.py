@@ -64,7 +64,9 @@ def event(s: Sequence, verified: TokenTree, accepted: int) -> RoundResult:
     return RoundResult(s, verified, accepted, tuple(range(accepted + 1)), came)
 
 
-def rounds(planner, count, right, *, draft_tree=HALF, free=ROOT, forwards=1, each=0.1, step=1.0, sequences=None):
+def rounds(
+    planner, count, right, *, draft_tree=HALF, free=ROOT, forwards=1, forward_seconds=0.1, step=1.0, sequences=None
+):
     """Rounds of a run: which of them asked the draft, and what they took.
 
     Args:
@@ -78,7 +80,7 @@ def rounds(planner, count, right, *, draft_tree=HALF, free=ROOT, forwards=1, eac
         chosen = limit.select_sequences(sequences, [free] * len(sequences))
         asked.append(len(chosen))
         verified = plan.prune([draft_tree if s in chosen else free for s in sequences])
-        drafting = forwards * each if chosen else 0.0
+        drafting = forwards * forward_seconds if chosen else 0.0
         verifying = planner.costs.table.seconds_at(max(t.size for t in verified) * len(sequences), 0) * step
         events = [event(s, t, right if s in chosen else 0) for s, t in zip(sequences, verified, strict=True)]
         plan.observe(events, forwards if chosen else 0, drafting, verifying)
@@ -98,7 +100,7 @@ def test_no_other_number_of_nodes_promises_more_tokens_a_second(chances, steps, 
     parents = tuple(rng.randrange(i + 1) for i in range(len(chances)))
     draft_tree = tree(*chances, parents=parents)
     planner = Planner(table(*accumulate([1.0, *steps])))
-    (kept,) = begun(planner).prune([draft_tree])
+    (pruned,) = begun(planner).prune([draft_tree])
 
     paths = [1.0] * draft_tree.size
     for node in range(1, draft_tree.size):
@@ -107,7 +109,7 @@ def test_no_other_number_of_nodes_promises_more_tokens_a_second(chances, steps, 
     rates = [
         (1 + sum(best[:n])) / planner.costs.forward_seconds(n + 1, [4]) for n in range(draft_tree.num_draft_tokens + 1)
     ]
-    assert rates[kept.num_draft_tokens] == pytest.approx(max(rates))
+    assert rates[pruned.num_draft_tokens] == pytest.approx(max(rates))
 
 
 def test_dear_nodes_must_be_likely():
@@ -130,28 +132,28 @@ def test_a_batch_shares_a_forward():
 
 
 def test_a_draft_that_is_right_is_asked_all_the_time():
-    asked, _ = rounds(Planner(CHEAP), 200, right=2, draft_tree=tree(0.8, 0.8), forwards=2)
-    assert sum(asked) > 180
+    limits, _ = rounds(Planner(CHEAP), 200, right=2, draft_tree=tree(0.8, 0.8), forwards=2)
+    assert sum(limits) > 180
 
 
 @pytest.mark.parametrize("each", [0.05, 0.15, 0.3])
 def test_a_draft_that_is_wrong_costs_little(each):
-    asked, seconds = rounds(Planner(CHEAP), 128, right=0, draft_tree=tree(0.3, 0.3), forwards=2, each=each)
-    assert sum(asked) >= 1 and seconds < 128 * 1.03
+    limits, seconds = rounds(Planner(CHEAP), 128, right=0, draft_tree=tree(0.3, 0.3), forwards=2, forward_seconds=each)
+    assert sum(limits) >= 1 and seconds < 128 * 1.03
 
 
 def test_what_was_given_up_is_tried_again():
     planner = Planner(CHEAP)
-    asked, _ = rounds(planner, 300, right=0, forwards=2, each=0.15)
-    last = len(asked) - asked[::-1].index(1)
-    assert last > 100 and sum(asked) < 30
-    again, _ = rounds(planner, 500, right=3, draft_tree=tree(0.8, 0.8, 0.8), forwards=2, each=0.15)
+    limits, _ = rounds(planner, 300, right=0, forwards=2, forward_seconds=0.15)
+    last = len(limits) - limits[::-1].index(1)
+    assert last > 100 and sum(limits) < 30
+    again, _ = rounds(planner, 500, right=3, draft_tree=tree(0.8, 0.8, 0.8), forwards=2, forward_seconds=0.15)
     assert sum(again) > 150
 
 
 def test_a_sure_lookup_needs_no_draft():
     planner = Planner(CHEAP)
-    rounds(planner, 50, right=1, forwards=1, each=0.3)
+    rounds(planner, 50, right=1, forwards=1, forward_seconds=0.3)
     plan, s = planner.start(), sequence()
     assert plan.node_limit([s]).select_sequences([s], [ROOT]) == [s]
     assert plan.node_limit([s]).select_sequences([s], [tree(0.3, 0.9)]) == [s]
@@ -161,8 +163,8 @@ def test_a_sure_lookup_needs_no_draft():
 def test_only_what_the_lookup_had_not_is_the_drafts():
     """A draft that says what the lookup says adds nothing, however right it is."""
     same = tree(0.5, 0.5)
-    asked, _ = rounds(Planner(CHEAP), 100, right=2, draft_tree=same, free=same, forwards=2, each=0.2)
-    assert sum(asked) < 20
+    limits, _ = rounds(Planner(CHEAP), 100, right=2, draft_tree=same, free=same, forwards=2, forward_seconds=0.2)
+    assert sum(limits) < 20
 
 
 def test_in_a_batch_a_text_whose_draft_is_bad_is_left_out():
@@ -183,14 +185,14 @@ def test_texts_come_and_go():
     planner = Planner(CHEAP)
     plan = planner.start()
     gc.collect()
-    before = sum(isinstance(each, DraftGain) for each in gc.get_objects())
+    before = sum(isinstance(item, DraftGain) for item in gc.get_objects())
     for present in ([0], [0, 1], [1, 2, 3], [3]):
         sequences = [sequence(i, greedy=i % 2 == 0) for i in present]
         limit = plan.node_limit(sequences)
         chosen = limit.select_sequences(sequences, [ROOT] * len(sequences))
         verified = plan.prune([tree(0.8) if s in chosen else ROOT for s in sequences])
         plan.observe([event(s, t, 1) for s, t in zip(sequences, verified, strict=True)], 1, 0.1, 1.0)
-        assert sum(isinstance(each, DraftGain) for each in gc.get_objects()) - before == len(present)
+        assert sum(isinstance(item, DraftGain) for item in gc.get_objects()) - before == len(present)
 
 
 def test_greedy_and_sampled_text_are_learned_apart():

@@ -183,7 +183,7 @@ def test_the_least_recently_used_text_is_deleted(tmp_path):
     st.integers(1, 12),
     st.lists(st.tuples(st.integers(0, 3), st.integers(4, 90), st.integers(0, 2), st.booleans()), max_size=12),
 )
-def test_slots_hold_their_prompts_and_files_stay_in_their_limit_whatever_comes(tmp_path_factory, max_bytes, asked):
+def test_slots_hold_their_prompts_and_files_stay_in_their_limit_whatever_comes(tmp_path_factory, max_bytes, requests):
     folder, max_bytes = tmp_path_factory.mktemp("kept"), max_bytes * 1000 + HEADER_BYTES
     save = snapshot.save
 
@@ -198,7 +198,7 @@ def test_slots_hold_their_prompts_and_files_stay_in_their_limit_whatever_comes(t
     cache = DiskCache(folder, max_bytes, slots=3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(snapshot, "save", bounded)
-        for family, length, slot, restarts in asked:
+        for family, length, slot, restarts in requests:
             cache.read([min(x, 30 * family) for x in TEXT[:length]], slot)  # compares what the slot holds
             cache.save_next()
             assert used() <= max_bytes

@@ -196,7 +196,9 @@ def eagle(model: Any, w: Weights, theta: float) -> DraftLogprobs:
     return logprobs
 
 
-def longspec(model: Any, w: Weights, window: int, kept: list[int] | None = None, rows: Any = None) -> DraftLogprobs:
+def longspec(
+    model: Any, w: Weights, window: int, vocab_ids: list[int] | None = None, rows: Any = None
+) -> DraftLogprobs:
     """LongSpec: sliding self-attention, then cross-attention to the KV of the target's last layer.
 
     Args:
@@ -222,7 +224,7 @@ def longspec(model: Any, w: Weights, window: int, kept: list[int] | None = None,
         h = h + mlp(w, "mlp.", rms(h, w["post_cross_attention_layernorm.weight"]))
         last = rms(h[-1], w["norm.weight"]) if "norm.weight" in w else h[-1]
         logits = model.get_output_embeddings()(last)
-        return torch.log_softmax(logits if kept is None else logits[kept], -1)
+        return torch.log_softmax(logits if vocab_ids is None else logits[vocab_ids], -1)
 
     return logprobs
 

@@ -51,12 +51,12 @@ def fill_random(block: M, seed: int = 0) -> M:
     return block
 
 
-def vocab_tables(kept: list[int] | None, vocabulary: int = 0) -> dict[str, torch.Tensor]:
+def vocab_tables(vocab_ids: list[int] | None, vocabulary: int = 0) -> dict[str, torch.Tensor]:
     """EAGLE-3's tensors of a smaller vocabulary: ``d2t`` and ``t2d``."""
-    if kept is None:
+    if vocab_ids is None:
         return {}
-    whole = {"t2d": torch.isin(torch.arange(vocabulary), torch.tensor(kept))} if vocabulary else {}
-    return {"d2t": torch.tensor(kept) - torch.arange(len(kept))} | whole
+    whole = {"t2d": torch.isin(torch.arange(vocabulary), torch.tensor(vocab_ids))} if vocabulary else {}
+    return {"d2t": torch.tensor(vocab_ids) - torch.arange(len(vocab_ids))} | whole
 
 
 def _written(folder: Path, kind: str, model: PreTrainedModel, block: Any, kept: Any, **config: Any) -> Path:

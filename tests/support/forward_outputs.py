@@ -33,6 +33,6 @@ def outputs(runner: TargetRunner, prompts: Mapping[int, int], steps: int) -> lis
         store.commit(2, [0])
         store.commit(0, [0])
     rows = store.lengths[2]
-    for kept in (store, *(states for states in store.states if isinstance(states, WindowKVCache))):
-        found += [kept.keys[:, 2, :, :rows], kept.values[:, 2, :, :rows]]
+    for cache in (store, *(states for states in store.states if isinstance(states, WindowKVCache))):
+        found += [cache.keys[:, 2, :, :rows], cache.values[:, 2, :, :rows]]
     return found

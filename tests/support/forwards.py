@@ -23,7 +23,7 @@ def forward(
     check: bool = True,
     **shape: Any,
 ) -> TargetOutput:
-    """Over a block of tokens; ``shape``: as of :meth:`KVStore.block`."""
+    """A forward over a batch; ``shape``: as of :meth:`KVStore.make_forward_batch`."""
     return runner.forward(
         store.make_forward_batch(slots, tokens, **shape), store, logits=logits, taps=taps, check_nan=check
     )

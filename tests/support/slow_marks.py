@@ -19,15 +19,17 @@ def slow_except(cases: Iterable[Any], quick: Iterable[Any]) -> list[Any]:
     return [case if case in quick else slow(case) for case in cases]
 
 
-def rotate_pairs(names: Iterable[Any], others: Sequence[Any], each: int = 1, both: Iterable[Any] = ()) -> list[Any]:
-    """All pairs of names and others. Each name has ``each`` fast pairs, in rotation; its other pairs are marked slow.
+def rotate_pairs(
+    names: Iterable[Any], others: Sequence[Any], group_size: int = 1, both: Iterable[Any] = ()
+) -> list[Any]:
+    """All pairs of names and others. Each name has ``group_size`` fast pairs, in rotation; the others are marked slow.
 
     Args:
         both: names with fast pairs only.
     """
     both, pairs = list(both), []
     for i, name in enumerate(names):
-        quick = {(i * each + k) % len(others) for k in range(each)}
+        quick = {(i * group_size + k) % len(others) for k in range(group_size)}
         for j, other in enumerate(others):
             pairs.append((name, other) if j in quick or name in both else slow(name, other))
     return pairs

@@ -95,10 +95,10 @@ def tiny_model(
     return model.eval()
 
 
-def generate_tokens(model: PreTrainedModel, prompt: list[int], new: int, **more: Any) -> list[int]:
+def generate_tokens(model: PreTrainedModel, prompt: list[int], new: int, **generate_args: Any) -> list[int]:
     """The model's own greedy ``generate`` with a cache; ``more``: further arguments, such as ``custom_generate``."""
     ids = torch.tensor([prompt])
-    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "use_cache": True, **more}
+    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "use_cache": True, **generate_args}
     with torch.no_grad():  # some layers of other packages fail in inference mode
         output = model.generate(input_ids=ids, max_new_tokens=new, **settings)
     return output[0, len(prompt) :].tolist()

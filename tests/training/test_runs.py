@@ -294,7 +294,7 @@ def test_trackers(config, tmp_path):
 
 def test_the_best_draft_is_kept(config, tmp_path, monkeypatch):
     trees = iter([2.0, 1.5, 1.75])
-    monkeypatch.setattr(loop, "simulate", lambda *given, **more: SimulatedAcceptance((0.5,), 1.0, next(trees)))
+    monkeypatch.setattr(loop, "simulate", lambda *given, **options: SimulatedAcceptance((0.5,), 1.0, next(trees)))
     reports = steps(config(max_steps=6, measure_every=2, save_every=0))
     assert [r.simulated and r.simulated.tree for r in reports] == [None, 2.0, None, 1.5, None, 1.75]
     best, last = (draft_folder.load(tmp_path / "run" / name).tensors for name in ("best", "last"))

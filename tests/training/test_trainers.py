@@ -97,13 +97,13 @@ def test_what_another_speaker_says_is_not_learned(runner, features, kind):
     for document in documents:
         said = [i >= document.start and i % 3 > 0 for i in range(len(document.token_ids))]
         halves[0].append(replace(document, document_mask=said))
-        halves[1].append(replace(document, document_mask=[not own for own in said]))
-    whole, *parts = (trainer(each, SHIFTS) for each in (documents, *halves))
+        halves[1].append(replace(document, document_mask=[not is_learned for is_learned in said]))
+    whole, *parts = (trainer(batch, SHIFTS) for batch in (documents, *halves))
     torch.testing.assert_close(parts[0].loss + parts[1].loss, whole.loss, rtol=1e-4, atol=1e-3)
     assert torch.equal(parts[0].loss_mask, ~parts[1].loss_mask) and whole.loss_mask.all()
     assert 0 < parts[0].loss_mask.sum() < len(whole.loss_mask)
     trainer.eval()
-    measured = [simulate(trainer, each, level_mode=trainer.level_mode) for each in (documents, *halves)]
+    measured = [simulate(trainer, batch, level_mode=trainer.level_mode) for batch in (documents, *halves)]
     assert measured[0] != measured[1] != measured[2]
 
 

@@ -82,9 +82,9 @@ def by_definition(
         }
         width = kind.branching[levels]
         if kind.name in ("beam", "opt"):
-            new = best({k: v for own in branching.values() for k, v in own.items()}, width)
+            new = best({k: v for children in branching.values() for k, v in children.items()}, width)
         else:
-            new = {k: v for own in branching.values() for k, v in best(own, width).items()}
+            new = {k: v for children in branching.values() for k, v in best(children, width).items()}
         expanded = best(new, kind.top_k) if kind.name in ("dynamic", "opt") else new
         pool |= new
         levels += 1

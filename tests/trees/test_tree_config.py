@@ -134,8 +134,8 @@ def test_an_opt_tree_stops_when_it_would_alone(count, threshold, seed):
                 return super().row(b, path)
 
         alone = Own(seed)
-        (own,) = kind.grow([roots[b]], alone.draft_logits)
-        assert scores(own).keys() == scores(tree).keys()
+        (alone_tree,) = kind.grow([roots[b]], alone.draft_logits)
+        assert scores(alone_tree).keys() == scores(tree).keys()
         assert len(alone.calls) == sum(b in level.sequence_indices for level in table.calls)
 
 

@@ -141,14 +141,14 @@ def test_a_repositioned_cache_has_the_selected_entries_and_keeps_all(events):
             text.clear()
         for s, own in enumerate(texts):
             assert cache.full_store.lengths[s] <= len(own) and cache.store.lengths[s] <= TRAINED
-            kept = cache.full_store.lengths[s]
-            if kept:
-                keys, values = computed(own[:kept])
-                assert torch.allclose(cache.full_store.values[0, s, :, :kept], values, atol=2e-5)
+            flushed = cache.full_store.lengths[s]
+            if flushed:
+                keys, values = computed(own[:flushed])
+                assert torch.allclose(cache.full_store.values[0, s, :, :flushed], values, atol=2e-5)
                 # What is kept has no position: turned to where it came from, it is what the model computes there.
-                far = KeyRotation(RUNNER, max(kept, 8))
+                far = KeyRotation(RUNNER, max(flushed, 8))
                 assert torch.allclose(
-                    far.rotate(cache.full_store.keys[0, s, :, :kept], torch.arange(kept)), keys, atol=1e-4
+                    far.rotate(cache.full_store.keys[0, s, :, :flushed], torch.arange(flushed)), keys, atol=1e-4
                 )
 
 

@@ -30,7 +30,7 @@ def single(name: str, q: torch.Tensor, keys: torch.Tensor, start: int, end: int,
             range(max(0, i - SNAPKV_POOL_SIZE // 2), min(behind, i + SNAPKV_POOL_SIZE // 2 + 1))
             for i in range(start, end)
         ]
-        return sum(sum(mass[j] for j in each) / SNAPKV_POOL_SIZE for each in near)
+        return sum(sum(mass[j] for j in positions) / SNAPKV_POOL_SIZE for positions in near)
     return {
         "minmax": max(float(q @ high), float(q @ low)),
         "quest": float(sum(max(x * u, x * v) for x, u, v in zip(q, high, low, strict=True))),
@@ -64,10 +64,10 @@ def test_scores_are_what_their_definitions_say(name, chunk):
 def test_scores_from_summaries_need_no_keys(name):
     keys, queries = random(2, 40, 4), random(6, 2, 4, seed=1)
     for chunk in (1, 4):
-        kept = {kind: summarize(kind, keys.unflatten(1, (-1, chunk))) for kind in SCORERS[name].summary_kinds}
+        summaries = {kind: summarize(kind, keys.unflatten(1, (-1, chunk))) for kind in SCORERS[name].summary_kinds}
         first, behind = 4 // chunk, 32 // chunk
         wanted = score_chunks(name, "mean", queries, CandidateChunks(keys, first, behind, chunk))
-        unread = CandidateChunks(torch.full_like(keys, float("nan")), first, behind, chunk, kept)
+        unread = CandidateChunks(torch.full_like(keys, float("nan")), first, behind, chunk, summaries)
         torch.testing.assert_close(score_chunks(name, "mean", queries, unread), wanted)
 
 
@@ -88,6 +88,6 @@ def test_summaries_follow_a_context_that_grows_and_changes():
     store.keys[:, 0, :, 9:] += 1
     found.invalidate(0, 9)
     found.update(0, 29)
-    for kind, kept in found.for_slot(0).items():
+    for kind, summary in found.for_slot(0).items():
         wanted = summarize(kind, store.keys[:, 0, :, :28].unflatten(2, (-1, 4)))
-        assert torch.equal(kept[:, :, :7], wanted)
+        assert torch.equal(summary[:, :, :7], wanted)

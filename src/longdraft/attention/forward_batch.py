@@ -13,7 +13,7 @@ from longdraft.attention.transfer import to_device
 
 @dataclass(frozen=True, eq=False)
 class ScoreModifiers:
-    """What a layer does to attention scores besides scaling them.
+    """Changes of a layer to its attention scores, besides their scale.
 
     Attributes:
         softcap: scores s become softcap * tanh(s / softcap) before the mask (Gemma 2); None: no soft cap.

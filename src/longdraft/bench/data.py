@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 ShortTextPolicy = Literal["leave", "join", "keep"]
-"""What to do with a text below the requested length: leave it out, join the next texts to it, or keep it as it is."""
+"""Treatment of a text below the requested length: leave it out, join the next texts to it, or keep it as it is."""
 SamplingScheme = Literal["coupled", "standard"]
 """Acceptance at T > 0: coupled (drafts share the noise of the target's sampling) or standard (rejection sampling)."""
 

@@ -150,7 +150,7 @@ class _SequenceMatches:
 
 @dataclass(frozen=True)
 class SuffixOptions(Options):
-    """What a lookup searches for, and the shape of its trees."""
+    """Options of a lookup: lengths of the matches that it searches for, and the shape of its trees."""
 
     max_draft: int = option(15, min=1, help="longest continuation, in tokens")
     max_nodes: int = option(15, min=1, help="maximum number of draft nodes")

@@ -44,7 +44,7 @@ INNER_NODES = 5
 
 @dataclass
 class _SelfDraft:
-    """What the self-drafter emits for a sequence in one round.
+    """The tokens that the self-drafter emits for a sequence in one round.
 
     Attributes:
         fork: copy of the sequence, with a sampler of its own, to which the self-drafter's tokens are appended.

@@ -57,7 +57,7 @@ class DraftFolder:
         kind: the kind of draft, e.g. "longspec".
         config: sizes and settings, JSON.
         tensors: name -> tensor, on the CPU.
-        target: description of the draft's target (:func:`longdraft.model.shared_parts.describe`); empty if unknown.
+        target: the draft's target, as :func:`~longdraft.model.shared_parts.describe_target` gives it; empty if unknown.
     """
 
     kind: str

@@ -19,7 +19,7 @@ from longdraft.files import reports_file_errors
 
 @dataclass(frozen=True)
 class Training:
-    """How ``longdraft train`` trains a kind of draft.
+    """The training of a kind of draft by ``longdraft train``.
 
     ``settings`` and ``run`` may be "module:name" strings, as importing the training code takes seconds.
 

@@ -22,7 +22,7 @@ def find_draft(description: Mapping[str, Any], kind: str | None = None) -> Path 
     """The folder of a shipped draft that fits a target, preferably one trained with exactly these weights.
 
     Args:
-        description: the target's description, from :func:`longdraft.model.shared_parts.describe`.
+        description: the target's description, from :func:`~longdraft.model.shared_parts.describe_target`.
         kind: the kind of draft ("longspec"); None: any.
 
     Raises:

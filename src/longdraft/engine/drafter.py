@@ -37,7 +37,7 @@ class Drafter(ABC):
     """Time of a draft forward divided by that of a target forward; below 1 if the draft's weights are quantized."""
 
     num_prompt_queries: int = 1
-    """How many of the prompt's last tokens have queries in the first :class:`RoundResult`."""
+    """Number of the prompt's last tokens whose queries are in the first :class:`RoundResult`."""
 
     @property
     def views(self) -> tuple[View, ...]:

@@ -18,7 +18,7 @@ RoundMode = Literal["prefill", "full", "partial", "refresh"]
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What one target forward did for one sequence: the end of prefill, or the verification of a tree.
+    """The result of one target forward for one sequence: the end of its prefill, or a verified tree.
 
     Attributes:
         sequence: the sequence, with the emitted tokens appended.

@@ -35,7 +35,7 @@ class DamagedSnapshotError(CheckpointError):
 
 
 class SnapshotHeader(NamedTuple):
-    """What a snapshot says about its keys, values, features and states.
+    """The description of a snapshot's keys, values, features and states.
 
     Attributes:
         tokens: the token ids, int64.

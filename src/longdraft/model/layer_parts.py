@@ -155,7 +155,7 @@ def is_modified(module: nn.Module, is_patched: bool = False) -> bool:
 
 
 class LayerKind(NamedTuple):
-    """What distinguishes attention layers for the kernels: their window, and RoPE's cos and sin.
+    """A kind of attention layer, as the kernels distinguish them: by window, and by RoPE's cos and sin.
 
     Attributes:
         window: index of the layers' :class:`WindowKVCache`; None for full context.

@@ -71,7 +71,7 @@ class Recurrence:
         return RecurrentInputs(c, b, x, dt, None)
 
     def original_result(self, arguments: Arguments, outputs: torch.Tensor, state: torch.Tensor) -> Any:
-        """What the chunked function would return: outputs (B, T, heads, values) and, if requested, a state."""
+        """Returns the chunked function's result: outputs (B, T, heads, values) and, if requested, a state."""
         if self.per_channel:
             outputs, gate = outputs[..., 0].transpose(1, 2), arguments.get("z")
             outputs = outputs if gate is None else outputs * in_full_vectors(F.silu, gate)

@@ -241,7 +241,7 @@ class Kernels:
 
 @dataclass
 class StackOutput:
-    """What :meth:`Kernels.run_stack` returns; the last layer's output is in its argument x.
+    """The result of :meth:`Kernels.run_stack`; the last layer's output is in its argument x.
 
     Attributes:
         logits: (B, T or n, vocab_size), or None.

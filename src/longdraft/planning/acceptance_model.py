@@ -1,4 +1,4 @@
-"""What a planner learns of a draft, as Bayesian estimates with exponential decay.
+"""Bayesian estimates, with exponential decay, of a draft's acceptance and gain, for a planner.
 
 :class:`AcceptanceModel`: the probability that a node is accepted, given the drafter's probability of its path (Beta
 posteriors). :class:`DraftGain`: the tokens that drafting adds to a round (a Gamma posterior), and its time. Times are

@@ -40,7 +40,7 @@ def discount_odds(p: float) -> float:
 
 
 class Planner:
-    """What is known of a method's costs and acceptance on a target. One run after another uses and updates it.
+    """Costs and acceptance of a method on a target. One run after another uses and updates them.
 
     Args:
         table: seconds of target forwards.

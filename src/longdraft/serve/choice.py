@@ -106,7 +106,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Delta:
-    """What one step adds to a choice.
+    """The tokens and text that one step adds to a choice.
 
     Attributes:
         logprobs: the new tokens' log-probabilities; empty if the request asks for none.

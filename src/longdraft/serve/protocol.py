@@ -125,7 +125,7 @@ class ChatMessage(StrictModel):
 
 
 class StreamOptions(StrictModel):
-    """What a stream reports besides the answer."""
+    """Reports of a stream besides the answer."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False  # token counts in each chunk

@@ -60,7 +60,7 @@ class DraftCache:
         return self.context_len(slot)
 
     def contiguous_suffix_len(self, slot: int) -> int:
-        """How many of the context's last tokens are in the cache without a gap."""
+        """Returns the number of the context's last tokens that are in the cache without a gap."""
         return self.store.lengths[slot]
 
     def window_start(self, slot: int, depth: int = 0) -> int:

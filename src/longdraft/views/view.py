@@ -100,7 +100,7 @@ class View:
 
     @property
     def num_queries(self) -> int:
-        """How many of the context's last tokens have queries that score the chunks."""
+        """Number of the context's last tokens whose queries score the chunks."""
         scorer = SCORERS[self.scorer]
         if scorer is None:
             return 0

@@ -53,8 +53,8 @@ PLAIN = [
 def test_the_text_is_that_of_transformers(template, tools):
     tokenizer = with_template(template)
     for prompt in (True, False):
-        own = apply_chat_template(tokenizer, MESSAGES, tools=tools, add_generation_prompt=prompt, thinking="on")
-        assert own == tokenizer.apply_chat_template(
+        rendered = apply_chat_template(tokenizer, MESSAGES, tools=tools, add_generation_prompt=prompt, thinking="on")
+        assert rendered == tokenizer.apply_chat_template(
             MESSAGES, tools=tools, add_generation_prompt=prompt, tokenize=False, thinking="on"
         )
 

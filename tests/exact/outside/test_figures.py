@@ -87,9 +87,9 @@ def test_a_text_that_ended_with_its_first_token_weighs_nothing():
 def test_the_same_by_length(made):
     runs = []
     for (i, n), name in product(enumerate(FORWARDS), ("ar", "m")):
-        asked = RunSettings(name, "{}", "", 0.0, 64, None, "d", f"p{i}", f"{i}")
+        run_settings = RunSettings(name, "{}", "", 0.0, 64, None, "d", f"p{i}", f"{i}")
         plain = name == "ar"
-        runs.append(AcceptanceRun(asked, 60, NEW, NEW if plain else n, (), 1.0 if plain else 0.5))
+        runs.append(AcceptanceRun(run_settings, 60, NEW, NEW if plain else n, (), 1.0 if plain else 0.5))
     rows = made(runs, ("ar", "m"), (), True).document["rows"]
     (row,) = [row for row in rows if row["method"] == "m"]
     assert (row["mean_accepted_length"], row["prompts"]) == (pytest.approx(POOLED), 5)
@@ -123,8 +123,8 @@ def test_papers_have_averages_of_their_own():
 def test_a_result_and_a_server_say_the_same():
     said = Result("", [0] * TOKENS, 9, "m", True, "length", 0.5, 2.0, 20)
     assert (said.mean_accepted_length, said.tokens_per_second) == (NEW / 20, NEW / 2.0)
-    each = [SpecDecodingStats(num_rounds=n, num_emitted_tokens=NEW) for n in FORWARDS]
-    assert sum(each, SpecDecodingStats()).mean_accepted_length == pytest.approx(POOLED, abs=1e-4)
+    stats = [SpecDecodingStats(num_rounds=n, num_emitted_tokens=NEW) for n in FORWARDS]
+    assert sum(stats, SpecDecodingStats()).mean_accepted_length == pytest.approx(POOLED, abs=1e-4)
     first = Result("", [0], 9, "m", True, "length", 0.5, 0.0, 0)
     assert (first.mean_accepted_length, first.tokens_per_second) == (0.0, 0.0)
 

@@ -83,7 +83,7 @@ def test_a_run_goes_not_on_with_the_layers_of_another(change: Callable[[Any], No
     run, session = left(spec, PromptCache()), left_session(spec, PromptCache())
     change(m)
     expected = spec.generate(IDS, max_new_tokens=16)[0].token_ids
-    for more in (run.results, session.step):
+    for next_step in (run.results, session.step):
         with pytest.raises(CapabilityError, match="Start the run again"):
-            more()
+            next_step()
     assert spec.generate(IDS, max_new_tokens=16)[0].token_ids == expected

@@ -69,11 +69,11 @@ def read(rows, shape=SIMPLE, tmp_path=None, **more):
         learned = document.loss_mask or [i >= document.start for i in range(len(document.token_ids))]
         assert document.start == learned.index(True)
         runs, last = [], None
-        for token, own in zip(document.token_ids, learned, strict=True):
-            if own != last:
+        for token, is_learned in zip(document.token_ids, learned, strict=True):
+            if is_learned != last:
                 runs.append([])
             runs[-1].append(token)
-            last = own
+            last = is_learned
         found.append([chars.decode(run) for run in runs])
     return found, skipped
 

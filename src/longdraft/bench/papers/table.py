@@ -11,7 +11,7 @@ from typing import Any, Literal
 from longdraft.metrics import Average, TokenCounts, average, standard_error
 
 TableKind = Literal["speed", "needle", "quality"]
-"""How a table is measured: "speed" by ``bench``, "needle" by drafters' predictions, "quality" by ``bench quality``."""
+"""Measurement of a table: "speed" by ``bench``, "needle" by drafters' predictions, "quality" by ``bench quality``."""
 
 FIGURES = {
     "accepted": ("accepted length", "{:.2f}"),
