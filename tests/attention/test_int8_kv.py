@@ -41,8 +41,8 @@ def test_the_dequantize_kernel_equals_its_reference(dtype, d):
     rows = torch.randn(3, 2, 90, d, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     small, slots = Int8KV.quantize(rows), torch.tensor([2, 0], dtype=torch.int32, device=DEVICE)
     for quantized in (small, small.transpose(1, 2)[:, :80].transpose(1, 2)):
-        given = quantized.quants, each.scales, slots, 77, dtype
-        found, expected = kernel.dequantize_kv(*given), int8_kv.dequantize_kv(*given)
+        args = quantized.quants, quantized.scales, slots, 77, dtype
+        found, expected = kernel.dequantize_kv(*args), int8_kv.dequantize_kv(*args)
         assert found.shape == (2, 2, 77, d) and found.dtype == dtype
         step = torch.finfo(dtype).eps  # Triton's interpreter cuts, where a GPU rounds
         torch.testing.assert_close(found, expected, rtol=step, atol=0)
