@@ -59,8 +59,8 @@ inline void interleave_row_pairs(const RowPtr &row_ptr, int64_t depth, int64_t c
       to[c / TILE_SIDE] = interleave(load_16_shorts(first + c), load_16_shorts(second + c));
       to[c / TILE_SIDE + 1] = interleave(load_16_shorts(first + c + TILE_SIDE), load_16_shorts(second + c + TILE_SIDE));
       if (!prefetch_distance) continue;
-      __builtin_prefetch(first + prefetch_distance + c, 0, 2);
-      __builtin_prefetch(second + prefetch_distance + c, 0, 2);
+      prefetch<2>(address_of(first + c) + 2 * prefetch_distance);
+      prefetch<2>(address_of(second + c) + 2 * prefetch_distance);
     }
     for (; c < width; c += TILE_SIDE) to[c / TILE_SIDE] = interleave(load_masked(first, c), load_masked(second, c));
   }

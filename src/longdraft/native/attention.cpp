@@ -166,7 +166,7 @@ Status longdraft_attend(const float *q, const KVCache *kv, int64_t slot, int64_t
     normalize(part(0), rows, d, out + head * rows * d, sinks, mask_rows);
   });
   return OK;
-} CATCH_OUT_OF_MEMORY
+} CATCH_EXCEPTIONS
 
 Status longdraft_attend_prefill(const float *q, const KVCache *kv, int64_t slot, int64_t n_heads, int64_t group_size, int64_t rows,
                             int64_t d, int64_t n_kv, const std::int32_t *window_start, const SoftmaxParams *softmax, float *out,
@@ -206,4 +206,4 @@ Status longdraft_attend_prefill(const float *q, const KVCache *kv, int64_t slot,
     normalize(all, count, d, out + (head * rows + first) * d, softmax->sinks ? softmax->sinks + head : nullptr, count);
   });
   return OK;
-} CATCH_OUT_OF_MEMORY
+} CATCH_EXCEPTIONS

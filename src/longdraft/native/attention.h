@@ -27,41 +27,38 @@ constexpr float MASKED = -std::numeric_limits<float>::infinity();
 
 // The matrix rows of the next block's K^T or V that one row group prefetches while this block is computed, in small steps, so that
 // memory is loaded evenly.
-template <typename E>
 struct PrefetchRange {
-  const E *next;       // start of the range
-  int64_t row, steps;  // stride of rows in elements; steps for each row
+  Address next;              // start of the range
+  int64_t row_bytes, steps;  // stride of rows; steps for each row
 };
 
-template <typename E>
 struct Prefetcher {
-  explicit Prefetcher(PrefetchRange<E> range) : next(range.next), row(range.row), steps(range.steps), left(range.steps) {}
+  explicit Prefetcher(PrefetchRange range) : next(range.next), row_bytes(range.row_bytes), steps(range.steps), left(range.steps) {}
 
-  template <int C>
-  inline void prefetch() const {
-    constexpr int LINE = 64 / sizeof(E);  // elements of a cache line
-    UNROLL for (int i = 0; i < C * LANES; i += LINE) __builtin_prefetch(next + i);
+  template <int BYTES>
+  inline void prefetch_row() const {
+    UNROLL for (int i = 0; i < BYTES; i += 64) prefetch(next + i);
   }
 
   inline void step() {
-    next = --left ? next : next + row;
+    next = --left ? next : next + row_bytes;
     left = left ? left : steps;
   }
 
-  const E *next;
-  const int64_t row, steps;
+  Address next;
+  const int64_t row_bytes, steps;
   int64_t left;
 };
 
 // s (R, BLOCK) = q (R, d) times C x LANES columns of kt (d, keys).
 template <int R, int C, typename E>
-inline void score(const float *q, int64_t d, const E *kt, int64_t kt_row, PrefetchRange<E> prefetch, float *s) {
+inline void score(const float *q, int64_t d, const E *kt, int64_t kt_row, PrefetchRange prefetch_range, float *s) {
   vec acc[R * C] = {};
-  Prefetcher<E> prefetcher(prefetch);
+  Prefetcher prefetcher(prefetch_range);
   for (int64_t i = 0; i < d; i++, prefetcher.step()) {
     vec b[C];
     UNROLL for (int c = 0; c < C; c++) b[c] = load(kt + i * kt_row + c * LANES);
-    prefetcher.template prefetch<C>();
+    prefetcher.prefetch_row<C * LANES * sizeof(E)>();
     UNROLL for (int r = 0; r < R; r++) {
       UNROLL for (int c = 0; c < C; c++) acc[r * C + c] = fmadd(broadcast(q[r * d + i]), b[c], acc[r * C + c]);
     }
@@ -73,16 +70,16 @@ inline void score(const float *q, int64_t d, const E *kt, int64_t kt_row, Prefet
 
 // out (R, d) += p (R, BLOCK) times C x LANES columns of v (keys, d).
 template <int R, int C, typename E>
-inline void accumulate_pv(const float *p, int64_t keys, const E *v, int64_t v_row, PrefetchRange<E> prefetch, float *out, int64_t d) {
+inline void accumulate_pv(const float *p, int64_t keys, const E *v, int64_t v_row, PrefetchRange prefetch_range, float *out, int64_t d) {
   vec acc[R * C];
   UNROLL for (int r = 0; r < R; r++) {
     UNROLL for (int c = 0; c < C; c++) acc[r * C + c] = load(out + r * d + c * LANES);
   }
-  Prefetcher<E> prefetcher(prefetch);
+  Prefetcher prefetcher(prefetch_range);
   for (int64_t j = 0; j < keys; j++, prefetcher.step()) {
     vec b[C];
     UNROLL for (int c = 0; c < C; c++) b[c] = load(v + j * v_row + c * LANES);
-    prefetcher.template prefetch<C>();
+    prefetcher.prefetch_row<C * LANES * sizeof(E)>();
     UNROLL for (int r = 0; r < R; r++) {
       UNROLL for (int c = 0; c < C; c++) acc[r * C + c] = fmadd(broadcast(p[r * BLOCK + j]), b[c], acc[r * C + c]);
     }
@@ -93,15 +90,18 @@ inline void accumulate_pv(const float *p, int64_t keys, const E *v, int64_t v_ro
 }
 
 template <typename E>
-inline PrefetchRange<E> advanced(PrefetchRange<E> range, int64_t columns) { return {range.next + columns, range.row, range.steps}; }
+inline PrefetchRange advanced(PrefetchRange range, int64_t columns) {
+  range.next += columns * static_cast<int64_t>(sizeof(E));
+  return range;
+}
 
 template <int R, typename E>
-void score_rows(const float *q, int64_t d, const E *kt, int64_t kt_row, int64_t keys, PrefetchRange<E> prefetch, float *s) {
+void score_rows(const float *q, int64_t d, const E *kt, int64_t kt_row, int64_t keys, PrefetchRange prefetch_range, float *s) {
   int64_t j = 0;
   for (; j + TILE_COLUMNS * LANES <= keys; j += TILE_COLUMNS * LANES) {
-    score<R, TILE_COLUMNS>(q, d, kt + j, kt_row, advanced(prefetch, j), s + j);
+    score<R, TILE_COLUMNS>(q, d, kt + j, kt_row, advanced<E>(prefetch_range, j), s + j);
   }
-  for (; j + LANES <= keys; j += LANES) score<R, 1>(q, d, kt + j, kt_row, advanced(prefetch, j), s + j);
+  for (; j + LANES <= keys; j += LANES) score<R, 1>(q, d, kt + j, kt_row, advanced<E>(prefetch_range, j), s + j);
   for (; j < keys; j++) {
     for (int r = 0; r < R; r++) {
       float score = 0;
@@ -112,12 +112,12 @@ void score_rows(const float *q, int64_t d, const E *kt, int64_t kt_row, int64_t 
 }
 
 template <int R, typename E>
-void accumulate_pv_rows(const float *p, int64_t keys, const E *v, int64_t v_row, PrefetchRange<E> prefetch, float *out, int64_t d) {
+void accumulate_pv_rows(const float *p, int64_t keys, const E *v, int64_t v_row, PrefetchRange prefetch_range, float *out, int64_t d) {
   int64_t c = 0;
   for (; c + TILE_COLUMNS * LANES <= d; c += TILE_COLUMNS * LANES) {
-    accumulate_pv<R, TILE_COLUMNS>(p, keys, v + c, v_row, advanced(prefetch, c), out + c, d);
+    accumulate_pv<R, TILE_COLUMNS>(p, keys, v + c, v_row, advanced<E>(prefetch_range, c), out + c, d);
   }
-  for (; c < d; c += LANES) accumulate_pv<R, 1>(p, keys, v + c, v_row, advanced(prefetch, c), out + c, d);
+  for (; c < d; c += LANES) accumulate_pv<R, 1>(p, keys, v + c, v_row, advanced<E>(prefetch_range, c), out + c, d);
 }
 
 // kt (d, BLOCK) = k (keys, d) transposed; d is a multiple of LANES.
@@ -127,7 +127,7 @@ void transpose_block(const float *k, int64_t k_row, int64_t keys, int64_t d, flo
       vec a[LANES];
       for (int64_t r = 0; r < LANES; r++) {
         a[r] = load(k + std::min(j + r, keys - 1) * k_row + i);
-        __builtin_prefetch(k + (j + r + BLOCK) * k_row + i);
+        prefetch(address_of(k + i) + 4 * (j + r + BLOCK) * k_row);
       }
       transpose(a);
       for (int64_t r = 0; r < LANES; r++) store(kt + (i + r) * BLOCK + j, a[r]);
@@ -136,14 +136,14 @@ void transpose_block(const float *k, int64_t k_row, int64_t keys, int64_t d, flo
 }
 
 // Splits rows into even groups of at most TILE_ROWS and calls f(R, first row, group_range).
-// group_range(start, stride, n_matrix_rows) is the part of a matrix that the group prefetches.
+// group_range(start, stride in bytes, n_matrix_rows) is the part of a matrix that the group prefetches.
 template <typename Fn>
 inline void for_each_row_group(int64_t rows, const Fn &f) {
   const int64_t groups = (rows + TILE_ROWS - 1) / TILE_ROWS;
   for (int64_t g = 0, first = 0; g < groups; g++) {
     const int64_t end = rows * (g + 1) / groups;
-    const auto group_range = [=](const auto *start, int64_t row, int64_t n_matrix_rows) {
-      return PrefetchRange<std::decay_t<decltype(*start)>>{start + n_matrix_rows * g / groups * row, row, groups};
+    const auto group_range = [=](Address start, int64_t row_bytes, int64_t n_matrix_rows) {
+      return PrefetchRange{start + n_matrix_rows * g / groups * row_bytes, row_bytes, groups};
     };
     dispatch<TILE_ROWS>(end - first, [&](auto R) { f(R, first, group_range); });
     first = end;
@@ -254,9 +254,11 @@ void cap_scores(float *s, int64_t rows, int64_t keys, float softcap) {
 
 // s (rows, BLOCK) = scores of keys [a, a + keys). kt: memory for transposed keys.
 void score_block(const AttentionInput &in, const KVHead &kv, int64_t a, int64_t keys, float *s, float *kt) {
-  const auto score_keys = [&](auto *kt, int64_t kt_row, auto *next) {
+  const auto score_keys = [&](auto *kt, int64_t kt_row, int64_t block_distance) {
+    const int64_t element = sizeof *kt;
+    const Address next = address_of(kt) + block_distance * element;
     for_each_row_group(in.rows, [&](auto R, int64_t r, auto group_range) {
-      score_rows<R.value>(in.q + r * in.d, in.d, kt, kt_row, keys, group_range(next, kt_row, in.d), s + r * BLOCK);
+      score_rows<R.value>(in.q + r * in.d, in.d, kt, kt_row, keys, group_range(next, kt_row * element, in.d), s + r * BLOCK);
     });
   };
   if (in.bf16) {
@@ -265,9 +267,9 @@ void score_block(const AttentionInput &in, const KVHead &kv, int64_t a, int64_t 
 #endif
   } else if (kv.dtype == KVDtype::FLOAT32 && kv.k_row != 1) {
     transpose_block(static_cast<float *>(kv.k) + a * kv.k_row, kv.k_row, keys, in.d, kt);
-    score_keys(kt, BLOCK, kt);
+    score_keys(kt, BLOCK, 0);
   } else {
-    dispatch_dtype(kv.k, kv.dtype, [&](auto *k) { score_keys(k + a, kv.k_dim, k + a + BLOCK); });
+    dispatch_dtype(kv.k, kv.dtype, [&](auto *k) { score_keys(k + a, kv.k_dim, BLOCK); });
   }
   if (kv.k_scale) scale_keys(s, in.rows, keys, kv.k_scale + a);
   if (in.softcap) cap_scores(s, in.rows, keys, in.softcap);
@@ -286,8 +288,9 @@ void accumulate_pv_block(const AttentionInput &in, const KVHead &kv, int64_t a, 
   dispatch_dtype(kv.v, kv.dtype, [&](auto *values) {
     auto *v = values + a * kv.v_row;
     for_each_row_group(in.rows, [&](auto R, int64_t r, auto group_range) {
-      const auto prefetch = group_range(v + BLOCK * kv.v_row, kv.v_row, keys);
-      accumulate_pv_rows<R.value>(p + r * BLOCK, keys, v, kv.v_row, prefetch, in.part.out + r * in.d, in.d);
+      const int64_t row_bytes = kv.v_row * static_cast<int64_t>(sizeof *v);
+      const PrefetchRange prefetch_range = group_range(address_of(v) + BLOCK * row_bytes, row_bytes, keys);
+      accumulate_pv_rows<R.value>(p + r * BLOCK, keys, v, kv.v_row, prefetch_range, in.part.out + r * in.d, in.d);
     });
   });
 }

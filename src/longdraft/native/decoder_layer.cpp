@@ -8,9 +8,6 @@ using std::int64_t;
 
 namespace {
 
-// More tokens than this use several threads between products, and longdraft_attend_prefill in prefill (as in structures.py).
-constexpr int64_t FEW_TOKENS = 32;
-
 // Runs a layer: its output overwrites x. out_queries: the rotated queries are written there, unless null.
 void run_layer(const DecoderLayer &l, const AttentionMetadata &batch, const KVCache &kv, float *x, float *out_queries, int threads) {
   const int64_t n_tokens = batch.n_sequences * batch.query_len, query_len = batch.query_len, d = l.d;
@@ -102,4 +99,4 @@ Status longdraft_stack(const DecoderStack *stack, const AttentionMetadata *metad
     if (topk) topk_of_rows(head.y, rows, head.n_out, topk, topk_logprobs, topk_indices, threads);
   });
   return OK;
-} CATCH_OUT_OF_MEMORY
+} CATCH_EXCEPTIONS

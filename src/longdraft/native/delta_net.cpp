@@ -43,10 +43,10 @@ void longdraft_delta_net_layer(const GatedDeltaNetLayer *layer, const DeltaNetBa
     const RecurrentInputs &tree = recurrent_sequences[i / query_len].tree;
     const int64_t row = recurrent_sequences[i / query_len].first_output + i % query_len;
     const float *from = convolved + i * channels;
-    float *g = const_cast<float *>(tree.g) + row * r.n_v_heads, *beta = const_cast<float *>(tree.beta) + row * r.n_v_heads;
-    repeat_heads(from, l.n_k_heads, r.n_k_heads, r.head_k_dim, const_cast<float *>(tree.q) + row * r.n_k_heads * r.head_k_dim);
-    repeat_heads(from + k_size, l.n_k_heads, r.n_k_heads, r.head_k_dim, const_cast<float *>(tree.k) + row * r.n_k_heads * r.head_k_dim);
-    std::copy_n(from + 2 * k_size, v_size, const_cast<float *>(tree.v) + row * v_size);
+    float *g = tree.g + row * r.n_v_heads, *beta = tree.beta + row * r.n_v_heads;
+    repeat_heads(from, l.n_k_heads, r.n_k_heads, r.head_k_dim, tree.q + row * r.n_k_heads * r.head_k_dim);
+    repeat_heads(from + k_size, l.n_k_heads, r.n_k_heads, r.head_k_dim, tree.k + row * r.n_k_heads * r.head_k_dim);
+    std::copy_n(from + 2 * k_size, v_size, tree.v + row * v_size);
     for (int64_t h = 0; h < r.n_v_heads; h++) {
       g[h] = l.neg_exp_a[h] * softplus(a[i * r.n_v_heads + h] + l.dt_bias[h]);
       beta[h] = 1.0f / (1.0f + std::exp(-b[i * r.n_v_heads + h]));

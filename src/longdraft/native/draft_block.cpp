@@ -109,4 +109,4 @@ Status longdraft_draft_level(const DraftBlock *draft, const DraftLevelInput *nod
                              int64_t topk, float *out, float *logits, float *topk_logprobs, int64_t *topk_indices, int threads) try {
   Team::with(threads, [=] { run_level(*draft, *nodes, draft_kv, target_kv, topk, out, logits, topk_logprobs, topk_indices, threads); });
   return OK;
-} CATCH_OUT_OF_MEMORY
+} CATCH_EXCEPTIONS

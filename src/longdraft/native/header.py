@@ -1,4 +1,4 @@
-"""Parses kernels.h into ctypes types: enumerations, structures and functions."""
+"""Parses kernels.h into constants and ctypes types: enumerations, structures and functions."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ ENUMS: dict[str, dict[str, int]] = {
     for name, names in re.findall(r"^enum class (\w+) : std::int64_t \{([^}]*)\};", _SOURCE, re.MULTILINE)
 }
 _SCALARS |= dict.fromkeys(ENUMS, Int64)
+CONSTANTS = {
+    name: int(value) for name, value in re.findall(r"^constexpr std::int64_t (\w+) = (\d+);", _SOURCE, re.MULTILINE)
+}
+# What a function returns, by number.
+STATUSES = tuple(re.findall(r"\w+", re.findall(r"Status : int \{([^}]*)\};", _SOURCE)[0]))
 
 
 def _parse_declaration(statement: str) -> list[tuple[str, Any]]:

@@ -3,19 +3,30 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <new>
 
-// Result of the functions. After OUT_OF_MEMORY, the contents of outputs are undefined.
-enum [[nodiscard]] Status : int { OK, OUT_OF_MEMORY };
+// Result of the functions. Unless it is OK, the contents of outputs are undefined.
+enum [[nodiscard]] Status : int { OK, OUT_OF_MEMORY, INVALID_ARGUMENT, INTERNAL_ERROR };
 
-// Ends the body of a function that returns a Status, because no exception may reach Python.
-#define CATCH_OUT_OF_MEMORY \
-  catch (const std::bad_alloc &) { return OUT_OF_MEMORY; }
+struct StatusError : std::exception {
+  explicit StatusError(Status status) : status(status) {}
+  const Status status;
+};
+
+// Ends the body of each function that returns a Status, because no exception may reach Python.
+#define CATCH_EXCEPTIONS                                                 \
+  catch (const StatusError &error) { return error.status; }              \
+  catch (const std::bad_alloc &) { return OUT_OF_MEMORY; }               \
+  catch (...) { return INTERNAL_ERROR; }
 
 // Wraps a call from C++ of a function that returns a Status: turns the status into an exception again.
 inline void check(Status status) {
-  if (status != OK) throw std::bad_alloc();
+  if (status != OK) throw StatusError(status);
 }
+
+// Prompts with more tokens than this use several threads between products, and longdraft_attend_prefill.
+constexpr std::int64_t FEW_TOKENS = 32;
 
 extern "C" {
 
@@ -152,9 +163,9 @@ struct LinearRecurrence {
 // Inputs of consecutive tokens.
 struct RecurrentInputs {
   std::int64_t n_tokens;
-  const float *q, *k;     // (n_tokens, n_k_heads, head_k_dim)
-  const float *v;         // (n_tokens, n_v_heads, head_v_dim)
-  const float *g, *beta;  // log decay (n_tokens, n_v_heads[, head_k_dim]), weight (n_tokens, n_v_heads). Mamba-2: dt, null.
+  float *q, *k;     // (n_tokens, n_k_heads, head_k_dim)
+  float *v;         // (n_tokens, n_v_heads, head_v_dim)
+  float *g, *beta;  // log decay (n_tokens, n_v_heads[, head_k_dim]), weight (n_tokens, n_v_heads). Mamba-2: dt, null.
 };
 
 // One sequence: committed tokens that the state does not contain yet (pending), and a tree of new tokens.

@@ -20,7 +20,7 @@ from longdraft.errors import MemoryBudgetError
 from longdraft.native.boundary import CPU_FLOAT32, CPU_INT64, address, allocate_bytes
 from longdraft.native.build import LEVELS, UnsupportedPlatformError, library_file_name, load_library, supported_levels
 from longdraft.native.draft import DraftBlock, DraftLevelInput
-from longdraft.native.header import FUNCTIONS, STRUCTURES, Pointer
+from longdraft.native.header import FUNCTIONS, STATUSES, STRUCTURES, Pointer
 from longdraft.native.int8_kv import KV_DTYPE_IDS, KVTensor
 from longdraft.native.quantized_matrix import QuantizedMatrix
 from longdraft.native.structures import (
@@ -258,6 +258,12 @@ class StackOutput:
 
 
 def _check_status(status: int, function: Any, arguments: Any) -> None:
+    if STATUSES[status] == "INVALID_ARGUMENT":
+        raise ValueError(
+            f"{function.__name__} got sizes that do not fit each other; this is a bug of longdraft, please report it"
+        )
+    if STATUSES[status] == "INTERNAL_ERROR":
+        raise RuntimeError(f"{function.__name__} ended with an exception; this is a bug of longdraft, please report it")
     if status:
         raise MemoryBudgetError(
             "A kernel could not allocate its buffers: the memory limit of this process or machine is reached. "

@@ -132,7 +132,7 @@ Status longdraft_linear(const float *x, int64_t rows, int64_t n_in, const Matrix
   const int64_t offsets[] = {0, rows};
   multiply(x, n_in, matrices, count, offsets, 1, threads);
   return OK;
-} CATCH_OUT_OF_MEMORY
+} CATCH_EXCEPTIONS
 
 Status longdraft_grouped_gemm(const float *x, int64_t n_in, const Matrix *matrices, int64_t per_group, const int64_t *expert_ids,
                        const int64_t *offsets, int64_t count, float *y, int threads) try {
@@ -148,7 +148,7 @@ Status longdraft_grouped_gemm(const float *x, int64_t n_in, const Matrix *matric
   }
   multiply(x, n_in, expert_matrices.data(), per_group, offsets, count, threads);
   return OK;
-} CATCH_OUT_OF_MEMORY
+} CATCH_EXCEPTIONS
 
 int longdraft_lanes() { return LANES; }
 

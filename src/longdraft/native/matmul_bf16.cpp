@@ -29,12 +29,12 @@ ALWAYS_INLINE inline ivec to_bf16_pair(vec a, vec b) {
 // Dequantizes LANES outputs to right operands (TILE_DEPTH / 2, TILE_SIDE), into every other one of `out`, because two vectors of outputs
 // alternate there. next: weights to prefetch.
 template <typename F>
-void dequantize_block(InterleavedRows in, int64_t n_in, const byte *next, ivec *out) {
+void dequantize_block(InterleavedRows in, int64_t n_in, Address next, ivec *out) {
   constexpr int64_t SUB_BLOCK_BYTES = F::BYTES * LANES * SUB_BLOCK / F::WEIGHTS;
-  const byte *prefetch_end = next;
+  Address prefetch_end = next;
   for (int64_t i = 0; i < n_in; i += F::WEIGHTS, in = in.advance(F::BYTES), out += F::WEIGHTS) {
     F::block(in, [&](int sub_block, const auto &w, const auto *scale, const vec *min) ALWAYS_INLINE {
-      for (prefetch_end += SUB_BLOCK_BYTES; next < prefetch_end; next += 64) __builtin_prefetch(next, 0, 2);
+      for (prefetch_end += SUB_BLOCK_BYTES; next < prefetch_end; next += 64) prefetch<2>(next);
       UNROLL for (int s = 0; s < F::SCALES; s++) {
         // Puts a code into the upper mantissa bits of 256.0f, which gives 256 + code: no integer conversion is needed.
         const vec d = scale[s], offset = (F::HAS_MIN ? min[s] : vec{}) - d * (256.0f + F::ZERO_POINT);
@@ -140,7 +140,7 @@ void matmul_outputs(const Bf16Activations &x, int64_t from, int64_t to, const Ou
         const bool is_last = last && pair % N_MATRICES == N_MATRICES - 1;
         for (int b = 0; b < 2; b++) {
           const OutputVector vector(m, out + b * LANES);
-          const byte *next = vector.first(m) + ROW_GROUP * m.w_stride + LANES * (first / F::WEIGHTS * F::BYTES);
+          const Address next = address_of(vector.first(m)) + ROW_GROUP * m.w_stride + LANES * (first / F::WEIGHTS * F::BYTES);
           dequantize_block<F>(vector.interleaved<F>(m, first, depth, interleave_scratch), depth, next, w + b * TILE_SIDE);
         }
         const BFloat16 *values = x.values + row * x.n_in + first * ROW_GROUP;

@@ -47,14 +47,14 @@ template <int R, int O>
 inline void tile(const Activations &in, const Matrix &m, int64_t row, int64_t out, int64_t g, int64_t groups) {
   const int64_t n_in = in.n_in, w_stride = m.w_stride / 4, step = std::max<int64_t>(1, LANES / groups);
   const float *rows_of_x = in.x + row * n_in, *w = static_cast<const float *>(m.w) + out * w_stride;
-  const float *next = w + O * w_stride + n_in * g / groups;
+  Address next = address_of(w) + O * m.w_stride + n_in * g / groups * 4;
   vec acc[R * O] = {};
   int64_t i = 0;
-  for (; i + LANES <= n_in; i += LANES, next += step) {
+  for (; i + LANES <= n_in; i += LANES, next += 4 * step) {
     vec b[O];
     UNROLL for (int o = 0; o < O; o++) {
       b[o] = load(w + o * w_stride + i);
-      __builtin_prefetch(next + o * w_stride);
+      prefetch(next + o * m.w_stride);
     }
     UNROLL for (int r = 0; r < R; r++) {
       const vec a = load(rows_of_x + r * n_in + i);
@@ -137,11 +137,11 @@ template <typename F, int R, int O>
 inline void quantized_tile(const Activations &in, const Matrix &m, int64_t out) {
   const float *x = in.x;
   const byte *w = static_cast<const byte *>(m.w) + out * m.w_stride;
-  const byte *next = w + PREFETCH_BYTES;
+  Address next = address_of(w) + PREFETCH_BYTES;
   vec acc[R * O] = {};
   for (int64_t i = 0; i < in.n_in; i += F::WEIGHTS, w += F::BYTES, next += O * F::BYTES) {
     // The rows of the tile are contiguous.
-    UNROLL for (int line = 0; line < O * F::BYTES; line += 64) __builtin_prefetch(next + line);
+    UNROLL for (int line = 0; line < O * F::BYTES; line += 64) prefetch(next + line);
     UnpackedBlock<F> blocks[O];
     UNROLL for (int o = 0; o < O; o++) blocks[o].unpack(w + o * m.w_stride);
     for (int sub_block = 0; sub_block < F::WEIGHTS / SUB_BLOCK; sub_block++, x += SUB_BLOCK) {
@@ -194,7 +194,7 @@ void transposed_tile(const Activations &in, const Matrix &m, int64_t row, int64_
     vec b[V];
     UNROLL for (int v = 0; v < V; v++) {
       b[v] = v < V - 1 || count == LANES ? load(w + v * LANES) : load_partial(w + v * LANES, count);
-      __builtin_prefetch(w + PREFETCH_INPUTS * w_stride + v * LANES);
+      prefetch(address_of(w + v * LANES) + PREFETCH_INPUTS * m.w_stride);
     }
     UNROLL for (int r = 0; r < R; r++) {
       const vec a = broadcast(x[r * in.n_in + i]);
@@ -243,8 +243,9 @@ void quantized_range(const Activations &in, const Matrix &m, int64_t from, int64
   for (int64_t o = from; o < to; o++) {
     unpack<F>(static_cast<const byte *>(m.w) + o * m.w_stride, in.n_in, dequantized + (o - from) * in.n_in);
   }
-  // As a matrix, the buffer's first row is output number `from`.
-  matmul_range(in, Matrix{dequantized - from * in.n_in, m.bias, m.y, 4 * in.n_in, m.n_out, m.accumulate, Format::FLOAT32, 0}, from, to);
+  // In a matrix of these outputs alone, output number `from` is number 0.
+  const float *bias = m.bias ? m.bias + from : nullptr;
+  matmul_range(in, Matrix{dequantized, bias, m.y + from, 4 * in.n_in, m.n_out, m.accumulate, Format::FLOAT32, 0}, 0, to - from);
 }
 
 template <typename Fn>
@@ -263,7 +264,7 @@ Status longdraft_dequantize(const void *w, Format format, int64_t rows, int64_t 
     });
   });
   return OK;
-} CATCH_OUT_OF_MEMORY
+} CATCH_EXCEPTIONS
 
 void float_outputs(const float *x, int64_t rows, int64_t n_in, const Matrix &m, int64_t from, int64_t to) {
   const Activations in{x, rows, n_in};

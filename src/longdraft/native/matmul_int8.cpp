@@ -28,11 +28,14 @@ template <int MAX_CODE>
 constexpr bool FLIP_SIGN = false;
 #endif
 
+// Four activations as one number, which the compiler must assume to be written as bytes.
+typedef std::int32_t aliasing_int32 __attribute__((may_alias));
+
 template <int MAX_CODE>
 inline ivec dot4_accumulate(ivec sum, ivec w, const std::int8_t *x4) {
 #if defined(__AVX512VNNI__)
   // In assembly, for its embedded broadcast: compilers would broadcast by a separate instruction, which takes a third longer.
-  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*reinterpret_cast<const std::int32_t *>(x4)));
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*reinterpret_cast<const aliasing_int32 *>(x4)));
   return sum;
 #else
   std::int32_t x4_bits;
@@ -125,17 +128,18 @@ template <int R = Int8Activations::ROW_GROUP, typename Fn>
 inline void dispatch_rows(int64_t group_rows, const Fn &f) {
   if constexpr (R == 5 || R == 7) return dispatch_rows<R - 1>(group_rows, f);
   if (group_rows == R) return f(std::integral_constant<int, R>{});
-  if constexpr (R > 1) dispatch_rows<R - 1>(group_rows, f);
+  if constexpr (R > 1) return dispatch_rows<R - 1>(group_rows, f);
+  __builtin_trap();
 }
 
 // True for the last of the sub-blocks that share an activation scale.
 template <typename F>
 ALWAYS_INLINE inline bool completes_scale(int sub_block) { return sub_block % F::SUB_BLOCKS_PER_SCALE == F::SUB_BLOCKS_PER_SCALE - 1; }
 
-// One group of rows, with codes unpacked in registers. prefetch: also prefetch the weights of the next outputs.
+// One group of rows, with codes unpacked in registers. prefetch_next: also prefetch the weights of the next outputs.
 template <typename F, int R>
 void matmul_few_rows(const Int8Activations &x, int64_t row, const Matrix &m, const OutputVector &outputs, InterleavedRows in,
-                     bool prefetch) {
+                     bool prefetch_next) {
   constexpr int64_t SUB_BLOCK_BYTES = F::BYTES * LANES * SUB_BLOCK / F::WEIGHTS;
   // Every EVERY bytes, a second line is prefetched AHEAD bytes later, which starts the hardware prefetcher earlier. With more than 2 rows
   // fewer such lines, in the next page, were faster on an Intel Xeon.
@@ -145,14 +149,14 @@ void matmul_few_rows(const Int8Activations &x, int64_t row, const Matrix &m, con
   const int64_t block_index = x.block_index(row, 0);
   const std::int8_t *qs = x.qs + block_index * SUB_BLOCK;
   const Int8Activations::Block *blocks = x.blocks + block_index;
-  const byte *next = outputs.first(m) + LANES * m.w_stride, *prefetch_end = next;
+  Address next = address_of(outputs.first(m)) + LANES * m.w_stride, prefetch_end = next;
   for (int64_t i = 0; i < x.n_in; i += F::WEIGHTS, in = in.advance(F::BYTES)) {
     F::block(in, [&](int sub_block, const auto &w, const auto *scale, const vec *min) ALWAYS_INLINE {
       // A few cache lines at a time: many at once would delay the loads of this block.
-      if (prefetch) {
+      if (prefetch_next) {
         for (prefetch_end += SUB_BLOCK_BYTES; next < prefetch_end; next += 64) {
-          __builtin_prefetch(next, 0, 2);
-          if (reinterpret_cast<std::uintptr_t>(next) % EVERY < 64) __builtin_prefetch(next + AHEAD, 0, 2);
+          prefetch<2>(next);
+          if (next % EVERY < 64) prefetch<2>(next + AHEAD);
         }
       }
       SumScale<F> sum_scales[F::SCALES];
@@ -251,12 +255,12 @@ struct AmxWeights {
 
 // next: weights of the next outputs, to prefetch.
 template <typename F>
-void unpack_amx(InterleavedRows in, int64_t n_in, const byte *next, AmxWeights<F> *to) {
+void unpack_amx(InterleavedRows in, int64_t n_in, Address next, AmxWeights<F> *to) {
   constexpr int64_t SUB_BLOCK_BYTES = F::BYTES * LANES * SUB_BLOCK / F::WEIGHTS;
-  const byte *prefetch_end = next;
+  Address prefetch_end = next;
   for (int64_t i = 0; i < n_in; i += F::WEIGHTS, in = in.advance(F::BYTES), to += F::WEIGHTS / SUB_BLOCK / F::SUB_BLOCKS_PER_SCALE) {
     F::block(in, [&](int sub_block, const auto &w, const auto *scale, const vec *min) ALWAYS_INLINE {
-      for (prefetch_end += SUB_BLOCK_BYTES; next < prefetch_end; next += 64) __builtin_prefetch(next, 0, 2);
+      for (prefetch_end += SUB_BLOCK_BYTES; next < prefetch_end; next += 64) prefetch<2>(next);
       AmxWeights<F> &dst = to[sub_block / F::SUB_BLOCKS_PER_SCALE];
       const int part = sub_block % F::SUB_BLOCKS_PER_SCALE, column = part % 2 * COLUMNS_PER_SUB_BLOCK;
       UNROLL for (int s = 0; s < F::SCALES; s++) {
@@ -331,7 +335,7 @@ void matmul_amx(const Int8Activations &x, const Matrix &m, int64_t from, int64_t
       const int64_t count = std::min(AMX_WEIGHTS_AT_A_TIME, n_weights - first);
       for (int64_t v = 0; v < vectors; v++) {
         const OutputVector outputs(m, from + v * LANES);
-        const byte *next = outputs.first(m) + LANES * (m.w_stride + first * SCALE_INPUTS / F::WEIGHTS * F::BYTES);
+        const Address next = address_of(outputs.first(m)) + LANES * (m.w_stride + first * SCALE_INPUTS / F::WEIGHTS * F::BYTES);
         unpack_amx<F>(outputs.interleaved<F>(m, first * SCALE_INPUTS, count * SCALE_INPUTS, interleave_scratch), count * SCALE_INPUTS,
                       next, w);
         multiply_tiles<TILE_ROWS>(w, first, count, x, row, end, sums + v * sums_size);
@@ -367,7 +371,7 @@ void matmul_outputs(const Int8Activations &x, const Matrix &m, int64_t from, int
 }  // namespace
 
 int64_t sub_blocks_per_act_scale(Format format) {
-  int64_t sub_blocks = 1;
+  int64_t sub_blocks = 0;
   dispatch_format(format, [&](auto f) { sub_blocks = decltype(f)::SUB_BLOCKS_PER_SCALE; });
   return sub_blocks;
 }
@@ -385,7 +389,7 @@ void int8_outputs(const Int8Activations &x, const Matrix &m, int64_t from, int64
   dispatch_format(m.format, [&](auto f) { matmul_outputs<decltype(f)>(x, m, from, to); });
 }
 
-Status longdraft_repack(const void *w, Format format, int64_t n_out, int64_t n_in, int64_t w_stride, void *repacked, int threads) {
+Status longdraft_repack(const void *w, Format format, int64_t n_out, int64_t n_in, int64_t w_stride, void *repacked, int threads) try {
   dispatch_format(format, [=](auto f) {
     using F = decltype(f);
     parallel_for(threads, n_out / LANES, [=](int64_t i) {
@@ -395,4 +399,4 @@ Status longdraft_repack(const void *w, Format format, int64_t n_out, int64_t n_i
     });
   });
   return OK;
-}
+} CATCH_EXCEPTIONS

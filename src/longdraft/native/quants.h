@@ -300,7 +300,7 @@ struct IQ4_XS : QuantBlock<256, 136, 1>, IQ4Codebook {
   }
 };
 
-// Calls f(F{}) with the quantized format F; does nothing for the other formats.
+// Calls f(F{}) with the quantized format F. Stops the process for any other format, which is a bug of a caller.
 template <typename Fn>
 inline void dispatch_format(Format format, const Fn &f) {
   switch (format) {
@@ -317,7 +317,7 @@ inline void dispatch_format(Format format, const Fn &f) {
     case Format::IQ4_NL: return f(IQ4_NL{});
     case Format::IQ4_XS: return f(IQ4_XS{});
     case Format::MXFP4: return f(MXFP4{});
-    default: return;
+    default: __builtin_trap();
   }
 }
 

@@ -202,7 +202,7 @@ Status longdraft_linear_recurrence(const LinearRecurrence *recurrence, const Rec
   const LinearRecurrence &r = *recurrence;
   parallel_for(threads, count * r.n_v_heads, [&](int64_t item) { run_head(r, sequences[item / r.n_v_heads], item % r.n_v_heads); });
   return OK;
-} CATCH_OUT_OF_MEMORY
+} CATCH_EXCEPTIONS
 
 Status longdraft_causal_conv(const CausalConv *convolution, const CausalConvSequence *sequences, int64_t count, int threads) try {
   constexpr int64_t CHANNELS_PER_ITEM = 256;
@@ -213,4 +213,4 @@ Status longdraft_causal_conv(const CausalConv *convolution, const CausalConvSequ
     convolve_channels(c, sequences[item / items_per_sequence], first, std::min(c.channels, first + CHANNELS_PER_ITEM));
   });
   return OK;
-} CATCH_OUT_OF_MEMORY
+} CATCH_EXCEPTIONS

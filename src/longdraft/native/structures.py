@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 
 from longdraft.native.boundary import address
-from longdraft.native.header import STRUCTURES, Int64, Pointer
+from longdraft.native.header import CONSTANTS, STRUCTURES, Int64, Pointer
 from longdraft.native.int8_kv import KV_DTYPE_IDS, Int8KV, KVTensor
 from longdraft.native.quantized_matrix import QuantizedMatrix
 
@@ -50,8 +50,8 @@ def kv_struct(keys: KVTensor, values: KVTensor) -> ctypes.Structure:
     return KVCache(*data, k[0], v[0], *k[1:], *v[1:4], KV_DTYPE_IDS[keys.dtype], *scales)
 
 
-# More tokens of a prompt than this are computed by longdraft_attend_prefill (FEW_TOKENS in decoder_layer.cpp).
-FEW_TOKENS = 32
+# More tokens of a prompt than this are computed by longdraft_attend_prefill.
+FEW_TOKENS = CONSTANTS["FEW_TOKENS"]
 
 NORM_NAMES = ("norm", "mlp_norm", "post_attn_norm", "post_mlp_norm", "q_norm", "k_norm")
 

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <new>
+#include <exception>
 
 #include <sched.h>
 
@@ -19,13 +19,14 @@ inline Parallel parallel_entry = nullptr;
 
 // A parallel loop with guided scheduling: threads take shrinking parts of the remaining items. So no thread waits long for a slow one,
 // and threads rarely contend for the counter or for cache lines of neighbouring results. An exception must not leave a thread, or
-// pass OpenMP's frames: it sets `failed` and ends the loop, and parallel_for throws it again.
+// pass OpenMP's frames: it ends the loop, and parallel_for throws the first one again.
 template <typename F>
 struct ParallelLoop {
   const F &f;
   const std::int64_t n_items, n_parts;
   std::atomic<std::int64_t> next{0};
   std::atomic<bool> failed{false};
+  std::exception_ptr error;  // of the thread that has set `failed`
 
   static void run_items(void *work) try {
     ParallelLoop &loop = *static_cast<ParallelLoop *>(work);
@@ -36,9 +37,9 @@ struct ParallelLoop {
       for (std::int64_t i = from; i < to; i++) loop.f(i);
       from = loop.next.load(std::memory_order_relaxed);
     }
-  } catch (const std::bad_alloc &) {
+  } catch (...) {
     ParallelLoop &loop = *static_cast<ParallelLoop *>(work);
-    loop.failed.store(true);
+    if (!loop.failed.exchange(true)) loop.error = std::current_exception();
     loop.next.store(loop.n_items);
   }
 };
@@ -57,8 +58,8 @@ class Team {
     struct Region {
       const F &f;
       Team team;
-      bool failed = false;
-    } region{f, {}};
+      std::exception_ptr error;
+    } region{f, {}, {}};
     leading = &region.team;
     parallel_entry(
         [](void *data) {
@@ -66,14 +67,14 @@ class Team {
           if (leading != &region.team) return region.team.run_loops();
           try {
             region.f();
-          } catch (const std::bad_alloc &) {
-            region.failed = true;
+          } catch (...) {
+            region.error = std::current_exception();
           }
           region.team.finished_.store(true, std::memory_order_release);
         },
         &region, static_cast<unsigned>(threads), 0);
     leading = nullptr;
-    if (region.failed) throw std::bad_alloc();
+    if (region.error) std::rethrow_exception(region.error);
   }
 
   // Runs run_items(work) on this thread and on those that join.
@@ -142,5 +143,5 @@ inline void parallel_for(int threads, std::int64_t n_items, const F &f) {
   } else {
     parallel_entry(ParallelLoop<F>::run_items, &work, static_cast<unsigned>(threads), 0);
   }
-  if (work.failed) throw std::bad_alloc();
+  if (work.error) std::rethrow_exception(work.error);
 }

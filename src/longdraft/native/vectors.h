@@ -29,16 +29,19 @@ typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef std::int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef float unaligned_vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-// A buffer that is reused from call to call, so that a decoding step allocates nothing. Large buffers use huge pages where possible.
+// A buffer that is reused from call to call, so that a decoding step allocates nothing. Large buffers use huge pages where possible,
+// and shrink after SMALL_REQUESTS requests for less than a quarter, so that one long prompt does not keep its memory for good.
 // Round sizes of its parts up by round_up_to_line(), so that loads do not straddle cache lines.
 class Scratch {
  public:
   ~Scratch() { std::free(data_); }
 
   float *get(std::int64_t size) {
-    if (size > size_) {
+    small_requests_ = size < size_ / 4 ? small_requests_ + 1 : 0;
+    if (size > size_ || (small_requests_ >= SMALL_REQUESTS && size_ * sizeof(float) > LARGE)) {
       std::free(data_);
-      size_ = 0;
+      data_ = nullptr;
+      size_ = small_requests_ = 0;
       const std::int64_t bytes = round_up_to_line(size) * sizeof(float), page = bytes < LARGE ? 64 : LARGE;
       const std::int64_t rounded = (bytes + page - 1) / page * page;
       data_ = static_cast<float *>(std::aligned_alloc(page, rounded));
@@ -55,16 +58,30 @@ class Scratch {
 
  private:
   static constexpr std::int64_t LARGE = 2 << 20;  // bytes of a huge page
+  static constexpr std::int64_t SMALL_REQUESTS = 4096;  // some forwards of a model
 
   float *data_ = nullptr;
-  std::int64_t size_ = 0;
+  std::int64_t size_ = 0, small_requests_ = 0;
 };
 
-// Calls f with n, MIN <= n <= MAX, as a compile-time constant.
+// An address to prefetch from. A number, because it may lie past the end of an array, where a pointer would be undefined.
+typedef std::uintptr_t Address;
+
+inline Address address_of(const void *p) { return reinterpret_cast<Address>(p); }
+
+// LOCALITY: 3 for all caches, 2 for all but the first.
+template <int LOCALITY = 3>
+inline void prefetch(Address address) { __builtin_prefetch(reinterpret_cast<const void *>(address), 0, LOCALITY); }
+
+// Calls f with n, MIN <= n <= MAX, as a compile-time constant. Stops the process for any other n, which is a bug of a caller.
 template <int MAX, int MIN = 1, typename F>
 inline void dispatch(std::int64_t n, const F &f) {
   if (n == MAX) return f(std::integral_constant<int, MAX>{});
-  if constexpr (MAX > MIN) dispatch<MAX - 1, MIN>(n, f);
+  if constexpr (MAX > MIN) {
+    dispatch<MAX - 1, MIN>(n, f);
+  } else {
+    __builtin_trap();
+  }
 }
 
 // Calls f with 0, ..., N - 1 as compile-time constants.

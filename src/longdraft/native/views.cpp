@@ -230,11 +230,12 @@ Status longdraft_summarize_chunks(const KVCache *kv, int64_t slot, int64_t layer
     }
   });
   return OK;
-} CATCH_OUT_OF_MEMORY
+} CATCH_EXCEPTIONS
 
 Status longdraft_select_chunks(const ChunkSelection *selection, const float *queries, int64_t *chunk_ids, int threads) try {
   const ChunkSelection &in = *selection;
   const int64_t chunks = in.end_chunk - in.first_chunk, rows = in.group_size * in.n_queries;
+  if (in.n_selected < 0 || in.n_selected > chunks) return INVALID_ARGUMENT;
   parallel_for(threads, in.n_layers * in.n_kv_heads, [&](int64_t item) {
     static thread_local Scratch scratch, keys_scratch;
     const int64_t scores_size = Scratch::round_up_to_line(chunks), order_size = Scratch::round_up_to_line(2 * chunks);
@@ -258,7 +259,7 @@ Status longdraft_select_chunks(const ChunkSelection *selection, const float *que
     for (int64_t i = 0; i < in.n_selected; i++) chunk_ids[item * in.n_selected + i] = in.first_chunk + order[i];
   });
   return OK;
-} CATCH_OUT_OF_MEMORY
+} CATCH_EXCEPTIONS
 
 Status longdraft_copy_view(const KVCache *kv, const KVCache *view, int64_t slot, int64_t layers, int64_t heads, int64_t d,
                          const int64_t *chunk_ids, int64_t *resident, int64_t count, int64_t chunk, int64_t sink, int64_t window,
@@ -275,7 +276,7 @@ Status longdraft_copy_view(const KVCache *kv, const KVCache *view, int64_t slot,
     copy_ranges(kv_head(kv_layer(*kv, layer), slot, head), kv_head(kv_layer(*view, layer), slot, head), d, ranges);
   });
   return OK;
-} CATCH_OUT_OF_MEMORY
+} CATCH_EXCEPTIONS
 
 Status longdraft_copy_entries(const KVCache *kv, const KVCache *view, int64_t slot, int64_t layers, int64_t heads, int64_t d,
                          int64_t from, int64_t to, int64_t count, int threads) try {
@@ -285,4 +286,4 @@ Status longdraft_copy_entries(const KVCache *kv, const KVCache *view, int64_t sl
     copy_ranges(source, view_head, d, {{from, to, count}});
   });
   return OK;
-} CATCH_OUT_OF_MEMORY
+} CATCH_EXCEPTIONS
