@@ -1,0 +1,68 @@
+"""Contracts of the kernels that no output shows: exceptions, memory, arguments that do not fit, addresses."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from longdraft.native import build, header, structures
+from longdraft.native.views import ViewKernels
+
+FOLDER = Path(build.__file__).parent
+
+
+def test_exceptions_memory_and_dispatch_under_sanitizers(tmp_path):
+    program, source = tmp_path / "contracts", Path(__file__).with_name("contracts.cpp")
+    isa = build.supported_levels()[-1]
+    options = [
+        "-std=c++17",
+        "-O1",
+        "-fopenmp",
+        "-Wno-psabi",
+        "-fsanitize=address,undefined",
+        "-fno-sanitize-recover=all",
+    ]
+    command = ["g++", *options, f"-march={isa}", f"-I{FOLDER}", str(source), "-o", str(program)]
+    try:
+        compiled = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("no g++")
+    if "cannot find" in compiled.stderr:
+        pytest.skip("no sanitizers")
+    assert compiled.returncode == 0, compiled.stderr
+    environment = os.environ | {"ASAN_OPTIONS": "detect_leaks=0"}
+    ended = subprocess.run([program], capture_output=True, text=True, check=False, env=environment)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+def test_more_chunks_than_there_are_is_an_error(kernels):
+    keys, queries = torch.zeros(1, 1, 1, 64, 16), torch.zeros(1, 1, 1, 16)
+    select = ViewKernels(kernels).select_chunks
+    assert select("tokens", False, (keys, 0, 64), 16, None, queries, range(4), 4).flatten().tolist() == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="sizes that do not fit"):
+        select("tokens", False, (keys, 0, 64), 16, None, queries, range(4), 5)
+
+
+def test_rules_of_the_sources():
+    """Each function that Python calls ends in a handler, and prefetches compute numbers, not pointers."""
+    for path in sorted(FOLDER.glob("*.cpp")):
+        text = path.read_text(encoding="utf-8")
+        bodies = re.findall(r"^Status longdraft_\w+\([^{]*\{.*?^\}.*?$", text, re.DOTALL | re.MULTILINE)
+        assert all(body.endswith("} CATCH_EXCEPTIONS") and ") try {" in body for body in bodies), path.name
+        assert len(bodies) == text.count("\nStatus longdraft_")
+    found = {
+        path.name: path.read_text(encoding="utf-8").count("__builtin_prefetch(") for path in FOLDER.glob("*.[ch]*")
+    }
+    assert {name: n for name, n in found.items() if n} == {"vectors.h": 1, "matmul_bf16.cpp": 1}  # the latter within y
+
+
+def test_python_reads_constants_and_statuses_from_the_header():
+    assert header.STATUSES[0] == "OK" and "OUT_OF_MEMORY" in header.STATUSES
+    assert structures.FEW_TOKENS == header.CONSTANTS["FEW_TOKENS"] > 0
+    for path in FOLDER.glob("*.cpp"):
+        assert not re.search(r"constexpr \S*int64_t FEW_TOKENS", path.read_text(encoding="utf-8"))
