@@ -150,7 +150,7 @@ class BatchStopping:
                     f"longdraft decodes the rows of a batch at their own pace, but {', '.join(unsupported)} must see "
                     "all rows step by step: give one prompt at a time, or leave it out."
                 )
-        self._criteria, self._pad, self._streamer = criteria, pad_token or 0, streamer
+        self._criteria, self._pad_token, self._streamer = criteria, pad_token or 0, streamer
         self._sequences = sequences
         self._end_lengths: list[int | None] = [None] * len(sequences)  # final output lengths; None: not known yet
 
@@ -171,7 +171,7 @@ class BatchStopping:
         length = self._max_new_length or 0
         end_lengths = self._end_lengths if self._pads_output else [length] * len(self._end_lengths)
         outputs = [s.output[:end] for s, end in zip(self._sequences, end_lengths, strict=True)]
-        return [row + [self._pad] * (length - len(row)) for row in outputs]
+        return [row + [self._pad_token] * (length - len(row)) for row in outputs]
 
     @property
     def _max_new_length(self) -> int | None:
