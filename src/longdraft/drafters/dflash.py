@@ -10,8 +10,9 @@ A prefill projects c to the context's keys and values, which the draft caches, a
 block except the anchor are masks, so DFlash drafts each token without knowing the drafted tokens before it. DSpark
 therefore corrects the logits of a level by the token t of the level before. The correction is the Markov head:
 
-    plain      W2 W1[t]
-    gated      W2 (sigmoid(W [x_k, W1[t]]) W1[t]);  recurrent: W1[t] also updates a state, along the path from the root
+    plain        W2 W1[t]
+    gated        W2 (sigmoid(W [x_k, W1[t]]) W1[t])
+    recurrent    W2 tanh(o), where o is the output of an RNN over W1[t] and x_k along the path from the root
 
 DFlash: arXiv:2602.06036; DSpark: arXiv:2607.05147. Shapes: B sequences, T tokens, W nodes of a level for each sequence.
 """
@@ -88,6 +89,7 @@ class DFlashBlock(nn.Module):
 
     @property
     def draft_layers(self) -> list[DraftLayer]:
+        """The layers, with their type."""
         return cast(list[DraftLayer], list(self.layers))
 
     def project_features(self, features: torch.Tensor) -> torch.Tensor:
@@ -99,15 +101,16 @@ class DFlashBlock(nn.Module):
         self, x: torch.Tensor, g: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the context's keys after RoPE and values (layers, KV heads, T, head_dim) from ``g``, which is c.
-        ``x`` is unused: unlike other drafts', these keys do not depend on token embeddings."""
+        ``x`` is unused, because these keys do not depend on token embeddings."""
         by_layer = [layer.self_attn.keys_values(g, cos, sin) for layer in self.draft_layers]
         return torch.stack([k for k, _ in by_layer]), torch.stack([v for _, v in by_layer])
 
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context_kv: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> torch.Tensor:
-        """Converts embeddings (B, block size, hidden) to outputs of the same shape, after the final norm. ``cos`` and
-        ``sin`` are for the positions of all B blocks. ``context_kv``: for each sequence, what keys_values returned."""
+        """Converts embeddings (B, block size, hidden) of B blocks to outputs of the same shape, after the final norm.
+        ``cos``, ``sin``: rotary embedding of all tokens. ``context_kv``: each sequence's keys and values in all layers.
+        """
         h = x.flatten(0, 1)
         for i, layer in enumerate(self.draft_layers):
             h = layer.run_layer(layer.input_layernorm(h), h, cos, sin, partial(self._attend, i, context_kv))
@@ -150,7 +153,7 @@ class DFlashDraft(Eagle3Draft):
     def shape(self) -> DFlashShape:
         shape: DFlashShape = super().shape
         if shape.slots < 1:
-            raise CheckpointError(f"block_size in config.json of {self.folder} is too small: copy the draft again.")
+            raise CheckpointError(f"block_size in config.json of {self.folder} leaves no token to draft: copy it anew.")
         return shape
 
     def module(self) -> DFlashBlock:
@@ -193,7 +196,7 @@ class DFlashRound(SingleForwardRound):
 
     @property
     def num_candidates(self) -> int:
-        return NUM_CANDIDATES if self._shape.markov_rank is not None else 1
+        return NUM_CANDIDATES if self._shape.markov_rank is not None else 1  # 1: nothing is corrected
 
     def forward_all_levels(self, level: TreeLevel, k: int) -> tuple[torch.Tensor, ...]:
         """Caches the keys and values of the new tokens, and runs the forward over one block for each sequence."""

@@ -92,9 +92,7 @@ register(
         "Li et al. 2024, EAGLE, arXiv:2401.15077; EAGLE-2, arXiv:2406.16858",
         load=EagleDraft.load,
         training=Training(
-            "longdraft.training.config:EagleConfig",
-            "longdraft.training.eagle:train_eagle",
-            "Train an EAGLE-1 draft",
+            "longdraft.training.config:EagleConfig", "longdraft.training.eagle:train_eagle", "Train an EAGLE-1 draft"
         ),
     )
 )

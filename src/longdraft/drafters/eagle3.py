@@ -255,9 +255,7 @@ register(
         "Li et al. 2025, EAGLE-3, arXiv:2503.01840",
         load=Eagle3Draft.load,
         training=Training(
-            "longdraft.training.config:Eagle3Config",
-            "longdraft.training.eagle3:train_eagle3",
-            "Train an EAGLE-3 draft",
+            "longdraft.training.config:Eagle3Config", "longdraft.training.eagle3:train_eagle3", "Train an EAGLE-3 draft"
         ),
     )
 )

@@ -44,7 +44,7 @@ class OnePassShape(Eagle3Shape):
 
 
 class OnePassBlock(Eagle3Block):
-    """EAGLE-3's module with mask tokens and a bigram."""
+    """EAGLE-3's module with mask tokens (``slot_embedding``: m_k, ``slot_state``: s_k) and a bigram (W_in, W_out)."""
 
     shape: OnePassShape
 

@@ -55,9 +55,7 @@ class SmallLMOptions(ChunkOptions):
         usual="full, or streaming for contexts longer than it was trained for",
     )
     vocabulary: int | None = option(
-        min=2,
-        help="propose only the first N token ids, which are the frequent ones in most tokenizers",
-        usual="all",
+        min=2, help="propose only the first N token ids, which are the frequent ones in most tokenizers", usual="all"
     )
 
 

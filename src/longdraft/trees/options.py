@@ -44,9 +44,7 @@ class TreeOptions(Options):
         usual="dynamic: 8 (EAGLE-1 and 2: 6); opt: 10; chain: 4",
     )
     top_k: int | None = option(
-        min=1,
-        help="dynamic, opt: nodes of a level that are expanded; dynamic: also the children of each",
-        usual="10",
+        min=1, help="dynamic, opt: nodes of a level that are expanded; dynamic: also the children of each", usual="10"
     )
     threshold: float | None = option(
         min=0,

@@ -39,7 +39,7 @@ class TokenTree:
         if self.parents[0] != -1 or any(not 0 <= p < i for i, p in enumerate(self.parents) if i):
             raise ValueError(f"parents must precede their children, and only node 0 may be a root: {self.parents}")
         if self.logprobs and len(self.logprobs) != len(self.tokens):
-            raise ValueError(f"a tree of {len(self.tokens)} nodes needs as many logprobs, got {len(self.logprobs)}")
+            raise ValueError(f"a tree of {self.size} nodes needs as many log-probabilities, got {len(self.logprobs)}")
 
     @property
     def size(self) -> int:

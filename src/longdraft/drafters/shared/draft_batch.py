@@ -3,8 +3,8 @@
 On a GPU one call computes the attention of all sequences, with all indices on the device, so that a CUDA graph can
 capture the call. On other devices attention is computed sequence by sequence.
 
-Shapes: B sequences; W tokens of each sequence, of which the last T have outputs; S masked entries, the last of those
-that the sequence attends to; d the size of a head.
+Shapes: B sequences; W tokens of each sequence, of which the last T have outputs; S cache entries to which a mask
+applies, the last ones that a sequence attends to; d the size of a head.
 """
 
 from __future__ import annotations

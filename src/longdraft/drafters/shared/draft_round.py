@@ -1,8 +1,8 @@
 """One round of a draft with a KV cache of its own: feeds the new tokens, then grows the trees level by level.
 
 :meth:`DraftRound.forward` runs the draft by one call of our CPU kernels, by torch, or by a captured CUDA graph. All
-B sequences of a batch feed W tokens each, and T of these W tokens have outputs: a sequence with fewer new tokens feeds
-its last old tokens again.
+B sequences of a batch feed W tokens each, of which the last T have outputs. A sequence with fewer than W new tokens
+feeds its last old tokens again.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class BoundDraft:
     """A draft in its target's dtype and on its device, with the parts that it shares with the target.
 
     Args:
+        runner: the target.
         block: the draft's module.
         rotary: function of positions (T,) that returns cos and sin (T, d).
         draft_to_target_ids: (draft vocabulary,) target id of each draft id; None: both vocabularies are the same.
@@ -90,7 +91,8 @@ class BoundDraft:
 def _run_block(
     bound: BoundDraft, uses_target_features: bool, cross: CrossFn | None, top_k: int, num_inputs: int, *args: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Runs the block in torch; returns as :meth:`DraftRound.forward`. It only writes KV caches, so it can be captured.
+    """Runs the block in torch. A CUDA graph can capture this function, because its only side effect is on KV caches.
+    For the results and the other arguments see :meth:`DraftRound.forward`.
 
     Args:
         cross: cross-attention to the target's KV; None: the block has no cross-attention.
@@ -125,7 +127,7 @@ def _cross_attend(
 
 
 class DraftRound:
-    """Drafts the trees of one round for a batch, with at most ``depth`` levels."""
+    """Drafts the trees of one round for the batch ``sequences``. A tree has at most ``depth`` levels."""
 
     def __init__(self, drafter: BlockDrafter, sequences: list[Sequence], depth: int) -> None:
         self.sequences, self._drafter, self._depth = sequences, drafter, depth
@@ -171,7 +173,7 @@ class DraftRound:
             cache.make_room(s.slot, num_new)
             cache.commit(s.slot, num_new)
         tokens = [token for span in spans for token in drafter.input_tokens(*span)]
-        # Positions of the tokens, and of the tree levels after the root. All integers go to the device in one copy.
+        # Positions of the tokens, and of the tree levels after the root. One copy moves all integers to the device.
         num_positions = width + self._depth - 1
         positions = [cache.next_position(s.slot) - width + i for s in sequences for i in range(num_positions)]
         integers = to_device([*tokens, *positions], self._device)
@@ -197,7 +199,7 @@ class DraftRound:
         return batch, (level.tokens, cos, sin, features)
 
     def _num_fed_tokens(self, sequences: list[Sequence], ends: list[int]) -> int:
-        """Returns the number of tokens that every sequence feeds: its new tokens, and old tokens before to fill up."""
+        """Returns W: the largest number of new tokens of a sequence, within the limits of the cache and the graphs."""
         cache = self._cache
         num_new = [end - cache.context_len(s.slot) for s, end in zip(sequences, ends, strict=True)]
         limit = max(1, min(MAX_NEW_TOKENS, cache.max_new_entries, cache.keep_last or MAX_NEW_TOKENS))
@@ -238,24 +240,25 @@ class DraftRound:
             out, *result = self._bound.fused_level(batch, block_inputs, self._cache, target_kv, top_k)
             return self._bound.block.next_features(out), *result
         cross, cross_tensors, cross_key = self._cross_attention(batch)
-        forward = partial(_run_block, self._bound, uses_target_features, cross, top_k, len(inputs))
+        run_block = partial(_run_block, self._bound, uses_target_features, cross, top_k, len(inputs))
         if self._drafter.is_capturable and not inputs[0].is_floating_point() and attends_batched(self._cache):
             key = cross_key, self._bound.block, uses_target_features, top_k
-            replayed = self._replay(batch, inputs, cross_tensors, forward, key)
+            replayed = self._replay(batch, inputs, cross_tensors, run_block, key)
             if replayed is not None:
                 return replayed
-        return forward(*inputs, *cross_tensors, batch.attend_fns(self._cache), batch.output_rows(self._device))
+        return run_block(*inputs, *cross_tensors, batch.attend_fns(self._cache), batch.output_rows(self._device))
 
     def _replay(
         self,
         batch: DraftBatch,
         inputs: SequenceOf[torch.Tensor],
         cross_tensors: SequenceOf[torch.Tensor],
-        forward: Callable[..., tuple[torch.Tensor, ...]],
+        run_block: Callable[..., tuple[torch.Tensor, ...]],
         key: Hashable,
     ) -> tuple[torch.Tensor, ...] | None:
-        """Replays ``forward`` from a captured CUDA graph; returns None if no graph fits. ``key``: what ``forward``
-        depends on. Levels are padded to a captured size; for new tokens ``_num_fed_tokens`` chose such a size."""
+        """Replays ``run_block`` from a captured CUDA graph; returns None if no graph fits. ``key``: what ``run_block``
+        depends on. Levels are padded to a captured size; new tokens already have one, if ``_num_fed_tokens`` found one.
+        """
         graphs, cache = self._graphs, self._cache
         query_len = graphs.padded_query_len(batch.query_len)
         has_all_outputs = batch.num_outputs == batch.query_len
@@ -281,7 +284,7 @@ class DraftRound:
             num_fields = len(DeviceBatch._fields)
             tensors, device_batch = args[:-num_fields], DeviceBatch(*args[-num_fields:])
             attend = batched_attend(graph_cache, device_batch, max_kv_len)
-            results = forward(*tensors, [attend], padded_batch.output_rows(tensors[0].device))
+            results = run_block(*tensors, [attend], padded_batch.output_rows(tensors[0].device))
             return tuple(x.unflatten(0, (batch_size, -1)) for x in results)
 
         graph_key = key, max_kv_len, cache.scratch, has_all_outputs
