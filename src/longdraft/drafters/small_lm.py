@@ -72,11 +72,11 @@ class SmallLMDrafter(RetrievalDrafter):
     bound: BoundLM
 
     def __init__(self, draft: SmallLMDraft, **options: Any) -> None:
-        tree_options, config = parse("small-lm", options, *self.options)
-        view, sink, recent = config.view, config.sink, config.recent
-        user_chunk_options = config.user_chunk_options(view == "retrieval", "view=retrieval")
+        tree_options, view_options = parse("small-lm", options, *self.options)
+        view, sink, recent = view_options.view, view_options.sink, view_options.recent
+        user_chunk_options = view_options.user_chunk_options(view == "retrieval", "view=retrieval")
         self.tree = tree_options.config("opt" if view == "retrieval" else "dynamic")
-        self.draft, self.view = draft.with_trimmed_vocab(config.vocabulary), view
+        self.draft, self.view = draft.with_trimmed_vocab(view_options.vocabulary), view
         # The view leaves space for this number of new tokens, at least for the tokens of a round.
         new_tokens = max(draft_cache.MIN_NEW_ENTRIES, self.tree.depth + 1)
         max_tokens = draft.trained_length - self.tree.depth - new_tokens
@@ -86,9 +86,9 @@ class SmallLMDrafter(RetrievalDrafter):
         if view == "streaming":
             self.retrieval = make_streaming()
         elif view == "retrieval":
-            sizes = {"layer": draft.retrieval_layer} | user_chunk_options
-            sizes |= {"sink": sink, "recent": RETRIEVAL_RECENT if recent is None else recent}
-            self.retrieval = make_retrieval(**sizes, max_tokens=max_tokens, new_tokens=new_tokens)
+            chunk_options = {"layer": draft.retrieval_layer} | user_chunk_options
+            chunk_options |= {"sink": sink, "recent": RETRIEVAL_RECENT if recent is None else recent}
+            self.retrieval = make_retrieval(**chunk_options, max_tokens=max_tokens, new_tokens=new_tokens)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         self.bound, self._store = self.draft.bind(runner), store
@@ -108,7 +108,7 @@ class SmallLMDrafter(RetrievalDrafter):
 
     @torch.inference_mode()
     def observe(self, round_result: RoundResult) -> None:
-        """Prefills a prompt; updates the retrieval. Emitted tokens are fed by the next round.
+        """Prefills a prompt, and updates the retrieval. The next round feeds the emitted tokens.
 
         Raises:
             CapabilityError: the view is full, and the sequence may exceed the draft's learned position embeddings.

@@ -87,10 +87,12 @@ class _Continuation:
 
     Args:
         matches: matches that continue with ``path``, longest first.
-        path: the continuation's tokens. They follow the last token, also for matches that run to the sequence's end.
+        path: the continuation's tokens. A match that runs to the sequence's end takes the next tokens from the path.
+        pseudo_count: see :func:`mixed_match_probabilities`.
 
     Attributes:
         probabilities: {next token: probability before calibration}.
+        children: {token: child node}, for the tokens that were followed.
     """
 
     def __init__(self, matches: SequenceOf[Match], path: list[int], pseudo_count: float) -> None:

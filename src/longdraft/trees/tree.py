@@ -34,8 +34,7 @@ class TokenTree:
 
     def __post_init__(self) -> None:
         if not self.tokens or len(self.tokens) != len(self.parents):
-            sizes = f"got {len(self.tokens)} tokens and {len(self.parents)} parents"
-            raise ValueError(f"a tree needs a root, and one parent for each token: {sizes}")
+            raise ValueError(f"a tree needs a parent for each token: {self.size} tokens, {len(self.parents)} parents")
         if self.parents[0] != -1 or any(not 0 <= p < i for i, p in enumerate(self.parents) if i):
             raise ValueError(f"parents must precede their children, and only node 0 may be a root: {self.parents}")
         if self.logprobs and len(self.logprobs) != len(self.tokens):

@@ -63,16 +63,15 @@ class RetrievalOptions(ChunkOptions):
         Raises:
             ValueError: see :meth:`user_chunk_options` and :func:`make_retrieval`.
         """
-        sizes = self.user_chunk_options(self.retrieval, "retrieval=True")
+        user_options = self.user_chunk_options(self.retrieval, "retrieval=True")
         if not self.retrieval:
             return None
         # 64 chunks every 8 verifications are SpecExtend's best for EAGLE (appendix E.1). One chunk is left free for new
         # tokens: in a full working cache, each new token would make all chunks be gathered again.
         defaults = {"refresh": 8, "layer": draft.retrieval_layer}
         recent = 128 if self.recent is None else self.recent
-        return make_retrieval(
-            **defaults | sizes, sink=self.sink, recent=recent, default_chunks=64, max_tokens=max_tokens, spare_chunks=1
-        )
+        options = defaults | user_options | {"sink": self.sink, "recent": recent}
+        return make_retrieval(**options, default_chunks=64, max_tokens=max_tokens, spare_chunks=1)
 
 
 class RetrievalDrafter(TreeDrafter):

@@ -71,7 +71,9 @@ class RequestHistory:
 
     def __init__(self, max_tokens: int) -> None:
         if type(max_tokens) is not int or max_tokens < 2:
-            raise ValueError(f"earlier must be a number of tokens, at least 2 (or 0: keep none), got {max_tokens!r}")
+            raise ValueError(
+                f"earlier must be a whole number of tokens, at least 2 (0: no history), got {max_tokens!r}"
+            )
         self.max_tokens = max_tokens
         self.index = OccurrenceIndex()
         self._request_lengths: deque[int] = deque()  # with the separators
