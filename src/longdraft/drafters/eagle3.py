@@ -171,7 +171,7 @@ class Eagle3Drafter(BlockDrafter):
         return tree
 
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """The target's layers whose hidden states the draft reads, usually three."""
+        """Returns the target's layers whose hidden states the draft reads, usually three."""
         return self.draft.feature_layers(runner)
 
     @property
@@ -180,7 +180,7 @@ class Eagle3Drafter(BlockDrafter):
         return self.tree.max_expanded_nodes
 
     def kv_shape_of_draft(self) -> KVShape:
-        """The shape of the draft's keys and values."""
+        """Returns the shape of the draft's keys and values."""
         shape = self.draft.shape
         return KVShape(self.draft.decoder_layers, shape.kv_heads, shape.head_dim, self.runner.kv_shape.dtype)
 
@@ -199,7 +199,7 @@ class Eagle3Drafter(BlockDrafter):
                 prefill_chunk, view.capacity,
             )  # fmt: skip
         # RoPE depends on distances only, and all distances in a window are within the trained length, so a window keeps
-        # true positions. It is at most the store's capacity, and has space for a token and the tree levels after it.
+        # true positions. It is not larger than the store, and has space for the root and all levels of a tree.
         window = max(min(self.window or self.draft.max_context or capacity, capacity), self.tree.depth + 1)
         # In the prefill of a multi-layer draft, each token of a chunk attends to a full window before it.
         num_entries = window + (KV_CHUNK + 1 if self.draft.is_multi_layer else 0)

@@ -53,7 +53,7 @@ OUTLIER_FACTOR = 2.0  # a new observation counts as at most this multiple of the
 
 
 class ProgressLine(str):
-    """A status line of a task that takes seconds. ``share`` is the fraction of the task that is done."""
+    """A status line of a task that takes seconds. ``share`` is the fraction of the task that is done so far."""
 
     share: float
 
@@ -139,9 +139,9 @@ class CostModel:
 
     def _table_seconds(self, num_tokens: int, kv_lens: Sequence[int]) -> float:
         # A forward reads the weights once for the tokens of all sequences, and the KV of each sequence separately.
-        weights = self.table.seconds_at(num_tokens * len(kv_lens), 0)
-        kv = sum(self.table.seconds_at(num_tokens, n) - self.table.seconds_at(num_tokens, 0) for n in kv_lens)
-        return max(weights + kv, 1e-9)
+        weights_seconds = self.table.seconds_at(num_tokens * len(kv_lens), 0)
+        without_kv = self.table.seconds_at(num_tokens, 0)
+        return max(weights_seconds + sum(self.table.seconds_at(num_tokens, n) - without_kv for n in kv_lens), 1e-9)
 
     def _interval_index(self, num_tokens: int) -> int:
         """Returns the index of the interval between two measured numbers of tokens that ``num_tokens`` falls into."""

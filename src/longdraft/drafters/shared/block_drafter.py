@@ -59,7 +59,7 @@ class BlockDrafter(RetrievalDrafter):
         return None if features is None else features[slot, start:end]
 
     def block_inputs(self, sequence: Sequence, start: int, end: int) -> tuple[torch.Tensor | None, ...]:
-        """Returns x (T, hidden), g (T, hidden) or None, cos and sin (T, d) at the next positions [start, end)."""
+        """Returns embeddings x, features g or None (T, hidden), cos and sin (T, d) at next positions [start, end)."""
         x = self.bound.embedding(to_device(self.input_tokens(sequence, start, end), self.runner.device))
         features = self.target_features(sequence.slot, start, end)
         g = None if features is None else self.bound.block.project_features(features)
