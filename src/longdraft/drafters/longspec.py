@@ -54,7 +54,7 @@ class LongSpecShape:
     """Number of keys that self-attention reads, the query's own included."""
     final_norm: bool = False
     """True: an RMSNorm before the head. It keeps training stable at a higher learning rate; the paper has none."""
-    attention_bias: ClassVar[bool] = True  # read, like the next three flags, by :class:`DraftLayer`
+    attention_bias: ClassVar[bool] = True  # fixed, like the next three: LongSpec has one layout
     output_bias: ClassVar[bool] = False
     qk_norm: ClassVar[bool] = False
     norm_before_residual: ClassVar[bool] = False
