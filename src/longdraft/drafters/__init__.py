@@ -1,8 +1,8 @@
-"""Drafters propose token trees. A file each: module, loading, drafter, registration.
+"""Drafters propose token trees. Each file holds one drafter: its module, its loading and its registration.
 
 May import: drafts, engine, trees, views, model.
 """
 
 import importlib
 
-importlib.import_module("longdraft.methods")  # this module imports all drafters
+importlib.import_module("longdraft.methods")  # longdraft.methods imports every drafter, so that each one registers

@@ -1,15 +1,15 @@
-"""Plain decoding, one token a forward: the baseline of every method."""
+"""Plain decoding, one token a forward: the baseline that every method is compared with."""
 
 from __future__ import annotations
 
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.method import Method, register
 from longdraft.engine.sequence import Sequence
-from longdraft.trees.tree import NodeLimit, TokenTree
+from longdraft.trees.tree import NodeLimit, TokenTree, chain_tree
 
 
 class NoDrafter(Drafter):
-    """Drafts nothing: each tree is the root alone."""
+    """Drafts nothing: each tree is the root alone, which counts as a chain."""
 
     max_nodes = 0
 
@@ -17,7 +17,7 @@ class NoDrafter(Drafter):
         return True
 
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
-        return [TokenTree((s.output[-1],), (-1,)) for s in sequences]
+        return [chain_tree(s.output[-1], ()) for s in sequences]
 
 
 register(Method("ar", NoDrafter, "plain decoding, one token a forward"))

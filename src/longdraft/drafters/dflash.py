@@ -4,16 +4,17 @@
     x   = embed(anchor, mask, ..., mask)      the block to draft; the anchor is the last token of the context
     layer: attention of x to [c, x]           the same k and v projections for c and x; RoPE at absolute positions
            and SwiGLU, both with norms before
-    logits_k = head(RMSNorm(x_k))             for the token at x_k's position; DSpark: for the next position
+    logits_k = head(RMSNorm(x_k))             predicts the token at position k of the block; in DSpark, at k + 1
 
-Keys and values of the context are projections of c, in the draft's own KV cache: a prefill runs no forward. The tokens
-of a block attend to each other in both directions, but all except the anchor are masks. So DSpark adds a correction to
-a level's logits, by the token t of the level before:
+A prefill projects c to the context's keys and values, which the draft caches, and runs no other layer. All tokens of a
+block except the anchor are masks, so DFlash drafts each token without knowing the drafted tokens before it. DSpark
+therefore corrects the logits of a level by the token t of the level before. The correction is the Markov head:
 
-    W2 W1[t]                                  gated head: W2 (sigmoid(W [x_k, W1[t]]) W1[t]); the recurrent head also
-                                              has a state along the path
+    plain        W2 W1[t]
+    gated        W2 (sigmoid(W [x_k, W1[t]]) W1[t])
+    recurrent    W2 tanh(o), where o is the output of an RNN over W1[t] and x_k along the path from the root
 
-DFlash: arXiv:2602.06036; DSpark: arXiv:2607.05147.
+DFlash: arXiv:2602.06036; DSpark: arXiv:2607.05147. Shapes: B sequences, T tokens, W nodes of a level for each sequence.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch.nn import functional as F
 from longdraft.attention.sdpa import attend_sequence
 from longdraft.attention.transfer import to_device
 from longdraft.drafters.eagle3 import Eagle3Draft
-from longdraft.drafters.onepass import NUM_CANDIDATES, DepthTopk, OnePassDrafter, SingleForwardRound
+from longdraft.drafters.onepass import NUM_CANDIDATES, LevelTopk, OnePassDrafter, SingleForwardRound
 from longdraft.drafters.shared.draft_block import DraftLayer
 from longdraft.drafts.dflash_formats import KIND, DFlashShape
 from longdraft.drafts.formats import check_mask_token
@@ -55,15 +56,15 @@ class MarkovHead(nn.Module):
 
 
 class DFlashBlock(nn.Module):
-    """The module. Its state dict is the published layout.
+    """The layers of a draft. Their state dict is the published layout.
 
     Args:
         vocab_size: size of the target's vocabulary.
-        causal: for each layer, whether a token of the block attends to no later tokens of the block.
-        windows: for each layer, how many of the context's last tokens it attends to; None: all.
+        causal: one flag for each layer; True: a token of the block attends to no later tokens of the block.
+        windows: one number for each layer: the layer attends to so many last tokens of the context; None: to all.
     """
 
-    has_fused_kernel = False
+    has_fused_kernel = False  # our CPU kernels do not compute these layers
 
     def __init__(self, shape: DFlashShape, vocab_size: int, causal: list[bool], windows: list[int | None]) -> None:
         super().__init__()
@@ -87,39 +88,37 @@ class DFlashBlock(nn.Module):
         self._head = head
 
     @property
-    def _decoder(self) -> list[DraftLayer]:
+    def draft_layers(self) -> list[DraftLayer]:
+        """The layers, with their type."""
         return cast(list[DraftLayer], list(self.layers))
 
     def project_features(self, features: torch.Tensor) -> torch.Tensor:
-        """The target's features (T, feature_size) -> c (T, hidden)."""
+        """Converts the target's features (T, feature_size) to c (T, hidden)."""
         out: torch.Tensor = self.hidden_norm(self.fc(features))
         return out
 
     def keys_values(
         self, x: torch.Tensor, g: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys after RoPE and values (layers, Hkv, T, d) of the context. ``g``: c (T, hidden). ``x`` is not used."""
-        by_layer = [layer.self_attn.keys_values(g, cos, sin) for layer in self._decoder]
+        """Returns the context's keys after RoPE and values (layers, KV heads, T, head_dim) from ``g``, which is c.
+        ``x`` is unused, because these keys do not depend on token embeddings."""
+        by_layer = [layer.self_attn.keys_values(g, cos, sin) for layer in self.draft_layers]
         return torch.stack([k for k, _ in by_layer]), torch.stack([v for _, v in by_layer])
 
     def forward(
-        self,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        context_kv: list[tuple[torch.Tensor, torch.Tensor]],
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context_kv: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> torch.Tensor:
-        """Embeddings (B, S, hidden) of blocks -> outputs (B, S, hidden) after the final norm.
-        ``cos``, ``sin``: (B * S, d) rotary embedding at the tokens' positions. ``context_kv``: keys and values (layers,
-        Hkv, n, d) of each sequence, from :meth:`keys_values`."""
+        """Converts embeddings (B, block size, hidden) of B blocks to outputs of the same shape, after the final norm.
+        ``cos``, ``sin``: rotary embedding of all tokens. ``context_kv``: each sequence's keys and values in all layers.
+        """
         h = x.flatten(0, 1)
-        for i, layer in enumerate(self._decoder):
+        for i, layer in enumerate(self.draft_layers):
             h = layer.run_layer(layer.input_layernorm(h), h, cos, sin, partial(self._attend, i, context_kv))
         out: torch.Tensor = self.norm(h)
         return out.view(x.shape)
 
     def logits(self, out: torch.Tensor) -> torch.Tensor:
-        """Outputs (T, hidden) after the final norm -> logits (T, vocabulary)."""
+        """Converts outputs (T, hidden) after the final norm to logits (T, vocabulary)."""
         shape = self.shape
         logits: torch.Tensor = (self.lm_head if shape.own_head else self._head)(out) * shape.logit_scale
         return logits if shape.softcap is None else torch.tanh(logits / shape.softcap) * shape.softcap
@@ -132,20 +131,20 @@ class DFlashBlock(nn.Module):
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> torch.Tensor:
-        """Attention of each block's tokens to the context of its sequence, and to each other."""
-        window, size = self.windows[layer], q.shape[1] // len(context_kv)
-        causal = torch.ones(size, size, dtype=torch.bool, device=q.device).tril() if self.causal[layer] else None
+        """Returns the attention of each block's tokens to their sequence's context and to the tokens of the block."""
+        window, block_size = self.windows[layer], q.shape[1] // len(context_kv)
+        ones = torch.ones(block_size, block_size, dtype=torch.bool, device=q.device) if self.causal[layer] else None
         outputs = []
-        for context, q_, *block in zip(context_kv, *(x.split(size, 1) for x in (q, k, v)), strict=True):
-            first = 0 if window is None else max(0, context[0].shape[2] - window)
-            keys, values = (torch.cat([c[layer, :, first:], x], 1) for c, x in zip(context, block, strict=True))
-            mask = None if causal is None else F.pad(causal, (keys.shape[1] - size, 0), value=True)
-            outputs.append(attend_sequence(q_, keys, values, mask))
+        for context, queries, *block_kv in zip(context_kv, *(x.split(block_size, 1) for x in (q, k, v)), strict=True):
+            start = 0 if window is None else max(0, context[0].shape[2] - window)
+            keys, values = (torch.cat([c[layer, :, start:], x], 1) for c, x in zip(context, block_kv, strict=True))
+            mask = None if ones is None else F.pad(ones.tril(), (keys.shape[1] - block_size, 0), value=True)
+            outputs.append(attend_sequence(queries, keys, values, mask))
         return torch.cat(outputs, 1)
 
 
 class DFlashDraft(Eagle3Draft):
-    """A draft in the layout of its authors, or of `speculators`."""
+    """A draft in the layout that DFlash's or DSpark's authors publish, or in the layout of `speculators`."""
 
     kind, label = KIND, "DFlash"
     shape_type = DFlashShape
@@ -154,7 +153,7 @@ class DFlashDraft(Eagle3Draft):
     def shape(self) -> DFlashShape:
         shape: DFlashShape = super().shape
         if shape.slots < 1:
-            raise CheckpointError(f"block_size in config.json of {self.folder} is too small: copy the draft again.")
+            raise CheckpointError(f"block_size in config.json of {self.folder} leaves no token to draft: copy it anew.")
         return shape
 
     def module(self) -> DFlashBlock:
@@ -162,7 +161,7 @@ class DFlashDraft(Eagle3Draft):
         return DFlashBlock(self.shape, vocab_size, self.config["causal"], self.config["windows"])
 
     def default_feature_layers(self, count: int) -> tuple[int, ...]:
-        """Evenly spaced from the second layer to the fourth last (the authors' code), or EAGLE-3's (`speculators`)."""
+        """Returns EAGLE-3's layers (`speculators`), or layers evenly spaced from the second to the fourth last."""
         n = self.shape.feature_size // self.required_target["hidden_size"]
         evenly_spaced = (count // 2,) if n == 1 else tuple(round(1 + i * (count - 4) / (n - 1)) for i in range(n))
         return super().default_feature_layers(count) if self.layout == "speculators" else evenly_spaced
@@ -187,20 +186,20 @@ class DFlashDraft(Eagle3Draft):
 
 
 class DFlashRound(SingleForwardRound):
-    """Drafts the trees of one round from a block of mask tokens."""
+    """Drafts the trees of one round from a block: the root as the anchor, and mask tokens."""
 
     def __init__(self, drafter: DFlashDrafter, sequences: list[Sequence], depth: int) -> None:
         super().__init__(drafter, sequences, depth)
         self._shape: DFlashShape = drafter.draft.shape
-        # {sequence index: states (W, rank) of the recurrent Markov head at the nodes of the last level}
-        self._states: dict[int, torch.Tensor] = {}
+        # {sequence index: states (W, rank) of the recurrent Markov head at the nodes of the level drafted last}
+        self._head_states: dict[int, torch.Tensor] = {}
 
     @property
     def num_candidates(self) -> int:
-        return NUM_CANDIDATES if self._shape.markov_rank is not None else 1
+        return NUM_CANDIDATES if self._shape.markov_rank is not None else 1  # 1: nothing is corrected
 
-    def forward_all_depths(self, level: TreeLevel, k: int) -> tuple[torch.Tensor, ...]:
-        """Writes keys and values of the new tokens to the cache, and runs the forward over a block of each sequence."""
+    def forward_all_levels(self, level: TreeLevel, k: int) -> tuple[torch.Tensor, ...]:
+        """Caches the keys and values of the new tokens, and runs the forward over one block for each sequence."""
         block, shape, cache = self._bound.block, self._shape, self._cache
         positions, context_kv = [], []
         for s in (self.sequences[i] for i in level.sequence_indices):
@@ -210,13 +209,13 @@ class DFlashRound(SingleForwardRound):
             visible = slice(cache.window_start(s.slot), cache.store.lengths[s.slot])
             context_kv.append((cache.store.keys[:, s.slot, :, visible], cache.store.values[:, s.slot, :, visible]))
         cos, sin = self._bound.rotary(to_device(positions, self._device))
-        first = 0 if shape.from_anchor else 1  # DSpark: the anchor's output already predicts the next token
-        out = block(self._embed(level, shape.block_size), cos, sin, context_kv)[:, first : first + self._depth]
+        first_output = 0 if shape.from_anchor else 1  # DSpark: the anchor's output already predicts the next token
+        out = block(self._embed(level), cos, sin, context_kv)[:, first_output : first_output + self._depth]
         return *topk_logprobs(block.logits(out.flatten(0, 1)).unflatten(0, out.shape[:2]), k), out
 
-    def _embed(self, level: TreeLevel, block_size: int) -> torch.Tensor:
-        """Embeddings (B, S, hidden) of each anchor, and of S - 1 mask tokens."""
-        shape, masks_shape = self._shape, (len(level.sequence_indices), block_size - 1)
+    def _embed(self, level: TreeLevel) -> torch.Tensor:
+        """Returns the embeddings (B, block size, hidden) of each anchor and the mask tokens after it."""
+        shape, masks_shape = self._shape, (len(level.sequence_indices), self._shape.block_size - 1)
         masks = torch.full(masks_shape, shape.mask_token, device=level.tokens.device, dtype=torch.long)
         if not shape.own_mask:
             x: torch.Tensor = self._bound.embedding(torch.cat([level.tokens, masks], 1))
@@ -225,30 +224,30 @@ class DFlashRound(SingleForwardRound):
             x = torch.cat([self._bound.embedding(level.tokens), mask_embeddings], 1)
         return x * shape.embedding_scale if shape.embedding_scale != 1 else x
 
-    def corrected_scores(self, level: TreeLevel, topk: DepthTopk) -> torch.Tensor:
+    def corrected_scores(self, level: TreeLevel, topk: LevelTopk) -> torch.Tensor:
         width, shape = level.tokens.shape[1], self._shape
         if shape.markov_rank is None:
             return topk.logprobs.expand(-1, width, -1)  # DFlash
-        head, hidden = self._bound.block.markov_head, topk.correction_inputs.expand(-1, width, -1)
-        w1 = head.markov_w1(level.tokens)
+        head, outputs = self._bound.block.markov_head, topk.correction_inputs.expand(-1, width, -1)
+        features = head.markov_w1(level.tokens)
         if shape.gated:
-            w1 = torch.sigmoid(head.gate_proj(torch.cat([hidden, w1], -1))) * w1
+            features = torch.sigmoid(head.gate_proj(torch.cat([outputs, features], -1))) * features
         elif shape.recurrent:
-            w1 = self._recurrent_step(level, w1, hidden)
-        w2 = head.markov_w2.weight[topk.ids[:, 0]]
-        return topk.logprobs + (w1 @ w2.mT).float()
+            features = self._recurrent_step(level, features, outputs)
+        candidate_weights = head.markov_w2.weight[topk.ids[:, 0]]
+        return topk.logprobs + (features @ candidate_weights.mT).float()
 
-    def _recurrent_step(self, level: TreeLevel, w1: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """The recurrent head's output (B', W, rank) at each node of a level. Stores the nodes' states."""
+    def _recurrent_step(self, level: TreeLevel, embeddings: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
+        """Returns the recurrent head's output (B, W, rank) at each node of a level, and stores the node's state."""
         if level.depth == 0:
-            state = torch.zeros_like(w1)
+            state = torch.zeros_like(embeddings)
         else:
-            state = torch.stack([self._states[n][level.parents[i]] for i, n in enumerate(level.sequence_indices)])
-        projected = self._bound.block.markov_head.joint_proj(torch.cat([state, w1, hidden], -1))
+            state = torch.stack([self._head_states[n][level.parents[i]] for i, n in enumerate(level.sequence_indices)])
+        projected = self._bound.block.markov_head.joint_proj(torch.cat([state, embeddings, outputs], -1))
         gate, candidate, out = projected.chunk(3, -1)
         gate = torch.sigmoid(gate)
         state = gate * state + (1 - gate) * torch.tanh(candidate)
-        self._states = dict(zip(level.sequence_indices, state, strict=True))
+        self._head_states = dict(zip(level.sequence_indices, state, strict=True))
         return torch.tanh(out)
 
 
@@ -259,7 +258,7 @@ class DFlashDrafter(OnePassDrafter):
     draft: DFlashDraft  # type: ignore[assignment]
 
     def keys_values(self, sequence: Sequence, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values (layers, Hkv, T, d) from the target's features at [start, end)."""
+        """Returns keys and values (layers, KV heads, T, head_dim) from the target's features at [start, end)."""
         c = self.bound.block.project_features(self.target_features(sequence.slot, start, end))
         cos, sin = self.bound.rotary(self.cache.append_positions(sequence.slot, end - start))
         kv: tuple[torch.Tensor, torch.Tensor] = self.bound.block.keys_values(c, c, cos, sin)

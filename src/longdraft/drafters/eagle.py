@@ -1,15 +1,15 @@
 """EAGLE-1 and EAGLE-2: a one-layer draft that predicts the target's last hidden states, from published drafts.
 
     f_t                                     the target's last hidden state at position t, after its final norm
-    n_t = fc([embed(token_{t+1}), f_t])     from twice the hidden size to the hidden size
+    n_t = fc([embed(token_{t+1}), f_t])     fc maps the concatenated vectors back to the hidden size
     a_t = n_t + Attn(n_t)                   no norm before attention; RoPE at position t
     o_t = a_t + SwiGLU(RMSNorm(a_t))
     logits of token_{t+2} = target_head(o_t)
 
 o_t predicts f_{t+1}, which is normed already, so there is no norm before the head. In the nodes of a tree, o_t replaces
-f_{t+1}. Embedding, final norm and head are the target's, by reference. EAGLE-2 changed only the tree. Drafting is as in
-EAGLE-3 (:mod:`longdraft.drafters.eagle3`), with another module and features of one layer (Li et al. 2024,
-arXiv:2401.15077, section 3.1, and arXiv:2406.16858).
+f_{t+1}. Embedding, final norm and head are the target's, by reference. EAGLE-2 changed only the tree. A round runs as
+in EAGLE-3 (:mod:`longdraft.drafters.eagle3`), but the module differs, and the features come from one layer only.
+Paper: Li et al. 2024, arXiv:2401.15077, section 3.1; EAGLE-2: arXiv:2406.16858.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from longdraft.model.tensor_parallel import parallel_linear
 
 
 class EagleBlock(Eagle3Block):
-    """The module. Its state dict is the published layout, but the layer is called ``midlayer`` as in EAGLE-3."""
+    """EAGLE's module. The state dict is the published layout, but the layer is called ``midlayer`` as in EAGLE-3."""
 
     def __init__(self, shape: EagleShape) -> None:
         nn.Module.__init__(self)
@@ -42,21 +42,21 @@ class EagleBlock(Eagle3Block):
     def borrow_target_head(
         self, runner: TargetRunner, head: Callable[[torch.Tensor], torch.Tensor] | None = None
     ) -> None:
-        """Sets the target's final norm, and ``head`` or, if it is None, the target's head.
+        """Sets the final norm to the target's, and the head to ``head``; None: to the target's head.
 
         Raises:
             UnsupportedModelError: the target has no norm before its head.
         """
         if (norm := norm_before_head(runner.model)) is None:
             raise UnsupportedModelError(
-                f"{type(runner.model).__name__} has no norm before its head, which such drafts need: use prompt-lookup."
+                f"{type(runner.model).__name__} has no norm before its head, which this draft needs: use prompt-lookup."
             )
-        # A bound method instead of the module, so that the target's weights are not in this state dict.
-        self._norm = norm.__call__
+        # A bound method instead of the module, so that the target's weights stay out of the draft's state dict.
+        self._target_norm = norm.__call__
         self.borrow_head(head or parallel_linear(runner.shared_parts.head))
 
     def project_features(self, features: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self._norm(features)
+        out: torch.Tensor = self._target_norm(features)
         return out
 
     def combine_inputs(self, x: torch.Tensor, g: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,9 +92,7 @@ register(
         "Li et al. 2024, EAGLE, arXiv:2401.15077; EAGLE-2, arXiv:2406.16858",
         load=EagleDraft.load,
         training=Training(
-            "longdraft.training.config:EagleConfig",
-            "longdraft.training.eagle:train_eagle",
-            "Train an EAGLE-1 draft",
+            "longdraft.training.config:EagleConfig", "longdraft.training.eagle:train_eagle", "Train an EAGLE-1 draft"
         ),
     )
 )

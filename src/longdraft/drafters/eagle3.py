@@ -1,4 +1,4 @@
-"""EAGLE-3: a one-layer draft on the target's hidden states (Li et al. 2025; SpecPV, section 3.1).
+"""EAGLE-3: a one-layer draft on the target's hidden states (Li et al. 2025; SpecPV, section 3.1, uses it as well).
 
     g_t = fc(f_t)                           f_t: hidden states of three layers of the target at position t, concatenated
     x_t = [RMSNorm(embed(token_{t+1})), RMSNorm(g_t)]
@@ -9,9 +9,9 @@
 The input at position t is the target's hidden states at t, which the target's forward writes to its KV store, and token
 t + 1. The output predicts token t + 2. Nodes of a tree have no hidden states of the target, so the draft's own o_t is
 used as g_{t+1}. The embedding is the target's, the head is the draft's. EAGLE-3.1 norms the hidden states before fc,
-and o_t before its use as g_{t+1}.
+and norms o_t before it becomes g_{t+1}.
 
-A round: keys and values of the new inputs enter the draft's KV cache (a window if the draft has one). The last input,
+A round writes keys and values of the new inputs to the draft's KV cache, which may be a window. Only the last input,
 whose token is the root, goes through the whole layer. Then the tree grows level by level.
 """
 
@@ -30,7 +30,7 @@ from longdraft.drafters.shared.draft_batch import DraftBatch
 from longdraft.drafters.shared.draft_block import DraftBlock, DraftLayer, initialize
 from longdraft.drafters.shared.draft_round import BoundDraft
 from longdraft.drafters.shared.retrieval import RetrievalOptions
-from longdraft.drafts.eagle_draft import EagleDraft
+from longdraft.drafts.eagle_draft import EagleDraft as BaseEagleDraft
 from longdraft.drafts.eagle_formats import Eagle3Shape
 from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.engine import method
@@ -47,10 +47,10 @@ from longdraft.views.draft_cache import PREFILL_CHUNK, DraftCache, RepositionedK
 
 
 class Eagle3Block(DraftBlock):
-    """The module. Its state dict is the published layout without the vocabulary's tables ``d2t`` and ``t2d``."""
+    """EAGLE-3's module. The state dict is the published layout without ``d2t`` and ``t2d``, the tables of token ids."""
 
     norm: nn.RMSNorm
-    norm_output = False  # EAGLE-3.1: norm an output before its use as the children's features
+    norm_output = False  # True in EAGLE-3.1: an output is normed before it becomes the children's features
 
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Eagle3Block(DraftBlock):
         return self.midlayer
 
     def initialize(self, seed: int = 0, std: float = 0.02, head: torch.Tensor | None = None) -> None:
-        """Sets normal weights, unit norms, zero output projections. ``head``: (vocabulary, hidden), to start from."""
+        """Sets the weights as :func:`initialize`. ``head``: initial weight (vocabulary, hidden) of the head."""
         initialize(self, seed, std)
         if head is not None:
             with torch.no_grad():
@@ -106,15 +106,15 @@ class Eagle3Block(DraftBlock):
         return logits
 
 
-class Eagle3Draft(EagleDraft[BoundDraft]):
-    """A trained EAGLE-3 draft of any published layout."""
+class Eagle3Draft(BaseEagleDraft[BoundDraft]):
+    """A trained EAGLE-3 draft of any published layout. ``module_type`` is the class of the draft's module."""
 
     module_type: ClassVar[type[Any]] = Eagle3Block
     default_depth: int | None = None  # number of levels of a dynamic tree; None: the preset's
 
     @property
     def is_multi_layer(self) -> bool:
-        """True if the draft has several layers. A prefill then computes outputs, from which later keys are computed."""
+        """True if the draft has several layers. A prefill then needs outputs, as later layers' keys depend on them."""
         return self.decoder_layers > 1
 
     def make(self, runner: TargetRunner) -> BoundDraft:
@@ -134,13 +134,13 @@ class WindowOptions(Options):
 class Eagle3Drafter(BlockDrafter):
     """Drafts trees with an EAGLE-3 layer.
 
-    With retrieval, the draft attends to the chunks of the context that the target attends to, at positions 0, 1, 2, ...
-    in a working cache. The draft's keys of the full context are stored apart (SpecExtend, section 2.2). A window in the
-    draft's folder is then the size of the working cache.
+    With retrieval, the draft attends only to the chunks of the context that the target attends to. Their KV is copied
+    to a working cache, at positions 0, 1, 2, ...; the KV of the full context is stored apart (SpecExtend, section 2.2).
+    The working cache has the size of the window that the draft's folder names.
 
     Args:
         draft: a trained draft.
-        options: of :class:`TreeOptions`, :class:`WindowOptions` and :class:`RetrievalOptions`.
+        options: fields of :class:`TreeOptions`, :class:`WindowOptions` and :class:`RetrievalOptions`.
     """
 
     options: ClassVar[tuple[type[Options], ...]] = (TreeOptions, WindowOptions, RetrievalOptions)
@@ -148,39 +148,39 @@ class Eagle3Drafter(BlockDrafter):
     draft: Eagle3Draft
 
     def __init__(self, draft: Eagle3Draft, **options: Any) -> None:
-        tree_options, window_options, *others = parse(draft.label, options, *self.options)
-        retrieval_options: RetrievalOptions = others[0] if others else RetrievalOptions()  # MTP has no such options
+        tree_options, window_options, *rest = parse(draft.label, options, *self.options)
+        retrieval_options: RetrievalOptions = rest[0] if rest else RetrievalOptions()  # MTP has no retrieval options
         uses_retrieval, user_window = retrieval_options.retrieval, window_options.window
         tree = tree_options.config("opt" if uses_retrieval else "dynamic", draft.default_depth)
         self.tree = self.adapt_tree(tree, draft, options)
         self.window = draft.window if user_window is None else user_window
         if self.window is not None and self.tree.depth >= self.window:
-            source = f"{draft.folder}: " if user_window is None else ""
+            prefix = f"{draft.folder}: " if user_window is None else ""
             raise ValueError(
-                f"{source}window must be more tokens than the tree has levels ({self.tree.depth}), got {self.window}"
+                f"{prefix}window must be more tokens than the tree has levels ({self.tree.depth}), got {self.window}"
             )
         if uses_retrieval and user_window is not None:
-            raise ValueError("window and retrieval both limit what the draft attends to: give one of them")
+            raise ValueError("window and retrieval both limit what the draft attends to: give only one of the two")
         self.retrieval = retrieval_options.build(draft, None if self.window is None else self.window - self.tree.depth)
         if self.retrieval is not None:
             self.window = None
         self.draft = draft
 
     def adapt_tree(self, tree: TreeConfig, draft: Eagle3Draft, options: Mapping[str, Any]) -> TreeConfig:
-        """Adapts the tree to the draft. ``options``: the options that the user gave."""
+        """Returns the tree, limited to what the draft can draft. ``options``: the options that the user gave."""
         return tree
 
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """The target's layers whose hidden states the draft reads, usually three."""
+        """Returns the target's layers whose hidden states the draft reads, usually three."""
         return self.draft.feature_layers(runner)
 
     @property
-    def scratch(self) -> int:
+    def scratch_entries(self) -> int:
         """Number of entries of the draft's cache that a round writes after the context."""
         return self.tree.max_expanded_nodes
 
     def kv_shape_of_draft(self) -> KVShape:
-        """The shape of the draft's keys and values."""
+        """Returns the shape of the draft's keys and values."""
         shape = self.draft.shape
         return KVShape(self.draft.decoder_layers, shape.kv_heads, shape.head_dim, self.runner.kv_shape.dtype)
 
@@ -188,34 +188,34 @@ class Eagle3Drafter(BlockDrafter):
         capacity, kv_shape = self.store.capacity, self.kv_shape_of_draft()
         if self.retrieval is not None:
             rotary, view = self.bound.rotary, self.retrieval.view
-            store = self.new_cache_store(kv_shape, view.capacity + self.scratch)
-            full = KVStore(kv_shape, self.store.slots, capacity, self.runner.device)
-            # A multi-layer draft is prefilled through a sliding window in the working cache.
-            chunk_size = max(1, min(PREFILL_CHUNK, (view.capacity - view.sink) // 2))
+            store = self.new_cache_store(kv_shape, view.capacity + self.scratch_entries)
+            full_store = KVStore(kv_shape, self.store.slots, capacity, self.runner.device)
+            # A multi-layer draft is prefilled through the working cache: half holds a chunk, half the tokens before.
+            prefill_chunk = max(1, min(PREFILL_CHUNK, (view.capacity - view.sink) // 2))
             return RepositionedKVCache(
-                store, full, self.scratch, self.retrieval,
+                store, full_store, self.scratch_entries, self.retrieval,
                 lambda keys, positions: apply_rotary(keys, *rotary.rotation(positions)),
                 lambda keys, positions: apply_rotary(keys, *rotary.rotation(-positions)),
-                chunk_size, view.capacity,
+                prefill_chunk, view.capacity,
             )  # fmt: skip
-        # RoPE depends on distances only, and in a window all distances are within the trained length. So positions need
-        # not start at 0. A window larger than the store's capacity would be of no use.
+        # RoPE depends on distances only, and all distances in a window are within the trained length, so a window keeps
+        # true positions. It is not larger than the store, and has space for the root and all levels of a tree.
         window = max(min(self.window or self.draft.max_context or capacity, capacity), self.tree.depth + 1)
         # In the prefill of a multi-layer draft, each token of a chunk attends to a full window before it.
         num_entries = window + (KV_CHUNK + 1 if self.draft.is_multi_layer else 0)
-        return self.window_cache(kv_shape, num_entries, self.scratch, window)
+        return self.window_cache(kv_shape, num_entries, self.scratch_entries, window)
 
     @torch.inference_mode()
     def observe(self, round_result: RoundResult) -> None:
-        """Prefills a prompt's last window; updates the retrieval; drops entries whose features were rewritten."""
+        """Prefills a prompt's last window, updates the retrieval, and drops entries whose features were recomputed."""
         if round_result.is_prefill:
             self._warn_if_too_long(round_result.sequence)
         super().observe(round_result)
-        if round_result.kv_rewritten_from is not None:  # the input at position t also contains token t + 1
+        if round_result.kv_rewritten_from is not None:  # minus 1, because the input at t also contains token t + 1
             self.cache.truncate(round_result.sequence.slot, max(0, round_result.kv_rewritten_from - 1))
 
     def lookback(self, end: int) -> int:
-        if self.draft.is_multi_layer:  # an output depends on one window of inputs for each layer
+        if self.draft.is_multi_layer:  # each layer looks one window further back
             return self.draft.decoder_layers * (self.cache.window or end)
         return super().lookback(end)
 
@@ -227,13 +227,13 @@ class Eagle3Drafter(BlockDrafter):
         if self.retrieval is None:
             cache.make_room(slot, end - start)
         while start < end:
-            count = cache.begin_chunk(slot, end - start)
-            x, g, *_ = self.block_inputs(sequence, start, start + count)
+            num_tokens = cache.begin_chunk(slot, end - start)
+            x, g, *_ = self.block_inputs(sequence, start, start + num_tokens)
             position = cache.next_position(slot)  # in a working cache it is not ``start``
-            cos_sin = self.bound.rotary(torch.arange(position, position + count, device=self.runner.device))
-            cache.commit(slot, count)
-            self.bound.block(x, g, *cos_sin, DraftBatch.from_new_tokens(cache, (slot,), count).attend_fns(cache))
-            start += count
+            cos_sin = self.bound.rotary(torch.arange(position, position + num_tokens, device=self.runner.device))
+            cache.commit(slot, num_tokens)
+            self.bound.block(x, g, *cos_sin, DraftBatch.from_new_tokens(cache, (slot,), num_tokens).attend_fns(cache))
+            start += num_tokens
 
     def _warn_if_too_long(self, s: Sequence) -> None:
         """Warns if a sequence can become longer than the draft was trained for."""
@@ -255,9 +255,7 @@ register(
         "Li et al. 2025, EAGLE-3, arXiv:2503.01840",
         load=Eagle3Draft.load,
         training=Training(
-            "longdraft.training.config:Eagle3Config",
-            "longdraft.training.eagle3:train_eagle3",
-            "Train an EAGLE-3 draft",
+            "longdraft.training.config:Eagle3Config", "longdraft.training.eagle3:train_eagle3", "Train an EAGLE-3 draft"
         ),
     )
 )

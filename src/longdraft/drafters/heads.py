@@ -3,11 +3,11 @@
     h_i = h_{i-1} + W_i RMSNorm(h_{i-1})        i = 1 .. heads
     logits_i = target_head(RMSNorm(h_i))        the target's head, by reference
 
-h_0 is the hidden state of the token before the root, before the target's final norm. The last verification left it in
-the KV store, so drafting costs one multiplication by the target's head. Head i predicts the i-th token after the root.
+h_0 is the target's last hidden state, before the final norm, of the token before the root. The last verification wrote
+h_0 to the KV store, so drafting runs no forward, only one multiplication by the target's head (its output projection).
+Draft head i predicts the i-th token after the root.
 
-The paper starts from the root's hidden state instead, which it computes by a forward of the target on a part of its KV
-(:mod:`longdraft.drafters.tokenswift`).
+The paper starts from the root's hidden state, computed on a part of the KV: :mod:`longdraft.drafters.tokenswift`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import NodeLimit, TokenTree
 from longdraft.views.view import View
 
-# Scale of the final norm of new heads. They repeat the target's prediction; smaller logits make them less sure of it.
+# Scale of the final norm of untrained heads. Such a head repeats the target's prediction; small logits make it unsure.
 INITIAL_NORM_SCALE = 0.3
 
 
@@ -48,13 +48,13 @@ class HeadsShape:
     """Sizes of the heads."""
 
     hidden_size: int  # the target's
-    heads: int
+    heads: int  # number of draft heads
     rms_norm_eps: float = 1e-6
-    own_norms: bool = False  # each head has its own norm before the target's head, as TokenSwift publishes them
+    own_norms: bool = False  # each draft head has its own norm before the target's head, as in TokenSwift's checkpoints
 
 
 class _Head(nn.Module):
-    """One head: maps the hidden state that predicts a token to the hidden state that predicts the next token."""
+    """One draft head: maps the hidden state that predicts a token to the hidden state that predicts the next token."""
 
     def __init__(self, shape: HeadsShape) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class _Head(nn.Module):
 
 
 class HeadsBlock(nn.Module):
-    """The heads, and the norm before the target's head: one for all heads, or one for each."""
+    """The draft heads, and the norm before the target's head: one norm for all draft heads, or one for each."""
 
     def __init__(self, shape: HeadsShape) -> None:
         super().__init__()
@@ -79,21 +79,22 @@ class HeadsBlock(nn.Module):
         else:
             self.norm = nn.RMSNorm(size, eps)
 
-    def initialize(self, final_norm: torch.Tensor, size: float = 1.0) -> None:
-        """Sets zero projections, so that at first every head repeats the target's prediction, but is less sure of it.
+    def initialize(self, final_norm: torch.Tensor, hidden_rms: float = 1.0) -> None:
+        """Sets zero projections, so that at first every draft head repeats the target's prediction.
 
         Args:
             final_norm: (hidden,) weight of the target's final norm.
-            size: root mean square of the target's hidden states, so that a training step moves them by the same
-                fraction, whatever their size.
+            hidden_rms: root mean square of the target's hidden states. Used as the weight of the draft heads' norms, so
+                that a training step changes hidden states by a fraction that does not depend on their size.
         """
         with torch.no_grad():
             for name, weight in self.heads.named_parameters():
-                weight.fill_(size if name.endswith("norm.weight") else 0.0)
+                weight.fill_(hidden_rms if name.endswith("norm.weight") else 0.0)
             self.norm.weight.copy_(INITIAL_NORM_SCALE * final_norm)
 
     def forward(self, h: torch.Tensor, heads: int | None = None) -> list[torch.Tensor]:
-        """h (T, hidden) -> for each of the first ``heads`` heads, the input (T, hidden) of the target's head."""
+        """Converts hidden states h (T, hidden) to inputs (T, hidden) of the target's head, one for each draft head.
+        ``heads``: number of draft heads to run; None: all."""
         outputs = []
         for i, head in enumerate(self.heads[:heads]):
             h = head(h)
@@ -105,7 +106,7 @@ KIND = "heads"
 
 
 class BoundHeads(NamedTuple):
-    """Heads in their target's dtype and on its device."""
+    """Draft heads in the target's dtype and on the target's device."""
 
     block: HeadsBlock
     head: Callable[[torch.Tensor], torch.Tensor]  # the target's head: (..., hidden) -> (..., draft vocabulary)
@@ -113,14 +114,14 @@ class BoundHeads(NamedTuple):
 
 
 class HeadsDraft(TrainedDraft[BoundHeads]):
-    """Trained heads from a folder."""
+    """Trained draft heads from a folder."""
 
     kind, layer_count_key = KIND, "heads"
     shape_type, module_type = HeadsShape, HeadsBlock
 
     @classmethod
     def load(cls, folder: Path | str) -> HeadsDraft:
-        """Reads a draft folder in our layout, or heads that TokenSwift publishes in the folder of their model.
+        """Reads a draft folder in our layout, or the folder of a model that TokenSwift's authors published with heads.
 
         Raises:
             CheckpointError: the folder is unreadable or has no heads; a tensor is missing, unexpected or misshapen.
@@ -149,36 +150,36 @@ class HeadsDrafter(TreeDrafter):
     """Drafts trees with chained heads.
 
     Args:
-        draft: trained heads.
-        options: of :class:`HeadOptions` and :class:`TreeOptions`. The tree is static, as in the paper, unless a planner
-            sizes it.
-        _self_drafter: the target on a part of its KV (TokenSwift). Its forward computes the hidden states of the roots,
-            and drafts the first level. None: the heads start from the hidden states of the tokens before the roots.
+        draft: trained draft heads.
+        options: fields of :class:`HeadOptions` and :class:`TreeOptions`. The default tree is static, as in the paper.
+        _self_drafter: the target on a part of its KV (TokenSwift), which computes the roots' hidden states and drafts
+            the first level; None: draft heads start from the hidden states of the tokens before the roots.
     """
 
     options = (HeadOptions, TreeOptions)
 
     def __init__(self, draft: HeadsDraft, _self_drafter: SelfDrafter | None = None, **options: Any) -> None:
-        config, tree_options = parse("heads", options, *self.options)
+        head_options, tree_options = parse("heads", options, *self.options)
         num_heads = draft.shape.heads
-        self.heads = config.heads or num_heads
+        self.heads = head_options.heads or num_heads
         if self.heads > num_heads:
             raise ValueError(
                 f"heads must be a whole number from 1 to {num_heads} (the draft has no more), got {self.heads}"
             )
         self.draft, self.self_drafter = draft, _self_drafter
-        max_depth, tree = self.heads + (_self_drafter is not None), tree_options.config("static")
+        max_depth = self.heads + (_self_drafter is not None)  # one level for each draft head, and the self-drafter's
+        tree = tree_options.config("static")
         if tree.depth > max_depth and (tree_options.widths is not None or tree_options.depth is not None):
             raise ValueError(f"a tree of {tree.depth} levels is too deep: these heads draft {max_depth} levels at most")
         if _self_drafter is not None and tree.name == "static" and not tree.is_user_defined:
             tree = replace(tree, branching=(1, *tree.branching))  # the first level is the self-drafter's top-1 token
         self.tree = tree.limit_depth(max_depth)
-        self._rounds = 0
+        self._num_rounds = 0
 
     @property
     def forwards(self) -> int:  # type: ignore[override]
-        """Number of multiplications by the target's head, or of the self-drafter's forwards if it is larger."""
-        return max(self._rounds, 0 if self.self_drafter is None else self.self_drafter.forwards)
+        """Number of multiplications by the target's head, or of the self-drafter's forwards if there are more."""
+        return max(self._num_rounds, 0 if self.self_drafter is None else self.self_drafter.forwards)
 
     @property
     def views(self) -> tuple[View, ...]:
@@ -189,7 +190,7 @@ class HeadsDrafter(TreeDrafter):
         return 1 if self.self_drafter is None else self.self_drafter.num_prompt_queries
 
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """The last layer, unless the self-drafter computes the hidden states."""
+        """Returns the last layer; none with a self-drafter, which computes the hidden states itself."""
         return (runner.num_layers - 1,) if self.self_drafter is None else ()
 
     def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
@@ -204,14 +205,14 @@ class HeadsDrafter(TreeDrafter):
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
         bound, ids = self._bound, self._bound.draft_to_target_ids
         hidden, root_logits = self._hidden_states(sequences)
-        self._rounds += 1
+        self._num_rounds += 1
         logits = bound.head(torch.stack(bound.block(hidden, self.heads), dim=1))  # (B, levels, draft vocabulary)
         if root_logits is not None:
             first_level = root_logits if ids is None else root_logits[:, ids]
             logits = torch.cat([first_level[:, None].to(logits.dtype), logits], dim=1)
 
         def draft_logits(level: TreeLevel) -> torch.Tensor:
-            # A head's logits do not depend on the path. Stacked: an index tensor would need a copy to the device.
+            # A draft head's logits do not depend on the path. ``stack`` avoids copying an index tensor to the device.
             selected = torch.stack([logits[i, level.depth, None] for i in level.sequence_indices])
             return selected.expand(-1, level.tokens.shape[1], -1)
 
@@ -220,11 +221,10 @@ class HeadsDrafter(TreeDrafter):
         return self.grow(sequences, draft_logits, ids, logits.device, limit)
 
     def _hidden_states(self, sequences: SequenceOf[Sequence]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Hidden states (B, hidden) that the heads start from (of the target's last layer, before its final norm), and
-        the first level's logits (B, vocabulary). With a self-drafter, both are of the roots. Without one, the hidden
-        states are of the tokens before the roots, and there are no logits."""
+        """Returns h_0 (B, hidden) of each sequence, and the first level's logits (B, vocabulary). With a self-drafter,
+        both are computed at the roots. Without, h_0 is of the tokens before the roots, and the logits are None."""
         store, logits = self._store, None
-        entries = [s.length - 2 for s in sequences]
+        entries = [s.length - 2 for s in sequences]  # the root, whose KV is not computed yet, is token length - 1
         if self.self_drafter is not None:
             self.self_drafter.update_views(sequences)
             roots = [TokenTree((s.output[-1],), (-1,)) for s in sequences]

@@ -7,8 +7,8 @@
 
 Token embedding x, head and rotary embedding are the target's, by reference.
 
-A round: keys and values of the new tokens enter the window. The last new token, the root, goes through the whole block.
-Then the tree grows level by level.
+A round writes keys and values of the new tokens to the window. Only the last new token, the root, goes through the
+whole block. Then the tree grows level by level.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _UNUSED_TENSORS = {f"cross_attn.{part}_proj.{kind}" for part in "kv" for kind in
 
 @dataclass(frozen=True)
 class LongSpecShape:
-    """Sizes of the block. ``heads``, ``kv_heads`` and ``head_dim`` must be the target's: the block reads its KV."""
+    """Sizes of the block. ``heads``, ``kv_heads`` and ``head_dim`` must be the target's, whose KV the block reads."""
 
     hidden_size: int
     intermediate_size: int
@@ -53,15 +53,15 @@ class LongSpecShape:
     window: int = 512
     """Number of keys that self-attention reads, the query's own included."""
     final_norm: bool = False
-    """An RMSNorm before the head. The paper has none; with it, training is stable at a higher learning rate."""
-    attention_bias: ClassVar[bool] = True
+    """True: an RMSNorm before the head. It keeps training stable at a higher learning rate; the paper has none."""
+    attention_bias: ClassVar[bool] = True  # fixed, like the next three: LongSpec has one layout
     output_bias: ClassVar[bool] = False
     qk_norm: ClassVar[bool] = False
     norm_before_residual: ClassVar[bool] = False
 
 
 class LongSpecBlock(DraftLayer, DraftBlock):
-    """The block. Its state dict is the published layout without ``_UNUSED_TENSORS``."""
+    """LongSpec's block. The state dict is the published layout without ``_UNUSED_TENSORS``."""
 
     has_fused_kernel = True
 
@@ -75,14 +75,14 @@ class LongSpecBlock(DraftLayer, DraftBlock):
         return self
 
     def combine_inputs(self, x: torch.Tensor, g: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (RMSNorm(x), x): keys and values depend on token and position only."""
+        """Returns (RMSNorm(x), x). As ``g`` is unused, keys and values depend on token and position only."""
         return self.input_layernorm(x), x
 
     def initialize(self, seed: int = 0, std: float = 0.02) -> None:
-        """Sets normal weights, zero biases, and zero output projections: the block starts as the identity."""
+        """Sets the weights as :func:`initialize`, and a final norm of 0.5."""
         initialize(self, seed, std)
         if self.shape.final_norm:
-            with torch.no_grad():  # small logits at first: a block that is the identity must not be sure of its tokens
+            with torch.no_grad():  # 0.5 makes small logits: a block that is still the identity must not be sure
                 self.norm.get_parameter("weight").fill_(0.5)
 
 
@@ -97,7 +97,7 @@ class LongSpecDraft(TrainedDraft[BoundDraft]):
         super().__init__(folder, _converted(folder, contents) if is_published else contents)
 
     def needs(self) -> dict[str, Any]:
-        """The sizes that must be the target's, because the block reads the target's KV."""
+        """Returns the sizes that the target must have, because the block reads the target's KV."""
         return {name: getattr(self.shape, name) for name in ("hidden_size", "heads", "kv_heads", "head_dim")}
 
     def check(self, runner: TargetRunner) -> None:
@@ -112,7 +112,7 @@ class LongSpecDraft(TrainedDraft[BoundDraft]):
 
 
 def check_rotary(runner: TargetRunner) -> None:
-    """Raises UnsupportedModelError for a target without full attention, or whose rotary embedding cannot be shared."""
+    """Raises UnsupportedModelError if the target has no full attention, or rotates only a part of each head."""
     if not runner.kv_shape.layers:
         raise UnsupportedModelError(
             f"{type(runner.model).__name__} has no layer with full attention. LongSpec drafts read the keys of such a "
@@ -127,7 +127,7 @@ def check_rotary(runner: TargetRunner) -> None:
 
 
 def _converted(folder: Path | str, published: DraftFolder) -> DraftFolder:
-    """Converts a published draft to our layout. Its config has transformers' names, and lacks some sizes."""
+    """Converts a published draft, whose config has transformers' names and lacks some sizes, to our layout."""
     config = with_derived_sizes(published.config)
     shape = read_shape(LongSpecShape, config, folder, "LongSpec", HF_NAMES)
     our_config = asdict(shape) | {key: config[key] for key in ("trained_length", "draft_vocab_size") if key in config}
@@ -157,7 +157,7 @@ class LongSpecDrafter(BlockDrafter):
         return self.window_cache(kv_shape, self.draft.shape.window, self.tree.max_expanded_nodes)
 
     def target_kv(self, slots: SequenceOf[int]) -> TargetKV:
-        """Keys and values of the target's last layer."""
+        """Returns keys and values of the target's last layer, and how many entries of each slot can be read."""
         return *self.store.layer(self.store.shape.layers - 1), [self.store.readable_len(slot) for slot in slots]
 
 

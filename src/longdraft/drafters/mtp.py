@@ -1,15 +1,14 @@
 """MTP: the multi-token prediction layer in a model's own checkpoint (DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
-    f_t                                                     the target's last hidden state at t, after the final norm
+    f_t (g in the code)                                     the target's last hidden state at t, after the final norm
     n_t = eh_proj([RMSNorm(embed(token_{t+1})), RMSNorm(f_t)])
     o_t = RMSNorm(DecoderLayer(n_t))                        a layer of the target's own class
     logits of token_{t+2} = target_head(o_t)
 
-In the nodes of a tree, o_t replaces f_{t+1}, so one layer drafts any number of tokens. If the checkpoint has several
-such layers, the first is used. Drafting is as in EAGLE-3 (:mod:`longdraft.drafters.eagle3`).
+The layer drafts several tokens in turn: in the nodes of a tree, o_t replaces f_{t+1}. If the checkpoint has several MTP
+layers, only the first is used. A round runs as in EAGLE-3 (:mod:`longdraft.drafters.eagle3`).
 
-RoPE depends on distances only, so a draft with a window keeps true positions. By default a window is set for contexts
-longer than the model was trained for before its RoPE was scaled.
+If a model's RoPE was scaled for longer contexts, its MTP layer by default attends to a window of the original length.
 """
 
 from __future__ import annotations
@@ -40,7 +39,8 @@ KIND = "mtp"
 
 
 class MtpBlock(EagleBlock):
-    """The module around a layer of the target's class. ``has_experts``: the layer is a mixture of experts.
+    """MTP's module: norms and a projection around a decoder layer of the target's class.
+    ``has_experts``: the layer is a mixture of experts.
 
     Raises:
         UnsupportedModelError: the layer cannot be constructed, or the target has no norm before its head.
@@ -79,22 +79,22 @@ class MtpBlock(EagleBlock):
         output_rows: OutputRows = ALL,
         cross: CrossAttend | None = None,
     ) -> torch.Tensor:
-        """Runs the module on T tokens. Returns o (Tq, hidden), after the final norm."""
+        """Runs the module; see :meth:`DraftBlock.forward`. Returns o of the output tokens, after the final norm."""
         n, (attend,) = self.combine_inputs(x, g)[0], attend_fns
-        attend_all = attend
+        layer_attend = attend
         if output_rows is not ALL:  # the layer gets only the output tokens, so the keys of all tokens are computed here
             keys, values = mtp_layer.compute_kv(self.layer, n, cos, sin)
 
-            def attend_all(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            def layer_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
                 return attend(q, keys, values)
 
         n, cos, sin = n[output_rows], cos[output_rows], sin[output_rows]
-        out: torch.Tensor = self.norm(mtp_layer.run_layer(self.layer, n, cos, sin, attend_all))
+        out: torch.Tensor = self.norm(mtp_layer.run_layer(self.layer, n, cos, sin, layer_attend))
         return out
 
 
 class MtpDraft(Eagle3Draft):
-    """The MTP layer of a checkpoint. :meth:`make` constructs its module, which needs the target's layer class.
+    """The MTP layer of a checkpoint. Only :meth:`make` constructs the module, because it needs the target's class.
 
     ``folder``: the checkpoint, or a GGUF file. ``tensors``: from :func:`longdraft.drafts.mtp_formats.read`.
     """
@@ -108,7 +108,7 @@ class MtpDraft(Eagle3Draft):
         self.draft_to_target_ids, self.configured_layers, self.window = None, None, None
         projection = tensors.get("eh_proj.weight")
         if projection is None:
-            raise CheckpointError(f"{folder} has no fc or eh_proj for its MTP layer: copy all its files again.")
+            raise CheckpointError(f"{folder} lacks its MTP layer's fc or eh_proj: copy all files of the folder again.")
         self.required_target = {"hidden_size": projection.shape[0]}
 
     @classmethod
@@ -116,7 +116,7 @@ class MtpDraft(Eagle3Draft):
         """Reads the layer from a target's folder or GGUF file, without its other tensors.
 
         Raises:
-            CheckpointError: the folder is unreadable, has no such layer, or is a draft for another method.
+            CheckpointError: the folder is unreadable, has no MTP layer, or is a draft for another method.
         """
         return cls(folder, mtp_formats.read(folder))
 
@@ -126,7 +126,7 @@ class MtpDraft(Eagle3Draft):
 
     @property
     def max_context(self) -> None:
-        """None: the layer has the target's context length."""
+        """None, because the layer has the target's context length."""
         return
 
     def default_feature_layers(self, count: int) -> tuple[int, ...]:
@@ -159,7 +159,7 @@ class MtpDrafter(Eagle3Drafter):
 
     @torch.inference_mode()
     def kv_shape_of_draft(self) -> KVShape:
-        """The shape of the layer's keys and values, found by computing them for one token."""
+        """Returns the shape of the layer's keys and values, by computing those of one token."""
         runner, bound = self.runner, self.bound
         x = torch.zeros(1, runner.shared_parts.hidden_size, dtype=runner.kv_shape.dtype, device=runner.device)
         cos, sin = bound.rotary(torch.zeros(1, dtype=torch.long, device=runner.device))
@@ -167,9 +167,9 @@ class MtpDrafter(Eagle3Drafter):
         return KVShape(1, keys.shape[0], keys.shape[2], runner.kv_shape.dtype)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
-        length = mtp_layer.original_context_length(runner.model)
-        if self.window is None and length is not None and store.capacity > length > self.tree.depth:
-            self.window = length
+        trained_length = mtp_layer.original_context_length(runner.model)  # before RoPE was scaled; None: it was not
+        if self.window is None and trained_length is not None and store.capacity > trained_length > self.tree.depth:
+            self.window = trained_length
         super().bind(runner, store)
 
 

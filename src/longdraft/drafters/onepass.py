@@ -1,14 +1,14 @@
 """One pass: all levels of a tree from one forward of EAGLE-3's layer (P-EAGLE, arXiv:2602.01469; DSpark, 2607.05147).
 
     input 0:       x = embed(root),         g = fc(f_t)         the root, as in EAGLE-3
-    input k > 0:   x = embed(root) + m_k,   g = fc(f_t) + s_k   a mask token; m_k, s_k are learned; attends to 0 .. k
-    logits_k = head(RMSNorm(o_k)) + W_out W_in[parent]          low-rank bigram; parent: a token of the level before
+    input k > 0:   x = embed(root) + m_k,   g = fc(f_t) + s_k   mask token k, with learned vectors m_k and s_k
+    logits_k = head(RMSNorm(o_k)) + W_out W_in[parent]          a low-rank bigram
 
-Mask tokens stand for unknown tokens, one for each level after the first. The bigram lets a level's logits depend on the
-parent token, without another forward. The KV cache is a window, so memory does not grow with the context.
+Mask tokens stand for unknown tokens, one for each level after the first; input k attends to inputs 0 .. k. The bigram
+corrects a level's logits by the parent token. The KV cache is a window, so memory does not grow with the context.
 
-P-EAGLE's published drafts have x = embed(mask) and g = fc(s) for all k > 0, and no bigram: a level does not depend on
-the tokens of other levels.
+P-EAGLE's published drafts have x = embed(mask) and g = fc(s) for all k > 0, and no bigram, so a level's logits do not
+depend on other levels' tokens. Shapes: B sequences, W nodes of a level for each sequence, M candidates of a level.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from longdraft.trees.tree_config import TreeConfig
 
 @dataclass(frozen=True, kw_only=True)
 class OnePassShape(Eagle3Shape):
-    """Sizes of the module."""
+    """Sizes of the module. ``slots``: number of levels that one forward predicts. ``rank``: of the bigram."""
 
-    slots: int  # number of levels that one forward predicts
-    rank: int  # rank of the bigram
+    slots: int
+    rank: int
 
 
 class OnePassBlock(Eagle3Block):
-    """EAGLE-3's module with mask tokens and a bigram."""
+    """EAGLE-3's module with mask tokens (``slot_embedding``: m_k, ``slot_state``: s_k) and a bigram (W_in, W_out)."""
 
     shape: OnePassShape
 
@@ -58,10 +58,10 @@ class OnePassBlock(Eagle3Block):
 
     def initialize(self, seed: int = 0, std: float = 0.02, head: torch.Tensor | None = None) -> None:
         super().initialize(seed, std, head)
-        self.initialize_slots(seed)
+        self.initialize_masks_and_bigram(seed)
 
-    def initialize_slots(self, seed: int = 0) -> None:
-        """Sets small random mask tokens, and a bigram with zero output."""
+    def initialize_masks_and_bigram(self, seed: int = 0) -> None:
+        """Sets small random mask tokens, and a bigram whose correction is zero at first."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter, std in ((self.slot_embedding, 0.02), (self.slot_state, 0.02), (self.bigram_in.weight, 0.25)):
@@ -71,23 +71,23 @@ class OnePassBlock(Eagle3Block):
     def mask_token_inputs(
         self, x: torch.Tensor, g: torch.Tensor, indices: slice, embedding: nn.Module | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs (B, T, hidden) of mask tokens (``indices``, from 0), from x and g (B, 1, hidden) of the roots.
-        ``embedding``: the token embedding, for P-EAGLE."""
+        """Returns x and g (B, number of mask tokens, hidden) of mask tokens, from the roots' x and g (B, 1, hidden).
+        ``indices``: which mask tokens; 0 is the first. ``embedding``: the token embedding, which only P-EAGLE needs."""
         return x + self.slot_embedding[indices], g + self.slot_state[indices]
 
     def successor_weights(self, ids: torch.Tensor) -> torch.Tensor:
-        """W_out (B, depths, rank, M) of draft ids (B, depths, M)."""
+        """Returns W_out (B, levels, rank, M) of candidates' draft ids (B, levels, M)."""
         out: torch.Tensor = self.bigram_out(ids).mT
         return out
 
     def predecessor_weights(self, ids: torch.Tensor) -> torch.Tensor:
-        """W_in (..., rank) of draft ids (...); zeros for -1, a token without a draft id."""
+        """Returns W_in (..., rank) of parents' draft ids (...). -1 is a token without a draft id, and gives zeros."""
         weights: torch.Tensor = self.bigram_in(ids.clamp_min(0)) * (ids >= 0)[..., None]
         return weights
 
-    def correction(self, previous_ids: torch.Tensor, successor_weights: torch.Tensor) -> torch.Tensor:
-        """Corrections (B, W, M) of the logits of M candidates, given the draft ids (B, W) of their parents."""
-        return (self.predecessor_weights(previous_ids) @ successor_weights).float()
+    def correction(self, parent_ids: torch.Tensor, successor_weights: torch.Tensor) -> torch.Tensor:
+        """Returns what to add to the candidates' logits (B, W, M), given their parents' draft ids (B, W)."""
+        return (self.predecessor_weights(parent_ids) @ successor_weights).float()
 
 
 KIND = "onepass"
@@ -100,19 +100,18 @@ class OnePassDraft(Eagle3Draft):
     shape_type, module_type = OnePassShape, OnePassBlock
 
 
-# Number of likely tokens of a level that are corrected. The other tokens keep their total probability.
-NUM_CANDIDATES = 24
+NUM_CANDIDATES = 24  # candidates of a level: the likeliest tokens before the correction; others stay uncorrected
 # Cost of one more level, in forwards of the draft: a mask token in the same forward, and a correction.
 LEVEL_COST = 0.1
 
 
-class DepthTopk(NamedTuple):
-    """The M likeliest tokens of each depth for B sequences, before the correction.
+class LevelTopk(NamedTuple):
+    """The M candidates of each level for B sequences, before the correction.
 
     Attributes:
-        logprobs, ids: (B, depths, M) log-probabilities and draft ids.
-        rest_logprob: (B, depths, 1) log-probability of all other tokens together.
-        correction_inputs: (B, depths, ...) tensor that :meth:`SingleForwardRound.corrected_scores` needs.
+        logprobs, ids: (B, levels, M) log-probabilities and draft ids.
+        rest_logprob: (B, levels, 1) log-probability of all other tokens together.
+        correction_inputs: (B, levels, ...) tensor that :meth:`SingleForwardRound.corrected_scores` needs.
     """
 
     logprobs: torch.Tensor
@@ -122,42 +121,43 @@ class DepthTopk(NamedTuple):
 
 
 class SingleForwardRound(DraftRound):
-    """Drafts the trees of one round with one forward, and a cheap correction by which a level depends on paths."""
+    """Drafts the trees of one round with one forward, and corrects each level's logits by the tokens of the paths."""
 
     def __init__(self, drafter: Eagle3Drafter, sequences: list[Sequence], depth: int) -> None:
         super().__init__(drafter, sequences, depth)
-        # The level of the roots, and the forward's result for all depths.
+        # The level of the roots, and the forward's result for all levels.
         self._roots: TreeLevel | None = None
-        self._topk: DepthTopk | None = None
+        self._topk: LevelTopk | None = None
 
     @abstractmethod
-    def forward_all_depths(self, level: TreeLevel, k: int) -> tuple[torch.Tensor, ...]:
-        """Runs the forward; returns ``logprobs``, ``ids`` and ``correction_inputs`` of a :class:`DepthTopk`.
-        ``level``: the roots. ``k``: number of likeliest tokens of a depth."""
+    def forward_all_levels(self, level: TreeLevel, k: int) -> tuple[torch.Tensor, ...]:
+        """Runs the forward; returns ``logprobs``, ``ids`` and ``correction_inputs`` of a :class:`LevelTopk`.
+        ``level``: the roots. ``k``: number of candidates of a level."""
 
     @abstractmethod
-    def corrected_scores(self, level: TreeLevel, topk: DepthTopk) -> torch.Tensor:
-        """Unnormalized log-probabilities (B', W, M) of the candidates for the children of each node.
-        ``topk``: the candidates at the level's depth, for its sequences."""
+    def corrected_scores(self, level: TreeLevel, topk: LevelTopk) -> torch.Tensor:
+        """Returns unnormalized log-probabilities (B, W, M) of the candidates as children of each node of ``level``.
+        ``topk``: the candidates of the next level, for the sequences of ``level``."""
 
     @property
     def num_candidates(self) -> int:
-        """Number of likely tokens of a depth that are corrected."""
+        """Number of candidates of a level."""
         return NUM_CANDIDATES
 
     def logits_or_topk(self, level: TreeLevel, top_k: int) -> tuple[torch.Tensor, ...]:
-        """Log-probabilities and draft ids of at most :attr:`num_candidates` children. ``top_k`` must not be 0."""
+        """Returns log-probabilities and draft ids of the ``top_k`` best children; ``top_k`` must not be 0."""
         assert top_k, "a one-pass draft has no logits of all tokens"
         if level.depth == 0:
             self._drafter.forwards += 1
-            logprobs, ids, correction_inputs = self.forward_all_depths(level, max(top_k, self.num_candidates))
-            rest = torch.log1p(-logprobs.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
+            logprobs, ids, correction_inputs = self.forward_all_levels(level, max(top_k, self.num_candidates))
+            # The clamp keeps log1p finite if rounding makes the sum 1.
+            rest_logprob = torch.log1p(-logprobs.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
             if logprobs.shape[-1] == self._bound.block.shape.vocabulary:  # there are no other tokens
-                rest.fill_(float("-inf"))
-            self._roots, self._topk = level, DepthTopk(logprobs, ids, rest, correction_inputs)
+                rest_logprob.fill_(float("-inf"))
+            self._roots, self._topk = level, LevelTopk(logprobs, ids, rest_logprob, correction_inputs)
         assert self._roots is not None and self._topk is not None
         selected = (self._roots.index_select(level.sequence_indices, x) for x in self._topk)
-        topk = DepthTopk(*(x[:, level.depth, None] for x in selected))
+        topk = LevelTopk(*(x[:, level.depth, None] for x in selected))
         scores = self.corrected_scores(level, topk)
         total = torch.logaddexp(scores.logsumexp(-1, keepdim=True), topk.rest_logprob)
         best = scores.topk(min(top_k, scores.shape[-1]), dim=-1)
@@ -167,7 +167,7 @@ class SingleForwardRound(DraftRound):
 class OnePassRound(SingleForwardRound):
     """Drafts the trees of one round with mask tokens."""
 
-    def forward_all_depths(self, level: TreeLevel, k: int) -> tuple[torch.Tensor, ...]:
+    def forward_all_levels(self, level: TreeLevel, k: int) -> tuple[torch.Tensor, ...]:
         """Runs the forward over the new tokens, and mask tokens after each root."""
         bound, block, num_masks = self._bound, self._bound.block, self._depth - 1
         batch, (tokens, cos, sin, features) = self.root_inputs(level)
@@ -180,14 +180,14 @@ class OnePassRound(SingleForwardRound):
         logprobs, ids = (t.view(len(level.sequence_indices), batch.num_outputs, -1) for t in topk)
         return logprobs, ids, block.successor_weights(ids)
 
-    def corrected_scores(self, level: TreeLevel, topk: DepthTopk) -> torch.Tensor:
+    def corrected_scores(self, level: TreeLevel, topk: LevelTopk) -> torch.Tensor:
         draft_ids = self._bound.target_to_draft_ids
-        previous_ids = level.tokens if draft_ids is None else draft_ids[level.tokens]
-        return topk.logprobs + self._bound.block.correction(previous_ids, topk.correction_inputs[:, 0])
+        parent_ids = level.tokens if draft_ids is None else draft_ids[level.tokens]
+        return topk.logprobs + self._bound.block.correction(parent_ids, topk.correction_inputs[:, 0])
 
 
 class OnePassDrafter(Eagle3Drafter):
-    """Drafts trees with one forward a round, of at most ``slots`` levels."""
+    """Drafts trees with one forward a round. A tree has at most ``slots`` levels."""
 
     round_type: ClassVar[type[DraftRound]] = OnePassRound
     draft: OnePassDraft
@@ -203,11 +203,11 @@ class OnePassDrafter(Eagle3Drafter):
         return tree.limit_depth(slots)
 
     @property
-    def scratch(self) -> int:
+    def scratch_entries(self) -> int:
         return self.draft.shape.slots - 1
 
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
-        # The planner assumes a draft forward for each level, but all levels of this draft share one.
+        # The planner assumes a draft forward for each level, but one forward drafts all levels.
         if limit is not None:
             limit = replace(limit, min_expected_gain=LEVEL_COST * limit.min_expected_gain)
         return super().propose(sequences, limit)
@@ -231,9 +231,9 @@ register(
 
 @dataclass(frozen=True, kw_only=True)
 class PEagleShape(Eagle3Shape):
-    """Sizes of the module, and the id of its mask token."""
+    """Sizes of the module, and the id of the mask token. ``slots``: number of levels that one forward predicts."""
 
-    slots: int  # number of levels that one forward predicts
+    slots: int
     mask_token: int
 
 
@@ -249,18 +249,18 @@ class PEagleBlock(Eagle3Block):
     def mask_token_inputs(
         self, x: torch.Tensor, g: torch.Tensor, indices: slice, embedding: nn.Module
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs (B, T, hidden) of ``indices.stop`` mask tokens, which are all equal."""
-        size, count = x.shape[2], indices.stop
+        """Returns x and g (B, number of mask tokens, hidden). All mask tokens are equal, so ``g`` is not read."""
+        expanded_shape = len(x), indices.stop, x.shape[2]
         mask = torch.full((1,), self.shape.mask_token, device=x.device, dtype=torch.long)
-        state = self.project_features(self.mask_hidden.view(1, -1))
-        return embedding(mask).expand(len(x), count, size), state.expand(len(x), count, size)
+        features = self.project_features(self.mask_hidden.view(1, -1))
+        return embedding(mask).expand(expanded_shape), features.expand(expanded_shape)
 
     def successor_weights(self, ids: torch.Tensor) -> torch.Tensor:
-        return ids
+        return ids  # any tensor: :meth:`correction` does not read it
 
-    def correction(self, previous_ids: torch.Tensor, successor_weights: torch.Tensor) -> torch.Tensor:
-        """Zeros: a level does not depend on the tokens of other levels."""
-        return torch.zeros(*previous_ids.shape, 1, dtype=torch.float32, device=previous_ids.device)
+    def correction(self, parent_ids: torch.Tensor, successor_weights: torch.Tensor) -> torch.Tensor:
+        """Returns zeros (B, W, 1), because a level does not depend on other levels' tokens."""
+        return torch.zeros(*parent_ids.shape, 1, dtype=torch.float32, device=parent_ids.device)
 
 
 class PEagleDraft(Eagle3Draft):

@@ -1,11 +1,11 @@
 """Self-drafting: the target drafts on a part of its KV (a :class:`~longdraft.views.view.View`), and verifies on all.
 
-A draft forward reads all weights, but only a few hundred KV entries; or all entries in a quarter of the bytes (Tiwari
-et al. 2025, QuantSpec). So it is worthwhile where reading KV dominates a forward: for long contexts, and for batches,
-whose sequences share the weights but not the KV (Sadhukhan et al. 2024, MagicDec).
+A draft forward reads all weights, but only a few hundred KV entries, or all KV entries in int8, a quarter of float32's
+bytes (Tiwari et al. 2025, QuantSpec). So self-drafting is worthwhile where reading KV dominates a forward: for long
+contexts, and for batches, whose sequences share the weights but not the KV (Sadhukhan et al. 2024, MagicDec).
 
-A round: the KV entries that the last verification wrote to the full store are copied to the view. Then the root and the
-tree are fed level by level. Their KV is written after the view, and dropped after the round.
+A round first copies new KV entries, which the last verification wrote to the full store, to the view. Then it feeds the
+root and the tree level by level. The KV of these nodes is written after the view, and dropped when the round ends.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from longdraft.views.sparse_kv_cache import SparseKVCache
 from longdraft.views.view import DTYPES, View, parse_dtype
 
 DEFAULT_BUDGET = 512  # KV entries of a view
-SINK = 16  # first tokens of a view, as in StreamingLLM, MagicDec and TokenSwift
-WINDOW = 32  # last tokens of a view. Their queries rank the chunks in SnapKV (MagicDec, section 4).
+SINK = 16  # number of first tokens that a view always has, as in StreamingLLM, MagicDec and TokenSwift
+WINDOW = 32  # number of last tokens that a view always has; their queries rank chunks in SnapKV (MagicDec, section 4)
 CHUNK = 8  # entries of a chunk (TriForce, section 4.1)
-UNLIMITED = 2**40  # a window that is longer than any context
-# {view: its scorer, and its default chunk size}. None: the view selects nothing, or single entries only.
+UNLIMITED = 2**40  # window of view=all: longer than any context
+# {view: (scorer, default chunk size)}. None: the chunk size cannot be set, because the view selects no chunks.
 VIEW_SCORERS: dict[str, tuple[str, int | None]] = {
     "all": ("streaming", None),
     "streaming": ("streaming", None),
@@ -80,14 +80,14 @@ class ViewOptions(Options):
 
 
 def make_self_view(view: str, budget: int | None, sink: int | None, window: int | None, chunk: int | None) -> View:
-    """Makes a view from a drafter's options. None: the default.
+    """Makes a view from a drafter's options. A size that is None gets the default.
 
     Args:
-        view: one of :data:`VIEW_SCORERS`; "all" has no sizes.
+        view: a key of :data:`VIEW_SCORERS`; "all" has no sizes.
         budget: number of entries, sink and window included. Default 512; for "streaming" with a window, sink + window.
         sink: number of first tokens. Default 16, rounded up to whole chunks.
         window: number of last tokens. Default 32; for "streaming", the rest of the budget.
-        chunk: tokens that are selected together. Default 8, for "snapkv" 1; "streaming" and "tokens" have no chunks.
+        chunk: number of tokens that are selected together. Default 8; 1 for "snapkv". Not for "streaming" and "tokens".
     """
     if view == "all":
         sizes = {"budget": budget, "sink": sink, "window": window, "chunk": chunk}
@@ -114,14 +114,14 @@ def make_self_view(view: str, budget: int | None, sink: int | None, window: int 
     return View(scorer, budget - sink - window, sink, window, chunk_size, reduction=reduction)
 
 
-# A view has space for 1 / NEW_FRACTION of its budget as new tokens before it is reselected, at least MIN_NEW_TOKENS.
-NEW_FRACTION, MIN_NEW_TOKENS = 4, 64
-# Verifications from one selection to the next, by view.
+# A view has space for size / NEW_TOKENS_DIVISOR new tokens before its chunks are reselected, at least MIN_NEW_TOKENS.
+NEW_TOKENS_DIVISOR, MIN_NEW_TOKENS = 4, 64
+# {view: verifications from one selection of chunks to the next}, and the number for all other views.
 RESELECT_INTERVALS, DEFAULT_INTERVAL = {"snapkv": 16}, 8
-# Prior acceptance rate, as measured (docs/self-drafting.md): a view of all entries has FULL; a view of 512 entries has
-# BASE, and each doubling adds PER_DOUBLING, up to MAX.
+# Acceptance rates that a planner assumes at first, as measured (docs/self-drafting.md): of view=all; of a view of 512
+# entries; what each doubling of the 512 entries adds; and the upper bound of that sum.
 FULL_ACCEPTANCE, BASE_ACCEPTANCE, ACCEPTANCE_PER_DOUBLING, MAX_ACCEPTANCE = 0.95, 0.4, 0.225, 0.85
-ATTENTION_BUDGET = 2048  # default budget of view=attention (docs/self-drafting.md)
+ATTENTION_BUDGET = 2048  # default budget of view=attention with an int8 view (docs/self-drafting.md)
 # Time of a forward with weights quantised for drafting, as a fraction of the target's time (docs/self-drafting.md).
 QUANTIZED_FORWARD_RATIO = 0.8
 
@@ -139,7 +139,7 @@ class SelfOptions(ViewOptions):
 
 
 def can_draft_quantized(runner: TargetRunner) -> bool:
-    """True if our kernels can draft on an int8 view (and, for a float32 model, with quantised weights)."""
+    """Returns whether our kernels can draft on an int8 view, and with quantised weights if the model is float32."""
     return (
         runner.can_round_kv
         and not runner.kv_is_rounded
@@ -152,8 +152,8 @@ class SelfDrafter(TreeDrafter):
     """Drafts with the target on a sparse view of its own KV.
 
     Args:
-        options: of :class:`SelfOptions` and :class:`TreeOptions`. The tree is a chain of 4 tokens by default, or of as
-            many as a planner finds worthwhile.
+        options: fields of :class:`SelfOptions` and :class:`TreeOptions`. The default tree is a chain of 4 tokens; a
+            planner may make it longer or shorter.
 
     Attributes:
         cache: KV cache of the views; from :meth:`bind` on.
@@ -166,11 +166,11 @@ class SelfDrafter(TreeDrafter):
         view, budget = config.view, config.budget
         dtype = "int8" if view == "all" and config.view_dtype is None else config.view_dtype
         self.view_dtype = parse_dtype(dtype)
-        # By default, "attention" has an int8 view if the target's kernels can (see :meth:`bind`).
+        # With default options, view=attention is in int8 if the target's kernels can round KV (see :meth:`bind`).
         self._prefers_int8 = view == "attention" and budget is None and config.view_dtype is None
         budget = ATTENTION_BUDGET if self._prefers_int8 else budget
-        empty_view = make_self_view(view, budget, config.sink, config.window, config.chunk)
-        self.view = replace(empty_view, max_new=max(MIN_NEW_TOKENS, empty_view.size // NEW_FRACTION))
+        sized_view = make_self_view(view, budget, config.sink, config.window, config.chunk)
+        self.view = replace(sized_view, max_new=max(MIN_NEW_TOKENS, sized_view.size // NEW_TOKENS_DIVISOR))
         interval = RESELECT_INTERVALS.get(view, DEFAULT_INTERVAL) if config.refresh is None else config.refresh
         self.timer = ReselectionTimer(interval, self.view.num_queries)
         self.tree = tree_options.config("chain")
@@ -178,7 +178,7 @@ class SelfDrafter(TreeDrafter):
         self.prior_acceptance = FULL_ACCEPTANCE if view == "all" else min(acceptance, MAX_ACCEPTANCE)
         self._calibrators: dict[int, AcceptanceCalibrator] = {}  # by sequence index
         self.fused_lm: FusedLM | None = None
-        self.max_verified_tokens = 0  # maximum number of tokens that :meth:`verify` gets in a round
+        self.max_verified_tokens = 0  # most tokens of one :meth:`verify`; set by the drafter that calls it
 
     @property
     def forward_cost_ratio(self) -> float:  # type: ignore[override]
@@ -201,8 +201,8 @@ class SelfDrafter(TreeDrafter):
         return tuple(range(runner.kv_shape.layers)) if self.view.num_queries else ()
 
     def needs_queries(self, sequences: list[Sequence]) -> bool:
-        """False while the views hold the full contexts, so that nothing is selected."""
-        # In a CUDA graph, queries cost nothing, and a verification without them would need another graph.
+        """Returns False while the views hold the full contexts, because then nothing has to be selected."""
+        # With CUDA graphs always True: queries cost nothing there, but a forward without queries needs another graph.
         return self.runner.graphs.enabled or any(s.length + MIN_NEW_TOKENS > self.view.size for s in sequences)
 
     def bind(self, runner: TargetRunner, store: KVStore, feature_layers: tuple[int, ...] = ()) -> None:
@@ -218,7 +218,7 @@ class SelfDrafter(TreeDrafter):
 
     @property
     def scratch_entries(self) -> int:
-        """Maximum number of entries that a round writes after a view, the root's included."""
+        """Maximum number of entries that a round writes after a view, one of them for the root."""
         return max(self.tree.max_expanded_nodes, self.max_verified_tokens) + 1
 
     @torch.inference_mode()
@@ -234,19 +234,19 @@ class SelfDrafter(TreeDrafter):
         return self.grow(sequences, logits, None, self.runner.device, limit, topk, calibrate)
 
     def calibrator(self, sequence: Sequence) -> AcceptanceCalibrator:
-        """The acceptance calibrator of a sequence."""
+        """Returns a sequence's acceptance calibrator, and makes it on first use."""
         return self._calibrators.setdefault(sequence.index, AcceptanceCalibrator(self.prior_acceptance))
 
     @torch.inference_mode()
     def update_views(self, sequences: SequenceOf[Sequence]) -> None:
-        """Copies new entries of each sequence to its view, and selects the view's chunks anew if that is due."""
+        """Copies each sequence's new entries to the view, and selects the view's chunks anew if the timer says so."""
         for s in sequences:
             is_due = self.view.num_queries > 0 and self.timer.is_due(s.slot)
             if self.cache.update(s.slot, self.timer.queries(s.slot), is_due):
                 self.timer.restart(s.slot)
 
     def observe(self, round_result: RoundResult) -> None:
-        """Stores queries for the next selection, drops copies of rewritten entries, and calibrates."""
+        """Stores queries for the next selection, drops copies of rewritten entries, and updates the calibrator."""
         slot = round_result.sequence.slot
         if round_result.is_prefill:  # the slot held another sequence before
             self._reset(slot)
@@ -269,8 +269,8 @@ class SelfDrafter(TreeDrafter):
 
     @torch.inference_mode()
     def verify(self, sequences: SequenceOf[Sequence], trees: list[TokenTree]) -> list[torch.Tensor]:
-        """Logits (at least tree.size, vocabulary) on the views, for a tree of each sequence rooted at its last token.
-        The views must be up to date: call :meth:`update_views` first."""
+        """Returns each tree's logits (at least tree.size, vocabulary) on the views. A tree's root is the last token of
+        the tree's sequence. Call :meth:`update_views` first."""
         self.forwards += 1
         slots, root_positions = [s.slot for s in sequences], [s.length - 1 for s in sequences]
         out = verify_trees(self.runner, self.cache.store, slots, trees, root_positions)

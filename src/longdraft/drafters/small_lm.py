@@ -1,11 +1,11 @@
 """A small language model as a drafter. It runs as the target does, with a KV cache of its own.
 
-A round: the new tokens are fed as a chain that ends with the root, whose logits give its children. Then the tree grows
-level by level. The KV of each level is written after the KV of earlier levels, under an ancestor mask. Emitted tokens
-are committed to the draft's cache, trees are not.
+A round feeds the new tokens as a chain that ends with the root. The root's logits give the first level, and the tree
+grows level by level. The KV of each level is written after the KV of earlier levels, under an ancestor mask. Only the
+KV of emitted tokens is committed to the draft's cache.
 
-The view is the part of the context that the draft attends to. "full": all tokens, at true positions, as in plain
-speculative decoding. "streaming": the first and the last tokens. "retrieval": the first and last tokens, and the chunks
+The view is the part of the context that the draft attends to. A full view has all tokens, at true positions, as in
+plain speculative decoding. A streaming view has the first and the last tokens. A retrieval view also has the chunks
 that the target attends to (Cha et al. 2025, SpecExtend, section 2.2). A streaming or retrieval view keeps positions
 within the trained length, and the cost of a round does not depend on the context's length.
 """
@@ -41,7 +41,7 @@ from longdraft.views.retrieval import Retrieval
 from longdraft.views.view import View
 
 VIEWS = ("full", "streaming", "retrieval")
-STREAMING_RECENT = 1024  # last tokens of a streaming view: about 1K is best for a draft of 68M (SpecExtend, E.1)
+STREAMING_RECENT = 1024  # last tokens of a streaming view: about 1K is best for 68M parameters (SpecExtend, E.1)
 RETRIEVAL_RECENT = 128  # last tokens of a retrieval view
 
 
@@ -55,9 +55,7 @@ class SmallLMOptions(ChunkOptions):
         usual="full, or streaming for contexts longer than it was trained for",
     )
     vocabulary: int | None = option(
-        min=2,
-        help="propose only the first N token ids, which are the frequent ones in most tokenizers",
-        usual="all",
+        min=2, help="propose only the first N token ids, which are the frequent ones in most tokenizers", usual="all"
     )
 
 
@@ -66,53 +64,54 @@ class SmallLMDrafter(RetrievalDrafter):
 
     Args:
         draft: the small model.
-        options: of :class:`TreeOptions` and :class:`SmallLMOptions`. With view="retrieval" (SpecExtend) the tree is an
-            OPT-Tree, else a dynamic tree.
+        options: fields of :class:`TreeOptions` and :class:`SmallLMOptions`. The default tree is an OPT-Tree with
+            view="retrieval" (SpecExtend), else a dynamic tree.
     """
 
     options = (TreeOptions, SmallLMOptions)
     bound: BoundLM
 
     def __init__(self, draft: SmallLMDraft, **options: Any) -> None:
-        tree_options, config = parse("small-lm", options, *self.options)
-        view, sink, recent = config.view, config.sink, config.recent
-        retrieval_sizes = config.retrieval_sizes(view == "retrieval", "view=retrieval")
+        tree_options, view_options = parse("small-lm", options, *self.options)
+        view, sink, recent = view_options.view, view_options.sink, view_options.recent
+        user_chunk_options = view_options.user_chunk_options(view == "retrieval", "view=retrieval")
         self.tree = tree_options.config("opt" if view == "retrieval" else "dynamic")
-        self.draft, self.view = draft.with_trimmed_vocab(config.vocabulary), view
+        self.draft, self.view = draft.with_trimmed_vocab(view_options.vocabulary), view
         # The view leaves space for this number of new tokens, at least for the tokens of a round.
         new_tokens = max(draft_cache.MIN_NEW_ENTRIES, self.tree.depth + 1)
         max_tokens = draft.trained_length - self.tree.depth - new_tokens
-        # Without ``view``, the target's context length decides (see :meth:`bind`). A full view ignores sink and recent.
-        self._make_streaming = partial(_streaming, sink, recent, max_tokens, new_tokens) if max_tokens > sink else None
+        make_streaming = partial(_make_streaming_retrieval, sink, recent, max_tokens, new_tokens)
+        # Without ``view``, :meth:`bind` makes a streaming view if the context can outgrow the trained length.
+        self._make_default_retrieval = make_streaming if max_tokens > sink else None
         if view == "streaming":
-            self.retrieval = _streaming(sink, recent, max_tokens, new_tokens)
+            self.retrieval = make_streaming()
         elif view == "retrieval":
-            sizes = {"layer": draft.retrieval_layer} | retrieval_sizes
-            sizes |= {"sink": sink, "recent": RETRIEVAL_RECENT if recent is None else recent}
-            self.retrieval = make_retrieval(**sizes, max_tokens=max_tokens, new_tokens=new_tokens)
+            chunk_options = {"layer": draft.retrieval_layer} | user_chunk_options
+            chunk_options |= {"sink": sink, "recent": RETRIEVAL_RECENT if recent is None else recent}
+            self.retrieval = make_retrieval(**chunk_options, max_tokens=max_tokens, new_tokens=new_tokens)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         self.bound, self._store = self.draft.bind(runner), store
         model, trained_length = self.bound.runner, self.draft.trained_length
-        # No sequence has more tokens than the target's store has entries, so its capacity bounds the draft's context.
+        # No sequence has more tokens than the target's store has entries, so that capacity bounds the draft's context.
         slots, capacity, scratch = store.slots, store.capacity, self.tree.max_expanded_nodes
         may_outgrow = capacity > trained_length and rotary_module(model.model) is not None
-        if self.view is None and may_outgrow and self._make_streaming and not model.has_recurrent_layers:
-            self.retrieval = self._make_streaming()
+        if self.view is None and may_outgrow and self._make_default_retrieval and not model.has_recurrent_layers:
+            self.retrieval = self._make_default_retrieval()
         self.cache: DraftCache = (
-            # MIN_NEW_ENTRIES: in a batch, short chains of new tokens are padded to the longest chain.
+            # At least MIN_NEW_ENTRIES, because short chains of new tokens are padded to the longest chain of a batch.
             DraftCache(model.new_store(slots, capacity + max(scratch, MIN_NEW_ENTRIES)), scratch)
             if self.retrieval is None
             else make_repositioned_cache(model, slots, capacity, scratch, self.retrieval, trained_length)
         )
-        self.fed_token_ids: list[list[int]] = [[] for _ in range(store.slots)]  # of each slot, the tokens in the cache
+        self.fed_token_ids: list[list[int]] = [[] for _ in range(slots)]  # for each slot, the tokens in the cache
 
     @torch.inference_mode()
     def observe(self, round_result: RoundResult) -> None:
-        """Prefills a prompt; updates the retrieval. Emitted tokens are fed by the next round.
+        """Prefills a prompt, and updates the retrieval. The next round feeds the emitted tokens.
 
         Raises:
-            CapabilityError: a full view, and the sequence may exceed the draft's learned position embeddings.
+            CapabilityError: the view is full, and the sequence may exceed the draft's learned position embeddings.
         """
         s = round_result.sequence
         self.update_retrieval(self._store, round_result)
@@ -137,16 +136,16 @@ class SmallLMDrafter(RetrievalDrafter):
             self._truncate(sequence.slot, length)
 
     def new_tokens(self, sequence: Sequence) -> list[int]:
-        """Returns the new tokens to feed in one forward, the root last. Prefills the others if there are too many."""
+        """Returns the new tokens to feed in one forward, the root last. Prefills all but the root if there are many."""
         slot, tokens = sequence.slot, sequence.tokens
         if len(self.fed_token_ids[slot]) >= len(tokens):  # the root must be fed again, for its logits
             self._truncate(slot, len(tokens) - 1)
-        new = tokens[len(self.fed_token_ids[slot]) :]
-        if len(new) > self.cache.max_new_entries:
-            self._prefill(slot, new[:-1])
-            new = new[-1:]
-        self.cache.make_room(slot, len(new))
-        return new
+        new_tokens = tokens[len(self.fed_token_ids[slot]) :]
+        if len(new_tokens) > self.cache.max_new_entries:
+            self._prefill(slot, new_tokens[:-1])
+            new_tokens = new_tokens[-1:]
+        self.cache.make_room(slot, len(new_tokens))
+        return new_tokens
 
     def commit(self, slot: int, tokens: list[int]) -> None:
         """Commits the KV of tokens that were fed."""
@@ -170,21 +169,21 @@ class SmallLMDrafter(RetrievalDrafter):
             self.commit(slot, chunk)
 
     def _check_length(self, s: Sequence) -> None:
-        """Warns once if a sequence can become longer than the draft was trained for; raises if it has no positions."""
+        """Warns once if a sequence can exceed the trained length. Raises CapabilityError for learned positions."""
         draft, trained_length, length = self.draft, self.draft.trained_length, s.max_length
-        positions = self.bound.runner.context_length
-        if length > max(trained_length, positions) and rotary_module(self.bound.runner.model) is None:
+        num_positions = self.bound.runner.context_length
+        if length > max(trained_length, num_positions) and rotary_module(self.bound.runner.model) is None:
             raise CapabilityError(
                 f"The text has up to {length} tokens, but the draft {draft.folder} has learned position embeddings for "
-                f"{positions} only. Use a draft with a longer context, or prompt-lookup."
+                f"{num_positions} only. Use a draft with a longer context, or prompt-lookup."
             )
         if length > trained_length:
             consequence = "acceptance will be lower: leave view out, or use view=retrieval (method specextend)"
             draft.warn_beyond_trained_length(trained_length, f"this one has up to {length}", consequence)
 
 
-def _streaming(sink: int, recent: int | None, max_tokens: int, new_tokens: int) -> Retrieval:
-    """Makes a view of the first and the last tokens; ValueError if it exceeds ``max_tokens``."""
+def _make_streaming_retrieval(sink: int, recent: int | None, max_tokens: int, new_tokens: int) -> Retrieval:
+    """Makes a view of the first and the last tokens. Raises ValueError if the view exceeds ``max_tokens``."""
     if recent is None:
         recent = max(1, min(STREAMING_RECENT, max_tokens - sink))
     if sink + recent > max_tokens:
@@ -198,9 +197,11 @@ def _streaming(sink: int, recent: int | None, max_tokens: int, new_tokens: int) 
 def make_repositioned_cache(
     runner: TargetRunner, slots: int, capacity: int, scratch: int, retrieval: Retrieval, trained_length: int
 ) -> RepositionedKVCache:
-    """Makes a working cache of the view. A prefill chunk attends to the sink, the last tokens before it, and itself.
+    """Makes the working cache of a view. A prefill chunk attends to the sink, the tokens just before it, and itself.
 
     Args:
+        slots: number of sequences.
+        capacity: number of entries for the full context of a sequence.
         scratch: number of entries that a round writes after the view.
         trained_length: the draft's trained length, at least the view's capacity.
 
@@ -215,25 +216,25 @@ def make_repositioned_cache(
         )
     view = retrieval.view
     prefill_capacity = min(trained_length, max(view.capacity, view.sink + view.window + draft_cache.PREFILL_CHUNK))
-    chunk_size = max(1, min(draft_cache.PREFILL_CHUNK, (prefill_capacity - view.sink) // 2))
-    keys = KeyRotation(runner, prefill_capacity)
+    # Half of the space after the sink holds a prefill chunk, the other half the tokens just before the chunk.
+    prefill_chunk = max(1, min(draft_cache.PREFILL_CHUNK, (prefill_capacity - view.sink) // 2))
+    rotation = KeyRotation(runner, prefill_capacity)
     store = runner.new_store(slots, prefill_capacity + max(scratch, view.max_new), resident=True)
     # The KV of the full context. Views are gathered from it; no forward attends to it.
-    full = KVStore(runner.kv_shape, slots, capacity, runner.device)
-    return RepositionedKVCache(
-        store, full, scratch, retrieval, keys.rotate, keys.unrotate, chunk_size, prefill_capacity
-    )
+    full_store = KVStore(runner.kv_shape, slots, capacity, runner.device)
+    rotate, unrotate = rotation.rotate, rotation.unrotate
+    return RepositionedKVCache(store, full_store, scratch, retrieval, rotate, unrotate, prefill_chunk, prefill_capacity)
 
 
 class SmallLMRound(LMDraftRound):
-    """Drafts the trees of one round. New tokens are fed as a chain that ends with the root."""
+    """Drafts the trees of one round. Feeds the new tokens as a chain that ends with the root."""
 
     def __init__(self, drafter: SmallLMDrafter, sequences: list[Sequence]) -> None:
         super().__init__(drafter, drafter.bound.runner, drafter.cache.store, drafter.bound.fused_lm, sequences)
         self._small_lm = drafter
 
     def root_position(self, sequence: Sequence) -> int:
-        """Position of the root in the working cache, where it was committed."""
+        """Returns the root's position in the cache, which already holds the root."""
         return self._store.lengths[sequence.slot] - 1
 
     def draft_logits(self, level: TreeLevel) -> torch.Tensor:
@@ -246,13 +247,13 @@ class SmallLMRound(LMDraftRound):
         return logprobs, ids
 
     def _feed_new_tokens(self, level: TreeLevel, top_k: int) -> tuple[torch.Tensor, ...]:
-        """Feeds and commits the new tokens of each sequence, the root last. Returns for the roots' children: logits
-        (B', 1, draft vocabulary) if ``top_k`` is 0, else log-probabilities and draft ids (B', 1, top_k)."""
+        """Feeds and commits the new tokens of each sequence, the root last. Returns logits (sequences, 1, draft
+        vocabulary) for the roots' children if ``top_k`` is 0, else log-probabilities and draft ids of the top k."""
         self._drafter.forwards += 1
         sequences = self.sequences_of(level)
         slots, chains = [s.slot for s in sequences], [self._small_lm.new_tokens(s) for s in sequences]
         batch, fused_lm = self._store.make_forward_batch(slots, chains), self._fused_lm
-        is_even = len({*map(len, chains)}) == 1
+        is_even = len({*map(len, chains)}) == 1  # no chain is padded, so the last logits are the root's
         result: tuple[torch.Tensor, ...]
         if top_k and fused_lm is not None and is_even and fused_lm.supports(self._store, sum(map(len, chains))):
             result = fused_lm.topk(batch, self._store, top_k, last_only=True)

@@ -1,11 +1,9 @@
 """TokenSwift: self-drafting of one token, chained heads, and phrases of the output (Wu et al. 2025, section 3).
 
-    root -> target on a view of its KV -> 1 token -> heads: 3 children of each node, level by level   (1, 3, 3, 3)
-                                                  -> phrases of the output that start with this token, merged in
-
-A forward of the target on a sparse view of its KV computes the root's hidden state and the first token. The heads start
-from that state. The n-grams ("phrases") of the output are counted, and the k most frequent ones that start with the
-first draft token are proposed too; without a draft token, those that start with the root.
+A forward of the target on a sparse view of its KV computes the root's hidden state and drafts one token, the first
+level. The heads start from that state, and draft three levels, with three children for each node. The phrases (n-grams)
+of the output are counted, and the k most frequent phrases that start with the first draft token are merged into the
+tree; or, if there is no draft token, the phrases that start with the root.
 """
 
 from __future__ import annotations
@@ -29,13 +27,13 @@ from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import NodeLimit, TokenTree, tree_from_paths
 from longdraft.views.view import check_sizes
 
-# TokenSwift's number of tokens of a phrase, and of phrases to propose.
+# Number of tokens of a phrase, and of phrases to propose, in the paper.
 PHRASE_LENGTH, NUM_PHRASES = 4, 20
 
 
 class PhraseTable:
-    """Counts the n-grams of a growing output. The cost of a token does not depend on the output's length.
-    ``n``: tokens of a phrase. ``k``: number of phrases that are ranked for each first token."""
+    """Counts the phrases of a growing output, at a cost for each token that does not depend on the output's length.
+    ``n``: number of tokens of a phrase. ``k``: number of phrases that are ranked for each first token."""
 
     def __init__(self, n: int, k: int) -> None:
         self.n, self.k = n, k
@@ -66,19 +64,19 @@ class PhraseTable:
         del best[self.k :]
 
     def continuations(self, token: int) -> list[tuple[int, ...]]:
-        """The most frequent continuations of a token, n - 1 tokens each, sorted."""
+        """Returns the most frequent continuations of a token, the most frequent first. Each has n - 1 tokens."""
         return [phrase[1:] for phrase in self._best.get(token, ())]
 
     def logprobs(self, token: int, continuation: SequenceOf[int]) -> list[float]:
-        """Log-probability of each token given the tokens before, with a pseudo-count of 1 for unseen continuations."""
+        """Returns each token's log-probability given the tokens before it. All unseen tokens together count as one."""
         phrase = (token, *continuation)
         counts = [self._counts[phrase[:length]] for length in range(1, len(phrase) + 1)]
         return [log(count / (prefix_count + 1)) for prefix_count, count in pairwise(counts)]
 
 
 class ReuseDrafter(Drafter):
-    """Proposes the most frequent phrases of the output that start with its last token (TokenSwift's token reuse).
-    ``n``: tokens of a phrase. ``k``: maximum number of phrases; None: 20, or 1 if drafts must be chains."""
+    """Proposes the most frequent phrases that start with the output's last token (the paper's "token reuse").
+    ``n``: number of tokens of a phrase. ``k``: maximum number of phrases; None: 20, or 1 if drafts must be chains."""
 
     free = True
 
@@ -108,7 +106,7 @@ class ReuseDrafter(Drafter):
         return trees
 
     def extend_draft(self, s: Sequence, draft_tree: TokenTree) -> TokenTree:
-        """Returns a tree of the phrases that start with the draft tree's most probable child of the root."""
+        """Returns a tree of the phrases that start with the most probable first token of the draft tree."""
         child = max(draft_tree.children(0).values(), key=draft_tree.path_logprobs.__getitem__)
         token, logprob, phrases = draft_tree.tokens[child], draft_tree.path_logprobs[child], self._phrases[s.index]
         paths = phrases.continuations(token)
@@ -120,7 +118,7 @@ class ReuseDrafter(Drafter):
 
 
 class TokenSwiftDrafter(CombinedDrafter):
-    """Drafts with heads, and with phrases that continue their first draft token."""
+    """Drafts with heads, and with phrases that start with the heads' first draft token."""
 
     lookup: ReuseDrafter
 
@@ -128,13 +126,13 @@ class TokenSwiftDrafter(CombinedDrafter):
         return self.lookup.extend_draft(s, draft_tree) if draft_tree.num_draft_tokens else lookup_tree
 
 
-# Value of the option ``view`` for heads without self-drafting.
+# Value of the option ``view`` with which the target drafts no first token.
 NO_VIEW = "none"
 
 
 @dataclass(frozen=True)
 class TokenSwiftOptions(ViewOptions):
-    """The target's view, and phrases of the output."""
+    """Options of the target's view, and of phrases."""
 
     view: str = option(
         "tokens",
@@ -151,8 +149,8 @@ def tokenswift(draft: HeadsDraft, **options: Any) -> Drafter:
     """Makes TokenSwift's drafter (Wu et al. 2025, arXiv:2502.18890, section 3).
 
     Args:
-        options: of :class:`HeadOptions`, :class:`TreeOptions` and :class:`TokenSwiftOptions`. The tree's options do not
-            limit the phrases. The first of ``widths`` is the level that the target drafts.
+        options: fields of :class:`HeadOptions`, :class:`TreeOptions` and :class:`TokenSwiftOptions`. ``widths`` starts
+            with the level that the target drafts. The tree's options do not limit the phrases.
     """
     head_options, tree_options, config = parse("tokenswift", options, HeadOptions, TreeOptions, TokenSwiftOptions)
     view_options = {name: getattr(config, name) for name in declared(ViewOptions)}
@@ -160,10 +158,10 @@ def tokenswift(draft: HeadsDraft, **options: Any) -> Drafter:
     if config.view != NO_VIEW:
         self_drafter = SelfDrafter(view=config.view, depth=1, **view_options)
     elif names := [name for name, value in view_options.items() if value is not None]:
-        raise ValueError(f"{' and '.join(names)} shape a view of the KV: leave view={NO_VIEW} out, or them")
+        raise ValueError(f"{' and '.join(names)} shape a view: leave view={NO_VIEW} out, or leave these options out")
     heads = HeadsDrafter(draft, self_drafter, **head_options.non_none(), **tree_options.non_none())
-    k = config.reuse_k if "reuse_k" in options else None
-    return TokenSwiftDrafter(ReuseDrafter(config.reuse_n, k), heads) if config.reuse else heads
+    user_k = config.reuse_k if "reuse_k" in options else None
+    return TokenSwiftDrafter(ReuseDrafter(config.reuse_n, user_k), heads) if config.reuse else heads
 
 
 register(

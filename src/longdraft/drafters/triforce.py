@@ -1,12 +1,12 @@
 """TriForce: hierarchical speculation. A small language model drafts for the self-drafter, which drafts for the target.
 
-The self-drafter is the target on a view of its KV: cheaper than the target on all of its KV, better than the small
-model. In a round, it verifies trees of the small model one after another, as the target would, and emits tokens of its
-own distribution. When it has emitted enough tokens, the target verifies them as a chain (Sun et al. 2024, section 4).
-The output is the target's, because the target decides every token.
+The self-drafter is the target on a view of its KV. It is cheaper than the target on all of the KV, and better than the
+small model. In a round, the self-drafter verifies several trees of the small model, and emits tokens of its own
+distribution. Then the target verifies these tokens as one chain (Sun et al. 2024, section 4). The output is the
+target's, because the target decides every token.
 
-If tokens are sampled, the self-drafter uses the noise of the target's next samples (``Sampler.fork_for_draft``), so
-that two similar distributions mostly give the same token. The KV of its tokens is dropped when the round ends.
+Sampling: the self-drafter samples with the same noise as the target will (``Sampler.fork_for_draft``), so that both
+mostly sample the same token. The KV of the self-drafter's tokens is dropped when the round ends.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ from longdraft.trees.tree import NodeLimit, TokenTree
 from longdraft.trees.tree_config import MAX_CHAIN_LENGTH
 from longdraft.views.view import View
 
-# Section 5.1: tokens that the self-drafter emits before the target verifies them (gamma_2), tokens that the small model
-# drafts at a time (gamma_1), and tokens that the small model attends to.
-CHAIN_LENGTH, INNER_CHAIN_LENGTH, STREAMING_TOKENS = 6, 1, 256
-# Maximum nodes of the small model's trees with a planner: verifying a few tokens costs little more than verifying one.
-INNER_NODES = 5
+# From section 5.1.
+CHAIN_LENGTH = 6  # gamma_2: tokens that the self-drafter emits before the target verifies them
+INNER_CHAIN_LENGTH, STREAMING_TOKENS = 1, 256  # tokens that the small model drafts (gamma_1), and that it attends to
+INNER_NODES = 5  # maximum nodes of the small model's trees with a planner: five cost little more to verify than one
 
 
 @dataclass
@@ -47,7 +46,7 @@ class _SelfDraft:
     """The tokens that the self-drafter emits for a sequence in one round.
 
     Attributes:
-        fork: copy of the sequence, with a sampler of its own, to which the self-drafter's tokens are appended.
+        fork: copy of the sequence, to which the self-drafter's tokens are appended. The copy has a separate sampler.
         tokens_left: number of tokens that the self-drafter may still emit.
         logprobs: calibrated log-probability of each emitted token.
     """
@@ -62,14 +61,14 @@ class _SelfDraft:
         return self.fork.output[len(self.fork.output) - len(self.logprobs) :]
 
     def emit(self, token: int) -> bool:
-        """Appends a token. Returns True if no more tokens are allowed."""
+        """Appends a token; returns True if it is the last token that may be emitted."""
         self.fork.append(token)
         self.tokens_left -= 1
         return self.tokens_left == 0
 
 
 class TriForceDrafter(Drafter):
-    """Drafts chains with the target on a view, for which a small language model drafts.
+    """Drafts chains with a self-drafter. A small language model drafts for the self-drafter.
 
     Args:
         small_lm: the small model, which attends to the first and the last tokens.
@@ -80,10 +79,10 @@ class TriForceDrafter(Drafter):
 
     def __init__(self, small_lm: SmallLMDrafter, self_drafter: SelfDrafter, depth: int | None = None) -> None:
         self.small_lm, self.self_drafter = small_lm, self_drafter
-        self.max_nodes, self._fixed_length = depth or CHAIN_LENGTH, depth is not None
+        self.max_nodes, self._has_user_length = depth or CHAIN_LENGTH, depth is not None
         self._drafts: dict[int, _SelfDraft] = {}  # by sequence index
 
-    # The small model's forwards are not counted: a planner sees their time as part of the self-drafter's forwards.
+    # The small model's forwards are not counted: a planner adds their time to that of the self-drafter's forwards.
     forwards, num_prompt_queries, query_layers = (
         delegate_to("self_drafter", name) for name in ("forwards", "num_prompt_queries", "query_layers")
     )
@@ -93,8 +92,8 @@ class TriForceDrafter(Drafter):
         return self.small_lm.views + self.self_drafter.views
 
     def use_planner(self) -> None:
-        """Allows longer chains, which end when another token is not worthwhile, unless the user chose the length."""
-        if not self._fixed_length:
+        """Allows longer chains, which end when one more token is not worthwhile, unless the user chose the length."""
+        if not self._has_user_length:
             self.max_nodes = max(self.max_nodes, MAX_CHAIN_LENGTH)
         self.small_lm.use_planner()
 
@@ -118,9 +117,9 @@ class TriForceDrafter(Drafter):
         length, min_gain, inner_limit = self.max_nodes, 0.0, None
         if limit is not None:
             inner_limit = NodeLimit(INNER_NODES, limit.min_expected_gain)
-            if not self._fixed_length:
+            if not self._has_user_length:
                 length, min_gain = max(1, min(length, limit.max_nodes)), limit.min_expected_gain
-        # A path of depth k emits k + 1 tokens.
+        # A verified path of depth k emits k + 1 tokens, so a sequence with one token left needs no draft.
         unfinished = [s for s in sequences if s.remaining > 1]
         self.self_drafter.update_views(unfinished)
         self._drafts |= {s.index: self._start_draft(s, min(length, s.remaining - 1)) for s in unfinished}
@@ -128,6 +127,7 @@ class TriForceDrafter(Drafter):
         growing = drafts
         while growing:
             self._extend(growing, inner_limit)
+            # A draft continues while the probability that all its tokens are accepted exceeds the planner's minimum.
             growing = [d for d in growing if d.tokens_left and (not min_gain or exp(sum(d.logprobs)) > min_gain)]
         for draft in drafts:
             self.self_drafter.cache.clear_buffer(draft.fork.slot)
@@ -155,13 +155,13 @@ class TriForceDrafter(Drafter):
             self.self_drafter.cache.store.commit(fork.slot, accepted.nodes)
 
     def _chain(self, s: Sequence) -> TokenTree:
-        """The tokens that the self-drafter emitted, as a chain after the sequence's last token."""
+        """Returns the self-drafter's tokens as a chain after the sequence's last token."""
         draft = self._drafts.get(s.index) if s.remaining > 1 else None
         tokens, logprobs = (draft.emitted, draft.logprobs) if draft is not None else ([], [])
         return TokenTree((s.output[-1], *tokens), tuple(range(-1, len(tokens))), (0.0, *logprobs))
 
     def observe(self, round_result: RoundResult) -> None:
-        """Passes the target's result on. The small model drops its KV from the first rejected token on."""
+        """Passes the target's result on. The small model's KV is dropped from the first rejected token on."""
         self.self_drafter.observe(round_result)
         self.small_lm.observe(replace(round_result, queries={}))
         draft, s = self._drafts.pop(round_result.sequence.index, None), round_result.sequence
@@ -191,10 +191,10 @@ class TriForceOptions(ViewOptions):
 
 @takes(TriForceOptions)
 def triforce(draft: SmallLMDraft, **options: Any) -> TriForceDrafter:
-    """Makes TriForce's drafter: a small model on the first and last tokens, and the target on retrieved chunks."""
+    """Makes TriForce's drafter, with a small model on the first and last tokens and the target on retrieved chunks."""
     (config,) = parse("triforce", options, TriForceOptions)
-    streaming = {"view": "streaming", "sink": SINK, "recent": config.streamed - SINK}
-    small_lm = SmallLMDrafter(draft, tree="chain", depth=config.drafted, **streaming)
+    small_view = {"view": "streaming", "sink": SINK, "recent": config.streamed - SINK}
+    small_lm = SmallLMDrafter(draft, tree="chain", depth=config.drafted, **small_view)
     view_options = {name: getattr(config, name) for name in declared(ViewOptions)}
     return TriForceDrafter(small_lm, SelfDrafter(view="chunks", **view_options), config.depth)
 

@@ -1,1 +1,1 @@
-"""``model.generate(..., custom_generate=speculator)``."""
+"""Implements ``custom_generate`` of transformers: ``model.generate(..., custom_generate=speculator)``."""

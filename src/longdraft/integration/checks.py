@@ -1,4 +1,4 @@
-"""Checks a call of ``generate``, and refuses calls that longdraft would decode differently."""
+"""Checks a call of transformers' ``generate``, and refuses a call that longdraft would decode differently."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from longdraft.integration.generate_arguments import CACHE_KEYWORDS, GenerateArg
 from longdraft.model.layout import KVLayout
 
 _SUPPORTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-# Refused generation mode -> the arguments that select this mode.
+# {refused generation mode: the arguments of ``generate`` that select it}
 _MODE_ARGUMENTS = {
     "contrastive_search": "penalty_alpha",
     "assisted_generation": "assistant_model, prompt_lookup_num_tokens, assistant_early_exit and use_mtp",
@@ -22,9 +22,9 @@ _MODE_ARGUMENTS = {
     "group_beam_search": "num_beams and num_beam_groups",
 }
 _TOKEN_TYPE_KEYWORDS = ("token_type_ids", "mm_token_type_ids")
-# Names of inputs for images, sound or video.
+# How names of inputs for images, sound or video start.
 _MEDIA = re.compile("pixel|image|video|audio|input_features|mm_")
-# Keywords of a forward that do not affect the tokens, or have a check of their own below.
+# Keywords of a forward that do not affect the tokens, or that are checked below.
 _ACCEPTED_KEYWORDS = (
     *CACHE_KEYWORDS, "attention_mask", "position_ids", "use_cache", "cache_position", "logits_to_keep",
     "inputs_embeds", "output_attentions", "output_hidden_states",
@@ -38,7 +38,9 @@ def check_call(
     generate_args: GenerateArguments,
     layout: KVLayout,
 ) -> None:
-    """Refuses calls whose output would differ from that of ``generate``.
+    """Refuses a call if longdraft's output would differ from the output of ``generate``.
+
+    For the arguments see :func:`longdraft.integration.decoding.decode`. ``layout``: of the KV of the model's layers.
 
     Raises:
         CapabilityError: an argument is not supported; the message names it.
@@ -55,16 +57,14 @@ def check_call(
             "at least one row, and at least one token in each."
         )
     mask = model_kwargs.get("attention_mask")
-    if mask is None:
-        is_token = torch.ones_like(input_ids, dtype=torch.bool)
-    elif mask.shape == input_ids.shape:
-        is_token = mask.to(input_ids.device).bool()
-    else:
+    if mask is not None and mask.shape != input_ids.shape:
         raise CapabilityError(
             f"The attention_mask has the shape {tuple(mask.shape)}, input_ids {tuple(input_ids.shape)}: longdraft "
             "needs a mask with one number for each token of input_ids."
         )
-    # In sliding windows and recurrent states, masked tokens that lie between unmasked tokens still count.
+    is_token = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.to(input_ids.device).bool()
+    # Masked tokens between unmasked tokens would still count in sliding windows and recurrent states. A token is
+    # enclosed if an unmasked token is at or before it, and another at or after it.
     is_enclosed = is_token.int().cummax(-1).values & is_token.int().flip(-1).cummax(-1).values.flip(-1)
     has_local_state = layout.windows or layout.recurrent or layout.custom_cache_layers
     if has_local_state and bool((is_enclosed.bool() & ~is_token).any()):
@@ -76,6 +76,7 @@ def check_call(
 
 
 def _check_mode(config: Any, generate_args: GenerateArguments) -> None:
+    """Refuses beam search and other modes that are neither greedy nor sampling, lockstep, and a quantized cache."""
     mode = config.get_generation_mode(generate_args.assistant)
     if mode not in _SUPPORTED_MODES:
         name = str(mode.value)
@@ -83,7 +84,7 @@ def _check_mode(config: Any, generate_args: GenerateArguments) -> None:
             f"longdraft decodes greedily or by sampling, not by {name.replace('_', ' ')}: leave "
             f"{_MODE_ARGUMENTS.get(name, 'num_beams')} out."
         )
-    if generate_args.synced:
+    if generate_args.is_synced:
         raise CapabilityError("longdraft does not generate in lockstep with other processes: leave synced_gpus out.")
     if getattr(config, "cache_implementation", None) == "quantized":
         raise CapabilityError("longdraft does not quantize its KV cache in this call: leave cache_implementation out.")
@@ -93,16 +94,16 @@ def _check_inputs(model_kwargs: dict[str, Any], generate_args: GenerateArguments
     if model_kwargs.get("inputs_embeds") is not None:
         raise CapabilityError("longdraft reads token ids: pass input_ids instead of inputs_embeds.")
     cache = find_cache(model_kwargs)
-    has_lengths = any(hasattr(layer, "get_seq_length") for layer in getattr(cache, "layers", ()))  # Mamba's lack them
-    if generate_args.cache or (cache is not None and has_lengths and cache.get_seq_length() > 0):
+    has_lengths = any(hasattr(layer, "get_seq_length") for layer in getattr(cache, "layers", ()))  # Mamba's do not
+    if generate_args.has_user_cache or (cache is not None and has_lengths and cache.get_seq_length() > 0):
         raise CapabilityError(
             "longdraft has its own KV cache: leave cache (past_key_values) out. To read a prompt once for many calls, "
             "use Speculator.generate with cache=longdraft.PromptCache()."
         )
     if isinstance(model_kwargs.get("logits_to_keep"), torch.Tensor):
         raise CapabilityError("longdraft computes the logits it needs: leave logits_to_keep out.")
-    unchecked = {k: v for k, v in model_kwargs.items() if v is not None and k not in _ACCEPTED_KEYWORDS}
-    unsupported = sorted(k for k, v in unchecked.items() if not _is_text(k, v))
+    other_kwargs = {k: v for k, v in model_kwargs.items() if v is not None and k not in _ACCEPTED_KEYWORDS}
+    unsupported = sorted(k for k, v in other_kwargs.items() if not _says_text_only(k, v))
     if media := [name for name in unsupported if _MEDIA.match(name)]:
         raise CapabilityError(
             f"longdraft reads text alone, and was given {', '.join(media)}: leave custom_generate out for prompts "
@@ -112,15 +113,14 @@ def _check_inputs(model_kwargs: dict[str, Any], generate_args: GenerateArguments
         raise CapabilityError(f"longdraft does not pass {', '.join(unsupported)} to the model: leave it out.")
 
 
-def _is_text(name: str, value: Any) -> bool:
-    """True if an input of a multimodal model says that the prompt is text alone: no images, token types of 0."""
-    if name == "mm_encoder_outputs":
-        return not value
-    return name in _TOKEN_TYPE_KEYWORDS and isinstance(value, torch.Tensor) and not value.any()
+def _says_text_only(name: str, value: Any) -> bool:
+    """Returns whether an input of a multimodal model says that the prompt is text only: no images, token types 0."""
+    has_no_types = name in _TOKEN_TYPE_KEYWORDS and isinstance(value, torch.Tensor) and not value.any()
+    return not value if name == "mm_encoder_outputs" else has_no_types
 
 
 def _check_positions(positions: torch.Tensor | None, is_token: torch.Tensor) -> None:
-    """Checks that positions count unmasked tokens from 0; positions of masked tokens do not matter."""
+    """Checks that positions count the unmasked tokens from 0. Positions of masked tokens do not matter."""
     if positions is None:
         return
     expected = is_token.long().cumsum(-1) - 1

@@ -1,9 +1,9 @@
 """The decoding loop of transformers' ``generate(..., custom_generate=speculator)``.
 
-Before ``generate`` calls this loop, it has merged the generation config, built logits processors and stopping criteria,
-and expanded the inputs for ``num_return_sequences``. The output is that of ``generate``, or the call is refused before
-any work. In a sampled batch each sequence has its own random numbers, so the distribution is that of ``generate``, but
-the tokens differ.
+``generate`` merges the generation config, builds logits processors and stopping criteria, and expands the inputs for
+``num_return_sequences``. Then it calls this loop, which returns the output that ``generate`` would return, or refuses
+the call before any work. In a sampled batch each sequence has its own random numbers, so the tokens differ from those
+of ``generate``, but have the same distribution.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from longdraft.model.runner import TargetRunner
 from longdraft.native.boundary import CPU_INT64
 from longdraft.recipes import Recipe
 
-# Criteria that decide about each sequence alone.
+# Stopping criteria that decide about each sequence by this sequence alone.
 _PER_SEQUENCE_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria, StopStringCriteria)
 
 
 def decode(
     runner: TargetRunner,
     recipe: Recipe,
-    planner: Callable[[], Planner | None],
+    make_planner: Callable[[], Planner | None],
     input_ids: torch.Tensor,
     generate_args: GenerateArguments,
     *,
@@ -51,15 +51,19 @@ def decode(
     tokenizer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
-    """Decodes ``input_ids`` (B, n), padded on either side, with the output of ``generate``.
+    """Decodes ``input_ids`` (B, n), which may be padded on either side, and returns what ``generate`` would return.
 
     Random numbers come from torch's global generator. After ``torch.manual_seed`` a single sequence equals that of
     ``generate``, and a batch is repeatable.
 
     Args:
-        planner: makes the planner; called after all checks, because it may take time measurements.
-        generate_args: arguments that ``generate`` does not pass on.
+        runner: the target.
+        recipe: makes the drafter and the verifier.
+        make_planner: makes the planner; called after all checks, because it may measure times for seconds.
+        generate_args: arguments of ``generate`` that it passes to no custom loop.
+        logits_processor, stopping_criteria, generation_config: what ``generate`` made of its arguments.
         tokenizer: unused; must be a keyword here, or ``generate`` would refuse the tokenizer for its stop strings.
+        model_kwargs: keywords that ``generate`` would pass to the model's forward, such as ``attention_mask``.
 
     Returns:
         (B, n + new tokens), right-padded; or a ``GenerateDecoderOnlyOutput`` if the config asks for a dict.
@@ -72,30 +76,26 @@ def decode(
     config, drafter = generation_config, recipe.drafter()
     checks.check_call(config, model_kwargs, input_ids, generate_args, runner.execution_model.layout)
     support.check_tokens(runner.model, input_ids)
-    mask = model_kwargs.get("attention_mask")
-    batch_size, prompt_len = input_ids.shape
+    mask, (batch_size, prompt_len) = model_kwargs.get("attention_mask"), input_ids.shape
     # generate checks its criteria after each token, so it returns at least one.
-    limit = getattr(stopping_criteria, "max_length", None)
-    new_tokens = max(1, (config.max_length if limit is None else limit) - prompt_len)
-    # A user's processor may draw random numbers between samples.
+    max_length = getattr(stopping_criteria, "max_length", None)
+    max_new_tokens = max(1, (config.max_length if max_length is None else max_length) - prompt_len)
+    # Noise is predictable unless a user's processor draws random numbers between samples.
     is_predictable = all(type(p).__module__.startswith("transformers.") for p in logits_processor)
     noise = _make_noise(runner, batch_size, is_predictable) if config.do_sample else [SampleNoise(None)] * batch_size
     sequences = []
     for i, row in enumerate(input_ids):
-        prompt = row if mask is None else row[mask[i].bool().to(row.device)]
+        prompt = (row if mask is None else row[mask[i].bool().to(row.device)]).tolist()  # without padding
         processors = logits_processors.processors_for_sequence(logits_processor, i, batch_size)
         sampler = Sampler(not config.do_sample, processors, noise[i])
-        padded_prompt = row.tolist()
-        s = Sequence(i, prompt.tolist(), new_tokens, runner.device, padded_prompt, sampler.greedy, sampler)
-        sequences.append(s)
-    support.check_length(runner.model, max(len(s.prompt) for s in sequences) + new_tokens, drafter.max_nodes)
+        sequences.append(Sequence(i, prompt, max_new_tokens, runner.device, row.tolist(), sampler.greedy, sampler))
+    support.check_length(runner.model, max(len(s.prompt) for s in sequences) + max_new_tokens, drafter.max_nodes)
     pad_tensor = getattr(config, "_pad_token_tensor", None)  # set by generate
     pad_token = config.pad_token_id if pad_tensor is None else int(pad_tensor)
     stopping = BatchStopping(sequences, stopping_criteria, pad_token, generate_args.streamer)
-    # After all checks, because making the planner may take seconds.
-    engine = Engine(runner, drafter, recipe.verifier(), planner=planner(), slots=batch_size)
+    engine = Engine(runner, drafter, recipe.verifier(), planner=make_planner(), slots=batch_size)
     for s in sequences:
-        s.stop_rules = (stopping.rule,)
+        s.stop_rules = (stopping.stop_rule,)
         engine.add(s)
     for _ in engine.run():
         pass
@@ -105,7 +105,8 @@ def decode(
 
 
 def _make_noise(runner: TargetRunner, batch_size: int, is_predictable: bool) -> list[SampleNoise]:
-    """Makes each sequence's noise: from torch's global generator for one sequence, else from generators it seeds."""
+    """Makes each sequence's noise: from torch's global generator for a single sequence, else from generators that the
+    global one seeds. ``is_predictable``: no other code draws from the global generator between samples."""
     generator = torch.default_generator
     if runner.device.type == "cuda":
         index = runner.device.index
@@ -131,8 +132,7 @@ class BatchStopping:
         streamer: gets the tokens of a batch of one sequence, one by one, on the host.
 
     Raises:
-        CapabilityError: padding is needed, and there is no padding token; or criteria or the streamer need sequences to
-            advance together, but sequences advance independently.
+        CapabilityError: padding is needed without a padding token; or the streamer or a criterion needs lockstep.
     """
 
     def __init__(
@@ -150,12 +150,12 @@ class BatchStopping:
                     f"longdraft decodes the rows of a batch at their own pace, but {', '.join(unsupported)} must see "
                     "all rows step by step: give one prompt at a time, or leave it out."
                 )
-        self._criteria, self._pad, self._streamer = criteria, pad_token or 0, streamer
+        self._criteria, self._pad_token, self._streamer = criteria, pad_token or 0, streamer
         self._sequences = sequences
         self._end_lengths: list[int | None] = [None] * len(sequences)  # final output lengths; None: not known yet
 
-    def rule(self, s: Sequence) -> FinishReason | None:
-        """The stop rule of all sequences, called after each emitted token."""
+    def stop_rule(self, s: Sequence) -> FinishReason | None:
+        """Returns why a sequence ends; None if it goes on. Called for each sequence after each emitted token."""
         if self._streamer is not None:
             self._streamer.put(torch.tensor(s.output[-1:], **CPU_INT64))
         is_open = self._end_lengths[s.index] is None
@@ -167,14 +167,14 @@ class BatchStopping:
         return "stop" if s.remaining else "length"
 
     def output(self) -> list[list[int]]:
-        """Returns the new tokens of each sequence, padded to the longest. All must have ended."""
+        """Returns the new tokens of each sequence, padded to the longest. All sequences must have ended."""
         length = self._max_new_length or 0
         end_lengths = self._end_lengths if self._pads_output else [length] * len(self._end_lengths)
         outputs = [s.output[:end] for s, end in zip(self._sequences, end_lengths, strict=True)]
-        return [row + [self._pad] * (length - len(row)) for row in outputs]
+        return [row + [self._pad_token] * (length - len(row)) for row in outputs]
 
     @property
     def _max_new_length(self) -> int | None:
-        """New tokens of the longest sequence; None until all have ended."""
+        """Number of new tokens of the longest sequence; None until all sequences have ended."""
         end_lengths = [end for end in self._end_lengths if end is not None]
         return max(end_lengths) if len(end_lengths) == len(self._end_lengths) else None

@@ -1,10 +1,10 @@
 """Arguments that ``generate`` does not pass to a custom loop: tokenizer, streamer, assistant, the user's cache.
 
-``generate`` reads the signature of a custom loop to see which keywords the loop accepts. By then ``generate`` has
-removed ``tokenizer``, ``streamer`` and ``assistant_model`` from its keywords, so no custom loop gets them: stop strings
-would lack a tokenizer, and the reader of a stream would wait for ever. So our ``__signature__`` is a descriptor, which
-finds the frame of ``generate`` that reads it, and puts the arguments back there. It stores nothing, so it is
-thread-safe. Other callers just get the signature.
+``generate`` removes ``tokenizer``, ``streamer`` and ``assistant_model`` from its keywords, so no custom loop gets them:
+stop strings would lack a tokenizer, and the reader of a stream would wait for ever. After that, ``generate`` reads the
+loop's signature, to see which keywords the loop accepts. So our ``__signature__`` is a descriptor. If ``generate``
+reads it, the descriptor finds the frame of ``generate``, and puts the arguments back among the keywords there. Other
+callers just get the signature. The descriptor stores nothing, so it is thread-safe.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from typing import Any
 
 from transformers import GenerationMixin
 
-# Keywords for a forward's cache: of transformers from 5.24 on, of earlier versions, and of their Mamba models.
+# Keywords for a forward's cache: in transformers from 5.24 on, in earlier versions, and in earlier Mamba models.
 CACHE_KEYWORDS = ("cache", "past_key_values", "cache_params")
-# Most frames of `inspect` between `generate` and the descriptor.
+# Maximum number of frames of `inspect` between `generate` and the descriptor.
 _MAX_INSPECT_FRAMES = 16
 
 
 @dataclass(frozen=True)
 class GenerateArguments:
-    """Arguments of ``generate`` that it does not pass on.
+    """Arguments of ``generate`` that it does not pass to a custom loop.
 
     Attributes:
         streamer: gets the new tokens, see :class:`transformers.TextStreamer`.
         assistant: the draft model of transformers' assisted decoding.
-        cache: whether the user passed a cache, in place of the cache that ``generate`` makes.
-        synced: whether to generate in lockstep with other processes (``synced_gpus``).
+        has_user_cache: True if the user passed a cache, in place of the cache that ``generate`` makes.
+        is_synced: True to generate in lockstep with other processes (``synced_gpus``).
     """
 
     streamer: Any = None
     assistant: Any = None
-    cache: bool = False
-    synced: bool = False
+    has_user_cache: bool = False
+    is_synced: bool = False
 
 
 def find_cache(keywords: dict[str, Any]) -> Any:
@@ -47,10 +47,10 @@ def find_cache(keywords: dict[str, Any]) -> Any:
 
 
 class CustomGenerateSignature(inspect.Signature):
-    """The ``__signature__`` of a custom loop's class, whose ``__call__`` has the keyword ``generate_args``.
+    """The ``__signature__`` of a custom loop's class. The class's ``__call__`` must have the keyword ``generate_args``.
 
-    Read from the class, it is the constructor's signature. As a descriptor it still works after a tool such as
-    %autoreload has copied it to another class.
+    On the class, ``__signature__`` is the constructor's signature; on an instance (the loop), that of a call. As a
+    descriptor it still works after a tool such as %autoreload has copied it to another class.
 
     Args:
         decode: the function with all keywords of the loop, ``tokenizer`` among them.
@@ -58,7 +58,7 @@ class CustomGenerateSignature(inspect.Signature):
     """
 
     def __init__(self, decode: Callable[..., Any], constructor: Callable[..., Any]) -> None:
-        super().__init__([*inspect.signature(constructor).parameters.values()][1:])
+        super().__init__([*inspect.signature(constructor).parameters.values()][1:])  # without self
         self._decode = decode
 
     def __get__(self, loop: Any, owner: type) -> inspect.Signature:
@@ -73,7 +73,7 @@ class CustomGenerateSignature(inspect.Signature):
 
 
 def _find_generate_frame() -> FrameType | None:
-    """Returns the frame in which ``generate`` reads a loop's signature; None if another caller does."""
+    """Returns the frame in which ``generate`` reads a loop's signature; None if another caller reads it."""
     method = getattr(GenerationMixin, "_extract_generation_mode_kwargs", None)
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_MAX_INSPECT_FRAMES):
@@ -84,7 +84,7 @@ def _find_generate_frame() -> FrameType | None:
 
 
 def _restore_keywords(frame_locals: dict[str, Any]) -> None:
-    """Puts removed arguments back among the keywords. A second call does no harm."""
+    """Puts the removed arguments back among the keywords of ``generate``. A second call changes nothing."""
     keywords, mode_kwargs = frame_locals.get("kwargs"), frame_locals.get("generation_mode_kwargs")
     if not isinstance(keywords, dict) or not isinstance(mode_kwargs, dict):
         return
@@ -93,6 +93,6 @@ def _restore_keywords(frame_locals: dict[str, Any]) -> None:
     keywords["generate_args"] = GenerateArguments(
         streamer=frame_locals.get("streamer"),
         assistant=frame_locals.get("assistant_model"),
-        cache=find_cache(keywords) is not None,
-        synced=bool(mode_kwargs.get("synced_gpus")),
+        has_user_cache=find_cache(keywords) is not None,
+        is_synced=bool(mode_kwargs.get("synced_gpus")),
     )

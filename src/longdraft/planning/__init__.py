@@ -1,4 +1,4 @@
-"""Planning of rounds: how much to draft and to verify, from measured costs and learned acceptance probabilities.
+"""Planning of rounds: decides how much to draft and to verify, by measured costs and learned acceptance probabilities.
 
 May import: engine, trees, model.
 """

@@ -1,8 +1,8 @@
 """Bayesian estimates, with exponential decay, of a draft's acceptance and gain, for a planner.
 
-:class:`AcceptanceModel`: the probability that a node is accepted, given the drafter's probability of its path (Beta
-posteriors). :class:`DraftGain`: the tokens that drafting adds to a round (a Gamma posterior), and its time. Times are
-in plain steps: one step is a decoding step without a draft.
+:class:`AcceptanceModel` estimates the probability that a node is accepted, given the drafter's probability of the
+node's path (Beta posteriors). :class:`DraftGain` estimates how many tokens drafting adds to a round (a Gamma
+posterior), and how much time. Times are in plain steps: a plain step is a decoding step without a draft.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import exp
 # Nodes are binned by path log-probability, in bins of half a nat. The last bin takes all lower values.
 _BIN_WIDTH, _NUM_BINS = 0.5, 12
 PRIOR_WEIGHT = 4.0  # number of observations that a prior counts as
-# Tokens that a draft is assumed to add per plain step of its time. By this value a bad draft is given up in two rounds.
+# Tokens that a draft is assumed to add in a plain step of time. By this value a bad draft is given up in two rounds.
 PRIOR_TOKENS_PER_STEP = 4 / 3
 # Longest chain that :meth:`PriorDraftGain.assume_best_chain` considers.
 MAX_ASSUMED_CHAIN = 8
@@ -29,12 +29,12 @@ class AcceptanceModel:
         self._counts = [0.0] * _NUM_BINS
 
     def probability(self, path_logprob: float) -> float:
-        """Probability that a path of this log-probability is accepted: the mean of a Beta posterior."""
+        """Returns the probability that a path of this log-probability is accepted: the mean of a Beta posterior."""
         index = _bin(path_logprob)
         return (PRIOR_WEIGHT * exp(path_logprob) + self._accepted[index]) / (PRIOR_WEIGHT + self._counts[index])
 
     def observe(self, path_logprob: float, accepted: bool) -> None:
-        """Counts a verified node. ``accepted``: all nodes of its path were accepted."""
+        """Counts a verified node. ``accepted``: True if all nodes of the path to the node were accepted."""
         self._accepted[_bin(path_logprob)] += accepted
         self._counts[_bin(path_logprob)] += 1.0
 
@@ -50,10 +50,10 @@ def _bin(path_logprob: float) -> int:
 
 @dataclass
 class PriorDraftGain:
-    """The assumed gain of a draft before its first use. Without an estimate, the draft gains a little."""
+    """The assumed gain of a draft before its first use."""
 
-    extra_steps: float  # plain steps of time that drafting adds to a round
-    expected_tokens: float | None = None  # estimate of the tokens that drafting adds to a round; None: unknown
+    extra_steps: float  # time that drafting adds to a round, in plain steps
+    expected_tokens: float | None = None  # tokens that drafting adds to a round; None: :data:`PRIOR_TOKENS_PER_STEP`
 
     @property
     def added_tokens(self) -> float:
@@ -62,12 +62,12 @@ class PriorDraftGain:
 
     @property
     def is_worthwhile(self) -> bool:
-        """True if the draft adds more tokens than plain decoding emits in the same time."""
+        """True if the draft adds more tokens than plain decoding emits in the time that drafting takes."""
         return self.added_tokens > self.extra_steps
 
     def assume_best_chain(self, acceptance: float, steps_per_token: float) -> None:
-        """Estimates the gain of a chain, with the length that emits the most tokens per plain step.
-        ``acceptance``: of each token after an accepted one. ``steps_per_token``: to draft and verify one more token."""
+        """Sets the gain to that of the chain whose length emits the most tokens per plain step.
+        ``acceptance``: probability that one token is accepted. ``steps_per_token``: time to draft and verify it."""
         tokens, best_rate = 0.0, 0.0
         for length in range(1, MAX_ASSUMED_CHAIN + 1):
             tokens += acceptance**length
@@ -77,8 +77,8 @@ class PriorDraftGain:
 
 
 class DraftGain:
-    """The learned gain of drafting in a round: the tokens that it adds where no lookup proposes any, and its time.
-    ``prior``: counts as ``PRIOR_WEIGHT`` rounds. The prior of a single sequence is the gain over all sequences."""
+    """The learned gain of drafting in a round: added tokens, if a lookup proposed none of them, and added time.
+    ``prior``: gain that counts as ``PRIOR_WEIGHT`` rounds. A sequence's prior is the gain over all sequences."""
 
     def __init__(self, prior: PriorDraftGain | DraftGain) -> None:
         self._prior = prior
@@ -86,17 +86,17 @@ class DraftGain:
 
     @property
     def added_tokens(self) -> float:
-        """Added tokens of a round: mean of a Gamma posterior for Poisson counts, weighted by ``new_fraction``."""
+        """Added tokens of a round: mean of a Gamma posterior for Poisson counts with exposure ``new_fraction``."""
         return (PRIOR_WEIGHT * self._prior.added_tokens + self._added_tokens) / (PRIOR_WEIGHT + self._new_fractions)
 
     @property
     def extra_steps(self) -> float:
-        """Plain steps of time that drafting adds to a round."""
+        """Time that drafting adds to a round, in plain steps."""
         return (PRIOR_WEIGHT * self._prior.extra_steps + self._extra_steps) / (PRIOR_WEIGHT + self._rounds)
 
     def observe(self, added_tokens: float, new_fraction: float, extra_steps: float) -> None:
-        """Counts a round with the draft: the accepted tokens that only the draft proposed, the fraction of the draft's
-        tokens that no lookup proposed, and the plain steps of time that drafting took."""
+        """Counts a round with the draft. ``added_tokens``: accepted tokens that only the draft proposed.
+        ``new_fraction``: fraction of the draft's tokens that no lookup proposed. ``extra_steps``: time of drafting."""
         self._added_tokens += added_tokens
         self._new_fractions += new_fraction
         self._extra_steps += extra_steps

@@ -1,7 +1,7 @@
-"""The time of target forwards on this machine: a table measured once for each model, corrected by later rounds.
+"""The cost of target forwards on this machine: a table of times, measured once for each model, corrected by each round.
 
 A forward of n tokens on a KV cache of length L costs much less than n forwards of one token. How much less depends on
-machine, model and L. So it is measured at a few n and L, and cached on disk.
+the machine, the model and L. So the time is measured at a few n and L, and cached on disk.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from longdraft.trees.tree import TokenTree
 
 logger = logging.getLogger(__name__)
 
-# The measured sizes. Two KV lengths suffice, because the time of attention is linear in the length. Measuring a model
-# of 1.5B takes 3 seconds; more sizes and repeats gave the same predictions.
+# The measured sizes. Two KV lengths suffice, because the time of attention is linear in the length. With these sizes a
+# model of 1.5B takes 3 seconds to measure; more sizes and repeats gave the same predictions.
 NUM_TOKENS = (1, 2, 4, 8, 16, 32)
 KV_LENGTHS = (64, 4096)
-# Number of repeats of each measurement. If the first repeat of all sizes takes longer than ENOUGH_SECONDS, there is no
-# second one: long forwards vary less.
+# Number of measurements of each size. If the first measurement of all sizes takes longer than ENOUGH_SECONDS, there is
+# no second one: long forwards vary less.
 REPEATS, ENOUGH_SECONDS = 2, 1.0
-# Measuring stops after this time with a smaller table, because the model may be large, or the machine busy.
+# After this time measuring stops, and the table has fewer sizes: the model may be large, or the machine busy.
 LIMIT_SECONDS = 10.0
 # Version of the tables on disk, to be raised when their meaning changes.
 _FORMAT = 7
-# Number of tokens of the forward that prepares weights if the table is on disk already.
+# Number of tokens of the forward that prepares weights if nothing has to be measured.
 _WARM_UP_TOKENS = 4
 _random = random.Random(0)  # draws the tokens of made-up trees
 _SMOOTHING = 0.15  # weight of a new round in running averages
@@ -53,7 +53,7 @@ OUTLIER_FACTOR = 2.0  # a new observation counts as at most this multiple of the
 
 
 class ProgressLine(str):
-    """A status line of a task that takes seconds. ``share``: the fraction of the task that is done."""
+    """A status line of a task that takes seconds. ``share`` is the fraction of the task that is done so far."""
 
     share: float
 
@@ -64,18 +64,18 @@ class ProgressLine(str):
 
 
 def fraction_reporter(line: str, progress: Progress | None) -> Callable[[float], None]:
-    """Returns a function that reports the fraction of a task that is done, with this status line."""
+    """Returns a function that reports the fraction of a task that is done, and the status line ``line``."""
     return lambda share: None if progress is None else progress(ProgressLine(line, share))
 
 
 @dataclass(frozen=True)
 class CostTable:
-    """Seconds of a forward, by its number of tokens and the KV length.
+    """Seconds of a forward, by the number of its tokens and the KV length.
 
     Attributes:
         lengths: the measured KV lengths, ascending.
         rows: the measured numbers of tokens of a forward, ascending from 1.
-        seconds: seconds[i][j] for lengths[i] and rows[j].
+        seconds: seconds[i][j] is the time of a forward of rows[j] tokens at KV length lengths[i].
     """
 
     lengths: tuple[int, ...]
@@ -85,12 +85,12 @@ class CostTable:
     def __post_init__(self) -> None:
         is_shaped = len(self.seconds) == len(self.lengths) and all(len(s) == len(self.rows) for s in self.seconds)
         is_sorted = all(x and x[0] >= 0 and list(x) == sorted({int(n) for n in x}) for x in (self.lengths, self.rows))
-        is_timed = all(0 <= seconds < LIMIT_SECONDS * 1e3 for row in self.seconds for seconds in row)
-        if not (is_shaped and is_sorted and is_timed) or self.rows[0] != 1:
+        is_plausible = all(0 <= seconds < LIMIT_SECONDS * 1e3 for row in self.seconds for seconds in row)
+        if not (is_shaped and is_sorted and is_plausible) or self.rows[0] != 1:
             raise ValueError("a table of costs needs seconds for each KV length and number of tokens, ascending from 1")
 
     def seconds_at(self, num_tokens: float, kv_len: float) -> float:
-        """Seconds of a forward, by linear interpolation between the measurements and extrapolation beyond them."""
+        """Returns the seconds of a forward, interpolated linearly between measurements, and extrapolated beyond."""
         return _interpolate(self.lengths, [_interpolate(self.rows, s, num_tokens) for s in self.seconds], kv_len)
 
 
@@ -99,56 +99,57 @@ def _interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
         return ys[0]
     i = min(max(bisect_right(xs, x), 1), len(xs) - 1)
     slope = (ys[i] - ys[i - 1]) / (xs[i] - xs[i - 1])
-    # Noise in the measurements must not make a longer context cheaper when extrapolated.
+    # Noise in the measurements must not let extrapolated costs fall with x, nor make a cost negative.
     return ys[i] + max(slope, 0.0) * (x - xs[i]) if x > xs[-1] else max(ys[i - 1] + slope * (x - xs[i - 1]), 1e-9)
 
 
 @dataclass
 class CostModel:
-    """Predicts the seconds of a target forward: the table's seconds, times the machine's pace and the table's bias."""
+    """Predicts the seconds of a target forward: seconds of the table x pace of the machine x bias of the table."""
 
     table: CostTable
-    _pace: float = 1.0  # ratio of measured and predicted seconds of all recent rounds
-    # (column of the table, batch size) -> further ratio for such forwards, and how often it was observed.
+    _pace: float = 1.0  # measured seconds / predicted seconds, averaged over recent rounds
+    # {(interval of the table, batch size): (the same ratio for such forwards, divided by the pace; times observed)}
     _bias: dict[tuple[int, int], tuple[float, int]] = field(default_factory=dict)
 
     def forward_seconds(self, num_tokens: int, kv_lens: Sequence[int]) -> float:
-        """Seconds of a forward over ``num_tokens`` tokens of each sequence of a batch with these KV lengths."""
+        """Returns the seconds of a forward over ``num_tokens`` tokens of each sequence of a batch."""
         return self._pace * self._bias_of(num_tokens, len(kv_lens))[0] * self._table_seconds(num_tokens, kv_lens)
 
     def observe(self, num_tokens: int, kv_lens: Sequence[int], seconds: float) -> None:
-        """Learns from a round. Other work on the machine slows all rounds (pace), an error of the table some (bias)."""
+        """Learns from a round. Other work on the machine changes the pace; an error in the table changes a bias."""
         ratio = seconds / self._table_seconds(num_tokens, kv_lens)
         ratio = min(max(ratio, self._pace / OUTLIER_FACTOR), self._pace * OUTLIER_FACTOR)
-        bias, count = self._bias_of(num_tokens, len(kv_lens))
-        # A batch's seconds are not measured but computed from the table, so its first rounds outweigh the prediction.
-        weight = _SMOOTHING if len(kv_lens) == 1 else max(_SMOOTHING, 1 / (count + 1))
-        self._bias[self._column(num_tokens), len(kv_lens)] = (bias + weight * (ratio / self._pace - bias), count + 1)
+        bias, num_observed = self._bias_of(num_tokens, len(kv_lens))
+        # The table measures no batches, so the first rounds of a batch size count more than the bias before them.
+        weight = _SMOOTHING if len(kv_lens) == 1 else max(_SMOOTHING, 1 / (num_observed + 1))
+        new_bias = bias + weight * (ratio / self._pace - bias)
+        self._bias[self._interval_index(num_tokens), len(kv_lens)] = (new_bias, num_observed + 1)
         self._pace += _SMOOTHING * (ratio / bias - self._pace)
 
     def _bias_of(self, num_tokens: int, batch_size: int) -> tuple[float, int]:
-        """The bias of a forward and how often it was observed; if never, the bias of the nearest batch size."""
-        column = self._column(num_tokens)
-        if (column, batch_size) in self._bias:
-            return self._bias[column, batch_size]
-        batch_sizes = [b for c, b in self._bias if c == column]
+        """Returns the bias of a forward, and how often it was observed; or the nearest batch size's bias, and 0."""
+        interval = self._interval_index(num_tokens)
+        if (interval, batch_size) in self._bias:
+            return self._bias[interval, batch_size]
+        batch_sizes = [b for i, b in self._bias if i == interval]
         if not batch_sizes:
             return 1.0, 0
-        return self._bias[column, min(batch_sizes, key=lambda b: abs(b - batch_size))][0], 0
+        return self._bias[interval, min(batch_sizes, key=lambda b: abs(b - batch_size))][0], 0
 
     def _table_seconds(self, num_tokens: int, kv_lens: Sequence[int]) -> float:
-        # Weights are read once for the tokens of all sequences, a sequence's KV for its own tokens only.
-        weights = self.table.seconds_at(num_tokens * len(kv_lens), 0)
-        kv = sum(self.table.seconds_at(num_tokens, n) - self.table.seconds_at(num_tokens, 0) for n in kv_lens)
-        return max(weights + kv, 1e-9)
+        # A forward reads the weights once for the tokens of all sequences, and the KV of each sequence separately.
+        weights_seconds = self.table.seconds_at(num_tokens * len(kv_lens), 0)
+        without_kv = self.table.seconds_at(num_tokens, 0)
+        return max(weights_seconds + sum(self.table.seconds_at(num_tokens, n) - without_kv for n in kv_lens), 1e-9)
 
-    def _column(self, num_tokens: int) -> int:
-        """Index of the table's interval that ``num_tokens`` falls into."""
+    def _interval_index(self, num_tokens: int) -> int:
+        """Returns the index of the interval between two measured numbers of tokens that ``num_tokens`` falls into."""
         return bisect_right(self.table.rows, num_tokens)
 
 
 def _filled_store(runner: TargetRunner, kv_len: int, num_tokens: int) -> KVStore:
-    """Makes a store of one slot with ``kv_len`` zero entries, and space for ``num_tokens`` more."""
+    """Makes a store of one slot with ``kv_len`` entries, all zeros, and space for ``num_tokens`` more."""
     store = runner.new_store(1, kv_len + num_tokens)
     for layer in range(store.shape.layers):
         for tensor in store.layer(layer):
@@ -158,9 +159,8 @@ def _filled_store(runner: TargetRunner, kv_len: int, num_tokens: int) -> KVStore
 
 
 def _time_forward(runner: TargetRunner, store: KVStore, num_tokens: int) -> float:
-    """Seconds of a forward over a made-up draft: a tree with a branch at every second node, or a chain.
-
-    The tokens are random, because a mixture of experts reads more experts for different tokens."""
+    """Measures the seconds of a forward over a made-up tree: a chain if the target verifies branches slowly, else a
+    tree in which every second node has two children. Tokens are random, as different tokens use different experts."""
     tokens = tuple(_random.randrange(runner.vocab_size) for _ in range(num_tokens))
     parents = tuple(i - 1 if runner.branching_is_expensive or not i else (i - 1) // 2 * 2 for i in range(num_tokens))
     wait = partial(torch.cuda.synchronize, runner.device) if runner.device.type == "cuda" else lambda: None
@@ -178,7 +178,7 @@ def measure(
     on_progress: Callable[[float], None] = lambda share: None,
     time_forward: Callable[[TargetRunner, KVStore, int], float] = _time_forward,
 ) -> CostTable | None:
-    """Measures the seconds of forwards on a made-up KV cache: the minimum of some repeats for each size.
+    """Measures the seconds of forwards on a made-up KV cache: for each size the minimum of :data:`REPEATS` forwards.
 
     Each KV length has an equal part of :data:`LIMIT_SECONDS`. If the time runs out, the table has fewer sizes, and
     costs beyond them are extrapolated.
@@ -194,38 +194,38 @@ def measure(
     """
     kv_lens = sorted({max(1, min(length, runner.context_length - num_tokens[-1])) for length in kv_lens})
     start = time.perf_counter()
-    table: list[dict[int, float]] = []  # for each KV length, {number of tokens: minimum of seconds}
+    measured: list[dict[int, float]] = []  # for each KV length, {number of tokens: minimum of seconds}
     for i, length in enumerate(kv_lens):
         try:
             store = _filled_store(runner, length, num_tokens[-1])
         except MemoryBudgetError:
             break
-        sizes = list(table[0] if table else num_tokens)  # later lengths have the sizes that the first one had time for
+        sizes = list(measured[0] if measured else num_tokens)  # later lengths have the first length's sizes
         length_start = time.perf_counter()
         deadline = start + LIMIT_SECONDS * (i + 1) / len(kv_lens)
         min_seconds: dict[int, float] = {}
-        for step, n in enumerate(sizes * REPEATS):
-            on_progress((i + step / len(sizes) / REPEATS) / len(kv_lens))
-            if step == len(sizes) and time.perf_counter() - length_start > ENOUGH_SECONDS:
+        for j, n in enumerate(sizes * REPEATS):
+            on_progress((i + j / len(sizes) / REPEATS) / len(kv_lens))
+            if j == len(sizes) and time.perf_counter() - length_start > ENOUGH_SECONDS:
                 break
             # Expects the time that this size took before, or twice the time of the next smaller size.
-            expected = min_seconds.get(n) or (table[-1][n] if table else 2 * min_seconds.get(sizes[step - 1], 0.0))
-            if time.perf_counter() + expected > deadline and (table or step > 1):
+            expected = min_seconds.get(n) or (measured[-1][n] if measured else 2 * min_seconds.get(sizes[j - 1], 0.0))
+            if time.perf_counter() + expected > deadline and (measured or j > 1):
                 break
             seconds = time_forward(runner, store, n)
             min_seconds[n] = min(seconds, min_seconds.get(n, seconds))
-        if table and len(min_seconds) < len(sizes):
+        if measured and len(min_seconds) < len(sizes):
             break
-        table.append(min_seconds)
+        measured.append(min_seconds)
     on_progress(1.0)
-    if not table:
+    if not measured:
         return None
     # A forward with fewer tokens or a shorter context cannot cost more. If it did, other work on the machine slowed it.
-    seconds_table = [
-        tuple(min(longer[m] for longer in table[i:] for m in min_seconds if m >= n) for n in min_seconds)
-        for i, min_seconds in enumerate(table)
-    ]
-    return CostTable(tuple(kv_lens[: len(table)]), tuple(table[0]), tuple(seconds_table))
+    monotone_seconds = tuple(
+        tuple(min(longer[m] for longer in measured[i:] for m in min_seconds if m >= n) for n in min_seconds)
+        for i, min_seconds in enumerate(measured)
+    )
+    return CostTable(tuple(kv_lens[: len(measured)]), tuple(measured[0]), monotone_seconds)
 
 
 def load_or_measure(
@@ -239,17 +239,17 @@ def load_or_measure(
     Args:
         folder: folder of the tables; None: a folder in the package's cache.
         progress: called with a :class:`ProgressLine` while measuring.
-        measure_with: replaces :func:`measure`.
+        measure_with: function that measures, with the arguments of :func:`measure`.
 
     Returns:
         The table; None if not even the shortest KV length fits the free memory.
     """
-    key = _key(runner)
+    key = _table_key(runner)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     file = (cache_folder() / "costs" if folder is None else folder) / f"{digest}.json"
     cached_table = _read(file)
     if cached_table is not None:
-        with suppress(MemoryBudgetError):  # the first forward packs weights, and this must not count as a round's cost
+        with suppress(MemoryBudgetError):  # the first forward packs weights, which no round's time should include
             _time_forward(runner, _filled_store(runner, 1, _WARM_UP_TOKENS), _WARM_UP_TOKENS)
         return cached_table
     line = f"Measuring what a verification costs on this machine (once a model, {LIMIT_SECONDS:.0f} seconds at most)"
@@ -265,8 +265,8 @@ def load_or_measure(
     return table
 
 
-def _key(runner: TargetRunner) -> dict[str, object]:
-    """Everything that the measured times depend on. A changed word here would discard all tables on disk."""
+def _table_key(runner: TargetRunner) -> dict[str, object]:
+    """Returns everything that measured times depend on. A changed word here would discard all tables on disk."""
     return {
         "format": _FORMAT,
         "rows": "chain" if runner.branching_is_expensive else "tree",
@@ -294,7 +294,7 @@ def _read(file: Path) -> CostTable | None:
 
 
 def cpu_name() -> str:
-    """Returns the processor's name from /proc/cpuinfo, or else from ``platform``."""
+    """Returns the processor's name from /proc/cpuinfo, or, if that has none, from ``platform``."""
     with suppress(OSError, IndexError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith(("model name", "Model")):

@@ -1,14 +1,15 @@
-"""The planner: how much to draft and how much to verify in each round, for the most tokens per second.
+"""The planner decides how much to draft and how much to verify in each round, for the most tokens per second.
 
 A round that drafts for D seconds, and verifies its n most probable nodes in V(1 + n) seconds, emits 1 + p_1 + ... + p_n
 tokens on average. p_i is the i-th node's acceptance probability, with :func:`discounted odds <discount_odds>`. The
-planner chooses the n with the most tokens per second; n = 0 is plain decoding. In a batch a forward is as wide as its
-largest tree, so one n is chosen for all sequences.
+planner chooses the n with the most tokens per second; n = 0 is plain decoding. A batch pays for its largest tree in
+every sequence, so one n is chosen for all sequences.
 
-A lookup costs next to nothing, so it always proposes, with probabilities. A draft model costs forwards. The planner
-runs it if the tokens that it added lately, beyond the lookup's proposals, were worth its time
+A lookup costs next to nothing, so it proposes in every round. A draft model costs forwards. The planner runs the draft
+model if its recently added tokens, those that the lookup had not proposed, were worth the time of drafting
 (:class:`~longdraft.planning.acceptance_model.DraftGain`). At first a draft model is assumed to gain a little, so a bad
-one is given up after two or three rounds. Evidence decays, so the draft model is tried again later.
+draft model is given up after two or three rounds. Evidence decays, so the draft model is tried again later. Times are
+in plain steps: a plain step is a decoding step without a draft.
 
 The output does not depend on the plan: verification is exact for any tree.
 """
@@ -24,10 +25,9 @@ from longdraft.planning.acceptance_model import AcceptanceModel, DraftGain, Prio
 from longdraft.planning.costs import OUTLIER_FACTOR, CostModel, CostTable
 from longdraft.trees.tree import NodeLimit, TokenTree
 
-# Assumed time of a draft forward before the first measurement, in plain steps (decoding steps without a draft).
-INITIAL_FORWARD_STEPS = 0.15
-# Factor on a node's acceptance odds, for two errors: the highest estimates are overestimated the most, and a wide
-# forward between narrow ones costs more than it did when costs were measured, in a series of equal forwards.
+INITIAL_FORWARD_STEPS = 0.15  # assumed time of a draft forward before the first measurement, in plain steps
+# Factor on a node's acceptance odds. It corrects two errors. The nodes with the highest estimates are overestimated the
+# most. And a wide forward between narrow ones costs more than in the series of equal forwards that was measured.
 ODDS_FACTOR = 0.45
 TYPICAL_NUM_TOKENS = 8  # the cost of one more token in a forward is the average over this many tokens
 SMOOTHING = 0.2  # weight of a new observation in running averages
@@ -40,20 +40,21 @@ def discount_odds(p: float) -> float:
 
 
 class Planner:
-    """Costs and acceptance of a method on a target. One run after another uses and updates them.
+    """Costs and acceptance of a method on a target. Each run (:class:`Plan`) starts with what earlier runs learned.
 
     Args:
         table: seconds of target forwards.
-        use_clock: learn from measured times; False: a round takes the table's seconds, and drafting takes none.
+        use_clock: True: learn from measured times; False: assume the table's times, and no time for drafting.
 
     Attributes:
+        costs: predicts the seconds of target forwards.
         acceptance: {is greedy: acceptance model}. Sampled tokens are accepted less often than greedy ones.
-        draft_gains: {is greedy: gain of the draft}, over all sequences.
-        prior_gain: the assumed gain of the draft before its first use.
+        draft_gains: {is greedy: gain of drafting}, over all sequences.
+        prior_gain: the assumed gain of drafting before the draft model's first use.
         forward_steps: time of a draft forward in plain steps.
         worthwhile_nodes: running average of the number of draft nodes that are worth verifying.
         tokens_per_step: running average of the tokens that a sequence emits in the time of a plain step.
-        draft_was_tried: the draft has been used.
+        draft_was_tried: True if the draft model has been used.
     """
 
     def __init__(self, table: CostTable, use_clock: bool = True) -> None:
@@ -70,11 +71,11 @@ class Planner:
 
 
 class Plan:
-    """The plan of one run; implements :class:`longdraft.engine.drafter.Plan`."""
+    """The plan of one run: a :class:`longdraft.engine.drafter.Plan`. :meth:`node_limit` starts a round."""
 
     def __init__(self, planner: Planner, drafter: Drafter | None = None) -> None:
         self._planner, self._costs, self._drafter = planner, planner.costs, drafter
-        self._gains: dict[int, DraftGain] = {}  # {sequence index: gain of the draft for it}
+        self._gains: dict[int, DraftGain] = {}  # {sequence index: gain of drafting for this sequence}
 
     def node_limit(self, sequences: SequenceOf[Sequence], kv_lens: SequenceOf[int] | None = None) -> NodeLimit:
         planner = self._planner
@@ -85,17 +86,17 @@ class Plan:
         if planner.use_clock and not planner.draft_was_tried:
             self._estimate_draft()
         self._gains = {s.index: self._gains.get(s.index) or DraftGain(planner.draft_gains[s.greedy]) for s in sequences}
-        # For each sequence that the draft runs for: the lookup's tree, pruned as if there were no draft, and the
-        # fraction of the draft's tokens that this tree does not propose.
-        self._without_draft: dict[int, tuple[TokenTree, float]] = {}
+        # {sequence index: (the lookup's tree, pruned as if there were no draft model; the fraction of the draft model's
+        # tokens that are not in this tree)}, for the sequences that the draft model runs for.
+        self._lookup_baselines: dict[int, tuple[TokenTree, float]] = {}
         self._draft_seconds = 0.0
-        # One level more costs a draft forward of each sequence, and one more token to verify.
+        # One more level costs a draft forward for each sequence, and one more token to verify.
         level_steps = len(sequences) * planner.forward_steps + self._token_steps()
         max_nodes = round(planner.worthwhile_nodes) + 2  # more than on average, so that the average can grow
         return NodeLimit(max_nodes, level_steps * planner.tokens_per_step, self._select_sequences)
 
     def prune(self, trees: list[TokenTree]) -> list[TokenTree]:
-        """Keeps the nodes worth verifying. All trees keep equally many: a forward is as wide as the largest tree."""
+        """Keeps the nodes worth verifying: equally many in each tree, because the largest tree sets the cost."""
         self._trees = trees
         if any(tree.num_draft_tokens for tree in trees):
             num_nodes = self._best_node_count(self._sequences, trees, self._draft_seconds)[0]
@@ -109,14 +110,14 @@ class Plan:
         planner = self._planner
         if not planner.use_clock:
             draft_seconds, verify_seconds = 0.0, self._forward_seconds(self._query_len())
-        # A refresh of SpecPV also verifies earlier tokens, so its time says nothing about this round's trees.
+        # A SpecPV round that refreshes also verifies earlier tokens, so its time says nothing about this round's trees.
         if not any(result.mode == "refresh" for result in results):
             self._costs.observe(self._query_len(), self._kv_lens, verify_seconds)
         for result in results:
             acceptance, tree = planner.acceptance[result.sequence.greedy], result.tree
             for node in set(range(1, tree.size)) - tree.forced_nodes:
                 acceptance.observe(tree.path_logprobs[node], node in result.path)
-        if self._without_draft:
+        if self._lookup_baselines:
             self._observe_draft(results, num_draft_forwards, draft_seconds)
         num_emitted = sum(result.num_accepted + 1 for result in results) / len(results)
         tokens_per_step = num_emitted * self._plain_seconds / max(draft_seconds + verify_seconds, self._plain_seconds)
@@ -129,25 +130,25 @@ class Plan:
     # --- costs of this round ---
 
     def _forward_seconds(self, query_len: int) -> float:
-        """Seconds of this round's target forward with ``query_len`` tokens of each sequence."""
+        """Returns the seconds of this round's target forward, if it has ``query_len`` tokens of each sequence."""
         if query_len not in self._seconds_by_tokens:
             self._seconds_by_tokens[query_len] = self._costs.forward_seconds(query_len, self._kv_lens)
         return self._seconds_by_tokens[query_len]
 
     def _token_steps(self) -> float:
-        """Time to verify one more token, in plain steps."""
-        wide = self._forward_seconds(1 + TYPICAL_NUM_TOKENS)
-        return (wide / self._plain_seconds - 1.0) / TYPICAL_NUM_TOKENS
+        """Returns the time to verify one more token, in plain steps."""
+        wide_seconds = self._forward_seconds(1 + TYPICAL_NUM_TOKENS)
+        return (wide_seconds / self._plain_seconds - 1.0) / TYPICAL_NUM_TOKENS
 
     def _query_len(self) -> int:
-        """Tokens of each sequence in this round's target forward."""
+        """Returns the number of tokens of each sequence in this round's target forward."""
         return max(tree.size for tree in self._trees)
 
     # --- whether to draft ---
 
     def _estimate_draft(self) -> None:
-        """Estimates the gain of self-drafting before its first use. The draft is the target on a part of its KV, so the
-        cost table gives the time of its forward."""
+        """Estimates the gain of self-drafting before the first use: the draft model is the target on a part of the KV,
+        so the cost table gives the time of a draft forward."""
         planner, drafter = self._planner, self._drafter
         kv_read = [None if drafter is None else drafter.kv_tokens_read(kv_len) for kv_len in self._kv_lens]
         if drafter is not None and None not in kv_read:
@@ -159,7 +160,7 @@ class Plan:
                 planner.prior_gain.assume_best_chain(drafter.prior_acceptance, steps_per_token)
 
     def _select_sequences(self, sequences: list[Sequence], lookup_trees: list[TokenTree]) -> list[Sequence]:
-        """Returns the sequences for which the draft is worth running, given the trees that lookups proposed."""
+        """Returns the sequences for which the draft model is worth running, given the trees that lookups proposed."""
         if not sequences or not (self._planner.draft_was_tried or self._planner.prior_gain.is_worthwhile):
             return []
         num_nodes, num_tokens, seconds = self._best_node_count(sequences, lookup_trees, 0.0)
@@ -167,36 +168,36 @@ class Plan:
         gains = [self._gains[s.index] for s in sequences]
         inputs = zip(sequences, trees, gains, strict=True)
         new_fractions = [self._new_fraction(s, tree, gain.added_tokens) for s, tree, gain in inputs]
-        added = [fraction * gain.added_tokens for fraction, gain in zip(new_fractions, gains, strict=True)]
-        # Tokens that all sequences together emit without the draft in the time of a plain step.
-        rate = num_tokens / seconds * self._plain_seconds
-        selected = [i for i, gain in enumerate(gains) if added[i] > rate * gain.extra_steps / len(sequences)]
+        new_tokens = [fraction * gain.added_tokens for fraction, gain in zip(new_fractions, gains, strict=True)]
+        # Tokens that all sequences together emit without the draft model in the time of a plain step.
+        lookup_rate = num_tokens / seconds * self._plain_seconds
+        selected = [i for i, gain in enumerate(gains) if new_tokens[i] > lookup_rate * gain.extra_steps / len(gains)]
         if not selected:
             return []
         extra_steps = max(gains[i].extra_steps for i in selected)
-        if sum(added[i] for i in selected) <= rate * extra_steps:
+        if sum(new_tokens[i] for i in selected) <= lookup_rate * extra_steps:
             return []
-        self._without_draft = {sequences[i].index: (trees[i], new_fractions[i]) for i in selected}
+        self._lookup_baselines = {sequences[i].index: (trees[i], new_fractions[i]) for i in selected}
         self._seconds_without_draft, self._draft_seconds = seconds, extra_steps * self._plain_seconds
         return [sequences[i] for i in selected]
 
     def _new_fraction(self, s: Sequence, tree: TokenTree, added_tokens: float) -> float:
-        """The fraction of the draft's tokens that ``tree`` does not propose already.
+        """Returns the fraction of the draft model's tokens that ``tree`` does not propose already.
 
-        A draft that adds ``added_tokens`` on average is accepted to depth k with probability a^k. If a path of ``tree``
-        to depth k is accepted too, the draft adds nothing there. The two events are assumed to be independent.
+        A draft model that adds ``added_tokens`` on average is accepted to depth k with probability a^k. It adds nothing
+        there if a path of ``tree`` to depth k is accepted too. The two events are assumed to be independent.
         """
         a = added_tokens / (1.0 + added_tokens)
         proposed = zip(self._path_probabilities(s, tree)[1:], tree.depths[1:], strict=True)
         return max(0.0, 1.0 - sum(p * a**depth for p, depth in proposed) / max(added_tokens, 1e-9))
 
     def _observe_draft(self, results: SequenceOf[RoundResult], num_forwards: int, draft_seconds: float) -> None:
-        """Learns from a round with the draft: the tokens that it added, and the time that it took."""
+        """Learns from a round with the draft model: the tokens that drafting added, and the time that drafting took."""
         planner = self._planner
         planner.draft_was_tried = True
         extra_seconds = self._forward_seconds(self._query_len()) - self._seconds_without_draft
         if num_forwards:
-            # The very first forwards may also prepare weights, so a single round's time counts only up to a limit.
+            # The first forwards may also prepare weights, so the time of one round counts only up to a limit.
             measured_steps = draft_seconds / num_forwards / self._plain_seconds
             forward_steps = min(measured_steps, OUTLIER_FACTOR * planner.forward_steps)
             planner.forward_steps += SMOOTHING * (forward_steps - planner.forward_steps)
@@ -205,8 +206,8 @@ class Plan:
         planner.prior_gain.extra_steps += SMOOTHING * (extra_steps - planner.prior_gain.extra_steps)
         for result in results:
             sequence = result.sequence
-            if sequence.index in self._without_draft:
-                tree, new_fraction = self._without_draft[sequence.index]
+            if sequence.index in self._lookup_baselines:
+                tree, new_fraction = self._lookup_baselines[sequence.index]
                 added_tokens = max(0, result.num_accepted - tree.match_length(result.new_token_ids))
                 for gain in (self._gains[sequence.index], planner.draft_gains[sequence.greedy]):
                     gain.observe(added_tokens, new_fraction, extra_steps)
@@ -216,27 +217,27 @@ class Plan:
     def _best_node_count(
         self, sequences: list[Sequence], trees: list[TokenTree], draft_seconds: float
     ) -> tuple[int, float, float]:
-        """Finds the number of nodes of each tree with the most tokens per second, after ``draft_seconds`` of drafting.
+        """Finds the number of nodes of each tree that gives the most tokens per second after ``draft_seconds``.
 
         Returns:
-            The number of nodes, and with it the round's expected tokens over all sequences, and its seconds.
+            (number of nodes, expected tokens of the round over all sequences, seconds of the round).
         """
         max_nodes = max(tree.num_draft_tokens for tree in trees)
-        gains = [0.0] * (max_nodes + 1)  # [n]: expected tokens that the n-th best nodes of all trees add
+        added_tokens = [0.0] * (max_nodes + 1)  # [n]: expected tokens that the n-th best nodes of all trees add
         for s, tree in zip(sequences, trees, strict=True):
             for n, p in enumerate(sorted(self._path_probabilities(s, tree)[1:], reverse=True), 1):
-                gains[n] += discount_odds(p)
-        num_tokens = float(len(self._kv_lens))
+                added_tokens[n] += discount_odds(p)
+        num_tokens = float(len(self._kv_lens))  # without drafts, each sequence of the round emits one token
         best = (0, num_tokens, draft_seconds + self._plain_seconds)
         for n in range(1, max_nodes + 1):
-            num_tokens += gains[n]
+            num_tokens += added_tokens[n]
             seconds = draft_seconds + self._forward_seconds(n + 1)
             if num_tokens / seconds > best[1] / best[2]:
                 best = (n, num_tokens, seconds)
         return best
 
     def _path_probabilities(self, s: Sequence, tree: TokenTree) -> list[float]:
-        """Acceptance probability of each node's path, but no more than of its parent's path; 1 for the root."""
+        """Returns the acceptance probability of the path to each node, at most that of the path to its parent."""
         acceptance, probabilities = self._planner.acceptance[s.greedy], [1.0] * tree.size
         for node in range(1, tree.size):
             p = 1.0 if node in tree.forced_nodes else acceptance.probability(tree.path_logprobs[node])

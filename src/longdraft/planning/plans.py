@@ -1,4 +1,4 @@
-"""Whether rounds are planned, and construction of a target's planner."""
+"""Decides whether rounds are planned, and makes a target's planner."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from longdraft.planning.planner import Planner
 
 PLANS = ("auto", "fixed")
-# One of PLANS ("fixed": rounds are not planned), or {number of tokens: seconds of a forward} to plan by.
+# One of PLANS ("fixed": no planning), or costs to plan by, {number of tokens: seconds of a forward}; None: the default.
 PlanChoice: TypeAlias = "str | Mapping[int, float] | None"
 # Environment variable with the default plan.
 PLAN_VARIABLE = "LONGDRAFT_PLAN"
@@ -22,7 +22,7 @@ _TREE_OPTIONS = ("widths", "nodes", "tree", "depth", "top_k", "threshold")
 
 
 def check_plan(plan: PlanChoice) -> PlanChoice:
-    """Returns ``plan``; raises ValueError if it is no valid plan."""
+    """Returns ``plan``; raises ValueError if ``plan`` is not valid."""
     if isinstance(plan, Mapping):
         _constant_table(plan)
     elif plan is not None and plan not in PLANS:
@@ -34,7 +34,8 @@ def is_planned(plan: PlanChoice, options: Mapping[str, Any], exact: bool = True)
     """Returns whether to plan rounds. By default yes, unless the options shape a tree or the method is not exact.
 
     Args:
-        exact: the method's output does not depend on the drafts. If it did, a plan by measured times would change it.
+        options: the method's options.
+        exact: the output does not depend on the drafts. A plan by measured times would make other output vary.
 
     Raises:
         ValueError: the environment variable is not a valid plan.
@@ -56,7 +57,7 @@ def make_planner(plan: PlanChoice, runner: TargetRunner, progress: Progress | No
 
 
 def _constant_table(seconds: Mapping[int, float]) -> CostTable:
-    """A table of costs that do not depend on the KV length."""
+    """Makes a table of costs that do not depend on the KV length."""
     from longdraft.planning.costs import CostTable
 
     return CostTable((0,), tuple(seconds), (tuple(seconds.values()),))

@@ -237,7 +237,7 @@ def train_onepass(config: OnePassConfig, progress: Progress = no_progress, stop:
         if isinstance(block, OnePassBlock):
             return block
         one_pass = OnePassBlock(OnePassShape(**asdict(block.shape), slots=config.ttt, rank=config.rank))
-        one_pass.initialize_slots(config.seed)
+        one_pass.initialize_masks_and_bigram(config.seed)
         one_pass.load_state_dict(one_pass.state_dict() | block.state_dict())
         return one_pass
 

@@ -1,4 +1,4 @@
-"""Token trees, the shapes in which they grow, and their attention masks.
+"""Token trees, the shapes in which trees grow, and the attention masks of trees.
 
 May import: model, memory, attention.
 """

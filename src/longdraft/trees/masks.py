@@ -15,54 +15,54 @@ from longdraft.trees.tree import TokenTree
 
 
 def padded_ancestor_mask(trees: Sequence[TokenTree], size: int) -> torch.Tensor:
-    """Returns (B, size, size) bool on the host: True where node i attends to node j.
+    """Returns (number of trees, size, size) bool on the host: [b, i, j] is True if node i of tree b attends to node j.
     Padding nodes attend to themselves only."""
-    # Built as bytes, because torch would need three calls for each node. A node's row is its parent's row plus itself.
+    # Built as bytes, because torch would need three calls for each node.
     rows: list[bytearray] = []
     for tree in trees:
-        mask = [bytearray(size) for _ in range(size)]
-        for node in range(size):
+        tree_rows = [bytearray(size) for _ in range(size)]
+        for node in range(size):  # a node attends to what its parent attends to, and to itself
             if 0 < node < tree.size:
-                mask[node][:] = mask[tree.parents[node]]
-            mask[node][node] = 1
-        rows += mask
+                tree_rows[node][:] = tree_rows[tree.parents[node]]
+            tree_rows[node][node] = 1
+        rows += tree_rows
     return torch.frombuffer(bytearray().join(rows), dtype=torch.bool).view(len(trees), size, size)
 
 
 def make_tree_batch(
     store: KVStore, slots: Sequence[int], trees: Sequence[TokenTree], root_positions: Sequence[int] | None = None
 ) -> ForwardBatch:
-    """Makes the batch of a forward over one tree for each slot. Smaller trees are padded; no node attends to padding.
-    ``root_positions``: position of each root; None: the position after the slot's committed tokens."""
+    """Makes the batch of a forward over one tree for each slot. Small trees are padded with nodes that no node of a
+    tree attends to. ``root_positions``: position of each root; None: the position after the slot's committed tokens."""
     if all(tree.is_chain for tree in trees):
         return store.make_forward_batch(slots, [tree.tokens for tree in trees], root_positions=root_positions)
     size = max(tree.size for tree in trees)
-    padding = [size - tree.size for tree in trees]
+    num_padding = [size - tree.size for tree in trees]
     return store.make_forward_batch(
         slots,
-        [tree.tokens + tree.tokens[:1] * n for tree, n in zip(trees, padding, strict=True)],
+        [tree.tokens + tree.tokens[:1] * n for tree, n in zip(trees, num_padding, strict=True)],
         root_positions=root_positions,
-        depths=[tree.depths + (0,) * n for tree, n in zip(trees, padding, strict=True)],
+        depths=[tree.depths + (0,) * n for tree, n in zip(trees, num_padding, strict=True)],
         mask=padded_ancestor_mask(trees, size),
     )
 
 
 class AncestorMask:
-    """The attention mask of the trees that a draft grows level by level, in one round of a batch."""
+    """The attention mask of a batch's trees, which a draft grows level by level in one round."""
 
     def __init__(self) -> None:
         self._level: TreeLevel | None = None
         self._mask = torch.empty(0, **CPU_FLOAT32)
 
     def add(self, level: TreeLevel) -> torch.Tensor:
-        """Adds a level; returns (B', W, S) bool on the level's device: which of the S nodes so far its nodes attend to.
-        The nodes of the first level that is added (the roots or their children) attend to themselves only."""
+        """Adds a level of W nodes for each of B sequences. Returns (B, W, S) bool on the level's device: which of the S
+        nodes added so far a node of the level attends to. In the first level a node attends to itself only."""
         batch_size, width = level.tokens.shape
         mask = _identity_mask(width, level.tokens.device).expand(batch_size, -1, -1)
         if self._level is not None:
-            above = self._level.index_select(level.sequence_indices, self._mask)
-            inherited = above.gather(1, level.parents[..., None].expand(-1, -1, above.shape[2]))
-            mask = torch.cat([inherited, mask], dim=2)
+            last_mask = self._level.index_select(level.sequence_indices, self._mask)
+            parent_mask = last_mask.gather(1, level.parents[..., None].expand(-1, -1, last_mask.shape[2]))
+            mask = torch.cat([parent_mask, mask], dim=2)
         self._level, self._mask = level, mask
         return mask
 
@@ -70,5 +70,5 @@ class AncestorMask:
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)
 def _identity_mask(width: int, device: torch.device) -> torch.Tensor:
-    """The mask (W, W) of nodes that attend to themselves only; cached."""
+    """Returns the mask (width, width) of nodes that attend to themselves only; cached."""
     return torch.eye(width, dtype=torch.bool, device=device)

@@ -11,7 +11,7 @@ from longdraft.options import Options, option
 if TYPE_CHECKING:
     from longdraft.trees.tree_config import TreeConfig
 
-# Type of tree -> the options that shape it, besides ``nodes``.
+# {type of tree: names of the options that shape it}. ``nodes`` applies to every type.
 TREE_TYPES = {
     "chain": ("depth",),
     "static": ("widths",),
@@ -44,9 +44,7 @@ class TreeOptions(Options):
         usual="dynamic: 8 (EAGLE-1 and 2: 6); opt: 10; chain: 4",
     )
     top_k: int | None = option(
-        min=1,
-        help="dynamic, opt: nodes of a level that are expanded; dynamic: also the children of each",
-        usual="10",
+        min=1, help="dynamic, opt: nodes of a level that are expanded; dynamic: also the children of each", usual="10"
     )
     threshold: float | None = option(
         min=0,
@@ -55,10 +53,10 @@ class TreeOptions(Options):
     )
 
     def config(self, default: str, depth: int | None = None) -> TreeConfig:
-        """Returns the tree that the options describe.
+        """Returns the shape of tree that the options describe.
 
         Args:
-            default: type of tree if neither ``tree`` nor the other options determine it.
+            default: type of tree if no option determines the type.
             depth: default number of levels of a dynamic tree; None: the preset's.
 
         Raises:
@@ -80,7 +78,7 @@ class TreeOptions(Options):
 
 
 def _implied_type(default: str, names: Collection[str]) -> str:
-    """The type of tree that options other than ``tree`` describe."""
+    """Returns the type of tree that the options describe, if the option ``tree`` is not among them."""
     if "widths" in names:
         return "static" if default == "static" else "beam"
     if "threshold" in names:

@@ -34,11 +34,11 @@ class TokenTree:
 
     def __post_init__(self) -> None:
         if not self.tokens or len(self.tokens) != len(self.parents):
-            raise ValueError(f"tokens and parents must be equally many: {len(self.tokens)}, {len(self.parents)}")
+            raise ValueError(f"a tree needs a parent for each token: {self.size} tokens, {len(self.parents)} parents")
         if self.parents[0] != -1 or any(not 0 <= p < i for i, p in enumerate(self.parents) if i):
             raise ValueError(f"parents must precede their children, and only node 0 may be a root: {self.parents}")
         if self.logprobs and len(self.logprobs) != len(self.tokens):
-            raise ValueError(f"{len(self.logprobs)} log-probabilities for {len(self.tokens)} nodes")
+            raise ValueError(f"a tree of {self.size} nodes needs as many log-probabilities, got {len(self.logprobs)}")
 
     @property
     def size(self) -> int:
@@ -73,7 +73,7 @@ class TokenTree:
 
     @cached_property
     def _children(self) -> tuple[dict[int, int], ...]:
-        """For each node, {token: child}. If two children have the same token, the first one counts."""
+        """For each node, {token: child node}. If two children have the same token, only the first is in it."""
         children: list[dict[int, int]] = [{} for _ in self.tokens]
         for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
             if parent >= 0:
@@ -85,16 +85,16 @@ class TokenTree:
         return self._children[node].get(token)
 
     def children(self, node: int) -> dict[int, int]:
-        """Returns {token: child} of ``node``."""
+        """Returns {token: child node} of ``node``."""
         return self._children[node]
 
     def match_length(self, tokens: Sequence[int]) -> int:
         """Returns the length of the longest prefix of ``tokens`` that is a path from the root."""
         node: int | None = 0
-        for count, token in enumerate(tokens):
+        for length, token in enumerate(tokens):
             node = self.child(node or 0, token)
             if node is None:
-                return count
+                return length
         return len(tokens)
 
     def path(self, node: int) -> list[int]:
@@ -128,19 +128,19 @@ class TokenTree:
         if self.num_draft_tokens <= max_nodes:
             return self
         logprobs = self.path_logprobs
-        # The result contains the parents of its nodes: a child is never above its parent, and the sort is stable.
+        # The result contains each node's parent: no child has a larger path log-probability, and the sort is stable.
         ranked = sorted(range(1, self.size), key=lambda i: -logprobs[i])
         return self._select([0, *sorted(ranked[:max_nodes])])
 
     def best_path(self) -> TokenTree:
         """Returns the path with the largest expected accepted length, as a chain."""
-        expected_lengths = [0.0] * self.size  # of the path to each node: the sum of its nodes' path probabilities
+        expected_lengths = [0.0] * self.size  # of the path to each node: the sum of path probabilities along the path
         for node in range(1, self.size):
             expected_lengths[node] = expected_lengths[self.parents[node]] + exp(self.path_logprobs[node])
         return self._select(self.path(max(range(self.size), key=expected_lengths.__getitem__)))
 
     def _select(self, nodes: Sequence[int]) -> TokenTree:
-        """Returns the tree of some nodes, which must be ascending, with the parent of each node among them."""
+        """Returns the tree of some nodes. ``nodes`` must be ascending, and contain the parent of each node."""
         new_index = {node: i for i, node in enumerate(nodes)} | {-1: -1}
         return TokenTree(
             tuple(self.tokens[i] for i in nodes),
@@ -165,12 +165,12 @@ def tree_from_paths(
 
 
 def merge_trees(first: TokenTree, *others: TokenTree) -> TokenTree:
-    """Merges trees with the same root. A node that several trees have gets the largest of its log-probabilities."""
+    """Merges trees with the same root. A node in several trees gets the largest of its log-probabilities there."""
     nonempty = [tree for tree in (first, *others) if tree.num_draft_tokens]
     if len(nonempty) < 2:
         return nonempty[0] if nonempty else first
     tokens, parents, lookup_nodes, forced_nodes = [first.tokens[0]], [-1], set[int](), set[int]()
-    logprobs, merged_nodes = [0.0], dict[tuple[int, int], int]()  # (parent, token) -> node
+    logprobs, merged_nodes = [0.0], dict[tuple[int, int], int]()  # {(parent, token): node of the merged tree}
     for tree in nonempty:
         new_index = [0]  # for each node of this tree, its index in the merged tree
         for node in range(1, tree.size):

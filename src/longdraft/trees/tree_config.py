@@ -1,14 +1,14 @@
-"""Shapes of draft trees: how a tree grows from a draft level by level, and the size that a planner gives it.
+"""Shapes of draft trees: how a draft grows a tree level by level, and the size that a planner gives the tree.
 
-To expand a node is to draft its most probable children; the children of a level's expanded nodes are the next level. Of
-all drafted nodes, the ones with the largest path log-probabilities are verified. Their parents are among them, because
-log-probabilities fall along a path. The last level is not expanded: D levels cost D draft forwards. The presets:
+To expand a node is to draft its most probable children. The children of a level's expanded nodes are the next level.
+The last level is not expanded, so D levels cost D draft forwards. The nodes with the largest path log-probabilities are
+verified. They form a tree, because path log-probabilities fall from parent to child. The presets:
 
-* beam: a level keeps its best nodes, and all of them are expanded (LongSpec, appendix E);
+* beam: each level keeps its best nodes, and expands all of them (LongSpec, appendix E);
 * static: all nodes of a level have the same number of children (TokenSwift);
-* dynamic: the ``top_k`` best nodes of a level have ``top_k`` children each, and all children are candidates: wide where
-  the draft is unsure, deep where it is sure (EAGLE-2, section 4; also EAGLE-3);
-* chain: the top-1 tokens; a planner ends it where the draft is unsure (as MagicDec's gamma, section 3);
+* dynamic: each level expands its ``top_k`` best nodes into ``top_k`` children each, so that the tree is wide where the
+  draft is unsure, and deep where the draft is sure (EAGLE-2, section 4; also EAGLE-3);
+* chain: the top-1 tokens; a planner ends the chain where the draft is unsure (as MagicDec's gamma, section 3);
 * opt: OPT-Tree, the tree with the longest expected acceptance (Wang et al. 2025, section 3).
 """
 
@@ -38,7 +38,7 @@ BEAM = (4, 16, 16, 16, 16)  # LongSpec, appendix E: nodes of each level
 STATIC = (3, 3, 3)  # TokenSwift: children of each node, after a first level that the target itself drafts
 # EAGLE-3's dynamic tree. The paper counts 60 nodes, with the root.
 DYNAMIC_DEPTH, DYNAMIC_TOP_K, DYNAMIC_NODES = 8, 10, 59
-# SpecExtend's OPT-Tree, appendix D. The paper expands all nodes of a level; 10 cost less.
+# SpecExtend's OPT-Tree, appendix D. The paper expands all nodes of a level; expanding 10 of them costs less.
 OPT_NODES, OPT_DEPTH, OPT_THRESHOLD, OPT_TOP_K = 50, 10, 0.7, 10
 CHAIN_LENGTH, MAX_CHAIN_LENGTH = 4, 12  # tokens of a chain by default, and at most if a planner ends it
 
@@ -48,15 +48,15 @@ class TreeConfig:
     """The shape of a draft tree.
 
     Attributes:
-        name: the preset.
-        branching: number of children of each expanded node, level by level; fewer if the vocabulary is smaller.
-        prune_levels: a level of branching k keeps only its k best nodes, however many nodes were expanded.
+        name: name of the preset.
+        branching: for each level, the number of children of each expanded node of the level before.
+        prune_levels: True: a level keeps only as many nodes as its entry of ``branching`` says, the best ones.
         top_k: maximum number of expanded nodes of a level, the best ones; None: all.
         nodes: maximum number of draft nodes to verify, the most probable ones; None: all.
-        min_expected_gain: a chain ends at the first token whose path probability is at most this.
-        max_chain_length: maximum number of tokens of a chain that a planner ends.
-        threshold: an OPT-Tree ends when a level increases its expected accepted length by no more than this.
-        is_user_defined: the user chose the shape, so a planner does not change it.
+        min_expected_gain: a chain ends at the first token that adds no more expected accepted tokens than this.
+        max_chain_length: maximum number of tokens of a chain whose end a planner chooses.
+        threshold: expected accepted tokens that a level must add. An OPT-Tree ends at a level that does not add more.
+        is_user_defined: True: the user chose the shape, so a planner does not change it.
     """
 
     name: str
@@ -90,7 +90,7 @@ class TreeConfig:
         return min(self.max_candidates, self.nodes or self.max_candidates)
 
     def _level_sizes(self) -> Iterator[tuple[int, int]]:
-        """For each level, its number of nodes and how many of them may be expanded."""
+        """Yields for each level the number of nodes, and how many of these nodes may be expanded."""
         num_expanded = 1
         for children in self.branching:
             size = children if self.prune_levels else num_expanded * children
@@ -104,7 +104,7 @@ class TreeConfig:
 
     def fit(self, limit: NodeLimit | None) -> TreeConfig:
         """Returns the shape to grow within a planner's limit: a chain stays a chain, other trees become an OPT-Tree.
-        Without a limit, or if the user chose the shape, returns it unchanged."""
+        Returns this shape unchanged if there is no limit, or if the user chose the shape."""
         if limit is None or self.is_user_defined:
             return self
         if self.name == "chain":
@@ -129,37 +129,37 @@ class TreeConfig:
 
         Args:
             roots: token id of each root.
-            draft_logits: the draft. Called with the roots, then with the expanded nodes of each level but the last.
+            draft_logits: runs the draft on the roots, then on the expanded nodes of each level but the last.
             max_depths: maximum number of levels of each sequence's tree, 0 for a root alone; None: ``depth``.
             draft_to_target_ids: (draft vocabulary,) target id of each draft id; None: both vocabularies are the same.
             device: device of the draft's logits.
-            draft_topk: replaces ``draft_logits`` for a draft that finds its top k without computing all logits.
-            coupled_logprobs: replaces the draft's log-probabilities if the target samples with noise known in advance.
+            draft_topk: used in place of ``draft_logits`` for a draft that finds the top k without computing all logits.
+            coupled_logprobs: replaces the draft's log-probabilities if the target's sampling noise is known in advance.
             calibrate: corrects the log-probabilities by how often drafts were accepted.
         """
-        max_depth = min(self.depth, self.max_nodes)  # a deeper path has more nodes than may be verified
-        depths = [max_depth] * len(roots) if max_depths is None else [min(max_depth, n) for n in max_depths]
+        depth_limit = min(self.depth, self.max_nodes)  # a deeper path has more nodes than may be verified
+        depths = [depth_limit] * len(roots) if max_depths is None else [min(depth_limit, n) for n in max_depths]
         topk = draft_topk or (lambda level, k: topk_logprobs(draft_logits(level), k))
         expanded, levels = root_level(roots, device), list[TreeLevel]()
-        # (B', W) index of each expanded node in its level; None if all nodes of the level are expanded.
-        indices: torch.Tensor | None = None
+        # (B, W) index of each expanded node in its level; None: all nodes of the level are expanded.
+        expanded_indices: torch.Tensor | None = None
         stop_rule = None if self.threshold is None else _StopRule(self, self.threshold, expanded)
-        growing = [i for i in expanded.sequence_indices if depths[i]]
+        growing = [i for i in expanded.sequence_indices if depths[i]]  # sequences whose trees get another level
         while growing:
             index_select, k = expanded.index_select, self.branching[len(levels)]
             level = expand_level(expanded.select(growing), k, topk, draft_to_target_ids, coupled_logprobs, calibrate)
             if self.prune_levels:
                 level, _ = level.topk(k)
-            # Converts ``parents`` from indices into the expanded nodes to indices into the whole level above.
-            parents = None if indices is None else index_select(growing, indices).gather(1, level.parents)
-            levels.append(level if parents is None else replace(level, parents=parents))
+            # Converts ``parents`` from indices into the expanded nodes to indices into all nodes of the level above.
+            selected = None if expanded_indices is None else index_select(growing, expanded_indices)
+            levels.append(level if selected is None else replace(level, parents=selected.gather(1, level.parents)))
             growing, num_expanded = [i for i in growing if depths[i] > level.depth], self.top_k
             if self.min_expected_gain > 0 and growing:
                 logprobs = dict(zip(level.sequence_indices, level.path_logprobs[:, 0].tolist(), strict=True))
                 growing = [i for i in growing if logprobs[i] > log(self.min_expected_gain)]
             elif stop_rule is not None and growing:
                 growing, num_expanded = stop_rule.update(level, index_select, growing)
-            expanded, indices = (level, None) if num_expanded is None else level.topk(num_expanded)
+            expanded, expanded_indices = (level, None) if num_expanded is None else level.topk(num_expanded)
         return [tree.keep_best(self.max_nodes) for tree in to_trees(roots, levels)]
 
 
@@ -169,28 +169,28 @@ IndexSelect = Callable[[Sequence[int], torch.Tensor], torch.Tensor]  # see :meth
 class _StopRule:
     """Decides for which sequences an OPT-Tree gets another level, and how many nodes of the last level are expanded.
 
-    Of all candidates, the best N = ``config.max_nodes`` will be verified. The sum of their path probabilities is the
+    Of all drafted nodes, the best N = ``config.max_nodes`` will be verified. The sum of their path probabilities is the
     expected accepted length. Another level follows if the last level increased this sum by more than the threshold, the
-    cost of a draft forward in tokens. A node that is not among the best N has no descendant among them, so it is not
-    expanded.
+    cost of a draft forward in tokens. A node is promising if it is among the best N. Only promising nodes are expanded,
+    because descendants of other nodes cannot be among the best N.
 
-    On a CPU, a level itself decides whether another follows. On a GPU, to avoid a wait, the host reads the result of
-    the level before: a tree may get one level more, and ``top_k`` nodes of each level are expanded.
+    On a GPU, to avoid a wait, the host decides by the results of the level before the last. So a tree may get one level
+    more than on a CPU, and ``top_k`` nodes of each level are expanded.
     """
 
     def __init__(self, config: TreeConfig, threshold: float, roots: TreeLevel) -> None:
         self._max_nodes, self._top_k, self._threshold = config.max_nodes, config.top_k or config.max_nodes, threshold
-        self._best = roots.path_logprobs[:, :0]  # (B', up to N) path log-probabilities of the best candidates, sorted
+        self._best_logprobs = roots.path_logprobs[:, :0]  # (B, up to N) of the best nodes, sorted; none so far
         self._expected_lengths = [0.0] * len(roots.sequence_indices)
         self._is_delayed = roots.path_logprobs.device.type != "cpu"
         self._pending: tuple[Sequence[int], AsyncHostCopy] | None = None
 
     def update(self, level: TreeLevel, index_select: IndexSelect, growing: list[int]) -> tuple[list[int], int]:
         """Adds a level. Returns the sequences that get another level, and the number of nodes to expand.
-        ``index_select``: of the level before. ``growing``: indices of the sequences that may get another level."""
-        candidates = torch.cat([index_select(level.sequence_indices, self._best), level.path_logprobs], dim=1)
-        self._best = best = candidates.topk(min(self._max_nodes, candidates.shape[1]), dim=-1).values
-        # With fewer than N candidates, any node may have children among the best N.
+        ``index_select``: method of the level before. ``growing``: the sequences that may get another level."""
+        candidates = torch.cat([index_select(level.sequence_indices, self._best_logprobs), level.path_logprobs], dim=1)
+        self._best_logprobs = best = candidates.topk(min(self._max_nodes, candidates.shape[1]), dim=-1).values
+        # With fewer than N nodes so far, all nodes are promising.
         is_promising = level.path_logprobs > (best[:, -1:] if best.shape[1] == self._max_nodes else float("-inf"))
         result = level.sequence_indices, AsyncHostCopy(torch.stack([best.exp().sum(1), is_promising.float().sum(1)]))
         ready, self._pending = (self._pending, result) if self._is_delayed else (result, None)
@@ -209,29 +209,29 @@ class _StopRule:
 
 
 def beam(widths: Sequence[int] = BEAM, nodes: int | None = None) -> TreeConfig:
-    """A beam tree. ``widths``: nodes of each level."""
+    """Returns a beam tree. ``widths``: number of nodes of each level."""
     return TreeConfig(name="beam", branching=tuple(widths), prune_levels=True, nodes=nodes)
 
 
 def static(widths: Sequence[int] = STATIC, nodes: int | None = None) -> TreeConfig:
-    """A tree of a fixed shape. ``widths``: children of each node, level by level."""
+    """Returns a tree of a fixed shape. ``widths``: for each level, the number of children of each parent node."""
     return TreeConfig(name="static", branching=tuple(widths), nodes=nodes)
 
 
 def dynamic(depth: int = DYNAMIC_DEPTH, top_k: int = DYNAMIC_TOP_K, nodes: int | None = DYNAMIC_NODES) -> TreeConfig:
-    """A dynamic tree. ``top_k``: number of expanded nodes of a level, and of children of each."""
+    """Returns a dynamic tree. ``top_k``: number of expanded nodes of a level, and number of children of each."""
     return TreeConfig(name="dynamic", branching=(top_k,) * depth, top_k=top_k, nodes=nodes)
 
 
 def chain(depth: int = CHAIN_LENGTH, max_chain_length: int = MAX_CHAIN_LENGTH, nodes: int | None = None) -> TreeConfig:
-    """A chain of the draft's top-1 tokens."""
+    """Returns a chain of the draft's top-1 tokens."""
     return TreeConfig(name="chain", branching=(1,) * depth, max_chain_length=max_chain_length, nodes=nodes)
 
 
 def opt(
     nodes: int = OPT_NODES, depth: int = OPT_DEPTH, threshold: float = OPT_THRESHOLD, top_k: int | None = OPT_TOP_K
 ) -> TreeConfig:
-    """An OPT-Tree. ``top_k``: maximum number of expanded nodes of a level; ``nodes`` or None gives the optimal tree."""
+    """Returns an OPT-Tree. ``top_k``: maximum number of expanded nodes of a level; None: all, as in the paper."""
     return TreeConfig(
         name="opt", branching=(nodes,) * depth, prune_levels=True, top_k=top_k, nodes=nodes, threshold=threshold
     )

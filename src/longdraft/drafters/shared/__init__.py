@@ -1,4 +1,4 @@
 """Parts that several drafters share: blocks, rounds, batches, retrieval, lookups, fused levels.
 
-May import: as drafters.
+May import: what ``drafters`` may import.
 """

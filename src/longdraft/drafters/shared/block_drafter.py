@@ -1,4 +1,4 @@
-"""Base of drafters whose draft is a block with a KV cache of its own."""
+"""Base of drafters whose draft is a block of a few layers, with a KV cache of its own. (T tokens; head size d.)"""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ KV_CHUNK = 1024
 class BlockDrafter(RetrievalDrafter):
     """Drafts trees with a block, level by level.
 
-    The draft's input at position t is token t + ``token_shift``. EAGLE's drafts (``token_shift`` 1) also read features
-    at t: the target's hidden states for tokens of the context, and the parent's output for nodes of a tree.
+    The draft's input at position t is token t + ``token_shift``. EAGLE's drafts (``token_shift`` 1) also read a feature
+    vector at t: for a token of the context the target's hidden states, for a node of a tree the parent node's output.
 
     Attributes:
         bound: the draft on its target's device; from :meth:`bind` on.
@@ -39,7 +39,7 @@ class BlockDrafter(RetrievalDrafter):
     round_type: ClassVar[type[DraftRound]] = DraftRound
     """The class that drafts the trees of one round."""
     is_capturable: bool = True
-    """CUDA graphs may capture forwards. False if the operations of a forward depend on its data."""
+    """True: CUDA graphs may capture forwards. False: the input data decides which operations a forward runs."""
     draft: Any  # the trained draft
     cache: DraftCache
     bound: BoundDraft
@@ -54,25 +54,25 @@ class BlockDrafter(RetrievalDrafter):
         """Makes the draft's empty KV cache."""
 
     def target_features(self, slot: int, start: int, end: int) -> torch.Tensor | None:
-        """The target's hidden states (T, feature_size) at positions [start, end); None if the draft reads none."""
+        """Returns the target's hidden states (T, feature_size) at positions [start, end); None if none are read."""
         features = self.store.features if self.token_shift else None
         return None if features is None else features[slot, start:end]
 
     def block_inputs(self, sequence: Sequence, start: int, end: int) -> tuple[torch.Tensor | None, ...]:
-        """Embeddings and projected features (T, hidden), cos and sin (T, d) at the next positions [start, end)."""
+        """Returns embeddings x, features g or None (T, hidden), cos and sin (T, d) at next positions [start, end)."""
         x = self.bound.embedding(to_device(self.input_tokens(sequence, start, end), self.runner.device))
         features = self.target_features(sequence.slot, start, end)
         g = None if features is None else self.bound.block.project_features(features)
         return x, g, *self.bound.rotary(self.cache.append_positions(sequence.slot, end - start))
 
     def keys_values(self, sequence: Sequence, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values (layers, Hkv, T, d) at the next positions [start, end)."""
+        """Returns keys and values (layers, KV heads, T, d) at the next positions [start, end)."""
         k, v = self.bound.block.keys_values(*self.block_inputs(sequence, start, end))
-        return k[None], v[None]
+        return k[None], v[None]  # one layer
 
     @torch.inference_mode()
     def observe(self, round_result: RoundResult) -> None:
-        """Prefills a prompt; updates the retrieval. Emitted tokens are fed by the next round."""
+        """Prefills a prompt, and updates the retrieval. Emitted tokens are fed by the next round."""
         if round_result.is_prefill:
             self.cache.truncate(round_result.sequence.slot, 0)
             self.prefill(round_result.sequence, self.num_inputs(round_result.sequence) - 1)
@@ -85,18 +85,18 @@ class BlockDrafter(RetrievalDrafter):
         return self.grow(sequences, draft_round.draft_logits, ids, device, limit, draft_round.draft_topk)
 
     def num_inputs(self, sequence: Sequence) -> int:
-        """The number of positions of a sequence whose inputs are known."""
+        """Returns the number of positions of a sequence whose input tokens are known."""
         return sequence.length - self.token_shift
 
     def input_tokens(self, sequence: Sequence, start: int, end: int) -> SequenceOf[int]:
-        """The input tokens at positions [start, end)."""
-        first = start + self.token_shift - len(sequence.prompt)
-        if first >= 0:
-            return sequence.output[first : first + end - start]
+        """Returns the input tokens at positions [start, end)."""
+        output_start = start + self.token_shift - len(sequence.prompt)
+        if output_start >= 0:
+            return sequence.output[output_start : output_start + end - start]
         return sequence.tokens[start + self.token_shift : end + self.token_shift]
 
     def prefill(self, sequence: Sequence, end: int) -> None:
-        """Computes the keys and values that the cache lacks before ``end``, but none that it would drop again."""
+        """Computes the keys and values that the cache lacks before ``end``, except those that would not fit in it."""
         cache, slot = self.cache, sequence.slot
         start = max(cache.context_len(slot), end - self.lookback(end))
         if start >= end:
@@ -108,7 +108,7 @@ class BlockDrafter(RetrievalDrafter):
             self.prefill_chunk(sequence, chunk_start, min(end, chunk_start + chunk_size))
 
     def lookback(self, end: int) -> int:
-        """Number of tokens before ``end`` that have to be prefilled: as many as the cache can hold."""
+        """Returns how many tokens before ``end`` a prefill computes: as many as the cache can hold."""
         return self.cache.keep_last or end
 
     def prefill_chunk(self, sequence: Sequence, start: int, end: int) -> None:
@@ -116,16 +116,16 @@ class BlockDrafter(RetrievalDrafter):
         self.cache.append(sequence.slot, *self.keys_values(sequence, start, end))
 
     def target_kv(self, slots: SequenceOf[int]) -> TargetKV | None:
-        """The target's keys and values for cross-attention; None without it."""
+        """Returns the target's keys and values for cross-attention; None if the block has no cross-attention."""
         return None
 
     def new_cache_store(self, shape: KVShape, num_entries: int) -> KVStore:
-        """Makes a store with ``num_entries`` entries a slot, and one more for the padding of CUDA graphs."""
-        # Padded stores start as zeros: a NaN in a masked entry would stay a NaN after multiplication by a weight of 0.
+        """Makes a store with ``num_entries`` entries for each slot, and one more for the padding of CUDA graphs."""
+        # Padded stores start as zeros, because a NaN in a masked entry stays a NaN when multiplied by a weight of 0.
         padded = replace(shape, padded=True)
         slots, arena = self.store.slots, self.runner.buffer_arena
         return KVStore(padded, slots, num_entries + 1, self.runner.device, buffer_arena=arena)
 
     def window_cache(self, shape: KVShape, keep_last: int, scratch: int, window: int | None = None) -> DraftCache:
-        """Makes a cache of the last ``keep_last`` entries of each sequence; see :class:`DraftCache`."""
+        """Makes a cache of the last ``keep_last`` entries of each sequence. For the arguments: :class:`DraftCache`."""
         return DraftCache(self.new_cache_store(shape, keep_last + SPARE_ENTRIES + scratch), scratch, keep_last, window)

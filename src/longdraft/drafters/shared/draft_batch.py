@@ -1,7 +1,10 @@
 """The tokens of one draft forward, and their self-attention over the draft's KV cache.
 
 On a GPU one call computes the attention of all sequences, with all indices on the device, so that a CUDA graph can
-capture it. Elsewhere attention is computed sequence by sequence.
+capture the call. On other devices attention is computed sequence by sequence.
+
+Shapes: B sequences; W tokens of each sequence, of which the last T have outputs; S cache entries to which a mask
+applies, the last ones that a sequence attends to; d the size of a head.
 """
 
 from __future__ import annotations
@@ -25,15 +28,13 @@ from longdraft.views.draft_cache import DraftCache
 class DraftBatch:
     """W tokens for each of B sequences: new tokens of the context, or the nodes of one tree level.
 
-    Keys and values are computed for all W tokens, outputs for the last T of each sequence.
-
     Attributes:
         slots: KV cache slot of each sequence.
-        query_len: number W of tokens of each sequence.
-        num_outputs: number T of output tokens of each sequence.
+        query_len: number W of tokens of each sequence. Keys and values are computed for all of them.
+        num_outputs: number T of output tokens of each sequence, which are its last tokens.
         kv_ranges: [start, end) of the cache entries that each sequence attends to. The last W belong to the W tokens.
-        mask: attention mask (B, T, S) bool: which of the last S entries each output token attends to; None: all.
-        num_mask_tokens: how many of the last tokens are P-EAGLE's mask tokens, which stand for unknown tokens.
+        mask: (B, T, S) bool: which of the last S entries of the range each output token attends to; None: all.
+        num_mask_tokens: how many of a sequence's last tokens are P-EAGLE's mask tokens, which stand for unknown tokens.
     """
 
     slots: tuple[int, ...]
@@ -47,8 +48,8 @@ class DraftBatch:
     def from_new_tokens(
         cls, cache: DraftCache, slots: Sequence[int], query_len: int, num_mask_tokens: int = 0
     ) -> DraftBatch:
-        """The last ``query_len`` committed tokens of each sequence, and mask tokens after them. Outputs are computed
-        for the root, which is the last committed token, and for the mask tokens."""
+        """Makes the batch of each sequence's last ``query_len`` committed tokens, and of mask tokens after these. The
+        output tokens are the root, which is the last committed token, and the mask tokens."""
         ends = [cache.store.lengths[slot] + num_mask_tokens for slot in slots]
         kv_ranges = tuple((cache.window_start(slot), end) for slot, end in zip(slots, ends, strict=True))
         num_outputs = 1 + num_mask_tokens
@@ -58,7 +59,7 @@ class DraftBatch:
 
     @classmethod
     def from_level(cls, cache: DraftCache, slots: Sequence[int], depth: int, mask: torch.Tensor) -> DraftBatch:
-        """The W nodes of a level. ``mask``: (B, W, S), which of the tree's S nodes so far each of them attends to."""
+        """Makes the batch of a level's W nodes. ``mask``: (B, W, S): which of the tree's S nodes a node attends to."""
         _, width, num_nodes = mask.shape
         kv_ranges = tuple((cache.window_start(slot, depth), cache.store.lengths[slot] + num_nodes) for slot in slots)
         return cls(tuple(slots), width, width, kv_ranges, mask)
@@ -69,7 +70,7 @@ class DraftBatch:
         return max(end - start for start, end in self.kv_ranges)
 
     def output_rows(self, device: torch.device | str) -> OutputRows:
-        """Indices of the output tokens among all B * W tokens."""
+        """Returns the indices of the output tokens among all B * W tokens."""
         if self.num_outputs == self.query_len:
             return ALL
         if len(self.slots) == 1:
@@ -78,8 +79,8 @@ class DraftBatch:
         return indices[:, self.query_len - self.num_outputs :].flatten()
 
     def attend_fns(self, cache: DraftCache) -> list[SelfAttend]:
-        """The self-attention of each layer, which also writes the tokens' keys and values to the cache. With several
-        layers all tokens are queries, because the next layer's keys are computed from their outputs."""
+        """Returns each layer's self-attention, a function that also writes keys and values to the cache. In a draft of
+        several layers all tokens are queries, because the next layer computes keys from the outputs of all tokens."""
         num_layers = cache.store.shape.layers
         if num_layers == 1 and attends_batched(cache):
             return [batched_attend(cache, DeviceBatch.make(cache, self), self.max_kv_len)]
@@ -88,21 +89,21 @@ class DraftBatch:
         return [self._attend_by_sequence(*cache.store.layer(layer), visible) for layer in range(num_layers)]
 
     def _attend_by_sequence(self, keys: torch.Tensor, values: torch.Tensor, visible: list[_VisibleKV]) -> SelfAttend:
-        """The self-attention of one layer, computed sequence by sequence. ``keys``, ``values``: the layer's cache."""
+        """Returns one layer's self-attention, sequence by sequence. ``keys``, ``values``: the layer's cache."""
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             outputs = []
-            q_k_v = (x.split(x.shape[1] // len(self.slots), 1) for x in (q, k, v))
-            for slot, (start, end, mask), q_, k_, v_ in zip(self.slots, visible, *q_k_v, strict=True):
+            per_sequence = (x.split(x.shape[1] // len(self.slots), 1) for x in (q, k, v))
+            for slot, (start, end, mask), queries, new_k, new_v in zip(self.slots, visible, *per_sequence, strict=True):
                 new_entries = slice(end - self.query_len, end)
-                keys[slot, :, new_entries], values[slot, :, new_entries] = k_, v_
-                outputs.append(attend_sequence(q_, keys[slot, :, start:end], values[slot, :, start:end], mask))
+                keys[slot, :, new_entries], values[slot, :, new_entries] = new_k, new_v
+                outputs.append(attend_sequence(queries, keys[slot, :, start:end], values[slot, :, start:end], mask))
             return torch.cat(outputs, dim=1)
 
         return attend
 
     def _visible_to_outputs(self, cache: DraftCache, i: int) -> _VisibleKV:
-        """The entries that the output tokens of sequence i attend to."""
+        """Returns the entries that the output tokens of sequence i attend to."""
         (start, end), mask = self.kv_ranges[i], self.mask
         if mask is None:
             return start, end, None
@@ -110,7 +111,7 @@ class DraftBatch:
         return start, end, to_device(full_mask, cache.store.device)
 
     def _visible_to_all(self, cache: DraftCache, i: int) -> _VisibleKV:
-        """The entries that all tokens of sequence i attend to: causally, each token in the window that ends with it."""
+        """Returns the entries that all tokens of sequence i attend to: each token a window that ends with the token."""
         if self.num_outputs == self.query_len and not self.num_mask_tokens and self.mask is not None:  # a tree level
             return self._visible_to_outputs(cache, i)
         end, window = self.kv_ranges[i][1], cache.window or self.kv_ranges[i][1]
@@ -122,7 +123,7 @@ class DraftBatch:
         return start, end, (keys <= queries[:, None]) & in_window
 
 
-# [start, end) of a slot's entries, and which of them each query attends to, (T, end - start) bool; None: all.
+# (start, end, mask): queries attend to entries [start, end) of a slot; mask: (queries, end - start) bool; None: all.
 _VisibleKV = tuple[int, int, torch.Tensor | None]
 
 
@@ -136,9 +137,9 @@ class DeviceBatch(NamedTuple):
     """The indices of a :class:`DraftBatch` as tensors on the device.
 
     Attributes:
-        write_indices: (B, W, 2) int64, slot and cache entry of each token's keys and values.
-        slots, kv_starts, kv_lens: (B,) int32. All queries of a sequence attend to [start, start + len) of its slot.
-        mask: (B, T, S) bool, which of the S entries after that range each query attends to; S may be 0.
+        write_indices: (B, W, 2) int64: slot and cache entry of each token's keys and values.
+        slots, kv_starts, kv_lens: (B,) int32: all queries attend to kv_lens entries of the slot from kv_starts on.
+        mask: (B, T, S) bool: which of the S entries after that range each query attends to; S may be 0.
     """
 
     write_indices: torch.Tensor
@@ -154,10 +155,10 @@ class DeviceBatch(NamedTuple):
         """Makes the tensors, with one copy of all integers to the device.
 
         Args:
-            padded_query_len: if not 0, pad W to this, and S to the cache's scratch space.
-            padded_batch_size: if not 0, pad B to this. Padding sequences attend to the first entry of the first slot.
+            padded_query_len: W after padding, which also pads S to ``cache.scratch``; 0: no padding.
+            padded_batch_size: B after padding; 0: no padding. Padding sequences read the first entry of the first slot.
         """
-        # Padding tokens write to the last entry of a slot, which no query attends to.
+        # Padding tokens write to the last entry of a slot. No query attends to this entry.
         device, padding_entry = cache.store.device, cache.store.capacity - 1
         slots, query_len, kv_ranges, mask = batch.slots, batch.query_len, batch.kv_ranges, batch.mask
         if mask is None:
@@ -170,14 +171,14 @@ class DeviceBatch(NamedTuple):
             for i in range(width)
         ]
         writes += [(slots[0], padding_entry)] * width * num_padding
-        columns = [
+        slots_and_ranges = [
             [*slots, *[slots[0]] * num_padding],
             [*(start for start, _ in kv_ranges), *[0] * num_padding],
             [*(end - start - mask.shape[2] for start, end in kv_ranges), *[1] * num_padding],
         ]
-        # Each column is padded to a multiple of 16 bytes, an alignment on which kernels may rely.
-        aligned = [n for column in columns for n in (*column, *[0] * (-batch_size % 4))]
-        # int64 and int32 numbers are copied together, as words of 32 bits.
+        # Each list is padded to a multiple of 16 bytes (4 int32), an alignment on which kernels may rely.
+        aligned = [n for values in slots_and_ranges for n in (*values, *[0] * (-batch_size % 4))]
+        # The int64 and the int32 numbers are copied together, as 32-bit words.
         write_words = torch.tensor(writes, **CPU_INT64).view(torch.int32).flatten()
         words = to_device(torch.cat([write_words, torch.tensor(aligned, dtype=torch.int32, device="cpu")]), device)
         write_indices = words[: len(write_words)].view(torch.long).view(-1, width, 2)
@@ -189,8 +190,8 @@ class DeviceBatch(NamedTuple):
 
 
 def batched_attend(cache: DraftCache, device_batch: DeviceBatch, max_kv_len: int) -> SelfAttend:
-    """Attention of all sequences in one call: q (Hq, B * T, d), k and v (Hkv, B * W, d). Writes k and v to the cache.
-    ``max_kv_len``: upper bound on the entries that a sequence attends to. The kernel splits its work by this bound."""
+    """Returns the self-attention of all sequences in one call, for q (query heads, B * T, d), k and v (KV heads, B * W,
+    d). ``max_kv_len``: upper bound on the entries that a sequence attends to, by which the kernel splits the work."""
     keys, values = cache.store.layer(0)
     slots, entries = device_batch.write_indices.reshape(-1, 2).unbind(1)
     metadata = hybrid.HybridMetadata.build(

@@ -1,12 +1,13 @@
-"""The decoder block of a draft with a KV cache of its own: LongSpec, EAGLE, P-EAGLE and their like.
+"""The decoder block of a draft with a KV cache of its own, as in LongSpec, EAGLE and P-EAGLE.
 
     n, h = combine_inputs(x, g)     x: token embeddings; g: features of the target (EAGLE), or None
-    h = h + SelfAttn(n)
+    h = h + SelfAttn(n)             n: attention input, after norms; h: residual
     h = h + CrossAttn(RMSNorm(h))   LongSpec only: to the target's keys and values
     h = h + SwiGLU(RMSNorm(h))
     logits = head(RMSNorm(h))
 
-Each drafter's file defines ``combine_inputs``, and the modules before and after these layers.
+Each drafter's file defines ``combine_inputs``, and the modules before and after these layers. Shapes: T tokens of a
+forward, of which Tq have outputs; Hq query heads and Hkv KV heads, of size d.
 """
 
 from __future__ import annotations
@@ -22,12 +23,11 @@ from torch.nn import functional as F
 
 from longdraft.native.boundary import CPU_FLOAT32
 
-# q (Hq, T, d), k and v (Hkv, T', d) of one forward, after RoPE -> output (Hq, T, d)
+# (q (Hq, Tq, d), k and v (Hkv, T, d)) -> output (Hq, Tq, d); k and v are those of the forward's tokens. After RoPE.
 SelfAttend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-# q (Hq, T, d) -> output (Hq, T, d): attends to the target's keys and values.
+# q (Hq, Tq, d) -> output (Hq, Tq, d); attends to the target's keys and values.
 CrossAttend = Callable[[torch.Tensor], torch.Tensor]
-# Indices of the tokens of a forward whose outputs are computed.
-OutputRows = slice | torch.Tensor
+OutputRows = slice | torch.Tensor  # indices of the tokens of a forward whose outputs are computed
 ALL = slice(None)
 
 
@@ -46,12 +46,12 @@ class SwiGLU(nn.Module):
 
 
 class DraftAttention(nn.Module):
-    """Projections and RoPE of an attention layer with inputs n (T, size). The caller computes the attention itself.
+    """Projections and RoPE of an attention layer. The caller passes a function that computes the attention.
 
     Args:
         shape: sizes of the block.
-        size: size of an input.
-        has_kv: False for cross-attention, whose keys and values are the target's.
+        size: size of the attention input of one token.
+        has_kv: True: project keys and values too. False for cross-attention, which reads the target's.
     """
 
     def __init__(self, shape: Any, size: int, has_kv: bool = True) -> None:
@@ -65,38 +65,38 @@ class DraftAttention(nn.Module):
         self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, eps) if shape.qk_norm else nn.Identity() for _ in "qk")
 
     def split_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """(T, heads * d) -> (heads, T, d)."""
+        """Converts (T, heads * d) to (heads, T, d)."""
         return x.view(x.shape[0], -1, self.head_dim).transpose(0, 1)
 
     def merge_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """(heads, T, d) -> (T, hidden)."""
+        """Converts (heads, T, d) to (T, hidden), by the output projection."""
         out: torch.Tensor = self.o_proj(x.transpose(0, 1).reshape(x.shape[1], -1))
         return out
 
     def queries(self, n: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Queries (Hq, T, d) after RoPE. cos and sin: (T, d) at the tokens' positions."""
+        """Returns queries (Hq, T, d) after RoPE. ``cos``, ``sin``: (T, d) at the tokens' positions."""
         return rotate(self.q_norm(self.split_heads(self.q_proj(n))), cos, sin)
 
     def keys_values(self, n: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys after RoPE and values, both (Hkv, T, d)."""
+        """Returns keys after RoPE and values, both (Hkv, T, d)."""
         return rotate(self.k_norm(self.split_heads(self.k_proj(n))), cos, sin), self.split_heads(self.v_proj(n))
 
     def forward(
         self, n: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: SelfAttend, output_rows: OutputRows = ALL
     ) -> torch.Tensor:
-        """Outputs (Tq, hidden) of ``output_rows``. Keys and values are computed for all T tokens."""
+        """Returns the outputs (Tq, hidden) of ``output_rows``. Keys and values are computed for all T tokens."""
         keys, values = self.keys_values(n, cos, sin)
         return self.merge_heads(attend(self.queries(n[output_rows], cos[output_rows], sin[output_rows]), keys, values))
 
 
 class DraftLayer(nn.Module):
-    """A decoder layer. Its attention input comes from :meth:`DraftBlock.combine_inputs`, which each drafter defines.
+    """A decoder layer. The attention input comes from :meth:`DraftBlock.combine_inputs`, which each drafter defines.
 
     Args:
         shape: sizes of the block.
-        size: size of the attention input.
+        size: size of the attention input of one token.
         norms: attribute names of the RMSNorms before self-attention.
-        cross: add cross-attention to the target's keys and values.
+        cross: True: the layer also has cross-attention to the target's keys and values.
     """
 
     input_layernorm: nn.RMSNorm
@@ -118,7 +118,7 @@ class DraftLayer(nn.Module):
         self.mlp = SwiGLU(hidden, shape.intermediate_size)
 
     @property
-    def mlp_norm(self) -> nn.RMSNorm:
+    def mlp_norm(self) -> nn.RMSNorm:  # the norm before the MLP, by its name in published layouts
         return self.post_attention_layernorm if self.cross_attn is None else self.post_cross_attention_layernorm
 
     def run_layer(
@@ -131,7 +131,7 @@ class DraftLayer(nn.Module):
         output_rows: OutputRows = ALL,
         cross: CrossAttend | None = None,
     ) -> torch.Tensor:
-        """Attention input n (T, size) and residual (T, hidden) -> (Tq, hidden)."""
+        """Converts the attention input n (T, size) and the residual (T, hidden) to outputs (Tq, hidden)."""
         h = residual[output_rows] + self.self_attn(n, cos, sin, attend, output_rows)
         if self.cross_attn is not None and cross is not None:
             q = self.cross_attn.queries(self.post_self_attention_layernorm(h), cos[output_rows], sin[output_rows])
@@ -141,11 +141,11 @@ class DraftLayer(nn.Module):
 
 
 class DraftBlock(nn.Module):
-    """Base of blocks. A subclass defines :meth:`combine_inputs` and the ``norm`` before the head."""
+    """Base of blocks. A subclass defines :meth:`combine_inputs`, and sets ``shape`` and ``norm``, before the head."""
 
     shape: Any
     norm: nn.Module
-    has_fused_kernel = False  # our CPU kernels can compute the block
+    has_fused_kernel = False  # True if our CPU kernels can compute the block
     later_layers: tuple[DraftLayer, ...] = ()  # the layers after the first
 
     @property
@@ -155,20 +155,20 @@ class DraftBlock(nn.Module):
 
     @abstractmethod
     def combine_inputs(self, x: torch.Tensor, g: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and g (T, hidden) -> the first attention's input (T, size), and the residual (T, hidden)."""
+        """Converts x and g (T, hidden) to the first layer's attention input (T, size) and residual (T, hidden)."""
 
     def project_features(self, features: torch.Tensor) -> torch.Tensor:
-        """The target's features (T, feature_size) -> g (T, hidden)."""
+        """Converts the target's features (T, feature_size) to g (T, hidden)."""
         raise NotImplementedError
 
     def next_features(self, out: torch.Tensor) -> torch.Tensor:
-        """Output (T, hidden) of a node -> g (T, hidden) of its children."""
+        """Converts outputs (T, hidden) of nodes to g (T, hidden) of the nodes' children."""
         return out
 
     def keys_values(
         self, x: torch.Tensor, g: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys after RoPE and values (Hkv, T, d): all that the prefill of a one-layer draft computes."""
+        """Returns keys after RoPE and values (Hkv, T, d). The prefill of a one-layer draft computes nothing else."""
         return self.first_layer.self_attn.keys_values(self.combine_inputs(x, g)[0], cos, sin)
 
     def forward(
@@ -187,9 +187,9 @@ class DraftBlock(nn.Module):
             x: (T, hidden) token embeddings.
             g: (T, hidden) from :meth:`project_features` or, for nodes of a tree, from :meth:`next_features`.
             cos, sin: (T, d) rotary embedding at the tokens' positions.
-            attend_fns: self-attention of each layer, to its cache and among the tokens.
+            attend_fns: self-attention of each layer, to the layer's cache and among the tokens.
             output_rows: tokens whose outputs are computed. Keys and values are computed for all tokens.
-            cross: cross-attention to the target's keys and values; None for a block without it.
+            cross: cross-attention to the target's keys and values; None if the block has no cross-attention.
 
         Returns:
             Outputs (Tq, hidden) before the final norm.
@@ -202,22 +202,22 @@ class DraftBlock(nn.Module):
         return out[output_rows] if later_layers else out
 
     def borrow_head(self, head: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Sets the target's head, (T, hidden) -> (T, vocabulary). As a function, it is not in the state dict."""
+        """Sets the target's head, (T, hidden) -> (T, vocabulary), as a function, which stays out of the state dict."""
         self.head = head
 
     def logits(self, out: torch.Tensor) -> torch.Tensor:
-        """Outputs (T, hidden) -> logits (T, vocabulary)."""
+        """Converts outputs (T, hidden) to logits (T, vocabulary)."""
         return self.head(self.norm(out))
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """RoPE in the half-split convention. x: (heads, T, d); cos, sin: (T, d), of any dtype."""
+    """Applies RoPE in the half-split convention. ``x``: (heads, T, d). ``cos``, ``sin``: (T, d), of any dtype."""
     first_half, second_half = x.chunk(2, dim=-1)
     return x * cos.to(x.dtype) + torch.cat((-second_half, first_half), dim=-1) * sin.to(x.dtype)
 
 
 def initialize(module: nn.Module, seed: int, std: float) -> None:
-    """Sets normal weights, unit norms, zero biases and zero output projections: a layer starts as the identity."""
+    """Draws normal weights, and sets norms to 1, biases and output projections to 0: a layer starts as the identity."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():

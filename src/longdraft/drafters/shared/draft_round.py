@@ -1,7 +1,8 @@
 """One round of a draft with a KV cache of its own: feeds the new tokens, then grows the trees level by level.
 
-:meth:`DraftRound.forward` does all computation: by one call of our CPU kernels, by torch, or by a captured CUDA graph.
-All sequences of a batch feed equally many tokens: a sequence with fewer new tokens feeds its last old tokens again.
+:meth:`DraftRound.forward` runs the draft by one call of our CPU kernels, by torch, or by a captured CUDA graph. All
+B sequences of a batch feed W tokens each, of which the last T have outputs. A sequence with fewer than W new tokens
+feeds its last old tokens again.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from longdraft.trees.masks import AncestorMask
 if TYPE_CHECKING:
     from longdraft.drafters.shared.block_drafter import BlockDrafter
 
-# Maximum number of new tokens that a round feeds to the block. Any before them are prefilled: keys and values only.
+# Maximum number of new tokens that a round feeds to the block. Earlier new tokens are prefilled: keys and values only.
 MAX_NEW_TOKENS = 64
-# 3 or 4 tensors for W tokens of each of B sequences: token ids (B, W), or embeddings (B, W, hidden); cos; sin, both
-# (B, W, d), or (B, 1, d) if all W tokens have one position; for EAGLE's drafts also features (B, W, size): the target's
-# hidden states for new tokens, the parents' outputs for nodes.
+# Inputs of W tokens of each of B sequences: token ids (B, W) or embeddings (B, W, hidden); cos and sin (B, W, d), or
+# (B, 1, d) if all W tokens have one position; and only for EAGLE's drafts features (B, W, size), which are the target's
+# hidden states for new tokens, and the parent nodes' outputs for nodes of a tree.
 Inputs = tuple[torch.Tensor, ...]
-# (slots, KV lengths, q) -> output: the last three arguments of ``_cross_attend``.
+# Cross-attention to the target's KV: (slots, KV lengths, q) -> output.
 CrossFn = Callable[..., torch.Tensor]
 
 
@@ -46,9 +47,11 @@ class BoundDraft:
     """A draft in its target's dtype and on its device, with the parts that it shares with the target.
 
     Args:
-        rotary: positions (T,) -> cos and sin (T, d).
+        runner: the target.
+        block: the draft's module.
+        rotary: function of positions (T,) that returns cos and sin (T, d).
         draft_to_target_ids: (draft vocabulary,) target id of each draft id; None: both vocabularies are the same.
-        head: (draft vocabulary, hidden) weight of the target's head for a draft without one; None: it has its own.
+        head: (draft vocabulary, hidden) weight of the target's head; None: the draft has a head of its own.
 
     Attributes:
         fused_level: computes a tree level in one call of our CPU kernels; None if they do not support the draft.
@@ -77,7 +80,7 @@ class BoundDraft:
 
     def block_inputs(self, uses_target_features: bool, tokens: torch.Tensor, *inputs: torch.Tensor) -> BlockInputs:
         """Converts :data:`Inputs` to the block's inputs (B * W, ...): embeddings, features, cos and sin.
-        ``uses_target_features``: the features are the target's hidden states, which this method projects."""
+        ``uses_target_features``: the features are the target's hidden states, and still have to be projected."""
         batch_size, width = tokens.shape[:2]
         cos, sin, *features = (t.expand(batch_size, width, -1).flatten(0, 1) for t in inputs)
         g = self.block.project_features(features[0]) if uses_target_features else features[0] if features else None
@@ -85,15 +88,16 @@ class BoundDraft:
         return x if x.is_floating_point() else self.embedding(x), g, cos, sin
 
 
-def _forward(
+def _run_block(
     bound: BoundDraft, uses_target_features: bool, cross: CrossFn | None, top_k: int, num_inputs: int, *args: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Computes the children's features (T, hidden), and their logits or top k. Capturable: it only changes KV caches.
+    """Runs the block in torch. A CUDA graph can capture this function, because its only side effect is on KV caches.
+    For the results and the other arguments see :meth:`DraftRound.forward`.
 
     Args:
-        cross: cross-attention to the target's KV; None: the block has none.
+        cross: cross-attention to the target's KV; None: the block has no cross-attention.
         num_inputs: number of tensors in :data:`Inputs`.
-        args: the inputs, ``slots`` and KV lengths for ``cross``, the self-attention of each layer, and the output rows.
+        args: the inputs; slots and KV lengths if there is ``cross``; then ``attend_fns`` and ``output_rows``.
     """
     inputs, (*cross_tensors, attend_fns, output_rows) = args[:num_inputs], args[num_inputs:]
     cross_attend = None if cross is None else partial(cross, *cross_tensors)
@@ -112,10 +116,10 @@ def _cross_attend(
     kv_lens: torch.Tensor,
     q: torch.Tensor,
 ) -> torch.Tensor:
-    """Attention of q (Hq, B * T, d) to the target's keys and values before each sequence's root.
+    """Returns the attention of q (query heads, B * T, d) to the target's keys and values before each sequence's root.
     ``slots``, ``kv_lens``: tensors of ``batch``, or inputs of a CUDA graph, with lengths up to ``max_kv_len``."""
     query_len = q.shape[1] // len(slots)
-    if kv_lens is not batch.prefix_lens_t:  # a CUDA graph: only the tensors are read, so host slots may be invalid
+    if kv_lens is not batch.prefix_lens_t:  # a CUDA graph reads only the tensors, so the slots on the host are dummies
         no_slots = (-1,) * len(slots)
         batch = ForwardBatch(no_slots, (max_kv_len,) * len(slots), query_len, None, slots, kv_lens, is_captured=True)
     queries = q.unflatten(1, (-1, query_len)).transpose(0, 1)
@@ -123,15 +127,15 @@ def _cross_attend(
 
 
 class DraftRound:
-    """Drafts the trees of one round for a batch, with at most ``depth`` levels."""
+    """Drafts the trees of one round for the batch ``sequences``. A tree has at most ``depth`` levels."""
 
     def __init__(self, drafter: BlockDrafter, sequences: list[Sequence], depth: int) -> None:
         self.sequences, self._drafter, self._depth = sequences, drafter, depth
         self._cache, self._bound = drafter.cache, drafter.bound
-        self._cross_batch: ForwardBatch | None = None  # cross-attention's batch of the level before, for reuse
+        self._cross_batch: ForwardBatch | None = None  # batch of the last cross-attention, which the next level reuses
         self._graphs, self._device = drafter.runner.graphs, drafter.runner.device
         self._ancestors = AncestorMask()
-        # The last level that was fed, and the features (B', W, hidden) for the children of its nodes.
+        # The level that was fed last, and the features (B, W, hidden) for the children of that level's nodes.
         self._last_level: TreeLevel | None = None
         self._last_features: torch.Tensor | None = None
         # The level of the roots, and cos and sin (B, depth - 1, d) of the positions after them.
@@ -139,17 +143,17 @@ class DraftRound:
         self._next_rotary: tuple[torch.Tensor, ...] = ()
 
     def draft_logits(self, level: TreeLevel) -> torch.Tensor:
-        """Logits (B', W, draft vocabulary) for the children of each node."""
+        """Returns logits (B, W, draft vocabulary) for the children of each node."""
         return self.logits_or_topk(level, 0)[0].view(*level.tokens.shape, -1)
 
     def draft_topk(self, level: TreeLevel, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and draft ids (B', W, k) of the likeliest children of each node."""
+        """Returns log-probabilities and draft ids (B, W, k) of the likeliest children of each node."""
         logprobs, ids = (x.view(*level.tokens.shape, -1) for x in self.logits_or_topk(level, k))
         return logprobs, ids
 
     def logits_or_topk(self, level: TreeLevel, top_k: int) -> tuple[torch.Tensor, ...]:
-        """Feeds a level to the draft. Returns for the children of each node: logits (B' * W, draft vocabulary) if
-        ``top_k`` is 0, else log-probabilities and draft ids (B' * W, top_k)."""
+        """Feeds a level to the draft. Returns logits (B * W, draft vocabulary) for the children of each node if
+        ``top_k`` is 0, else log-probabilities and draft ids (B * W, top_k) of the likeliest children."""
         self._drafter.forwards += 1
         batch, inputs = self.node_inputs(level) if level.depth else self.root_inputs(level)
         features, *result = self.forward(batch, inputs, top_k, uses_target_features=not level.depth)
@@ -157,19 +161,19 @@ class DraftRound:
         return tuple(result)
 
     def root_inputs(self, level: TreeLevel) -> tuple[DraftBatch, Inputs]:
-        """Commits the new tokens of each sequence, the root last, to the cache; returns the forward over them."""
+        """Commits each sequence's new tokens, the root last, to the cache. Returns their forward's batch and inputs."""
         drafter, cache = self._drafter, self._cache
         sequences = [self.sequences[i] for i in level.sequence_indices]
         ends = [drafter.num_inputs(s) for s in sequences]
         width = self._num_fed_tokens(sequences, ends)
         spans = [(s, end - width, end) for s, end in zip(sequences, ends, strict=True)]
         for s, start, end in spans:
-            drafter.prefill(s, start)  # the new tokens that are too many to feed
+            drafter.prefill(s, start)  # keys and values of new tokens before the fed ones
             num_new = end - cache.context_len(s.slot)
             cache.make_room(s.slot, num_new)
             cache.commit(s.slot, num_new)
         tokens = [token for span in spans for token in drafter.input_tokens(*span)]
-        # Positions of the tokens, and of the tree levels after the root. All integers go to the device in one copy.
+        # Positions of the tokens, and of the tree levels after the root. One copy moves all integers to the device.
         num_positions = width + self._depth - 1
         positions = [cache.next_position(s.slot) - width + i for s in sequences for i in range(num_positions)]
         integers = to_device([*tokens, *positions], self._device)
@@ -182,7 +186,7 @@ class DraftRound:
         return batch, (token_ids, cos[:, :width], sin[:, :width], *features)
 
     def node_inputs(self, level: TreeLevel) -> tuple[DraftBatch, Inputs]:
-        """Returns the forward over the nodes of a level. A node's position is its root's position plus its depth."""
+        """Returns a level's batch and inputs. The position of a node is the root's position plus the node's depth."""
         batch = DraftBatch.from_level(self._cache, self.slots(level), level.depth, self._ancestors.add(level))
         assert self._root_level is not None
         rotary = (self._root_level.index_select(level.sequence_indices, x) for x in self._next_rotary)
@@ -195,7 +199,7 @@ class DraftRound:
         return batch, (level.tokens, cos, sin, features)
 
     def _num_fed_tokens(self, sequences: list[Sequence], ends: list[int]) -> int:
-        """The number of tokens that every sequence feeds: new tokens, and last old tokens to fill up."""
+        """Returns W: the largest number of new tokens of a sequence, within the limits of the cache and the graphs."""
         cache = self._cache
         num_new = [end - cache.context_len(s.slot) for s, end in zip(sequences, ends, strict=True)]
         limit = max(1, min(MAX_NEW_TOKENS, cache.max_new_entries, cache.keep_last or MAX_NEW_TOKENS))
@@ -203,15 +207,15 @@ class DraftRound:
         if attends_batched(cache) and self._drafter.is_capturable:
             width = min(self._graphs.padded_query_len(width) or width, limit)
         # An old token may be fed again only if the cache holds all entries from this token on.
-        available = (cache.contiguous_suffix_len(s.slot) + n for s, n in zip(sequences, num_new, strict=True))
-        return max(1, min(width, *available))
+        max_fed = (cache.contiguous_suffix_len(s.slot) + n for s, n in zip(sequences, num_new, strict=True))
+        return max(1, min(width, *max_fed))
 
     def slots(self, level: TreeLevel) -> tuple[int, ...]:
-        """The KV cache slots of a level's sequences."""
+        """Returns the KV cache slots of a level's sequences."""
         return tuple(self.sequences[i].slot for i in level.sequence_indices)
 
     def _cross_attention(self, draft_batch: DraftBatch) -> tuple[CrossFn | None, tuple[torch.Tensor, ...], Hashable]:
-        """Cross-attention to the target's KV or None, its slots and KV lengths, and its part of a CUDA graph's key."""
+        """Returns cross-attention or None, its tensors (slots and KV lengths), and its part of a CUDA graph's key."""
         target_kv = self._drafter.target_kv(draft_batch.slots)
         if target_kv is None:
             return None, (), ()
@@ -227,8 +231,8 @@ class DraftRound:
     def forward(
         self, batch: DraftBatch, inputs: Inputs, top_k: int, uses_target_features: bool = False
     ) -> tuple[torch.Tensor, ...]:
-        """Runs the draft. Returns features (B * T, hidden) for the children of the T output tokens, then logits or top
-        k as :meth:`logits_or_topk`. ``uses_target_features``: features in ``inputs``, if any, are the target's."""
+        """Runs the draft. Returns features (B * T, hidden) for the children of the output tokens, then logits or top k
+        as :meth:`logits_or_topk`. ``uses_target_features``: if ``inputs`` has features, they are the target's."""
         uses_target_features = uses_target_features and len(inputs) > 3  # only EAGLE's drafts have a fourth input
         if self._bound.fused_level is not None:
             block_inputs = self._bound.block_inputs(uses_target_features, *inputs)
@@ -236,24 +240,25 @@ class DraftRound:
             out, *result = self._bound.fused_level(batch, block_inputs, self._cache, target_kv, top_k)
             return self._bound.block.next_features(out), *result
         cross, cross_tensors, cross_key = self._cross_attention(batch)
-        forward = partial(_forward, self._bound, uses_target_features, cross, top_k, len(inputs))
+        run_block = partial(_run_block, self._bound, uses_target_features, cross, top_k, len(inputs))
         if self._drafter.is_capturable and not inputs[0].is_floating_point() and attends_batched(self._cache):
             key = cross_key, self._bound.block, uses_target_features, top_k
-            replayed = self._replay(batch, inputs, cross_tensors, forward, key)
+            replayed = self._replay(batch, inputs, cross_tensors, run_block, key)
             if replayed is not None:
                 return replayed
-        return forward(*inputs, *cross_tensors, batch.attend_fns(self._cache), batch.output_rows(self._device))
+        return run_block(*inputs, *cross_tensors, batch.attend_fns(self._cache), batch.output_rows(self._device))
 
     def _replay(
         self,
         batch: DraftBatch,
         inputs: SequenceOf[torch.Tensor],
         cross_tensors: SequenceOf[torch.Tensor],
-        forward: Callable[..., tuple[torch.Tensor, ...]],
+        run_block: Callable[..., tuple[torch.Tensor, ...]],
         key: Hashable,
     ) -> tuple[torch.Tensor, ...] | None:
-        """Replays ``forward`` from a captured CUDA graph; returns None if no graph fits. Levels are padded to a
-        captured size. New tokens are not padded: ``_num_fed_tokens`` already chose a captured size if it could."""
+        """Replays ``run_block`` from a captured CUDA graph; returns None if no graph fits. ``key``: what ``run_block``
+        depends on. Levels are padded to a captured size; new tokens already have one, if ``_num_fed_tokens`` found one.
+        """
         graphs, cache = self._graphs, self._cache
         query_len = graphs.padded_query_len(batch.query_len)
         has_all_outputs = batch.num_outputs == batch.query_len
@@ -268,7 +273,7 @@ class DraftRound:
             padded = [torch.cat(x) for x in zip(cross_tensors, padding, strict=True)] if num_padding else cross_tensors
             return [*inputs, *padded, *DeviceBatch.make(cache, batch, query_len, batch_size)]
 
-        # The graph outlives the cache, so it holds copies that share the tensors and leave the arena's memory free.
+        # The graph outlives the cache. It holds a copy that shares the tensors, but does not keep the arena's memory.
         graph_cache = copy(cache)
         graph_cache.store = copy(cache.store)
         graph_cache.store.arena_buffers = None
@@ -279,7 +284,7 @@ class DraftRound:
             num_fields = len(DeviceBatch._fields)
             tensors, device_batch = args[:-num_fields], DeviceBatch(*args[-num_fields:])
             attend = batched_attend(graph_cache, device_batch, max_kv_len)
-            results = forward(*tensors, [attend], padded_batch.output_rows(tensors[0].device))
+            results = run_block(*tensors, [attend], padded_batch.output_rows(tensors[0].device))
             return tuple(x.unflatten(0, (batch_size, -1)) for x in results)
 
         graph_key = key, max_kv_len, cache.scratch, has_all_outputs

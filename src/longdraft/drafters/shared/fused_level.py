@@ -1,7 +1,7 @@
 """One tree level of a one-layer draft in one call of our CPU kernels: block, head and top k.
 
-Rounding errors of a draft cannot change the output, because the target verifies it. So its weights are quantised to
-int8: a forward reads a quarter of the bytes, and computes integer products.
+The target verifies a draft, so rounding errors of the draft cannot change the output. The draft's weights are therefore
+quantised to int8: a forward reads a quarter of float32's bytes, and computes integer products.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from longdraft.native.quantized_matrix import QuantizedMatrix
 from longdraft.native.structures import LinearWeights
 from longdraft.views.draft_cache import DraftCache
 
-# Keys and values (slots, kv_heads, capacity, d) of the target's last layer, and how many entries each sequence has.
+# Keys and values (slots, KV heads, capacity, head size) of the target's last layer, and each sequence's KV length.
 TargetKV = tuple[torch.Tensor, torch.Tensor, Sequence[int]]
-# Block inputs (T, ...) of all sequences: embeddings, features (EAGLE) or None, cos and sin.
+# Block inputs of the tokens of all sequences: embeddings, features (EAGLE) or None, cos and sin.
 BlockInputs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]
 
 
 def draft_kernels(runner: TargetRunner, head_dim: int) -> Kernels | None:
-    """Returns our CPU kernels; None if they support no drafts for this target or no heads of this size."""
+    """Returns our CPU kernels; None if they cannot run drafts for this target, or heads of this size."""
     is_supported = runner.tp_rank is None and runner.device.type == "cpu" and runner.kv_shape.dtype == torch.float32
     return kernels() if is_supported and runner.attention_path == "cpu" and head_dim % HEAD_DIM_MULTIPLE == 0 else None
 
 
 class FusedLevel:
-    """Computes a tree level in one kernel call. ``head``: (draft vocabulary, hidden) weight."""
+    """Computes a tree level in one kernel call. ``head``: weight (draft vocabulary, hidden) of the draft's head."""
 
     def __init__(self, kernels: Kernels, block: DraftBlock, head: torch.Tensor | QuantizedMatrix) -> None:
         layer, shape = block.first_layer, block.shape
@@ -47,7 +47,7 @@ class FusedLevel:
             "mlp_norm": layer.mlp_norm,
             "final_norm": block.norm,
         }
-        weights = {name: norm.weight for name, norm in norms.items() if isinstance(norm, nn.RMSNorm)}
+        norm_weights = {name: norm.weight for name, norm in norms.items() if isinstance(norm, nn.RMSNorm)}
         linears = {name: getattr(layer.self_attn, f"{name}_proj") for name in "qkvo"}
         linears |= {name: getattr(layer.mlp, f"{name}_proj") for name in ("gate", "up", "down")}
         if layer.cross_attn is not None:
@@ -57,14 +57,14 @@ class FusedLevel:
         }
         quantized["head"] = quantize_for_draft(head), None
         sizes = shape.heads, shape.kv_heads, shape.head_dim, shape.rms_norm_eps
-        self._kernels, self.block = kernels, KernelBlock(weights, quantized, *sizes, shape.norm_before_residual)
+        self._kernels, self.block = kernels, KernelBlock(norm_weights, quantized, *sizes, shape.norm_before_residual)
 
     def __call__(
         self, batch: DraftBatch, inputs: BlockInputs, cache: DraftCache, target_kv: TargetKV | None, top_k: int
     ) -> tuple[torch.Tensor, ...]:
-        """Runs the draft on a batch, and writes its keys and values to the cache. Returns outputs (B * T, hidden)
-        before the final norm, then logits (B * T, draft vocabulary) if ``top_k`` is 0, else log-probabilities and
-        draft ids (B * T, top_k)."""
+        """Runs the draft on a batch, and writes the batch's keys and values to the cache. For the B * T output tokens
+        returns the hidden states before the final norm, then logits (B * T, draft vocabulary) if ``top_k`` is 0, else
+        log-probabilities and draft ids (B * T, top_k)."""
         starts, ends = zip(*batch.kv_ranges, strict=True)
         target_lens = None if target_kv is None else target_kv[2]
         query_lens, mask = (batch.query_len,) * len(batch.slots), batch.mask

@@ -15,40 +15,36 @@ from longdraft.trees.masks import AncestorMask
 
 
 class LMDraftRound:
-    """Drafts the trees of one round, with one forward a level for all sequences. The first forward feeds the roots.
+    """Drafts the trees of one round. One forward feeds a level of all B sequences, W nodes each. The roots come first.
 
     Args:
-        drafter: its ``forwards`` counts the forwards.
-        runner: the draft model.
+        drafter: counts the forwards in ``drafter.forwards``.
+        model: the draft model's runner.
         store: KV cache of the draft model.
         fused_lm: computes forwards of few tokens in one call of our CPU kernels; None if they do not support the model.
+        sequences: the batch.
     """
 
     def __init__(
-        self,
-        drafter: Drafter,
-        runner: TargetRunner,
-        store: KVStore,
-        fused_lm: FusedLM | None,
-        sequences: list[Sequence],
+        self, drafter: Drafter, model: TargetRunner, store: KVStore, fused_lm: FusedLM | None, sequences: list[Sequence]
     ) -> None:
-        self._drafter, self._runner, self._store, self._fused_lm = drafter, runner, store, fused_lm
+        self._drafter, self._runner, self._store, self._fused_lm = drafter, model, store, fused_lm
         self._sequences, self._ancestors = sequences, AncestorMask()
 
     def root_position(self, sequence: Sequence) -> int:
-        """Position of a sequence's last token, which is the root of its tree."""
+        """Returns the position of a sequence's last token, which is the root of the sequence's tree."""
         return sequence.length - 1
 
     def sequences_of(self, level: TreeLevel) -> list[Sequence]:
-        """The sequences that have nodes in a level."""
+        """Returns the sequences that have nodes in a level."""
         return [self._sequences[i] for i in level.sequence_indices]
 
     def draft_logits(self, level: TreeLevel) -> torch.Tensor:
-        """Logits (B', W, draft vocabulary) for the children of each node."""
+        """Returns logits (B, W, draft vocabulary) for the children of each node."""
         return self._logits(self._forward_batch(level))
 
     def draft_topk(self, level: TreeLevel, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and draft ids (B', W, k) of the likeliest children of each node."""
+        """Returns log-probabilities and draft ids (B, W, k) of the likeliest children of each node."""
         batch = self._forward_batch(level)
         if self._fused_lm is None or not self._fused_lm.supports(self._store, level.tokens.numel()):
             return topk_logprobs(self._logits(batch), k)
@@ -60,7 +56,7 @@ class LMDraftRound:
         return out.logits
 
     def _forward_batch(self, level: TreeLevel) -> ForwardBatch:
-        """Makes and counts the forward over a level. Its KV is written after the KV of earlier levels."""
+        """Makes the batch of a level, and counts a forward. The level's KV is written after that of earlier levels."""
         self._drafter.forwards += 1
         sequences, (batch_size, width) = self.sequences_of(level), level.tokens.shape
         slots, root_positions = [s.slot for s in sequences], [self.root_position(s) for s in sequences]

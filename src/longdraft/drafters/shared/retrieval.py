@@ -1,4 +1,4 @@
-"""Retrieval for drafters: a draft attends to retrieved chunks of the context only (SpecExtend, section 2.2)."""
+"""Retrieval for drafters: a draft attends only to retrieved chunks of the context (SpecExtend, section 2.2)."""
 
 from __future__ import annotations
 
@@ -34,49 +34,48 @@ class ChunkOptions(Options):
     )
     scorer: str | None = option(choices=tuple(SCORERS), help="how chunks are ranked", usual="attention")
 
-    def retrieval_sizes(self, is_enabled: bool, remedy: str) -> dict[str, Any]:
-        """Returns the options that the user set. Not ``sink`` and ``recent``: they may be set for a verifier.
+    def user_chunk_options(self, is_enabled: bool, remedy: str) -> dict[str, Any]:
+        """Returns the options that the user set, without ``sink`` and ``recent``, which a verifier's view has too.
 
         Raises:
-            ValueError: such options are set, but retrieval is not enabled. ``remedy``: the option that enables it.
+            ValueError: the user set such options while retrieval is off. ``remedy``: the option that turns it on.
         """
         names = declared(ChunkOptions).keys() - {"sink", "recent"}
-        sizes = {name: value for name, value in self.non_none().items() if name in names}
-        if sizes and not is_enabled:
-            raise ValueError(f"{', '.join(sizes)} shape the retrieval of chunks, which is off: give {remedy} too")
-        return sizes
+        user_options = {name: value for name, value in self.non_none().items() if name in names}
+        if user_options and not is_enabled:
+            raise ValueError(f"{', '.join(user_options)} shape the retrieval of chunks, which is off: give {remedy}")
+        return user_options
 
 
 @dataclass(frozen=True)
 class RetrievalOptions(ChunkOptions):
-    """Retrieval for EAGLE's drafts, which are a block of layers. (A small language model has ``view`` instead.)"""
+    """Retrieval for EAGLE's drafts. (A small language model has the option ``view`` instead of ``retrieval``.)"""
 
     retrieval: bool = option(False, help="attend to the chunks that the target attends to, not to all of the context")
 
     def build(self, draft: Draft[Any], max_tokens: int | None = None) -> Retrieval | None:
-        """Makes the retrieval; returns None if it is not enabled.
+        """Makes the retrieval; returns None if retrieval is not enabled.
 
         Args:
             draft: its folder may name the layer whose attention ranks the chunks.
             max_tokens: maximum number of tokens that the draft can attend to; None: no limit.
 
         Raises:
-            ValueError: see :meth:`retrieval_sizes` and :func:`make_retrieval`.
+            ValueError: see :meth:`user_chunk_options` and :func:`make_retrieval`.
         """
-        sizes = self.retrieval_sizes(self.retrieval, "retrieval=True")
+        user_options = self.user_chunk_options(self.retrieval, "retrieval=True")
         if not self.retrieval:
             return None
-        # 64 chunks every 8 verifications are SpecExtend's best for EAGLE (appendix E.1). Without a spare chunk, every
-        # new token would overflow the working cache, and all chunks would be gathered again.
+        # 64 chunks every 8 verifications are SpecExtend's best for EAGLE (appendix E.1). One chunk is left free for new
+        # tokens: in a full working cache, each new token would make all chunks be gathered again.
         defaults = {"refresh": 8, "layer": draft.retrieval_layer}
         recent = 128 if self.recent is None else self.recent
-        return make_retrieval(
-            **defaults | sizes, sink=self.sink, recent=recent, default_chunks=64, max_tokens=max_tokens, spare_chunks=1
-        )
+        options = defaults | user_options | {"sink": self.sink, "recent": recent}
+        return make_retrieval(**options, default_chunks=64, max_tokens=max_tokens, spare_chunks=1)
 
 
 class RetrievalDrafter(TreeDrafter):
-    """Base of drafters that can attend to retrieved chunks of the context only.
+    """Base of drafters whose draft may attend to retrieved chunks instead of all of the context.
     ``retrieval`` chooses the chunks; None: the draft attends to all of the context."""
 
     retrieval: Retrieval | None = None
@@ -90,7 +89,7 @@ class RetrievalDrafter(TreeDrafter):
         return 1 if self.retrieval is None else max(1, self.retrieval.view.num_queries)
 
     def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """The layer whose attention ranks the chunks."""
+        """Returns the layer whose attention ranks the chunks."""
         return () if self.retrieval is None else self.retrieval.scoring_layers(runner.kv_shape.layers)
 
     def update_retrieval(self, store: KVStore, round_result: RoundResult) -> None:
@@ -117,37 +116,37 @@ def make_retrieval(
     spare_chunks: int = 0,
     new_tokens: int | None = None,
 ) -> Retrieval:
-    """Makes a retrieval.
+    """Makes a retrieval. For the arguments that are not listed see :class:`ChunkOptions`.
 
     Args:
-        chunk, refresh, sink, recent, layer, scorer: see :class:`ChunkOptions`.
         chunks: number of retrieved chunks (the paper's k); None: ``default_chunks``, or fewer to fit ``max_tokens``.
+        default_chunks: see ``chunks``.
         max_tokens: maximum number of tokens that the draft can attend to; None: no limit.
         spare_chunks: number of chunks to leave free if ``max_tokens`` determines how many fit.
         new_tokens: number of new tokens to leave space for; None: ``recent``, or all that ``max_tokens`` leaves.
 
     Raises:
-        ValueError: the sizes make no working cache, or it is larger than ``max_tokens``.
+        ValueError: the sizes do not fit each other, or need more than ``max_tokens``.
     """
-    count = default_chunks if chunks is None else chunks
+    num_chunks = default_chunks if chunks is None else chunks
     check_multiples("chunk", chunk, sink=sink, recent=recent)
-    sink_and_recent = sink + recent + chunk - 1  # the recent window starts up to a chunk early
-    if max_tokens is not None and sink_and_recent + count * chunk > max_tokens:
-        max_chunks = (max_tokens - sink_and_recent) // chunk - spare_chunks
+    max_unretrieved = sink + recent + chunk - 1  # the recent window may start up to chunk - 1 tokens early
+    if max_tokens is not None and max_unretrieved + num_chunks * chunk > max_tokens:
+        max_chunks = (max_tokens - max_unretrieved) // chunk - spare_chunks
         is_enough = max_chunks * chunk >= sink + recent
         if chunks is not None or not is_enough:
             raise ValueError(
-                f"a working cache of up to {sink_and_recent + count * chunk} tokens is too large: the draft's trained "
-                f"length or window leaves {max_tokens} tokens, without those of a round. "
+                f"a working cache of up to {max_unretrieved + num_chunks * chunk} tokens is too large: the draft's "
+                f"trained length or window leaves {max_tokens} tokens, without those of a round. "
                 f"{f'Give at most {max_chunks} chunks, or' if is_enough else 'Give'} a smaller sink and recent window"
             )
-        count = max_chunks
-    if count * chunk < sink + recent:
+        num_chunks = max_chunks
+    if num_chunks * chunk < sink + recent:
         raise ValueError(
-            f"the retrieved chunks (chunks x chunk = {count * chunk} tokens) must be at least sink + recent "
+            f"the retrieved chunks (chunks x chunk = {num_chunks * chunk} tokens) must be at least sink + recent "
             f"({sink + recent} tokens): give more chunks, or a smaller sink and recent window"
         )
     if new_tokens is None:
-        new_tokens = recent if max_tokens is None else max_tokens - sink_and_recent - count * chunk
-    view = View(scorer, chunk * count, sink, recent, chunk, new_tokens, shared_by_heads=True)
+        new_tokens = recent if max_tokens is None else max_tokens - max_unretrieved - num_chunks * chunk
+    view = View(scorer, chunk * num_chunks, sink, recent, chunk, new_tokens, shared_by_heads=True)
     return Retrieval(view, refresh, layer)

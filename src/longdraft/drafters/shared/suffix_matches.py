@@ -1,9 +1,8 @@
 """Finds earlier occurrences of the end of a token sequence: in itself, or in a bounded history of other sequences.
 
-Each token has a link to its previous occurrence, so the occurrences of a token are a linked list. Matches are extended
-token by token: a new token keeps the matches that continue with it, and starts new ones at its latest occurrences. So
-the cost of a token does not depend on the length of the sequence or of its matches, and the oldest tokens can be
-dropped.
+Each token has a link to its previous occurrence, so the occurrences of a token are a linked list. A new token extends
+the matches that continue with this token, ends the others, and starts matches at its latest occurrences. The cost of a
+token does not depend on the length of the sequence or of the matches, and the oldest tokens can be dropped.
 """
 
 from __future__ import annotations
@@ -12,22 +11,23 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 
-# A new token starts matches at this number of its latest occurrences. At most twice as many matches are kept.
+# A new token starts matches at this number of its latest occurrences. At most twice as many matches are kept at a time.
 MAX_MATCHES = 16
 # A match of at least this length survives one differing token, because the text after a changed word is often the same.
 MIN_RESUME_LENGTH = 4
-# Ends each sequence of a history; not a token.
+# Stands in place of a token at the end of each sequence of a history, so that no match crosses it.
 SEPARATOR = -1
+Match = tuple[int, list[int], int]  # (length, the searched tokens, index there of the token after the match)
 
 
 class OccurrenceIndex:
     """Tokens with links to earlier occurrences, some twenty bytes a token.
 
-    Position p lies after the p-th token, where dropped tokens count too. So a match ends at a position.
+    A position is the number of tokens up to the end of a match, dropped tokens included.
 
     Attributes:
-        token_ids: the tokens that are left.
-        num_dropped: number of tokens dropped before them.
+        token_ids: the tokens that are not dropped.
+        num_dropped: number of tokens that were dropped from the start.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class OccurrenceIndex:
         self.num_dropped += count
 
     def occurrences(self, token: int, max_count: int) -> list[int]:
-        """Positions after the occurrences of a token, the latest first."""
+        """Returns the positions after the occurrences of a token, the latest first."""
         positions: list[int] = []
         position = self._last_positions.get(token, 0)
         while position > self.num_dropped and len(positions) < max_count:
@@ -60,10 +60,10 @@ class OccurrenceIndex:
 
 
 class RequestHistory:
-    """The tokens of the latest requests. Drafters that share it propose continuations from them.
+    """The tokens of the latest requests, from which drafters propose continuations. Several drafters may share it.
 
     Args:
-        max_tokens: capacity. The oldest request is dropped first. Of a request that is longer, only the end is kept.
+        max_tokens: capacity. The oldest request is dropped first. A longer request is cut to its end.
 
     Raises:
         ValueError: ``max_tokens`` is not a whole number of at least 2.
@@ -71,22 +71,24 @@ class RequestHistory:
 
     def __init__(self, max_tokens: int) -> None:
         if type(max_tokens) is not int or max_tokens < 2:
-            raise ValueError(f"earlier must be a number of tokens, at least 2 (or 0: keep none), got {max_tokens!r}")
+            raise ValueError(
+                f"earlier must be a whole number of tokens, at least 2 (0: no history), got {max_tokens!r}"
+            )
         self.max_tokens = max_tokens
         self.index = OccurrenceIndex()
-        self._sizes: deque[int] = deque()
+        self._request_lengths: deque[int] = deque()  # with the separators
         self._tenants: dict[str, RequestHistory] = {}
 
     def for_tenant(self, tenant: str | None) -> RequestHistory:
-        """The history of one tenant's requests; no other tenant reads it. None: requests without a tenant."""
+        """Returns the history of one tenant's requests, which other tenants don't read. None: requests without one."""
         return self if tenant is None else self._tenants.setdefault(tenant, RequestHistory(self.max_tokens))
 
     def add(self, token_ids: Sequence[int]) -> None:
         """Adds a request's tokens, and drops the oldest requests if there is no space."""
         added = [*token_ids[-(self.max_tokens - 1) :], SEPARATOR]
         while len(self.index.token_ids) + len(added) > self.max_tokens:
-            self.index.drop_first(self._sizes.popleft())
-        self._sizes.append(len(added))
+            self.index.drop_first(self._request_lengths.popleft())
+        self._request_lengths.append(len(added))
         for token in added:
             self.index.append(token)
 
@@ -95,13 +97,13 @@ class SuffixMatches:
     """The occurrences in an index that match the end of a growing sequence, and the lengths of the matches.
 
     Args:
-        index: the tokens to search. If they are the sequence's own, call :meth:`advance` before ``index.append``.
+        index: the tokens to search. For the sequence's own tokens, call :meth:`advance` before ``index.append``.
         max_length: upper bound on a match's length, in tokens.
         max_matches: see :data:`MAX_MATCHES`.
         min_resume_length: see :data:`MIN_RESUME_LENGTH`; None: a match ends where a token differs.
 
     Attributes:
-        lengths: {position in the index: length of the match that ends there}. After a differing token it is 1 again.
+        lengths: {position in the index: length of the match that ends there}. A resumed match has length 1 again.
     """
 
     def __init__(
@@ -134,7 +136,7 @@ class SuffixMatches:
             lengths = dict(longest[: self._max_matches])
         self.lengths = lengths
 
-    def select(self, min_length: int) -> list[tuple[int, list[int], int]]:
-        """The matches of at least ``min_length`` tokens: (length, ``token_ids``, index there of the token after it)."""
+    def select(self, min_length: int) -> list[Match]:
+        """Returns the matches of at least ``min_length`` tokens."""
         tokens, dropped = self.index.token_ids, self.index.num_dropped
         return [(n, tokens, p - dropped) for p, n in self.lengths.items() if n >= min_length and p > dropped]

@@ -14,7 +14,7 @@ from longdraft.trees.tree_config import TreeConfig, chain
 
 
 class TreeDrafter(Drafter):
-    """Drafts trees of the shape ``tree``."""
+    """Drafts trees of the shape ``tree``, which a subclass sets."""
 
     tree: TreeConfig
 
@@ -24,10 +24,10 @@ class TreeDrafter(Drafter):
 
     def use_planner(self) -> None:
         """Switches to a shape that a planner can size, a chain or an OPT-Tree, unless the user chose a shape."""
-        self.tree = self.tree.fit(NO_LIMIT)  # the largest such tree, by which memory is allocated
+        self.tree = self.tree.fit(NO_LIMIT)  # the largest tree of this shape, because memory is allocated for its size
 
     def use_chains(self) -> bool:
-        """Drafts a chain as long as the tree is deep, unless the user chose the shape."""
+        """Switches to a chain as long as the tree is deep, unless the user chose the shape."""
         if not self.tree.is_user_defined and self.tree.name != "chain":
             self.tree = chain(self.tree.depth, self.tree.depth)
         return self.tree.name == "chain"
@@ -43,7 +43,7 @@ class TreeDrafter(Drafter):
         calibrate: Calibrate | None = None,
     ) -> list[TokenTree]:
         """Grows a tree for each sequence, rooted at its last token.
-        ``limit``: the planner's limit; None: ``tree`` as it is. For the other arguments see :meth:`TreeConfig.grow`."""
+        ``limit``: the planner's limit; None: no limit. For the other arguments see :meth:`TreeConfig.grow`."""
         is_sampled = not sequences[0].greedy
 
         def coupled_logprobs(level: TreeLevel, logprobs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
