@@ -44,8 +44,8 @@ def sample_target_tokens(
         model: the target. The error message names it.
 
     Returns:
-        The target's token at each node, for each tree; None for a tree if :meth:`Sampler.sample_nodes` cannot sample
-        its nodes, for example because a processor reads the context.
+        For each tree, the target's token at each node; None for a tree if :meth:`Sampler.sample_nodes` returns None,
+        for example because a processor reads the context.
 
     Raises:
         NumericalError: a node's logits are NaN.
@@ -54,7 +54,7 @@ def sample_target_tokens(
     nan_flags: list[torch.Tensor] = []
     for tree, padded_logits, sampler in trees:
         logits = padded_logits[: tree.size]
-        # The maximum is NaN if any logit is NaN. A row of -inf alone (a fully masked vocabulary) is allowed.
+        # The maximum is NaN if any logit is NaN. A row in which all logits are -inf (all tokens masked) is allowed.
         row_max, argmax = logits.max(-1)
         nan_flags.append(row_max.isnan().any())
         tokens.append(argmax if sampler.is_argmax else sampler.sample_nodes(logits, tree.depths))

@@ -28,7 +28,7 @@ class Drafter(ABC):
     """True if the drafter can propose without a forward of a draft model, so drafting is never skipped to save time."""
 
     forwards: int = 0
-    """Number of draft forwards so far; stays 0 if drafting costs next to nothing."""
+    """Number of draft forwards so far; stays 0 if drafting costs almost no time."""
 
     prior_acceptance: float = 0.0
     """The acceptance probability that a planner assumes before the first draft, if :meth:`kv_tokens_read` is known."""
@@ -88,14 +88,14 @@ class Drafter(ABC):
         """
 
     def observe(self, round_result: RoundResult) -> None:  # noqa: B027
-        """Called for each sequence after its prefill, and after each verification."""
+        """Reads the result of a sequence's round. Called after the prefill and after each verification."""
 
     def release(self, sequence: Sequence) -> None:  # noqa: B027
-        """Called when a sequence has finished."""
+        """Drops the state of a sequence that has finished."""
 
 
 def delegate_to(inner_drafter: str, attribute: str) -> Any:
-    """Makes a property that reads ``self.<inner_drafter>.<attribute>``, for a drafter that contains another one."""
+    """Makes a property that reads ``self.<inner_drafter>.<attribute>``, for a drafter that contains another drafter."""
     return property(lambda drafter: getattr(getattr(drafter, inner_drafter), attribute))
 
 

@@ -110,9 +110,9 @@ class Engine:
         if limit is not None and not self.drafter.free:
             selected = limit.select_sequences(selected, [roots[s.index] for s in selected])
         trees = self.drafter.propose(selected, limit) if selected else []
-        drafted = roots | {s.index: tree for s, tree in zip(selected, trees, strict=True)}
+        tree_by_index = roots | {s.index: tree for s, tree in zip(selected, trees, strict=True)}
         # A path to depth k emits k + 1 tokens, so nodes deeper than remaining - 1 need no verification.
-        trees = [fit_to_grammar(drafted[s.index], s, max_nodes).limit_depth(s.remaining - 1) for s in batch]
+        trees = [fit_to_grammar(tree_by_index[s.index], s, max_nodes).limit_depth(s.remaining - 1) for s in batch]
         if self.runner.fixed_batch_rows is not None:  # tokens of a forward; a larger tree would take a second forward
             trees = [tree.keep_best(self.runner.fixed_batch_rows - 1) for tree in trees]
         return trees
@@ -156,7 +156,7 @@ class Engine:
         with self.runner.lock:
             for s in [*self._active, *self._waiting]:
                 if s.index == index:
-                    s.finish_reason = "cancelled"
+                    s.finish_reason = "cancelled"  # in a step without tokens, so all counts are 0
                     self._aborted_steps.append(Step(s.index, (), 0, 0, 0, "full", 0.0, len(s.prompt), s.finish_reason))
                     self._remove(s)
 
@@ -236,8 +236,7 @@ class Engine:
         self._active.remove(s)
         self._free_slots.append(s.slot)
         started = self._prefiller.discard(s) or bool(s.output)
-        # A sequence that never started has written no KV. If another run has opened the cache since, the slot belongs
-        # to that run.
+        # A sequence that never started wrote no KV. If another run has opened the cache, the slot belongs to that run.
         if started and self.cache.open_count == self._open_count:
             self.verifier.release(s)
             # The engine's own cache keeps only prompts: the KV of outputs was not computed in full chunks, so the last

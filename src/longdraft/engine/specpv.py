@@ -41,8 +41,8 @@ class SpecPVOptions(Options):
     """Options of the partial KV cache (section 3.2).
 
     Verifier and drafter share one set of options: ``sink`` and ``recent`` apply to both, ``block`` and ``selector`` to
-    the verifier only. The options keep the paper's names: ``block`` is the chunk size of a :class:`View`, ``recent``
-    the window, and ``margin`` the size of the buffer.
+    the verifier only. A :class:`View` has other names for three options: ``block`` is the chunk size, ``recent`` the
+    window, and ``margin``, the size of the buffer, is ``max_new``.
     """
 
     budget: int = option(1024, min=1, help="KV entries that are selected from the context")
@@ -157,7 +157,7 @@ class SpecPV(Verifier):
             if mode == "refresh":
                 num_tokens = prefixed_trees[b].size
                 self._queries[output.sequence.slot] = {layer: q[b, :, :num_tokens] for layer, q in out.queries.items()}
-            # Drop the buffered tokens, so that logits and queries begin at the root.
+            # Drop the buffered tokens, so that logits and queries begin at the root of the tree.
             output.mode, output.logits = mode, output.logits[len(tokens) + len(output.logits) - padded_size :]
             output.queries = {layer: q[:, len(tokens) :] for layer, q in output.queries.items()}
         return outputs

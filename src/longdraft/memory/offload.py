@@ -87,7 +87,8 @@ class OffloadedKVStore(KVStore):
     keys cannot be transposed. Features stay on the device. ``streamed_layers`` has the indices of the streamed layers.
 
     Args:
-        device: the device that computes attention. All arguments before and after it are as in :class:`KVStore`.
+        device: the device that computes attention. Other arguments are as in :class:`KVStore`, which documents the
+            methods that have no docstring here.
         copy_stream: runs the copies; None: a new stream of the device.
         num_resident: number of resident layers; the last layer is one of them unless this is 0; None: as many as fit.
 
@@ -131,15 +132,14 @@ class OffloadedKVStore(KVStore):
         memory_info.require_bytes(host_bytes, torch.device("cpu"), f"{self._description}, offloaded to the host,")
         device_bytes = layer_bytes * (num_resident + min(2, num_streamed)) + feature_bytes
         parts = f"{num_resident} resident layers and two staging buffers" if num_resident else "two staging buffers"
-        memory_info.require_bytes(
-            device_bytes, self.device, f"{self._description}, of which {parts} stay on the device,"
-        )
+        purpose = f"{self._description}, of which {parts} stay on the device,"
+        memory_info.require_bytes(device_bytes, self.device, purpose)
         size, dtype = (self.slots, self.capacity, self.shape.kv_heads, self.shape.head_dim), self.shape.dtype
         self._host = [torch.empty(num_streamed, *size, dtype=dtype, pin_memory=pinned, device="cpu") for _ in range(2)]
         self._resident = [torch.empty(num_resident, *size, dtype=dtype, device=self.device) for _ in range(2)]
         # For each layer: its index in ``_host`` or ``_resident``; the next streamed layer, after the last the first.
         is_streamed = [layer in self.streamed_layers for layer in range(layers)]
-        self._index_in_group = [is_streamed[:layer].count(is_streamed[layer]) for layer in range(layers)]
+        self._tensor_index = [is_streamed[:layer].count(is_streamed[layer]) for layer in range(layers)]
         self._next_streamed = [
             next((s for s in self.streamed_layers if s > layer), self.streamed_layers[0]) if num_streamed else 0
             for layer in range(layers)
@@ -147,7 +147,8 @@ class OffloadedKVStore(KVStore):
         return self._host[0].transpose(2, 3), self._host[1].transpose(2, 3)
 
     def _choose_streamed(self, layer_bytes: int, feature_bytes: int) -> tuple[int, ...]:
-        """Returns the streamed layers: the first layer of each of ``num_streamed`` groups of about equal size."""
+        """Returns the streamed layers: divides the layers into groups of about equal size, and takes the first layer of
+        each group, so the last layer is resident unless all layers are streamed."""
         layers, num_resident = self.shape.layers, self._num_resident
         if num_resident is None:
             free = memory_info.available_bytes(self.device) or 0
@@ -162,7 +163,7 @@ class OffloadedKVStore(KVStore):
         if layer not in self.streamed_layers:
             for kv, new in zip(self._resident, (k, v), strict=True):
                 for b, (slot, start) in enumerate(starts):
-                    kv[self._index_in_group[layer], slot, start : start + k.shape[2]] = new[b].transpose(0, 1)
+                    kv[self._tensor_index[layer], slot, start : start + k.shape[2]] = new[b].transpose(0, 1)
             if self.streamed_layers:
                 self._fill(self._stage_for(self._next_streamed[layer]), starts)
             return
@@ -185,13 +186,14 @@ class OffloadedKVStore(KVStore):
         for slot, start in starts:
             for host, staged in zip(self._host, stage.tensors, strict=True):
                 added = slice(start, start + query_len)
-                self._copy_stream.copy(host[self._index_in_group[stage.layer], slot, added], staged[slot, added])
+                self._copy_stream.copy(host[self._tensor_index[stage.layer], slot, added], staged[slot, added])
+        # The next write to this stage waits for the copies.
         stage.event = self._copy_stream.record_event()
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         index %= self.shape.layers
         if index not in self.streamed_layers:
-            keys, values = (kv[self._index_in_group[index]] for kv in self._resident)
+            keys, values = (kv[self._tensor_index[index]] for kv in self._resident)
             return keys.transpose(1, 2), values.transpose(1, 2)
         stage = self._current_stage = self._stage_for(index)
         if index != self._written_layer:
@@ -224,9 +226,7 @@ class OffloadedKVStore(KVStore):
         self._copy_stream.wait_for_compute()
         for slot, start, end in missing:
             for host, staged in zip(self._host, stage.tensors, strict=True):
-                self._copy_stream.copy(
-                    staged[slot, start:end], host[self._index_in_group[stage.layer], slot, start:end]
-                )
+                self._copy_stream.copy(staged[slot, start:end], host[self._tensor_index[stage.layer], slot, start:end])
             stage.num_valid[slot] = end
         stage.event = self._copy_stream.record_event()
 
@@ -241,7 +241,7 @@ class OffloadedKVStore(KVStore):
         return [slice(layer, layer + 1) for layer in range(self.shape.layers)]
 
     def slot_kv(self, slot: int, layers: slice, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        group = slice(self._index_in_group[layers.start], self._index_in_group[layers.start] + 1)
+        group = slice(self._tensor_index[layers.start], self._tensor_index[layers.start] + 1)
         if layers.start not in self.streamed_layers:
             keys, values = (kv[group, slot].transpose(1, 2) for kv in self._resident)
             return keys, values

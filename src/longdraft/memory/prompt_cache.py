@@ -203,7 +203,7 @@ class PromptCache:
         self.tokens[slot] = to_array(tokens[: self.store.lengths[slot]])
 
     def save(self, path: Path | str, fingerprint: str, slot: int = 0) -> None:
-        """Writes the recorded tokens of a slot and their KV to a snapshot file, atomically.
+        """Writes a slot's recorded tokens and KV to a snapshot file, atomically; during a run, only prompt tokens.
 
         Raises:
             RequestError: no run has used this cache yet.

@@ -147,6 +147,7 @@ class RecurrentStates:
         return checkpoints
 
     def _make_layer_states(self, checkpoints: Mapping[int, StateCheckpoint]) -> dict[int, RecurrentLayerState]:
+        """Returns layer -> a layer state that starts from a copy of the layer's checkpoint."""
         return {layer: RecurrentLayerState(checkpoint.clone()) for layer, checkpoint in checkpoints.items()}
 
     def _current_checkpoints(self, slot: int) -> dict[int, StateCheckpoint]:
@@ -237,6 +238,7 @@ class RecurrentStates:
         self._saved_checkpoints[slot] = {int(key): checkpoints for key, checkpoints in states.items()}
 
     def _load_checkpoints(self, key: str, tensors: Mapping[str, torch.Tensor]) -> dict[int, StateCheckpoint]:
+        """Loads the checkpoints that :meth:`save` named ``key``, a length or "now"."""
         checkpoints = self._initial_checkpoints()
         for layer, checkpoint in checkpoints.items():
             for name, target in checkpoint.named_tensors().items():

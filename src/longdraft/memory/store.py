@@ -95,7 +95,7 @@ class KVStore:
         arena_buffers: the buffers from ``buffer_arena``; None without an arena.
         keys: (layers, slots, kv_heads, capacity, head_dim).
         values: of the same shape as ``keys``.
-        features: (slots, capacity, feature layers x feature_size), layer after layer; None without features.
+        features: (slots, capacity, feature layers x feature_size), all layers concatenated; None without features.
         lengths: number of committed entries of each slot.
         num_unverified: for each slot, the number of entries behind the committed entries that a partial verification
             wrote. Only drafters read these entries, and the next full forward overwrites them.

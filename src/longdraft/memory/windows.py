@@ -105,7 +105,7 @@ class WindowKVCache:
         return self.keys[index], self.values[index]
 
     def batch_in_buffer(self, batch: ForwardBatch) -> ForwardBatch:
-        """Returns a batch for attention on the buffers: prefix lengths count from the start of each buffer, and
+        """Returns a batch for attention on the buffers: prefix lengths num_entries from the start of each buffer, and
         ``window_starts`` has the first visible entry of each token."""
         key = (WindowKVCache, id(self))
         if key not in batch.metadata:
@@ -116,6 +116,7 @@ class WindowKVCache:
             positions = (prefix_lens_t + starts_t).unsqueeze(1) + batch.depths(device)
             first_entries = self.shape.span.first_visible_positions(positions) - starts_t.unsqueeze(1)
             window_starts, lens = first_entries.clamp_min(0).int(), tuple(prefix_lens)
+            # In the buffer, the position of the root is the prefix length.
             batch.metadata[key] = replace(
                 batch, prefix_lens=lens, root_positions=lens, prefix_lens_t=prefix_lens_t, window_starts=window_starts
             )
@@ -137,10 +138,10 @@ class WindowKVCache:
             if root + num_tokens - start > self.buffer_len:
                 window = self.shape.span.size
                 raise ValueError(f"{num_tokens} tokens and a window of {window} exceed a buffer of {self.buffer_len}")
-            dropped = start - self.start_positions[slot]
+            num_dropped = start - self.start_positions[slot]
             for tensor in (self.keys, self.values):
                 entries = tensor[:, slot]
-                entries[:, :, : self.buffer_len - dropped] = entries[:, :, dropped:].clone()
+                entries[:, :, : self.buffer_len - num_dropped] = entries[:, :, num_dropped:].clone()
             self.start_positions[slot] = start
 
     def write(self, index: int, keys: torch.Tensor, values: torch.Tensor, batch: ForwardBatch) -> None:
@@ -189,9 +190,9 @@ class WindowKVCache:
         if set(tensors) != {"keys", "values", "start"}:
             raise ValueError(f"it has {', '.join(sorted(tensors)) or 'nothing'} in place of the windowed layers' KV")
         start = int(tensors["start"])
-        count = length - start
+        num_entries = length - start
         for buffer, new in ((self.keys, tensors["keys"]), (self.values, tensors["values"])):
-            if not 0 <= count <= self.buffer_len or new.shape != buffer[:, slot, :, :count].shape:
+            if not 0 <= num_entries <= self.buffer_len or new.shape != buffer[:, slot, :, :num_entries].shape:
                 raise ValueError(f"windowed layers' KV {tuple(new.shape)} does not fit {tuple(buffer[:, slot].shape)}")
-            buffer[:, slot, :, :count] = new.to(buffer.device)
+            buffer[:, slot, :, :num_entries] = new.to(buffer.device)
         self.start_positions[slot], self._end_positions[slot] = start, length

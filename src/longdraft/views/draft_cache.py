@@ -7,8 +7,8 @@ A forward writes scratch entries behind the committed entries of the store; only
 DraftCache keeps only the last entries, its memory does not depend on the context length.
 
 Positions 0, 1, 2, ... of a RepositionedKVCache never exceed the positions of the draft's training. A second store, the
-full store, has all keys without RoPE. Entries are gathered from the full store when the selection has changed, or the
-first store has no space for new entries. Shapes: Hkv KV heads, n tokens, head size d.
+full store, has all keys without RoPE. Entries are gathered from the full store when the selection has changed, or when
+``store`` has no space for new entries. Shapes: Hkv KV heads, n tokens, head size d.
 """
 
 from __future__ import annotations
@@ -144,9 +144,9 @@ class RepositionedKVCache(DraftCache):
         self._rotate, self._unrotate = rotate, unrotate
         self._chunk_size, self._prefill_capacity = chunk_size, prefill_capacity
         sink = retrieval.view.sink
-        window = max(1, prefill_capacity - sink - chunk_size)
-        self._prefill_window = Retrieval(View("streaming", 0, sink, window, shared_by_heads=True))
-        self._num_gathered = [0] * store.slots
+        prefill_window = max(1, prefill_capacity - sink - chunk_size)
+        self._prefill_retrieval = Retrieval(View("streaming", 0, sink, prefill_window, shared_by_heads=True))
+        self._num_gathered = [0] * store.slots  # number of entries of ``store`` that ``full_store`` has too
         # For each slot, the selection_version of the gathered entries; None: the entries are not from ``retrieval``.
         self._gathered_versions: list[int | None] = [None] * store.slots
 
@@ -168,7 +168,7 @@ class RepositionedKVCache(DraftCache):
         is_full = self.store.lengths[slot] + num_new > self._prefill_capacity
         lacks_prefix = self._num_gathered[slot] == 0 < self.full_store.lengths[slot]
         if is_full or lacks_prefix:
-            self._gather(slot, self._prefill_window)
+            self._gather(slot, self._prefill_retrieval)
             self._gathered_versions[slot] = None
         return num_new
 
@@ -195,7 +195,7 @@ class RepositionedKVCache(DraftCache):
         self._append_to_full(slot, keys, values)
 
     def restorable_length(self, slot: int, length: int) -> int:
-        return length
+        return length  # the full store can be truncated to any length
 
     def truncate(self, slot: int, start: int = 0) -> None:
         full_len = self.full_store.lengths[slot]

@@ -65,7 +65,7 @@ class Retrieval:
     """Selects the KV entries that a draft attends to. Slots are independent.
 
     Args:
-        view: layout of the selection, shared by all heads. With scorer "streaming" it has only sink and window.
+        view: the view that the selection fills, shared by all heads. The scorer "streaming" selects no chunks.
         interval: number of verifications from one scoring to the next; 0: chunks are scored once, after prefill.
         layer: index of the target's decoder layer whose queries and keys score the chunks; None: the last layer, as in
             the paper. Middle layers find quoted passages better, because they have retrieval heads.
@@ -125,8 +125,8 @@ class Retrieval:
     def kv_indices(self, slot: int, kv_len: int) -> torch.Tensor:
         """Returns the entries of a context of ``kv_len`` that the draft attends to: (n,) int64 on the host, ascending.
 
-        If fewer chunks are selected than the view may have, the latest chunks that were never scored are added. Such
-        chunks have left the window since the last scoring.
+        If fewer chunks are selected than the view may have, the latest chunks without scores are added. Before the
+        first scoring no chunk has scores; later the chunks that have left the window since the last scoring have none.
         """
         candidates, max_chunks = self.view.candidate_chunks(kv_len), self.view.num_chunks
         chunks = list(candidates)
