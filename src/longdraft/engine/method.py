@@ -93,11 +93,11 @@ class Method:
             return verifier_options | self.drafter_options
         drafter_options: dict[str, Option] = {}
         for m in self.drafter_choices.values():
-            for name, new in m.drafter_options.items():
-                previous = drafter_options.get(name, new)
-                if previous != new:  # the drafters disagree on this option, so the chosen drafter checks the value
-                    new = Option(name, aliases=(*previous.aliases, *new.aliases))
-                drafter_options[name] = new
+            for name, current in m.drafter_options.items():
+                previous = drafter_options.get(name, current)
+                if previous != current:  # the drafters disagree on this option, so the chosen drafter checks the value
+                    current = Option(name, aliases=(*previous.aliases, *current.aliases))
+                drafter_options[name] = current
         # verifier_options is first for the order in lists, and last to replace drafter options with an equal name.
         return verifier_options | declared(DrafterOption) | drafter_options | verifier_options
 

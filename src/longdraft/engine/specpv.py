@@ -38,7 +38,7 @@ from longdraft.views.view import DTYPES, View, check_multiples, parse_dtype
 
 @dataclass(frozen=True)
 class SpecPVOptions(Options):
-    """Options of the partial KV cache (section 3.2).
+    """Options of SpecPV's partial KV cache (section 3.2).
 
     Verifier and drafter share one set of options: ``sink`` and ``recent`` apply to both, ``block`` and ``selector`` to
     the verifier only. A :class:`View` has other names for three options: ``block`` is the chunk size, ``recent`` the
