@@ -171,7 +171,7 @@ class Engine:
             yield from self.step()
 
     def step(self) -> list[Step]:
-        """Runs either prefill chunks or a decoding round, in alternation. Returns a step for each sequence of it."""
+        """Runs either prefill chunks or a decoding round, by turns. Returns a step for each sequence that took part."""
         support.check_autocast(self.runner.device)
         with self.runner.lock, memory_checked():
             try:

@@ -94,7 +94,7 @@ class Session:
         return number
 
     def step(self) -> list[Step]:
-        """Runs either prefill chunks or a decoding round, in alternation. Returns a step for each request of it.
+        """Runs either prefill chunks or a decoding round, by turns. Returns a step for each request that took part.
 
         Raises:
             MemoryBudgetError: the memory does not hold the KV of even one request; nothing was decoded.

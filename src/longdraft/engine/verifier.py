@@ -101,7 +101,7 @@ class Verifier:
         return output.round_result(accepted)
 
     def release(self, sequence: Sequence) -> None:
-        """Called when a sequence has finished. The slot then keeps exact KV only."""
+        """Drops the approximate KV of a sequence that has finished, so the slot keeps only exact KV."""
 
 
 def verify_trees(

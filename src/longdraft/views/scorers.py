@@ -145,7 +145,7 @@ def score_chunks(name: str, reduction: str, queries: torch.Tensor, candidates: C
         name: one of ``SCORERS`` except "streaming".
         reduction: how scores of several tokens become one: "mean", "max", or "last" for only the newest token.
         queries: (Hq, M, d), after RoPE, the newest token last.
-        candidates: the chunks.
+        candidates: the chunks to score.
     """
     scorer = SCORERS[name]
     assert scorer is not None
