@@ -260,7 +260,7 @@ class DFlashDrafter(OnePassDrafter):
     def keys_values(self, sequence: Sequence, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns keys and values (layers, KV heads, T, head_dim) from the target's features at [start, end)."""
         c = self.bound.block.project_features(self.target_features(sequence.slot, start, end))
-        cos, sin = self.bound.rotary(self.cache.append_positions(sequence.slot, end - start))
+        cos, sin = self.bound.rotary(self.cache.positions_for_append(sequence.slot, end - start))
         kv: tuple[torch.Tensor, torch.Tensor] = self.bound.block.keys_values(c, c, cos, sin)
         return kv
 

@@ -26,8 +26,8 @@ class AcceptedPath:
     """The accepted path of a tree.
 
     Attributes:
-        nodes: accepted nodes, root first. Their KV entries are committed next.
-        token_ids: emitted tokens, one for each node. The last is the bonus token, which was not drafted.
+        nodes: the accepted nodes, root first. Their KV entries are committed next.
+        token_ids: the emitted tokens: the token of each accepted node after the root, then the bonus token.
     """
 
     nodes: tuple[int, ...]
@@ -37,52 +37,53 @@ class AcceptedPath:
 def sample_target_tokens(
     trees: Sequence[tuple[TokenTree, torch.Tensor, Sampler]], model: torch.nn.Module | None = None
 ) -> list[list[int] | None]:
-    """Computes the target's token at every node of several trees. Tokens and a check for NaN take one copy to the host.
+    """Computes the target's token at every node of several trees, with one copy from the device to the host.
 
     Args:
-        trees: for each sequence (tree, logits, sampler), as in :func:`accept_path`.
-        model: the target, whose name the error contains.
+        trees: a triple (tree, logits, sampler) for each sequence, as in :func:`accept_path`.
+        model: the target. The error message names it.
 
     Returns:
-        For each tree the target's token at each node; None if tokens depend on more than a node's logits, for example
-        if processors read the context.
+        For each tree, the target's token at each node; None for a tree if :meth:`Sampler.sample_nodes` returns None,
+        for example because a processor reads the context.
 
     Raises:
         NumericalError: a node's logits are NaN.
     """
     tokens: list[torch.Tensor | None] = []
-    has_nan: list[torch.Tensor] = []
+    nan_flags: list[torch.Tensor] = []
     for tree, padded_logits, sampler in trees:
         logits = padded_logits[: tree.size]
-        # The maximum is NaN if any logit is NaN. A row of -inf alone (a fully masked vocabulary) is allowed.
+        # The maximum is NaN if any logit is NaN. A row in which all logits are -inf (all tokens masked) is allowed.
         row_max, argmax = logits.max(-1)
-        has_nan.append(row_max.isnan().any())
+        nan_flags.append(row_max.isnan().any())
         tokens.append(argmax if sampler.is_argmax else sampler.sample_nodes(logits, tree.depths))
-    host_values = torch.cat([torch.stack(has_nan).long(), *(x for x in tokens if x is not None)]).tolist()
+    host_values = torch.cat([torch.stack(nan_flags).long(), *(t for t in tokens if t is not None)]).tolist()
     if any(host_values[: len(trees)]):
         raise nan_logits_error(model)
-    node_tokens = iter(host_values[len(trees) :])
-    return [None if x is None else list(islice(node_tokens, len(x))) for x in tokens]
+    all_tokens = iter(host_values[len(trees) :])
+    return [None if t is None else list(islice(all_tokens, len(t))) for t in tokens]
 
 
 def accept_path(
     tree: TokenTree,
     logits: torch.Tensor,
     sampler: Sampler,
-    get_context: Callable[[], torch.Tensor],
+    get_prefix: Callable[[], torch.Tensor],
     should_stop: Callable[[int], bool] = lambda token: False,
     target_tokens: Sequence[int] | None = None,
 ) -> AcceptedPath:
-    """Walks down the tree as far as the target's tokens are in it.
+    """Walks down ``tree`` as long as the target's next token is a child, and returns the accepted path.
 
     Args:
-        logits: (at least tree.size, vocabulary) raw target logits of the nodes, then of padding; none is NaN.
+        tree: the verified tree.
+        logits: (at least tree.size, vocabulary) raw target logits of the nodes, then of padding. No logit is NaN.
         sampler: processes the logits, and takes the argmax or samples.
-        get_context: returns the (n,) token ids up to and including the root; called only if processors need it.
-        should_stop: called with each emitted token in order; True ends the walk, so nothing is sampled after an EOS.
-        target_tokens: the target's token at each node, from :func:`sample_target_tokens`; None: sample on the way.
+        get_prefix: returns the token ids (n,) from the prompt to the root. Called only if there are processors.
+        should_stop: called with each emitted token, in order. True ends the walk, so nothing is sampled after an EOS.
+        target_tokens: the target's token at each node, from :func:`sample_target_tokens`; None: sample during the walk.
     """
-    prefix = None if target_tokens is not None or not len(sampler.processors) else get_context()
+    prefix = None if target_tokens is not None or not len(sampler.processors) else get_prefix()
     no_ids = torch.empty(0, **CPU_INT64)
     node, path, tokens = 0, [0], list[int]()
     while True:
@@ -98,5 +99,5 @@ def accept_path(
         node = child
         path.append(node)
     if target_tokens is not None and not sampler.greedy:
-        sampler.noise.advance(len(tokens))  # target_tokens were sampled with noise that was only peeked at
+        sampler.noise.advance(len(tokens))  # target_tokens were sampled with SampleNoise.peek, which uses up nothing
     return AcceptedPath(tuple(path), tuple(tokens))

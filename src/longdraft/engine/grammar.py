@@ -1,6 +1,6 @@
 """Drafting under a grammar: forced tokens are drafted without cost (jump-forward), forbidden ones are not verified.
 
-At keys, punctuation and constants a JSON schema allows only one continuation. These forced tokens are added to the
+A JSON schema allows only one continuation at keys, punctuation and constants. These forced tokens are added to the
 tree of any drafter, and the tree is verified as usual. The output equals that of plain decoding with the grammar.
 """
 
@@ -14,8 +14,8 @@ from typing import Any, Protocol, runtime_checkable
 from longdraft.engine.sequence import Sequence
 from longdraft.trees.tree import NodeLimit, TokenTree
 
-# Draft probability assumed for a token that the grammar suggests but does not force, for pruning and planning.
-SUGGESTED_PROBABILITY = 0.9
+# Pruning and planning assume this draft probability for a token of Grammar.likely_tokens that no drafter proposed.
+LIKELY_TOKEN_PROBABILITY = 0.9
 
 
 @runtime_checkable
@@ -26,26 +26,22 @@ class Grammar(Protocol):
         """Advances the state to the end of ``output``, the sequence's tokens after the prompt."""
 
     def forced_tokens(self) -> list[int]:
-        """Returns the next tokens, up to the first place where several are allowed."""
+        """Returns the next tokens as far as the grammar allows only one; empty if it allows several next tokens."""
 
     def likely_tokens(self) -> list[int]:
-        """Returns likely next tokens where several are allowed; may be empty."""
+        """Returns likely next tokens where the grammar allows several; may be empty."""
 
     def accept_token(self, token: int) -> bool:
-        """Advances by a token. Returns False, and stays, if the token is forbidden or ends the output."""
+        """Advances by ``token``. Returns False without advancing if the token is forbidden or ends the output."""
 
     def rollback(self, count: int) -> None:
         """Undoes the last ``count`` calls of :meth:`accept_token`."""
 
 
 def fit_to_grammar(tree: TokenTree, sequence: Sequence, max_nodes: int) -> TokenTree:
-    """Fits a sequence's drafted tree to its grammar, if it has one.
+    """Adds the forced tokens of a sequence's grammar to the drafted tree, and drops forbidden nodes.
 
-    Args:
-        max_nodes: most drafted nodes.
-
-    Returns:
-        The tree with the grammar's forced tokens at its nodes, and without forbidden ones.
+    Returns the best ``max_nodes`` drafted nodes of the new tree; ``tree`` itself if the sequence has no grammar.
     """
     grammar = next((p for p in sequence.sampler.processors if isinstance(p, Grammar)), None)
     if grammar is None or max_nodes < 1 or sequence.finish_reason is not None:
@@ -58,18 +54,24 @@ def fit_to_grammar(tree: TokenTree, sequence: Sequence, max_nodes: int) -> Token
     return TokenTree(tokens, parents, logprobs, lookup_nodes, forced_nodes).keep_best(max_nodes)
 
 
-def count_forced_tokens(limit: NodeLimit, max_nodes: int) -> NodeLimit:
-    """Returns ``limit`` with forced tokens added to the trees by which it selects the sequences to draft for."""
+def with_forced_tokens(limit: NodeLimit, max_nodes: int) -> NodeLimit:
+    """Returns a copy of ``limit`` whose ``select_sequences`` first adds the forced tokens to each tree."""
 
     def select_sequences(sequences: list[Any], trees: list[TokenTree]) -> list[Any]:
-        fitted = [fit_to_grammar(tree, s, max_nodes) for s, tree in zip(sequences, trees, strict=True)]
-        return limit.select_sequences(sequences, fitted)
+        fitted_trees = [fit_to_grammar(tree, s, max_nodes) for s, tree in zip(sequences, trees, strict=True)]
+        return limit.select_sequences(sequences, fitted_trees)
 
     return replace(limit, select_sequences=select_sequences)
 
 
 class _GrammarTree:
-    """Builds the fitted tree. ``nodes`` has (token, parent, logprob) of each node, parents first."""
+    """Builds the fitted tree.
+
+    Attributes:
+        nodes: (token, parent, logprob) of each node, parents first.
+        lookup_nodes: nodes that a suffix lookup proposed.
+        forced_nodes: nodes with a forced token.
+    """
 
     def __init__(self, drafted: TokenTree, grammar: Grammar, max_nodes: int) -> None:
         self.drafted, self.grammar, self.max_nodes = drafted, grammar, max_nodes
@@ -77,30 +79,28 @@ class _GrammarTree:
         self.lookup_nodes, self.forced_nodes = set[int](), set[int]()
 
     def grow(self, fitted_node: int, drafted_node: int | None) -> None:
-        """Adds the continuations of a node. The grammar state is after this node, before and after the call.
+        """Adds the nodes below ``fitted_node``. The caller has advanced the grammar to this node; the call restores it.
 
-        Args:
-            fitted_node: the node in the fitted tree.
-            drafted_node: the node in the drafted tree; None if it was not drafted.
+        ``drafted_node`` is the node of the drafted tree with the same path; None if that path was not drafted.
         """
         if len(self.nodes) >= self.drafted.size + self.max_nodes:
-            return  # bounds the work; keep_best chooses among these nodes
-        num_accepted = 0
+            return  # every drafted node and max_nodes more: enough for keep_best to choose from
+        num_advanced = 0
         for token in self.grammar.forced_tokens()[: self.max_nodes]:
             drafted_node = None if drafted_node is None else self.drafted.child(drafted_node, token)
             fitted_node = self._add(token, fitted_node, drafted_node, forced=True)
-            if not self.grammar.accept_token(token):  # the output ends here
+            if not self.grammar.accept_token(token):  # the token ends the output
                 break
-            num_accepted += 1
-        else:  # the output has not ended: continue behind the forced tokens
-            if num_accepted:
+            num_advanced += 1
+        else:  # the output has not ended: continue after the forced tokens
+            if num_advanced:
                 self.grow(fitted_node, drafted_node)
             else:
                 self._add_branches(fitted_node, drafted_node)
-        self.grammar.rollback(num_accepted)
+        self.grammar.rollback(num_advanced)
 
     def _add_branches(self, fitted_node: int, drafted_node: int | None) -> None:
-        """Adds drafted children that the grammar allows, and likely tokens."""
+        """Adds the drafted children that the grammar allows, and the likely tokens."""
         children = {} if drafted_node is None else self.drafted.children(drafted_node)
         for token in dict.fromkeys([*children, *self.grammar.likely_tokens()]):
             if self.grammar.accept_token(token):
@@ -109,7 +109,8 @@ class _GrammarTree:
                 self.grammar.rollback(1)
 
     def _add(self, token: int, parent: int, drafted_node: int | None, forced: bool = False) -> int:
-        fitted_node, logprob = len(self.nodes), log(SUGGESTED_PROBABILITY)
+        """Adds a node, and returns its index. A forced token has probability 1, so logprob 0."""
+        fitted_node, logprob = len(self.nodes), log(LIKELY_TOKEN_PROBABILITY)
         if forced:
             self.forced_nodes.add(fitted_node)
             logprob = 0.0

@@ -1,7 +1,7 @@
-"""Logits processors of one batch, copied for each sequence, because the sequences advance independently.
+"""Copies the logits processors of a batch for each sequence, because the sequences advance independently.
 
-transformers calls a processor once a step with the whole batch. Here a processor gets (1, n) ids and (1, vocabulary)
-scores of one sequence, once for each emitted token, in order.
+transformers calls a processor with the whole batch, once a step. longdraft calls a processor with the ids (1, n) and
+the scores (1, vocabulary) of one sequence, once for each emitted token, in order.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from transformers.generation import logits_process as transformers_processors
 
 from longdraft.errors import CapabilityError
 
-# Processors that hold state of all sequences of a batch -> the argument of ``generate`` that makes the processor.
+# Name of a processor class that holds state of all sequences of a batch -> the argument of ``generate`` that makes it.
 _BATCH_PROCESSORS = {
     "EncoderRepetitionPenaltyLogitsProcessor": "encoder_repetition_penalty",
     "EncoderNoRepeatNGramLogitsProcessor": "encoder_no_repeat_ngram_size",
     "PrefixConstrainedLogitsProcessor": "prefix_allowed_tokens_fn",
     "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
 }
-# top-p rarely keeps tokens below this probability, and few tokens of a distribution are above, so sorting is cheap.
+# Few tokens have at least this probability, so sorting these tokens is cheap. top-p rarely keeps a less likely token.
 _MIN_PROBABILITY = 1e-5
 
 
@@ -53,7 +53,7 @@ def copy_processors(processors: Iterable[Any]) -> LogitsProcessorList:
 
 
 def processors_for_sequence(processors: Iterable[Any], sequence_index: int, num_sequences: int) -> LogitsProcessorList:
-    """Returns the processors of one sequence of a batch; for a batch of one, the processors themselves.
+    """Returns the processors for sequence ``sequence_index`` of a batch of ``num_sequences``, copied unless that is 1.
 
     Raises:
         CapabilityError: a processor works on a whole batch only.
@@ -69,16 +69,16 @@ def _for_sequence(processor: Any, sequence_index: int, num_sequences: int) -> An
     if is_transformers and name == "ClassifierFreeGuidanceLogitsProcessor":
         raise CapabilityError(
             f"longdraft calls logits processors with one row, and {name} needs the logits of two forwards: "
-            "use guidance_scale= instead, whose processor needs one."
+            "use guidance_scale= instead."
         )
     if num_sequences == 1:
         return processor
-    # transformers' repetition penalty holds a tensor with the length of padding of each sequence.
+    # transformers' repetition penalty has a tensor with the padding length of each sequence.
     padding_lens = x if isinstance(x := getattr(processor, "prompt_ignore_length", None), torch.Tensor) else None
-    has_other_size = padding_lens is not None and padding_lens.shape[0] != num_sequences
-    is_per_batch = has_other_size or name in _BATCH_PROCESSORS or getattr(processor, "state", None) is not None
-    grammars = getattr(processor, "compiled_grammars", ())  # xgrammar: one for the batch, or one a sequence
-    if (is_transformers and is_per_batch) or len(grammars) not in (0, 1, num_sequences):
+    is_of_other_batch = padding_lens is not None and padding_lens.shape[0] != num_sequences
+    needs_whole_batch = is_of_other_batch or name in _BATCH_PROCESSORS or getattr(processor, "state", None) is not None
+    grammars = getattr(processor, "compiled_grammars", ())  # of xgrammar: one for the batch, or one for each sequence
+    if (is_transformers and needs_whole_batch) or len(grammars) not in (0, 1, num_sequences):
         raise CapabilityError(
             f"longdraft calls logits processors with one row, and this {name} is made for another batch, or for all "
             f"{num_sequences} rows of this one: give one prompt at a time, or leave "

@@ -1,6 +1,6 @@
-"""A method: a drafter, a verifier and their options, under a name. :mod:`longdraft.methods` has the catalogue.
+"""A method: a drafter, a verifier and their options, under a name.
 
-Each method is one entry, registered in the file of its drafter (SpecPV in :mod:`longdraft.engine.specpv`).
+The file of each drafter registers the methods with this drafter (:mod:`longdraft.engine.specpv` registers SpecPV).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from longdraft.options import Option, Options, checked, declared, method_in, opt
 
 @dataclass(frozen=True)
 class LookupOptions(Options):
-    """Options of suffix lookup, which proposes tokens in addition to a draft model."""
+    """Options of a suffix lookup that proposes tokens in addition to a draft model."""
 
     lookup: bool = option(False, help="also propose tokens by suffix lookup")
     earlier: int = option(0, min=0, help="how many tokens of earlier requests that lookup searches")
@@ -26,7 +26,7 @@ class LookupOptions(Options):
 
 @dataclass(frozen=True)
 class DrafterOption(Options):
-    """The option ``drafter`` of methods that work with any drafter."""
+    """The option ``drafter`` of methods without a drafter of their own: the name of another method."""
 
     drafter: str | None = option(help="method whose drafter it takes", usual="the first whose weights are available")
 
@@ -37,14 +37,14 @@ class Method:
 
     Attributes:
         name: the name by which users choose the method.
-        drafter: builds the drafter from keyword options, with ``draft`` if it needs trained weights; None: the method
-            has an option ``drafter``, the name of another method whose drafter is used.
+        drafter: function that builds the drafter from keyword options, and from the folder ``draft`` if the drafter
+            needs trained weights; None: the option ``drafter`` names another method, and that method's drafter is used.
         summary: what the method does, in the list of methods.
-        paper: the paper's citation in that list.
+        paper: the paper's citation, in the list of methods.
         draft_kind: name of the :class:`~longdraft.drafts.kinds.Kind` of trained draft; None: no draft is needed.
-        verifier: builds the verifier from keyword options.
-        accepts_lookup: the method accepts ``lookup=true``. Methods with a trained draft always do.
-        is_worthwhile: whether planned rounds are faster with the method on a target; asked of default methods only.
+        verifier: function that builds the verifier from keyword options.
+        accepts_lookup: True if the method accepts ``lookup=true``. Methods with a trained draft always accept it.
+        is_worthwhile: returns whether the method speeds up a target; called only for the methods of DEFAULT_METHODS.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Method:
 
     @cached_property
     def exact(self) -> bool:
-        """True if greedy tokens and the sampling distribution are those of plain decoding."""
+        """True if greedy tokens and the sampling distribution equal those of plain decoding."""
         return self.verifier().exact
 
     @property
@@ -69,7 +69,7 @@ class Method:
 
     @property
     def drafter_options(self) -> dict[str, Option]:
-        """The options of the drafter."""
+        """The options of the method's own drafter; empty without one."""
         options = {} if self.drafter is None else options_of(self.drafter)
         return options | declared(LookupOptions) if self.needs_draft or self.accepts_lookup else options
 
@@ -80,9 +80,10 @@ class Method:
 
     @property
     def drafter_choices(self) -> dict[str, Method]:
-        """The methods that the option ``drafter`` accepts: default drafters, and a method for each kind of draft."""
-        trained = (m.name for m in METHODS.values() if m.needs_draft and m.name == m.draft_kind)
-        return {name: METHODS[name] for name in dict.fromkeys([*DEFAULT_DRAFTERS, *trained]) if name in METHODS}
+        """The methods that the option ``drafter`` accepts: default drafters, and one method for each kind of draft."""
+        # The main method of a kind of draft has the name of the kind.
+        trained_names = (m.name for m in METHODS.values() if m.needs_draft and m.name == m.draft_kind)
+        return {name: METHODS[name] for name in dict.fromkeys([*DEFAULT_DRAFTERS, *trained_names]) if name in METHODS}
 
     @property
     def options(self) -> dict[str, Option]:
@@ -92,21 +93,21 @@ class Method:
             return verifier_options | self.drafter_options
         drafter_options: dict[str, Option] = {}
         for m in self.drafter_choices.values():
-            for name, new in m.drafter_options.items():
-                previous = drafter_options.get(name, new)
-                if previous != new:  # two drafters differ in this option: the chosen drafter checks its value
-                    new = Option(name, aliases=(*previous.aliases, *new.aliases))
-                drafter_options[name] = new
-        # The verifier's options are first in the order, and replace drafters' options of equal names, such as `recent`.
+            for name, current in m.drafter_options.items():
+                previous = drafter_options.get(name, current)
+                if previous != current:  # the drafters disagree on this option, so the chosen drafter checks the value
+                    current = Option(name, aliases=(*previous.aliases, *current.aliases))
+                drafter_options[name] = current
+        # verifier_options is first for the order in lists, and last to replace drafter options with an equal name.
         return verifier_options | declared(DrafterOption) | drafter_options | verifier_options
 
     @property
     def takes_draft(self) -> bool:
-        """True if the method accepts a draft folder, perhaps for the drafter that a user chooses."""
+        """True if the method accepts a draft folder: for its own drafter, or for the drafter that the user chooses."""
         return "draft" in self.options
 
     def check_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Checks options, and returns them under their official names.
+        """Checks options, and returns a dict from their official names to the values.
 
         Raises:
             ValueError: the method has no such option, or the option does not accept the value.
@@ -114,18 +115,18 @@ class Method:
         return checked(f"Method {self.name}", options, self.options)
 
 
-# Drafters for methods with an option ``drafter``, in order of preference. The first with available weights is used.
+# The drafters that the option ``drafter`` stands for by default. The first one with available weights is used.
 DEFAULT_DRAFTERS = (
     "eagle3", "longspec", "onepass", "eagle", "small-lm", "heads", "prompt-lookup", "self", "triforce", "ar",
 )  # fmt: skip
-# Default methods. The first that accepts the user's options and is worthwhile on the target is used.
+# Without a method, the first of these that accepts the user's options and is worthwhile on the target is used.
 DEFAULT_METHODS = ("self", "longspec", "prompt-lookup")
 
 METHODS: dict[str, Method] = {}
 
 
 def register(method: Method) -> Method:
-    """Adds a method to the catalogue. It replaces a method of the same name."""
+    """Adds a method to the catalogue, in place of an earlier method of the same name. Returns the method."""
     METHODS[method.name] = method
     return method
 

@@ -14,11 +14,11 @@ from longdraft.options import listed, suggestion, whole_number
 
 Prompt = str | list[int]
 
-# Fields of a request that are used in place of a Sampling object.
+# Fields of a request that replace a Sampling object.
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "repetition_window")
-# Without effect on greedy decoding.
+# Fields that do not change greedy decoding.
 _FILTER_FIELDS = ("top_k", "top_p", "min_p")
-_SEED_RANGE = -(2**63), 2**64 - 1  # of torch.Generator.manual_seed
+_SEED_RANGE = -(2**63), 2**64 - 1  # the seeds that torch.Generator.manual_seed accepts
 _CHAT_MESSAGE = (
     "A list of chat messages is no prompt: give the token ids that tokenizer.apply_chat_template(messages, "
     "add_generation_prompt=True, return_dict=False) returns."
@@ -31,13 +31,13 @@ class Request:
 
     Attributes:
         prompt: a string, or token ids.
-        max_new_tokens: most emitted tokens.
-        sampling: all sampling settings in one object; None: taken from ``temperature`` and the fields behind it.
+        max_new_tokens: maximum number of emitted tokens.
+        sampling: all sampling settings in one object; None: the settings are ``temperature`` and the fields after it.
         seed: fixes the random numbers, so the output is the same for any method and batch; None: a random seed.
-        processors: logits processors with transformers' interface, applied before those of ``sampling``. One with state
-            can serve one request only.
-        eos_token_ids: tokens that end the output; None: the model's EOS tokens; an empty list: no token does.
-        stop: string or strings that end the output, and are cut from it; None or empty: no string does.
+        processors: logits processors with transformers' interface, applied before the processors of ``sampling``. A
+            processor with state can serve only one request.
+        eos_token_ids: tokens that end the output; None: the model's EOS tokens; an empty list: no token ends it.
+        stop: string or strings that end the output, and are cut from it; None or empty: no string ends it.
         chat: whether to wrap a string in the tokenizer's chat template, if the tokenizer has one.
         temperature, top_k, top_p, min_p, repetition_penalty, repetition_window: as in :class:`~longdraft.Sampling`.
         tenant: the user who sent the request. With ``earlier=N``, lookups search requests of this tenant only.
@@ -76,20 +76,21 @@ class Request:
         wrong = [p for p in _list_argument("processors", self.processors) if not callable(p)]
         if wrong:
             raise RequestError(f"processors must be a list of callable logits processors, got {wrong[0]!r}")
-        no_fields: dict[str, Any] = dict.fromkeys(SAMPLING_FIELDS)
+        unset_fields: dict[str, Any] = dict.fromkeys(SAMPLING_FIELDS)
         return replace(
             self,
             prompt=normalize_prompt(self.prompt),
             max_new_tokens=whole_number("max_new_tokens", self.max_new_tokens, 1),
-            sampling=self._sampling(),
+            sampling=self._merge_sampling(),
             seed=None if self.seed is None else whole_number("seed", self.seed, *_SEED_RANGE),
             eos_token_ids=_normalize_ids("eos_token_ids", self.eos_token_ids),
             stop=normalize_stop(self.stop),
             predicted=_normalize_ids("predicted", self.predicted) or [],
-            **no_fields,
+            **unset_fields,
         )
 
-    def _sampling(self) -> Sampling:
+    def _merge_sampling(self) -> Sampling:
+        """Returns ``sampling``, or makes it from the fields in its place."""
         fields = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         if self.sampling is None:
             sampling = Sampling(**fields)
@@ -110,7 +111,7 @@ class Request:
 
 
 class RequestSettings(TypedDict, total=False):
-    """Fields of a :class:`Request` that methods with several prompts accept as keywords."""
+    """The keywords of methods that accept several prompts. Each is a field of :class:`Request`."""
 
     max_new_tokens: int
     sampling: Sampling | None
@@ -127,21 +128,21 @@ class RequestSettings(TypedDict, total=False):
 
 
 def make_requests(prompts: object, settings: RequestSettings) -> list[Request]:
-    """Makes a request of each prompt.
+    """Makes a checked request of each prompt.
 
     Args:
         prompts: one prompt or several, as in :meth:`longdraft.Speculator.stream`.
-        settings: of the prompts that are not :class:`Request` objects. Prompt i gets seed + i.
+        settings: settings for prompts that are not :class:`Request` objects. Prompt i gets the seed ``seed + i``.
 
     Raises:
-        PromptError: there are no prompts, or one is neither a string, token ids nor a request.
+        PromptError: there are no prompts, or a prompt is neither a string, token ids nor a request.
         RequestError: a setting has a wrong value; ArgumentError: a setting does not exist.
     """
     allowed = RequestSettings.__annotations__
     for name in settings:
         if name not in allowed:
             raise ArgumentError(f"There is no setting {name}: {suggestion(name, allowed) or listed(allowed)}")
-    is_single = isinstance(prompts, str | Request) or _is_ids(prompts := _to_list(prompts))
+    is_single = isinstance(prompts, str | Request) or _are_token_ids(prompts := _to_list(prompts))
     prompt_list = [prompts] if is_single else cast("list[Any]", prompts)
     if not prompt_list:
         raise PromptError("There is no prompt. Give a string or token ids, or a list with at least one of them.")
@@ -160,30 +161,22 @@ def make_requests(prompts: object, settings: RequestSettings) -> list[Request]:
 
 
 def normalize_prompt(value: object) -> Prompt:
-    """Returns a string unchanged, and token ids as a list.
-
-    Raises:
-        PromptError: the value is neither.
-    """
+    """Returns a string unchanged, and token ids as a list; raises PromptError for any other value."""
     if isinstance(value, str):
         return value
     token_ids = _to_list(value)
     if not token_ids:
         raise PromptError("The prompt is empty. Give at least one token.")
-    if _is_ids(token_ids):
+    if _are_token_ids(token_ids):
         return [int(token) for token in token_ids]
-    wrong = next(token for token in token_ids if not _is_id(token))
+    wrong = next(token for token in token_ids if not _is_token_id(token))
     if isinstance(wrong, Mapping):
         raise PromptError(_CHAT_MESSAGE)
     raise PromptError(f"A prompt is a string or a list of token ids, which are whole numbers: not {_describe(wrong)}.")
 
 
 def normalize_stop(value: object) -> tuple[str, ...]:
-    """Returns stop strings as a tuple.
-
-    Raises:
-        RequestError: a stop string is not a string, or is empty and would end every output at once.
-    """
+    """Returns stop strings as a tuple; raises RequestError if one is not a string, or is empty."""
     stops = (value,) if isinstance(value, str) else tuple(_list_argument("stop", () if value is None else value))
     for stop in stops:
         if not isinstance(stop, str):
@@ -208,19 +201,19 @@ def _to_list(value: object) -> list[Any]:
     return list(value)
 
 
-def _is_id(value: object) -> bool:
+def _is_token_id(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _is_ids(values: list[Any]) -> bool:
-    """True if the list is one prompt's token ids, not a list of prompts."""
-    return bool(values) and all(map(_is_id, values))
+def _are_token_ids(values: list[Any]) -> bool:
+    """Returns True if the list is the token ids of one prompt, not a list of prompts."""
+    return bool(values) and all(map(_is_token_id, values))
 
 
 def _normalize_ids(name: str, value: object) -> list[int] | None:
     if value is None:
         return None
-    return [whole_number(name, token, 0) for token in ([value] if _is_id(value) else _list_argument(name, value))]
+    return [whole_number(name, token, 0) for token in ([value] if _is_token_id(value) else _list_argument(name, value))]
 
 
 def _list_argument(name: str, value: object) -> list[Any]:

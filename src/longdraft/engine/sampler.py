@@ -22,52 +22,53 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from longdraft.engine import logits_processors as logits_processors
+from longdraft.engine import logits_processors
 from longdraft.errors import RequestError
 from longdraft.options import check_number, whole_number
 
 # (token ids (1, n), scores (1, vocabulary)) -> scores: the interface of transformers' LogitsProcessor.
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-# Processors that ignore the context. On a draft's top k alone they give nearly the result on the vocabulary.
+# Processors that ignore the context. So a draft's top k tokens can be processed without the rest of the vocabulary.
 _CONTEXT_FREE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-_MIN_NOISE = 1e-30  # in place of noise of 0, whose logarithm is -inf
+_MIN_NOISE = 1e-30  # replaces noise of 0, whose logarithm is -inf
 
 
 class SampleNoise:
-    """The random numbers of one sequence's samples: one exponential e for each token of the vocabulary.
+    """The noise of one sequence's samples: for each sample, an exponential random number e for each vocabulary token.
 
-    A sample of p is the argmax of p / e, or of log p - log e (the Gumbel-max trick). A drafter that subtracts log e of
-    future samples from its logprobs mostly finds the sampled token (Daliri et al. 2024, arXiv:2408.07978).
+    A sample of p is the argmax of p / e, or of log p - log e (the Gumbel-max trick). A drafter that knows e of a future
+    sample subtracts log e from its logprobs, and mostly predicts the sample (Daliri et al. 2024, arXiv:2408.07978).
 
     Args:
-        generator: gives the numbers, and nothing else draws from it meanwhile; None: torch's global generator, from
-            which noise cannot be drawn ahead.
-        is_predictable: whether drafters may see the noise of future samples.
+        generator: draws this sequence's numbers alone; None: torch's global generator, whose future numbers are not
+            known, because other code draws from it too.
+        is_predictable: whether drafters may read the noise of future samples.
     """
 
     def __init__(self, generator: torch.Generator | None, is_predictable: bool = True) -> None:
         self._generator, self._is_predictable = generator, is_predictable and generator is not None
-        # For each future sample (the generator's state before it was drawn, noise).
+        # For each future sample: (the generator's state before the noise was drawn, the noise).
         self._drawn_ahead: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
-        self._last_probabilities: torch.Tensor | None = None
+        self._noise_template: torch.Tensor | None = None  # the last probabilities; noise has their shape and device
 
     def sample(self, probabilities: torch.Tensor) -> int:
         """Samples a token of the distribution ``probabilities`` (vocabulary,)."""
-        self._last_probabilities = probabilities
+        self._noise_template = probabilities
         noise = self._drawn_ahead.popleft()[1] if self._drawn_ahead else self._draw(probabilities)
         return int((probabilities / noise).argmax())
 
-    def peek(self, count: int) -> torch.Tensor | None:
-        """Returns the noise (vocabulary,) of a future sample, ``count`` samples from now; None if unpredictable."""
-        if not self._is_predictable or self._last_probabilities is None or self._generator is None:
+    def peek(self, num_before: int) -> torch.Tensor | None:
+        """Returns the noise (vocabulary,) of the sample after the next ``num_before`` samples, without using it up;
+        None if the noise is not predictable, or nothing has been sampled yet."""
+        if not self._is_predictable or self._noise_template is None or self._generator is None:
             return None
-        while len(self._drawn_ahead) <= count:
-            self._drawn_ahead.append((self._generator.get_state(), self._draw(self._last_probabilities)))
-        return self._drawn_ahead[count][1]
+        while len(self._drawn_ahead) <= num_before:
+            self._drawn_ahead.append((self._generator.get_state(), self._draw(self._noise_template)))
+        return self._drawn_ahead[num_before][1]
 
-    def advance(self, count: int) -> None:
-        """Uses up the noise of ``count`` samples that the caller computed with :meth:`peek`."""
-        for _ in range(count):
+    def advance(self, num_samples: int) -> None:
+        """Uses up the noise of the next ``num_samples`` samples, which the caller drew with noise from :meth:`peek`."""
+        for _ in range(num_samples):
             self._drawn_ahead.popleft()
 
     def restore_generator(self) -> None:
@@ -77,22 +78,24 @@ class SampleNoise:
             self._drawn_ahead.clear()
 
     def fork_for_draft(self) -> SampleNoise:
-        """Returns an independent copy with this future noise, or with different noise if it is not predictable."""
+        """Returns an independent copy that will draw the same noise; other noise if this noise is not predictable."""
         device = torch.device("cpu") if self._generator is None else self._generator.device
         generator = torch.Generator(device)
         if self._generator is not None and not self._is_predictable:
-            return SampleNoise(generator.manual_seed(self._generator.initial_seed() ^ 1), is_predictable=False)
+            other_seed = self._generator.initial_seed() ^ 1
+            return SampleNoise(generator.manual_seed(other_seed), is_predictable=False)
         generator.set_state(torch.get_rng_state() if self._generator is None else self._generator.get_state())
         forked = SampleNoise(generator)
-        forked._drawn_ahead, forked._last_probabilities = self._drawn_ahead.copy(), self._last_probabilities
+        forked._drawn_ahead, forked._noise_template = self._drawn_ahead.copy(), self._noise_template
         return forked
 
     def _draw(self, template: torch.Tensor) -> torch.Tensor:
+        """Draws noise with the shape, dtype and device of ``template``."""
         return torch.empty_like(template).exponential_(1, generator=self._generator)
 
 
 class WindowedRepetitionPenalty(LogitsProcessor):
-    """transformers' repetition penalty on the last ``window`` tokens alone (TokenSwift's contextual penalty)."""
+    """Applies transformers' repetition penalty to only the last ``window`` tokens (TokenSwift's contextual penalty)."""
 
     def __init__(self, penalty: float, window: int) -> None:
         self._penalty, self._window = RepetitionPenaltyLogitsProcessor(penalty), window
@@ -102,6 +105,7 @@ class WindowedRepetitionPenalty(LogitsProcessor):
         return penalized
 
 
+# Setting -> (whether a value is allowed, the allowed range as the error message says it).
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "temperature": (lambda x: x >= 0, "at least 0"),
     "top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
@@ -120,8 +124,8 @@ class Sampling:
         top_p: sample from the smallest set of tokens with this total probability, above 0 and at most 1.
         min_p: sample from tokens with at least this fraction of the highest probability, 0 to 1.
         repetition_penalty: above 1 makes tokens of the context less likely, below 1 more likely.
-        repetition_window: last tokens of the context that the penalty applies to; None: all.
-        foresee: whether drafters see the random numbers of future samples; False makes drafts worse, not outputs.
+        repetition_window: number of the context's last tokens that the penalty applies to; None: all tokens.
+        foresee: whether drafters may read the random numbers of future samples. False makes only the drafts worse.
 
     Raises:
         RequestError: a value has a wrong type or is out of range.
@@ -150,10 +154,11 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
+        """True if decoding takes the most probable token instead of sampling."""
         return self.temperature == 0
 
     def processors(self, first: Iterable[Processor] = ()) -> LogitsProcessorList:
-        """Returns the processors ``first``, then those of the settings in the order of ``generate``."""
+        """Returns the processors in ``first``, then the processors of these settings, in the order of ``generate``."""
         processors = LogitsProcessorList(first)
         if self.repetition_penalty is not None and self.repetition_penalty != 1.0:
             if self.repetition_window is None:
@@ -175,7 +180,7 @@ class Sampling:
 
 @runtime_checkable
 class PromptLogitsReader(Protocol):
-    """A logits processor that also gets the prompt's logits, so no cached prefix of the prompt is reused."""
+    """A logits processor that also reads the prompt's logits. So all of the prompt is computed, and no KV is reused."""
 
     def prompt_logits(self, start: int, logits: torch.Tensor) -> None:
         """Called with the raw logits (tokens, vocabulary) of a chunk of the prompt that begins at token ``start``."""
@@ -189,9 +194,9 @@ class Sampler:
     plain decoding, and a seed gives equal outputs for any draft.
 
     Attributes:
-        greedy: take the most probable token instead of sampling.
-        processors: applied to the logits before a token is chosen.
-        noise: the random numbers, by default of torch's global generator.
+        greedy: True takes the most probable token instead of sampling.
+        processors: the processors that change the logits before a token is chosen.
+        noise: the random numbers of the samples; by default from torch's global generator.
     """
 
     greedy: bool
@@ -200,40 +205,38 @@ class Sampler:
 
     @property
     def prompt_logits_reader(self) -> PromptLogitsReader | None:
-        """The first processor that needs the prompt's logits."""
+        """The first processor that reads the prompt's logits; None if no processor does."""
         return next((p for p in self.processors if isinstance(p, PromptLogitsReader)), None)
 
     @property
     def is_argmax(self) -> bool:
-        """True if the token of a node is the argmax of its logits, for any path."""
+        """True if the target's token is the argmax of the raw logits: greedy decoding without processors."""
         return self.greedy and len(self.processors) == 0
 
     @property
     def is_noise_known(self) -> bool:
-        """True if tokens are sampled, and the noise of future samples is known."""
+        """True if tokens are sampled, and :meth:`SampleNoise.peek` returns the noise of future samples."""
         return not self.greedy and self.noise.peek(0) is not None
 
     def fork_for_draft(self) -> Sampler:
-        """Returns a copy with this sampler's future noise. Using the copy does not change this sampler.
-
-        Given equal logits, both sample equal tokens; given similar logits, mostly equal ones.
-        """
+        """Returns an independent copy that will draw the same noise: equal tokens for equal logits, and mostly equal
+        tokens for similar logits. See :meth:`SampleNoise.fork_for_draft`."""
         if self.greedy:
             return Sampler(True, logits_processors.copy_processors(self.processors))
         return Sampler(False, logits_processors.copy_processors(self.processors), self.noise.fork_for_draft())
 
-    def gumbel_coupled_logprobs(self, count: int, logprobs: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    def gumbel_coupled_logprobs(self, num_before: int, logprobs: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """Adds the noise of a future sample to a draft's top-k logprobs, to predict the sampled token.
 
         Args:
-            count: samples that precede the future sample.
-            logprobs: (..., K) logprobs of the draft.
-            token_ids: (..., K) tokens of the logprobs.
+            num_before: number of samples before the future sample.
+            logprobs: (..., k) logprobs of the draft's top k tokens.
+            token_ids: (..., k) the top k tokens.
 
         Returns:
-            (..., K) logprobs that each token will be sampled; ``logprobs`` if the noise is not known.
+            (..., k) log probability of each token to become the sample; ``logprobs`` if the noise is not known.
         """
-        noise = self.noise.peek(count) if self.is_noise_known else None
+        noise = self.noise.peek(num_before) if self.is_noise_known else None
         if noise is None:
             return logprobs
         scores = logprobs.reshape(-1, logprobs.shape[-1])
@@ -246,7 +249,7 @@ class Sampler:
         """Returns the token that follows a node.
 
         Args:
-            input_ids: (n,) prompt and path, up to the node.
+            input_ids: (n,) token ids of the prompt, the output and the path to the node.
             logits: (vocabulary,) the target's raw logits at the node.
         """
         if self.greedy:
@@ -257,14 +260,14 @@ class Sampler:
         """Computes the result of :meth:`sample` at each of several nodes, without waiting for the device.
 
         Args:
-            logits: (n, vocabulary) of the nodes.
-            depths: for each node, the number of samples that precede the node's own.
+            logits: (n, vocabulary) the target's raw logits at the nodes.
+            depths: depth of each node, which is the number of samples before the sample at the node.
 
         Returns:
-            (n,) token ids; None if tokens depend on more than logits and known noise. A caller that emits such tokens
-            must call :meth:`SampleNoise.advance`.
+            (n,) token ids; None on a CPU, if a processor reads the context, or if not :attr:`is_noise_known`. A caller
+            that emits these tokens must call :meth:`SampleNoise.advance`.
         """
-        # A CPU has no device to wait for, and processing nodes that the walk never visits costs time.
+        # On a CPU there is no device to wait for, and accept_path samples only the nodes that it visits.
         if logits.device.type == "cpu" or not all(isinstance(p, _CONTEXT_FREE) for p in self.processors):
             return None
         if not self.is_noise_known:
@@ -277,7 +280,7 @@ class Sampler:
         return (scores.softmax(-1) / node_noise).argmax(-1)
 
     def probabilities(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Returns the processed distribution (vocabulary,). Arguments as in :meth:`sample`."""
+        """Returns the processed distribution (vocabulary,); the arguments are those of :meth:`sample`."""
         return torch.softmax(self._scores(input_ids, logits), dim=-1)
 
     def _scores(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

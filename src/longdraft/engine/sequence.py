@@ -1,4 +1,4 @@
-"""A sequence: its tokens, its sampler, its stop rules, and its statistics."""
+"""A sequence: the state of one request in the engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from longdraft.attention.transfer import to_device
 from longdraft.engine.sampler import Sampler
 
 FinishReason = Literal["eos", "stop", "length", "cancelled"]
-# Called with the sequence after each emitted token; returns a reason to finish, or None.
+# Called with the sequence after each emitted token. Returns the reason to finish, or None to continue.
 StopRule = Callable[["Sequence"], FinishReason | None]
 
 
@@ -32,25 +32,28 @@ class SequenceStats:
 
 @dataclass(eq=False, repr=False)
 class Sequence:
-    """State of one sequence.
+    """The tokens, the sampler, the stop rules and the statistics of one sequence.
 
-    Token ids are also in one preallocated tensor, which processors read without a copy. New ids are written to the
-    tensor only when it is read, all at once, because each write costs a copy to the device.
+    A preallocated tensor has the token ids too, so processors read the ids without a copy. Emitted ids are written to
+    the tensor when :meth:`input_ids` is called, all at once, because each write costs a copy to the device.
 
     Attributes:
         index: the sequence's number in the engine.
-        slot: the sequence's slot in the KV cache, set by the engine.
-        prompt: prompt token ids.
-        max_new_tokens: most emitted tokens.
+        slot: the sequence's slot in the KV cache; the engine sets it.
+        prompt: token ids of the prompt.
+        max_new_tokens: maximum number of emitted tokens.
         device: the device of the logits, where processors need the ids.
-        processor_prompt: the prompt with padding, which ``generate`` gives to processors and stopping criteria; None:
-            there is no padding. The model never sees padding.
+        processor_prompt: the prompt with the padding that ``generate`` shows to processors and stopping criteria; None:
+            there is no padding. The model never reads padding.
         greedy: whether decoding is greedy; drafters may read this.
-        sampler: samples the tokens; None until it is set before decoding. Drafters may fork it, but not sample.
+        sampler: samples the tokens; set before decoding begins. Drafters may fork the sampler, but not sample with it.
         stop_rules: called in order after each emitted token; the first reason returned ends the sequence.
         tenant: the user who sent the request.
-        predicted: tokens that the output may contain, which lookups search.
+        predicted: tokens that the output may contain; lookups search them.
         reuse: whether cached KV of a prefix may be reused.
+        output: token ids emitted so far.
+        finish_reason: why the sequence has finished; None while it is decoded.
+        stats: counts of tokens and rounds.
     """
 
     index: int
@@ -71,14 +74,14 @@ class Sequence:
     def __post_init__(self) -> None:
         self.slot = self.index
         prompt = self.prompt if self.processor_prompt is None else self.processor_prompt
-        self._prompt_len = len(prompt)
+        self._processor_prompt_len = len(prompt)
         self._input_ids = torch.empty(len(prompt) + self.max_new_tokens, dtype=torch.long, device=self.device)
         self._input_ids[: len(prompt)] = to_device(prompt, self.device, torch.long)
-        self._num_written = 0  # output tokens that are in _input_ids already
+        self._num_written_outputs = 0  # number of output tokens that are in _input_ids already
 
     @property
     def tokens(self) -> list[int]:
-        """Token ids of prompt and output."""
+        """The token ids of prompt and output."""
         return self.prompt + self.output
 
     @property
@@ -88,25 +91,25 @@ class Sequence:
 
     @property
     def max_length(self) -> int:
-        """Most tokens of prompt and output."""
+        """Maximum number of tokens of prompt and output."""
         return len(self.prompt) + self.max_new_tokens
 
     @property
     def remaining(self) -> int:
-        """Tokens that may still be emitted."""
+        """Number of tokens that may still be emitted."""
         return self.max_new_tokens - len(self.output)
 
     def input_ids(self) -> torch.Tensor:
-        """Returns (n,) ids of ``processor_prompt`` (or ``prompt``) and output, as a view of the tensor."""
-        end = self._prompt_len + len(self.output)
-        if self._num_written < len(self.output):
-            new_ids = to_device(self.output[self._num_written :], self._input_ids.device, torch.long)
-            self._input_ids[self._prompt_len + self._num_written : end] = new_ids
-            self._num_written = len(self.output)
+        """Returns the token ids (n,) that processors read: ``processor_prompt`` or ``prompt``, then ``output``."""
+        end = self._processor_prompt_len + len(self.output)
+        if self._num_written_outputs < len(self.output):
+            new_ids = to_device(self.output[self._num_written_outputs :], self._input_ids.device, torch.long)
+            self._input_ids[self._processor_prompt_len + self._num_written_outputs : end] = new_ids
+            self._num_written_outputs = len(self.output)
         return self._input_ids[:end]
 
     def emit(self, token: int) -> bool:
-        """Appends a token, sets ``finish_reason`` if a rule ends the sequence, and returns whether it has ended."""
+        """Appends a token, calls the stop rules, and returns True if the sequence has finished."""
         self.append(token)
         reasons = (rule(self) for rule in self.stop_rules)
         self.finish_reason = next((r for r in reasons if r), None) or ("length" if not self.remaining else None)
@@ -117,7 +120,7 @@ class Sequence:
         self.output.append(token)
 
     def fork(self) -> Sequence:
-        """Returns an independent copy in the same slot, with the same sampler."""
+        """Returns a copy in the same slot, with output tokens of its own. The sampler is shared with the copy."""
         forked = copy(self)
         forked.output, forked._input_ids = list(self.output), self._input_ids.clone()
         return forked

@@ -1,4 +1,4 @@
-"""Sessions (continuous batching), and generations, which decode a list of requests."""
+"""Sessions decode requests with continuous batching; generations decode a fixed list of requests."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from longdraft.memory import memory_info
 from longdraft.model import support
 from longdraft.views.view import View
 
-# Sequences decoded at a time by default. Each one makes a step a little slower, and takes memory for its KV.
+# Sequences decoded at a time by default. Each sequence makes every step a little slower, and needs memory for its KV.
 DEFAULT_BATCH, DEFAULT_BATCH_ON_GPU = 8, 32
 
 
 @dataclass
 class _RequestState:
-    """A request's sequence, text and times.
+    """The sequence, the text and the times of a request.
 
     Attributes:
+        sequence: the request's sequence in the engine.
         text_stream: detokenizes the output; None without a tokenizer.
         is_drafted: for each output token, whether it was drafted.
-        deltas: the text so far.
-        prefill_seconds: time of prefilling this request.
-        decode_seconds: time of all rounds that the request took part in.
+        deltas: the output's text so far.
+        prefill_seconds: wall time of prefilling this request.
+        decode_seconds: wall time of all rounds that decoded this request.
     """
 
     sequence: Sequence
@@ -53,7 +54,7 @@ class _RequestState:
 
 
 class Session:
-    """Decodes requests that may be added at any time (continuous batching). Made by :meth:`Speculator.session`:
+    """Decodes requests that may be added at any time (continuous batching). :meth:`Speculator.session` makes one:
 
     session = spec.session(batch=8)
     first = session.add("Why is the sky blue?")
@@ -75,10 +76,7 @@ class Session:
         return f"{type(self).__name__}({self._method}, {len(self._states)} requests, {ended} ended)"
 
     def add(self, request: Request | Prompt) -> int:
-        """Queues a request, which starts when a slot is free.
-
-        Returns:
-            The request's number, which is ``sequence`` in its steps.
+        """Queues a request, which starts when a slot is free. Returns the request's number: ``sequence`` in its steps.
 
         Raises:
             RequestError: a setting has a wrong value, such as ``max_new_tokens`` below 1.
@@ -96,7 +94,7 @@ class Session:
         return number
 
     def step(self) -> list[Step]:
-        """Runs prefill chunks and decoding rounds by turns; returns a step for each request that took part.
+        """Runs either prefill chunks or a decoding round, by turns. Returns a step for each request that took part.
 
         Raises:
             MemoryBudgetError: the memory does not hold the KV of even one request; nothing was decoded.
@@ -104,7 +102,7 @@ class Session:
             NumericalError: the target's logits are NaN.
         """
         steps = self._engine.step()
-        # A round decodes all its requests together, so each waits for the whole round. Prefills run one by one.
+        # A round decodes all of its requests together, so each request takes the whole round. Prefills run one by one.
         decode_seconds = sum(step.seconds for step in steps if step.mode != "prefill")
         self.decode_seconds += decode_seconds
         for step in steps:
@@ -117,7 +115,7 @@ class Session:
 
     @property
     def views(self) -> tuple[View, ...]:
-        """Which KV entries the drafter, and then partial verification, attend to; known after the first step."""
+        """The views of the drafter's KV caches, then of partial verification; known after the first step."""
         return self._engine.drafter.views + self._engine.verifier.views
 
     def abort(self, number: int) -> None:
@@ -126,7 +124,7 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        """True until all requests have ended and all steps were returned."""
+        """True until all requests have ended, and all their steps were returned."""
         return bool(self._engine.unfinished)
 
     def close(self) -> None:
@@ -182,12 +180,16 @@ class Session:
     def _text(self, state: _RequestState) -> str:
         if self._codec.tokenizer is None:
             return ""
-        is_finished = state.sequence.finish_reason not in (None, "cancelled")
-        return "".join(d.text for d in state.deltas) if is_finished else self._codec.decode(state.sequence.output)
+        if state.sequence.finish_reason in (None, "cancelled"):  # the text stream still holds the last characters back
+            return self._codec.decode(state.sequence.output)
+        return "".join(delta.text for delta in state.deltas)
 
 
 class Generation(Session):
-    """A fixed list of requests. Iterate to get each :class:`Step`, or call :meth:`results`."""
+    """Decodes a fixed list of requests. Iterate to get each :class:`Step`, or call :meth:`results`.
+
+    ``cancelled`` is called before each step; if it returns True, all requests are cancelled.
+    """
 
     def __init__(
         self,
@@ -206,7 +208,7 @@ class Generation(Session):
 
     @property
     def prompt_tokens(self) -> list[int]:
-        """Prompt length of each sequence, in tokens."""
+        """Number of prompt tokens of each request."""
         return [len(state.sequence.prompt) for state in self._states.values()]
 
     def _run(self) -> Iterator[Step]:
@@ -220,14 +222,14 @@ class Generation(Session):
         return self._steps
 
     def results(self) -> list[Result]:
-        """Decodes to the end, and returns a result for each prompt. Each has the seconds of all prompts together."""
+        """Decodes to the end, and returns a result for each request. Each result has the seconds of all requests."""
         for _ in self._steps:
             pass
         return [self._result(number, self.prefill_seconds, self.decode_seconds) for number in self._states]
 
 
 def eos_rule(eos: frozenset[int]) -> StopRule:
-    """Makes the stop rule that ends a sequence at any of these EOS tokens."""
+    """Makes the stop rule that ends a sequence at any token of ``eos``."""
 
     def rule(s: Sequence) -> FinishReason | None:
         return "eos" if s.output[-1] in eos else None
@@ -237,22 +239,19 @@ def eos_rule(eos: frozenset[int]) -> StopRule:
 
 def stop_string_rule(stops: tuple[str, ...], decode: Callable[[list[int]], str]) -> StopRule:
     """Makes the stop rule that ends a sequence when the output's text contains a stop string, even inside a token.
-
-    Args:
-        decode: converts token ids to text, see :meth:`TextCodec.decoder_for_stops`.
-    """
-    # k characters are at most 4k bytes, so at most 4k tokens. 8 more, for a tail may begin inside a character.
-    window = 4 * max(map(len, stops)) + 8
+    :meth:`TextCodec.decoder_for_stops` returns ``decode``."""
+    # A character has at most 4 bytes, a token at least one. 8 more, because the tail may begin inside a character.
+    max_stop_tokens = 4 * max(map(len, stops)) + 8
 
     def rule(s: Sequence) -> FinishReason | None:
-        tail = decode(s.output[-window:])
+        tail = decode(s.output[-max_stop_tokens:])
         return "stop" if any(stop in tail for stop in stops) else None
 
     return rule
 
 
 def _make_sequence(engine: Engine, codec: TextCodec, number: int, request: Request) -> Sequence:
-    """Makes the sequence of a checked request. Errors are those of :meth:`Session.add`."""
+    """Makes the sequence of a checked request, as request ``number``. Raises the errors of :meth:`Session.add`."""
     runner, sampling = engine.runner, request.sampling or Sampling()
     prompt = codec.encode(request.prompt, request.chat)
     support.check_tokens(runner.model, prompt)
@@ -262,9 +261,9 @@ def _make_sequence(engine: Engine, codec: TextCodec, number: int, request: Reque
         generator = torch.Generator(runner.device)
         seed = runner.tp_rank.shared_seed() if request.seed is None and runner.tp_rank is not None else request.seed
         generator.manual_seed(seed) if seed is not None else generator.seed()
-    ids = request.eos_token_ids
-    eos = frozenset([ids] if isinstance(ids, int) else ids or ())
-    if ids is None:
+    request_eos = request.eos_token_ids
+    eos = frozenset([request_eos] if isinstance(request_eos, int) else request_eos or ())
+    if request_eos is None:
         eos = runner.eos_token_ids | codec.eos_token_ids
     stops, rules = normalize_stop(request.stop), list[StopRule]()
     if stops:
@@ -287,5 +286,5 @@ def _make_sequence(engine: Engine, codec: TextCodec, number: int, request: Reque
 
 
 def default_batch_size(device_type: str) -> int:
-    """Returns the default number of sequences decoded at a time."""
+    """Returns the default number of sequences decoded at a time on a device of this type."""
     return DEFAULT_BATCH if device_type == "cpu" else DEFAULT_BATCH_ON_GPU

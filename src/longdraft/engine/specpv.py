@@ -1,13 +1,14 @@
-"""SpecPV: verification on a partial cache, corrected by full passes (Tan et al. 2025, section 3).
+"""SpecPV: verification on a partial KV cache, corrected by full passes (Tan et al. 2025, section 3).
 
 A round verifies the trees in one of three modes:
 
-* full: on the full cache, while the context is not longer than a partial cache would be.
-* partial: on the partial cache. The KV of accepted tokens is buffered there.
-* refresh: on the full cache. The buffered tokens precede the tree as a chain, so their exact KV is computed and
-  committed. The partial cache then selects the chunks that the tree's queries score highest.
+* full: on the full KV cache, until the context is longer than a partial cache.
+* partial: on the partial KV cache. The KV of accepted tokens is buffered there.
+* refresh: the paper's full pass, on the full KV cache. The buffered tokens precede the tree as a chain, so their exact
+  KV is computed and committed. Then the partial cache is filled with the chunks that the tree's queries score highest.
 
-Tokens that a partial verification accepts are emitted and not verified again, so the output is approximate.
+Tokens that a partial verification accepts are emitted without a second check, so the output is approximate.
+Shapes: Hq query heads, head size d.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ from longdraft.views.view import DTYPES, View, check_multiples, parse_dtype
 
 @dataclass(frozen=True)
 class SpecPVOptions(Options):
-    """The partial KV that SpecPV verifies on (section 3.2).
+    """Options of SpecPV's partial KV cache (section 3.2).
 
     Verifier and drafter share one set of options: ``sink`` and ``recent`` apply to both, ``block`` and ``selector`` to
-    the verifier only. In the view, ``block`` is the chunk size, ``recent`` the window, ``margin`` the buffer's size.
+    the verifier only. A :class:`View` has other names for three options: ``block`` is the chunk size, ``recent`` the
+    window, and ``margin``, the size of the buffer, is ``max_new``.
     """
 
     budget: int = option(1024, min=1, help="KV entries that are selected from the context")
@@ -57,11 +59,10 @@ class SpecPVOptions(Options):
     def view(self) -> View:
         """Makes the view of partial verification: sink | selected chunks | window | buffer.
 
-        Each layer and KV head has its own chunks, which the queries of the last refresh score highest. All sizes are
-        multiples of ``block``. The paper's SpecPV-4K has a budget of 4,096.
+        Each KV head of each layer selects its own chunks. The paper's SpecPV-4K has a budget of 4,096.
 
         Raises:
-            ValueError: a size is out of range.
+            ValueError: a size is out of range, or no multiple of ``block``.
         """
         check_multiples("block", self.block, budget=self.budget, sink=self.sink, window=self.recent)
         selects_chunks = SCORERS[self.selector] is not None
@@ -75,12 +76,12 @@ class SpecPVOptions(Options):
 
 
 class SpecPV(Verifier):
-    """Partial verification as published: tokens that it accepts are emitted without a second check.
+    """Verifies most rounds on a partial KV cache.
 
     Args:
-        view: entries of the partial cache, from :meth:`SpecPVOptions.view`; ``max_new`` is the option ``margin``.
+        view: selects the entries of the partial cache; from :meth:`SpecPVOptions.view`.
         dtype: dtype of the partial cache's KV; None: the dtype of the full cache.
-        min_context: context length above which verification is partial; None: the view's size.
+        min_context: verification is partial in contexts longer than this; None: longer than the view.
     """
 
     exact = False
@@ -91,7 +92,7 @@ class SpecPV(Verifier):
         self.views = (view,)
 
     def num_extra_entries(self, max_nodes: int) -> int:
-        # A refresh appends the buffered tokens too, padded to the longest of the batch.
+        # A refresh also appends the buffered tokens, and pads them to the longest sequence of the batch.
         return self.view.max_new + max_nodes + 1
 
     def bind(self, runner: TargetRunner, store: KVStore, max_nodes: int, query_layers: tuple[int, ...] = ()) -> None:
@@ -113,21 +114,21 @@ class SpecPV(Verifier):
                 slots, capacity, store.feature_layers, resident=True, dtype=self._dtype, with_states=False
             )
 
-        # Scratch entries for a path that exceeds the margin, of up to max_nodes + 1 tokens, and for the next tree.
+        # Two trees of scratch entries: one for an accepted path that overfills the buffer, one for the next tree.
         self.partial_cache = SparseKVCache(store, new_store, self.view, 2 * (max_nodes + 1))
-        self._all_queries = Taps(queries=tuple(range(store.shape.layers)))
-        # Slot -> layer -> (Hq, tokens, d): queries of a refresh, from its forward to its commit.
+        self._all_layer_taps = Taps(queries=tuple(range(store.shape.layers)))
+        # Slot -> layer -> (Hq, tokens, d): the queries of a refresh, between forward and commit.
         self._queries: dict[int, dict[int, torch.Tensor]] = {}
 
     def select_mode(self, sequence: Sequence) -> RoundMode:
-        """Returns how to verify a sequence next (the paper's SelectMode)."""
+        """Returns the mode of a sequence's next verification (the paper's SelectMode)."""
         slot = sequence.slot
         if not self.partial_cache.in_use(slot):
             return "refresh" if self.store.lengths[slot] > self._min_context else "full"
         return "partial" if self.partial_cache.num_buffered(slot) <= self.view.max_new else "refresh"
 
     def kv_len(self, sequence: Sequence) -> int:
-        """Returns the entries of the partial cache once it is in use. Refreshes, which read more, are not counted."""
+        """Returns the length of the partial cache if it is in use, although a refresh reads the full cache."""
         slot = sequence.slot
         return self.partial_cache.store.lengths[slot] if self.partial_cache.in_use(slot) else super().kv_len(sequence)
 
@@ -144,20 +145,20 @@ class SpecPV(Verifier):
     def _verify_full(
         self, sequences: list[Sequence], trees: list[TokenTree], modes: list[RoundMode]
     ) -> list[VerifyOutput]:
-        taps = self._all_queries if "refresh" in modes else Taps(queries=self.query_layers)
-        # Tokens of partial rounds, before the root: they have no committed KV in the full store yet.
+        taps = self._all_layer_taps if "refresh" in modes else Taps(queries=self.query_layers)
+        # Tokens that partial rounds emitted before the root. The full store has no committed KV of these tokens yet.
         buffered_tokens = [s.tokens[self.store.lengths[s.slot] : -1] for s in sequences]
         prefixed_trees = [tree.with_prefix(tokens) for tree, tokens in zip(trees, buffered_tokens, strict=True)]
-        # Buffered tokens are emitted already, so only the last logits of the forward are computed.
-        size = max(tree.size for tree in prefixed_trees)
-        out = self.forward(prefixed_trees, sequences, taps, size - min(map(len, buffered_tokens)))
+        # Buffered tokens are already emitted, so the forward computes no logits for the first num_skipped tokens.
+        num_skipped, padded_size = min(map(len, buffered_tokens)), max(tree.size for tree in prefixed_trees)
+        out = self.forward(prefixed_trees, sequences, taps, padded_size - num_skipped)
         outputs = self.split_output(sequences, trees, out)
         for b, (output, tokens, mode) in enumerate(zip(outputs, buffered_tokens, modes, strict=True)):
             if mode == "refresh":
-                count = prefixed_trees[b].size
-                self._queries[output.sequence.slot] = {n: q[b, :, :count] for n, q in out.queries.items()}
-            # Cut off the buffered tokens. Logits lack the first size - len(logits) tokens, queries lack none.
-            output.mode, output.logits = mode, output.logits[len(tokens) + len(output.logits) - size :]
+                num_tokens = prefixed_trees[b].size
+                self._queries[output.sequence.slot] = {layer: q[b, :, :num_tokens] for layer, q in out.queries.items()}
+            # Drop the buffered tokens, so that logits and queries begin at the root of the tree.
+            output.mode, output.logits = mode, output.logits[len(tokens) + len(output.logits) - padded_size :]
             output.queries = {layer: q[:, len(tokens) :] for layer, q in output.queries.items()}
         return outputs
 
@@ -186,16 +187,15 @@ class SpecPV(Verifier):
     def _reselect(
         self, slot: int, queries: dict[int, torch.Tensor], path: list[int], query_indices: SequenceOf[int]
     ) -> None:
-        """Fills the partial cache with the chunks that queries of a refresh score highest.
+        """Fills the partial cache of a slot with the chunks that the queries of a refresh score highest.
 
-        Args:
-            path: indices of the accepted tokens in the forward.
-            query_indices: indices of the tokens whose queries score. Reduction "last" takes the last of ``path``.
+        ``queries`` are those of all tokens of the forward. The tokens at ``query_indices`` score the chunks; with
+        reduction "last" only the last token of ``path``, the indices of the accepted tokens.
         """
         if self.view.reduction == "last":
             query_indices = path[-1:]
         index = to_device(list(query_indices), self.runner.device)
-        if self.store.shape.padded:  # layers differ in their heads, so their queries cannot be stacked
+        if self.store.shape.padded:  # layers have different head counts or sizes, so their queries cannot be stacked
             by_layer = {layer: q.index_select(1, index.to(q.device)) for layer, q in queries.items()}
             self.partial_cache.reselect(slot, by_layer)
             return

@@ -1,4 +1,4 @@
-"""Steps and results of requests, as users get them."""
+"""Steps and results: what users get from decoding a request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from longdraft.engine.sequence import FinishReason
 from longdraft.engine.streaming import TextDelta
 from longdraft.trees.tree import TokenTree
 
-_REPR_CHARACTERS = 60  # of the text, in repr(result)
+_REPR_CHARACTERS = 60  # maximum length of the text in repr(result)
 
 
 @dataclass(frozen=True)
@@ -19,19 +19,19 @@ class Step:
 
     Attributes:
         sequence: the request's number.
-        token_ids: emitted tokens; empty until the whole prompt is read.
-        from_draft: how many of ``token_ids`` were drafted. They come first, the bonus token last.
+        token_ids: the emitted tokens; empty until the whole prompt is read.
+        from_draft: number of drafted tokens in ``token_ids``. The drafted tokens come first, the bonus token last.
         drafted: number of drafted tokens in this round's tree.
         accepted: number of accepted drafted tokens, equal to ``from_draft``.
-        mode: "prefill" while the prompt is read; then the KV cache that a verification read: "full", "partial", or
-            "refresh" for the full one with a correction of partial rounds (SpecPV, section 3).
-        seconds: wall time of the round. The round's first step has all of it, the steps of other sequences 0.0.
-        prefilled: prompt tokens read so far.
+        mode: "prefill" while the prompt is read; then the KV cache that the verification read: "full", "partial", or
+            "refresh" for the full KV cache with a correction of partial rounds (SpecPV, arXiv:2512.02337, section 3).
+        seconds: wall time of the round, in the step of the round's first sequence; 0.0 in the steps of the others.
+        prefilled: number of prompt tokens read so far.
         finish_reason: why the sequence has finished; None before its last step.
-        pieces: the emitted text in parts, each with whether it was drafted; empty without a tokenizer. Incomplete
-            characters, and text that may begin a stop string, come with a later step.
+        pieces: the emitted text in parts, each with a flag whether it was drafted; empty without a tokenizer. A later
+            step has incomplete characters, and text that may begin a stop string.
         tree: the verified tree, rooted at the last token before this round; None in prefill and after an abort.
-        path: accepted nodes of the tree, root first.
+        path: the accepted nodes of the tree, root first.
     """
 
     sequence: int
@@ -49,31 +49,34 @@ class Step:
 
     @property
     def text(self) -> str:
-        """The emitted text. The texts of all steps, joined, are that of the result."""
+        """The emitted text. The texts of all steps together are the text of the result."""
         return "".join(piece.text for piece in self.pieces)
 
 
 @dataclass(repr=False)
 class Result:
-    """The output of a request, with its figures (docs/figures.md). Prompts in one list share seconds and peak memory.
+    """The output of a request, and measurements (docs/figures.md). Prompts in one list share seconds and peak memory.
 
     Attributes:
         text: the output, without a stop string that ended it; empty without a tokenizer.
-        token_ids: emitted tokens, EOS included.
+        token_ids: the emitted tokens, EOS included.
+        prompt_tokens: number of prompt tokens.
+        method: name of the method that decoded the request.
         exact: whether the output is that of plain decoding.
+        finish_reason: "eos", "stop" (a stop string), "length", or "cancelled".
         prefill_seconds: wall time of reading the prompts.
-        decode_seconds: wall time of all rounds after.
-        rounds: verification forwards of this sequence, partial ones included.
-        drafted: tokens that were drafted for this sequence.
-        accepted: drafted tokens that were accepted.
-        peak_memory_bytes: peak of the process (CPU) or of the allocator (GPU).
-        partial_rounds: verification forwards on a partial cache.
-        partial_tokens: tokens emitted by partial rounds.
-        rolled_back: always 0; there for scripts that read this field.
-        cached_tokens: prompt tokens whose KV was in the prompt cache.
-        from_draft: for each token, whether it was drafted.
-        pieces: the text in parts, each with whether it was drafted.
-        arithmetic: what the target computes in: "int8", or its dtype.
+        decode_seconds: wall time of all rounds after the prefill.
+        rounds: number of verification forwards of this sequence, including partial verifications.
+        drafted: number of tokens that were drafted for this sequence.
+        accepted: number of drafted tokens that were accepted.
+        peak_memory_bytes: peak memory of the process (CPU) or of torch's allocator (GPU).
+        partial_rounds: number of verification forwards on a partial KV cache.
+        partial_tokens: number of tokens emitted by partial rounds.
+        rolled_back: always 0; kept for scripts that read this field.
+        cached_tokens: number of prompt tokens whose KV was in the prompt cache.
+        from_draft: for each token of ``token_ids``, whether it was drafted.
+        pieces: the text in parts, each with a flag whether it was drafted.
+        arithmetic: the number format that the target computes in: "int8", or the target's dtype.
     """
 
     text: str
@@ -102,7 +105,7 @@ class Result:
 
     @property
     def summary(self) -> str:
-        """The figures in one line."""
+        """The measurements in one line."""
         figures = f"{self.prompt_tokens:,} + {self.new_tokens:,} tokens, {self.finish_reason}"
         if self.rounds:
             figures += f", {self.mean_accepted_length:.2f} mean accepted length, {self.tokens_per_second:.1f} tokens/s"
@@ -114,17 +117,17 @@ class Result:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens per decode second, without the first token, which the prefill emits; 0.0 if there is no other."""
+        """New tokens per decode second, without the first token, which the prefill emits; 0.0 if it is the only one."""
         return metrics.tokens_per_second(self.new_tokens - 1, self.decode_seconds) or 0.0
 
     @property
     def mean_accepted_length(self) -> float:
-        """New tokens per verification forward, bonus tokens included, without the first token of the output."""
+        """New tokens per verification forward, including bonus tokens, without the token that the prefill emits."""
         return metrics.average([(self.new_tokens - 1, self.rounds)]) or 0.0
 
 
 def make_step(round_result: RoundResult, seconds: float) -> Step:
-    """Converts the result of a round of ``seconds`` to a step."""
+    """Converts a round's result to a step with the wall time ``seconds``."""
     sequence = round_result.sequence
     return Step(
         sequence=sequence.index,

@@ -1,11 +1,11 @@
-"""Incremental detokenization, which returns no incomplete characters and no parts of stop strings."""
+"""Detokenizes an output token by token. No returned text has incomplete characters or parts of stop strings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-# Tokenizers write this character for bytes that are not a character, or not yet a complete one.
+# Tokenizers write this character for bytes that are no character, or an incomplete character.
 REPLACEMENT_CHARACTER = "\ufffd"
 
 
@@ -17,22 +17,22 @@ class TextDelta(NamedTuple):
 
 
 class Detokenizer:
-    """Incremental detokenizer of one sequence.
+    """Detokenizes one sequence token by token.
 
-    The last tokens are decoded with and without the new one, and the difference is the new text. So the text has the
-    spaces that a tokenizer writes between tokens, but not before the first one.
+    :meth:`push` decodes the last tokens with and without the new token, and the difference is the new text. A token
+    decoded alone would lack the space that a tokenizer writes between two tokens, but not before the first token.
 
     Args:
-        decode: token ids to text.
+        decode: converts token ids to text.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
         self._tail_ids: list[int] = []
-        self._num_returned = 0  # tokens of _tail_ids whose text was returned
+        self._num_returned = 0  # number of tokens at the start of _tail_ids whose text was returned
 
     def push(self, token: int) -> str:
-        """Adds a token; returns the new text, which is empty while a character lacks bytes."""
+        """Adds a token, and returns the new text; an empty string while the last character is incomplete."""
         self._tail_ids.append(token)
         text = self._decode(self._tail_ids)
         returned_text = self._decode(self._tail_ids[: self._num_returned])
@@ -43,20 +43,20 @@ class Detokenizer:
         return text[len(returned_text) :]
 
     def finish(self) -> str:
-        """Returns the remaining text, broken characters included."""
+        """Returns the remaining text, including incomplete characters."""
         text, returned_text = self._decode(self._tail_ids), self._decode(self._tail_ids[: self._num_returned])
-        if not text.startswith(returned_text):  # an incomplete character has changed the text before it
+        if not text.startswith(returned_text):  # decoding the incomplete character has changed the earlier text
             text, returned_text = self._decode(self._tail_ids[self._num_returned :]), ""
         self._tail_ids, self._num_returned = [], 0
         return text[len(returned_text) :]
 
 
 class TextStream:
-    """The text of one sequence, in deltas.
+    """Converts the tokens of one sequence to text deltas.
 
     Args:
-        decode: token ids to text.
-        stop_strings: strings that end the text, and are cut from it. Text that may begin one is held back.
+        decode: converts token ids to text.
+        stop_strings: strings that end the text, and are cut from it. Text that may begin a stop string is held back.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], stop_strings: Sequence[str] = ()) -> None:
@@ -65,10 +65,10 @@ class TextStream:
         self._pending: list[TextDelta] = []
         self._stopped = False
 
-    def push(self, tokens: Sequence[int], from_draft: int, is_last: bool = False) -> list[TextDelta]:
-        """Returns the new deltas of a step, of whose tokens the first ``from_draft`` were drafted."""
+    def push(self, tokens: Sequence[int], num_drafted: int, is_last: bool = False) -> list[TextDelta]:
+        """Adds the tokens of a step, and returns the new deltas. The first ``num_drafted`` tokens were drafted."""
         for i, token in enumerate(tokens):
-            self._append_pending(self._detokenizer.push(token), i < from_draft)
+            self._append_pending(self._detokenizer.push(token), i < num_drafted)
         if is_last:
             self._append_pending(self._detokenizer.finish(), False)
         return self._release(is_last)
@@ -85,17 +85,17 @@ class TextStream:
         end = min(stop_positions, default=end)
         released = list[TextDelta]()
         while end > 0:
-            delta, drafted = self._pending.pop(0)
-            released.append(TextDelta(delta[:end], drafted))
-            if delta[end:]:  # the rest of a delta that is released in part
-                self._pending.insert(0, TextDelta(delta[end:], drafted))
-            end -= len(delta)
+            delta_text, drafted = self._pending.pop(0)
+            released.append(TextDelta(delta_text[:end], drafted))
+            if delta_text[end:]:  # only a part of the delta is released
+                self._pending.insert(0, TextDelta(delta_text[end:], drafted))
+            end -= len(delta_text)
         if stop_positions:
             self._stopped, self._pending = True, []
         return released
 
     def _stop_prefix_len(self, text: str) -> int:
-        """Returns how many of the text's last characters begin a stop string."""
+        """Returns the number of the text's last characters that begin a stop string."""
         longest = max(map(len, self._stop_strings), default=1) - 1
         for n in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-n:]) for stop in self._stop_strings):

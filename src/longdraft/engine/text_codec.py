@@ -16,7 +16,7 @@ from longdraft.model.eos_tokens import eos_ids
 
 @dataclass(frozen=True)
 class TextCodec:
-    """Encodes and decodes with a target's tokenizer; None: prompts and outputs are token ids."""
+    """Encodes and decodes with a target's tokenizer. With None, all prompts and outputs must be token ids."""
 
     tokenizer: PreTrainedTokenizerBase | None
 
@@ -31,15 +31,12 @@ class TextCodec:
         Raises:
             CapabilityError: there is no tokenizer.
         """
-        # A tokenizer may not mark all EOS tokens as special, so skip_special_tokens would leave some.
+        # A tokenizer may not mark all EOS tokens as special, and skip_special_tokens would keep an unmarked one.
         without_eos = [token for token in tokens if token not in self.eos_token_ids]
         return str(self._require_tokenizer("Text").decode(without_eos, skip_special_tokens=True))
 
     def encode(self, prompt: Prompt, chat: bool = True) -> list[int]:
-        """Returns a prompt's token ids.
-
-        Args:
-            chat: whether to wrap a string in the tokenizer's chat template, if there is one.
+        """Returns a prompt's token ids. ``chat`` wraps a string in the tokenizer's chat template, if there is one.
 
         Raises:
             CapabilityError: the prompt is a string, and there is no tokenizer.
@@ -55,9 +52,10 @@ class TextCodec:
         return frozenset() if self.tokenizer is None else eos_ids(self.tokenizer)
 
     def decoder_for_stops(self, stops: Sequence[str]) -> Callable[[list[int]], str]:
-        """Returns the decoder whose text is searched for stop strings; with special tokens if a stop string has one."""
+        """Returns a function that decodes token ids to the text in which ``stops`` are searched. The text includes
+        special tokens if a stop string contains one."""
         tokenizer = self._require_tokenizer("A stop string")
-        special = (*tokenizer.added_tokens_encoder, *tokenizer.convert_ids_to_tokens(sorted(self.eos_token_ids)))
-        if any(token in stop for token in special for stop in stops):
+        special_tokens = (*tokenizer.added_tokens_encoder, *tokenizer.convert_ids_to_tokens(sorted(self.eos_token_ids)))
+        if any(token in stop for token in special_tokens for stop in stops):
             return partial(tokenizer.decode, skip_special_tokens=False)
         return self.decode

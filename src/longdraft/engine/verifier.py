@@ -1,4 +1,4 @@
-"""The verifier runs the target on a round's trees. The default one reads the full KV cache."""
+"""The verifier runs the target on a round's trees. The default verifier reads the full KV cache."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from longdraft.views.view import View
 
 @dataclass
 class VerifyOutput:
-    """A drafted tree with the target's logits, from which :func:`~longdraft.engine.accept.accept_path` accepts.
+    """A tree with the target's logits. :func:`~longdraft.engine.accept.accept_path` accepts a path of the tree.
 
     Attributes:
-        sequence: the sequence, whose last token is the tree's root.
-        logits: (at least tree.size, vocabulary) logits of the target, raw.
+        sequence: the sequence to which the tree belongs.
+        tree: the drafted tree. Its root is the sequence's last token.
+        logits: (at least tree.size, vocabulary) the target's raw logits of the nodes, then of padding.
         mode: the kind of forward, see :data:`~longdraft.engine.round_result.RoundMode`.
         queries: layer -> (query heads, at least tree.size, head size), after RoPE, for :attr:`Verifier.query_layers`.
     """
@@ -35,20 +36,20 @@ class VerifyOutput:
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def round_result(self, accepted: AcceptedPath, kv_rewritten_from: int | None = None) -> RoundResult:
-        """Returns the result of the round, given the accepted path."""
-        path, tokens = accepted.nodes, accepted.token_ids
-        queries = {layer: q[:, path[-1] : path[-1] + 1] for layer, q in self.queries.items()}
+        """Returns the result of the round, with the queries of the deepest accepted node."""
+        path, tokens, last = accepted.nodes, accepted.token_ids, accepted.nodes[-1]
+        queries = {layer: q[:, last : last + 1] for layer, q in self.queries.items()}
         return RoundResult(
             self.sequence, self.tree, len(tokens) - 1, path, tokens, self.mode, queries, kv_rewritten_from
         )
 
 
 class Verifier:
-    """Verifies trees on the full KV cache, which is exact for any draft.
+    """Verifies trees on the full KV cache, which is exact for any draft. :meth:`bind` sets runner, store, query_layers.
 
     Attributes:
         exact: whether the output is that of plain decoding.
-        views: which KV entries partial verification attends to; empty if every verification is full.
+        views: the views of partial KV caches that verifications attend to; empty if every verification is full.
         query_layers: target layers whose queries each :class:`VerifyOutput` contains.
     """
 
@@ -56,14 +57,12 @@ class Verifier:
     views: tuple[View, ...] = ()
 
     def num_extra_entries(self, max_nodes: int) -> int:
-        """Returns the KV entries that a slot needs beyond prompt, output and tree."""
+        """Returns the number of KV entries that a slot needs in addition to prompt, output and tree."""
         return 0
 
     def bind(self, runner: TargetRunner, store: KVStore, max_nodes: int, query_layers: tuple[int, ...] = ()) -> None:
-        """Called before anything is verified, and again when the KV store was replaced.
-
-        Args:
-            max_nodes: most drafted nodes of a tree.
+        """Called before the first verification, and again when the KV store was replaced. A tree has at most
+        ``max_nodes`` drafted nodes.
 
         Raises:
             MemoryBudgetError: a KV cache of the verifier does not fit the free memory.
@@ -71,17 +70,17 @@ class Verifier:
         self.runner, self.store, self.query_layers = runner, store, query_layers
 
     def kv_len(self, sequence: Sequence) -> int:
-        """Returns the KV entries that a round usually reads of a sequence."""
+        """Returns the number of a sequence's KV entries that a round usually reads."""
         return sequence.length
 
     def verify(self, sequences: list[Sequence], trees: list[TokenTree]) -> list[VerifyOutput]:
-        """Computes the target's logits at the nodes of each sequence's tree. Commits no KV."""
+        """Computes the target's logits at the nodes of each sequence's tree, without committing KV."""
         return self.split_output(sequences, trees, self.forward(trees, sequences, Taps(queries=self.query_layers)))
 
     def split_output(
         self, sequences: list[Sequence], trees: list[TokenTree], out: TargetOutput, mode: RoundMode = "full"
     ) -> list[VerifyOutput]:
-        """Splits the output of a batched forward into an output for each tree."""
+        """Splits the output of a forward on all trees into a :class:`VerifyOutput` for each tree."""
         assert out.logits is not None
         return [
             VerifyOutput(s, tree, out.logits[b], mode, {layer: out.queries[layer][b] for layer in self.query_layers})
@@ -91,7 +90,8 @@ class Verifier:
     def forward(
         self, trees: list[TokenTree], sequences: list[Sequence], taps: Taps = NO_TAPS, num_logits: int | None = None
     ) -> TargetOutput:
-        """Runs one forward on trees, padded to the largest. Returns the last ``num_logits`` logits, or all."""
+        """Runs one forward on trees, padded to the largest tree. Computes the logits of the last ``num_logits`` tokens
+        of the padded trees; None: of all tokens."""
         batch = make_tree_batch(self.store, [s.slot for s in sequences], trees)
         return self.runner.verify(batch, self.store, taps, num_logits)
 
@@ -101,7 +101,7 @@ class Verifier:
         return output.round_result(accepted)
 
     def release(self, sequence: Sequence) -> None:
-        """Called when a sequence has finished. The slot then keeps exact KV only."""
+        """Drops the approximate KV of a sequence that has finished, so the slot keeps only exact KV."""
 
 
 def verify_trees(
@@ -112,8 +112,8 @@ def verify_trees(
     root_positions: list[int] | None = None,
     taps: Taps = NO_TAPS,
 ) -> TargetOutput:
-    """Runs one forward on a tree for each slot, padded to the largest. KV is written as scratch, not committed.
+    """Runs one forward on a tree for each slot, padded to the largest tree. The KV is written to scratch entries.
 
-    Logits are not checked for NaN here, because :func:`~longdraft.engine.accept.sample_target_tokens` does that.
+    Logits are not checked for NaN here, because :func:`~longdraft.engine.accept.sample_target_tokens` checks them.
     """
     return runner.forward(make_tree_batch(store, slots, trees, root_positions), store, taps=taps, check_nan=False)

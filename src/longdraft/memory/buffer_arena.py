@@ -1,9 +1,9 @@
 """Buffer arena: device memory of KV stores and views that is reused from one run to the next.
 
-A CUDA graph (:mod:`longdraft.model.gpu.cuda_graphs`) fixes the addresses of its tensors. So an arena keeps the memory
-of a freed store: the next store with the same key takes this memory, and replays the graphs captured on it. Capacities
-are rounded up, so that prompts of similar lengths share buffers. Only devices that capture graphs use an arena. Idle
-buffers are freed as soon as an allocation would otherwise fail.
+A CUDA graph (:mod:`longdraft.model.gpu.cuda_graphs`) fixes the addresses of tensors. So an arena keeps the memory of a
+freed store: the next store with the same key takes this memory, and replays the graphs that were captured on it.
+Capacities are rounded up, so that prompts of similar lengths share buffers. Only devices that capture graphs use an
+arena. Idle buffers are freed if an allocation would otherwise fail.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from longdraft.errors import MemoryBudgetError
 from longdraft.memory import memory_info
 
-# Capacities are rounded to this many steps between a power of two and the next one, which wastes an eighth at most.
+# Between two powers of two there are this many capacities. Rounding up to one of them adds at most an eighth.
 STEPS_PER_DOUBLING = 8
 
 
@@ -31,11 +31,11 @@ class ArenaBuffers:
 
 
 class BufferArena:
-    """Lends buffers to the stores and views of one target or draft. Buffers are idle again when their borrower is
-    freed. The arena keeps one idle :class:`ArenaBuffers` for each key."""
+    """Lends buffers to the stores and views of one target or draft. When a store or view is freed, its buffers become
+    idle. The arena keeps one idle :class:`ArenaBuffers` for each key."""
 
     def __init__(self) -> None:
-        # No lock: each change is one atomic operation, because finalizers return buffers at any moment, in any thread.
+        # Finalizers return buffers at any moment, in any thread. No lock is needed: each change of the dict is atomic.
         self._idle: dict[Hashable, ArenaBuffers] = {}
         memory_info.reclaimables.add(self)
 
@@ -47,19 +47,21 @@ class BufferArena:
         capacity: int,
         allocate: Callable[[int, int], tuple[torch.Tensor, ...]],
     ) -> ArenaBuffers:
-        """Returns idle buffers that are large enough, else new ones. When ``owner`` is freed, they are idle again.
+        """Returns idle buffers for at least ``slots`` sequences of ``capacity`` tokens, else new buffers.
 
         Args:
-            owner: the object that reads the tensors; nothing may read them after it is freed.
+            owner: the object that reads the tensors. When ``owner`` is freed, the buffers become idle.
             key: everything that the tensors depend on, except slots and capacity.
+            slots: number of sequences.
+            capacity: number of tokens of a sequence.
             allocate: makes the tensors for (slots, capacity).
 
         Raises:
-            MemoryBudgetError: even buffers of exactly ``capacity`` do not fit; ``allocate`` raises it.
+            MemoryBudgetError: even buffers of exactly ``capacity`` do not fit; ``allocate`` raises this error.
         """
         buffers = self._idle.pop(key, None)
         if buffers is None or buffers.slots < slots or buffers.capacity < capacity:
-            del buffers  # too small: free them before allocating
+            del buffers  # frees buffers that are too small, before new buffers are allocated
             rounded = round_up_capacity(capacity)
             try:
                 buffers = ArenaBuffers(slots, rounded, allocate(slots, rounded))
@@ -67,17 +69,18 @@ class BufferArena:
                 if rounded == capacity:
                     raise
                 buffers = ArenaBuffers(slots, capacity, allocate(slots, capacity))
-        weakref.finalize(owner, self._idle.__setitem__, key, buffers).atexit = False  # needless when Python ends
+        weakref.finalize(owner, self._idle.__setitem__, key, buffers).atexit = False  # not needed when Python ends
         return buffers
 
     def reclaim(self) -> bool:
-        """Frees idle buffers and the graphs that read them. Returns whether there were any."""
+        """Frees idle buffers, and the graphs that read them. Returns True if there were idle buffers."""
         had_idle = bool(self._idle)
         self._idle.clear()
         return had_idle
 
 
 def round_up_capacity(capacity: int) -> int:
-    """Rounds a capacity up to the next of the :data:`STEPS_PER_DOUBLING` steps to a power of two."""
-    step = max(1, (1 << (capacity - 1).bit_length()) // 2 // STEPS_PER_DOUBLING)
+    """Rounds a capacity up to one of the :data:`STEPS_PER_DOUBLING` capacities between two powers of two."""
+    power_of_two = (1 << (capacity - 1).bit_length()) // 2  # the largest power of two below the capacity
+    step = max(1, power_of_two // STEPS_PER_DOUBLING)
     return -(-capacity // step) * step

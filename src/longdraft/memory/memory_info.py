@@ -1,4 +1,4 @@
-"""Free and peak memory of this process and its device, and checks that an allocation fits."""
+"""Measures free and peak memory of this process and of a device, and checks that an allocation fits."""
 
 from __future__ import annotations
 
@@ -18,71 +18,72 @@ if TYPE_CHECKING:
 
 
 class Reclaimable(Protocol):
-    """An object that holds memory it does not use at present."""
+    """An object that holds memory which it does not use at present."""
 
     def reclaim(self) -> bool:
-        """Frees that memory. Returns whether there was any."""
+        """Frees the unused memory. Returns True if there was unused memory."""
 
 
-# Address space of one thread (a stack of 8 MiB is the usual default), and the least that a process needs to start.
-_THREAD_BYTES, _MIN_PROCESS_BYTES = 9 << 20, 32 << 20
-# Objects that free memory before an allocation is refused.
+_THREAD_BYTES = 9 << 20  # address space of one thread: a stack, usually of 8 MiB, and other data
+_MIN_PROCESS_BYTES = 32 << 20  # the least memory that a process needs to start
+# Objects that are asked to free memory before an allocation is refused.
 reclaimables: WeakSet[Reclaimable] = WeakSet()
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on ``device``; None if unknown."""
+    """Returns the bytes that can still be allocated on ``device``; None if unknown."""
     if device.type == "cuda":
         import torch
 
         free, _ = torch.cuda.mem_get_info(device)
-        # What torch's allocator has reserved but does not use is available too.
+        # Memory that torch's allocator has reserved but does not use is available too.
         return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return available_host_bytes() if device.type == "cpu" else None
 
 
 def available_host_bytes() -> int:
-    """Bytes of host memory that this process can still allocate."""
+    """Returns the bytes of host memory that this process can still allocate."""
     return min([int(psutil.virtual_memory().available), *_process_available(), *cgroup_available()])
 
 
 def _process_available() -> Iterator[int]:
-    """Bytes that this process's limits (``ulimit -v`` and ``-d``) leave, less the stacks of torch's threads. OpenMP
-    starts these threads at the first parallel kernel, and aborts the process if their stacks do not fit."""
+    """Yields the bytes that each limit of this process (``ulimit -v`` and ``-d``) leaves. The stacks of torch's threads
+    are subtracted: OpenMP starts the threads at the first parallel kernel, and aborts if the stacks do not fit."""
     try:
         import resource
     except ImportError:  # Windows
         return
     used = psutil.Process().memory_info()
-    for limit, size in ((resource.RLIMIT_AS, used.vms), (resource.RLIMIT_DATA, getattr(used, "data", 0))):
+    for limit, used_bytes in ((resource.RLIMIT_AS, used.vms), (resource.RLIMIT_DATA, getattr(used, "data", 0))):
         allowed = resource.getrlimit(limit)[0]
         if allowed != resource.RLIM_INFINITY:
             import torch
 
-            yield max(0, allowed - size - (torch.get_num_threads() - 1) * _THREAD_BYTES)
+            num_new_threads = torch.get_num_threads() - 1  # one of torch's threads is the main thread
+            yield max(0, allowed - used_bytes - num_new_threads * _THREAD_BYTES)
 
 
 def cgroup_available(file: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
-    """Bytes that each cgroup of this process (container, job, their parents) leaves. Page cache counts as free."""
+    """Yields the bytes that each cgroup of this process (container, job, their parents) leaves. Page cache is free."""
     lines = file.read_text().splitlines() if file.is_file() else ["0::/"]
-    for controllers, group in (line.split(":", 2)[1:] for line in lines):
-        is_v1 = "memory" in controllers.split(",")
-        if controllers and not is_v1:
+    for controllers, cgroup_path in (line.split(":", 2)[1:] for line in lines):
+        is_cgroup_v1 = "memory" in controllers.split(",")
+        if controllers and not is_cgroup_v1:
             continue
-        root = mount / "memory" if is_v1 else mount
-        limit, usage = ("limit_in_bytes", "usage_in_bytes") if is_v1 else ("max", "current")
-        # In a container the path may be the host's, where nothing is mounted. Its last parent is the mount's root.
-        for path in (Path(group.lstrip("/")), *Path(group.lstrip("/")).parents):
+        root = mount / "memory" if is_cgroup_v1 else mount
+        limit, usage = ("limit_in_bytes", "usage_in_bytes") if is_cgroup_v1 else ("max", "current")
+        # In a container cgroup_path may be the host's path, which is not mounted. Its last parent is the mounted root.
+        for path in (Path(cgroup_path.lstrip("/")), *Path(cgroup_path.lstrip("/")).parents):
             with suppress(OSError, ValueError):  # "max" means no limit
                 allowed = int((root / path / f"memory.{limit}").read_text())
                 used = int((root / path / f"memory.{usage}").read_text())
                 stat = dict(line.split() for line in (root / path / "memory.stat").read_text().splitlines())
-                names = (f"{'total_' if is_v1 else ''}{state}_file" for state in ("inactive", "active"))
+                names = (f"{'total_' if is_cgroup_v1 else ''}{state}_file" for state in ("inactive", "active"))
                 yield max(0, allowed - used + sum(int(stat.get(name, 0)) for name in names))
 
 
 def format_bytes(n: float) -> str:
-    """``1536`` -> ``1.5 KiB``."""
+    """Formats a number of bytes: ``1.5 KiB`` for 1536."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(n) < 1024:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
@@ -91,43 +92,43 @@ def format_bytes(n: float) -> str:
 
 
 def require_bytes(needed: int, device: torch.device, purpose: str) -> None:
-    """Raises MemoryBudgetError if ``needed`` bytes are not available, even after :data:`reclaimables` freed theirs."""
+    """Raises MemoryBudgetError for ``purpose`` if ``needed`` bytes are not free even after :data:`reclaimables`."""
     available = available_bytes(device)
     if available is not None and needed > available:
-        reclaimed = [holder.reclaim() for holder in list(reclaimables)]
-        if any(reclaimed):
+        have_freed = [reclaimable.reclaim() for reclaimable in list(reclaimables)]
+        if any(have_freed):
             available = available_bytes(device)
     if available is not None and needed > available:
         raise MemoryBudgetError(
             f"{purpose} needs {format_bytes(needed)} ({needed} bytes) on {device}, and {format_bytes(available)} "
             f"({available} bytes) are available. Shorten the prompt, lower the token budget or the batch, "
-            f"or load the model with dtype='bfloat16', which halves the cache."
+            "or load the model with dtype='bfloat16', which halves the cache."
         )
 
 
 def check_process_limits() -> None:
-    """Raises MemoryBudgetError if this process's limits leave too little memory to begin."""
+    """Raises MemoryBudgetError if the limits of this process leave too little memory to begin."""
     if (left := min(_process_available(), default=_MIN_PROCESS_BYTES)) < _MIN_PROCESS_BYTES:
         raise MemoryBudgetError(f"This process's limits leave {format_bytes(left)} of memory: raise them (ulimit -v).")
 
 
 def reset_peak(device: torch.device) -> bool:
-    """Restarts the measurement of :func:`peak_bytes`. Returns False if the system has no way to."""
+    """Restarts the measurement of :func:`peak_bytes`. Returns False if the system cannot restart it."""
     if device.type == "cuda":
         import torch
 
         torch.cuda.reset_peak_memory_stats(device)
         return True
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak resident set becomes the present one
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: sets the peak to the present size of the resident set
     except OSError:
         return False
     return _peak_resident_bytes() is not None
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Peak bytes since :func:`reset_peak`, or since the process began if that returned False. A GPU's peak is that of
-    torch's allocator, a CPU's that of the resident set; 0 if unknown."""
+    """Returns the peak bytes of torch's allocator (GPU) or of the process's resident set (CPU); 0 if unknown. The peak
+    is measured since :func:`reset_peak`, or since the process began if :func:`reset_peak` returned False."""
     if device.type == "cuda":
         import torch
 
@@ -143,7 +144,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def _peak_resident_bytes() -> int | None:
-    """Peak of the resident set; None if the system is not Linux. (``getrusage`` includes the parent process's peak.)"""
+    """Returns the peak bytes of the resident set, without the parent's peak that ``getrusage`` includes; Linux only."""
     with suppress(OSError, ValueError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):

@@ -1,12 +1,12 @@
 """Offload: keeps keys and values in host memory for a target on a GPU. The GPU keeps as many layers as fit.
 
-The streamed layers are spread evenly between the resident ones, so that a copy may take as long as several layers. Two
-staging buffers take turns: while one layer computes, a side stream copies the next streamed layer's entries into the
-other buffer, and the entries that the layer has added back to the host.
+The other, streamed layers are spread evenly between these resident layers, so that a copy may take as long as the
+computation of several layers. Two staging buffers take turns: while a layer computes with one buffer, a side stream
+copies the next streamed layer's entries into the other buffer, and the layer's new entries back to the host.
 
-A staging buffer caches the host's entries: entries ``[0, valid)`` of a slot equal the host's once the pending copies
-are done. Code that changes entries on the host lowers ``valid``. All copies run in order on one stream, so an entry
-can be copied to the host and back without a wait in between.
+A staging buffer caches entries: after the pending copies, a slot's first ``num_valid`` entries equal the entries on the
+host. Code that changes entries on the host lowers ``num_valid``. All copies run in order on one stream, so an entry can
+be copied to the host and back without a wait in between.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from longdraft.memory import memory_info
 from longdraft.memory.buffer_arena import BufferArena
 from longdraft.memory.store import KVShape, KVStore
 
-# None: no offload. "host": KV in host memory, and as many layers on the GPU as fit. "host:N": N layers on the GPU.
+# None: no offload. "host": as many layers stay on the GPU as fit. "host:N": N layers stay on the GPU.
 Offload = str | None
-# Fraction of the device's free memory for the resident layers of "host". Drafts and views need the rest later.
+# Resident layers of "host" may take this fraction of the device's free memory. Drafts and views need the rest later.
 DEVICE_MEMORY_FRACTION = 0.6
 
 
@@ -41,19 +41,19 @@ class CopyStream:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Queues a copy. It overlaps only if both tensors are contiguous and the one on the host is pinned."""
+        """Queues a copy. Copy and computation overlap only if both tensors are contiguous, and the host's is pinned."""
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
         for tensor in (target, source):
-            if tensor.is_cuda:  # if its store is freed meanwhile, the memory must last until the copy is done
+            if tensor.is_cuda:  # keeps the memory until the copy is done, even if the store is freed before
                 tensor.record_stream(self._stream)
 
     def record_event(self) -> Any:
-        """Returns an event that fires once all copies queued so far are done."""
+        """Returns a CUDA event that fires once all copies queued so far are done."""
         return self._stream.record_event()
 
     def wait_event(self, event: Any) -> None:
-        """Makes the computation, not the host, wait for the copies before the event."""
+        """Makes the computation wait for the copies before the event. The host does not wait."""
         torch.cuda.current_stream(self._device).wait_event(event)
 
     def synchronize(self) -> None:
@@ -67,33 +67,33 @@ class _Stage:
 
     Attributes:
         tensors: keys and values of one layer, (slots, capacity, kv_heads, head_dim).
-        layer: index of that layer.
-        valid: number of leading entries of each slot that equal the host's.
-        event: fires after the pending copies of this stage; None if the computation has waited for all of them.
+        layer: index of the layer.
+        num_valid: for each slot, the number of leading entries that equal the entries on the host.
+        event: fires after the pending copies of this stage; None if the computation has waited for all copies.
     """
 
     tensors: tuple[torch.Tensor, torch.Tensor]
     layer: int
-    valid: list[int]
+    num_valid: list[int]
     event: Any = None
 
 
 class OffloadedKVStore(KVStore):
-    """A :class:`KVStore` with keys and values in (pinned) host memory, for attention on ``device``.
+    """A :class:`KVStore` with the streamed layers in pinned host memory, for attention on ``device``.
 
-    ``keys`` and ``values`` hold the streamed layers, on the host. :meth:`slot_kv` and :meth:`write_entries`
-    serve any layer, and wait for pending copies. :meth:`layer` returns tensors on the device, which are read-only and
-    valid until its next call. All heads of a token lie side by side, so that a range of entries is one copy; hence
-    there are no ``transposed_keys``. Features stay on the device.
+    ``keys`` and ``values`` are the streamed layers on the host. :meth:`slot_kv` and :meth:`write_entries` work for any
+    layer, and wait for pending copies. :meth:`layer` returns tensors on the device, which are read-only and valid until
+    the next call of :meth:`layer`. The heads of a token are adjacent in memory, so a range of entries is one copy, and
+    keys cannot be transposed. Features stay on the device. ``streamed_layers`` has the indices of the streamed layers.
 
     Args:
-        device: where attention runs.
-        copy_stream: runs the copies; None makes a stream of the device.
-        num_resident: number of layers that stay on the device (the last layer always among them); None: all that fit.
+        device: the device that computes attention. Other arguments are as in :class:`KVStore`, which documents the
+            methods that have no docstring here.
+        copy_stream: runs the copies; None: a new stream of the device.
+        num_resident: number of resident layers; the last layer is one of them unless this is 0; None: as many as fit.
 
     Raises:
-        MemoryBudgetError: the streamed layers do not fit the host, or the resident layers and two staging buffers do
-            not fit the device.
+        MemoryBudgetError: the streamed layers do not fit the host, or the other buffers do not fit the device.
     """
 
     is_resident = False
@@ -117,8 +117,8 @@ class OffloadedKVStore(KVStore):
         for layer in self.streamed_layers[:2]:
             keys, values = (torch.empty(layer_size, dtype=shape.dtype, device=self.device) for _ in range(2))
             self._stages.append(_Stage((keys, values), layer, [0] * slots))
-        self._current: _Stage | None = self._stages[0] if self._stages else None
-        # The layer that the current forward wrote last: its stage also holds all of its uncommitted entries.
+        self._current_stage: _Stage | None = self._stages[0] if self._stages else None
+        # The layer that the current forward wrote last. The stage of this layer has its uncommitted entries too.
         self._written_layer: int | None = None
 
     def _allocate(self, transposed_keys: bool, feature_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,24 +129,26 @@ class OffloadedKVStore(KVStore):
         num_resident, streamed_bytes = layers - num_streamed, layer_bytes * num_streamed
         # torch rounds each of the two pinned tensors, keys and values, up to a power of two.
         host_bytes = 2 * _round_up_to_power_of_two(streamed_bytes // 2) if pinned and streamed_bytes else streamed_bytes
-        memory_info.require_bytes(host_bytes, torch.device("cpu"), f"{self._name}, offloaded to the host,")
+        memory_info.require_bytes(host_bytes, torch.device("cpu"), f"{self._description}, offloaded to the host,")
         device_bytes = layer_bytes * (num_resident + min(2, num_streamed)) + feature_bytes
         parts = f"{num_resident} resident layers and two staging buffers" if num_resident else "two staging buffers"
-        memory_info.require_bytes(device_bytes, self.device, f"{self._name}, of which {parts} stay on the device,")
+        purpose = f"{self._description}, of which {parts} stay on the device,"
+        memory_info.require_bytes(device_bytes, self.device, purpose)
         size, dtype = (self.slots, self.capacity, self.shape.kv_heads, self.shape.head_dim), self.shape.dtype
         self._host = [torch.empty(num_streamed, *size, dtype=dtype, pin_memory=pinned, device="cpu") for _ in range(2)]
         self._resident = [torch.empty(num_resident, *size, dtype=dtype, device=self.device) for _ in range(2)]
-        # By layer: its index in ``_host`` or ``_resident``; and the streamed layer that is read next, in a circle.
-        streamed = [layer in self.streamed_layers for layer in range(layers)]
-        self._index = [streamed[:layer].count(streamed[layer]) for layer in range(layers)]
+        # For each layer: its index in ``_host`` or ``_resident``; the next streamed layer, after the last the first.
+        is_streamed = [layer in self.streamed_layers for layer in range(layers)]
+        self._tensor_index = [is_streamed[:layer].count(is_streamed[layer]) for layer in range(layers)]
         self._next_streamed = [
-            next((s for s in self.streamed_layers if s > layer), *self.streamed_layers[:1]) if num_streamed else 0
+            next((s for s in self.streamed_layers if s > layer), self.streamed_layers[0]) if num_streamed else 0
             for layer in range(layers)
         ]
         return self._host[0].transpose(2, 3), self._host[1].transpose(2, 3)
 
     def _choose_streamed(self, layer_bytes: int, feature_bytes: int) -> tuple[int, ...]:
-        """The layers that the device does not keep: the first layer of each of equally large groups."""
+        """Returns the streamed layers: divides the layers into groups of about equal size, and takes the first layer of
+        each group, so the last layer is resident unless all layers are streamed."""
         layers, num_resident = self.shape.layers, self._num_resident
         if num_resident is None:
             free = memory_info.available_bytes(self.device) or 0
@@ -156,50 +158,50 @@ class OffloadedKVStore(KVStore):
         return tuple(i * layers // num_streamed for i in range(num_streamed))
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> None:
-        # Attention also reads the prefix and earlier tokens of the tree, which the stage may lack.
+        # (slot, first new entry). Attention reads all entries before, which the stage may lack.
         starts = [(slot, n + batch.tree_offset) for slot, n in zip(batch.slots, batch.prefix_lens, strict=True)]
         if layer not in self.streamed_layers:
             for kv, new in zip(self._resident, (k, v), strict=True):
                 for b, (slot, start) in enumerate(starts):
-                    kv[self._index[layer], slot, start : start + k.shape[2]] = new[b].transpose(0, 1)
+                    kv[self._tensor_index[layer], slot, start : start + k.shape[2]] = new[b].transpose(0, 1)
             if self.streamed_layers:
-                self._fill(self._stage(self._next_streamed[layer]), starts)
+                self._fill(self._stage_for(self._next_streamed[layer]), starts)
             return
-        stage = self._current = self._stage(layer)
+        stage = self._current_stage = self._stage_for(layer)
         self._fill(stage, starts)
         self._wait(stage)
         self._write_back(stage, k, v, starts)
-        # Prefetches last: this long copy would delay the few entries that go to the host.
-        self._fill(self._stage(self._next_streamed[layer]), starts)
+        # The prefetch comes last, because this long copy would delay the few entries that go to the host.
+        self._fill(self._stage_for(self._next_streamed[layer]), starts)
         self._written_layer = layer
 
     def _write_back(self, stage: _Stage, k: torch.Tensor, v: torch.Tensor, starts: list[tuple[int, int]]) -> None:
-        """Writes a batch's KV into the stage and queues copies to the host. ``starts``: (slot, first entry)."""
+        """Writes a batch's KV into the stage, and queues copies to the host. ``starts``: (slot, first new entry)."""
         query_len = k.shape[2]
         for b, (slot, start) in enumerate(starts):
             for staged, new in zip(stage.tensors, (k, v), strict=True):
                 staged[slot, start : start + query_len] = new[b].transpose(0, 1)
-            stage.valid[slot] = start + query_len
+            stage.num_valid[slot] = start + query_len
         self._copy_stream.wait_for_compute()
         for slot, start in starts:
             for host, staged in zip(self._host, stage.tensors, strict=True):
                 added = slice(start, start + query_len)
-                self._copy_stream.copy(host[self._index[stage.layer], slot, added], staged[slot, added])
-        # The next write to this stage has to wait for these copies.
+                self._copy_stream.copy(host[self._tensor_index[stage.layer], slot, added], staged[slot, added])
+        # The next write to this stage waits for the copies.
         stage.event = self._copy_stream.record_event()
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         index %= self.shape.layers
         if index not in self.streamed_layers:
-            keys, values = (kv[self._index[index]] for kv in self._resident)
+            keys, values = (kv[self._tensor_index[index]] for kv in self._resident)
             return keys.transpose(1, 2), values.transpose(1, 2)
-        stage = self._current = self._stage(index)
+        stage = self._current_stage = self._stage_for(index)
         if index != self._written_layer:
             needed = [(slot, self.readable_len(slot)) for slot in range(self.slots)]
             self._fill(stage, needed)
             self._wait(stage)
-            # Prefetches, as callers read one layer after another.
-            self._fill(self._stage(self._next_streamed[index]), needed)
+            # Prefetches the next streamed layer, because callers read one layer after another.
+            self._fill(self._stage_for(self._next_streamed[index]), needed)
         keys, values = stage.tensors
         return keys.transpose(1, 2), values.transpose(1, 2)
 
@@ -207,28 +209,29 @@ class OffloadedKVStore(KVStore):
         self._written_layer = None  # the forward is over
         super().write_features(hidden, batch)
 
-    def _stage(self, layer: int) -> _Stage:
-        """The stage that holds a layer, or the one not in use, invalidated for the layer."""
+    def _stage_for(self, layer: int) -> _Stage:
+        """Returns the stage with a layer's entries. If there is none, empties the unused stage for the layer."""
         for stage in self._stages:
             if stage.layer == layer:
                 return stage
-        free = next(stage for stage in self._stages if stage is not self._current)
-        free.layer, free.valid = layer, [0] * self.slots
-        return free
+        unused = next(stage for stage in self._stages if stage is not self._current_stage)
+        unused.layer, unused.num_valid = layer, [0] * self.slots
+        return unused
 
     def _fill(self, stage: _Stage, needed: Iterable[tuple[int, int]]) -> None:
-        """Queues copies of the entries that the stage lacks. ``needed``: (slot, number of entries)."""
-        missing = [(slot, stage.valid[slot], end) for slot, end in needed if stage.valid[slot] < end]
+        """Queues copies of the entries that the stage lacks. ``needed``: (slot, number of leading entries)."""
+        missing = [(slot, stage.num_valid[slot], end) for slot, end in needed if stage.num_valid[slot] < end]
         if not missing:
             return
         self._copy_stream.wait_for_compute()
         for slot, start, end in missing:
             for host, staged in zip(self._host, stage.tensors, strict=True):
-                self._copy_stream.copy(staged[slot, start:end], host[self._index[stage.layer], slot, start:end])
-            stage.valid[slot] = end
+                self._copy_stream.copy(staged[slot, start:end], host[self._tensor_index[stage.layer], slot, start:end])
+            stage.num_valid[slot] = end
         stage.event = self._copy_stream.record_event()
 
     def _wait(self, stage: _Stage) -> None:
+        """Makes the computation wait for the pending copies of a stage."""
         if stage.event is not None:
             self._copy_stream.wait_event(stage.event)
             stage.event = None
@@ -238,7 +241,7 @@ class OffloadedKVStore(KVStore):
         return [slice(layer, layer + 1) for layer in range(self.shape.layers)]
 
     def slot_kv(self, slot: int, layers: slice, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        group = slice(self._index[layers.start], self._index[layers.start] + 1)
+        group = slice(self._tensor_index[layers.start], self._tensor_index[layers.start] + 1)
         if layers.start not in self.streamed_layers:
             keys, values = (kv[group, slot].transpose(1, 2) for kv in self._resident)
             return keys, values
@@ -255,10 +258,10 @@ class OffloadedKVStore(KVStore):
         self._invalidate(slot, length)
 
     def _invalidate(self, slot: int, start: int) -> None:
-        """Marks the entries of all stages from ``start`` on as different from the host's."""
+        """Makes all stages copy a slot's entries from ``start`` on again, because the host's entries change."""
         self._written_layer = None
         for stage in self._stages:
-            stage.valid[slot] = min(stage.valid[slot], start)
+            stage.num_valid[slot] = min(stage.num_valid[slot], start)
 
 
 def _round_up_to_power_of_two(n: int) -> int:
@@ -266,19 +269,19 @@ def _round_up_to_power_of_two(n: int) -> int:
 
 
 def parse(option: str | None) -> Offload:
-    """Checks a user's option: None, ``"host"`` or ``"host:N"``. Raises RequestError for any other value."""
+    """Returns the user's option ``offload`` unchanged; raises RequestError unless it is None, "host" or "host:N"."""
     if option is None:
         return None
-    name, colon, count = str(option).partition(":")
+    name, colon, num_resident = str(option).partition(":")
     if name != "host":
         raise RequestError(f"offload takes host or host:N, got {str(option)!r}.")
-    if colon and not count.isdecimal():
+    if colon and not num_resident.isdecimal():
         raise RequestError(f"offload=host:N needs a whole number N, the layers that stay on the GPU, got {option!r}")
     return str(option)
 
 
 def check(offload: Offload, device: torch.device) -> None:
-    """Raises CapabilityError if a device cannot offload."""
+    """Raises CapabilityError if ``offload`` is not None, and the device is not an NVIDIA GPU."""
     if offload is not None and device.type != "cuda":
         raise CapabilityError(
             f"Offload needs a model on an NVIDIA GPU, and this one is on {device}: leave offload out."
@@ -297,11 +300,11 @@ def new_store(
     buffer_arena: BufferArena | None = None,
     dtype: torch.dtype | None = None,
 ) -> KVStore:
-    """Makes the store for an offload option. ``buffer_arena`` and ``dtype`` are for stores without offload."""
+    """Makes a KV store. With ``offload``, ``transposed_keys``, ``buffer_arena`` and ``dtype`` are ignored."""
     if offload is None:
         return KVStore(
             shape, slots, capacity, device, transposed_keys, feature_layers, feature_size, buffer_arena, dtype
         )
-    number = offload.partition(":")[2]
+    number = offload.partition(":")[2]  # N of "host:N", empty for "host"
     num_resident = int(number) if number else None
     return OffloadedKVStore(shape, slots, capacity, device, feature_layers, feature_size, num_resident=num_resident)

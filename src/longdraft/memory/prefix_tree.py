@@ -1,7 +1,7 @@
-"""Prefix tree: KV entries of sequences that have lost their slot, in host memory. Common prefixes are stored once.
+"""The prefix tree keeps KV of sequences that have lost their slot, in host memory. A common prefix is kept once.
 
-A node holds the KV of a block of tokens, and its children are the blocks that followed. A lookup may match a part of a
-block. A block that is not full has no children.
+A node has the KV of a block of tokens, and the children of the node have the blocks that followed. A lookup may match a
+part of a block. A block with fewer than BLOCK_SIZE tokens has no children.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from longdraft.memory import memory_info
 from longdraft.memory.store import KVEntries
 from longdraft.memory.token_ids import common_prefix_len, to_array
 
-# Tokens of a full node.
+# Number of tokens of a full block.
 BLOCK_SIZE = 256
 
 
 @dataclass(eq=False)
 class _Node:
+    """A block of tokens with its KV entries. ``last_used`` is the tree's clock at the last use."""
+
     token_ids: array[int]
     entries: KVEntries | None = None
     parent: _Node | None = None
@@ -29,59 +31,56 @@ class _Node:
 
 
 class PrefixTree:
-    """KV entries of sequences' prefixes, each stored once, with an LRU limit.
+    """Keeps KV entries of sequences up to a limit, and evicts the least recently used blocks beyond the limit.
 
-    Args:
-        max_bytes: limit of :attr:`nbytes`. Beyond it, the least recently used leaf is evicted.
+    Token ids are arrays (:func:`to_array`). KV of different RoPE regimes (``TargetRunner.rope_regime``) is kept apart.
 
     Attributes:
+        max_bytes: the limit of :attr:`nbytes`.
         nbytes: bytes that all entries take at present.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.nbytes = max_bytes, 0
-        self._clock = 0  # counts uses
+        self._clock = 0  # number of calls that used the tree
         self._roots: dict[str, _Node] = {}  # by RoPE regime
         self._nodes: set[_Node] = set()
         memory_info.reclaimables.add(self)
 
     def reclaim(self) -> bool:
-        """Drops all entries. Returns whether there were any."""
+        """Drops all entries. Returns True if there were entries."""
         had_nodes = bool(self._nodes)
         self._roots, self._nodes, self.nbytes = {}, set(), 0
         return had_nodes
 
     def match_prefix(self, token_ids: array[int], rope_regime: str = "") -> int:
-        """The number of leading tokens whose KV the tree holds."""
-        return sum(shared for _, shared in self._path(token_ids, rope_regime))
+        """Returns the number of leading tokens whose KV the tree has."""
+        return sum(num_matching for _, num_matching in self._path(token_ids, rope_regime))
 
     def read_entries(
         self, token_ids: array[int], start: int, end: int, rope_regime: str = ""
     ) -> Iterator[tuple[int, KVEntries]]:
-        """Yields entries ``[start, end)`` of a sequence in the tree, block by block with their first position."""
+        """Yields entries ``[start, end)`` of a sequence block by block, as pairs (first position, entries)."""
         position = 0
         self._clock += 1
-        for node, shared in self._path(token_ids, rope_regime):
+        for node, num_matching in self._path(token_ids, rope_regime):
             node.last_used = self._clock
-            first, last = max(start, position) - position, min(end, position + shared) - position
-            if first < last:
+            part = slice(max(start, position) - position, min(end, position + num_matching) - position)
+            if part.start < part.stop:
                 kv = node.entries
                 assert kv is not None
-                features = None if kv.features is None else kv.features[first:last]
-                yield position + first, KVEntries(kv.keys[:, :, first:last], kv.values[:, :, first:last], features)
-            position += shared
+                features = None if kv.features is None else kv.features[part]
+                yield position + part.start, KVEntries(kv.keys[:, :, part], kv.values[:, :, part], features)
+            position += num_matching
 
     def insert(self, token_ids: array[int], read: Callable[[int, int], KVEntries], rope_regime: str = "") -> None:
-        """Stores a sequence from its beginning, as many tokens as the limit allows.
-
-        Args:
-            read: copies entries ``[start, end)`` of the sequence to the host.
-        """
+        """Inserts the first blocks of a sequence, as many as the limit allows. ``read(start, end)`` copies entries
+        ``[start, end)`` of the sequence to the host."""
         self._clock += 1
         node = self._roots.setdefault(rope_regime, _Node(to_array(())))
         for start in range(0, len(token_ids), BLOCK_SIZE):
             block = token_ids[start : start + BLOCK_SIZE]
-            child = next((x for x in node.children if common_prefix_len(x.token_ids, block) == len(block)), None)
+            child = next((c for c in node.children if common_prefix_len(c.token_ids, block) == len(block)), None)
             if child is None:
                 child = self._add_child(node, block, partial(read, start, start + len(block)))
                 if child is None:
@@ -92,28 +91,29 @@ class PrefixTree:
             node = child
 
     def _path(self, token_ids: array[int], rope_regime: str) -> Iterator[tuple[_Node, int]]:
-        """Yields the nodes along a sequence, each with the number of its leading tokens that match."""
+        """Yields (node, number of leading tokens of the node that match) for the nodes that match a sequence."""
         node, position = self._roots.get(rope_regime), 0
         while node is not None and node.children:
             block = token_ids[position : position + BLOCK_SIZE]
-            matches = ((common_prefix_len(x.token_ids, block), x) for x in node.children)
-            shared, node = max(matches, key=lambda match: match[0])
-            if shared:
-                yield node, shared
-            position += shared
-            if shared < BLOCK_SIZE:
+            matches = ((common_prefix_len(child.token_ids, block), child) for child in node.children)
+            num_matching, node = max(matches, key=lambda match: match[0])
+            if num_matching:
+                yield node, num_matching
+            position += num_matching
+            if num_matching < BLOCK_SIZE:
                 return
 
-    def _add_child(self, parent: _Node, token_ids: array[int], read: Callable[[], KVEntries]) -> _Node | None:
-        """Adds a node, and removes siblings that hold only a prefix of it. None if the limit leaves no space."""
-        for child in [x for x in parent.children if common_prefix_len(x.token_ids, token_ids) == len(x.token_ids)]:
+    def _add_child(self, parent: _Node, token_ids: array[int], read_block: Callable[[], KVEntries]) -> _Node | None:
+        """Adds a block as a child, and removes children whose tokens are a prefix of the block. Returns the new node;
+        None if the limit leaves no space."""
+        for child in [c for c in parent.children if common_prefix_len(c.token_ids, token_ids) == len(c.token_ids)]:
             self._remove(child)
-        entries = read()
+        entries = read_block()
         while self.nbytes + entries.nbytes > self.max_bytes:
-            leaves = [x for x in self._nodes if not x.children and x is not parent and x.last_used < self._clock]
+            leaves = [n for n in self._nodes if not n.children and n is not parent and n.last_used < self._clock]
             if not leaves:
                 return None
-            self._remove(min(leaves, key=lambda x: x.last_used))
+            self._remove(min(leaves, key=lambda leaf: leaf.last_used))
         node = _Node(token_ids, entries, parent)
         parent.children.append(node)
         self._nodes.add(node)

@@ -1,4 +1,4 @@
-"""Prompt cache: a KV store that outlives a run and knows its slots' tokens; the next run prefills only the rest."""
+"""The prompt cache keeps a KV store after a run, so that the next run prefills only the tokens that are not cached."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from longdraft.memory.token_ids import common_prefix_len, to_array
 
 logger = logging.getLogger("longdraft")
 
-# A slot that loses fewer tokens than this is not saved to the prefix tree.
+# A slot that loses fewer tokens than this is not saved to the prefix tree: prefilling a few tokens again is cheap.
 _MIN_SAVED_TOKENS = 32
 
 
 class PromptCache:
-    """Keeps the KV of past prompts and outputs with their token ids.
+    """Keeps the KV of past prompts and outputs, with the token ids.
 
-    A run prefills each prompt from the first token that differs from the tokens of its slot. The store grows if a run
-    needs more slots or longer ones.
+    A run prefills each prompt from the first token that differs from the tokens of the slot. The store grows if a run
+    needs more slots or longer slots.
 
     Args:
-        feature_layers: layers whose hidden states are stored beside the KV even if a run needs none, for later runs.
-        tree_bytes: limit of the prefix tree, which holds sequences that lose their slot; 0: no tree. It stays empty
-            for models with windows or recurrent layers.
+        feature_layers: layers whose hidden states are always stored with the KV, for later runs that need them.
+        tree_bytes: limit of the prefix tree, which keeps sequences that lose their slot; 0: no tree. The tree stays
+            empty for models with windows or recurrent layers.
 
     Attributes:
+        store: the KV store; None before the first run.
         tokens: the token ids of each slot, as arrays.
-        rope_regimes: RoPE regime of each slot's KV (``TargetRunner.rope_regime``). Two regimes share no KV.
-        snapshot_damaged: True if the snapshot of a restored cache was damaged, so that nothing of it is used.
+        rope_regimes: RoPE regime of each slot's KV (``TargetRunner.rope_regime``). No other regime can use this KV.
+        snapshot_damaged: True if the snapshot of a restored cache was damaged, and was not used.
         open_count: number of calls of :meth:`open`. If it changes during a run, another run has taken the cache over.
     """
 
@@ -67,57 +68,55 @@ class PromptCache:
         compat_key: object = None,
         target_fingerprint: str | None = None,
     ) -> KVStore:
-        """Returns the store for a run, with the KV that the cache holds.
+        """Returns the KV store for a run, with the cached KV.
 
         Args:
-            new_store: builds a store from (slots, capacity).
+            new_store: makes a store from (slots, capacity).
             slots: number of slots that the run needs.
-            capacity: tokens of each slot.
-            feature_layers: layers whose hidden states the run needs; ``new_store`` makes space for them. A cache that
-                lacks these hidden states is dropped.
-            compat_key: :attr:`KVStore.compat_key` of the stores that ``new_store`` makes; a cache with another key is
-                dropped. None accepts any.
-            target_fingerprint: fingerprint of the target with its adapters. KV of another target is dropped, and an
-                unread snapshot must be this target's. None: the same target as before.
+            capacity: number of KV entries that the run needs in each slot.
+            feature_layers: layers whose hidden states the run needs. KV without these hidden states is dropped.
+            compat_key: KV with another :attr:`KVStore.compat_key` than this is dropped; None: no KV is dropped.
+            target_fingerprint: fingerprint of the target with its adapters. KV of another target is dropped. A snapshot
+                that is read now must have this fingerprint. None: the target has not changed.
 
         Raises:
-            MemoryBudgetError: a store of that size does not fit; the cache stays as it was.
-            CheckpointError: the snapshot cannot be read, or is another target's.
+            MemoryBudgetError: a store of that size does not fit. The cache stays unchanged.
+            CheckpointError: the snapshot cannot be read, or belongs to another target.
         """
         if target_fingerprint not in (None, self._target_fingerprint):
             self._target_fingerprint = target_fingerprint
             self.clear()
         old, header = self.store, None if self._snapshot_path is None else snapshot.try_read_header(self._snapshot_path)
-        incompatible = old is not None and (
+        is_incompatible = old is not None and (
             (bool(feature_layers) and old.feature_layers != feature_layers) or compat_key not in (None, old.compat_key)
         )
-        # Replaces a store that is too small or incompatible. KV of a compatible one is copied, as far as it fits.
-        if old is None or old.slots < slots or old.capacity < capacity or incompatible:
+        # Replace a store that is too small or incompatible. The KV of a compatible store is copied, as far as it fits.
+        if old is None or old.slots < slots or old.capacity < capacity or is_incompatible:
             capacity = max(capacity, len(header.tokens) if header else 0)
-            old_capacity = old.capacity if old and not incompatible else 0
+            old_capacity = old.capacity if old and not is_incompatible else 0
             minimum, preferred = (slots, capacity), (max(slots, old.slots if old else 0), max(capacity, old_capacity))
             try:
                 store = new_store(*preferred)
             except MemoryBudgetError:
                 if preferred == minimum:
                     raise
-                store = new_store(*minimum)  # the last slots and the ends of long sequences are lost
-            if old is not None and (incompatible or old.feature_layers != store.feature_layers):
+                store = new_store(*minimum)  # loses the last slots, and the ends of long sequences
+            if old is not None and (is_incompatible or old.feature_layers != store.feature_layers):
                 self._tree.reclaim()
-            if incompatible:
+            if is_incompatible:
                 self.tokens, self.rope_regimes = [], []
             elif old is not None:
                 for slot, length in enumerate(old.lengths[: store.slots]):
                     copied_len = old.restorable_length(slot, min(length, store.capacity))
                     store.copy_entries(slot, slot, 0, copied_len, old)
                     self.tokens[slot] = self.tokens[slot][:copied_len]
-            # Fits the lists to the new number of slots.
+            # Adapt the lists to the new number of slots.
             del self.tokens[store.slots :], self.rope_regimes[store.slots :]
             self.tokens += [to_array(()) for _ in range(store.slots - len(self.tokens))]
             self.rope_regimes += [""] * (store.slots - len(self.rope_regimes))
             self.store = store
         assert self.store is not None
-        if self._snapshot_path is not None:  # a restored cache's first run
+        if self._snapshot_path is not None:  # the first run of a restored cache
             try:
                 fingerprint = target_fingerprint or self._snapshot_fingerprint
                 self.tokens[0] = to_array(snapshot.load(self.store, 0, fingerprint, self._snapshot_path))
@@ -139,24 +138,21 @@ class PromptCache:
         self.tokens = [to_array(()) for _ in self.tokens]
 
     def choose_slot(self, slots: Sequence[int], prompt: Sequence[int], rope_regime: str = "") -> int:
-        """Chooses one of the free ``slots`` for a prompt: where the fewest KV entries are dropped and copied."""
-        token_ids = to_array(prompt)  # a slot drops len(slot) - shared entries, and lacks len(prompt) - shared
+        """Returns the slot among the free ``slots`` in which a prompt drops and computes the fewest KV entries."""
+        # With n shared tokens: (len(slot) - n) + (len(prompt) - n) entries; the prompt is the same for all slots.
+        token_ids = to_array(prompt)
         return max(slots, key=lambda i: 2 * self._common_prefix_len(i, token_ids, rope_regime) - len(self.tokens[i]))
 
     def _common_prefix_len(self, slot: int, token_ids: array[int], rope_regime: str) -> int:
-        """Number of leading tokens of a sequence whose KV a slot holds."""
+        """Returns the number of leading tokens of a sequence whose KV a slot has."""
         return common_prefix_len(self.tokens[slot], token_ids) if self.rope_regimes[slot] == rope_regime else 0
 
     def reuse_prefix(self, slot: int, prompt: Sequence[int], chunk_size: int = 1, rope_regime: str = "") -> int:
-        """Truncates a slot to its common prefix with a prompt, and extends it from another slot or from the tree.
-        The prompt's last token is never reused, because its logits have to be computed.
+        """Truncates a slot to its common prefix with a prompt, and extends the prefix from another slot or the tree.
+        Returns the length of the prefix, a multiple of ``chunk_size``.
 
-        Args:
-            chunk_size: the number of reused tokens is a multiple of this.
-            rope_regime: the RoPE regime of the prompt's KV; see :attr:`rope_regimes`.
-
-        Returns:
-            The number of the prompt's tokens that the slot holds.
+        The prompt's last token is never reused, because its logits have to be computed. ``rope_regime`` is the RoPE
+        regime of the prompt, see :attr:`rope_regimes`.
         """
         assert self.store is not None
         token_ids = to_array(prompt)[:-1]
@@ -167,48 +163,47 @@ class PromptCache:
         if other_len > own_len:
             self.store.copy_entries(other, slot, own_len, other_len)
         length = max(own_len, other_len)
-        in_tree = self._prefix_len_in_tree(token_ids, rope_regime) // chunk_size * chunk_size
-        if in_tree > length:
-            for start, kv in self._tree.read_entries(token_ids, length, in_tree, rope_regime):
+        tree_len = self._prefix_len_in_tree(token_ids, rope_regime) // chunk_size * chunk_size
+        if tree_len > length:
+            for start, kv in self._tree.read_entries(token_ids, length, tree_len, rope_regime):
                 self.store.write_entries(slot, start, kv.keys, kv.values, kv.features)
-            self.store.commit(slot, range(in_tree - length))
-        length = max(length, in_tree)
+            self.store.commit(slot, range(tree_len - length))
+        length = max(length, tree_len)
         self.tokens[slot], self.rope_regimes[slot] = token_ids[:length], rope_regime
         return length
 
     def _prefix_len_in_tree(self, token_ids: array[int], rope_regime: str) -> int:
-        """Number of leading tokens of a sequence whose KV the tree holds."""
+        """Returns the number of leading tokens of a sequence whose KV the tree has."""
         assert self.store is not None
         return 0 if self.store.states else self._tree.match_prefix(token_ids, rope_regime)
 
     def _save_to_tree(self, slot: int, reused_len: int) -> None:
-        """Saves a slot's sequence to the tree, before its KV behind the first ``reused_len`` tokens is lost."""
+        """Saves a slot's sequence to the tree, before the slot loses the KV after its first ``reused_len`` tokens."""
         store = self.store
         assert store is not None
         token_ids = self.tokens[slot][: store.lengths[slot]]
         if store.states or not self._tree.max_bytes or len(token_ids) - reused_len < _MIN_SAVED_TOKENS:
             return
         free = memory_info.available_bytes(torch.device("cpu"))
-        # Slots will need free memory as their sequences grow, so the tree takes a quarter of it at most.
+        # Growing slots will need free memory later, so a saved sequence may take at most a quarter of it.
         if free is None or free > 4 * len(token_ids) * store.shape.bytes_per_token:
             self._tree.insert(token_ids, partial(store.read_entries, slot), self.rope_regimes[slot])
 
     def _reusable_len(self, slot: int, token_ids: array[int], chunk_size: int, rope_regime: str) -> int:
-        """The longest common prefix of a slot and a sequence that ends with a chunk and can be restored."""
+        """Returns the length of the common prefix, shortened until it ends with a chunk and can be restored."""
         assert self.store is not None
         length = self._common_prefix_len(slot, token_ids, rope_regime)
-        while (restorable := self.store.restorable_length(slot, length // chunk_size * chunk_size)) != length:
-            length = restorable
+        while (shorter := self.store.restorable_length(slot, length // chunk_size * chunk_size)) != length:
+            length = shorter
         return length
 
     def record_tokens(self, slot: int, tokens: Sequence[int]) -> None:
-        """Records the token ids of a slot's committed KV; ``tokens`` beyond it are ignored."""
+        """Records the token ids of a slot's committed KV. ``tokens`` without committed KV are ignored."""
         assert self.store is not None
         self.tokens[slot] = to_array(tokens[: self.store.lengths[slot]])
 
     def save(self, path: Path | str, fingerprint: str, slot: int = 0) -> None:
-        """Writes a slot to a snapshot file, atomically. During a run, the file gets the prompt as far as it is
-        prefilled.
+        """Writes a slot's recorded tokens and KV to a snapshot file, atomically; during a run, only prompt tokens.
 
         Raises:
             RequestError: no run has used this cache yet.
@@ -218,14 +213,14 @@ class PromptCache:
             state = "empty" if self._snapshot_path is None else f"still to be read from {self._snapshot_path}"
             raise RequestError(f"The cache is {state}: decode something with cache=..., then save it.")
         if self.store.states and len(self.tokens[slot]) < self.store.lengths[slot]:
-            self.open_count += 1  # truncation drops the states of an unfinished run, so that run loses the cache
+            self.open_count += 1  # the truncation drops states that an unfinished run needs: it loses the cache
             self.store.truncate(slot, length := self.store.restorable_length(slot, len(self.tokens[slot])))
             self.tokens[slot] = self.tokens[slot][:length]
         snapshot.save(self.store, slot, self.tokens[slot], fingerprint, path, self.rope_regimes[slot])
 
     @classmethod
     def restored(cls, path: Path | str, fingerprint: str, feature_layers: tuple[int, ...] = ()) -> PromptCache:
-        """Makes a cache that reads a snapshot into slot 0 when a run opens it."""
+        """Makes a cache that reads the snapshot at ``path`` into slot 0 when a run opens the cache."""
         cache = cls(feature_layers)
         cache._snapshot_path, cache._snapshot_fingerprint = Path(path), fingerprint
         return cache

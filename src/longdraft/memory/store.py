@@ -1,9 +1,11 @@
-"""The KV store: preallocated keys and values, a slot per sequence, each slot with its own length.
+"""The KV store: preallocated keys and values, with a slot for each sequence.
 
-Entries ``[0, length)`` of a slot are committed. A forward writes its tokens behind them, in scratch space, and
-:meth:`KVStore.commit` moves the accepted path into place. A store may also hold the hidden states of some layers
-(features) for EAGLE-like drafters. The dtype of keys and values may be smaller than the model's. A draft cache of a
-smaller dtype keeps output exact; rounding the target's own KV makes the target a slightly different model.
+Entries ``[0, length)`` of a slot are committed. A forward writes scratch entries behind the committed entries, and
+:meth:`KVStore.commit` moves the accepted path into place. A store may also have features, the hidden states of some
+layers, for EAGLE-like drafters. Keys and values may be rounded to a smaller dtype than the model's: rounding a draft's
+KV keeps the output exact, rounding the target's KV changes the target slightly.
+
+Shapes: B sequences in a batch, T new tokens of each sequence.
 """
 
 from __future__ import annotations
@@ -25,17 +27,21 @@ from longdraft.memory.recurrent import RecurrentStates
 from longdraft.memory.windows import WindowKVCache
 from longdraft.native.int8_kv import Int8KV
 
-# Per-slot state of the layers that do not keep KV of the full context.
+# The state, for each slot, of layers that do not keep KV of the full context.
 LayerStates = RecurrentStates | WindowKVCache
 _CACHE_LINE = 64  # bytes
 
 
 @dataclass(frozen=True)
 class KVShape:
-    """The sizes and the dtype of a model's KV cache, without its length.
+    """The shape and the dtype of the keys and values of one token.
 
     Attributes:
-        padded: True if some layers have fewer or smaller heads; the rest of their entries is zero.
+        layers: number of layers.
+        kv_heads: maximum number of KV heads of a layer.
+        head_dim: maximum head size of a layer.
+        dtype: the model's dtype of keys and values.
+        padded: True if some layers have fewer or smaller heads. The entries of these layers are padded with zeros.
     """
 
     layers: int
@@ -55,7 +61,8 @@ class KVEntries:
     """Keys, values and features of n tokens outside of a store.
 
     Attributes:
-        keys, values: (layers, kv_heads, n, head_dim), keys after RoPE.
+        keys: (layers, kv_heads, n, head_dim), after RoPE.
+        values: of the same shape as ``keys``.
         features: (n, feature layers x feature_size); None without features.
     """
 
@@ -72,27 +79,29 @@ class KVStore:
     """Keys and values of all layers.
 
     Args:
-        shape: layers, KV heads, head size, dtype.
-        slots: number of sequences.
-        capacity: entries of a slot: the longest context plus the most tokens of one forward.
-        feature_layers: decoder layers whose output hidden states are stored, low to high.
-        feature_size: numbers in one hidden state.
-        transposed_keys: lay out the keys of a head as a (head_dim, capacity) matrix; only the strides differ. A CPU
-            multiplies it with a few queries much faster (docs/benchmarks.md).
-        buffer_arena: lends the memory, which may hold more slots and entries; None: the store allocates its memory.
-        dtype: dtype to which keys and values are rounded when they are written; None: that of ``shape``. With
-            torch.int8 they are :class:`~longdraft.native.int8_kv.Int8KV`. Read them with ``.to(shape.dtype)``.
+        shape: shape and dtype of the keys and values of a token.
+        slots: number of slots: the maximum number of sequences.
+        capacity: number of entries of a slot: the longest context and the most scratch entries of a round.
+        device: the device of keys, values and features.
+        transposed_keys: True stores the keys of a head as a (head_dim, capacity) matrix; only the strides differ. A CPU
+            multiplies this matrix with a few queries much faster (docs/benchmarks.md).
+        feature_layers: decoder layers whose output hidden states are stored, ascending.
+        feature_size: size of a hidden state.
+        buffer_arena: lends buffers, which may have more slots and entries; None: the store allocates its buffers.
+        dtype: dtype to which keys and values are rounded; None: the dtype of ``shape``. torch.int8 makes them
+            :class:`~longdraft.native.int8_kv.Int8KV`. Read entries with ``.to(shape.dtype)``.
 
     Attributes:
-        arena_buffers: the memory acquired from the arena; None if the store allocated it.
-        keys, values: (layers, slots, kv_heads, capacity, head_dim).
-        features: (slots, capacity, feature layers x feature_size), the layers side by side; None without features.
+        arena_buffers: the buffers from ``buffer_arena``; None without an arena.
+        keys: (layers, slots, kv_heads, capacity, head_dim).
+        values: of the same shape as ``keys``.
+        features: (slots, capacity, feature layers x feature_size), all layers concatenated; None without features.
         lengths: number of committed entries of each slot.
-        num_unverified: number of entries behind the committed ones that a partial verification wrote. Only drafters
-            read these entries, and the next full forward overwrites them.
+        num_unverified: for each slot, the number of entries behind the committed entries that a partial verification
+            wrote. Only drafters read these entries, and the next full forward overwrites them.
         states: states of the layers without KV of the full context, for forwards on this store.
-        compat_key: stores with different keys cannot exchange entries or states.
-        is_resident: True if all layers stay on one device, where kernels and CUDA graphs read them.
+        compat_key: identifies the stores that can exchange entries and states with this store.
+        is_resident: True if all layers stay on one device, where kernels and CUDA graphs read keys and values.
 
     Raises:
         MemoryBudgetError: the tensors do not fit the free memory.
@@ -118,13 +127,13 @@ class KVStore:
         self.capacity = capacity
         self.device = torch.device(device)
         self.feature_layers = feature_layers
-        width = len(feature_layers) * feature_size
-        allocate = partial(self._make_tensors, transposed_keys=transposed_keys, width=width)
+        feature_width = len(feature_layers) * feature_size
+        allocate = partial(self._make_tensors, transposed_keys=transposed_keys, feature_width=feature_width)
         self.arena_buffers: ArenaBuffers | None = None
         if buffer_arena is None:
             tensors = allocate(slots, capacity)
         else:
-            key = "store", shape, self.dtype, self.device, transposed_keys, feature_layers, width
+            key = "store", shape, self.dtype, self.device, transposed_keys, feature_layers, feature_width
             self.arena_buffers = buffers = buffer_arena.acquire(self, key, slots, capacity, allocate)
             self.slots, self.capacity, tensors = buffers.slots, buffers.capacity, buffers.tensors
         self.keys, self.values = tensors[:2]
@@ -134,20 +143,21 @@ class KVStore:
         self.states: tuple[LayerStates, ...] = ()
         self._own_states: tuple[LayerStates, ...] = ()  # the states that are committed and truncated with this store
 
-    def _make_tensors(self, slots: int, capacity: int, transposed_keys: bool, width: int) -> tuple[torch.Tensor, ...]:
-        """Allocates keys and values, and features of ``width`` numbers a token if that is not 0. An arena may call this
-        with a larger capacity than the constructor's."""
-        self.slots, self.capacity = slots, capacity
-        size = slots, capacity, width
-        kv = self._allocate(transposed_keys, prod(size) * self.shape.dtype.itemsize)
-        return (*kv, torch.empty(size, dtype=self.shape.dtype, device=self.device)) if width else kv
+    def _make_tensors(
+        self, slots: int, capacity: int, transposed_keys: bool, feature_width: int
+    ) -> tuple[torch.Tensor, ...]:
+        """Allocates (keys, values), or (keys, values, features) if a token has features, ``feature_width`` numbers."""
+        self.slots, self.capacity = slots, capacity  # an arena rounds the capacity up
+        feature_shape = slots, capacity, feature_width
+        kv = self._allocate(transposed_keys, prod(feature_shape) * self.shape.dtype.itemsize)
+        return (*kv, torch.empty(feature_shape, dtype=self.shape.dtype, device=self.device)) if feature_width else kv
 
     def _allocate(self, transposed_keys: bool, feature_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Allocates keys and values, after a check that they fit together with ``feature_bytes`` of features."""
-        size, is_int8 = self._size, self.dtype == torch.int8
+        """Allocates keys and values, after a check that keys, values and features fit the free memory."""
+        size, is_int8 = self._kv_size, self.dtype == torch.int8
         needed = self.bytes_for(replace(self.shape, dtype=self.dtype), self.slots, self.capacity) + feature_bytes
-        needed += 2 * prod(size[:-1]) * torch.float32.itemsize if is_int8 else 0  # a scale for each key and value
-        memory_info.require_bytes(needed, self.device, self._name)
+        needed += 2 * prod(size[:-1]) * torch.float32.itemsize if is_int8 else 0  # a scale for each key and each value
+        memory_info.require_bytes(needed, self.device, self._description)
         values = torch.empty(size, dtype=self.dtype, device=self.device)
         keys = empty_transposed(size, self.dtype, self.device) if transposed_keys else torch.empty_like(values)
         if is_int8:  # Int8KV behaves like a tensor wherever entries are read and written
@@ -156,16 +166,16 @@ class KVStore:
         return (keys.zero_(), values.zero_()) if self.shape.padded else (keys, values)
 
     @property
-    def _size(self) -> tuple[int, int, int, int, int]:
+    def _kv_size(self) -> tuple[int, int, int, int, int]:
         return self.shape.layers, self.slots, self.shape.kv_heads, self.capacity, self.shape.head_dim
 
     @property
-    def _name(self) -> str:
+    def _description(self) -> str:
         return f"A cache of {self.capacity} tokens"
 
     @staticmethod
     def bytes_for(shape: KVShape, slots: int, capacity: int) -> int:
-        """Bytes of keys and values in a store of this size."""
+        """Returns the bytes of keys and values in a store of this size."""
         return shape.bytes_per_token * slots * capacity
 
     def attach_states(self, *states: LayerStates) -> None:
@@ -175,37 +185,33 @@ class KVStore:
         self.states = self._own_states = states
 
     def use_states_of(self, full: KVStore) -> None:
-        """Makes forwards on this store use the states of ``full``, of whose entries this store holds a selection."""
+        """Makes forwards on this store, which has copies of some entries of ``full``, use the states of ``full``."""
         self.states, self._own_states = full.states, ()
 
     def restorable_length(self, slot: int, length: int) -> int:
-        """The largest length up to ``length`` that :meth:`truncate` can restore."""
+        """Returns the largest length up to ``length`` that :meth:`truncate` can restore."""
         length, previous = min(length, self.lengths[slot]), -1
-        while length != previous:
+        while length != previous:  # until all states can restore the length
             previous = length
             for states in self._own_states:
                 length = states.restorable_length(slot, length)
         return length
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer, (slots, kv_heads, capacity, head_dim), as views."""
+        """Returns views of the keys and values of one layer, (slots, kv_heads, capacity, head_dim)."""
         return self.keys[index], self.values[index]
 
     def slot_kv(self, slot: int, layers: slice, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a slot, for copies; attention reads :meth:`layer`.
+        """Returns views of a slot's keys and values, (layers, kv_heads, capacity, head_dim), for copies.
 
-        Args:
-            layers: one of :attr:`layer_groups`.
-            start: the first entry that the caller may change through the views.
-
-        Returns:
-            Views (layers, kv_heads, capacity, head_dim), valid until the next call of any method.
+        The views are valid until the next call of any method. ``layers`` is one of :attr:`layer_groups`. The caller may
+        change only entries from ``start`` on. Attention reads :meth:`layer`.
         """
         return self.keys[layers, slot], self.values[layers, slot]
 
     @property
     def layer_groups(self) -> list[slice]:
-        """Slices that together cover all layers; :meth:`slot_kv` takes one of them (offload: of one layer each)."""
+        """The slices of layers that :meth:`slot_kv` accepts, which together are all layers."""
         return [slice(None)]
 
     def make_forward_batch(
@@ -223,16 +229,17 @@ class KVStore:
         """Makes the batch for a forward that appends tokens behind the committed entries of some slots.
 
         Args:
-            token_ids: a list of token ids for each slot, or a tensor (B, T) on any device. Chains may differ in length:
-                shorter ones are padded, and no token attends to the padding.
-            root_positions: position of each sequence's first new token; None: the slot's length. The two differ if the
-                store holds a selection of the context's KV (SpecPV, section 3.2).
-            depths: (B, T) depths in the tree; a node's position is its root's position + its depth. None for chains.
-            mask: (B, T, tree_offset + T) bool, the tree's ancestor mask. None for chains.
-            tree_offset: number of the tree's tokens that earlier forwards wrote behind the prefix, if a tree is
-                computed level by level. The new tokens are written behind these.
-            is_prefill: True for a prompt chunk; False: a token's output must not depend on the batch's other tokens.
-            prompt_len: tokens of the prompt that the chunk belongs to; 0 in decoding.
+            slots: the slot of each sequence of the batch.
+            token_ids: a list of token ids for each slot, or a tensor (B, T) on any device. Lists may differ in length
+                if they are chains: shorter lists are padded, and no token attends to the padding.
+            root_positions: position of each sequence's first new token; None: the slot's length. The position is larger
+                if the store has only a selection of the context's KV (SpecPV, section 3.2).
+            depths: (B, T) depths in the tree. The position of a node is the root's position + depth. None for chains.
+            mask: (B, T, tree_offset + T) bool, the ancestor mask of the tree. None for chains.
+            tree_offset: number of tree tokens that earlier forwards wrote behind the committed entries, if a tree is
+                computed level by level. The new tokens are written behind the tokens of earlier levels.
+            is_prefill: True for a prompt chunk; False: the other tokens must not change the bits of a token's output.
+            prompt_len: number of tokens of the whole prompt in prefill; 0 in decoding.
 
         Raises:
             ValueError: the tokens do not fit a slot.
@@ -241,7 +248,7 @@ class KVStore:
         self.check_capacity(slots, tree_offset + query_len)
         lengths = [self.lengths[slot] for slot in slots]
         if depths is None:
-            # Padding comes last, so the causal mask hides it. It needs a depth all the same.
+            # Padding comes last, so the causal mask hides the padding, but padding needs a depth too.
             chain = range(tree_offset, tree_offset + query_len)
             depths = [[d if i < len(ids) else 0 for i, d in enumerate(chain)] for ids in token_ids]
             if not isinstance(token_ids, torch.Tensor):
@@ -256,10 +263,10 @@ class KVStore:
         )
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> None:
-        """Writes a batch's keys and values of a layer behind each sequence's prefix, uncommitted.
+        """Writes a batch's keys and values of a layer behind the committed entries, without committing them.
 
-        Args:
-            k, v: (B, kv_heads, T, head_dim), keys after RoPE. In a padded shape heads may be fewer or smaller.
+        ``k`` and ``v`` are (B, kv_heads, T, head_dim), keys after RoPE. In a padded shape a layer may have fewer or
+        smaller heads.
         """
         keys, values = self.layer(layer)
         if self.shape.padded:
@@ -270,7 +277,7 @@ class KVStore:
                 keys[slot, :, new] = k[b]
                 values[slot, :, new] = v[b]
             return
-        # Only device tensors and static shapes, so that a CUDA graph can capture it.
+        # Only device tensors and static shapes, so that a CUDA graph can capture the write.
         starts = batch.prefix_lens_t + batch.tree_offset if batch.write_starts_t is None else batch.write_starts_t
         indices = starts[:, None] + torch.arange(batch.query_len, device=self.device)
         slots = batch.slots_t[:, None].expand_as(indices)
@@ -278,16 +285,13 @@ class KVStore:
         values.transpose(1, 2)[slots.long(), indices.long()] = v.transpose(1, 2)
 
     def write_features(self, hidden: Mapping[int, torch.Tensor], batch: ForwardBatch) -> None:
-        """Writes a batch's hidden states as features, uncommitted.
-
-        Args:
-            hidden: layer -> (B, T, feature_size), with all of ``feature_layers``.
-        """
+        """Writes a batch's hidden states as features, without committing them. ``hidden`` maps each of
+        ``feature_layers`` to (B, T, feature_size)."""
         if self.features is None:
             return
         features = torch.cat([hidden[layer] for layer in self.feature_layers], dim=-1)
         for b, (slot, n) in enumerate(zip(batch.slots, batch.prefix_lens, strict=True)):
-            # The last layers may compute only the last token of a prompt chunk.
+            # The model's last layers may compute only the last tokens of a prompt chunk.
             end = n + batch.tree_len
             self.features[slot, end - features.shape[1] : end] = features[b]
 
@@ -305,11 +309,10 @@ class KVStore:
     def write_entries(
         self, slot: int, start: int, keys: torch.Tensor, values: torch.Tensor, features: torch.Tensor | None = None
     ) -> None:
-        """Writes entries ``[start, start + n)`` of a slot in all layers, uncommitted.
+        """Writes entries ``[start, start + n)`` of a slot in all layers, without committing them.
 
-        Args:
-            keys, values: (layers, kv_heads, n, head_dim), keys after RoPE.
-            features: (n, feature layers x feature_size); None leaves the slot's features unchanged.
+        ``keys`` and ``values`` are (layers, kv_heads, n, head_dim), keys after RoPE. ``features`` are
+        (n, feature layers x feature_size); None leaves the slot's features unchanged.
 
         Raises:
             ValueError: the entries do not fit the slot.
@@ -324,37 +327,33 @@ class KVStore:
             self.features[slot, start:end] = features
 
     def copy_entries(self, source_slot: int, slot: int, start: int, end: int, other: KVStore | None = None) -> None:
-        """Copies committed entries ``[start, end)`` of another slot to the same positions of ``slot``, and commits.
-
-        Args:
-            other: the store of ``source_slot``, whose states must be restorable at length ``end``; None: this store.
-        """
+        """Copies committed entries ``[start, end)`` of ``source_slot`` in ``other`` (None: this store) to the same
+        positions of ``slot``, and commits them. The states of ``other`` must be restorable at length ``end``."""
         source = other or self
-        for layers in max(self.layer_groups, source.layer_groups, key=len):  # the smaller groups of the two stores
+        for layers in max(self.layer_groups, source.layer_groups, key=len):  # both stores accept the smaller groups
             kv = zip(self.slot_kv(slot, layers, start), source.slot_kv(source_slot, layers, end), strict=True)
             for target, entries in kv:
                 target[:, :, start:end] = entries[:, :, start:end]
         if self.features is not None and source.features is not None:
             self.features[slot, start:end] = source.features[source_slot, start:end].clone()
-        for states, others in zip(self._own_states, source._own_states, strict=True):
-            states.copy_from(others, source_slot, slot, end)  # type: ignore[arg-type]  # of the same type
+        for states, source_states in zip(self._own_states, source._own_states, strict=True):
+            states.copy_from(source_states, source_slot, slot, end)  # type: ignore[arg-type]  # of the same type
         self.lengths[slot] = end
 
     def readable_len(self, slot: int) -> int:
-        """Number of entries that a drafter may read: committed and unverified ones."""
+        """Returns the number of entries that a drafter may read: committed and unverified entries."""
         return self.lengths[slot] + self.num_unverified[slot]
 
     def check_capacity(self, slots: Sequence[int], num_tokens: int) -> None:
-        """Raises ValueError if ``num_tokens`` tokens do not fit behind the prefix of each slot."""
+        """Raises ValueError if ``num_tokens`` tokens do not fit behind the committed entries of each slot."""
         for slot in slots:
             if (n := self.lengths[slot]) + num_tokens > self.capacity:
                 raise ValueError(f"slot {slot} holds {n} tokens; {num_tokens} more exceed the capacity {self.capacity}")
 
     def commit(self, slot: int, path: Sequence[int]) -> None:
-        """Commits the entries of the accepted path, in path order, and drops all other entries behind the prefix.
+        """Commits the scratch entries of the accepted path, in path order, and drops all other scratch entries.
 
-        Args:
-            path: indices of entries behind the prefix, strictly increasing, as in a root-to-node path.
+        ``path`` has the strictly increasing indices of scratch entries, counted from the slot's length.
 
         Raises:
             ValueError: the path is not increasing, or leaves the slot.
@@ -364,13 +363,13 @@ class KVStore:
             raise ValueError(f"a path is strictly increasing and not negative, got {list(path)}")
         if path and n + path[-1] >= self.capacity:
             raise ValueError(f"path index {path[-1]} lies beyond the capacity {self.capacity}")
-        # The part of the path that is already in place (all of a chain) need not move.
-        in_place = next((i for i, index in enumerate(path) if index != i), len(path))
-        if in_place < len(path):
-            source = to_device([n + index for index in path[in_place:]], self.device)
-            target = slice(n + in_place, n + len(path))
+        # Entries at the path's beginning that are already in place (all entries of a chain) are not moved.
+        num_in_place = next((i for i, index in enumerate(path) if index != i), len(path))
+        if num_in_place < len(path):
+            source = to_device([n + index for index in path[num_in_place:]], self.device)
+            target = slice(n + num_in_place, n + len(path))
             for layers in self.layer_groups:
-                for kv in self.slot_kv(slot, layers, n + in_place):
+                for kv in self.slot_kv(slot, layers, n + num_in_place):
                     kv[:, :, target] = kv.index_select(2, source.to(kv.device))
             if self.features is not None:
                 self.features[slot, target] = self.features[slot].index_select(0, source)
@@ -380,10 +379,10 @@ class KVStore:
         self.num_unverified[slot] = 0
 
     def truncate(self, slot: int, length: int) -> None:
-        """Drops all entries of a slot after the first ``length``.
+        """Drops all entries of a slot after the first ``length`` entries.
 
         Raises:
-            ValueError: the slot is shorter, or its states cannot be restored there; see :meth:`restorable_length`.
+            ValueError: the slot is shorter, or ``length`` is no :meth:`restorable_length` of the slot's states.
         """
         if not 0 <= length <= self.lengths[slot]:
             raise ValueError(f"cannot truncate slot {slot} of length {self.lengths[slot]} to {length}")
@@ -394,7 +393,7 @@ class KVStore:
 
 
 def empty_transposed(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """An empty tensor (..., rows, d) whose memory is laid out as (..., d, rows)."""
+    """Returns an uninitialized tensor of ``size`` (..., rows, dim), whose layout in memory is (..., dim, rows)."""
     *outer, rows, dim = size
     # Each row in memory begins on a cache line, because a vector load across two lines costs two accesses.
     per_line = _CACHE_LINE // dtype.itemsize

@@ -1,8 +1,8 @@
-"""KV caches of layers with a sliding window or chunked attention: the last entries of each sequence.
+"""KV caches of layers with a sliding window or chunked attention keep only the last entries of each sequence.
 
-Such a layer sees a bounded number of KV entries. They lie one behind the other in a buffer that begins at position
-``start_positions[slot]`` of the sequence, with unverified entries last. When the buffer is full, the entries that can
-still be seen move to its front, so its size does not depend on the length of the sequence.
+Such a layer attends to a bounded number of KV entries. The entries of a slot are in a buffer that begins at position
+``start_positions[slot]`` of the sequence, uncommitted entries last. When the buffer is full, the entries that are still
+visible move to the buffer's front, so the buffer's size does not depend on the length of the sequence.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.attention.transfer import to_device
 from longdraft.native.boundary import CPU_INT64
 
-# Buffers begin at multiples of this position, because our kernels sum over segments of this many keys. If a segment
-# held other keys when a token is computed again, the last bits of the token's output would differ.
+# Buffers begin at multiples of this position. Our kernels sum over segments of this many keys, and the last bits of a
+# sum depend on the keys in the segment.
 SEGMENT = 512
-# Entries kept before the window, so that a sequence can be truncated by a few tokens.
+# Number of entries kept before the window, so that a sequence can be truncated by so many tokens.
 TRUNCATION_MARGIN = 512
-# The most entries written at once: a prompt chunk, or a tree behind tokens that are only partially verified.
+# Maximum number of entries written at once: a prompt chunk, or SpecPV's buffered tokens and a tree.
 MAX_NEW_TOKENS = 1024
 
 
 @dataclass(frozen=True)
 class AttentionSpan:
-    """The positions that a layer attends to.
+    """The positions that a layer attends to: a sliding window, or a chunk of the sequence.
 
     Attributes:
-        size: tokens of the window, including the query; or tokens of a chunk.
-        is_chunked: True if the sequence is cut into chunks, and a token attends within its chunk alone (Llama 4).
+        size: number of tokens of the window, including the query, or number of tokens of a chunk.
+        is_chunked: True if the sequence is cut into chunks, and a token attends only within a chunk (Llama 4).
     """
 
     size: int
     is_chunked: bool = False
 
     def first_visible(self, position: int) -> int:
-        """The first position that the token at ``position`` attends to."""
+        """Returns the first position that the token at ``position`` attends to."""
         return position // self.size * self.size if self.is_chunked else max(0, position - self.size + 1)
 
-    def first_visible_t(self, positions: torch.Tensor) -> torch.Tensor:
-        """As :meth:`first_visible`, for a tensor of positions."""
+    def first_visible_positions(self, positions: torch.Tensor) -> torch.Tensor:
+        """Returns :meth:`first_visible` of each position in a tensor."""
         return positions // self.size * self.size if self.is_chunked else (positions - self.size + 1).clamp_min(0)
 
 
 @dataclass(frozen=True)
 class WindowShape:
-    """Layers of one span: their number, and the sizes of their keys and values."""
+    """The number of layers with one attention span, and the shape and dtype of a layer's keys and values."""
 
     span: AttentionSpan
     layers: int
@@ -58,16 +58,16 @@ class WindowShape:
 
 
 class WindowKVCache:
-    """KV of all layers of one span. :class:`~longdraft.memory.recurrent.RecurrentStates` documents the methods that
-    have no docstring here.
+    """KV of all layers with one attention span, for a KV store with ``slots`` slots of ``capacity`` tokens. Methods
+    without a docstring do the same as in :class:`~longdraft.memory.recurrent.RecurrentStates`.
 
     Args:
         shape: the layers.
-        slots, capacity: sizes of the KV store to which this cache belongs.
-        transposed_keys: store the keys of a head as a (head_dim, buffer_len) matrix.
+        transposed_keys: True stores the keys of a head as a (head_dim, buffer_len) matrix.
 
     Attributes:
-        keys, values: (layers, slots, kv_heads, buffer_len, head_dim).
+        keys: (layers, slots, kv_heads, buffer_len, head_dim).
+        values: of the same shape as ``keys``.
         start_positions: the position of entry 0 of each slot's buffer.
     """
 
@@ -83,12 +83,12 @@ class WindowKVCache:
         self.buffer_len = min(capacity, self.buffer_len_for(shape.span))
         self.device = torch.device(device)
         size = (shape.layers, slots, shape.kv_heads, self.buffer_len, shape.head_dim)
-        # Zeros: narrower heads leave columns unwritten, and a masked entry must not hold a NaN.
+        # Zeros, because narrower heads leave columns unwritten, and a masked entry must not contain a NaN.
         self.values = torch.zeros(size, dtype=shape.dtype, device=device)
         transposed = torch.zeros((*size[:3], size[4], size[3]), dtype=shape.dtype, device=device).transpose(-1, -2)
         self.keys = transposed if transposed_keys else torch.zeros_like(self.values)
         self.start_positions = [0] * slots
-        self._ends = [0] * slots  # by slot: the position behind its last entry
+        self._end_positions = [0] * slots  # for each slot the position after the last entry
 
     @property
     def bytes_per_slot(self) -> int:
@@ -96,16 +96,17 @@ class WindowKVCache:
 
     @staticmethod
     def buffer_len_for(span: AttentionSpan) -> int:
-        """Entries of a buffer that serves sequences of any length. Of the two segments, one is for the rounding of the
-        start, and one makes moves rare."""
-        return span.size + TRUNCATION_MARGIN + SEGMENT + MAX_NEW_TOKENS + SEGMENT
+        """Returns the number of entries of a buffer for sequences of any length."""
+        rounding, spare = SEGMENT, SEGMENT  # the start is rounded down to a segment; entries move once in a segment
+        return span.size + TRUNCATION_MARGIN + rounding + MAX_NEW_TOKENS + spare
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer, (slots, kv_heads, buffer_len, head_dim), as views."""
+        """Returns views of the keys and values of one layer, (slots, kv_heads, buffer_len, head_dim)."""
         return self.keys[index], self.values[index]
 
     def batch_in_buffer(self, batch: ForwardBatch) -> ForwardBatch:
-        """The batch with prefix lengths counted from the buffers' starts, and the first key that each token sees."""
+        """Returns a batch for attention on the buffers: prefix lengths num_entries from the start of each buffer, and
+        ``window_starts`` has the first visible entry of each token."""
         key = (WindowKVCache, id(self))
         if key not in batch.metadata:
             starts = [self.start_positions[slot] for slot in batch.slots]
@@ -113,8 +114,9 @@ class WindowKVCache:
             device = batch.slots_t.device
             prefix_lens_t, starts_t = (to_device(x, device, torch.int32) for x in (prefix_lens, starts))
             positions = (prefix_lens_t + starts_t).unsqueeze(1) + batch.depths(device)
-            window_starts = (self.shape.span.first_visible_t(positions) - starts_t.unsqueeze(1)).clamp_min(0).int()
-            lens = tuple(prefix_lens)
+            first_entries = self.shape.span.first_visible_positions(positions) - starts_t.unsqueeze(1)
+            window_starts, lens = first_entries.clamp_min(0).int(), tuple(prefix_lens)
+            # In the buffer, the position of the root is the prefix length.
             batch.metadata[key] = replace(
                 batch, prefix_lens=lens, root_positions=lens, prefix_lens_t=prefix_lens_t, window_starts=window_starts
             )
@@ -122,31 +124,28 @@ class WindowKVCache:
         return in_buffer
 
     def prepare(self, slots: Sequence[int], root_positions: Sequence[int], num_tokens: int) -> None:
-        """Makes space before a forward.
-
-        Args:
-            root_positions: the position of each slot's first unverified token.
-            num_tokens: number of unverified tokens, including tokens of the same tree from earlier forwards.
+        """Makes space for ``num_tokens`` uncommitted tokens before a forward. The number includes tokens of the same
+        tree from earlier forwards. ``root_positions`` has the position of each slot's first uncommitted token.
 
         Raises:
-            ValueError: the buffer cannot hold the tokens and the window before them.
+            ValueError: the buffer is too small for the tokens and the window before the tokens.
         """
         for slot, root in zip(slots, root_positions, strict=True):
-            self._ends[slot] = max(self._ends[slot], root)
+            self._end_positions[slot] = max(self._end_positions[slot], root)
             if root + num_tokens - self.start_positions[slot] <= self.buffer_len:
                 continue
             start = self.shape.span.first_visible(max(0, root - TRUNCATION_MARGIN)) // SEGMENT * SEGMENT
             if root + num_tokens - start > self.buffer_len:
                 window = self.shape.span.size
                 raise ValueError(f"{num_tokens} tokens and a window of {window} exceed a buffer of {self.buffer_len}")
-            dropped = start - self.start_positions[slot]
+            num_dropped = start - self.start_positions[slot]
             for tensor in (self.keys, self.values):
                 entries = tensor[:, slot]
-                entries[:, :, : self.buffer_len - dropped] = entries[:, :, dropped:].clone()
+                entries[:, :, : self.buffer_len - num_dropped] = entries[:, :, num_dropped:].clone()
             self.start_positions[slot] = start
 
     def write(self, index: int, keys: torch.Tensor, values: torch.Tensor, batch: ForwardBatch) -> None:
-        """Writes a batch's keys and values of one layer, (B, heads, T, head_dim), uncommitted."""
+        """Writes keys and values (sequences, heads, tokens, head_dim) of one layer, without committing them."""
         for buffer, kv in zip(self.layer(index), (keys, values), strict=True):
             for b, (slot, n) in enumerate(zip(batch.slots, batch.prefix_lens, strict=True)):
                 new = slice(n + batch.tree_offset, n + batch.tree_len)
@@ -154,16 +153,16 @@ class WindowKVCache:
 
     def commit(self, slot: int, base_len: int, path: Sequence[int]) -> None:
         first = base_len - self.start_positions[slot]
-        in_place = next((i for i, index in enumerate(path) if index != i), len(path))
-        if in_place < len(path):
-            source = to_device([first + index for index in path[in_place:]], self.device)
+        num_in_place = next((i for i, index in enumerate(path) if index != i), len(path))
+        if num_in_place < len(path):
+            source = to_device([first + index for index in path[num_in_place:]], self.device)
             for tensor in (self.keys, self.values):
                 entries = tensor[:, slot]
-                entries[:, :, first + in_place : first + len(path)] = entries.index_select(2, source)
-        self._ends[slot] = base_len + len(path)
+                entries[:, :, first + num_in_place : first + len(path)] = entries.index_select(2, source)
+        self._end_positions[slot] = base_len + len(path)
 
     def restorable_length(self, slot: int, length: int) -> int:
-        length = min(length, self._ends[slot])
+        length = min(length, self._end_positions[slot])
         next_token_start = self.shape.span.first_visible(length)
         return length if next_token_start >= self.start_positions[slot] else 0
 
@@ -173,17 +172,17 @@ class WindowKVCache:
             raise ValueError(f"slot {slot} has no entries before {start}, so it cannot be truncated to {length}")
         if not length:
             self.start_positions[slot] = 0
-        self._ends[slot] = length
+        self._end_positions[slot] = length
 
     def copy_from(self, other: WindowKVCache, source_slot: int, slot: int, length: int) -> None:
         start = other.start_positions[source_slot]
         for target, source in ((self.keys, other.keys), (self.values, other.values)):
             target[:, slot, :, : length - start] = source[:, source_slot, :, : length - start]
-        self.start_positions[slot], self._ends[slot] = start, length
+        self.start_positions[slot], self._end_positions[slot] = start, length
 
     def save(self, slot: int) -> dict[str, torch.Tensor]:
         start = self.start_positions[slot]
-        entries = slice(0, self._ends[slot] - start)
+        entries = slice(0, self._end_positions[slot] - start)
         keys, values = (x[:, slot, :, entries].contiguous() for x in (self.keys, self.values))
         return {"keys": keys.cpu(), "values": values.cpu(), "start": torch.tensor(start, **CPU_INT64)}
 
@@ -191,9 +190,9 @@ class WindowKVCache:
         if set(tensors) != {"keys", "values", "start"}:
             raise ValueError(f"it has {', '.join(sorted(tensors)) or 'nothing'} in place of the windowed layers' KV")
         start = int(tensors["start"])
-        count = length - start
+        num_entries = length - start
         for buffer, new in ((self.keys, tensors["keys"]), (self.values, tensors["values"])):
-            if not 0 <= count <= self.buffer_len or new.shape != buffer[:, slot, :, :count].shape:
+            if not 0 <= num_entries <= self.buffer_len or new.shape != buffer[:, slot, :, :num_entries].shape:
                 raise ValueError(f"windowed layers' KV {tuple(new.shape)} does not fit {tuple(buffer[:, slot].shape)}")
-            buffer[:, slot, :, :count] = new.to(buffer.device)
-        self.start_positions[slot], self._ends[slot] = start, length
+            buffer[:, slot, :, :num_entries] = new.to(buffer.device)
+        self.start_positions[slot], self._end_positions[slot] = start, length

@@ -1,6 +1,7 @@
-"""Summaries of chunks of keys, to score in place of the keys (SpecPV, section 3.2); the choice of kernels for views.
+"""Summaries of chunks of keys, which scorers read in place of the keys (SpecPV, section 3.2).
 
-A summary is the element-wise maximum, minimum or mean of a chunk's keys after RoPE, for each layer and KV head.
+A summary is the element-wise maximum, minimum or mean of a chunk's keys after RoPE, for each layer and KV head. This
+module also chooses the kernels and the groups of layers for views. Shapes: Hkv KV heads, head size d.
 """
 
 from __future__ import annotations
@@ -12,34 +13,28 @@ from longdraft.native import kernels
 from longdraft.native.library import HEAD_DIM_MULTIPLE
 from longdraft.native.views import ViewKernels
 
-# Most bytes of temporary tensors for a group of layers on a GPU.
+# Most bytes of temporary tensors for a group of layers on a GPU: larger groups need fewer kernel launches, more memory.
 MAX_TEMPORARY_BYTES = 512 << 20
 
 
 def view_kernels(full_store: KVStore, copy_store: KVStore | None = None) -> ViewKernels | None:
-    """Returns the CPU kernels that select entries of a store and copy them to another; None if a store is unsupported.
-
-    Args:
-        full_store: the store to read.
-        copy_store: the store to copy to; None: entries are selected only.
-    """
-    # Subclasses of KVStore are excluded, because offloaded stores fetch layers when these are read.
+    """Returns the CPU kernels that select entries of ``full_store``, and copy the entries to ``copy_store`` if that is
+    not None. Returns None if the kernels do not support a store."""
+    # Not for subclasses of KVStore: an offloaded store does not hold all layers in ``keys`` and ``values``.
     is_bf16_rounded = full_store.dtype == torch.bfloat16 != full_store.shape.dtype
-    float_dtype = is_bf16_rounded or full_store.dtype == torch.float32
-    readable = type(full_store) is KVStore and full_store.device.type == "cpu" and float_dtype
-    aligned = full_store.shape.head_dim % HEAD_DIM_MULTIPLE == 0
-    writable = copy_store is None or (type(copy_store) is KVStore and copy_store.device == full_store.device)
-    library = kernels() if readable and aligned and writable else None
+    is_dtype_supported = is_bf16_rounded or full_store.dtype == torch.float32
+    is_readable = type(full_store) is KVStore and full_store.device.type == "cpu" and is_dtype_supported
+    is_aligned = full_store.shape.head_dim % HEAD_DIM_MULTIPLE == 0
+    is_writable = copy_store is None or (type(copy_store) is KVStore and copy_store.device == full_store.device)
+    library = kernels() if is_readable and is_aligned and is_writable else None
     return None if library is None else ViewKernels(library)
 
 
 def layer_groups(store: KVStore, bytes_per_layer: int) -> list[slice]:
-    """Groups a store's layers, to process a group at a time.
+    """Groups a store's layers. A caller processes one group at a time.
 
-    A group is one layer on a CPU, because one layer's data stays in the processor's caches, and in an offloaded store.
-
-    Args:
-        bytes_per_layer: bytes of the temporary tensors that processing one layer takes.
+    On a CPU a group is one layer, whose data stays in the CPU's caches. In an offloaded store a group is one layer too.
+    ``bytes_per_layer`` are the bytes of the temporary tensors for processing one layer.
     """
     layers_per_group = 1
     if store.device.type != "cpu" and _is_in_memory(store):
@@ -49,7 +44,7 @@ def layer_groups(store: KVStore, bytes_per_layer: int) -> list[slice]:
 
 
 def slot_kv(store: KVStore, layers: slice, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns keys and values (layers, Hkv, capacity, d) of a group of :func:`layer_groups`; read-only."""
+    """Returns keys and values (layers, Hkv, capacity, d) of one of the :func:`layer_groups`; read-only."""
     if _is_in_memory(store):
         return store.keys[layers, slot], store.values[layers, slot]
     keys, values = store.layer(layers.start)
@@ -57,22 +52,23 @@ def slot_kv(store: KVStore, layers: slice, slot: int) -> tuple[torch.Tensor, tor
 
 
 def _is_in_memory(store: KVStore) -> bool:
+    """Returns True if the store is not offloaded, so all layers are in ``keys`` and ``values``."""
     return type(store).layer is KVStore.layer
 
 
 def summarize(kind: str, keys: torch.Tensor) -> torch.Tensor:
-    """Summarizes keys (..., chunks, chunk_size, d) -> (..., chunks, d) by "largest", "smallest" or "mean"."""
+    """Summarizes keys (..., chunks, chunk_size, d) to (..., chunks, d); ``kind`` is "largest", "smallest" or "mean"."""
     if kind == "mean":
         return keys.float().mean(-2)
     return keys.amax(-2) if kind == "largest" else keys.amin(-2)
 
 
 class ChunkSummaries:
-    """Summaries of a store's complete chunks. Each is computed once, and again after :meth:`invalidate`.
+    """Summaries of the complete chunks of a store. A summary is computed once, and again after :meth:`invalidate`.
 
     Args:
-        store: has the keys.
-        chunk_size: entries of a chunk.
+        store: the KV store with the keys.
+        chunk_size: number of entries of a chunk.
         kinds: kinds of summaries, see :func:`summarize`.
     """
 
@@ -80,17 +76,17 @@ class ChunkSummaries:
         self._store, self._chunk_size = store, chunk_size
         shape = store.shape
         summary_shape = (shape.layers, store.slots, shape.kv_heads, store.capacity // chunk_size, shape.head_dim)
-        # Transposed in memory, which is faster where a few queries are multiplied with many chunks.
+        # The transposed layout is faster for the product of a few queries with many summaries.
         self._summaries = {kind: empty_transposed(summary_shape, shape.dtype, store.device) for kind in kinds}
         self._kernels = view_kernels(store)
-        self._num_summarized = [0] * store.slots
+        self._num_summarized = [0] * store.slots  # number of summarized chunks of each slot
 
     def for_slot(self, slot: int) -> dict[str, torch.Tensor]:
-        """Returns {kind: (layers, Hkv, chunks, d)}. Summaries of incomplete chunks are arbitrary numbers."""
+        """Returns kind -> summaries (layers, Hkv, chunks, d). Chunks that are not summarized have arbitrary numbers."""
         return {kind: summary[:, slot] for kind, summary in self._summaries.items()}
 
     def update(self, slot: int, kv_len: int) -> None:
-        """Summarizes the chunks that became complete since the last call, in a context of ``kv_len`` entries."""
+        """Summarizes the complete chunks of a context of ``kv_len`` entries that have no summary yet."""
         start, end = self._num_summarized[slot], kv_len // self._chunk_size
         self._num_summarized[slot] = end
         if end <= start:
@@ -106,5 +102,5 @@ class ChunkSummaries:
                 summary[layers, slot, :, start:end] = summarize(kind, chunks).to(summary)
 
     def invalidate(self, slot: int, start: int) -> None:
-        """Called when the slot's entries from ``start`` on were replaced or removed."""
+        """Drops the summaries of chunks whose entries from ``start`` on were replaced or removed."""
         self._num_summarized[slot] = min(self._num_summarized[slot], start // self._chunk_size)

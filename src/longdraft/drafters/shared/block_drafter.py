@@ -63,7 +63,7 @@ class BlockDrafter(RetrievalDrafter):
         x = self.bound.embedding(to_device(self.input_tokens(sequence, start, end), self.runner.device))
         features = self.target_features(sequence.slot, start, end)
         g = None if features is None else self.bound.block.project_features(features)
-        return x, g, *self.bound.rotary(self.cache.append_positions(sequence.slot, end - start))
+        return x, g, *self.bound.rotary(self.cache.positions_for_append(sequence.slot, end - start))
 
     def keys_values(self, sequence: Sequence, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns keys and values (layers, KV heads, T, d) at the next positions [start, end)."""
