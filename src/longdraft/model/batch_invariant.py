@@ -116,8 +116,8 @@ def _addmm(op: Any, bias: torch.Tensor, x: torch.Tensor, other: torch.Tensor, **
 
 
 def _bmm(_: Any, x: torch.Tensor, other: torch.Tensor, **kwargs: Any) -> torch.Tensor | None:
-    """Multiplies rows x (E, rows, in) by matrices (E, in, out) with the kernel for experts. Rows of zeros are skipped:
-    some MoE layers pass all tokens to all experts, and zero those that are not routed."""
+    """Multiplies rows x (E, rows, in) by matrices (E, in, out) with the kernel for experts.
+    Rows of zeros are skipped: some MoE layers pass all tokens to all experts, and zero those that are not routed."""
     cpu_kernels = kernels()
     supported = all(is_plain_tensor(t) and t.device.type == "cpu" and t.dtype == torch.float32 for t in (x, other))
     if cpu_kernels is None or kwargs or not supported or x.numel() == 0 or 1 not in other.stride()[1:]:

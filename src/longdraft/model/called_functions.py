@@ -25,8 +25,8 @@ def is_library_code(function: Any) -> bool:
 
 
 def _defining_module(function: Any) -> str:
-    """Returns the name of the module in which a function was written. ``functools.wraps`` changes a wrapper's
-    ``__module__``, so a Python function's globals tell the module."""
+    """Returns the name of the module in which a function was written.
+    ``functools.wraps`` changes a wrapper's ``__module__``, so a Python function's globals tell the module."""
     if isinstance(function, BuiltinFunctionType) and function.__module__ is None:
         return "torch"  # such as torch.rsqrt
     if isinstance(function, FunctionType):
@@ -60,8 +60,8 @@ def replaced_functions(model: nn.Module) -> list[str]:
 
 
 def _reachable(start_names: Iterable[str], namespaces: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns dotted name -> function, for the start names and, recursively, for every name in a function's code. It
-    finds too many rather than too few: a name stands for the functions of that name in all namespaces."""
+    """Returns dotted name -> function, for the start names and, recursively, for every name in a function's code.
+    It finds too many rather than too few: a name stands for the functions of that name in all namespaces."""
     functions, names = dict[str, Any](), [*start_names]
     for name in names:  # the list grows inside the loop
         for namespace, members in namespaces.items():

@@ -91,6 +91,7 @@ def chat_prompt(
     instruction, with blank lines between them.
 
     Args:
+        tokenizer: the model's tokenizer.
         instruction: the user's request; may be empty if there is a document.
         document: the text that the instruction is about; None for none.
         system: the system message; None for none.
@@ -119,6 +120,7 @@ def encode_conversation(
     """Returns the token ids of a conversation, ready for the model's next answer; without a template, of plain text.
 
     Args:
+        tokenizer: the model's tokenizer.
         messages: dicts with role, content, and further fields that the template reads.
         answer_prefix: the beginning of the next answer, which the model continues.
         template_kwargs: further variables of the chat template.
@@ -141,8 +143,8 @@ def encode_conversation(
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Returns the token ids of plain text, with the special tokens that the tokenizer adds (such as BOS). Raises
-    PromptError if the text is empty, not valid Unicode, or has no token in this vocabulary."""
+    """Returns the token ids of plain text, with the special tokens that the tokenizer adds (such as BOS).
+    Raises PromptError if the text is empty, not valid Unicode, or has no token in this vocabulary."""
     if not text.strip():
         raise PromptError("The prompt is empty: give some text.")
     # verbose=True would warn about long prompts, whose length the engine checks.

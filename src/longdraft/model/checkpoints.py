@@ -136,8 +136,8 @@ def checkpoint_errors(file: Path | str, failure: str, remedy: str = "") -> Itera
 
 
 def check_folder(folder: Path) -> bool:
-    """Checks a folder's files without reading weights. Returns True for safetensors files, False for .bin files. Raises
-    CheckpointError, which names the missing, truncated or invalid file."""
+    """Checks a folder's files without reading weights. Returns True for safetensors files, False for .bin files.
+    Raises CheckpointError, which names the missing, truncated or invalid file."""
     if not (folder / "config.json").is_file():
         if (folder / "adapter_config.json").is_file():
             raise CheckpointError(

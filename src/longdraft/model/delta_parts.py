@@ -11,7 +11,7 @@ from torch import nn
 from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.memory.recurrent import RecurrentLayerState
 from longdraft.model.hosting import ForwardContext
-from longdraft.model.layer_parts import is_unmodified, linear_weights_of, norm_weight_offset, norms_of, uses_gelu
+from longdraft.model.layer_parts import has_unmodified_parts, linear_weights_of, norm_weight_offset, norms_of, uses_gelu
 from longdraft.model.model_copy import names_in_forward
 from longdraft.model.recurrent import recurrent_states
 from longdraft.model.stored import ArrangedLinear
@@ -31,7 +31,7 @@ def kernel_delta_layer(layer: nn.Module) -> GatedDeltaNetLayer | None:
     """Converts a decoder layer like Qwen3.5's for the kernels. Returns None if the kernels cannot compute the layer."""
     mixer, mlp = getattr(layer, "linear_attn", None), getattr(layer, "mlp", None)
     convolution = getattr(mixer, "conv1d", None)
-    if mixer is None or not isinstance(convolution, nn.Conv1d) or not is_unmodified(layer, mixer):
+    if mixer is None or not isinstance(convolution, nn.Conv1d) or not has_unmodified_parts(layer, mixer):
         return None
     out_proj, head_order = _split_head_order(getattr(mixer, "out_proj", None), int(mixer.head_v_dim))
     mlp_linears = [getattr(mlp, name, None) for name in _MLP_PROJECTIONS]

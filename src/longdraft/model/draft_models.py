@@ -36,9 +36,9 @@ class ModelSizes:
 
 
 def read_model_sizes(name: str) -> ModelSizes:
-    """Reads a model's sizes from the configuration of a folder, GGUF file or hub id. Reads no weights. Raises
-    CheckpointError if there is no such model or it is no causal language model, and CapabilityError if a GGUF file
-    scales its rotary frequencies in an unknown way."""
+    """Reads a model's sizes from the configuration of a folder, GGUF file or hub id. Reads no weights.
+    Raises CheckpointError if there is no such model or it is no causal language model, and CapabilityError if a GGUF
+    file scales its rotary frequencies in an unknown way."""
     path = Path(name)
     if is_file := is_gguf(path):
         check_gguf(path)
@@ -77,8 +77,8 @@ def origin_of(model: PreTrainedModel) -> Path | None:
 
 
 def read_draft_model(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Reads a draft model from a folder, GGUF file or hub id, in eval mode and without gradients. A GGUF file's
-    matrices stay quantised. Raises CheckpointError if the model cannot be read, or is incomplete."""
+    """Reads a draft model from a folder, GGUF file or hub id, in eval mode and without gradients.
+    A GGUF file's matrices stay quantised. Raises CheckpointError if the model cannot be read, or is incomplete."""
     if is_gguf(name):
         return load(name, dtype=dtype, device=device).model
     folder = Path(name).expanduser()
@@ -122,9 +122,9 @@ def _read_vocab(name: str) -> dict[int, str] | None:
 
 
 def fit_vocab_size(model: PreTrainedModel, size: int) -> PreTrainedModel:
-    """Fits a draft model to the target's vocabulary ``size``: the two models may pad one vocabulary differently. The
-    head loses its rows beyond ``size``, as the target has no such tokens. The embedding gets rows of zeros for tokens
-    that only the target has."""
+    """Fits a draft model to the target's vocabulary ``size``: the two models may pad one vocabulary differently.
+    The head loses its rows beyond ``size``, as the target has no such tokens. The embedding gets rows of zeros for
+    tokens that only the target has."""
     model, embedding = fit_head(model, size), model.get_input_embeddings()
     if (num_rows := stored.weight_shape(embedding)[0]) < size:
         if isinstance(embedding, stored.StoredEmbedding):  # a quant block of zero bytes encodes zeros

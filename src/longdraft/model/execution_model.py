@@ -130,8 +130,8 @@ class HostedModel:
         self.execution_model = ExecutionModel(model)
 
     def sync_with_model(self, model: PreTrainedModel) -> None:
-        """Makes a new copy if the model has changed. Raises UnsupportedModelError if the model can no longer be hosted
-        exactly, or copied."""
+        """Makes a new copy if the model has changed.
+        Raises UnsupportedModelError if the model can no longer be hosted exactly, or copied."""
         with self.lock:
             new_signature = self._compute_signature(model)
             if not same_signature(self._signature, new_signature):
@@ -150,8 +150,8 @@ _hosted_models: WeakKeyDictionary[PreTrainedModel, ref[HostedModel]] = WeakKeyDi
 
 
 def host_model(model: PreTrainedModel) -> HostedModel:
-    """Returns the model's :class:`HostedModel`: all callers get one object, as long as one of them holds it. Raises
-    UnsupportedModelError if the model cannot be copied."""
+    """Returns the model's :class:`HostedModel`: all callers get one object, as long as one of them holds it.
+    Raises UnsupportedModelError if the model cannot be copied."""
     with model_lock(model):
         external_quant.decompress(model)
         weak_ref = _hosted_models.get(model)

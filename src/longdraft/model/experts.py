@@ -23,9 +23,8 @@ from longdraft.model.stored import StoredWeights
 from longdraft.native import QuantizedMatrix, kernels
 from longdraft.native.experts import ExpertWeights, GroupedGemm
 
-# Names of an expert's matrices before the activation (gate and up projection, in one matrix or two, or only up), and of
-# the down projection behind it.
-_INPUT_MATRICES, DOWN = ("gate_up", "gate", "up"), "down"
+# Names of an expert's matrices: gate and up projection, in one matrix or two, or only up; down projection.
+_GATE_UP, DOWN = ("gate_up", "gate", "up"), "down"
 
 
 @dataclass
@@ -34,11 +33,11 @@ class Experts:
 
     Attributes:
         module: transformers' module, which computes everything but the matrix products.
-        inputs: gate and up projection, in one matrix or two, or only up.
+        gate_up: gate and up projection, in one matrix or two, or only up.
         down: the down projection."""
 
     module: Any
-    inputs: list[ExpertWeights]
+    gate_up: list[ExpertWeights]
     down: ExpertWeights
 
     @cached_property
@@ -46,16 +45,16 @@ class Experts:
         """The matrix products before and behind the activation."""
         cpu_kernels = kernels()
         assert cpu_kernels is not None
-        return GroupedGemm(cpu_kernels, self.inputs), GroupedGemm(cpu_kernels, [self.down])
+        return GroupedGemm(cpu_kernels, self.gate_up), GroupedGemm(cpu_kernels, [self.down])
 
     def forward(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """Returns the weighted sum of the outputs of each token's k experts, (tokens, hidden) like ``x``.
         ``top_k_index`` (tokens, k) has the ids of these experts, and ``top_k_weights`` (tokens, k) their weights."""
         num_tokens, k = top_k_index.shape
-        module, (input_product, down_product) = self.module, self._products
+        module, (gate_up_product, down_product) = self.module, self._products
         with torch._C.DisableTorchFunction():  # our products are batch invariant already
             expert_ids, starts, order = _group_by_expert(top_k_index.reshape(-1))
-            products = input_product(x[order // k].float(), expert_ids, starts)  # order // k: each pair's token
+            products = gate_up_product(x[order // k].float(), expert_ids, starts)  # order // k: each pair's token
             hidden = fuse_gate_up([*products.to(x.dtype)], module.is_concatenated)
         gated: torch.Tensor = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
         with torch._C.DisableTorchFunction():
@@ -129,9 +128,9 @@ def _experts_of(module: Any, names: tuple[str, str]) -> Experts | None:
 
 
 def _group_by_expert(expert_ids: torch.Tensor) -> tuple[list[int], list[int], torch.Tensor]:
-    """Sorts (token, expert) pairs by expert, from the expert of each pair. Returns the experts that have pairs, the
-    index of each expert's first sorted pair with the number of pairs at the end, and the index that each sorted pair
-    had before."""
+    """Sorts (token, expert) pairs by expert, from the expert of each pair.
+    Returns the experts that have pairs, the index of each expert's first sorted pair with the number of pairs at the
+    end, and the index that each sorted pair had before."""
     order = expert_ids.argsort(stable=True)
     experts: list[int] = []
     starts: list[int] = []
@@ -154,8 +153,8 @@ def as_parameters(
 ) -> dict[str, torch.Tensor]:
     """Converts matrices (experts, out, in) and biases (experts, out) to the parameters of transformers' ``module``."""
     parameters: dict[str, torch.Tensor] = {}
-    inputs = [name for name in _INPUT_MATRICES if name in matrices]
-    for parameter, names in (("up_proj" if inputs == ["up"] else "gate_up_proj", inputs), ("down_proj", [DOWN])):
+    gate_up = [name for name in _GATE_UP if name in matrices]
+    for parameter, names in (("up_proj" if gate_up == ["up"] else "gate_up_proj", gate_up), ("down_proj", [DOWN])):
         fused = fuse_gate_up([matrices[name] for name in names], module.is_concatenated)
         parameters[parameter] = fused.transpose(1, 2).contiguous() if module.is_transposed else fused
         if fused_biases := [biases[name] for name in names if name in biases]:
@@ -200,8 +199,8 @@ class StoredExperts(nn.Module):
                 name: ExpertWeights(weights.matrix, getattr(self, f"{name}_bias"), num_experts=self.expert_count)
                 for name, weights in self._matrices.items()
             }
-            inputs = [matrices[name] for name in _INPUT_MATRICES if name in matrices]
-            self._cached_experts = addresses, Experts(self.replaced, inputs, matrices[DOWN])
+            gate_up = [matrices[name] for name in _GATE_UP if name in matrices]
+            self._cached_experts = addresses, Experts(self.replaced, gate_up, matrices[DOWN])
         return self._cached_experts[1]
 
     def forward(

@@ -28,8 +28,7 @@ _BLOCK_ROWS, _LARGER_BLOCK_ROWS = 8, (16, 32, 64)
 _PARTIAL_BLOCK_ROWS = (1, 3, 5)
 # The probe multiplies all rows but the first by this factor, and looks at the first row's result.
 _OTHER_ROWS_FACTOR = 100.0
-# Largest change of that result that counts as rounding, relative to its largest number, in float32 and in 16 bits. A
-# scale shared by all rows changes it more.
+# Largest relative change of that result that counts as rounding, in float32 and in 16 bits: a shared scale exceeds it.
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 2e-2
 # If a smaller fraction of float32 results is distinct, they were rounded to a smaller dtype.
 _MIN_DISTINCT_FRACTION = 0.9
@@ -47,8 +46,8 @@ def is_externally_quantized(config: Any) -> bool:
 
 
 def decompress(model: nn.Module) -> None:
-    """Lets compressed-tensors unpack a model's weights now, rather than in the first forward. Our copy would run that
-    forward, and the weights of the user's model would stay packed."""
+    """Lets compressed-tensors unpack a model's weights now, rather than in the first forward.
+    Our copy would run that forward, and the weights of the user's model would stay packed."""
     hook = getattr(model, "ct_decompress_hook", None)
     hook_function = model._forward_pre_hooks.get(getattr(hook, "id", -1))
     if hook_function is not None:
@@ -164,8 +163,8 @@ def random_rows(model: nn.Module, module: nn.Module, num_rows: int) -> torch.Ten
 
 
 def _probe(model: nn.Module, name: str, module: nn.Module) -> tuple[int, ...]:
-    """Returns the numbers of rows in a block, ascending, that all give a row the same bits. (1,) means that only single
-    rows do; () means that the layer needs no blocks."""
+    """Returns the numbers of rows in a block, ascending, that all give a row the same bits.
+    (1,) means that only single rows do; () means that the layer needs no blocks."""
     rows = random_rows(model, module, _LARGER_BLOCK_ROWS[-1])
 
     def compute(x: torch.Tensor) -> torch.Tensor:

@@ -73,8 +73,8 @@ def fingerprint_of(model: PreTrainedModel) -> str:
 
 
 def hooks_suffix(model: nn.Module) -> str:
-    """Returns a suffix for the fingerprint of a model that runs a user's hooks or functions; "" for other models. Each
-    call returns another suffix. A user's code may compute other KV in the next run, so KV must not be reused."""
+    """Returns a suffix for the fingerprint of a model that runs a user's hooks or functions; "" for other models.
+    Each call returns another suffix. A user's code may compute other KV in the next run, so KV must not be reused."""
     first_ids = _first_functions.setdefault(model, {})
     changed = [name for name, f in called_functions(model).items() if first_ids.setdefault(name, id(f)) != id(f)]
     return f", hooks {_PROCESS_ID}.{next(_suffix_counter)}" if changed or user_code_in(model) else ""

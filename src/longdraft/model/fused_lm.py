@@ -54,9 +54,9 @@ class FusedLM:
     def topk(
         self, batch: ForwardBatch, store: KVStore, k: int, last_only: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs a batch: chains of equal length, or one level of the sequences' trees. Returns log-probabilities and
-        draft token ids of the top k, the most likely first, both (B, T, k). ``last_only`` makes them (B, 1, k), for
-        each sequence's last token."""
+        """Runs a batch: chains of equal length, or one level of the sequences' trees.
+        Returns log-probabilities and draft token ids of the top k, the most likely first, both (B, T, k). ``last_only``
+        makes them (B, 1, k), for each sequence's last token."""
         assert batch.token_ids is not None and batch.positions is not None
         cos_sin = [self._cos_sin_at(kind.rope, batch.positions) for kind in self._kinds.kinds]
         kv_group, *more_kv_groups = self._kinds.kernel_inputs(store, batch, cos_sin)

@@ -74,7 +74,7 @@ class ForwardContext:
         position_bias: torch.Tensor | None = None,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Computes query (B, Hq, T, d), key, value (B, Hkv, T, d) -> (B, T, Hq, d). Sinks: ``sinks`` or ``s_aux``."""
+        """Attends: query (B, Hq, T, d), key and value (B, Hkv, T, d) -> (B, T, Hq, d). ``s_aux`` are sinks too."""
         name = type(module).__name__
         if position_bias is not None:
             raise UnsupportedModelError(f"{name} uses position_bias, which longdraft does not host exactly.")
@@ -210,8 +210,8 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
 
 
 def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
-    """Returns the decoder layers: the module list with ``num_hidden_layers`` members. A model that runs a layer several
-    times has no such list: then it is the longest list with modules of one class."""
+    """Returns the decoder layers: the module list with ``num_hidden_layers`` members.
+    A model that runs a layer several times has no such list: then it is the longest list with modules of one class."""
     num_layers = getattr(decoder_config(model), "num_hidden_layers", None)
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m)]
     for modules in lists:

@@ -19,9 +19,9 @@ _PROBE_POSITION = 7  # keys are compared at this position; any but 0 would do
 
 
 class KeyRotation:
-    """Rotates keys of a hosted model to positions in [0, length). One rotation serves all layers. Raises
-    UnsupportedModelError if a layer does not rotate the halves of its heads (as Llama does), or if RoPE's frequencies
-    depend on the text's length."""
+    """Rotates keys of a hosted model to positions in [0, length). One rotation serves all layers.
+    Raises UnsupportedModelError if a layer does not rotate the halves of its heads (as Llama does), or if RoPE's
+    frequencies depend on the text's length."""
 
     def __init__(self, runner: TargetRunner, length: int) -> None:
         self._runner = runner
@@ -55,9 +55,9 @@ class KeyRotation:
 
     @torch.inference_mode()
     def _check_rotation(self, *positions: int) -> None:
-        """Compares the model's keys at these positions with its keys at position 0 after :meth:`rotate`. Each sequence
-        is one token, which attends only to itself, so keys differ by rotation alone. Raises UnsupportedModelError if
-        they differ otherwise."""
+        """Compares the model's keys at these positions with its keys at position 0 after :meth:`rotate`.
+        Each sequence is one token, which attends only to itself, so keys differ by rotation alone.
+        Raises UnsupportedModelError if they differ otherwise."""
         runner, token_positions = self._runner, (0, *positions)
         store = runner.new_store(len(token_positions), 1, resident=True)
         token_ids = [[runner.vocab_size // 2]] * len(token_positions)  # special tokens are rarely there
@@ -79,8 +79,8 @@ class KeyRotation:
 
 
 def apply_rotary(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates the first r dimensions of keys (..., n, d) by cos and sin (n, r), in float32 at least. Dimension i of the
-    first half is rotated with dimension i of the second half, as in Llama."""
+    """Rotates the first r dimensions of keys (..., n, d) by cos and sin (n, r), in float32 at least.
+    Dimension i of the first half is rotated with dimension i of the second half, as in Llama."""
     rotary_dim = cos.shape[-1]
     x = keys[..., :rotary_dim].to(torch.promote_types(keys.dtype, torch.float32))
     first, second = x.chunk(2, dim=-1)

@@ -45,10 +45,10 @@ SINGLE_ROPE = ""
 
 
 def kernel_layer(layer: nn.Module, head_dim: int) -> DecoderLayer | None:
-    """Converts a decoder layer for the kernels. Returns None if the kernels cannot compute the layer. ``head_dim``:
-    head size of a layer without an attribute head_dim."""
+    """Converts a decoder layer for the kernels. Returns None if the kernels cannot compute the layer.
+    ``head_dim``: head size of a layer without an attribute head_dim."""
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
-    if attention is None or not is_unmodified(layer):
+    if attention is None or not has_unmodified_parts(layer):
         return None
     projections = linear_weights_of([getattr(attention, n, None) or getattr(mlp, n, None) for n in LINEAR_NAMES])
     norm_attributes = _GEMMA_NORMS if hasattr(layer, _GEMMA_NORMS["mlp_norm"]) else _LLAMA_NORMS
@@ -77,7 +77,7 @@ def kernel_layer(layer: nn.Module, head_dim: int) -> DecoderLayer | None:
     )
 
 
-def is_unmodified(layer: nn.Module, patched_part: nn.Module | None = None) -> bool:
+def has_unmodified_parts(layer: nn.Module, patched_part: nn.Module | None = None) -> bool:
     """True if a layer's submodules have contiguous float32 weights on the CPU, and no hooks or replaced forwards.
     ``patched_part`` is a submodule whose forward we replaced. Hooks of the layer itself are allowed: they still run."""
     modules = [m for m in layer.modules() if m is not layer]
@@ -102,8 +102,8 @@ def norms_of(modules: Mapping[str, nn.Module | None]) -> dict[str, Norm] | None:
 
 
 def final_norm_and_head(model: PreTrainedModel, layers: Iterable[nn.Module]) -> dict[str, Any] | None:
-    """Returns the arguments of :class:`DecoderStack` for the final norm and the head, as a dict. Returns None if the
-    kernels cannot compute norm and head, or if a user modified a module of the model."""
+    """Returns the arguments of :class:`DecoderStack` for the final norm and the head, as a dict.
+    Returns None if the kernels cannot compute norm and head, or if a user modified a module of the model."""
     decoder, head = hosting.decoder_of(model), model.get_output_embeddings()
     final_norm = getattr(decoder, "norm", None)
     norm, weights = norm_of(final_norm), kernel_weights_of(head)

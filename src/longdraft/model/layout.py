@@ -63,8 +63,7 @@ class AttentionTrace:
 
     Attributes:
         calls: the attention calls, in order.
-        mixers: index of a recurrent layer -> (its mixer, the adapter that the mixer got as its cache); see
-            :mod:`.recurrent`."""
+        mixers: index of a recurrent layer -> (its mixer, the cache adapter that the mixer got), see :mod:`.recurrent`."""
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
@@ -173,8 +172,8 @@ def build_layout(
 
 
 def config_kv_shape(model: PreTrainedModel) -> KVShape:
-    """Returns the KV shape as if all layers had full attention. Draft files contain the shape of their target. Raises
-    UnsupportedModelError if the model has no attention heads."""
+    """Returns the KV shape as if all layers had full attention. Draft files contain the shape of their target.
+    Raises UnsupportedModelError if the model has no attention heads."""
     config = decoder_config(model)
     heads = getattr(config, "num_attention_heads", None)
     if heads is None:
@@ -206,8 +205,8 @@ def has_non_full_attention(model: PreTrainedModel) -> bool:
 
 
 def _span(config: Any, call: AttentionCall) -> AttentionSpan | None:
-    """Returns the window or chunk that a layer attends to; None for the full context. Raises UnsupportedModelError if
-    the layer type or the window's size is unknown."""
+    """Returns the window or chunk that a layer attends to; None for the full context.
+    Raises UnsupportedModelError if the layer type or the window's size is unknown."""
     layer_types = getattr(config, "layer_types", None)
     window_size = call.window_size or getattr(config, "sliding_window", None)
     if layer_types and call.layer_idx is not None and 0 <= call.layer_idx < len(layer_types):

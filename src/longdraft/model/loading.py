@@ -162,8 +162,8 @@ def _resolve_device(device: str | torch.device | None) -> torch.device:
 
 
 def resolve_dtype(dtype: DType, device: torch.device) -> DType:
-    """Returns the ``dtype`` argument for transformers' from_pretrained: a torch.dtype, or "auto" on a GPU. Raises
-    CapabilityError if longdraft cannot load the dtype."""
+    """Returns the ``dtype`` argument for transformers' from_pretrained: a torch.dtype, or "auto" on a GPU.
+    Raises CapabilityError if longdraft cannot load the dtype."""
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
     parsed = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype

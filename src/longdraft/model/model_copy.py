@@ -164,8 +164,7 @@ def signature(model: PreTrainedModel) -> list[Any]:
             elif name not in MODULE_ATTRIBUTES and name not in IGNORED_ATTRIBUTES:
                 parts.append(name)
                 parts += _describe(value, seen_configs)
-    # Weak references do not keep a model alive. same_signature compares them by identity, as ref() returns the same
-    # reference for an object while it lives.
+    # Weak references keep no model alive. They can be compared by identity, as an object has one ref() while it lives.
     return [ref(part) if isinstance(part, nn.Module | MethodType) else part for part in parts]
 
 

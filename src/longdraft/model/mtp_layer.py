@@ -87,8 +87,8 @@ def load_weights(
 def compute_kv(
     layer: nn.Module, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns keys (after RoPE) and values of hidden states x (T, hidden), both (Hkv, T, d). cos and sin are (T, rotary
-    dimensions). If a key and a value differ in size, the smaller is padded to d."""
+    """Returns keys (after RoPE) and values of hidden states x (T, hidden), both (Hkv, T, d).
+    cos and sin are (T, rotary dimensions). If a key and a value differ in size, the smaller is padded to d."""
     recorded: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ class Recurrence:
     Attributes:
         token_args: names of the arguments that have a value for each token.
         initial_state_arg: name of the argument for the initial state; None if there is none.
-        return_state_arg: name of the flag that makes it return the final state; None if it always returns the state.
+        return_state_arg: name of the flag for returning the final state; None if the state is always returned.
         dt_bias_arg: name of the argument for Mamba's bias of the step sizes; None for the gated delta rule.
         is_transposed: True if transformers stores a head's state as (value size, key size), the transpose of ours.
         per_channel: True for Mamba-1, where each channel is a head with one value, and the arguments in ``token_args``
@@ -110,8 +110,8 @@ StepFunction = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def step_function(recurrence: LinearRecurrence, inputs: RecurrentInputs) -> StepFunction:
-    """Returns a function for one step of a sequence. A token's output is (heads, value size), its state float32. The
-    function is the reference for the kernel in recurrent.cpp, and is batch invariant."""
+    """Returns a function for one step of a sequence. A token's output is (heads, value size), its state float32.
+    The function is the reference for the kernel in recurrent.cpp, and is batch invariant."""
     heads, dtype = inputs.v.shape[1], inputs.v.dtype
     q, k = (x.float().repeat_interleave(heads // x.shape[1], 1) for x in (inputs.q, inputs.k))
     v, g = inputs.v.float(), inputs.g.float()

@@ -42,15 +42,15 @@ _STATE_UPDATES = frozenset({"update_conv_state", "update_recurrent_state"})
 
 
 def patch_mixers(model: PreTrainedModel) -> None:
-    """Makes a model's mixers use our states in hosted forwards. The model must be our own copy. Raises
-    UnsupportedModelError if a mixer calls an unknown function for its convolution or recurrence."""
+    """Makes a model's mixers use our states in hosted forwards. The model must be our own copy.
+    Raises UnsupportedModelError if a mixer calls an unknown function for its convolution or recurrence."""
     for index, module in enumerate(find_mixers(model)):
         _Mixer(module, index)
 
 
 def recurrent_shapes(trace: AttentionTrace) -> dict[int, RecurrentShape]:
-    """Returns recurrent layer -> shape of its state, from a traced forward of at least two tokens. Raises
-    UnsupportedModelError if a mixer calls an unknown function for its convolution or recurrence."""
+    """Returns recurrent layer -> shape of its state, from a traced forward of at least two tokens.
+    Raises UnsupportedModelError if a mixer calls an unknown function for its convolution or recurrence."""
     return {i: adapter.traced_shape(mixer) for i, (mixer, adapter) in trace.mixers.items()}
 
 

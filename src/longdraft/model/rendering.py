@@ -40,8 +40,8 @@ class TemplateRenderer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __call__(self, template: str, variables: Mapping[str, Any]) -> str:
-        """Returns the text that ``template`` renders with ``variables``. Raises PromptError if it fails. The message is
-        the rest of a sentence that begins "The chat template ..."."""
+        """Returns the text that ``template`` renders with ``variables``.
+        Raises PromptError if it fails. The message is the rest of a sentence that begins "The chat template ..."."""
         request = json.dumps([template, variables], default=str).encode() + b"\n"
         with self._lock:
             if self._process is None or self._process.poll() is not None:

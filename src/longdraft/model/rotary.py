@@ -103,8 +103,8 @@ class RotaryEmbedding:
 
 
 def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a configuration with all settings: those missing in ``config`` get transformers' defaults. Raises
-    ValueError if transformers does not know its ``model_type``, or a value is not allowed."""
+    """Returns a configuration with all settings: those missing in ``config`` get transformers' defaults.
+    Raises ValueError if transformers does not know its ``model_type``, or a value is not allowed."""
     settings = {name: value for name, value in config.items() if name != "model_type"}
     completed: dict[str, Any] = AutoConfig.for_model(str(config.get("model_type") or "llama"), **settings).to_dict()
     return completed

@@ -159,8 +159,8 @@ class TargetRunner:
 
     @property
     def shared_parts(self) -> SharedParts:
-        """The modules and sizes that trained drafts share with this target. Raises UnsupportedModelError if the target
-        lacks a part that trained drafts need."""
+        """The modules and sizes that trained drafts share with this target.
+        Raises UnsupportedModelError if the target lacks a part that trained drafts need."""
         return self.execution_model.shared_parts
 
     @property
@@ -174,8 +174,8 @@ class TargetRunner:
         return self.context_length if switch is None or prompt_len > switch else switch
 
     def rope_regime(self, length: int) -> str:
-        """Returns "long" if a prompt of ``length`` tokens gets LongRoPE's long factors, else "". Cached KV is valid for
-        one of the two only."""
+        """Returns "long" if a prompt of ``length`` tokens gets LongRoPE's long factors, else "".
+        Cached KV is valid for one of the two only."""
         switch = self.execution_model.rope_switch
         return "long" if switch is not None and length > switch else ""
 

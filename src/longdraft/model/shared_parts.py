@@ -50,8 +50,8 @@ class SharedParts:
         return hidden if self._norm is None else self._norm(hidden)
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns cos and sin (T, rotary dimensions) of the target's rotary embedding at positions (T,), with YaRN. If
-        layer types rotate differently, as in Gemma 3, they are for full attention, whose keys drafts read."""
+        """Returns cos and sin (T, rotary dimensions) of the target's rotary embedding at positions (T,), with YaRN.
+        If layer types rotate differently, as in Gemma 3, they are for full attention, whose keys drafts read."""
         by_layer_type = "layer_type" in inspect.signature(self._rotary.forward).parameters
         position_ids = positions[None]
         if hasattr(self._rotary, "mrope_section"):  # M-RoPE of vision models: time, height and width
@@ -118,8 +118,8 @@ def norm_before_head(model: PreTrainedModel) -> nn.Module | None:
 
 
 def final_norm_weight(model: PreTrainedModel) -> torch.Tensor:
-    """Returns the weight (hidden_size,), float32, of the RMSNorm between the last layer and the head. Raises
-    UnsupportedModelError if there is no such norm."""
+    """Returns the weight (hidden_size,), float32, of the RMSNorm between the last layer and the head.
+    Raises UnsupportedModelError if there is no such norm."""
     size = int(hosting.decoder_config(model).hidden_size)
     norm = norm_before_head(model)
     x = torch.ones(1, size, dtype=model.dtype, device=model.device)

@@ -29,8 +29,8 @@ _NO_SPECIAL_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id"
 def packed_attention(attend: PackedAttend) -> Callable[..., tuple[torch.Tensor, None]]:
     """Wraps ``attend`` as an attention function of transformers, which a caller passes as ``longdraft_attend``.
 
-    Keys, queries and values are padded to d, the largest size of them. ``attend`` scales scores by d**-0.5, so queries
-    are multiplied by the layer's own scale over d**-0.5."""
+    Queries, keys and values are padded to d, the larger of key and value size. ``attend`` scales scores by d**-0.5, so
+    queries are multiplied by the layer's scale over d**-0.5."""
 
     def attention(
         module: nn.Module,
@@ -84,8 +84,8 @@ def small_llama_config(
 
 
 def build_decoder(config: Mapping[str, Any]) -> PreTrainedModel:
-    """Makes the layers and the final norm of a Llama, in float32 on the CPU, for :func:`hidden_states`. Raises
-    CheckpointError if ``model_type`` is not llama, and transformers' errors for invalid sizes."""
+    """Makes the layers and the final norm of a Llama, in float32 on the CPU, for :func:`hidden_states`.
+    Raises CheckpointError if ``model_type`` is not llama, and transformers' errors for invalid sizes."""
     model = _new_llama(LlamaModel, config)
     model.embed_tokens = None
     model.config._attn_implementation = hosting.ATTENTION_NAME
@@ -107,9 +107,9 @@ def hidden_states(decoder: nn.Module, x: torch.Tensor, positions: torch.Tensor, 
 
 
 def initialize(decoder: PreTrainedModel, seed: int, head: torch.Tensor) -> None:
-    """Initialises the weights at random. The final norm's weight is chosen so that logits of the target's ``head``
-    (vocabulary, hidden) are about 1 in size. With a norm weight of ones a new draft would be as confident as the
-    target, but wrong."""
+    """Initialises the weights at random.
+    The final norm's weight is chosen so that logits of the target's ``head`` (vocabulary, hidden) are about 1 in size.
+    With a norm weight of ones a new draft would be as confident as the target, but wrong."""
     config = decoder.config
     std = config.hidden_size**-0.5
     generator = torch.Generator().manual_seed(seed)
@@ -126,8 +126,8 @@ def initialize(decoder: PreTrainedModel, seed: int, head: torch.Tensor) -> None:
 
 
 def copy_target_layers(decoder: PreTrainedModel, runner: TargetRunner, layers: tuple[int, ...]) -> None:
-    """Initialises the decoder from these layers of the target, and from the target's final norm. Raises ConfigError if
-    the decoder has another number of layers, the target lacks one, or sizes or parts differ."""
+    """Initialises the decoder from these layers of the target, and from the target's final norm.
+    Raises ConfigError if the decoder has another number of layers, the target lacks one, or sizes or parts differ."""
     target_layers = hosting.decoder_layers(runner.model)
     if len(layers) != len(decoder.layers):
         raise ConfigError(f"start_from names {len(layers)} layers for a draft of {len(decoder.layers)}: name as many.")

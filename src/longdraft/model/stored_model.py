@@ -38,6 +38,7 @@ def load_weights(
     """Loads weights into a module on the meta device. In float32 on a CPU, quantised matrices stay quantised.
 
     Args:
+        module: the module, whose submodules may be replaced.
         weights: name of a parameter or buffer -> its values.
         device: device of the loaded parameters.
         dtype: dtype of the loaded parameters.
@@ -69,8 +70,8 @@ def num_parameters(model: nn.Module) -> int:
 
 
 def store_half_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """Makes a model compute in float32 while its matrices stay in bfloat16 or float16. Does not change a model that
-    another package quantised. Returns the model."""
+    """Makes a model compute in float32 while its matrices stay in bfloat16 or float16.
+    Does not change a model that another package quantised. Returns the model."""
     if getattr(model, "is_quantized", False):
         return model
     tied: dict[int, QuantizedMatrix] = {}  # address of a weight -> its matrix, which tied modules share
@@ -133,9 +134,9 @@ def set_int8(model: nn.Module, on: bool = True) -> None:
 
 
 def repack_weights(model: nn.Module, progress: Callable[[str], None]) -> None:
-    """Makes repacked copies of matrices, which int8 arithmetic reads faster. Does nothing if memory is short. The
-    copies are as large as the matrices, which stay mapped from the file. ``progress`` gets a line of text before a slow
-    repacking."""
+    """Makes repacked copies of matrices, which int8 arithmetic reads faster. Does nothing if memory is short.
+    The copies are as large as the matrices, which stay mapped from the file. ``progress`` gets a line of text before a
+    slow repacking."""
     cpu_kernels = kernels()
     if cpu_kernels is None:
         return
@@ -155,8 +156,8 @@ def repack_weights(model: nn.Module, progress: Callable[[str], None]) -> None:
 
 
 def check_mapped_files(model: nn.Module) -> None:
-    """Raises CheckpointError if a file that a model's weights are mapped from was written to. Renaming another file
-    over the mapped file is allowed."""
+    """Raises CheckpointError if a file that a model's weights are mapped from was written to.
+    Renaming another file over the mapped file is allowed."""
     for file, (identity, state) in vars(model).get(_MAPPED_FILES, ()):
         # A deleted file stays mapped.
         current_identity, current_state = _file_state(file) if file.exists() else (None, None)

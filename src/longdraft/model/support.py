@@ -151,6 +151,7 @@ def check_length(model: PreTrainedModel, length: int, num_draft_tokens: int) -> 
     tokens, and sequences in a batch, would get other frequencies than in plain decoding.
 
     Args:
+        model: the target.
         length: number of tokens in the longest sequence, prompt and output.
         num_draft_tokens: number of draft tokens beyond ``length``, which a verification adds to the sequence."""
     limit, needed = context_length(model), length + num_draft_tokens
@@ -164,8 +165,8 @@ def check_length(model: PreTrainedModel, length: int, num_draft_tokens: int) -> 
 
 
 def check_kv_dtype(runner: TargetRunner, dtype: torch.dtype, option: str) -> None:
-    """Raises CapabilityError if this runner cannot keep KV in ``dtype``. ``option`` is the user's option: "kv_dtype"
-    for all KV, or "view_dtype" for the KV of a view."""
+    """Raises CapabilityError if this runner cannot keep KV in ``dtype``.
+    ``option`` is the user's option: "kv_dtype" for all KV, or "view_dtype" for the KV of a view."""
     for_view = option == "view_dtype"
     offloaded = runner.offload is not None and not for_view
     reason = "offloaded KV has the model's dtype" if offloaded else _kv_dtype_problem(runner, dtype)
@@ -194,8 +195,8 @@ def _kv_dtype_problem(runner: TargetRunner, dtype: torch.dtype) -> str | None:
 
 
 def _check_adapters(model: torch.nn.Module) -> None:
-    """Raises UnsupportedModelError for an active PEFT adapter that longdraft would compute differently. Adapters that
-    add to layers are supported: the execution model copies the layers that such an adapter wraps."""
+    """Raises UnsupportedModelError for an active PEFT adapter that longdraft would compute differently.
+    Adapters that add to layers are supported: the execution model copies the layers that such an adapter wraps."""
     active = {name for module in model.modules() for name in _active_adapters(module)}
     # If model is the base model in PeftModel.generate, the method that PEFT has replaced leads to the PeftModel.
     peft_model = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)

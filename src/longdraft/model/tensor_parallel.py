@@ -53,8 +53,8 @@ class TPRank:
     _random: Random = field(default_factory=Random, init=False, repr=False, compare=False)
 
     def local_kv_shape(self, shape: KVShape) -> KVShape:
-        """Returns the shape of this process's KV, from the shape of all heads' KV. Raises CapabilityError if the KV
-        heads are not divisible by the number of processes."""
+        """Returns the shape of this process's KV, from the shape of all heads' KV.
+        Raises CapabilityError if the KV heads are not divisible by the number of processes."""
         if not self.shards_heads:
             return shape
         if shape.kv_heads % self.world_size:
@@ -109,8 +109,8 @@ class TPRank:
 
 
 def tp_rank_of(model: PreTrainedModel) -> TPRank | None:
-    """Returns this process's rank, one object for each model; None if the model is not sharded. Raises CapabilityError
-    if the model is sharded in a way that is not supported."""
+    """Returns this process's rank, one object for each model; None if the model is not sharded.
+    Raises CapabilityError if the model is sharded in a way that is not supported."""
     meshes = {p.device_mesh for p in model.parameters() if is_dtensor(p)}
     if not meshes:
         return None

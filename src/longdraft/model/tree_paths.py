@@ -45,9 +45,9 @@ def with_ancestors(parents: list[int], offset: int) -> list[int]:
 
 
 def conv_input_indices(batch: ForwardBatch, kernel_size: int) -> list[torch.Tensor]:
-    """Returns, for each sequence, indices (T, kernel_size) of the inputs that a convolution reads for each token. These
-    are the last inputs on the path to the token. The indices count first the last ``kernel_size - 1`` committed inputs,
-    then the inputs of the tree's nodes."""
+    """Returns, for each sequence, indices (T, kernel_size) of the inputs that a convolution reads for each token.
+    These are the last inputs on the path to the token. The indices count first the last ``kernel_size - 1`` committed
+    inputs, then the inputs of the tree's nodes."""
     key = ("conv_input_indices", kernel_size)
     if key not in batch.metadata:
         nodes = range(batch.tree_offset, batch.tree_len)

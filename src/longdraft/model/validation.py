@@ -36,7 +36,7 @@ _DEPTHS = (0, 0, 1)
 # Windows and chunks of attention are shortened to this number of tokens, so that the few tokens already exceed them.
 _SHORT_WINDOW = 4
 _WINDOW_SETTINGS = ("sliding_window", "attention_chunk_size")
-# Largest difference that counts as rounding, relative to the largest number. For 16 bits, in epsilons of the dtype.
+# Largest difference that counts as rounding, relative to the largest number; for 16 bits, in the dtype's epsilons.
 _TOLERANCE, _HALF_TOLERANCE_EPS = 1e-4, 6
 # Largest median of the logits' relative differences in 16 bits, where rounding often changes a token's chosen experts.
 _HALF_LOGITS_TOLERANCE = 0.1
@@ -52,8 +52,8 @@ ComputePairs = Callable[[hosting.ForwardContext, hosting.ForwardContext], Iterab
 
 @torch.inference_mode()
 def outputs_agree(model: PreTrainedModel, compute: ComputePairs) -> bool:
-    """True if kernels and the model's own layers compute equal outputs, KV and recurrent states of made-up tokens. One
-    of two sequences is near position 0, the other at the end of the model's context. ``compute`` runs both."""
+    """True if kernels and the model's own layers compute equal outputs, KV and recurrent states of made-up tokens.
+    One of two sequences is near position 0, the other at the end of the context. ``compute`` runs layers and kernels."""
     layout, vocab_size = layout_of(model), int(hosting.decoder_config(model).vocab_size)
     capacity = _PREFIX_LEN + len(_TREE_MASK)
     stores = [KVStore(layout.shape, 2, capacity, model.device) for _ in range(2)]
@@ -104,8 +104,8 @@ def _is_close(actual: object, expected: object) -> bool:
 
 
 def validate_hosting(model: PreTrainedModel) -> KVLayout:
-    """Hosts a copy of a model without the user's hooks, compares it with the model, and returns the layout. Raises
-    UnsupportedModelError if the hosted copy fails, or computes something else than the model."""
+    """Hosts a copy of a model without the user's hooks, compares it with the model, and returns the layout.
+    Raises UnsupportedModelError if the hosted copy fails, or computes something else than the model."""
     copy = copy_without_hooks(model)
     stored_model.set_int8(copy, False)
     external_quant.replace_by_random_products(copy)
@@ -125,8 +125,8 @@ def validate_hosting(model: PreTrainedModel) -> KVLayout:
 
 
 def _try_hosting(copy: PreTrainedModel, custom: bool) -> KVLayout:
-    """Compares a copy's hosted logits with the logits of the model's own code, and returns the layout. ``custom``: True
-    hosts the copy by :mod:`.custom_attention`."""
+    """Compares a copy's hosted logits with the logits of the model's own code, and returns the layout.
+    ``custom``: True hosts the copy by :mod:`.custom_attention`."""
     name, implementation = type(copy).__name__, hosting.decoder_config(copy)._attn_implementation
     generator = torch.Generator().manual_seed(0)
     shape = (_PREFIX_LEN + len(_TREE_MASK),)
@@ -184,8 +184,8 @@ def _short_windows(copy: PreTrainedModel) -> Iterator[bool]:
 
 @torch.inference_mode()
 def _model_logits(copy: PreTrainedModel, token_ids: list[int], stepwise: bool) -> torch.Tensor:
-    """Returns logits (3, vocabulary) of the tree's nodes, from the model's own forward of each path. ``stepwise``: True
-    computes the tokens after the prefix one by one, with the model's cache."""
+    """Returns logits (3, vocabulary) of the tree's nodes, from the model's own forward of each path.
+    ``stepwise``: True computes the tokens after the prefix one by one, with the model's cache."""
     logits, takes_positions = [], "position_ids" in inspect.signature(type(copy).forward).parameters
 
     def forward(input_ids: torch.Tensor, start: int, **kwargs: Any) -> Any:
