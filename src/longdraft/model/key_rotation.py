@@ -19,7 +19,7 @@ _PROBE_POSITION = 7  # keys are compared at this position; any but 0 would do
 
 
 class KeyRotation:
-    """Rotates keys of a hosted model to positions in [0, length). One rotation serves all layers.
+    """Rotates keys of a hosted model to positions in [0, length). Keys of all layers rotate alike.
     Raises UnsupportedModelError if a layer does not rotate the halves of its heads (as Llama does), or if RoPE's
     frequencies depend on the text's length."""
 

@@ -182,7 +182,7 @@ class LayerKinds(NamedTuple):
 
     @classmethod
     def from_model(cls, model: PreTrainedModel) -> LayerKinds | None:
-        """Returns None if a layer attends twice or reads another layer's KV, or if there is no rotary embedding."""
+        """Finds the kinds. Returns None without rotary embedding, or if a layer attends twice or reads another's KV."""
         layers, layout, rotary = hosting.decoder_layers(model), layout_of(model), rotary_module(model)
         has_attention = [hasattr(layer, "self_attn") for layer in layers]
         num_attention, num_recurrent = sum(has_attention), len(layers) - sum(has_attention)
@@ -208,7 +208,7 @@ class LayerKinds(NamedTuple):
 
     @property
     def cache_indices(self) -> list[int]:
-        """For each decoder layer, its index in the cache that has its KV; for a recurrent layer among these layers."""
+        """For each decoder layer, the index in the cache of its KV; for a recurrent layer, among recurrent layers."""
         recurrent_index = itertools.count()
         return [next(recurrent_index) if location is None else location.layer for location in self.kv_locations]
 

@@ -63,7 +63,7 @@ class AttentionTrace:
 
     Attributes:
         calls: the attention calls, in order.
-        mixers: index of a recurrent layer -> (its mixer, the cache adapter that the mixer got), see :mod:`.recurrent`."""
+        mixers: index of a recurrent layer -> (its mixer, the mixer's cache adapter); see :mod:`.recurrent`."""
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []

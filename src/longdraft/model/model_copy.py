@@ -66,8 +66,8 @@ class _Copier:
         modules = list(model.modules())
         # id of an original object -> its copy
         self._copies: dict[int, Any] = {id(m): object.__new__(type(m)) for m in modules}
-        # The copy has no wrappers of torch.compile, which would compile again for each number of tokens, but the
-        # modules inside them. Inner wrappers are resolved first.
+        # The modules inside wrappers of torch.compile replace the wrappers, which would compile again for each number
+        # of tokens. Inner wrappers are resolved first.
         for module in reversed(modules):
             if _COMPILED_MODULE in module._modules:
                 self._copies[id(module)] = self._copies[id(module._modules[_COMPILED_MODULE])]

@@ -101,7 +101,7 @@ def dequantize_model(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedMo
 
 
 def mark_as_stored(model: PreTrainedModel, *files: Path) -> PreTrainedModel:
-    """Makes ``save_pretrained`` of a model raise, and records the files of its weights. Returns the model."""
+    """Makes a model's ``save_pretrained`` raise, and records the files that its weights are mapped from."""
     vars(model)["save_pretrained"] = _not_saved
     if files:
         vars(model)[_MAPPED_FILES] = [(file.absolute(), _file_state(file)) for file in files]

@@ -53,7 +53,7 @@ ComputePairs = Callable[[hosting.ForwardContext, hosting.ForwardContext], Iterab
 @torch.inference_mode()
 def outputs_agree(model: PreTrainedModel, compute: ComputePairs) -> bool:
     """True if kernels and the model's own layers compute equal outputs, KV and recurrent states of made-up tokens.
-    One of two sequences is near position 0, the other at the end of the context. ``compute`` runs layers and kernels."""
+    One of two sequences is near position 0, the other at the context's end. ``compute`` runs layers and kernels."""
     layout, vocab_size = layout_of(model), int(hosting.decoder_config(model).vocab_size)
     capacity = _PREFIX_LEN + len(_TREE_MASK)
     stores = [KVStore(layout.shape, 2, capacity, model.device) for _ in range(2)]
