@@ -67,7 +67,7 @@ def apply_chat_template(
     kwargs: dict[str, Any] = {"tools": tools, "documents": documents, "tokenize": False}
     is_overridden = type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
     try:
-        if is_overridden:  # a subclass renders by its own code, which a user trusts unlike a template in a file
+        if is_overridden:  # a subclass renders with the user's own code, so it needs no sandbox
             return str(tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, **kwargs))
         variables = json.loads(tokenizer.apply_chat_template(list(messages), chat_template=_JSON_TEMPLATE, **kwargs))
         variables |= {"add_generation_prompt": add_generation_prompt}

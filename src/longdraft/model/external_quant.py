@@ -126,7 +126,7 @@ def make_batch_invariant(model: nn.Module) -> None:
 
 def replace_by_random_products(model: nn.Module) -> None:
     """Replaces external layers by random matrices, in a copy that only compares our attention with the model's own.
-    Layers that round inputs to 8 bits turn a difference of last bits into one of a percent, which hides real errors."""
+    Layers that round inputs to 8 bits can turn a last bit into a difference of a percent, which hides real errors."""
     for _, module in external_linears(model):
         vars(module)["forward"] = _random_product(module)
 

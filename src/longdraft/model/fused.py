@@ -130,7 +130,7 @@ class FusedLayers:
 
     @cached_property
     def draft_stack(self) -> DecoderStack | None:
-        """The stack with which the model drafts for itself. Layers have at most 4 bits a weight, the head 8.
+        """The stack with which the model drafts for itself. Layers have at most 4 bits a weight, the head at most 8.
 
         It is :attr:`stack` if the arithmetic is int8, or after :meth:`quantize_for_draft`. It is None if there is no
         stack, if a layer is recurrent, or if the quantised copy does not fit into memory."""

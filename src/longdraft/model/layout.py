@@ -136,7 +136,7 @@ def build_layout(
     model: PreTrainedModel,
     calls: tuple[AttentionCall, ...],
     recurrent: Mapping[int, RecurrentShape],
-    custom_attention: bool,
+    has_custom_attention: bool,
 ) -> KVLayout:
     """Builds the layout that follows from a forward's attention calls.
 
@@ -144,10 +144,10 @@ def build_layout(
         model: the traced model.
         calls: the attention calls, in order; for custom attention code, the layers of transformers' cache.
         recurrent: index of a recurrent layer, in module order -> shape of its state.
-        custom_attention: True if the model has custom attention code."""
+        has_custom_attention: True if the model has custom attention code."""
     config = decoder_config(model)
     # Custom code applies its windows itself.
-    spans = [None if custom_attention else _span(config, call) for call in calls]
+    spans = [None if has_custom_attention else _span(config, call) for call in calls]
     window_spans = sorted({span for span in spans if span is not None}, key=lambda span: (span.size, span.is_chunked))
     layer_counts = dict.fromkeys([None, *window_spans], 0)
     locations: list[KVLocation] = []
@@ -168,7 +168,7 @@ def build_layout(
     heads, dim, padded = largest_sizes(None)
     windows = tuple(WindowShape(s, layer_counts[s], *largest_sizes(s)[:2], model.dtype) for s in window_spans)
     shape = KVShape(layer_counts[None], heads, dim, model.dtype, padded)
-    return KVLayout(tuple(locations), shape, windows, recurrent, calls if custom_attention else ())
+    return KVLayout(tuple(locations), shape, windows, recurrent, calls if has_custom_attention else ())
 
 
 def config_kv_shape(model: PreTrainedModel) -> KVShape:

@@ -1,8 +1,7 @@
 """Makes and runs the decoder layer of an MTP head (multi-token prediction), which has the target's layer class.
 
 transformers' class computes the layer, so gates, latent attention and experts need no code of ours. The caller supplies
-the attention function. Shapes: T tokens of packed sequences (several sequences, one behind the other), Hkv KV heads,
-head size d.
+the attention function. Shapes: T tokens of packed sequences (one behind the other), Hkv KV heads, head size d.
 """
 
 from __future__ import annotations

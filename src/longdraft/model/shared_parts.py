@@ -28,7 +28,10 @@ class SharedParts:
         embedding: token embedding, ids (...) -> (..., hidden_size).
         head: weight (vocabulary, hidden_size) of the LM head. It is quantised if the target's is and our kernels can
             read it. A factor on the target's logits is left out, as it does not change their order.
-        rms_norm_eps, intermediate_size, hidden_size, num_heads: settings of the target, as in its configuration.
+        rms_norm_eps: epsilon of the target's norms.
+        intermediate_size: size of the target's MLP.
+        hidden_size: size of the target's hidden states.
+        num_heads: number of the target's query heads.
         description: the target's sizes and RoPE and a digest of its weights, as saved with a draft.
         softcap: softcap of the target's logits; None for no softcap."""
 

@@ -1,9 +1,8 @@
 """Tensor parallelism: transformers shards a target's weights over several processes.
 
 All processes run one program on the same requests. transformers' hooks all-reduce and gather the results of layers, so
-embeddings, hidden states and logits are complete and equal in all processes. Each process computes queries, keys and
-values for some of the heads, and stores the keys and values of these heads. Drafts need all heads, so their attention
-to the target's prefix is gathered here.
+embeddings, hidden states and logits are complete and equal in all processes. Each process computes attention and keeps
+KV for some of the heads. Drafts need all heads, so their attention to the target's prefix is gathered here.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from longdraft.memory.store import KVShape
 from longdraft.model.skinny_gemm import is_dtensor, skinny_gemm
 from longdraft.native.boundary import CPU_INT64
 
-# How to load a sharded model, for messages.
-_LOAD = 'AutoModelForCausalLM.from_pretrained(..., distributed_config=DistributedConfig(tp_plan="auto"))'
+# The call that loads a sharded model, for messages.
+_LOAD_CALL = 'AutoModelForCausalLM.from_pretrained(..., distributed_config=DistributedConfig(tp_plan="auto"))'
 # Attention heads are sharded if transformers' plan shards one of these projections by columns.
 _HEAD_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
 _ranks: WeakKeyDictionary[PreTrainedModel, TPRank] = WeakKeyDictionary()
@@ -100,7 +99,7 @@ class TPRank:
 
     @staticmethod
     def check_plan(plan: object) -> None:
-        """Raises CapabilityError for a run whose option ``plan`` lets a planner choose the draft length."""
+        """Raises CapabilityError for a run whose option ``plan`` lets a planner size the trees."""
         if plan not in (None, "fixed"):
             raise CapabilityError(
                 "A planner measures times, which differ between the processes of a sharded model: leave plan out, or "
@@ -121,11 +120,11 @@ def tp_rank_of(model: PreTrainedModel) -> TPRank | None:
     if (getattr(model, "_tp_size", None) or 1) < 2 or others or mesh.ndim != 1:
         raise CapabilityError(
             f"{name} is sharded over several processes in a way that longdraft does not host. Tensor parallelism by "
-            f"transformers is: load the model with {_LOAD}."
+            f"transformers is: load the model with {_LOAD_CALL}."
         )
     tp_plan = model.tp_plan  # name of a module -> how transformers shards it
     if "sequence_parallel" in tp_plan.values():
-        raise CapabilityError(f"{name} has a plan with sequence_parallel, which longdraft does not host: {_LOAD}.")
+        raise CapabilityError(f"{name} has a plan with sequence_parallel, which longdraft does not host: {_LOAD_CALL}.")
     shards_heads = any(n.rsplit(".", 1)[-1] in _HEAD_PROJECTIONS and style == "colwise" for n, style in tp_plan.items())
     tp_rank = TPRank(mesh.get_local_rank(), mesh.size(), mesh.get_group(), model.device, shards_heads)
     tp_rank._random.seed(int(tp_rank.broadcast(torch.tensor(tp_rank.shared_seed(), **CPU_INT64))))

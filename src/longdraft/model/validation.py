@@ -112,21 +112,21 @@ def validate_hosting(model: PreTrainedModel) -> KVLayout:
     positions.patch_position_ids(copy)
     recurrent.patch_mixers(copy)
     try:
-        return _try_hosting(copy, custom=False)
+        return _try_hosting(copy, is_custom=False)
     except UnsupportedModelError as error:
         is_sparse = "sparse" in str(getattr(hosting.decoder_config(copy), "attention_type", ""))
         # Custom attention code is hosted by filling its cache with KV. These models may need more in a cache than KV.
         if recurrent.find_mixers(copy) or copy._is_stateful or is_sparse:
             raise
         try:
-            return _try_hosting(copy, custom=True)
+            return _try_hosting(copy, is_custom=True)
         except UnsupportedModelError:
             raise error from None
 
 
-def _try_hosting(copy: PreTrainedModel, custom: bool) -> KVLayout:
+def _try_hosting(copy: PreTrainedModel, is_custom: bool) -> KVLayout:
     """Compares a copy's hosted logits with the logits of the model's own code, and returns the layout.
-    ``custom``: True hosts the copy by :mod:`.custom_attention`."""
+    ``is_custom``: True hosts the copy by :mod:`.custom_attention`."""
     name, implementation = type(copy).__name__, hosting.decoder_config(copy)._attn_implementation
     generator = torch.Generator().manual_seed(0)
     shape = (_PREFIX_LEN + len(_TREE_MASK),)
@@ -138,13 +138,13 @@ def _try_hosting(copy: PreTrainedModel, custom: bool) -> KVLayout:
                 token_ids = torch.randint(vocab_size, shape, generator=generator, device="cpu").tolist()
                 hosting.set_attention(copy, implementation)
                 try:
-                    expected = _model_logits(copy, token_ids, custom or bool(recurrent.find_mixers(copy)))
+                    expected = _model_logits(copy, token_ids, is_custom or bool(recurrent.find_mixers(copy)))
                 except Exception as error:  # the model's own code may raise any type
                     raise UnsupportedModelError(f"{name} computes no text by itself: {reason_of(error)}.") from error
-                if not custom:
+                if not is_custom:
                     hosting.set_attention(copy)
                 try:
-                    agrees = _logits_agree(_hosted_logits(copy, token_ids, custom), expected)
+                    agrees = _logits_agree(_hosted_logits(copy, token_ids, is_custom), expected)
                 except LongdraftError:
                     raise
                 except Exception as error:
@@ -159,7 +159,7 @@ def _try_hosting(copy: PreTrainedModel, custom: bool) -> KVLayout:
                     f"{name} computes something else than attention to the text before each token (a bias, a mask of "
                     "its own), so longdraft cannot host it exactly."
                 )
-        return _trace_layout(copy, token_ids, custom) if has_windows else traced_layouts[copy]
+        return _trace_layout(copy, token_ids, is_custom) if has_windows else traced_layouts[copy]
     finally:
         hosting.set_attention(copy, implementation)
 
@@ -183,9 +183,9 @@ def _short_windows(copy: PreTrainedModel) -> Iterator[bool]:
 
 
 @torch.inference_mode()
-def _model_logits(copy: PreTrainedModel, token_ids: list[int], stepwise: bool) -> torch.Tensor:
+def _model_logits(copy: PreTrainedModel, token_ids: list[int], is_stepwise: bool) -> torch.Tensor:
     """Returns logits (3, vocabulary) of the tree's nodes, from the model's own forward of each path.
-    ``stepwise``: True computes the tokens after the prefix one by one, with the model's cache."""
+    ``is_stepwise``: True computes the tokens after the prefix one by one, with the model's cache."""
     logits, takes_positions = [], "position_ids" in inspect.signature(type(copy).forward).parameters
 
     def forward(input_ids: torch.Tensor, start: int, **kwargs: Any) -> Any:
@@ -195,7 +195,7 @@ def _model_logits(copy: PreTrainedModel, token_ids: list[int], stepwise: bool) -
 
     for path in _TREE_PATHS:
         input_ids = to_device([token_ids[:_PREFIX_LEN] + [token_ids[_PREFIX_LEN + i] for i in path]], copy.device)
-        if not stepwise:
+        if not is_stepwise:
             logits.append(forward(input_ids, 0, use_cache=False).logits[0, -len(path) :])
             continue
         # Some recurrent layers compute a single token, as in ``generate``, in another way than several tokens.
@@ -208,13 +208,13 @@ def _model_logits(copy: PreTrainedModel, token_ids: list[int], stepwise: bool) -
 
 
 @torch.inference_mode()
-def _hosted_logits(copy: PreTrainedModel, token_ids: list[int], custom: bool) -> torch.Tensor:
+def _hosted_logits(copy: PreTrainedModel, token_ids: list[int], is_custom: bool) -> torch.Tensor:
     """Returns the logits of :func:`_model_logits`, computed with our attention and our store."""
-    layout = traced_layouts[copy] = _trace_layout(copy, token_ids, custom)
+    layout = traced_layouts[copy] = _trace_layout(copy, token_ids, is_custom)
     capacity = _PREFIX_LEN + len(_TREE_MASK)
     store = KVStore(layout.shape, 1, capacity, copy.device)
     store.attach_states(*hosting.new_layer_states(copy, 1, capacity))
-    run = custom_attention.run if custom else hosting.run
+    run = custom_attention.run if is_custom else hosting.run
     for chunk in (token_ids[:_CHUNK_LEN], token_ids[_CHUNK_LEN:_PREFIX_LEN]):  # as a long prompt is prefilled
         prefill = store.make_forward_batch([0], [chunk], is_prefill=True)
         run(hosting.decoder_of(copy), hosting.ForwardContext(store, prefill, attend, layout))
@@ -226,10 +226,10 @@ def _hosted_logits(copy: PreTrainedModel, token_ids: list[int], custom: bool) ->
 
 
 @torch.inference_mode()
-def _trace_layout(copy: PreTrainedModel, token_ids: list[int], custom: bool) -> KVLayout:
+def _trace_layout(copy: PreTrainedModel, token_ids: list[int], is_custom: bool) -> KVLayout:
     """Builds the layout from a traced forward of two tokens."""
     input_ids, trace = to_device([token_ids[:2]], copy.device), AttentionTrace()
-    if custom:
+    if is_custom:
         trace.calls += custom_attention.trace_cache_layers(copy, input_ids)
     else:
         with hosting.forward_scope(trace):
@@ -239,7 +239,7 @@ def _trace_layout(copy: PreTrainedModel, token_ids: list[int], custom: bool) -> 
         raise UnsupportedModelError(
             f"{type(copy).__name__} does not go through transformers' attention interface, so longdraft cannot host it."
         )
-    return build_layout(copy, calls, shapes, custom)
+    return build_layout(copy, calls, shapes, is_custom)
 
 
 def _position_ids(input_ids: torch.Tensor) -> torch.Tensor:
