@@ -269,8 +269,8 @@ def _layer_counts(model: PreTrainedModel) -> Counter[str]:
         # Configurations such as Mistral's have one window for all layers and no layer_types.
         has_window = getattr(config, "sliding_window", None) is not None
         is_recurrent = getattr(model, "_is_stateful", False)
-        windowed_type = "sliding_attention" if has_window else "full_attention"
-        layer_types = ["linear_attention" if is_recurrent else windowed_type] * num_layers
+        attention_type = "sliding_attention" if has_window else "full_attention"
+        layer_types = ["linear_attention" if is_recurrent else attention_type] * num_layers
     return Counter(kind for name in layer_types for kind in _LAYER_TYPES.get(name, ("sparse",)))
 
 

@@ -49,7 +49,7 @@ def load(
     progress: called with one line of text before each step that takes seconds.
 
     Raises CheckpointError (the model cannot be read, or is incomplete), CapabilityError (device, dtype, weights,
-    arithmetic or RoPE type unsupported), ContextError (rope_factor), MemoryBudgetError (it does not fit in memory)."""
+    arithmetic or RoPE type unsupported), ContextError (rope_factor), MemoryBudgetError (too little memory)."""
     if model is not None and not isinstance(model, str | os.PathLike):
         raise CheckpointError(f"load takes the name or the folder of a model, not {type(model).__name__}.")
     if weights not in (None, "stored", "float32"):

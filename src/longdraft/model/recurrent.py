@@ -340,7 +340,7 @@ class _TreeAdapter(_StateCacheAdapter):
     def _run_steps(self, recurrence: Recurrence, arguments: dict[str, Any], sequence_index: int) -> torch.Tensor:
         """Returns one sequence's outputs (T, ...), computed by :func:`step_function`."""
         state, parents = self._states[sequence_index], tree_parents(self._batch)[sequence_index]
-        outputs, states = [], {-1: apply_pending(recurrence, state, arguments)}
+        outputs, states = [], {-1: apply_pending(recurrence, state, arguments)}  # -1 is the parent of roots
         step = step_function(recurrence.linear_recurrence(arguments), recurrence.kernel_inputs(state.recurrence_inputs))
         for node in with_ancestors(parents, self._batch.tree_offset):
             out, states[node] = step(node, states[parents[node]])
