@@ -1,8 +1,9 @@
 """Batch invariance on a CPU for a model's own code: the batch size does not change the bits of a row's result.
 
 torch breaks batch invariance in two ways. Its matrix products sum in an order that depends on the number of rows. Its
-elementwise functions (exp, ...) take SIMD vectors, and scalar code, which rounds differently, for what is left at the
-end of a thread's range. :class:`BatchInvariantMode` takes longdraft's kernels for products, and pads to full vectors.
+elementwise functions (exp, ...) compute most elements in SIMD vectors, but the last few of a thread's range in scalar
+code, which rounds differently. :class:`BatchInvariantMode` runs products on longdraft's kernels, and pads the inputs of
+elementwise functions to full vectors. Shapes: E matrices or experts, T tokens, in and out a layer's features.
 """
 
 from __future__ import annotations
@@ -20,19 +21,16 @@ from longdraft.native import kernels
 from longdraft.native.experts import ExpertWeights, GroupedGemm
 
 _GRAIN_SIZE = 32768  # at::internal::GRAIN_SIZE: torch computes a tensor of at most this many elements in one thread
-_PADDED_MULTIPLE = 128  # elements; a multiple of every CPU's SIMD width, times the unrolling of torch's loops
+_PADDED_MULTIPLE = 128  # elements: a multiple of what torch's loops compute at once (SIMD width times unrolling)
 _ACTIVATIONS = ("sigmoid", "silu", "softplus", "tanh", "gelu", "logsigmoid", "softsign", "mish", "elu", "celu", "selu")
 _MATH_FUNCTIONS = ("exp", "log", "log1p", "expm1", "erf")
-# Names of tensor arguments. The replacements expect tensors by position, so calls with these keywords run unchanged.
+# The replacements expect tensors by position, so a call with one of these keyword arguments runs unchanged.
 _TENSOR_KEYWORDS = frozenset({"input", "other", "mat2", "out"})
 
 
 class BatchInvariantMode(TorchFunctionMode):
-    """Makes torch's functions batch invariant inside a ``with``. Overhead: a microsecond per call of torch.
-
-    Args:
-        products: True also replaces matmul, addmm and bmm. Linear layers are always replaced.
-    """
+    """Makes torch's functions batch invariant inside a ``with``. Each call of torch takes about a microsecond longer.
+    ``products``: True replaces matmul, addmm and bmm, False leaves them to torch. ``F.linear`` is always replaced."""
 
     def __init__(self, products: bool = True) -> None:
         super().__init__()
@@ -49,7 +47,7 @@ class BatchInvariantMode(TorchFunctionMode):
 
 
 def outside_mode(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function that is batch invariant by itself: :class:`BatchInvariantMode` is off while it runs."""
+    """Wraps a function that is batch invariant without :class:`BatchInvariantMode`: the mode is off while it runs."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():
@@ -59,18 +57,18 @@ def outside_mode(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def in_full_vectors(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """Applies an elementwise function so that no result depends on an element's position in the tensor."""
-    count = x.numel()
+    """Applies an elementwise function to full SIMD vectors, so that no result depends on an element's position."""
+    num_elements = x.numel()
     is_supported = x.device.type == "cpu" and x.is_floating_point()
-    if not is_supported or (count <= _GRAIN_SIZE and count % _PADDED_MULTIPLE == 0 and x.is_contiguous()):
+    if not is_supported or (num_elements <= _GRAIN_SIZE and num_elements % _PADDED_MULTIPLE == 0 and x.is_contiguous()):
         return function(x)
     flat = x.contiguous().view(-1)
-    if padding := -count % _PADDED_MULTIPLE:
+    if padding := -num_elements % _PADDED_MULTIPLE:
         flat = F.pad(flat, (0, padding))
-    return torch.cat([function(chunk) for chunk in flat.split(_GRAIN_SIZE)])[:count].view(x.shape)
+    return torch.cat([function(chunk) for chunk in flat.split(_GRAIN_SIZE)])[:num_elements].view(x.shape)
 
 
-# Replacements: each takes torch's function (op) and its arguments, and returns None if op is to run unchanged.
+# Each replacement takes torch's function (op) and the call's arguments. It returns None to let op run unchanged.
 def _elementwise(op: Any, *args: Any, **kwargs: Any) -> Any:
     if not args or not is_plain_tensor(args[0]):
         return None
@@ -78,13 +76,13 @@ def _elementwise(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _glu(op: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Runs row by row: padding would shift the halves of a row, which GLU multiplies."""
+    """Runs GLU row by row. GLU multiplies the two halves of a row, which padding would move."""
     rows = x.reshape(-1, x.shape[-1]).split(1)
     return torch.cat([op(row, *args, **kwargs) for row in rows]).view(*x.shape[:-1], -1)
 
 
 def _complex_mul(_: Any, a: Any, b: Any, **kwargs: Any) -> torch.Tensor | None:
-    """Multiplies real and imaginary parts: torch rounds the last elements of a complex tensor differently."""
+    """Multiplies by real and imaginary parts, because torch's complex product rounds its last elements differently."""
     if kwargs or not all(isinstance(x, torch.Tensor) and x.is_complex() for x in (a, b)):
         return None
     return torch.complex(a.real * b.real - a.imag * b.imag, a.real * b.imag + a.imag * b.real)
@@ -96,11 +94,11 @@ def _linear(_: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
 
 
 def _matmul(op: Any, x: torch.Tensor, other: torch.Tensor, **kwargs: Any) -> torch.Tensor | None:
-    """Tokens x (..., in) times a matrix (in, out), or a matrix x (out, in) times tokens (B, in, T)."""
+    """Multiplies tokens x (..., in) by a matrix (in, out), or a matrix x (out, in) by tokens (sequences, in, T)."""
     if kwargs or not is_plain_tensor(x) or not is_plain_tensor(other) or x.dim() < 1:
         return None
     if x.dim() == 2 and other.dim() == 3 and x.device.type == "cpu" and other.shape[0] * other.shape[2] > 1:
-        # One product for each token, whose bits then do not depend on T.
+        # One product for each token, so that its bits do not depend on T. A single token needs no change.
         sequences = [torch.cat([op(x, t) for t in tokens.split(1, 2)], 2) for tokens in other.split(1)]
         return torch.cat(sequences)
     if other.dim() != 2:
@@ -112,13 +110,14 @@ def _matmul(op: Any, x: torch.Tensor, other: torch.Tensor, **kwargs: Any) -> tor
 
 
 def _addmm(op: Any, bias: torch.Tensor, x: torch.Tensor, other: torch.Tensor, **kwargs: Any) -> torch.Tensor | None:
-    """bias + x @ other: GPT-2's linear layers (Conv1D) call addmm."""
+    """Computes bias + x @ other, as GPT-2's linear layers (Conv1D) do."""
     product = _matmul(op, x, other, **kwargs)
     return None if product is None else product + bias
 
 
 def _bmm(_: Any, x: torch.Tensor, other: torch.Tensor, **kwargs: Any) -> torch.Tensor | None:
-    """Rows x (E, rows, in) times matrices (E, in, out), by the kernel for experts, which skips rows of zeros."""
+    """Multiplies rows x (E, rows, in) by matrices (E, in, out) with the kernel for experts.
+    Rows of zeros are skipped: some MoE layers pass all tokens to all experts, and zero those that are not routed."""
     cpu_kernels = kernels()
     supported = all(is_plain_tensor(t) and t.device.type == "cpu" and t.dtype == torch.float32 for t in (x, other))
     if cpu_kernels is None or kwargs or not supported or x.numel() == 0 or 1 not in other.stride()[1:]:
@@ -126,19 +125,19 @@ def _bmm(_: Any, x: torch.Tensor, other: torch.Tensor, **kwargs: Any) -> torch.T
     transposed = other.stride(2) == 1  # each matrix lies in memory as (in, out), not (out, in)
     weights = ExpertWeights(other.detach() if transposed else other.detach().transpose(1, 2), transposed=transposed)
     nonzero = (x != 0).any(-1)
-    counts = nonzero.sum(1).tolist()
+    num_rows = nonzero.sum(1).tolist()  # for each matrix
     out = x.new_zeros(*x.shape[:2], other.shape[2])
-    if any(counts):
-        experts = [i for i, count in enumerate(counts) if count]
-        starts = [0, *itertools.accumulate(counts[i] for i in experts)]
+    if any(num_rows):
+        experts = [i for i, num in enumerate(num_rows) if num]
+        starts = [0, *itertools.accumulate(num_rows[i] for i in experts)]
         out[nonzero] = GroupedGemm(cpu_kernels, [weights])(x[nonzero], experts, starts)[0]
     return out
 
 
 def _torch_functions(*names: str) -> list[Any]:
-    """torch's functions of these names, in every namespace from which a model may import them."""
+    """Returns torch's functions with these names, from every namespace that a model may call them in."""
     namespaces = (torch, torch.Tensor, F, torch._C._nn)
-    return [function for n in namespaces for name in names if (function := getattr(n, name, None)) is not None]
+    return [function for space in namespaces for name in names if (function := getattr(space, name, None)) is not None]
 
 
 _BASE_REPLACEMENTS: dict[Any, Callable[..., Any]] = {

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-# Functions of these packages compute the same in every process.
+# Functions of these packages are taken as unchanged code. Functions from elsewhere are the user's.
 _LIBRARY_PREFIXES = ("longdraft.", "transformers.", "torch.", "accelerate.", "peft.")
 _TORCH_NAMESPACES = {"torch.nn.functional": vars(F), "torch": vars(torch), "torch.Tensor": vars(torch.Tensor)}
 
@@ -20,24 +20,27 @@ _TORCH_NAMESPACES = {"torch.nn.functional": vars(F), "torch": vars(torch), "torc
 def is_library_code(function: Any) -> bool:
     """True if a function, method or partial comes from one of the packages in ``_LIBRARY_PREFIXES``."""
     while (inner := getattr(function, "func", None) or getattr(function, "__func__", None)) is not None:
-        function = inner  # the function in a partial or a method
+        function = inner  # the function that a partial or a method holds
     return f"{_defining_module(function)}.".startswith(_LIBRARY_PREFIXES)
 
 
-def _defining_module(f: Any) -> str:
-    """The module in which a function was written. ``functools.wraps`` changes ``__module__``, but not the globals."""
-    if isinstance(f, BuiltinFunctionType) and f.__module__ is None:
+def _defining_module(function: Any) -> str:
+    """Returns the name of the module in which a function was written.
+    ``functools.wraps`` changes a wrapper's ``__module__``, so a Python function's globals tell the module."""
+    if isinstance(function, BuiltinFunctionType) and function.__module__ is None:
         return "torch"  # such as torch.rsqrt
-    return str(f.__globals__.get("__name__") if isinstance(f, FunctionType) else getattr(f, "__module__", ""))
+    if isinstance(function, FunctionType):
+        return str(function.__globals__.get("__name__"))
+    return str(getattr(function, "__module__", ""))
 
 
 def called_functions(model: nn.Module) -> dict[str, Any]:
-    """Dotted name ("torch.nn.functional.silu") -> function, for each function that the model's forward may call.
+    """Returns dotted name ("torch.nn.functional.silu") -> function, for each function that the forward may call.
 
-    Covers methods of the modules' classes, functions of these classes' files, and torch's functions. Each name has the
-    function that it refers to now, which may be a user's."""
+    These are methods of the modules' classes, functions in the files of the classes, and torch's functions. If a user
+    has replaced a function, its name has the user's function."""
     types = dict.fromkeys(map(type, model.modules()))
-    # PreTrainedModel and its bases compute nothing.
+    # PreTrainedModel and its base classes compute no outputs.
     classes = dict.fromkeys(c for cls in types for c in cls.__mro__ if not issubclass(PreTrainedModel, c))
     file_namespaces = {c.__module__: vars(file) for c in classes if (file := sys.modules.get(c.__module__)) is not None}
     class_namespaces = {f"{c.__module__}.{c.__qualname__}": vars(c) for c in classes}
@@ -45,21 +48,20 @@ def called_functions(model: nn.Module) -> dict[str, Any]:
 
 
 def functions_called_by(dotted_name: str, function: Any) -> dict[str, Any]:
-    """Dotted name -> function, for a function and all that it may call in its file and in torch."""
+    """Returns dotted name -> function, for ``function`` and all functions of its file and of torch that it may call."""
     file_namespace = {_defining_module(function): getattr(function, "__globals__", {})}
     return _reachable((dotted_name,), {"": {dotted_name: function}} | file_namespace | _TORCH_NAMESPACES)
 
 
 def replaced_functions(model: nn.Module) -> list[str]:
-    """Libraries' functions that a user replaced with other code: "dotted name (the function there now)"."""
+    """Describes library functions that a user replaced: "dotted name (repr of the user's function)" for each."""
     called = called_functions(model).items()
     return [f"{n} ({f!r})" for n, f in called if f"{n}.".startswith(_LIBRARY_PREFIXES) and not is_library_code(f)]
 
 
 def _reachable(start_names: Iterable[str], namespaces: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Dotted name -> function, for the functions with these names and, recursively, with any name in their code.
-
-    More than is called: a name counts in every namespace that has it."""
+    """Returns dotted name -> function, for the start names and, recursively, for every name in a function's code.
+    It finds too many rather than too few: a name stands for the functions of that name in all namespaces."""
     functions, names = dict[str, Any](), [*start_names]
     for name in names:  # the list grows inside the loop
         for namespace, members in namespaces.items():
@@ -71,12 +73,12 @@ def _reachable(start_names: Iterable[str], namespaces: Mapping[str, Mapping[str,
                 module = _defining_module(value)
                 if isinstance(value, FunctionType) and module in namespaces and module not in _TORCH_NAMESPACES:
                     names += [n for n in dict.fromkeys(_names_in(value.__code__)) if n not in names]
-                value = getattr(value, "__wrapped__", None)  # what a decorator wraps
+                value = getattr(value, "__wrapped__", None)  # the function inside a decorator
     return functions
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
     yield from code.co_names
-    for inner in code.co_consts:  # functions that the code defines
+    for inner in code.co_consts:  # which contain the code of nested functions
         if isinstance(inner, CodeType):
             yield from _names_in(inner)

@@ -27,21 +27,22 @@ _VICUNA = (
 )
 FAMILY_TEMPLATES = {"vicuna": _VICUNA, "longchat": _VICUNA}
 """Model family (a part of the model's name, in lower case) -> chat template."""
-_warned_names: set[str] = set()  # names or paths of tokenizers without a template, each warned of once
-# Renders as JSON the variables that transformers hands to a template, for our sandbox to render the real template.
+_warned_names: set[str] = set()  # tokenizers without a template that were warned of
+# transformers renders this to tell us the variables for templates, with which our sandbox renders the model's template.
 _JSON_TEMPLATE = "{{ {'messages': messages, 'tools': tools, 'documents': documents} | tojson }}"
 
 
 def chat_template_arguments(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
-    """Arguments for :func:`apply_chat_template`; None if the prompt has to be plain text.
+    """Returns the ``chat_template`` argument for :func:`apply_chat_template`, if the tokenizer has no template itself.
 
-    A tokenizer without a template gets its family's from :data:`FAMILY_TEMPLATES`, or plain text. Both are logged."""
+    {} is for a tokenizer with a template, None for a prompt in plain text. A tokenizer without one gets its family's
+    template (:data:`FAMILY_TEMPLATES`) if its family is known, and a warning."""
     if tokenizer.chat_template:
         return {}
-    name = "/".join(Path(path := str(tokenizer.name_or_path)).parts[-2:])
+    name = "/".join(Path(full_name := str(tokenizer.name_or_path)).parts[-2:])
     family = next((family for family in FAMILY_TEMPLATES if family in name.lower()), None)
-    if path not in _warned_names:
-        _warned_names.add(path)
+    if full_name not in _warned_names:
+        _warned_names.add(full_name)
         fallback = "plain text" if family is None else f"put into the template published for {family}"
         logger.warning("%s comes without a chat template: prompts are %s.", name or "The tokenizer", fallback)
     return None if family is None else {"chat_template": FAMILY_TEMPLATES[family]}
@@ -59,13 +60,14 @@ def apply_chat_template(
 ) -> str:
     """Renders messages as ``tokenizer.apply_chat_template`` does, within limits of time and memory (:mod:`.rendering`).
 
-    Raises PromptError if the template refuses the messages, fails or exceeds a limit. The error names the model."""
+    The arguments are those of ``tokenizer.apply_chat_template``; ``template_kwargs`` are variables of the template.
+    Raises PromptError, which names the model, if the template refuses the messages, fails or exceeds a limit."""
     from transformers import PreTrainedTokenizerBase
 
     kwargs: dict[str, Any] = {"tools": tools, "documents": documents, "tokenize": False}
     is_overridden = type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
     try:
-        if is_overridden:  # the user's own code, not a template from a file
+        if is_overridden:  # a subclass renders with the user's own code, so it needs no sandbox
             return str(tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, **kwargs))
         variables = json.loads(tokenizer.apply_chat_template(list(messages), chat_template=_JSON_TEMPLATE, **kwargs))
         variables |= {"add_generation_prompt": add_generation_prompt}
@@ -83,16 +85,19 @@ def chat_prompt(
     system: str | None = None,
     **template_kwargs: Any,
 ) -> list[int]:
-    """Token ids of one user turn (document, blank line, instruction), ready for the model's answer.
+    """Returns the token ids of one user turn (document, blank line, instruction), ready for the model's answer.
 
-    The document or the instruction may be empty. If the tokenizer's family has no chat template either, the prompt is
-    system message, document and instruction as plain text, with blank lines between them.
+    Without a chat template, of the tokenizer or of its family, the prompt is plain text: system message, document and
+    instruction, with blank lines between them.
 
     Args:
+        tokenizer: the model's tokenizer.
+        instruction: the user's request; may be empty if there is a document.
+        document: the text that the instruction is about; None for none.
+        system: the system message; None for none.
         template_kwargs: further variables of the chat template, such as ``enable_thinking``.
 
-    Raises PromptError if document and instruction are both empty, if a text is not valid Unicode, or if the template
-    refuses the system message."""
+    Raises PromptError if document and instruction are empty, a text is not valid Unicode, or the template fails."""
     user = _join_paragraphs(document, instruction)
     if not user.strip():
         raise PromptError("The prompt is empty: give an instruction, a document, or both.")
@@ -112,9 +117,10 @@ def encode_conversation(
     answer_prefix: str = "",
     **template_kwargs: Any,
 ) -> list[int]:
-    """Token ids of a conversation, ready for the model's next answer. Without a template it becomes plain text.
+    """Returns the token ids of a conversation, ready for the model's next answer; without a template, of plain text.
 
     Args:
+        tokenizer: the model's tokenizer.
         messages: dicts with role, content, and further fields that the template reads.
         answer_prefix: the beginning of the next answer, which the model continues.
         template_kwargs: further variables of the chat template.
@@ -137,12 +143,11 @@ def encode_conversation(
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of raw text, with the special tokens that the tokenizer adds (such as a first BOS).
-
+    """Returns the token ids of plain text, with the special tokens that the tokenizer adds (such as BOS).
     Raises PromptError if the text is empty, not valid Unicode, or has no token in this vocabulary."""
     if not text.strip():
         raise PromptError("The prompt is empty: give some text.")
-    # verbose=True would warn about long prompts; the engine checks lengths itself.
+    # verbose=True would warn about long prompts, whose length the engine checks.
     ids: list[int] = tokenizer(_check_unicode(text), verbose=False)["input_ids"]
     if not ids:
         raise PromptError("The tokenizer turns this prompt into no tokens: is this tokenizer for another model?")
@@ -154,7 +159,7 @@ def _join_paragraphs(*parts: str | None) -> str:
 
 
 def _check_unicode(text: str) -> str:
-    """Returns the text. Raises PromptError for a lone surrogate, for which the tokenizer's own error is unclear."""
+    """Returns the text. Raises PromptError for a lone surrogate, about which tokenizers raise unclear errors."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

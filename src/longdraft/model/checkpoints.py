@@ -1,7 +1,7 @@
 """Reads checkpoints (folders and hub ids) with transformers, safely and silently.
 
-A bad checkpoint raises a CheckpointError that names the file and the remedy. So do missing weights, which transformers
-would initialise at random. No code from a checkpoint runs, pickled or not. Progress bars and warnings are off.
+A bad checkpoint raises a CheckpointError that names the file and the remedy. Missing weights raise it too: transformers
+would initialise them at random. No code from a checkpoint runs, pickled or not. Progress bars and warnings are off.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from longdraft.files import (
 from longdraft.model.eos_tokens import config_eos_ids, eos_ids
 from longdraft.model.external_quant import is_externally_quantized
 
-Progress = Callable[[str], None]
-DType: TypeAlias = str | torch.dtype
+Progress = Callable[[str], None]  # called with one line of text before each step that takes seconds
+DType: TypeAlias = str | torch.dtype  # of from_pretrained: "auto", or a dtype or its name
 _REMEDY = "Fetch the folder again, or save it again with `save_pretrained`."
 # Log levels and progress bars are process-wide, so only one thread at a time may change and restore them.
 _QUIET_LOCK = threading.RLock()
@@ -54,7 +54,7 @@ _TEXT_SUFFIXES = (".json", ".txt", ".jinja", ".model")  # files of at most MAX_T
 
 
 class LoadedModel(NamedTuple):
-    """The result of ``load``: ``model, tokenizer = longdraft.load()``."""
+    """A loaded model and its tokenizer: ``model, tokenizer = longdraft.load()``."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -76,12 +76,15 @@ def read_checkpoint(
     tensor_parallel: bool = False,
     **from_pretrained_kwargs: Any,
 ) -> LoadedModel:
-    """Reads a folder's or hub id's model and tokenizer to the CPU, silently. Refuses incomplete weights.
+    """Reads a model and its tokenizer to the CPU, silently. Refuses incomplete weights.
 
     Args:
+        name: a folder or hub id.
+        dtype: dtype of the weights; "auto" takes the checkpoint's.
         rope_factor: YaRN's factor (:func:`stretch_rope`); None leaves RoPE unchanged.
         failure: beginning of the CheckpointError's message, what failed.
         remedy: end of the CheckpointError's message, what to do.
+        use_safetensors: True reads safetensors, False .bin files, None what there is.
         with_tokenizer: False returns None as the tokenizer.
         quantized_dtype: replaces ``dtype`` if another package (bitsandbytes, ...) computes the quantised layers.
         tensor_parallel: True lets each process under torchrun read its own shards, to its own device.
@@ -98,10 +101,10 @@ def read_checkpoint(
                 tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **from_pretrained_kwargs)
                 eos_ids(tokenizer)  # a damaged tokenizer may load and fail at its first use, so it is used here
                 tokenizer.decode(tokenizer("a b").input_ids)
-        # The second class loads models that also read images.
+        # AutoModelForImageTextToText loads models that also read images.
         auto_model_classes: list[Any] = [AutoModelForCausalLM, AutoModelForImageTextToText]
         auto_class = next((c for c in auto_model_classes if type(config) in c._model_mapping), auto_model_classes[0])
-        model, info = auto_class.from_pretrained(
+        model, loading_info = auto_class.from_pretrained(
             name,
             config=config,
             dtype=dtype,
@@ -115,8 +118,9 @@ def read_checkpoint(
         )
         config_eos_ids(model.generation_config)  # raises for ids that are no numbers
     # Tied weights do not count as missing.
-    problems = [f"{key} (not there)" for key in sorted(info["missing_keys"])]
-    problems += [f"{key} ({tuple(has)}, not {tuple(need)})" for key, has, need in sorted(info["mismatched_keys"])]
+    problems = [f"{key} (not there)" for key in sorted(loading_info["missing_keys"])]
+    mismatches = sorted(loading_info["mismatched_keys"])  # (name, shape in the file, shape in the model)
+    problems += [f"{key} ({tuple(shape)}, not {tuple(needed)})" for key, shape, needed in mismatches]
     if problems:
         listing = ", ".join(problems[:5]) + (f", and {len(problems) - 5} more" if len(problems) > 5 else "")
         advice = "It is incomplete or made for another architecture: fetch or save it again."
@@ -126,15 +130,14 @@ def read_checkpoint(
 
 @contextmanager
 def checkpoint_errors(file: Path | str, failure: str, remedy: str = "") -> Iterator[None]:
-    """Turns another library's error about a bad file into a CheckpointError that names it (:func:`file_errors`)."""
+    """Turns another library's error into a CheckpointError that names ``file`` (:func:`file_errors`)."""
     with file_errors(file, failure, remedy), torch.device("cpu"):  # the user's default device may be a GPU
         yield
 
 
 def check_folder(folder: Path) -> bool:
-    """Checks a folder's files without reading weights. Returns True for safetensors, False for .bin files.
-
-    Raises CheckpointError, which names the file that is missing or truncated."""
+    """Checks a folder's files without reading weights. Returns True for safetensors files, False for .bin files.
+    Raises CheckpointError, which names the missing, truncated or invalid file."""
     if not (folder / "config.json").is_file():
         if (folder / "adapter_config.json").is_file():
             raise CheckpointError(
@@ -170,7 +173,7 @@ def check_folder(folder: Path) -> bool:
         with open_safetensors(shard, "It is truncated or corrupt: fetch that file again.") as file:
             shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
             max_size = max([max_size, *(size for shape in shapes for size in shape)])
-    check_numbers(config, folder / "config.json", max_size)  # sizes may be as large as the largest tensor
+    check_numbers(config, folder / "config.json", max_size)  # again, now that the largest dimension is known
     return True
 
 
@@ -186,8 +189,7 @@ def check_gguf(file: Path) -> None:
 
 
 def stretch_rope(config: Any, factor: float) -> None:
-    """Sets YaRN (arXiv 2309.00071) in a model's config, in place: the context becomes ``factor`` times the trained one.
-
+    """Sets YaRN (arXiv 2309.00071) in a model's config, in place. The context gets ``factor`` times the trained length.
     Raises CapabilityError for a config without RoPE, or with another RoPE scaling."""
     rope = getattr(config, "rope_parameters", None) or {"rope_type": "none"}
     rope_type = rope.get("rope_type", "one per layer type")

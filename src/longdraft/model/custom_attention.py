@@ -1,8 +1,9 @@
-"""Hosts models with custom attention code: distance biases (ALiBi), own masks, no AttentionInterface.
+"""Hosts models with custom attention code: biases by distance (ALiBi), masks of their own, no AttentionInterface.
 
-Such a model runs as ``generate`` runs it: with transformers' DynamicCache, for one chain of tokens at a time. The cache
-is filled from our KV store with everything before the chain: the context, and the chain's ancestors in the tree. Each
-sequence of a batch takes one forward if its tokens are a chain, and one forward for each node if they are a tree.
+Such a model runs as in ``generate``, with transformers' DynamicCache, on one chain of consecutive tokens at a time. The
+cache gets from our KV store what lies before the chain: the prefix, and the chain's ancestors in the tree. A sequence
+whose tokens are a chain takes one forward. A sequence whose tokens are a tree takes one forward for each node.
+Shapes: B sequences of T tokens in a batch. A forward of the model has one sequence.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from longdraft.model import hosting
 from longdraft.model.layout import AttentionCall
 from longdraft.model.tree_paths import tree_parents
 
-# The cache argument's name in a model's forward: transformers 5.24's, and 5.17's.
+# Names of a forward's cache argument, in transformers 5.24 and in 5.17.
 _CACHE_ARGS = ("cache", "past_key_values")
 
 
 @torch.inference_mode()
 def trace_cache_layers(model: PreTrainedModel, token_ids: torch.Tensor) -> tuple[AttentionCall, ...]:
-    """Heads and sizes of a model's cache layers, from a forward of tokens (1, T); empty if it fills no DynamicCache."""
+    """Returns KV heads and sizes of each cache layer, as AttentionCalls, from a forward of ``token_ids`` (1, T).
+    Returns () if the model does not fill a DynamicCache."""
     cache = DynamicCache()
     _forward(model, token_ids, torch.arange(token_ids.shape[1], device=token_ids.device)[None], cache, 0)
     calls: list[AttentionCall] = []
@@ -40,17 +42,16 @@ def trace_cache_layers(model: PreTrainedModel, token_ids: torch.Tensor) -> tuple
 
 
 def run(module: nn.Module, ctx: hosting.ForwardContext, logits_to_keep: int = 0) -> SimpleNamespace:
-    """Runs a hosted model, or its decoder, on a batch.
+    """Runs a batch. Returns an object with the attribute ``logits``, (B, T, vocabulary) or (B, 1, vocabulary).
 
     Args:
+        module: the hosted model, or only its decoder, whose ``logits`` are None.
         ctx: the forward's batch and KV store. Receives the hidden states.
-        logits_to_keep: 1 computes only the last token's logits, 0 computes all tokens' logits.
-
-    Returns ``logits`` (B, T, vocabulary) or (B, 1, vocabulary). A decoder has no head: its ``logits`` are None."""
+        logits_to_keep: 1 computes only the last token's logits, 0 computes all tokens' logits."""
     batch = ctx.batch
     sequences = [_SequenceForward(ctx, index) for index in range(batch.batch_size)]
     for sequence in sequences:
-        sequence.run(module, bool(logits_to_keep))
+        sequence.run(module, last_only=bool(logits_to_keep))
     for layer in range(len(ctx.layout.custom_cache_layers)):
         new_keys, new_values = (
             torch.stack([s.tree_kv[i][layer] for s in sequences])[:, :, batch.tree_offset :] for i in range(2)
@@ -66,33 +67,33 @@ class _SequenceForward:
     """Computes one sequence of a batch.
 
     Attributes:
-        tree_kv: two lists by layer, keys and values of the tree's nodes, each (kv_heads, tree_len, head_dim).
-        hidden: layer -> hidden states (T, hidden).
-        logits: (T, vocabulary), or (1, vocabulary) of the last token. None before :meth:`run`."""
+        tree_kv: the keys of all layers, and the values of all layers: tensors (kv_heads, tree nodes, head size).
+        hidden: decoder layer -> hidden states (T, hidden size).
+        logits: (T, vocabulary), or (1, vocabulary) of the last token. None before :meth:`run`, and without a head."""
 
     def __init__(self, ctx: hosting.ForwardContext, sequence_index: int) -> None:
         self._ctx, self._sequence_index, batch = ctx, sequence_index, ctx.batch
-        slot, length = batch.slots[sequence_index], batch.prefix_lens[sequence_index]
+        slot, prefix_len = batch.slots[sequence_index], batch.prefix_lens[sequence_index]
         self._prefix_kv: list[tuple[torch.Tensor, torch.Tensor]] = []  # keys and values by layer
         self.tree_kv: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for layer, call in enumerate(ctx.layout.custom_cache_layers):
-            keys, values = (x[slot, : call.kv_heads, : length + batch.tree_len] for x in ctx.store.layer(layer))
+            keys, values = (x[slot, : call.kv_heads, : prefix_len + batch.tree_len] for x in ctx.store.layer(layer))
             keys, values = keys[..., : call.head_dim], values[..., : call.value_dim]
-            self._prefix_kv.append((keys[:, :length], values[:, :length]))
-            self.tree_kv[0].append(keys[:, length:].clone())
-            self.tree_kv[1].append(values[:, length:].clone())
+            self._prefix_kv.append((keys[:, :prefix_len], values[:, :prefix_len]))
+            self.tree_kv[0].append(keys[:, prefix_len:].clone())
+            self.tree_kv[1].append(values[:, prefix_len:].clone())
         self.hidden: dict[int, torch.Tensor] = {}
         self.logits: torch.Tensor | None = None
 
     def run(self, module: nn.Module, last_only: bool) -> None:
-        """Computes all tokens, chain by chain. ``last_only`` computes no other logits than the last token's."""
+        """Computes all tokens, chain by chain. ``last_only`` leaves out all logits but the last if it can."""
         batch = self._ctx.batch
         assert batch.token_ids is not None and batch.positions is not None
         token_ids, positions = batch.token_ids[self._sequence_index], batch.positions[self._sequence_index]
         parents, nodes = tree_parents(batch)[self._sequence_index], list(range(batch.tree_offset, batch.tree_len))
         chains = [nodes] if batch.mask is None else [[node] for node in nodes]  # without a mask the tokens are a chain
         for chain in chains:
-            indices = [node - batch.tree_offset for node in chain]  # the batch has no nodes before tree_offset
+            indices = [node - batch.tree_offset for node in chain]  # the batch's tensors begin at node tree_offset
             chain_batch = replace(
                 batch,
                 token_ids=token_ids[indices][None],
@@ -100,12 +101,13 @@ class _SequenceForward:
                 query_len=len(chain),
                 mask=None,
             )
-            self._compute(module, chain_batch, chain, _ancestors(parents, chain[0]), last_only and len(chains) == 1)
+            ancestors = _ancestors(parents, chain[0])
+            self._compute_chain(module, chain_batch, chain, ancestors, last_only and len(chains) == 1)
 
-    def _compute(
+    def _compute_chain(
         self, module: nn.Module, chain_batch: ForwardBatch, chain: list[int], ancestors: list[int], last_only: bool
     ) -> None:
-        """Computes a chain of nodes. ``ancestors`` are the tree's nodes on the path from the root to the chain."""
+        """Computes a chain of nodes. ``ancestors`` are the nodes on the path from the root to the chain."""
         cache = DynamicCache()
         for layer, prefix_kv in enumerate(self._prefix_kv):
             pairs = zip(prefix_kv, self.tree_kv, strict=True)
@@ -116,8 +118,8 @@ class _SequenceForward:
         with hosting.forward_scope(ctx):
             out = _forward(module, chain_batch.token_ids, chain_batch.positions, cache, past_len, last_only)
         for layer, cache_layer in enumerate(cache.layers):
-            for tree, kv in zip(self.tree_kv, (cache_layer.keys, cache_layer.values), strict=True):
-                tree[layer][:, chain] = kv[0, :, past_len:]
+            for tree, computed in zip(self.tree_kv, (cache_layer.keys, cache_layer.values), strict=True):
+                tree[layer][:, chain] = computed[0, :, past_len:]
         indices = [node - self._ctx.batch.tree_offset for node in chain]
         for layer, hidden in ctx.hidden.items():
             self.hidden.setdefault(layer, self._new_output(hidden[0]))[indices] = hidden[0]
@@ -129,7 +131,7 @@ class _SequenceForward:
             self.logits[indices] = logits[0]
 
     def _new_output(self, x: torch.Tensor) -> torch.Tensor:
-        """Zeros (T, size of x's last dimension)."""
+        """Returns zeros (T, size of x's last dimension), for the results of all tokens of the sequence."""
         return x.new_zeros(self._ctx.batch.query_len, x.shape[-1])
 
 
@@ -141,7 +143,7 @@ def _forward(
     past_len: int,
     last_only: bool = False,
 ) -> Any:
-    """Runs tokens (1, T), which follow ``past_len`` cached tokens, with the arguments that ``generate`` would pass."""
+    """Runs one sequence's tokens behind ``past_len`` cached tokens, with the arguments that ``generate`` would pass."""
     assert token_ids is not None
     parameters = inspect.signature(type(module).forward).parameters
     name = next((name for name in _CACHE_ARGS if name in parameters), _CACHE_ARGS[0])
@@ -155,7 +157,7 @@ def _forward(
 
 
 def _ancestors(parents: list[int], node: int) -> list[int]:
-    """A node's ancestors, the root first."""
+    """Returns a node's ancestors, the root first. A root's parent is negative."""
     path: list[int] = []
     while (node := parents[node]) >= 0:
         path.append(node)

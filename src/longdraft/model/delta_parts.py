@@ -1,4 +1,4 @@
-"""Gated DeltaNet layers (Qwen3-Next, Qwen3.5) for our CPU kernels: their weights, and a forward's inputs."""
+"""Converts gated DeltaNet layers (Qwen3-Next, Qwen3.5), and their inputs in a forward, for our CPU kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.memory.recurrent import RecurrentLayerState
 from longdraft.model.hosting import ForwardContext
-from longdraft.model.layer_parts import is_unmodified, linear_weights_of, norm_weight_offset, norms_of, uses_gelu
+from longdraft.model.layer_parts import has_unmodified_parts, linear_weights_of, norm_weight_offset, norms_of, uses_gelu
 from longdraft.model.model_copy import names_in_forward
 from longdraft.model.recurrent import recurrent_states
 from longdraft.model.stored import ArrangedLinear
@@ -20,17 +20,18 @@ from longdraft.native.boundary import CPU_FLOAT32
 from longdraft.native.delta import DeltaNetBatch, DeltaNetDims, DeltaNetSequence, GatedDeltaNetLayer
 from longdraft.native.recurrent import RecurrentSequence, TreeOrder
 
-# Submodules of transformers' layers, in :class:`GatedDeltaNetLayer`'s order, and its names of norms -> transformers'.
+# transformers' names of linear layers, in the order of :class:`GatedDeltaNetLayer`, which has out_proj between the two.
 _MIXER_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 _MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+# Name of a norm in :class:`GatedDeltaNetLayer` -> transformers' name.
 _NORM_NAMES = {"norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
 
 def kernel_delta_layer(layer: nn.Module) -> GatedDeltaNetLayer | None:
-    """The kernels' layer for a decoder layer like Qwen3.5's; None if the kernels cannot compute this layer."""
+    """Converts a decoder layer like Qwen3.5's for the kernels. Returns None if the kernels cannot compute the layer."""
     mixer, mlp = getattr(layer, "linear_attn", None), getattr(layer, "mlp", None)
     convolution = getattr(mixer, "conv1d", None)
-    if mixer is None or not isinstance(convolution, nn.Conv1d) or not is_unmodified(layer, mixer):
+    if mixer is None or not isinstance(convolution, nn.Conv1d) or not has_unmodified_parts(layer, mixer):
         return None
     out_proj, head_order = _split_head_order(getattr(mixer, "out_proj", None), int(mixer.head_v_dim))
     mlp_linears = [getattr(mlp, name, None) for name in _MLP_PROJECTIONS]
@@ -38,35 +39,35 @@ def kernel_delta_layer(layer: nn.Module) -> GatedDeltaNetLayer | None:
     layer_norms = {name: getattr(layer, attribute, None) for name, attribute in _NORM_NAMES.items()}
     norms = norms_of(layer_norms | {"out_norm": getattr(mixer, "norm", None)})
     is_gelu = uses_gelu(getattr(mlp, "act_fn", None))
-    offset = None if norms is None else norm_weight_offset(layer_norms.values())
-    if projections is None or norms is None or is_gelu is None or offset is None:
+    weight_offset = None if norms is None else norm_weight_offset(layer_norms.values())
+    if projections is None or norms is None or is_gelu is None or weight_offset is None:
         return None
-    num_heads, value_dim = mixer.A_log.shape[0], norms["out_norm"][0].shape[0]
-    qk_size, key_dim = projections[0][0].shape[0] - num_heads * value_dim, int(mixer.head_k_dim)
-    num_k_heads = qk_size // (2 * key_dim)
-    # Some versions of transformers repeat queries and keys for all value heads before the recurrence, and cache that.
+    num_v_heads, value_dim = mixer.A_log.shape[0], norms["out_norm"][0].shape[0]
+    qk_size, key_dim = projections[0][0].shape[0] - num_v_heads * value_dim, int(mixer.head_k_dim)
+    num_k_heads = qk_size // (2 * key_dim)  # in_proj_qkv has the outputs q, k and v
+    # Some versions of transformers repeat queries and keys for all value heads, and cache the repeated ones.
     repeats_keys = "repeat_interleave" in names_in_forward(mixer)
-    weight, bias = convolution.weight.detach()[:, 0].contiguous(), convolution.bias
+    conv_weight, conv_bias = convolution.weight.detach()[:, 0].contiguous(), convolution.bias
     return GatedDeltaNetLayer(
         norms,
         projections,
-        (weight, None if bias is None else bias.detach()),
-        -mixer.A_log.detach().float().exp(),  # A (Mamba's name), by head
+        (conv_weight, None if conv_bias is None else conv_bias.detach()),
+        -mixer.A_log.detach().float().exp(),
         mixer.dt_bias.detach().float().contiguous(),
-        DeltaNetDims(num_heads, num_k_heads, key_dim, value_dim, num_heads if repeats_keys else num_k_heads),
+        DeltaNetDims(num_v_heads, num_k_heads, key_dim, value_dim, num_v_heads if repeats_keys else num_k_heads),
         head_order=head_order,
         gelu=is_gelu,
-        norm_weight_offset=offset,
+        norm_weight_offset=weight_offset,
     )
 
 
 def _split_head_order(module: nn.Module | None, value_dim: int) -> tuple[nn.Module | None, torch.Tensor | None]:
-    """Splits a linear layer with permuted inputs into a plain layer and the order of heads (None: not permuted).
-
-    The plain layer is None if the permutation does more than reorder heads, which the kernels cannot compute."""
+    """Splits a linear layer whose inputs are permuted into a layer without permutation and the order of value heads.
+    Returns the layer and None if nothing is permuted. Returns (None, None) if the permutation does more than reorder
+    heads, so the kernels cannot compute it."""
     if not isinstance(module, ArrangedLinear) or module.places is None:
         return module, None
-    inputs_by_head = module.places.view(-1, value_dim)  # places: for each input of the plain layer its index in x
+    inputs_by_head = module.places.view(-1, value_dim)  # for each column of the matrix, the input that it multiplies
     reorders_heads = bool((inputs_by_head % value_dim == torch.arange(value_dim, device="cpu")).all())
     if len(module.parts) > 1 or module.rows is not None or not reorders_heads:
         return None, None
@@ -77,15 +78,15 @@ def _split_head_order(module: nn.Module | None, value_dim: int) -> tuple[nn.Modu
 def delta_layer_inputs(
     ctx: ForwardContext, layers: Sequence[GatedDeltaNetLayer], layer_indices: Sequence[int]
 ) -> Iterator[DeltaNetBatch | None]:
-    """Yields a forward's inputs of recurrent layers, for the kernels to run inside the ``with``; None without layers.
+    """Yields the inputs of recurrent layers in a forward, which the kernels must compute inside the ``with``.
 
-    ``layer_indices`` are the layers' indices in the store's recurrent states. The kernels first advance each sequence's
-    state by its pending (committed) tokens. So after the ``with`` nothing is pending."""
+    Yields None if ``layers`` is empty. ``layer_indices`` are the layers' indices in the store's recurrent states. The
+    kernels first apply the pending inputs (of committed tokens) to each sequence's state, so none are left."""
     if not layers:
         yield None
         return
-    batch, offset, states = ctx.batch, ctx.batch.tree_offset, recurrent_states(ctx.store)
-    tree_orders = [TreeOrder(parents, with_ancestors(parents, offset), offset) for parents in tree_parents(batch)]
+    batch, states, start = ctx.batch, recurrent_states(ctx.store), ctx.batch.tree_offset  # start: the first new node
+    tree_orders = [TreeOrder(parents, with_ancestors(parents, start), start) for parents in tree_parents(batch)]
     states_by_layer = [[states.layer_state(slot, index) for slot in batch.slots] for index in layer_indices]
     inputs = [
         _sequence_inputs(layer, state, batch, order)
@@ -100,21 +101,22 @@ def delta_layer_inputs(
 def _sequence_inputs(
     layer: GatedDeltaNetLayer, state: RecurrentLayerState, batch: ForwardBatch, order: TreeOrder
 ) -> DeltaNetSequence:
-    """One sequence's inputs of one layer. The kernels write the new tokens' inputs to memory allocated here."""
+    """Makes one sequence's inputs of one layer, and allocates the tensors to which the kernels write the new tokens."""
     state.begin_forward(is_prefill=False)
-    conv_inputs, *recurrence_inputs = allocated = _allocate_cached_inputs(layer.dims, batch.tree_len)
-    if batch.tree_offset:  # nodes of an earlier forward over this tree
+    allocated = _allocate_cached_inputs(layer.dims, batch.tree_len)
+    conv_inputs, *recurrence_inputs = allocated
+    if batch.tree_offset:  # an earlier forward computed the tree's first nodes, which are copied
         for new, old in zip(allocated, (state.conv_inputs[0], *state.recurrence_inputs), strict=True):
             new[: batch.tree_offset] = old[: batch.tree_offset]
     state.conv_inputs, state.recurrence_inputs = {0: conv_inputs}, tuple(recurrence_inputs)
-    start = state.checkpoint
-    assert start.recurrent_state is not None
-    recurrence = RecurrentSequence(start.recurrent_state, start.pending_inputs, recurrence_inputs, order)
-    return DeltaNetSequence(start.conv_states[0], conv_inputs, recurrence)
+    checkpoint = state.checkpoint
+    assert checkpoint.recurrent_state is not None
+    recurrence = RecurrentSequence(checkpoint.recurrent_state, checkpoint.pending_inputs, recurrence_inputs, order)
+    return DeltaNetSequence(checkpoint.conv_states[0], conv_inputs, recurrence)
 
 
 def _allocate_cached_inputs(dims: DeltaNetDims, num_tokens: int) -> list[torch.Tensor]:
-    """Uninitialised tensors (num_tokens, ...) for a layer's convolution and recurrence inputs, in one allocation."""
+    """Allocates a layer's inputs of ``num_tokens`` tokens, uninitialised: the convolution's, then the recurrence's."""
     num_elements = [num_tokens * torch.Size(size).numel() for size in dims.cached_shapes]
     parts = torch.empty(sum(num_elements), **CPU_FLOAT32).split(num_elements)
     return [part.view(num_tokens, *size) for part, size in zip(parts, dims.cached_shapes, strict=True)]

@@ -1,4 +1,4 @@
-"""Draft models (language models that draft for a target): reads them, and fits their vocabulary to the target's."""
+"""Reads draft models (language models that draft for a target), and fits their vocabulary to the target's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
 from longdraft.model.small_llama import frozen_linear
 
-# Vocabularies count as equal if at most this fraction of their common ids differs, as when special tokens are renamed.
+# Two vocabularies count as equal if at most this fraction of the ids that both have stands for different tokens:
+# models of one family may rename special tokens.
 MAX_RENAMED_FRACTION = 0.01
 
 
@@ -36,10 +37,8 @@ class ModelSizes:
 
 def read_model_sizes(name: str) -> ModelSizes:
     """Reads a model's sizes from the configuration of a folder, GGUF file or hub id. Reads no weights.
-
-    Raises:
-        CheckpointError: there is no such model, or it is no causal language model.
-        CapabilityError: a GGUF file scales its rotary frequencies in an unknown way."""
+    Raises CheckpointError if there is no such model or it is no causal language model, and CapabilityError if a GGUF
+    file scales its rotary frequencies in an unknown way."""
     path = Path(name)
     if is_file := is_gguf(path):
         check_gguf(path)
@@ -63,7 +62,7 @@ def read_model_sizes(name: str) -> ModelSizes:
 
 
 def origin_of(model: PreTrainedModel) -> Path | None:
-    """The folder or GGUF file of a model, or its folder in the hub's cache; None if unknown or gone."""
+    """Returns the folder or GGUF file that a model was loaded from; None if it is unknown or gone."""
     name = str(getattr(model, "name_or_path", "") or "")
     if not name:
         return None
@@ -78,33 +77,30 @@ def origin_of(model: PreTrainedModel) -> Path | None:
 
 
 def read_draft_model(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Reads a draft model, in eval mode and without gradients. A GGUF file's matrices stay quantised.
-
-    Raises:
-        CheckpointError: the model cannot be read, or is incomplete."""
+    """Reads a draft model from a folder, GGUF file or hub id, in eval mode and without gradients.
+    A GGUF file's matrices stay quantised. Raises CheckpointError if the model cannot be read, or is incomplete."""
     if is_gguf(name):
         return load(name, dtype=dtype, device=device).model
     folder = Path(name).expanduser()
     kwargs: dict[str, Any] = {}
     if folder.is_dir():
-        kwargs = {"use_safetensors": check_folder(folder), "local_files_only": True}
-    model = read_checkpoint(str(folder) if kwargs else name, dtype, None, with_tokenizer=False, **kwargs).model
+        name, kwargs = str(folder), {"use_safetensors": check_folder(folder), "local_files_only": True}
+    model = read_checkpoint(name, dtype, None, with_tokenizer=False, **kwargs).model
     return model.to(device).eval().requires_grad_(False)
 
 
 def vocabulary_mismatch(name: str, runner: TargetRunner) -> str | None:
-    """Describes how a draft model's vocabulary differs from the target's: "" if equal, None if either is unknown.
-
-    The vocabularies are read from the files from which the models were loaded. Nothing is downloaded."""
-    origin = str(getattr(runner.model, "name_or_path", "") or "")
-    draft_vocab, target_vocab = _read_vocab(name), _read_vocab(origin) if origin else None
+    """Describes how the vocabulary of the draft model ``name`` differs from the target's. Returns "" if the
+    vocabularies are equal, None if one cannot be read. They are read from the models' files, without downloads."""
+    target_name = str(getattr(runner.model, "name_or_path", "") or "")
+    draft_vocab, target_vocab = _read_vocab(name), _read_vocab(target_name) if target_name else None
     if draft_vocab is None or target_vocab is None:
         return None
     shared_ids = draft_vocab.keys() & target_vocab.keys()
     renamed_ids = sorted(i for i in shared_ids if draft_vocab[i] != target_vocab[i])
     if shared_ids and len(renamed_ids) <= MAX_RENAMED_FRACTION * len(shared_ids):
         return ""
-    message = f"its tokenizer numbers tokens differently from that of {origin}"
+    message = f"its tokenizer numbers tokens differently from that of {target_name}"
     if renamed_ids:
         i = renamed_ids[0]
         example = f"{i} is {draft_vocab[i]!r} here and {target_vocab[i]!r} there"
@@ -113,7 +109,7 @@ def vocabulary_mismatch(name: str, runner: TargetRunner) -> str | None:
 
 
 def _read_vocab(name: str) -> dict[int, str] | None:
-    """Token id -> token, of a model's tokenizer; None if the tokenizer cannot be read."""
+    """Returns token id -> token for the model ``name``; None if its tokenizer cannot be read."""
     with quiet():
         try:
             file = packaged_file() if name == EMBEDDED_ID else Path(name)
@@ -126,15 +122,15 @@ def _read_vocab(name: str) -> dict[int, str] | None:
 
 
 def fit_vocab_size(model: PreTrainedModel, size: int) -> PreTrainedModel:
-    """Changes a draft model's vocabulary to the target's ``size``: the two models may pad one vocabulary differently.
-
-    The head loses rows beyond ``size``, as the target has no such tokens. The embedding gets rows of zeros."""
+    """Fits a draft model to the target's vocabulary ``size``: the two models may pad one vocabulary differently.
+    The head loses its rows beyond ``size``, as the target has no such tokens. The embedding gets rows of zeros for
+    tokens that only the target has."""
     model, embedding = fit_head(model, size), model.get_input_embeddings()
-    if (rows := stored.weight_shape(embedding)[0]) < size:
+    if (num_rows := stored.weight_shape(embedding)[0]) < size:
         if isinstance(embedding, stored.StoredEmbedding):  # a quant block of zero bytes encodes zeros
-            embedding.data = _pad_rows(embedding.data, size - rows)
+            embedding.data = _pad_rows(embedding.data, size - num_rows)
         else:
-            embedding.weight = nn.Parameter(_pad_rows(embedding.weight.detach(), size - rows), requires_grad=False)
+            embedding.weight = nn.Parameter(_pad_rows(embedding.weight.detach(), size - num_rows), requires_grad=False)
         embedding.num_embeddings = size
     return model
 
@@ -154,5 +150,5 @@ def fit_head(model: PreTrainedModel, size: int) -> PreTrainedModel:
     return model
 
 
-def _pad_rows(rows: torch.Tensor, count: int) -> torch.Tensor:
-    return torch.cat([rows, rows.new_zeros(count, rows.shape[1])])
+def _pad_rows(rows: torch.Tensor, num_new: int) -> torch.Tensor:
+    return torch.cat([rows, rows.new_zeros(num_new, rows.shape[1])])

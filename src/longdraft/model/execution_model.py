@@ -1,8 +1,8 @@
-"""ExecutionModel: a copy that computes instead of the user's model, so that longdraft never writes to the latter.
+"""ExecutionModel: a copy that computes in place of the user's model, which longdraft never changes.
 
 The copy's modules share the model's parameters and buffers. They have longdraft's attention, kernels and hooks, and are
-always in eval mode. The user's model stays free to train, generate and serve other threads. Only one thread at a time
-uses the copy: the one that holds the model's lock (:func:`model_lock`).
+always in eval mode. The user's model stays free to train, generate and serve other threads. Only the thread that holds
+the model's lock (:func:`model_lock`) uses the copy.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class ExecutionModel:
 
     Attributes:
         model: the copy.
-        version: number of the copy, unique in this process.
-        rope_switch: longest text, in tokens, with LongRoPE's short factors. A longer text has the long factors at every
-            position. None if the model has no LongRoPE.
-        fused: the layers as fused kernels compute them.
+        version: a number that no other copy in this process has.
+        rope_switch: length, in tokens, of the longest prompt that gets LongRoPE's short factors (:mod:`.positions`);
+            None if the model has no LongRoPE.
+        fused: the model's layers for fused kernels, if the kernels can compute the layers.
         layout: where the KV of each attention call lies."""
 
     _versions = itertools.count()
@@ -46,23 +46,23 @@ class ExecutionModel:
     def __init__(self, model: PreTrainedModel) -> None:
         self.version = next(self._versions)
         self.model = copy_model(model)
-        traced_layouts.pop(model, None)  # a layout of the model before a change
+        traced_layouts.pop(model, None)  # the layout may be older than a change of the model
         external_quant.remove_wrappers(self.model)
         hosting.set_attention(self.model)
         positions.patch_position_ids(self.model)
         self.rope_switch = positions.patch_longrope(self.model)
         recurrent.patch_mixers(self.model)
-        is_sharded, not_full_attention = tp_rank_of(model) is not None, has_non_full_attention(model)
-        if is_sharded and not_full_attention:
+        is_sharded, has_windows_or_states = tp_rank_of(model) is not None, has_non_full_attention(model)
+        if is_sharded and has_windows_or_states:
             raise UnsupportedModelError("Models with windows or recurrent layers need one process, without torchrun.")
-        if not_full_attention:
+        if has_windows_or_states:
             self._validate(model)
         self.fused = FusedLayers(self.model)
-        # FusedLayers has validated a causal decoder with nothing but a head on top already.
+        # If the model is a causal decoder with a head and no more, FusedLayers has compared all that it computes.
         is_causal = all(getattr(module, "is_causal", True) for module in model.modules())
         is_decoder_with_head = is_causal and hosting.decoder_of(model) is model.base_model
-        validated = self.fused.stack is not None and is_decoder_with_head and not replaced_functions(model)
-        if not (validated or is_sharded or not_full_attention):
+        is_validated = self.fused.stack is not None and is_decoder_with_head and not replaced_functions(model)
+        if not (is_validated or is_sharded or has_windows_or_states):
             self._validate(model)
         self.layout = layout_of(self.model)
         external_quant.make_batch_invariant(self.model)
@@ -72,14 +72,14 @@ class ExecutionModel:
         self._placement = placement_of(model)
 
     def _validate(self, model: PreTrainedModel) -> None:
-        """Compares hosting with the model's own forward. Falls back to the model's custom attention code."""
+        """Compares hosted logits with the model's own. Falls back to the model's custom attention code."""
         layout = traced_layouts[model] = traced_layouts[self.model] = validate_hosting(model)
         if layout.custom_cache_layers:
             hosting.set_attention(self.model, hosting.decoder_config(model)._attn_implementation)
 
     @cached_property
     def shared_parts(self) -> SharedParts:
-        """The parts that trained drafts share with the model. Raises what the function :func:`shared_parts` raises."""
+        """The parts that trained drafts share with the model. Raises what :func:`.shared_parts.shared_parts` raises."""
         return shared_parts(self.model)
 
     @property
@@ -88,16 +88,17 @@ class ExecutionModel:
         return placement_of(self.model) != self._placement
 
     def run(self, ctx: hosting.ForwardContext, head: bool, **kwargs: Any) -> Any:
-        """Runs the model, or only its decoder if ``head`` is False. ``ctx`` receives hidden states and queries.
+        """Runs the model, or only the decoder if ``head`` is False. ``ctx`` receives hidden states and queries.
 
-        The caller holds the model's lock. Raises UnsupportedModelError if the number of attention calls changes."""
+        The caller holds the model's lock. ``kwargs`` go to the model's forward.
+        Raises UnsupportedModelError if the model calls attention more or less often than in earlier forwards."""
         for layer in ctx.hidden_layers - self._layers_with_hooks:
             hosting.add_hidden_hook(self.model, layer)
             self._layers_with_hooks.add(layer)
         module = self.model if head else hosting.decoder_of(self.model)
         is_custom = bool(self.layout.custom_cache_layers)
-        use_mode = self._batch_invariant and not ctx.batch.is_prefill
-        with BatchInvariantMode(products=not is_custom) if use_mode else nullcontext():
+        make_invariant = self._batch_invariant and not ctx.batch.is_prefill
+        with BatchInvariantMode(products=not is_custom) if make_invariant else nullcontext():
             out = (custom_attention.run if is_custom else hosting.run)(module, ctx, **kwargs)
         if not is_custom and ctx.num_attention_calls != len(self.layout.locations):
             raise UnsupportedModelError(
@@ -108,31 +109,29 @@ class ExecutionModel:
 
 
 _locks: WeakKeyDictionary[PreTrainedModel, AbstractContextManager[bool]] = WeakKeyDictionary()
-# Re-entrant: garbage collection may run code that takes it again in the same thread. A thread that holds it waits for
-# nothing else, so no deadlock is possible.
-_locks_table_guard = threading.RLock()
+# Guards _locks. It is re-entrant because garbage collection may run code in the same thread that takes it again.
+# A thread that holds it waits for nothing else, so no deadlock is possible.
+_locks_guard = threading.RLock()
 
 
 def model_lock(model: PreTrainedModel) -> AbstractContextManager[bool]:
-    """The lock of a model, which a thread holds during every forward and every decoding round. One for each model."""
-    with _locks_table_guard:
+    """Returns the one lock of a model. A thread holds it during every forward and every decoding round."""
+    with _locks_guard:
         return _locks.setdefault(model, threading.RLock())
 
 
 class HostedModel:
-    """A model's lock and :class:`ExecutionModel`. Holds no reference to the user's model, which can be freed."""
+    """A model's lock and :class:`ExecutionModel`, without a reference to the user's model, which can thus be freed."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.lock = model_lock(model)
-        # Before the copy is made: a change during copying is then noticed at the next sync.
+        # Computed before the copy is made, so that the next sync notices a change during copying.
         self._signature = self._compute_signature(model)
         self.execution_model = ExecutionModel(model)
 
     def sync_with_model(self, model: PreTrainedModel) -> None:
         """Makes a new copy if the model has changed.
-
-        Raises:
-            UnsupportedModelError: the model can no longer be hosted exactly, or copied."""
+        Raises UnsupportedModelError if the model can no longer be hosted exactly, or copied."""
         with self.lock:
             new_signature = self._compute_signature(model)
             if not same_signature(self._signature, new_signature):
@@ -142,19 +141,17 @@ class HostedModel:
 
     @staticmethod
     def _compute_signature(model: PreTrainedModel) -> list[Any]:
-        """Everything that the copy depends on. Environment variables can switch kernels off between two runs."""
+        """Lists what the copy depends on: the model, and the kernels, which environment variables can switch off."""
         return [kernels(), custom_ops.triton_enabled(), *signature(model)]
 
 
-# Values are weak as well: a copy may hold a user's hook that refers to the model, which then would never be freed.
+# References to values are weak too. A copy may hold a user's hook that refers to the model, and would keep it alive.
 _hosted_models: WeakKeyDictionary[PreTrainedModel, ref[HostedModel]] = WeakKeyDictionary()
 
 
 def host_model(model: PreTrainedModel) -> HostedModel:
-    """The model's :class:`HostedModel`: one object for all callers, as long as one of them holds it.
-
-    Raises:
-        UnsupportedModelError: the model cannot be copied."""
+    """Returns the model's :class:`HostedModel`: all callers get one object, as long as one of them holds it.
+    Raises UnsupportedModelError if the model cannot be copied."""
     with model_lock(model):
         external_quant.decompress(model)
         weak_ref = _hosted_models.get(model)
@@ -168,12 +165,12 @@ def host_model(model: PreTrainedModel) -> HostedModel:
 
 
 def placement_of(model: PreTrainedModel) -> tuple[object, ...]:
-    """Device and dtype of a model, and address, shape and dtype of its embedding's and head's weights."""
+    """Returns a model's device and dtype, and address, shape and dtype of the embedding's and of the head's weights."""
     weights = [stored.weight_storage(m) for m in (model.get_input_embeddings(), model.get_output_embeddings())]
     return model.device, model.dtype, *((w.data_ptr(), w.shape, w.dtype) for w in weights)
 
 
 def structure_of(model: PreTrainedModel) -> tuple[object, ...]:
-    """A model's placement, configuration, module classes and shapes. A runner is valid until one of these changes."""
+    """Returns a model's placement, configuration, module classes and shapes. If one changes, runners become stale."""
     modules = [(type(m), *(p.shape for p in m._parameters.values() if p is not None)) for m in model.modules()]
     return placement_of(model), str(hosting.decoder_config(model)), modules

@@ -1,8 +1,8 @@
 """Mixture-of-experts (MoE) layers on our CPU kernels, batch invariant in decoding.
 
 transformers' grouped GEMMs are not batch invariant: their rounding depends on the number of tokens. This file replaces
-them in modules of transformers' ``ExpertsInterface``, which declare the layout of their matrices and the activation
-between them. Other MoE layers run their own code in :class:`~longdraft.model.batch_invariant.BatchInvariantMode`.
+them in modules of transformers' ``ExpertsInterface``, whose attributes state how the matrices are laid out and whether
+there is a gate. Other MoE layers run their own code in :class:`~longdraft.model.batch_invariant.BatchInvariantMode`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from longdraft.model.stored import StoredWeights
 from longdraft.native import QuantizedMatrix, kernels
 from longdraft.native.experts import ExpertWeights, GroupedGemm
 
-# Names of an expert's matrices. First: gate and up projection, in one matrix or two, or only up. Last: down projection.
-_FIRST_MATRICES, LAST = ("gate_up", "gate", "up"), "down"
+# Names of an expert's matrices: gate and up projection, in one matrix or two, or only up; down projection.
+_GATE_UP, DOWN = ("gate_up", "gate", "up"), "down"
 
 
 @dataclass
@@ -32,32 +32,33 @@ class Experts:
     """A layer's experts, with matrices for our kernels.
 
     Attributes:
-        module: transformers' module, which computes everything but the products.
-        first: gate and up projection, in one matrix or two, or only up.
-        last: the down projection."""
+        module: transformers' module, which computes everything but the matrix products.
+        gate_up: gate and up projection, in one matrix or two, or only up.
+        down: the down projection."""
 
     module: Any
-    first: list[ExpertWeights]
-    last: ExpertWeights
+    gate_up: list[ExpertWeights]
+    down: ExpertWeights
 
     @cached_property
     def _products(self) -> tuple[GroupedGemm, GroupedGemm]:
+        """The matrix products before and behind the activation."""
         cpu_kernels = kernels()
         assert cpu_kernels is not None
-        return GroupedGemm(cpu_kernels, self.first), GroupedGemm(cpu_kernels, [self.last])
+        return GroupedGemm(cpu_kernels, self.gate_up), GroupedGemm(cpu_kernels, [self.down])
 
     def forward(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """Sums the outputs of each token's k experts, with ``top_k_weights``: (tokens, hidden) like ``x``.
-
-        ``top_k_index`` (ids of experts) and ``top_k_weights`` are (tokens, k)."""
+        """Returns the weighted sum of the outputs of each token's k experts, (tokens, hidden) like ``x``.
+        ``top_k_index`` (tokens, k) has the ids of these experts, and ``top_k_weights`` (tokens, k) their weights."""
         num_tokens, k = top_k_index.shape
-        module, (first, last) = self.module, self._products
+        module, (gate_up_product, down_product) = self.module, self._products
         with torch._C.DisableTorchFunction():  # our products are batch invariant already
-            experts, starts, order = _group_by_expert(top_k_index.reshape(-1))  # order // k: the tokens of the pairs
-            hidden = fuse_gate_up([*first(x[order // k].float(), experts, starts).to(x.dtype)], module.is_concatenated)
+            expert_ids, starts, order = _group_by_expert(top_k_index.reshape(-1))
+            products = gate_up_product(x[order // k].float(), expert_ids, starts)  # order // k: each pair's token
+            hidden = fuse_gate_up([*products.to(x.dtype)], module.is_concatenated)
         gated: torch.Tensor = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
         with torch._C.DisableTorchFunction():
-            hidden = last(gated.float(), experts, starts)[0].to(x.dtype)
+            hidden = down_product(gated.float(), expert_ids, starts)[0].to(x.dtype)
         if getattr(module, "has_post_expert_norm", False):  # in later versions of transformers
             hidden = module.post_expert_norm(hidden)
         with torch._C.DisableTorchFunction():
@@ -77,7 +78,7 @@ def is_moe_experts(module: nn.Module) -> bool:
 
 
 def make_batch_invariant(model: nn.Module) -> None:
-    """Makes the MoE layers of a model, which must be our own copy, batch invariant in decoding."""
+    """Makes the MoE layers of a model batch invariant in decoding. The model must be our own copy."""
     for module in model.modules():
         if kernels() is not None and is_moe_experts(module):
             replace_forward(module, _kernel_forward(module))
@@ -87,13 +88,13 @@ def _kernel_forward(module: Any) -> Callable[..., torch.Tensor]:
     """Returns a forward that decodes with our kernels, and runs the module's own code in prefill."""
     original = get_forward(module)
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
-    cached: list[Any] = []  # the two parameters, and the Experts made from them
+    cached: list[Any] = []  # the two parameters, then the Experts made from them
 
     def get_experts() -> Experts | None:
         parameters = [module._parameters.get(name) for name in names]
         if not cached or any(a is not b for a, b in zip(cached, parameters, strict=False)):
             experts = _experts_of(module, names)
-            if any(parameter is None for parameter in parameters):  # an adapter put tensors there for this forward
+            if any(parameter is None for parameter in parameters):  # an adapter computed tensors for this forward only
                 return experts
             cached[:] = [*parameters, experts]
         result: Experts | None = cached[-1]
@@ -109,7 +110,7 @@ def _kernel_forward(module: Any) -> Callable[..., torch.Tensor]:
 
 
 def _experts_of(module: Any, names: tuple[str, str]) -> Experts | None:
-    """Makes Experts from a module's parameters ``names``; None if the kernels cannot read them."""
+    """Makes Experts from the parameters ``names`` of a module. Returns None if the kernels cannot read them."""
     matrices = []
     for name in names:
         weight, bias = getattr(module, name).detach(), getattr(module, f"{name}_bias", None)
@@ -127,7 +128,9 @@ def _experts_of(module: Any, names: tuple[str, str]) -> Experts | None:
 
 
 def _group_by_expert(expert_ids: torch.Tensor) -> tuple[list[int], list[int], torch.Tensor]:
-    """Sorts (token, expert) pairs. Returns the experts, the first pair of each (and the end), and the order."""
+    """Sorts (token, expert) pairs by expert, from the expert of each pair.
+    Returns the experts that have pairs, the index of each expert's first sorted pair with the number of pairs at the
+    end, and the index that each sorted pair had before."""
     order = expert_ids.argsort(stable=True)
     experts: list[int] = []
     starts: list[int] = []
@@ -139,7 +142,7 @@ def _group_by_expert(expert_ids: torch.Tensor) -> tuple[list[int], list[int], to
 
 
 def fuse_gate_up(parts: list[torch.Tensor], is_concatenated: bool) -> torch.Tensor:
-    """Joins gate and up, tensors (E, out, ...), along ``out``: one behind the other, or interleaved."""
+    """Joins gate and up, two tensors (pairs or experts, out, ...), along ``out``: concatenated or interleaved."""
     if len(parts) == 1:
         return parts[0]
     return torch.cat(parts, 1) if is_concatenated else torch.stack(parts, 2).flatten(1, 2)
@@ -148,10 +151,10 @@ def fuse_gate_up(parts: list[torch.Tensor], is_concatenated: bool) -> torch.Tens
 def as_parameters(
     module: Any, matrices: Mapping[str, torch.Tensor], biases: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Matrices (experts, out, in) and biases (experts, out), by name -> the parameters of transformers' module."""
+    """Converts matrices (experts, out, in) and biases (experts, out) to the parameters of transformers' ``module``."""
     parameters: dict[str, torch.Tensor] = {}
-    first = [name for name in _FIRST_MATRICES if name in matrices]
-    for parameter, names in (("up_proj" if first == ["up"] else "gate_up_proj", first), ("down_proj", [LAST])):
+    gate_up = [name for name in _GATE_UP if name in matrices]
+    for parameter, names in (("up_proj" if gate_up == ["up"] else "gate_up_proj", gate_up), ("down_proj", [DOWN])):
         fused = fuse_gate_up([matrices[name] for name in names], module.is_concatenated)
         parameters[parameter] = fused.transpose(1, 2).contiguous() if module.is_transposed else fused
         if fused_biases := [biases[name] for name in names if name in biases]:
@@ -163,50 +166,50 @@ class StoredExperts(nn.Module):
     """Replaces transformers' module of experts, with matrices that stay quantised or in half precision.
 
     Args:
-        module: the module to replace. It loses its weights, and goes on to compute everything but the products.
+        module: the module to replace. It loses its weights, and still computes everything but the matrix products.
         matrices: name -> (experts * out, in). Names: ``gate_up``, or ``gate`` and ``up``, or ``up``; and ``down``.
         biases: name of a matrix -> (experts, out).
-        count: number of experts."""
+        num_experts: number of experts."""
 
     def __init__(
-        self, module: nn.Module, matrices: Mapping[str, QuantizedMatrix], biases: Mapping[str, torch.Tensor], count: int
+        self, module: nn.Module, matrices: dict[str, QuantizedMatrix], biases: dict[str, torch.Tensor], num_experts: int
     ) -> None:
         super().__init__()
         for name in dict(module.named_parameters(recurse=False)):
             module.register_parameter(name, None)
-        self.expert_count = count
+        self.expert_count = num_experts
         self.replaced: Any = module
         for name, matrix in matrices.items():
             weights = StoredWeights(matrix)  # all experts' matrices, stacked
-            weights.rows_per_matrix, weights.saved_by_parent = matrix.shape[0] // count, True
+            weights.rows_per_matrix, weights.saved_by_parent = matrix.shape[0] // num_experts, True
             setattr(self, name, weights)
             self.register_buffer(f"{name}_bias", biases.get(name), persistent=False)
-        self._parts: tuple[object, Experts] | None = None
+        self._cached_experts: tuple[object, Experts] | None = None  # with the matrices' addresses
 
     @property
     def _matrices(self) -> dict[str, StoredWeights]:
         return {name: weights for name, weights in self.named_children() if isinstance(weights, StoredWeights)}
 
     @property
-    def parts(self) -> Experts:
-        """The experts for our kernels, made anew if a matrix has moved in memory."""
+    def experts(self) -> Experts:
+        """The experts for our kernels. They are rebuilt if a matrix has moved in memory."""
         addresses = [weights.matrix.kernel_address() for weights in self._matrices.values()]
-        if self._parts is None or self._parts[0] != addresses:
+        if self._cached_experts is None or self._cached_experts[0] != addresses:
             matrices = {
                 name: ExpertWeights(weights.matrix, getattr(self, f"{name}_bias"), num_experts=self.expert_count)
                 for name, weights in self._matrices.items()
             }
-            first = [matrices[name] for name in _FIRST_MATRICES if name in matrices]
-            self._parts = addresses, Experts(self.replaced, first, matrices[LAST])
-        return self._parts[1]
+            gate_up = [matrices[name] for name in _GATE_UP if name in matrices]
+            self._cached_experts = addresses, Experts(self.replaced, gate_up, matrices[DOWN])
+        return self._cached_experts[1]
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Computes the experts, like :meth:`Experts.forward`; without kernels from dequantised matrices."""
+        """Computes like :meth:`Experts.forward`, or without our kernels from dequantised matrices."""
         inputs = (hidden_states, top_k_index, top_k_weights)
         if kernels() is not None and hidden_states.device.type == "cpu" and hidden_states.dtype == torch.float32:
-            return self.parts.forward(*inputs)
+            return self.experts.forward(*inputs)
         parameters = {name: x.to(hidden_states.dtype) for name, x in self._dequantized().items()}
         out: torch.Tensor = functional_call(self.replaced, parameters, inputs)
         return out
@@ -223,20 +226,20 @@ class StoredExperts(nn.Module):
 
 
 def store_half_experts(model: nn.Module) -> None:
-    """Keeps experts' matrices in bfloat16 or float16, in a model that computes in float32."""
+    """Makes a model's experts compute in float32 while their matrices stay in bfloat16 or float16."""
     for path, module in list(model.named_modules()):
         if not is_moe_experts(module):
             continue
         parameters = {name: parameter.detach() for name, parameter in module.named_parameters(recurse=False)}
         matrices, biases = {}, {}
-        for name in ("gate_up" if module.has_gate else "up", LAST):
+        for name in ("gate_up" if module.has_gate else "up", DOWN):
             weight, bias = parameters[f"{name}_proj"], parameters.get(f"{name}_proj_bias")
-            # The kernels need an output's weights side by side in memory.
+            # The kernels need the weights of one output next to each other in memory.
             transpose = module.is_transposed and weight.itemsize == 2
             weight = (weight.transpose(1, 2).contiguous() if transpose else weight).flatten(0, 1)
             if is_half_matrix(weight):
                 matrices[name] = QuantizedMatrix.from_half(weight)
             if bias is not None:
                 biases[name] = bias.float()
-        if len(matrices) == 2:
+        if len(matrices) == 2:  # the kernels can read both
             model.set_submodule(path, StoredExperts(module, matrices, biases, len(parameters["down_proj"])))

@@ -1,9 +1,9 @@
-"""External linear layers: other packages compute them, mostly quantised (torchao, bitsandbytes, GPTQ, ...).
+"""External linear layers: layers that other packages compute, mostly quantised (torchao, bitsandbytes, GPTQ, ...).
 
-Each layer is probed with random inputs, one row a token, before a model is hosted. If a row's result depends on the
-values of other rows, the model is refused. If its last bits depend on the number of rows (kernels may sum in another
-order), the layer gets blocks of a fixed size, or single rows, in decoding on a CPU. A drafted token then has the same
-bits as in a plain step.
+Each layer is probed with random inputs, one row for each token, before a model is hosted. If a row's result depends on
+the values of other rows, the model is refused. If the last bits of a row's result depend on the number of rows, the
+layer decodes on a CPU in blocks of a fixed number of rows, or row by row. A drafted token then has the same bits as in
+a plain step.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from longdraft.model.skinny_gemm import is_dtensor, is_plain_tensor
 from longdraft.native import kernels
 from longdraft.native.boundary import CPU_FLOAT32
 
-# Rows of a block, and larger block sizes, which are used for many rows if they give the same bits.
+# Number of rows in a block, and larger numbers that are used for many rows if they give the same bits.
 _BLOCK_ROWS, _LARGER_BLOCK_ROWS = 8, (16, 32, 64)
-# Numbers of rows that fill no block, which are probed too.
+# Numbers of rows, smaller than a block, that are probed too: if they give the same bits, no blocks are needed.
 _PARTIAL_BLOCK_ROWS = (1, 3, 5)
-# All rows but the first are multiplied by this factor. The first row's result may then change by the tolerance times
-# its largest number (in float32, in 16 bits): rounding changes it less, a scale shared by all rows more.
+# The probe multiplies all rows but the first by this factor, and looks at the first row's result.
 _OTHER_ROWS_FACTOR = 100.0
+# Largest relative change of that result that counts as rounding, in float32 and in 16 bits: a shared scale exceeds it.
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 2e-2
 # If a smaller fraction of float32 results is distinct, they were rounded to a smaller dtype.
 _MIN_DISTINCT_FRACTION = 0.9
@@ -46,10 +46,8 @@ def is_externally_quantized(config: Any) -> bool:
 
 
 def decompress(model: nn.Module) -> None:
-    """Lets compressed-tensors unpack a model's weights now.
-
-    By itself it unpacks them in the first forward, which our copy would run: the user's model would stay packed.
-    """
+    """Lets compressed-tensors unpack a model's weights now, rather than in the first forward.
+    Our copy would run that forward, and the weights of the user's model would stay packed."""
     hook = getattr(model, "ct_decompress_hook", None)
     hook_function = model._forward_pre_hooks.get(getattr(hook, "id", -1))
     if hook_function is not None:
@@ -57,7 +55,7 @@ def decompress(model: nn.Module) -> None:
 
 
 def decompress_to(model: nn.Module, dtype: torch.dtype) -> None:
-    """:func:`decompress`, then casts to ``dtype``: compressed-tensors always unpacks 4-bit floats to bfloat16."""
+    """Unpacks weights (:func:`decompress`) and casts them: compressed-tensors unpacks 4-bit floats to bfloat16 only."""
     decompress(model)
     for module in model.modules():
         if enum_value(getattr(module, "quantization_status", None)) == "decompressed":
@@ -68,15 +66,13 @@ def decompress_to(model: nn.Module, dtype: torch.dtype) -> None:
 
 def remove_wrappers(model: nn.Module) -> None:
     """Turns layers that compressed-tensors has unpacked into plain linear layers, if they do not round activations.
-
-    The package leaves wrappers of their forwards and of their dicts of parameters, which move tensors between devices.
-    The model must be our own copy.
-    """
+    compressed-tensors leaves wrappers around the layers' forwards and dicts of parameters, to move tensors between
+    devices. The model must be our own copy."""
     for module in model.modules():
         attrs = vars(module)
         dicts = [attrs["_parameters"], attrs["_buffers"]]  # may be compressed-tensors' offloading dicts
         devices = {getattr(tensors, f"{kind}_device", None) for tensors in dicts for kind in ("onload", "offload")}
-        # One known device: nothing is offloaded.
+        # If all dicts state one and the same device, no tensor is offloaded.
         if "_original_forward_func" in attrs and len(devices - {None}) == len(devices) == 1:
             attrs["_parameters"], attrs["_buffers"] = (dict(tensors.offloaded_values) for tensors in dicts)
             attrs["forward"] = MethodType(attrs.pop("_original_forward_func"), module)
@@ -92,14 +88,14 @@ def remove_wrappers(model: nn.Module) -> None:
 
 
 def external_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Names and modules of a model's external linear layers."""
+    """Yields names and modules of a model's external linear layers."""
     for name, module in model.named_modules():
         is_linear = isinstance(getattr(module, "in_features", None), int) and hasattr(module, "out_features")
-        # Adapters wrap linear layers, which are visited themselves; stored weights (kernel_weights) are ours.
+        # Skips adapters, whose inner linear layers are visited too, and our StoredLinear, which has kernel_weights.
         if not is_linear or any(True for _ in module.children()) or hasattr(module, "kernel_weights"):
             continue
         weight = getattr(module, "weight", None)
-        # Linear classes of transformers' models, such as routers, are not external.
+        # Linear layers that transformers' models define themselves, such as routers, are not external.
         has_known_class = type(module) is nn.Linear or type(module).__module__.startswith("transformers.models.")
         is_plain = has_known_class and is_plain_tensor(weight) and not hasattr(module, "quantization_scheme")
         if not is_plain and not is_dtensor(weight):
@@ -107,10 +103,8 @@ def external_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def check(model: nn.Module) -> None:
-    """Raises UnsupportedModelError for layers whose class or settings show that one scale serves all rows.
-
-    :func:`make_batch_invariant` finds further layers by probing.
-    """
+    """Raises UnsupportedModelError for layers whose class or settings show that they quantise all rows together.
+    :func:`make_batch_invariant` finds further layers by probing."""
     for name, module in model.named_modules():
         cls = type(module)
         if ".quantized.dynamic." in f"{cls.__module__}.":  # torch.ao.quantization.quantize_dynamic
@@ -121,8 +115,7 @@ def check(model: nn.Module) -> None:
 
 
 def make_batch_invariant(model: nn.Module) -> None:
-    """Probes external layers. In decoding, layers that need it get blocks of rows. The model must be our own copy.
-
+    """Probes external layers, and makes those that need it decode in blocks of rows. The model must be our own copy.
     Raises UnsupportedModelError if a row's result depends on other rows, or a layer's forward fails on its device."""
     for module, block_sizes in _probed_linears(model):
         forward = vars(module)["forward"] = _outside_inference_mode(module.forward)
@@ -132,16 +125,14 @@ def make_batch_invariant(model: nn.Module) -> None:
 
 
 def replace_by_random_products(model: nn.Module) -> None:
-    """Replaces external layers, in a copy for comparing our attention with the model's own.
-
-    Layers that round inputs to 8 bits would turn differences in last bits into one percent, which hides real errors.
-    """
+    """Replaces external layers by random matrices, in a copy that only compares our attention with the model's own.
+    Layers that round inputs to 8 bits can turn a last bit into a difference of a percent, which hides real errors."""
     for _, module in external_linears(model):
         vars(module)["forward"] = _random_product(module)
 
 
 def _probed_linears(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[int, ...]]]:
-    """External layers with the block sizes of :func:`_probe`, which runs once for each class and size."""
+    """Yields external layers with their block sizes (:func:`_probe`). Layers of one class and size are probed once."""
     results: dict[tuple[object, ...], tuple[int, ...]] = {}
     for name, module in list(external_linears(model)):
         key = (type(module), type(getattr(module, "weight", None)), module.in_features, module.out_features)
@@ -152,7 +143,7 @@ def _probed_linears(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[int, ..
 
 
 def _random_product(module: nn.Module) -> Callable[..., torch.Tensor]:
-    """A forward whose outputs are randomly chosen inputs with random signs: a product without stored weights."""
+    """Returns a forward whose outputs are randomly chosen inputs with random signs, which needs no stored weights."""
     in_size, out_size = int(module.in_features), int(module.out_features)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(in_size)
     columns = torch.randint(2 * in_size, (out_size,), generator=generator, device="cpu").tolist()
@@ -163,16 +154,17 @@ def _random_product(module: nn.Module) -> Callable[..., torch.Tensor]:
     return product
 
 
-def random_rows(model: nn.Module, module: nn.Module, count: int) -> torch.Tensor:
-    """Random inputs (count, in) of a layer, in the model's dtype."""
+def random_rows(model: nn.Module, module: nn.Module, num_rows: int) -> torch.Tensor:
+    """Returns random inputs (num_rows, in_features) of a layer, in the model's dtype."""
     device = next((t.device for t in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
     size = int(module.in_features)  # type: ignore[arg-type]
-    rows = torch.randn(count, size, generator=torch.Generator().manual_seed(0), **CPU_FLOAT32)
+    rows = torch.randn(num_rows, size, generator=torch.Generator().manual_seed(0), **CPU_FLOAT32)
     return rows.to(device, getattr(model, "dtype", torch.float32))
 
 
 def _probe(model: nn.Module, name: str, module: nn.Module) -> tuple[int, ...]:
-    """Block sizes that all give a row the same bits. (1,): single rows. Empty: no blocks are needed."""
+    """Returns the numbers of rows in a block, ascending, that all give a row the same bits.
+    (1,) means that only single rows do; () means that the layer needs no blocks."""
     rows = random_rows(model, module, _LARGER_BLOCK_ROWS[-1])
 
     def compute(x: torch.Tensor) -> torch.Tensor:
@@ -209,18 +201,18 @@ def _stable_block_sizes(compute: Callable[[torch.Tensor], torch.Tensor], rows: t
         return torch.cat([compute(block) for block in x.split(size)])
 
     expected = in_blocks(_BLOCK_ROWS)
-    # Moves the rows within and between blocks.
+    # roll(3) moves rows within their block and to another block.
     if not torch.equal(in_blocks(_BLOCK_ROWS, rows.roll(3, 0)).roll(-3, 0), expected):
         return (1,)
     if rows.dtype == torch.float32 and len(expected.unique()) < _MIN_DISTINCT_FRACTION * expected.numel():
-        return (_BLOCK_ROWS,)  # rounding may hide that other block sizes sum in another order
+        return (_BLOCK_ROWS,)  # after rounding, equal bits do not prove that larger blocks sum in the same order
     larger = tuple(size for size in _LARGER_BLOCK_ROWS if torch.equal(in_blocks(size), expected))
     partial_blocks_agree = all(torch.equal(compute(rows[:n]), expected[:n]) for n in _PARTIAL_BLOCK_ROWS)
     return () if partial_blocks_agree and larger == _LARGER_BLOCK_ROWS else (_BLOCK_ROWS, *larger)
 
 
 def _outside_inference_mode(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Runs a forward outside of torch's inference mode: some layers fail in it, such as quanto's 4-bit ones."""
+    """Runs a forward outside of torch's inference mode, in which some layers fail (such as quanto's 4-bit layers)."""
 
     def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
         with torch.inference_mode(False), torch.no_grad():
@@ -230,18 +222,18 @@ def _outside_inference_mode(forward: Callable[..., torch.Tensor]) -> Callable[..
 
 
 def _in_blocks(forward: Callable[..., torch.Tensor], block_sizes: tuple[int, ...]) -> Callable[..., torch.Tensor]:
-    """Runs a forward, in decoding, on blocks of the smallest of these sizes that holds all rows, or the largest."""
+    """Makes a forward decode in blocks: of the smallest size that holds all rows, or else of the largest size."""
 
     def wrapped(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not in_decode():
             return forward(x, *args, **kwargs)
         rows = x.reshape(-1, x.shape[-1])
-        count = len(rows)
-        size = next((n for n in block_sizes if n >= count), block_sizes[-1])
-        if padding := -count % size:  # repeats the last row
+        num_rows = len(rows)
+        size = next((n for n in block_sizes if n >= num_rows), block_sizes[-1])
+        if padding := -num_rows % size:  # repeats the last row
             rows = torch.cat([rows, rows[-1:].expand(padding, -1)])
         out = [forward(block[None], *args, **kwargs)[0] for block in rows.split(size)]
-        return torch.cat(out)[:count].view(*x.shape[:-1], -1)
+        return torch.cat(out)[:num_rows].view(*x.shape[:-1], -1)
 
     return wrapped
 
@@ -255,12 +247,12 @@ def _unsupported_layer(model: nn.Module, name: str, module: nn.Module, why: str)
 
 
 def _describe_layer(module: nn.Module) -> str:
-    """A layer's class name, and that of its weight if it is a tensor subclass."""
+    """Returns a layer's class name, and the class name of its weight if that is a tensor subclass."""
     weight = getattr(module, "weight", None)
     name = type(module).__name__
     return name if weight is None or is_plain_tensor(weight) else f"{name}, {type(weight).__name__}"
 
 
 def enum_value(value: Any) -> str:
-    """The value of an enum member, or the string itself."""
+    """Returns the value of an enum member, or the string itself."""
     return str(getattr(value, "value", value))

@@ -1,4 +1,4 @@
-"""Fingerprints of a target's weights and settings: cached KV, in memory or on disk, is reused only if they are equal.
+"""Fingerprints of a target's weights and settings. Cached KV is reused only by a target with the same fingerprint.
 
 A fingerprint digests all settings and every number of every tensor, which takes as long as reading the weights once.
 So it is cached until a quick check (milliseconds) finds a change: replaced tensors, writes that torch counts
@@ -26,30 +26,32 @@ from longdraft.model.model_copy import HOOKS, IGNORED_ATTRIBUTES, MODULE_ATTRIBU
 from longdraft.model.stored import storage_tensors
 from longdraft.model.tensor_parallel import local_tensor
 
-# The quick check samples about 128 rows of a matrix, but every row of an embedding: a user may edit a few tokens only.
+# The quick check samples about 128 rows of a matrix. A matrix of 2**14 rows or more counts as an embedding. All rows of
+# an embedding are sampled, as a user may edit a few tokens only.
 _SAMPLED_ROWS, _MIN_EMBEDDING_ROWS = 128, 1 << 14
-_PAGE_BYTES = 4096  # the full digest hashes a sum for each page: summing is faster than hashing
+_PAGE_BYTES = 4096  # the full digest hashes the sum of each page, as summing is faster than hashing
 # Settings that do not change KV.
 _IGNORED_SETTINGS = frozenset(
     ("transformers_version", "name_or_path", "architectures", "dtype", "kernel_config", "hf_device_map", "loss_type")
 )
 _EXCLUDED_ATTRIBUTES = MODULE_ATTRIBUTES | IGNORED_ATTRIBUTES | _IGNORED_SETTINGS | {"_is_hf_initialized"}
-# Attribute -> its earlier name, kept in digests so that snapshots on disk stay valid. Digests have class names as well.
+# Attribute -> its earlier name, which digests keep so that snapshots on disk stay valid. Class names are digested too.
 _DIGEST_NAMES = {
     "rows_per_matrix": "outs", "saved_by_parent": "inside", "expert_count": "count", "dtype_sample": "like",
-    "_repacked": "_woven",
+    "_repacked": "_woven", "_cached_experts": "_parts",
 }  # fmt: skip
-# Endings of rotary embeddings' attributes that dynamic RoPE and LongRoPE recompute for the length of the last text.
+# Endings of the attributes that rotary embeddings with dynamic RoPE or LongRoPE recompute in each forward.
 _LENGTH_DEPENDENT = ("inv_freq", "attention_scaling", "max_seq_len_cached")
 
+# Model -> its last quick digest and fingerprint.
 _fingerprints: WeakKeyDictionary[PreTrainedModel, tuple[bytes, str]] = WeakKeyDictionary()
-# Dotted name -> id of the function with that name at the model's first fingerprint.
+# Model -> dotted name -> id of the function that had that name at the model's first fingerprint.
 _first_functions: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
-_PROCESS_ID, _run_counter = uuid.uuid4().hex, itertools.count()
+_PROCESS_ID, _suffix_counter = uuid.uuid4().hex, itertools.count()
 
 
 def fingerprint_of(model: PreTrainedModel) -> str:
-    """The fingerprint of a target as it is now: "<model type>-<16 hex digits>"."""
+    """Returns the fingerprint of a target as it is now: "<model type>-<16 hex digits>"."""
     modules = list(model.modules())
     shards = [(name, tensor, local_tensor(tensor)) for name, tensor in _named_tensors(modules)]
     tensors = [(name, _as_bytes(part), tensor) for name, tensor, shard in shards for part in storage_tensors(shard)]
@@ -71,23 +73,20 @@ def fingerprint_of(model: PreTrainedModel) -> str:
 
 
 def hooks_suffix(model: nn.Module) -> str:
-    """A suffix of the fingerprint, unique at every call, if a model runs a user's hooks or replaced functions; else "".
-
-    A user's code may compute something else in the next run, so its KV must not be reused."""
+    """Returns a suffix for the fingerprint of a model that runs a user's hooks or functions; "" for other models.
+    Each call returns another suffix. A user's code may compute other KV in the next run, so KV must not be reused."""
     first_ids = _first_functions.setdefault(model, {})
     changed = [name for name, f in called_functions(model).items() if first_ids.setdefault(name, id(f)) != id(f)]
-    return f", hooks {_PROCESS_ID}.{next(_run_counter)}" if changed or user_code_in(model) else ""
+    return f", hooks {_PROCESS_ID}.{next(_suffix_counter)}" if changed or user_code_in(model) else ""
 
 
 def user_code_in(model: nn.Module, include_classes: bool = False) -> list[str]:
-    """Names of modules with a user's hooks or forwards, and dotted names of functions that a user replaced.
-
-    Args:
-        include_classes: True adds modules whose class comes from none of the packages that longdraft knows."""
+    """Returns names of modules with a user's hooks or forwards, and names of library functions that a user replaced.
+    ``include_classes``: True adds modules whose class comes from none of the packages that longdraft knows."""
     code_names = replaced_functions(model)
     for name, module in model.named_modules():
         functions = [hook for hooks in HOOKS for hook in getattr(module, hooks).values()]
-        # A model's other attributes may be functions that its forward does not call.
+        # Attributes of a PreTrainedModel other than forward may be functions that its forward does not call.
         values = [vars(module).get("forward")] if isinstance(module, PreTrainedModel) else vars(module).values()
         functions += [f for f in values if isinstance(f, FunctionType | MethodType | partial)]
         functions += [type(module).forward] if include_classes else []
@@ -96,7 +95,7 @@ def user_code_in(model: nn.Module, include_classes: bool = False) -> list[str]:
 
 
 def _named_tensors(modules: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """All parameters, buffers and other tensors of modules, each with a name that is unique in the model."""
+    """Yields all parameters, buffers and other tensors of modules, each with a name that is unique in the model."""
     for index, module in enumerate(modules):
         for members in (module._parameters, module._buffers, vars(module)):
             for key, tensor in members.items():
@@ -105,13 +104,13 @@ def _named_tensors(modules: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as bytes, uint8 (rows, bytes of a row)."""
+    """Returns a tensor's bytes as uint8 (rows, bytes of a row)."""
     rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() and tensor.numel() else tensor.reshape(1, -1)
     return rows.contiguous().view(torch.uint8)
 
 
 def _sample(rows: torch.Tensor) -> bytes:
-    """Eight bytes of each sampled row. From one sampled row to the next, the column moves by eight bytes."""
+    """Returns eight bytes of each sampled row, each row's from the column behind that of the row before."""
     num_rows, row_bytes = rows.shape
     if rows.numel() <= 8 * _SAMPLED_ROWS:
         return rows.cpu().numpy().tobytes()
@@ -120,7 +119,7 @@ def _sample(rows: torch.Tensor) -> bytes:
 
 
 def _page_sums(rows: torch.Tensor) -> bytes:
-    """The sum of each page as int64, and the bytes behind the last full page."""
+    """Returns the int64 sum of each page, and then the bytes behind the last full page."""
     flat = rows.reshape(-1)
     flat = flat.clone() if flat.storage_offset() % 8 else flat  # int64 needs an aligned start
     full_pages = flat.numel() // _PAGE_BYTES * _PAGE_BYTES
@@ -129,7 +128,7 @@ def _page_sums(rows: torch.Tensor) -> bytes:
 
 
 def _settings(model: PreTrainedModel, modules: list[nn.Module]) -> Iterator[str]:
-    """The configuration, and each module's class and attributes, as text."""
+    """Yields the configuration, and each module's class and attributes, as text."""
     yield json.dumps(_serializable(model.config.to_dict()), sort_keys=True, default=str)
     for module in modules:
         yield type(module).__qualname__
@@ -146,7 +145,8 @@ def _depends_on_length(module: nn.Module, key: str) -> bool:
 
 
 def _serializable(value: Any, depth: int = 0) -> Any:
-    """A setting as plain values that are equal in every process. An object becomes its name, or its class's name."""
+    """Converts a setting to plain values that are equal in every process. An object becomes its or its class's name.
+    Containers nested deeper than four levels become their class's name too."""
     if isinstance(value, SCALAR_TYPES):
         return value
     if isinstance(value, dict) and depth < 4:

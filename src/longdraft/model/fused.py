@@ -1,7 +1,7 @@
-"""Fused decoder layers: on a CPU all layers and the head in one kernel call, on a GPU a few launches for each layer.
+"""Fuses decoder layers: on a CPU all layers and the head into one kernel call, on a GPU each layer into a few launches.
 
 The kernels compute layers like Llama's, and on a CPU also layers like Gemma's and gated DeltaNet. They are used only if
-their results equal the results of the model's own code (:func:`longdraft.model.validation.outputs_agree`).
+their results equal those of the model's own code (:func:`longdraft.model.validation.outputs_agree`).
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class FusedLayers:
         model: our own copy, with our attention.
 
     Attributes:
-        layers: the kernels' layers, one for each layer of the model; empty if the model is not fused.
-        layer_kinds: window and RoPE of each layer; None if the kernels do not support them.
+        layers: the layers for the kernels, one for each layer of the model; empty if the model is not fused.
+        layer_kinds: the window and RoPE of each layer; None if the kernels do not support them.
         on_gpu: True if the model is on a GPU that the kernels support.
-        stack: all layers with the head; None on a GPU, or if the model is not fused."""
+        stack: all layers with the head, for one kernel call; None on a GPU, or if the model is not fused."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.layers: list[DecoderLayer | GatedDeltaNetLayer] | list[FusedLayer] = []
@@ -63,7 +63,7 @@ class FusedLayers:
             return
         self._kernels = cpu_kernels
         self._int8 = stored_model.arithmetic_of(model) == "int8"
-        # Results are compared in float32: in int8 arithmetic a float's last bit can change the rounding of a whole row.
+        # Results are compared in float32: in int8 arithmetic the last bit of one number can change a whole row.
         stored_model.set_int8(model, False)
         try:
             self._fuse_on_cpu(self.layer_kinds)
@@ -73,11 +73,13 @@ class FusedLayers:
     def _fuse_on_cpu(self, kinds: LayerKinds) -> None:
         modules, head_dim = list(hosting.decoder_layers(self._model)), layout_of(self._model).shape.head_dim
         converted = [kernel_layer(layer, head_dim) or kernel_delta_layer(layer) for layer in modules]
-        layers, ends = [layer for layer in converted if layer is not None], final_norm_and_head(self._model, modules)
-        if len(layers) < len(modules) or ends is None:
+        layers = [layer for layer in converted if layer is not None]
+        norm_and_head = final_norm_and_head(self._model, modules)
+        if len(layers) < len(modules) or norm_and_head is None:
             return
         self.layers = layers
-        self.stack = DecoderStack(layers, **ends, kv_group_ids=kinds.kind_indices, index_in_group=kinds.cache_indices)
+        kind_indices, cache_indices = kinds.kind_indices, kinds.cache_indices  # the kernels call a kind a KV group
+        self.stack = DecoderStack(layers, **norm_and_head, kv_group_ids=kind_indices, index_in_group=cache_indices)
         if not self._agrees_with_model(self._compare_stack):
             self.layers, self.stack = [], None
         elif self._int8:
@@ -86,7 +88,7 @@ class FusedLayers:
 
     def _fuse_on_gpu(self, kinds: LayerKinds) -> None:
         model, shape = self._model, layout_of(self._model).shape
-        if shape.padded or any(kind.window is not None for kind in kinds.kinds):
+        if shape.padded or any(kind.window_index is not None for kind in kinds.kinds):
             return
         converted = [gpu_layers.fused_layer_of(layer, shape.head_dim) for layer in hosting.decoder_layers(model)]
         layers = [layer for layer in converted if layer is not None]
@@ -94,12 +96,12 @@ class FusedLayers:
             logger.info("The GPU kernels do not support this model's layers: the model's own code computes them.")
             return
 
-        def fused_forwards(network: PreTrainedModel) -> Iterator[tuple[nn.Module, FusedLayerForward]]:
-            for index, (layer, fused_layer) in enumerate(zip(hosting.decoder_layers(network), layers, strict=True)):
+        def fused_forwards(copied: PreTrainedModel) -> Iterator[tuple[nn.Module, FusedLayerForward]]:
+            for index, (layer, fused_layer) in enumerate(zip(hosting.decoder_layers(copied), layers, strict=True)):
                 yield layer, FusedLayerForward(fused_layer, kinds, index, layer.forward)
 
         def compare_layers(reference: hosting.ForwardContext, kernel: hosting.ForwardContext) -> Iterator[OutputPair]:
-            """Each layer's outputs, fused and original, from original inputs: 16-bit rounding errors would add up."""
+            """Yields each layer's fused and original output. Both get the original input, so errors do not add up."""
             model_copy, pairs, fused_ctx = copy_without_hooks(model), list[OutputPair](), replace(kernel, fused=True)
 
             def run_both(forward: FusedLayerForward, *args: Any, **kwargs: Any) -> Any:
@@ -128,10 +130,10 @@ class FusedLayers:
 
     @cached_property
     def draft_stack(self) -> DecoderStack | None:
-        """The stack with which the model drafts for itself: layers in at most 4 bits a weight, the head in at most 8.
+        """The stack with which the model drafts for itself. Layers have at most 4 bits a weight, the head at most 8.
 
-        In int8 arithmetic, and after :meth:`quantize_for_draft`, it is :attr:`stack` itself. None if there is no stack,
-        if a layer is recurrent, or if the quantised copy does not fit into memory."""
+        It is :attr:`stack` if the arithmetic is int8, or after :meth:`quantize_for_draft`. It is None if there is no
+        stack, if a layer is recurrent, or if the quantised copy does not fit into memory."""
         if self.stack is None or self._recurrent_layers:
             return None
         if self._int8 or self._is_quantized_for_draft:
@@ -146,7 +148,7 @@ class FusedLayers:
         return self.stack.map_weights(partial(_quantized_for_draft, bits=4), _quantized_for_draft)
 
     def can_run(self, store: KVStore, batch: ForwardBatch) -> bool:
-        """True if the fused layers can compute a forward over this batch, and are not slower than the model's code."""
+        """True if the fused layers can compute this batch, and are not slower than the model's own code."""
         if not self.layers or not store.is_resident:
             return False
         if self.on_gpu:
@@ -161,13 +163,16 @@ class FusedLayers:
     def run(self, ctx: hosting.ForwardContext, logits: int | Literal["all", "last", "none"]) -> torch.Tensor | None:
         """Runs the whole model, which must have a :attr:`stack`. ``ctx`` receives queries and hidden states.
 
-        Returns logits (B, tokens, vocabulary) or None. A number ``logits`` means each sequence's last tokens."""
+        ``logits`` are the tokens whose logits are computed; a number n means the last n tokens of each sequence.
+        Returns logits (sequences, these tokens, vocabulary); None for "none"."""
         assert self.stack is not None and self.layer_kinds is not None
         batch, kinds = ctx.batch, self.layer_kinds
         x = self._model.get_input_embeddings()(batch.token_ids)
         kv_group, *more_kv_groups = kinds.kernel_inputs(ctx.store, batch, self._rotations(ctx, x))
-        cache_layers = {i: p.layer for i, p in enumerate(kinds.kv_locations) if p is not None and p.window is None}
-        query_layers = {i: layer for i, layer in cache_layers.items() if layer in ctx.query_layers}
+        # Decoder layer -> KV layer, without window layers and recurrent layers.
+        locations = {i: kv for i, kv in enumerate(kinds.kv_locations) if kv is not None}
+        kv_layers = {i: kv.layer for i, kv in locations.items() if kv.window_index is None}
+        query_layers = {i: layer for i, layer in kv_layers.items() if layer in ctx.query_layers}
         with delta_layer_inputs(ctx, layers := self._recurrent_layers, range(len(layers))) as recurrent:
             out = self._kernels.run_stack(
                 *(self.stack, *kv_group, x),
@@ -181,13 +186,13 @@ class FusedLayers:
         return out.logits
 
     def _rotations(self, ctx: hosting.ForwardContext, x: torch.Tensor) -> list[CosSin]:
-        """RoPE's cos and sin at the batch's positions, for each kind of layer. ``x`` gives dtype and device."""
+        """Returns RoPE's cos and sin at the batch's positions, for each kind of layer, in x's dtype."""
         assert self.layer_kinds is not None
         with hosting.forward_scope(ctx):
-            return [self.layer_kinds.rotate(kind.rope, x, ctx.batch.positions) for kind in self.layer_kinds.kinds]
+            return [self.layer_kinds.cos_sin(kind.rope, x, ctx.batch.positions) for kind in self.layer_kinds.kinds]
 
     def _compare_stack(self, reference: hosting.ForwardContext, kernel: hosting.ForwardContext) -> Iterator[OutputPair]:
-        """Compares logits and the last layer's output. In the logits the final norm would hide a wrong scale."""
+        """Yields pairs of logits and of the last layer's outputs, as the final norm hides a wrong scale in logits."""
         assert self.layer_kinds is not None
         last = len(hosting.decoder_layers(self._model)) - 1
         reference, kernel = (replace(ctx, hidden_layers=frozenset([last])) for ctx in (reference, kernel))
@@ -198,19 +203,19 @@ class FusedLayers:
             hook.remove()
         rotations = self._rotations(kernel, self._model.get_input_embeddings()(kernel.batch.token_ids))
         layers = zip(self.layer_kinds.kind_indices, self.layers, strict=True)
-        # Otherwise RoPE rotates more dimensions than a head has. The missing output then counts as a difference.
-        if all(rotations[n][0].shape[-1] <= layer.head_dim for n, layer in layers if isinstance(layer, DecoderLayer)):
+        # If RoPE rotates more dimensions than a head has, the stack does not run. Its missing output is a difference.
+        if all(rotations[i][0].shape[-1] <= layer.head_dim for i, layer in layers if isinstance(layer, DecoderLayer)):
             yield self.run(kernel, "all"), expected
         yield kernel.hidden.get(last), reference.hidden.get(last)
 
     def _agrees_with_model(self, compute: ComputePairs) -> bool:
-        """True if the kernels' results equal those of the model's own code."""
+        """True if the pairs of results that ``compute`` yields are equal. Logs the reason if not."""
         try:
             if outputs_agree(self._model, compute):
                 return True
             logger.info("The model's layers compute something else than longdraft's kernels: their own code is used.")
         except Exception as error:  # a model, a compiler or a driver can raise any type
-            # On a GPU this can only mean that the compiler or driver is missing, which the user can mend.
+            # On a GPU an exception means that the compiler or the driver is missing. The user can mend that.
             level = logging.WARNING if self.on_gpu else logging.INFO
             logger.log(level, "Layers run by their own code, not by fused kernels: %s", reason_of(error))
         return False

@@ -1,6 +1,7 @@
-"""FusedLM: runs a draft model in one kernel call, which computes all layers, the head, and the top k tokens.
+"""FusedLM: runs a draft language model in one kernel call for all layers, the head and the top k tokens.
 
-A small model's hosted forward would spend as much time in Python as in the kernels.
+A hosted forward of a small model would take as much time in Python as in the kernels.
+Shapes: B sequences of T tokens; RoPE rotates d dimensions.
 """
 
 from __future__ import annotations
@@ -18,28 +19,27 @@ from longdraft.model.skinny_gemm import MAX_SKINNY_ROWS
 from longdraft.native import DecoderStack, kernels
 from longdraft.native.boundary import CPU_FLOAT32
 
-_TABLE_MARGIN = 4096  # positions beyond the last one needed, so that tables seldom have to grow
+_TABLE_MARGIN = 4096  # a new table has this many positions beyond those needed, so that it seldom grows
 
 
 class FusedLM:
-    """Runs a hosted model over a few tokens, by the kernels' layers in ``stack``.
+    """Runs the hosted model of a runner over a few tokens, by the kernels. ``stack``: the model's layers and head.
 
     Attributes:
-        is_quantized: True if ``stack`` is a quantised copy of the weights with which the model verifies.
-    """
+        is_quantized: True if ``stack`` is a quantised copy, not the weights with which the model itself decodes."""
 
     def __init__(self, runner: TargetRunner, stack: DecoderStack) -> None:
-        cpu_kernels, kinds = kernels(), runner.execution_model.fused.layer_kinds
-        assert cpu_kernels is not None and kinds is not None
-        self._kernels, self._stack, self._kinds = cpu_kernels, stack, kinds
+        cpu_kernels, layer_kinds = kernels(), runner.execution_model.fused.layer_kinds
+        assert cpu_kernels is not None and layer_kinds is not None
+        self._kernels, self._stack, self._kinds = cpu_kernels, stack, layer_kinds
         self.is_quantized = stack is not runner.execution_model.fused.stack
         self._embedding = runner.model.get_input_embeddings()
-        # LayerKind.rope (models with several RoPEs have a name for each) -> cos and sin (2, positions, d).
+        # LayerKind.rope (a name, as models can have several RoPEs) -> cos and sin (2, positions, d).
         self._cos_sin_tables: dict[str, torch.Tensor] = {}
 
     @classmethod
     def from_runner(cls, runner: TargetRunner) -> FusedLM | None:
-        """None if our kernels cannot run the whole model, or if the model's RoPE depends on the text's length."""
+        """Makes a FusedLM, or returns None if our kernels cannot run the model or its RoPE depends on the length."""
         rope_types = getattr(rotary_module(runner.model), "rope_type", None)
         if {"dynamic", "longrope"} & set(rope_types.values() if isinstance(rope_types, dict) else [rope_types]):
             return None
@@ -48,16 +48,15 @@ class FusedLM:
 
     @staticmethod
     def supports(store: KVStore, num_tokens: int) -> bool:
-        """True if :meth:`topk` can run this number of tokens on this store."""
+        """True if :meth:`topk` can run ``num_tokens`` tokens, all sequences together, on this store."""
         return store.is_resident and num_tokens <= MAX_SKINNY_ROWS
 
     def topk(
         self, batch: ForwardBatch, store: KVStore, k: int, last_only: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs a batch: chains of equal length, or one level of the sequences' trees.
-
-        Returns log-probabilities and draft token ids of the top k, sorted, both (B, T, k). With ``last_only`` they are
-        (B, 1, k), for each sequence's last token."""
+        Returns log-probabilities and draft token ids of the top k, the most likely first, both (B, T, k). ``last_only``
+        makes them (B, 1, k), for each sequence's last token."""
         assert batch.token_ids is not None and batch.positions is not None
         cos_sin = [self._cos_sin_at(kind.rope, batch.positions) for kind in self._kinds.kinds]
         kv_group, *more_kv_groups = self._kinds.kernel_inputs(store, batch, cos_sin)
@@ -68,13 +67,13 @@ class FusedLM:
         return out.topk_logprobs, out.topk_indices
 
     def _cos_sin_at(self, rope: str | None, positions: torch.Tensor) -> CosSin:
-        """cos and sin (B, T, d) at ``positions``, from a table that grows as needed."""
+        """Returns cos and sin (B, T, d) at ``positions``, from a table that grows as needed."""
         if rope is None:
             return NO_ROTATION
         table, max_position = self._cos_sin_tables.get(rope), int(positions.max())
         if table is None or max_position >= table.shape[1]:
             table_positions = torch.arange(max_position + _TABLE_MARGIN, device="cpu")[None]
-            table = torch.cat(self._kinds.rotate(rope, torch.empty(0, **CPU_FLOAT32), table_positions))
+            table = torch.cat(self._kinds.cos_sin(rope, torch.empty(0, **CPU_FLOAT32), table_positions))
             self._cos_sin_tables[rope] = table
         cos, sin = table[:, positions]
         return cos, sin

@@ -1,9 +1,10 @@
 """Hosting: runs transformers' own code of a model with longdraft's attention and KV store.
 
 transformers lets a registered function (AttentionInterface) replace a model's attention. Our function calls the
-:class:`ForwardContext`, which is a keyword argument of the model's forward. The context receives a layer's queries,
-keys (after RoPE) and values, writes keys and values to the KV store, and attends to the store. transformers' cache is
-unused. The model that runs is longdraft's copy of the user's model (execution_model).
+:class:`ForwardContext`, a keyword argument of the model's forward. The context receives a layer's queries, keys (after
+RoPE) and values, writes keys and values to the KV store, and attends to the store. transformers' cache is unused. The
+model that runs is longdraft's copy of the user's model (execution_model).
+Shapes: B sequences of T tokens, Hq query heads, Hkv KV heads, head size d.
 """
 
 from __future__ import annotations
@@ -29,21 +30,24 @@ from longdraft.model.layout import AttentionTrace, KVLayout, KVLocation, layout_
 from longdraft.model.layout import decoder_config as decoder_config
 
 ATTENTION_NAME = "longdraft"
-UNLIMITED_CONTEXT = 1 << 20  # context length, in tokens, of models whose configuration has none
+UNLIMITED_CONTEXT = 1 << 20  # context length, in tokens, of models whose configuration has none: any large number
 
 
 @dataclass
 class ForwardContext:
-    """One forward: its batch, its attention, and the queries and hidden states that it collects.
+    """One forward: what it computes with, and the queries and hidden states that it collects.
 
     Attributes:
         store: the KV store that the forward reads and writes.
+        batch: the tokens to compute.
         attend: computes attention of queries to the store's KV.
         layout: where the KV of each attention call lies.
-        query_layers: KV layers whose queries go to ``queries``.
-        hidden_layers: decoder layers whose outputs go to ``hidden``.
-        fused: True runs GPU layers fused.
-        num_attention_calls: calls of the attention function so far."""
+        query_layers: layers of the store whose queries are collected.
+        hidden_layers: decoder layers whose outputs are collected.
+        fused: True runs fused layers on a GPU.
+        queries: layer of the store -> queries (B, Hq, T, d), after RoPE.
+        hidden: decoder layer -> output hidden states (B, T, hidden size).
+        num_attention_calls: number of calls of the attention function so far."""
 
     store: KVStore
     batch: ForwardBatch
@@ -70,7 +74,7 @@ class ForwardContext:
         position_bias: torch.Tensor | None = None,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        """query (B, Hq, T, d), key and value (B, Hkv, T, d) -> (B, T, Hq, d), as transformers expects."""
+        """Attends: query (B, Hq, T, d), key and value (B, Hkv, T, d) -> (B, T, Hq, d). ``s_aux`` are sinks too."""
         name = type(module).__name__
         if position_bias is not None:
             raise UnsupportedModelError(f"{name} uses position_bias, which longdraft does not host exactly.")
@@ -81,16 +85,16 @@ class ForwardContext:
             )
         if self.num_attention_calls >= len(self.layout.locations):
             raise UnsupportedModelError(f"{name} calls attention more often than in the forward that was traced.")
-        # The number of the call identifies the KV: layers may share a module, and a layer may attend twice.
+        # Calls are counted to find their KV, as layers may share a module, and a layer may attend twice.
         location = self.layout.locations[self.num_attention_calls]
         self.num_attention_calls += 1
         with torch._C.DisableTorchFunction():  # our attention is batch invariant by itself
             batch, (keys, values) = self._write(location, key, value)
-            if location.window is None and location.writes_kv and location.layer in self.query_layers:
+            if location.window_index is None and location.writes_kv and location.layer in self.query_layers:
                 self.queries[location.layer] = query
             num_kv_heads, value_dim = key.shape[1], max(key.shape[3], value.shape[3])
             if keys.shape[1::2] != (num_kv_heads, key.shape[3]) or values.shape[3] != value_dim:
-                # The store has the sizes of the largest layer. Values narrower than keys are read with zero padding.
+                # The store has the largest layer's sizes. Values narrower than keys are zero-padded to the keys' size.
                 keys, values = keys[:, :num_kv_heads, :, : key.shape[3]], values[:, :num_kv_heads, :, :value_dim]
             sinks = s_aux if sinks is None else sinks
             is_plain = softcap is None and sinks is None
@@ -102,25 +106,25 @@ class ForwardContext:
     def _write(
         self, location: KVLocation, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[ForwardBatch, tuple[torch.Tensor, torch.Tensor]]:
-        """Writes a layer's new KV. Returns the batch, in the coordinates of the layer's cache, and all of its KV."""
-        if location.window is None:
+        """Writes a layer's new KV. Returns the batch, with indices into the layer's cache, and the cache's KV."""
+        if location.window_index is None:
             if location.writes_kv:
                 self.store.write(location.layer, key, value, self.batch)
             return self.batch, self.store.layer(location.layer)
         caches = [states for states in self.store.states if isinstance(states, WindowKVCache)]
-        cache = caches[location.window]
+        cache = caches[location.window_index]
         buffer_batch = cache.batch_in_buffer(self.batch)
         if location.writes_kv:
             cache.write(location.layer, key, value, buffer_batch)
         return buffer_batch, cache.layer(location.layer)
 
 
-# Finds the context in models that do not pass keyword arguments on to their attention.
+# The forward that a thread computes, for models that do not pass keyword arguments on to their attention.
 _thread_forward: ContextVar[ForwardContext | AttentionTrace | None] = ContextVar("longdraft_running", default=None)
 
 
 def current_forward() -> ForwardContext | None:
-    """The forward that this thread is computing; None outside of :func:`run`."""
+    """Returns the forward that this thread is computing; None outside of :func:`forward_scope`."""
     forward = _thread_forward.get()
     return forward if isinstance(forward, ForwardContext) else None
 
@@ -138,14 +142,14 @@ def in_prefill() -> bool:
 
 
 def current_trace() -> AttentionTrace | None:
-    """The trace of attention calls that this thread is recording; None if it records none."""
+    """Returns the trace of attention calls that this thread is recording; None if it records none."""
     forward = _thread_forward.get()
     return forward if isinstance(forward, AttentionTrace) else None
 
 
 @contextmanager
 def forward_scope(forward: ForwardContext | AttentionTrace) -> Iterator[None]:
-    """Inside the ``with``, :func:`current_forward` or :func:`current_trace` returns ``forward``."""
+    """Makes :func:`current_forward` or :func:`current_trace` return ``forward`` inside the ``with``."""
     token = _thread_forward.set(forward)
     try:
         yield
@@ -165,7 +169,7 @@ def run(module: nn.Module, ctx: ForwardContext, **kwargs: Any) -> Any:
 def _attention(
     module: nn.Module, *args: Any, longdraft_attend: Callable[..., Any] | None = None, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
-    """The registered attention function: calls ``longdraft_attend``, or without it this thread's forward."""
+    """Is the registered attention function. Calls ``longdraft_attend``; without it this thread's current forward."""
     attend = longdraft_attend or _thread_forward.get()
     if attend is None:
         raise UnsupportedModelError(f"{type(module).__name__} was called outside of longdraft's forward.")
@@ -177,9 +181,9 @@ AttentionInterface.register(ATTENTION_NAME, _attention)
 
 
 def set_attention(model: PreTrainedModel, implementation: str = ATTENTION_NAME) -> None:
-    """Sets the attention implementation of a model, which must be our own copy."""
+    """Sets the attention implementation of a model. The model must be our own copy."""
     model_config = decoder_config(model)
-    # Layers that were copied, or come from another model, can have separate configuration objects.
+    # Layers that were copied or that come from another model can have their own configuration objects.
     configs = (getattr(module, "config", None) for module in model.modules())
     for config in (model_config, *(c for c in configs if type(c) is type(model_config))):
         config._attn_implementation = implementation
@@ -188,7 +192,8 @@ def set_attention(model: PreTrainedModel, implementation: str = ATTENTION_NAME) 
 def new_layer_states(
     model: PreTrainedModel, slots: int, capacity: int, transposed: bool = False, dtype: torch.dtype | None = None
 ) -> list[LayerStates]:
-    """Makes a store's window caches (keys ``transposed`` or not, in ``dtype``) and its recurrent states."""
+    """Makes the window caches and recurrent states of a store with ``slots`` sequences of ``capacity`` KV entries.
+    Window caches have ``transposed`` keys or not, and the ``dtype``; None takes the model's."""
     layout = layout_of(model)
     shapes = layout.windows
     if dtype is not None:
@@ -198,20 +203,19 @@ def new_layer_states(
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
-    """The submodule that computes hidden states: the decoder with the token embedding."""
+    """Returns the submodule that computes hidden states from token ids: the decoder with the token embedding."""
     embedding = model.get_input_embeddings()
     candidates: list[nn.Module] = [model.get_decoder(), model.base_model]
     return next((c for c in candidates if any(m is embedding for m in c.modules())), candidates[0])
 
 
 def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
-    """The decoder layers: the module list with ``num_hidden_layers`` members.
-
-    Without such a list (in models that run a layer several times) the longest list of modules of one class is taken."""
-    count = getattr(decoder_config(model), "num_hidden_layers", None)
+    """Returns the decoder layers: the module list with ``num_hidden_layers`` members.
+    A model that runs a layer several times has no such list: then it is the longest list with modules of one class."""
+    num_layers = getattr(decoder_config(model), "num_hidden_layers", None)
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m)]
     for modules in lists:
-        if len(modules) == count:
+        if len(modules) == num_layers:
             return modules
     if not lists:
         raise UnsupportedModelError(f"{type(model).__name__} has no list of decoder layers.")
@@ -219,14 +223,14 @@ def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
 
 
 def context_length(model: PreTrainedModel) -> int:
-    """The model's context length in tokens, as extended by RoPE scaling."""
+    """Returns the model's context length in tokens, which RoPE scaling may have extended."""
     config = decoder_config(model)
     names = ("max_position_embeddings", "max_target_positions", "max_seq_len")
     return next((int(length) for name in names if (length := getattr(config, name, None))), UNLIMITED_CONTEXT)
 
 
 def add_hidden_hook(model: PreTrainedModel, layer: int) -> RemovableHandle:
-    """Adds a hook that puts a layer's output (B, T, hidden) into contexts that list it in ``hidden_layers``."""
+    """Adds a hook that collects a layer's output (B, T, hidden size) if the context's ``hidden_layers`` have it."""
 
     def hook(_module: nn.Module, _inputs: Any, kwargs: dict[str, Any], output: Any) -> None:
         ctx = kwargs.get("longdraft_attend") or current_forward()

@@ -24,13 +24,12 @@ class KernelReport:
 
     Attributes:
         level: instruction set of longdraft's kernels, one of :data:`native.build.LEVELS`; None if torch computes.
-        weights: formats of the matrices that the kernels read (GGUF's names, or dtypes), the most frequent first.
-        kv: dtype of the KV cache if longdraft's kernels compute attention; None if torch does.
-        whole: True if one kernel call computes a whole forward of a few tokens.
-        reason: why longdraft's kernels are not used; None if they are.
+        weights: formats of the weights that the kernels read (GGUF's names, or dtypes), the most frequent first.
+        kv: dtype of the KV cache if longdraft's kernels compute attention; None if torch computes it.
+        whole: True if one kernel call computes the whole forward of a few tokens.
+        reason: why longdraft's kernels are not used; None if they are used.
         cost: how much slower or larger the model is without the kernels; None if no loss is known.
-        arithmetic: arithmetic of the matrix products, "int8" or a dtype; None without kernels.
-    """
+        arithmetic: arithmetic of the matrix products, "int8" or a dtype; None without kernels."""
 
     level: str | None
     weights: tuple[str, ...] = ()
@@ -42,6 +41,7 @@ class KernelReport:
 
     @property
     def line(self) -> str:
+        """The report in one line, as commands print it."""
         if self.level is None:
             return f"torch's, not longdraft's own: {self.reason}" + (f". {self.cost}" if self.cost else "")
         name = f"longdraft's own for {LEVEL_NAMES[self.level]}"
@@ -69,22 +69,22 @@ def kernel_report(runner: TargetRunner | None) -> KernelReport:
         return KernelReport(None, reason=native.unavailable_reason(), cost=cost)
     if runner is None:
         return KernelReport(cpu_kernels.level)
-    num_weights: Counter[str] = Counter()
+    weight_counts: Counter[str] = Counter()
     execution_model = runner.execution_model
     for layer in execution_model.model.modules():
         weights = kernel_weights_of(layer)
         if weights is not None:
             matrix = weights[0]
             name = _dtype_name(matrix.dtype) if isinstance(matrix, torch.Tensor) else matrix.format
-            num_weights[_HALF_NAMES.get(name, name)] += matrix.shape[0] * matrix.shape[1]
-    if not num_weights:
+            weight_counts[_HALF_NAMES.get(name, name)] += matrix.shape[0] * matrix.shape[1]
+    if not weight_counts:
         reason = f"they support none of this model's layers ({_dtype_name(runner.kv_shape.dtype)} on a CPU)"
         return KernelReport(None, reason=reason)
     kernels_attend = runner.can_round_kv and runner.kv_shape.head_dim % HEAD_DIM_MULTIPLE == 0
-    kv = _dtype_name(runner.kv_dtype) if kernels_attend else None
+    kv_dtype_name = _dtype_name(runner.kv_dtype) if kernels_attend else None
     one_call = execution_model.fused.stack is not None and kernels_attend and runner.offload is None
-    formats = tuple(name for name, _ in num_weights.most_common())
-    return KernelReport(cpu_kernels.level, formats, kv, one_call, arithmetic=runner.arithmetic)
+    formats = tuple(name for name, _ in weight_counts.most_common())
+    return KernelReport(cpu_kernels.level, formats, kv_dtype_name, one_call, arithmetic=runner.arithmetic)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

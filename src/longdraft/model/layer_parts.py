@@ -28,7 +28,7 @@ from longdraft.native.structures import FEW_TOKENS, LinearWeights, Norm
 # The linear layers in the attention module and the MLP, in the kernels' order.
 LINEAR_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # The kernels' name of a norm -> transformers' attribute. "post_attention_layernorm" normalizes the attention's output
-# in Gemma's layers, but the MLP's input in Llama's.
+# in Gemma's layers, and the MLP's input in Llama's.
 _LLAMA_NORMS = {"norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 _GEMMA_NORMS = {
     "norm": "input_layernorm",
@@ -36,6 +36,7 @@ _GEMMA_NORMS = {
     "mlp_norm": "pre_feedforward_layernorm",
     "post_mlp_norm": "post_feedforward_layernorm",
 }
+# RoPE's cos and sin, each (B, T, rotary dimensions) for B sequences of T tokens.
 CosSin = tuple[torch.Tensor, torch.Tensor]
 # cos and sin of layers without RoPE.
 NO_ROTATION: CosSin = (torch.empty(1, 1, 0, **CPU_FLOAT32), torch.empty(1, 1, 0, **CPU_FLOAT32))
@@ -44,41 +45,41 @@ SINGLE_ROPE = ""
 
 
 def kernel_layer(layer: nn.Module, head_dim: int) -> DecoderLayer | None:
-    """A decoder layer for the kernels; None if they cannot compute it. ``head_dim`` is for a layer that states none."""
+    """Converts a decoder layer for the kernels. Returns None if the kernels cannot compute the layer.
+    ``head_dim``: head size of a layer without an attribute head_dim."""
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
-    if attention is None or not is_unmodified(layer):
+    if attention is None or not has_unmodified_parts(layer):
         return None
     projections = linear_weights_of([getattr(attention, n, None) or getattr(mlp, n, None) for n in LINEAR_NAMES])
     norm_attributes = _GEMMA_NORMS if hasattr(layer, _GEMMA_NORMS["mlp_norm"]) else _LLAMA_NORMS
     layer_norms = {name: getattr(layer, attribute, None) for name, attribute in norm_attributes.items()}
     head_norms = {name: norm for name in ("q_norm", "k_norm") if (norm := getattr(attention, name, None)) is not None}
     norms = norms_of(layer_norms | head_norms)
-    gelu = uses_gelu(getattr(mlp, "act_fn", None))
-    if projections is None or norms is None or gelu is None:
+    is_gelu = uses_gelu(getattr(mlp, "act_fn", None))
+    if projections is None or norms is None or is_gelu is None:
         return None
-    offset = norm_weight_offset((layer_norms | head_norms).values())
+    weight_offset = norm_weight_offset((layer_norms | head_norms).values())
     head_dim = int(getattr(attention, "head_dim", head_dim))
-    if offset is None or head_dim % HEAD_DIM_MULTIPLE:
+    if weight_offset is None or head_dim % HEAD_DIM_MULTIPLE:
         return None
     (k_matrix, _), (o_matrix, _) = projections[1], projections[3]
     return DecoderLayer(
         norms,
         projections,
-        num_heads=o_matrix.shape[1] // head_dim,  # not of q_proj, which may also compute gates
+        num_heads=o_matrix.shape[1] // head_dim,  # q_proj may have further outputs, for gates
         num_kv_heads=k_matrix.shape[0] // head_dim,
         head_dim=head_dim,
         scale=float(getattr(attention, "scaling", head_dim**-0.5)),
         softcap=getattr(attention, "attn_logit_softcapping", None),
         sinks=getattr(attention, "sinks", None),
-        gelu=gelu,
-        norm_weight_offset=offset,
+        gelu=is_gelu,
+        norm_weight_offset=weight_offset,
     )
 
 
-def is_unmodified(layer: nn.Module, patched_part: nn.Module | None = None) -> bool:
-    """True if a layer's submodules are contiguous float32 on the CPU, without hooks and replaced forwards.
-
-    ``patched_part`` is a submodule whose forward we replaced. The layer's own hooks are allowed: they run too."""
+def has_unmodified_parts(layer: nn.Module, patched_part: nn.Module | None = None) -> bool:
+    """True if a layer's submodules have contiguous float32 weights on the CPU, and no hooks or replaced forwards.
+    ``patched_part`` is a submodule whose forward we replaced. Hooks of the layer itself are allowed: they still run."""
     modules = [m for m in layer.modules() if m is not layer]
     if "forward" in vars(layer) or not is_library_code(type(layer).forward):
         return False
@@ -89,20 +90,20 @@ def is_unmodified(layer: nn.Module, patched_part: nn.Module | None = None) -> bo
 
 
 def linear_weights_of(modules: Iterable[nn.Module | None]) -> list[LinearWeights] | None:
-    """The weights of all linear layers; None if one is missing or unknown to the kernels."""
+    """Returns the weights of all linear layers; None if a layer is missing or unknown to the kernels."""
     all_weights = [None if module is None else kernel_weights_of(module) for module in modules]
     return None if None in all_weights else [weights for weights in all_weights if weights is not None]
 
 
 def norms_of(modules: Mapping[str, nn.Module | None]) -> dict[str, Norm] | None:
-    """Name -> weight and epsilon of each norm; None if one is missing or no RMSNorm."""
+    """Returns name -> weight and epsilon of each norm; None if a norm is missing or lacks one of them."""
     norms = {name: norm for name, module in modules.items() if (norm := norm_of(module)) is not None}
     return norms if len(norms) == len(modules) else None
 
 
 def final_norm_and_head(model: PreTrainedModel, layers: Iterable[nn.Module]) -> dict[str, Any] | None:
-    """Arguments of :class:`DecoderStack` for the final norm and the head; None if the kernels cannot compute them, or
-    if a user modified a module of the model."""
+    """Returns the arguments of :class:`DecoderStack` for the final norm and the head, as a dict.
+    Returns None if the kernels cannot compute norm and head, or if a user modified a module of the model."""
     decoder, head = hosting.decoder_of(model), model.get_output_embeddings()
     final_norm = getattr(decoder, "norm", None)
     norm, weights = norm_of(final_norm), kernel_weights_of(head)
@@ -115,7 +116,7 @@ def final_norm_and_head(model: PreTrainedModel, layers: Iterable[nn.Module]) -> 
 
 
 def norm_of(module: nn.Module | None) -> Norm | None:
-    """Weight and epsilon of an RMSNorm; None if the module lacks one of them."""
+    """Returns weight and epsilon of an RMSNorm; None if the module lacks one of them."""
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, torch.Tensor) or not isinstance(eps, float):
         return None
@@ -124,7 +125,7 @@ def norm_of(module: nn.Module | None) -> Norm | None:
 
 @torch.inference_mode()
 def norm_weight_offset(norms: Iterable[nn.Module | None]) -> float | None:
-    """The number that these norms add to their weights: 1 for Gemma's, else 0; None if the norms differ."""
+    """Returns the number that norms add to their weights: 1 for Gemma's, else 0; None if the norms differ."""
     offsets = set()
     for norm in norms:
         assert norm is not None
@@ -149,20 +150,19 @@ def uses_gelu(activation: nn.Module | None) -> bool | None:
 
 
 def is_modified(module: nn.Module, is_patched: bool = False) -> bool:
-    """True if a module has hooks, a user's class, or a replaced forward, unless we replaced it (``is_patched``)."""
+    """True if a module has hooks, a user's class, or a replaced forward. ``is_patched``: we replaced the forward."""
     replaced = ("forward" in vars(module) and not is_patched) or not is_library_code(type(module).forward)
     return bool(module._forward_hooks or module._forward_pre_hooks or replaced)
 
 
 class LayerKind(NamedTuple):
-    """A kind of attention layer, as the kernels distinguish them: by window, and by RoPE's cos and sin.
+    """A kind of attention layer for the kernels: layers with the same window and the same cos and sin.
 
     Attributes:
-        window: index of the layers' :class:`WindowKVCache`; None for full context.
-        rope: the rotary embedding's ``layer_type`` argument; SINGLE_ROPE if it takes none; None without RoPE.
-    """
+        window_index: index of the layers' :class:`WindowKVCache` in the store; None for the full context.
+        rope: the rotary embedding's ``layer_type`` argument; SINGLE_ROPE if it takes none; None without RoPE."""
 
-    window: int | None
+    window_index: int | None
     rope: str | None
 
 
@@ -171,10 +171,9 @@ class LayerKinds(NamedTuple):
 
     Attributes:
         kv_locations: for each decoder layer, the location of its KV; None for a recurrent layer.
-        kind_indices: for each decoder layer, its index in ``kinds``; 0 for a recurrent layer.
+        kind_indices: for each decoder layer, the index of its kind in ``kinds``; 0 for a recurrent layer.
         kinds: the distinct kinds of attention layers.
-        rotary: the model's rotary embedding.
-    """
+        rotary: the model's rotary embedding."""
 
     kv_locations: tuple[KVLocation | None, ...]
     kind_indices: tuple[int, ...]
@@ -183,7 +182,7 @@ class LayerKinds(NamedTuple):
 
     @classmethod
     def from_model(cls, model: PreTrainedModel) -> LayerKinds | None:
-        """The kinds; None if a layer attends twice or reads another layer's KV, or without a rotary embedding."""
+        """Finds the kinds. Returns None without rotary embedding, or if a layer attends twice or reads another's KV."""
         layers, layout, rotary = hosting.decoder_layers(model), layout_of(model), rotary_module(model)
         has_attention = [hasattr(layer, "self_attn") for layer in layers]
         num_attention, num_recurrent = sum(has_attention), len(layers) - sum(has_attention)
@@ -200,7 +199,7 @@ class LayerKinds(NamedTuple):
         remaining_locations = iter(layout.locations)
         locations = [next(remaining_locations) if attends else None for attends in has_attention]
         layer_kinds = [
-            None if location is None else LayerKind(location.window, rope_type if is_rotated else None)
+            None if location is None else LayerKind(location.window_index, rope_type if is_rotated else None)
             for location, rope_type, is_rotated in zip(locations, rope_types, uses_rope, strict=False)
         ]
         kinds = tuple(dict.fromkeys(kind for kind in layer_kinds if kind is not None))
@@ -209,12 +208,12 @@ class LayerKinds(NamedTuple):
 
     @property
     def cache_indices(self) -> list[int]:
-        """For each layer, its index in its KV cache, or among the recurrent layers."""
+        """For each decoder layer, the index in the cache of its KV; for a recurrent layer, among recurrent layers."""
         recurrent_index = itertools.count()
         return [next(recurrent_index) if location is None else location.layer for location in self.kv_locations]
 
-    def rotate(self, rope: str | None, x: torch.Tensor, positions: torch.Tensor | None) -> CosSin:
-        """cos and sin (B, T, rotated dimensions) of layers with this :attr:`LayerKind.rope`; x gives the dtype."""
+    def cos_sin(self, rope: str | None, x: torch.Tensor, positions: torch.Tensor | None) -> CosSin:
+        """Returns cos and sin at ``positions`` of layers with this :attr:`LayerKind.rope`, in x's dtype."""
         if rope is None:
             return NO_ROTATION
         cos, sin = self.rotary(x, positions) if rope == SINGLE_ROPE else self.rotary(x, positions, rope)
@@ -223,25 +222,25 @@ class LayerKinds(NamedTuple):
     def kernel_inputs(
         self, store: Any, batch: ForwardBatch, cos_sin: Sequence[CosSin]
     ) -> list[tuple[AttentionMetadata, KVTensor, KVTensor]]:
-        """:func:`kernel_inputs_of` for each kind. ``cos_sin`` has an entry for each kind."""
+        """Returns the kernels' inputs for each kind. ``cos_sin`` has an entry for each kind."""
         pairs = zip(self.kinds, cos_sin, strict=True)
-        return [kernel_inputs_of(store, batch, kind.window, kind_cos_sin) for kind, kind_cos_sin in pairs]
+        return [_kernel_inputs_of_kind(store, batch, kind.window_index, kind_cos_sin) for kind, kind_cos_sin in pairs]
 
 
-def kernel_inputs_of(
-    store: Any, batch: ForwardBatch, window: int | None, cos_sin: CosSin
+def _kernel_inputs_of_kind(
+    store: Any, batch: ForwardBatch, window_index: int | None, cos_sin: CosSin
 ) -> tuple[AttentionMetadata, KVTensor, KVTensor]:
-    """The batch for layers with this window (None: full context), and the keys and values in their cache."""
+    """Returns the batch for the layers of one kind, and the keys and values of the cache that these layers read."""
     cache = store
-    if window is not None:
-        cache = [cache for cache in store.states if isinstance(cache, WindowKVCache)][window]
+    if window_index is not None:
+        cache = [cache for cache in store.states if isinstance(cache, WindowKVCache)][window_index]
         batch = cache.batch_in_buffer(batch)
-    mask, is_chunk = batch.mask, batch.is_prefill and batch.mask is None and not batch.tree_offset
-    # A long prefill chunk needs no mask, which would take quadratic memory: the kernels have a causal mode.
-    if mask is None and batch.tree_len > 1 and not (is_chunk and batch.query_len > FEW_TOKENS):
+    mask, is_prefill_chunk = batch.mask, batch.is_prefill and batch.mask is None and not batch.tree_offset
+    # The kernels compute a long prefill chunk in a causal mode: a mask for it would take quadratic memory.
+    if mask is None and batch.tree_len > 1 and not (is_prefill_chunk and batch.query_len > FEW_TOKENS):
         mask = batch.tree_mask(0, torch.device("cpu")).expand(batch.batch_size, -1, -1)
     cos, sin = (x.expand(batch.batch_size, batch.query_len, -1) for x in cos_sin)
     starts = [n + batch.tree_offset for n in batch.prefix_lens]
     ends = [n + batch.tree_len for n in batch.prefix_lens]
-    metadata = AttentionMetadata(cos, sin, batch.slots, starts, ends, mask, is_chunk, batch.window_starts)
+    metadata = AttentionMetadata(cos, sin, batch.slots, starts, ends, mask, is_prefill_chunk, batch.window_starts)
     return metadata, cache.keys, cache.values

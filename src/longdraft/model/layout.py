@@ -1,8 +1,8 @@
-"""The layout of a model's KV: which layers cache the full context, and which a window or chunk.
+"""Finds the layout of a model's KV: which layers cache the full context, and which cache a window or chunk.
 
-A layout follows from the attention calls of a traced forward and from the configuration's layer types. Configurations
-alone do not say which layers share keys, attend twice, run several times or are skipped. ``KVLayout.locations[i]`` is
-where the KV of call i lies.
+A layout follows from the attention calls of a traced forward and from the configuration's layer types. A configuration
+alone does not say which layers share keys, attend twice, run several times or are skipped. ``KVLayout.locations[i]`` is
+where the KV of attention call i lies.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from longdraft.memory.recurrent import RecurrentShape
 from longdraft.memory.store import KVShape
 from longdraft.memory.windows import AttentionSpan, WindowShape
 
-# transformers' layer type -> our kinds of layers: how the layer reads the context.
+# transformers' layer type -> our kinds, by how a layer reads the context. A hybrid layer has two; an MLP has none.
 _LAYER_TYPES = {
     "full_attention": ("full",), "attention": ("full",),
     "sliding_attention": ("window",), "chunked_attention": ("chunk",),
@@ -30,31 +30,31 @@ _LAYER_TYPES = {
     "hybrid": ("full", "recurrent"), "hybrid_sliding": ("window", "recurrent"),
     "mlp": (), "moe": (),
 }  # fmt: skip
-# Settings that give the number of experts, in different models.
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-# Our kinds in the order in which they are listed. "sparse" is an unknown layer type.
+# Names of the setting for the number of experts, in different models.
+_NUM_EXPERTS_SETTINGS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# All kinds, in the order in which reports list them. "sparse" stands for a layer type that is not in _LAYER_TYPES.
 _KINDS = ("full", "window", "chunk", "recurrent", "sparse")
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call of the attention function.
+    """One call of the attention function, or one layer of a cache (:mod:`.custom_attention`).
 
     Attributes:
-        module: the attention module's class name.
+        class_name: class name of the attention module.
         kv_heads: number of KV heads.
-        head_dim, value_dim: sizes of a key and of a value.
-        layer: the module's ``layer_idx``; None if it has none.
-        window: the call's ``sliding_window`` argument in tokens; None if it has none.
-        kv_source: index of the earlier call whose keys and values this one reads; None if it has its own.
-    """
+        head_dim: size of a key.
+        value_dim: size of a value.
+        layer_idx: the module's ``layer_idx``; None if it has none.
+        window_size: the call's argument ``sliding_window``, in tokens; None if there is none.
+        kv_source: index of the earlier call whose keys and values this call reads; None if it brings its own."""
 
-    module: str
+    class_name: str
     kv_heads: int
     head_dim: int
     value_dim: int
-    layer: int | None = None
-    window: int | None = None
+    layer_idx: int | None = None
+    window_size: int | None = None
     kv_source: int | None = None
 
 
@@ -63,8 +63,7 @@ class AttentionTrace:
 
     Attributes:
         calls: the attention calls, in order.
-        mixers: index of a recurrent layer -> its mixer and the cache passed to it (:mod:`.recurrent`).
-    """
+        mixers: index of a recurrent layer -> (its mixer, the mixer's cache adapter); see :mod:`.recurrent`."""
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
@@ -74,15 +73,15 @@ class AttentionTrace:
     def __call__(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, None]:
-        """Records a call. Returns zeros of the right shape."""
-        layer_idx, window = getattr(module, "layer_idx", None), kwargs.get("sliding_window")
+        """Records a call. Returns zeros in the shape of attention's output, (B, T, heads, value size)."""
+        layer_idx, window_size = getattr(module, "layer_idx", None), kwargs.get("sliding_window")
         call = AttentionCall(
             type(module).__name__,
             key.shape[1],
             key.shape[-1],
             value.shape[-1],
             layer_idx if isinstance(layer_idx, int) else None,
-            window if isinstance(window, int) else None,
+            window_size if isinstance(window_size, int) else None,
             next((i for i, (k, v) in enumerate(self._keys_values) if k is key and v is value), None),
         )
         self.calls.append(call)
@@ -94,12 +93,11 @@ class KVLocation(NamedTuple):
     """Where the keys and values of one attention call lie.
 
     Attributes:
-        window: index in :attr:`KVLayout.windows`; None for the store of the full context.
-        layer: the layer's index in that window cache or store.
-        writes_kv: False if the layer reads an earlier layer's KV.
-    """
+        window_index: index of the window cache in :attr:`KVLayout.windows`; None for the full-context store.
+        layer: index of the layer within this window cache or store.
+        writes_kv: False if the layer reads an earlier layer's KV."""
 
-    window: int | None
+    window_index: int | None
     layer: int
     writes_kv: bool = True
 
@@ -108,12 +106,11 @@ class KVLayout(NamedTuple):
     """Where a forward's attention calls find their KV.
 
     Attributes:
-        locations: for each attention call, in order, the location of its KV.
-        shape: shape of the full-context KV; ``layers`` may be 0.
+        locations: the KV location of each attention call, in order.
+        shape: shape of the full-context store. Its number of layers may be 0.
         windows: shapes of the window caches.
-        recurrent: recurrent layer, counted in module order -> shape of its state.
-        custom_cache_layers: layers of the model's own cache, for :mod:`.custom_attention`; else empty.
-    """
+        recurrent: index of a recurrent layer, in module order -> shape of its state.
+        custom_cache_layers: layers of transformers' cache if the model has custom attention code; else empty."""
 
     locations: tuple[KVLocation, ...]
     shape: KVShape
@@ -123,12 +120,11 @@ class KVLayout(NamedTuple):
 
 
 traced_layouts: WeakKeyDictionary[PreTrainedModel, KVLayout] = WeakKeyDictionary()
-"""Layouts of models whose forward was traced."""
+"""Model whose forward was traced -> its layout."""
 
 
 def layout_of(model: PreTrainedModel) -> KVLayout:
-    """The layout of a model: the traced one, or else full attention in each layer of its configuration.
-
+    """Returns a model's layout: the traced one, or without a trace full attention in all layers of the configuration.
     Raises UnsupportedModelError if the model has no attention heads."""
     if (traced := traced_layouts.get(model)) is not None:
         return traced
@@ -140,17 +136,18 @@ def build_layout(
     model: PreTrainedModel,
     calls: tuple[AttentionCall, ...],
     recurrent: Mapping[int, RecurrentShape],
-    custom_attention: bool,
+    has_custom_attention: bool,
 ) -> KVLayout:
-    """The layout that follows from a forward's attention calls.
+    """Builds the layout that follows from a forward's attention calls.
 
     Args:
-        recurrent: recurrent layer, counted in module order -> shape of its state.
-        custom_attention: ``calls`` are the layers of the cache of a model with custom attention code.
-    """
+        model: the traced model.
+        calls: the attention calls, in order; for custom attention code, the layers of transformers' cache.
+        recurrent: index of a recurrent layer, in module order -> shape of its state.
+        has_custom_attention: True if the model has custom attention code."""
     config = decoder_config(model)
     # Custom code applies its windows itself.
-    spans = [None if custom_attention else _span(config, call) for call in calls]
+    spans = [None if has_custom_attention else _span(config, call) for call in calls]
     window_spans = sorted({span for span in spans if span is not None}, key=lambda span: (span.size, span.is_chunked))
     layer_counts = dict.fromkeys([None, *window_spans], 0)
     locations: list[KVLocation] = []
@@ -162,21 +159,20 @@ def build_layout(
         layer_counts[span] += 1
 
     def largest_sizes(span: AttentionSpan | None) -> tuple[int, int, bool]:
-        """KV heads, head size, and whether smaller ones are padded to them, of the layers with this span."""
+        """Returns the most KV heads and the largest head size of layers with this span, and True if sizes differ."""
         same_span = [call for call, call_span in zip(calls, spans, strict=True) if call_span == span]
-        heads = {call.kv_heads for call in same_span} or {1}  # without such layers any sizes will do
+        heads = {call.kv_heads for call in same_span} or {1}  # without layers, any number of heads and any size will do
         dims = {dim for call in same_span for dim in (call.head_dim, call.value_dim)} or {16}
         return max(heads), max(dims), len(heads) > 1 or len(dims) > 1
 
     heads, dim, padded = largest_sizes(None)
     windows = tuple(WindowShape(s, layer_counts[s], *largest_sizes(s)[:2], model.dtype) for s in window_spans)
     shape = KVShape(layer_counts[None], heads, dim, model.dtype, padded)
-    return KVLayout(tuple(locations), shape, windows, recurrent, calls if custom_attention else ())
+    return KVLayout(tuple(locations), shape, windows, recurrent, calls if has_custom_attention else ())
 
 
 def config_kv_shape(model: PreTrainedModel) -> KVShape:
-    """The KV shape from the configuration, as if all layers had full attention. Draft files record it of their target.
-
+    """Returns the KV shape as if all layers had full attention. Draft files contain the shape of their target.
     Raises UnsupportedModelError if the model has no attention heads."""
     config = decoder_config(model)
     heads = getattr(config, "num_attention_heads", None)
@@ -188,14 +184,14 @@ def config_kv_shape(model: PreTrainedModel) -> KVShape:
 
 
 def _config_value(config: Any, name: str) -> Any:
-    """A setting of the configuration; None if it has none. If layers differ, the global value."""
+    """Returns a setting, or None. If layers have different values, returns the value for the whole model."""
     if getattr(config, "is_heterogeneous", False):  # getattr raises for settings that differ between layers
         return config.to_dict().get(name)
     return getattr(config, name, None)
 
 
 def decoder_config(model: PreTrainedModel) -> Any:
-    """The configuration of the text decoder."""
+    """Returns the configuration of the text decoder."""
     return model.config.get_text_config(decoder=True)
 
 
@@ -209,42 +205,42 @@ def has_non_full_attention(model: PreTrainedModel) -> bool:
 
 
 def _span(config: Any, call: AttentionCall) -> AttentionSpan | None:
-    """The window or chunk that a call's layer attends to; None for the full context.
-
+    """Returns the window or chunk that a layer attends to; None for the full context.
     Raises UnsupportedModelError if the layer type or the window's size is unknown."""
     layer_types = getattr(config, "layer_types", None)
-    window_size = call.window or getattr(config, "sliding_window", None)
-    if layer_types and call.layer is not None and 0 <= call.layer < len(layer_types):
-        layer_type = layer_types[call.layer]
+    window_size = call.window_size or getattr(config, "sliding_window", None)
+    if layer_types and call.layer_idx is not None and 0 <= call.layer_idx < len(layer_types):
+        layer_type = layer_types[call.layer_idx]
         kinds = _LAYER_TYPES.get(layer_type, ())
         if "chunk" in kinds:
             return _span_if_shorter(config, AttentionSpan(int(config.attention_chunk_size), is_chunked=True))
         if "window" in kinds:
             if window_size is None:
-                raise UnsupportedModelError(f"{call.module} has a sliding window of unknown size: set sliding_window.")
+                name = call.class_name
+                raise UnsupportedModelError(f"{name} has a sliding window of unknown size: set sliding_window.")
             return _span_if_shorter(config, AttentionSpan(int(window_size)))
         if "full" in kinds:
             return None
         raise UnsupportedModelError(
-            f"{call.module} has layers of the kind {layer_type}, which longdraft cannot host exactly yet."
+            f"{call.class_name} has layers of the kind {layer_type}, which longdraft cannot host exactly yet."
         )
     return None if window_size is None else _span_if_shorter(config, AttentionSpan(int(window_size)))
 
 
 def _span_if_shorter(config: Any, span: AttentionSpan) -> AttentionSpan | None:
-    """The span if it is shorter than the model's context; otherwise None, for full attention."""
+    """Returns the span if it is shorter than the model's context; otherwise None, for full attention."""
     context_length = getattr(config, "max_position_embeddings", None)
     return None if isinstance(context_length, int) and span.size >= context_length else span
 
 
 def layer_type_names(model: PreTrainedModel) -> tuple[str, ...]:
-    """The kinds of layers that a model has: "full", "window", "chunk", "recurrent", "sparse", "latent", "experts",
-    "shared KV", and for a hosted model "own code" (:mod:`.custom_attention`)."""
+    """Returns the kinds of layers that a model has ("full", "window", "chunk", "recurrent", "sparse") and its features.
+    Features are "latent" (attention), "experts", "shared KV", and, of a hosted model, "own code" of attention."""
     config = decoder_config(model)
     counts = _layer_counts(model)
     features = {
         "latent": bool(getattr(config, "kv_lora_rank", None)),
-        "experts": any(_int_setting(config, name) > 1 for name in _EXPERT_COUNTS),
+        "experts": any(_int_setting(config, name) > 1 for name in _NUM_EXPERTS_SETTINGS),
         "shared KV": _int_setting(config, "num_kv_shared_layers") > 0,
         "own code": model in traced_layouts and bool(traced_layouts[model].custom_cache_layers),
     }
@@ -252,12 +248,12 @@ def layer_type_names(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def sparse_layer_types(model: PreTrainedModel) -> list[str]:
-    """transformers' layer types unknown to us: so far, all of them choose the KV entries that a token attends to."""
+    """Returns the layer types that are unknown to us. So far, these all choose the KV that a token attends to."""
     return sorted({*(getattr(decoder_config(model), "layer_types", None) or ())} - _LAYER_TYPES.keys())
 
 
 def describe_layers(model: PreTrainedModel) -> str:
-    """The layers in words, such as "26 layers: 4 full, 22 window; experts"."""
+    """Describes the layers in words, such as "26 layers: 4 full, 22 window; experts"."""
     counts = _layer_counts(model)
     parts = [f"{counts[kind]} {kind}" for kind in _KINDS if counts[kind]]
     features = [name for name in layer_type_names(model) if name not in _KINDS]
@@ -265,18 +261,20 @@ def describe_layers(model: PreTrainedModel) -> str:
 
 
 def _layer_counts(model: PreTrainedModel) -> Counter[str]:
-    """Number of layers of each kind. A hybrid layer counts in both of its kinds."""
+    """Counts the layers of each kind. A hybrid layer counts in both of its kinds."""
     config = decoder_config(model)
-    depth = int(getattr(config, "num_hidden_layers", None) or 1)
-    names = getattr(config, "layer_types", None)
-    if not names:
+    num_layers = int(getattr(config, "num_hidden_layers", None) or 1)
+    layer_types = getattr(config, "layer_types", None)
+    if not layer_types:
         # Configurations such as Mistral's have one window for all layers and no layer_types.
-        windowed = getattr(config, "sliding_window", None) is not None
-        recurrent = getattr(model, "_is_stateful", False)
-        names = ["linear_attention" if recurrent else "sliding_attention" if windowed else "full_attention"] * depth
-    return Counter(kind for name in names for kind in _LAYER_TYPES.get(name, ("sparse",)))
+        has_window = getattr(config, "sliding_window", None) is not None
+        is_recurrent = getattr(model, "_is_stateful", False)
+        attention_type = "sliding_attention" if has_window else "full_attention"
+        layer_types = ["linear_attention" if is_recurrent else attention_type] * num_layers
+    return Counter(kind for name in layer_types for kind in _LAYER_TYPES.get(name, ("sparse",)))
 
 
 def _int_setting(config: Any, name: str) -> int:
+    """Returns a setting that is a number; 0 if there is none."""
     value = getattr(config, name, None)
     return value if isinstance(value, int) else 0

@@ -35,22 +35,21 @@ def load(
     arithmetic: Arithmetic | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """Loads a causal language model, ready to generate: eval mode, no gradients, on its device.
+    """Loads a causal language model, ready to generate: in eval mode, without gradients, on its device.
 
     model: None for the embedded default; a folder in Hugging Face layout; a ``.gguf`` file; or a hub id.
     dtype: "auto" (float32 on a CPU, the checkpoint's on a GPU), "float32", "bfloat16", "float16" or a torch.dtype.
     device: None takes CUDA if there is a GPU, else MPS, else the CPU.
     rope_factor: YaRN factor (> 1), by which the trained context length is multiplied.
-    weights: "stored" keeps matrices as in the file (GGUF's blocks, bfloat16, float16), and needs float32 on a CPU: the
-        results are those of "float32", which unpacks the matrices. None is "stored" if our kernels are available.
-    arithmetic: "int8" rounds the inputs of layers with weights of 8 bits or fewer to 8 bits, in blocks of 32, and keeps
-        the KV in 16 bits, as llama.cpp does; "float32" rounds nothing. None is "int8" for GGUF files with such weights
+    weights: "stored" keeps matrices as in the file (GGUF's blocks, bfloat16, float16), for float32 on a CPU. "float32"
+        unpacks the matrices, with the same results. None is "stored" if our kernels are available.
+    arithmetic: "int8" works as in llama.cpp: layers with weights of 8 bits or fewer round their inputs to 8 bits, in
+        blocks of 32, and the KV has 16 bits. "float32" rounds nothing. None is "int8" for GGUF files with such weights
         on a CPU with our kernels, else the dtype's arithmetic.
     progress: called with one line of text before each step that takes seconds.
 
     Raises CheckpointError (the model cannot be read, or is incomplete), CapabilityError (device, dtype, weights,
-    arithmetic or RoPE type unsupported), ContextError (rope_factor), MemoryBudgetError (it does not fit in memory).
-    """
+    arithmetic or RoPE type unsupported), ContextError (rope_factor), MemoryBudgetError (too little memory)."""
     if model is not None and not isinstance(model, str | os.PathLike):
         raise CheckpointError(f"load takes the name or the folder of a model, not {type(model).__name__}.")
     if weights not in (None, "stored", "float32"):
@@ -63,7 +62,7 @@ def load(
     memory_info.check_process_limits()
     target_device = _resolve_device(device)
     loaded_dtype = resolve_dtype(dtype, target_device)
-    report = progress or (lambda message: None)
+    on_progress = progress or (lambda message: None)
     if target_device.type == "cpu" and loaded_dtype == torch.float32:
         native.kernels(progress)  # compiled now, where progress can announce it
     elif weights == "stored":
@@ -75,14 +74,14 @@ def load(
             f"arithmetic is for float32 on a CPU, not {loaded_dtype} on {target_device}: leave it out."
         )
     name = os.fspath(packaged_file() if model is None else model)
-    loaded = _read(name, loaded_dtype, report, rope_factor, weights, arithmetic)
+    loaded = _read(name, loaded_dtype, on_progress, rope_factor, weights, arithmetic)
     if model is None:
         # Drafts record their target by name, and the file's path differs between machines.
         loaded.model.config._name_or_path = loaded.model.name_or_path = EMBEDDED_ID
-    network = loaded.model.to(target_device).eval().requires_grad_(False)
+    loaded_model = loaded.model.to(target_device).eval().requires_grad_(False)
     if target_device.type == "cuda":
-        merged_linear.join(network)
-    return LoadedModel(network, loaded.tokenizer)
+        merged_linear.join(loaded_model)
+    return LoadedModel(loaded_model, loaded.tokenizer)
 
 
 def load_tensor_parallel(
@@ -90,16 +89,15 @@ def load_tensor_parallel(
 ) -> LoadedModel:
     """Loads this process's shards of a model, under torchrun (:mod:`longdraft.model.tensor_parallel`).
 
-    Raises the errors of :func:`load`, and CapabilityError for the embedded model and GGUF files: neither is sharded.
-    """
+    Raises what :func:`load` raises, and CapabilityError for the embedded model and GGUF files: neither is sharded."""
     name = "" if model is None else os.fspath(model)
     if not name.strip() or Path(name).expanduser().is_file():
         raise CapabilityError(
             "Processes share a model of a folder or a Hugging Face id: give one, or start a single process."
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype, report = resolve_dtype(dtype, device), progress or (lambda message: None)
-    loaded = _read(name, dtype, report, weights="float32", tensor_parallel=True)
+    dtype, on_progress = resolve_dtype(dtype, device), progress or (lambda message: None)
+    loaded = _read(name, dtype, on_progress, weights="float32", tensor_parallel=True)
     return LoadedModel(loaded.model.eval().requires_grad_(False), loaded.tokenizer)
 
 
@@ -107,7 +105,7 @@ def load_tensor_parallel(
 def _read(
     name: str,
     dtype: DType,
-    report: Progress,
+    on_progress: Progress,
     rope_factor: float | None = None,
     weights: WeightFormat | None = None,
     arithmetic: Arithmetic | None = None,
@@ -119,17 +117,17 @@ def _read(
     path = Path(name).expanduser()
     if path.is_file():
         check_gguf(path)
-        return load_gguf(path, dtype, rope_factor, weights, report, arithmetic)
-    source: dict[str, Any]
+        return load_gguf(path, dtype, rope_factor, weights, on_progress, arithmetic)
+    read_kwargs: dict[str, Any]
     if path.is_dir():
-        # Some tokenizers would look up a folder's origin on the hub, and hang if the hub is unreachable.
-        name, source = str(path), {"use_safetensors": check_folder(path), "local_files_only": True}
-        report(f"Loading the weights in {path}")
-    elif path.suffix == ".gguf" or name[0] in "/.~" or name.count("/") > 1 or "\\" in name:
+        # local_files_only: some tokenizers would look up the folder's origin on the hub, and hang if it is unreachable.
+        name, read_kwargs = str(path), {"use_safetensors": check_folder(path), "local_files_only": True}
+        on_progress(f"Loading the weights in {path}")
+    elif path.suffix == ".gguf" or name[0] in "/.~" or name.count("/") > 1 or "\\" in name:  # no hub id
         raise CheckpointError(f"There is no file or folder {name!r}: check the path.")
     else:
-        report(f"{name} is not a folder here: looking on the Hugging Face hub (a first download can take minutes)")
-        source = {
+        on_progress(f"{name} is not a folder here: looking on the Hugging Face hub (a first download can take minutes)")
+        read_kwargs = {
             "failure": f"{name!r} is not a folder here, and reading it from the Hugging Face hub failed",
             "remedy": f"Check that https://huggingface.co/{name} exists and can be reached from this machine "
             "(a gated model needs `hf auth login`), or give a local folder.",
@@ -138,8 +136,8 @@ def _read(
         raise int8_unavailable_error(name, "that is for GGUF files whose weights are stored in 8 bits or fewer")
     keeps_stored = dtype == torch.float32 and (native.kernels() if weights is None else weights == "stored")
     read_dtype = "auto" if keeps_stored else dtype  # "auto" is the checkpoint's dtype
-    source["tensor_parallel"] = tensor_parallel
-    loaded = read_checkpoint(name, read_dtype, rope_factor, quantized_dtype=dtype, **source)
+    read_kwargs["tensor_parallel"] = tensor_parallel
+    loaded = read_checkpoint(name, read_dtype, rope_factor, quantized_dtype=dtype, **read_kwargs)
     if isinstance(dtype, torch.dtype):
         decompress_to(loaded.model, dtype)
     if keeps_stored:
@@ -150,20 +148,22 @@ def _read(
 
 
 def _resolve_device(device: str | torch.device | None) -> torch.device:
-    counts = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    """Returns the device of :func:`load`. Raises CapabilityError if this machine has no such device."""
+    num_devices = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     if device is None:
-        return torch.device(next((kind for kind, count in counts.items() if count), "cpu"))
+        return torch.device(next((kind for kind, num in num_devices.items() if num), "cpu"))
     try:
         parsed = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise CapabilityError(f"No device is called {device!r}: give cpu, cuda, cuda:N or mps.") from error
-    if (parsed.index or 0) >= counts.get(parsed.type, 1):
+    if (parsed.index or 0) >= num_devices.get(parsed.type, 1):
         raise CapabilityError(f"This machine, or this build of torch, has no {parsed}: give device='cpu'.")
     return parsed
 
 
 def resolve_dtype(dtype: DType, device: torch.device) -> DType:
-    """The ``dtype`` argument of transformers' from_pretrained; CapabilityError if longdraft cannot load the dtype."""
+    """Returns the ``dtype`` argument for transformers' from_pretrained: a torch.dtype, or "auto" on a GPU.
+    Raises CapabilityError if longdraft cannot load the dtype."""
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
     parsed = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype

@@ -1,4 +1,4 @@
-"""Copies a model's modules, which share its weights; detects later changes of the model; replaces forwards."""
+"""Copies a model's modules without its weights, detects later changes of the model, and replaces forwards."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from transformers import PretrainedConfig, PreTrainedModel
 from longdraft.errors import UnsupportedModelError
 from longdraft.model.called_functions import called_functions, is_library_code
 
-# Attributes of every module: parameters, buffers, children and hooks.
+# Attributes that every module has: parameters, buffers, children and hooks.
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-# The compiled forward of ``model.compile()``. It is not copied, as it would call the original's modules.
+# Attribute for the compiled forward of ``model.compile()``. It is not copied: it would call the original modules.
 _COMPILED_CALL = "_compiled_call_impl"
-# Attributes in which wrappers of ``torch.compile`` hold the wrapped module or function.
+# Attributes in which a wrapper of ``torch.compile`` holds the module or function that it wraps.
 _COMPILED_MODULE, _COMPILED_FUNCTION = "_orig_mod", "_torchdynamo_orig_callable"
-# Attributes of modules, and settings of configurations, that our forwards do not depend on.
+# Attributes of modules, and settings of configurations, that do not change what our forwards compute.
 IGNORED_ATTRIBUTES = frozenset({"training", "generation_config", _COMPILED_CALL})
 _IGNORED_SETTINGS = frozenset({"_attn_implementation_internal"})
+# Types whose values are compared and digested by value.
 SCALAR_TYPES = (bool, int, float, str, type(None), torch.dtype, torch.device)
 # Containers and closures are searched for modules down to this depth of nesting.
 _MAX_DEPTH = 3
@@ -36,7 +37,7 @@ _MAX_DEPTH = 3
 def copy_model(model: PreTrainedModel) -> PreTrainedModel:
     """Copies a model's modules, in eval mode. The copies share the parameters and buffers of ``model``.
 
-    References from one module to another lead to the copies, also in methods, partial functions and closures that
+    A reference from one module to another leads to the copy, also in methods, partial functions and closures that
     replace a ``forward``. Configurations are copied. Everything else is shared, such as the user's hooks.
 
     Raises UnsupportedModelError if a module cannot be copied."""
@@ -50,7 +51,7 @@ def copy_model(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def copy_without_hooks(model: PreTrainedModel) -> PreTrainedModel:
-    """:func:`copy_model` for trial forwards: the user's hooks must not see made-up tokens."""
+    """Copies a model (:func:`copy_model`) for trial forwards, whose made-up tokens the user's hooks must not see."""
     copied = copy_model(model)
     for module in copied.modules():
         module._forward_hooks.clear()
@@ -59,13 +60,14 @@ def copy_without_hooks(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class _Copier:
-    """Makes one copy of a model, the attribute ``model``."""
+    """Makes one copy of a model. The attribute ``model`` is the copy."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         modules = list(model.modules())
         # id of an original object -> its copy
         self._copies: dict[int, Any] = {id(m): object.__new__(type(m)) for m in modules}
-        # A wrapper of torch.compile is replaced by its module: it would compile again for each number of tokens.
+        # The modules inside wrappers of torch.compile replace the wrappers, which would compile again for each number
+        # of tokens. Inner wrappers are resolved first.
         for module in reversed(modules):
             if _COMPILED_MODULE in module._modules:
                 self._copies[id(module)] = self._copies[id(module._modules[_COMPILED_MODULE])]
@@ -75,7 +77,7 @@ class _Copier:
             attributes = vars(self._copies[id(module)])
             for name, value in list(vars(module).items()):
                 if name == "_modules":
-                    children = {n: None if m is None else self._copies[id(m)] for n, m in value.items()}
+                    children = {key: None if m is None else self._copies[id(m)] for key, m in value.items()}
                     attributes[name] = children
                 elif name in MODULE_ATTRIBUTES:
                     attributes[name] = value.copy() if isinstance(value, dict | set) else value
@@ -84,11 +86,10 @@ class _Copier:
         self.model: PreTrainedModel = self._copies[id(model)]
 
     def _copy(self, value: Any, is_forward: bool, depth: int = 0) -> Any:
-        """The value for the copied modules: the value itself, or a copy if it refers to modules.
+        """Returns an attribute's value for the copied modules: a copy if it refers to modules, else ``value`` itself.
 
-        Args:
-            is_forward: the value replaces a ``forward``, so the modules in its closure are replaced too.
-        """
+        ``is_forward``: True if the value replaces a ``forward``, so its closure is copied too. ``depth``: the number of
+        containers and closures around the value."""
         if id(value) in self._copies:
             return self._copies[id(value)]
         if isinstance(value, PretrainedConfig):
@@ -109,7 +110,7 @@ class _Copier:
         return value
 
     def _copy_partial(self, value: partial[Any], depth: int) -> Any:
-        """Copies a partial function. accelerate replaces a ``forward`` by one."""
+        """Copies a partial function. accelerate replaces a ``forward`` by a partial function."""
         copied = partial(
             self._copy(value.func, True, depth),
             *(self._copy(a, False, depth) for a in value.args),
@@ -138,12 +139,12 @@ class _Copier:
 
 
 def signature(model: PreTrainedModel) -> list[Any]:
-    """Lists everything that a copy depends on, for :func:`same_signature`.
+    """Lists everything that a copy of the model depends on, for :func:`same_signature`.
 
-    These are modules and their types, functions that forwards call, the storage of parameters and buffers, hooks,
+    The parts are modules and their types, functions that forwards call, the storage of parameters and buffers, hooks,
     replaced forwards, attributes and configurations. In-place writes to weights leave the signature unchanged.
 
-    Raises UnsupportedModelError if a module is scripted, so its attributes cannot be read."""
+    Raises UnsupportedModelError if a module is scripted, which hides its attributes."""
     parts: list[Any] = [*called_functions(model).values()]
     seen_configs: set[int] = set()
     for module in model.modules():
@@ -163,7 +164,7 @@ def signature(model: PreTrainedModel) -> list[Any]:
             elif name not in MODULE_ATTRIBUTES and name not in IGNORED_ATTRIBUTES:
                 parts.append(name)
                 parts += _describe(value, seen_configs)
-    # Weak references keep no model alive. They compare by identity: an object has one ref() while it lives.
+    # Weak references keep no model alive. They can be compared by identity, as an object has one ref() while it lives.
     return [ref(part) if isinstance(part, nn.Module | MethodType) else part for part in parts]
 
 
@@ -176,12 +177,12 @@ def same_signature(before: list[Any], after: list[Any]) -> bool:
 
 
 def _describe(value: Any, seen_configs: set[int]) -> Iterator[Any]:
-    """Yields the parts of a signature for an attribute: its value, and a container's modules or a config's settings."""
+    """Yields an attribute's parts of the signature: the value, and modules in a container or settings of a config."""
     if not isinstance(value, PretrainedConfig):
         yield value
         if type(value) in (list, tuple, dict, OrderedDict):
             items = value.values() if isinstance(value, dict) else value
-            # Strings too: PEFT lists the names of the adapters that it has merged into the weights.
+            # Strings are compared for PEFT, which lists the names of the adapters that it has merged into the weights.
             yield from [item for item in items if isinstance(item, nn.Module | MethodType | str)]
     elif id(value) not in seen_configs:
         seen_configs.add(id(value))
@@ -194,7 +195,7 @@ def _describe(value: Any, seen_configs: set[int]) -> Iterator[Any]:
 
 
 def data_ptr_of(tensor: torch.Tensor | None) -> int:
-    """The address of a tensor's data; 0 if there is none."""
+    """Returns the address of a tensor's data; 0 if there is none."""
     try:
         return 0 if tensor is None else tensor.data_ptr()
     except RuntimeError:  # a tensor subclass without storage
@@ -202,33 +203,33 @@ def data_ptr_of(tensor: torch.Tensor | None) -> int:
 
 
 def class_forward(module: nn.Module) -> FunctionType | None:
-    """The forward of a module's class, without the libraries' decorators; None if it is not written in Python."""
+    """Returns the forward of a module's class, without decorators of libraries; None if it is not written in Python."""
     forward: Any = getattr(type(module), "forward", None)  # None for a scripted class
     function = None if forward is None else inspect.unwrap(forward, stop=lambda f: not is_library_code(f))
     return function if isinstance(function, FunctionType) else None
 
 
 def names_in_forward(module: nn.Module) -> frozenset[str]:
-    """Names of the globals, attributes and methods that the forward of a module's class uses."""
+    """Returns the names of globals, attributes and methods that the forward of a module's class uses."""
     function = class_forward(module)
     return frozenset() if function is None else frozenset(function.__code__.co_names)
 
 
 def with_globals(f: FunctionType, replacements: Mapping[str, Callable[..., Any]]) -> FunctionType:
-    """A copy of a function that sees other values of some globals: name -> value."""
+    """Returns a copy of ``f`` that calls other global functions: ``replacements`` has them by name."""
     copied = FunctionType(f.__code__, {**f.__globals__, **replacements}, f.__name__, f.__defaults__, f.__closure__)
     copied.__kwdefaults__ = f.__kwdefaults__
     return copied
 
 
 def get_forward(module: nn.Module) -> Callable[..., Any]:
-    """The forward that :func:`replace_forward` would replace."""
+    """Returns the forward that :func:`replace_forward` would replace."""
     # accelerate's hooks keep a module's own forward as _old_forward.
     forward: Callable[..., Any] = vars(module).get("_old_forward") or module.forward
     return forward
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Replaces a module's forward, which accelerate's hooks may wrap. The module must be in our own copy."""
+    """Replaces a module's forward, also inside accelerate's hooks. The module must be in our own copy."""
     name = "_old_forward" if "_old_forward" in vars(module) else "forward"
     vars(module)[name] = forward

@@ -1,7 +1,7 @@
-"""The decoder layer of an MTP head (multi-token prediction): an instance of the target's layer class, with own weights.
+"""Makes and runs the decoder layer of an MTP head (multi-token prediction), which has the target's layer class.
 
 transformers' class computes the layer, so gates, latent attention and experts need no code of ours. The caller supplies
-the attention function.
+the attention function. Shapes: T tokens of packed sequences (one behind the other), Hkv KV heads, head size d.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from longdraft.native import QuantizedMatrix, kernels
 
 
 def new_decoder_layer(model: PreTrainedModel, sparse: bool) -> nn.Module:
-    """A decoder layer of a model's own class, on the meta device: with full attention, and experts if ``sparse``.
+    """Makes a decoder layer of the model's layer class on the meta device, with full attention.
 
+    ``sparse``: True makes a layer with experts, as in transformers' ``mlp_layer_types``.
     Raises UnsupportedModelError if the class cannot be constructed, or lacks a part that the functions here use."""
     config = copy.deepcopy(hosting.decoder_config(model))
     config._attn_implementation = hosting.ATTENTION_NAME
-    # The one layer has index 0 in its configuration.
+    # Settings of the layer with index 0, by which different models choose attention and MLP.
     overrides: dict[str, Any] = {
         "layer_types": ["full_attention"],
         "mlp_layer_types": ["sparse" if sparse else "dense"],
@@ -39,7 +40,7 @@ def new_decoder_layer(model: PreTrainedModel, sparse: bool) -> nn.Module:
         if getattr(config, name, None) is not None:
             setattr(config, name, value)
     if getattr(config, "_experts_implementation", None) is not None:
-        config._experts_implementation = "eager"
+        config._experts_implementation = "eager"  # transformers' loop over experts, which needs no grouped GEMM
     layer_class: Any = type(hosting.decoder_layers(model)[-1])
     try:
         with torch.device("meta"):
@@ -52,7 +53,7 @@ def new_decoder_layer(model: PreTrainedModel, sparse: bool) -> nn.Module:
 
 
 def new_norm(layer: nn.Module, size: int, eps: float) -> nn.Module:
-    """A norm of the same class as a layer's norms, on the meta device."""
+    """Makes a norm of the class that the layer's own norms have, on the meta device."""
     norm_class: Any = type(layer.input_layernorm)
     with torch.device("meta"):
         norm: nn.Module = norm_class(size, eps=eps)
@@ -60,7 +61,7 @@ def new_norm(layer: nn.Module, size: int, eps: float) -> nn.Module:
 
 
 def original_context_length(model: PreTrainedModel) -> int | None:
-    """The context length, in tokens, before RoPE scaling; None without scaling."""
+    """Returns the context length, in tokens, before RoPE scaling; None if the model has no RoPE scaling."""
     rope = getattr(hosting.decoder_config(model), "rope_parameters", None) or {}
     length = rope.get("original_max_position_embeddings")
     return None if length is None else int(length)
@@ -73,7 +74,7 @@ def load_weights(
     dtype: torch.dtype,
     int8: bool,
 ) -> nn.Module:
-    """:func:`~longdraft.model.stored_model.load_weights`, but 16-bit matrices stay so if our kernels can read them."""
+    """Loads weights (:func:`.stored_model.load_weights`). Matrices in 16 bits stay so if our kernels can read them."""
     loaded = dict(weights)
     for name, weight in weights.items() if kernels() is not None else ():
         if isinstance(weight, torch.Tensor) and weight.dim() == 2 and is_half_matrix(weight):
@@ -85,7 +86,8 @@ def load_weights(
 def compute_kv(
     layer: nn.Module, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys after RoPE and values, (Hkv, T, d) each, of x (T, hidden). The smaller head size is padded to the larger."""
+    """Returns keys (after RoPE) and values of hidden states x (T, hidden), both (Hkv, T, d).
+    cos and sin are (T, rotary dimensions). If a key and a value differ in size, the smaller is padded to d."""
     recorded: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -105,7 +107,7 @@ def compute_kv(
 def run_layer(
     layer: nn.Module, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: PackedAttend
 ) -> torch.Tensor:
-    """The layer's output (T, hidden) for packed sequences x (T, hidden), with cos and sin (T, rotated dimensions)."""
+    """Returns the layer's output (T, hidden) for x (T, hidden). cos and sin are (T, rotary dimensions)."""
     attention = packed_attention(attend)
     out = layer(x[None], attention_mask=None, position_embeddings=(cos[None], sin[None]), longdraft_attend=attention)
     hidden: torch.Tensor = out[0] if isinstance(out, tuple) else out

@@ -1,4 +1,4 @@
-"""Patches that make a model use our batches' positions: position embeddings without position_ids, and LongRoPE."""
+"""Patches models to use our batches' positions: models without an argument position_ids, and models with LongRoPE."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from longdraft.model import hosting
 
 # Names of the argument for the number of cached tokens, in transformers 5.24 and in 5.17.
 _CACHE_LENGTH_ARGS = ("cache_length", "past_key_values_length")
+# RoPE's cos and sin.
 CosSin = tuple[torch.Tensor, torch.Tensor]
 _LONGROPE = "longrope"
-# Pairs of LongRoPE's parameters: for contexts up to the trained length, and beyond.
+# LongRoPE's parameters, in pairs: the first for contexts up to the trained length, the second for longer contexts.
 _FACTOR_KEYS = (("short_factor", "long_factor"), ("short_mscale", "long_mscale"))
 
 
 def patch_position_ids(model: PreTrainedModel) -> None:
     """Makes position embeddings read our batch's positions, if the model's forward takes no ``position_ids``.
 
-    Such a model passes its cache's length to the embedding module, which would count on from there. Positions in a tree
-    are not consecutive, so hooks pass them to the embedding's ``position_ids``. The model must be our own copy.
-    """
+    Such a model passes its cache's length to the embedding module, which numbers new tokens from there on. Positions in
+    a tree are not consecutive, so hooks pass them as the module's ``position_ids``. The model must be our own copy."""
     if _takes_argument(model, "position_ids"):
         return
     for module in model.modules():
@@ -44,7 +44,7 @@ def _add_position_ids(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _reshape_output(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
-    """Reshapes the output to (B, T, hidden): embeddings that expect positions (T,) add a dimension to ours (B, T)."""
+    """Reshapes the output to (B, T, hidden). A module that expects positions (T,) adds a dimension to our (B, T)."""
     ctx = hosting.current_forward()
     if ctx is None or ctx.layout.custom_cache_layers or ctx.batch.positions is None:
         return output
@@ -56,7 +56,7 @@ def _takes_argument(module: nn.Module, name: str) -> bool:
 
 
 def rope_parameters(model: PreTrainedModel) -> list[Mapping[str, Any]]:
-    """The decoder's RoPE parameters: one dict for all layers, or one for each layer type."""
+    """Returns the decoder's RoPE parameters: one dict for all layers, or one for each layer type."""
     config = hosting.decoder_config(model)
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     if not isinstance(parameters, Mapping):
@@ -65,7 +65,7 @@ def rope_parameters(model: PreTrainedModel) -> list[Mapping[str, Any]]:
 
 
 def rope_type(parameters: Mapping[str, Any]) -> str:
-    """transformers' ``rope_type`` of RoPE parameters, such as "yarn"."""
+    """Returns transformers' ``rope_type`` of RoPE parameters, such as "yarn"."""
     return str(parameters.get("rope_type") or parameters.get("type") or "default")
 
 
@@ -73,8 +73,9 @@ def patch_longrope(model: PreTrainedModel) -> int | None:
     """Makes LongRoPE choose its factors for each token, in our own copy of a model.
 
     transformers chooses short or long factors by the last position of a forward, which is wrong for prefill chunks,
-    batches, and trees across the switch. Here a long prompt (``ForwardBatch.prompt_len``) has the long factors, and
-    otherwise each token's position decides. Sequences stop at the switch (``TargetRunner.max_context_length``).
+    batches, and trees across the switch. Here all tokens of a prompt longer than the switch get the long factors
+    (``ForwardBatch.prompt_len``). Otherwise each token's position decides. A sequence with a shorter prompt ends at the
+    switch (``TargetRunner.max_context_length``).
 
     Returns the switch: the longest context, in tokens, with the short factors; None without LongRoPE."""
     trained_lengths = [
@@ -88,7 +89,7 @@ def patch_longrope(model: PreTrainedModel) -> int | None:
     for module in model.modules():
         rope_types = getattr(module, "rope_type", None)
         if _LONGROPE in (rope_types.values() if isinstance(rope_types, Mapping) else (rope_types,)):
-            # Each forward writes frequencies into these buffers, which the user's model, if it runs too, must not see.
+            # Each forward writes frequencies into these buffers, so they must not be shared with the user's model.
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.clone()
             vars(module)["forward"] = _longrope_forward(module.forward, switch)
@@ -100,15 +101,15 @@ def _longrope_forward(original: Callable[..., CosSin], switch: int) -> Callable[
     def forward(x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> CosSin:
         ctx = hosting.current_forward()
         if ctx is not None and ctx.batch.prompt_len > switch:
-            return long_factors(position_ids, x, *args, **kwargs)
-        # Both are computed for all tokens: a choice in Python would wait for the device.
+            return long_cos_sin(position_ids, x, *args, **kwargs)
+        # Both are computed for all tokens: an if would have to wait for the device.
         is_long = (position_ids >= switch).unsqueeze(-1)
         short = original(x, position_ids.clamp(max=switch - 1), *args, **kwargs)
-        long = long_factors(position_ids, x, *args, **kwargs)
+        long = long_cos_sin(position_ids, x, *args, **kwargs)
         return torch.where(is_long, long[0], short[0]), torch.where(is_long, long[1], short[1])
 
-    def long_factors(position_ids: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> CosSin:
-        # transformers chooses the long factors if any position is at the switch or beyond: one is added.
+    def long_cos_sin(position_ids: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> CosSin:
+        # transformers chooses the long factors if any position is at the switch or beyond, so such a position is added.
         extra_position = position_ids.new_full((*position_ids.shape[:-1], 1), switch)
         cos, sin = original(x, torch.cat((position_ids, extra_position), dim=-1), *args, **kwargs)
         return cos[..., :-1, :], sin[..., :-1, :]

@@ -1,9 +1,9 @@
-"""Recurrences of transformers' recurrent layers, in one common form.
+"""Describes the recurrences of transformers' recurrent layers in one common form, that of our kernel.
 
-A mixer (a recurrent layer's token mixer) calls a chunked function for many tokens. The functions in
-:data:`RECURRENCES` are linear recurrences: at each token a state (heads, key size, value size) decays and gains the
-product of a key and a value. Our kernel computes this form token by token. :func:`step_function` defines what the
-kernel computes, and replaces it where it cannot run.
+A mixer (the token mixer of a recurrent layer) calls a chunked function on many tokens. The functions in
+:data:`RECURRENCES` are linear recurrences. At each token a state (heads, key size, value size) decays, and the product
+of a key and a value is added. Our kernel computes this form token by token. :func:`step_function` is the reference for
+the kernel, and computes where the kernel cannot run. Shapes: B sequences of T tokens.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ import torch.nn.functional as F
 from longdraft.model.batch_invariant import in_full_vectors
 from longdraft.native.recurrent import LinearRecurrence, RecurrentInputs
 
-Arguments = Mapping[str, Any]
-TokenInputs = tuple[torch.Tensor, ...]
+Arguments = Mapping[str, Any]  # a chunked function's arguments, by name
+TokenInputs = tuple[torch.Tensor, ...]  # arguments with a value for each token, in the order of Recurrence.token_args
 
-# Number of tokens whose decays are in memory together: a decay may be as large as a state.
-_CHUNK = 64
+# Number of tokens whose decays are computed together. It limits memory, as a decay may be as large as a state.
+_CHUNK_LEN = 64
 
 
 @dataclass(frozen=True)
 class Recurrence:
-    """Describes a chunked function of transformers, for B sequences of T tokens.
+    """Describes a chunked function of transformers.
 
     Attributes:
         token_args: names of the arguments that have a value for each token.
         initial_state_arg: name of the argument for the initial state; None if there is none.
-        return_state_arg: name of the flag that returns the final state; None if it is always returned.
+        return_state_arg: name of the flag for returning the final state; None if the state is always returned.
         dt_bias_arg: name of the argument for Mamba's bias of the step sizes; None for the gated delta rule.
-        is_transposed: transformers stores a head's state as (value size, key size), and we the other way round.
-        per_channel: each channel is a head with one value (Mamba-1), and tokens are most arguments' last dimension.
-    """
+        is_transposed: True if transformers stores a head's state as (value size, key size), the transpose of ours.
+        per_channel: True for Mamba-1, where each channel is a head with one value, and the arguments in ``token_args``
+            have tokens in the last dimension."""
 
     token_args: tuple[str, ...]
     initial_state_arg: str | None = None
@@ -48,21 +48,21 @@ class Recurrence:
     per_channel: bool = False
 
     def token_inputs(self, arguments: Arguments) -> TokenInputs:
-        """The arguments that have a value for each token, (B, T, ...)."""
+        """Returns the arguments that have a value for each token, (B, T, ...)."""
         inputs = tuple(arguments[name] for name in self.token_args)
         return tuple(x.transpose(1, 2) for x in inputs) if self.per_channel else inputs
 
     def linear_recurrence(self, arguments: Arguments) -> LinearRecurrence:
-        """The common form's parameters, which are the same for all tokens."""
+        """Returns the parameters of the common form, which all tokens share."""
         if self.dt_bias_arg is None:
             scale = float(arguments["key"].shape[-1] ** -0.5)
             return LinearRecurrence(True, bool(arguments.get("use_qk_l2norm_in_kernel")), scale)
         parameters = (arguments.get(name) for name in ("A", self.dt_bias_arg, "D"))
-        a, bias, skip = (None if x is None else x.float().contiguous() for x in parameters)
-        return LinearRecurrence(False, a=a, dt_bias=bias, d_skip=skip)
+        a, dt_bias, d_skip = (None if x is None else x.float().contiguous() for x in parameters)
+        return LinearRecurrence(False, a=a, dt_bias=dt_bias, d_skip=d_skip)
 
     def kernel_inputs(self, inputs: TokenInputs) -> RecurrentInputs:
-        """The tokens' inputs in the common form (of Mamba: B are the keys, C the queries)."""
+        """Converts the tokens' inputs to the common form. Mamba's B becomes the keys, its C the queries."""
         if self.dt_bias_arg is None:
             return RecurrentInputs(*inputs)
         x, dt, b, c = inputs
@@ -71,7 +71,7 @@ class Recurrence:
         return RecurrentInputs(c, b, x, dt, None)
 
     def original_result(self, arguments: Arguments, outputs: torch.Tensor, state: torch.Tensor) -> Any:
-        """Returns the chunked function's result: outputs (B, T, heads, values) and, if requested, a state."""
+        """Converts outputs (B, T, heads, value size), and the state if requested, to the chunked function's result."""
         if self.per_channel:
             outputs, gate = outputs[..., 0].transpose(1, 2), arguments.get("z")
             outputs = outputs if gate is None else outputs * in_full_vectors(F.silu, gate)
@@ -81,9 +81,9 @@ class Recurrence:
     def run(
         self, arguments: Arguments, inputs: TokenInputs, state: torch.Tensor
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Runs T tokens of one sequence. Returns each token's output (heads, value size), and the last state."""
+        """Runs one sequence from ``state``. Returns the tokens' outputs (heads, value size) and the last state."""
         outputs: list[torch.Tensor] = []
-        for chunk in zip(*(x.split(_CHUNK) for x in inputs), strict=True):
+        for chunk in zip(*(x.split(_CHUNK_LEN) for x in inputs), strict=True):
             step = step_function(self.linear_recurrence(arguments), self.kernel_inputs(chunk))
             for i in range(len(chunk[0])):
                 out, state = step(i, state)
@@ -91,32 +91,32 @@ class Recurrence:
         return outputs, state
 
 
-# Gated delta rule (gated DeltaNet, Kimi's delta attention): state (heads, key size, value size).
+# Gated delta rule (gated DeltaNet, Kimi's delta attention): state (heads, key size, value size), log decay g, and beta,
+# the weight of a value.
 _DELTA = Recurrence(("query", "key", "value", "g", "beta"), initial_state_arg="initial_state")
 # Selective scans: Mamba-2's state is (heads, state size, head size), Mamba's is (channels, state size).
 _MAMBA_ARGS = ("hidden_states", "dt", "B", "C")
 _MAMBA2 = Recurrence(_MAMBA_ARGS, "initial_states", "return_final_states", "dt_bias", is_transposed=True)
 _MAMBA1 = Recurrence(_MAMBA_ARGS, None, "return_last_state", "delta_bias", per_channel=True)
-# transformers' chunked function -> its recurrence.
+# Name of transformers' chunked function -> its recurrence.
 RECURRENCES: dict[str, Recurrence] = {
     "torch_chunk_gated_delta_rule": _DELTA,
     "chunk_kimi_delta_attention": _DELTA,
     "mamba2_chunk_scan": _MAMBA2,
     "mamba_selective_scan": _MAMBA1,
 }
+# (token index, state of the token's parent) -> (the token's output, the token's state).
 StepFunction = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def step_function(recurrence: LinearRecurrence, inputs: RecurrentInputs) -> StepFunction:
-    """Returns step(token index, its parent's state) -> the token's output (heads, value size) and float32 state.
-
-    It defines what the kernel in recurrent.cpp computes, and is batch invariant.
-    """
+    """Returns a function for one step of a sequence. A token's output is (heads, value size), its state float32.
+    The function is the reference for the kernel in recurrent.cpp, and is batch invariant."""
     heads, dtype = inputs.v.shape[1], inputs.v.dtype
     q, k = (x.float().repeat_interleave(heads // x.shape[1], 1) for x in (inputs.q, inputs.k))
     v, g = inputs.v.float(), inputs.g.float()
     if recurrence.qk_l2norm:
-        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))  # transformers' epsilon
     if recurrence.a is None:
         assert inputs.beta is not None
         beta, log_decay = inputs.beta.float(), g
@@ -129,7 +129,7 @@ def step_function(recurrence: LinearRecurrence, inputs: RecurrentInputs) -> Step
 
     def step(token: int, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         s = state.reshape(*state.shape[:2], -1) * decay[token]
-        if update is None:  # the delta rule subtracts the value that the state already has for this key
+        if update is None:  # the delta rule replaces the value that the state has for this key
             s = s + k[token] * ((v[token] - (s * k[token]).sum(1)) * beta[token, :, None])[:, None]
         else:
             s = s + update[token]
@@ -144,7 +144,7 @@ _signature = cache(inspect.signature)
 
 
 def bind_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """A call's arguments by name, with defaults. Arguments without a parameter of their own are dropped."""
+    """Returns a call's arguments by name, with defaults. Drops those that only go into ``*args`` or ``**kwargs``."""
     signature = _signature(function)
     known_kwargs = {name: value for name, value in kwargs.items() if name in signature.parameters}
     bound = signature.bind(*args, **known_kwargs)

@@ -26,16 +26,13 @@ from longdraft.errors import PromptError
 
 # Wall time for one rendering: generous, as the machine may be busy.
 MAX_WALL_SECONDS = 60
-# Limits of additional memory, and of the rendered text. Both grow by _PER_INPUT_BYTE for each byte of the request.
-_MAX_MEMORY_BYTES, _MAX_CHARACTERS, _PER_INPUT_BYTE = 256 << 20, 1 << 22, 32
+# Limits of the memory that a template takes, in bytes, and of the text that it renders, in characters.
+_MAX_MEMORY_BYTES, _MAX_CHARACTERS = 256 << 20, 1 << 22
+_EXTRA_PER_INPUT_BYTE = 32  # for each byte of the request both limits are higher by this number
 
 
 class TemplateRenderer:
-    """Renders a template in the subprocess.
-
-    Args:
-        max_cpu_seconds: CPU time that one rendering may take.
-    """
+    """Renders templates in the subprocess. ``max_cpu_seconds``: CPU time that one rendering may take."""
 
     def __init__(self, max_cpu_seconds: int = 3) -> None:
         self._max_cpu_seconds = max_cpu_seconds
@@ -43,7 +40,8 @@ class TemplateRenderer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __call__(self, template: str, variables: Mapping[str, Any]) -> str:
-        """The rendered text. Raises PromptError if it fails, with a message that continues "The chat template ..."."""
+        """Returns the text that ``template`` renders with ``variables``.
+        Raises PromptError if it fails. The message is the rest of a sentence that begins "The chat template ..."."""
         request = json.dumps([template, variables], default=str).encode() + b"\n"
         with self._lock:
             if self._process is None or self._process.poll() is not None:
@@ -71,7 +69,7 @@ class TemplateRenderer:
         return str(text)
 
     def close(self) -> None:
-        """Ends the subprocess; the next call starts another."""
+        """Ends the subprocess. The next rendering starts another."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -89,7 +87,7 @@ def _start_process(max_cpu_seconds: int) -> subprocess.Popen[bytes]:
 
 render_template = TemplateRenderer()
 atexit.register(render_template.close)
-if hasattr(os, "register_at_fork"):  # a forked child must not use the parent's pipes
+if hasattr(os, "register_at_fork"):  # a forked child gets a renderer without the parent's subprocess and pipes
     os.register_at_fork(after_in_child=lambda: render_template.__init__())  # type: ignore[misc]
 
 
@@ -97,7 +95,7 @@ if hasattr(os, "register_at_fork"):  # a forked child must not use the parent's 
 
 
 class _Generation(jinja2.ext.Extension):
-    """Renders the content of ``{% generation %}``, a tag that marks the assistant's answers for training."""
+    """Renders the content of the tag ``{% generation %}``, which marks the assistant's answers for training."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -106,7 +104,7 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-# Parameters of transformers' filter ``tojson``, in order.
+# Parameters of the filter ``tojson`` of transformers, in order.
 _JSON_ARGS = ("ensure_ascii", "indent", "separators", "sort_keys")
 
 
@@ -135,18 +133,18 @@ def _set_limits(input_bytes: int, max_cpu_seconds: int) -> None:
     usage, max_memory = resource.getrusage(resource.RUSAGE_SELF), resource.RLIM_INFINITY
     with suppress(OSError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        max_memory = pages * resource.getpagesize() + _MAX_MEMORY_BYTES + _PER_INPUT_BYTE * input_bytes
-    cpu_limit = max_cpu_seconds + int(usage.ru_utime + usage.ru_stime) + 1  # the used time, rounded up
+        max_memory = pages * resource.getpagesize() + _MAX_MEMORY_BYTES + _EXTRA_PER_INPUT_BYTE * input_bytes
+    cpu_limit = max_cpu_seconds + int(usage.ru_utime + usage.ru_stime) + 1  # + 1 rounds the used time up
     for kind, limit in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, cpu_limit), (resource.RLIMIT_AS, max_memory)):
-        with suppress(OSError, ValueError):  # a lower limit is already set
+        with suppress(OSError, ValueError):  # raised if a lower hard limit is set already
             resource.setrlimit(kind, (limit, resource.getrlimit(kind)[1]))
 
 
 def _render(line: bytes) -> tuple[str | None, str | None]:
-    """Renders one request. Returns (text, None), or (None, what is wrong)."""
+    """Renders one request. Returns (text, None), or (None, problem)."""
     try:
         template, variables = json.loads(line)
-        parts, characters_left = [], _MAX_CHARACTERS + _PER_INPUT_BYTE * len(line)
+        parts, characters_left = [], _MAX_CHARACTERS + _EXTRA_PER_INPUT_BYTE * len(line)
         for part in _compile(template).generate(variables):
             parts.append(part)
             characters_left -= len(part)
@@ -164,7 +162,7 @@ def _render(line: bytes) -> tuple[str | None, str | None]:
 
 
 def serve(max_cpu_seconds: int) -> None:
-    """Answers requests, one a line of stdin, on stdout."""
+    """Answers requests: reads one from each line of stdin, and writes one line to stdout for it."""
     for line in sys.stdin.buffer:
         with suppress(ImportError):  # Windows has no module resource: only the limit of wall time applies
             _set_limits(len(line), max_cpu_seconds)

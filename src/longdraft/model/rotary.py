@@ -1,4 +1,4 @@
-"""A draft's configuration and rotary embedding, whose base and scaling may differ from the target's."""
+"""Makes a draft's rotary embedding and configuration. Base and scaling of its RoPE may differ from the target's."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ BETA_FAST, BETA_SLOW = 32.0, 1.0
 def make_rope_parameters(
     theta: float, factor: float | None = None, original_length: int | None = None
 ) -> dict[str, Any]:
-    """transformers' ``rope_parameters``, plain or with YaRN.
+    """Makes transformers' ``rope_parameters``, plain or with YaRN.
 
     Args:
         theta: base of the frequencies.
         factor: the factor by which YaRN extends the context; None for plain RoPE.
-        original_length: the context length before the extension, in tokens; required with a factor.
-    """
+        original_length: the context length before the extension, in tokens; required with a factor."""
     if factor is None:
         return {"rope_type": "default", "rope_theta": float(theta)}
     return {
@@ -44,9 +43,10 @@ class RotaryEmbedding:
         head_dim: dimensions of a head, all of which are rotated.
         parameters: transformers' ``rope_parameters``; see :func:`make_rope_parameters`.
         dtype: dtype of cos and sin.
+        device: device of cos and sin.
 
     Attributes:
-        module: transformers' module, called with a tensor of the dtype and positions (1, T).
+        module: transformers' module, called with a tensor of the dtype and with positions (1, T).
 
     Raises CheckpointError if transformers cannot use the parameters."""
 
@@ -77,12 +77,12 @@ class RotaryEmbedding:
                 "or load it with the options rope_theta=, rope_factor=."
             ) from error
         self._dtype_sample = torch.empty(1, dtype=dtype, device=device)
-        # These RoPE types change frequencies at positions beyond the trained length. A draft's window is no longer than
-        # that, wherever it lies, so the frequencies must not change.
+        # transformers changes the frequencies of these RoPE types at positions beyond the trained length. A draft's
+        # window is never longer than the trained length, so it keeps the frequencies at any position.
         self._keeps_frequencies = parameters.get("rope_type") in ("dynamic", "longrope")
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin (T, head_dim) at positions (T,), YaRN's attention factor included."""
+        """Returns cos and sin (T, head_dim) at positions (T,), with YaRN's attention factor."""
         if self._keeps_frequencies:
             cos, sin = (x * self.attention_scaling for x in self.rotation(positions))
             return cos.to(self._dtype_sample.dtype), sin.to(self._dtype_sample.dtype)
@@ -91,23 +91,20 @@ class RotaryEmbedding:
 
     @property
     def attention_scaling(self) -> float:
-        """The factor on cos and sin by which YaRN scales attention scores."""
+        """YaRN's factor on cos and sin (transformers' name), which scales attention scores."""
         return float(self.module.attention_scaling)
 
     def rotation(self, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin (T, head_dim), float32, that rotate a key or query further by offsets (T,), in positions.
-
-        YaRN's attention factor is not included: the key or query already has it.
-        """
+        """Returns cos and sin (T, head_dim), float32, that move a rotated key or query by offsets (T,), in positions.
+        They are without YaRN's attention factor, which the key or query has already."""
         angles = offsets[:, None].float() * self.module.inv_freq.float()
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos(), angles.sin()
 
 
 def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration, with transformers' defaults of its ``model_type`` for the settings that it lacks.
-
-    Raises ValueError if the type is unknown to transformers, or a value is not allowed."""
+    """Returns a configuration with all settings: those missing in ``config`` get transformers' defaults.
+    Raises ValueError if transformers does not know its ``model_type``, or a value is not allowed."""
     settings = {name: value for name, value in config.items() if name != "model_type"}
     completed: dict[str, Any] = AutoConfig.for_model(str(config.get("model_type") or "llama"), **settings).to_dict()
     return completed

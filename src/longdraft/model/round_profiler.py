@@ -1,4 +1,4 @@
-"""RoundProfiler: times the phases of a round. A runner has one only while a benchmark profiles it."""
+"""RoundProfiler times the phases of a decoding round. A runner has one only while a benchmark profiles it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import torch
 from longdraft.attention.forward_batch import ForwardBatch
 
 Phase = Literal["draft", "forward", "attention", "commit"]
-"""Drafting; the target's verification; its attention, in verification or prefill; committing accepted tokens."""
+"""Drafting; the target's verification; the target's attention, in verification and prefill; committing tokens."""
 
 
 class RoundProfiler:
-    """Sums up each phase's seconds until :meth:`pop_counts`. A nested phase's time does not count in the outer one.
+    """Sums up the seconds of each phase. The time of a nested phase does not count in the outer phase.
 
-    Each measurement waits for the device, which slows a GPU down: only the proportions are meaningful there.
+    Each measurement waits for the device, which slows a GPU down: there, only the proportions are meaningful.
 
     Attributes:
-        counts: phase -> seconds; "keys" -> keys that attention read; "prefix keys" -> committed ones among these.
-    """
+        counts: phase -> seconds; "keys" -> number of keys that attention read; "prefix keys" -> number of these that
+            were committed. :meth:`pop_counts` starts new counts."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -37,6 +37,7 @@ class RoundProfiler:
 
     @contextmanager
     def __call__(self, phase: Phase) -> Iterator[None]:
+        """Times what runs inside the ``with`` as this phase."""
         outer_phase, start = self._phases[-1] if self._phases else None, self._now()
         self._phases.append(phase)
         try:
@@ -49,7 +50,7 @@ class RoundProfiler:
                 self.counts[outer_phase] -= seconds
 
     def profiled_attention(self, attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Wraps attention so that verification and prefill time it. A draft's attention counts in the phase "draft"."""
+        """Wraps attention to time it in verification and prefill. A draft's attention counts as the phase "draft"."""
 
         def timed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch, *args: Any) -> torch.Tensor:
             is_prefill = not self._phases and batch.is_prefill  # the target's prefill is outside of all phases
@@ -72,5 +73,5 @@ _NO_PROFILE = nullcontext()
 
 
 def profiled(profiler: RoundProfiler | None, phase: Phase) -> AbstractContextManager[None]:
-    """A context manager that times a phase; it does nothing without a profiler."""
+    """Returns a context manager that times a phase. Without a profiler it does nothing."""
     return _NO_PROFILE if profiler is None else profiler(phase)

@@ -1,4 +1,4 @@
-"""TargetRunner runs the target on a batch with a chain or a tree of tokens for each sequence."""
+"""TargetRunner runs the target on batches that have a chain or a tree of tokens for each sequence."""
 
 from __future__ import annotations
 
@@ -39,30 +39,30 @@ class TargetRunner:
         model: a decoder-only transformers model. It is never changed: a copy computes (:mod:`.execution_model`).
         offload: where keys and values are kept; see :func:`longdraft.memory.offload.parse`.
         kv_dtype: dtype of keys and values; None takes :attr:`default_kv_dtype`.
-        deterministic: on a GPU too, plain steps and verifications have equal bits (:mod:`.gpu.deterministic`).
+        deterministic: True gives plain steps and verifications equal bits on a GPU too (:mod:`.gpu.deterministic`).
 
     Attributes:
         held_model: the user's model; set it to None to hold only a weak reference.
-        attention_path: name of this machine's attention path (:mod:`longdraft.attention.dispatch`).
-        attend: the attention function of that path; may be replaced.
-        prefix_attend: attention of a drafter's queries to the target's committed KV, on the same path.
-        graphs: CUDA graphs of the target and of drafts that read its KV; may be replaced.
+        num_layers: number of decoder layers.
+        device: the model's device.
+        attention_path: name of the attention implementation on this machine (:mod:`longdraft.attention.dispatch`).
+        attend: the attention function of this path; may be replaced.
+        prefix_attend: computes attention of a drafter's queries to the target's committed KV, on this path.
+        graphs: CUDA graphs of the target, and of drafts that read the target's KV; may be replaced.
         tp_rank: this process's rank if the target is tensor parallel; else None.
-        lock: held during every forward and step: one thread at a time uses a model through longdraft.
+        lock: a thread holds it in every forward and decoding round, so one thread at a time uses the model.
         context_length: longest sequence, in tokens, that the configuration allows.
-        kv_shape: shape of the stores (with this process's heads), and the dtype that the model computes KV in.
+        kv_shape: shape of the stores' KV (of this process's heads), with the dtype in which the model computes KV.
         kv_dtype: dtype of keys and values in the stores.
         default_kv_dtype: the ``kv_dtype`` that ``arithmetic`` implies.
-        arithmetic: "int8", or the name of the dtype that the model computes in.
+        arithmetic: "int8", or the name of the dtype in which the model computes.
         fixed_batch_rows: number of tokens, with padding, in each forward of :meth:`verify`; None without padding.
         has_recurrent_layers: True if the model has recurrent layers.
-        branching_is_expensive: True if each branch of a tree costs a recurrent state, or a separate forward.
-        profiler: times a round's phases, which disables fused layers and CUDA graphs; None for no profiling.
+        branching_is_expensive: True if each branch of a tree takes a recurrent state or a forward of its own.
+        profiler: times the phases of rounds, without fused layers and CUDA graphs; None for no profiling.
 
-    Raises:
-        UnsupportedModelError: the model cannot be hosted exactly; the message says why.
-        CapabilityError: the device does not support this offload or kv_dtype.
-    """
+    Raises UnsupportedModelError, with the reason, if the model cannot be hosted exactly, and CapabilityError if the
+    device does not support this offload or kv_dtype."""
 
     def __init__(
         self,
@@ -108,9 +108,9 @@ class TargetRunner:
         # A CUDA graph cannot capture collectives, sliding window caches, or a loop over tokens.
         can_capture = self.tp_rank is None and not (layout.windows or layout.recurrent or layout.custom_cache_layers)
         self.graphs = CudaGraphs.for_device(self.device, self.attention_path) if can_capture else CudaGraphs(None)
-        # Resident stores have an arena of their own, or they would take the buffers of other stores.
+        # Resident stores have their own arena, so that they do not take buffers of stores that use offload.
         self._arena, self._resident_arena = BufferArena(), BufferArena()
-        self._structure, self._store_kind = structure_of(model), self.store_compat_key
+        self._structure, self._first_compat_key = structure_of(model), self.store_compat_key
         self.fixed_batch_rows = fixed_batches.fixed_batch_rows_for(self) if deterministic else None
 
     @property
@@ -122,12 +122,12 @@ class TargetRunner:
 
     @property
     def buffer_arena(self) -> BufferArena | None:
-        """Buffers for new stores. CUDA graphs fix addresses, so old buffers are reused. None without CUDA graphs."""
+        """Reuses buffers for new stores, as CUDA graphs contain the buffers' addresses. None without CUDA graphs."""
         return self._arena if self.graphs.enabled else None
 
     @property
     def execution_model(self) -> ExecutionModel:
-        """The copy that computes in the user's model's place."""
+        """The copy that computes in place of the user's model."""
         return self._host.execution_model
 
     @property
@@ -137,8 +137,8 @@ class TargetRunner:
 
     @property
     def is_stale(self) -> bool:
-        """True if the model was moved, cast or restructured after this runner was made: it needs a new one."""
-        return structure_of(self.model) != self._structure or self.store_compat_key != self._store_kind
+        """True if the model was moved, cast or restructured after this runner was made, so a new runner is needed."""
+        return structure_of(self.model) != self._structure or self.store_compat_key != self._first_compat_key
 
     def sync_with_model(self) -> None:
         """Adopts the changes that the user made to the model since the last run.
@@ -146,12 +146,11 @@ class TargetRunner:
         Raises:
             CapabilityError: the model's dtype, device or KV layout changed.
             UnsupportedModelError: the model can no longer be copied, or calls a user's attention function.
-            CheckpointError: a file that the weights are mapped from was written to.
-        """
+            CheckpointError: a file that the weights are mapped from was written to."""
         support.check_functions(self.model)
         stored_model.check_mapped_files(self.model)
         self._host.sync_with_model(self.model)
-        if self.store_compat_key != self._store_kind:
+        if self.store_compat_key != self._first_compat_key:
             raise CapabilityError(
                 f"The model is {self.model.dtype} on {self.model.device} now, and this run was started for "
                 f"{self.kv_shape.dtype} on {self.device}, or with other layers. Start the run again: move, cast or "
@@ -161,27 +160,28 @@ class TargetRunner:
     @property
     def shared_parts(self) -> SharedParts:
         """The modules and sizes that trained drafts share with this target.
-
-        Raises UnsupportedModelError if the target lacks a part, so it takes no trained drafts."""
+        Raises UnsupportedModelError if the target lacks a part that trained drafts need."""
         return self.execution_model.shared_parts
 
     @property
     def vocab_size(self) -> int:
+        """Number of the LM head's rows."""
         return stored.weight_shape(self.model.get_output_embeddings())[0]
 
     def max_context_length(self, prompt_len: int) -> int:
-        """Longest sequence, in tokens, for a prompt of this length. It ends where LongRoPE would switch its factors."""
+        """Returns the largest length, in tokens, of a sequence with such a prompt. LongRoPE's switch may limit it."""
         switch = self.execution_model.rope_switch
         return self.context_length if switch is None or prompt_len > switch else switch
 
     def rope_regime(self, length: int) -> str:
-        """Which of LongRoPE's factors a prompt of this length has: "long" or "". Cached KV fits one regime only."""
+        """Returns "long" if a prompt of ``length`` tokens gets LongRoPE's long factors, else "".
+        Cached KV is valid for one of the two only."""
         switch = self.execution_model.rope_switch
         return "long" if switch is not None and length > switch else ""
 
     @property
     def fingerprint(self) -> str:
-        """Identifies this target's KV in snapshots and prompt caches: weights, settings, arithmetic, KV dtype."""
+        """Identifies this target's KV in snapshots and prompt caches, by weights, settings, arithmetic and KV dtype."""
         name = fingerprints.fingerprint_of(self.model) + fingerprints.hooks_suffix(self.model)
         if self.tp_rank is not None:
             name += f", share {self.tp_rank.rank + 1} of {self.tp_rank.world_size}"
@@ -190,7 +190,7 @@ class TargetRunner:
         return f"{name}, KV in {self.kv_dtype}" if self.kv_dtype != self.kv_shape.dtype else name
 
     def synced_fingerprint(self) -> str:
-        """:attr:`fingerprint` after :meth:`sync_with_model`, whose errors it raises."""
+        """Returns :attr:`fingerprint` after :meth:`sync_with_model`. Raises the errors of :meth:`sync_with_model`."""
         with self.lock:
             self.sync_with_model()
             return self.fingerprint
@@ -207,12 +207,12 @@ class TargetRunner:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """End-of-sequence ids of the model's generation config; empty if it has none."""
+        """The end-of-sequence ids of the model's generation config; empty if it has none."""
         return frozenset(config_eos_ids(self.model.generation_config))
 
     @property
     def store_compat_key(self) -> object:
-        """The ``compat_key`` that stores of this target have now: runs may only use stores with an equal one."""
+        """The ``compat_key`` of new stores of this target. A run may use only stores whose key equals it."""
         return self.execution_model.layout, self.model.device, self.model.dtype, self.kv_dtype, self.offload
 
     def new_store(
@@ -224,20 +224,18 @@ class TargetRunner:
         dtype: torch.dtype | None = None,
         with_states: bool = True,
     ) -> KVStore:
-        """An empty KV store for this target, in the layout of its attention path.
+        """Makes an empty KV store for this target, in the layout of the attention path.
 
         Args:
             slots: number of sequences.
-            capacity: KV entries of each sequence.
+            capacity: number of KV entries of each sequence.
             feature_layers: decoder layers whose output hidden states every forward writes into the store.
-            resident: keep the store on the device even with offload, for a small store that is read often.
+            resident: True keeps the store on the device even with offload, for a small store that is read often.
             dtype: dtype of keys and values in a resident store; None takes :attr:`kv_dtype`.
-            with_states: add window caches and recurrent states. False for a store that uses those of another one.
+            with_states: False leaves out window caches and recurrent states, for a store that uses another store's.
 
-        Raises:
-            CapabilityError: no attention path of this machine reads KV of that dtype.
-            MemoryBudgetError: the store does not fit the memory.
-        """
+        Raises CapabilityError if no attention path of this machine reads KV of that dtype, and MemoryBudgetError if the
+        store does not fit into memory."""
         self.sync_with_model()
         transposed = dispatch.prefers_transposed_keys(self.attention_path, self.kv_shape.dtype)
         hidden_size = int(hosting.decoder_config(self.model).hidden_size)
@@ -249,8 +247,8 @@ class TargetRunner:
         is_rounded = dtype != self.kv_shape.dtype
         offload = None if resident or is_rounded else self.offload
         keys_transposed = transposed or (is_rounded and self.can_round_kv)
-        layout = keys_transposed, feature_layers, hidden_size, arena, dtype
-        store = offloading.new_store(offload, self.kv_shape, slots, capacity, self.device, *layout)
+        contents = keys_transposed, feature_layers, hidden_size, arena, dtype
+        store = offloading.new_store(offload, self.kv_shape, slots, capacity, self.device, *contents)
         store.compat_key = self.store_compat_key
         if with_states and (self.execution_model.layout.windows or self.has_recurrent_layers):
             window_dtype = dtype if dtype.is_floating_point else self.kv_shape.dtype
@@ -270,20 +268,20 @@ class TargetRunner:
         check_nan: bool = True,
         fixed_order: bool = False,
     ) -> TargetOutput:
-        """Runs one forward. It writes KV and features behind each slot's committed tokens in the store, uncommitted.
+        """Runs one forward. It writes KV and features into the store as uncommitted entries, behind the committed ones.
 
         Args:
             batch: made by :meth:`~longdraft.memory.store.KVStore.make_forward_batch`.
-            logits: the tokens whose logits are computed; n for the last n tokens of each sequence.
+            store: the store that ``batch`` was made for.
+            logits: the tokens whose logits are computed; a number n means the last n tokens of each sequence.
             taps: further results to return.
-            check_nan: raise for NaN logits, which waits for the device. Drafts need no check, and
-                :func:`~longdraft.engine.accept.accept` makes it for verifications.
-            fixed_order: sum up attention in an order that depends only on each token's position.
+            check_nan: True raises for NaN logits, which waits for the device. Drafts need no check, and
+                :func:`~longdraft.engine.accept.accept` checks verifications.
+            fixed_order: True sums attention up in an order that depends only on each token's position.
 
         Raises:
             NumericalError: a computed logit is NaN.
-            CapabilityError: taps request the queries of custom attention code, or :meth:`sync_with_model` raised it.
-        """
+            CapabilityError: taps request queries of custom attention code, or :meth:`sync_with_model` raises it."""
         if taps.queries and self.has_custom_attention:
             raise CapabilityError(
                 f"{type(self.model).__name__} has custom attention code, which does not show its queries: take a "
@@ -291,16 +289,17 @@ class TargetRunner:
             )
         with self.lock:
             # Another runner of the same model may have replaced the model's copy.
-            if self.execution_model.was_moved or self.store_compat_key != self._store_kind:
+            if self.execution_model.was_moved or self.store_compat_key != self._first_compat_key:
                 self.sync_with_model()
             all_taps = self._with_feature_layers(taps, store)
-            # Batches of a fixed number of tokens have few sizes, so a graph is captured at a size's first use.
-            replayed = self._replay(store, batch, all_taps, fixed_order, fixed_order) if logits == "all" else None
+            # Batches with a fixed order have few sizes, so a graph is captured at the first use of a size.
+            capture_now = use_fixed_order = fixed_order
+            replayed = self._replay(store, batch, all_taps, capture_now, use_fixed_order) if logits == "all" else None
             computed_logits, hidden, queries = replayed or self._compute(store, batch, logits, all_taps, fixed_order)
             out = TargetOutput(None if computed_logits is None else computed_logits.float(), queries=queries)
             store.write_features(hidden, batch)
             out.hidden = {layer: hidden[layer] for layer in taps.hidden}
-            # The maximum is NaN if any logit is. -inf is allowed, as in a masked vocabulary.
+            # The maximum is NaN if any logit is NaN. -inf is allowed, for models that mask a part of the vocabulary.
             if check_nan and out.logits is not None and bool(torch.isnan(out.logits.amax())):
                 raise nan_logits_error(self.model)
             return out
@@ -310,9 +309,8 @@ class TargetRunner:
     ) -> TargetOutput:
         """Runs a plain step or a verification, in forwards of :attr:`fixed_batch_rows` tokens if that is set.
 
-        ``logits_to_keep``: number of each sequence's last tokens that need logits; CUDA graphs compute all logits.
-        NaN logits do not raise here.
-        """
+        ``logits_to_keep``: number of each sequence's last tokens whose logits are needed; None for all. CUDA graphs
+        compute all logits. NaN logits do not raise here."""
         if self.fixed_batch_rows is not None:
             return fixed_batches.forward_fixed_batches(self, batch, store, taps)
         if logits_to_keep is None or logits_to_keep >= batch.query_len or self.graphs.enabled:
@@ -320,19 +318,20 @@ class TargetRunner:
         return self.forward(batch, store, logits=logits_to_keep, taps=taps, check_nan=False)
 
     def _with_feature_layers(self, taps: Taps, store: KVStore) -> Taps:
+        """Adds the layers whose hidden states the store keeps."""
         return Taps(tuple(sorted({*taps.hidden, *store.feature_layers})), taps.queries)
 
     def _replay(
         self, store: KVStore, batch: ForwardBatch, taps: Taps, capture_now: bool = False, use_fixed_order: bool = False
     ) -> ForwardResults | None:
-        """Replays a CUDA graph, which it may capture first. Returns None if there is no graph for this batch."""
+        """Replays a CUDA graph. Returns None if there is none for this batch; ``capture_now`` captures it first."""
         if self.profiler is not None:
             return None
 
         def compute(store: KVStore, batch: ForwardBatch) -> ForwardResults:
             return self._compute(store, batch, "all", taps, use_fixed_order)
 
-        # A graph fixes the weights' addresses, so the version of the model's copy is a part of its key.
+        # A graph contains addresses of weights, so its key has the version of the model's copy.
         key = taps, self.execution_model.version, use_fixed_order
         return self.graphs.run(store, batch, key, compute, capture_now)
 
@@ -347,20 +346,20 @@ class TargetRunner:
         """Captures CUDA graphs in advance, for forwards of up to ``max_tokens`` tokens. Returns the number of graphs.
 
         Args:
-            store: the store of the later forwards, whose memory graphs address. Uncommitted entries are overwritten.
+            store: the later forwards' store, as graphs contain addresses of it. Uncommitted entries are overwritten.
+            max_tokens: largest number of new tokens of a sequence in one forward.
             taps: the taps of the later forwards.
-            on_progress: called with the fraction of the work that is done.
-        """
+            on_progress: called with the fraction of the work that is done."""
         with self.lock:
             sizes = self.graphs.capture_sizes(store, self.fixed_batch_rows or max_tokens)
             all_taps = self._with_feature_layers(taps, store)
             if self.fixed_batch_rows is not None:
                 sizes = [size for size in sizes if size[0] * size[1] == self.fixed_batch_rows]
-            for i, (batch_size, query_len, length) in enumerate(sizes):
+            for i, (batch_size, query_len, prefix_len) in enumerate(sizes):
                 on_progress(i / len(sizes))
-                zeros, lengths = [[0] * query_len] * batch_size, [length] * batch_size
+                zeros, prefix_lens = [[0] * query_len] * batch_size, [prefix_len] * batch_size
                 inputs: dict[str, Any] = {"token_ids": zeros, "positions": zeros}
-                batch = ForwardBatch.make(range(batch_size), lengths, query_len, device=self.device, **inputs)
+                batch = ForwardBatch.make(range(batch_size), prefix_lens, query_len, device=self.device, **inputs)
                 self._replay(store, batch, all_taps, True, self.fixed_batch_rows is not None)
             on_progress(1.0)
             return len(sizes)
@@ -377,7 +376,7 @@ class TargetRunner:
         model, attend = self.execution_model, fixed_order.attend if use_fixed_order else self.attend
         ctx = hosting.ForwardContext(
             store,
-            replace(batch),  # a copy without cached metadata: a graph must capture how metadata are computed
+            replace(batch),  # a copy without cached metadata, so that a graph captures the computation of metadata
             attend if self.profiler is None else self.profiler.profiled_attention(attend),
             model.layout,
             frozenset(taps.queries),
@@ -390,7 +389,7 @@ class TargetRunner:
             model.run(ctx, head=False)
             return None, ctx.hidden, ctx.queries
         num_last = logits if isinstance(logits, int) else int(logits == "last")  # 0 for all, as in transformers
-        keep_all = num_last > 1 and self.has_custom_attention
+        keep_all = num_last > 1 and self.has_custom_attention  # which computes all logits or the last token's
         out = model.run(ctx, head=True, logits_to_keep=0 if keep_all else num_last)
         # The slice is for models that ignore logits_to_keep.
         return out.logits[:, -num_last:], ctx.hidden, ctx.queries

@@ -1,4 +1,4 @@
-"""The parts of a target that drafts share (embedding, head, RoPE), and the target's description in draft folders."""
+"""Finds the parts of a target that drafts share (embedding, head, RoPE), and describes the target for draft folders."""
 
 from __future__ import annotations
 
@@ -25,12 +25,15 @@ class SharedParts:
     """Parts of a target that a draft uses by reference, and sizes that a draft copies.
 
     Attributes:
-        embedding: token embedding, ids -> (..., hidden).
-        head: the LM head's weight (vocabulary, hidden), quantised as in the target if our kernels can read it. A factor
-            on the target's logits is left out: it does not change their order.
-        description: sizes and RoPE of the target and a digest of its weights, as saved with a draft.
-        softcap: softcap of the target's logits; None for no cap.
-    """
+        embedding: token embedding, ids (...) -> (..., hidden_size).
+        head: weight (vocabulary, hidden_size) of the LM head. It is quantised if the target's is and our kernels can
+            read it. A factor on the target's logits is left out, as it does not change their order.
+        rms_norm_eps: epsilon of the target's norms.
+        intermediate_size: size of the target's MLP.
+        hidden_size: size of the target's hidden states.
+        num_heads: number of the target's query heads.
+        description: the target's sizes and RoPE and a digest of its weights, as saved with a draft.
+        softcap: softcap of the target's logits; None for no softcap."""
 
     embedding: nn.Module
     head: torch.Tensor | QuantizedMatrix
@@ -40,20 +43,18 @@ class SharedParts:
     num_heads: int
     description: dict[str, Any]
     _rotary: nn.Module
-    _hidden_like: torch.Tensor  # has the dtype and device of hidden states
+    _hidden_like: torch.Tensor  # a tensor with the dtype and device of hidden states
     _norm: nn.Module | None = None
     softcap: float | None = None
 
     def apply_final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The head's input: the last layer's output (..., hidden) after the final norm, if there is one."""
+        """Returns the head's input: ``hidden``, the last layer's output, after the final norm if there is one."""
         hidden = hidden.to(self._hidden_like.dtype)
         return hidden if self._norm is None else self._norm(hidden)
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin (T, d) of the target's rotary embedding at positions (T,), YaRN's scaling included.
-
-        If layer types rotate differently, as in Gemma 3, the result is for full attention, whose keys drafts read.
-        """
+        """Returns cos and sin (T, rotary dimensions) of the target's rotary embedding at positions (T,), with YaRN.
+        If layer types rotate differently, as in Gemma 3, they are for full attention, whose keys drafts read."""
         by_layer_type = "layer_type" in inspect.signature(self._rotary.forward).parameters
         position_ids = positions[None]
         if hasattr(self._rotary, "mrope_section"):  # M-RoPE of vision models: time, height and width
@@ -63,10 +64,11 @@ class SharedParts:
 
 
 def shared_parts(model: PreTrainedModel, description: dict[str, Any] | None = None) -> SharedParts:
-    """The shared parts of a hosted model.
+    """Returns the parts of a hosted model that drafts share.
 
     Args:
-        description: the model's description, if known; None computes :func:`describe_target`.
+        model: our copy of the target.
+        description: the description if it is known; None computes it (:func:`describe_target`).
 
     Raises UnsupportedModelError if the model has no rotary embedding, or a head that drafts cannot use."""
     config = hosting.decoder_config(model)
@@ -107,25 +109,24 @@ def _head_weight(head: nn.Module) -> torch.Tensor | QuantizedMatrix:
 
 
 def rotary_module(model: PreTrainedModel) -> nn.Module | None:
-    """The rotary embedding that all layers share; None if there is none."""
+    """Returns the rotary embedding that all layers share; None if there is none. It lies outside of the layers."""
     return next((m for n, m in model.named_modules() if n.endswith("rotary_emb") and n.count(".") <= 2), None)
 
 
 def norm_before_head(model: PreTrainedModel) -> nn.Module | None:
-    """The norm between the last layer and the head; None if there is none."""
+    """Returns the norm between the last layer and the head; None if there is none."""
     children = reversed(list(hosting.decoder_of(model).named_children()))
-    # Gemma 3n and 4 also have a norm for per-layer embeddings.
+    # Gemma 3n and 4 also have a norm for per-layer embeddings, which is skipped.
     return next((m for name, m in children if "norm" in name and not name.startswith("per_layer")), None)
 
 
 def final_norm_weight(model: PreTrainedModel) -> torch.Tensor:
-    """The weight (hidden,), float32, of the RMSNorm between the last layer and the head.
-
+    """Returns the weight (hidden_size,), float32, of the RMSNorm between the last layer and the head.
     Raises UnsupportedModelError if there is no such norm."""
     size = int(hosting.decoder_config(model).hidden_size)
     norm = norm_before_head(model)
     x = torch.ones(1, size, dtype=model.dtype, device=model.device)
-    # RMSNorm of ones gives the weight, however it is stored. A norm that subtracts the mean gives zeros.
+    # RMSNorm of ones gives the weight, also if it is stored minus one. A norm that subtracts the mean gives zeros.
     with torch.no_grad():
         weight = torch.zeros(size, **CPU_FLOAT32) if norm is None else norm(x)[0].float()
     if not bool(weight.any()):
@@ -136,21 +137,20 @@ def final_norm_weight(model: PreTrainedModel) -> torch.Tensor:
 
 
 def describe_target(model: PreTrainedModel) -> dict[str, Any]:
-    """Describes a target, so that a draft folder can state its target: architecture, sizes, RoPE base, weights' digest.
+    """Describes a target for its drafts' folders: architecture, sizes, RoPE base and a digest of the weights.
 
     Weights are rounded to bfloat16 first, so the digest does not depend on the loaded dtype. RoPE scaling (YaRN) is
-    left out, so that drafts still fit the target after its context is extended.
-    """
+    left out, so that drafts still fit the target after its context is extended."""
     digest = hashlib.sha256()
     last_layer = hosting.decoder_layers(model)[-1].modules()
-    weighted = next(m for m in last_layer if isinstance(m, stored.StoredWeights) or [*m.parameters(recurse=False)])
-    for module in (model.get_input_embeddings(), weighted):
+    first_weights = next(m for m in last_layer if isinstance(m, stored.StoredWeights) or [*m.parameters(recurse=False)])
+    for module in (model.get_input_embeddings(), first_weights):
         digest.update(stored.weight_sample(module).to(torch.bfloat16).float().cpu().numpy().tobytes())
     return describe_config(model) | {"weights": digest.hexdigest()[:16]}
 
 
 def describe_config(model: PreTrainedModel) -> dict[str, Any]:
-    """The description of :func:`describe_target` without the weights' digest."""
+    """Returns the description of :func:`describe_target`, without the digest of the weights."""
     config = hosting.decoder_config(model)
     shape = config_kv_shape(model)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -167,5 +167,5 @@ def describe_config(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def causal_lm_class_name(model_type: str) -> str | None:
-    """The name of transformers' CausalLM class for a ``model_type``; None if unknown."""
+    """Returns the name of transformers' CausalLM class for a ``model_type``; None if the type is unknown."""
     return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)

@@ -1,6 +1,6 @@
-"""Skinny GEMMs: linear layers on a CPU for the few tokens of a verification.
+"""Skinny GEMMs: linear layers on a CPU with few input rows, one for each token of a verification.
 
-torch reads a weight matrix inefficiently if the input has few rows. Our kernel reads it once, where it lies.
+For few rows torch reads the weight matrix inefficiently. Our kernel reads the matrix once, without a copy.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import nn
 from longdraft.native import QuantizedMatrix, kernels
 from longdraft.native.structures import LinearWeights
 
-# Up to this number of input rows our kernel is faster. Beyond, arithmetic is the bottleneck, and torch is as fast.
+# Up to this number of input rows our kernel is faster. For more rows, arithmetic is the bottleneck: torch is as fast.
 MAX_SKINNY_ROWS = 128
 
 
 def skinny_gemm(
     x: torch.Tensor, weight: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``F.linear`` of x (..., in) with a matrix (out, in). A QuantizedMatrix requires our kernels."""
+    """Computes ``F.linear`` of x (..., in) with a weight (out, in). A QuantizedMatrix requires our kernels."""
     if isinstance(weight, QuantizedMatrix):
         cpu_kernels = kernels()
         assert cpu_kernels is not None
@@ -31,19 +31,19 @@ def skinny_gemm(
 
 
 def kernel_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """``F.linear`` by our kernel, in the tensors' dtype; None if the kernel does not support the tensors."""
+    """Computes ``F.linear`` with our kernel, for any number of rows. Returns None if our kernel cannot do it."""
     cpu_kernels, is_float32 = kernels(), _is_float32_matrix(weight)
     is_readable = is_float32 or is_half_matrix(weight)
     if cpu_kernels is None or x.dtype != weight.dtype or x.device.type != "cpu" or not is_readable or not x.numel():
         return None
     matrix = weight.detach() if is_float32 else QuantizedMatrix.from_half(weight.detach())
     bias = None if bias is None else bias.detach().float()
-    # Sums are float32, and a half precision result is rounded once.
+    # The kernel sums in float32. A result in half precision is rounded once, at the end.
     return cpu_kernels.linear(x.float(), [(matrix, bias)])[0].to(x.dtype)
 
 
 def patch_linears(module: nn.Module) -> None:
-    """Makes the linear layers of a module, which must not be the user's, run :func:`skinny_gemm`."""
+    """Makes the linear layers of a module run :func:`skinny_gemm`. The module must not be the user's."""
     for layer in module.modules():
         if type(layer) is nn.Linear and kernel_weights_of(layer) is not None:
             bias = None if layer.bias is None else layer.bias.detach()
@@ -51,7 +51,7 @@ def patch_linears(module: nn.Module) -> None:
 
 
 def kernel_weights_of(layer: nn.Module) -> LinearWeights | None:
-    """A linear layer's weight and bias for our kernels; None if they do not support the layer."""
+    """Returns a linear layer's weight and bias for our kernels; None if the kernels do not support the layer."""
     weight: torch.Tensor | QuantizedMatrix
     if isinstance(stored := getattr(layer, "kernel_weights", None), QuantizedMatrix):
         weight = stored
@@ -59,7 +59,7 @@ def kernel_weights_of(layer: nn.Module) -> LinearWeights | None:
     elif type(layer) is not nn.Linear or not is_plain_tensor(getattr(layer, "weight", None)):
         return None
     elif _is_float32_matrix(layer.weight):
-        weight = layer.weight.detach()  # the parameter itself may get another storage later
+        weight = layer.weight.detach()  # keeps the storage, which the parameter may exchange later
     elif is_half_matrix(layer.weight):
         weight = QuantizedMatrix.from_half(layer.weight)
     else:
@@ -69,18 +69,19 @@ def kernel_weights_of(layer: nn.Module) -> LinearWeights | None:
 
 
 def is_plain_tensor(weight: object) -> bool:
-    """True for a tensor or parameter of torch's own class, not a subclass such as DTensor or a quantised one."""
+    """True for a tensor or parameter of torch's own class; False for a subclass, such as DTensor or a quantised one."""
     return type(weight) in (torch.Tensor, nn.Parameter)
 
 
 def is_half_matrix(weight: torch.Tensor) -> bool:
     """True for a bfloat16 or float16 matrix that our kernels can read."""
     is_half = weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16)
+    # The kernels read rows in blocks of 32 weights.
     return is_half and is_plain_tensor(weight) and weight.shape[1] % 32 == 0 and weight.is_contiguous()
 
 
 def is_dtensor(weight: object) -> bool:
-    """True if a weight is a DTensor, sharded over processes."""
+    """True if a weight is a DTensor, which is sharded over processes."""
     return hasattr(weight, "device_mesh")
 
 

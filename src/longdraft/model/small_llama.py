@@ -1,4 +1,7 @@
-"""Draft models: Llamas of a few layers that share the target's embedding and head, which are never saved."""
+"""Small draft models: Llamas of a few layers that share the target's embedding and head. Files omit the shared parts.
+
+Shapes: T tokens of packed sequences (one behind the other), Hq query heads, Hkv KV heads, head size d.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,15 @@ from longdraft.model.tensor_parallel import full_tensor
 # Attention of packed sequences: q (Hq, T, d), k and v (Hkv, T, d) after RoPE -> (Hq, T, d).
 PackedAttend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-# LlamaConfig's default ids would lie outside of _new_llama's vocabulary of one.
+# LlamaConfig's default ids would lie outside of the vocabulary of one token that _new_llama makes.
 _NO_SPECIAL_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 
 
 def packed_attention(attend: PackedAttend) -> Callable[..., tuple[torch.Tensor, None]]:
-    """Wraps ``attend`` as an attention function of transformers, to be passed as ``longdraft_attend``.
+    """Wraps ``attend`` as an attention function of transformers, which a caller passes as ``longdraft_attend``.
 
-    Heads are padded to d, the larger of key and value size. Queries are scaled so that ``attend`` may scale by d**-0.5.
-    """
+    Queries, keys and values are padded to d, the larger of key and value size. ``attend`` scales scores by d**-0.5, so
+    queries are multiplied by the layer's scale over d**-0.5."""
 
     def attention(
         module: nn.Module,
@@ -54,14 +57,14 @@ def packed_attention(attend: PackedAttend) -> Callable[..., tuple[torch.Tensor, 
 def small_llama_config(
     runner: TargetRunner, layers: int, intermediate_size: int | None, rope_theta: float, length: int
 ) -> dict[str, Any]:
-    """The configuration of a small Llama for a target, as in transformers' ``config.json``.
+    """Makes the configuration of a small Llama for a target, as in transformers' ``config.json``.
 
     Args:
+        runner: the target.
         layers: number of decoder layers.
         intermediate_size: size of the MLP; None takes the target's.
         rope_theta: base of the rotary embedding.
-        length: number of tokens in the longest training sequence.
-    """
+        length: number of tokens in the longest training sequence."""
     parts, kv = runner.shared_parts, runner.kv_shape
     return {
         "model_type": "llama",
@@ -81,8 +84,7 @@ def small_llama_config(
 
 
 def build_decoder(config: Mapping[str, Any]) -> PreTrainedModel:
-    """The layers and the final norm of a Llama, in float32 on the CPU, for :func:`hidden_states`.
-
+    """Makes the layers and the final norm of a Llama, in float32 on the CPU, for :func:`hidden_states`.
     Raises CheckpointError if ``model_type`` is not llama, and transformers' errors for invalid sizes."""
     model = _new_llama(LlamaModel, config)
     model.embed_tokens = None
@@ -91,13 +93,13 @@ def build_decoder(config: Mapping[str, Any]) -> PreTrainedModel:
 
 
 def hidden_states(decoder: nn.Module, x: torch.Tensor, positions: torch.Tensor, attend: PackedAttend) -> torch.Tensor:
-    """The decoder's hidden states (T, hidden) after the final norm, for packed sequences.
+    """Returns the decoder's hidden states (T, hidden) after the final norm.
 
     Args:
+        decoder: made by :func:`build_decoder`.
         x: embeddings (T, hidden).
         positions: (T,).
-        attend: the attention function, which also applies the mask.
-    """
+        attend: computes attention, with the mask between the packed sequences."""
     attention = packed_attention(attend)
     out = decoder(inputs_embeds=x[None], position_ids=positions[None], use_cache=False, longdraft_attend=attention)
     hidden: torch.Tensor = out.last_hidden_state[0]
@@ -106,9 +108,8 @@ def hidden_states(decoder: nn.Module, x: torch.Tensor, positions: torch.Tensor, 
 
 def initialize(decoder: PreTrainedModel, seed: int, head: torch.Tensor) -> None:
     """Initialises the weights at random.
-
-    The final norm's weight makes logits with the target's head about 1 in size. A norm weight of ones would make a new
-    draft as confident as the target, and wrong."""
+    The final norm's weight is chosen so that logits of the target's ``head`` (vocabulary, hidden) are about 1 in size.
+    With a norm weight of ones a new draft would be as confident as the target, but wrong."""
     config = decoder.config
     std = config.hidden_size**-0.5
     generator = torch.Generator().manual_seed(seed)
@@ -118,7 +119,7 @@ def initialize(decoder: PreTrainedModel, seed: int, head: torch.Tensor) -> None:
                 weight.fill_(1.0)
                 continue
             weight.normal_(0.0, std, generator=generator)
-            # Outputs to the residual stream: as in GPT-2, smaller the more of them are summed.
+            # As in GPT-2, outputs that the residual stream sums are the smaller, the more outputs there are.
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 weight.mul_((2 * config.num_hidden_layers) ** -0.5)
         decoder.norm.weight.copy_(1 / head.float().norm(dim=-1).median().clamp_min(1e-6).double())
@@ -126,7 +127,6 @@ def initialize(decoder: PreTrainedModel, seed: int, head: torch.Tensor) -> None:
 
 def copy_target_layers(decoder: PreTrainedModel, runner: TargetRunner, layers: tuple[int, ...]) -> None:
     """Initialises the decoder from these layers of the target, and from the target's final norm.
-
     Raises ConfigError if the decoder has another number of layers, the target lacks one, or sizes or parts differ."""
     target_layers = hosting.decoder_layers(runner.model)
     if len(layers) != len(decoder.layers):
@@ -134,10 +134,12 @@ def copy_target_layers(decoder: PreTrainedModel, runner: TargetRunner, layers: t
     if not all(0 <= i < len(target_layers) for i in layers):
         raise ConfigError(f"start_from {list(layers)}: the target has layers 0 to {len(target_layers) - 1}.")
     pairs = [(module, target_layers[i]) for module, i in zip(decoder.layers, layers, strict=True)]
+    # Without a norm, nn.Module() lets load_state_dict raise.
     pairs.append((decoder.norm, getattr(hosting.decoder_of(runner.model), "norm", None) or nn.Module()))
     try:
-        for module, source in pairs:
-            module.load_state_dict({name: full_tensor(t).float().cpu() for name, t in source.state_dict().items()})
+        for module, target_module in pairs:
+            state = target_module.state_dict()
+            module.load_state_dict({name: full_tensor(t).float().cpu() for name, t in state.items()})
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise ConfigError(
@@ -149,17 +151,19 @@ def copy_target_layers(decoder: PreTrainedModel, runner: TargetRunner, layers: t
 def build_causal_lm(
     config: Mapping[str, Any], weights: Mapping[str, torch.Tensor], embedding: nn.Module, head: torch.Tensor
 ) -> PreTrainedModel:
-    """A small Llama with a target's embedding and head, ready to be hosted.
+    """Makes a small Llama with a target's embedding and head, which can be hosted.
 
     Args:
-        weights: state dict of :func:`build_decoder`'s model, in the dtype and on the device to run in.
-        head: weight (draft vocabulary, hidden).
+        config: the configuration (:func:`small_llama_config`).
+        weights: state dict of a decoder (:func:`build_decoder`), in the dtype and on the device in which it shall run.
+        embedding: the target's token embedding.
+        head: weight (draft vocabulary, hidden) of the LM head.
 
     Raises CheckpointError if ``model_type`` is not llama."""
     model = _new_llama(LlamaForCausalLM, config)
     model.model.embed_tokens = None
     model.model.load_state_dict(weights, assign=True)
-    model.requires_grad_(False).eval()  # now, as the target's modules, added below, must not change
+    model.requires_grad_(False).eval()  # before the target's modules are added, which must not change
     model.model.embed_tokens = embedding
     # Only the device of the rotary embedding changes: its frequencies stay float32.
     model.model.rotary_emb.to(head.device)
@@ -169,7 +173,7 @@ def build_causal_lm(
 
 
 def frozen_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
-    """A frozen linear layer that shares these tensors: weight (out, in) and bias (out,)."""
+    """Makes a frozen linear layer that shares the tensors weight (out, in) and bias (out,)."""
     with torch.device("meta"):
         layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
     layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
@@ -179,7 +183,7 @@ def frozen_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.
 
 
 def _new_llama(model_class: type[PreTrainedModel], config: Mapping[str, Any]) -> Any:
-    """A model with random weights and a vocabulary of one, whose embedding and head the caller replaces."""
+    """Makes a model with random weights and a vocabulary of one token. The caller replaces embedding and head."""
     if config.get("model_type") != "llama":
         raise CheckpointError(f"The draft's model_type is {config.get('model_type')!r}: only llama is supported.")
     return model_class(LlamaConfig(**{**config, "vocab_size": 1, **_NO_SPECIAL_TOKENS}))

@@ -1,9 +1,9 @@
-"""Linear layers and embeddings with stored weights: quantised, or in half precision, as in the model's file.
+"""Linear layers and embeddings with stored weights: weights that stay as in the model's file, quantised or in 16 bits.
 
-Layers compute in one of two arithmetics. In float32 the results have the bits of dequantised weights: for a few tokens
-our kernels dequantise in registers, and for many tokens torch multiplies with a dequantised copy. In int8 the inputs
-are quantised too (:func:`longdraft.native.quantized_matrix.fake_quantize_int8`), and our kernels multiply integers;
-prefill uses AMX tiles in bfloat16 if the CPU has them.
+Layers compute in one of two arithmetics. In float32 results have the same bits as with dequantised weights: for a few
+tokens our kernels dequantise in registers, and for many tokens torch multiplies with a dequantised copy. In int8 the
+inputs are quantised too (:func:`longdraft.native.quantized_matrix.fake_quantize_int8`), and our kernels multiply
+integers. If the CPU has AMX tiles, prefill in int8 arithmetic multiplies in bfloat16 tiles.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from longdraft.native import Kernels, QuantizedMatrix, kernels
 from longdraft.native.boundary import CPU_FLOAT32
 from longdraft.native.quantized_matrix import QUANT_SIZES, fake_quantize_int8, quantize_blocks
 
-_NUM_SAMPLES = 64  # weights that the digest in a target's description reads of a module
-_QUANTIZE_CHUNK_ROWS = 4096  # rows quantised at a time, which limits the memory for a large head
+_NUM_SAMPLES = 64  # number of a module's weights in the digest of a target's description
+_QUANTIZE_CHUNK_ROWS = 4096  # number of rows that are quantised at a time, to limit memory for a large head
+_QUANT_BLOCK = 32  # number of weights in a block of Q4_0 and Q8_0
 
 
 class StoredWeights(nn.Module):
@@ -31,10 +32,10 @@ class StoredWeights(nn.Module):
 
     Attributes:
         data: the matrix's bytes, in ``format``.
+        format: format of the weights, by GGUF's name.
         int8: True for int8 arithmetic.
-        rows_per_matrix: rows of each expert's matrix, if the matrices of several experts are stacked.
-        saved_by_parent: True if the parent module's state dict has the weights, so that this module's has not.
-    """
+        rows_per_matrix: number of rows for each expert, if the matrices of several experts are stacked; else None.
+        saved_by_parent: True if the parent module's state dict contains the weights, so this module's omits them."""
 
     data: torch.Tensor
     rows_per_matrix: int | None = None
@@ -51,7 +52,7 @@ class StoredWeights(nn.Module):
         return QuantizedMatrix(self.data, self.format, self.int8, self._repacked)
 
     def repack(self, cpu_kernels: Kernels, memory: torch.Tensor) -> None:
-        """Makes a copy of the matrix in ``memory``, repacked for int8 arithmetic."""
+        """Writes a copy of the matrix, repacked for int8 arithmetic, into ``memory``."""
         self._repacked = cpu_kernels.repack(self.matrix, memory).repacked
 
     @property
@@ -75,27 +76,31 @@ class StoredLinear(StoredWeights):
 
     @property
     def kernel_weights(self) -> QuantizedMatrix:
-        """Read by :func:`longdraft.model.skinny_gemm.kernel_weights_of`."""
+        """The matrix, for :func:`longdraft.model.skinny_gemm.kernel_weights_of`."""
         return self.matrix
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (..., in) -> (..., out), in x's dtype."""
+        """Computes x (..., in) -> (..., out), in x's dtype."""
         cpu_kernels = kernels() if x.device.type == "cpu" and x.dtype == torch.float32 else None
         if cpu_kernels is not None and (self.int8 or x.numel() <= MAX_SKINNY_ROWS * x.shape[-1]):
-            with torch._C.DisableTorchFunction():  # the kernel needs no batch invariant mode
+            with torch._C.DisableTorchFunction():  # the kernel is batch invariant already
                 return cpu_kernels.linear(x, [(self.matrix, self.bias)], prefill=in_prefill())[0]
         inputs = fake_quantize_int8(x, self.format).to(x.dtype) if self.int8 else x
         return F.linear(inputs, self.weight.to(x.dtype), self.bias)
 
 
 class ArrangedLinear(nn.Module):
-    """``nn.Linear`` without bias that permutes inputs and outputs: weights cannot be permuted within a quant block.
+    """``nn.Linear`` without bias whose file has rows or columns in another order than transformers.
+
+    Weights inside a quant block cannot be reordered, so inputs and outputs are reordered instead.
 
     Args:
         parts: matrices (outputs of the part, in), which are stacked.
-        rows: (out,) for each output, its row in the stacked parts; None for the same order.
-        columns: (in,) for each input, its column in the parts; None for the same order. ``places`` is the inverse.
-    """
+        rows: (out,), each output's row in the stacked parts; None if the order is the same.
+        columns: (in,), each input's column in the parts; None if the order is the same.
+
+    Attributes:
+        places: (in,), the inverse of ``columns``: for each column of the parts the index of its input; or None."""
 
     rows: torch.Tensor | None
     columns: torch.Tensor | None
@@ -126,7 +131,7 @@ class ArrangedLinear(nn.Module):
         return matrix if self.columns is None else matrix[:, self.columns]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (..., in) -> (..., out), in x's dtype."""
+        """Computes x (..., in) -> (..., out), in x's dtype."""
         if self.places is not None:
             x = x[..., self.places]
         products = [part(x) for part in self.parts]
@@ -147,44 +152,44 @@ class StoredEmbedding(StoredWeights):
         super().__init__(matrix)
         self.scale = scale
         self.num_embeddings, self.embedding_dim = matrix.shape
-        # A cast of the model casts this buffer, whose dtype is that of the outputs.
+        # Has the dtype of the outputs, as a cast of the model casts this buffer too.
         self.register_buffer("dtype_sample", torch.empty(0, **CPU_FLOAT32), persistent=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids (...) -> (..., size)."""
+        """Looks up ids (...) -> (..., size)."""
         rows = dequantize(self.matrix.select_rows(ids.flatten()))
         rows = rows.to(self.dtype_sample.dtype).view(*ids.shape, self.embedding_dim)
         return rows if self.scale == 1.0 else rows * torch.tensor(self.scale, dtype=rows.dtype, device="cpu")
 
 
 def stored_module(module: nn.Module, matrix: QuantizedMatrix, bias: torch.Tensor | None = None) -> StoredWeights:
-    """A module with a stored matrix, to replace an ``nn.Linear`` or ``nn.Embedding``."""
+    """Makes a module with a stored matrix, which replaces the ``nn.Linear`` or ``nn.Embedding`` ``module``."""
     if isinstance(module, nn.Embedding):
         return StoredEmbedding(matrix, getattr(module, "scalar_embed_scale", 1.0))
     return StoredLinear(matrix, None if bias is None else bias.detach().float())
 
 
 def repack_for_int8(matrix: QuantizedMatrix) -> QuantizedMatrix:
-    """The matrix with a repacked copy for int8 arithmetic, if our kernels can make one (:meth:`Kernels.repack`)."""
+    """Adds a repacked copy for int8 arithmetic to a matrix, if our kernels can make one (:meth:`Kernels.repack`)."""
     cpu_kernels = kernels()
     return cpu_kernels.repack(matrix) if cpu_kernels is not None and cpu_kernels.can_repack(matrix) else matrix
 
 
 def dequantize(matrix: QuantizedMatrix) -> torch.Tensor:
-    """The matrix in float32."""
+    """Returns the matrix in float32."""
     cpu_kernels = kernels() if matrix.data.device.type == "cpu" else None
     return matrix.dequantize() if cpu_kernels is None else cpu_kernels.dequantize(matrix)
 
 
 def weight_storage(module: nn.Module) -> torch.Tensor:
-    """The plain tensor that holds a layer's or an embedding's weights: the first one, or this process's shard."""
+    """Returns the first plain tensor that holds a module's weights; for a DTensor, of this process's shard."""
     weight = module.data if isinstance(module, StoredWeights) else getattr(module, "weight", None)
     weight = weight if isinstance(weight, torch.Tensor) else next(module.parameters())
     return next(storage_tensors(local_tensor(weight)))
 
 
 def weight_shape(module: nn.Module) -> tuple[int, int]:
-    """(out, in) of a layer, (vocabulary, size) of an embedding."""
+    """Returns (out, in) of a layer, or (vocabulary, size) of an embedding."""
     if isinstance(module, StoredWeights):
         return module.matrix.shape
     weight = getattr(module, "weight", None)
@@ -197,7 +202,7 @@ def weight_shape(module: nn.Module) -> tuple[int, int]:
 
 
 def storage_tensors(weight: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The plain tensors that hold a weight: a quantised tensor subclass may consist of several."""
+    """Yields the plain tensors that hold a weight. A quantised tensor subclass may consist of several."""
     names = getattr(weight, "__tensor_flatten__", None)
     if names is None or is_plain_tensor(weight):
         yield weight.detach()
@@ -207,7 +212,7 @@ def storage_tensors(weight: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def weight_sample(module: nn.Module) -> torch.Tensor:
-    """Evenly spaced elements of a module's first parameter or of its stored matrix."""
+    """Returns evenly spaced elements of a module's stored matrix, or else of its first parameter."""
     if not isinstance(module, StoredWeights):
         # parameters() yields a module's own parameters before those of its children.
         flat = next(storage_tensors(full_tensor(next(module.parameters()).detach()))).flatten()
@@ -223,12 +228,11 @@ def quantize_for_draft(
 ) -> torch.Tensor | QuantizedMatrix:
     """Quantises a draft's matrix (out, in) for int8 arithmetic: drafts need not be exact.
 
-    A matrix of more than ``bits + 1`` bits a weight (scales included) is rounded to Q4_0 or Q8_0. If its row length is
-    no multiple of 32, the block size, it becomes or stays a tensor of floats.
-    """
+    A matrix of more than ``bits + 1`` bits a weight (with the bits of the scales) is rounded to Q4_0 or Q8_0. If the
+    length of its rows is no multiple of the block size, the result is a tensor of floats."""
     if isinstance(weights, QuantizedMatrix) and weights.bits_per_weight <= bits + 1:
         return weights.with_int8(int8=True)
-    if weights.shape[1] % 32:
+    if weights.shape[1] % _QUANT_BLOCK:
         return weights.detach().contiguous() if isinstance(weights, torch.Tensor) else dequantize(weights)
     target_format: Literal["Q4_0", "Q8_0"] = "Q4_0" if bits == 4 else "Q8_0"
     chunks: Iterable[torch.Tensor] = weights.data.split(_QUANTIZE_CHUNK_ROWS)
@@ -239,8 +243,8 @@ def quantize_for_draft(
 
 
 def quantized_draft_bytes(weights: torch.Tensor | QuantizedMatrix, bits: Literal[4, 8] = 8) -> int:
-    """Number of bytes that :func:`quantize_for_draft` allocates, with the repacked copy."""
+    """Returns the number of bytes that :func:`quantize_for_draft` allocates: for the matrix and a repacked copy."""
     rows, size = weights.shape
-    if size % 32 or (isinstance(weights, QuantizedMatrix) and weights.bits_per_weight <= bits + 1):
+    if size % _QUANT_BLOCK or (isinstance(weights, QuantizedMatrix) and weights.bits_per_weight <= bits + 1):
         return 0
-    return 2 * rows * size // 32 * QUANT_SIZES["Q4_0" if bits == 4 else "Q8_0"][1]
+    return 2 * rows * size // _QUANT_BLOCK * QUANT_SIZES["Q4_0" if bits == 4 else "Q8_0"][1]

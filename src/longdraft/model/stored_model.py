@@ -1,4 +1,4 @@
-"""Models with stored weights (:mod:`.stored`): loads weights, sets the arithmetic, detects writes to mapped files."""
+"""Loads weights into models, some as stored weights (:mod:`.stored`), sets the arithmetic, and checks mapped files."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from longdraft.model.stored import ArrangedLinear, StoredEmbedding, StoredWeight
 from longdraft.native import QuantizedMatrix, kernels
 from longdraft.native.boundary import allocate_bytes
 
-# Attribute of a model with the files that its weights are memory-mapped from, and their states at loading.
+# Attribute of a model: the files that its weights are memory-mapped from, with their identities and states at loading.
 _MAPPED_FILES = "_longdraft_mapped"
-# Held while nn.Module.register_parameter is replaced: two threads would restore each other's function.
+# Held while nn.Module.register_parameter is replaced, or two threads might restore each other's function.
 _REGISTER_LOCK = threading.RLock()
 _SLOW_REPACK_BYTES = 1 << 30  # repacking more takes seconds
 
@@ -38,9 +38,11 @@ def load_weights(
     """Loads weights into a module on the meta device. In float32 on a CPU, quantised matrices stay quantised.
 
     Args:
+        module: the module, whose submodules may be replaced.
         weights: name of a parameter or buffer -> its values.
-        int8: layers with quantised weights compute in int8 arithmetic.
-    """
+        device: device of the loaded parameters.
+        dtype: dtype of the loaded parameters.
+        int8: True lets layers with quantised weights compute in int8 arithmetic."""
     tensors_by_path: dict[str, dict[str, Any]] = {}  # path of a submodule -> its tensors by name
     for full_name, value in weights.items():
         path, _, name = full_name.rpartition(".")
@@ -62,19 +64,17 @@ def load_weights(
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Number of a model's weights, stored ones included. Tied weights count once."""
+    """Returns the number of a model's weights, with stored weights. Tied weights count once."""
     stored = {m.data.data_ptr(): m.matrix.shape for m in model.modules() if isinstance(m, StoredWeights)}
     return sum(p.numel() for p in model.parameters()) + sum(rows * columns for rows, columns in stored.values())
 
 
 def store_half_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Makes a model compute in float32 while its matrices stay in bfloat16 or float16.
-
-    A model that another package quantised is returned unchanged.
-    """
+    Does not change a model that another package quantised. Returns the model."""
     if getattr(model, "is_quantized", False):
         return model
-    tied: dict[int, QuantizedMatrix] = {}
+    tied: dict[int, QuantizedMatrix] = {}  # address of a weight -> its matrix, which tied modules share
     for path, module in list(model.named_modules(remove_duplicate=False)):
         if type(module) in (nn.Linear, nn.Embedding) and is_half_matrix(module.weight):
             stored = tied.setdefault(module.weight.data_ptr(), QuantizedMatrix.from_half(module.weight))
@@ -85,7 +85,7 @@ def store_half_weights(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def dequantize_model(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A copy of a model with all weights dequantised to ``dtype``."""
+    """Returns a copy of a model with all weights dequantised to ``dtype``."""
     with init_empty_weights():
         copied = type(model)(copy.deepcopy(model.config))
     weights: dict[str, torch.Tensor] = {}
@@ -101,7 +101,7 @@ def dequantize_model(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedMo
 
 
 def mark_as_stored(model: PreTrainedModel, *files: Path) -> PreTrainedModel:
-    """Makes ``save_pretrained`` of a model with stored weights raise, and records the files they are mapped from."""
+    """Makes a model's ``save_pretrained`` raise, and records the files that its weights are mapped from."""
     vars(model)["save_pretrained"] = _not_saved
     if files:
         vars(model)[_MAPPED_FILES] = [(file.absolute(), _file_state(file)) for file in files]
@@ -114,12 +114,12 @@ def has_stored_weights(model: nn.Module) -> bool:
 
 
 def is_repacked(model: nn.Module) -> bool:
-    """True if stored weights are repacked for int8 arithmetic."""
+    """True if a model has stored weights that are repacked for int8 arithmetic."""
     return any(isinstance(m, StoredWeights) and m.matrix.repacked is not None for m in model.modules())
 
 
 def arithmetic_of(model: nn.Module) -> str:
-    """The arithmetic of a model's matrix products: ``"int8"``, or the name of its dtype, such as ``"float32"``."""
+    """Returns the arithmetic of a model's matrix products: "int8", or the name of a dtype, such as "float32"."""
     if any(isinstance(m, StoredWeights) and m.int8 for m in model.modules()):
         return "int8"
     dtype = getattr(model, "dtype", None)
@@ -127,7 +127,7 @@ def arithmetic_of(model: nn.Module) -> str:
 
 
 def set_int8(model: nn.Module, on: bool = True) -> None:
-    """Switches layers with weights in quant blocks (8 bits or fewer) to int8 arithmetic, or back to float32."""
+    """Switches layers whose weights are in quant blocks (8 bits or fewer) to int8 arithmetic, or back to float32."""
     for module in model.modules():
         if isinstance(module, StoredWeights) and not isinstance(module, StoredEmbedding) and module.matrix.is_quantized:
             module.int8 = on
@@ -135,9 +135,8 @@ def set_int8(model: nn.Module, on: bool = True) -> None:
 
 def repack_weights(model: nn.Module, progress: Callable[[str], None]) -> None:
     """Makes repacked copies of matrices, which int8 arithmetic reads faster. Does nothing if memory is short.
-
-    The copies are as large as the matrices, which stay mapped from the file. ``progress`` is told of a slow repacking.
-    """
+    The copies are as large as the matrices, which stay mapped from the file. ``progress`` gets a line of text before a
+    slow repacking."""
     cpu_kernels = kernels()
     if cpu_kernels is None:
         return
@@ -147,7 +146,7 @@ def repack_weights(model: nn.Module, progress: Callable[[str], None]) -> None:
     lengths = [-(-m.data.numel() // 64) * 64 for m in modules]
     size = sum(lengths)
     prefaulted, free = take_prefaulted(size), memory_info.available_bytes(torch.device("cpu"))
-    if prefaulted is None and free is not None and free < 2 * size:
+    if prefaulted is None and free is not None and free < 2 * size:  # copies may take half of the free memory
         return
     if size > _SLOW_REPACK_BYTES:
         progress("Repacking the weights for this processor, as at every start")
@@ -158,12 +157,11 @@ def repack_weights(model: nn.Module, progress: Callable[[str], None]) -> None:
 
 def check_mapped_files(model: nn.Module) -> None:
     """Raises CheckpointError if a file that a model's weights are mapped from was written to.
-
-    Renaming another file over the mapped file is allowed.
-    """
-    for file, (identity, content) in vars(model).get(_MAPPED_FILES, ()):
-        current = _file_state(file) if file.exists() else (None, None)  # a deleted file stays mapped
-        if current[0] == identity and current[1] != content:
+    Renaming another file over the mapped file is allowed."""
+    for file, (identity, state) in vars(model).get(_MAPPED_FILES, ()):
+        # A deleted file stays mapped.
+        current_identity, current_state = _file_state(file) if file.exists() else (None, None)
+        if current_identity == identity and current_state != state:
             raise CheckpointError(
                 f"{file} was written to while its weights were in use: load the model again. (To replace a file that "
                 "is in use, write another and rename it.)"
@@ -172,7 +170,7 @@ def check_mapped_files(model: nn.Module) -> None:
 
 @contextmanager
 def init_empty_weights() -> Iterator[None]:
-    """A context in which modules that this thread makes have parameters on the meta device, and usual buffers."""
+    """Inside the ``with``, puts parameters, but not buffers, of modules that this thread makes on the meta device."""
     thread = threading.get_ident()
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -191,7 +189,7 @@ def init_empty_weights() -> Iterator[None]:
 
 
 def _file_state(file: Path) -> tuple[tuple[int, int], tuple[int, int]]:
-    """A file's identity (device, inode), and its state (size, modification time)."""
+    """Returns a file's identity (device, inode), and its state (size, modification time)."""
     stat = file.stat()
     return (stat.st_dev, stat.st_ino), (stat.st_size, stat.st_mtime_ns)
 

@@ -1,4 +1,4 @@
-"""Refuses models, adapters, KV dtypes, lengths and tokens that longdraft cannot decode exactly, with the reason."""
+"""Refuses what longdraft cannot decode exactly, with the reason: models, adapters, KV dtypes, lengths and tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from longdraft.model.runner import TargetRunner
 
 _LOAD = "Load it: model, tokenizer = longdraft.load(...), or model = AutoModelForCausalLM.from_pretrained(...)."
-# PEFT types that longdraft cannot host, and why, as a message states it. Their layers do not compute tokens one by one.
+# PEFT type that longdraft cannot host -> the reason, as a message states it.
 _UNSUPPORTED_ADAPTERS = {
     "ADAPTION_PROMPT": "adds keys and values to attention",
     "LILY": "mixes its parts by all tokens of a forward together",
@@ -34,17 +34,18 @@ _UNSUPPORTED_ADAPTERS = {
     "SHADOW": "carries a state from layer to layer",
     "XLORA": "chooses its experts by the whole prompt",
 }
-# Arguments of ``generate``, one value for each sequence, that PEFT passes to its layers by hooks.
+# Arguments of ``generate`` with a value for each sequence. PEFT passes them to its layers by hooks.
 _PER_SEQUENCE_ARGS = ("adapter_names", "alora_offsets")
 
-# reason_against_drafts compares _NUM_COMPARED tokens behind a prefix: one a forward, and with others in one forward.
+# reason_against_drafts compares the logits of _NUM_COMPARED tokens behind a prefix, when each token has its own forward
+# and when one forward has _FORWARD_LENGTHS tokens: few and many tokens may run different kernels.
 _PREFIX_LEN, _NUM_COMPARED, _FORWARD_LENGTHS = 5, 2, (2, 64)
-# Largest relative difference of a token's logits, in 16 bits and in float32.
+# Largest relative difference of a token's logits that counts as rounding, in 16 bits and in float32.
 _HALF_TOLERANCE, _TOLERANCE = 2e-2, 1e-5
 
 
 def check_model(model: object) -> None:
-    """Raises UnsupportedModelError for an object that is no transformers model, such as a name or a pipeline."""
+    """Raises UnsupportedModelError for an object that is not a transformers model, such as a name or a pipeline."""
     if not (isinstance(model, torch.nn.Module) and hasattr(model, "config")):
         raise UnsupportedModelError(f"A target is a model of transformers, not {type(model).__name__}. {_LOAD}")
 
@@ -82,7 +83,7 @@ def check_supported(model: PreTrainedModel) -> None:
 
 
 def check_autocast(device: torch.device) -> None:
-    """Raises CapabilityError under torch.autocast, which the model's own generate would follow."""
+    """Raises CapabilityError inside torch.autocast, which would change the results of the model's own generate."""
     if torch.is_autocast_enabled(device.type):
         raise CapabilityError(
             "longdraft computes in the model's dtype, not in torch.autocast's: decode outside of torch.autocast, or "
@@ -92,14 +93,14 @@ def check_autocast(device: torch.device) -> None:
 
 def check_functions(model: PreTrainedModel) -> None:
     """Raises UnsupportedModelError if a user replaced functions that all models call, or set global hooks of modules.
-
-    The functions are transformers' for attention and masks, and torch's."""
-    name = decoder_config(model)._attn_implementation
-    functions = {"attention": ALL_ATTENTION_FUNCTIONS.get(name), "mask": ALL_MASK_ATTENTION_FUNCTIONS.get(name)}
-    if name == "eager":  # each model file has its own attention function
+    The checked functions are transformers' functions for attention and masks, and torch's functions."""
+    attention = decoder_config(model)._attn_implementation
+    functions = {"attention": ALL_ATTENTION_FUNCTIONS.get(attention)}
+    functions["mask"] = ALL_MASK_ATTENTION_FUNCTIONS.get(attention)
+    if attention == "eager":  # each model file has its own attention function
         files = {type(m).__module__ for m in model.modules() if is_library_code(type(m).forward)}
         functions |= {file: vars(sys.modules[file]).get("eager_attention_forward") for file in files}
-    # Replaced functions and tensor methods of torch would be bypassed or called twice by our batch invariant mode.
+    # Our batch invariant mode would bypass replaced functions and tensor methods of torch, or call them twice.
     prefixes = ("torch.nn.functional.", "torch.Tensor.")
     functions |= {n: f for n, f in called_functions(model).items() if n.startswith(prefixes)}
     functions["torch.nn.Module.__call__"] = torch.nn.Module.__call__
@@ -111,13 +112,13 @@ def check_functions(model: PreTrainedModel) -> None:
         if not is_library_code(function):
             raise UnsupportedModelError(
                 f"{type(model).__name__} computes with {function}, a function of your own ({dotted_name}, attention: "
-                f"{name!r}), which longdraft would leave out. Decode without longdraft, or restore the library's "
+                f"{attention!r}), which longdraft would leave out. Decode without longdraft, or restore the library's "
                 'function (of attention: model.set_attn_implementation("sdpa")). Set hooks on single modules only.'
             )
 
 
 def _check_devices(model: PreTrainedModel) -> None:
-    """Raises UnsupportedModelError if a model's layers are on several devices, as all KV is kept on one device."""
+    """Raises UnsupportedModelError if a model's layers are on several devices: all KV is on one device."""
     layer_devices = [next((str(p.device) for p in layer.parameters()), None) for layer in decoder_layers(model)]
     devices = sorted({device for device in layer_devices if device is not None})
     if len(devices) > 1:
@@ -130,7 +131,7 @@ def _check_devices(model: PreTrainedModel) -> None:
 
 
 def check_tokens(model: PreTrainedModel, tokens: torch.Tensor | Iterable[int]) -> None:
-    """Raises PromptError, which names the first one, for token ids that the model has no embedding for."""
+    """Raises PromptError if the model has no embedding for a token id. The error names the first such id."""
     vocab_size = weight_shape(model.get_input_embeddings())[0]
     if isinstance(tokens, torch.Tensor):
         unknown = tokens[(tokens < 0) | (tokens >= vocab_size)].tolist()
@@ -144,15 +145,15 @@ def check_tokens(model: PreTrainedModel, tokens: torch.Tensor | Iterable[int]) -
 
 
 def check_length(model: PreTrainedModel, length: int, num_draft_tokens: int) -> None:
-    """Refuses lengths at which dynamic RoPE is not exact: its frequencies depend on the longest sequence of a forward.
+    """Raises ContextError for lengths at which a model with dynamic RoPE would not decode exactly.
 
-    Beyond the trained length they would be other ones for drafted tokens, or in a batch, than in plain decoding.
+    Dynamic RoPE's frequencies depend on the longest sequence of a forward, beyond the trained length. There, drafted
+    tokens, and sequences in a batch, would get other frequencies than in plain decoding.
 
     Args:
-        length: tokens of the longest sequence, prompt and output.
-        num_draft_tokens: draft tokens beyond ``length``, which change the frequencies for a verification too.
-
-    Raises ContextError, which names the RoPE type and the length up to which it is exact."""
+        model: the target.
+        length: number of tokens in the longest sequence, prompt and output.
+        num_draft_tokens: number of draft tokens beyond ``length``, which a verification adds to the sequence."""
     limit, needed = context_length(model), length + num_draft_tokens
     dynamic_type = next((name for name in map(rope_type, rope_parameters(model)) if "dynamic" in name), None)
     if dynamic_type is not None and needed > limit:
@@ -164,9 +165,8 @@ def check_length(model: PreTrainedModel, length: int, num_draft_tokens: int) -> 
 
 
 def check_kv_dtype(runner: TargetRunner, dtype: torch.dtype, option: str) -> None:
-    """Raises CapabilityError if this runner cannot keep KV in a dtype.
-
-    ``option`` is "kv_dtype" for all KV, or "view_dtype" for the KV of a view."""
+    """Raises CapabilityError if this runner cannot keep KV in ``dtype``.
+    ``option`` is the user's option: "kv_dtype" for all KV, or "view_dtype" for the KV of a view."""
     for_view = option == "view_dtype"
     offloaded = runner.offload is not None and not for_view
     reason = "offloaded KV has the model's dtype" if offloaded else _kv_dtype_problem(runner, dtype)
@@ -182,7 +182,7 @@ def check_kv_dtype(runner: TargetRunner, dtype: torch.dtype, option: str) -> Non
 
 
 def _kv_dtype_problem(runner: TargetRunner, dtype: torch.dtype) -> str | None:
-    """Why no attention path here can read KV in a dtype; None if one can."""
+    """Returns the reason why no attention path of this machine reads KV in ``dtype``; None if one does."""
     shape = runner.kv_shape
     if dtype == shape.dtype or runner.can_round_kv:
         return None
@@ -196,15 +196,13 @@ def _kv_dtype_problem(runner: TargetRunner, dtype: torch.dtype) -> str | None:
 
 def _check_adapters(model: torch.nn.Module) -> None:
     """Raises UnsupportedModelError for an active PEFT adapter that longdraft would compute differently.
-
-    An adapter that adds to layers is supported without further code: the execution model copies the wrapped layers.
-    """
+    Adapters that add to layers are supported: the execution model copies the layers that such an adapter wraps."""
     active = {name for module in model.modules() for name in _active_adapters(module)}
-    # PeftModel.generate replaces prepare_inputs_for_generation of its base model, and calls the base model's generate.
+    # If model is the base model in PeftModel.generate, the method that PEFT has replaced leads to the PeftModel.
     peft_model = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
     owners: list[Any] = [m for m in (model, peft_model) if isinstance(getattr(m, "peft_config", None), Mapping)]
     for owner in owners:
-        # Adapters without layers, such as prompt tuning: only the PeftModel knows which of them is active.
+        # Only the PeftModel knows which adapter without layers is active, such as prompt tuning.
         disabled = getattr(owner, "_adapters_disabled", False)
         prompt_adapters = () if disabled else _as_list(getattr(owner, "active_adapter", ()))
         for name in sorted({*active, *prompt_adapters}):
@@ -223,9 +221,8 @@ def _check_adapters(model: torch.nn.Module) -> None:
 
 
 def _remove_per_sequence_hooks(model: torch.nn.Module) -> str:
-    """Removes the hooks of PEFT's ``generate`` with an adapter for each sequence: if the call fails, they remain.
-
-    Returns the name of the argument that led to the hooks; "" if there were none."""
+    """Removes the hooks that PEFT's ``generate`` sets to use an adapter for each sequence. A failed call leaves them.
+    Returns the name of the argument that the hooks were set for; "" if there were no hooks."""
     argument = ""
     for module in model.modules():
         for hook_id, hook in list(module._forward_pre_hooks.items()):
@@ -238,6 +235,7 @@ def _remove_per_sequence_hooks(model: torch.nn.Module) -> str:
 
 
 def _adapter_problem(settings: Any) -> str | None:
+    """Returns the reason why longdraft cannot host an adapter; None if it can."""
     if getattr(settings, "is_prompt_learning", False):
         return "puts tokens of its own before the prompt"
     if getattr(settings, "alora_invocation_tokens", None) is not None:
@@ -246,7 +244,7 @@ def _adapter_problem(settings: Any) -> str | None:
 
 
 def _active_adapters(module: torch.nn.Module) -> list[str]:
-    """Names of the adapters that a layer computes with; empty for a layer without adapters."""
+    """Returns the names of the adapters that a layer computes with, merged ones included."""
     if not getattr(module, "adapter_layer_names", ()):
         return []
     unmerged = () if getattr(module, "disable_adapters", False) else getattr(module, "active_adapters", ())
@@ -260,8 +258,7 @@ def _as_list(names: Any) -> list[str]:
 
 
 def reason_against_drafts(runner: TargetRunner) -> str | None:
-    """Why a model with a user's hooks, forwards or layers cannot verify drafts; None if it can.
-
+    """Returns the reason why a model with a user's hooks, forwards or layers cannot verify drafts; None if it can.
     Compares the logits of made-up tokens in forwards of one and of several tokens."""
     with runner.lock:
         runner.sync_with_model()
@@ -284,8 +281,9 @@ def reason_against_drafts(runner: TargetRunner) -> str | None:
 
 
 def _logits_in_steps(runner: TargetRunner, lengths: list[int]) -> torch.Tensor:
-    """Logits (_NUM_COMPARED, vocabulary) of the first tokens after a prefix, in forwards of these lengths."""
+    """Returns logits (_NUM_COMPARED, vocabulary) of the first tokens after a prefix, in forwards of these lengths."""
     store, logits = runner.new_store(1, _PREFIX_LEN + sum(lengths)), []
+    # Token ids that look random, but are the same for all lengths.
     token_ids = [(37 * i + 11) % runner.vocab_size for i in range(_PREFIX_LEN + sum(lengths))]
     runner.forward(store.make_forward_batch([0], [token_ids[:_PREFIX_LEN]], is_prefill=True), store, logits="none")
     store.commit(0, range(_PREFIX_LEN))

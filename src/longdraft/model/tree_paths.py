@@ -1,4 +1,4 @@
-"""Paths in the trees of a batch: parents, ancestors, and the inputs that convolutions read along a path."""
+"""Finds paths in the trees of a batch: parents, ancestors, and the inputs that convolutions read along a path."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import torch
 
 from longdraft.attention.forward_batch import ForwardBatch
 
+_PREFIX, _UNKNOWN = -1, -2  # instead of a parent node: the committed prefix; not known
+
 
 def tree_parents(batch: ForwardBatch) -> list[list[int]]:
-    """For each sequence, each tree node's parent; -1 is the committed prefix, and -2 is unknown.
+    """Returns, for each sequence, the parent of each tree node; _PREFIX (-1) for a root, _UNKNOWN (-2) if not known.
 
-    A batch holds a tree's nodes from ``tree_offset`` on. Its mask shows the parents of these nodes and their ancestors;
-    those of the other earlier nodes are unknown."""
+    A batch has a tree's nodes from ``tree_offset`` on. The mask shows the paths to these nodes, so parents are known of
+    all nodes on these paths. Other nodes before ``tree_offset`` have unknown parents."""
     parents: list[list[int]] | None = batch.metadata.get("parents")
     if parents is None:
         if batch.mask is None:
-            parents = [list(range(-1, batch.tree_len - 1))] * batch.batch_size
+            parents = [list(range(_PREFIX, batch.tree_len - 1))] * batch.batch_size  # chains
         else:
             parents = [_parents_from_mask(mask, batch.tree_len) for mask in batch.mask.tolist()]
         batch.metadata["parents"] = parents
@@ -23,10 +25,10 @@ def tree_parents(batch: ForwardBatch) -> list[list[int]]:
 
 
 def _parents_from_mask(mask: list[list[bool]], tree_len: int) -> list[int]:
-    """Parents from a mask with a row for each node of the batch: the True columns are its path, itself included."""
-    parents = [-2] * tree_len
+    """Returns each tree node's parent. In ``mask``, a row has True for the nodes on the path to a node of the batch."""
+    parents = [_UNKNOWN] * tree_len
     for mask_row in mask:
-        parent = -1
+        parent = _PREFIX
         for node, is_on_path in enumerate(mask_row):
             if is_on_path:
                 parents[node], parent = parent, node
@@ -34,7 +36,7 @@ def _parents_from_mask(mask: list[list[bool]], tree_len: int) -> list[int]:
 
 
 def with_ancestors(parents: list[int], offset: int) -> list[int]:
-    """The nodes from ``offset`` on and all their ancestors, in order."""
+    """Returns the nodes from ``offset`` on and all their ancestors, ascending. Parents come before their children."""
     nodes = set(range(offset, len(parents)))
     for node in range(offset, len(parents)):
         while (node := parents[node]) >= 0:
@@ -43,10 +45,10 @@ def with_ancestors(parents: list[int], offset: int) -> list[int]:
 
 
 def conv_input_indices(batch: ForwardBatch, kernel_size: int) -> list[torch.Tensor]:
-    """For each sequence (T, kernel_size): indices of the last inputs on each token's path, its own included.
-
-    The indexed inputs are the last ``kernel_size - 1`` committed ones, and behind them those of the tree's nodes."""
-    key = ("inputs", kernel_size)
+    """Returns, for each sequence, indices (T, kernel_size) of the inputs that a convolution reads for each token.
+    These are the last inputs on the path to the token. The indices count first the last ``kernel_size - 1`` committed
+    inputs, then the inputs of the tree's nodes."""
+    key = ("conv_input_indices", kernel_size)
     if key not in batch.metadata:
         nodes = range(batch.tree_offset, batch.tree_len)
         paths = [[_input_path(parents, node, kernel_size) for node in nodes] for parents in tree_parents(batch)]
@@ -56,8 +58,9 @@ def conv_input_indices(batch: ForwardBatch, kernel_size: int) -> list[torch.Tens
 
 
 def _input_path(parents: list[int], node: int, kernel_size: int) -> list[int]:
+    """Returns the indices that :func:`conv_input_indices` has for one node."""
     indices: list[int] = []
-    prefix_index = kernel_size - 2  # of the last committed input
+    prefix_index = kernel_size - 2  # index of the last committed input
     while len(indices) < kernel_size:
         if node >= 0:
             indices.append(node + kernel_size - 1)

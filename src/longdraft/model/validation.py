@@ -1,8 +1,8 @@
-"""Validates hosting: compares results with the model's own code, on a small tree of tokens after a short prefix.
+"""Validates hosting and kernels: compares results with the model's own code, on a small tree after a short prefix.
 
 A configuration does not tell whether a model bypasses transformers' attention interface, derives positions from its
-cache, or adds a bias to scores; computing three tokens does. :func:`validate_hosting` validates a hosted model.
-:func:`outputs_agree` validates the kernels that compute its layers.
+cache, or adds a bias to scores. Computing three tokens shows it. :func:`validate_hosting` validates a hosted model, and
+:func:`outputs_agree` the kernels that compute its layers.
 """
 
 from __future__ import annotations
@@ -28,44 +28,41 @@ from longdraft.model.layout import AttentionTrace, KVLayout, build_layout, layou
 from longdraft.model.model_copy import copy_without_hooks
 from longdraft.native.boundary import CPU_FLOAT32
 
-# A prefix, prefilled in two chunks, and a tree of three nodes: two roots, and a child of the second root.
+# The prefix is prefilled in two chunks, the first of _CHUNK_LEN tokens.
 _PREFIX_LEN, _CHUNK_LEN = 5, 2
-_TREE_MASK = [[True, False, False], [False, True, False], [False, True, True]]
+# The tree has three nodes: two roots, and a child of the second root.
+_TREE_MASK, _TREE_PATHS = [[True, False, False], [False, True, False], [False, True, True]], ([0], [1, 2])
 _DEPTHS = (0, 0, 1)
-# Windows and chunks are shortened to this many tokens, so that they slide.
+# Windows and chunks of attention are shortened to this number of tokens, so that the few tokens already exceed them.
 _SHORT_WINDOW = 4
 _WINDOW_SETTINGS = ("sliding_window", "attention_chunk_size")
-# Largest difference relative to the largest number: in float32, and in 16 bits as a multiple of the dtype's epsilon.
+# Largest difference that counts as rounding, relative to the largest number; for 16 bits, in the dtype's epsilons.
 _TOLERANCE, _HALF_TOLERANCE_EPS = 1e-4, 6
-# Largest median of the relative difference of logits in 16 bits, where rounding often changes the chosen experts.
+# Largest median of the logits' relative differences in 16 bits, where rounding often changes a token's chosen experts.
 _HALF_LOGITS_TOLERANCE = 0.1
-# The cache's name as an argument and an output, in transformers 5.24 and 5.17.
+# Names of the cache as an argument and as an output, in transformers 5.24 and 5.17.
 _CACHE_ARGS = ("cache", "past_key_values", "cache_params")
 # Rounding can route a token to another expert, so a failed comparison is repeated with other tokens.
 _MAX_TRIALS = 3
-# Our result, and that of the model's own code.
+# Our result, and the result of the model's own code.
 OutputPair = tuple[torch.Tensor | None, torch.Tensor | None]
+# (context for the model's own code, context for the kernels) -> pairs.
 ComputePairs = Callable[[hosting.ForwardContext, hosting.ForwardContext], Iterable[OutputPair]]
 
 
 @torch.inference_mode()
 def outputs_agree(model: PreTrainedModel, compute: ComputePairs) -> bool:
-    """Compares kernels with the model's own layers: outputs, KV and recurrent states of made-up tokens.
-
-    The batch has a sequence near position 0 and one at the end of the model's context.
-
-    Args:
-        compute: (context for the model's own code, context for the kernels) -> pairs of our result and the model's.
-    """
+    """True if kernels and the model's own layers compute equal outputs, KV and recurrent states of made-up tokens.
+    One of two sequences is near position 0, the other at the context's end. ``compute`` runs layers and kernels."""
     layout, vocab_size = layout_of(model), int(hosting.decoder_config(model).vocab_size)
     capacity = _PREFIX_LEN + len(_TREE_MASK)
     stores = [KVStore(layout.shape, 2, capacity, model.device) for _ in range(2)]
     for store in stores:
         store.attach_states(*hosting.new_layer_states(model, 2, capacity))
-        for t in _store_tensors(store):  # the same random cache in both stores
-            t.copy_(torch.randn(t.shape, generator=torch.Generator().manual_seed(1), **CPU_FLOAT32))
-    first_root = 100 + _PREFIX_LEN  # position of a root in the first sequence
-    last_root = max(first_root, hosting.context_length(model) - 2)
+        for tensor in _store_tensors(store):  # both stores get the same random numbers
+            tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1), **CPU_FLOAT32))
+    first_root = 100 + _PREFIX_LEN  # the roots' position in the first sequence: any small one but _PREFIX_LEN
+    last_root = max(first_root, hosting.context_length(model) - 2)  # the child is the context's last token
     inputs: dict[str, Any] = {
         "token_ids": [[i % vocab_size for i in (1, 2, 3)]] * 2,
         "positions": [[root + depth for depth in _DEPTHS] for root in (first_root, last_root)],
@@ -78,7 +75,7 @@ def outputs_agree(model: PreTrainedModel, compute: ComputePairs) -> bool:
 
 
 def _store_tensors(store: KVStore) -> list[torch.Tensor]:
-    """All KV of a store of two slots, and its recurrent states with the inputs of uncommitted tokens."""
+    """Returns all KV of a store with two slots, and its recurrent states with the inputs of uncommitted tokens."""
     tensors = [store.keys, store.values]
     for states in store.states:
         if isinstance(states, WindowKVCache):
@@ -107,8 +104,7 @@ def _is_close(actual: object, expected: object) -> bool:
 
 
 def validate_hosting(model: PreTrainedModel) -> KVLayout:
-    """Hosts a copy of a model without the user's hooks, compares it with the model, and returns its layout.
-
+    """Hosts a copy of a model without the user's hooks, compares it with the model, and returns the layout.
     Raises UnsupportedModelError if the hosted copy fails, or computes something else than the model."""
     copy = copy_without_hooks(model)
     stored_model.set_int8(copy, False)
@@ -116,40 +112,39 @@ def validate_hosting(model: PreTrainedModel) -> KVLayout:
     positions.patch_position_ids(copy)
     recurrent.patch_mixers(copy)
     try:
-        return _try_hosting(copy, custom=False)
+        return _try_hosting(copy, is_custom=False)
     except UnsupportedModelError as error:
         is_sparse = "sparse" in str(getattr(hosting.decoder_config(copy), "attention_type", ""))
-        # Custom attention code is hosted by its KV cache, and the caches of these models may hold more than KV.
+        # Custom attention code is hosted by filling its cache with KV. These models may need more in a cache than KV.
         if recurrent.find_mixers(copy) or copy._is_stateful or is_sparse:
             raise
         try:
-            return _try_hosting(copy, custom=True)
+            return _try_hosting(copy, is_custom=True)
         except UnsupportedModelError:
             raise error from None
 
 
-def _try_hosting(copy: PreTrainedModel, custom: bool) -> KVLayout:
-    """Compares a copy's hosted logits with those of the model's own code, and returns the layout.
-
-    With ``custom``, :mod:`.custom_attention` hosts the copy."""
+def _try_hosting(copy: PreTrainedModel, is_custom: bool) -> KVLayout:
+    """Compares a copy's hosted logits with the logits of the model's own code, and returns the layout.
+    ``is_custom``: True hosts the copy by :mod:`.custom_attention`."""
     name, implementation = type(copy).__name__, hosting.decoder_config(copy)._attn_implementation
     generator = torch.Generator().manual_seed(0)
     shape = (_PREFIX_LEN + len(_TREE_MASK),)
     vocab_size = stored.weight_shape(copy.get_input_embeddings())[0]
     try:
-        # quiet(): on a CPU transformers would advise to install GPU kernels.
+        # quiet() hides transformers' advice to install GPU kernels, which it also gives on a CPU.
         with _short_windows(copy) as has_windows, quiet() if copy.device.type == "cpu" else nullcontext():
             for _ in range(_MAX_TRIALS):
                 token_ids = torch.randint(vocab_size, shape, generator=generator, device="cpu").tolist()
                 hosting.set_attention(copy, implementation)
                 try:
-                    expected = _model_logits(copy, token_ids, custom or bool(recurrent.find_mixers(copy)))
+                    expected = _model_logits(copy, token_ids, is_custom or bool(recurrent.find_mixers(copy)))
                 except Exception as error:  # the model's own code may raise any type
                     raise UnsupportedModelError(f"{name} computes no text by itself: {reason_of(error)}.") from error
-                if not custom:
+                if not is_custom:
                     hosting.set_attention(copy)
                 try:
-                    agrees = _logits_agree(_hosted_logits(copy, token_ids, custom), expected)
+                    agrees = _logits_agree(_hosted_logits(copy, token_ids, is_custom), expected)
                 except LongdraftError:
                     raise
                 except Exception as error:
@@ -164,14 +159,14 @@ def _try_hosting(copy: PreTrainedModel, custom: bool) -> KVLayout:
                     f"{name} computes something else than attention to the text before each token (a bias, a mask of "
                     "its own), so longdraft cannot host it exactly."
                 )
-        return _trace_layout(copy, token_ids, custom) if has_windows else traced_layouts[copy]
+        return _trace_layout(copy, token_ids, is_custom) if has_windows else traced_layouts[copy]
     finally:
         hosting.set_attention(copy, implementation)
 
 
 @contextmanager
 def _short_windows(copy: PreTrainedModel) -> Iterator[bool]:
-    """A context in which windows and chunks are so short that they slide. Yields True if the model has any."""
+    """Shortens windows and chunks inside the ``with``, so that they slide. Yields True if the model has any."""
     modules = [module for module in copy.modules() if not isinstance(module, PreTrainedModel)]
     shortened: list[tuple[Any, str, int]] = []
     for owner in (hosting.decoder_config(copy), *modules):
@@ -188,25 +183,22 @@ def _short_windows(copy: PreTrainedModel) -> Iterator[bool]:
 
 
 @torch.inference_mode()
-def _model_logits(copy: PreTrainedModel, token_ids: list[int], stepwise: bool) -> torch.Tensor:
-    """Logits (3, vocabulary) of the tree's nodes, computed by the model's own forward of each path.
-
-    Args:
-        stepwise: compute the tokens after the prefix one by one, with the model's cache.
-    """
+def _model_logits(copy: PreTrainedModel, token_ids: list[int], is_stepwise: bool) -> torch.Tensor:
+    """Returns logits (3, vocabulary) of the tree's nodes, from the model's own forward of each path.
+    ``is_stepwise``: True computes the tokens after the prefix one by one, with the model's cache."""
     logits, takes_positions = [], "position_ids" in inspect.signature(type(copy).forward).parameters
 
     def forward(input_ids: torch.Tensor, start: int, **kwargs: Any) -> Any:
-        # ``generate`` passes positions too. Without them some models count differently.
+        # ``generate`` passes positions too. Without them some models number tokens differently.
         position_ids = {"position_ids": _position_ids(input_ids) + start} if takes_positions else {}
         return copy(input_ids=input_ids, **position_ids, **kwargs)
 
-    for path in ([0], [1, 2]):
+    for path in _TREE_PATHS:
         input_ids = to_device([token_ids[:_PREFIX_LEN] + [token_ids[_PREFIX_LEN + i] for i in path]], copy.device)
-        if not stepwise:
+        if not is_stepwise:
             logits.append(forward(input_ids, 0, use_cache=False).logits[0, -len(path) :])
             continue
-        # Some recurrent layers compute single tokens, as ``generate`` does, in another way than several.
+        # Some recurrent layers compute a single token, as in ``generate``, in another way than several tokens.
         out = forward(input_ids[:, :_PREFIX_LEN], 0, use_cache=True)
         for i in range(_PREFIX_LEN, input_ids.shape[1]):
             name = next(name for name in _CACHE_ARGS if out.get(name) is not None)
@@ -216,14 +208,14 @@ def _model_logits(copy: PreTrainedModel, token_ids: list[int], stepwise: bool) -
 
 
 @torch.inference_mode()
-def _hosted_logits(copy: PreTrainedModel, token_ids: list[int], custom: bool) -> torch.Tensor:
-    """The logits of :func:`_model_logits`, computed with our attention and our store."""
-    layout = traced_layouts[copy] = _trace_layout(copy, token_ids, custom)
+def _hosted_logits(copy: PreTrainedModel, token_ids: list[int], is_custom: bool) -> torch.Tensor:
+    """Returns the logits of :func:`_model_logits`, computed with our attention and our store."""
+    layout = traced_layouts[copy] = _trace_layout(copy, token_ids, is_custom)
     capacity = _PREFIX_LEN + len(_TREE_MASK)
     store = KVStore(layout.shape, 1, capacity, copy.device)
     store.attach_states(*hosting.new_layer_states(copy, 1, capacity))
-    run = custom_attention.run if custom else hosting.run
-    for chunk in (token_ids[:_CHUNK_LEN], token_ids[_CHUNK_LEN:_PREFIX_LEN]):  # as in a long prompt
+    run = custom_attention.run if is_custom else hosting.run
+    for chunk in (token_ids[:_CHUNK_LEN], token_ids[_CHUNK_LEN:_PREFIX_LEN]):  # as a long prompt is prefilled
         prefill = store.make_forward_batch([0], [chunk], is_prefill=True)
         run(hosting.decoder_of(copy), hosting.ForwardContext(store, prefill, attend, layout))
         store.commit(0, range(len(chunk)))
@@ -234,10 +226,10 @@ def _hosted_logits(copy: PreTrainedModel, token_ids: list[int], custom: bool) ->
 
 
 @torch.inference_mode()
-def _trace_layout(copy: PreTrainedModel, token_ids: list[int], custom: bool) -> KVLayout:
-    """The layout that follows from a traced forward of two tokens."""
+def _trace_layout(copy: PreTrainedModel, token_ids: list[int], is_custom: bool) -> KVLayout:
+    """Builds the layout from a traced forward of two tokens."""
     input_ids, trace = to_device([token_ids[:2]], copy.device), AttentionTrace()
-    if custom:
+    if is_custom:
         trace.calls += custom_attention.trace_cache_layers(copy, input_ids)
     else:
         with hosting.forward_scope(trace):
@@ -247,7 +239,7 @@ def _trace_layout(copy: PreTrainedModel, token_ids: list[int], custom: bool) -> 
         raise UnsupportedModelError(
             f"{type(copy).__name__} does not go through transformers' attention interface, so longdraft cannot host it."
         )
-    return build_layout(copy, calls, shapes, custom)
+    return build_layout(copy, calls, shapes, is_custom)
 
 
 def _position_ids(input_ids: torch.Tensor) -> torch.Tensor:
@@ -255,8 +247,8 @@ def _position_ids(input_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _logits_agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    """True if the logits of all tokens agree up to rounding; in 16 bits, of most tokens."""
-    # NaN logits of a damaged model pass here: decoding reports them.
+    """True if the logits of all tokens agree up to rounding; in 16 bits, if the logits of most tokens agree."""
+    # NaN logits (of a damaged model) pass, because decoding reports them.
     if actual.shape != expected.shape or bool(torch.isnan(expected).any()):
         return actual.shape == expected.shape
     differences = (actual.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)

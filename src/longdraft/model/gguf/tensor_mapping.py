@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from longdraft.model.experts import LAST, StoredExperts, as_parameters, is_moe_experts
+from longdraft.model.experts import DOWN, StoredExperts, as_parameters, is_moe_experts
 from longdraft.model.gguf.architectures import Arch
 from longdraft.model.gguf.header import GGUFTensor
 from longdraft.model.stored import ArrangedLinear
@@ -169,9 +169,9 @@ def _load_layer_experts(
     input_projections = ["gate_up"] if name.format("gate_up") + "weight" in tensors else ["gate", "up"]
     weights: dict[str, torch.Tensor | QuantizedMatrix] = {}
     biases: dict[str, torch.Tensor] = {}
-    for projection in (*input_projections, LAST):
+    for projection in (*input_projections, DOWN):
         out_rows = 2 * intermediate if projection == "gate_up" else intermediate
-        rows, columns = (hidden, intermediate) if projection == LAST else (out_rows, hidden)
+        rows, columns = (hidden, intermediate) if projection == DOWN else (out_rows, hidden)
         weight, bias = (tensors.get(name.format(projection) + leaf) for leaf in ("weight", "bias"))
         if weight is None:
             yield f"{path}.{projection} (not there)"
