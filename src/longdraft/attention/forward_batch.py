@@ -13,7 +13,7 @@ from longdraft.attention.transfer import to_device
 
 @dataclass(frozen=True, eq=False)
 class ScoreModifiers:
-    """How a layer changes its attention scores, besides scaling them.
+    """Changes that a layer makes to its attention scores, besides scaling them.
 
     Attributes:
         softcap: scores s become softcap * tanh(s / softcap) before the mask (Gemma 2); None: no soft cap.

@@ -18,7 +18,7 @@ from longdraft.errors import reason_of
 
 logger = logging.getLogger("longdraft")
 
-# Largest accepted difference between kernel and reference, as a part of the largest output; a wrong kernel exceeds it.
+# Largest accepted difference between kernel and reference, as a part of the largest output.
 _TOLERANCE = {torch.float16: 0.01, torch.bfloat16: 0.05}
 
 
@@ -47,7 +47,7 @@ def merge_tree_attention(
     tree_bias: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Attends to the tree, and merges the result with the prefix's.
+    """Attends to the tree, and merges the result with the result for the prefix.
 
     Args:
         q: (B, Hq, T, d).

@@ -155,7 +155,7 @@ def _window_config(period: int) -> Callable[[GGUFHeader], ConfigFields]:
 
 
 def _gemma_config(period: int, num_layers_27b: int) -> Callable[[GGUFHeader], ConfigFields]:
-    """Returns a builder of config fields of Gemma 2 or 3. Only the 27B model's query_pre_attn_scalar is not head_dim."""
+    """Returns a builder of Gemma 2's or 3's config fields. The 27B model alone has a scalar other than head_dim."""
 
     def gemma_fields(header: GGUFHeader) -> ConfigFields:
         hidden, heads = int(header("embedding_length")), int(header("attention.head_count"))
