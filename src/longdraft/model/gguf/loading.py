@@ -40,8 +40,8 @@ _REMEDY = (
 
 
 class GGUFFile(GGUFHeader):
-    """A GGUF file of a known architecture: adds the table's row ``arch`` to GGUFHeader. Raises CheckpointError for an
-    unknown architecture, and CapabilityError for layers of several sizes that the architecture cannot have."""
+    """A GGUF file of a known architecture. Adds ``arch``, the table's row, to the attributes of GGUFHeader. Raises
+    CheckpointError for an unknown architecture, and CapabilityError if its layers must be equal and are not."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -77,7 +77,7 @@ class GGUFFile(GGUFHeader):
         if kind == "gpt2" and pre_tokenizer in PRE_TOKENIZERS:
             return build_tokenizer(lambda name: self.field(f"tokenizer.{name}"))
         try:
-            with _parsed_fields(self):
+            with _replace_gguf_reader(self):
                 tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                     str(self.path.parent), gguf_file=self.parts[0].name, local_files_only=True
                 )
@@ -159,7 +159,7 @@ def open_gguf(path: Path) -> Iterator[GGUFFile]:
 
 
 @contextmanager
-def _parsed_fields(header: GGUFHeader) -> Iterator[None]:
+def _replace_gguf_reader(header: GGUFHeader) -> Iterator[None]:
     """Replaces gguf.GGUFReader by a stand-in with only the tokenizer's fields: from other fields, transformers would
     also build a config, and may misread them."""
     import gguf

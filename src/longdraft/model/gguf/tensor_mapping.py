@@ -1,5 +1,5 @@
-"""Maps a GGUF file's tensors to transformers' parameters. Names, the order of rows and columns, and values become those
-of transformers again, as before the converter. Quant blocks are not requantized.
+"""Maps a GGUF file's tensors to transformers' parameters: reverts what the converter has changed, which is names, the
+order of rows and columns, and values. Quant blocks are not requantized.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def extra_tensor_name(name: str) -> str | None:
 
 
 def tensor_names(parameter: str, name_map: Callable[[str], str | None], available: Collection[str]) -> tuple[str, ...]:
-    """Returns the names of a parameter's tensors, of which ``available`` lists the file's; empty if gguf has no name.
-    ``name_map`` maps the transformers name of a module or parameter to the gguf name, or to None."""
+    """Returns the names of the tensors that make up a parameter; empty if gguf has no name. ``name_map`` maps a name of
+    a module or parameter in transformers to gguf's, or to None. ``available`` are the names in the file."""
     module, _, leaf = parameter.rpartition(".")
     layer = _MODULE_LAYER_PATTERN.search(parameter)
     if (extra := extra_tensor_name(parameter)) is not None:

@@ -1,4 +1,4 @@
-"""Captures forwards of few tokens (verifications, levels of drafts) as CUDA graphs, one a size, and replays them.
+"""Captures forwards of few tokens (verifications, draft levels) as CUDA graphs, one for each size, and replays them.
 
 A forward of few tokens launches hundreds of small kernels, and launching takes the host longer than the device needs to
 run them. A replayed graph is one launch. It reads token ids, positions, mask, slots and lengths from buffers that are
@@ -194,7 +194,7 @@ class CudaGraphs:
         # Offloaded stores move KV during a forward, controlled by lengths on the host.
         if query_len is None or not store.is_resident:
             return None
-        # A graph is for one tree_offset. Single tokens of a chain often have an earlier chain's offsets, levels do not.
+        # A graph is for one tree_offset. Offsets recur for single tokens of chains, but rarely for levels of trees.
         if not batch.batch_size or (batch.tree_offset and batch.query_len > 1):
             return None
         max_prefix_len = max(batch.prefix_lens)
@@ -220,11 +220,11 @@ class CudaGraphs:
             owner: holds the other tensors that ``forward`` reads and writes, and never replaces them.
             key: all that ``forward`` depends on besides the inputs and the owner.
             size: the padded (batch_size, query_len).
-            make_inputs: returns the inputs. The first is (B, T, ...), not padded; the rest may be padded.
+            make_inputs: returns the inputs. The first one has no padding and gives the level's true size.
             forward: maps the inputs, padded to ``size``, to tensors (batch_size, query_len, ...).
 
         Returns:
-            The results of ``forward``, cut to (B, T, ...), in new tensors.
+            The results of ``forward``, cut to the true size, in new tensors.
         """
         inputs: list[torch.Tensor] = []
 
