@@ -77,10 +77,10 @@ def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
 
 
 def read_weight_index(path: Path) -> dict[str, Path]:
-    """Reads the weight index of a sharded checkpoint. Returns {tensor name: file}; the files lie beside the index.
+    """Reads the weight index of a sharded checkpoint. Returns {tensor name: file}, files in the index's folder.
 
     Raises:
-        CheckpointError: the file is no weight index, or names a file in another folder.
+        CheckpointError: the file is no weight index, or names a file outside the index's folder.
     """
     with file_errors(path, f"{path} is not a weight index", "Fetch it again."):
         files = {name: path.parent / file for name, file in read_json(path, MAX_TEXT_BYTES)["weight_map"].items()}

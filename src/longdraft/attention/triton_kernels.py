@@ -30,7 +30,7 @@ LOG2_E = math.log2(math.e)
 
 @triton.jit
 def load_tile(ptr, row_offsets, row_mask, stride_d, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Loads a (rows, BLOCK_D) tile: 0 in rows without row_mask, and in the padding from HEAD_DIM to BLOCK_D."""
+    """Loads a (rows, BLOCK_D) tile: 0 in rows where row_mask is False, and in the padding from HEAD_DIM to BLOCK_D."""
     dims = tl.arange(0, BLOCK_D)
     mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
     return tl.load(ptr + row_offsets[:, None] + dims.to(tl.int64)[None, :] * stride_d, mask=mask, other=0.0)

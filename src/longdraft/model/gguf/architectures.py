@@ -59,7 +59,7 @@ class Arch:
     scales_by_rope_freqs: bool = True
 
 
-def _deltanet_config(header: GGUFHeader) -> ConfigFields:
+def _delta_config(header: GGUFHeader) -> ConfigFields:
     """Returns config fields of models that mix gated DeltaNet layers and full attention layers."""
     num_v_heads = int(header("ssm.time_step_rank"))
     recurrent = header("attention.recurrent_layers")  # a flag for each layer
@@ -239,9 +239,9 @@ ARCHITECTURES = {
     "gemma2": Arch("gemma2", {}, _gemma_config(2, 46), norm_plus_one=True),
     "gemma3": Arch("gemma3_text", {}, _gemma3_config, norm_plus_one=True),
     "gemma4": Arch("gemma4_text", _GEMMA4_MAP, _gemma4_config, per_layer_sizes=True, scales_by_rope_freqs=False),
-    "qwen35": Arch("qwen3_5_text", _DELTA_MAP, _deltanet_config, norm_plus_one=True, tiled_value_heads=True),
-    "qwen35moe": Arch("qwen3_5_moe_text", _DELTA_MOE_MAP, _deltanet_config, norm_plus_one=True, tiled_value_heads=True),
-    "qwen3next": Arch("qwen3_next", _DELTA_MOE_MAP, _deltanet_config, norm_plus_one=True),
+    "qwen35": Arch("qwen3_5_text", _DELTA_MAP, _delta_config, norm_plus_one=True, tiled_value_heads=True),
+    "qwen35moe": Arch("qwen3_5_moe_text", _DELTA_MOE_MAP, _delta_config, norm_plus_one=True, tiled_value_heads=True),
+    "qwen3next": Arch("qwen3_next", _DELTA_MOE_MAP, _delta_config, norm_plus_one=True),
     "lfm2": Arch("lfm2", _LFM2_MAP, _lfm2_config, per_layer_sizes=True),
     "lfm2moe": Arch("lfm2_moe", _LFM2_MOE_MAP, _lfm2_config, per_layer_sizes=True),
     "glm4": Arch("glm4", {}, _glm4_config),

@@ -2,7 +2,7 @@
 
 A GEMM library chooses the kernel, and with it the order of additions, by the number of rows. So every decoding forward,
 with or without a draft, has :data:`FIXED_BATCH_ROWS` rows (batch_size * query_len). Attention adds up keys in a fixed
-order (:mod:`longdraft.attention.fixed_order`). One more condition is tested by :func:`check_linears`: a row's bits
+order (:mod:`longdraft.attention.fixed_order`). :func:`check_linears` tests the remaining condition: a row's bits
 depend neither on the row's index nor on the other rows.
 """
 

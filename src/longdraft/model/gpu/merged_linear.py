@@ -1,4 +1,4 @@
-"""Merges linear layers, q, k and v, or gate and up, into one GEMM, like vLLM's QKVParallelLinear.
+"""Merges linear layers (q, k and v; gate and up) into one GEMM, like vLLM's QKVParallelLinear.
 
 :func:`join` merges the weights of a model that longdraft has loaded: parameters become views of the merged matrices, so
 no weight is stored twice. longdraft never changes a model that the user loaded: there each weight takes a GEMM.

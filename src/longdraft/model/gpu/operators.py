@@ -12,7 +12,7 @@ from longdraft.attention import custom_ops
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Returns weight (n,) * y for y = x (..., n) / sqrt(mean(x^2) + eps), which is first rounded to the dtype of x."""
+    """Returns weight (n,) * y. First y = x (..., n) / sqrt(mean(x^2) + eps) is rounded to the dtype of x."""
     x32 = x.float()
     return weight * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
