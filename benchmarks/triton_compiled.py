@@ -105,7 +105,7 @@ class Offline:
 recorded: list[Launch] = []
 for module, names in {
     gpu_kernels: ("norm", "rope", "silu"), tree_attention_kernel: ("tree_attention",), int8_kv_kernel: ("dequantize",),
-    fixed_order_kernel: ("prefix_sums", "path_sums", "merge_splits"),
+    fixed_order_kernel: ("prefix_attention", "path_attention", "merge_splits"),
 }.items():  # fmt: skip
     for name in names:
         setattr(module, f"{name}_kernel", Recorder(getattr(module, f"{name}_kernel"), recorded))

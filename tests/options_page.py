@@ -50,7 +50,7 @@ def table() -> str:
         for o in declared(group).values():
             if o not in inherited:
                 all_names = ", ".join(f"`{name}`" for name in (o.name, *o.aliases))
-                rows.append(f"| {all_names} | {o.range} | {o.default_in_words} | {o.help} |")
+                rows.append(f"| {all_names} | {o.range_in_words} | {o.default_in_words} | {o.help} |")
     return "\n".join([*rows, ""])
 
 

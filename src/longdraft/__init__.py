@@ -1,6 +1,6 @@
 """longdraft: speculative decoding for long contexts, on unchanged Hugging Face models.
 
-Names are imported at first use: ``import longdraft`` alone loads neither torch nor transformers.
+A name is imported at its first use, so ``import longdraft`` alone loads neither torch nor transformers.
 """
 
 from importlib import import_module
@@ -46,16 +46,16 @@ _NAMES_BY_MODULE = {
     "engine.stats": "Result Step", "memory.prompt_cache": "PromptCache", "methods": "compose methods register",
     "model.checkpoints": "LoadedModel", "model.loading": "load", "speculator": "Speculator",
 }  # fmt: skip
-_MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
+_MODULES_BY_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
+    if name not in _MODULES_BY_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with gc_paused():  # imports are faster without garbage collection
-        module = import_module(f"longdraft.{_MODULE_OF[name]}")
-    return module if name == "methods" else getattr(module, name)  # the module ``methods`` is callable
+        module = import_module(f"longdraft.{_MODULES_BY_NAME[name]}")
+    return module if name == "methods" else getattr(module, name)  # that module is called like its function
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_MODULE_OF]
+    return [*globals(), *_MODULES_BY_NAME]

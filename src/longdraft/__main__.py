@@ -4,9 +4,9 @@ import signal
 
 
 def run() -> None:
-    """The entry point of the command. While it imports the command line, Ctrl-C ends the process silently."""
+    """Runs the command. Ctrl-C ends the process silently while the modules of the command are imported."""
     handler = signal.getsignal(signal.SIGINT)
-    if handler is signal.default_int_handler:  # not in background jobs, which ignore SIGINT
+    if handler is signal.default_int_handler:  # a background job ignores SIGINT, and still does
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from longdraft.cli.main import run as run_command
 

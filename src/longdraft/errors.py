@@ -22,7 +22,7 @@ class ContextError(LongdraftError, ValueError):
 
 
 class RequestError(LongdraftError, ValueError):
-    """A setting of a run has an unusable value, such as no new tokens."""
+    """A setting of a run has an unusable value, such as ``max_new_tokens=0``."""
 
 
 class ArgumentError(RequestError, TypeError):
@@ -34,11 +34,11 @@ class MemoryBudgetError(LongdraftError, MemoryError):
 
 
 class UnsupportedModelError(LongdraftError, ValueError):
-    """The target cannot be hosted exactly."""
+    """longdraft cannot run the target (the model that is accelerated) without a change of its output."""
 
 
 class CheckpointError(LongdraftError, OSError):
-    """A model, draft or snapshot file is missing, truncated, or made for something else."""
+    """A file of a model, of a draft or of saved work is missing, truncated, or made for something else."""
 
 
 class UnknownMethodError(LongdraftError, ValueError):
@@ -58,10 +58,10 @@ class ConfigError(LongdraftError, ValueError):
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line of another library's message without its full stop; the error's type if there is no message."""
+    """Returns the reason that an error gives, for a longer message: mostly the first line of the error's text."""
     if isinstance(error, KeyError):
         return f"it lacks {error}"
-    if isinstance(error, pickle.UnpicklingError):  # torch's message advises to unpickle the file anyway
+    if isinstance(error, pickle.UnpicklingError):  # torch's text advises an unsafe way to load the file
         return "its .bin file is damaged or holds more than weights, and only weights are unpickled"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
@@ -70,20 +70,21 @@ def reason_of(error: BaseException) -> str:
 
 @contextmanager
 def values_checked(
-    kind: type[LongdraftError] = RequestError, instead_of: tuple[type[Exception], ...] = (ValueError,)
+    error_type: type[LongdraftError] = RequestError, caught_types: tuple[type[Exception], ...] = (ValueError,)
 ) -> Iterator[None]:
-    """Context around the use of a user's value. It turns errors of the types ``instead_of`` into errors of ``kind``."""
+    """Turns errors of ``caught_types``, raised while a user's value is checked, into errors of ``error_type``."""
     try:
         yield
     except LongdraftError:
         raise
-    except instead_of as error:
+    except caught_types as error:
         message = str(error).rstrip(".")
-        raise kind(message if message.endswith("?") else f"{message}.") from error
+        # "did you mean ...?" ends a sentence too.
+        raise error_type(message if message.endswith("?") else f"{message}.") from error
 
 
-# What torch, oneDNN, C++ and file readers say if memory runs out.
-_NO_MEMORY = re.compile("allocate memory|out of memory|bad_alloc|could not create a primitive$", re.IGNORECASE)
+# Messages of torch, oneDNN, C++ and file readers if memory runs out.
+_OUT_OF_MEMORY = re.compile("allocate memory|out of memory|bad_alloc|could not create a primitive$", re.IGNORECASE)
 
 
 def lacks_memory(error: BaseException) -> bool:
@@ -94,7 +95,7 @@ def lacks_memory(error: BaseException) -> bool:
         seen.append(cause)
         if isinstance(cause, MemoryError) or getattr(cause, "errno", None) == errno.ENOMEM:
             return True
-        if _NO_MEMORY.search(str(cause)):
+        if _OUT_OF_MEMORY.search(str(cause)):
             return True
         cause = cause.__cause__ or cause.__context__
     return False
@@ -102,8 +103,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_checked() -> Iterator[None]:
-    """Turns errors that report a lack of memory into MemoryBudgetError. So a file that could not be mapped is not
-    reported as damaged."""
+    """Turns errors that report a lack of memory into MemoryBudgetError."""
     try:
         yield
     except MemoryBudgetError:

@@ -1,4 +1,4 @@
-"""Readers of untrusted files: checks of type, size and numbers, and errors that name the file."""
+"""Reads untrusted files: checks their type, size and numbers, and puts the file's name into every error."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from longdraft.errors import CheckpointError, LongdraftError, MemoryBudgetError,
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# The most bytes read of a configuration, and of other text files, such as a tokenizer's vocabulary.
+# The most bytes that are read of a configuration, and of another text file, such as a tokenizer's vocabulary.
 MAX_CONFIG_BYTES, MAX_TEXT_BYTES = 10 << 20, 200 << 20
-# Sizes up to this one are accepted even if no tensor is that large. It is also the most items of a list.
-_MAX_SIZE = _MAX_ITEMS = 1 << 16
-# (Pattern of a number's name in a configuration, smallest value, largest value). The first match counts. None: as
-# large as the largest dimension of a tensor.
+_ALWAYS_ALLOWED_SIZE = 1 << 16  # dimensions up to this one are accepted even if no tensor is that large
+_MAX_LIST_LEN = 1 << 16
+# (pattern of a number's name in a configuration, smallest value, largest value); the first match counts. A largest
+# value of None stands for the largest dimension of the model's tensors.
 _RANGES: tuple[tuple[str, float, float | None], ...] = (
     (r"((num_)?(hidden|decoder|encoder)_|n_|num_)layers|n_layer|(num_)?blocks|block_count", 0, 1024),
     (r"block_size|slots|fc_norm|(num_)?speculative_tokens", 0, 1024),
@@ -44,15 +44,15 @@ _RANGES: tuple[tuple[str, float, float | None], ...] = (
 
 
 def require_regular(path: Path, max_bytes: int | None = None) -> Path:
-    """Returns the path if it is a regular file, a folder or missing.
+    """Returns the path, which may be a regular file, a folder or missing.
 
     Raises:
-        CheckpointError: it is a device, a pipe or a socket, or a file of more than ``max_bytes``.
+        CheckpointError: the path is a device, a pipe or a socket, or a file of more than ``max_bytes``.
     """
     try:
         status = path.stat()
     except OSError:
-        return path  # opening it raises the error
+        return path  # the caller gets the error when it opens the file
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         raise CheckpointError(f"{path} is a device, a pipe or a socket: give a file.")
     if max_bytes is not None and status.st_size > max_bytes and stat.S_ISREG(status.st_mode):
@@ -77,10 +77,10 @@ def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
 
 
 def read_weight_index(path: Path) -> dict[str, Path]:
-    """Reads a weight index: name of a tensor -> its file, in the index's folder.
+    """Reads the weight index of a sharded checkpoint. Returns {tensor name: file}, files in the index's folder.
 
     Raises:
-        CheckpointError: the file is no weight index, or names files outside its folder.
+        CheckpointError: the file is no weight index, or names a file outside the index's folder.
     """
     with file_errors(path, f"{path} is not a weight index", "Fetch it again."):
         files = {name: path.parent / file for name, file in read_json(path, MAX_TEXT_BYTES)["weight_map"].items()}
@@ -90,41 +90,42 @@ def read_weight_index(path: Path) -> dict[str, Path]:
 
 
 def check_numbers(values: Any, file: Path | str, max_size: int = 1 << 24) -> None:
-    """Checks the numbers of a configuration, also in lists and mappings, before anything is built from them.
+    """Checks all numbers of a configuration, before anything is built from them.
 
     Args:
-        max_size: the largest dimension of a tensor of the same model.
+        values: the configuration, with nested lists and mappings; ``file`` names it in messages.
+        max_size: the largest dimension of the model's tensors; default: a size that no real model exceeds.
 
     Raises:
         CheckpointError: a number is outside its range or not finite, or a list is too long.
     """
-    todo: list[tuple[str, Any]] = [("", values)]
-    while todo:
-        name, value = todo.pop()
+    unchecked: list[tuple[str, Any]] = [("", values)]
+    while unchecked:
+        name, value = unchecked.pop()
         if isinstance(value, Mapping):
-            todo += [(str(key), item) for key, item in value.items()]
+            unchecked += [(str(key), item) for key, item in value.items()]
         elif isinstance(value, list | tuple):
-            if len(value) > _MAX_ITEMS:
-                raise CheckpointError(f"{file} has {name[:99]} with {len(value):,} items, of at most {_MAX_ITEMS:,}.")
-            todo += [(name, item) for item in value]
+            if len(value) > _MAX_LIST_LEN:
+                raise CheckpointError(f"{file} has {len(value):,} items in {name[:99]}, of at most {_MAX_LIST_LEN:,}.")
+            unchecked += [(name, item) for item in value]
         elif isinstance(value, int | float):
-            low, high = _range(name.rpartition(".")[2])
-            high = max(max_size, _MAX_SIZE) if high is None else high
+            low, high = _allowed_range(name.rpartition(".")[2])
+            high = max(max_size, _ALWAYS_ALLOWED_SIZE) if high is None else high
             if not low <= value <= high:
-                printed = f"{value:g}" if isinstance(value, float) else str(value)[:40]
+                value_text = f"{value:g}" if isinstance(value, float) else str(value)[:40]
                 raise CheckpointError(
-                    f"{file} has {name[:99]} {printed}, which is not from {low:g} to {high:g}: correct it."
+                    f"{file} has {name[:99]} {value_text}, which is not from {low:g} to {high:g}: correct it."
                 )
 
 
 @functools.lru_cache(1024)
-def _range(name: str) -> tuple[float, float | None]:
+def _allowed_range(name: str) -> tuple[float, float | None]:
     return next((low, high) for pattern, low, high in _RANGES if re.fullmatch(pattern, name, re.DOTALL))
 
 
 @contextmanager
 def prefix_errors_with(file: Path | str) -> Iterator[None]:
-    """Context that puts the file's name in front of the messages of longdraft's errors, unless they contain it."""
+    """Puts the file's name in front of every message of a longdraft error that does not contain it."""
     try:
         yield
     except LongdraftError as error:
@@ -135,15 +136,15 @@ def prefix_errors_with(file: Path | str) -> Iterator[None]:
 
 @contextmanager
 def file_errors(
-    file: Path | str, failure: str, remedy: str = "", kind: type[LongdraftError] = CheckpointError
+    file: Path | str, failure: str, remedy: str = "", error_type: type[LongdraftError] = CheckpointError
 ) -> Iterator[None]:
-    """Context of a reader, which turns any error that a bad file causes into an error of longdraft.
+    """Turns any error that a bad file causes into an error of longdraft. Used as a context around code that reads.
 
     Args:
-        file: the file that is read; every error names it.
+        file: the file that is read; every message contains its name.
         failure: beginning of the message, before the reason.
-        remedy: end of the message: what to do.
-        kind: class of the errors.
+        remedy: end of the message, which says what to do.
+        error_type: class of the raised errors.
     """
     try:
         with prefix_errors_with(file):
@@ -157,16 +158,16 @@ def file_errors(
             raise
         if lacks_memory(error):
             raise MemoryBudgetError(f"{failure}: there is not enough memory.") from error
-        raise kind(f"{failure}: {reason_of(error)}. {remedy}".rstrip()) from error
+        raise error_type(f"{failure}: {reason_of(error)}. {remedy}".rstrip()) from error
 
 
 def reports_file_errors(subject: str, remedy: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator of a reader that adds :func:`file_errors`, for the file or folder in its first str or path argument."""
+    """Decorates a reader with :func:`file_errors`: its first str or path is the file, ``subject`` the file's noun."""
 
     def decorate(read: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(read)
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-            file = next(str(x) for x in (*args, *kwargs.values()) if isinstance(x, str | os.PathLike))
+            file = next(str(arg) for arg in (*args, *kwargs.values()) if isinstance(arg, str | os.PathLike))
             with file_errors(file, f"{subject} {file} cannot be read", remedy):
                 return read(*args, **kwargs)
 
@@ -177,7 +178,7 @@ def reports_file_errors(subject: str, remedy: str) -> Callable[[Callable[P, R]],
 
 @contextmanager
 def open_safetensors(path: Path, remedy: str) -> Iterator[Any]:
-    """Opens a safetensors file. :func:`file_errors` applies to all that is read from it inside the context."""
+    """Opens a safetensors file. :func:`file_errors` also applies to reads inside the context."""
     from safetensors import safe_open
 
     with file_errors(path, f"{path} cannot be read", remedy), safe_open(require_regular(path), framework="pt") as file:
@@ -186,22 +187,22 @@ def open_safetensors(path: Path, remedy: str) -> Iterator[Any]:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yields a temporary path to write to, and then moves that file to ``path``. So ``path`` is never incomplete.
+    """Yields a temporary path to write to, and then renames that file to ``path``. So ``path`` is never incomplete.
 
     Raises:
         CheckpointError: the file cannot be written. An earlier file at ``path`` stays.
     """
     from safetensors import SafetensorError
 
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")  # several processes may write the same file
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")  # several processes may write the same file
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        yield part
-        part.replace(path)
-    except CheckpointError:  # already names its file
+        yield temporary
+        temporary.replace(path)
+    except CheckpointError:  # its message names the file already
         raise
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be written: {error}. An earlier file stays as it is.") from error
     finally:
         with suppress(OSError):
-            part.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)

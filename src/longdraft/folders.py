@@ -1,4 +1,4 @@
-"""The folder that caches measured costs and compiled kernels; and a check for names of GGUF files."""
+"""Finds the cache folder (measured costs, compiled kernels), and recognizes names of GGUF files."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ logger = logging.getLogger("longdraft")
 
 
 def is_gguf(name: str | os.PathLike[str]) -> bool:
-    """True for the name of a GGUF file, which need not exist."""
+    """True if a name ends in .gguf and is not the name of a folder. The file need not exist."""
     path = Path(name)
     return path.suffix == ".gguf" and not path.is_dir()
 
 
 def cache_folder() -> Path:
-    """The folder $LONGDRAFT_CACHE, or ``longdraft`` in the user's cache folder; created if missing, with mode 700.
+    """Returns $LONGDRAFT_CACHE, or ``longdraft`` in the user's cache folder; creates it with mode 700 if missing.
 
-    Without a home directory, each process has a temporary folder.
+    A process without a home directory gets a temporary folder.
     """
     custom, xdg = os.environ.get("LONGDRAFT_CACHE"), os.environ.get("XDG_CACHE_HOME")
     try:
@@ -35,7 +35,7 @@ def cache_folder() -> Path:
 
 @cache
 def _temporary_folder() -> Path:
-    """A temporary folder of this process."""
+    """Makes a temporary folder for this process, once."""
     folder = Path(tempfile.mkdtemp(prefix="longdraft-"))
     logger.warning(
         "There is no home directory: the model, kernels and costs are in %s, for this process alone. Set "

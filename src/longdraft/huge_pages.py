@@ -1,7 +1,7 @@
-"""Memory in transparent huge pages for model weights, which can be faulted in before the weights are loaded.
+"""Allocates memory for model weights in transparent huge pages, and prefaults it in the background.
 
-The first write to a page makes the system find and clear memory for it (a fault). A second core can do that while
-Python imports torch and transformers, which takes one core about three seconds.
+The first write to a page makes the system find and clear memory for the page (a fault). A second core can do this work
+while Python imports torch and transformers, which takes one core about three seconds.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from pathlib import Path
 from threading import Event, Thread
 
 _MIN_FILE_BYTES = 256 << 20  # smaller files load quickly without prefaulting
-_STEP = 64 << 20  # bytes cleared at a time; between steps, the thread checks whether to stop
+_CHUNK_BYTES = 64 << 20  # cleared at a time; between chunks, the thread checks whether to stop
 
 _prefaulting: tuple[mmap.mmap, Thread, Event] | None = None
 
 
 def allocate(size: int) -> mmap.mmap | None:
-    """Allocates ``size`` zero bytes, in huge pages if Linux has some; None on a system without them.
+    """Allocates ``size`` zero bytes, in huge pages if Linux has some; None on systems other than Linux.
 
-    Weights are read once in each forward, mostly from memory. With small pages, there is a TLB miss every 4 KiB.
+    Every forward reads all weights, mostly from memory. With small pages, there is a TLB miss every 4 KiB.
     """
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
@@ -32,10 +32,10 @@ def allocate(size: int) -> mmap.mmap | None:
     return pages
 
 
-def prefault(path: str | os.PathLike[str] | None, available: int, min_bytes: int = _MIN_FILE_BYTES) -> None:
-    """Starts to fault in memory for a GGUF file's weights, and to read the file into the page cache, in the background.
+def prefault(path: str | os.PathLike[str] | None, free_bytes: int, min_bytes: int = _MIN_FILE_BYTES) -> None:
+    """Starts to prefault memory for a GGUF file's weights in the background, and to read the file into the page cache.
 
-    Does nothing if the file is no GGUF file, is below ``min_bytes``, or takes more than half the ``available`` bytes.
+    Does nothing if the file is no GGUF file, is below ``min_bytes``, or exceeds half of ``free_bytes``.
     """
     global _prefaulting
     if _prefaulting is not None or not os.fspath(path or "").endswith(".gguf"):
@@ -44,26 +44,26 @@ def prefault(path: str | os.PathLike[str] | None, available: int, min_bytes: int
     with suppress(OSError, RuntimeError, ValueError):
         file = Path(path or "").expanduser()
         size = file.stat().st_size if file.is_file() else 0
-        if min_bytes <= size <= available // 2 and (pages := allocate(size)) is not None:
+        if min_bytes <= size <= free_bytes // 2 and (pages := allocate(size)) is not None:
             with file.open("rb") as opened_file:
                 os.posix_fadvise(opened_file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
             stop = Event()
-            thread = Thread(target=_fault_in, args=(pages, stop), daemon=True)
+            thread = Thread(target=_prefault_pages, args=(pages, stop), daemon=True)
             thread.start()
             _prefaulting = pages, thread, stop
 
 
-def _fault_in(pages: mmap.mmap, stop: Event) -> None:
-    """Writes zeros to all pages, or until ``stop`` is set."""
+def _prefault_pages(pages: mmap.mmap, stop: Event) -> None:
+    """Writes zeros to the pages from first to last, until ``stop`` is set."""
     base = ctypes.addressof(ctypes.c_char.from_buffer(pages))
-    for offset in range(0, len(pages), _STEP):
+    for offset in range(0, len(pages), _CHUNK_BYTES):
         if stop.is_set():
             return
-        ctypes.memset(base + offset, 0, min(_STEP, len(pages) - offset))
+        ctypes.memset(base + offset, 0, min(_CHUNK_BYTES, len(pages) - offset))
 
 
 def take_prefaulted(size: int) -> mmap.mmap | None:
-    """Returns the prefaulted memory, once; None if there is none or it has fewer than ``size`` bytes."""
+    """Hands over the prefaulted memory to its one user; None if there is none or it has fewer than ``size`` bytes."""
     global _prefaulting
     if _prefaulting is None:
         return None

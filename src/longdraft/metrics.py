@@ -1,4 +1,4 @@
-"""Definitions of the metrics that results, server, commands and benchmarks report (docs/figures.md)."""
+"""Computes the metrics that results, the server, commands and benchmarks report (docs/figures.md)."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from statistics import mean
 from typing import Literal
 
 TokenCounts = tuple[int, int]
-"""The number of an output's new tokens (without the first, which the prefill emits), and of its verifications."""
+"""(new tokens of an output without the first, which the prefill emits; verifications)."""
 Average = Literal["pooled", "mean"]
-"""An average over outputs: pooled (ratio of the sums) or mean (mean of the ratios)."""
+"""How ratios of several outputs are averaged: "pooled" (ratio of the sums) or "mean" (mean of the ratios)."""
 
 
 def average(samples: Iterable[tuple[float, float]], how: Average = "pooled") -> float | None:
-    """The average of ratios, given as (numerator, denominator); None if all denominators are 0.
+    """Averages ratios x / y of samples (x, y). Skips samples with y = 0, and returns None if there are no others.
 
     The pooled average of :data:`TokenCounts` is the mean accepted length.
     """
-    ratios = [(x, y) for x, y in samples if y > 0]
-    if not ratios:
+    pairs = [(x, y) for x, y in samples if y > 0]
+    if not pairs:
         return None
-    return mean(x / y for x, y in ratios) if how == "mean" else sum(x for x, _ in ratios) / sum(y for _, y in ratios)
+    return mean(x / y for x, y in pairs) if how == "mean" else sum(x for x, _ in pairs) / sum(y for _, y in pairs)
 
 
 def standard_error(samples: Iterable[tuple[float, float]], how: Average = "pooled") -> float | None:
-    """Jackknife standard error of :func:`average`: each sample is left out once. None for fewer than two samples."""
-    ratios = [sample for sample in samples if sample[1] > 0]
-    averages = [average(ratios[:i] + ratios[i + 1 :], how) or 0.0 for i in range(len(ratios))]
-    n, center = len(ratios), mean(averages or [0.0])
+    """Returns the jackknife standard error of :func:`average`; None unless two samples or more have y > 0."""
+    pairs = [(x, y) for x, y in samples if y > 0]
+    averages = [average(pairs[:i] + pairs[i + 1 :], how) or 0.0 for i in range(len(pairs))]  # each without one sample
+    n, center = len(pairs), mean(averages or [0.0])
     return math.sqrt((n - 1) / n * sum((x - center) ** 2 for x in averages)) if n > 1 else None
 
 
 def tokens_per_second(tokens: int, seconds: float) -> float | None:
-    """Decoding speed: new tokens without the prefill's / seconds after the prefill. None if either is 0."""
+    """Returns the decoding speed: new tokens after the first, by seconds after the prefill. None if either is 0."""
     return tokens / seconds if tokens > 0 and seconds > 0 else None

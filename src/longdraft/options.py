@@ -1,4 +1,4 @@
-"""Options of methods, declared once as fields of dataclasses, and checks of options and of calls' arguments.
+"""Declares options of methods as fields of dataclasses, and checks options and other arguments.
 
 Each option is a field::
 
@@ -6,7 +6,7 @@ Each option is a field::
     class LookupOptions(Options):
         lookup: bool = option(False, help="also propose tokens by suffix lookup")
 
-Python keywords, ``-o name=value``, ``--help``, the page of options and error messages are derived from these fields.
+Keyword arguments, ``-o name=value``, ``--help``, the page of options and error messages are derived from the fields.
 A drafter class, or a function that builds a drafter, lists its dataclasses with :func:`takes`.
 """
 
@@ -27,11 +27,11 @@ from longdraft.errors import RequestError, UnknownMethodError
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
-_DRAFT = "the draft folder, or a small model's .gguf file"
+_DRAFT_HELP = "the draft folder, or a small model's .gguf file"
 _VALUE_NAMES = {int: "a whole number", float: "a number", bool: "True or False", str: "text"}
 _TUPLE_NAMES = {int: "whole numbers", float: "numbers", str: "a list"}
-# Attribute of an Option -> the limit in words, and how a value is compared with it.
-_LIMITS = {
+# Attribute of an Option -> (the limit in words, the comparison that holds for allowed values).
+_COMPARISONS = {
     "least": ("of at least", operator.ge), "above": ("above", operator.gt),
     "most": ("up to", operator.le), "below": ("below", operator.lt),
 }  # fmt: skip
@@ -43,12 +43,13 @@ class Option:
 
     Attributes:
         kind: type of the value: int, float, bool, str, tuple or object (any).
+        help: what the option does, in a few words.
         usual: the default in words, if it depends on other options.
-        least, above, most, below: limits of a number or of a tuple's items (>=, >, <=, <); None: no limit.
+        least, above, most, below: a number, or every item of a tuple, must be >=, >, <=, < this; None: no limit.
         choices: the allowed strings; empty: any.
         aliases: other accepted names.
-        items: type of a tuple's items.
-        size: number of a tuple's items; None: any number.
+        items: type of the items, if the value is a tuple.
+        size: number of the items, if the value is a tuple; None: any number but 0.
     """
 
     name: str
@@ -66,8 +67,8 @@ class Option:
     size: int | None = None
 
     @property
-    def range(self) -> str:
-        """The allowed values in words: "a whole number of at least 1"."""
+    def range_in_words(self) -> str:
+        """The allowed values, such as "a whole number of at least 1"."""
         if self.choices:
             *others, last = self.choices
             return f"{', '.join(others)} or {last}" if others else last
@@ -78,7 +79,7 @@ class Option:
 
     @property
     def default_in_words(self) -> str:
-        """The default as tables show it; empty if there is none."""
+        """The default as help texts show it; empty if there is none."""
         if self.usual or self.default in (None, ()):
             return self.usual
         if isinstance(self.default, tuple):
@@ -88,11 +89,12 @@ class Option:
     def check(self, value: Any) -> None:
         """Raises ValueError for a value that is not allowed. The default itself, such as None, is always allowed."""
         if value is not self.default and not self._allows(value):
-            raise ValueError(f"{self.name} must be {self.range}, got {value!r}")
+            raise ValueError(f"{self.name} must be {self.range_in_words}, got {value!r}")
 
     @property
     def _limits(self) -> list[tuple[str, Callable[[Any, Any], bool], float]]:
-        limits = ((*words, getattr(self, name)) for name, words in _LIMITS.items())
+        """(the limit in words, the comparison, the limit) for each limit that is set."""
+        limits = ((words, holds, getattr(self, name)) for name, (words, holds) in _COMPARISONS.items())
         return [(words, holds, limit) for words, holds, limit in limits if limit is not None]
 
     def _allows(self, value: Any) -> bool:
@@ -107,7 +109,7 @@ class Option:
     def _allows_item(self, kind: type, value: Any) -> bool:
         if kind not in _VALUE_NAMES:
             return True
-        if kind in (bool, str) or isinstance(value, bool):
+        if kind in (bool, str) or isinstance(value, bool):  # a bool is an int in Python, but no number here
             return isinstance(value, kind) and kind not in (int, float)
         if not isinstance(value, Integral if kind is int else Real):
             return False
@@ -115,8 +117,8 @@ class Option:
         return finite and all(holds(value, limit) for _, holds, limit in self._limits)
 
 
-def number(text: str) -> int | float | str:
-    """Parses a number; any other text is returned unchanged."""
+def parse_number(text: str) -> int | float | str:
+    """Parses a number. Returns any other text unchanged."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -126,75 +128,75 @@ def number(text: str) -> int | float | str:
 
 
 def option(default: Any = None, *, help: str, min: float | None = None, **attributes: Any) -> Any:
-    """A field of an :class:`Options` dataclass.
+    """Declares an option: makes a field of an :class:`Options` dataclass.
 
     Args:
-        min: ``least`` of the :class:`Option`.
+        min: attribute ``least`` of the :class:`Option`.
         attributes: other attributes of the :class:`Option`, such as ``choices`` and ``aliases``.
     """
     return dataclasses.field(default=default, metadata={"help": help, "least": min, **attributes})
 
 
 class Options:
-    """Base class of the dataclasses that declare options. The constructor raises ValueError for a wrong value."""
+    """Base class of dataclasses that declare options. The constructor raises ValueError for a wrong value."""
 
     def __post_init__(self) -> None:
         for name, declaration in declared(type(self)).items():
             declaration.check(getattr(self, name))
 
     def non_none(self) -> dict[str, Any]:
-        """The options that are not None, by name."""
+        """Returns the values that are not None, by option name."""
         values = {name: getattr(self, name) for name in declared(type(self))}
         return {name: value for name, value in values.items() if value is not None}
 
 
-def declared(group: type[Any]) -> dict[str, Option]:
-    """The options that a dataclass declares, by name."""
-    hashable: Any = group  # mypy does not know that classes are hashable
+def declared(options_class: type[Any]) -> dict[str, Option]:
+    """Returns the options that a dataclass declares, by name."""
+    hashable: Any = options_class  # mypy does not know that classes are hashable
     return dict(_declared(hashable))
 
 
 @cache
-def _declared(group: Any) -> dict[str, Option]:
-    hints = get_type_hints(group)
+def _declared(options_class: Any) -> dict[str, Option]:
+    annotations = get_type_hints(options_class)
     return {
-        f.name: Option(f.name, default=f.default, **_kinds(hints[f.name]), **f.metadata)
-        for f in dataclasses.fields(group)
-        if f.metadata
+        field.name: Option(field.name, default=field.default, **_types(annotations[field.name]), **field.metadata)
+        for field in dataclasses.fields(options_class)
+        if field.metadata  # :func:`option` has set it
     }
 
 
-def _kinds(hint: Any) -> dict[str, Any]:
-    """``kind`` and ``items`` of an option, from its annotation without ``| None``."""
-    types = [t for t in get_args(hint) if t is not type(None)] if type(None) in get_args(hint) else [hint]
+def _types(annotation: Any) -> dict[str, Any]:
+    """Returns the attributes ``kind`` and ``items`` of an option, from the annotation without ``| None``."""
+    union = get_args(annotation)
+    types = [t for t in union if t is not type(None)] if type(None) in union else [annotation]
     kind = types[0] if len(types) == 1 else object
     if getattr(kind, "__origin__", None) is tuple:
         return {"kind": tuple, "items": get_args(kind)[0]}
     return {"kind": kind if kind in _VALUE_NAMES else object}
 
 
-def takes(*groups: type[Options]) -> Callable[[F], F]:
-    """Decorator of a class or function that builds drafters or verifiers: it sets the attribute ``options``."""
+def takes(*options_classes: type[Options]) -> Callable[[F], F]:
+    """Decorates a factory (a class or function that builds drafters or verifiers) with the options that it takes."""
 
     def mark(factory: F) -> F:
-        factory.options = groups  # type: ignore[attr-defined]
+        factory.options = options_classes  # type: ignore[attr-defined]
         return factory
 
     return mark
 
 
 def options_of(factory: Callable[..., Any]) -> dict[str, Option]:
-    """The options of a factory by name: the fields of its dataclasses in ``options``, and its keyword parameters.
-    Keywords of a :func:`functools.partial` become defaults."""
-    if isinstance(factory, partial):
+    """Returns a factory's options by name: those of :func:`takes`, and its keyword parameters with their defaults."""
+    if isinstance(factory, partial):  # its keywords become defaults
         inner, keywords = options_of(factory.func), factory.keywords
         return {name: dataclasses.replace(o, default=keywords.get(name, o.default)) for name, o in inner.items()}
-    options = {name: o for group in getattr(factory, "options", ()) for name, o in declared(group).items()}
+    options = {name: o for taken in getattr(factory, "options", ()) for name, o in declared(taken).items()}
     for name, parameter in inspect.signature(factory).parameters.items():
         if parameter.kind is not parameter.VAR_KEYWORD and not name.startswith("_"):
             default = None if parameter.default is parameter.empty else parameter.default
             kind = type(default) if type(default) in _VALUE_NAMES else object
-            options.setdefault(name, Option(name, kind, default, _DRAFT if name == "draft" else ""))
+            options.setdefault(name, Option(name, kind, default, _DRAFT_HELP if name == "draft" else ""))
     return options
 
 
@@ -204,21 +206,21 @@ def listed(names: Iterable[str]) -> str:
 
 
 def checked(owner: str, options: Mapping[str, Any], allowed: Mapping[str, Option]) -> dict[str, Any]:
-    """Checks options, and returns them with official names in place of aliases.
+    """Checks values of options. Returns the values by the options' official names, which replace aliases.
 
     Args:
         owner: the method or command that has the options, for messages.
-        options: name or alias -> value.
+        options: {name or alias: value}.
         allowed: the options of ``owner`` by their official names.
 
     Raises:
-        ValueError: an unknown option, two names of one option, or a value that is not allowed.
+        ValueError: an option is unknown or given under two names, or a value is not allowed.
     """
-    names = {alias: o.name for o in allowed.values() for alias in o.aliases if alias not in allowed}
-    for alias, official in names.items():
+    official_names = {alias: o.name for o in allowed.values() for alias in o.aliases if alias not in allowed}
+    for alias, official in official_names.items():
         if alias in options and official in options:
             raise ValueError(f"{alias} is another name of {official}: give one of them")
-    values = {names.get(name, name): value for name, value in options.items()}
+    values = {official_names.get(name, name): value for name, value in options.items()}
     for name, value in values.items():
         if name not in allowed:
             advice = suggestion(name, allowed) or f"it has {listed(allowed)}."
@@ -227,18 +229,18 @@ def checked(owner: str, options: Mapping[str, Any], allowed: Mapping[str, Option
     return values
 
 
-def parse(owner: str, options: Mapping[str, Any], *groups: type[Options]) -> tuple[Any, ...]:
-    """Makes an instance of each dataclass from its share of ``options``. Arguments and errors: see :func:`checked`."""
-    values = checked(owner, options, {name: o for group in groups for name, o in declared(group).items()})
-    return tuple(group(**{n: v for n, v in values.items() if n in declared(group)}) for group in groups)
+def parse(owner: str, options: Mapping[str, Any], *options_classes: type[Options]) -> tuple[Any, ...]:
+    """Makes an instance of each dataclass from those ``options`` that the dataclass declares; see :func:`checked`."""
+    values = checked(owner, options, {name: o for c in options_classes for name, o in declared(c).items()})
+    return tuple(c(**{name: value for name, value in values.items() if name in declared(c)}) for c in options_classes)
 
 
-def no_option(name: str, default_options: Iterable[str], methods: Mapping[str, Iterable[str]]) -> ValueError:
-    """Makes the error for an option that none of the default methods has.
+def unknown_option_error(name: str, default_options: Iterable[str], methods: Mapping[str, Iterable[str]]) -> ValueError:
+    """Makes the error for an option that the user gave without a method, and that no default method has.
 
     Args:
-        default_options: the options of the default methods.
-        methods: name of each method -> its options.
+        default_options: names of the options of the default methods.
+        methods: {name of a method: names of the method's options}, for all methods.
     """
     owners = [method for method, options in methods.items() if name in options]
     advice = f"it is one of {', '.join(owners)}; name the method." if owners else ""
@@ -246,8 +248,8 @@ def no_option(name: str, default_options: Iterable[str], methods: Mapping[str, I
     return ValueError(f"There is no option {name}: {advice}")
 
 
-def method_in(methods: Mapping[str, T], name: str) -> T:
-    """Looks up a method's entry. Raises UnknownMethodError, which lists all names, for an unknown name."""
+def find_method(methods: Mapping[str, T], name: str) -> T:
+    """Returns the value of a method's name. Raises UnknownMethodError, which lists all names, for an unknown name."""
     try:
         return methods[name]
     except (KeyError, TypeError):
@@ -262,13 +264,13 @@ def method_in(methods: Mapping[str, T], name: str) -> T:
 
 
 def suggestion(name: str, allowed: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the allowed name closest to it. Empty if none is close."""
+    """Returns "did you mean ...?" with the allowed name closest to an unknown name; empty if none is close."""
     matches = get_close_matches(name, [*allowed], n=1, cutoff=0.7)
     return f"did you mean {matches[0]}?" if matches else ""
 
 
 def whole_number(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """Returns a whole number as an int. Raises RequestError if it is none, or not from ``least`` to ``most``."""
+    """Returns ``value`` as an int. Raises RequestError unless it is a whole number from ``least`` to ``most``."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise RequestError(f"{name} must be a whole number, got {value!r}")
     number = int(value)

@@ -1,7 +1,7 @@
 """Turns a user's method and options into the drafter and the verifier of a run.
 
-:func:`resolve` checks what does not depend on the target. :func:`recipe_for` decides everything else for a target. A
-:class:`Recipe` builds drafter and verifier.
+:func:`resolve` checks what does not depend on the target. :func:`recipe_for` then decides the rest for a target: it
+returns a :class:`Recipe`, which builds drafter and verifier.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from longdraft.folders import is_gguf
 from longdraft.methods import DEFAULT_DRAFTERS, DEFAULT_METHODS, METHODS, Method, get_method
 from longdraft.model.draft_models import origin_of
 from longdraft.model.runner import TargetRunner
-from longdraft.options import listed, no_option
+from longdraft.options import listed, unknown_option_error
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Recipe:
     """A method with its options for a target.
 
     Attributes:
-        method: the method that the user named or that was chosen; it provides the verifier.
-        drafting_method: the method that provides the drafter; usually ``method`` itself.
-        options: options of verifier and drafter. A draft among them is loaded.
+        method: provides the verifier: the method that the user named, else the chosen one.
+        drafting_method: provides the drafter: usually ``method`` itself.
+        options: options of verifier and drafter. The option ``draft`` is a loaded draft.
         use_chains: True if the drafter proposes chains, unless the options shape a tree.
     """
 
@@ -49,7 +49,7 @@ class Recipe:
         """Builds a drafter for one run."""
         assert self.drafting_method.drafter is not None
         options = self._select(self.drafting_method.drafter_options)
-        lookup, earlier = False, 0  # earlier: tokens of past requests in which lookups also search
+        lookup, earlier = False, 0  # earlier: the number of tokens of past requests in which lookups search too
         if "lookup" in self.drafting_method.drafter_options:
             lookup, earlier = options.pop("lookup", lookup), options.pop("earlier", earlier)
             if earlier and not lookup:
@@ -67,7 +67,7 @@ class Recipe:
 
     @property
     def is_plannable(self) -> bool:
-        """True if the method drafts, so that a planner can size its trees."""
+        """True if the method drafts trees, which a planner can size."""
         return self.drafting_method.drafter is not NoDrafter
 
     def _select(self, names: Iterable[str]) -> dict[str, Any]:
@@ -79,19 +79,19 @@ def resolve(name: str | Path | Method | None, options: Mapping[str, Any]) -> tup
 
     Args:
         name: a method, its name, or a draft folder (or GGUF file). None: :func:`recipe_for` chooses a method.
-        options: the method's options. The returned options hold a loaded draft in place of a draft folder.
+        options: the method's options. They are returned with a loaded draft in place of a draft folder.
 
     Raises:
         UnknownMethodError: the name is neither a method nor a folder.
         CheckpointError: the draft cannot be read.
-        ValueError: an option that the method does not have, or an unusable value.
+        ValueError: the method does not have an option, or the option's value is unusable.
     """
     options = dict(options)
     method = _find_method(name, options)
     if method is None:
-        for default in _suitable_defaults(options):
-            if not default.needs_draft:
-                _checked_recipe(default, default, default.check_options(options))
+        for default_method in _suitable_defaults(options):
+            if not default_method.needs_draft:
+                _checked_recipe(default_method, default_method, default_method.check_options(options))
         return None, options
     options = method.check_options(options)
     if method.takes_draft and isinstance(options.get("draft"), str | Path):
@@ -137,17 +137,18 @@ def recipe_for(method: Method | None, options: Mapping[str, Any], runner: Target
     Args:
         method: the method of :func:`resolve`; None: the first of ``DEFAULT_METHODS`` that suits options and target.
         options: the options of :func:`resolve`.
-        lookup: a method chosen here also drafts by suffix lookup, unless the options say otherwise.
+        runner: the target's runner.
+        lookup: True: a method chosen here also drafts by suffix lookup, unless the options contain ``lookup``.
 
     Raises:
         CapabilityError: the method needs a draft, the options name none, and no shipped one fits the target.
         CheckpointError: the draft was made for another target.
         UnsupportedModelError: the target supports no trained drafts.
-        ValueError: an option that the method does not have, or an unusable value.
+        ValueError: the method does not have an option, or the option's value is unusable.
     """
     if method is None:
         defaults = _suitable_defaults(options)
-        # Self-drafting is faster than plain decoding only if a planner (with which lookup is True) sizes the drafts.
+        # Self-drafting is faster than plain decoding only if a planner sizes the drafts, and then ``lookup`` is True.
         worthwhile = [m for m in defaults if m.drafter is not SelfDrafter or (lookup and m.is_worthwhile(runner))]
         method = next((m for m in worthwhile if _has_draft(m, options, runner)), defaults[-1])
         if lookup and "lookup" in method.options:
@@ -157,14 +158,14 @@ def recipe_for(method: Method | None, options: Mapping[str, Any], runner: Target
     if drafting_method.needs_draft:
         if options.get("draft") is None:
             options["draft"] = KINDS[drafting_method.draft_kind or ""].load(_require_draft(drafting_method, runner))
-        options["draft"].bind(runner)  # raises the error if the draft is for another target
+        options["draft"].bind(runner)  # raises CheckpointError if the draft is for another target
     if options.get("earlier"):  # one history for all runs with this target
         options["earlier"] = RequestHistory(options["earlier"])
     return replace(_checked_recipe(method, drafting_method, options), use_chains=runner.branching_is_expensive)
 
 
 def _suitable_defaults(options: Mapping[str, Any]) -> list[Method]:
-    """The default methods that have all of the options. Raises ValueError if there is none, or for a wrong value."""
+    """Returns the default methods that have all options. Raises ValueError if there is none, or for a wrong value."""
     defaults = [METHODS[name] for name in DEFAULT_METHODS]
     option_names = [[name for o in m.options.values() for name in (o.name, *o.aliases)] for m in defaults]
     suitable = [m for m, names in zip(defaults, option_names, strict=True) if set(options) <= set(names)]
@@ -176,12 +177,13 @@ def _suitable_defaults(options: Mapping[str, Any]) -> list[Method]:
     unknown = next((name for name in options if name not in all_names), None)
     if unknown is None:
         raise ValueError(f"No default method has {' and '.join(options)} together: name the method")
-    raise no_option(unknown, all_names, {m.name: m.options for m in METHODS.values()})
+    raise unknown_option_error(unknown, all_names, {m.name: m.options for m in METHODS.values()})
 
 
 def _checked_recipe(method: Method, drafting_method: Method, options: Mapping[str, Any]) -> Recipe:
     """Makes a recipe, and builds its parts once as a check. Raises ValueError for an unknown option or wrong value."""
     drafter_options = drafting_method.drafter_options
+    # The option "drafter" is no option of a drafter: it has chosen ``drafting_method``.
     if unknown := sorted(set(options) - {*drafter_options, *method.verifier_options, "drafter"}):
         raise ValueError(
             f"Method {method.name} drafts with {drafting_method.name}, which has no option {', '.join(unknown)}. "
@@ -194,24 +196,22 @@ def _checked_recipe(method: Method, drafting_method: Method, options: Mapping[st
 
 
 def _choose_drafting_method(method: Method, options: Mapping[str, Any], runner: TargetRunner | None) -> Method:
-    """The method whose drafter a method uses: itself; else the option ``drafter``, the draft's kind, or a default.
-
-    Args:
-        runner: the target; None: methods are not tested for a draft that fits.
+    """Returns the method that drafts for ``method``: itself if it has a drafter, else the option ``drafter``, else the
+    draft's kind, else a default for which a draft fits the target (not tested if ``runner`` is None).
 
     Raises:
-        ValueError: the option ``drafter`` names a method without a drafter, or the draft is of another kind.
+        ValueError: the option ``drafter`` names a method that cannot draft here, or the draft is of another kind.
     """
     if method.drafter is not None:
         return method
     draft = options.get("draft")
-    kind = None if draft is None else draft.kind
-    name, choices = options.get("drafter") or kind, method.drafter_choices
+    draft_kind = None if draft is None else draft.kind
+    name, choices = options.get("drafter") or draft_kind, method.drafter_choices
     if name is not None:
         if name not in choices:
             raise ValueError(f"drafter must be one of {', '.join(choices)}, got {name!r}")
-        if kind is not None and kind != choices[name].draft_kind:
-            raise ValueError(f"the draft is for {kind}, not for {name}: leave drafter out, or name another draft")
+        if draft_kind is not None and draft_kind != choices[name].draft_kind:
+            raise ValueError(f"the draft is for {draft_kind}, not for {name}: leave drafter out, or name another draft")
         return choices[name]
     drafter_options = set(options) - set(method.verifier_options) - {"drafter"}
     suitable = [m for m in choices.values() if drafter_options <= set(m.drafter_options)]
@@ -219,15 +219,15 @@ def _choose_drafting_method(method: Method, options: Mapping[str, Any], runner: 
     return next(available, METHODS[DEFAULT_DRAFTERS[-1]])
 
 
-def _has_draft(m: Method, options: Mapping[str, Any], runner: TargetRunner) -> bool:
-    """True if a method needs no draft, or if there is a draft of its kind for the target."""
-    return not m.needs_draft or "draft" in options or _find_draft(m, runner) is not None
+def _has_draft(method: Method, options: Mapping[str, Any], runner: TargetRunner) -> bool:
+    """True if a method needs no draft, or if there is a draft of the method's kind for the target."""
+    return not method.needs_draft or "draft" in options or _find_draft(method, runner) is not None
 
 
 def _require_draft(method: Method, runner: TargetRunner) -> Path:
-    """The folder of :func:`_find_draft`. Raises CapabilityError if there is none."""
+    """Returns the folder that :func:`_find_draft` finds. Raises CapabilityError if there is none."""
     folder = _find_draft(method, runner)
-    kind = KINDS[method.draft_kind or ""]
+    kind = KINDS[method.draft_kind or ""]  # never "": the method needs a draft
     if folder is None and kind.in_checkpoint is not None and kind.training is None:
         name = getattr(runner.model, "name_or_path", "") or "this model, which was not loaded from a folder,"
         raise CapabilityError(
@@ -246,13 +246,13 @@ def _require_draft(method: Method, runner: TargetRunner) -> Path:
 
 
 def _find_draft(method: Method, runner: TargetRunner) -> Path | None:
-    """The folder of a method's draft that comes with longdraft or with the target's checkpoint; None without one."""
+    """Returns the folder of a draft for a method: one of longdraft, else of the target's checkpoint, else None."""
     try:
         folder = shipped.find_draft(runner.shared_parts.description, method.draft_kind)
     except UnsupportedModelError:
         return None
-    in_checkpoint = KINDS[method.draft_kind].in_checkpoint if method.draft_kind else None
-    if folder is not None or in_checkpoint is None:
+    has_draft = KINDS[method.draft_kind].in_checkpoint if method.draft_kind else None
+    if folder is not None or has_draft is None:
         return folder
-    origin = origin_of(runner.model)
-    return origin if origin is not None and in_checkpoint(origin) else None
+    checkpoint = origin_of(runner.model)
+    return checkpoint if checkpoint is not None and has_draft(checkpoint) else None

@@ -1,10 +1,9 @@
-"""Speculator, the public class: decodes prompts with a method on a target."""
+"""Defines Speculator, the public class, which decodes prompts with a method on a target."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -43,8 +42,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("longdraft")
 
-# One prompt or several: strings, lists of token ids, requests.
-Prompts = Prompt | Request | SequenceOf[Prompt | Request]
+# One prompt or several; a prompt is a string, a list of token ids or a request.
+Prompts = Prompt | Request | Sequence[Prompt | Request]
 
 
 class StreamSettings(RequestSettings, total=False):
@@ -58,8 +57,8 @@ class StreamSettings(RequestSettings, total=False):
 
 @dataclass
 class _Target:
-    """A target with its runner and planner. ``planner`` is made at its first use, which sets ``planner_decided``; None
-    afterwards: trees are fixed."""
+    """A target's runner, and what was made for it at first use. ``planner_decided`` tells whether ``planner`` is final:
+    None then means that trees are fixed."""
 
     runner: TargetRunner
     recipe: Recipe | None = None
@@ -68,16 +67,16 @@ class _Target:
 
 
 def _check_keywords(call: str, settings: Mapping[str, Any], method_options: Iterable[str] = ()) -> None:
-    """Raises ArgumentError for a keyword that is not of ``call`` but of another call, which the message names."""
+    """Raises ArgumentError if ``call`` (a key below, which the message completes) has a keyword of another call."""
     options = {name for method in METHODS.values() for name in method.options}
-    keywords: dict[str, Iterable[str]] = {
+    keywords_by_call: dict[str, Iterable[str]] = {
         "generate(prompts": StreamSettings.__annotations__,
         "Request(prompt": Request.__dataclass_fields__,
         "Speculator(...": {*signature(Speculator).parameters, *options},
     }
-    for name in settings.keys() - {*keywords[call], *method_options}:
-        if (owner := next((other for other, names in keywords.items() if name in names), None)) is not None:
-            raise ArgumentError(f"{name} is no setting of {call}): give it to {owner}, {name}=...)")
+    for name in settings.keys() - {*keywords_by_call[call], *method_options}:
+        if right_call := next((other for other, names in keywords_by_call.items() if name in names), None):
+            raise ArgumentError(f"{name} is no setting of {call}): give it to {right_call}, {name}=...)")
 
 
 class Speculator:
@@ -92,29 +91,29 @@ class Speculator:
 
     Args:
         method: a name of :func:`longdraft.methods`, a result of :func:`longdraft.compose`, or a draft folder. Default:
-            ``self`` with lookups if our CPU kernels compute the full model and rounds are planned; else ``longspec``
-            with lookups if a draft for the target comes with the package; else ``prompt-lookup``.
-        target: the model. Not needed if only ``custom_generate`` is used.
+            ``self`` with lookups if our CPU kernels compute the full model and trees are planned; else ``longspec``
+            with lookups if longdraft contains a draft for the target; else ``prompt-lookup``.
+        target: the model. Only ``generate(..., custom_generate=...)`` of transformers works without one.
         tokenizer: needed for text prompts, text results and stop strings, not for token ids.
         offload: for a model on a GPU. ``"host"`` stores the KV cache in host memory, except for the layers that fit on
             the GPU; ``"host:N"`` keeps N layers on the GPU. The output is the same; decoding is slower.
         kv_dtype: rounds the KV cache of a float32 model on a CPU to ``"bfloat16"`` or ``"int8"`` (a scale for each
             entry); on a GPU, ``"int8"``. The cache takes fewer bytes, and a CPU reads it faster. The output is that of
             a slightly different model. None: no rounding.
-        plan: ``"auto"`` sizes the trees of each round by the costs on this machine and by what was accepted, and
+        plan: ``"auto"`` sizes the trees of each round by the costs on this machine and by earlier acceptance, and
             decodes plainly if that is faster. The first run with a model measures the costs (10 s at most) and saves
             them. A dictionary {tokens of a forward: seconds} replaces measured costs, so that trees are the same on
             every machine. ``"fixed"`` grows the method's own trees. Default: fixed if options shape the tree, else
             LONGDRAFT_PLAN if it is set, else auto. The output is the same with any plan.
         deterministic: True: on a GPU, logits of every exact method equal those of plain decoding to the bit, so that
-            near ties are decided alike. Each decoding forward then has 64 tokens, and attention adds in a fixed order.
-            So small trees and plain decoding are slower. On a CPU with our kernels, bits are always equal.
+            near ties are decided alike. Each decoding forward then has 64 tokens, and attention adds in a fixed order,
+            which makes small trees and plain decoding slower. On a CPU with our kernels, bits are always equal.
         options: options of the method, e.g. ``branches=2`` for prompt-lookup, ``draft=folder`` for longspec.
 
     Raises:
-        UnknownMethodError: no such method.
-        RequestError: an option that the method does not have, or an unusable value.
-        UnsupportedModelError: the target is no model, or has layers that cannot be hosted exactly.
+        UnknownMethodError: the method is unknown.
+        RequestError: the method does not have an option, or an argument has an unusable value.
+        UnsupportedModelError: the target is no model, or has layers that longdraft cannot compute exactly.
         CheckpointError: the draft cannot be read, or was made for another target.
         CapabilityError: the method needs a draft and none comes with the package for this target; or the target's
             device cannot offload, or its KV cannot be rounded.
@@ -140,7 +139,7 @@ class Speculator:
             )
         _check_keywords("Speculator(...", options, method.options if isinstance(method, Method) else ())
         with values_checked():
-            self._method, self.options = resolve(method, options)  # raises errors of options before a target is loaded
+            self._method, self.options = resolve(method, options)  # so wrong options fail before a target is loaded
             self.offload = offloading.parse(offload)
             self._kv_dtype = None if kv_dtype is None else parse_dtype(kv_dtype, "kv_dtype")
             self._plan = check_plan(plan)
@@ -149,7 +148,7 @@ class Speculator:
         self.deterministic = deterministic
         self.tokenizer = tokenizer
         # The dictionary is replaced, never changed, so reads need no lock. Code with the lock acquires no other lock.
-        # Models from transformers' ``generate`` are not kept alive.
+        # Keys are weak, so models from transformers' ``generate`` are not kept alive.
         self._targets: WeakKeyDictionary[PreTrainedModel, _Target] = WeakKeyDictionary()
         self._targets_lock = Lock()
         if target is not None:
@@ -190,7 +189,7 @@ class Speculator:
 
     @property
     def method(self) -> Method:
-        """The method that the user named, else the one chosen for the (first) target.
+        """The method that the user named, else the method chosen for the first target.
 
         Raises:
             RequestError: the user named no method, and there is no target yet.
@@ -198,19 +197,18 @@ class Speculator:
         return self._method or self.recipe().method
 
     def recipe(self, runner: TargetRunner | None = None) -> Recipe:
-        """The method and options for a target, by default the first. They are chosen once for each target."""
+        """Returns the method and options for a target, by default the first. They are chosen once for each target."""
         target = self._target(runner)
         if target.recipe is None:
             with target.runner.lock:
-                # Lookups cost nothing if a planner limits the trees. Without one, drafts are those of the papers.
+                # Lookups cost nothing if a planner limits the trees. Without a planner, drafts are those of the papers.
                 lookup = is_planned(self._plan, self.options, self._method is None or self._method.exact)
                 with values_checked(), torch.device("cpu"):  # whatever the user's default device is
                     target.recipe = target.recipe or recipe_for(self._method, self.options, target.runner, lookup)
         return target.recipe
 
     def _usable_recipe(self, runner: TargetRunner) -> Recipe:
-        """The recipe for a target with its present hooks. If these rule out drafts, a chosen method becomes plain
-        decoding.
+        """Returns the recipe for a target; plain decoding if the model's hooks rule out drafts that longdraft chose.
 
         Raises:
             UnsupportedModelError: hooks rule out drafts, and the user named a method that drafts.
@@ -229,8 +227,7 @@ class Speculator:
         Without this call, each batch shape is captured at its third use, which takes as long as two rounds.
 
         Args:
-            batch: as for :meth:`session`.
-            context: as for :meth:`session`.
+            batch, context: as for :meth:`session`.
             progress: called with a line of text now and then.
 
         Returns:
@@ -245,7 +242,7 @@ class Speculator:
         return self._engine(batch, None, None, context)[1].capture_graphs(report)
 
     def planner(self, progress: Progress | None = None, runner: TargetRunner | None = None) -> Planner | None:
-        """The planner that sizes trees; None if trees are fixed. The first call may measure the cost of verifications.
+        """Returns the planner that sizes trees; None if trees are fixed. The first call may measure verification costs.
 
         Args:
             progress: called with a line of text before anything is measured.
@@ -264,8 +261,8 @@ class Speculator:
             return target.planner
 
     def runner(self, target: PreTrainedModel | None = None, keep_alive: bool = True) -> TargetRunner:
-        """The runner of a target, by default the first. A model's runner is replaced if the model was moved, cast or
-        given other layers. ``keep_alive``: hold a reference to ``target`` from now on."""
+        """Returns the runner of a target, by default the first. A model that was moved, cast or given other layers gets
+        a new runner. With ``keep_alive``, the runner holds a reference to ``target`` from now on."""
         if target is None and not self._targets:
             raise RequestError("This Speculator has no target: Speculator(name, target=model).")
         model = next(self._targets.keys()) if target is None else target
@@ -285,23 +282,23 @@ class Speculator:
         return None if target is None or target.runner.is_stale else target.runner
 
     def _target(self, runner: TargetRunner | None = None) -> _Target:
-        """Returns the entry of a target, by default of the first."""
+        """Returns the entry of a target, by default of the first. A replaced runner gets an entry of its own."""
         runner = self.runner() if runner is None else runner
         target = self._targets.get(runner.model)
         return target if target is not None and target.runner is runner else _Target(runner)
 
     def feature_layers(self) -> tuple[int, ...]:
-        """Layers whose hidden states the drafter reads; see :class:`~longdraft.memory.prompt_cache.PromptCache`."""
+        """Returns layers whose hidden states drafters read; see :class:`~longdraft.memory.prompt_cache.PromptCache`."""
         runner = self.runner()
         return self.recipe(runner).drafter().feature_layers(runner)
 
     @property
     def exact(self) -> bool:
-        """True if the output is that of the (first) target alone."""
+        """True if the output equals the output of plain decoding with the first target."""
         return self.method.exact and not self.runner().kv_is_rounded
 
     def draft(self) -> Draft[Any] | None:
-        """The trained draft for the first target; None if the method uses none."""
+        """Returns the trained draft for the first target; None if the method uses none."""
         draft: Draft[Any] | None = self.recipe().options.get("draft")
         return draft
 
@@ -311,11 +308,11 @@ class Speculator:
         return TextCodec(self.tokenizer)
 
     def decode(self, tokens: list[int]) -> str:
-        """Token ids to text, without special tokens."""
+        """Decodes token ids to text, without special tokens."""
         return self.texts.decode(tokens)
 
     def encode(self, prompt: Prompt, chat: bool = True) -> list[int]:
-        """A prompt's token ids. With ``chat``, a string becomes a user turn if the model has a chat template."""
+        """Returns a prompt's token ids. With ``chat``, a string becomes a user turn if there is a chat template."""
         return self.texts.encode(prompt, chat)
 
     def generate(self, prompts: Prompts, **settings: Unpack[StreamSettings]) -> list[Result]:
@@ -332,23 +329,23 @@ class Speculator:
         piece: int | None = None,
         **settings: Unpack[RequestSettings],
     ) -> Generation:
-        """Starts decoding prompts, step by step. Nothing is computed before the first step is requested.
+        """Starts decoding prompts, step by step. Nothing is computed before the caller requests the first step.
 
         Args:
             prompts: one prompt or several, each a string, a list of token ids, or a :class:`~longdraft.Request` with
                 its own settings. Lengths may differ.
-            batch: prompts decoded at a time; when one has ended, the next takes its slot. None: 8, on a GPU 32, and
-                fewer if their KV does not fit the memory and there is no ``cache``.
+            batch: prompts decoded at a time; the next prompt takes the slot of a prompt that has ended. None: 8, on a
+                GPU 32, and fewer if the prompts' KV does not fit the memory and there is no ``cache``.
             cache: KV of earlier runs, which this run reuses and extends.
             cancelled: called between forwards; True ends the run.
-            piece: prompt tokens of one prefill forward, as for :meth:`session`.
-            settings: settings of :class:`~longdraft.Request` for prompts that are not requests:
+            piece: number of prompt tokens in one prefill forward, as for :meth:`session`.
+            settings: settings of :class:`~longdraft.Request` for prompts that are not requests, such as
                 ``max_new_tokens=64, temperature=0.7, seed=1``. Prompt i samples with seed + i.
 
         Raises:
             RequestError: an unusable value, such as ``max_new_tokens`` below 1.
             ArgumentError: an unknown setting.
-            PromptError: no prompt, an empty one, or a token id outside the model's vocabulary.
+            PromptError: there is no prompt, a prompt is empty, or a token id is outside the model's vocabulary.
             ContextError: a prompt and its new tokens exceed the model's context.
             MemoryBudgetError: not even one prompt fits the memory; raised before any work.
         """
@@ -365,13 +362,13 @@ class Speculator:
         """Opens a session, which accepts requests while it decodes earlier ones (continuous batching).
 
         Args:
-            batch: requests decoded at a time. None: 8, on a GPU 32, and fewer if their KV does not fit the memory.
-            context: tokens of prompt and output for which each slot has memory from the start. A longer request waits
-                until no other request is decoded, and then memory is allocated for it.
+            batch: requests decoded at a time (slots). None: 8, on a GPU 32, and fewer if KV does not fit the memory.
+            context: tokens (prompt and output) for which each slot has memory from the start. A longer request waits
+                until no other request is decoded, and then gets memory.
             cache: KV of earlier runs, which this session reuses and extends. Without a cache, requests share the full
                 chunks that their prompts have in common.
-            piece: prompt tokens of a prefill chunk, which runs between two decoding rounds of the other requests;
-                None: 1,024, on a GPU 4,096 unless the model has windows or recurrent layers.
+            piece: number of prompt tokens in a prefill chunk, which runs between two decoding rounds of the other
+                requests; None: 1,024, on a GPU 4,096 unless the model has windows or recurrent layers.
 
         Raises:
             RequestError: ``batch`` or ``piece`` below 1.
@@ -383,7 +380,7 @@ class Speculator:
     def _engine(
         self, batch: int | None, cache: PromptCache | None, cap: int | None, context: int = 0, piece: int | None = None
     ) -> tuple[Recipe, Engine]:
-        """The recipe for the first target, and an engine of at most ``cap`` slots; see :meth:`session`."""
+        """Returns the recipe for the first target, and an engine of at most ``cap`` slots; see :meth:`session`."""
         if cache is not None and not isinstance(cache, PromptCache):
             raise RequestError(f"cache takes a longdraft.PromptCache(), got {cache!r}")
         runner = self.runner()
@@ -412,7 +409,7 @@ class Speculator:
         generate_args: GenerateArguments | None = None,
         **call: Any,
     ) -> Any:
-        """The decoding loop that transformers' ``generate`` calls instead of its own; see :mod:`longdraft.integration`.
+        """Runs the decoding loop in place of that of transformers' ``generate``; see :mod:`longdraft.integration`.
 
         Args:
             generate_args: arguments of ``generate`` that transformers does not pass on, such as a streamer.

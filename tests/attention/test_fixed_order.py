@@ -39,7 +39,7 @@ def attend(request, monkeypatch):
 
     def path(q, keys, values, batch, scale, scoring=None):
         bound = max(batch.prefix_lens) + batch.tree_len
-        rows = batch.slots_t, batch.prefix_lens_t, *fixed_order.ancestor_lists(batch, q.device)
+        rows = batch.slots_t, batch.prefix_lens_t, *fixed_order.tree_paths(batch, q.device)
         return compute(q, keys, values, *rows, bound, scale)
 
     return path

@@ -40,7 +40,7 @@ def compiled(tmp_path: Path, *options: str) -> list[dict[str, Any]]:
 
 
 PARTS = {"norm", "rope", "silu"}
-IN_16_BITS = {"tree_attention", "dequantize", "prefix_sums", "path_sums", "merge_splits"}
+IN_16_BITS = {"tree_attention", "dequantize", "prefix_attention", "path_attention", "merge_splits"}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -115,7 +115,7 @@ def test_yarns_own_factor_of_attention(own, more, tmp_path):
         ({"rope": YARN | {"scaling.yarn_ext_factor": 0.5}}, "yarn_ext_factor 0.5"),
         ({"rope": YARN | {"scaling.yarn_log_multiplier": 0.5}}, "yarn_log_multiplier 0.5"),
         ({"rope": {"dimension_count": 8}}, "8 of each head's 16"),
-        ({"rope_freqs": [2] * 4}, "4 frequencies, where there are 8"),
+        ({"rope_freqs": [2] * 4}, "4 frequencies, not 8"),
         ({"rope_freqs": [2] * 8, "rope": YARN}, "rope_freqs"),
         ({"by_length": True}, "longrope"),
     ],

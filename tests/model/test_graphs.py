@@ -19,7 +19,7 @@ from longdraft.errors import MemoryBudgetError
 from longdraft.memory.offload import OffloadedKVStore
 from longdraft.model.gpu import cuda_graphs
 from longdraft.model.gpu.cuda_graphs import (
-    CAPTURE_SIZES,
+    CAPTURE_QUERY_LENS,
     CudaGraphs,
     batch_sizes,
     padded_batch_size,
@@ -261,7 +261,7 @@ def test_batches_are_padded_to_powers_of_two_or_all_slots(chain):
         for old, new in zip(before, (store.keys, store.values), strict=True):
             same = (old == new) | (old.isnan() & new.isnan())
             same[:, slots] = True
-            same[..., -CAPTURE_SIZES[-1] :, :] = True  # nobody's
+            same[..., -CAPTURE_QUERY_LENS[-1] :, :] = True  # nobody's
             assert same.all()
     assert batch_sizes(7) == [1, 2, 4, 7] and target.recorder.captures == (12 if chain else 4)
 
@@ -361,7 +361,7 @@ def test_a_size_that_cannot_be_recorded_is_said_once_and_runs_without(caplog):
         target.check([0], [tree_of(4, seed)])
         target.check([0], [tree_of(7, seed)])
     assert (target.recorder.captures, target.recorder.replays) == (2, 3)
-    assert caplog.text.count("could not be recorded") == 1 and "and more" not in caplog.text
+    assert caplog.text.count("could not be captured") == 1 and "and more" not in caplog.text
 
 
 def test_where_there_are_graphs(monkeypatch, caplog):

@@ -1,4 +1,4 @@
-"""Tree attention over a KV cache: one interface, four implementations (paths), and the choice between them.
+"""Computes tree attention over a KV cache: one interface, four implementations (paths), and the choice among them.
 
 May import: native.
 """

@@ -1,8 +1,8 @@
-"""Hybrid tree attention on a CPU: our kernels, or torch's SDPA for inputs that they do not support.
+"""Computes tree attention on a CPU with our kernels, or with torch's SDPA for inputs that our kernels do not support.
 
-Memory bandwidth is the limit. So the query heads of a group, which share one KV head, are folded into the query rows,
-and K and V are read once per KV head (native/attention.cpp). A long chain, such as a prefill chunk, is computed in
-tiles. Folded, tiled, in a tree or in plain decoding: a token gets equal bits.
+Memory bandwidth is the limit. So the G = Hq / Hkv query heads that share a KV head are folded into the query rows, and
+K and V are read once per KV head (native/attention.cpp). A long chain, such as a prefill chunk, is computed in tiles. A
+token's bits depend neither on folding or tiling, nor on the other tokens of the tree.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from longdraft import native
 from longdraft.attention import sdpa
 from longdraft.attention.forward_batch import NO_MODIFIERS, ForwardBatch, ScoreModifiers
 
-# Longest chain (T tokens) whose heads are folded; longer chains are tiled.
+# The longest chain whose heads are folded; longer chains are tiled.
 MAX_FOLDED_QUERY_LEN = 96
 
 
@@ -32,16 +32,16 @@ def attend(
         return sdpa.attend(q, keys, values, batch, scale, modifiers)
     batch_size, heads, query_len, dim = q.shape
     kv_heads = keys.shape[1]
-    # (B, Hkv, G*T, d): row g*T + t of a KV head is query head g of its group, token t.
+    # (batch_size, kv_heads, G * query_len, dim): row g * query_len + t of a KV head is its query head g, token t.
     folded = q.reshape(batch_size, kv_heads, heads // kv_heads * query_len, dim)
     is_tiled = batch.mask is None and not batch.tree_offset and query_len > MAX_FOLDED_QUERY_LEN
-    cap, sinks = modifiers.softcap, modifiers.sinks
+    softcap, sinks = modifiers.softcap, modifiers.sinks
     out = q.new_empty(batch_size, heads, query_len, values.shape[3])
-    for b, (slot, n) in enumerate(zip(batch.slots, batch.prefix_lens, strict=True)):
-        k, v = (x[slot, :, : n + batch.tree_len] for x in (keys, values))
-        queries = q[b] if is_tiled else folded[b]
+    for b, (slot, prefix_len) in enumerate(zip(batch.slots, batch.prefix_lens, strict=True)):
+        k, v = (cache[slot, :, : prefix_len + batch.tree_len] for cache in (keys, values))
+        rows = q[b] if is_tiled else folded[b]
         mask = None if is_tiled or batch.tree_len < 2 else batch.tree_mask(b, q.device)
         start = None if batch.window_starts is None else batch.window_starts[b]
-        o = kernels.attend(queries, k, v, mask, scale, prefill=is_tiled, window_start=start, softcap=cap, sinks=sinks)
+        o = kernels.attend(rows, k, v, mask, scale, prefill=is_tiled, window_start=start, softcap=softcap, sinks=sinks)
         out[b] = o.view_as(out[b])
     return out

@@ -1,4 +1,4 @@
-"""Defines custom operators of torch, which run a Triton kernel on a GPU and operators of torch on a CPU."""
+"""Defines custom torch operators. Each runs a Triton kernel on a GPU, and a reference in plain torch on a CPU."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 
 import torch
 
-ENVIRONMENT_VARIABLE = "LONGDRAFT_FUSED"
+SWITCH = "LONGDRAFT_FUSED"  # environment variable; 0: no Triton kernels
 
 _LIBRARY = torch.library.Library("longdraft", "FRAGMENT")
 
 
 def triton_enabled() -> bool:
     """True if Triton is installed and LONGDRAFT_FUSED=0 does not switch the kernels off."""
-    return os.environ.get(ENVIRONMENT_VARIABLE, "1") != "0" and importlib.util.find_spec("triton") is not None
+    return os.environ.get(SWITCH, "1") != "0" and importlib.util.find_spec("triton") is not None
 
 
 def define_op(reference: Callable[..., Any], triton_module: str, mutates_args: Sequence[str] = ()) -> None:
-    """Defines the operator ``longdraft::NAME``, with the name, arguments and results of its reference implementation.
+    """Defines the operator ``longdraft::NAME``, which has the name, arguments and results of ``reference``.
 
     Args:
         reference: the implementation for CPUs.
-        triton_module: module with a function of its name for GPUs; imported when first called, as it needs Triton.
-        mutates_args: arguments that the operator writes into.
+        triton_module: module whose function NAME is the implementation for GPUs. Imported at the first call on a GPU.
+        mutates_args: names of the arguments that the operator writes into.
     """
     name = reference.__name__
 

@@ -1,4 +1,4 @@
-"""Chooses the attention path (an implementation of tree attention) of a target. LONGDRAFT_ATTENTION forces a path.
+"""Chooses the attention path (an implementation of tree attention) for a target. LONGDRAFT_ATTENTION forces a path.
 
 A CPU uses our own kernels ("cpu"). A GPU uses hybrid attention on torch's kernels ("hybrid"), or, where hybrid cannot
 run, torch's SDPA with a mask ("sdpa").
@@ -16,25 +16,25 @@ from longdraft.attention import cpu, hybrid, reference, sdpa
 from longdraft.attention.reference import AttentionFunction
 from longdraft.errors import CapabilityError
 
-log = logging.getLogger("longdraft")
+logger = logging.getLogger("longdraft")
 
-# The path that CUDA graphs can capture, because it reads only upper bounds from the host. It does not support sliding
-# windows, soft caps, sinks, or values whose head size differs from that of the keys.
+# The path that CUDA graphs can capture, because its kernels read slots and lengths on the device. It does not support
+# sliding windows, soft caps, sinks, or values whose head size differs from the head size of the keys.
 CAPTURABLE_PATH = "hybrid"
-ENVIRONMENT_VARIABLE = "LONGDRAFT_ATTENTION"
+ENVIRONMENT_VARIABLE = "LONGDRAFT_ATTENTION"  # name of a path: forces it
 
 
-def why_unavailable(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Returns why a path cannot run here, and what to do about it; None if it can."""
-    if name == "cpu" and device.type != "cpu":
+def why_unavailable(path: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Returns why a path cannot run on a device, and what to do about it; None if it can."""
+    if path == "cpu" and device.type != "cpu":
         return f"the cpu path runs on a CPU, the model is on {device}; try sdpa"
-    if name == "hybrid":
+    if path == "hybrid":
         return hybrid.why_unavailable(device, dtype, head_dim)
     return None
 
 
 def choose(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """Returns the name of the path for tensors of this kind.
+    """Returns the name of the path for queries of this device, dtype and head size.
 
     Raises:
         CapabilityError: LONGDRAFT_ATTENTION forces a path that cannot run here.
@@ -53,15 +53,15 @@ def choose(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
         return "sdpa"
     if (reason := hybrid.why_unavailable(device, dtype, head_dim)) is None:
         return "hybrid"
-    log.warning("Attention runs on torch's masked kernels, which are slower than hybrid attention: %s.", reason)
+    logger.warning("Attention runs on torch's masked kernels, which are slower than hybrid attention: %s.", reason)
     return "sdpa"
 
 
 def resolve(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[str, AttentionFunction]:
-    """Chooses a path, logs its name, and returns the name and the function."""
-    name = choose(device, dtype, head_dim)
-    log.info("attention path: %s (%s, %s, head size %d)", name, device, dtype, head_dim)
-    return name, PATHS[name]
+    """Chooses a path and logs its name. Returns the name, and the path's function."""
+    path = choose(device, dtype, head_dim)
+    logger.info("attention path: %s (%s, %s, head size %d)", path, device, dtype, head_dim)
+    return path, PATHS[path]
 
 
 PATHS: dict[str, AttentionFunction] = {
@@ -73,5 +73,5 @@ PATHS: dict[str, AttentionFunction] = {
 
 
 def prefers_transposed_keys(path: str, dtype: torch.dtype) -> bool:
-    """True if the KV store should keep keys transposed, which makes our kernels faster."""
+    """True if the path is faster on keys that the KV store keeps transposed."""
     return path == "cpu" and dtype == torch.float32 and native.kernels() is not None

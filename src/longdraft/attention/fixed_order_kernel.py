@@ -1,8 +1,8 @@
-"""Triton kernels for :mod:`.fixed_order`: full tiles of the prefix, the rest of each token's keys, the merge of splits.
+"""Triton kernels for :mod:`.fixed_order`, which run in this order: prefix_attention, path_attention, merge_splits.
 
-Three kernels run in this order. All tiles have one size, whatever the number of rows, so every row is multiplied by one
-instruction. The running softmax of each of P splits (in base 2: maximum m, sum z, weighted values acc) passes from
-kernel to kernel, without rounding, in buffers (P, B*Hkv*R) and (P, B*Hkv*R, d).
+Each split of the keys has a softmax of its own: m, z and acc of :func:`.triton_kernels.online_softmax`. Float32 buffers
+hold them for all splits and rows: split_m and split_z (splits, B*Hkv*R), split_acc (splits, B*Hkv*R, d). Letters are
+those of :mod:`.triton_kernels`. All tiles have one size, so one instruction multiplies a row in any batch.
 """
 
 # Triton reads the annotations of a kernel's parameters, so run-time parameters have none.
@@ -27,30 +27,28 @@ from longdraft.attention.triton_kernels import (
 )
 from longdraft.errors import CapabilityError
 
-# Rows of one program of merge_splits_kernel.
-MERGE_ROWS = 16
+MERGE_ROWS = 16  # rows of one program of merge_splits_kernel
 
 
 @triton.jit
-def _store_sums(sums_m, sums_z, sums_acc, rows, ok_rows, m, z, acc, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def _store_split(split_m, split_z, split_acc, rows, row_mask, m, z, acc, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     dims = tl.arange(0, BLOCK_D)
-    tl.store(sums_m + rows, m, mask=ok_rows)
-    tl.store(sums_z + rows, z, mask=ok_rows)
+    tl.store(split_m + rows, m, mask=row_mask)
+    tl.store(split_z + rows, z, mask=row_mask)
     tl.store(
-        sums_acc + rows[:, None] * HEAD_DIM + dims[None, :], acc, mask=ok_rows[:, None] & (dims < HEAD_DIM)[None, :]
+        split_acc + rows[:, None] * HEAD_DIM + dims[None, :], acc, mask=row_mask[:, None] & (dims < HEAD_DIM)[None, :]
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T"])
-def prefix_sums_kernel(
-    q, k, v, slots, prefix_lens, sums_m, sums_z, sums_acc, scale, T, kv_heads,
+def prefix_attention_kernel(
+    q, k, v, slots, prefix_lens, split_m, split_z, split_acc, scale, T, kv_heads,
     q_b, q_head, q_t, q_d, k_slot, k_head, k_n, k_d, v_slot, v_head, v_n, v_d,
     SPLIT: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Running softmax of split p over the full tiles of the prefix in ranks [p*SPLIT, (p+1)*SPLIT). Rows are those of
-    :mod:`.triton_kernels`, r = g*T + t. Grid: (row tiles, B*Hkv, splits).
-    """
+    """Computes the softmax of one split for a tile of rows, over the full tiles of the prefix in the split's ranks.
+    Grid: (row tiles, B*Hkv, splits)."""
     sequence_head = tl.program_id(1)
     split = tl.program_id(2)
     b = (sequence_head // kv_heads).to(tl.int64)
@@ -69,86 +67,87 @@ def prefix_sums_kernel(
     for start in range(split * SPLIT, split_end, BLOCK_N):
         ranks = start + tl.arange(0, BLOCK_N)
         entry = ranks.to(tl.int64)
-        ok_keys = ranks < split_end
-        k_tile = load_tile(k_base, entry * k_n, ok_keys, k_d, HEAD_DIM, BLOCK_D)
-        v_tile = load_tile(v_base, entry * v_n, ok_keys, v_d, HEAD_DIM, BLOCK_D)
+        key_mask = ranks < split_end
+        k_tile = load_tile(k_base, entry * k_n, key_mask, k_d, HEAD_DIM, BLOCK_D)
+        v_tile = load_tile(v_base, entry * v_n, key_mask, v_d, HEAD_DIM, BLOCK_D)
         scores = scores_of(q_tile, k_tile, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), scale, DOT)
-        scores = tl.where(ok_keys[None, :], scores, float("-inf"))
+        scores = tl.where(key_mask[None, :], scores, float("-inf"))
         m, z, acc = online_softmax(m, z, acc, scores, v_tile, DOT)
     flat_rows = (split.to(tl.int64) * tl.num_programs(1) + sequence_head) * R + rows
-    _store_sums(sums_m, sums_z, sums_acc, flat_rows, rows < R, m, z, acc, HEAD_DIM, BLOCK_D)
+    _store_split(split_m, split_z, split_acc, flat_rows, rows < R, m, z, acc, HEAD_DIM, BLOCK_D)
 
 
-@triton.jit(do_not_specialize=["T", "W"])
-def path_sums_kernel(
-    q, k, v, slots, prefix_lens, ancestors, num_ancestors, sums_m, sums_z, sums_acc, scale, T, W, kv_heads,
+@triton.jit(do_not_specialize=["T", "tree_len"])
+def path_attention_kernel(
+    q, k, v, slots, prefix_lens, paths, path_lens, split_m, split_z, split_acc, scale, T, tree_len, kv_heads,
     q_b, q_head, q_t, q_d, k_slot, k_head, k_n, k_d, v_slot, v_head, v_n, v_d,
     SPLIT: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Adds the keys behind the full tiles of the prefix, and the tree path of token t. Grid: (T, B*Hkv)."""
+    """Adds token t's other keys to its splits: the prefix's last, partial tile, and t's tree path. Grid: (T, B*Hkv)."""
     t = tl.program_id(0).to(tl.int64)
     sequence_head = tl.program_id(1).to(tl.int64)
     b = sequence_head // kv_heads
     h = sequence_head % kv_heads
     slot = tl.load(slots + b).to(tl.int64)
-    n = tl.load(prefix_lens + b)
-    end = n + tl.load(num_ancestors + b * T + t)
+    prefix_len = tl.load(prefix_lens + b)
+    end = prefix_len + tl.load(path_lens + b * T + t)
     g = tl.arange(0, BLOCK_M)
-    ok_rows = g < GROUP
+    row_mask = g < GROUP
     dims = tl.arange(0, BLOCK_D)
     q_base = q + b * q_b + h * GROUP * q_head + t * q_t
-    q_tile = load_tile(q_base, g.to(tl.int64) * q_head, ok_rows, q_d, HEAD_DIM, BLOCK_D)
+    q_tile = load_tile(q_base, g.to(tl.int64) * q_head, row_mask, q_d, HEAD_DIM, BLOCK_D)
     k_base = k + slot * k_slot + h * k_head
     v_base = v + slot * v_slot + h * v_head
     sequence_row = sequence_head * GROUP * T + g * T + t
     rows_per_split = tl.num_programs(1).to(tl.int64) * GROUP * T
-    path_start = n // BLOCK_N * BLOCK_N
-    flat_rows = (path_start // SPLIT).to(tl.int64) * rows_per_split + sequence_row
-    m = tl.load(sums_m + flat_rows, mask=ok_rows, other=float("-inf"))
-    z = tl.load(sums_z + flat_rows, mask=ok_rows, other=0.0)
-    in_acc = ok_rows[:, None] & (dims < HEAD_DIM)[None, :]
-    acc = tl.load(sums_acc + flat_rows[:, None] * HEAD_DIM + dims[None, :], mask=in_acc, other=0.0)
-    for start in range(path_start, end, BLOCK_N):
-        new_split = start % SPLIT == 0
-        m = tl.where(new_split, float("-inf"), m)
-        z = tl.where(new_split, 0.0, z)
-        acc = tl.where(new_split, 0.0, acc)
+    first_rank = prefix_len // BLOCK_N * BLOCK_N
+    flat_rows = (first_rank // SPLIT).to(tl.int64) * rows_per_split + sequence_row
+    m = tl.load(split_m + flat_rows, mask=row_mask, other=float("-inf"))
+    z = tl.load(split_z + flat_rows, mask=row_mask, other=0.0)
+    acc_mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
+    acc = tl.load(split_acc + flat_rows[:, None] * HEAD_DIM + dims[None, :], mask=acc_mask, other=0.0)
+    for start in range(first_rank, end, BLOCK_N):
+        begins_split = start % SPLIT == 0
+        m = tl.where(begins_split, float("-inf"), m)
+        z = tl.where(begins_split, 0.0, z)
+        acc = tl.where(begins_split, 0.0, acc)
         ranks = start + tl.arange(0, BLOCK_N)
-        ok_keys = ranks < end
-        node = tl.load(ancestors + (b * T + t) * W + (ranks - n), mask=ok_keys & (ranks >= n), other=0)
-        entry = tl.where(ranks < n, ranks, n + node).to(tl.int64)
-        k_tile = load_tile(k_base, entry * k_n, ok_keys, k_d, HEAD_DIM, BLOCK_D)
-        v_tile = load_tile(v_base, entry * v_n, ok_keys, v_d, HEAD_DIM, BLOCK_D)
+        key_mask = ranks < end
+        path_offsets = (b * T + t) * tree_len + (ranks - prefix_len)
+        node = tl.load(paths + path_offsets, mask=key_mask & (ranks >= prefix_len), other=0)
+        entry = tl.where(ranks < prefix_len, ranks, prefix_len + node).to(tl.int64)
+        k_tile = load_tile(k_base, entry * k_n, key_mask, k_d, HEAD_DIM, BLOCK_D)
+        v_tile = load_tile(v_base, entry * v_n, key_mask, v_d, HEAD_DIM, BLOCK_D)
         scores = scores_of(q_tile, k_tile, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), scale, DOT)
-        scores = tl.where(ok_keys[None, :], scores, float("-inf"))
+        scores = tl.where(key_mask[None, :], scores, float("-inf"))
         m, z, acc = online_softmax(m, z, acc, scores, v_tile, DOT)
         flat_rows = start // SPLIT * rows_per_split + sequence_row
-        _store_sums(sums_m, sums_z, sums_acc, flat_rows, ok_rows, m, z, acc, HEAD_DIM, BLOCK_D)
+        _store_split(split_m, split_z, split_acc, flat_rows, row_mask, m, z, acc, HEAD_DIM, BLOCK_D)
 
 
-@triton.jit(do_not_specialize=["num_splits", "N", "T"])
+@triton.jit(do_not_specialize=["num_splits", "num_rows", "T"])
 def merge_splits_kernel(
-    sums_m, sums_z, sums_acc, out, num_splits, N, T, num_heads, out_b, out_head, out_t, out_d,
+    split_m, split_z, split_acc, out, num_splits, num_rows, T, num_heads, out_b, out_head, out_t, out_d,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Merges the splits of each of N = B*Hq*T rows in order. An empty split adds zeros. Grid: (row tiles,)."""
+    """Merges the splits of num_rows = B*Hq*T rows in order. An empty split adds zeros. Grid: (row tiles,)."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     dims = tl.arange(0, BLOCK_D)
-    ok_rows = rows < N
-    in_acc = ok_rows[:, None] & (dims < HEAD_DIM)[None, :]
+    row_mask = rows < num_rows
+    acc_mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
     m = tl.full((BLOCK_R,), float("-inf"), tl.float32)
     z = tl.zeros((BLOCK_R,), tl.float32)
     acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     for p in range(num_splits):
-        flat_rows = p * N + rows
-        m_p = tl.load(sums_m + flat_rows, mask=ok_rows, other=float("-inf"))
-        z_p = tl.load(sums_z + flat_rows, mask=ok_rows, other=0.0)
-        acc_p = tl.load(sums_acc + flat_rows[:, None] * HEAD_DIM + dims[None, :], mask=in_acc, other=0.0)
+        flat_rows = p * num_rows + rows
+        m_p = tl.load(split_m + flat_rows, mask=row_mask, other=float("-inf"))
+        z_p = tl.load(split_z + flat_rows, mask=row_mask, other=0.0)
+        acc_p = tl.load(split_acc + flat_rows[:, None] * HEAD_DIM + dims[None, :], mask=acc_mask, other=0.0)
         m_new = tl.maximum(m, m_p)
-        reference = tl.where(m_new == float("-inf"), 0.0, m_new)
-        decay = tl.exp2(m - reference)
-        weight_p = tl.exp2(m_p - reference)
+        finite_max = tl.where(m_new == float("-inf"), 0.0, m_new)
+        decay = tl.exp2(m - finite_max)
+        weight_p = tl.exp2(m_p - finite_max)
         z = z * decay + z_p * weight_p
         acc = acc * decay[:, None] + acc_p * weight_p[:, None]
         m = m_new
@@ -156,7 +155,7 @@ def merge_splits_kernel(
     tl.store(
         out + out_offsets[:, None] + dims.to(tl.int64)[None, :] * out_d,
         (acc / tl.where(z > 0.0, z, 1.0)[:, None]).to(out.dtype.element_ty),
-        mask=in_acc,
+        mask=acc_mask,
     )
 
 
@@ -166,8 +165,8 @@ def fixed_order_attention(
     values: torch.Tensor,
     slots: torch.Tensor,
     prefix_lens: torch.Tensor,
-    ancestors: torch.Tensor,
-    num_ancestors: torch.Tensor,
+    paths: torch.Tensor,
+    path_lens: torch.Tensor,
     max_kv_len: int,
     scale: float,
 ) -> torch.Tensor:
@@ -177,29 +176,29 @@ def fixed_order_attention(
     if not out.numel():
         return out
     group, num_splits = num_heads // kv_heads, max_kv_len // SPLIT + 1
-    tile, block_d = key_tile(q)
-    if group > tile:  # a program of path_sums_kernel has one tile of query heads
+    tile_len, block_d = key_tile(q)
+    if group > tile_len:  # a program of path_attention_kernel has one tile of query heads
         raise CapabilityError(
-            f"deterministic=True takes up to {tile} query heads a KV head in {q.dtype} with head size {d}, this model "
-            f"has {group}: leave it out."
+            f"deterministic=True takes up to {tile_len} query heads a KV head in {q.dtype} with head size {d}, this "
+            f"model has {group}: leave it out."
         )
     rows = batch_size * num_heads * query_len
-    sums_m, sums_z = torch.empty(2, num_splits, rows, dtype=torch.float32, device=q.device)
-    sums_acc = torch.empty(num_splits, rows, d, dtype=torch.float32, device=q.device)
-    sizes = {"GROUP": group, "HEAD_DIM": d, "BLOCK_D": block_d, "BLOCK_M": tile, "BLOCK_N": tile}
+    split_m, split_z = torch.empty(2, num_splits, rows, dtype=torch.float32, device=q.device)
+    split_acc = torch.empty(num_splits, rows, d, dtype=torch.float32, device=q.device)
+    sizes = {"GROUP": group, "HEAD_DIM": d, "BLOCK_D": block_d, "BLOCK_M": tile_len, "BLOCK_N": tile_len}
     constants = {"SPLIT": SPLIT, "DOT": DOT_TYPES[q.dtype], "num_warps": WARPS, "num_stages": 2}
     strides = (*q.stride(), *keys.stride(), *values.stride())
     with torch.cuda.device_of(q):
-        prefix_sums_kernel[(triton.cdiv(group * query_len, tile), batch_size * kv_heads, num_splits)](
-            q, keys, values, slots, prefix_lens, sums_m, sums_z, sums_acc, scale * LOG2_E, query_len, kv_heads,
+        prefix_attention_kernel[(triton.cdiv(group * query_len, tile_len), batch_size * kv_heads, num_splits)](
+            q, keys, values, slots, prefix_lens, split_m, split_z, split_acc, scale * LOG2_E, query_len, kv_heads,
             *strides, **sizes, **constants,
         )  # fmt: skip
-        path_sums_kernel[(query_len, batch_size * kv_heads)](
-            q, keys, values, slots, prefix_lens, ancestors, num_ancestors, sums_m, sums_z, sums_acc, scale * LOG2_E,
-            query_len, ancestors.shape[2], kv_heads, *strides, **sizes, **constants,
+        path_attention_kernel[(query_len, batch_size * kv_heads)](
+            q, keys, values, slots, prefix_lens, paths, path_lens, split_m, split_z, split_acc, scale * LOG2_E,
+            query_len, paths.shape[2], kv_heads, *strides, **sizes, **constants,
         )  # fmt: skip
         merge_splits_kernel[(triton.cdiv(rows, MERGE_ROWS),)](
-            sums_m, sums_z, sums_acc, out, num_splits, rows, query_len, num_heads, *out.stride(),
+            split_m, split_z, split_acc, out, num_splits, rows, query_len, num_heads, *out.stride(),
             HEAD_DIM=d, BLOCK_D=block_d, BLOCK_R=MERGE_ROWS, num_warps=WARPS,
         )  # fmt: skip
     return out

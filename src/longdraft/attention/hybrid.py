@@ -1,16 +1,16 @@
-"""Hybrid tree attention on a GPU (LongSpec, section 3.3) with torch's own kernels.
+"""Computes hybrid tree attention on a GPU (LongSpec, section 3.3) with torch's own kernels, in three steps:
 
-    prefix   one call for all sequences, without a mask; the kernel also returns the log-sum-exp
-    tree     masked attention of the new tokens to the tree, in float32
-    merge    the prefix counts as one more key: its log-sum-exp is the score, its output the value
+    prefix   all tokens attend to the prefixes in one call without a mask, which also returns the log-sum-exp (lse)
+    tree     the new tokens attend to the tree under a mask, in float32
+    merge    the prefix counts as one more key of the tree: its lse is the score, its output the value
 
-Keys and values are read in place: the cache is viewed as one flat list of KV entries, in which the prefix of sequence b
-starts at ``prefix_starts[b]``. The kernels read starts and lengths on the device, and only upper bounds on the host, so
-a CUDA graph can capture the forward.
+The cache is viewed as one flat list of KV entries, so keys and values are read in place. Starts and lengths of prefixes
+are tensors on the device, and kernels get only upper bounds from the host, so a CUDA graph can capture the forward.
 
-In 16 bits the kernel is torch's flash attention. It splits the keys over the whole GPU only if a sequence has one query
-token and several query heads a KV head. So all query tokens are passed as query heads of one token, and each key is
-read once. In float32, for tests, the kernel is torch's memory-efficient attention, which does not split keys.
+In 16 bits the prefix's kernel is torch's flash attention. It splits keys over the whole GPU only if a sequence has one
+query token and several query heads for each KV head. So all query tokens are passed as query heads of one token, and
+each key is read once. In float32, for tests, the kernel is torch's memory-efficient attention, which never splits keys.
+Shapes: B sequences, T new tokens each, W tokens in each tree, Hq query heads, Hkv KV heads, head size d.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from longdraft.attention import sdpa, tree_attention
 from longdraft.attention.forward_batch import NO_MODIFIERS, ForwardBatch, ScoreModifiers
 from longdraft.attention.tree_attention import flatten_kv, slot_stride
 
-log = logging.getLogger("longdraft")
+logger = logging.getLogger("longdraft")
 
-# Least length of a chain that keeps a GPU busy without splitting the keys.
-MIN_CAUSAL_QUERY_LEN = 128
+MIN_CAUSAL_QUERY_LEN = 128  # the shortest chain that keeps a GPU busy without splitting the keys
 MAX_HEAD_DIM = 256
 
 
@@ -50,14 +49,14 @@ def why_unavailable(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
 
 @dataclass(frozen=True)
 class HybridMetadata:
-    """Where the prefixes and trees of a forward lie in the flat KV cache: device tensors that all layers share.
+    """Tells where the prefixes and trees of a forward lie in the flat KV cache. All layers share these tensors.
 
     Attributes:
         slots: (B,) int32.
-        prefix_starts: (B + 1,) int32, flat index of each prefix's first entry; the kernels require one more, unused.
+        prefix_starts: (B + 1,) int32, flat index of each prefix's first entry. The kernels want a last, unused element.
         prefix_lens: (B,) int32.
-        max_prefix_len: upper bound on prefix_lens, a host integer, by which the kernels split keys.
-        is_empty: (B, 1, 1) bool, True for an empty prefix; None if no prefix is empty.
+        max_prefix_len: upper bound on prefix_lens, a host integer. The kernels split keys by it.
+        empty_prefixes: (B, 1, 1) bool, True for an empty prefix; None if no prefix is empty.
         tree_indices: (B * W,) int32, flat indices of the tree's entries.
         tree_bias: (B, 1, 1, T, W) float32, -inf where token i may not attend to tree token j, else 0.
     """
@@ -66,7 +65,7 @@ class HybridMetadata:
     prefix_starts: torch.Tensor
     prefix_lens: torch.Tensor
     max_prefix_len: int
-    is_empty: torch.Tensor | None
+    empty_prefixes: torch.Tensor | None
     tree_indices: torch.Tensor
     tree_bias: torch.Tensor
 
@@ -78,23 +77,23 @@ class HybridMetadata:
         prefix_lens: torch.Tensor,
         max_prefix_len: int,
         mask: torch.Tensor,
-        window_starts: torch.Tensor | None = None,
-        no_empty_prefix: bool = False,
+        kv_starts: torch.Tensor | None = None,
+        prefixes_nonempty: bool = False,
     ) -> HybridMetadata:
         """Builds the metadata of a batch of prefixes, each with a tree behind it.
 
         Args:
-            keys: (slots, Hkv, capacity, d); only its layout is read.
-            slots, prefix_lens, window_starts: (B,) int32. Sequence b attends to entries
-                [window_start, window_start + prefix_len) of its slot; None: all start at 0.
+            keys: (slots, Hkv, capacity, d). Only the layout is read.
+            slots, prefix_lens, kv_starts: (B,) int32. The prefix of sequence b is [kv_start, kv_start + prefix_len) in
+                the sequence's slot, and the tree follows. ``kv_starts`` of None: all start at 0.
             mask: (B, T, W) bool, True where token i may attend to token j of the tree; W may be 0.
-            no_empty_prefix: True if it is known that no prefix is empty.
+            prefixes_nonempty: True if the caller knows that no prefix is empty.
         """
         prefix_starts = slots * slot_stride(keys)
-        if window_starts is not None:
-            prefix_starts = prefix_starts + window_starts
-        in_tree = torch.arange(mask.shape[2], dtype=torch.int32, device=slots.device)
-        tree_indices = (prefix_starts + prefix_lens).unsqueeze(1) + in_tree
+        if kv_starts is not None:
+            prefix_starts = prefix_starts + kv_starts
+        tree_offsets = torch.arange(mask.shape[2], dtype=torch.int32, device=slots.device)
+        tree_indices = (prefix_starts + prefix_lens).unsqueeze(1) + tree_offsets
         tree_bias = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
         tree_bias = tree_bias.masked_fill_(mask.logical_not(), float("-inf"))
         return cls(
@@ -102,7 +101,7 @@ class HybridMetadata:
             prefix_starts=torch.cat([prefix_starts, prefix_starts.narrow(0, 0, 1)]),
             prefix_lens=prefix_lens,
             max_prefix_len=max_prefix_len,
-            is_empty=None if no_empty_prefix else (prefix_lens == 0).view(-1, 1, 1),
+            empty_prefixes=None if prefixes_nonempty else (prefix_lens == 0).view(-1, 1, 1),
             tree_indices=tree_indices.flatten(),
             tree_bias=tree_bias.unsqueeze(1).unsqueeze(1),
         )
@@ -110,7 +109,7 @@ class HybridMetadata:
 
 @cache
 def _warn_once() -> None:
-    log.warning("Layers with a window, a soft cap or sinks run on torch's SDPA with a mask, not on hybrid attention.")
+    logger.warning("Layers with a window, soft cap or sinks run on torch's SDPA with a mask, not on hybrid attention.")
 
 
 def attend(
@@ -125,7 +124,7 @@ def attend(
     """Same contract as :func:`longdraft.attention.reference.attend`, on a GPU in float32, float16 or bfloat16.
 
     Keys and values must have equal layouts, and the stride of a slot must be a multiple of the stride of an entry.
-    Layers that hybrid attention does not support run on torch's SDPA with a mask.
+    torch's SDPA with a mask computes layers that hybrid attention does not support.
     """
     if batch.window_starts is not None or modifiers is not NO_MODIFIERS or keys.shape[3] != values.shape[3]:
         _warn_once()
@@ -141,11 +140,12 @@ def attend(
 def attend_prefix_and_tree(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, metadata: HybridMetadata, scale: float
 ) -> torch.Tensor:
-    """Attends to the prefix and to the tree, and merges the results, (B, Hq, T, d)."""
+    """Attends to prefix and tree, and merges the results. Returns (B, Hq, T, d)."""
     o, lse = _prefix_attention(q, keys, values, metadata, scale)
-    if metadata.is_empty is not None:
-        # The kernels return infinity or NaN for an empty prefix.
-        o, lse = o.masked_fill(metadata.is_empty.unsqueeze(-1), 0), lse.masked_fill(metadata.is_empty, float("-inf"))
+    if metadata.empty_prefixes is not None:
+        # The kernels return infinity or NaN for an empty prefix, which must not contribute.
+        o = o.masked_fill(metadata.empty_prefixes.unsqueeze(-1), 0)
+        lse = lse.masked_fill(metadata.empty_prefixes, float("-inf"))
     if not metadata.tree_bias.shape[-1]:
         return o
     kernel_op, reference_op = torch.ops.longdraft.merge_tree_attention, tree_attention.merge_tree_attention
@@ -154,22 +154,22 @@ def attend_prefix_and_tree(
     return out
 
 
-def _metadata_of(batch: ForwardBatch, keys: torch.Tensor, num_in_prefix: int) -> HybridMetadata:
-    """Returns a batch's metadata, built by the first layer. ``num_in_prefix`` tree tokens count as prefix."""
-    key = "hybrid", slot_stride(keys), num_in_prefix
+def _metadata_of(batch: ForwardBatch, keys: torch.Tensor, num_prefix_tokens: int) -> HybridMetadata:
+    """Returns a batch's metadata, which the first layer builds. ``num_prefix_tokens`` tree tokens count as prefix."""
+    key = "hybrid", slot_stride(keys), num_prefix_tokens
     if key not in batch.metadata:
         mask = batch.mask
-        if num_in_prefix:
+        if num_prefix_tokens:
             mask = torch.zeros(batch.batch_size, batch.query_len, 0, dtype=torch.bool, device=keys.device)
         elif mask is None:
             mask = batch.tree_mask(0, keys.device).expand(batch.batch_size, -1, -1)
-        # Batches without a tree are those of prefix attention, where prefixes are never empty.
-        all_nonempty = not batch.is_captured and min(batch.prefix_lens, default=1) > 0
-        no_empty_prefix = num_in_prefix > 0 or not batch.tree_len or all_nonempty
-        prefix_lens = batch.prefix_lens_t + num_in_prefix if num_in_prefix else batch.prefix_lens_t
-        max_prefix_len = max(batch.prefix_lens, default=0) + num_in_prefix
-        entries = batch.slots_t, prefix_lens, max_prefix_len
-        batch.metadata[key] = HybridMetadata.build(keys, *entries, mask, no_empty_prefix=no_empty_prefix)
+        # Only prefix attention has batches without a tree, and its prefixes are never empty.
+        nonempty_on_host = not batch.is_captured and min(batch.prefix_lens, default=1) > 0
+        prefixes_nonempty = num_prefix_tokens > 0 or not batch.tree_len or nonempty_on_host
+        prefix_lens = batch.prefix_lens_t + num_prefix_tokens if num_prefix_tokens else batch.prefix_lens_t
+        max_prefix_len = max(batch.prefix_lens, default=0) + num_prefix_tokens
+        prefixes = batch.slots_t, prefix_lens, max_prefix_len
+        batch.metadata[key] = HybridMetadata.build(keys, *prefixes, mask, prefixes_nonempty=prefixes_nonempty)
     metadata: HybridMetadata = batch.metadata[key]
     return metadata
 
@@ -177,16 +177,16 @@ def _metadata_of(batch: ForwardBatch, keys: torch.Tensor, num_in_prefix: int) ->
 def _prefix_attention(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, metadata: HybridMetadata, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to the whole prefix: o (B, Hq, T, d) and float32 lse (B, Hq, T), both undefined for an empty prefix."""
-    return (_flash_prefix if q.element_size() == 2 else _efficient_prefix)(q, keys, values, metadata, scale)
+    """Attends to the prefix. Returns the output (B, Hq, T, d) and float32 lse (B, Hq, T), undefined if it is empty."""
+    return (_flash_attention if q.element_size() == 2 else _efficient_attention)(q, keys, values, metadata, scale)
 
 
-def _flash_prefix(
+def _flash_attention(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, metadata: HybridMetadata, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     (batch_size, heads, query_len, d), kv_heads = q.shape, keys.shape[1]
     is_single_query = heads * query_len == kv_heads
-    # (B, Hkv, G*T, d): row g*T + t of a KV head is query head g of its group, token t.
+    # (B, Hkv, heads // kv_heads * T, d): row g*T + t of a KV head is its query head g, token t.
     folded = q.reshape(batch_size, kv_heads, -1, d)
     if is_single_query:  # the kernel splits keys only if a KV head has two queries or more
         folded = folded.expand(-1, -1, 2, -1)
@@ -194,7 +194,7 @@ def _flash_prefix(
     results = torch.ops.aten._flash_attention_forward(
         folded.reshape(batch_size, -1, d), flatten_kv(keys), flatten_kv(values), cu_seqlens, metadata.prefix_starts,
         1, metadata.max_prefix_len, 0.0, False, False, scale=scale, seqused_k=metadata.prefix_lens,
-    )  # fmt: skip
+    )  # fmt: skip  # max_q, max_k, dropout_p, is_causal, return_debug_mask, ...
     o, lse = results[0].view(batch_size, kv_heads, -1, d), results[1].t().reshape(batch_size, kv_heads, -1)
     if is_single_query:
         o, lse = o.narrow(2, 0, 1), lse.narrow(2, 0, 1)
@@ -204,7 +204,7 @@ def _flash_prefix(
 def _causal_attention(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, metadata: HybridMetadata, scale: float
 ) -> torch.Tensor:
-    """Causal attention: the last token attends to the whole prefix, each earlier token to one entry less."""
+    """Attends causally: the last token sees all of the prefix, each earlier token one entry less."""
     batch_size, heads, query_len, d = q.shape
     cu_seqlens = torch.arange(0, (batch_size + 1) * query_len, query_len, dtype=torch.int32, device=q.device)
     results = torch.ops.aten._flash_attention_forward(
@@ -216,7 +216,7 @@ def _causal_attention(
     return out
 
 
-def _efficient_prefix(
+def _efficient_attention(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, metadata: HybridMetadata, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     (batch_size, heads, query_len, d), kv_heads = q.shape, keys.shape[1]

@@ -1,4 +1,4 @@
-"""Attention to an int8 KV cache on a GPU: each layer is dequantized, then the target's path attends to it."""
+"""Attends to an int8 KV cache on a GPU: dequantizes a layer's keys and values, and runs the target's path on them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from longdraft.native.int8_kv import Int8KV, KVTensor
 
 
 def accept_int8_kv(attend: AttentionFunction) -> AttentionFunction:
-    """Returns ``attend`` for keys and values that may be int8."""
+    """Wraps an attention path, so that it also accepts keys and values in int8."""
 
     def attend_any_dtype(
         q: torch.Tensor,
@@ -29,7 +29,7 @@ def accept_int8_kv(attend: AttentionFunction) -> AttentionFunction:
             kv_len = max(batch.prefix_lens, default=0) + batch.tree_len
             dequantize = torch.ops.longdraft.dequantize_kv if custom_ops.triton_enabled() else dequantize_kv
             keys, values = (dequantize(x.quants, x.scales, batch.slots_t, kv_len, q.dtype) for x in (keys, values))
-            if "dequantized" not in batch.metadata:  # slot b of the result is sequence b
+            if "dequantized" not in batch.metadata:  # the dequantized sequence b is in slot b
                 slots_t = torch.arange(batch.batch_size, dtype=torch.int32, device=q.device)
                 batch.metadata["dequantized"] = replace(batch, slots=tuple(range(batch.batch_size)), slots_t=slots_t)
             batch = batch.metadata["dequantized"]
@@ -41,11 +41,11 @@ def accept_int8_kv(attend: AttentionFunction) -> AttentionFunction:
 def dequantize_kv(
     quants: torch.Tensor, scales: torch.Tensor, slots: torch.Tensor, kv_len: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Dequantizes the first ``kv_len`` entries of B slots, to (B, Hkv, kv_len, d).
+    """Dequantizes the first ``kv_len`` entries of B slots. Returns (B, Hkv, kv_len, d) of ``dtype``.
 
     Args:
-        quants, scales: (slots, Hkv, capacity, d) int8 and (slots, Hkv, capacity) float32.
-        slots: (B,) int32.
+        quants, scales: the cache of Hkv KV heads, (slots, Hkv, capacity, d) int8 and (slots, Hkv, capacity) float32.
+        slots: (B,) int32, the slots to dequantize.
     """
     quants, scales = (x.narrow(2, 0, kv_len).index_select(0, slots) for x in (quants, scales))
     return (quants * scales[..., None]).to(dtype)

@@ -1,9 +1,8 @@
-"""Prefix attention: queries attend to all committed KV entries of their slot, and to nothing else.
+"""Computes prefix attention: queries attend to all committed KV entries of a sequence, and to no tree.
 
-An example is a drafter's cross-attention to the target's KV (LongSpec, section 3.1). Arguments: q (B, Hq, T, d) after
-RoPE; keys and values (slots, Hkv, capacity, d) with any strides, Hq a multiple of Hkv; a batch of B sequences with T
-tokens, of which only slots and prefix_lens (at least 1) are read; the softmax scale. The result is (B, Hq, T, d) in q's
-dtype. On a GPU one call computes all sequences.
+An example is a drafter's cross-attention to the target's KV (LongSpec, section 3.1). Arguments and results are those of
+:func:`longdraft.attention.reference.attend`, without modifiers. Of the batch, only slots and prefix_lens (at least 1)
+count. On a GPU one call computes all sequences.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ PrefixAttentionFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Fo
 
 
 def make_prefix_attention(attend: AttentionFunction) -> PrefixAttentionFunction:
-    """Makes prefix attention from a path of tree attention."""
+    """Makes a function for prefix attention from a path of tree attention."""
 
     def attend_prefix(
         q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: ForwardBatch, scale: float
     ) -> torch.Tensor:
-        # tree_offset + T = 0 tree tokens: only the prefix is left.
+        # The tree then has tree_offset + query_len = 0 tokens: only the prefix is left.
         empty_mask = torch.zeros(batch.batch_size, batch.query_len, 0, dtype=torch.bool, device=q.device)
         return attend(q, keys, values, replace(batch, tree_offset=-batch.query_len, mask=empty_mask), scale)
 

@@ -1,4 +1,4 @@
-"""Reference implementation of tree attention. Every fast path is tested against it."""
+"""Computes tree attention in a simple way. Tests compare every fast path with this reference."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def partial_attention(
     mask: torch.Tensor | None = None,
     modifiers: ScoreModifiers = NO_MODIFIERS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to a part of the keys, in float32, with the log-sum-exp by which results of several parts are merged.
+    """Attends to a part of the keys, in float32. The log-sum-exp (lse) allows to merge the results of several parts.
 
     Args:
-        q: (..., Hq, T, d); k, v: (..., Hkv, n, d), Hq a multiple of Hkv.
-        mask: broadcastable to (..., Hq, T, n), True where q may attend to k; None if every q attends to every k.
+        q: (..., Hq, T, d), T queries of Hq heads.
+        k, v: (..., Hkv, n, d), n keys and values of Hkv KV heads. Hq is a multiple of Hkv.
+        mask: broadcastable to (..., Hq, T, n), True where a query attends to a key; None if all attend to all.
         modifiers: soft cap and sinks. Only one of several parts may get the sinks.
 
     Returns:
-        o (..., Hq, T, d of the values) and lse (..., Hq, T), both float32. A query without any key has o = 0 and
-        lse = -inf.
+        Float32 output (..., Hq, T, d of the values) and lse (..., Hq, T); 0 and -inf for a query without any key.
     """
     group = q.shape[-3] // k.shape[-3]
     k = k.float().repeat_interleave(group, dim=-3)
@@ -71,10 +71,9 @@ def attend(
     """Computes tree attention: each new token attends to its prefix, and to its tree under the mask.
 
     Args:
-        q: (B, Hq, T, d), after RoPE.
-        keys, values: (slots, Hkv, capacity, d), the batch's tokens included. Values may have another head size than
-            keys.
-        batch: slots, prefix_lens, mask and window_starts of the sequences.
+        q: (B, Hq, T, d), after RoPE: B sequences, Hq query heads, T new tokens.
+        keys, values: the KV cache (slots, Hkv, capacity, d), with the new tokens. Values may have another head size.
+        batch: the sequences' slots, prefix_lens, mask and window_starts.
         scale: the softmax scale, usually d ** -0.5.
         modifiers: soft cap and sinks of the layer.
 
@@ -82,8 +81,8 @@ def attend(
         (B, Hq, T, d of the values) in q's dtype.
     """
     out = q.new_empty(*q.shape[:3], values.shape[3])
-    for b, (slot, n) in enumerate(zip(batch.slots, batch.prefix_lens, strict=True)):
-        kv_len, mask = n + batch.tree_len, batch.full_mask(b, q.device)
+    for b, (slot, prefix_len) in enumerate(zip(batch.slots, batch.prefix_lens, strict=True)):
+        kv_len, mask = prefix_len + batch.tree_len, batch.full_mask(b, q.device)
         o, _ = partial_attention(q[b], keys[slot, :, :kv_len], values[slot, :, :kv_len], scale, mask, modifiers)
         out[b] = o.to(q.dtype)
     return out

@@ -1,4 +1,4 @@
-"""Tree attention with torch's scaled_dot_product_attention (SDPA), on any device."""
+"""Computes tree attention with torch's scaled_dot_product_attention (SDPA), on any device."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from longdraft.attention.forward_batch import NO_MODIFIERS, ForwardBatch, ScoreM
 def attend_sequence(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, scale: float | None = None
 ) -> torch.Tensor:
-    """Attention of one sequence: q (Hq, T, d), k and v (Hkv, n, d), mask (T, n) -> (Hq, T, head size of v).
+    """Attends for one sequence: q (Hq, T, d), k and v (Hkv, n, d), mask (T, n). Returns (Hq, T, head size of v).
 
-    The query heads of a group are folded into rows, so K and V are read once per KV head. K and V may have
-    another dtype than q.
+    The query heads that share a KV head are folded into rows, so k and v are read once for each KV head. k and v may
+    have another dtype than q.
     """
     folded = q.reshape(k.shape[0], -1, q.shape[-1])
     mask = None if mask is None else mask.repeat(q.shape[0] // k.shape[0], 1)
@@ -25,7 +25,7 @@ def attend_sequence(
 
 
 def _row_contiguous(x: torch.Tensor) -> torch.Tensor:
-    """torch's fused kernels need keys and values that are contiguous in d."""
+    """Makes x contiguous in d, the last dimension, as torch's fused kernels require."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -40,15 +40,15 @@ def attend(
 ) -> torch.Tensor:
     """Same contract as :func:`longdraft.attention.reference.attend`.
 
-    Prefix and tree are contiguous in the cache, so one call covers both. A single token, or a chain without a prefix,
-    needs no mask, so torch can use its fused kernels; other batches use a boolean mask. Layers with soft caps or sinks
-    run on the reference, because SDPA does not support them.
+    Prefix and tree of a sequence are adjacent in the cache, so one call covers both. A single token, or a chain without
+    a prefix, needs no mask, so torch can use its fused kernels. Other batches need a boolean mask. The reference
+    computes layers with a soft cap or sinks, which SDPA does not support.
     """
     if modifiers.softcap is not None or modifiers.sinks is not None:
         return reference.attend(q, keys, values, batch, scale, modifiers)
     out = q.new_empty(*q.shape[:3], values.shape[3])
-    for b, (slot, n) in enumerate(zip(batch.slots, batch.prefix_lens, strict=True)):
-        kv_len = n + batch.tree_len
+    for b, (slot, prefix_len) in enumerate(zip(batch.slots, batch.prefix_lens, strict=True)):
+        kv_len = prefix_len + batch.tree_len
         k, v = keys[slot, :, :kv_len], values[slot, :, :kv_len]
         if batch.tree_len > 1 and batch.mask is None and batch.window_starts is None and kv_len == batch.query_len:
             k, v = (_row_contiguous(x.to(q.dtype))[None] for x in (k, v))

@@ -15,10 +15,10 @@ import torch
 def to_device(
     values: Sequence[Any] | torch.Tensor, device: torch.device | str, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Returns the values as a tensor on the device.
+    """Returns values as a tensor on a device.
 
     Args:
-        values: nested lists, or a tensor on host or device.
+        values: nested lists, or a tensor on any device.
         dtype: dtype of the result; None: the dtype of the tensor, or what ``torch.tensor`` chooses for lists.
     """
     tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype, device="cpu")
@@ -29,7 +29,7 @@ def to_device(
 
 
 class AsyncHostCopy:
-    """An asynchronous copy to the host. :meth:`tolist` waits for this copy, not for work queued after it."""
+    """Starts to copy a tensor to the host. :meth:`tolist` waits for the copy, not for work queued after it."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values, self._done = values, None

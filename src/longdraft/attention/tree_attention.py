@@ -1,9 +1,9 @@
-"""Attention to the tree, merged with that to the prefix: the operator ``longdraft::merge_tree_attention``.
+"""Defines the operator ``longdraft::merge_tree_attention``: it attends to the tree, and merges the prefix's result.
 
-One kernel (:mod:`.tree_attention_kernel`) replaces fourteen launches a layer of torch's operators. The reference below,
-:func:`merge_tree_attention`, runs where the kernel cannot.
+One kernel (:mod:`.tree_attention_kernel`) replaces fourteen launches of torch's operators in each layer. The reference
+below, :func:`merge_tree_attention`, runs where the kernel cannot.
 
-The KV cache is viewed as one flat list of the entries of all slots. In memory, entries of different KV heads overlap.
+Shapes: B sequences, T new tokens each, W tokens in each tree, Hq query heads, Hkv KV heads, head size d.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from longdraft.attention import custom_ops
 from longdraft.errors import reason_of
 
-log = logging.getLogger("longdraft")
+logger = logging.getLogger("longdraft")
 
-# Largest accepted difference between the kernel and the reference, relative to the largest output.
+# Largest accepted difference between kernel and reference, as a part of the largest output.
 _TOLERANCE = {torch.float16: 0.01, torch.bfloat16: 0.05}
 
 
 def slot_stride(keys: torch.Tensor) -> int:
-    """Returns the distance between two slots in the view of :func:`flatten_kv`, in entries."""
+    """Returns the distance between two slots in the list of :func:`flatten_kv`, in entries."""
     slot, entry = keys.stride(0), keys.stride(2)
     if keys.stride(3) != 1 or slot % entry:
         raise ValueError(f"hybrid attention cannot read keys of strides {keys.stride()}; set LONGDRAFT_ATTENTION=sdpa")
@@ -31,10 +31,10 @@ def slot_stride(keys: torch.Tensor) -> int:
 
 
 def flatten_kv(cache: torch.Tensor) -> torch.Tensor:
-    """Views (slots, Hkv, capacity, d) as a flat list of entries (N, Hkv, d)."""
+    """Views a cache (slots, Hkv, capacity, d) as one flat list of the entries of all slots, (entries, Hkv, d)."""
     slots, kv_heads, capacity, d = cache.shape
-    count = (slots - 1) * slot_stride(cache) + capacity
-    return cache.as_strided((count, kv_heads, d), (cache.stride(2), cache.stride(1), 1))
+    num_entries = (slots - 1) * slot_stride(cache) + capacity
+    return cache.as_strided((num_entries, kv_heads, d), (cache.stride(2), cache.stride(1), 1))
 
 
 def merge_tree_attention(
@@ -47,13 +47,14 @@ def merge_tree_attention(
     tree_bias: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Attends to the tree, and merges the result with that of the prefix.
+    """Attends to the tree, and merges the result with the result for the prefix.
 
     Args:
         q: (B, Hq, T, d).
-        keys, values: (slots, Hkv, capacity, d), contiguous in d.
-        o, lse: (B, Hq, T, d) and (B, Hq, T) float32, attention to the prefix; 0 and -inf for an empty one.
-        tree_indices: (B*W,) int32, the tree's entries in the view of :func:`flatten_kv`.
+        keys, values: the KV cache (slots, Hkv, capacity, d), contiguous in d.
+        o, lse: output (B, Hq, T, d) and log-sum-exp (B, Hq, T), float32, of the attention to the prefix; 0 and -inf if
+            the prefix is empty.
+        tree_indices: (B*W,) int32, indices of the tree's entries in the list of :func:`flatten_kv`.
         tree_bias: (B, 1, 1, T, W) float32, -inf where token i may not attend to tree token j, else 0.
 
     Returns:
@@ -77,9 +78,9 @@ custom_ops.define_op(merge_tree_attention, "longdraft.attention.tree_attention_k
 
 
 def uses_kernel(q: torch.Tensor, keys: torch.Tensor) -> bool:
-    """True if the Triton kernel is used, not the reference: in 16 bits on a GPU where the kernel's results are right.
+    """True if the Triton kernel runs, not the reference: in 16 bits, on a GPU where the kernel's results are right.
 
-    In float32, which is for tests, the kernel would take minutes to compile.
+    The kernel would take minutes to compile in float32, which is for tests.
     """
     if q.device.type != "cuda" or q.element_size() != 2 or not custom_ops.triton_enabled():
         return False
@@ -89,8 +90,8 @@ def uses_kernel(q: torch.Tensor, keys: torch.Tensor) -> bool:
 @functools.cache
 def _kernel_matches(device: torch.device, dtype: torch.dtype, d: int, group: int) -> bool:
     """True if the kernel agrees with the reference on random tensors. The first call waits for the device."""
-    batch_size, kv_heads, query_len, prefix_lens = 2, 2, 5, (9, 10)
-    keys, values = torch.randn(2, batch_size, kv_heads, 24, d, dtype=dtype, device=device)
+    batch_size, kv_heads, query_len, prefix_lens, capacity = 2, 2, 5, (9, 10), 24  # any small sizes
+    keys, values = torch.randn(2, batch_size, kv_heads, capacity, d, dtype=dtype, device=device)
     q, o = torch.randn(2, batch_size, kv_heads * group, query_len, d, dtype=dtype, device=device)
     lse = torch.randn(batch_size, kv_heads * group, query_len, device=device, dtype=torch.float32)
     indices = [slot * slot_stride(keys) + n + j for slot, n in enumerate(prefix_lens) for j in range(query_len)]
@@ -106,5 +107,5 @@ def _kernel_matches(device: torch.device, dtype: torch.dtype, d: int, group: int
         reason = "its results differ"
     except Exception as error:  # a compiler or a driver can raise any type
         reason = reason_of(error)
-    log.warning("Attention to trees runs on torch's operators, not on one kernel: %s.", reason)
+    logger.warning("Attention to trees runs on torch's operators, not on one kernel: %s.", reason)
     return False

@@ -18,7 +18,7 @@ import typer
 
 from longdraft.cli import options
 from longdraft.cli.options import OptionGroup, SettingError, settings_checked
-from longdraft.options import Option, checked, declared, method_in, no_option, number
+from longdraft.options import Option, checked, declared, find_method, parse_number, unknown_option_error
 from longdraft.trees.options import TreeOptions
 
 Number = TypeVar("Number", int, float)
@@ -106,7 +106,7 @@ def method_options(method: str | None, pairs: Iterable[str], flags: Mapping[str,
         UnknownMethodError: the method is unknown.
     """
     methods, defaults = catalogue()
-    candidates = {name: method_in(methods, name) for name in (defaults if method is None else [method])}
+    candidates = {name: find_method(methods, name) for name in (defaults if method is None else [method])}
     by_name = {name: option for declared_options in candidates.values() for name, option in declared_options.items()}
     by_name |= {alias: option for option in by_name.values() for alias in option.aliases if alias not in by_name}
     values: dict[str, Any] = {}
@@ -128,7 +128,7 @@ def method_options(method: str | None, pairs: Iterable[str], flags: Mapping[str,
             checked(f"Method {method}", values, candidates[method])
         for name, value in values.items():
             if name not in by_name:
-                raise no_option(name, by_name, methods)
+                raise unknown_option_error(name, by_name, methods)
             by_name[name].check(value)
     return values
 
@@ -186,7 +186,7 @@ def contender_options(names: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def _parse_value(text: str) -> Any:
-    return {"true": True, "false": False}.get(text.lower(), number(text))
+    return {"true": True, "false": False}.get(text.lower(), parse_number(text))
 
 
 def split_commas(text: str) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.verifier import Verifier
 from longdraft.model.runner import TargetRunner
-from longdraft.options import Option, Options, checked, declared, method_in, option, options_of
+from longdraft.options import Option, Options, checked, declared, find_method, option, options_of
 
 
 @dataclass(frozen=True)
@@ -137,4 +137,4 @@ def get_method(name: str) -> Method:
     Raises:
         UnknownMethodError: there is none; the message lists the names.
     """
-    return method_in(METHODS, name)
+    return find_method(METHODS, name)

@@ -91,7 +91,7 @@ def deployment_options(
     if config_file is not None:
         import yaml
 
-        with file_errors(config_file, f"--ray-config {config_file} cannot be read", kind=RequestError):
+        with file_errors(config_file, f"--ray-config {config_file} cannot be read", error_type=RequestError):
             file_options = yaml.safe_load(require_regular(config_file).read_text(encoding="utf-8"))
         if not isinstance(file_options, dict):
             raise RequestError(f"--ray-config {config_file} must hold options of a Ray Serve deployment (name: value).")

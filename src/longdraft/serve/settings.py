@@ -60,7 +60,7 @@ def read_api_keys(file: Path) -> dict[str, str]:
     Raises:
         RequestError: the file cannot be read, has no key, or names a tenant or key twice.
     """
-    with file_errors(file, f"--api-key-file {file} cannot be read", kind=RequestError):
+    with file_errors(file, f"--api-key-file {file} cannot be read", error_type=RequestError):
         lines = [line.split("#")[0].split() for line in require_regular(file).read_text(encoding="utf-8").splitlines()]
     keys: dict[str, str] = {}
     for number, words in enumerate(lines, 1):

@@ -15,7 +15,7 @@ import yaml
 
 from longdraft.errors import ConfigError, values_checked
 from longdraft.files import prefix_errors_with, require_regular
-from longdraft.options import Option, Options, declared, number, option
+from longdraft.options import Option, Options, declared, option, parse_number
 
 Config = TypeVar("Config")
 
@@ -197,7 +197,7 @@ def settings_table(config: type[Any]) -> list[tuple[str, str, str, str]]:
     """Returns (name, default, values, meaning) of each setting of a config class, inherited settings last."""
     not_inherited = inspect.get_annotations(config)
     settings = sorted(declared(config).values(), key=lambda setting: setting.name not in not_inherited)
-    return [(setting.name, setting.default_in_words or "none", setting.range, setting.help) for setting in settings]
+    return [(s.name, s.default_in_words or "none", s.range_in_words, s.help) for s in settings]
 
 
 def read_config(path: Path | str | None, overrides: Sequence[str], config_class: type[Config]) -> Config:
@@ -262,7 +262,7 @@ def _convert(setting: Option, value: Any) -> Any:
         return "no" if "no" in setting.choices and not value else value
     if setting.kind is str:
         return value if value is None or isinstance(value, dict | list) else str(value)
-    value = number(value) if isinstance(value, str) and setting.kind in (int, float) else value
+    value = parse_number(value) if isinstance(value, str) and setting.kind in (int, float) else value
     if setting.kind is int and isinstance(value, float) and value.is_integer():
         return int(value)
     # Larger integers have no exact float.

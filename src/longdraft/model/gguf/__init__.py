@@ -1,4 +1,4 @@
-"""GGUF files: metadata and tensors, the table of architectures, and models with weights in quant blocks.
+"""Reads GGUF files: metadata, tensors and tokenizers, as transformers models whose weights stay in quant blocks.
 
-:func:`longdraft.model.gguf.loading.load_gguf` loads one; one more architecture is a row in architectures.py.
+:func:`longdraft.model.gguf.loading.load_gguf` loads a file. To support an architecture, add a row to architectures.py.
 """

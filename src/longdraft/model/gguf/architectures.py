@@ -1,4 +1,4 @@
-"""The table of GGUF architectures: how metadata becomes a transformers config, and what the converter changes."""
+"""Lists the GGUF architectures: how their metadata becomes a transformers config, and what the converter changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from longdraft.errors import CapabilityError
 from longdraft.model.gguf.header import GGUFHeader
 
-# Maps of GGUF fields, without their prefix ``<architecture>.``, to fields of the transformers config.
+# Field of the GGUF file, without the prefix ``<architecture>.`` -> field of the transformers config.
 _COMMON_MAP = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -21,7 +21,7 @@ _COMMON_MAP = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
-# GGUF fields that are a list if layers differ: a number for each layer.
+# GGUF fields that hold a list, with a number for each layer, if layers differ.
 PER_LAYER_FIELDS = ("feed_forward_length", "attention.head_count", "attention.head_count_kv")
 _EXPERT_MAP = {
     "expert_count": "num_experts",
@@ -41,12 +41,12 @@ class Arch:
     Attributes:
         model_type: the architecture's name in transformers.
         field_map: GGUF field -> config field, besides the common ones.
-        derived_fields: returns config fields that no single GGUF field gives.
-        permuted_qk: the file interleaves the rows of q and k for RoPE, as Meta's Llama (the converter's ``permute``).
-        norm_plus_one: transformers' norms multiply by 1 + weight, and the file stores 1 + weight.
-        tiled_value_heads: the file tiles gated DeltaNet's value heads over the key heads (k0 k1 k0 k1), not grouped.
-        per_layer_sizes: :data:`PER_LAYER_FIELDS` may differ between layers.
-        rope_freqs_scale: the tensor ``rope_freqs`` scales frequencies; False: it only marks unused frequencies.
+        derived_fields: returns config fields that need more than one GGUF field, or that no field gives.
+        permuted_qk: True if the rows of q and k are interleaved for RoPE, which the converter's ``permute`` does.
+        norm_plus_one: True if transformers' norms multiply by 1 + weight. The file then stores 1 + weight.
+        tiled_value_heads: True if gated DeltaNet's value heads are in order of key heads k0 k1 k0 k1, not k0 k0 k1 k1.
+        per_layer_sizes: True if :data:`PER_LAYER_FIELDS` may differ between layers.
+        scales_by_rope_freqs: True if the tensor ``rope_freqs`` scales frequencies; False if it only disables some.
     """
 
     model_type: str
@@ -56,17 +56,17 @@ class Arch:
     norm_plus_one: bool = False
     tiled_value_heads: bool = False
     per_layer_sizes: bool = False
-    rope_freqs_scale: bool = True
+    scales_by_rope_freqs: bool = True
 
 
 def _delta_config(header: GGUFHeader) -> ConfigFields:
-    """Models that mix gated DeltaNet layers and full attention layers."""
+    """Returns config fields of models that mix gated DeltaNet layers and full attention layers."""
     num_v_heads = int(header("ssm.time_step_rank"))
-    recurrent = header("attention.recurrent_layers")
+    recurrent = header("attention.recurrent_layers")  # a flag for each layer
     if not isinstance(recurrent, list):
         interval = int(header("full_attention_interval", 4))
         recurrent = [(layer + 1) % interval != 0 for layer in range(header.num_layers)]
-    layer_types = ["linear_attention" if flag else "full_attention" for flag in recurrent[: header.num_layers]]
+    layer_types = ["linear_attention" if x else "full_attention" for x in recurrent[: header.num_layers]]
     rope: ConfigFields = {"partial_rotary_factor": int(header("rope.dimension_count")) / header.head_dim}
     if sections := header("rope.dimension_sections"):
         rope |= {"mrope_section": [int(size) for size in sections[:3]], "mrope_interleaved": True}
@@ -87,10 +87,10 @@ _DELTA_MOE_MAP = _DELTA_MAP | _EXPERT_MAP
 
 
 def _lfm2_config(header: GGUFHeader) -> ConfigFields:
-    kv_heads = [int(count) for count in header("attention.head_count_kv")]  # 0 in layers with a convolution
+    kv_heads = [int(num_heads) for num_heads in header("attention.head_count_kv")]  # 0 in layers with a convolution
     return {
         "num_key_value_heads": max(kv_heads),
-        "layer_types": ["full_attention" if count else "conv" for count in kv_heads],
+        "layer_types": ["full_attention" if num_heads else "conv" for num_heads in kv_heads],
         "block_auto_adjust_ff_dim": False,  # the file has the adjusted size
         "conv_bias": any(name.endswith("shortconv.conv.bias") for name in header.tensors),
         "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in header.tensors),
@@ -102,7 +102,7 @@ def _lfm2_config(header: GGUFHeader) -> ConfigFields:
 _LFM2_MAP = {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"}
 _LFM2_MOE_MAP = _LFM2_MAP | _EXPERT_MAP | {"leading_dense_block_count": "num_dense_layers"}
 
-# All layers have experts. transformers' Qwen2-MoE needs sliding_window for a mask, although no layer uses a window.
+# All layers have experts. transformers needs sliding_window to make Qwen2-MoE's mask, although no layer has a window.
 _QWEN3_MOE_CONFIG: ConfigFields = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 _QWEN2_MOE_CONFIG: ConfigFields = _QWEN3_MOE_CONFIG | {"norm_topk_prob": False, "sliding_window": 0}
 
@@ -113,7 +113,7 @@ def _gpt_oss_config(header: GGUFHeader) -> ConfigFields:
 
 
 def _partial_rope_config(header: GGUFHeader) -> ConfigFields:
-    """RoPE that rotates only the first dimensions of each head."""
+    """Returns the config fields of RoPE that rotates only the first dimensions of each head."""
     rotary_dim = int(header("rope.dimension_count", header.head_dim))
     return {"rope_parameters": {"partial_rotary_factor": rotary_dim / header.head_dim}}
 
@@ -139,34 +139,35 @@ _GLM4_MOE_MAP = _EXPERT_MAP | {
 
 
 def _window_config(period: int) -> Callable[[GGUFHeader], ConfigFields]:
-    """Sliding windows in all layers but each ``period``-th, unless the file gives another pattern."""
+    """Returns a builder of config fields: windows in all layers but each ``period``-th, or in the file's pattern."""
 
     def window_fields(header: GGUFHeader) -> ConfigFields:
+        # The pattern is a period, or a list with True for each layer that has a window.
         window, pattern = header("attention.sliding_window"), header("attention.sliding_window_pattern", period)
         if window is None:
             return {"sliding_window": None, "layer_types": ["full_attention"] * header.num_layers}
         if not isinstance(pattern, list):
             pattern = [(layer + 1) % int(pattern) != 0 for layer in range(header.num_layers)]
-        layer_types = ["sliding_attention" if flag else "full_attention" for flag in pattern[: header.num_layers]]
+        layer_types = ["sliding_attention" if x else "full_attention" for x in pattern[: header.num_layers]]
         return {"sliding_window": int(window), "layer_types": layer_types}
 
     return window_fields
 
 
 def _gemma_config(period: int, num_layers_27b: int) -> Callable[[GGUFHeader], ConfigFields]:
-    """Gemma 2 and 3. Only the 27B model takes query_pre_attn_scalar = hidden_size // heads instead of head_dim."""
+    """Returns a builder of Gemma 2's or 3's config fields. The 27B model alone has a scalar other than head_dim."""
 
     def gemma_fields(header: GGUFHeader) -> ConfigFields:
         hidden, heads = int(header("embedding_length")), int(header("attention.head_count"))
-        scale = hidden // heads if header.num_layers == num_layers_27b else header.head_dim
-        return _window_config(period)(header) | {"query_pre_attn_scalar": scale}
+        scalar = hidden // heads if header.num_layers == num_layers_27b else header.head_dim
+        return _window_config(period)(header) | {"query_pre_attn_scalar": scalar}
 
     return gemma_fields
 
 
 def _gemma3_config(header: GGUFHeader) -> ConfigFields:
-    bases = {"sliding_attention": header("rope.freq_base_swa", 1e4), "full_attention": header("rope.freq_base", 1e6)}
-    rope = {kind: {"rope_type": "default", "rope_theta": float(base)} for kind, base in bases.items()}
+    thetas = {"sliding_attention": header("rope.freq_base_swa", 1e4), "full_attention": header("rope.freq_base", 1e6)}
+    rope = {layer_type: {"rope_type": "default", "rope_theta": float(theta)} for layer_type, theta in thetas.items()}
     return _gemma_config(6, 62)(header) | {"rope_parameters": rope}
 
 
@@ -205,7 +206,7 @@ def _gemma4_config(header: GGUFHeader) -> ConfigFields:
             "full_attention": {
                 "rope_type": "proportional",
                 "rope_theta": float(header("rope.freq_base", 1e6)),
-                # llama.cpp disables the unused frequencies by divisors of 1e30.
+                # A divisor of 1e30 disables a frequency. All others are small, so 1e9 tells them apart.
                 "partial_rotary_factor": 1.0 if header.rope_freqs is None else float(np.mean(header.rope_freqs < 1e9)),
             },
         },
@@ -237,7 +238,7 @@ ARCHITECTURES = {
     "gpt-oss": Arch("gpt_oss", _MIXTRAL_MAP | {"expert_feed_forward_length": "intermediate_size"}, _gpt_oss_config),
     "gemma2": Arch("gemma2", {}, _gemma_config(2, 46), norm_plus_one=True),
     "gemma3": Arch("gemma3_text", {}, _gemma3_config, norm_plus_one=True),
-    "gemma4": Arch("gemma4_text", _GEMMA4_MAP, _gemma4_config, per_layer_sizes=True, rope_freqs_scale=False),
+    "gemma4": Arch("gemma4_text", _GEMMA4_MAP, _gemma4_config, per_layer_sizes=True, scales_by_rope_freqs=False),
     "qwen35": Arch("qwen3_5_text", _DELTA_MAP, _delta_config, norm_plus_one=True, tiled_value_heads=True),
     "qwen35moe": Arch("qwen3_5_moe_text", _DELTA_MOE_MAP, _delta_config, norm_plus_one=True, tiled_value_heads=True),
     "qwen3next": Arch("qwen3_next", _DELTA_MOE_MAP, _delta_config, norm_plus_one=True),
@@ -252,13 +253,13 @@ ARCHITECTURES = {
     "seed_oss": Arch("seed_oss", {}, _seed_oss_config),
     "granite": Arch("granite", _GRANITE_MAP, permuted_qk=True),
 }
-# Models whose files name the architecture "llama" too.
+# Models whose files name the architecture "llama" too; :func:`find_arch` tells them apart.
 _MISTRAL = Arch("mistral", {}, lambda header: {"sliding_window": header("attention.sliding_window")}, permuted_qk=True)
 _MIXTRAL = Arch("mixtral", _MIXTRAL_MAP, permuted_qk=True)
 
 
 def find_arch(header: GGUFHeader) -> Arch | None:
-    """The architecture of a file; None if it is not in the table."""
+    """Returns the architecture of a file; None if it is not in the table."""
     if header.architecture == "llama" and header("expert_count"):
         return _MIXTRAL
     if header.architecture == "llama" and "mistral" in str(header.field("general.name")).lower():
@@ -267,16 +268,16 @@ def find_arch(header: GGUFHeader) -> Arch | None:
 
 
 def build_config(header: GGUFHeader, arch: Arch) -> Any:
-    """The transformers config of a file, without RoPE scaling."""
+    """Builds the transformers config of a file, without RoPE scaling."""
     fields: ConfigFields = {"num_hidden_layers": header.num_layers, "head_dim": header.head_dim}
     for field_map, get_field in (
         (_COMMON_MAP | dict(arch.field_map), header),
         (_TOKEN_MAP, lambda name: header.field(f"tokenizer.ggml.{name}")),
     ):
-        fields |= {hf_name: x for name, hf_name in field_map.items() if (x := get_field(name)) is not None}
+        fields |= {key: value for name, key in field_map.items() if (value := get_field(name)) is not None}
     fields |= arch.derived_fields(header)
     rope = fields.get("rope_parameters", {})
-    if not any(isinstance(value, dict) for value in rope.values()):  # else it has parameters for each layer type
+    if not any(isinstance(value, dict) for value in rope.values()):  # else they are parameters of layer types
         default_rope = {"rope_type": "default", "rope_theta": float(header("rope.freq_base", 1e4))}
         fields["rope_parameters"] = default_rope | rope
     fields["vocab_size"] = int(header("vocab_size", header.vocab_size))

@@ -1,4 +1,4 @@
-"""Parses a GGUF file into metadata fields and tensors, and checks that they fit each other."""
+"""Parses a GGUF file into metadata fields and tensors, and checks that the fields fit the tensors."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from longdraft.files import check_numbers, require_regular
 ROPE_FREQS = "rope_freqs.weight"
 LAYER_PATTERN = re.compile(r"blk\.(\d+)\.")
 _EOS_ROLES = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
-# general.type of files that contain no model -> what they contain.
+# The field general.type of a file that contains no model -> what the file contains.
 _NON_MODEL_TYPES = {"adapter": "a LoRA adapter", "mmproj": "a multimodal projector", "imatrix": "an importance matrix"}
-# Fields that are read however long they are. All other fields are skipped if they exceed _MAX_SHORT_BYTES.
+# Fields that are read however long they are. Other fields are skipped if they exceed _MAX_SHORT_BYTES, as unused.
 _LONG_FIELDS = {
     f"tokenizer.ggml.{name}" for name in ("tokens", "token_type", "scores", "merges", "precompiled_charsmap")
 }
@@ -30,7 +30,7 @@ _TEMPLATE_FIELD, _MAX_SHORT_BYTES = "tokenizer.chat_template", 1 << 13
 # Value types of GGUF fields (GGUFValueType). Scalar types -> format codes of the module struct.
 _SCALAR_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-# Limits many times above any real model, because Python objects take far more memory than their bytes in a file.
+# Limits, many times above any real model: Python objects take far more memory than their bytes in a file.
 _LIMITS = {
     "fields": 1 << 12, "bytes of a name": 1 << 12, "tensors": 1 << 16, "items": 1 << 21, "parts": 1 << 12,
     "bytes of a template": 1 << 20,
@@ -42,8 +42,8 @@ class GGUFTensor(NamedTuple):
 
     Attributes:
         quant_type: name of the tensor's ggml type, such as Q4_K.
-        shape: sizes in GGUF's order: the first dimension is contiguous.
-        data: mapped from the file, in torch's order: (..., bytes of a row) uint8; float32 for the type F32.
+        shape: sizes in GGUF's order, where the first dimension is contiguous.
+        data: the bytes, mapped from the file, in torch's order: (..., bytes of a row) uint8; float32 for the type F32.
     """
 
     name: str
@@ -59,12 +59,13 @@ def require_package(package: str, path: Path) -> None:
 
 
 class GGUFHeader:
-    """Metadata and tensors of a GGUF file, or of all parts of a split model.
+    """Metadata and tensors of a GGUF file, or of all parts of a split model. ``header(name)`` reads a model's field.
 
     Attributes:
+        path: the named file, one of ``parts``; ``mapped`` is its memory map.
         parts: paths of all files of the model.
-        fields: full name -> value, without long unused fields.
-        tensors: name -> tensor, from all parts.
+        fields: {full name: value} of the first part, without long fields that nothing reads.
+        tensors: {name: tensor} of all parts.
         architecture: the field ``general.architecture``.
 
     Raises:
@@ -74,11 +75,11 @@ class GGUFHeader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.fields, _, self.mapped = contents = _read(path)
-        self.parts = _parts_of(path, int(self.field("split.count") or 1))
-        all_contents = [contents if part == path else _read(part) for part in self.parts]
-        self.fields = all_contents[0][0]
-        tensors = [tensor for _, part_tensors, _ in all_contents for tensor in part_tensors]
+        self.fields, _, self.mapped = contents = _read(path)  # any part has the field split.count
+        self.parts = _find_parts(path, int(self.field("split.count") or 1))
+        contents_of_parts = [contents if part == path else _read(part) for part in self.parts]
+        self.fields = contents_of_parts[0][0]
+        tensors = [tensor for _, part_tensors, _ in contents_of_parts for tensor in part_tensors]
         self.tensors = {tensor.name: tensor for tensor in tensors}
         if len(self.tensors) < len(tensors):
             raise ValueError("two of its tensors have the same name")
@@ -92,15 +93,15 @@ class GGUFHeader:
         self.architecture = str(architecture)
 
     def field(self, name: str) -> Any:
-        """A field by its full name, or None."""
+        """Returns the field with the full name ``name``, or None."""
         return self.fields.get(name)
 
     def __call__(self, name: str, default: Any = None) -> Any:
-        """The field ``<architecture>.<name>``, or ``default``."""
+        """Returns the field ``<architecture>.<name>``, or ``default``."""
         return self.fields.get(f"{self.architecture}.{name}", default)
 
     def check(self) -> None:
-        """Checks hyperparameters against the tensors; raises CheckpointError if one does not fit."""
+        """Checks that the model's fields fit the tensors. Raises CheckpointError if one does not."""
         fields = {name: value for name, value in self.fields.items() if name.startswith(f"{self.architecture}.")}
         check_numbers(fields, self.path, max(max(t.shape) for t in self.tensors.values()))
         layers = {match[1] for name in self.tensors if (match := LAYER_PATTERN.match(name))}
@@ -127,13 +128,13 @@ class GGUFHeader:
 
     @property
     def rope_freqs(self) -> np.ndarray[Any, Any] | None:
-        """Divisors of RoPE's frequencies (rotary_dim / 2,), or None."""
+        """The divisors of RoPE's frequencies, (rotary_dim / 2,); None if the file has none."""
         tensor = self.tensors.get(ROPE_FREQS)
         return None if tensor is None else tensor.data
 
     @property
     def vocab(self) -> list[str]:
-        """Tokens, in the order of their ids."""
+        """The tokens in the order of their ids."""
         return self.fields.get("tokenizer.ggml.tokens") or []
 
     @property
@@ -142,34 +143,34 @@ class GGUFHeader:
 
     @property
     def eos_ids(self) -> list[int]:
-        """Ids of the file's tokens that end a text, a turn, a message, or code to fill in."""
+        """The ids of tokens that end a text, a turn, a message, or code in the middle (fim)."""
         ids = [self.field(f"tokenizer.ggml.{name}_token_id") for name in _EOS_ROLES]
         return [int(i) for i in ids if i is not None and 0 <= i < self.vocab_size]
 
 
-def _parts_of(path: Path, count: int) -> list[Path]:
-    """The files of a split model; raises CheckpointError if one is missing."""
-    if count < 2:
+def _find_parts(path: Path, num_parts: int) -> list[Path]:
+    """Returns the files of a split model. Raises CheckpointError if one is missing."""
+    if num_parts < 2:
         return [path]
-    _check_limit("parts", count)
-    if (match := re.fullmatch(rf"(.*)-\d{{5}}-of-{count:05}", path.stem)) is None:
+    _check_limit("parts", num_parts)
+    if (match := re.fullmatch(rf"(.*)-\d{{5}}-of-{num_parts:05}", path.stem)) is None:
         raise CheckpointError(
-            f"{path} is one of {count} parts of a model, but its name does not say which: name the parts "
-            f"NAME-00001-of-{count:05}.gguf and so on, or join them with llama-gguf-split --merge."
+            f"{path} is one of {num_parts} parts of a model, but its name does not say which: name the parts "
+            f"NAME-00001-of-{num_parts:05}.gguf and so on, or join them with llama-gguf-split --merge."
         )
-    parts = [path.with_name(f"{match[1]}-{i + 1:05}-of-{count:05}{path.suffix}") for i in range(count)]
+    parts = [path.with_name(f"{match[1]}-{i + 1:05}-of-{num_parts:05}{path.suffix}") for i in range(num_parts)]
     if missing := [part.name for part in parts if not part.is_file()]:
         raise CheckpointError(
-            f"{path} is one of {count} parts of a model, and {', '.join(missing[:5])} is not beside it."
+            f"{path} is one of {num_parts} parts of a model, and {', '.join(missing[:5])} is not beside it."
         )
     return parts
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[GGUFTensor], mmap.mmap]:
-    """Fields, tensors and mapped memory of a file.
+    """Reads a file. Returns its fields, its tensors and its memory map.
 
     Raises:
-        ValueError, struct.error: the file is damaged, or tensors overlap or reach beyond its end.
+        ValueError, struct.error: the file is damaged, or tensors overlap or reach beyond the file's end.
     """
     with require_regular(path).open("rb") as file:
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -182,7 +183,7 @@ def _read(path: Path) -> tuple[dict[str, Any], list[GGUFTensor], mmap.mmap]:
     for _ in range(num_fields):
         name, offset = _read_name(memory, offset)
         (value_type,) = struct.unpack_from("<I", memory, offset)
-        begin, offset = offset + 4, _value_end(memory, offset + 4, value_type)
+        begin, offset = offset + 4, _find_value_end(memory, offset + 4, value_type)
         if name == _TEMPLATE_FIELD:
             _check_limit("bytes of a template", offset - begin)
         if name == _TEMPLATE_FIELD or name in _LONG_FIELDS or offset - begin <= _MAX_SHORT_BYTES:
@@ -190,20 +191,20 @@ def _read(path: Path) -> tuple[dict[str, Any], list[GGUFTensor], mmap.mmap]:
     return fields, _read_tensors(memory, offset, num_tensors, int(fields.get("general.alignment", 32))), memory
 
 
-def _read_tensors(memory: mmap.mmap, offset: int, count: int, alignment: int) -> list[GGUFTensor]:
-    """The tensors, whose infos begin at ``offset``; the data follow the last info."""
+def _read_tensors(memory: mmap.mmap, offset: int, num_tensors: int, alignment: int) -> list[GGUFTensor]:
+    """Reads the tensors' infos, which begin at ``offset``, and maps the tensors' data, which follow the last info."""
     import gguf
 
     infos = []
-    for _ in range(count):
+    for _ in range(num_tensors):
         name, offset = _read_name(memory, offset)
-        (dims,) = struct.unpack_from("<I", memory, offset)
-        if not 0 < dims <= 4:
-            raise ValueError(f"{name[:99]} has {dims} dimensions")
-        *shape, type_id, data_offset = struct.unpack_from(f"<{dims}QIQ", memory, offset + 4)
-        offset += 4 + 8 * dims + 12
+        (num_dims,) = struct.unpack_from("<I", memory, offset)
+        if not 0 < num_dims <= 4:
+            raise ValueError(f"{name[:99]} has {num_dims} dimensions")
+        *shape, type_id, data_offset = struct.unpack_from(f"<{num_dims}QIQ", memory, offset + 4)
+        offset += 4 + 8 * num_dims + 12
         infos.append((name, shape, _quant_type(type_id), data_offset))
-    tensors, spans, data_start = [], [], -(-offset // alignment) * alignment  # the offset, rounded up
+    tensors, spans, data_start = [], [], -(-offset // alignment) * alignment  # ``offset``, rounded up
     for name, shape, quant_type, data_offset in infos:
         block_size, block_bytes = gguf.GGML_QUANT_SIZES[quant_type]
         begin, row_bytes = data_start + data_offset, shape[0] // block_size * block_bytes
@@ -222,7 +223,7 @@ def _read_tensors(memory: mmap.mmap, offset: int, count: int, alignment: int) ->
 
 @cache
 def _quant_type(type_id: int) -> Any:
-    """The gguf.GGMLQuantizationType of an id; raises CheckpointError if the package gguf cannot dequantize it."""
+    """Returns the gguf.GGMLQuantizationType of an id. Raises CheckpointError if the package gguf cannot unpack it."""
     import gguf
 
     name = f"number {type_id}"
@@ -239,20 +240,20 @@ def _quant_type(type_id: int) -> Any:
         ) from error
 
 
-def _check_limit(unit: str, count: int) -> None:
-    if count > _LIMITS[unit]:
-        raise ValueError(f"it has {count:,} {unit}; at most {_LIMITS[unit]:,} are read")
+def _check_limit(unit: str, number: int) -> None:
+    if number > _LIMITS[unit]:
+        raise ValueError(f"it has {number:,} {unit}; at most {_LIMITS[unit]:,} are read")
 
 
 def _read_name(memory: mmap.mmap, offset: int) -> tuple[str, int]:
-    """A name at ``offset``, and the offset of its end."""
+    """Reads a name: its length (8 bytes) and its bytes. Returns the name, and the offset behind the name."""
     (length,) = struct.unpack_from("<Q", memory, offset)
     _check_limit("bytes of a name", length)
     return memory[offset + 8 : offset + 8 + length].decode(), offset + 8 + length
 
 
-def _value_end(memory: mmap.mmap, offset: int, value_type: int) -> int:
-    """The offset of the end of a field's value.
+def _find_value_end(memory: mmap.mmap, offset: int, value_type: int) -> int:
+    """Returns the offset behind a field's value.
 
     Raises:
         ValueError, struct.error: the value reaches beyond the file's end, or has an unknown type.
@@ -265,6 +266,7 @@ def _value_end(memory: mmap.mmap, offset: int, value_type: int) -> int:
         for _ in range(count):
             end += 8 + struct.unpack_from("<Q", memory, end)[0]
     else:
+        # An unknown type gets the file's size, and so the error below.
         end += count * struct.calcsize(f"<{_SCALAR_CODES[value_type]}") if value_type in _SCALAR_CODES else len(memory)
     if end > len(memory):
         raise ValueError("a field reaches beyond its end, or has an unknown type")
@@ -272,7 +274,7 @@ def _value_end(memory: mmap.mmap, offset: int, value_type: int) -> int:
 
 
 def _read_value(memory: mmap.mmap, offset: int, value_type: int) -> Any:
-    """A field's value: a string, a number, or a list of them. :func:`_value_end` has checked its end."""
+    """Reads a field's value: a string, a number, or a list. :func:`_find_value_end` has checked the value's end."""
     count, is_array = 1, value_type == _ARRAY
     if is_array:
         value_type, count = struct.unpack_from("<IQ", memory, offset)

@@ -31,9 +31,8 @@ from longdraft.native.quantized_matrix import QUANT_SIZES
 
 logger = logging.getLogger(__name__)
 
-# "stored" keeps quant blocks, "float32" dequantizes them.
-WeightFormat = Literal["stored", "float32"]
-Arithmetic = Literal["int8", "float32"]
+WeightFormat = Literal["stored", "float32"]  # "stored" keeps the file's quant blocks, "float32" dequantizes them
+Arithmetic = Literal["int8", "float32"]  # in which activations are multiplied by quant blocks
 _REMEDY = (
     "It may be truncated, or of an architecture that transformers cannot read: fetch it again, or give the model's "
     "Hugging Face folder."
@@ -41,8 +40,8 @@ _REMEDY = (
 
 
 class GGUFFile(GGUFHeader):
-    """A GGUF file of a known architecture, ``arch``. Raises CheckpointError if the architecture is unknown, and
-    CapabilityError if different sizes of its layers are not supported."""
+    """A GGUF file of a known architecture. Adds ``arch``, the table's row, to the attributes of GGUFHeader. Raises
+    CheckpointError for an unknown architecture, and CapabilityError if its layers must be equal and are not."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -53,7 +52,7 @@ class GGUFFile(GGUFHeader):
                 "the model's Hugging Face folder or id."
             )
         self.arch: Arch = arch
-        for name in (f"{self.architecture}.{size}" for size in PER_LAYER_FIELDS if not arch.per_layer_sizes):
+        for name in (f"{self.architecture}.{field}" for field in PER_LAYER_FIELDS if not arch.per_layer_sizes):
             if isinstance(values := self.field(name), list):
                 if len(set(values)) > 1:
                     raise CapabilityError(
@@ -63,21 +62,22 @@ class GGUFFile(GGUFHeader):
         self.check()
 
     def config(self) -> Any:
-        """The transformers config, with RoPE scaling; raises CapabilityError if transformers lacks it."""
+        """Builds the transformers config with RoPE scaling. Raises CapabilityError if transformers lacks it."""
         config = build_config(self, self.arch)
-        if self.arch.rope_freqs_scale and (scaling := rope_scaling(self, config)):
-            # With parameters for each layer type, only layers with full attention are scaled.
-            full = config.rope_parameters.get("full_attention")
-            changed = {**(config.rope_parameters if full is None else full), **scaling}
-            config.rope_parameters = changed if full is None else {**config.rope_parameters, "full_attention": changed}
+        if self.arch.scales_by_rope_freqs and (scaling := rope_scaling(self, config)):
+            # If layer types have parameters of their own, only layers with full attention are scaled.
+            entry = config.rope_parameters.get("full_attention")
+            scaled = {**(config.rope_parameters if entry is None else entry), **scaling}
+            config.rope_parameters = scaled if entry is None else {**config.rope_parameters, "full_attention": scaled}
         return config
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Builds byte-level BPE ("gpt2") with a known pre-tokenizer; transformers builds all other tokenizers."""
         kind, pre_tokenizer = (self.field(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
         if kind == "gpt2" and pre_tokenizer in PRE_TOKENIZERS:
             return build_tokenizer(lambda name: self.field(f"tokenizer.{name}"))
         try:
-            with _parsed_fields(self):
+            with _replace_gguf_reader(self):
                 tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                     str(self.path.parent), gguf_file=self.parts[0].name, local_files_only=True
                 )
@@ -93,13 +93,13 @@ class GGUFFile(GGUFHeader):
         return tokenizer
 
     def load_model(self, config: Any, require_all: bool = True) -> PreTrainedModel:
-        """The model in float32, with quantized matrices mapped from the file.
+        """Builds the model in float32, with quantized matrices mapped from the file.
 
         Args:
-            require_all: raise if a tensor of the file is unused.
+            require_all: True: an unused tensor of the file is an error.
 
         Raises:
-            CheckpointError: a weight is missing, its size differs from the config's, or a tensor is unused.
+            CheckpointError: a weight is missing or does not have the config's size, or a tensor is unused.
         """
         with stored_model.init_empty_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -108,17 +108,17 @@ class GGUFFile(GGUFHeader):
         errors = list(tensor_mapping.load_experts(model, experts))
         weights, used = {}, {ROPE_FREQS, *experts}
         for name, parameter in model.named_parameters():
-            if parameter.is_meta:  # else it belongs to experts, which are loaded already
+            if parameter.is_meta:  # else the parameter belongs to experts, which are loaded already
                 names = tensor_mapping.tensor_names(name, name_map, tensors)
                 if names and all(n in tensors for n in names):
                     used.update(names)
-                    parts = [tensors[n] for n in names]
-                    weights[name] = tensor_mapping.load_weight(self.arch, parts, config, parameter.shape)
+                    sources = [tensors[n] for n in names]
+                    weights[name] = tensor_mapping.load_weight(self.arch, sources, config, parameter.shape)
         _set_weights(model, weights, self.path, errors)
         for name, buffer in model.named_buffers():
-            if (extra := tensor_mapping.extra_tensor_name(name)) in tensors:
-                used.add(extra)
-                buffer.copy_(torch.from_numpy(tensors[extra].data).view_as(buffer))
+            if (tensor_name := tensor_mapping.extra_tensor_name(name)) in tensors:
+                used.add(tensor_name)
+                buffer.copy_(torch.from_numpy(tensors[tensor_name].data).view_as(buffer))
         unused = sorted(name for name in tensors.keys() - used if not self._may_be_unused(name, config))
         if require_all and unused:
             raise CheckpointError(
@@ -136,7 +136,7 @@ class GGUFFile(GGUFHeader):
         return layer is not None and int(layer[1]) >= config.num_hidden_layers - num_shared
 
     def tensor_name_map(self, config: Any) -> Callable[[str], str | None]:
-        """Returns a function from a module's or parameter's name in transformers to its name in gguf, or to None."""
+        """Returns a function that maps the transformers name of a module or parameter to the gguf name, or to None."""
         import gguf
 
         arch = next((arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture), None)
@@ -151,27 +151,27 @@ class GGUFFile(GGUFHeader):
 
 @contextmanager
 def open_gguf(path: Path) -> Iterator[GGUFFile]:
-    """Opens a GGUF file. Raises CheckpointError if the file is damaged, its architecture unknown, or the package gguf
-    missing; errors inside the context become CheckpointError too."""
+    """Opens a GGUF file. Errors here and inside the context become CheckpointError: a damaged file, an unknown
+    architecture, or no package gguf."""
     require_package("gguf", path)
     with checkpoint_errors(path, f"{path} cannot be read as a GGUF model", _REMEDY), quiet():
         yield GGUFFile(path)
 
 
 @contextmanager
-def _parsed_fields(header: GGUFHeader) -> Iterator[None]:
-    """Replaces gguf.GGUFReader by a stand-in with the tokenizer's fields alone: transformers would also build a config
-    from the other fields, and may misread them."""
+def _replace_gguf_reader(header: GGUFHeader) -> Iterator[None]:
+    """Replaces gguf.GGUFReader by a stand-in with only the tokenizer's fields: from other fields, transformers would
+    also build a config, and may misread them."""
     import gguf
 
     def field(value: Any) -> SimpleNamespace:
         items = value if isinstance(value, list) else [value]
         value_type = {str: 8, bool: 7, float: 6}.get(type(items[0]) if items else str, 5)  # GGUFValueType
-        parts = [item.encode() if isinstance(item, str) else [item] for item in items]
         types = [9, value_type] if isinstance(value, list) else [value_type]  # 9: ARRAY
+        parts = [item.encode() if isinstance(item, str) else [item] for item in items]
         return SimpleNamespace(parts=parts, data=range(len(parts)), types=types)
 
-    fields = {n: field(x) for n, x in header.fields.items() if n.startswith(("general.", "tokenizer."))}
+    fields = {name: field(x) for name, x in header.fields.items() if name.startswith(("general.", "tokenizer."))}
     reader, original = SimpleNamespace(fields=fields, tensors=list(header.tensors.values())), gguf.GGUFReader
     gguf.GGUFReader = lambda *_args, **_named: reader
     try:
@@ -183,7 +183,7 @@ def _parsed_fields(header: GGUFHeader) -> Iterator[None]:
 def _set_weights(
     model: PreTrainedModel, weights: dict[str, tensor_mapping.LoadedWeight], file: Path, errors: list[str]
 ) -> None:
-    """Loads weights into a model on the meta device; raises for ``errors``, missing and misshaped weights."""
+    """Loads weights into a model on the meta device. Raises CheckpointError for ``errors`` and for wrong weights."""
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.is_meta}
     errors += [f"{n} (not there)" for n in shapes if n not in weights]
     errors += [f"{n} ({tuple(t.shape)}, not {shapes[n]})" for n, t in weights.items() if shapes[n] != tuple(t.shape)]
@@ -209,20 +209,19 @@ def load_gguf(
     progress: Progress,
     arithmetic: Arithmetic | None = None,
 ) -> LoadedModel:
-    """Loads a GGUF file on the CPU, after :func:`check_gguf`.
+    """Loads a GGUF file on the CPU. :func:`longdraft.model.checkpoints.check_gguf` has checked ``path`` already.
 
     Args:
         dtype: a dtype other than float32 dequantizes the weights.
-        weights, arithmetic: options of :func:`longdraft.model.loading.load`.
+        rope_factor, weights, progress, arithmetic: as for :func:`longdraft.model.loading.load`.
 
     Raises:
         CheckpointError: the file is damaged or of an unknown architecture.
-        CapabilityError: ``weights`` or ``arithmetic`` require quant blocks or int8, which are impossible here; or the
-            RoPE scaling is unknown.
+        CapabilityError: ``weights`` or ``arithmetic`` demand what is impossible here, or the RoPE scaling is unknown.
     """
     with open_gguf(path) as file:
         example_names = {t.quant_type: name for name, t in file.tensors.items() if len(t.shape) in (2, 3)}
-        unsupported = sorted(name for name in example_names if name not in (*QUANT_SIZES, "F32"))
+        unsupported = sorted(quant_type for quant_type in example_names if quant_type not in (*QUANT_SIZES, "F32"))
         reason = (
             f"blocks of the type {unsupported[0]} ({example_names[unsupported[0]]}) are not read as they are stored"
             if unsupported
@@ -236,7 +235,7 @@ def load_gguf(
         config._name_or_path = str(path)
         loaded = LoadedModel(file.load_model(config), file.load_tokenizer())
     if reason or dtype != torch.float32 or weights == "float32" or (weights is None and kernels() is None):
-        drop_prefaulted()  # huge pages for repacked weights, which are not needed here
+        drop_prefaulted()  # the memory was for repacked weights
         progress(f"Unpacking {path.name}, as at every start" + (f": {reason}" if reason else ""))
         float_dtype = dtype if isinstance(dtype, torch.dtype) else torch.float32
         loaded = LoadedModel(stored_model.dequantize_model(loaded.model, float_dtype), loaded.tokenizer)
@@ -250,19 +249,19 @@ def load_gguf(
             path, reason or (not_quantized if stored_model.has_stored_weights(loaded.model) else dequantized)
         )
     with checkpoint_errors(path, f"{path} cannot be read as a GGUF model", _REMEDY):
-        # Some versions of transformers take BOS for EOS, and remove the space before a comma.
+        # Corrects what some versions of transformers set: BOS in place of EOS, and a clean-up that removes spaces.
         for role in ("bos_token", "eos_token", "pad_token"):
             token_id = getattr(loaded.model.config, f"{role}_id")
             if isinstance(token_id, int):
                 setattr(loaded.tokenizer, role, loaded.tokenizer.convert_ids_to_tokens(token_id))
         loaded.tokenizer.clean_up_tokenization_spaces = False
         loaded.tokenizer.name_or_path = str(path)
-        config = loaded.model.generation_config
-        ids = dict.fromkeys([*config_eos_ids(config), *file.eos_ids, *sorted(eos_ids(loaded.tokenizer))])
-        config.eos_token_id = list(ids) or None
+        generation_config = loaded.model.generation_config
+        ids = dict.fromkeys([*config_eos_ids(generation_config), *file.eos_ids, *sorted(eos_ids(loaded.tokenizer))])
+        generation_config.eos_token_id = list(ids) or None
     return loaded
 
 
 def int8_unavailable_error(name: object, reason: str) -> CapabilityError:
-    """The error if int8 arithmetic is required and impossible."""
+    """Makes the error for a user who demands int8 arithmetic where it is impossible."""
     return CapabilityError(f"{name} cannot be computed in int8 arithmetic: {reason}. Leave arithmetic out.")

@@ -18,14 +18,14 @@ _MTP_MODULES = ("eh_proj", "enorm", "hnorm", "shared_head_norm")  # besides thos
 
 
 def has_mtp_layer(path: Path) -> bool:
-    """True if a file has an MTP layer; raises CheckpointError if it is damaged."""
+    """True if a file has an MTP layer. Raises CheckpointError if the file is damaged."""
     with open_gguf(path) as file:
         return bool(file(_NUM_LAYERS_FIELD))
 
 
 def read_mtp_layer(path: Path) -> dict[str, torch.Tensor | QuantizedMatrix] | None:
-    """Tensors of the first MTP layer by name, or None. Names are transformers' within a decoder layer, and
-    MODULE.weight for :data:`_MTP_MODULES`. Matrices stay quantized; experts are floats.
+    """Reads the tensors of the first MTP layer, by name; None if the file has none. Names are those of a decoder layer
+    in transformers, and MODULE.weight for :data:`_MTP_MODULES`. Matrices stay quantized, experts become floats.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -48,7 +48,7 @@ def read_mtp_layer(path: Path) -> dict[str, torch.Tensor | QuantizedMatrix] | No
                 tensors[f"{name}.weight"] = module.matrix
         for name in _MTP_MODULES:
             if (tensor := file.tensors.get(f"blk.{index}.nextn.{name}.weight")) is not None:
-                weight = tensor_mapping.load_weight(file.arch, [tensor], config, ())
+                weight = tensor_mapping.load_weight(file.arch, [tensor], config, ())  # (): no tensor to reshape
                 assert isinstance(weight, torch.Tensor | QuantizedMatrix)
                 tensors[f"{name}.weight"] = weight
         return tensors

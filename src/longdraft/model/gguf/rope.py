@@ -1,4 +1,4 @@
-"""Reads RoPE scaling from GGUF files as ``rope_parameters``, because transformers ignores it there."""
+"""Reads RoPE scaling of GGUF files as ``rope_parameters`` of a config. transformers ignores scaling in GGUF files."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from longdraft.model.gguf.header import GGUFHeader
 # Parameters of Llama 3.1, 3.2 and 3.3: GGUF files store only the tensor rope_freqs, which is computed from them.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _YARN_BETAS = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}  # llama.cpp's name -> transformers'
-# Names of LongRoPE's tensors begin so: one has the factors for short contexts, one for long contexts.
+# Both tensors of LongRoPE, with the factors for short and for long contexts, have names that begin so.
 _LONGROPE_PREFIX = "rope_factors_"
-# Parameters of YaRN that transformers lacks -> the value without effect, which is accepted.
+# Parameter of YaRN that transformers lacks -> its neutral field. Only the neutral field is accepted.
 _UNSUPPORTED_YARN = {"yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
 
 
 def rope_scaling(header: GGUFHeader, config: Any) -> dict[str, Any]:
-    """``rope_parameters`` besides ``rope_theta``; empty without scaling.
+    """Returns ``rope_parameters`` without ``rope_theta``; empty if nothing is scaled.
 
     Raises:
         CapabilityError: transformers lacks this scaling, or the file's rotary dimension differs from the config's.
     """
     if any(name.startswith(_LONGROPE_PREFIX) for name in header.tensors):
-        raise _unsupported(header, "longrope")
+        raise _unsupported_error(header, "longrope")
     factors = None if header.rope_freqs is None else torch.from_numpy(header.rope_freqs)
-    if factors is not None and bool((factors == 1).all()):
+    if factors is not None and bool((factors == 1).all()):  # divisors of 1 scale nothing
         factors = None
     fields = _scaling_fields(header, config.max_position_embeddings)
     file_dim, rotary_dim = header("rope.dimension_count"), _rotary_dim(config)
     if file_dim is not None and int(file_dim) != rotary_dim:
-        raise _unsupported(header, f"{file_dim} of each head's {config.head_dim} dimensions are rotated")
+        raise _unsupported_error(header, f"{file_dim} of each head's {config.head_dim} dimensions are rotated")
     if factors is None:
         return fields
     if fields:
-        raise _unsupported(header, f"{fields['rope_type']} together with rope_freqs")
+        raise _unsupported_error(header, f"{fields['rope_type']} together with rope_freqs")
     if len(factors) != rotary_dim // 2:
-        raise _unsupported(header, f"rope_freqs for {len(factors)} frequencies, where there are {rotary_dim // 2}")
+        raise _unsupported_error(header, f"rope_freqs for {len(factors)} frequencies, not {rotary_dim // 2}")
     return _from_factors(factors.double(), config)
 
 
-def _unsupported(header: GGUFHeader, scaling: str) -> CapabilityError:
+def _unsupported_error(header: GGUFHeader, scaling: str) -> CapabilityError:
     return CapabilityError(
         f"{header.path} scales its rotary frequencies ({scaling}), which is not read from GGUF files: give the model's "
         "Hugging Face folder or id."
@@ -51,17 +51,17 @@ def _unsupported(header: GGUFHeader, scaling: str) -> CapabilityError:
 
 
 def _rotary_dim(config: Any) -> int:
-    """The number of dimensions of a head that RoPE rotates."""
+    """Returns how many dimensions of a head RoPE rotates."""
     return int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
 
 
 def _scaling_fields(header: GGUFHeader, context_length: int) -> dict[str, Any]:
-    """``rope_parameters`` from the fields ``rope.scaling.*``. context_length: used if the file has no original one."""
+    """Returns ``rope_parameters`` from fields ``rope.scaling.*``; ``context_length`` is the default original length."""
 
-    def value(name: str) -> Any:
+    def field(name: str) -> Any:
         return header(f"rope.scaling.{name}")
 
-    rope_type, factor = value("type"), value("factor")
+    rope_type, factor = field("type"), field("factor")
     if factor is None:
         factor = header("rope.scale_linear")  # in files of 2023
     # As in llama.cpp, a missing type means linear, and a factor of 0 means no scaling.
@@ -71,37 +71,38 @@ def _scaling_fields(header: GGUFHeader, context_length: int) -> dict[str, Any]:
     if rope_type == "linear":
         return {"rope_type": "linear", "factor": float(factor)}
     if rope_type != "yarn":
-        raise _unsupported(header, rope_type)
+        raise _unsupported_error(header, rope_type)
     if not factor or factor < 1:
-        raise _unsupported(header, f"yarn with a factor of {factor}")
+        raise _unsupported_error(header, f"yarn with a factor of {factor}")
     for name, neutral in _UNSUPPORTED_YARN.items():
-        if (number := value(name)) is not None and number != neutral:
-            raise _unsupported(header, f"yarn with {name} {number:g}")
+        if (value := field(name)) is not None and value != neutral:
+            raise _unsupported_error(header, f"yarn with {name} {value:g}")
     fields: dict[str, Any] = {
         "rope_type": "yarn",
         "factor": float(factor),
-        "original_max_position_embeddings": int(value("original_context_length") or context_length),
+        "original_max_position_embeddings": int(field("original_context_length") or context_length),
     }
-    fields |= {hf_name: float(x) for name, hf_name in _YARN_BETAS.items() if (x := value(name)) is not None}
-    # yarn_attn_factor is transformers' attention_factor; attn_factor multiplies it, or YaRN's default.
-    if (yarn_factor := value("yarn_attn_factor")) is not None:
+    fields |= {hf_name: float(beta) for name, hf_name in _YARN_BETAS.items() if (beta := field(name)) is not None}
+    # yarn_attn_factor is transformers' attention_factor. attn_factor multiplies that, or YaRN's default, 0.1 ln(s) + 1.
+    if (yarn_factor := field("yarn_attn_factor")) is not None:
         fields["attention_factor"] = float(yarn_factor)
-    if (attn_factor := value("attn_factor")) is not None:
+    if (attn_factor := field("attn_factor")) is not None:
         fields["attention_factor"] = fields.get("attention_factor", 0.1 * math.log(factor) + 1) * float(attn_factor)
     return fields
 
 
 def _from_factors(factors: torch.Tensor, config: Any) -> dict[str, Any]:
-    """``rope_parameters`` that divide frequencies by ``factors``: of type llama3 if they fit it, else longrope."""
+    """Returns ``rope_parameters`` that divide frequencies by ``factors``: of type llama3 if it fits, or longrope."""
     dim = _rotary_dim(config)
     full_attention = config.rope_parameters.get("full_attention")
-    base = (full_attention or config.rope_parameters)["rope_theta"]
-    frequencies = base ** -(torch.arange(0, dim, 2, dtype=torch.double, device="cpu") / dim) / (2 * math.pi)
-    factor, low, high, context = float(factors.max()), *map(float, _LLAMA3.values())
-    smooth = ((frequencies * context - low) / (high - low)).clamp(0, 1)  # transformers' smooth_factor
+    theta = (full_attention or config.rope_parameters)["rope_theta"]
+    # In turns per token, not in radians.
+    frequencies = theta ** -(torch.arange(0, dim, 2, dtype=torch.double, device="cpu") / dim) / (2 * math.pi)
+    factor, low, high, context_length = float(factors.max()), *map(float, _LLAMA3.values())
+    smooth = ((frequencies * context_length - low) / (high - low)).clamp(0, 1)  # transformers' smooth_factor
     if torch.allclose(1 / ((1 - smooth) / factor + smooth), factors, rtol=1e-4, atol=0):
         return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
-    # LongRoPE takes any factors; short and long contexts get equal ones.
+    # LongRoPE takes any factors: short and long contexts get the same list.
     factor_list = factors.tolist()
     return {
         "rope_type": "longrope",

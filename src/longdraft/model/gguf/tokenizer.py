@@ -1,4 +1,4 @@
-"""Byte-level BPE tokenizers of GGUF files, with a pre-tokenizer chosen by the field ``tokenizer.ggml.pre``."""
+"""Builds byte-level BPE tokenizers of GGUF files. The field ``tokenizer.ggml.pre`` names the pre-tokenizer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from longdraft.model.eos_tokens import KNOWN_EOS_TOKENS
 
 _SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-_CONTROL_TYPE, _USER_DEFINED_TYPE = 3, 4  # token types that are matched before pre-tokenization
-_SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_NORMAL_TYPE, _CONTROL_TYPE, _USER_DEFINED_TYPE = 1, 3, 4  # the last two are matched before pre-tokenization
+_SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"  # of English contractions
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _PUNCTUATION = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
-_CASED = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%(contractions)s"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%(contractions)s"
+_UPPER_AND_LOWER = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%(suffixes)s"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%(suffixes)s"
     r"|\p{N}%(digits)s| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES
 )
 _LLAMA3 = rf"{_SUFFIXES}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_PUNCTUATION}|{_SPACES}"
@@ -27,8 +27,8 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 _DEEPSEEK = r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|" + _SPACES
 _HAN = r"[\x{4E00}-\x{9FA5}\x{0800}-\x{4E00}\x{AC00}-\x{D7FF}]+"
 _KANA = r"[\x{4E00}-\x{9FA5}\x{3040}-\x{30FF}]+"
-_TEKKEN = _CASED % {"contractions": "", "digits": ""}
-_GPT4O = _CASED % {"contractions": f"{_SUFFIXES}?", "digits": "{1,3}"}
+_TEKKEN = _UPPER_AND_LOWER % {"suffixes": "", "digits": ""}
+_GPT4O = _UPPER_AND_LOWER % {"suffixes": f"{_SUFFIXES}?", "digits": "{1,3}"}
 # llama.cpp's name of a pre-tokenizer -> its regular expressions; each splits the results of the one before.
 PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2", "dbrx"), (_LLAMA3,)),
@@ -47,7 +47,7 @@ PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 # Pre-tokenizers with BOS at the start of a text, unless the field add_bos_token says otherwise.
 _ADDS_BOS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
-# Pre-tokenizers whose words become one token if the vocabulary has them, without merges (ignore_merges).
+# Pre-tokenizers after which a word in the vocabulary becomes one token, whatever the merges say (ignore_merges).
 _IGNORES_MERGES = (*_ADDS_BOS, "glm4", "glm5")
 _NFC_NORMALIZED = ("qwen2", "qwen35", "command-r", "olmo", "mpt")  # texts are normalized to NFC
 
@@ -56,22 +56,22 @@ def build_tokenizer(field: Callable[[str], Any]) -> PreTrainedTokenizerBase:
     """Builds the tokenizer of a file with ``tokenizer.ggml.model`` gpt2 and one of :data:`PRE_TOKENIZERS`.
 
     Args:
-        field: returns the value of the field ``tokenizer.NAME`` for a NAME, or None.
+        field: returns the value of the file's field ``tokenizer.NAME`` for a NAME; None without that field.
     """
-    pre = field("ggml.pre")
+    pre_tokenizer = field("ggml.pre")
     tokens = field("ggml.tokens")
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in field("ggml.merges"))]
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in _IGNORES_MERGES))
-    tokenizer.normalizer = normalizers.NFC() if pre in _NFC_NORMALIZED else None
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre_tokenizer in _IGNORES_MERGES))
+    tokenizer.normalizer = normalizers.NFC() if pre_tokenizer in _NFC_NORMALIZED else None
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            *(pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in PRE_TOKENIZERS[pre]),
+            *(pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in PRE_TOKENIZERS[pre_tokenizer]),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    types = field("ggml.token_type") or [1] * len(tokens)
+    types = field("ggml.token_type") or [_NORMAL_TYPE] * len(tokens)
     for special in (True, False):
         # Some files have the wrong type for the token that ends a turn.
         typed = ((t, _CONTROL_TYPE if t in KNOWN_EOS_TOKENS else kind) for t, kind in zip(tokens, types, strict=False))
@@ -80,7 +80,7 @@ def build_tokenizer(field: Callable[[str], Any]) -> PreTrainedTokenizerBase:
         tokenizer.add_special_tokens(added) if special else tokenizer.add_tokens(added)
     ids = {role: field(f"ggml.{name}_token_id") for role, name in _SPECIAL_TOKENS.items()}
     bos, adds_bos = ids["bos_token"], field("ggml.add_bos_token")
-    if bos is not None and (pre in _ADDS_BOS if adds_bos is None else adds_bos):
+    if bos is not None and (pre_tokenizer in _ADDS_BOS if adds_bos is None else adds_bos):
         tokenizer.post_processor = processors.TemplateProcessing(
             single="BOS $A",
             pair="BOS $A BOS:1 $B:1",

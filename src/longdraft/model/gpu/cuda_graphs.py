@@ -1,15 +1,15 @@
-"""CUDA graphs: captures forwards of few tokens (verifications, levels of drafts) once for each size, and replays them.
+"""Captures forwards of few tokens (verifications, draft levels) as CUDA graphs, one for each size, and replays them.
 
 A forward of few tokens launches hundreds of small kernels, and launching takes the host longer than the device needs to
 run them. A replayed graph is one launch. It reads token ids, positions, mask, slots and lengths from buffers that are
 filled before each replay. A size is (batch_size, query_len, KV bound), rounded up so that there are few graphs:
 
-    query_len   one of :data:`CAPTURE_SIZES`; no token attends to padding tokens, and their results are cut off
-    batch_size  a power of two, or all slots; padding sequences read the first one's slot and write to scratch entries
+    query_len   one of :data:`CAPTURE_QUERY_LENS`; no token attends to padding tokens, whose results are cut off
+    batch_size  a power of two, or all slots; padding sequences read the first sequence's slot, and write to scratch
     KV bound    a power of two at or above the longest KV length; attention kernels split their work by it
 
-Capture needs an attention path that reads lengths on the device. A size whose capture fails runs without a graph. So do
-models with windows or recurrent states, because their forwards depend on numbers on the host.
+Capture needs an attention path that reads lengths on the device. A size whose capture fails runs without a graph.
+Models with windows or recurrent states run without graphs, because their forwards depend on numbers on the host.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ logger = logging.getLogger("longdraft")
 
 SWITCH = "LONGDRAFT_GRAPHS"  # environment variable; 0: no graphs
 # query_len of graphs, close together around LongSpec's tree of 69 nodes. More tokens keep the device busy anyway.
-CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 72, 80, 96)
-USES_BEFORE_CAPTURE = 2  # of a size, because a capture takes the time of two forwards
-# Limits for one store: the number of graphs, and bytes of all their outputs (mostly logits), which stay allocated.
+CAPTURE_QUERY_LENS = (1, 2, 4, 8, 16, 32, 48, 64, 72, 80, 96)
+USES_BEFORE_CAPTURE = 2  # uses of a size without a graph, because a capture takes the time of two forwards
+# Limits for one store: the number of graphs, and bytes of the graphs' outputs (mostly logits), which stay allocated.
 MAX_GRAPHS, MAX_OUTPUT_BYTES = 64, 1 << 30
 MIN_KV_BOUND = 4096  # the smallest KV bound: splitting fewer entries would not keep a GPU busier
 
-# Logits (B, T, V); layer -> hidden states (B, T, hidden); layer -> queries (B, Hq, T, d).
+# Logits (batch_size, query_len, vocabulary); by layer, hidden states (batch_size, query_len, hidden_size) and queries
+# (batch_size, heads, query_len, head_dim).
 ForwardResults = tuple[torch.Tensor | None, dict[int, torch.Tensor], dict[int, torch.Tensor]]
 # A forward of the target.
 ForwardFn = Callable[[KVStore, ForwardBatch], ForwardResults]
@@ -50,19 +51,15 @@ Output = TypeVar("Output")
 
 
 class GraphBackend(Protocol):
-    """Captures graphs and replays them; tests replace it."""
+    """Captures graphs. Tests replace the backend."""
 
     def capture(self, forward: Callable[[], Output]) -> Callable[[], Output]:
-        """Runs ``forward`` once to warm it up, then captures it.
-
-        Returns:
-            A function that replays the capture on the tensors' current contents. Every replay returns the same
-            output tensors, overwritten.
-        """
+        """Runs ``forward`` once as a warm-up, and captures a second run. Returns a function that replays the capture on
+        the input tensors' current contents. Every replay overwrites the same output tensors, and returns them."""
 
 
 class CudaGraphBackend:
-    """torch.cuda.CUDAGraph. All graphs share a memory pool, because they never run concurrently."""
+    """Captures torch.cuda.CUDAGraph. All graphs share a memory pool, because they never run concurrently."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -77,10 +74,10 @@ class CudaGraphBackend:
             stream, current = self._stream, torch.cuda.current_stream(self._device)
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
-                forward()  # compiles kernels and lets libraries allocate, neither of which a capture allows
+                forward()  # kernels are compiled and libraries allocate here: a capture allows neither
             current.wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            # thread_local: other threads may use the device meanwhile.
+            # thread_local: other threads may use the device during the capture.
             with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 out = forward()
 
@@ -92,7 +89,7 @@ class CudaGraphBackend:
 
 
 def unavailable_reason(device: torch.device, path: str) -> str | None:
-    """Why CUDA graphs are unavailable on a device with an attention path; None if they are available."""
+    """Returns why a device with an attention path cannot use CUDA graphs; None if it can."""
     if os.environ.get(SWITCH, "1") == "0":
         return f"{SWITCH}=0 switches them off"
     if device.type != "cuda":
@@ -107,8 +104,8 @@ class CudaGraphs:
 
     Args:
         backend: captures the graphs; None disables them.
-        uses_before_capture: uses of a size before its capture.
-        max_graphs: limit for the graphs of one store, or of one draft's cache.
+        uses_before_capture: number of uses of a size before the size is captured.
+        max_graphs: limit for the number of graphs of one store, or of one draft's cache.
         min_kv_bound: the smallest KV bound of a size.
     """
 
@@ -121,15 +118,15 @@ class CudaGraphs:
     ) -> None:
         self._backend, self._uses_before_capture = backend, uses_before_capture
         self._max_graphs, self._min_kv_bound = max_graphs, min_kv_bound
-        # Owner of the captured tensors -> size -> the size's graph, or the number of its uses if it is not captured.
+        # Owner of the captured tensors -> size -> graph; before the capture a count of uses, after a failed one None.
         self._graphs: WeakKeyDictionary[object, dict[Hashable, Any]] = WeakKeyDictionary()
 
     @classmethod
     def for_device(cls, device: torch.device, path: str) -> CudaGraphs:
-        """Graphs for a target on a device; disabled if :func:`unavailable_reason` returns a reason."""
+        """Makes the graphs for a target on a device; disabled if :func:`unavailable_reason` returns a reason."""
         reason = unavailable_reason(device, path)
         if device.type == "cuda":
-            logger.info("CUDA graphs: %s", "verifications are recorded" if reason is None else f"none, {reason}")
+            logger.info("CUDA graphs: %s", "verifications are captured" if reason is None else f"none, {reason}")
         return cls(CudaGraphBackend(device) if reason is None else None)
 
     @property
@@ -138,29 +135,29 @@ class CudaGraphs:
         return self._backend is not None
 
     def extra_kv_entries(self, slots: int) -> int:
-        """KV entries that a slot needs in addition, for padding tokens and for scratch entries of padding sequences."""
+        """Returns how many more KV entries a slot needs: for padding tokens, and as scratch of padding sequences."""
         if self._backend is None:
             return 0
-        max_padding = max(b - a - 1 for a, b in itertools.pairwise(CAPTURE_SIZES))
-        return max_padding + (CAPTURE_SIZES[-1] if slots > 2 else 0)  # 1 or 2 slots have no padding sequences
+        max_padding = max(longer - shorter - 1 for shorter, longer in itertools.pairwise(CAPTURE_QUERY_LENS))
+        return max_padding + (CAPTURE_QUERY_LENS[-1] if slots > 2 else 0)  # 1 or 2 slots have no padding sequences
 
     def padded_query_len(self, query_len: int) -> int | None:
-        """The query_len of the graph that serves ``query_len`` tokens; None if no graph does."""
-        return None if self._backend is None else next((b for b in CAPTURE_SIZES if b >= query_len), None)
+        """Returns the query_len of the graph that serves ``query_len`` tokens; None if no graph does."""
+        return None if self._backend is None else next((n for n in CAPTURE_QUERY_LENS if n >= query_len), None)
 
     def kv_bound(self, max_kv_len: int, capacity: int) -> int:
-        """The KV bound for sequences of up to ``max_kv_len`` KV entries."""
+        """Returns the KV bound for sequences of up to ``max_kv_len`` KV entries."""
         return min(max(self._min_kv_bound, 1 << max(0, max_kv_len - 1).bit_length()), capacity)
 
     def run(
         self, store: KVStore, batch: ForwardBatch, key: Hashable, forward: ForwardFn, capture_now: bool = False
     ) -> ForwardResults | None:
-        """Replays a forward of the target; None without a graph, and the caller then runs the forward itself.
+        """Replays a forward of the target. Without a graph, returns None: the caller then runs the forward.
 
         Args:
-            key: everything besides the batch and the store that ``forward`` depends on, such as outputs and weights.
-            forward: must not refer to the store, because the graph outlives it: the next store takes its memory.
-            capture_now: capture at once if there is no graph yet.
+            key: all that ``forward`` depends on besides the batch and the store, such as outputs and weights.
+            forward: must not refer to the store, because the graph outlives it: the next store takes the memory.
+            capture_now: True: capture at once if there is no graph yet.
 
         Returns:
             The results of ``forward``, in new tensors, with logits in float32.
@@ -169,35 +166,35 @@ class CudaGraphs:
         if size is None:
             return None
         full_key = (*size, batch.tree_offset, key, store.keys.data_ptr(), store.values.data_ptr())
-        owner, uses = store.arena_buffers or store, 0 if capture_now else self._uses_before_capture
-        graph: _TargetGraph | None = self._graph(
-            owner, full_key, uses, lambda backend: _TargetGraph(backend, store, size, batch, forward)
+        owner, min_uses = store.arena_buffers or store, 0 if capture_now else self._uses_before_capture
+        graph: _TargetGraph | None = self._find(
+            owner, full_key, min_uses, lambda backend: _TargetGraph(backend, store, size, batch, forward)
         )
         return None if graph is None else graph(batch)
 
     def capture_sizes(self, store: KVStore, max_query_len: int) -> list[tuple[int, int, int]]:
-        """(batch_size, query_len, KV length) of all sizes up to ``max_query_len``, at most ``max_graphs``.
+        """Lists (batch_size, query_len, KV length) of the sizes up to ``max_query_len``, at most ``max_graphs``.
 
-        Short contexts come first. Among them large forwards come first, because smaller ones then reuse their memory.
+        Short contexts come first. Of one context, large forwards come first: smaller ones then reuse the memory.
         """
         if self._backend is None or not store.is_resident:
             return []
-        largest = self.padded_query_len(min(max_query_len, CAPTURE_SIZES[-1])) or 0
-        query_lens = [n for n in CAPTURE_SIZES if n <= largest]
-        max_kv_len = store.capacity - 2 * largest  # leaves entries for new tokens and for scratch
+        largest = self.padded_query_len(min(max_query_len, CAPTURE_QUERY_LENS[-1])) or 0
+        query_lens = [n for n in CAPTURE_QUERY_LENS if n <= largest]
+        max_kv_len = store.capacity - 2 * largest  # leaves ``largest`` entries for new tokens, and as many for scratch
         bounds = [self.kv_bound(1, store.capacity)]
         while bounds[-1] < max_kv_len:
             bounds.append(self.kv_bound(bounds[-1] + 1, store.capacity))
         sizes = itertools.product(bounds, reversed(batch_sizes(store.slots)), reversed(query_lens))
-        return [(batch, length, max(0, min(bound, max_kv_len))) for bound, batch, length in sizes][: self._max_graphs]
+        return [(size, n, max(0, min(bound, max_kv_len))) for bound, size, n in sizes][: self._max_graphs]
 
     def _size(self, store: KVStore, batch: ForwardBatch) -> tuple[int, int, int] | None:
-        """(batch_size, query_len, KV bound) of the graph that serves a batch; None if no graph does."""
+        """Returns (batch_size, query_len, KV bound) of the graph that serves a batch; None if no graph does."""
         query_len = self.padded_query_len(batch.query_len)
         # Offloaded stores move KV during a forward, controlled by lengths on the host.
         if query_len is None or not store.is_resident:
             return None
-        # A graph is for one tree_offset. Single tokens of a chain repeat their offsets; parts of trees rarely do.
+        # A graph is for one tree_offset. Offsets recur for single tokens of chains, but rarely for levels of trees.
         if not batch.batch_size or (batch.tree_offset and batch.query_len > 1):
             return None
         max_prefix_len = max(batch.prefix_lens)
@@ -217,17 +214,17 @@ class CudaGraphs:
         make_inputs: Callable[[], Sequence[torch.Tensor]],
         forward: DraftForwardFn,
     ) -> tuple[torch.Tensor, ...] | None:
-        """Replays a draft's forward over one level of its tree; or None without a graph: the caller then runs it.
+        """Replays a draft's forward over one level of a tree. Without a graph, returns None: the caller then runs it.
 
         Args:
-            owner: object whose tensors ``forward`` reads and writes besides the inputs, and which never replaces them.
-            key: everything besides the inputs and the owner that ``forward`` depends on.
-            size: (batch_size, query_len), padded.
-            make_inputs: returns the inputs. The first is (B, W, ...); the rest may be padded already.
-            forward: maps tensors like the inputs, but padded to ``size``, to tensors (batch_size, query_len, ...).
+            owner: holds the other tensors that ``forward`` reads and writes, and never replaces them.
+            key: all that ``forward`` depends on besides the inputs and the owner.
+            size: the padded (batch_size, query_len).
+            make_inputs: returns the inputs. The first one has no padding and gives the level's true size.
+            forward: maps the inputs, padded to ``size``, to tensors (batch_size, query_len, ...).
 
         Returns:
-            The results of ``forward``, cut to (B, W, ...), in new tensors.
+            The results of ``forward``, cut to the true size, in new tensors.
         """
         inputs: list[torch.Tensor] = []
 
@@ -235,49 +232,49 @@ class CudaGraphs:
             inputs.extend(make_inputs())
             return _DraftGraph(backend, size, inputs, forward)
 
-        graph: _DraftGraph | None = self._graph(owner, (key, size), self._uses_before_capture, capture)
+        graph: _DraftGraph | None = self._find(owner, (key, size), self._uses_before_capture, capture)
         return None if graph is None else graph(inputs or make_inputs())
 
-    def _graph(self, owner: object, key: Hashable, uses: int, capture: Callable[[GraphBackend], Any]) -> Any | None:
-        """The graph of a size, captured after ``uses`` uses; None before that, or if the capture failed."""
+    def _find(self, owner: object, key: Hashable, min_uses: int, capture: Callable[[GraphBackend], Any]) -> Any | None:
+        """Returns a size's graph, captured after ``min_uses`` uses; None before that, or if the capture failed."""
         if self._backend is None:
             return None
         sizes = self._graphs.setdefault(owner, {})
         graph = sizes.pop(key, 0)  # reinserted below, so that the least recently used size comes first
         if isinstance(graph, int):
-            graph = graph + 1 if graph < uses else _try_capture(self._backend, capture)
+            graph = graph + 1 if graph < min_uses else _try_capture(self._backend, capture)
         sizes[key] = graph
         graphs = [(k, g) for k, g in sizes.items() if isinstance(g, _DraftGraph | _TargetGraph)]
         while len(graphs) > 1 and (
-            len(graphs) > self._max_graphs or sum(g.bytes for _, g in graphs) > MAX_OUTPUT_BYTES
+            len(graphs) > self._max_graphs or sum(g.output_bytes for _, g in graphs) > MAX_OUTPUT_BYTES
         ):
             del sizes[graphs.pop(0)[0]]
         return None if isinstance(graph, int) else graph
 
 
 def _try_capture(backend: GraphBackend, capture: Callable[[GraphBackend], Any]) -> Any | None:
-    """Captures a graph; None if the capture fails, and then the size is not tried again."""
+    """Captures a graph. Returns None if the capture fails: the size then never gets a graph."""
     try:
         return capture(backend)
     except Exception as error:  # a model, a driver or a library can raise any type
-        logger.warning("A forward could not be recorded as a CUDA graph (%s): its size runs without.", reason_of(error))
+        logger.warning("A forward could not be captured as a CUDA graph (%s): its size runs without.", reason_of(error))
         return None
 
 
 def padded_batch_size(batch_size: int, slots: int) -> int:
-    """The next power of two, at most ``slots``."""
+    """Returns the next power of two, at most ``slots``."""
     return min(1 << (batch_size - 1).bit_length(), max(batch_size, slots))
 
 
 def batch_sizes(slots: int) -> list[int]:
-    """All values of :func:`padded_batch_size`, ascending."""
+    """Lists all values of :func:`padded_batch_size`, ascending."""
     return sorted({padded_batch_size(n, slots) for n in range(1, slots + 1)})
 
 
 class _DraftGraph:
-    """The graph of a draft's forward for one size, with input buffers."""
+    """A draft's forward of one size as a graph, with the buffers that it reads."""
 
-    bytes = 0  # size of its outputs
+    output_bytes = 0
 
     def __init__(
         self, backend: GraphBackend, size: tuple[int, int], inputs: Sequence[torch.Tensor], forward: DraftForwardFn
@@ -288,19 +285,19 @@ class _DraftGraph:
             (padded_len, *x.shape[2:]) if x.dim() > 1 and x.shape[1] == query_len else x.shape[1:] for x in inputs
         ]
         self._inputs = [x.new_zeros(batch_size, *shape) for x, shape in zip(inputs, shapes, strict=True)]
-        self._fill(inputs)  # before the warm-up, which writes KV at the positions in the buffers
+        self._fill(inputs)  # the warm-up writes KV at the positions in the buffers
 
         def run() -> tuple[torch.Tensor, ...]:
             out = forward(*self._inputs)
-            self.bytes = _total_bytes(out)
+            self.output_bytes = _total_bytes(out)
             return out
 
         self._replay = backend.capture(run)
 
     def _fill(self, inputs: Sequence[torch.Tensor]) -> None:
         for buffer, x in zip(self._inputs, inputs, strict=True):
-            part = buffer[: x.shape[0]]
-            (part if x.dim() == 1 else part[:, : x.shape[1]]).copy_(x)
+            unpadded = buffer[: x.shape[0]]
+            (unpadded if x.dim() == 1 else unpadded[:, : x.shape[1]]).copy_(x)
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         self._fill(inputs)
@@ -310,9 +307,9 @@ class _DraftGraph:
 
 
 class _TargetGraph:
-    """The graph of the target's forward for one size, with input buffers."""
+    """The target's forward of one size as a graph, with the buffers that it reads."""
 
-    bytes = 0  # size of its outputs
+    output_bytes = 0
 
     def __init__(
         self,
@@ -325,7 +322,7 @@ class _TargetGraph:
         (batch_size, query_len, kv_bound), device = size, store.device
         self._token_ids, self._positions = torch.zeros(2, batch_size, query_len, dtype=torch.long, device=device)
         diagonal = torch.eye(query_len, dtype=torch.bool, device=device)
-        self._padding_mask = torch.nn.functional.pad(diagonal, (batch.tree_offset, 0))  # a token sees itself alone
+        self._padding_mask = torch.nn.functional.pad(diagonal, (batch.tree_offset, 0))  # i sees i
         self._mask = self._padding_mask.repeat(batch_size, 1, 1)
         self._slots_and_lens = torch.zeros(3, batch_size, dtype=torch.int32, device=device)
         self._scratch_start = store.capacity - query_len
@@ -344,14 +341,14 @@ class _TargetGraph:
             is_captured=True,
             write_starts_t=write_starts_t,
         )
-        self._fill(batch)  # before the warm-up, which writes KV at the positions in the buffers
+        self._fill(batch)  # the warm-up writes KV at the positions in the buffers
 
-        memory = copy(store)  # shares the tensors, without a reference to the store or its buffers' owner
-        memory.arena_buffers = None
+        store_view = copy(store)  # shares the tensors, without a reference to the store or to the owner of its buffers
+        store_view.arena_buffers = None
 
         def run() -> ForwardResults:
-            logits, hidden, queries = out = forward(memory, self._batch)
-            self.bytes = _total_bytes(x for x in (logits, *hidden.values(), *queries.values()) if x is not None)
+            logits, hidden, queries = out = forward(store_view, self._batch)
+            self.output_bytes = _total_bytes(x for x in (logits, *hidden.values(), *queries.values()) if x is not None)
             return out
 
         self._replay = backend.capture(run)
@@ -365,10 +362,10 @@ class _TargetGraph:
         self._mask.copy_(self._padding_mask)
         mask = batch.tree_mask(0, self._mask.device) if batch.mask is None else batch.mask
         self._mask[:batch_size, :query_len, : batch.tree_len] = mask
-        # Padding sequences have an empty prefix, and read finite entries at the start of the first sequence's slot.
-        padding = len(self._token_ids) - batch_size
-        slots, prefix_lens = [*batch.slots, *batch.slots[:1] * padding], [*batch.prefix_lens, *(0,) * padding]
-        write_starts = [*(n + batch.tree_offset for n in batch.prefix_lens), *(self._scratch_start,) * padding]
+        # Padding sequences have an empty prefix. They read finite entries at the start of the first sequence's slot.
+        num_padding = len(self._token_ids) - batch_size
+        slots, prefix_lens = [*batch.slots, *batch.slots[:1] * num_padding], [*batch.prefix_lens, *(0,) * num_padding]
+        write_starts = [*(n + batch.tree_offset for n in batch.prefix_lens), *(self._scratch_start,) * num_padding]
         copy_to_buffer(self._slots_and_lens, [slots, prefix_lens, write_starts])
 
     def __call__(self, batch: ForwardBatch) -> ForwardResults:
@@ -384,7 +381,7 @@ class _TargetGraph:
 
 
 def _clone_layers(outputs: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Copies of the layers' outputs, in one launch if all have one shape."""
+    """Copies the layers' outputs, in one launch if all outputs have the same shape."""
     if len({x.shape for x in outputs.values()}) != 1:
         return {layer: x.clone() for layer, x in outputs.items()}
     return dict(zip(outputs, torch.stack(list(outputs.values())).unbind(), strict=True))

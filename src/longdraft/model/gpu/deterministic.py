@@ -1,9 +1,9 @@
-"""``deterministic=True``: plain steps and verifications on a GPU agree to the bit, because batches have one fixed size.
+"""Implements ``deterministic=True``: on a GPU, plain steps and verifications agree to the bit.
 
 A GEMM library chooses the kernel, and with it the order of additions, by the number of rows. So every decoding forward,
-with or without a draft, has :data:`FIXED_BATCH_ROWS` rows, batch_size * query_len. Attention adds up keys in a fixed
-order (:mod:`longdraft.attention.fixed_order`). :func:`check_linears` tests the remaining condition: a row's bits depend
-neither on its index nor on the other rows.
+with or without a draft, has :data:`FIXED_BATCH_ROWS` rows (batch_size * query_len). Attention adds up keys in a fixed
+order (:mod:`longdraft.attention.fixed_order`). :func:`check_linears` tests the remaining condition: a row's bits
+depend neither on the row's index nor on the other rows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FIXED_BATCH_ROWS = 64
 
 
 def fixed_batch_rows_for(runner: TargetRunner) -> int | None:
-    """The fixed number of rows for a target; None on a CPU with longdraft's kernels, which are deterministic anyway.
+    """Returns the fixed number of rows for a target; None on a CPU with longdraft's kernels, which do not need it.
 
     Raises:
         CapabilityError: plain steps and verifications cannot be made equal to the bit here.
@@ -64,8 +64,8 @@ def fixed_batch_rows_for(runner: TargetRunner) -> int | None:
 
 @torch.no_grad()
 def check_linears(model: nn.Module, batch_rows: int) -> None:
-    """Raises CapabilityError if a row's bits depend on its index or on other rows. Runs a linear layer of each class
-    and size on copies of one row, and on that row followed by larger rows."""
+    """Raises CapabilityError if a row's bits depend on the row's index or on other rows. Tests a linear layer of each
+    class and size: on copies of one row, and on the row followed by rows 100 times as large."""
     checked: set[tuple[object, ...]] = set()
     for name, module in model.named_modules():
         sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
@@ -78,9 +78,9 @@ def check_linears(model: nn.Module, batch_rows: int) -> None:
         checked.add(key)
         row = random_rows(model, module, 1)
         outputs = module.forward(row.expand(1, batch_rows, -1).contiguous())[0]
-        mixed = torch.cat([row, 100 * row.expand(batch_rows - 1, -1)])
-        mixed_output = module.forward(mixed[None])[0, 0]
-        if not bool(((outputs == outputs[:1]).all() & (mixed_output == outputs[0]).all()).item()):
+        with_large_rows = torch.cat([row, 100 * row.expand(batch_rows - 1, -1)])
+        output = module.forward(with_large_rows[None])[0, 0]
+        if not bool(((outputs == outputs[:1]).all() & (output == outputs[0]).all()).item()):
             raise CapabilityError(
                 f"deterministic=True cannot be kept here: the result of {name} for a row depends on the row's "
                 "index or on the other rows. Leave it out."
@@ -88,7 +88,7 @@ def check_linears(model: nn.Module, batch_rows: int) -> None:
 
 
 def forward_fixed_batches(runner: TargetRunner, batch: ForwardBatch, store: KVStore, taps: Taps) -> TargetOutput:
-    """Runs a batch as forwards of runner.fixed_batch_rows rows each."""
+    """Runs a batch as several forwards, each of runner.fixed_batch_rows rows."""
     output = TargetOutput(None)
     assert runner.fixed_batch_rows is not None
     for sequences, tokens, padded in split_into_fixed_batches(batch, runner.fixed_batch_rows):
@@ -100,10 +100,10 @@ def forward_fixed_batches(runner: TargetRunner, batch: ForwardBatch, store: KVSt
 def split_into_fixed_batches(batch: ForwardBatch, batch_rows: int) -> Iterator[tuple[range, range, ForwardBatch]]:
     """Splits a batch into batches with batch_size * query_len = ``batch_rows``.
 
-    Batch sizes are the largest powers of two that fit. Trees of more than ``batch_rows`` tokens are split.
+    Each batch size is the largest power of two that fits. A tree of more than ``batch_rows`` tokens is split.
 
     Yields:
-        Indices of sequences and of tokens in ``batch``, and their batch, padded with tokens that see themselves alone.
+        Indices of sequences and tokens in ``batch``, and a batch of these, padded with tokens that see only themselves.
     """
     first = 0
     while first < batch.batch_size:
@@ -118,7 +118,7 @@ def split_into_fixed_batches(batch: ForwardBatch, batch_rows: int) -> Iterator[t
 
 
 def _pad(batch: ForwardBatch, sequences: range, tokens: range, query_len: int) -> ForwardBatch:
-    """The batch of some tokens of some sequences, padded to ``query_len`` tokens for each sequence."""
+    """Returns a batch of some tokens of some sequences, padded to ``query_len`` tokens for each sequence."""
     b, t = slice(sequences.start, sequences.stop), slice(tokens.start, tokens.stop)
     padding, tree_offset = query_len - len(tokens), batch.tree_offset + tokens.start
     device, tree_len = batch.slots_t.device, tree_offset + len(tokens)

@@ -1,7 +1,8 @@
 """Triton kernels for a decoder layer between its GEMMs: RMS norm with residual, RoPE with the KV write, SwiGLU.
 
 A program handles one token, so a token's bits do not depend on other tokens. Kernels compute in float32, and round to
-the layer's dtype wherever transformers' code rounds. :mod:`.operators` defines what they compute.
+the layer's dtype wherever transformers' code rounds. :mod:`.operators` defines their results. Parameters such as k_head
+are strides; dimensions are b (sequence), head, t (token), slot, n (KV entry), d (element) and row (of a matrix).
 """
 
 # Triton would read annotations of run-time parameters, so they have none.
@@ -15,15 +16,15 @@ import torch
 import triton
 import triton.language as tl
 
-# Triton's interpreter truncates float32 to bfloat16, but a GPU rounds to nearest: _cast() rounds by hand.
+# Triton's interpreter truncates float32 to bfloat16, but a GPU rounds to the nearest: _cast() rounds by hand.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 SILU_BLOCK = 1024  # elements of a row that a program of the SwiGLU kernel computes
-MAX_WARPS = 16  # of the norm kernel
+MAX_NORM_WARPS = 16
 
 
 @triton.jit
 def _cast(x, DTYPE: tl.constexpr):
-    """float32 to another dtype, rounded to nearest even."""
+    """Casts float32 to another dtype. Ties round to even, as a GPU does."""
     if INTERPRETED and tl.bfloat16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
         x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
@@ -39,10 +40,8 @@ def _round_to(x, DTYPE: tl.constexpr):
 def norm_kernel(
     x, delta, weight, residual, out, eps, HAS_RESIDUAL: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """RMS norm of one row: out = weight * x / sqrt(mean(x^2) + eps). HAS_RESIDUAL: of residual = x + delta, not of x.
-
-    All tensors have contiguous rows of SIZE. Grid: (rows,).
-    """
+    """Normalizes one row: out = weight * x / sqrt(mean(x^2) + eps). If HAS_RESIDUAL, stores residual = x + delta, and
+    normalizes residual instead of x. All tensors have contiguous rows of SIZE. Grid: (rows,)."""
     dtype = out.dtype.element_ty
     i = tl.arange(0, BLOCK)
     mask = i < SIZE
@@ -61,18 +60,18 @@ def _norm_rope(
     head, weight, cos, sin, eps, DTYPE: tl.constexpr,
     NORMED: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """RMS norm of a head of D elements, if NORMED, then RoPE (NeoX style) of its first ROTARY elements."""
+    """Applies RMS norm to a head of D elements, if NORMED, then RoPE (NeoX style) to the first ROTARY elements."""
     half: tl.constexpr = ROTARY // 2
     i = tl.arange(0, BLOCK)
     mask = i < D
     in_rotary = i < ROTARY
-    pair = tl.where(i < half, i + half, tl.where(in_rotary, i - half, i))
+    partner = tl.where(i < half, i + half, tl.where(in_rotary, i - half, i))  # the element that i is rotated with
     x = tl.load(head + i, mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(head + pair, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(head + partner, mask=mask, other=0.0).to(tl.float32)
     if NORMED:
         scale = tl.rsqrt(tl.sum(x * x, axis=0) / D + eps)
         weight_x = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
-        weight_y = tl.load(weight + pair, mask=mask, other=0.0).to(tl.float32)
+        weight_y = tl.load(weight + partner, mask=mask, other=0.0).to(tl.float32)
         x = _round_to(weight_x * _round_to(x * scale, DTYPE), DTYPE)
         y = _round_to(weight_y * _round_to(y * scale, DTYPE), DTYPE)
     if ROTARY > 0:
@@ -85,14 +84,13 @@ def _norm_rope(
 
 @triton.jit(do_not_specialize=["offset", "T"])  # specialization would recompile during decoding
 def rope_kernel(
-    q, k, v, cos, sin, q_weight, k_weight, out, keys, values, slots, lengths, offset, eps, T,
+    q, k, v, cos, sin, q_weight, k_weight, out, keys, values, slots, starts, offset, eps, T,
     q_row, k_row, v_row, cos_b, cos_t, sin_b, sin_t, k_slot, k_head, k_n, k_d, v_slot, v_head, v_n, v_d,
     NORMED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     D: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token: norm and RoPE of q and k. Writes queries to ``out`` (B, HEADS, T, D), keys and values to
-    entry ``lengths[b] + offset + t`` of the sequence's slot. Grid: (B*T, HEADS + 2 KV_HEADS).
-    """
+    """Normalizes and rotates one head of token t of sequence b. Writes queries to ``out`` (B, HEADS, T, D), keys and
+    values to entry ``starts[b] + offset + t`` of the sequence's slot. Grid: (B*T, HEADS + 2 KV_HEADS)."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     b = row // T
@@ -107,7 +105,7 @@ def rope_kernel(
         tl.store(out + ((b * HEADS + head) * T + t) * D + i, rotated, mask=mask)
     else:
         slot = tl.load(slots + b).to(tl.int64)
-        n = tl.load(lengths + b).to(tl.int64) + offset + t
+        n = tl.load(starts + b).to(tl.int64) + offset + t
         if head < HEADS + KV_HEADS:
             h = head - HEADS
             rotated = _norm_rope(k + row * k_row + h * D, k_weight, cos, sin, eps, dtype, NORMED, D, ROTARY, BLOCK)
@@ -120,15 +118,15 @@ def rope_kernel(
 
 @triton.jit
 def silu_kernel(gate, up, out, gate_row, up_row, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """out = silu(gate) * up for BLOCK elements of a row. Grid: (rows, cdiv(SIZE, BLOCK))."""
+    """Computes out = silu(gate) * up for BLOCK elements of a row. Grid: (rows, cdiv(SIZE, BLOCK))."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = i < SIZE
     dtype = out.dtype.element_ty
     g = tl.load(gate + row * gate_row + i, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_row + i, mask=mask, other=0.0).to(tl.float32)
-    active = _round_to(g / (1.0 + tl.exp(-g)), dtype)
-    tl.store(out + row * SIZE + i, _cast(active * u, dtype), mask=mask)
+    activation = _round_to(g / (1.0 + tl.exp(-g)), dtype)
+    tl.store(out + row * SIZE + i, _cast(activation * u, dtype), mask=mask)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -163,7 +161,7 @@ def _launch_norm(
         return
     block = triton.next_power_of_2(size)
     # The number of warps sets the order of additions, so it depends on the row's size alone.
-    warps = min(MAX_WARPS, max(1, block // 512))
+    warps = min(MAX_NORM_WARPS, max(1, block // 512))
     with torch.cuda.device_of(x):
         norm_kernel[(x.numel() // size,)](
             x, delta, weight, residual, out, eps, HAS_RESIDUAL=has_residual, SIZE=size, BLOCK=block, num_warps=warps
@@ -182,25 +180,26 @@ def rope_and_write_kv(
     keys: torch.Tensor,
     values: torch.Tensor,
     slots: torch.Tensor,
-    lengths: torch.Tensor,
+    starts: torch.Tensor,
     offset: int,
 ) -> torch.Tensor:
     """Launches :func:`rope_kernel`; see :func:`longdraft.model.gpu.operators.rope_and_write_kv`."""
-    (batch, size, width), d = q.shape, keys.shape[3]
-    heads, kv_heads = width // d, k.shape[2] // d
-    out = q.new_empty(batch, heads, size, d)
+    (batch_size, query_len, q_size), d = q.shape, keys.shape[3]
+    heads, kv_heads = q_size // d, k.shape[2] // d
+    out = q.new_empty(batch_size, heads, query_len, d)
     if not out.numel():
         return out
-    qkv = [x if x.stride() == (size * x.stride(1), x.stride(1), 1) else x.contiguous() for x in (q, k, v)]
-    cos, sin = (x.expand(batch, size, -1) for x in (cos, sin))
+    # The kernel wants rows of one stride, as slices of a merged GEMM's output have.
+    qkv = [x if x.stride() == (query_len * x.stride(1), x.stride(1), 1) else x.contiguous() for x in (q, k, v)]
+    cos, sin = (x.expand(batch_size, query_len, -1) for x in (cos, sin))
     normed = q_weight is not None and k_weight is not None
     with torch.cuda.device_of(q):
-        rope_kernel[(batch * size, heads + 2 * kv_heads)](
-            *qkv, cos, sin, q_weight if normed else q, k_weight if normed else q, out, keys, values, slots, lengths,
-            offset, eps, size, *(x.stride(1) for x in qkv), *cos.stride()[:2], *sin.stride()[:2],
+        rope_kernel[(batch_size * query_len, heads + 2 * kv_heads)](
+            *qkv, cos, sin, q_weight if normed else q, k_weight if normed else q, out, keys, values, slots, starts,
+            offset, eps, query_len, *(x.stride(1) for x in qkv), *cos.stride()[:2], *sin.stride()[:2],
             *keys.stride(), *values.stride(), NORMED=normed, HEADS=heads, KV_HEADS=kv_heads, D=d,
             ROTARY=cos.shape[2], BLOCK=triton.next_power_of_2(d), num_warps=1,
-            # A fused multiply-add would skip the product's rounding.
+            # A fused multiply-add would not round the product, as transformers does.
             enable_fp_fusion=False,
         )  # fmt: skip
     return out
@@ -222,6 +221,6 @@ def silu_and_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def _as_matrix(x: torch.Tensor, size: int) -> torch.Tensor:
-    """(..., size) as (rows, size), without a copy if rows have one stride, as in a slice of a merged GEMM's output."""
+    """Views (..., size) as (rows, size). Copies x only if its rows do not have one stride or are not contiguous."""
     rows = x.reshape(-1, size)
     return rows if rows.stride(1) == 1 else rows.contiguous()

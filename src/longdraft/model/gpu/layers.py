@@ -1,7 +1,7 @@
 """Fused decoder layers on a GPU: Triton kernels for norms, RoPE with the KV write, and SwiGLU.
 
 In a verification, transformers' code of a layer launches about fifty kernels of one or two microseconds each. A fused
-layer launches nine besides its attention. GEMMs are torch's, merged if the weights are merged (:mod:`.merged_linear`).
+layer launches nine kernels besides attention. GEMMs are torch's, merged if the weights are (:mod:`.merged_linear`).
 :mod:`longdraft.model.fused` compares a fused layer with transformers' code before its first use.
 """
 
@@ -42,13 +42,14 @@ def supports(model: PreTrainedModel) -> bool:
 
 
 class FusedLayer(NamedTuple):
-    """A decoder layer of the Llama kind: weights and constants for the kernels.
+    """Weights and constants of a decoder layer of the Llama kind.
 
     Attributes:
         attn_norm, mlp_norm: weights (hidden_size,) of the norms before the attention and the MLP.
-        q_norm, k_norm: weights (head_dim,) of the norms of each head's queries and keys, or None.
-        attn_eps, mlp_eps, qk_eps: epsilons of these norms.
-        scale: softmax scale.
+        attn_eps, mlp_eps, qk_eps: epsilons of the norms.
+        qkv, o_proj, gate_up, down_proj: the projections of the attention and of the MLP.
+        q_norm, k_norm: weights (head_dim,) of the norms of each head's queries and keys; None without such norms.
+        scale: the softmax scale.
     """
 
     attn_norm: torch.Tensor
@@ -66,11 +67,11 @@ class FusedLayer(NamedTuple):
     scale: float
 
     def run(self, x: torch.Tensor, cos_sin: CosSin, context: hosting.ForwardContext, kv_layer: int) -> torch.Tensor:
-        """Maps x (B, T, hidden_size) to the layer's output, a new tensor. cos_sin: (B or 1, T, rotary_dim) each.
-        kv_layer: the layer's index in the KV store."""
+        """Maps x (batch_size, query_len, hidden_size) to the layer's output, a new tensor. ``cos_sin``: two tensors
+        (batch_size or 1, query_len, rotary_dim). ``kv_layer`` is the layer's index in the KV store."""
         batch, (keys, values) = context.batch, context.store.layer(kv_layer)
         q, k, v = self.qkv(ops.rms_norm(x, self.attn_norm, self.attn_eps))
-        write_starts = batch.write_starts_t  # only in CUDA graphs, whose padding sequences write to scratch entries
+        write_starts = batch.write_starts_t  # not None in CUDA graphs
         kv_location = (batch.prefix_lens_t, batch.tree_offset) if write_starts is None else (write_starts, 0)
         queries = ops.rope_and_write_kv(
             *(q, k, v, *cos_sin, self.q_norm, self.k_norm, self.qk_eps, keys, values, batch.slots_t, *kv_location)
@@ -89,19 +90,19 @@ def _linear(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def fused_layer_of(layer: nn.Module, head_dim: int) -> FusedLayer | None:
-    """The fused form of a layer; None if the kernels do not support one of its parts, or if the user has hooks inside.
-    head_dim: used if the attention module has no attribute head_dim."""
+    """Makes the fused form of a layer; None if the kernels do not support a part of the layer, or if a user's hook is
+    inside. ``head_dim`` is the head size if the attention module does not tell."""
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
     submodules = [m for m in layer.modules() if m is not layer]
-    # Hooks of the layer itself are allowed: they run around either forward.
+    # Hooks of the layer itself are allowed: they run around the original and the fused forward.
     if attention is None or mlp is None or any(map(is_modified, submodules)) or "forward" in vars(layer):
         return None
     projections = [getattr(attention, name, None) or getattr(mlp, name, None) for name in LINEAR_NAMES]
-    linears = [x for x in projections if type(x) is nn.Linear]
+    linears = [x for x in projections if type(x) is nn.Linear]  # q, k, v, o, gate, up, down
     norm_modules: list[Any] = [getattr(layer, name, None) for name in ("input_layernorm", "post_attention_layernorm")]
     norm_modules += [norm for name in ("q_norm", "k_norm") if (norm := getattr(attention, name, None)) is not None]
     norms = [norm for module in norm_modules if (norm := norm_of(module)) is not None]
-    if len(linears) < len(projections) or len(norms) < len(norm_modules) or len(norm_modules) == 3:
+    if len(linears) < len(projections) or len(norms) < len(norm_modules) or len(norm_modules) == 3:  # 3: q or k only
         return None
     parameters = list(layer.parameters())
     # Quantized and tensor-parallel weights are subclasses that wrap other tensors.
@@ -109,19 +110,20 @@ def fused_layer_of(layer: nn.Module, head_dim: int) -> FusedLayer | None:
     if not is_plain or len({(p.dtype, p.device) for p in parameters}) > 1:
         return None
     unsupported = [getattr(attention, name, None) for name in ("attn_logit_softcapping", "sinks", "sliding_window")]
-    # A parameter besides these belongs to a part that the kernels do not compute.
+    # Any other parameter belongs to a part that the kernels do not compute.
     supported = {id(p) for module in (*linears, *norm_modules) for p in module.parameters()}
     if {id(p) for p in parameters} != supported or any(x is not None for x in unsupported):
         return None
-    (norm, eps), (mlp_norm, mlp_eps), *qk_norms = norms
+    (attn_norm, attn_eps), (mlp_norm, mlp_eps), *qk_norms = norms
     d = int(getattr(attention, "head_dim", head_dim))
-    if len({e for _, e in qk_norms}) > 1 or any(w.shape != (d,) for w, _ in qk_norms) or norm.numel() > MAX_HIDDEN:
+    if len({eps for _, eps in qk_norms}) > 1 or any(weight.shape != (d,) for weight, _ in qk_norms):
         return None
-    if norm_weight_offset(norm_modules) != 0 or uses_gelu(getattr(mlp, "act_fn", None)) is not False:
+    is_swiglu = uses_gelu(getattr(mlp, "act_fn", None)) is False
+    if attn_norm.numel() > MAX_HIDDEN or norm_weight_offset(norm_modules) != 0 or not is_swiglu:
         return None
     return FusedLayer(
-        attn_norm=norm,
-        attn_eps=eps,
+        attn_norm=attn_norm,
+        attn_eps=attn_eps,
         mlp_norm=mlp_norm,
         mlp_eps=mlp_eps,
         qkv=MergedLinear(linears[:3]),
@@ -137,7 +139,7 @@ def fused_layer_of(layer: nn.Module, head_dim: int) -> FusedLayer | None:
 
 
 class FusedLayerForward:
-    """Replaces a layer's forward: runs the kernels if ``context.fused``, else ``original``, transformers' forward."""
+    """Replaces a layer's forward. Runs the kernels if ``context.fused``, else ``original``, transformers' forward."""
 
     def __init__(self, layer: FusedLayer, kinds: LayerKinds, index: int, original: Callable[..., Any]) -> None:
         self._layer, self.original = layer, original

@@ -1,7 +1,7 @@
-"""Merged linear layers: q, k and v, or gate and up, in one GEMM, like vLLM's QKVParallelLinear.
+"""Merges linear layers (q, k and v; gate and up) into one GEMM, like vLLM's QKVParallelLinear.
 
 :func:`join` merges the weights of a model that longdraft has loaded: parameters become views of the merged matrices, so
-no weight is stored twice. A user's own model is never changed; its layers run one GEMM for each weight.
+no weight is stored twice. longdraft never changes a model that the user loaded: there each weight takes a GEMM.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ MERGED_PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class MergedLinear:
-    """Several linear layers of one input. ``is_merged``: adjacent in memory, so that one GEMM computes all."""
+    """Runs several linear layers on one input. ``is_merged``: True if their weights are adjacent: one GEMM runs all."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self._weights: list[tuple[torch.Tensor, torch.Tensor | None]] = [
-            (x.weight.detach(), None if x.bias is None else x.bias.detach()) for x in layers
+            (layer.weight.detach(), None if layer.bias is None else layer.bias.detach()) for layer in layers
         ]
-        self._sizes = [x.out_features for x in layers]
+        self._sizes = [layer.out_features for layer in layers]
         biases = [bias for _, bias in self._weights if bias is not None]
         weight, bias = as_one_tensor([weight for weight, _ in self._weights]), as_one_tensor(biases)
         self.is_merged = weight is not None and (not biases or (bias is not None and len(biases) == len(layers)))
@@ -34,13 +34,13 @@ class MergedLinear:
             self._weights = [(weight, bias)]
 
     def __call__(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Maps x (..., in) to (..., out) for each layer; the outputs are views of one tensor if merged."""
+        """Maps x (..., in) to one output (..., out) for each layer. Merged layers return views of one tensor."""
         outputs = [F.linear(x, weight, bias) for weight, bias in self._weights]
         return outputs[0].split(self._sizes, dim=-1) if self.is_merged else outputs
 
 
 def as_one_tensor(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """A view of tensors (n_i, ...) as one (sum n_i, ...); None if they are not adjacent in memory."""
+    """Views tensors that are adjacent in memory as one, concatenated along dimension 0; None if they are not."""
     if not tensors:
         return None
     first, next_address = tensors[0], tensors[0].data_ptr()
@@ -49,7 +49,7 @@ def as_one_tensor(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         if not is_alike or not x.is_contiguous() or x.data_ptr() != next_address:
             return None
         next_address += x.numel() * x.itemsize
-    # Separate allocations may be adjacent by chance: all tensors must lie in the first one's storage.
+    # Separate allocations may be adjacent by chance: all tensors must lie in the storage of the first one.
     end = first.storage_offset() * first.itemsize + next_address - first.data_ptr()
     if end > first.untyped_storage().nbytes():
         return None
@@ -61,7 +61,7 @@ def as_one_tensor(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 def join(model: nn.Module) -> None:
     """Merges the weights of :data:`MERGED_PROJECTIONS` in place: parameters keep their names and values.
 
-    The model must be longdraft's own: references to the old memory elsewhere would no longer see changes of weights.
+    longdraft must have loaded the model: other references to the old memory would no longer see changes of weights.
     """
     for parent in model.modules():
         for names in MERGED_PROJECTIONS:

@@ -1,6 +1,6 @@
-"""torch custom operators for parts of a decoder layer, such as ``longdraft::rms_norm``: one launch each on a GPU.
+"""Defines torch operators for parts of a decoder layer, such as ``longdraft::rms_norm``. Each is one launch on a GPU.
 
-The functions here define the operators in plain torch and run on a CPU. On a GPU, functions of :mod:`.kernels` run.
+On a CPU, the functions here run, in plain torch. On a GPU, functions of :mod:`.kernels` with the same names run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from longdraft.attention import custom_ops
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """weight (n,) * x (..., n) / sqrt(mean(x^2) + eps). The quotient is rounded to x's dtype before the product."""
+    """Returns weight (n,) * y. First y = x (..., n) / sqrt(mean(x^2) + eps) is rounded to the dtype of x."""
     x32 = x.float()
     return weight * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
@@ -20,7 +20,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns residual = x + delta (..., n), and the :func:`rms_norm` of residual."""
+    """Returns residual = x + delta, all (..., n), and :func:`rms_norm` of residual."""
     residual = x + delta
     return residual, rms_norm(residual, weight, eps)
 
@@ -37,18 +37,18 @@ def rope_and_write_kv(
     keys: torch.Tensor,
     values: torch.Tensor,
     slots: torch.Tensor,
-    lengths: torch.Tensor,
+    starts: torch.Tensor,
     offset: int,
 ) -> torch.Tensor:
-    """Applies per-head norms and RoPE to queries and keys; writes keys and values into a layer's KV cache.
+    """Applies each head's norm and RoPE to queries and keys, and writes keys and values into a layer's KV cache.
 
     Args:
-        q: (B, T, Hq*d).
-        k, v: (B, T, Hkv*d).
-        cos, sin: (B or 1, T, r); RoPE (NeoX style) rotates the first r dimensions of a head; r may be 0.
-        q_weight, k_weight: (d,), weights of the heads' :func:`rms_norm` before RoPE, or None for no norms.
+        q: (B, T, Hq*d), B sequences of T tokens, Hq query heads of size d.
+        k, v: (B, T, Hkv*d), Hkv KV heads.
+        cos, sin: (B or 1, T, r). RoPE (NeoX style) rotates the first r dimensions of a head; r may be 0.
+        q_weight, k_weight: (d,), weights of the heads' :func:`rms_norm` before RoPE, with ``eps``; None: no norms.
         keys, values: the KV cache (slots, Hkv, capacity, d), with any strides.
-        slots, lengths: (B,) int32: token t of sequence b gets entry ``lengths[b] + offset + t`` of ``slots[b]``.
+        slots, starts: (B,) int32. Token t of sequence b is written to entry ``starts[b] + offset + t`` of ``slots[b]``.
 
     Returns:
         The queries (B, Hq, T, d), contiguous.
@@ -58,7 +58,7 @@ def rope_and_write_kv(
     if q_weight is not None and k_weight is not None:
         queries, new_keys = rms_norm(queries, q_weight, eps), rms_norm(new_keys, k_weight, eps)
     queries, new_keys = _rotate(queries, cos, sin), _rotate(new_keys, cos, sin)
-    entries = lengths.long()[:, None] + torch.arange(offset, offset + q.shape[1], device=q.device)
+    entries = starts.long()[:, None] + torch.arange(offset, offset + q.shape[1], device=q.device)
     index = slots.long()[:, None].expand_as(entries), entries
     keys.transpose(1, 2)[index] = new_keys.transpose(1, 2)
     values.transpose(1, 2)[index] = new_values.transpose(1, 2)
@@ -74,11 +74,11 @@ def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 
 
 def silu_and_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, all (..., n)."""
+    """Returns silu(gate) * up, all (..., n)."""
     return F.silu(gate) * up
 
 
-_KERNELS = "longdraft.model.gpu.kernels"
-for _definition in (rms_norm, add_rms_norm, silu_and_mul):
-    custom_ops.define_op(_definition, _KERNELS)
-custom_ops.define_op(rope_and_write_kv, _KERNELS, mutates_args=("keys", "values"))
+_TRITON_MODULE = "longdraft.model.gpu.kernels"
+for _reference in (rms_norm, add_rms_norm, silu_and_mul):
+    custom_ops.define_op(_reference, _TRITON_MODULE)
+custom_ops.define_op(rope_and_write_kv, _TRITON_MODULE, mutates_args=("keys", "values"))
