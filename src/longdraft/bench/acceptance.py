@@ -186,20 +186,23 @@ class AcceptanceBench:
             ContextError: the target has no room for new tokens.
             PromptError: every text is shorter than all of the lengths.
         """
-        settings = self.settings
+        settings, max_tokens = self.settings, self.settings.max_tokens
         steps: list[AcceptanceStep] = []
         for factor, factor_lengths in lengths_by_rope_factor(lengths, self.context_length).items():
             context = int(self.context_length * (factor or 1.0))
-            if context <= settings.max_tokens:
-                raise ContextError(
-                    f"{settings.max_tokens:,} new tokens fill the context of {context:,}: lower --max-tokens."
-                )
+            if context <= max_tokens:
+                raise ContextError(f"{max_tokens:,} new tokens fill the context of {context:,}: lower --max-tokens.")
             by_sample: dict[Sample, list[Prompt]] = {}
             for length in factor_lengths:
                 prompts, notes = prompts_of_length(
-                    samples, length, context - settings.max_tokens, self.tokenizer, short, settings.raw,
+                    samples,
+                    length,
+                    context - max_tokens,
+                    self.tokenizer,
+                    short,
+                    settings.raw,
                     **settings.template_kwargs,
-                )  # fmt: skip
+                )
                 self.notes += notes
                 for prompt in prompts:
                     by_sample.setdefault(prompt.sample, []).append(prompt)

@@ -150,7 +150,7 @@ class MethodContender(Contender):
         emitted = [0] * len(job.prompts)
         accepted: list[tuple[int, int]] = []
         for step in generation:
-            if step.tree is not None:  # a verification; 1 is its bonus token, which is emitted but not drafted
+            if step.tree is not None:  # a verification; its last token is the bonus token, so 1 less may be accepted
                 accepted.append((step.accepted, job.max_tokens - emitted[step.sequence] - 1))
             emitted[step.sequence] += len(step.token_ids)
         results = generation.results()

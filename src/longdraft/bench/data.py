@@ -64,7 +64,7 @@ class Sample:
     continues_previous: bool = False
 
     def truncated(self, characters: int) -> Sample:
-        """Cuts the document to this many characters. The document of a conversation is cut to whole messages."""
+        """Returns the sample with a document of at most this many characters; a conversation keeps whole messages."""
         document = self.document
         if self.last_message and characters < len(document):
             # A message that ends exactly at the limit stays: its line break is the one character more.

@@ -105,7 +105,7 @@ class NeedleBench:
 
     Args:
         loaded: the target and its tokenizer.
-        views: by a name for reports, the method whose drafter is measured, and options such as the drafter's view.
+        views: by the name of a view, the method whose drafter is measured, and options, which include the view.
         drafts: trained drafts by kind. For other kinds the package's drafts are used.
 
     Raises:
@@ -125,7 +125,7 @@ class NeedleBench:
             kind = get_method(method).draft_kind or ""
             draft = {"draft": loaded_drafts[kind]} if kind in loaded_drafts else {}
             options = {**draft, **view_options, "widths": (1,)}  # one drafted token a round
-            recipe = self._recipes[name] = recipe_for(*resolve(method, options), self.runner)  # makes the drafter
+            recipe = self._recipes[name] = recipe_for(*resolve(method, options), self.runner)
             if "draft" in recipe.options:
                 loaded_drafts[kind] = recipe.options["draft"]  # now loaded: the next view uses the same draft
         # The cache keeps the hidden states of the layers that the first drafter with such layers reads.
@@ -173,7 +173,7 @@ class _ForcedSampler(Sampler):
     """Returns the tokens of a needle one after the other, whatever the target's logits are (teacher forcing)."""
 
     def __init__(self, needle: list[int]) -> None:
-        super().__init__(False, Sampling().processors())
+        super().__init__(greedy=False, processors=Sampling().processors())
         self._needle, self._position = needle, 0
 
     def sample(self, input_ids: torch.Tensor, logits: torch.Tensor) -> int:

@@ -86,17 +86,17 @@ def prompts_of_length(
     """
     num_tokens, prompts, short_lengths = min(length, max_prompt_tokens), [], []
     for i, sample in enumerate(samples):
-        joined = sample
+        longer = sample
         if short == "join" and not sample.last_message:  # conversations are not joined
             others = [*samples[i + 1 :], *samples[:i]]
-            joined = _join_texts(sample, others, num_tokens, tokenizer, raw, **template_kwargs)
-        token_ids = encode_truncated(joined, tokenizer, num_tokens, raw, **template_kwargs)
+            longer = _join_texts(sample, others, num_tokens, tokenizer, raw, **template_kwargs)
+        token_ids = encode_truncated(longer, tokenizer, num_tokens, raw, **template_kwargs)
         # A long text too may lack a token or two after the cut. So a short prompt is encoded again without a cut.
-        is_short = len(token_ids) < num_tokens and len(joined.encode(tokenizer, raw, **template_kwargs)) < num_tokens
+        is_short = len(token_ids) < num_tokens and len(longer.encode(tokenizer, raw, **template_kwargs)) < num_tokens
         if is_short:
             short_lengths.append(len(token_ids))
         if not is_short or short == "keep":
-            prompts.append(Prompt(sample, tuple(token_ids), length, joined is not sample))
+            prompts.append(Prompt(sample, tuple(token_ids), length, joined=longer is not sample))
     notes = []
     if num_joined := sum(prompt.joined for prompt in prompts):
         notes.append(f"{length:,} tokens: {num_joined} of {len(samples)} texts go on with the texts of the next rows.")
@@ -122,10 +122,8 @@ def _join_texts(
 
 
 def make_batches(prompts: Sequence[Prompt], sizes: Sequence[int]) -> tuple[list[PromptBatch], dict[int, int]]:
-    """Groups prompts of the same data set and context into full batches.
-
-    Returns:
-        The batches, and by batch size the number of prompts that fill no batch.
+    """Groups prompts of the same data set and context into full batches. Returns the batches, and by batch size the
+    number of prompts that fill no batch.
 
     Raises:
         PromptError: no data set fills a batch.

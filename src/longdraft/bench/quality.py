@@ -190,11 +190,8 @@ class QualityBench:
         """Notes on variants whose partial cache holds whole contexts. ``lengths``: for each prompt, its tokens."""
         sizes = {name: self.view_of(name).size for name in self.settings.variants}
         num_fitting = {name: sum(length <= size for length in lengths) for name, size in sizes.items()}
-        return [
-            f"{name}: {n} of {len(lengths)} prompts fit into the partial cache, so all of their rounds are full."
-            for name, n in num_fitting.items()
-            if n
-        ]
+        all_full = f"of {len(lengths)} prompts fit into the partial cache, so all of their rounds are full."
+        return [f"{name}: {count} {all_full}" for name, count in num_fitting.items() if count]
 
     def measure(self, prompt: Prompt, tick: Tick = lambda name: None) -> dict[str, Any]:
         """Decodes a prompt with every contender. Calls ``tick`` with the contender's name before each run.

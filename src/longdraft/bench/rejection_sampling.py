@@ -60,7 +60,7 @@ class RejectionSampler(Sampler):
     """
 
     def __init__(self, sampling: Sampling, generator: torch.Generator) -> None:
-        super().__init__(False, sampling.processors())
+        super().__init__(greedy=False, processors=sampling.processors())
         self.generator, self.candidates_by_path = generator, dict[tuple[int, ...], tuple[list[int], torch.Tensor]]()
 
     def start_round(self, tree: TokenTree) -> None:
@@ -71,6 +71,7 @@ class RejectionSampler(Sampler):
         p = self.probabilities(input_ids, logits)
         # By token, the child node. Tokens beyond the target's vocabulary cannot be accepted.
         children = {t: node for t, node in self._tree.children(self._path[-1]).items() if t < len(p)}
+        # Without sampled candidates the distribution is not used: any (p) will do.
         tokens, q = self.candidates_by_path.get(tuple(self._tree.tokens[node] for node in self._path[1:]), ([], p))
         sampled, q = [token for token in tokens if token in children], F.pad(q, (0, len(p) - len(q)))
         chosen_by_rank = [token for token in children if token not in sampled]

@@ -26,11 +26,8 @@ Needles = tuple[list[str], str, tuple[str, ...]]
 
 
 def _needles(num_keys: int = 1, num_values: int = 1, num_queries: int = 1) -> Callable[[random.Random], Needles]:
-    """Returns a function that makes needles. Each needle gives a key and a value; the question names some keys.
-
-    Args:
-        num_keys, num_values, num_queries: numbers of keys, of values (needles) of a key, and of keys in the question.
-    """
+    """Returns a function that makes needles. A needle gives a key and a value; a key has ``num_values`` needles. The
+    question names ``num_queries`` keys."""
 
     def generate(generator: random.Random) -> Needles:
         names = [f"{adjective}-{noun}" for adjective in _ADJECTIVES for noun in _NOUNS]
@@ -58,8 +55,8 @@ TASKS: dict[str, Callable[[random.Random], Needles]] = {
     "niah_single": _needles(), "niah_multikey": _needles(num_keys=4), "niah_multivalue": _needles(num_values=4),
     "niah_multiquery": _needles(num_keys=4, num_queries=4), "vt": _variable_chain,
 }  # fmt: skip
-"""By the name of a task: makes the needles of a sample. ``niah_single`` is RULER's ``niah_single_1`` in noise, and its
-``niah_single_2`` in a text."""
+"""By the name of a task: makes the needles of a sample. ``niah_single`` is RULER's ``niah_single_1`` in noise, and
+RULER's ``niah_single_2`` in a text."""
 
 
 def make_samples(task: str, template: str, haystack: str | None = None, num_samples: int | None = None) -> list[Sample]:

@@ -30,7 +30,7 @@ def _words(text: str) -> list[str]:
 
 
 def score_f1(text: str, answer: str) -> float:
-    """Returns the F1 of the words that both have in common, after SQuAD's normalisation."""
+    """Returns the F1 of the words that the text and the answer have in common, after SQuAD's normalisation."""
     predicted, expected = _words(text), _words(answer)
     common = (Counter(predicted) & Counter(expected)).total()
     return 2 * common / (len(predicted) + len(expected)) if common else 0.0

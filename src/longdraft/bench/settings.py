@@ -1,6 +1,6 @@
 """Settings of a benchmark: contenders and their options, lengths of prompts, batch sizes.
 
-A contender is named by its method and the options that it does not share (``specpv:budget=512``), or by a peer's name.
+A contender's name is a method with the contender's own options (``specpv:budget=512``), or a peer.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def pluralize(number: int, noun: str) -> str:
 
 
 def depth_accepted(rounds: Sequence[tuple[int, int]]) -> list[float]:
-    """Returns the share of rounds that accepted at least 1, 2, 3 and more drafted tokens, up to the most accepted.
+    """Returns for d = 1, 2, 3 and so on the share of rounds that accepted at least d drafted tokens.
 
     Args:
         rounds: for each round, how many drafted tokens were accepted, and how many ``max_tokens`` allowed.

@@ -1,7 +1,6 @@
 """Makes samples of data sets by name: knows where the rows are, how a row becomes a prompt, how an answer is scored.
 
-Authors who publish prompt templates: LongBench, LongBench v2, RULER (``templates.json``). The other templates are
-longdraft's own.
+The templates of LongBench, LongBench v2 and RULER (``templates.json``) are the authors'. The others are longdraft's.
 """
 
 from __future__ import annotations

@@ -126,9 +126,8 @@ def _definitions(table: Table) -> list[str]:
     if "accepted" in table.figures:
         counts = "counts" if table.counts_bonus else "does not count"
         average = "sums over all prompts" if table.length_average == "pooled" else "the mean of the prompts"
-        definitions.append(
-            f"accepted length: the paper {counts} the bonus token; {average}; ±: one standard error (jackknife)."
-        )
+        accepted = f"accepted length: the paper {counts} the bonus token; {average}"
+        definitions.append(f"{accepted}; ±: one standard error (jackknife).")
     if table.kind == "speed" and not table.is_profiled:
         baseline = table.baseline if table.baseline != "hf-eager" else "transformers' generate with eager attention"
         prefill = "with the prefill" if table.includes_prefill else "without the prefill"

@@ -141,11 +141,10 @@ class TablePlan:
                 if (line, column, table.temperatures[0]) == (entry.line.name, entry.column.name, entry.temperature):
                     published.setdefault(model, {"model": model})[key] = value
             differences = _entry_differences(entry, self.differences.get(entry.column.name, ()))
-            cell = {"line": entry.line.name, "column": entry.column.name, "temperature": entry.temperature}
-            published_rows = list(published.values())
-            rows.append(
-                {**cell, **row, "as_published": as_published, "published": published_rows, "differs": differences}
-            )
+            rows.append({
+                "line": entry.line.name, "column": entry.column.name, "temperature": entry.temperature, **row,
+                "as_published": as_published, "published": list(published.values()), "differs": differences,
+            })  # fmt: skip
         return rows
 
 
