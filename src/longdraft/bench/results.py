@@ -50,7 +50,7 @@ def bench_header(bench: Bench, prompts: Sequence[Prompt], model: str, data: Sequ
             "data": data, "limit": limit, "environment": environment,
         },
         "model": model_entry(target, model),
-        "drafts": {c.name: fingerprint(c.draft) for c in bench.contenders.values() if c.draft is not None},
+        "drafts": {name: fingerprint(c.draft) for name, c in bench.contenders.items() if c.draft is not None},
         "prompts": prompts_digest.hexdigest()[:16],
         **environment_info(), "notes": bench.notes,
     }  # fmt: skip

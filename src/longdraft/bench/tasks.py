@@ -176,17 +176,18 @@ def module_source(module: str) -> Path:
 
 
 def _make_samples(name: str, example: Example) -> Iterable[Sample]:
+    """Makes the samples of a row. ``name``: the name of the data set."""
     task = TASKS[name]
     if task.make_samples is not None:
         return task.make_samples(example)
     columns, template_parts = task.map_columns(example), task.template.split("{context}")
-    document_column = next((name for name in task.document_columns if name in columns), None)
+    document_column = next((column for column in task.document_columns if column in columns), None)
     placeholders = re.findall(r"\{(\w+)\}", "".join(template_parts))
     if document_column is None or not all(placeholder in columns for placeholder in placeholders):
         needed = " and ".join([" or ".join(task.document_columns), *placeholders])
         present = ", ".join(example.columns)
         raise PromptError(f"{example.origin} is no row of {name}: it lacks {needed}; it has {present}.")
-    document, values = columns[document_column], {name: columns[name] or "" for name in placeholders}
+    document, values = columns[document_column], {column: columns[column] or "" for column in placeholders}
     all_strings = isinstance(document, str) and all(isinstance(value, str) for value in values.values())
     if not all_strings or not document.strip():
         used = " or ".join((document_column, *placeholders))

@@ -15,8 +15,8 @@ FORCED_NOTE = "the 32 first and 128 last tokens are always in view, beside the c
 MASKED_NOTE = "torch's masked attention"
 STANDARD = Line("Standard", "small-lm", {**OPT_TREE, "view": "full"})
 STREAMING = Line("Standard + StreamingLLM", "small-lm", {**OPT_TREE, "view": "streaming"})
-_OPTIONS = {**OPT_TREE, "chunk": 32, "chunks": 32, "refresh": 4}
-SPECEXTEND = Line("Standard + SpecExtend", "specextend", _OPTIONS, note=FORCED_NOTE)
+CHUNK_OPTIONS = {**OPT_TREE, "chunk": 32, "chunks": 32, "refresh": 4}
+SPECEXTEND = Line("Standard + SpecExtend", "specextend", CHUNK_OPTIONS, note=FORCED_NOTE)
 EAGLE = Line("EAGLE, No", "eagle3", OPT_TREE, note="EAGLE-3 in the place of EAGLE-1")
 EAGLE_SPECEXTEND = Line(
     "EAGLE, Yes", "specextend-eagle3", {**OPT_TREE, "chunk": 32, "chunks": 64, "refresh": 8},
@@ -84,7 +84,7 @@ TABLE_4 = Table(
     kind="speed", hardware=HARDWARE, models="Vicuna-7B with Vicuna-68M",
     lines=(
         replace(STREAMING, name="without retrieval"),
-        Line("with retrieval", "specextend", {**_OPTIONS, "refresh": 1}, note=f"in every round; {FORCED_NOTE}"),
+        Line("with retrieval", "specextend", {**CHUNK_OPTIONS, "refresh": 1}, note=f"in every round; {FORCED_NOTE}"),
     ),
     columns=(Column("GovReport 16K", "gov_report", 16384),),
     figures=("verify_ms", "draft_ms"),

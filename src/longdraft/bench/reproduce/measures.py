@@ -81,10 +81,10 @@ def plan_speed(
 
     def batches(attention: str, temperature: float, column: Column) -> dict[str, PromptBatch]:
         """Returns a column's batches, each by a name for its unit. Columns that differ only in options share units."""
-        group, n = prompts[column.name], column.batch
-        name = f"{column.dataset}, {group[0].context or 'whole'} tokens, batch {n}, T = {temperature:g}"
+        group, size = prompts[column.name], column.batch
+        name = f"{column.dataset}, {group[0].context or 'whole'} tokens, batch {size}, T = {temperature:g}"
         name += attention and f", {attention}"
-        return {f"{name}, {i + 1}": tuple(group[i * n : (i + 1) * n]) for i in range(len(group) // n)}
+        return {f"{name}, {i + 1}": tuple(group[i * size : (i + 1) * size]) for i in range(len(group) // size)}
 
     units: dict[str, Unit] = {}
     for temperature, (attention, by_contender) in product(table.temperatures, options_by_attention.items()):

@@ -50,9 +50,8 @@ class ScaledTable:
     @property
     def max_tokens(self) -> int:
         """New tokens of each prompt, at most."""
-        return self.max_tokens_override or (
-            self.table.small_scale.max_tokens if self.is_small else self.table.max_tokens
-        )
+        scale = self.table.small_scale if self.is_small else self.table
+        return self.max_tokens_override or scale.max_tokens
 
     @property
     def num_prompts(self) -> int | None:
@@ -67,7 +66,7 @@ class ScaledTable:
         return self.table.small_scale.context if self.is_small else None
 
     def options(self, line: Line, column: Column) -> dict[str, Any]:
-        """The options of a cell's method, at this scale."""
+        """Returns the options of a cell's method, at this scale."""
         method_options = METHODS[line.method].options if line.method in METHODS else ()
         options = {**line.options, **{name: column.options[name] for name in column.options if name in method_options}}
         scaled = {name: max(1, options[name] // self.size_divisor) for name in options if name in SCALED_OPTIONS}
@@ -150,8 +149,8 @@ class TablePlan:
 
 def _entry_differences(entry: TableEntry, column_differences: Sequence[str]) -> list[str]:
     """Lists an entry's differences from the paper: the line's note, those of the column, and options that differ."""
-    paper_options = entry.line.options
-    changed = [f"{name} {format_option(x)}" for name, x in entry.options.items() if x != paper_options.get(name)]
+    options, paper_options = entry.options, entry.line.options
+    changed = [f"{name} {format_option(options[name])}" for name in options if options[name] != paper_options.get(name)]
     differences = (entry.line.note, *column_differences, f"with {', '.join(changed)}" if changed else "")
     return [difference for difference in differences if difference]
 
