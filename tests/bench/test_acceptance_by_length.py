@@ -15,7 +15,7 @@ from longdraft.bench import length_reports as reports
 from longdraft.bench.acceptance import (
     AcceptanceBench,
     AcceptanceRun,
-    RunSettings,
+    RunKey,
     default_methods,
     lengths_by_rope_factor,
 )
@@ -133,7 +133,7 @@ def run_of(new_tokens, verifications, sample="a:0", **over):
     own = {"method": "m", "options": "{}", "draft": "", "temperature": 0.0, "length": 64, "rope_factor": None,
            "dataset": "a", "sample": sample, "prompt": sample}  # fmt: skip
     accepted = ((new_tokens // verifications - 1, 9),) * verifications if verifications else ()
-    return AcceptanceRun(RunSettings(**own | over), 60, new_tokens, verifications, accepted)
+    return AcceptanceRun(RunKey(**own | over), 60, new_tokens, verifications, accepted)
 
 
 @given(st.lists(st.integers(10, 40), min_size=2, max_size=9))

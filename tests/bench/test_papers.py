@@ -29,7 +29,7 @@ def test_a_table_names_what_exists(paper, table):
         assert line in lines and column in columns
     for line, column in table.cells():
         if table.kind in ("speed", "quality") and line.method in METHODS:
-            known, options = METHODS[line.method], ScaledTable(table, small=True).options(line, column)
+            known, options = METHODS[line.method], ScaledTable(table, is_small=True).options(line, column)
             known.check_options(options)
             known.verifier(**{name: options[name] for name in known.verifier_options if name in options})
 
@@ -54,10 +54,12 @@ def test_the_papers_own_ratios_hold():
 
 
 def test_small_scale_shrinks_lengths_and_budgets():
-    scaled = ScaledTable(get_table(PAPERS["specpv"], "table 4"), small=True)
+    scaled = ScaledTable(get_table(PAPERS["specpv"], "table 4"), is_small=True)
     line, column = scaled.table.lines[0], scaled.table.columns[0]
     assert scaled.options(line, column) == {"drafter": "eagle3", "budget": 256, "reduction": "mean"}
-    assert scaled.prompt_tokens(column) == 2048 and ScaledTable(scaled.table, small=False).prompt_tokens(column) is None
+    assert (
+        scaled.prompt_tokens(column) == 2048 and ScaledTable(scaled.table, is_small=False).prompt_tokens(column) is None
+    )
     assert any("are an eighth of the paper's" in text for text in scaled.differences())
 
 

@@ -145,7 +145,7 @@ def test_the_order_turns_round_and_the_prompt_is_read_once_each(loaded, forwards
     bench.measure(prompts, order.append)
     names = ["ar", "prompt-lookup", "hf"]
     assert order == names + names + names[::-1] + names
-    assert len(order) == bench.steps([prompts])[0].ticks
+    assert len(order) == bench.steps([prompts])[0].runs_per_record
     read = [f.rows for f in forwards if f.logits != "all"]
     assert read == [len(prompts[0].token_ids)] * 2 + [1] * 6
 
@@ -159,7 +159,7 @@ def test_generate_starts_from_its_kept_prompt(loaded):
     with embedding.register_forward_hook(lambda module, inputs, output: lengths.append(inputs[0].shape[1])):
         runs = [peer.decode_cold(job), peer.decode_warm(job), peer.decode_warm(job)]
     assert runs[1].tokens == runs[2].tokens and lengths == [len(prompt.token_ids)] + 11 * [1]
-    assert (runs[1].rounds, runs[1].counts) == ((3,), [(3, 3)])
+    assert (runs[1].rounds, runs[1].token_counts) == ((3,), [(3, 3)])
 
 
 def eos_model():
@@ -193,7 +193,7 @@ def test_one_prefill_serves_all_of_ours(loaded, tmp_path):
     groups, _ = make_batches(encode_prompts(SAMPLES[:2], loaded, wanted), (1,))
     ticks = []
     measured = [bench.measure(group, ticks.append) for group in groups]
-    assert len(ticks) == sum(step.ticks for step in bench.steps(groups)) == 2 * (2 + 4 * wanted.repeats)
+    assert len(ticks) == sum(step.runs_per_record for step in bench.steps(groups)) == 2 * (2 + 4 * wanted.repeats)
     for row in report.document(bench.names, measured)["rows"]:
         assert row["mismatches"] == 0
         assert (row["ttft_seconds"] is None) == (row["method"] in ("prompt-lookup", "eagle3"))

@@ -53,9 +53,9 @@ def test_scores_are_those_of_lm_eval():
     for _ in range(1000):
         own, answer, right, name = text(8), text(5), str(generator.choice([3, 7])), generator.choice(classes)
         code = text(12, " \n")
-        assert scores.f1(own, answer) == pytest.approx(theirs.qa_f1_score(own, answer))
-        assert scores.numbers(own, right) == theirs.count_score(own, right)
-        assert scores.numbers(own, f"Paragraph {right}") == theirs.retrieval_score(own, f"Paragraph {right}")
+        assert scores.score_f1(own, answer) == pytest.approx(theirs.qa_f1_score(own, answer))
+        assert scores.score_numbers(own, right) == theirs.count_score(own, right)
+        assert scores.score_numbers(own, f"Paragraph {right}") == theirs.retrieval_score(own, f"Paragraph {right}")
         assert scores.class_match(own, name, classes) == theirs.classification_score(own, name, all_classes=classes)
         assert scores.edit_similarity(code, answer) == pytest.approx(theirs.code_sim_score(code, answer))
 

@@ -98,7 +98,7 @@ def test_folders_and_archives(tmp_path, write):
             tasks.load_samples([f"longbench-v2={tmp_path / bad}"])
 
 
-@pytest.mark.parametrize("kind", ruler.KINDS)
+@pytest.mark.parametrize("kind", ruler.TASKS)
 def test_needles_stay_when_a_prompt_is_cut(tmp_path, kind):
     tokenizer = tiny_tokenizer(chat=True)
     (tmp_path / "essay.txt").write_text("it was a day in may. " * 500)

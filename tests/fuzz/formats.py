@@ -128,7 +128,7 @@ def _output(path: Path) -> None:
 
 def _go_on(path: Path) -> None:
     with OutputFile(path / "out.jsonl", _ORIGIN) as file:
-        file.write({"line": file.rows + 1, "text": "c"}, False)
+        file.write({"line": file.num_rows + 1, "text": "c"}, False)
 
 
 def _snapshot(model: Callable[[], Any]) -> Format:

@@ -119,14 +119,14 @@ def test_a_file_of_something_else_is_left_alone(tmp_path):
 class Backwards:
     """An engine that answers later rows sooner, and some with an unexpected error."""
 
-    def __init__(self, unexpected: frozenset[int] = frozenset(), max_in_flight: int = 4) -> None:
-        self.max_in_flight, self._unexpected = max_in_flight, unexpected
+    def __init__(self, unexpected: frozenset[int] = frozenset(), max_rows_in_flight: int = 4) -> None:
+        self.max_rows_in_flight, self._unexpected = max_rows_in_flight, unexpected
         self.held = self.most = 0
 
     async def answer(self, line: InputLine) -> RowResult:
         self.held += 1
         self.most = max(self.most, self.held)
-        await asyncio.sleep(0.003 * (-line.row_index % self.max_in_flight))
+        await asyncio.sleep(0.003 * (-line.row_index % self.max_rows_in_flight))
         self.held -= 1
         bad = line.row_index in self._unexpected
         return RowResult({"error" if bad else "row": line.row_index}, bad, bad)
@@ -139,7 +139,7 @@ def numbered(count: int, first: int = 0):
 def test_rows_are_written_in_order_with_a_few_in_hand(tmp_path):
     decoder = Backwards()
     with OutputFile(tmp_path / "out", MADE) as file:
-        assert asyncio.run(run(numbered(10), file, decoder)).rows == 10
+        assert asyncio.run(run(numbered(10), file, decoder)).num_rows == 10
     assert [each["row"] for each in found(tmp_path / "out")] == [*range(10)]
     assert decoder.most <= 4
 
@@ -147,11 +147,11 @@ def test_rows_are_written_in_order_with_a_few_in_hand(tmp_path):
 def test_an_engine_that_fails_row_after_row_ends_the_run_and_leaves_no_errors(tmp_path):
     path = tmp_path / "out"
     with OutputFile(path, MADE) as file:
-        assert asyncio.run(run(numbered(5), file, Backwards(frozenset([1, 3])))).rows == 5
-        assert file.errors == 2
+        assert asyncio.run(run(numbered(5), file, Backwards(frozenset([1, 3])))).num_rows == 5
+        assert file.num_errors == 2
         with pytest.raises(CapabilityError):
             asyncio.run(run(numbered(30, 5), file, Backwards(frozenset(range(7, 30)))))
-        assert (file.rows, file.errors) == (7, 2)
+        assert (file.num_rows, file.num_errors) == (7, 2)
     assert len(found(path)) == 7
 
 
@@ -161,7 +161,7 @@ def decode(spec: Speculator, prompts: list[str], folder: Path, cancelled=lambda:
     source.write_text("".join(json.dumps({"prompt": p, "max_tokens": 8}) + "\n" for p in prompts))
     with OutputFile(path, MADE) as file:
         decoder = BatchEngine(spec, Defaults(), slots=2)
-        decoder.run_with(lambda: run(read_lines(source, file.rows), file, decoder, cancelled=cancelled))
+        decoder.run_with(lambda: run(read_lines(source, file.num_rows), file, decoder, cancelled=cancelled))
     return found(path)
 
 

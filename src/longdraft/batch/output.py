@@ -1,6 +1,7 @@
-"""The output file: one line for each row of the input, in order. A killed process loses at most the last line.
+"""Writes the output file of a batch: one line for each row of the input, in order.
 
-``<name>.run`` records the input and the settings: a run continues a file only if both are the same.
+If the process is killed, at most the last line is lost. ``<name>.run`` records the input and the settings. A later run
+continues a file only if it has the same input and settings as the record.
 """
 
 from __future__ import annotations
@@ -16,56 +17,58 @@ from longdraft.files import atomic_write, file_errors, read_json, require_regula
 from longdraft.json_lines import JsonLines
 
 _FORMAT = {"format": "longdraft batch", "version": 1}
-_FSYNC_SECONDS = 5.0  # if the machine fails, the rows of this many seconds may be lost
+_FSYNC_SECONDS = 5.0  # between two fsyncs: if the machine fails, the rows of these seconds may be lost
 
 
 class OutputFile:
-    """The file to which rows are appended. The next run continues after the last complete row.
+    """Appends rows to a file. If the file exists, continues after its last complete row.
 
     Args:
+        path: the file to write.
         provenance: the input and the settings, as name -> JSON value.
-        line_numbers: line numbers of the input's rows, to check the file's rows against; None: no check.
+        line_numbers: line number of each row of the input. Existing rows must match these numbers; None: no check.
 
     Attributes:
-        errors: number of rows in the file that are errors.
-        rows_at_start: number of rows that earlier runs have written.
+        num_errors: number of rows in the file that hold an error instead of an answer.
+        num_rows_at_start: number of rows that earlier runs have written.
 
     Raises:
-        ConfigError: the file was begun with another input or other settings, or these were not recorded.
+        ConfigError: the recorded input or settings differ from ``provenance``, or there is no record.
         CheckpointError: the file cannot be read or written, is damaged, or another run is writing it.
     """
 
     def __init__(self, path: Path, provenance: Mapping[str, Any], line_numbers: Iterable[int] | None = None) -> None:
-        self.path, self._record_path, self.errors = path, path.with_name(path.name + ".run"), 0
+        self.path, self._record_path, self.num_errors = path, path.with_name(path.name + ".run"), 0
         self._line_numbers = None if line_numbers is None else iter(line_numbers)
         with file_errors(path, f"{path} cannot be written"):
-            self._locked_file = require_regular(path).open("ab")  # holds the lock until it is closed
+            self._lock_file = require_regular(path).open("ab")  # holds the lock until it is closed
         try:
             self._lock()
+            # JSON and back: tuples become lists, as in the record that is read from the disk.
             self._check_provenance({**_FORMAT, **json.loads(json.dumps(provenance))})
-            self._file = JsonLines(path, self._check_row, _FSYNC_SECONDS)
+            self._json_lines = JsonLines(path, self._check_row, _FSYNC_SECONDS)
         except BaseException:
-            self._locked_file.close()
+            self._lock_file.close()
             raise
-        self.rows_at_start = self.rows
+        self.num_rows_at_start = self.num_rows
 
     @property
-    def rows(self) -> int:
+    def num_rows(self) -> int:
         """The number of rows in the file."""
-        return self._file.num_lines
+        return self._json_lines.num_lines
 
     def write(self, row: Mapping[str, Any], failed: bool) -> None:
-        """Appends a row, which survives if the process is killed. ``failed``: the row is an error.
+        """Appends a row. Killing the process afterwards does not lose the row. ``failed``: the row holds an error.
 
         Raises:
             CheckpointError: the disk is full or fails.
         """
-        self._file.append(row)
-        self.errors += failed
+        self._json_lines.append(row)
+        self.num_errors += failed
 
     def close(self) -> None:
-        with file_errors(self.path, f"{self.path} cannot be written"), self._locked_file:
-            os.fsync(self._locked_file.fileno())
+        with file_errors(self.path, f"{self.path} cannot be written"), self._lock_file:
+            os.fsync(self._lock_file.fileno())
 
     def __enter__(self) -> OutputFile:
         return self
@@ -80,7 +83,7 @@ class OutputFile:
         except ImportError:
             return
         try:
-            fcntl.flock(self._locked_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CheckpointError(f"Another run is writing {self.path}: wait for it, or name another file.") from None
         except OSError:  # a file system without locks
@@ -103,16 +106,19 @@ class OutputFile:
                 f"{self.path} exists, but {self._record_path.name} does not record its input and settings, so a "
                 f"run cannot continue it. {advice}"
             )
-        pairs = {name: (recorded.get(name), provenance.get(name)) for name in {**recorded, **provenance}}
-        if changed := [f"{name} {old!r}, not {new!r}" for name, (old, new) in pairs.items() if old != new]:
+        recorded_and_current = {name: (recorded.get(name), provenance.get(name)) for name in {**recorded, **provenance}}
+        if changed := [
+            f"{name} {old!r}, not {new!r}" for name, (old, new) in recorded_and_current.items() if old != new
+        ]:
             raise ConfigError(
                 f"{self.path} was begun with {'; '.join(changed)}. Run it with the same input and settings. {advice}"
             )
 
-    def _check_row(self, number: int, row: dict[str, Any]) -> None:
-        """Checks that an existing row answers the input's row ``number`` (from 1), and counts errors."""
-        self.errors += bool(row.get("error"))
-        if self._line_numbers:
-            line_number, openai_id = next(self._line_numbers, 0), f"batch_req_{number - 1}"
-            if row.get("line") != line_number and row.get("id") != openai_id:  # only native rows have "line"
-                raise ValueError(f"not the answer to row {number}")
+    def _check_row(self, row_number: int, row: dict[str, Any]) -> None:
+        """Checks that an existing row of the file answers the input's row ``row_number`` (from 1). Counts errors."""
+        self.num_errors += bool(row.get("error"))
+        if self._line_numbers is not None:
+            line_number, openai_id = next(self._line_numbers, 0), f"batch_req_{row_number - 1}"  # 0: no such row
+            # A row in the native format is identified by "line", a row in OpenAI's format by "id".
+            if row.get("line") != line_number and row.get("id") != openai_id:
+                raise ValueError(f"not the answer to row {row_number}")

@@ -1,7 +1,7 @@
-"""Rows of a batch: a line of the input becomes a request to the server, and the response a line of the output.
+"""Converts a row of the input to a request to the server, and the server's response to a row of the output.
 
-A line is in one of two formats. OpenAI's batch format is ``{"custom_id": ..., "body": {...}}``. The native format has
-the fields of a chat or a completion request, plus ``id`` and ``metadata``; an unknown field there is an error.
+A row has one of two formats. OpenAI's batch format is ``{"custom_id": ..., "body": {...}}``. The native format has the
+fields of a chat or a completion request, plus ``id`` and ``metadata``; a native row may have no unknown field.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from longdraft.serve.responses_request import ResponsesRequest
 from longdraft.serve.service import Service
 from longdraft.serve.serving import PendingResponse
 
-Body = protocol.ChatCompletionRequest | protocol.CompletionRequest | ResponsesRequest
+Request = protocol.ChatCompletionRequest | protocol.CompletionRequest | ResponsesRequest
 
 
 class InputLine(NamedTuple):
-    """A line of the input that is not blank."""
+    """A row of the input: a line that is not blank."""
 
     row_index: int  # from 0; blank lines do not count
     line_number: int  # from 1; blank lines count
@@ -34,7 +34,7 @@ class InputLine(NamedTuple):
 
 @dataclass(frozen=True)
 class Defaults:
-    """The run's values for fields that a row leaves out."""
+    """Values of the run for fields that a row leaves out."""
 
     max_tokens: int = 256
     sampling: Sampling = field(default_factory=Sampling)
@@ -45,7 +45,7 @@ class Defaults:
 
 
 def read_lines(path: Path, skip: int = 0) -> Iterator[InputLine]:
-    """Yields the rows of a file, from row ``skip`` on.
+    """Yields the rows of a file, without the first ``skip``.
 
     Raises:
         CheckpointError: the file cannot be read.
@@ -60,7 +60,7 @@ def read_lines(path: Path, skip: int = 0) -> Iterator[InputLine]:
 
 
 def count_and_digest(path: Path) -> tuple[int, str]:
-    """The number of rows in a file, and the SHA-256 of its lines that are not blank. Raises as :func:`read_lines`."""
+    """Returns the number of rows in a file, and the SHA-256 of the rows. Raises the errors of :func:`read_lines`."""
     digest, num_rows = sha256(), 0
     for line in read_lines(path):
         digest.update(line.content.rstrip(b"\r\n") + b"\n")
@@ -69,11 +69,11 @@ def count_and_digest(path: Path) -> tuple[int, str]:
 
 
 class _AnyRow(protocol.StrictModel, extra="allow"):
-    """A row in either format."""
+    """A row in either format. Only nulls are removed: the format is known, and checked, afterwards."""
 
 
 class _OpenAIRow(protocol.StrictModel):
-    """A row in OpenAI's format."""
+    """A row in OpenAI's format; the fields are those of OpenAI's documentation."""
 
     custom_id: str | None = None
     method: Literal["POST"] | None = None
@@ -82,40 +82,41 @@ class _OpenAIRow(protocol.StrictModel):
 
 
 class Row:
-    """Converts a line of the input to a request, and the response or error to a row of the output."""
+    """A row of the input: makes its request, and the row of the output from the response or the error."""
 
     def __init__(self, line: InputLine, defaults: Defaults) -> None:
         self._line, self._defaults, self._is_openai = line, defaults, False
-        self._input: dict[str, Any] = {}
+        self._row_fields: dict[str, Any] = {}
         self._parse_error: ApiError | None = None
         try:
             content = line.content.removeprefix(b"\xef\xbb\xbf")  # a byte order mark
-            self._input = parse_body(_AnyRow, content, "json").model_dump()
-            self._is_openai = "body" in self._input or "custom_id" in self._input
+            self._row_fields = parse_body(_AnyRow, content, "json").model_dump()
+            self._is_openai = "body" in self._row_fields or "custom_id" in self._row_fields
         except ApiError as error:
             self._parse_error = error
 
     def create_response(self, service: Service) -> PendingResponse:
-        """Returns the response, not yet submitted. Raises LongdraftError or ApiError if the line is no request."""
+        """Makes a response, for the caller to submit. Raises LongdraftError or ApiError if the row is not valid."""
         if self._parse_error is not None:
             raise self._parse_error
-        body = self._openai_body() if self._is_openai else self._native_body()
-        if isinstance(body, protocol.CompletionRequest):
-            return serving.create_completion(service, body)
-        if isinstance(body, ResponsesRequest):
-            return serving.create_response(service, body)
-        return serving.create_chat_completion(service, body)
+        request = self._openai_request() if self._is_openai else self._native_request()
+        if isinstance(request, protocol.CompletionRequest):
+            return serving.create_completion(service, request)
+        if isinstance(request, ResponsesRequest):
+            return serving.create_response(service, request)
+        return serving.create_chat_completion(service, request)
 
-    def result_row(self, body: dict[str, Any], pending: PendingResponse) -> dict[str, Any]:
-        """The row of the output for a response object (``body``)."""
+    def result_row(self, response_body: dict[str, Any], pending: PendingResponse) -> dict[str, Any]:
+        """Returns the row of the output. ``response_body``: the full response that the server would send."""
         if self._is_openai:
             request_id = f"row_{self._line.row_index}"
-            if not isinstance(pending, serving.AdaptedResponse):  # /v1/responses keeps its ids
-                body = body | {"id": request_id}
-            response = {"status_code": 200, "request_id": request_id, "body": body}
+            if not isinstance(pending, serving.AdaptedResponse):  # a response of /v1/responses keeps its id
+                response_body = response_body | {"id": request_id}
+            response = {"status_code": 200, "request_id": request_id, "body": response_body}
             return self._identity() | {"response": response, "error": None}
-        texts = [choice.get("message", {}).get("content", choice.get("text")) for choice in body["choices"]]
-        first_choice = body["choices"][0]
+        # A choice of a chat has a message, a choice of a completion has a text.
+        texts = [choice.get("message", {}).get("content", choice.get("text")) for choice in response_body["choices"]]
+        first_choice = response_body["choices"][0]
         tool_calls = first_choice.get("message", {}).get("tool_calls")
         optional_fields = {"tool_calls": tool_calls, "logprobs": first_choice["logprobs"]}
         result = pending.choices[0].result
@@ -130,52 +131,55 @@ class Row:
         }
 
     def error_row(self, error: Exception) -> dict[str, Any]:
-        """The row of the output for an error."""
+        """Returns the row of the output for an error."""
         message = " ".join(str(error).split()) or type(error).__name__
         if self._is_openai:
             return self._identity() | {"response": None, "error": {"code": type(error).__name__, "message": message}}
         return self._identity() | {"error": message}
 
     def _identity(self) -> dict[str, Any]:
-        """The fields that say which row of the input this is."""
+        """Returns the fields that identify the row of the input."""
         if self._is_openai:
-            return {"id": f"batch_req_{self._line.row_index}", "custom_id": self._input.get("custom_id")}
+            return {"id": f"batch_req_{self._line.row_index}", "custom_id": self._row_fields.get("custom_id")}
         identity: dict[str, Any] = {"line": self._line.line_number}
-        return identity | {name: self._input[name] for name in ("id", "metadata") if name in self._input}
+        return identity | {name: self._row_fields[name] for name in ("id", "metadata") if name in self._row_fields}
 
-    def _native_body(self) -> Body:
-        """The request of a row in the native format."""
-        fields = {name: value for name, value in self._input.items() if name not in ("id", "metadata")}
+    def _native_request(self) -> Request:
+        """Makes the request of a row in the native format."""
+        fields = {name: value for name, value in self._row_fields.items() if name not in ("id", "metadata")}
         if ("prompt" in fields) == ("messages" in fields):
             raise ApiError(400, "A row needs a prompt or messages: give one of the two, not both.", param="prompt")
         if isinstance(prompt := fields.get("prompt"), str) and not self._defaults.raw:
             if not prompt.strip():
                 raise ApiError(400, "The prompt is empty: give some text.", param="prompt")
             fields["messages"] = [{"role": "user", "content": fields.pop("prompt")}]
-        # Without a reasoning_format, the text of the output row includes the model's reasoning.
-        body = self._with_defaults(fields, {"reasoning_format": "none"} if "messages" in fields else {})
-        if unknown := [name for name in fields if name not in type(body).model_fields]:
+        # If the row sets no reasoning_format, the text of the output row includes the model's reasoning.
+        request = self._make_request(fields, {"reasoning_format": "none"} if "messages" in fields else {})
+        if unknown := [name for name in fields if name not in type(request).model_fields]:
             raise ApiError(400, f"A row has no field {unknown[0]!r}: correct it or leave it out.", param=unknown[0])
-        return body
+        return request
 
-    def _openai_body(self) -> Body:
-        """The request of a row in OpenAI's format."""
-        row = validate(_OpenAIRow, self._input)
-        return self._with_defaults({name: x for name, x in row.body.items() if name != "model"}, {}, row.url)
+    def _openai_request(self) -> Request:
+        """Makes the request of a row in OpenAI's format. The run's model answers it, whatever model the row names."""
+        openai_row = validate(_OpenAIRow, self._row_fields)
+        fields = {name: value for name, value in openai_row.body.items() if name != "model"}
+        return self._make_request(fields, {}, openai_row.url)
 
-    def _with_defaults(self, fields: dict[str, Any], extra_defaults: dict[str, Any], url: str | None = None) -> Body:
-        """The request. ``fields`` take precedence over ``extra_defaults``, and these over the run's defaults."""
-        defaults, sampling_fields = self._defaults, protocol.SampledRequest.model_fields
-        fields = {name: x for name, x in fields.items() if x is not None}
-        values = {name: x for name, x in asdict(defaults.sampling).items() if x is not None and name in sampling_fields}
-        seed = (defaults.seed + self._line.row_index) % 2**63  # a signed 64-bit number
-        values |= {"seed": seed, "stop": list(defaults.stop), **extra_defaults}
-        request_class: type[Body] = ResponsesRequest if url == "/v1/responses" else protocol.CompletionRequest
+    def _make_request(self, fields: dict[str, Any], extra_defaults: dict[str, Any], url: str | None = None) -> Request:
+        """Makes a request from, in this precedence: ``fields``, ``extra_defaults``, the run's defaults."""
+        run_defaults, sampling_fields = self._defaults, protocol.SampledRequest.model_fields
+        fields = {name: value for name, value in fields.items() if value is not None}
+        sampling = {name: value for name, value in asdict(run_defaults.sampling).items() if value is not None}
+        defaults: dict[str, Any] = {name: value for name, value in sampling.items() if name in sampling_fields}
+        seed = (run_defaults.seed + self._line.row_index) % 2**63  # stays within a signed 64-bit number
+        defaults |= {"seed": seed, "stop": list(run_defaults.stop), **extra_defaults}
+        request_class: type[Request] = ResponsesRequest if url == "/v1/responses" else protocol.CompletionRequest
         if "messages" in fields and url in (None, "/v1/chat/completions"):
             request_class = protocol.ChatCompletionRequest
         if not {"max_tokens", "max_completion_tokens", "max_output_tokens"} & fields.keys():
-            values["max_output_tokens" if request_class is ResponsesRequest else "max_tokens"] = defaults.max_tokens
-        fields = values | fields
+            name = "max_output_tokens" if request_class is ResponsesRequest else "max_tokens"
+            defaults[name] = run_defaults.max_tokens
+        fields = defaults | fields
         if fields.pop("stream", False):
             raise ApiError(400, "A batch cannot stream: leave out stream, or set it to false.", param="stream")
         return validate(request_class, fields)

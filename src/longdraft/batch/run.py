@@ -1,4 +1,4 @@
-"""A run: reads rows a little ahead, answers them as the server answers requests, and writes them in order."""
+"""Runs a batch: reads rows a little ahead, answers them as the server answers requests, writes answers in order."""
 
 from __future__ import annotations
 
@@ -21,65 +21,67 @@ from longdraft.serve.settings import ServerSettings
 from longdraft.speculator import Speculator
 
 T = TypeVar("T")
-# Rows waiting or decoded for each slot: rows are written in order, and a long one must not leave other slots idle.
+# Rows read ahead for each slot. Answers are written in order: while a long row decodes, the other slots need more rows.
 _ROWS_PER_SLOT = 8
-_POLL_SECONDS = 0.2  # between checks whether the run was cancelled
+_POLL_SECONDS = 0.2  # between two checks whether the run was cancelled
 _MAX_CONSECUTIVE_ERRORS = 8  # this many unexpected errors in a row end the run
 
 
 class RunCounts(NamedTuple):
-    """Counts of the rows answered in this run."""
+    """Totals over the rows that this run has written."""
 
-    rows: int = 0
-    new_tokens: int = 0
-    spec_stats: SpecDecodingStats = SpecDecodingStats()  # a shared default: never changed
+    num_rows: int = 0
+    num_new_tokens: int = 0
+    spec_stats: SpecDecodingStats = SpecDecodingStats()  # counts of drafts; nothing changes this shared default
 
 
 class RowResult(NamedTuple):
-    """A row of the output, with its counts."""
+    """A row of the output, with the counts of its answer."""
 
     row: dict[str, Any]
-    failed: bool = False  # the row has an error
+    failed: bool = False  # the row holds an error instead of an answer
     unexpected: bool = False  # the error is not a LongdraftError
-    new_tokens: int = 0
+    num_new_tokens: int = 0
     spec_stats: SpecDecodingStats = SpecDecodingStats()
 
 
 class _BatchService(Service):
-    """A service without a prompt cache, so that no bit of a row's KV depends on earlier rows."""
+    """A service without a prompt cache: the bits of a row's KV must not depend on earlier rows."""
 
-    context = 0  # tokens to allocate for each slot at the start; 0: slots grow with their rows
+    tokens_per_slot = 0  # see BatchEngine
 
     def new_session(self, method: str) -> Session:
-        return self.speculator(method).session(self.settings.slots, context=self.context)
+        return self.speculator(method).session(self.settings.slots, context=self.tokens_per_slot)
 
 
 class BatchEngine:
     """Answers rows in this process.
 
     Args:
+        spec: the model, the drafting method and the tokenizer.
+        defaults: values for fields that a row leaves out.
         slots: number of rows decoded at a time.
-        context: tokens to allocate for each slot at the start; 0: slots grow with their rows.
+        tokens_per_slot: KV entries to allocate for each slot at the start; 0: a slot grows with its row.
 
     Attributes:
-        max_in_flight: limit of rows that are waiting or decoded.
+        max_rows_in_flight: largest number of rows that wait or decode at a time.
     """
 
-    def __init__(self, spec: Speculator, defaults: Defaults, slots: int, context: int = 0) -> None:
+    def __init__(self, spec: Speculator, defaults: Defaults, slots: int, tokens_per_slot: int = 0) -> None:
         if spec.tokenizer is None:
             raise CapabilityError("Rows need a tokenizer: Speculator(..., tokenizer=tokenizer).")
-        self.max_in_flight, self._spec, self._defaults = _ROWS_PER_SLOT * slots, spec, defaults
+        self.max_rows_in_flight, self._spec, self._defaults = _ROWS_PER_SLOT * slots, spec, defaults
         settings = ServerSettings(
             defaults.model, (spec.method.name,), slots, context=spec.runner().context_length,
-            queue=16 * self.max_in_flight,  # a row may have n=16 choices
+            queue=16 * self.max_rows_in_flight,  # a row may have n=16 choices
             timeout=float("inf"), sse_ping_interval=float("inf"), foresee=defaults.sampling.foresee,
         )  # fmt: skip
         self.service = _BatchService(settings, lambda _: spec, spec.tokenizer)
-        self.service.context = context
+        self.service.tokens_per_slot = tokens_per_slot
 
     @property
     def reproducibility_settings(self) -> dict[str, Any]:
-        """The settings that change the output. An exact method and the number of slots do not change it."""
+        """The settings that change the answers. An exact drafting method and the number of slots change no answer."""
         spec = self._spec
         settings = asdict(self._defaults) | {"target": spec.runner().fingerprint}
         if not spec.exact:
@@ -88,10 +90,11 @@ class BatchEngine:
         return settings
 
     def prepare(self, progress: Progress | None = None) -> None:
-        """Measures the cost of verifications, if the planner needs it."""
+        """Measures the cost of verifications, if the planner of draft trees needs it."""
         self._spec.planner(progress)
 
     async def answer(self, line: InputLine) -> RowResult:
+        """Answers a row of the input. A failure becomes a row of the output with the error."""
         row = Row(line, self._defaults)
         try:
             pending = row.create_response(self.service)
@@ -103,19 +106,19 @@ class BatchEngine:
         except Exception as error:
             return RowResult(row.error_row(error), failed=True, unexpected=not isinstance(error, LongdraftError))
         spec_stats = sum((choice.spec_stats for choice in pending.choices), SpecDecodingStats())
-        return RowResult(row.result_row(body, pending), new_tokens=pending.num_new_tokens, spec_stats=spec_stats)
+        return RowResult(row.result_row(body, pending), num_new_tokens=pending.num_new_tokens, spec_stats=spec_stats)
 
-    def run_with(self, feed: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Decodes in this thread, while ``feed`` calls :meth:`answer` in another. Returns the result of ``feed``."""
+    def run_with(self, answer_rows: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Decodes in this thread; runs ``answer_rows``, which awaits :meth:`answer`, in another. Returns its result."""
 
-        def feed_and_close() -> T:
+        def answer_and_close() -> T:
             try:
-                return asyncio.run(feed())
+                return asyncio.run(answer_rows())
             finally:
-                self.service.worker.close(0)
+                self.service.worker.close(timeout=0)
 
         with ThreadPoolExecutor(1, "longdraft batch") as pool:
-            future = pool.submit(feed_and_close)
+            future = pool.submit(answer_and_close)
             self.service.worker.run()
         return future.result()
 
@@ -124,42 +127,46 @@ async def run(
     input_lines: Iterator[InputLine], output: OutputFile, engine: BatchEngine,
     progress: Callable[[RunCounts], None] = lambda counts: None, cancelled: Callable[[], bool] = lambda: False,
 ) -> RunCounts:  # fmt: skip
-    """Answers rows and appends the results to the output, in order.
+    """Answers rows and appends the answers to the output, in order.
 
     Args:
         input_lines: the rows, from the first that the output lacks.
-        progress: called after each row that was written.
+        output: the output file, open.
+        engine: answers the rows.
+        progress: called with the run's counts after each row that was written.
+        cancelled: True ends the run; rows in flight are not written.
 
     Raises:
         CapabilityError: consecutive rows fail with unexpected errors.
         CheckpointError: the input cannot be read, or the output cannot be written.
     """
     counts, tasks = RunCounts(), deque[asyncio.Task[RowResult]]()
-    unwritten: list[RowResult] = []  # rows with unexpected errors, until a later row succeeds
+    # Rows with unexpected errors are written once a later row succeeds. Otherwise the next run answers them again.
+    unwritten_results: list[RowResult] = []
 
-    def write() -> None:
+    def write_results() -> None:
         nonlocal counts
-        for result in unwritten:
+        for result in unwritten_results:
             output.write(result.row, result.failed)
             spec_stats = counts.spec_stats + result.spec_stats
-            counts = RunCounts(counts.rows + 1, counts.new_tokens + result.new_tokens, spec_stats)
+            counts = RunCounts(counts.num_rows + 1, counts.num_new_tokens + result.num_new_tokens, spec_stats)
             progress(counts)
-        unwritten.clear()
+        unwritten_results.clear()
 
     while not cancelled():
-        while len(tasks) < engine.max_in_flight and (line := next(input_lines, None)) is not None:
+        while len(tasks) < engine.max_rows_in_flight and (line := next(input_lines, None)) is not None:
             tasks.append(asyncio.create_task(engine.answer(line)))
         if not tasks:
-            write()
+            write_results()
             break
         await asyncio.wait([tasks[0]], timeout=_POLL_SECONDS)
         while tasks and tasks[0].done():
-            unwritten.append(tasks.popleft().result())
-            if not unwritten[-1].unexpected:
-                write()
-            elif len(unwritten) == _MAX_CONSECUTIVE_ERRORS:
+            unwritten_results.append(tasks.popleft().result())
+            if not unwritten_results[-1].unexpected:
+                write_results()
+            elif len(unwritten_results) == _MAX_CONSECUTIVE_ERRORS:
                 raise CapabilityError(
-                    f"{_MAX_CONSECUTIVE_ERRORS} rows after row {output.rows} failed, each with an error of the engine: "
-                    f"{unwritten[-1].row} Fix the cause, and run the same command to continue."
+                    f"{_MAX_CONSECUTIVE_ERRORS} rows after row {output.num_rows} failed, each with an error of the "
+                    f"engine: {unwritten_results[-1].row} Fix the cause, and run the same command to continue."
                 )
     return counts

@@ -1,4 +1,4 @@
-"""Contenders of a benchmark: each decodes the same batch of prompts and reports the time of each part."""
+"""Contenders of a benchmark: decode the same batch of prompts, and report tokens, times and accepted lengths."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """A batch to decode, the same for every contender.
+    """A batch of prompts that every contender decodes.
 
     Attributes:
         prompts: token ids of each prompt.
         max_tokens: new tokens of each prompt, at most.
+        sampling, seed: how the next token is chosen, and the seed of the random numbers.
         eos_ids: token ids that end a sequence; empty: decode on to ``max_tokens``.
     """
 
@@ -40,16 +41,11 @@ class Job:
     eos_ids: frozenset[int]
 
     def start(self, spec: Speculator, cache: PromptCache | None) -> Generation:
-        """Starts the job with a method of longdraft; a cache may hold the prompts' KV, which then is reused."""
+        """Starts to decode the job with a method of longdraft. Reuses the KV of the prompts that ``cache`` holds."""
         return spec.stream(
-            [list(p) for p in self.prompts],
-            max_new_tokens=self.max_tokens,
-            sampling=self.sampling,
-            seed=self.seed,
-            eos_token_ids=sorted(self.eos_ids),
-            batch=len(self.prompts),
-            cache=cache,
-        )
+            [list(prompt) for prompt in self.prompts], max_new_tokens=self.max_tokens, sampling=self.sampling,
+            seed=self.seed, eos_token_ids=sorted(self.eos_ids), batch=len(self.prompts), cache=cache,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,14 +54,14 @@ class Run:
 
     Attributes:
         tokens: new tokens of each prompt, EOS included.
-        first_token_seconds: from the call to the first token of the last prompt; None in files of old versions.
-        decode_seconds: from the first token of the last prompt to the end.
-        rounds: target forwards of each prompt after its first token.
+        first_token_seconds: from the start until every prompt has its first token; None in files of old versions.
+        decode_seconds: from then to the end.
+        rounds: for each prompt, the number of verification forwards, which is one a round of drafting and verification.
         accepted: for each round, how many drafted tokens were accepted, and how many ``max_tokens`` allowed.
-        partial_rounds: verification forwards on a part of the target's KV.
-        partial_tokens: tokens emitted by partial rounds.
+        partial_rounds: number of rounds that verified on a part of the target's KV.
+        partial_tokens: number of tokens that the partial rounds emitted.
         rolled_back: always 0; in files of old versions, how many of ``partial_tokens`` were rejected later.
-        view: description of the KV entries that a draft or a partial verification sees; empty: all.
+        view: describes the KV entries that the draft or a partial verification sees; empty: all.
     """
 
     tokens: tuple[tuple[int, ...], ...]
@@ -83,22 +79,22 @@ class Run:
         return sum(map(len, self.tokens))
 
     @property
-    def counts(self) -> list[TokenCounts]:
-        """New tokens (without the prefill's) and verification forwards of each prompt."""
+    def token_counts(self) -> list[TokenCounts]:
+        """For each prompt: number of new tokens without the token of the prefill, number of verification forwards."""
         return [(len(tokens) - 1, forwards) for tokens, forwards in zip(self.tokens, self.rounds, strict=False)]
 
     @property
     def tokens_per_second(self) -> float | None:
-        """New tokens a decode second; None if nothing was decoded after the first tokens."""
+        """New tokens per decode second; None if nothing was decoded after the first tokens."""
         return tokens_per_second(self.new_tokens - len(self.tokens), self.decode_seconds)
 
 
 class Contender(ABC):
-    """Decodes jobs: cold, or from the cached KV of the prompts.
+    """Decodes jobs, either with a prefill (cold) or from the cached KV of the prompts (warm).
 
     Attributes:
         name: a method with its options (``specpv:budget=512``), or a peer.
-        note: a remark for readers of its figures; may be empty.
+        note: a remark for readers of the contender's figures; may be empty.
         draft: folder or file of the draft's weights; None: no draft.
     """
 
@@ -108,16 +104,16 @@ class Contender(ABC):
 
     @abstractmethod
     def is_comparable(self, greedy: bool, batch: int) -> bool:
-        """True if, at this batch size, the contender's tokens should equal those of ``ar``."""
+        """Returns True if the contender should emit the tokens of ``ar`` in a batch of this size."""
 
     def decode_cold(self, job: Job) -> Run:
-        """Drops the cached KV, and decodes with a prefill of its own."""
+        """Drops the cached KV, then prefills and decodes a job."""
         self.release()
         return self.decode_warm(job)
 
     @abstractmethod
     def decode_warm(self, job: Job) -> Run:
-        """Decodes a job from the prompts' KV that an earlier run cached; prefills what is not cached."""
+        """Decodes a job. Starts from the KV of the prompts that earlier runs cached, and prefills the rest."""
 
     @abstractmethod
     def release(self) -> None:
@@ -126,7 +122,7 @@ class Contender(ABC):
 
 @dataclass
 class SharedPrefill:
-    """The cached KV of a job's prompts, shared by longdraft's contenders."""
+    """Holds the cached KV of a job's prompts for all contenders that can use the same KV."""
 
     cache: PromptCache
 
@@ -154,44 +150,43 @@ class MethodContender(Contender):
         emitted = [0] * len(job.prompts)
         accepted: list[tuple[int, int]] = []
         for step in generation:
-            if step.tree is not None:  # a verification, which emits a bonus token beside the accepted ones
+            if step.tree is not None:  # a verification; its last token is the bonus token, so 1 less may be accepted
                 accepted.append((step.accepted, job.max_tokens - emitted[step.sequence] - 1))
             emitted[step.sequence] += len(step.token_ids)
         results = generation.results()
         return Run(
-            tokens=tuple(tuple(r.token_ids) for r in results),
-            first_token_seconds=results[0].prefill_seconds,
-            decode_seconds=results[0].decode_seconds,
-            rounds=tuple(r.rounds for r in results),
-            accepted=tuple(accepted),
-            partial_rounds=sum(r.partial_rounds for r in results),
-            partial_tokens=sum(r.partial_tokens for r in results),
-            rolled_back=sum(r.rolled_back for r in results),
+            tokens=tuple(tuple(result.token_ids) for result in results),
+            first_token_seconds=results[0].prefill_seconds, decode_seconds=results[0].decode_seconds,
+            rounds=tuple(result.rounds for result in results), accepted=tuple(accepted),
+            partial_rounds=sum(result.partial_rounds for result in results),
+            partial_tokens=sum(result.partial_tokens for result in results),
+            rolled_back=sum(result.rolled_back for result in results),
             view="; ".join(f"{view.size:,} = {view}" for view in generation.views),
-        )
+        )  # fmt: skip
 
     def release(self) -> None:
         self.prefill.clear()
 
 
 def eos_ids(runner: TargetRunner, tokenizer: PreTrainedTokenizerBase, ignore_eos: bool) -> frozenset[int]:
-    """Token ids that end a sequence: the model's and the tokenizer's."""
+    """Returns the token ids that end a sequence: those of the model and of the tokenizer."""
     return frozenset() if ignore_eos else runner.eos_token_ids | TextCodec(tokenizer).eos_token_ids
 
 
 def weight_formats(model: nn.Module) -> str:
-    """Dtypes and GGUF types of a model's weights, the most common first: ``float32``, ``Q4_1 and Q8_0``."""
+    """Names the dtypes or GGUF types of a model's weights, the most common first, such as ``Q4_1 and Q8_0``."""
     counts: Counter[str] = Counter()
     seen_pointers: set[int] = set()
     for module in model.modules():
         matrix = getattr(module, "matrix", None)
         params = module.parameters(recurse=False)
+        # (address, name of the dtype or type, number of weights)
         tensors = [(p.data_ptr(), str(p.dtype).removeprefix("torch."), p.numel()) for p in params]
         if isinstance(matrix, QuantizedMatrix):
             tensors.append((matrix.data.data_ptr(), matrix.format, matrix.shape[0] * matrix.shape[1]))
-        for pointer, name, size in tensors:
+        for pointer, name, num_weights in tensors:
             if pointer not in seen_pointers:  # tied weights count once
                 seen_pointers.add(pointer)
-                counts[name] += size
-    # Norms and biases, under 1 % of the weights, stay in float32: they are not named.
-    return " and ".join(name for name, size in counts.most_common() if size > counts.total() / 100)
+                counts[name] += num_weights
+    # Types of less than 1 % of the weights are not named: norms and biases stay in float32.
+    return " and ".join(name for name, num_weights in counts.most_common() if num_weights > counts.total() / 100)

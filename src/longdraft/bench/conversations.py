@@ -1,7 +1,7 @@
-"""Samples from agents' trajectories, one for each assistant turn.
+"""Makes samples from the trajectories of agents: one sample for each turn of the assistant.
 
-A sample's document holds all messages but the prompt's last one, as JSON, one a line. A prompt that is too long loses
-whole messages, from the end of its document.
+The prompt of a sample is the messages before the turn. The last of them is the sample's instruction; each earlier
+message is a line of JSON in the sample's document. Cutting a prompt drops whole messages at the end of the document.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ from longdraft.bench.data import Sample
 from longdraft.bench.examples import Example
 from longdraft.errors import PromptError
 
-# Columns that hold the messages: OpenAI's, NVIDIA's agentic SPEED-Bench's, SWE-rebench's.
+# Columns that hold the messages in data of OpenAI's format, of NVIDIA's agentic SPEED-Bench and of SWE-rebench.
 _MESSAGE_COLUMNS = ("messages", "turns", "trajectory")
 
 
 def turn_samples(example: Example) -> Iterator[Sample]:
-    """A sample for each assistant message but a first one; the messages before it are the prompt."""
-    messages, number = _messages(example), 0
+    """Yields a sample for each message of the assistant that follows another message."""
+    messages, turn = _messages(example), 0
     for i, message in enumerate(messages):
         if message["role"] == "assistant" and i:
-            number += 1
+            turn += 1
             *earlier, last = messages[:i]
             yield Sample(
-                "\n".join(map(json.dumps, earlier)), last["content"], "trajectories", f"{example.origin}.{number}",
-                last_message=json.dumps({key: x for key, x in last.items() if key != "content"}),
-                tools=_tools(example), continues_previous=number > 1,
+                "\n".join(map(json.dumps, earlier)), last["content"], "trajectories", f"{example.origin}.{turn}",
+                last_message=json.dumps({key: value for key, value in last.items() if key != "content"}),
+                tools=_tools(example), continues_previous=turn > 1,
             )  # fmt: skip
-    if not number:
+    if not turn:
         raise PromptError(f"{example.origin}: no message of an assistant follows another message: give other rows.")
 
 
 def _tools(example: Example) -> str:
-    """The functions that the assistant may call, as JSON; empty if there are none."""
+    """Returns the functions that the assistant may call, as JSON; empty if there are none."""
     extras = _parse(example.columns.get("extras"))
     tools = _parse(example.columns.get("tools") or (extras.get("tools") if isinstance(extras, dict) else None))
     return json.dumps(_without_nulls(tools)) if tools else ""
 
 
 def _messages(example: Example) -> list[dict[str, Any]]:
-    """The messages of a row, normalised for chat templates. Raises PromptError if there are none."""
+    """Returns the messages of a row, normalised for chat templates. Raises PromptError if the row has none."""
     messages = _parse(next((example.columns[c] for c in _MESSAGE_COLUMNS if example.columns.get(c)), None))
     valid = isinstance(messages, list) and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages)
     if not messages or not valid:
@@ -54,7 +54,7 @@ def _messages(example: Example) -> list[dict[str, Any]]:
 
 
 def _normalize_message(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with its content as a string and the arguments of its tool calls as objects."""
+    """Makes the content of a message a string, and the arguments of each tool call an object."""
     message: dict[str, Any] = _without_nulls(raw)
     content = message.get("content") or ""
     if isinstance(content, list):
@@ -67,10 +67,10 @@ def _normalize_message(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """A value without nulls, which parquet files store for missing fields."""
+    """Removes nulls from a value. Parquet files store null for a missing field."""
     if isinstance(value, Mapping):
-        return {key: _without_nulls(x) for key, x in value.items() if x is not None}
-    return [_without_nulls(x) for x in value] if isinstance(value, list | tuple) else value
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _parse(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Samples: rows of data files as prompts that can be cut to a length."""
+"""Makes samples from the rows of data files. A sample is a prompt that can be cut to a length."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 
 ShortTextPolicy = Literal["leave", "join", "keep"]
-"""Treatment of a text below the requested length: leave it out, join the next texts to it, or keep it as it is."""
+"""What to do with a text below the requested length: leave it out, join the next texts to it, or keep it as it is."""
 SamplingScheme = Literal["coupled", "standard"]
-"""Acceptance at T > 0: coupled (drafts share the noise of the target's sampling) or standard (rejection sampling)."""
+"""Acceptance at T > 0. coupled: draft and target sample with the same random numbers; standard: rejection sampling."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt, as the parts of a data file's row.
+    """The parts of a prompt, made from a row of a data file.
 
     Attributes:
         document: the long text, which is cut to fit.
         instruction: the text after the document; empty if the document is the whole prompt.
-        dataset: the row's own ``dataset``, else the file's stem.
-        origin: file and line, for messages.
+        dataset: the row's own ``dataset``, else the file's name without its suffix.
+        origin: file and line, for error messages.
         preface: the text before the document; never cut.
         separator: the text between preface, document and instruction.
         answers: reference answers; any one is right.
@@ -41,10 +41,10 @@ class Sample:
         no_chat_template: encode as plain text, as LongBench does for its code and few-shot tasks.
         truncate_middle: cut the document in its middle instead of at its end.
         needles: sentences that are inserted after the cut, each with its depth, 0 to 1.
-        last_message: for a conversation, the last message as JSON without its content, which is ``instruction``; each
-            line of ``document`` is an earlier message as JSON. Empty: no conversation.
+        last_message: the last message of a conversation as JSON, without its content; empty: no conversation. The
+            content is ``instruction``. Each line of ``document`` is an earlier message as JSON.
         tools: for a conversation, the functions that the model may call, as JSON; empty: none.
-        continues_previous: the preceding sample is the previous turn of this conversation.
+        continues_previous: the preceding sample is the previous turn of the same conversation.
     """
 
     document: str
@@ -64,18 +64,18 @@ class Sample:
     continues_previous: bool = False
 
     def truncated(self, characters: int) -> Sample:
-        """The sample with this many characters of its document; a conversation keeps whole messages only."""
-        text = self.document
-        if self.last_message and characters < len(text):
-            # One character more, so that a message that ends exactly at the limit keeps its line break and stays.
-            return replace(self, document=text[: characters + 1].rpartition("\n")[0])
-        if self.truncate_middle and characters < len(text):
-            text = text[: characters - characters // 2] + text[len(text) - characters // 2 :]
-        return replace(self, document=text[:characters])
+        """Returns the sample with a document of at most this many characters; a conversation keeps whole messages."""
+        document = self.document
+        if self.last_message and characters < len(document):
+            # A message that ends exactly at the limit stays: its line break is the one character more.
+            return replace(self, document=document[: characters + 1].rpartition("\n")[0])
+        if self.truncate_middle and characters < len(document):
+            document = document[: characters - characters // 2] + document[len(document) - characters // 2 :]
+        return replace(self, document=document[:characters])
 
     @property
     def text(self) -> str:
-        """The prompt: preface, document with its needles, instruction."""
+        """The prompt as plain text: preface, document with the needles, instruction."""
         if self.last_message:
             return "\n\n".join(message["content"] for message in self.messages)
         parts = self.preface, insert_needles(self.document, self.needles), self.instruction
@@ -88,9 +88,10 @@ class Sample:
         return [*earlier, json.loads(self.last_message) | {"content": self.instruction}]
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, raw: bool = False, **template_kwargs: Any) -> list[int]:
-        """Token ids of the prompt as a user's turn or a conversation; with ``raw`` as plain text.
+        """Returns the prompt's token ids: in the chat template, as a user's message or as the sample's conversation.
 
         Args:
+            raw: encode the plain text, without the chat template.
             template_kwargs: ``system``, and arguments of the chat template.
         """
         if raw or self.no_chat_template:
@@ -104,12 +105,12 @@ class Sample:
 
 
 def read_samples(paths: Iterable[Path], limit: int | None = None) -> list[Sample]:
-    """The samples of the first ``limit`` rows of each JSONL file.
+    """Makes a sample of each of the first ``limit`` rows of each JSONL file.
 
     A row has ``text`` (a whole prompt), or ``context`` and ``input`` as in LongBench.
 
     Raises:
-        PromptError: a file is missing, empty or not JSONL, or a row has no text. Names file and line.
+        PromptError: a file is missing, empty or not JSONL, or a row has no text. The message names file and line.
     """
     return [_make_sample(example, path) for path in paths for example in examples.read_jsonl(path, limit)]
 
@@ -134,13 +135,13 @@ def _make_sample(example: Example, path: Path) -> Sample:
 
 
 def reference_answers(row: Mapping[str, Any], *columns: str) -> tuple[str, ...]:
-    """A row's reference answers, from the first of ``columns`` that is present; empty if none is."""
+    """Returns a row's reference answers, from the first of ``columns`` that the row has; empty if it has none."""
     answers = next((row[column] for column in columns if row.get(column) is not None), ())
     return tuple(map(str, answers)) if isinstance(answers, list | tuple) else (str(answers),)
 
 
 def read_document(path: Path) -> str:
-    """The text of a plain file, or the documents of a JSONL file joined by blank lines.
+    """Returns the text of a plain file, or the documents of a JSONL file, joined by blank lines.
 
     Raises:
         PromptError: the file cannot be read.
@@ -151,8 +152,8 @@ def read_document(path: Path) -> str:
 
 
 def insert_needles(text: str, needles: Iterable[tuple[float, str]]) -> str:
-    """Inserts sentences, each at the first end of a sentence (else of a word) behind its depth, 0 to 1."""
-    for depth, sentence in sorted(needles, reverse=True):  # deepest first: earlier positions stay
+    """Inserts needles (depth, sentence), depth from 0 to 1: each at the next end of a sentence, else of a word."""
+    for depth, sentence in sorted(needles, reverse=True):  # deepest first: positions before it do not move
         position = round(depth * len(text))
         boundary = re.compile(r"[.!?]\s|\n").search(text, position) or re.compile(r"\s").search(text, position)
         position = boundary.end() if boundary else len(text)
@@ -166,17 +167,20 @@ def encode_truncated(
 ) -> list[int]:
     """Cuts the document until the prompt has at most ``max_tokens`` tokens (None: uncut). Returns the token ids.
 
+    Args:
+        raw, kwargs: see :meth:`Sample.encode`.
+
     Raises:
-        ContextError: the instruction alone is longer.
+        ContextError: the instruction alone exceeds ``max_tokens``.
     """
     token_ids = sample.encode(tokenizer, raw, **kwargs)
     if max_tokens is None or len(token_ids) <= max_tokens:
         return token_ids
-    # A binary search for the number of characters; each trial is encoded to count its tokens.
-    best: list[int] | None = None
+    # A binary search for the number of characters. Each trial is encoded to count its tokens.
+    best: list[int] | None = None  # the longest prompt so far that fits
     low, high = 0, len(sample.document)
     while high - low > 1 and len(best or ()) < max_tokens:
-        # Until a cut fits, guess from the last trial's characters a token; then halve the interval.
+        # Until a trial fits, guess by the characters per token of the last trial; then halve the interval.
         guess = max(low + 1, min(high - 1, high * max_tokens // max(1, len(token_ids))))
         characters = (low + high) // 2 if best else guess
         trial = sample.truncated(characters)

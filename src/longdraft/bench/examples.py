@@ -1,4 +1,4 @@
-"""Reads examples (rows) of data sets: from the Hugging Face hub, and from local files, folders and zip archives."""
+"""Reads the rows of data sets (examples) from the Hugging Face hub, and from local files, folders and zip archives."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ MakeError = Callable[[str], Exception]
 
 @dataclass(frozen=True)
 class Example:
-    """A row of a data set. ``origin``: file and line, for messages. ``stem``: the file's name without its suffix."""
+    """A row of a data set."""
 
     columns: Mapping[str, Any]
-    origin: str
-    stem: str
+    origin: str  # file and line, for error messages
+    stem: str  # the file's name without its suffix
 
 
 def read_jsonl(path: Path, limit: int | None = None) -> list[Example]:
-    """The first ``limit`` rows of a JSONL file.
+    """Reads the first ``limit`` rows of a JSONL file.
 
     Raises:
-        PromptError: the file is missing, empty or not JSONL. Names file and line.
+        PromptError: the file is missing, empty or not JSONL. The message names file and line.
     """
     if path.is_dir():
         raise PromptError(f"{path} is a folder: --data takes a JSONL file.")
@@ -40,7 +40,7 @@ def read_jsonl(path: Path, limit: int | None = None) -> list[Example]:
 
 
 def read_path(path: Path, name: str, limit: int | None = None) -> list[Example]:
-    """The first ``limit`` rows of a file, or of each file of a folder or a zip archive.
+    """Reads the first ``limit`` rows of a file, or of each file of a folder or a zip archive.
 
     Args:
         path: a JSONL, JSON, parquet or CSV file; a text file, which is one row with the column ``text``; or a folder or
@@ -63,13 +63,13 @@ def read_path(path: Path, name: str, limit: int | None = None) -> list[Example]:
     if files != [path]:
         readable = [file for file in files if PurePath(file.name).suffix in suffixes]
         files = [file for file in readable if PurePath(file.name).stem == name] or readable
-        if all(file.name.endswith(".txt") for file in files):  # one row a file
+        if all(file.name.endswith(".txt") for file in files):  # a text file is one row, so the limit counts files
             files = files[:limit]
     return _not_empty((example for file in files for example in _read_file(file, limit)), path)
 
 
 def read_text(path: Path) -> str:
-    """The text of a file.
+    """Reads the text of a file.
 
     Raises:
         PromptError: the file cannot be read.
@@ -79,22 +79,23 @@ def read_text(path: Path) -> str:
 
 
 def read_hub(name: str, hub: Mapping[str, Any], limit: int | None = None) -> list[Example]:
-    """The first ``limit`` rows of a data set of the hub, streamed.
+    """Reads the first ``limit`` rows of a data set of the hub. The other rows are not downloaded.
 
     Args:
+        name: the data set's name, for error messages.
         hub: arguments of ``datasets.load_dataset``.
 
     Raises:
         CapabilityError: the ``datasets`` library is missing, or the hub cannot be reached.
     """
 
-    def error(why: str) -> CapabilityError:  # no network, no such data set, or its layout has changed
+    def make_error(why: str) -> CapabilityError:  # no network, no such data set, or its layout has changed
         return CapabilityError(
             f"{name} cannot be read from the Hugging Face hub ({why}). Where the hub is out of reach, "
             f"fetch the file elsewhere and give it: --data {name}=FILE (.jsonl, .parquet, .csv)."
         )
 
-    return _load_dataset(name, name, limit, error, **hub)
+    return _load_dataset(name, name, limit, make_error, **hub)
 
 
 def _not_empty(examples: Iterable[Example], path: Path) -> list[Example]:
@@ -104,19 +105,21 @@ def _not_empty(examples: Iterable[Example], path: Path) -> list[Example]:
 
 
 def _named_errors(file: object) -> AbstractContextManager[None]:
-    """Makes errors of reading and of decoding (UTF-8, JSON) a PromptError that names the file."""
+    """Converts errors of reading and of decoding (UTF-8, JSON) to a PromptError that names the file."""
     return file_errors(str(file), f"{file} cannot be read", "Check the path; it is text in UTF-8.", PromptError)
 
 
 def _read_file(file: Any, limit: int | None) -> Iterator[Example]:
-    """Rows of a file, which may lie in an archive."""
+    """Yields the rows of a file, which may lie in an archive."""
     name = PurePath(file.name)
     if kind := _TABLE_BUILDERS.get(name.suffix):
 
-        def error(why: str) -> PromptError:  # the readers raise many classes of errors for a bad file
+        def make_error(why: str) -> PromptError:  # the readers raise many classes of errors for a bad file
             return PromptError(f"{file} cannot be read as {kind}: {why}.")
 
-        yield from _load_dataset(str(file), name.stem, limit, error, path=kind, data_files=str(file), split="train")
+        yield from _load_dataset(
+            str(file), name.stem, limit, make_error, path=kind, data_files=str(file), split="train"
+        )
     elif name.suffix in (".json", ".txt"):
         with _named_errors(file):
             content = file.read_text(encoding="utf-8")
@@ -128,7 +131,7 @@ def _read_file(file: Any, limit: int | None) -> Iterator[Example]:
 
 
 def _read_lines(file: Any, stem: str, limit: int | None) -> Iterator[Example]:
-    """Rows of a JSONL file."""
+    """Yields the rows of a JSONL file."""
     with _named_errors(file), file.open(encoding="utf-8") as lines:
         not_blank = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
         for number, line in islice(not_blank, limit):
@@ -142,8 +145,8 @@ def _read_lines(file: Any, stem: str, limit: int | None) -> Iterator[Example]:
             yield Example(row, origin, stem)
 
 
-def _load_dataset(origin: str, stem: str, limit: int | None, error: MakeError, **arguments: Any) -> list[Example]:
-    """Rows read by the ``datasets`` library. If it fails, raises ``error(reason)``."""
+def _load_dataset(origin: str, stem: str, limit: int | None, make_error: MakeError, **kwargs: Any) -> list[Example]:
+    """Reads rows by ``datasets.load_dataset(**kwargs)``. Raises ``make_error(reason)`` if the library fails."""
     from longdraft.model.checkpoints import quiet
 
     try:
@@ -155,7 +158,7 @@ def _load_dataset(origin: str, stem: str, limit: int | None, error: MakeError, *
         ) from None
     try:
         with quiet():
-            stream = load_dataset(**arguments, streaming=True)
+            stream = load_dataset(**kwargs, streaming=True)
             return [Example(dict(row), f"{origin}:{i}", stem) for i, row in enumerate(islice(stream, limit), 1)]
     except Exception as cause:
-        raise error(reason_of(cause)) from cause
+        raise make_error(reason_of(cause)) from cause

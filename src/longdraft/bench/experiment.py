@@ -1,11 +1,11 @@
-"""The loop of every measurement, and the file that keeps its records.
+"""Runs a measurement, and keeps its records in a file.
 
 A measurement consists of steps. A step makes records, and each record has a key. Records that are in the file are not
-made again, so an interrupted run continues; Ctrl-C keeps the records so far.
+made again, so an interrupted measurement continues; Ctrl-C keeps the records so far.
 
-A new measurement needs a frozen dataclass for its records, steps that make them, and a
-:class:`~longdraft.bench.tables.Report`; ``cli.measuring.Rendered.measure`` does the rest. Contenders whose times are
-compared run in the order of :func:`interleave`.
+A new measurement needs a frozen dataclass for its records, steps that make the records, and a
+:class:`~longdraft.bench.tables.Report`; ``cli.measure_options`` runs and prints it. Contenders whose times are compared
+run in the order of :func:`interleave`.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from longdraft.bench.records import RecordFile
 R = TypeVar("R")  # a record
 K = TypeVar("K")  # a record's key
 Tick = Callable[[str], None]
-"""Called before each run with a few words about the run; moves the progress bar."""
+"""Moves the progress bar. A step calls it before each run, with a few words about the run."""
 
 
 @dataclass(frozen=True)
 class Step(Generic[K, R]):
-    """A part of a measurement.
+    """A part of a measurement that makes some records.
 
     Attributes:
         description: a few words for the progress bar.
         keys: keys of the records that the step makes.
-        measure: (keys of missing records, tick) -> those records. Calls ``tick`` before each run.
-        ticks: number of runs of a record.
+        measure: makes the records of the keys in its first argument. Calls its second argument before each run.
+        runs_per_record: number of runs that make one record.
     """
 
     description: str
     keys: Sequence[K]
     measure: Callable[[Collection[K], Tick], Iterable[R]]
-    ticks: int = 1
+    runs_per_record: int = 1
 
 
 class Experiment(Generic[K, R]):
-    """Steps, and the records that they have made.
+    """Holds the steps of a measurement, and the records that the steps have made.
 
     Args:
-        key: a record -> its key.
+        key: returns the key of a record.
         file: keeps the records on disk, and may hold records of an interrupted run; None: memory only.
     """
 
@@ -60,15 +60,15 @@ class Experiment(Generic[K, R]):
         return [self._records[key] for key in self.keys if key in self._records]
 
     @property
-    def ticks(self) -> int:
-        """Calls of ``tick`` that are left."""
-        return sum(step.ticks for step in self._steps for key in step.keys if key not in self._records)
+    def num_runs_left(self) -> int:
+        """Number of runs, and so of calls of ``tick``, that are left."""
+        return sum(step.runs_per_record for step in self._steps for key in step.keys if key not in self._records)
 
     def run(self, on_step: Callable[[str], Tick]) -> Iterator[R]:
-        """Makes the missing records. Yields each record after it is in the file.
+        """Makes the missing records. Yields a record when the file has it.
 
         Args:
-            on_step: called before each step with its description; returns the step's ``tick``.
+            on_step: called before each step with the step's description; returns the ``tick`` of the step.
         """
         for step in self._steps:
             if missing := [key for key in step.keys if key not in self._records]:
@@ -81,18 +81,18 @@ class Experiment(Generic[K, R]):
 
 Units = Mapping[str, "Unit"]
 UnitRecord = dict[str, Any]
-"""``unit``: the unit's name; ``measured``: its result as a JSON object."""
+"""Keys: ``unit``, the name of a unit; ``measured``, the unit's result as a JSON object."""
 
 
 class Unit(NamedTuple):
-    """A part of a measurement that makes one record. ``ticks``: number of runs, each announced to ``tick``."""
+    """A step that makes one record. ``measure`` returns the record, and calls its argument before each run."""
 
-    ticks: int
+    num_runs: int
     measure: Callable[[Tick], Mapping[str, Any]]
 
 
 def unit_experiment(units: Units, path: Path | None, header: Mapping[str, Any]) -> Experiment[str, UnitRecord]:
-    """An experiment with one step and one record for each unit.
+    """Makes an experiment with one step and one record for each unit.
 
     Args:
         units: the units by name.
@@ -103,13 +103,13 @@ def unit_experiment(units: Units, path: Path | None, header: Mapping[str, Any]) 
     def measure(name: str, missing: Collection[str], tick: Tick) -> Iterator[UnitRecord]:
         yield {"unit": name, "measured": units[name].measure(tick)}
 
-    steps = [Step(name, (name,), partial(measure, name), unit.ticks) for name, unit in units.items()]
+    steps = [Step(name, (name,), partial(measure, name), unit.num_runs) for name, unit in units.items()]
     file = None if path is None else RecordFile[UnitRecord](path, header, dict)
     return Experiment(steps, lambda record: str(record["unit"]), file)
 
 
-def interleave(names: Sequence[K], repeats: int) -> Iterator[tuple[int, K]]:
-    """Yields (repeat, name): all names in turn, in reverse order every second time, so that a machine that slows down
-    slows all contenders alike."""
-    for i in range(repeats):
-        yield from ((i, name) for name in (names if i % 2 == 0 else reversed(names)))
+def interleave(items: Sequence[K], repeats: int) -> Iterator[tuple[int, K]]:
+    """Yields (repeat, item) for all items in turn, every second time in reverse order. So a machine that slows down
+    slows all items alike."""
+    for repeat in range(repeats):
+        yield from ((repeat, item) for item in (items if repeat % 2 == 0 else reversed(items)))

@@ -1,8 +1,8 @@
-"""Reports of runs at several context lengths: accepted length, and the break-even that it must exceed to pay.
+"""Reports runs at several context lengths: the mean accepted length, and the break-even.
 
-A round of a method (drafting and verification) takes R seconds, a plain decoding step on the same context S seconds. A
-round emits as many tokens as the accepted length. So speculation pays if the accepted length exceeds R / S, the
-**break-even**.
+A round of a method (drafting and verification) takes R seconds; a step of plain decoding on the same context takes S
+seconds. A round emits as many tokens as the accepted length says. So a method is faster than plain decoding if its
+accepted length exceeds R / S, the **break-even**.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from longdraft.bench.tables import (
 )
 from longdraft.metrics import tokens_per_second
 
-DEFINITIONS = (
+ACCEPTANCE_DEFINITIONS = (
     f"{ACCEPTED_DEFINITION} Trees have the methods' default shapes, without a planner.",
     "x2, x4: the target is stretched by YaRN with this factor.",
 )
-BREAK_EVEN = (
+BREAK_EVEN_DEFINITIONS = (
     ACCEPTED_DEFINITION,
     "break-even: seconds of a round / seconds of a plain step on the same context: the accepted length at which the "
     "method is as fast as plain decoding. The median of the prompts. Plain decoding: 1.",
@@ -51,83 +51,76 @@ Runs = Iterable[AcceptanceRun]
 
 
 def acceptance_report(runs: Runs, methods: Sequence[str], notes: Sequence[str], complete: bool) -> Report:
-    """The report of ``bench acceptance``: a table for each temperature and data set, with a column for each length.
+    """Makes the report of ``bench acceptance``: a table for each temperature and data set, a column for each length.
 
     Args:
+        runs: the measured runs.
         methods: methods in the order of the rows.
         notes: remarks about texts.
         complete: True if no run is missing.
     """
     runs = _with_verifications(runs)
     datasets: list[str | None] = list(dict.fromkeys(run.asked.dataset for run in runs))
-    if len(datasets) > 1:  # all data sets together come first
+    if len(datasets) > 1:  # None: all data sets together, which come first
         datasets.insert(0, None)
-    cells = product(sorted({run.asked.temperature for run in runs}), datasets, _lengths(runs), methods)
+    temperatures = sorted({run.asked.temperature for run in runs})
     rows = []
-    for t, dataset, length, name in cells:
-        group = [r for r in runs if (r.asked.temperature, r.asked.length, r.asked.method) == (t, length, name)]
+    for temperature, dataset, length, method in product(temperatures, datasets, _lengths(runs), methods):
+        key = temperature, length, method
+        group = [run for run in runs if (run.asked.temperature, run.asked.length, run.asked.method) == key]
         if group := [run for run in group if dataset in (None, run.asked.dataset)]:
             accepted_lengths = [run.new_tokens / run.verifications for run in group]
-            rows.append(
-                {
-                    **_common_keys(group),
-                    "temperature": t,
-                    "dataset": dataset,
-                    "sampling": group[0].asked.sampling if t else None,
-                    "new_tokens": sum(run.new_tokens for run in group),
-                    "verifications": sum(run.verifications for run in group),
-                    "lowest": min(accepted_lengths),
-                    "highest": max(accepted_lengths),
-                    "depth_accepted": depth_accepted([pair for run in group for pair in run.accepted]),
-                }
-            )
+            rows.append({
+                **_common_entries(group), "temperature": temperature, "dataset": dataset,
+                "sampling": group[0].asked.sampling if temperature else None,
+                "new_tokens": sum(run.new_tokens for run in group),
+                "verifications": sum(run.verifications for run in group),
+                "lowest": min(accepted_lengths), "highest": max(accepted_lengths),
+                "depth_accepted": depth_accepted([pair for run in group for pair in run.accepted]),
+            })  # fmt: skip
     tables = []
     for group_rows in group_by(rows, "temperature", "dataset"):
-        title = f"{group_rows[0]['dataset'] or 'all data sets'}, {_sampling(group_rows[0])}"
+        title = f"{group_rows[0]['dataset'] or 'all data sets'}, {_sampling_label(group_rows[0])}"
         table = pivot("method", group_rows, _heading, format_cell)
-        # The footer is that of the row with the most prompts: in an interrupted run methods have different numbers.
-        fullest = [max(by_length, key=lambda row: int(row["prompts"])) for by_length in group_by(group_rows, "length")]
+        # After an interrupted run some methods have fewer prompts: the footer shows the method with the most prompts.
+        by_length = group_by(group_rows, "length")
+        footer = [max(same_length, key=lambda row: int(row["prompts"])) for same_length in by_length]
         table.add_section()
-        table.add_row("prompts", *(f"{row['prompts']}" for row in fullest))
-        table.add_row("prompt tokens", *(f"{row['context_tokens']:,}" for row in fullest))
+        table.add_row("prompts", *(f"{row['prompts']}" for row in footer))
+        table.add_row("prompt tokens", *(f"{row['context_tokens']:,}" for row in footer))
         tables.append((f"Mean accepted length: {title}", table))
     document = {"rows": rows, "notes": list(notes), **environment_info(), "complete": complete}
-    return Report(document, tables, list(map(Text, notes)), DEFINITIONS)
+    return Report(document, tables, list(map(Text, notes)), ACCEPTANCE_DEFINITIONS)
 
 
 def break_even_report(runs: Runs, methods: Sequence[str], notes: Sequence[str], complete: bool) -> Report:
-    """The report of ``bench length``: a table of accepted lengths and break-evens by length, and a table of tokens/s.
-    For the arguments see :func:`acceptance_report`."""
+    """Makes the report of ``bench length``: a table of accepted lengths and break-evens, and a table of tokens/s. The
+    arguments are those of :func:`acceptance_report`."""
     runs = _with_verifications(runs)
     ar_runs = {(run.asked.sample, run.asked.length): run for run in runs if run.asked.method == REFERENCE}
     rows = []
     for length, name in product(_lengths(runs), methods):
         if group := [run for run in runs if (run.asked.length, run.asked.method) == (length, name)]:
-            pairs = [(run, ar_runs.get((run.asked.sample, length))) for run in group]
+            pairs = [(run, ar_runs.get((run.asked.sample, length))) for run in group]  # with ar on the same prompt
             break_even = median_of(ratio(_round_seconds(run), _round_seconds(ar)) for run, ar in pairs)
-            common = _common_keys(group)
-            rows.append(
-                {
-                    **common,
-                    "tokens_per_second": median_of(_rate(run) for run in group),
-                    "speedup_vs_ar": median_of(ratio(_rate(run), _rate(ar)) for run, ar in pairs),
-                    "break_even": break_even,
-                    "pays": None if break_even is None else common["mean_accepted_length"] > break_even,
-                }
-            )
+            common = _common_entries(group)
+            pays = None if break_even is None else common["mean_accepted_length"] > break_even
+            rows.append({
+                **common, "tokens_per_second": median_of(_speed(run) for run in group),
+                "speedup_vs_ar": median_of(ratio(_speed(run), _speed(ar)) for run, ar in pairs),
+                "break_even": break_even, "pays": pays,
+            })  # fmt: skip
+    pays_table = pivot("accepted / break-even", rows, _heading, _pays_cell)
+    speed_table = pivot("tokens/s, vs ar", rows, _heading, _speed_cell)
     tables = [
-        (
-            "Accepted length and break-even by tokens of text",
-            pivot("accepted / break-even", rows, _heading, _pays_cell),
-        ),
-        ("Speed by tokens of text", pivot("tokens/s, vs ar", rows, _heading, _speed_cell)),
-    ]
+        ("Accepted length and break-even by tokens of text", pays_table), ("Speed by tokens of text", speed_table),
+    ]  # fmt: skip
     document = {"rows": rows, "notes": list(notes), **environment_info(), "complete": complete}
-    return Report(document, tables, list(map(Text, notes)), BREAK_EVEN)
+    return Report(document, tables, list(map(Text, notes)), BREAK_EVEN_DEFINITIONS)
 
 
 def _with_verifications(runs: Runs) -> list[AcceptanceRun]:
-    """The runs with a verification; an answer of one token has none, as it comes from the prefill."""
+    """Leaves out runs without a verification: the prefill emits the first token, and the answer had no other."""
     return [run for run in runs if run.verifications]
 
 
@@ -135,8 +128,8 @@ def _lengths(runs: Sequence[AcceptanceRun]) -> list[int]:
     return sorted({run.asked.length for run in runs})
 
 
-def _common_keys(runs: Sequence[AcceptanceRun]) -> dict[str, Any]:
-    """The entries that rows of both reports have."""
+def _common_entries(runs: Sequence[AcceptanceRun]) -> dict[str, Any]:
+    """Returns the entries of a row that both reports have."""
     return {
         "method": runs[0].asked.method,
         "length": runs[0].asked.length,
@@ -147,15 +140,16 @@ def _common_keys(runs: Sequence[AcceptanceRun]) -> dict[str, Any]:
 
 
 def _round_seconds(run: AcceptanceRun | None) -> float | None:
-    """Mean seconds of a round."""
+    """Mean seconds of a round; None without a run."""
     return None if run is None else ratio(run.seconds, run.verifications)
 
 
-def _rate(run: AcceptanceRun | None) -> float | None:
+def _speed(run: AcceptanceRun | None) -> float | None:
+    """Tokens/s; None without a run."""
     return None if run is None else tokens_per_second(run.new_tokens, run.seconds or 0.0)
 
 
-def _sampling(row: Row) -> str:
+def _sampling_label(row: Row) -> str:
     return format_temperature(row["temperature"]) + format_figure(row["sampling"], ", {} sampling", missing="")
 
 
@@ -173,19 +167,19 @@ def _speed_cell(row: Row) -> str:
 
 
 def acceptance_chart(rows: Sequence[Row]) -> bytes:
-    """An SVG chart of :func:`acceptance_report`'s rows at one temperature: mean accepted length ± one standard error
-    against context length, a line for each method."""
+    """Returns an SVG chart of rows of :func:`acceptance_report` at one temperature: mean accepted length, with one
+    standard error, by context length. Each method has a line."""
     pooled = [row for row in rows if row["dataset"] is None] or rows
     series: dict[str, list[charts.Point]] = {}
     for row in pooled:
         point = charts.Point(row["length"], row["mean_accepted_length"], row["standard_error"] or 0.0)
         series.setdefault(row["method"], []).append(point)
-    most = pluralize(max(row["prompts"] for row in pooled), "prompt")
-    title = f"{_sampling(rows[0])}, up to {most} a length"
+    max_prompts = pluralize(max(row["prompts"] for row in pooled), "prompt")
+    title = f"{_sampling_label(rows[0])}, up to {max_prompts} a length"
     return charts.plot(title, series, "context, tokens", "mean accepted length", 1.0)
 
 
 def doubling_lengths(first: int, last: int) -> tuple[int, ...]:
-    """``first``, twice that, four times that, ... up to ``last``, and ``last``."""
+    """Doubles ``first`` until ``last`` is reached. Returns all these lengths, and ``last`` itself."""
     doublings = max(0, math.floor(math.log2(last / first))) if last >= first else -1
     return tuple(dict.fromkeys((*(first * 2**i for i in range(doublings + 1)), last)))

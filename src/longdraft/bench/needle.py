@@ -1,9 +1,9 @@
 """Measures how well drafters predict a needle, by their view of the context (SpecExtend, section 2.2, table 1).
 
-The needle is a sentence with a code, somewhere in a long text (the haystack). It is fed token by token (teacher
-forcing), so all views predict the same tokens after the same context. Before each token but the first (the prefill's)
-the drafter proposes as in decoding, and its log-probability of the true token is kept. The engine runs one target
-forward a token, as retrieval chooses chunks by the attention of that forward.
+The needle is a sentence with a code, somewhere in a long text (the haystack). After the haystack the engine emits the
+tokens of the needle, whatever the target predicts (teacher forcing). So all drafters predict the same tokens after the
+same context. Before each token but the first the drafter proposes as in decoding; the log-probability that it gives the
+true token is recorded. Each token takes one target forward: retrieval chooses chunks by the attention of that forward.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ from longdraft.trees.level import DraftLogits, TreeLevel
 from longdraft.trees.tree import TokenTree
 from longdraft.trees.tree_config import TreeConfig
 
-# The code is last in the sentence: most of its tokens come when the drafter's view has been chosen a few times.
+# The code ends the sentence: before the code's tokens, retrieval has chosen the drafter's view a few times.
 NEEDLE = "The secret code of the {colour} door is {code}."
 QUESTION = "What is the secret code of the {colour} door?"
 COLOURS = ("blue", "red", "green", "yellow", "white", "black")
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
-SLACK = 16  # A haystack may be so many tokens shorter than the context.
+SLACK = 16  # a haystack may be this many tokens shorter than asked, because cuts are made between characters
 
 
 def make_haystacks(
-    path: Path, context: int, tokenizer: PreTrainedTokenizerBase, samples: int = 2,
+    path: Path, context_tokens: int, tokenizer: PreTrainedTokenizerBase, num_texts: int = 2,
     depths: Sequence[float] = DEPTHS, **template_kwargs: Any,
 ) -> list[Prompt]:  # fmt: skip
-    """Prompts with a needle: text by text, deepest needle first, so that each prompt shares a prefix with the next.
+    """Makes prompts with a needle, text by text, the deepest needle first: prompts share the text before the needles.
 
     Args:
         path: a JSONL file of prompts, or plain text.
-        context: tokens of a prompt.
-        samples: number of texts, which are windows of the file's text.
-        depths: positions of the needle in each text, from 0 (beginning) to 1 (end); a prompt for each.
+        context_tokens: tokens of a prompt.
+        num_texts: number of texts. Each text is a window of the file's text.
+        depths: positions of the needle in each text, from 0 (beginning) to 1 (end). Each depth makes a prompt.
         template_kwargs: ``system`` and arguments of the chat template.
 
     Raises:
@@ -66,33 +66,34 @@ def make_haystacks(
         ContextError: the context leaves no room for text.
     """
     # A token seldom has more than 16 characters, so the beginning of the text is enough.
-    token_ids = encode(tokenizer, data.read_document(path)[: 16 * context * samples])
-    step = max(0, min(context, (len(token_ids) - context) // max(1, samples - 1)))
+    token_ids = encode(tokenizer, data.read_document(path)[: 16 * context_tokens * num_texts])
+    stride = max(0, min(context_tokens, (len(token_ids) - context_tokens) // max(1, num_texts - 1)))
     prompts = []
-    for i in range(samples):
-        haystack = str(tokenizer.decode(token_ids[i * step : i * step + context], skip_special_tokens=True))
+    for i in range(num_texts):
+        haystack = str(tokenizer.decode(token_ids[i * stride : i * stride + context_tokens], skip_special_tokens=True))
         for depth in sorted(set(depths), reverse=True):
             generator = random.Random(f"{i} {depth}")
             colour, code = generator.choice(COLOURS), str(generator.randrange(10000, 100000))
             needles, question = ((depth, NEEDLE.format(colour=colour, code=code)),), QUESTION.format(colour=colour)
             sample = Sample(haystack, question, "needle", f"{path}:{i + 1}", answers=(code,), needles=needles)
-            tokens = data.encode_truncated(sample, tokenizer, context, **template_kwargs)
-            if len(tokens) < context - SLACK:
-                raise PromptError(f"{path} has {len(token_ids):,} tokens, not {context:,}: give a longer text.")
-            prompts.append(Prompt(sample, tuple(tokens), context))
+            tokens = data.encode_truncated(sample, tokenizer, context_tokens, **template_kwargs)
+            if len(tokens) < context_tokens - SLACK:
+                raise PromptError(f"{path} has {len(token_ids):,} tokens, not {context_tokens:,}: give a longer text.")
+            prompts.append(Prompt(sample, tuple(tokens), context_tokens))
     return prompts
 
 
-# A drafter's logits (V,), and the target's token id (V,) of each; None: draft and target have one vocabulary.
-Prediction = tuple[torch.Tensor, torch.Tensor | None]
+# A drafter's logits (V,) over its vocabulary of V tokens, and the target's id of each of these tokens (V,). The ids are
+# None if draft and target have the same vocabulary.
+StoredLogits = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class TokenPrediction(NamedTuple):
-    """A view's prediction of one token of a needle.
+    """A drafter's prediction of one token of a needle.
 
     Attributes:
-        is_top1: the token is the drafter's argmax.
-        logprob: the token's log-probability by the drafter; None if its vocabulary lacks the token.
+        is_top1: the drafter gives this token the greatest probability.
+        logprob: the drafter's log-probability of this token; None if the drafter's vocabulary lacks the token.
     """
 
     is_top1: bool
@@ -100,11 +101,12 @@ class TokenPrediction(NamedTuple):
 
 
 class NeedleBench:
-    """The measurement on one loaded model.
+    """Measures drafters on one loaded model.
 
     Args:
-        views: by the view's name, a method, whose drafter is measured, and its options.
-        drafts: trained drafts by kind; for other kinds the package's drafts are used.
+        loaded: the target and its tokenizer.
+        views: by the name of a view, the method whose drafter is measured, and options, which include the view.
+        drafts: trained drafts by kind. For other kinds the package's drafts are used.
 
     Raises:
         CapabilityError: a view's draft is missing.
@@ -125,65 +127,66 @@ class NeedleBench:
             options = {**draft, **view_options, "widths": (1,)}  # one drafted token a round
             recipe = self._recipes[name] = recipe_for(*resolve(method, options), self.runner)
             if "draft" in recipe.options:
-                loaded_drafts[kind] = recipe.options["draft"]  # loaded now; the next view shares it
-        layers = (recipe.drafter().feature_layers(self.runner) for recipe in self._recipes.values())
-        self._cache = PromptCache(next(filter(None, layers), ()))  # keeps the hidden states that drafters read
+                loaded_drafts[kind] = recipe.options["draft"]  # now loaded: the next view uses the same draft
+        # The cache keeps the hidden states of the layers that the first drafter with such layers reads.
+        feature_layers = (recipe.drafter().feature_layers(self.runner) for recipe in self._recipes.values())
+        self._cache = PromptCache(next(filter(None, feature_layers), ()))
 
     @property
     def max_haystack_tokens(self) -> int:
-        """The greatest length of a haystack at which any needle fits into the target's context as an answer."""
-        longest = max(len(encode(self._tokenizer, NEEDLE.format(colour=c, code=10**5))) for c in COLOURS)
-        return self.runner.context_length - longest - 2  # the limit is one token above the answer; one more is spare
+        """The greatest length of a haystack after which the target's context has room for any needle."""
+        longest = max(len(encode(self._tokenizer, NEEDLE.format(colour=colour, code=10**5))) for colour in COLOURS)
+        return self.runner.context_length - longest - 2  # one token more is allowed (see measure), and one is spare
 
     def measure(self, haystack: Prompt, tick: Tick = lambda name: None) -> dict[str, list[TokenPrediction]]:
-        """Lets every view predict a haystack's needle. ``tick`` gets the view's name before.
+        """Lets every drafter predict a haystack's needle. Calls ``tick`` with the view's name before each drafter.
 
         Returns:
-            By the view's name, the predictions of each token of the needle but the first.
+            By the view's name, the prediction of each token of the needle but the first.
 
         Raises:
             ContextError: haystack and needle exceed the target's context.
         """
-        answer = self.needle_tokens(haystack)
+        needle = self.needle_tokens(haystack)
         predictions: dict[str, list[TokenPrediction]] = {}
         for name, recipe in self._recipes.items():
             tick(name)
-            drafter, tree, sampler = recipe.drafter(), _Top1Tree(), _ForcedSampler(answer)
+            drafter, tree, sampler = recipe.drafter(), _Top1Tree(), _ForcedSampler(needle)
             cast(TreeDrafter, drafter).tree = tree
-            # The limit is the answer and one token, as nothing is drafted for a limit's last token.
-            prompt, limit, device = list(haystack.token_ids), len(answer) + 1, self.runner.device
+            # One token more than the needle: a drafter proposes nothing for the last token that max_tokens allows.
+            prompt, max_tokens, device = list(haystack.token_ids), len(needle) + 1, self.runner.device
             engine = Engine(self.runner, drafter, _RootVerifier(), self._cache)
-            engine.add(sequence.Sequence(0, prompt, limit, device, sampler=sampler, stop_rules=[sampler.is_done]))
+            engine.add(sequence.Sequence(0, prompt, max_tokens, device, sampler=sampler, stop_rules=[sampler.is_done]))
             for _ in engine.run():
                 pass
-            pairs = zip(tree.predictions, answer[1:], strict=True)
-            predictions[name] = [_score_prediction(*prediction, token) for prediction, token in pairs]
+            pairs = zip(tree.stored_logits, needle[1:], strict=True)
+            predictions[name] = [_score_prediction(logits, ids, token) for (logits, ids), token in pairs]
         return predictions
 
     def needle_tokens(self, haystack: Prompt) -> list[int]:
-        """Token ids of the needle, without its full stop."""
+        """Returns the token ids of a haystack's needle, without the full stop."""
         ((_, needle),) = haystack.sample.needles
         return encode(self._tokenizer, needle.rstrip("."))
 
 
 class _ForcedSampler(Sampler):
-    """Teacher forcing: returns the tokens of an answer, whatever the target's logits are."""
+    """Returns the tokens of a needle one after the other, whatever the target's logits are (teacher forcing)."""
 
-    def __init__(self, answer: list[int]) -> None:
-        super().__init__(False, Sampling().processors())
-        self._answer, self._position = answer, 0
+    def __init__(self, needle: list[int]) -> None:
+        super().__init__(greedy=False, processors=Sampling().processors())
+        self._needle, self._position = needle, 0
 
     def sample(self, input_ids: torch.Tensor, logits: torch.Tensor) -> int:
         self._position += 1
-        return self._answer[self._position - 1]
+        return self._needle[self._position - 1]
 
     def is_done(self, decoded: sequence.Sequence) -> sequence.FinishReason | None:
-        """A stop rule: the answer is complete."""
-        return "length" if len(decoded.output) == len(self._answer) else None
+        """A stop rule: ends the sequence when the needle is complete."""
+        return "length" if len(decoded.output) == len(self._needle) else None
 
 
 class _RootVerifier(Verifier):
-    """Verifies only the roots of trees, so that each round emits one token and all tokens are predicted."""
+    """Verifies only the root of each tree. So each round emits one token, and the drafter predicts every token."""
 
     def verify(self, sequences: list[sequence.Sequence], trees: list[TokenTree]) -> list[VerifyOutput]:
         return super().verify(sequences, [TokenTree(tree.tokens[:1], (-1,)) for tree in trees])
@@ -191,26 +194,26 @@ class _RootVerifier(Verifier):
 
 @dataclass(frozen=True, kw_only=True)
 class _Top1Tree(TreeConfig):
-    """A tree of one node, the argmax. Stores each round's logits in ``predictions``."""
+    """Grows trees of one node, the drafter's argmax. Stores the logits of each round in ``stored_logits``."""
 
     name: str = "chain"
     branching: tuple[int, ...] = (1,)
-    predictions: list[Prediction] = field(default_factory=list)
+    stored_logits: list[StoredLogits] = field(default_factory=list)
 
     def grow(self, roots: Sequence[int], draft_logits: DraftLogits, *args: Any, **options: Any) -> list[TokenTree]:
-        target_ids = args[1] if len(args) > 1 else None
+        target_ids = args[1] if len(args) > 1 else None  # the target's ids of the draft's vocabulary, see StoredLogits
 
         def store_logits(level: TreeLevel) -> torch.Tensor:
             logits = draft_logits(level)
-            self.predictions.extend((row, target_ids) for row in logits[:, 0])
+            self.stored_logits.extend((root_logits, target_ids) for root_logits in logits[:, 0])
             return logits
 
-        # With draft_topk=None the tree calls store_logits instead of a fused top k.
+        # draft_topk is a fused top k in place of the logits. Without it the tree calls store_logits.
         return super().grow(roots, store_logits, *args, **options | {"draft_topk": None})
 
 
 def _score_prediction(logits: torch.Tensor, target_ids: torch.Tensor | None, token: int) -> TokenPrediction:
-    """Compares a drafter's logits (V,) with the true token; ``target_ids`` (V,): see :data:`Prediction`."""
+    """Compares a drafter's logits with the true token. ``logits`` and ``target_ids``: see :data:`StoredLogits`."""
     draft_ids = [token] if target_ids is None else (target_ids == token).nonzero().flatten().tolist()
     if not draft_ids or draft_ids[0] >= len(logits):
         return TokenPrediction(False, None)
@@ -220,14 +223,14 @@ def _score_prediction(logits: torch.Tensor, target_ids: torch.Tensor | None, tok
     return TokenPrediction(int(logprobs.argmax()) == draft_ids[0], logprob if math.isfinite(logprob) else None)
 
 
-def accuracy(tokens: Sequence[TokenPrediction]) -> float | None:
-    """Share of tokens that are the drafter's argmax; None without tokens."""
-    return mean_of(float(token.is_top1) for token in tokens)
+def accuracy(predictions: Sequence[TokenPrediction]) -> float | None:
+    """Returns the share of predictions with the true token as the drafter's argmax; None without predictions."""
+    return mean_of(float(prediction.is_top1) for prediction in predictions)
 
 
-def perplexity(tokens: Sequence[TokenPrediction]) -> float | None:
-    """Perplexity of the tokens that the draft's vocabulary has; None without such tokens, or if it overflows."""
-    nll = mean_of(None if token.logprob is None else -token.logprob for token in tokens)
+def perplexity(predictions: Sequence[TokenPrediction]) -> float | None:
+    """Returns the perplexity of the predictions with a log-probability; None if there are none, or on overflow."""
+    nll = mean_of(None if prediction.logprob is None else -prediction.logprob for prediction in predictions)
     try:
         return None if nll is None else math.exp(nll)
     except OverflowError:

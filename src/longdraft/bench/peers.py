@@ -1,4 +1,4 @@
-"""Contenders to compare with: ``transformers``' own ``generate``."""
+"""Peers, which are contenders from outside of longdraft: ``generate`` of transformers."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 _CACHE_FIELD = "cache" if "cache" in CausalLMOutputWithPast.__annotations__ else "past_key_values"
 HF = "hf"
 PEERS = {HF: "sdpa", "hf-eager": "eager"}
-"""Names of the peers, and ``attn_implementation`` of each."""
+"""By the name of each peer: the ``attn_implementation`` that transformers uses."""
 
 
 class TimingStreamer(BaseStreamer):
-    """A streamer that records times: ``generate`` passes it the prompt first, then the tokens of each forward."""
+    """Records when ``generate`` emits tokens. ``generate`` puts the prompt first, then the tokens of each forward."""
 
     def __init__(self) -> None:
         self.start = time.perf_counter()
@@ -41,17 +41,18 @@ class TimingStreamer(BaseStreamer):
 
 
 class TransformersGenerate(Contender):
-    """``transformers``' own ``generate``, with plain decoding.
+    """Decodes jobs with ``generate`` of transformers, one token a forward.
 
     Args:
+        model: the model to decode with.
         name: one of :data:`PEERS`.
-        same_arithmetic: the model computes in longdraft's arithmetic; if False, tokens may differ.
+        same_arithmetic: ``model`` and longdraft's target compute in the same arithmetic. Otherwise tokens may differ.
     """
 
     def __init__(self, model: PreTrainedModel, name: str = HF, same_arithmetic: bool = True) -> None:
         self._model, self.name, self.note = model, name, f"{weight_formats(model)} weights"
         self._same_arithmetic = same_arithmetic
-        # K and V of each layer, without the last prompt token: every run computes that again. Runs copy them.
+        # K and V of each layer, for all prompt tokens but the last, which every run computes again. Runs copy K and V.
         self._prompt_kv: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def is_comparable(self, greedy: bool, batch: int) -> bool:
@@ -61,57 +62,57 @@ class TransformersGenerate(Contender):
         self._prompt_kv = []
 
     def decode_warm(self, job: Job) -> Run:
-        cached: dict[str, Any] = {}
+        cache_kwargs: dict[str, Any] = {}
         if self._prompt_kv:
-            cached[_CACHE_FIELD] = cache = DynamicCache()
+            cache_kwargs[_CACHE_FIELD] = cache = DynamicCache()
             for layer, (k, v) in enumerate(self._prompt_kv):
                 cache.update(k, v, layer)
-        pad, width = min(job.eos_ids, default=0), max(map(len, job.prompts))
-        input_ids = [[pad] * (width - len(p)) + list(p) for p in job.prompts]
-        mask = [[0] * (width - len(p)) + [1] * len(p) for p in job.prompts]
+        pad_id, width = min(job.eos_ids, default=0), max(map(len, job.prompts))
+        input_ids = [[pad_id] * (width - len(prompt)) + list(prompt) for prompt in job.prompts]
+        mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in job.prompts]
         torch.manual_seed(job.seed)
-        with quiet(), _temporary_settings(self._model, _config(job, pad), PEERS[self.name]):
+        with quiet(), _temporary_settings(self._model, _generation_config(job, pad_id), PEERS[self.name]):
             streamer = TimingStreamer()
             out = self._model.generate(
                 torch.tensor(input_ids, device=self._model.device),
                 attention_mask=torch.tensor(mask, device=self._model.device),
-                streamer=streamer,
-                return_dict_in_generate=True,
-                logits_processor=_extra_processors(job),
-                **cached,
-            )
-        tokens = tuple(trim_at_eos(row[width:].tolist(), job.eos_ids)[: job.max_tokens] for row in out.sequences)
+                streamer=streamer, logits_processor=_extra_processors(job), return_dict_in_generate=True,
+                **cache_kwargs,
+            )  # fmt: skip
+        outputs = [token_ids[width:].tolist() for token_ids in out.sequences]
+        tokens = tuple(trim_at_eos(token_ids, job.eos_ids)[: job.max_tokens] for token_ids in outputs)
         if not self._prompt_kv and width > 1:
             layers = out[_CACHE_FIELD].layers
-            self._prompt_kv = [(x.keys[:, :, : width - 1], x.values[:, :, : width - 1]) for x in layers]
-        # times[0]: the prompt; times[1]: the prefill's token; then one token a forward.
+            self._prompt_kv = [(layer.keys[:, :, : width - 1], layer.values[:, :, : width - 1]) for layer in layers]
+        # times[0]: the prompt; times[1]: the token of the prefill; then one token of each prompt a forward.
         first, last = streamer.times[1], streamer.times[-1]
-        return Run(tokens, first - streamer.start, last - first, tuple(len(t) - 1 for t in tokens))
+        rounds = tuple(len(token_ids) - 1 for token_ids in tokens)
+        return Run(tokens, first_token_seconds=first - streamer.start, decode_seconds=last - first, rounds=rounds)
 
 
-def trim_at_eos(tokens: Sequence[int], eos: frozenset[int]) -> tuple[int, ...]:
-    """The tokens up to the first EOS, which is included."""
-    end = next((i for i, token in enumerate(tokens, 1) if token in eos), None)
+def trim_at_eos(tokens: Sequence[int], eos_ids: frozenset[int]) -> tuple[int, ...]:
+    """Returns the tokens up to and with the first EOS."""
+    end = next((i for i, token in enumerate(tokens, 1) if token in eos_ids), None)
     return tuple(tokens[:end])
 
 
 def _extra_processors(job: Job) -> LogitsProcessorList:
-    """The windowed repetition penalty if the job has one, as ``GenerationConfig`` has none."""
+    """Makes the job's windowed repetition penalty, which ``GenerationConfig`` cannot express."""
     penalty, window = job.sampling.repetition_penalty, job.sampling.repetition_window
     return LogitsProcessorList([WindowedRepetitionPenalty(penalty, window)] if penalty and window else [])
 
 
-def _config(job: Job, pad: int) -> GenerationConfig:
+def _generation_config(job: Job, pad_id: int) -> GenerationConfig:
     sampling = job.sampling
     settings: dict[str, Any] = {
         "max_new_tokens": job.max_tokens,
         "eos_token_id": sorted(job.eos_ids) or None,
-        "pad_token_id": pad,
+        "pad_token_id": pad_id,
         "do_sample": not sampling.greedy,
         "repetition_penalty": 1.0 if sampling.repetition_window else sampling.repetition_penalty or 1.0,
     }
     if not sampling.greedy:
-        # top_k = 0 switches off the default of transformers, 50.
+        # top_k = 0: no limit. Without the argument transformers would use 50.
         top_p = 1.0 if sampling.top_p is None else sampling.top_p
         settings |= {
             "temperature": sampling.temperature, "min_p": sampling.min_p, "top_k": sampling.top_k or 0, "top_p": top_p
@@ -123,7 +124,7 @@ def _config(job: Job, pad: int) -> GenerationConfig:
 def _temporary_settings(model: PreTrainedModel, config: GenerationConfig, attention: str) -> Iterator[None]:
     """Sets the model's attention and generation configuration inside the context.
 
-    An argument of ``generate`` is not enough: it fills None, such as no EOS, from the model's configuration.
+    An argument of ``generate`` is not enough: ``generate`` replaces None, such as no EOS, by the model's value.
     """
     previous_config, previous_attention = model.generation_config, model.config._attn_implementation
     model.generation_config = config

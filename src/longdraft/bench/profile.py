@@ -1,6 +1,6 @@
-"""Profiles rounds of a method: the time of each part.
+"""Measures the time of each part of a round of drafting and verification.
 
-The clocks of :mod:`~longdraft.model.round_profiler` cost time, so rounds are profiled in a run of their own.
+The clocks of :mod:`~longdraft.model.round_profiler` cost time, so profiled rounds are not those of the timed runs.
 """
 
 from __future__ import annotations
@@ -14,44 +14,45 @@ from longdraft.model.round_profiler import RoundProfiler
 from longdraft.speculator import Speculator
 
 ROUNDS = 16
-"""Profiled rounds. One more comes first and is left out, as it includes the run's one-time work."""
+"""Default number of profiled rounds. The round before them is left out, as it includes one-time work."""
 
 PARTS = ("draft", "attention", "forward", "rest")
-"""Parts of a round: the drafter; the target's attention; the rest of the target's forward; everything else."""
+"""Parts of a round: the drafter; the target's attention; all else of the target's forward; all else of the round."""
 
 
 def profile_job(spec: Speculator, job: Job, cache: PromptCache | None, rounds: int = ROUNDS) -> dict[str, Any] | None:
     """Decodes the first rounds of a job with clocks around the parts.
 
     Args:
-        cache: KV of the prompts; None: a prefill comes first.
+        spec: the method to profile.
+        cache: holds the KV of the prompts; None: a prefill comes first.
         rounds: rounds to profile, at most.
 
     Returns:
-        ``rounds``: number of profiled rounds. ``seconds``: by part (:data:`PARTS`), mean seconds a round of the batch.
-        ``prefix_share``: the prefix's share of the keys that attention read; the tree has the other keys. None if the
-        job ends with the prefill's tokens.
+        None if the prefill emits all tokens of the job. Otherwise a JSON object. ``rounds``: number of profiled rounds.
+        ``seconds``: by part (:data:`PARTS`), mean seconds of a round of the batch. ``prefix_share``: the prefix's share
+        of the keys that attention read; the other keys are those of the draft trees.
     """
-    run = job.start(spec, cache)
-    engine = run._engine
+    generation = job.start(spec, cache)
+    engine = generation._engine
     engine.runner.profiler = profiler = RoundProfiler(engine.runner.device)
     profiled: list[dict[str, float]] = []
     try:
-        for step in run:
-            parts = profiler.pop_counts()
-            if step.mode != "prefill" and step.seconds:  # the first step of a round has the round's time
-                profiled.append(parts | {"rest": step.seconds - sum(parts[name] for name in PARTS[:3])})
+        for step in generation:
+            counts = profiler.pop_counts()  # seconds by part, and numbers of keys
+            if step.mode != "prefill" and step.seconds:  # only the first step of a round has seconds: the whole round's
+                profiled.append(counts | {"rest": step.seconds - sum(counts[name] for name in PARTS if name != "rest")})
                 if len(profiled) > rounds:
                     break
-        run.close()
+        generation.close()
     finally:
         engine.runner.profiler = None
-    counted = profiled[1:] or profiled
-    if not counted:
+    measured = profiled[1:] or profiled
+    if not measured:
         return None
-    prefix_keys, keys = (sum(part[name] for part in counted) for name in ("prefix keys", "keys"))
+    prefix_keys, keys = (sum(counts[name] for counts in measured) for name in ("prefix keys", "keys"))
     return {
-        "rounds": len(counted),
-        "seconds": {name: mean(part[name] for part in counted) for name in PARTS},
+        "rounds": len(measured),
+        "seconds": {name: mean(counts[name] for counts in measured) for name in PARTS},
         "prefix_share": prefix_keys / keys if keys else None,
     }

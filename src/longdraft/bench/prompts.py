@@ -1,4 +1,4 @@
-"""The prompts of a benchmark: encoded, cut to length and grouped into batches."""
+"""Encodes the prompts of a benchmark, cuts them to a length and groups them into batches."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from longdraft.bench.data import Sample, ShortTextPolicy, encode_truncated
@@ -24,8 +25,9 @@ class Prompt:
     """An encoded sample.
 
     Attributes:
+        sample: the sample, before it was cut and joined.
         context: the requested length in tokens; None: not cut.
-        joined: the document holds the texts of several samples.
+        joined: the texts of other samples were appended to the document.
     """
 
     sample: Sample
@@ -35,12 +37,12 @@ class Prompt:
 
     @cached_property
     def digest(self) -> str:
-        """A fingerprint of the token ids."""
+        """Identifies the token ids: the first 64 bits of their SHA-256."""
         return hashlib.sha256(json.dumps(self.token_ids).encode()).hexdigest()[:16]
 
     @property
     def seed(self) -> int:
-        """A seed from the token ids, so that prompts are sampled independently."""
+        """A seed from the token ids (32 bits), so that each prompt is sampled with its own random numbers."""
         return int(self.digest[:8], 16)
 
 
@@ -52,7 +54,7 @@ def encode_prompts(samples: Sequence[Sample], loaded: LoadedModel, settings: Set
     """Encodes every sample at every context length.
 
     Raises:
-        ContextError: a prompt and its new tokens exceed the model's context. Names file and line.
+        ContextError: a prompt and its new tokens exceed the model's context. The message names file and line.
     """
     limit = TargetRunner(loaded.model).context_length
     prompts = []
@@ -79,49 +81,49 @@ def prompts_of_length(
     Args:
         length: requested tokens of a prompt.
         max_prompt_tokens: upper limit of ``length``: the model's context without the new tokens.
+        short: what to do with a text that is too short.
         raw, template_kwargs: see :meth:`~longdraft.bench.data.Sample.encode`.
     """
-    size, prompts, short_lengths = min(length, max_prompt_tokens), [], []
+    num_tokens, prompts, short_lengths = min(length, max_prompt_tokens), [], []
     for i, sample in enumerate(samples):
-        joined = sample
+        longer = sample
         if short == "join" and not sample.last_message:  # conversations are not joined
-            joined = _join_texts(sample, [*samples[i + 1 :], *samples[:i]], size, tokenizer, raw, **template_kwargs)
-        token_ids = encode_truncated(joined, tokenizer, size, raw, **template_kwargs)
-        # A cut may come out a token or two below the size: a text is short only if it is so before the cut.
-        if is_short := len(token_ids) < size and len(joined.encode(tokenizer, raw, **template_kwargs)) < size:
+            others = [*samples[i + 1 :], *samples[:i]]
+            longer = _join_texts(sample, others, num_tokens, tokenizer, raw, **template_kwargs)
+        token_ids = encode_truncated(longer, tokenizer, num_tokens, raw, **template_kwargs)
+        # A long text too may lack a token or two after the cut. So a short prompt is encoded again without a cut.
+        is_short = len(token_ids) < num_tokens and len(longer.encode(tokenizer, raw, **template_kwargs)) < num_tokens
+        if is_short:
             short_lengths.append(len(token_ids))
         if not is_short or short == "keep":
-            prompts.append(Prompt(sample, tuple(token_ids), length, joined is not sample))
+            prompts.append(Prompt(sample, tuple(token_ids), length, joined=longer is not sample))
     notes = []
-    if count := sum(prompt.joined for prompt in prompts):
-        notes.append(f"{length:,} tokens: {count} of {len(samples)} texts go on with the texts of the next rows.")
+    if num_joined := sum(prompt.joined for prompt in prompts):
+        notes.append(f"{length:,} tokens: {num_joined} of {len(samples)} texts go on with the texts of the next rows.")
     if short_lengths:
-        some = len(short_lengths) < len(samples)
-        subject = f"{len(short_lengths)} of {len(samples)} texts are not" if some else "no text is"
+        all_short = len(short_lengths) == len(samples)
+        subject = "no text is" if all_short else f"{len(short_lengths)} of {len(samples)} texts are not"
         action = "taken as they are" if short == "keep" else "left out"
         notes.append(f"{length:,} tokens: {subject} that long (at most {max(short_lengths):,}); {action}.")
     return prompts, notes
 
 
 def _join_texts(
-    sample: Sample,
-    candidates: Sequence[Sample],
-    size: int,
-    tokenizer: PreTrainedTokenizerBase,
-    raw: bool,
+    sample: Sample, others: Sequence[Sample], num_tokens: int, tokenizer: PreTrainedTokenizerBase, raw: bool,
     **kwargs: Any,
-) -> Sample:
-    """Appends documents of the sample's data set, each once, until its prompt has ``size`` tokens."""
-    documents = [s.document for s in candidates if s.dataset == sample.dataset and s.document != sample.document]
-    for document in dict.fromkeys(documents):
-        if len(sample.encode(tokenizer, raw, **kwargs)) >= size:
+) -> Sample:  # fmt: skip
+    """Appends other documents of the sample's data set, each once, until the prompt has ``num_tokens`` tokens."""
+    documents = [other.document for other in others if other.dataset == sample.dataset]
+    for document in dict.fromkeys(document for document in documents if document != sample.document):
+        if len(sample.encode(tokenizer, raw, **kwargs)) >= num_tokens:
             break
         sample = replace(sample, document=f"{sample.document}\n\n{document}")
     return sample
 
 
 def make_batches(prompts: Sequence[Prompt], sizes: Sequence[int]) -> tuple[list[PromptBatch], dict[int, int]]:
-    """Full batches of prompts of one data set and context; and by batch size, the number of prompts left over.
+    """Groups prompts of the same data set and context into full batches. Returns the batches, and by batch size the
+    number of prompts that fill no batch.
 
     Raises:
         PromptError: no data set fills a batch.
@@ -133,6 +135,7 @@ def make_batches(prompts: Sequence[Prompt], sizes: Sequence[int]) -> tuple[list[
     for size in sizes:
         if all(len(group) < size for group in groups.values()):
             raise PromptError(f"No dataset has {size} samples, so there is no batch of {size}. Lower --batch.")
-    starts = [(group, n, i) for group in groups.values() for n in sizes for i in range(0, len(group) - n + 1, n)]
-    left_over = {n: sum(len(group) % n for group in groups.values()) for n in sizes}
-    return [tuple(group[i : i + n]) for group, n, i in starts], left_over
+    batches = []
+    for group, size in product(groups.values(), sizes):
+        batches += [tuple(group[start : start + size]) for start in range(0, len(group) - size + 1, size)]
+    return batches, {size: sum(len(group) % size for group in groups.values()) for size in sizes}

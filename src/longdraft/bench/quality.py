@@ -1,8 +1,8 @@
-"""Compares the output of partial verification (``specpv``) with that of full verification by the same drafter.
+"""Compares the output of partial verification (``specpv``) with the output of full verification by the same drafter.
 
-Each prompt has one prefill. ``ar``, full verification and every variant of ``specpv`` decode from its KV; ``ar`` also
-decodes with a KV cache of lower precision. Full verification against ``ar`` is the noise floor: both are exact, and
-only rounding makes them differ.
+Each prompt is prefilled once. ``ar``, full verification and every variant of ``specpv`` decode from this KV. ``ar`` can
+also decode with a KV cache of lower precision. The difference of full verification from ``ar`` is the noise floor: both
+have the target's distribution, so only rounding makes the outputs differ.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ from longdraft.speculator import Speculator
 from longdraft.views.scorers import SCORERS
 from longdraft.views.view import View, parse_dtype
 
-METHOD, FULL = "specpv", "full"  # FULL: the contender with the same drafter and full verification
+METHOD = "specpv"
+FULL = "full"  # name of the contender with the same drafter and full verification
 VARIANT_DEFAULTS = {"selector": "minmax", "budget": 1024, "margin": 20}
-"""Options that variants of specpv differ in, and their defaults."""
-Similarity = dict[str, float | None]
+"""The options in which the variants of specpv differ, with defaults."""
 Variants = dict[str, dict[str, Any]]
-"""Options of variants by contender's name, such as ``specpv:budget=512``."""
+"""By the name of a contender, such as ``specpv:budget=512``: the options of the variant."""
 DEFINITIONS = (
     "full: full verification with the same drafter. Variants are compared with full; full and rounded KV are compared "
     "with ar, and full against ar is the noise floor.",
@@ -70,30 +70,25 @@ DEFINITIONS = (
     "view: KV entries of the partial cache: first entries + chunks x entries of each + last entries.",
     "partial: target forwards on the partial cache / all target forwards, after the prefill.",
 )
+# (heading, key of the figure in a row, format)
 COLUMNS = (
-    ("ROUGE-L", "rouge_l_mean", "{:.3f}"),
-    ("least", "rouge_l_min", "{:.3f}"),
-    ("same", "same_tokens", "{:.1f}"),
-    ("share", "same_share", "{:.0%}"),
-    ("equal", "identical", "{}"),
+    ("ROUGE-L", "rouge_l_mean", "{:.3f}"), ("least", "rouge_l_min", "{:.3f}"),
+    ("same", "same_tokens", "{:.1f}"), ("share", "same_share", "{:.0%}"), ("equal", "identical", "{}"),
     ("nats", "surprise", "{:.3f}"),
-    ("tokens/s", "tokens_per_second", "{:.1f}"),
-    ("vs full", "speedup_vs_full", "{:.2f}x"),
-    ("accepted", "mean_accepted_length", "{:.2f}"),
-    ("partial", "partial_share", "{:.0%}"),
-    ("score", "score", "{:.3f}"),
-    ("view", "view", "{}"),
-)
+    ("tokens/s", "tokens_per_second", "{:.1f}"), ("vs full", "speedup_vs_full", "{:.2f}x"),
+    ("accepted", "mean_accepted_length", "{:.2f}"), ("partial", "partial_share", "{:.0%}"),
+    ("score", "score", "{:.3f}"), ("view", "view", "{}"),
+)  # fmt: skip
 
 
 def make_variants(budgets: Sequence[int], margins: Sequence[int], selectors: Sequence[str]) -> Variants:
-    """Every combination of the options; a selector that retrieves nothing gets no budget."""
+    """Makes a variant of each combination of the options. A selector that retrieves nothing has no budget."""
     for name, values in (("budgets", budgets), ("margins", margins), ("selectors", selectors)):
         if not values:
             raise ValueError(f"{name} must not be empty")
     variants = {}
     for selector, budget, margin in product(selectors, budgets, margins):
-        # An unknown selector stays, so that the method refuses it and names the known ones.
+        # An unknown selector counts as one that retrieves: the method later raises an error that names all selectors.
         budget_option = {"budget": budget} if SCORERS.get(selector, selector) else {}
         options = {"selector": selector, **budget_option, "margin": margin}
         variants[contender_name(METHOD, options)] = options
@@ -108,7 +103,7 @@ class QualitySettings:
         max_tokens: new tokens of a prompt, at most.
         ignore_eos: decode on to ``max_tokens``.
         variants: the compared variants of specpv.
-        kv_dtypes: dtypes of KV caches with which ``ar`` is compared too.
+        kv_dtypes: dtypes of KV caches with which ``ar`` decodes too.
         options: options of specpv and its drafter that all variants have.
         temperature: above 0, all contenders sample with the same random numbers.
 
@@ -143,19 +138,20 @@ class QualitySettings:
         """The settings for the header of a file of records."""
         path = self.options.get("draft")
         draft = {} if path is None else {"draft": fingerprint(Path(path))}
-        # answer_tokens: as in files of old versions, which this version continues.
+        # This version can continue the files of old versions, whose headers have answer_tokens.
         return {"settings": {**vars(self), "answer_tokens": 0, "options": jsonable({**self.options, **draft})}}
 
 
 class QualityBench:
-    """The comparison on one loaded model.
+    """Compares the outputs of contenders on one loaded model.
 
     Attributes:
+        settings: the settings of the comparison.
         drafter: name of the method whose drafter all contenders but ``ar`` use.
-        names: contenders, in the order in which they decode a prompt.
+        names: names of the contenders, in the order in which they decode a prompt.
 
     Raises:
-        CapabilityError: the drafter's draft is missing. ``measure`` raises it too, if rouge-score is not installed.
+        CapabilityError: the drafter's draft is missing. If rouge-score is missing, ``measure`` raises CapabilityError.
     """
 
     def __init__(self, loaded: LoadedModel, settings: QualitySettings) -> None:
@@ -164,8 +160,8 @@ class QualityBench:
         recipe = Speculator(METHOD, loaded.model, loaded.tokenizer, plan="fixed", **first_variant).recipe()
         method = recipe.drafting_method
         self.drafter = method.name
-        # These options hold the loaded draft, so that it is read once.
-        drafter_options = {n: recipe.options[n] for n in method.drafter_options if n in recipe.options}
+        # These options hold the loaded draft, so that the draft is read once.
+        drafter_options = {name: recipe.options[name] for name in method.drafter_options if name in recipe.options}
         common = {**settings.options, **drafter_options, "drafter": self.drafter}
         options: dict[str, dict[str, Any]] = {self.drafter: drafter_options}
         options |= {name: {**common, **variant} for name, variant in settings.variants.items()}
@@ -175,34 +171,34 @@ class QualityBench:
             ignore_eos=settings.ignore_eos, contender_options=options, plan="fixed",
         )  # fmt: skip
         self._bench = Bench(loaded, bench_settings)
-        self._contenders = {FULL if name == self.drafter else name: c for name, c in self._bench.methods.items()}
-        self.names = tuple(self._contenders)
+        self.names = tuple(FULL if name == self.drafter else name for name in self._bench.methods)
+        self._contenders = dict(zip(self.names, self._bench.methods.values(), strict=True))
 
     def reference_of(self, name: str) -> str | None:
-        """The contender whose output ``name``'s output is compared with; None for ``ar``."""
-        return None if name == REFERENCE else FULL if name in self.settings.variants else REFERENCE
+        """Returns the name of the contender that a contender is compared with; None for ``ar``."""
+        if name == REFERENCE:
+            return None
+        return FULL if name in self.settings.variants else REFERENCE
 
     def view_of(self, name: str) -> View:
-        """The partial cache of a variant."""
+        """Returns the view of the KV that a variant's partial verifications see (the partial cache)."""
         verifier = self._contenders[name].spec.recipe().verifier()
         assert isinstance(verifier, SpecPV)
         return verifier.view
 
     def notes_on_short_prompts(self, lengths: Sequence[int]) -> list[str]:
-        """Notes on variants whose partial cache holds whole contexts; ``lengths``: tokens of each context."""
-        counts = {name: sum(n <= self.view_of(name).size for n in lengths) for name in self.settings.variants}
-        return [
-            f"{name}: {count} of {len(lengths)} prompts fit into the partial cache, so all of their rounds are full."
-            for name, count in counts.items()
-            if count
-        ]
+        """Notes on variants whose partial cache holds whole contexts. ``lengths``: for each prompt, its tokens."""
+        sizes = {name: self.view_of(name).size for name in self.settings.variants}
+        num_fitting = {name: sum(length <= size for length in lengths) for name, size in sizes.items()}
+        all_full = f"of {len(lengths)} prompts fit into the partial cache, so all of their rounds are full."
+        return [f"{name}: {count} {all_full}" for name, count in num_fitting.items() if count]
 
     def measure(self, prompt: Prompt, tick: Tick = lambda name: None) -> dict[str, Any]:
-        """Decodes a prompt with every contender, whose name ``tick`` gets before each run.
+        """Decodes a prompt with every contender. Calls ``tick`` with the contender's name before each run.
 
         Returns:
-            A JSON object: the prompt's data set, origin and length, and ``runs`` by contender: text, similarity to the
-            reference, figures and score.
+            A JSON object: the prompt's data set, origin and length, and in ``runs`` by contender's name: the text, its
+            similarity to the reference's text, its score, and figures of the run.
         """
         self._bench.warm_up(prompt)
         for contender in self._contenders.values():
@@ -217,44 +213,39 @@ class QualityBench:
             text = str(self._tokenizer.decode(list(tokens[name]), skip_special_tokens=True))
             view = self.view_of(name) if name in self.settings.variants else None
             runs[name] = {
-                "text": text,
-                "tokens": run.new_tokens,
-                "rounds": sum(run.rounds),
-                "partial_rounds": run.partial_rounds,
-                "decode_seconds": run.decode_seconds,
+                "text": text, "tokens": run.new_tokens, "rounds": sum(run.rounds),
+                "partial_rounds": run.partial_rounds, "decode_seconds": run.decode_seconds,
                 "surprise": self._nll(prompt.token_ids, tokens[name]),
                 "score": score_answer(prompt.sample, text),
                 "view": None if view is None else f"{view.size:,} = {view}",
-            }
-            similarity = dict.fromkeys(("rouge_l", "same_tokens", "same_share"))
-            if (reference := self.reference_of(name)) is not None:
-                similarity = _similarity(tokens[reference], tokens[name], runs[reference]["text"], text)
-            runs[name] |= similarity
+            }  # fmt: skip
+            if (reference := self.reference_of(name)) is None:
+                runs[name] |= dict.fromkeys(("rouge_l", "same_tokens", "same_share"))
+            else:
+                runs[name] |= _compare_texts(tokens[reference], tokens[name], runs[reference]["text"], text)
         sample = prompt.sample
         origin = {"dataset": sample.dataset, "origin": sample.origin, "scored": sample.metric or None}
         return {**origin, "context_tokens": len(prompt.token_ids), "runs": runs}
 
     @torch.inference_mode()
     def _nll(self, prompt: Sequence[int], output: Sequence[int]) -> float:
-        """Mean negative log-likelihood of an output's tokens by the exact target, in nats."""
-        first, total = len(prompt) - 1, 0.0  # the first position that predicts a token of the output
+        """Returns the mean negative log-likelihood (nats) of an output's tokens by the target with the full context."""
+        logits_from, nll = len(prompt) - 1, 0.0  # the last token of the prompt predicts the first one of the output
         context, cache = [*prompt, *output[:-1]], self._contenders[REFERENCE].prefill.cache
-        for start, chunk, out in forward_in_chunks(self._bench.target, cache, context, prompt, first):
-            if start >= first:
+        for start, chunk, out in forward_in_chunks(self._bench.target, cache, context, prompt, logits_from):
+            if start >= logits_from:
                 assert out.logits is not None
-                tokens = torch.tensor(output[start - first : start - first + len(chunk)], device=out.logits.device)
-                total -= float(out.logits[0].float().log_softmax(-1).gather(1, tokens[:, None]).sum())
-        return total / len(output)
+                index = start - logits_from
+                tokens = torch.tensor(output[index : index + len(chunk)], device=out.logits.device)
+                nll -= float(out.logits[0].float().log_softmax(-1).gather(1, tokens[:, None]).sum())
+        return nll / len(output)
 
     def report(self, measured: Sequence[Mapping[str, Any]], complete: bool = True) -> Report:
-        """The report of measured prompts, with the keys that docs/figures.md defines."""
+        """Makes the report of measured prompts. docs/figures.md defines its keys."""
         rows = [self._row(name, group) for group in group_by(measured, "dataset") for name in self.names]
-        texts = [  # from which users compute other scores, such as BLEURT
+        texts = [  # for users who compute other scores, such as BLEURT
             {
-                "dataset": prompt["dataset"],
-                "origin": prompt["origin"],
-                "method": name,
-                "text": run["text"],
+                "dataset": prompt["dataset"], "origin": prompt["origin"], "method": name, "text": run["text"],
                 "reference": reference,
                 "reference_text": None if reference is None else prompt["runs"][reference]["text"],
                 "answer": None,
@@ -262,14 +253,14 @@ class QualityBench:
             for prompt in measured
             for name, run in prompt["runs"].items()
             for reference in [self.reference_of(name)]
-        ]
+        ]  # fmt: skip
         document = {"drafter": self.drafter, "rows": rows, "texts": texts, **environment_info(), "complete": complete}
         tables = [self._table(group, nonempty_columns(rows, COLUMNS)) for group in group_by(rows, "dataset")]
         return Report(document, tables, definitions=DEFINITIONS)
 
     def _row(self, name: str, measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         variant = self.settings.variants.get(name)
-        rates = [[_rate(prompt["runs"][contender]) for prompt in measured] for contender in (name, FULL)]
+        speeds = [[_speed(prompt["runs"][contender]) for prompt in measured] for contender in (name, FULL)]
         return {
             "method": METHOD if variant else name,
             **{option: variant and variant.get(option) for option in VARIANT_DEFAULTS},
@@ -277,36 +268,39 @@ class QualityBench:
             "context_tokens": round(median(prompt["context_tokens"] for prompt in measured)),
             "reference": self.reference_of(name),
             **quality_figures([prompt["runs"][name] for prompt in measured]),
-            "speedup_vs_full": median_of(map(ratio, *rates)),
+            "speedup_vs_full": median_of(map(ratio, *speeds)),
             "scored": measured[0]["scored"],
         }
 
     def _table(self, rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> tuple[str, Table]:
-        """A title and a table for a data set."""
+        """Makes the title and the table of a data set."""
         samples, length = pluralize(rows[0]["samples"], "sample"), rows[0]["context_tokens"]
         title = f"{rows[0]['dataset']}: {samples}, {length:,} prompt tokens, drafts by {self.drafter}"
         table = new_table(["method", "selector"], ["budget", "margin", *(heading for heading, *_ in columns)])
         for row in rows:
             cells = (("selector", "{}"), ("budget", "{:,}"), ("margin", "{}"), *(column[1:] for column in columns))
-            table.add_row(Text(row["method"]), *(format_cell(row, key, form) for key, form in cells))
+            table.add_row(Text(row["method"]), *(format_cell(row, key, pattern) for key, pattern in cells))
         return title, table
 
 
-def _similarity(reference: Sequence[int], tokens: Sequence[int], reference_text: str, text: str) -> Similarity:
-    """ROUGE-L of an output and its reference, tokens before the first difference, and their share of the longer one."""
-    longer, same = max(len(reference), len(tokens)), first_difference(reference, tokens)
-    same = longer if same is None else same
+def _compare_texts(
+    reference: Sequence[int], tokens: Sequence[int], reference_text: str, text: str
+) -> dict[str, float]:  # fmt: skip
+    """Compares an output with its reference. Returns ROUGE-L, the number of tokens before the first difference, and the
+    share of these tokens in the longer output."""
+    longer, position = max(len(reference), len(tokens)), first_difference(reference, tokens)
+    same = longer if position is None else position
     return {"rouge_l": rouge_l()(reference_text, text), "same_tokens": same, "same_share": same / longer}
 
 
-def _rate(run: Mapping[str, Any]) -> float | None:
-    # Files of old versions have tokens/s instead of seconds, and count the prefill's token.
+def _speed(run: Mapping[str, Any]) -> float | None:
+    """Tokens/s of a run. Files of old versions have tokens/s instead of seconds, and count the prefill's token."""
     seconds = run["decode_seconds"] if "decode_seconds" in run else ratio(run["tokens"], run["tokens_per_second"])
     return tokens_per_second(run["tokens"] - 1, seconds or 0.0)
 
 
 def quality_figures(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Figures of a contender's runs, with the keys that docs/figures.md defines."""
+    """Returns the figures of a contender's runs. docs/figures.md defines the keys."""
     rounds = sum(run["rounds"] for run in runs)
     rouge_scores = [run["rouge_l"] for run in runs if run["rouge_l"] is not None]
     shares = [run["same_share"] for run in runs if run.get("same_share") is not None]
@@ -318,7 +312,7 @@ def quality_figures(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "same_share": mean_of(shares),
         "identical": shares.count(1.0) if shares else None,
         "surprise": mean_of(run["surprise"] for run in runs),
-        "tokens_per_second": median_of(map(_rate, runs)),
+        "tokens_per_second": median_of(map(_speed, runs)),
         **acceptance_stats((run["tokens"] - 1, run["rounds"]) for run in runs),
         "partial_share": sum(run["partial_rounds"] for run in runs) / rounds if rounds else None,
         "score": mean_of(run.get("score") for run in runs),

@@ -1,4 +1,4 @@
-"""Files of records (JSON lines): a header in the first line, then a record a line.
+"""Keeps the records of a measurement in a file of JSON lines: a header in the first line, then a record a line.
 
 The header holds everything that the figures depend on. A run with another header may not continue the file.
 """
@@ -20,15 +20,16 @@ from longdraft.errors import CheckpointError, ConfigError
 from longdraft.json_lines import JsonLines
 
 T = TypeVar("T")
-_SAMPLED_BYTES = 1 << 20  # a fingerprint reads so many bytes at both ends of a weight file
-# Entries of a header that figures do not depend on.
+_SAMPLED_BYTES = 1 << 20  # a fingerprint reads this many bytes at each end of a weight file: reading all is slow
+# Entries of a header that differ between runs with the same figures.
 _VOLATILE = ("created", "command", "memory_available_bytes")
 
 
 class RecordFile(Generic[T]):
-    """Keeps records in a file. A new file gets the header; an existing file is continued.
+    """Keeps records in a file. Writes the header to a new file; continues an existing file.
 
     Args:
+        path: the file.
         header: the header of this run, from :func:`make_header`.
         record_type: a dataclass with annotated fields, or ``dict``.
 
@@ -37,7 +38,7 @@ class RecordFile(Generic[T]):
 
     Raises:
         ConfigError: the file holds a run with another header; the message names the differences.
-        CheckpointError: the file cannot be read or written, or is no file of records.
+        CheckpointError: the file cannot be read or written, or does not hold records.
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any], record_type: type[T]) -> None:
@@ -54,7 +55,7 @@ class RecordFile(Generic[T]):
             raise ConfigError(f"{path} holds another run ({message}): keep its settings, or name another file.")
 
     def _read_line(self, number: int, content: Any) -> None:
-        """Takes a parsed line: line 1 is the header, every other line a record."""
+        """Stores a parsed line: line 1 is the header, every other line is a record."""
         if number > 1:
             self.records.append(from_json(self._record_type, content))
         elif not isinstance(content, dict) or content.get("format") != self._format:
@@ -71,85 +72,86 @@ class RecordFile(Generic[T]):
         return CheckpointError(f"{self.path} is not a results file of this command: give another name.")
 
     def append(self, record: T) -> None:
-        """Adds a record. Its line is on the disk when this returns."""
+        """Adds a record. When this method returns, the record is on the disk."""
         self._file.append(dataclasses.asdict(record) if dataclasses.is_dataclass(record) else record)  # type: ignore[arg-type]
         self.records.append(record)
 
 
 def make_header(format_name: str, version: int, content: Mapping[str, Any]) -> dict[str, Any]:
-    """A header: format, content, time and command. Tuples become lists, as in a header read from a file."""
-    origin = {"created": datetime.now(timezone.utc).isoformat(timespec="seconds"), "command": _command()}
-    header: dict[str, Any] = json.loads(json.dumps({"format": format_name, "version": version, **content, **origin}))
+    """Makes a header of format, content, time and command. Tuples become lists, as in a header read from a file."""
+    time_and_command = {"created": datetime.now(timezone.utc).isoformat(timespec="seconds"), "command": _command()}
+    entries = {"format": format_name, "version": version, **content, **time_and_command}
+    header: dict[str, Any] = json.loads(json.dumps(entries))
     return header
 
 
 def without_volatile(header: Any) -> Any:
-    """A header without the entries that change from run to run."""
+    """Removes from a header the entries that differ between runs with the same figures."""
     if isinstance(header, Mapping):
         return {name: without_volatile(value) for name, value in header.items() if name not in _VOLATILE}
     return [without_volatile(value) for value in header] if isinstance(header, list) else header
 
 
 def fingerprint(weights: Path) -> str:
-    """Name and digest of a weight file, or of a folder's files: names, sizes, first and last bytes."""
+    """Identifies a weight file or a folder by its name and a digest of each file's name, size, first and last bytes."""
     digest = hashlib.sha256()
     for file in sorted(p for p in weights.glob("*") if p.is_file()) if weights.is_dir() else [weights]:
-        if file.is_file():  # not so for a hub id, of which only the name counts
+        if file.is_file():  # otherwise ``weights`` is a hub id, and only its name counts
             size = file.stat().st_size
             digest.update(f"{file.name} {size} ".encode())
-            with file.open("rb") as opened:
-                digest.update(opened.read(_SAMPLED_BYTES))
-                opened.seek(max(0, size - _SAMPLED_BYTES))
-                digest.update(opened.read())
+            with file.open("rb") as stream:
+                digest.update(stream.read(_SAMPLED_BYTES))
+                stream.seek(max(0, size - _SAMPLED_BYTES))
+                digest.update(stream.read())
     return f"{weights.name} {digest.hexdigest()[:16]}"
 
 
 def jsonable(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as JSON values; what JSON cannot hold becomes a string."""
+    """Converts values that JSON cannot hold to strings."""
     json_types = (int, float, bool, str, tuple, type(None))
-    return {name: x if isinstance(x, json_types) else str(x) for name, x in options.items()}
+    return {name: value if isinstance(value, json_types) else str(value) for name, value in options.items()}
 
 
 def _command() -> str:
-    """The command line of this process, quoted for a shell."""
+    """Returns the command line of this process, quoted for a shell."""
     program, *arguments = sys.argv
     name = Path(program).name
     return shlex.join(["longdraft" if name == "__main__.py" else name, *arguments])
 
 
-def _differences(file: Any, run: Any, name: str = "") -> Iterator[str]:
-    """Compares the header of a file with this run's. Yields lines such as ``settings.seed: 0 there, 3 here``."""
-    if isinstance(file, dict) and isinstance(run, dict):
-        for key in dict.fromkeys((*file, *run)):
-            yield from _differences(file.get(key), run.get(key), f"{name}.{key}" if name else key)
-    elif file != run:
-        yield f"{name}: {json.dumps(file)} there, {json.dumps(run)} here"
+def _differences(file_header: Any, run_header: Any, name: str = "") -> Iterator[str]:
+    """Compares the header of a file with the header of this run. Yields texts such as ``seed: 0 there, 3 here``."""
+    if isinstance(file_header, dict) and isinstance(run_header, dict):
+        for key in dict.fromkeys((*file_header, *run_header)):
+            yield from _differences(file_header.get(key), run_header.get(key), f"{name}.{key}" if name else key)
+    elif file_header != run_header:
+        yield f"{name}: {json.dumps(file_header)} there, {json.dumps(run_header)} here"
 
 
 def from_json(expected: Any, value: Any) -> Any:
-    """Converts a JSON value to an annotated type: an object to a dataclass, a list to a tuple.
+    """Converts a JSON value to the type ``expected``: an object to a dataclass, a list to a tuple.
 
-    Unknown keys are ignored, and missing ones get the field's default.
+    A key that is no field of the dataclass is ignored. A field without a key gets its default.
 
     Raises:
         TypeError: the value has another type, or holds NaN.
     """
-    origin, inner = get_origin(expected), get_args(expected)
+    origin, inner = get_origin(expected), get_args(expected)  # dict[str, int]: dict and (str, int)
     if dataclasses.is_dataclass(expected):
         hints = get_type_hints(expected)
         return expected(**{name: from_json(hints[name], value[name]) for name in hints if name in value})  # type: ignore[operator]
-    if origin in (Union, UnionType):
+    if origin in (Union, UnionType):  # of one type and None
         return value if value is None and type(None) in inner else from_json(inner[0], value)
     if expected is Any:
         return value
     plain_type: Any = origin or expected
     accepted: Any = {float: (int, float), tuple: (list, tuple)}.get(plain_type, plain_type)
-    # A bool is an instance of int, but must not stand for one. ``value != value`` is true for NaN only.
+    # A bool is an instance of int, but is refused in place of a number. ``value != value`` is true for NaN only.
     if not isinstance(value, accepted) or value != value or isinstance(value, bool) != (expected is bool):
         raise TypeError(f"{value!r:.40} in the place of {expected}")
     if isinstance(value, dict) and inner:
-        return {name: from_json(inner[1], x) for name, x in value.items()}
+        return {name: from_json(inner[1], item) for name, item in value.items()}
     if origin is tuple:
         types = [inner[0]] * len(value) if inner[-1] is Ellipsis else inner
-        return tuple(from_json(item_type, x) for item_type, x in zip(types, value, strict=True))
-    return [from_json(inner[0], x) for x in value] if inner else value
+        return tuple(from_json(item_type, item) for item_type, item in zip(types, value, strict=True))
+    return [from_json(inner[0], item) for item in value] if inner else value

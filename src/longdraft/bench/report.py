@@ -1,4 +1,4 @@
-"""The report of ``bench``: its JSON object, tables and remarks."""
+"""Makes the report of ``bench``: a JSON object, tables and remarks."""
 
 from __future__ import annotations
 
@@ -50,84 +50,79 @@ PROFILE_DEFINITIONS = (
     "the rest, whose time does not depend on the context. overhead: everything else, such as sampling. prefix: the "
     "context's share of the keys that attention read.",
 )
-PARTS = {"attention": "verify: attention", "forward": "verify: the rest", "rest": "overhead"}
+# By part of a round (see longdraft.bench.profile.PARTS): the heading of its column; other parts keep their name.
+PART_HEADINGS = {"attention": "verify: attention", "forward": "verify: the rest", "rest": "overhead"}
 
-# (heading, key of the row, format)
+# (heading, key of the figure in a row, format)
 VIEW = ("view", "view", "{}")
 COLUMNS = (
-    ("tokens/s", "tokens_per_second", "{:.1f}"),
-    ("vs ar", "speedup_vs_ar", "{:.2f}x"),
-    ("faster", "faster_than_ar", "{}"),
-    ("slower", "slower_than_ar", "{}"),
-    ("vs hf", "speedup_vs_hf", "{:.2f}x"),
-    ("accepted", "mean_accepted_length", "{:.2f}"),
-    ("rolled back", "rolled_back", "{:.1%}"),
-    ("score", "score", "{:.3f}"),
-    ("first token", "ttft_seconds", "{:.2f} s"),
-    VIEW,
-)
+    ("tokens/s", "tokens_per_second", "{:.1f}"), ("vs ar", "speedup_vs_ar", "{:.2f}x"),
+    ("faster", "faster_than_ar", "{}"), ("slower", "slower_than_ar", "{}"), ("vs hf", "speedup_vs_hf", "{:.2f}x"),
+    ("accepted", "mean_accepted_length", "{:.2f}"), ("rolled back", "rolled_back", "{:.1%}"),
+    ("score", "score", "{:.3f}"), ("first token", "ttft_seconds", "{:.2f} s"), VIEW,
+)  # fmt: skip
 _COUNT_KEYS = ("faster_than_ar", "slower_than_ar")
-# A speed-up within 2 % of 1 is neither a win nor a loss: the same method run twice differs by as much.
+# A speed-up of less than 2 % counts neither as faster nor as slower: two runs of one method differ by as much.
 TOLERANCE = 0.02
 
 
 def rows(names: Sequence[str], measured: Sequence[BatchResult]) -> list[dict[str, Any]]:
-    """A row for each contender in ``names``, data set, context and batch size. Keys: docs/figures.md."""
+    """Makes a row for each contender in ``names``, data set, context and batch size. docs/figures.md lists the keys."""
     groups: dict[tuple[str, int | None, int], list[BatchResult]] = {}
-    for m in measured:
-        groups.setdefault((m.dataset, m.context, m.batch), []).append(m)
+    for result in measured:
+        groups.setdefault((result.dataset, result.context, result.batch), []).append(result)
     return [_row(name, group, names) for group in groups.values() for name in names]
 
 
 def _row(name: str, measured: Sequence[BatchResult], names: Sequence[str]) -> dict[str, Any]:
-    """The row of a contender over batches of one data set, context and size; ``names``: all contenders."""
+    """Makes the row of a contender over batches of one data set, context and size. ``names``: all contenders."""
     first = measured[0]
-    differences = [d for m in measured for d in m.differences if d.method == name]
-    comparable = all(name in m.comparable for m in measured)
-    near_ties = sum(d.near_tie for d in differences)
-    runs = [run for m in measured for run in m.rounds[name]]
-    peaks = [peak for m in measured if (peak := m.peak_memory_bytes.get(name)) is not None]
-    over_ar = speedups_over(measured, name, REFERENCE)
-    speedups = [] if name == REFERENCE else over_ar
-    # Tokens/s of the method and of ar: for each repeat, a tuple over the batches.
-    rates, ar_rates = (
-        list(zip(*([run.tokens_per_second for run in m.rounds[contender]] for m in measured), strict=False))
+    differences = [diff for result in measured for diff in result.differences if diff.method == name]
+    comparable = all(name in result.comparable for result in measured)
+    near_ties = sum(diff.near_tie for diff in differences)
+    runs = [run for result in measured for run in result.rounds[name]]
+    peaks = [peak for result in measured if (peak := result.peak_memory_bytes.get(name)) is not None]
+    speedups = speedups_over(measured, name, REFERENCE)
+    compared_speedups = [] if name == REFERENCE else speedups  # ar has no wins, losses and range over itself
+    # Tokens/s of the contender and of ar: for each repeat, a tuple over the batches.
+    speeds, ar_speeds = (
+        list(zip(*([run.tokens_per_second for run in result.rounds[contender]] for result in measured), strict=False))
         for contender in (name, REFERENCE)
     )
     row = {
         "method": name,
         "dataset": first.dataset,
-        "context_tokens": round(median(n for m in measured for n in m.prompt_tokens)),
+        "context_tokens": round(median(length for result in measured for length in result.prompt_tokens)),
         "batch": first.batch,
-        "samples": sum(m.batch for m in measured),
-        "tokens_per_second": median_of(m.tokens_per_second(name) for m in measured),
-        "speedup_vs_ar": median_of(over_ar),
+        "samples": sum(result.batch for result in measured),
+        "tokens_per_second": median_of(result.tokens_per_second(name) for result in measured),
+        "speedup_vs_ar": median_of(speedups),
         "speedup_vs_hf": median_of(speedups_over(measured, name, HF)) if HF in names else None,
-        **acceptance_stats(pair for m in measured for pair in m.counts(name)),
-        "ttft_seconds": median_of(m.cold[name].first_token_seconds for m in measured if name in m.cold),
+        **acceptance_stats(counts for result in measured for counts in result.token_counts(name)),
+        "ttft_seconds": median_of(result.cold[name].first_token_seconds for result in measured if name in result.cold),
         "mismatches": len(differences) - near_ties if comparable else None,
         "near_ties": near_ties if comparable else None,
         "context": first.context,
-        "tokens_per_second_spread": spread(map(median_of, rates)),
-        "speedup_vs_ar_spread": spread(median_of(map(ratio, *pair)) for pair in zip(rates, ar_rates, strict=False)),
-        "speedup_vs_ar_range": spread(speedups),
-        "faster_than_ar": sum(x > 1 + TOLERANCE for x in speedups) if speedups else None,
-        "slower_than_ar": sum(x < 1 - TOLERANCE for x in speedups) if speedups else None,
+        "tokens_per_second_spread": spread(map(median_of, speeds)),
+        "speedup_vs_ar_spread": spread(median_of(map(ratio, *pair)) for pair in zip(speeds, ar_speeds, strict=False)),
+        "speedup_vs_ar_range": spread(compared_speedups),
+        "faster_than_ar": sum(x > 1 + TOLERANCE for x in compared_speedups) if compared_speedups else None,
+        "slower_than_ar": sum(x < 1 - TOLERANCE for x in compared_speedups) if compared_speedups else None,
         "depth_accepted": depth_accepted([pair for run in runs for pair in run.accepted]),
         "peak_memory_bytes": max(peaks, default=None),
         "view": next((run.view for run in runs if run.view), None),
         "scored": first.scored or None,
-        "score": mean_of(score for m in measured for score in m.scores.get(name, ())),
+        "score": mean_of(score for result in measured for score in result.scores.get(name, ())),
     }
     if partial_tokens := sum(run.partial_tokens for run in runs):
         row["rolled_back"] = sum(run.rolled_back for run in runs) / partial_tokens
-    if profiles := [m.profiles[name] for m in measured if name in m.profiles]:
+    if profiles := [result.profiles[name] for result in measured if name in result.profiles]:
         row["profile"] = _mean_profile(profiles)
     return row
 
 
 def _mean_profile(profiles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Mean seconds of a round by part, and the mean share of the prefix in the keys that were read."""
+    """Averages profiles: seconds of each part of a round, and the share of the prefix in the keys that were read."""
     return {
         "seconds": {part: mean_of(p["seconds"].get(part) for p in profiles) for part in profiles[0]["seconds"]},
         "prefix_share": mean_of(p["prefix_share"] for p in profiles),
@@ -135,39 +130,42 @@ def _mean_profile(profiles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def speedups_over(measured: Sequence[BatchResult], name: str, reference: str) -> list[float]:
-    """For each batch that both contenders decoded: the method's tokens/s over the reference's."""
-    common = [m for m in measured if name in m.rounds and reference in m.rounds]
-    ratios = [ratio(m.tokens_per_second(name), m.tokens_per_second(reference)) for m in common]
-    return [x for x in ratios if x is not None]
+    """Returns a contender's tokens/s over those of a reference, for each batch that both contenders decoded."""
+    common = [result for result in measured if name in result.rounds and reference in result.rounds]
+    speedups = [ratio(result.tokens_per_second(name), result.tokens_per_second(reference)) for result in common]
+    return [speedup for speedup in speedups if speedup is not None]
 
 
 def document(
     names: Sequence[str], measured: Sequence[BatchResult], notes: Mapping[str, str] | None = None, complete: bool = True
 ) -> dict[str, Any]:
-    """The report as one JSON object.
+    """Makes the report as one JSON object.
 
     Args:
+        names: names of the contenders.
+        measured: the measured batches.
         notes: remarks about contenders, by name.
         complete: True if no batch is missing.
     """
     return {
         "rows": rows(names, measured),
         **environment_info(),
-        "differences": [asdict(d) | {"context": m.context} for m in measured for d in m.differences],
-        "notes": dict(notes or {}),
-        "complete": complete,
-    }
+        "differences": [
+            asdict(diff) | {"context": result.context} for result in measured for diff in result.differences
+        ],
+        "notes": dict(notes or {}), "complete": complete,
+    }  # fmt: skip
 
 
 def make_report(document: dict[str, Any], decode: Callable[[list[int]], str] = str) -> Report:
-    """The report of a :func:`document`: a table for each data set, context and batch, and a table of a round's parts if
-    methods were profiled.
+    """Makes the report of a :func:`document`: a table for each data set, context and batch size. If methods were
+    profiled, a table of the parts of a round follows each of these tables.
 
     Args:
-        decode: token ids -> text.
+        decode: returns the text of token ids.
     """
     rows = document["rows"]
-    one_batch = all(row["samples"] == row["batch"] for row in rows)  # then there are no wins and losses to count
+    one_batch = all(row["samples"] == row["batch"] for row in rows)  # then faster and slower batches are not counted
     columns = nonempty_columns(rows, [column for column in COLUMNS if not (one_batch and column[1] in _COUNT_KEYS)])
     figures = [column for column in columns if column != VIEW]
     tables: list[tuple[str, Table]] = []
@@ -177,15 +175,16 @@ def make_report(document: dict[str, Any], decode: Callable[[list[int]], str] = s
         if VIEW in columns:  # text, which may be wrapped
             table.add_column(VIEW[0])
         for row in group:
-            cells = (format_cell(row, key, form) for _, key, form in figures)
+            cells = (format_cell(row, key, pattern) for _, key, pattern in figures)
             views = [format_figure(row["view"], "{}")] if VIEW in columns else []
             table.add_row(Text(row["method"]), *cells, _difference_cell(row), *views)
         tables.append((_title(group[0]), table))
         if any("profile" in row for row in group):
             tables.append((f"{_title(group[0])}: a round", _profile_table(group)))
     remarks = _difference_lines(document, decode)
-    for note in dict.fromkeys(document["notes"].values()):
-        remarks.append(Text(f"{', '.join(name for name, n in document['notes'].items() if n == note)}: {note}."))
+    notes = document["notes"]
+    for note in dict.fromkeys(notes.values()):  # names of contenders with the same note share a line
+        remarks.append(Text(f"{', '.join(name for name in notes if notes[name] == note)}: {note}."))
     definitions = (*DEFINITIONS, *(PROFILE_DEFINITIONS if any("profile" in row for row in rows) else ()))
     return Report(document, tables, remarks, definitions)
 
@@ -207,10 +206,10 @@ def _difference_cell(row: Mapping[str, Any]) -> Text:
 
 
 def _profile_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A table of the milliseconds of a round's parts, for the methods that were profiled."""
+    """Makes a table of the milliseconds of each part of a round, for the methods that were profiled."""
     profiles = {row["method"]: row["profile"] for row in rows if "profile" in row}
     parts = dict.fromkeys(part for profile in profiles.values() for part in profile["seconds"])
-    table = new_table(["method"], [*(PARTS.get(part, part) for part in parts), "prefix"])
+    table = new_table(["method"], [*(PART_HEADINGS.get(part, part) for part in parts), "prefix"])
     for name, profile in profiles.items():
         seconds = (f"{1000 * (profile['seconds'].get(part) or 0):.2f} ms" for part in parts)
         table.add_row(Text(name), *seconds, format_figure(profile["prefix_share"], "{:.0%}"))
@@ -218,14 +217,13 @@ def _profile_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _difference_lines(report: dict[str, Any], decode: Callable[[list[int]], str]) -> list[Text]:
-    """A line for each sample whose tokens are not those of ``ar``."""
+    """Makes a line of text for each sample whose tokens are not those of ``ar``."""
     lines = []
-    for d in report["differences"]:
-        kind = "near tie" if d["near_tie"] else "MISMATCH"
-        token, ar = (
-            "the end" if d[key] is None else f"{decode([d[key]])!r} ({d[key]})" for key in ("token", "reference")
-        )
-        gap = "" if d["gap"] is None else f", logits {d['gap']:.2g} apart"
-        text = f"{kind}: {d['method']} on {d['sample']}, new token {d['position'] + 1}: {token}, ar has {ar}{gap}"
-        lines.append(Text(text, style="" if d["near_tie"] else "red"))
+    for diff in report["differences"]:
+        kind = "near tie" if diff["near_tie"] else "MISMATCH"
+        tokens = (diff["token"], diff["reference"])
+        token, ar = ("the end" if token is None else f"{decode([token])!r} ({token})" for token in tokens)
+        gap = "" if diff["gap"] is None else f", logits {diff['gap']:.2g} apart"
+        where = f"{diff['method']} on {diff['sample']}, new token {diff['position'] + 1}"
+        lines.append(Text(f"{kind}: {where}: {token}, ar has {ar}{gap}", style="" if diff["near_tie"] else "red"))
     return lines

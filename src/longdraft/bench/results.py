@@ -1,4 +1,4 @@
-"""Headers of results files. An interrupted run continues a file if the headers are equal. Format: docs/figures.md."""
+"""Makes headers of results files (format: docs/figures.md). A run continues a file that has an equal header."""
 
 from __future__ import annotations
 
@@ -19,61 +19,59 @@ from longdraft.model.runner import TargetRunner
 
 FORMAT, VERSION = "longdraft-bench", 1
 Json = dict[str, Any]
-_IGNORED = "LONGDRAFT_CACHE"  # a folder; longdraft's other environment variables may change figures
+# This environment variable names a folder and changes no figure. longdraft's other variables may.
+_IGNORED_VARIABLE = "LONGDRAFT_CACHE"
 
 
 def bench_header(bench: Bench, prompts: Sequence[Prompt], model: str, data: Sequence[str], limit: int | None) -> Json:
-    """The header of a file of ``bench``: all that its figures depend on, and remarks.
+    """Makes the header of a file of ``bench``: everything that the figures depend on, and remarks.
 
     Args:
-        model, data, limit: the options as the user wrote them.
+        model, data, limit: the options --model, --data and --limit as the user wrote them.
     """
-    s, target = bench.settings, bench.target
+    settings, target = bench.settings, bench.target
     prompts_digest = hashlib.sha256()
     for prompt in prompts:
         prompts_digest.update(json.dumps([prompt.sample.dataset, prompt.context, prompt.token_ids]).encode())
-    methods = [name for name in s.contenders if name not in PEERS]
-    copied = ("contexts", "batches", "max_tokens", "repeats", "seed", "raw", "ignore_eos", "cold")
+    methods = [name for name in settings.contenders if name not in PEERS]
+    environment = {name: os.environ[name] for name in sorted(os.environ) if name.startswith("LONGDRAFT_")}
+    environment.pop(_IGNORED_VARIABLE, None)
+    is_greedy = settings.sampling.greedy
+    copied_settings = ("contexts", "batches", "max_tokens", "repeats", "seed", "raw", "ignore_eos", "cold")
     content = {
         "settings": {
             "contenders": bench.names,
-            "options": {name: jsonable(s.options(name)) for name in methods},
-            "plan": {name: s.plan_of(name) for name in methods},
-            "exact": {c.name: c.is_comparable(s.sampling.greedy, 1) for c in bench.contenders.values()},
-            **{name: getattr(s, name) for name in copied},
-            "asked": dict(s.template_kwargs),
-            "sampling": asdict(s.sampling),
-            "offload": s.offload,
-            "data": data,
-            "limit": limit,
-            "environment": {
-                k: os.environ[k] for k in sorted(os.environ) if k.startswith("LONGDRAFT_") and k != _IGNORED
-            },
+            "options": {name: jsonable(settings.options(name)) for name in methods},
+            "plan": {name: settings.plan_of(name) for name in methods},
+            "exact": {name: contender.is_comparable(is_greedy, 1) for name, contender in bench.contenders.items()},
+            **{name: getattr(settings, name) for name in copied_settings},
+            "asked": dict(settings.template_kwargs),
+            "sampling": asdict(settings.sampling), "offload": settings.offload,
+            "data": data, "limit": limit, "environment": environment,
         },
         "model": model_entry(target, model),
-        "drafts": {c.name: fingerprint(c.draft) for c in bench.contenders.values() if c.draft is not None},
+        "drafts": {name: fingerprint(c.draft) for name, c in bench.contenders.items() if c.draft is not None},
         "prompts": prompts_digest.hexdigest()[:16],
-        **environment_info(),
-        "notes": bench.notes,
-    }
+        **environment_info(), "notes": bench.notes,
+    }  # fmt: skip
     return make_header(FORMAT, VERSION, content)
 
 
 def unit_header(format_name: str, content: Mapping[str, Any], loaded: LoadedModel, name: str, tokens: Any) -> Json:
-    """The header of a :func:`~longdraft.bench.experiment.unit_experiment`: all that its records depend on.
+    """Makes the header of a :func:`~longdraft.bench.experiment.unit_experiment`: everything that the records depend on.
 
     Args:
         content: the settings.
         name: the model's name as the user wrote it.
-        tokens: the prompts' token ids as a JSON value.
+        tokens: the token ids of the prompts, as a JSON value.
     """
-    prompts = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
-    model = {"model": model_entry(TargetRunner(loaded.model), name), "prompts": prompts}
-    return make_header(format_name, VERSION, {**content, **model, **environment_info()})
+    prompts_digest = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
+    inputs = {"model": model_entry(TargetRunner(loaded.model), name), "prompts": prompts_digest}
+    return make_header(format_name, VERSION, {**content, **inputs, **environment_info()})
 
 
 def model_entry(target: TargetRunner, name: str) -> dict[str, Any]:
-    """The header's entry for a model. ``name``: as the user wrote it."""
+    """Makes the header's entry for a model. ``name``: the model's name as the user wrote it."""
     return {
         "name": name,
         "dtype": str(target.kv_shape.dtype).removeprefix("torch."),

@@ -1,8 +1,9 @@
-"""The measurement of a batch of prompts.
+"""Measures contenders on a batch of prompts.
 
-Every contender decodes a batch once cold, with its own prefill: this warms it up and gives its time to first token. The
-timed runs follow, all contenders in turn, each from the cached KV of the prompts. Peak memory is read between runs.
-If ``cold`` is off, ``ar``'s prefill serves all methods, and a conversation's turn continues the KV of the turn before.
+First every contender decodes the batch cold, with its own prefill. The cold run warms the contender up, and gives its
+time to first token. The timed runs follow, all contenders in turn, each from the cached KV of the prompts. Peak memory
+is read after each run. Without ``cold``, the prefill of ``ar`` serves all methods, and a turn of a conversation
+continues the KV of the turn before.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from longdraft.metrics import TokenCounts
 from longdraft.model.checkpoints import LoadedModel, Progress
 from longdraft.model.runner import TargetRunner
 
-WARM_UP_PROMPT_TOKENS, WARM_UP_NEW_TOKENS = 64, 4
+WARM_UP_PROMPT_TOKENS, WARM_UP_NEW_TOKENS = 64, 4  # enough to run all code once
 
 BatchKey = tuple[str, int | None, tuple[str, ...]]
-"""A batch's data set, context, and origins of its samples."""
+"""Identifies a batch by the data set, the requested length and the origin of each sample."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class SampleDifference:
     """The first position at which a method's tokens of a sample differ from those of ``ar``.
 
     Attributes:
-        sample: the sample's origin, file and line.
+        sample: where the sample comes from: file and line.
         position, token, reference, near_tie: see :class:`~longdraft.bench.ties.Difference`.
         gap: distance of the two tokens' logits; None if one output has ended.
     """
@@ -64,13 +65,15 @@ class BatchResult:
         context: the length that the prompts were cut to; None: not cut.
         batch: number of prompts.
         samples: origin (file and line) of each prompt.
-        cold: by contender, the run with its own prefill.
-        rounds: by contender, the timed runs (one for each repeat, each with many decoding rounds).
+        prompt_tokens: number of tokens of each prompt.
+        cold: by contender, the run with the contender's own prefill.
+        rounds: by contender, the timed runs, one for each repeat. A run has many rounds of drafting and verification.
+        differences: where tokens differ from those of ``ar``.
         comparable: contenders whose tokens should equal those of ``ar``.
-        peak_memory_bytes: the process's peak in a contender's timed runs; None if the system does not report it.
-        profiles: see :mod:`longdraft.bench.profile`.
+        peak_memory_bytes: by contender, the peak of the process in the timed runs; None if the system reports none.
+        profiles: by method, the result of :func:`longdraft.bench.profile.profile_job`.
         scored: the metric of the answers; empty: not scored.
-        scores: by contender, the score of each sample's answer; None: the sample has no references.
+        scores: by contender, the score of each sample's answer; None: the sample has no reference answers.
     """
 
     dataset: str
@@ -91,35 +94,34 @@ class BatchResult:
     def key(self) -> BatchKey:
         return self.dataset, self.context, self.samples
 
-    def counts(self, name: str) -> list[TokenCounts]:
-        """New tokens and verification forwards of each prompt, summed over the runs."""
-        by_prompt = zip(*(run.counts for run in self.rounds[name]), strict=False)
+    def token_counts(self, name: str) -> list[TokenCounts]:
+        """Returns each prompt's new tokens and verification forwards, summed over a contender's timed runs."""
+        by_prompt = zip(*(run.token_counts for run in self.rounds[name]), strict=False)
         return [(sum(tokens for tokens, _ in runs), sum(forwards for _, forwards in runs)) for runs in by_prompt]
 
     def tokens_per_second(self, name: str) -> float | None:
-        """A contender's tokens/s: the median of its timed runs."""
+        """Returns the median of the tokens/s of a contender's timed runs."""
         return median_of(run.tokens_per_second for run in self.rounds[name])
 
 
 class Bench:
-    """Contenders on one loaded model.
+    """Measures contenders on one loaded model.
 
     Args:
+        loaded: the target and its tokenizer.
         progress: called with a line of text before a step that takes long.
-        load_dequantized: loads the model again in a plain dtype, for peers; None: peers run on ``loaded``.
+        load_dequantized: loads the model again, in a plain dtype, for the peers; None: the peers run on ``loaded``.
 
     Attributes:
-        contenders: by name; ``ar`` is the first.
+        settings: the settings of the benchmark.
+        contenders: the contenders by name; ``ar`` is the first.
         target: runs the forwards of the target model.
     """
 
     def __init__(
-        self,
-        loaded: LoadedModel,
-        settings: Settings,
-        progress: Progress | None = None,
+        self, loaded: LoadedModel, settings: Settings, progress: Progress | None = None,
         load_dequantized: Callable[[], LoadedModel] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.settings = settings
         self._is_warm = False
         methods = [name for name in settings.contenders if name not in PEERS]
@@ -127,8 +129,8 @@ class Bench:
         self.target = speculators[REFERENCE].runner()
         feature_layers = {name: spec.feature_layers() for name, spec in speculators.items()}
         default_layers = next(filter(None, feature_layers.values()), ())
-        # Methods share the prompts' KV if its dtype and the layers of the hidden states beside it are equal. A method
-        # that reads no hidden states can share any such cache.
+        # Methods share a cache of the prompts' KV if they want the same dtype, and hidden states of the same layers
+        # beside the KV. A method that reads no hidden states can use a cache with them.
         prefills: dict[tuple[str | None, tuple[int, ...]], SharedPrefill] = {}
         self.contenders: dict[str, Contender] = {}
         peer_target = self.target
@@ -152,15 +154,16 @@ class Bench:
     @property
     def methods(self) -> dict[str, MethodContender]:
         """The contenders that are methods of this package."""
-        return {name: c for name, c in self.contenders.items() if isinstance(c, MethodContender)}
+        contenders = self.contenders.items()
+        return {name: contender for name, contender in contenders if isinstance(contender, MethodContender)}
 
     @property
     def notes(self) -> dict[str, str]:
         """Remarks about contenders, by name."""
-        return {name: c.note for name, c in self.contenders.items() if c.note}
+        return {name: contender.note for name, contender in self.contenders.items() if contender.note}
 
     def warm_up(self, prompt: Prompt) -> None:
-        """Lets each contender decode a few tokens, once, so that the first batch includes no one-time work."""
+        """Lets each contender decode a few tokens before the first batch, whose times then include no one-time work."""
         max_tokens = min(WARM_UP_NEW_TOKENS, self.settings.max_tokens)
         job = self.make_job([prompt.token_ids[:WARM_UP_PROMPT_TOKENS]], max_tokens)
         for contender in () if self._is_warm else self.contenders.values():
@@ -169,11 +172,11 @@ class Bench:
         self._is_warm = True
 
     def measure(self, prompts: Sequence[Prompt], tick: Tick = lambda name: None) -> BatchResult:
-        """Measures one batch. ``tick`` gets the contender's name before each run."""
-        s, device = self.settings, self.target.device
-        job = self.make_job([p.token_ids for p in prompts], s.max_tokens)
+        """Measures one batch. Calls ``tick`` with the contender's name before each run."""
+        settings, device = self.settings, self.target.device
+        job = self.make_job([prompt.token_ids for prompt in prompts], settings.max_tokens)
         cold: dict[str, Run] = {}
-        is_turn_cached = not s.cold and all(p.sample.continues_previous for p in prompts)
+        is_turn_cached = not settings.cold and all(prompt.sample.continues_previous for prompt in prompts)
         for name in self._cold_contenders:
             tick(name)
             contender = self.contenders[name]
@@ -181,64 +184,62 @@ class Bench:
             cold[name] = contender.decode_warm(job) if reuses_cache else contender.decode_cold(job)
         rounds: dict[str, list[Run]] = {name: [] for name in self.names}
         peaks: dict[str, int | None] = dict.fromkeys(self.names)
-        for _, name in interleave(self.names, s.repeats):
+        for _, name in interleave(self.names, settings.repeats):
             tick(name)
             gc.collect()  # so that no collection falls into a timed run
             has_peak = memory_info.reset_peak(device)
             rounds[name].append(self.contenders[name].decode_warm(job))
             if has_peak:
                 peaks[name] = max(memory_info.peak_bytes(device), peaks[name] or 0)
-        # A profile starts from the prompts' cached KV; with ``cold`` it includes a prefill.
-        profiled = self.methods.items() if s.profile else ()
-        profiles = {name: profile_job(c.spec, job, None if s.cold else c.prefill.cache) for name, c in profiled}
-        comparable = [name for name, c in self.contenders.items() if c.is_comparable(s.sampling.greedy, len(prompts))]
-        all_runs = {name: [*rounds[name], *([cold[name]] if name in cold else [])] for name in comparable}
-        differences = [d for name, runs in all_runs.items() for d in self._differences(prompts, name, runs, rounds)]
+        # A profile starts from the prompts' cached KV; with ``cold`` it starts with a prefill.
+        profiles: dict[str, dict[str, Any]] = {}
+        for name, method in self.methods.items() if settings.profile else ():
+            if profile := profile_job(method.spec, job, None if settings.cold else method.prefill.cache):
+                profiles[name] = profile
+        is_greedy, differences = settings.sampling.greedy, list[SampleDifference]()
+        comparable = [name for name, c in self.contenders.items() if c.is_comparable(is_greedy, len(prompts))]
+        for name in comparable:
+            runs = [*rounds[name], *([cold[name]] if name in cold else [])]
+            differences += self._differences(prompts, name, runs, rounds)
+        is_conversation = bool(prompts[0].sample.last_message)  # the next turn can continue the KV of this turn
         for name, contender in self.contenders.items():
-            is_conversation = bool(prompts[0].sample.last_message)  # the next turn continues the KV of this one
-            if s.cold or name not in self.methods or not is_conversation:
+            if settings.cold or name not in self.methods or not is_conversation:
                 contender.release()
+        sample = prompts[0].sample
         return BatchResult(
-            prompts[0].sample.dataset,
-            prompts[0].context,
-            len(prompts),
-            tuple(p.sample.origin for p in prompts),
-            tuple(len(p.token_ids) for p in prompts),
-            cold,
-            rounds,
-            differences,
-            tuple(comparable),
-            peaks,
-            {name: profile for name, profile in profiles.items() if profile is not None},
-            prompts[0].sample.metric,
-            {name: self._scores(prompts, runs[0]) for name, runs in rounds.items()},
-        )
+            dataset=sample.dataset, context=prompts[0].context, batch=len(prompts),
+            samples=tuple(prompt.sample.origin for prompt in prompts),
+            prompt_tokens=tuple(len(prompt.token_ids) for prompt in prompts),
+            cold=cold, rounds=rounds, differences=differences, comparable=tuple(comparable),
+            peak_memory_bytes=peaks, profiles=profiles, scored=sample.metric,
+            scores={name: self._scores(prompts, timed_runs[0]) for name, timed_runs in rounds.items()},
+        )  # fmt: skip
 
     def _scores(self, prompts: Sequence[Prompt], run: Run) -> list[float | None]:
-        """The score of each prompt's answer."""
+        """Scores each prompt's answer."""
         texts = (self._codec.decode(list(tokens)) for tokens in run.tokens)
         return [scores.score_answer(prompt.sample, text) for prompt, text in zip(prompts, texts, strict=True)]
 
     def steps(self, batches: Sequence[PromptBatch]) -> list[Step[BatchKey, BatchResult]]:
-        """A step for each batch. The first step to run warms the contenders up."""
+        """Makes a step for each batch. The first step that runs warms the contenders up."""
 
-        def measure(batch: PromptBatch, missing: Collection[BatchKey], tick: Tick) -> Iterator[BatchResult]:
+        def measure_batch(batch: PromptBatch, missing: Collection[BatchKey], tick: Tick) -> Iterator[BatchResult]:
             self.warm_up(batch[0])
             yield self.measure(batch, tick)
 
-        def key(batch: PromptBatch) -> BatchKey:
+        def batch_key(batch: PromptBatch) -> BatchKey:
             return batch[0].sample.dataset, batch[0].context, tuple(prompt.sample.origin for prompt in batch)
 
-        runs = len(self._cold_contenders) + len(self.names) * self.settings.repeats
+        num_runs = len(self._cold_contenders) + len(self.names) * self.settings.repeats
         return [
-            Step(f"sample {number}/{len(batches)}", (key(batch),), partial(measure, batch), runs)
+            Step(f"sample {number}/{len(batches)}", (batch_key(batch),), partial(measure_batch, batch), num_runs)
             for number, batch in enumerate(batches, 1)
         ]
 
     @property
     def _cold_contenders(self) -> list[str]:
-        """The contenders that have a run with their own prefill."""
-        skipped = () if self.settings.cold else self.methods  # they use the prefill of ``ar``
+        """Names of the contenders that have a cold run. Without ``cold`` the methods use the prefill of ``ar``."""
+        skipped = () if self.settings.cold else self.methods
         return [name for name in self.names if name == REFERENCE or name not in skipped]
 
     def make_job(self, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> Job:
@@ -247,7 +248,8 @@ class Bench:
     def _differences(
         self, prompts: Sequence[Prompt], name: str, runs: Sequence[Run], rounds: dict[str, list[Run]]
     ) -> Iterator[SampleDifference]:
-        """Compares a contender's runs with the first timed run of ``ar``. Yields each sample's largest difference."""
+        """Compares a contender's ``runs`` with the first timed run of ``ar``. For each sample, yields the difference
+        with the largest gap between logits, and of equal gaps the earliest."""
         cache = self.methods[REFERENCE].prefill.cache  # may be overwritten, as the timed runs are over
         for i, prompt in enumerate(prompts):
             reference, sample = rounds[REFERENCE][0].tokens[i], prompt.sample
@@ -255,7 +257,7 @@ class Bench:
                 compare_outputs(self.target, prompt.token_ids, tokens, reference, self.settings.sampling, cache)
                 for tokens in {run.tokens[i] for run in runs} - {reference}
             ]
-            if differences := [d for d in compared if d is not None]:
-                worst = asdict(max(differences, key=lambda d: (d.gap, -d.position)))
-                worst["gap"] = worst["gap"] if math.isfinite(worst["gap"]) else None
-                yield SampleDifference(name, sample.dataset, sample.origin, **worst)
+            if differences := [difference for difference in compared if difference is not None]:
+                largest = asdict(max(differences, key=lambda difference: (difference.gap, -difference.position)))
+                largest["gap"] = largest["gap"] if math.isfinite(largest["gap"]) else None
+                yield SampleDifference(name, sample.dataset, sample.origin, **largest)

@@ -1,7 +1,7 @@
-"""Scores of answers against references, in [0, 1], and the metric of each data set.
+"""Scores answers against reference answers, from 0 to 1, and says which metric a data set has.
 
 F1, edit similarity, classes and numbers are defined as in LongBench (Bai et al. 2024, ``metrics.py``), choices as in
-LongBench v2, needles as in RULER. ROUGE-L is the package rouge-score's.
+LongBench v2, needles as in RULER. The package rouge-score computes ROUGE-L.
 """
 
 from __future__ import annotations
@@ -19,71 +19,74 @@ if TYPE_CHECKING:
     from longdraft.bench.data import Sample
 
 _NUMBER_PATTERN = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-# Few-shot tasks (LongBench): models go on with more examples after the answer, so only its first line counts.
+# Few-shot data sets of LongBench. After the answer models write more examples, so only the first line is scored.
 _FIRST_LINE_DATASETS = ("trec", "triviaqa", "samsum")
 
 
 def _words(text: str) -> list[str]:
-    """Words in lower case, without punctuation and articles (SQuAD's normalisation)."""
-    unpunctuated = "".join(c for c in text.lower() if c not in string.punctuation)
+    """Splits a text into words in lower case, without punctuation and articles (SQuAD's normalisation)."""
+    unpunctuated = "".join(character for character in text.lower() if character not in string.punctuation)
     return re.sub(r"\b(a|an|the)\b", " ", unpunctuated).split()
 
 
-def f1(text: str, answer: str) -> float:
-    """F1 of the common words, after SQuAD's normalisation."""
+def score_f1(text: str, answer: str) -> float:
+    """Returns the F1 of the words that the text and the answer have in common, after SQuAD's normalisation."""
     predicted, expected = _words(text), _words(answer)
     common = (Counter(predicted) & Counter(expected)).total()
     return 2 * common / (len(predicted) + len(expected)) if common else 0.0
 
 
 def edit_similarity(text: str, answer: str) -> float:
-    """Similarity of the answer and the text's first line of code, as by fuzzywuzzy's ``ratio`` in pure Python."""
+    """Compares the answer with the text's first line of code, like ``ratio`` of fuzzywuzzy in pure Python."""
     lines = text.lstrip("\n").split("\n")
-    line = next((x for x in lines if not any(mark in x for mark in ("`", "#", "//"))), "")
+    not_code = ("`", "#", "//")  # lines with code fences or comments
+    line = next((line for line in lines if not any(mark in line for mark in not_code)), "")
     if line == answer:
         return 1.0
     return round(100 * SequenceMatcher(None, line, answer).ratio()) / 100 if line and answer else 0.0
 
 
-def choice(text: str, answer: str) -> float:
-    """1 if "The correct answer is (X)" has the answer's letter; the brackets are optional."""
+def score_choice(text: str, answer: str) -> float:
+    """Returns 1 if the text says "The correct answer is (X)" with the answer's letter. The brackets may be missing."""
     match = re.search(r"The correct answer is (?:\(([A-D])\)|([A-D]))", text.replace("*", ""))
     return float(match is not None and (match[1] or match[2]) == answer.strip())
 
 
-def number(text: str, answer: str) -> float:
-    r"""1 if the text gives the answer's number: the last one in ``\boxed{}``, else the first behind the last "answer
-    is", else the last one of the text."""
+def score_number(text: str, answer: str) -> float:
+    r"""Returns 1 if the text gives the answer's number. A text gives the last number in its last ``\boxed{}``, else the
+    first number after its last "answer is", else its last number."""
     boxed, after_phrase = re.findall(r"\\boxed\{([^{}]*)\}", text), re.findall(r"(?i:answer is)(.*)", text)
+    expected = (_NUMBER_PATTERN.findall(answer) or ["nan"])[-1]
     for parts, index in ((boxed[-1:], -1), (after_phrase[-1:], 0), ([text], -1)):
         if candidates := [number for part in parts for number in _NUMBER_PATTERN.findall(part)]:
-            return float(_value(candidates[index]) == _value((_NUMBER_PATTERN.findall(answer) or ["nan"])[-1]))
+            return float(_parse_number(candidates[index]) == _parse_number(expected))
     return 0.0
 
 
-def numbers(text: str, answer: str) -> float:
-    """Share of a text's whole numbers that equal the answer's first one."""
+def score_numbers(text: str, answer: str) -> float:
+    """Returns the share of the text's whole numbers that equal the first whole number of the answer."""
     candidates = re.findall(r"\d+", text)
-    expected = re.findall(r"\d+", answer)[:1]
-    return sum([x] == expected for x in candidates) / len(candidates) if candidates else 0.0
+    expected = next(iter(re.findall(r"\d+", answer)), None)
+    return sum(number == expected for number in candidates) / len(candidates) if candidates else 0.0
 
 
 def contains_answer(text: str, answer: str) -> float:
-    """1 if the text contains the answer; case is ignored."""
+    """Returns 1 if the text contains the answer, in upper or lower case."""
     return float(answer.lower() in text.lower())
 
 
 def class_match(text: str, answer: str, classes: Sequence[str]) -> float:
-    """1 / number of classes named in the text, if the answer is among them; else 0."""
-    # A class whose name is a part of the answer's does not count.
-    named = [c for c in classes if c in text and (c == answer or c not in answer)]
+    """Returns 1 / the number of classes that the text names, if the answer is one of these classes; else 0."""
+    # A class whose name is a part of the answer's name does not count.
+    named = [name for name in classes if name in text and (name == answer or name not in answer)]
     return 1 / len(named) if answer in named else 0.0
 
 
 def rouge_l() -> Callable[[str, str], float]:
-    """A function (reference, text) -> ROUGE-L (Lin 2004): F1 of the longest common subsequence of stemmed words.
+    """Returns a function of a reference and a text that computes ROUGE-L (Lin 2004): F1 of the longest common
+    subsequence of stemmed words.
 
-    The package counts words of Latin letters and digits only; equal texts score 1.0 in any script.
+    rouge-score counts only words of Latin letters and digits. Here equal texts score 1.0 in any script.
 
     Raises:
         CapabilityError: the package rouge-score is not installed.
@@ -102,8 +105,8 @@ def rouge_l() -> Callable[[str, str], float]:
 
 ROUGE, CLASSES, CONTAINS = "rouge_l", "classes", "found"
 _METRIC_FUNCTIONS: dict[str, Callable[[str, str], float]] = {
-    "f1": f1, "edit_similarity": edit_similarity, "choice": choice, "number": number, "numbers": numbers,
-    CONTAINS: contains_answer,
+    "f1": score_f1, "edit_similarity": edit_similarity, "choice": score_choice, "number": score_number,
+    "numbers": score_numbers, CONTAINS: contains_answer,
 }  # fmt: skip
 METRICS = (*_METRIC_FUNCTIONS, ROUGE, CLASSES)
 """Names of all metrics."""
@@ -120,16 +123,13 @@ _DATASETS_OF_METRIC = {
 
 
 def metric_of_dataset(name: str) -> str:
-    """A data set's metric; empty if it has none."""
+    """Returns the metric of a data set; empty if the data set has none."""
     return next((metric for metric, datasets in _DATASETS_OF_METRIC.items() if name in datasets), "")
 
 
 def score_answer(sample: Sample, text: str) -> float | None:
-    """The score of an answer: its best over the references; for needles, the share of references that it contains.
-
-    Returns:
-        None if the sample has no references or no metric, or if ROUGE is not installed.
-    """
+    """Returns the best score of an answer over the references; for needles, the share of the references in the answer.
+    Returns None if the sample has no references or no metric, or if ROUGE is not installed."""
     if not sample.answers or not sample.metric:
         return None
     if sample.dataset in _FIRST_LINE_DATASETS:
@@ -147,8 +147,8 @@ def score_answer(sample: Sample, text: str) -> float | None:
 
 
 def missing_rouge_note(samples: Iterable[Sample]) -> str:
-    """A note on samples that are not scored because ROUGE is not installed; empty if there are none."""
-    names = dict.fromkeys(s.dataset for s in samples if s.metric == ROUGE and s.answers)
+    """Returns a note if some samples are not scored because ROUGE is not installed; otherwise an empty text."""
+    names = dict.fromkeys(sample.dataset for sample in samples if sample.metric == ROUGE and sample.answers)
     if names:
         try:
             rouge_l()
@@ -157,5 +157,5 @@ def missing_rouge_note(samples: Iterable[Sample]) -> str:
     return ""
 
 
-def _value(number: str) -> float:
+def _parse_number(number: str) -> float:
     return float(number.replace(",", ""))

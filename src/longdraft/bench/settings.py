@@ -1,4 +1,7 @@
-"""Settings of a benchmark: contenders, their options, lengths and batches."""
+"""Settings of a benchmark: contenders and their options, lengths of prompts, batch sizes.
+
+A contender's name is a method with the contender's own options (``specpv:budget=512``), or a peer.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from longdraft.speculator import Speculator
 from longdraft.views.view import parse_dtype
 
 REFERENCE = "ar"
-"""Plain autoregressive decoding, which every contender is compared with."""
+"""The contender with which all are compared: plain autoregressive decoding."""
 
 
 @dataclass(frozen=True)
@@ -30,20 +33,21 @@ class Settings:
     """Settings of a benchmark.
 
     Attributes:
-        methods: names of methods and peers.
+        methods: names of contenders. ``ar`` is measured even if it is not among them.
         max_tokens: new tokens of a prompt, at most.
         contexts: prompt lengths, each measured; None: prompts are not cut.
         batches: batch sizes, each measured.
         repeats: timed runs of each contender.
+        sampling, seed: how the next token is chosen, and the seed of the random numbers.
         raw: prompts are plain text, without the chat template.
-        template_kwargs: ``system`` and arguments of the chat template, such as ``enable_thinking``.
         ignore_eos: decode on to ``max_tokens``.
-        cold: every contender has a run with its own prefill, which gives its time to first token. If False, ``ar``
-            does the prefill for all of longdraft's methods.
+        cold: before the timed runs every contender has a run with its own prefill, which gives the time to first token.
+            False: the prefill of ``ar`` serves all of longdraft's methods.
         draft_options: options for all methods that take a draft: ``draft``, ``widths``, ``nodes``.
-        contender_options: by contender (``specpv:budget=512``): its method's options, ``plan`` and ``kv_dtype``.
-        plan, offload: see :class:`~longdraft.speculator.Speculator`; for longdraft's methods.
-        profile: profile some more rounds of longdraft's methods after the timed runs.
+        contender_options: by the name of a contender: options of the method, ``plan`` and ``kv_dtype``.
+        plan, offload: for longdraft's methods; see :class:`~longdraft.speculator.Speculator`.
+        profile: after the timed runs, profile some more rounds of longdraft's methods.
+        template_kwargs: ``system`` and arguments of the chat template, such as ``enable_thinking``.
     """
 
     methods: tuple[str, ...] = (REFERENCE, "prompt-lookup")
@@ -66,7 +70,7 @@ class Settings:
     def __post_init__(self) -> None:
         counts = {
             "max-tokens": (self.max_tokens,), "repeats": (self.repeats,), "batch": self.batches,
-            "context": tuple(c for c in self.contexts if c is not None),
+            "context": tuple(length for length in self.contexts if length is not None),
         }  # fmt: skip
         for name, values in counts.items():
             if values and min(values) < 1:
@@ -78,69 +82,66 @@ class Settings:
                 names = f"Methods: {', '.join(METHODS)}. Peers: {', '.join(PEERS)}."
                 raise UnknownMethodError(f"There is no method {name!r}. {names}")
             if name not in PEERS:
-                resolve(method_name(name), self.options(name))  # raises on a wrong option or an unreadable draft
+                resolve(method_name(name), self.options(name))  # raises if an option is wrong or the draft unreadable
             plans.check_plan(self.plan_of(name))
             parse_dtype(self.kv_dtype_of(name), "kv_dtype")
         offloading.parse(self.offload)
         if self.draft_options and not any(self.takes_draft(name) for name in self.methods):
-            takers = ", ".join(m.name for m in METHODS.values() if m.takes_draft)
-            raise ValueError(f"none of the methods takes {', '.join(self.draft_options)}: add one that does ({takers})")
+            names = ", ".join(method.name for method in METHODS.values() if method.takes_draft)
+            raise ValueError(f"none of the methods takes {', '.join(self.draft_options)}: add one that does ({names})")
 
     def options(self, name: str) -> Mapping[str, Any]:
-        """A contender's options. ``draft`` goes to the methods of its kind; if there are none, to all."""
-        common = self.draft_options if self.takes_draft(name) else {}
-        draft = common.get("draft")
+        """Returns the options of a contender's method. The shared ``draft`` applies to contenders that take its kind of
+        draft, or to all contenders if there is no such contender."""
+        shared = dict(self.draft_options) if self.takes_draft(name) else {}
+        draft = shared.get("draft")
         if isinstance(draft, str | Path) and (draft_folder.is_draft_folder(draft) or is_gguf(draft)):
-            kinds = (kind_of(draft).draft_kind, None)
-            matching = [n for n in self.methods if self.takes_draft(n) and METHODS[method_name(n)].draft_kind in kinds]
+            kinds = (kind_of(draft).draft_kind, None)  # None: the method takes drafts of any kind
+            takers = [contender for contender in self.methods if self.takes_draft(contender)]
+            matching = [contender for contender in takers if METHODS[method_name(contender)].draft_kind in kinds]
             if matching and name not in matching:
-                common = {k: x for k, x in common.items() if k != "draft"}
-        specific = self.contender_options.get(name, {})
-        return {**common, **{k: x for k, x in specific.items() if k not in ("plan", "kv_dtype")}}
+                del shared["draft"]
+        options = shared | dict(self.contender_options.get(name, {}))
+        return {option: value for option, value in options.items() if option not in ("plan", "kv_dtype")}
 
     def plan_of(self, name: str) -> str | None:
-        """A contender's ``plan``."""
+        """Returns the ``plan`` of a contender."""
         return dict(self.contender_options.get(name, {})).get("plan", self.plan)
 
     def kv_dtype_of(self, name: str) -> str | None:
-        """A contender's ``kv_dtype``; None: the model's dtype."""
+        """Returns the ``kv_dtype`` of a contender; None: the model's dtype."""
         return dict(self.contender_options.get(name, {})).get("kv_dtype")
 
     def takes_draft(self, name: str) -> bool:
-        """True if the draft options apply to a contender."""
+        """Returns True if ``draft_options`` apply to a contender."""
         return name not in PEERS and METHODS[method_name(name)].takes_draft
 
     @property
     def contenders(self) -> tuple[str, ...]:
-        """Each name once; ``ar``, the reference, is the first."""
+        """The name of each contender once. ``ar`` is the first."""
         return tuple(dict.fromkeys((REFERENCE, *self.methods)))
 
 
 def make_speculator(settings: Settings, name: str, loaded: LoadedModel, progress: Progress | None = None) -> Speculator:
-    """A contender's method on a model. Measures the costs that the method's planner needs."""
+    """Makes the speculator of a contender. Measures the costs that its planner of draft trees needs."""
     spec = Speculator(
-        method_name(name),
-        target=loaded.model,
-        tokenizer=loaded.tokenizer,
-        offload=settings.offload,
-        plan=settings.plan_of(name),
-        kv_dtype=settings.kv_dtype_of(name),
-        **settings.options(name),
-    )
+        method_name(name), target=loaded.model, tokenizer=loaded.tokenizer, offload=settings.offload,
+        plan=settings.plan_of(name), kv_dtype=settings.kv_dtype_of(name), **settings.options(name),
+    )  # fmt: skip
     spec.planner(progress)
     return spec
 
 
 def contender_name(method: str, options: Mapping[str, Any]) -> str:
-    """The name of a contender: ``specpv:budget=512``."""
-    return ":".join([method, *(f"{name}={format_option(x)}" for name, x in options.items())])
+    """Returns the name of a contender, such as ``specpv:budget=512``."""
+    return ":".join([method, *(f"{name}={format_option(value)}" for name, value in options.items())])
 
 
 def format_option(value: Any) -> str:
-    """An option's value as text: ``4,16``."""
+    """Returns the value of an option as text, such as ``4,16``."""
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def method_name(contender: str) -> str:
-    """The method of a contender: ``specpv`` of ``specpv:budget=512``."""
+    """Returns the method of a contender, such as ``specpv`` of ``specpv:budget=512``."""
     return contender.partition(":")[0]

@@ -1,4 +1,4 @@
-"""Reports of measurements: tables for a terminal or as Markdown, a JSON object, and definitions."""
+"""Builds reports of measurements: tables for a terminal or as Markdown, a JSON object, and definitions."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ ACCEPTED_DEFINITION = (
     "without the prefill's token; ±: one standard error over prompts (jackknife)."
 )
 SPEED_DEFINITION = "tokens/s: new tokens / decode seconds, without the prefill and its token"
-MAX_DEPTH = 1 << 12  # no tree is deeper; bounds the work for a damaged file
+MAX_DEPTH = 1 << 12  # deeper than any draft tree: limits the work if a file is damaged
 Column = tuple[str, str, str]
-"""A column of a table: its heading, the key of its figure in a row, and the figure's ``str.format`` pattern."""
+"""A column of a table: heading, key of the figure in a row, ``str.format`` pattern of the figure."""
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Report:
         document: the JSON object.
         tables: pairs of a title and a table.
         remarks: lines below the tables.
-        definitions: lines below the remarks, which define the figures.
+        definitions: definitions of the figures; lines below the remarks.
     """
 
     document: dict[str, Any]
@@ -40,7 +40,7 @@ class Report:
 
 
 def to_markdown(report: Report) -> str:
-    """A report's tables, remarks and definitions as Markdown."""
+    """Returns the tables, remarks and definitions of a report as Markdown."""
     lines = []
     for title, table in report.tables:
         columns = [[column.header, *column.cells] for column in table.columns]
@@ -51,59 +51,63 @@ def to_markdown(report: Report) -> str:
     return "\n".join([*lines, *(f"- {line}" for line in notes), ""])
 
 
-def new_table(names: Sequence[str], figures: Sequence[str] = ()) -> Table:
-    """An empty table: columns of names, and right-aligned columns of figures."""
+def new_table(name_headings: Sequence[str], figure_headings: Sequence[str] = ()) -> Table:
+    """Makes an empty table with columns of names and right-aligned columns of figures."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in names:
+    for heading in name_headings:
         table.add_column(heading, no_wrap=True)
-    for heading in figures:
+    for heading in figure_headings:
         table.add_column(heading, justify="right", no_wrap=True)
     return table
 
 
 def pivot(
-    head: str, rows: Sequence[Mapping[str, Any]], column: Callable[[Mapping[str, Any]], str], cell: Callable[..., Any]
+    first_heading: str,
+    rows: Sequence[Mapping[str, Any]],
+    make_heading: Callable[[Mapping[str, Any]], str],
+    make_cell: Callable[..., Any],
 ) -> Table:
-    """A table with a line for each method and a column for each length.
+    """Makes a table with a line for each method and a column for each length.
 
     Args:
-        head: heading of the column of methods.
-        column: a row -> the heading of its column.
-        cell: a row -> the text of its cell.
+        first_heading: heading of the column of methods.
+        rows: a row for each method and length.
+        make_heading: returns the heading of a row's column.
+        make_cell: returns the text of a row's cell.
     """
-    headings = list(dict.fromkeys(column(row) for row in rows))
-    table = new_table([head], headings)
+    headings = list(dict.fromkeys(make_heading(row) for row in rows))
+    table = new_table([first_heading], headings)
     for name in dict.fromkeys(row["method"] for row in rows):
-        cells = {column(row): cell(row) for row in rows if row["method"] == name}
+        cells = {make_heading(row): make_cell(row) for row in rows if row["method"] == name}
         table.add_row(Text(name), *(cells.get(heading, "-") for heading in headings))
     return table
 
 
 def median_of(values: Iterable[float | None]) -> float | None:
-    """The median of the values that are not None; None if there are none."""
-    numbers = [v for v in values if v is not None]
+    """Returns the median of the values that are not None; None if there are no such values."""
+    numbers = [value for value in values if value is not None]
     return median(numbers) if numbers else None
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:
-    """The mean of the values that are not None; None if there are none."""
-    numbers = [v for v in values if v is not None]
+    """Returns the mean of the values that are not None; None if there are no such values."""
+    numbers = [value for value in values if value is not None]
     return mean(numbers) if numbers else None
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
-    """The quotient; None if either number is None or the denominator is 0."""
+    """Returns the quotient; None if either number is None or the denominator is 0."""
     return None if numerator is None or not denominator else numerator / denominator
 
 
 def spread(values: Iterable[float | None]) -> list[float] | None:
-    """The lowest and the highest of the values that are not None; None if there are none."""
-    numbers = [v for v in values if v is not None]
+    """Returns the lowest and the highest of the values that are not None; None if there are no such values."""
+    numbers = [value for value in values if value is not None]
     return [min(numbers), max(numbers)] if numbers else None
 
 
 def group_by(rows: Iterable[Mapping[str, Any]], *keys: str) -> list[list[Mapping[str, Any]]]:
-    """Groups of the rows that agree in these keys, in the order of their first rows."""
+    """Groups rows that have equal values of ``keys``. A group stands where its first row stood."""
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault(tuple(row[key] for key in keys), []).append(row)
@@ -111,46 +115,46 @@ def group_by(rows: Iterable[Mapping[str, Any]], *keys: str) -> list[list[Mapping
 
 
 def nonempty_columns(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> list[Column]:
-    """The columns that have a figure in at least one row."""
+    """Returns the columns that have a figure in at least one row."""
     return [column for column in columns if any(row.get(column[1]) is not None for row in rows)]
 
 
-def format_figure(value: float | str | None, form: str, missing: str = "-") -> str:
-    """A value in a ``str.format`` pattern such as ``{:.1f} s``; ``missing`` if it is None."""
-    return missing if value is None else form.format(value)
+def format_figure(value: float | str | None, pattern: str, missing: str = "-") -> str:
+    """Formats a value by a ``str.format`` pattern such as ``{:.1f} s``; returns ``missing`` if the value is None."""
+    return missing if value is None else pattern.format(value)
 
 
 def acceptance_stats(counts: Iterable[TokenCounts]) -> dict[str, Any]:
-    """A row's accepted length and standard error; ``prompts``: number of prompts with a verification."""
+    """Returns the mean accepted length, its standard error, and the number of prompts that have a verification."""
     verified = [(tokens, verifications) for tokens, verifications in counts if verifications]
     error = standard_error(verified)
     return {"mean_accepted_length": average(verified), "prompts": len(verified), "standard_error": error}
 
 
-def format_cell(row: Mapping[str, Any], key: str = "mean_accepted_length", form: str = "{:.2f}") -> str:
-    """A row's figure as tables show it; an accepted length comes with its standard error."""
+def format_cell(row: Mapping[str, Any], key: str = "mean_accepted_length", pattern: str = "{:.2f}") -> str:
+    """Formats a figure of a row. A mean accepted length is followed by its standard error."""
     error = row.get("standard_error") if key in ("mean_accepted_length", "accepted") else None
-    return format_figure(row.get(key), form) + format_figure(error, " ± {:.2f}", missing="")
+    return format_figure(row.get(key), pattern) + format_figure(error, " ± {:.2f}", missing="")
 
 
 def pluralize(number: int, noun: str) -> str:
-    """``1 sample``, ``2 samples``."""
+    """Returns a number with its noun, such as ``1 sample`` or ``2 samples``."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def depth_accepted(rounds: Sequence[tuple[int, int]]) -> list[float]:
-    """Share of rounds that accepted at least d drafted tokens, for d = 1, 2, ... up to the most accepted.
+    """Returns for d = 1, 2, 3 and so on the share of rounds that accepted at least d drafted tokens.
 
     Args:
         rounds: for each round, how many drafted tokens were accepted, and how many ``max_tokens`` allowed.
     """
-    deepest = min(MAX_DEPTH, max((accepted for accepted, _ in rounds), default=0))
-    levels = range(1, deepest + 1)
-    return [sum(accepted >= d for accepted, _ in rounds) / len(rounds) for d in levels]
+    max_depth = min(MAX_DEPTH, max((accepted for accepted, _ in rounds), default=0))
+    depths = range(1, max_depth + 1)
+    return [sum(accepted >= depth for accepted, _ in rounds) / len(rounds) for depth in depths]
 
 
 def environment_info() -> dict[str, Any]:
-    """The machine and the versions, for a report's JSON object."""
+    """Returns the entries of a report's JSON object that describe the machine and the versions."""
     from longdraft.bench import machine
 
     return {"hardware": machine.hardware(), "versions": machine.versions()}

@@ -1,7 +1,6 @@
-"""Data sets by name: where their rows are, how a row becomes a prompt, and how its answer is scored.
+"""Makes samples of data sets by name: knows where the rows are, how a row becomes a prompt, how an answer is scored.
 
-Prompt templates are the authors' where they publish one (``templates.json``: LongBench, LongBench v2, RULER), otherwise
-longdraft's own.
+The templates of LongBench, LongBench v2 and RULER (``templates.json``) are the authors'. The others are longdraft's.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from longdraft.bench.examples import Example
 from longdraft.bench.scores import metric_of_dataset
 from longdraft.errors import CapabilityError, PromptError
 
-# LongBench's repository holds one archive, which is read without the repository's loading script.
+# One archive of LongBench's repository holds all data sets. It is read without the repository's loading script.
 _LONGBENCH = "zip://data/{name}.jsonl::hf://datasets/THUDM/LongBench/data.zip"
 # LongBench uses no chat template for these tasks.
 _NO_CHAT_TEMPLATE = ("trec", "triviaqa", "samsum", "lcc", "repobench-p")
 _TEMPLATES: dict[str, str] = json.loads(resources.files(__package__).joinpath("templates.json").read_text("utf-8"))
-# SPEED-Bench has rows that begin with this notice in place of a text that it may not publish.
+# Rows of SPEED-Bench begin with this notice if SPEED-Bench may not publish their text.
 _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 BUILT_IN = "stdlib"
 """The default data set: source files of Python's standard library."""
@@ -50,8 +49,8 @@ class Task:
         answer_columns: columns that may hold the reference answers; the first one present in a row is used.
         hub: arguments of ``datasets.load_dataset``; empty: the data set is read from files only.
         no_chat_template, truncate_middle: see :class:`~longdraft.bench.data.Sample`.
-        map_columns: a row -> the template's columns. A column ``part`` is appended to the data set's name in reports.
-        make_samples: a row -> its samples, in place of the template; used for conversations.
+        map_columns: returns the columns for the template. A column ``part`` extends the data set's name in reports.
+        make_samples: makes the samples of a row in place of the template; used for conversations.
     """
 
     template: str
@@ -60,7 +59,7 @@ class Task:
     hub: Columns = field(default_factory=dict)
     no_chat_template: bool = False
     truncate_middle: bool = False
-    map_columns: Callable[[Example], Columns] = lambda row: row.columns
+    map_columns: Callable[[Example], Columns] = lambda example: example.columns
     make_samples: Callable[[Example], Iterable[Sample]] | None = None
 
 
@@ -70,17 +69,17 @@ def _longbench(name: str) -> Task:
 
 
 def _spec_bench(example: Example) -> Columns:
-    """The first turn of a Spec-Bench question. ``part`` is its category; MT-bench's categories are one part."""
+    """Takes the first turn of a question of Spec-Bench. ``part``: the category; the categories of MT-bench are one."""
     category = str(example.columns.get("category", ""))
     parts = ("translation", "summarization", "qa", "math_reasoning", "rag")
     return {"context": (example.columns.get("turns") or [""])[0], "part": category if category in parts else "mt_bench"}
 
 
 def _speed_bench(example: Example) -> Columns:
-    """The first turn of a SPEED-Bench question. ``part`` is ``category``, or ``split/category`` in throughput splits.
+    """Takes the first turn of a question of SPEED-Bench. ``part``: the category; in throughput splits split/category.
 
     Raises:
-        PromptError: the row is a placeholder for a text that its authors may not publish.
+        PromptError: the row is a placeholder for a text that SPEED-Bench may not publish.
     """
     messages = example.columns.get("messages") or [{}]
     (turn, *_) = example.columns.get("turns") or [messages[0].get("content") or ""]
@@ -107,28 +106,24 @@ TASKS = {
     ),
     "booksum": Task(
         "This is a chapter of a novel.\n\n{context}\n\nWrite a summary of this chapter.",
-        ("chapter", "text"),
-        ("summary_text", "summary"),
-        {"path": "kmfoda/booksum", "split": "test"},
+        ("chapter", "text"), ("summary_text", "summary"), {"path": "kmfoda/booksum", "split": "test"},
     ),
     "aime24": Task(
         "{context}\n\nThink step by step, and end with the answer, which is a whole number from 0 to 999.",
-        ("problem", "Problem"),
-        ("answer", "Answer"),
-        {"path": "HuggingFaceH4/aime_2024", "split": "train"},
+        ("problem", "Problem"), ("answer", "Answer"), {"path": "HuggingFaceH4/aime_2024", "split": "train"},
     ),
-}
-NAMES = (*TASKS, *ruler.KINDS, BUILT_IN)
+}  # fmt: skip
+NAMES = (*TASKS, *ruler.TASKS, BUILT_IN)
 """Names of all data sets."""
 
 
 def load_samples(names: Sequence[str], limit: int | None = None) -> list[Sample]:
-    """The samples of the first ``limit`` rows of each data set.
+    """Makes the samples of the first ``limit`` rows of each data set.
 
     Args:
-        names: ``FILE``: prompts (:func:`~longdraft.bench.data.read_samples`). ``task``: rows from the Hugging Face hub.
-            ``task=PATH``: a file, folder or archive in the task's format. ``niah_single`` and RULER's other tasks: made
-            here, in RULER's noise, or with ``=FILE`` in that text. ``stdlib``: :func:`built_in_samples`.
+        names: what to read. ``TASK``: rows from the Hugging Face hub. ``TASK=PATH``: a file, folder or archive in the
+            task's format. ``FILE``: prompts, see :func:`~longdraft.bench.data.read_samples`. ``niah_single`` or another
+            task of RULER: samples made in noise; with ``=FILE``, in the file's text. ``stdlib``: the built-in samples.
 
     Raises:
         PromptError: a file or a row cannot be used.
@@ -138,11 +133,12 @@ def load_samples(names: Sequence[str], limit: int | None = None) -> list[Sample]
 
 
 def _load(name: str, limit: int | None) -> list[Sample]:
+    """Makes the samples of one data set. ``name``: see :func:`load_samples`."""
     if name == BUILT_IN:
         return built_in_samples()[:limit]
     task, equals, file = name.partition("=")
     path = Path(file).expanduser()
-    if task in ruler.KINDS:
+    if task in ruler.TASKS:
         template = _TEMPLATES["vt" if task == "vt" else "niah"]
         return ruler.make_samples(task, template, data.read_document(path) if equals else None, limit)
     if task in TASKS:
@@ -157,7 +153,7 @@ def _load(name: str, limit: int | None) -> list[Sample]:
 
 
 def built_in_samples() -> list[Sample]:
-    """Long source files of the standard library, each with two tasks: summarise and quote."""
+    """Makes two samples of each of some long source files of the standard library: to summarise and to quote."""
     samples = []
     for name in _BUILT_IN_MODULES:
         text = module_source(name).read_text(encoding="utf-8")
@@ -167,7 +163,7 @@ def built_in_samples() -> list[Sample]:
 
 
 def module_source(module: str) -> Path:
-    """The source file of a module of the standard library.
+    """Finds the source file of a module of the standard library.
 
     Raises:
         PromptError: this Python has no source files.
@@ -180,25 +176,28 @@ def module_source(module: str) -> Path:
 
 
 def _make_samples(name: str, example: Example) -> Iterable[Sample]:
+    """Makes the samples of a row. ``name``: the name of the data set."""
     task = TASKS[name]
     if task.make_samples is not None:
         return task.make_samples(example)
     columns, template_parts = task.map_columns(example), task.template.split("{context}")
-    column = next((c for c in task.document_columns if c in columns), None)
+    document_column = next((column for column in task.document_columns if column in columns), None)
     placeholders = re.findall(r"\{(\w+)\}", "".join(template_parts))
-    if column is None or not all(c in columns for c in placeholders):
+    if document_column is None or not all(placeholder in columns for placeholder in placeholders):
         needed = " and ".join([" or ".join(task.document_columns), *placeholders])
         present = ", ".join(example.columns)
         raise PromptError(f"{example.origin} is no row of {name}: it lacks {needed}; it has {present}.")
-    document, values = columns[column], {c: columns[c] or "" for c in placeholders}
-    if not isinstance(document, str) or not document.strip() or not all(isinstance(x, str) for x in values.values()):
-        raise PromptError(f"{example.origin}: its {' or '.join((column, *placeholders))} is empty or not a string.")
-    before, after = (re.sub(r"\{(\w+)\}", lambda match: values[match[1]], x) for x in template_parts)
+    document, values = columns[document_column], {column: columns[column] or "" for column in placeholders}
+    all_strings = isinstance(document, str) and all(isinstance(value, str) for value in values.values())
+    if not all_strings or not document.strip():
+        used = " or ".join((document_column, *placeholders))
+        raise PromptError(f"{example.origin}: its {used} is empty or not a string.")
+    before, after = (re.sub(r"\{(\w+)\}", lambda match: values[match[1]], part) for part in template_parts)
     answers = data.reference_answers(columns, *task.answer_columns)
-    part = f"{name}/{columns['part']}" if "part" in columns else name
+    dataset = f"{name}/{columns['part']}" if "part" in columns else name
     return [
         Sample(
-            document, after, part, example.origin, before, separator="", answers=answers,
+            document, after, dataset, example.origin, before, separator="", answers=answers,
             metric=metric_of_dataset(name) if answers else "", classes=tuple(columns.get("all_classes") or ()),
             no_chat_template=task.no_chat_template, truncate_middle=task.truncate_middle,
         )

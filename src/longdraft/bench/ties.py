@@ -1,4 +1,4 @@
-"""Finds where two outputs differ, and whether rounding explains it.
+"""Finds where two outputs differ, and whether rounding explains the difference.
 
 Two correct programs may sum a token's logits in different orders, so that the last bits differ. If the two best logits
 are that close, either token may win: a near tie. Any other difference is a mismatch. Between longdraft's own exact
@@ -20,21 +20,21 @@ from longdraft.memory.prompt_cache import PromptCache
 from longdraft.model.outputs import TargetOutput
 from longdraft.model.runner import TargetRunner
 
-# Tokens of an answer whose logits are computed in one forward.
+# Number of tokens whose logits are computed in one forward: logits take memory.
 LOGITS_CHUNK = 128
 
 MAX_ULPS = {4: 64, 8: 64, 2: 4}
-"""By bytes of the model's dtype: the largest distance of two logits, in ulps, whose order rounding can change.
+"""By the size of the model's dtype in bytes: the largest distance (in ulps) of two logits that rounding can swap.
 
 An ulp is the distance between neighbouring numbers of the dtype at the size of the larger logit. In float16 and
-bfloat16 a sum is computed in float32 and rounded once; in float32 every addition rounds. Measured on SmolLM2-135M
-between transformers with and without a cache, and longdraft's trees and steps: the distance of the two best logits
-changes by up to 3 ulps in bfloat16 and float16, and by up to 14 in float32. Larger models have longer sums.
+bfloat16 a sum is computed in float32 and rounded once; in float32 every addition rounds. On SmolLM2-135M the distance
+of the two best logits changed by up to 3 ulps in bfloat16 and float16, and by up to 14 in float32, between transformers
+with and without a cache and longdraft with and without trees. Larger models have longer sums, so the limits are higher.
 """
 
 
 def near_tie(gap: float, logit: float, dtype: torch.dtype) -> bool:
-    """True if rounding can swap two logits with the distance ``gap``; ``logit`` is the larger one."""
+    """Returns True if rounding can swap two logits. ``gap``: their distance; ``logit``: the larger of the two."""
     if not math.isfinite(gap) or not math.isfinite(logit):
         return False
     ulp = 2.0 ** (math.frexp(logit)[1] - 1) * torch.finfo(dtype).eps  # frexp's mantissas are in [0.5, 1)
@@ -46,11 +46,11 @@ class Difference:
     """The first difference of two outputs.
 
     Attributes:
-        position: index of the new token, 0 for the first.
+        position: index of the differing token in the outputs, from 0.
         token: the output's token at this position; None if the output ends before it.
         reference: the reference's token at this position; None if the reference ends before it.
-        gap: distance of the two tokens' target logits, after logits processors; inf if an output has ended.
-        near_tie: :func:`near_tie` of the two logits.
+        gap: distance of the target's logits of the two tokens, after logits processors; inf if an output has ended.
+        near_tie: rounding can swap the two logits, see :func:`near_tie`.
     """
 
     position: int
@@ -61,10 +61,11 @@ class Difference:
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """Index of the first differing token (the shorter length if one is a prefix of the other); None if equal."""
-    for i, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return i
+    """Returns the index of the first differing token, or of the end of an output that the other continues. Returns None
+    if the outputs are equal."""
+    for index, (token_a, token_b) in enumerate(zip(a, b, strict=False)):
+        if token_a != token_b:
+            return index
     return None if len(a) == len(b) else min(len(a), len(b))
 
 
@@ -72,10 +73,12 @@ def compare_outputs(
     runner: TargetRunner, prompt: Sequence[int], tokens: Sequence[int], reference: Sequence[int],
     sampling: Sampling | None = None, cache: PromptCache | None = None,
 ) -> Difference | None:  # fmt: skip
-    """The first difference between two outputs of a prompt; None if they are equal.
+    """Returns the first difference between two outputs of a prompt; None if the outputs are equal.
 
     Args:
-        sampling: how the tokens were sampled; the gap is measured behind its logits processors.
+        runner, prompt: runs the target; the prompt of both outputs.
+        tokens, reference: the two outputs.
+        sampling: how the tokens were sampled. Its logits processors are applied before the gap is measured.
         cache: may hold the KV of the prompt, which then is not computed again.
     """
     position = first_difference(tokens, reference)
@@ -85,17 +88,17 @@ def compare_outputs(
         token = tokens[position] if position < len(tokens) else None
         return Difference(position, token, reference[position] if position < len(reference) else None, math.inf)
     context = [*prompt, *tokens[:position]]
-    *_, (_, _, out) = forward_in_chunks(runner, cache or PromptCache(), context, context)
-    assert out.logits is not None
-    logits = out.logits[0, -1]
+    *_, (_, _, last_output) = forward_in_chunks(runner, cache or PromptCache(), context, context)
+    assert last_output.logits is not None
+    logits = last_output.logits[0, -1]
     processors = (sampling or Sampling()).processors()
     scores = processors(torch.tensor([context], device=logits.device), logits[None].clone())[0]
-    pair = scores[[tokens[position], reference[position]]]
-    gap = float((pair[0] - pair[1]).abs())
+    token_score, reference_score = scores[tokens[position]], scores[reference[position]]
+    gap = float((token_score - reference_score).abs())
     if math.isnan(gap):  # a filter has excluded both tokens (-inf): neither should have been sampled
         gap = math.inf
-    tie = near_tie(gap, float(pair.max()), runner.kv_shape.dtype)
-    return Difference(position, tokens[position], reference[position], gap, tie)
+    is_near_tie = near_tie(gap, float(torch.maximum(token_score, reference_score)), runner.kv_shape.dtype)
+    return Difference(position, tokens[position], reference[position], gap, is_near_tie)
 
 
 def forward_in_chunks(
@@ -105,9 +108,9 @@ def forward_in_chunks(
     """Runs the target over a context in chunks. Yields each chunk's position, its tokens and the forward's output.
 
     Args:
-        cache: keeps the KV of the context afterwards.
-        prefix: the part of the context whose KV may come from the cache.
-        logits_from: the first position with logits; None: only the last position of the context has logits.
+        cache: afterwards holds the KV of the context.
+        prefix: the first tokens of the context. Only the KV of these tokens may come from the cache.
+        logits_from: the first position whose logits are computed; None: only the last position of the context.
     """
     store = cache.open(runner.new_store, 1, len(context))
     cache.reuse_prefix(0, prefix, rope_regime=runner.rope_regime(len(context)))

@@ -70,32 +70,34 @@ def batch(
         engine = BatchEngine(spec, defaults, slots or default_batch_size(spec.runner().device.type), context)
         header = {"input": f"{total} rows, SHA-256 {digest}", **engine.reproducibility_settings}
         with OutputFile(answers, header, (line.line_number for line in read_lines(source))) as file:
-            if file.rows_at_start:
-                console.note(f"{answers}: {file.rows_at_start:,} of {total:,} rows are done; continuing after them.")
-            if file.rows_at_start < total:
+            if file.num_rows_at_start:
+                console.note(f"{answers}: {file.num_rows:,} of {total:,} rows are done; continuing after them.")
+            if file.num_rows_at_start < total:
                 engine.prepare(status)
             status.close()
-            first_row = file.rows
             with ThroughputBar("", "rows", total) as bar, Cancel(sigterm=True) as cancel:
 
                 def draw(counts: RunCounts) -> None:
-                    bar.update(file.rows, counts.new_tokens, f", {file.errors} errors" if file.errors else "")
+                    errors = f", {file.num_errors} errors" if file.num_errors else ""
+                    bar.update(file.num_rows, counts.num_new_tokens, errors)
 
-                counts = engine.run_with(lambda: run(read_lines(source, first_row), file, engine, draw, cancel))
+                lines = read_lines(source, file.num_rows_at_start)
+                counts = engine.run_with(lambda: run(lines, file, engine, draw, cancel))
             seconds = bar.seconds
+    mean_accepted_length = counts.spec_stats.mean_accepted_length
     console.note(
-        f"{answers}: {file.rows:,} of {total:,} rows, {file.errors:,} of them errors; {counts.new_tokens:,} new tokens "
-        f"in {seconds:,.1f} s, mean accepted length {counts.spec_stats.mean_accepted_length:.2f}."
+        f"{answers}: {file.num_rows:,} of {total:,} rows, {file.num_errors:,} of them errors; "
+        f"{counts.num_new_tokens:,} new tokens in {seconds:,.1f} s, mean accepted length {mean_accepted_length:.2f}."
     )
     output.print_json(
         {
-            "rows": total, "written": file.rows, "errors": file.errors, "rows_this_run": counts.rows,
-            "new_tokens": counts.new_tokens, "seconds": round(seconds, 3),
-            "mean_accepted_length": counts.spec_stats.mean_accepted_length,
+            "rows": total, "written": file.num_rows, "errors": file.num_errors, "rows_this_run": counts.num_rows,
+            "new_tokens": counts.num_new_tokens, "seconds": round(seconds, 3),
+            "mean_accepted_length": mean_accepted_length,
         }
     )  # fmt: skip
-    if file.rows < total:
+    if file.num_rows < total:
         console.note("Cancelled. The same command continues after the last row.")
         raise typer.Exit(cancel.exit_code)
-    if file.errors:
+    if file.num_errors:
         raise typer.Exit(_EXIT_ROW_ERRORS)

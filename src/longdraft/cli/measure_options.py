@@ -100,7 +100,7 @@ class ReportOptions(options.OutputOptions):
             done, left = len(experiment.records), len(experiment.keys) - len(experiment.records)
             console.note(f"{done} {unit} are in {experiment.file.path} already; {left} are left.")
         complete = True
-        with console.warnings_once(), RunsBar(experiment.ticks) as bar:
+        with console.warnings_once(), RunsBar(experiment.num_runs_left) as bar:
             try:
                 for _ in experiment.run(bar.ticker):
                     pass

@@ -68,7 +68,7 @@ def reproduce(
     files = dict(pair.partition("=")[::2] for pair in data or [])
     if not all(files.values()):
         raise options.SettingError("--data takes NAME=FILE, such as gov_report=rows.jsonl.")
-    sources = SampleSources(files, scaled.small)
+    sources = SampleSources(files, scaled.is_small)
     with console.status() as status:
         loaded = model_options.load(status)
         float_options = replace(model_options, weights="float32", arithmetic=None)

@@ -38,7 +38,7 @@ def answered(rows, folder):
     spec = Speculator("prompt-lookup", MODEL, TOKENIZER, plan="fixed")
     with OutputFile(folder / "out", {"input": "a"}) as file:
         decoder = BatchEngine(spec, Defaults(model="tiny"), slots=2)
-        figures = decoder.run_with(lambda: run(read_lines(folder / "in", file.rows), file, decoder))
+        figures = decoder.run_with(lambda: run(read_lines(folder / "in", file.num_rows), file, decoder))
     return [json.loads(line) for line in (folder / "out").read_text().splitlines()], figures
 
 
@@ -69,7 +69,7 @@ def test_rows_of_responses_are_answered_as_the_server_answers_them(tmp_path):
     rows = [{"custom_id": str(i), "url": "/v1/responses", "body": body} for i, body in enumerate(bodies)]
     found, figures = answered([*rows, {"custom_id": "bad", "url": "/v1/responses", "body": {"prompt": "a"}}], tmp_path)
     assert figures.spec_stats.mean_accepted_length > 1 and found.pop()["error"]
-    assert figures.new_tokens == sum(row["response"]["body"]["usage"]["output_tokens"] for row in found)
+    assert figures.num_new_tokens == sum(row["response"]["body"]["usage"]["output_tokens"] for row in found)
 
     def said(body):
         return [{k: v for k, v in item.items() if k not in ("id", "call_id")} for item in body["output"]]

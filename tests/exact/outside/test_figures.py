@@ -14,7 +14,7 @@ import pytest
 
 from longdraft import Result, Speculator
 from longdraft.bench import length_reports, report
-from longdraft.bench.acceptance import AcceptanceRun, RunSettings
+from longdraft.bench.acceptance import AcceptanceRun, RunKey
 from longdraft.bench.papers import PAPERS
 from longdraft.bench.quality import quality_figures as figures_of_texts
 from longdraft.bench.records import from_json
@@ -87,7 +87,7 @@ def test_a_text_that_ended_with_its_first_token_weighs_nothing():
 def test_the_same_by_length(made):
     runs = []
     for (i, n), name in product(enumerate(FORWARDS), ("ar", "m")):
-        run_settings = RunSettings(name, "{}", "", 0.0, 64, None, "d", f"p{i}", f"{i}")
+        run_settings = RunKey(name, "{}", "", 0.0, 64, None, "d", f"p{i}", f"{i}")
         plain = name == "ar"
         runs.append(AcceptanceRun(run_settings, 60, NEW, NEW if plain else n, (), 1.0 if plain else 0.5))
     rows = made(runs, ("ar", "m"), (), True).document["rows"]

@@ -21,7 +21,7 @@ class Batch:
 
     def __init__(self, path):
         with OutputFile(path, {"input": "a"}) as self.file:
-            self.rows = self.file.rows
+            self.rows = self.file.num_rows
 
     def add(self, number):
         self.file.write({"id": number, "text": "ä"}, False)

@@ -1,5 +1,5 @@
-"""Papers' tables as data: lines and columns in Python, the published figures in ``published.md``.
-:mod:`longdraft.bench.reproduce` measures them.
+"""Describes papers' tables as data: lines and columns in Python, the published figures in ``published.md``.
+:mod:`longdraft.bench.reproduce` measures the tables.
 
 May import: :mod:`longdraft.errors` and :mod:`longdraft.metrics`.
 """
@@ -17,7 +17,7 @@ PAPERS: dict[str, Paper] = {
 
 
 def get_paper(name: str) -> Paper:
-    """A paper by its name. Raises RequestError for an unknown one."""
+    """Returns a paper by its name. Raises RequestError if there is no such paper."""
     paper = PAPERS.get(name.lower())
     if paper is None:
         raise RequestError(f"There is no paper {name!r}. Papers: {', '.join(PAPERS)}.")
@@ -25,10 +25,10 @@ def get_paper(name: str) -> Paper:
 
 
 def get_table(paper: Paper, name: str) -> Table:
-    """A paper's table by its name: ``1``, ``table 1``, ``fig4``, ``figure 4``.
+    """Returns a paper's table by its name, such as ``1``, ``table 1``, ``fig4`` or ``figure 4``.
 
     Raises:
-        RequestError: the paper has no such table here.
+        RequestError: longdraft has no such table of the paper.
     """
     normalized = name.lower().replace(" ", "").replace("figure", "fig").removeprefix("table")
     for table in paper.tables:

@@ -1,135 +1,114 @@
-"""LongSpec: Yang et al. 2025, arXiv:2502.17421. Figures that the paper has only as plots have no numbers here."""
+"""Tables and figures of LongSpec (Yang et al. 2025, arXiv:2502.17421).
+
+The paper shows some results only as plots. Such results have no published numbers here.
+"""
 
 from dataclasses import replace
 
 from longdraft.bench.papers.table import Column, Line, Paper, SmallScale, Table
 
-A100 = "one A100 80GB, float16"
+HARDWARE = "one A100 80GB, float16"
 MODELS = "Vicuna 7B and 13B (V), LongChat 7B and 13B (LC), Llama-3.1-8B (L)"
-BEAM = {"widths": (4, 16, 16, 16, 16)}  # the paper's tree
+TREE_OPTIONS = {"widths": (4, 16, 16, 16, 16)}  # nodes of each level of the paper's draft tree
 
 VANILLA_HF = Line("Vanilla HF", "hf-eager")
 VANILLA_FA = Line("Vanilla FA", "ar", note="plain decoding with this package's attention")
 MAGICDEC = Line("MagicDec", "magicdec", {"depth": 2}, note="a chain of 2 (section 4.2); the paper names no view")
-LONGSPEC = Line("LongSpec", "longspec", BEAM)
+LONGSPEC = Line("LongSpec", "longspec", TREE_OPTIONS)
 
-DATASETS = (
-    Column("GovReport", "gov_report"),
-    Column("QMSum", "qmsum"),
-    Column("Multi-News", "multi_news"),
-    Column("LCC", "lcc"),
-    Column("RepoBench-P", "repobench-p"),
-)
+GOV_REPORT = Column("GovReport", "gov_report")
+COLUMNS = (
+    GOV_REPORT, Column("QMSum", "qmsum"), Column("Multi-News", "multi_news"),
+    Column("LCC", "lcc"), Column("RepoBench-P", "repobench-p"),
+)  # fmt: skip
 
 TABLE_1 = Table(
-    "1",
-    "LongSpec beside plain decoding and MagicDec at T = 0, and at T = 1 (Figure 3)",
-    "speed",
-    A100,
-    MODELS,
-    (VANILLA_HF, VANILLA_FA, MAGICDEC, LONGSPEC),
-    DATASETS,
-    ("accepted", "tokens_per_second"),
-    temperatures=(0.0, 1.0),
-    max_tokens=1024,
-    baseline="Vanilla FA",
-    small=SmallScale(context=1536, prompts=1),
+    name="1",
+    title="LongSpec beside plain decoding and MagicDec at T = 0, and at T = 1 (Figure 3)",
+    kind="speed", hardware=HARDWARE, models=MODELS,
+    lines=(VANILLA_HF, VANILLA_FA, MAGICDEC, LONGSPEC),
+    columns=COLUMNS,
+    figures=("accepted", "tokens_per_second"),
+    temperatures=(0.0, 1.0), max_tokens=1024, baseline="Vanilla FA",
+    small_scale=SmallScale(context=1536, num_prompts=1),
     remarks=(
         "By the caption speed-ups are relative to Vanilla HF; by the numbers, to Vanilla FA.",
         "The paper has no numbers for T = 1: Figure 3 is a plot.",
     ),
-)
+)  # fmt: skip
 
-# Appendix F. Its lines are those of Table 1, and EAGLE.
+# From appendix F. The other settings are those of Table 1.
 TABLE_3 = replace(
     TABLE_1,
     name="3",
     title="EAGLE on long texts, beside plain decoding and LongSpec",
     models="Vicuna-7B (V), LongChat-7B (LC), Llama-3.1-8B (L)",
     lines=(
-        VANILLA_HF,
-        VANILLA_FA,
+        VANILLA_HF, VANILLA_FA,
         Line("EAGLE", "eagle3", note="EAGLE-3 in the place of EAGLE, which was trained with anchor-offset indices"),
         LONGSPEC,
     ),
-    temperatures=(0.0,),
-    remarks=(),
-)
+    temperatures=(0.0,), remarks=(),
+)  # fmt: skip
 
-# Appendix G. What the paper calls "verify time" is the time of acceptance and of the CPU: ``rest_ms`` here.
+# From appendix G. The paper's "verify time" is the time of acceptance and of work on the CPU: ``rest_ms`` here.
 TABLE_4 = Table(
-    "4",
-    "LongSpec on GovReport by the length of the prompt",
-    "speed",
-    A100,
-    "LongChat-7B (LC)",
-    (LONGSPEC,),
-    tuple(
-        Column(name, "gov_report", tokens)
-        for name, tokens in (
-            ("0-5k", 5000),
-            ("5k-10k", 10000),
-            ("10k-15k", 15000),
-            ("15k-20k", 20000),
-            ("20k-25k", 25000),
-            ("25k-32k", 32000),
-        )
+    name="4",
+    title="LongSpec on GovReport by the length of the prompt",
+    kind="speed", hardware=HARDWARE, models="LongChat-7B (LC)",
+    lines=(LONGSPEC,),
+    columns=(
+        Column("0-5k", "gov_report", 5000), Column("5k-10k", "gov_report", 10000),
+        Column("10k-15k", "gov_report", 15000), Column("15k-20k", "gov_report", 20000),
+        Column("20k-25k", "gov_report", 25000), Column("25k-32k", "gov_report", 32000),
     ),
-    ("tokens_per_second", "accepted", "draft_ms", "verify_ms", "rest_ms"),
+    figures=("tokens_per_second", "accepted", "draft_ms", "verify_ms", "rest_ms"),
     max_tokens=1024,
-    small=SmallScale(shrink=8, prompts=1),
+    small_scale=SmallScale(size_divisor=8, num_prompts=1),
     remarks=("The paper sorts rows of GovReport by their length; here they are cut to the upper end of each range.",),
-)
+)  # fmt: skip
 
 FIGURE_5 = Table(
-    "fig5",
-    "where a round's time goes: masked attention and hybrid tree attention",
-    "speed",
-    A100,
-    "not said",
-    (
-        Line("HF attention", "longspec", BEAM, attention="sdpa", note="torch's masked attention over prefix and tree"),
-        Line("Hybrid Tree Attention", "longspec", BEAM, note="this machine's default path (`longdraft doctor`)"),
+    name="fig5",
+    title="where a round's time goes: masked attention and hybrid tree attention",
+    kind="speed", hardware=HARDWARE, models="not said",
+    lines=(
+        replace(LONGSPEC, name="HF attention", attention="sdpa", note="torch's masked attention over prefix and tree"),
+        replace(LONGSPEC, name="Hybrid Tree Attention", note="this machine's default path (`longdraft doctor`)"),
     ),
-    (Column("GovReport", "gov_report"),),
-    ("attention_ms", "draft_ms", "forward_ms", "rest_ms"),
+    columns=(GOV_REPORT,),
+    figures=("attention_ms", "draft_ms", "forward_ms", "rest_ms"),
     max_tokens=1024,
-    small=SmallScale(context=4096, prompts=1),
+    small_scale=SmallScale(context=4096, num_prompts=1),
     remarks=("The paper names no data set, and prints no other parts of a round: they are in its plot only.",),
-)
+)  # fmt: skip
 
 FIGURE_6 = Table(
-    "fig6",
-    "long reasoning: AIME24, 32K new tokens",
-    "speed",
-    A100,
-    "QwQ-32B",
-    (VANILLA_FA, LONGSPEC),
-    (Column("AIME24", "aime24"),),
-    ("accepted", "tokens_per_second"),
-    max_tokens=32768,
-    baseline="Vanilla FA",
-    small=SmallScale(context=512, max_tokens=384),
-)
+    name="fig6",
+    title="long reasoning: AIME24, 32K new tokens",
+    kind="speed", hardware=HARDWARE, models="QwQ-32B",
+    lines=(VANILLA_FA, LONGSPEC),
+    columns=(Column("AIME24", "aime24"),),
+    figures=("accepted", "tokens_per_second"),
+    max_tokens=32768, baseline="Vanilla FA",
+    small_scale=SmallScale(context=512, max_tokens=384),
+)  # fmt: skip
 
 FIGURE_7 = Table(
-    "fig7",
-    "throughput by batch size on RepoBench-P",
-    "speed",
-    A100,
-    "Vicuna-7B (V)",
-    (Line("Vanilla", "ar"), MAGICDEC, LONGSPEC),
-    tuple(Column(f"batch {n}", "repobench-p", batch=n) for n in (1, 2, 4, 8)),
-    ("tokens_per_second", "accepted"),
-    max_tokens=1024,
-    baseline="Vanilla",
-    small=SmallScale(context=1024),
+    name="fig7",
+    title="throughput by batch size on RepoBench-P",
+    kind="speed", hardware=HARDWARE, models="Vicuna-7B (V)",
+    lines=(Line("Vanilla", "ar"), MAGICDEC, LONGSPEC),
+    columns=tuple(Column(f"batch {size}", "repobench-p", batch=size) for size in (1, 2, 4, 8)),
+    figures=("tokens_per_second", "accepted"),
+    max_tokens=1024, baseline="Vanilla",
+    small_scale=SmallScale(context=1024),
     remarks=("The other batch sizes are in the paper's plot only.",),
-)
+)  # fmt: skip
 
 PAPER = Paper(
-    "longspec",
-    "LongSpec: Long-Context Lossless Speculative Decoding with Efficient Drafting and Verification",
-    "Yang et al. 2025, arXiv:2502.17421",
-    (TABLE_1, TABLE_3, TABLE_4, FIGURE_5, FIGURE_6, FIGURE_7),
+    name="longspec",
+    title="LongSpec: Long-Context Lossless Speculative Decoding with Efficient Drafting and Verification",
+    reference="Yang et al. 2025, arXiv:2502.17421",
+    tables=(TABLE_1, TABLE_3, TABLE_4, FIGURE_5, FIGURE_6, FIGURE_7),
 )

@@ -1,4 +1,4 @@
-"""A paper's table as data: its methods, their options, its settings, and the published figures."""
+"""Describes a paper's table as data: lines (methods with options), columns (settings) and the published figures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal
 from longdraft.metrics import Average, TokenCounts, average, standard_error
 
 TableKind = Literal["speed", "needle", "quality"]
-"""Measurement of a table: "speed" by ``bench``, "needle" by drafters' predictions, "quality" by ``bench quality``."""
+"""What measures a table. "speed": ``bench``; "needle": :mod:`longdraft.bench.needle`; "quality": ``bench quality``."""
 
 FIGURES = {
     "accepted": ("accepted length", "{:.2f}"),
@@ -27,10 +27,10 @@ FIGURES = {
     "verify_ms": ("the target's forward, ms a round", "{:.2f}"),
     "rest_ms": ("all else, ms a round", "{:.2f}"),
 }
-"""Key of a figure -> its name and format."""
+"""By a figure's key: the figure's name in reports, and its ``str.format`` pattern. A figure is a measured number."""
 
 SCALED_OPTIONS = ("budget", "chunks")
-"""Options that count KV entries or chunks. The small scale divides them like the prompt lengths."""
+"""Options that count KV entries or chunks. The small scale divides these options and the prompt lengths alike."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Line:
     """A line of a table: a method with options.
 
     Attributes:
-        name: the paper's name of the method.
+        name: the method's name in the paper's table.
         method: a method of longdraft, or a peer of the bench.
         options: the paper's options.
         note: how longdraft's method differs from the paper's.
-        attention: a forced attention path; empty: the machine's default.
+        attention: an attention path to force, such as "sdpa"; empty: the machine's default path.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Column:
         dataset: name of a data set of the bench.
         tokens: length of the prompts; None: prompts are not cut.
         batch: prompts decoded together.
-        options: further options, for each method that has them; sweeps vary these.
+        options: further options, for each method that has them. A column of a sweep has one value of an option.
         line_names: names of the lines with figures in this column; empty: all.
     """
 
@@ -75,18 +75,18 @@ class Column:
 
 @dataclass(frozen=True)
 class SmallScale:
-    """Sizes at the small scale: a quarter of an hour at most on two cores with the embedded model.
+    """Sizes of a table's small scale. They let the embedded model finish within a quarter of an hour on two cores.
 
     Attributes:
-        shrink: divisor of prompt lengths, KV budgets and numbers of retrieved chunks.
+        size_divisor: divisor of prompt lengths, KV budgets and numbers of retrieved chunks.
         context: prompt length (tokens) in columns without a length.
-        prompts: prompts of each column.
+        num_prompts: prompts of each column.
         max_tokens: new tokens of each prompt, at most.
     """
 
-    shrink: int = 1
+    size_divisor: int = 1
     context: int = 2048
-    prompts: int = 2
+    num_prompts: int = 2
     max_tokens: int = 48
 
 
@@ -100,16 +100,20 @@ class Table:
 
     Attributes:
         name: "1" for a table, "fig4" for a figure.
+        title, kind: the subject in a few words, and what measures the table.
         hardware, models: hardware and models of the paper.
-        figures: keys of :data:`FIGURES`.
-        prompts: prompts of each column; None: all rows of the data set.
+        lines, columns: the rows and columns of the paper's table.
+        figures: keys of :data:`FIGURES`, in the order in which a cell of ``published.md`` has its numbers.
+        temperatures: the sampling temperatures to measure; the published numbers are those of the first one.
+        max_tokens: new tokens of each prompt, at most.
+        num_prompts: prompts of each column; None: all rows of the data set.
         baseline: the line or method that speed-ups are relative to.
         counts_bonus: the paper's accepted lengths include the bonus token.
-        length_average: how the paper averages accepted lengths.
-        rate_average: how the paper averages tokens/s, from which speed-ups follow.
+        length_average, rate_average: how the paper averages accepted lengths, and tokens/s (and so speed-ups).
         includes_prefill: the paper's tokens/s and speed-ups include the prefill.
+        small_scale: sizes for a quick run.
         remarks: remarks on the paper's figures.
-        paper: name of the paper.
+        paper: name of the paper, which the package ``papers`` sets.
     """
 
     name: str
@@ -122,13 +126,13 @@ class Table:
     figures: tuple[str, ...]
     temperatures: tuple[float, ...] = (0.0,)
     max_tokens: int = 256
-    prompts: int | None = None
+    num_prompts: int | None = None
     baseline: str = "ar"
     counts_bonus: bool = True
     length_average: Average = "pooled"
     rate_average: Average = "pooled"
     includes_prefill: bool = False
-    small: SmallScale = SmallScale()
+    small_scale: SmallScale = SmallScale()
     remarks: tuple[str, ...] = ()
     paper: str = ""
 
@@ -149,7 +153,7 @@ class Table:
 
     @cached_property
     def published(self) -> dict[FigureKey, float]:
-        """The figures of ``published.md``; speed-ups that the paper does not print are computed from tokens/s."""
+        """The numbers of ``published.md``. If they include no speed-ups, speed-ups are computed from tokens/s."""
         values = _published(f"{self.paper} {self.name}", self.figures)
         if self.kind == "speed" and not any(figure == "speedup" for *_, figure in values):
             for model, line, column, figure in list(values):
@@ -160,24 +164,29 @@ class Table:
 
     @property
     def shown_figures(self) -> tuple[str, ...]:
-        """Keys of the figures that reports show: the paper's, and the speed-up if it follows from them."""
+        """Keys of the figures that reports show: ``figures``, and the speed-up of a table that compares methods."""
         has_speedup = self.kind == "speed" and not self.is_profiled and self.figures != ("tokens_per_second",)
         return tuple(dict.fromkeys((*self.figures, *(["speedup"] if has_speedup else []))))
 
-    def acceptance_stats(self, prompts: Iterable[TokenCounts]) -> dict[str, float | None]:
-        """The accepted length by the paper's definition, and its standard error, from each prompt's counts."""
-        counts = [(tokens if self.counts_bonus else tokens - forwards, forwards) for tokens, forwards in prompts]
-        how = self.length_average
-        return {"accepted": average(counts, how), "standard_error": standard_error(counts, how)}
+    def acceptance_stats(self, counts: Iterable[TokenCounts]) -> dict[str, float | None]:
+        """Returns the mean accepted length by the paper's definition, and the standard error of the mean.
+
+        Args:
+            counts: for each prompt, its new tokens and its verification forwards, each of which emits a bonus token.
+        """
+        by_paper = [(tokens if self.counts_bonus else tokens - forwards, forwards) for tokens, forwards in counts]
+        method = self.length_average
+        return {"accepted": average(by_paper, method), "standard_error": standard_error(by_paper, method)}
 
     def cells(self) -> list[tuple[Line, Column]]:
-        """The pairs of a line and a column that have figures."""
-        return [(line, c) for c in self.columns for line in self.lines if not c.line_names or line.name in c.line_names]
+        """Returns each pair of a line and a column for which the paper has numbers."""
+        pairs = [(line, column) for column in self.columns for line in self.lines]
+        return [(line, column) for line, column in pairs if not column.line_names or line.name in column.line_names]
 
 
 @dataclass(frozen=True)
 class Paper:
-    """A paper and its tables; ``name`` is the name of its method."""
+    """A paper and its tables. ``name``: the paper's method in lower case; ``reference``: authors, year and arXiv id."""
 
     name: str
     title: str
@@ -187,17 +196,18 @@ class Paper:
 
 @cache
 def _sections() -> dict[str, str]:
-    """The sections of ``published.md``."""
+    """Reads the sections of ``published.md``: by heading, such as "longspec 1", the text below the heading."""
     text = resources.files(__package__).joinpath("published.md").read_text("utf-8")
     sections = (section.partition("\n") for section in text.split("\n## ")[1:])
     return {name: content.strip() for name, _, content in sections}
 
 
 def _published(name: str, figures: Sequence[str]) -> dict[FigureKey, float]:
-    """The numbers of a section of ``published.md``; a cell has a number, or "-", for each figure."""
+    """Reads the numbers of a section of ``published.md``. A cell has, for each figure, a number or "-" (none)."""
     values = {}
     for table in filter(None, _sections().get(name, "").split("\n\n")):
-        (_, _, *columns), _, *rows = [[part.strip() for part in row.split("|")[1:-1]] for row in table.splitlines()]
+        # The head is: model, line, columns. A rule and the rows follow.
+        (_, _, *columns), _, *rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()]
         for model, line, *cells in rows:
             for column, cell in zip(columns, cells, strict=True):
                 for figure, value in zip(figures, cell.split(), strict=False):

@@ -1,5 +1,5 @@
-"""Measures papers' tables with the benchmarks of this package, and reports the paper's figures beside ours.
+"""Measures papers' tables with the benchmarks of this package, and reports the papers' figures beside ours.
 
-``scaled``: a table at the paper's or the small scale, and the type of plans; ``sources``: the prompts of a table;
-``measures``: plans by kind of table; ``run``: a prepared table and its report. May import: the rest of ``bench``.
+``scaled``: a table at a scale, and the class of plans; ``sources``: the prompts of a table; ``measures``: the plan of
+each kind of table; ``run``: prepares and reports a table. May import: the rest of ``bench``.
 """

@@ -1,4 +1,4 @@
-"""Plans that measure a paper's table: ``plan_speed``, ``plan_needles`` or ``plan_quality``, by the table's kind."""
+"""Plans the measurement of a paper's table, by its kind: ``plan_speed``, ``plan_needles`` or ``plan_quality``."""
 
 from __future__ import annotations
 
@@ -36,23 +36,21 @@ from longdraft.model.checkpoints import LoadedModel, Progress
 from longdraft.model.runner import TargetRunner
 
 Prompts = Mapping[str, Sequence[Prompt]]
-"""A column's name -> its prompts."""
+"""By the name of a column: the column's prompts."""
 Drafts = Mapping[str, Path]
-"""Kind of draft -> the user's folder or file."""
+"""By the kind of draft: the user's folder or file."""
 
 
 def plan_speed(
-    scaled: ScaledTable,
-    loaded: LoadedModel,
-    prompts: Prompts,
-    drafts: Drafts,
-    load_dequantized: Callable[[], LoadedModel] | None = None,
-    progress: Progress | None = None,
-) -> TablePlan:
-    """The plan of a table of speed. A line is a contender of ``bench``, a column a length of prompts and a batch size.
+    scaled: ScaledTable, loaded: LoadedModel, prompts: Prompts, drafts: Drafts,
+    load_dequantized: Callable[[], LoadedModel] | None = None, progress: Progress | None = None,
+) -> TablePlan:  # fmt: skip
+    """Plans a table of speed. A line is a contender of ``bench``; a column is a length of prompts and a batch size.
 
     Args:
-        load_dequantized: see :class:`~longdraft.bench.run.Bench`.
+        scaled: the table, at the scale to measure.
+        prompts, drafts: see :data:`Prompts` and :data:`Drafts`.
+        loaded, load_dequantized, progress: see :class:`~longdraft.bench.run.Bench`.
 
     Raises:
         CapabilityError: no line can run.
@@ -61,18 +59,19 @@ def plan_speed(
     available, notes = _available_cells(scaled, TargetRunner(loaded.model), drafts)
     contenders = {line.name: contender_name(line.method, options) for line, _, options in available}
     baseline = contenders.get(table.baseline, table.baseline)
-    paths: dict[str, dict[str, dict[str, Any]]] = {}  # attention path -> contender -> options
+    # By attention path and contender: the contender's options. Each path has its own bench, see ``_forced_attention``.
+    options_by_attention: dict[str, dict[str, dict[str, Any]]] = {}
     for line, _, options in available:
-        by_contender = paths.setdefault(line.attention, {})
+        by_contender = options_by_attention.setdefault(line.attention, {})
         by_contender[contender_name(line.method, options)] = add_draft(line.method, options, drafts)
-    for by_contender in paths.values():
+    for by_contender in options_by_attention.values():
         if baseline in PEERS:
             by_contender.setdefault(baseline, {})
-    benches: dict[tuple[str, float], Bench] = {}  # (attention path, temperature) -> bench; the last one only
+    benches: dict[tuple[str, float], Bench] = {}  # by attention path and temperature; only the last bench is kept
 
-    def measure(path: str, settings: Settings, batch: PromptBatch, tick: Tick) -> UnitResult:
-        key = path, settings.sampling.temperature
-        with _forced_attention(path):
+    def measure(attention: str, settings: Settings, batch: PromptBatch, tick: Tick) -> UnitResult:
+        key = attention, settings.sampling.temperature
+        with _forced_attention(attention):
             if key not in benches:
                 benches.clear()
                 gc.collect()
@@ -80,89 +79,91 @@ def plan_speed(
                 benches[key].warm_up(batch[0])
             return asdict(benches[key].measure(batch, tick))
 
-    def batches(path: str, t: float, column: Column) -> dict[str, PromptBatch]:
-        """Batches by the name of their unit. Columns that differ only in options share their units."""
-        group, n = prompts[column.name], column.batch
-        name = f"{column.dataset}, {group[0].context or 'whole'} tokens, batch {n}, T = {t:g}{path and ', ' + path}"
-        return {f"{name}, {i + 1}": tuple(group[i * n : (i + 1) * n]) for i in range(len(group) // n)}
+    def batches(attention: str, temperature: float, column: Column) -> dict[str, PromptBatch]:
+        """Returns a column's batches, each by a name for its unit. Columns that differ only in options share units."""
+        group, size = prompts[column.name], column.batch
+        name = f"{column.dataset}, {group[0].context or 'whole'} tokens, batch {size}, T = {temperature:g}"
+        name += attention and f", {attention}"
+        return {f"{name}, {i + 1}": tuple(group[i * size : (i + 1) * size]) for i in range(len(group) // size)}
 
     units: dict[str, Unit] = {}
-    for t, (path, by_contender) in product(table.temperatures, paths.items()):
-        settings = _settings(scaled, by_contender, t)
-        cold = sum(settings.cold or name == REFERENCE or name in PEERS for name in settings.contenders)
-        ticks = cold + len(settings.contenders) * settings.repeats
-        for name, batch in (pair for column in table.columns for pair in batches(path, t, column).items()):
-            units.setdefault(name, Unit(ticks, partial(measure, path, settings, batch)))
+    for temperature, (attention, by_contender) in product(table.temperatures, options_by_attention.items()):
+        settings = _settings(scaled, by_contender, temperature)
+        num_cold = sum(settings.cold or name == REFERENCE or name in PEERS for name in settings.contenders)
+        num_runs = num_cold + len(settings.contenders) * settings.repeats
+        for column in table.columns:
+            for name, batch in batches(attention, temperature, column).items():
+                units.setdefault(name, Unit(num_runs, partial(measure, attention, settings, batch)))
 
-    def rate(results: Sequence[BatchResult], name: str) -> float | None:
-        """New tokens/s, counted and averaged by the paper's rules; a batch's seconds are the median of its runs."""
-        pairs: list[tuple[float, float]] = []
+    def speed(results: Sequence[BatchResult], name: str) -> float | None:
+        """Returns a contender's tokens/s as the paper counts and averages. Seconds are the median of a batch's runs."""
+        pairs: list[tuple[float, float]] = []  # (tokens, seconds) of each batch
         for result in results:
             if runs := result.rounds.get(name):
-                tokens, seconds = sum(n for n, _ in runs[0].counts), median(run.decode_seconds for run in runs)
-                if table.includes_prefill:  # methods without a cold run share the prefill of ar
+                tokens, seconds = sum(n for n, _ in runs[0].token_counts), median(run.decode_seconds for run in runs)
+                if table.includes_prefill:  # a method without a cold run uses the prefill of ar
                     prefill = result.cold.get(name, result.cold[REFERENCE]).first_token_seconds
                     tokens, seconds = runs[0].new_tokens, seconds + (prefill or 0.0)
                 pairs.append((tokens, seconds))
         return average(pairs, table.rate_average)
 
     def figures(entry: TableEntry, unit_results: Sequence[UnitResult]) -> Figures:
-        results = [from_json(BatchResult, unit) for unit in unit_results]
-        entry_rate, base_rate = rate(results, entry.name), rate(results, baseline)
+        results: list[BatchResult] = [from_json(BatchResult, unit) for unit in unit_results]
+        entry_speed, baseline_speed = speed(results, entry.name), speed(results, baseline)
         values = {
-            **table.acceptance_stats(pair for result in results for pair in result.counts(entry.name)),
-            "tokens_per_second": entry_rate,
-            "speedup": ratio(entry_rate, base_rate),
-            **_part_ms([r.profiles[entry.name]["seconds"] for r in results if entry.name in r.profiles]),
+            **table.acceptance_stats(counts for result in results for counts in result.token_counts(entry.name)),
+            "tokens_per_second": entry_speed,
+            "speedup": ratio(entry_speed, baseline_speed),
+            **_part_ms([result.profiles[entry.name]["seconds"] for result in results if entry.name in result.profiles]),
         }
         (row,) = report.rows([entry.name], results)
         return {key: values.get(key) for key in (*table.figures, "speedup", "standard_error")}, row
 
     entries = []
-    for t, (line, column, options) in product(table.temperatures, available):
-        unit_names = list(batches(line.attention, t, column))
-        entries.append(TableEntry(line, column, contender_name(line.method, options), options, unit_names, t))
+    for temperature, (line, column, options) in product(table.temperatures, available):
+        unit_names, name = list(batches(line.attention, temperature, column)), contender_name(line.method, options)
+        entries.append(TableEntry(line, column, name, options, unit_names, temperature))
     return TablePlan(units, entries, figures, notes)
 
 
-def _settings(scaled: ScaledTable, options: Mapping[str, Mapping[str, Any]], temperature: float) -> Settings:
+def _settings(scaled: ScaledTable, by_contender: Mapping[str, Mapping[str, Any]], temperature: float) -> Settings:
+    """Makes the bench's settings. ``by_contender``: the options of each contender."""
     return Settings(
-        tuple(options),
-        scaled.max_tokens,
-        repeats=1 if scaled.small else 3,
+        tuple(by_contender), scaled.max_tokens, repeats=1 if scaled.is_small else 3,
         sampling=Sampling(temperature, foresee=False),  # in the papers drafts do not see the sampling noise
-        ignore_eos=scaled.small,
-        cold=scaled.table.includes_prefill,
-        contender_options={name: x for name, x in options.items() if x},
-        plan=scaled.plan,
+        ignore_eos=scaled.is_small, cold=scaled.table.includes_prefill, plan=scaled.plan,
+        contender_options={name: options for name, options in by_contender.items() if options},
         profile=scaled.table.is_profiled,
-    )
+    )  # fmt: skip
 
 
 def _available_cells(
     scaled: ScaledTable, runner: TargetRunner, drafts: Drafts
 ) -> tuple[list[tuple[Line, Column, dict[str, Any]]], list[str]]:
-    """The cells (line, column, options) that can run, and notes on cells that cannot, such as for a missing draft.
+    """Returns the cells (line, column, options) that can run, and notes on cells that cannot run and why.
 
-    At the small scale the number of chunks is halved until it fits the draft, unless the column sweeps that number.
+    At the small scale the number of chunks is halved until the draft can use it. A column that varies the number of
+    chunks keeps the number.
     """
     table = scaled.table
-    reasons: dict[tuple[str, str], str | None] = {}  # (path, contender) -> why it cannot run; None: it can
+    # By attention path and contender: why the contender cannot run; None if it can.
+    reasons: dict[tuple[str, str], str | None] = {}
     available: list[tuple[Line, Column, dict[str, Any]]] = []
-    refused: dict[tuple[str, str], list[str]] = {}  # (line, reason) -> columns
+    refused: dict[tuple[str, str], list[str]] = {}  # by line and reason: the columns
 
     def reason_of(line: Line, options: Mapping[str, Any]) -> str | None:
         key = line.attention, contender_name(line.method, options)
         if key not in reasons:
-            path, shape = line.attention, runner.kv_shape
-            missing = dispatch.why_unavailable(path, runner.device, shape.dtype, shape.head_dim) if path else None
-            reasons[key] = refusal(line.method, add_draft(line.method, options, drafts), runner) or missing
+            reasons[key] = refusal(line.method, add_draft(line.method, options, drafts), runner)
+            if reasons[key] is None and line.attention:
+                shape = runner.kv_shape
+                reasons[key] = dispatch.why_unavailable(line.attention, runner.device, shape.dtype, shape.head_dim)
         return reasons[key]
 
     for line, column in table.cells():
         options = scaled.options(line, column)
-        chunks_fixed = not scaled.small or "chunks" in column.options
-        while (reason := reason_of(line, options)) and not chunks_fixed and options.get("chunks", 1) > 1:
+        may_halve = scaled.is_small and "chunks" not in column.options
+        while (reason := reason_of(line, options)) and may_halve and options.get("chunks", 1) > 1:
             options = {**options, "chunks": options["chunks"] // 2}
         if reason is None:
             available.append((line, column, options))
@@ -170,8 +171,8 @@ def _available_cells(
             refused.setdefault((line.name, reason), []).append(column.name)
     notes = []
     for (name, reason), columns in refused.items():
-        all_columns = len(columns) == sum(line.name == name for line, _ in table.cells())
-        where = "" if all_columns else f" in {', '.join(columns)}"
+        num_columns = sum(line.name == name for line, _ in table.cells())
+        where = "" if len(columns) == num_columns else f" in {', '.join(columns)}"
         notes.append(f"{name} is left out{where}: {reason.rstrip('.')}.")
     if not available:
         raise CapabilityError(f"Nothing of {table.heading} can run: {' '.join(notes)}")
@@ -180,7 +181,7 @@ def _available_cells(
 
 @contextmanager
 def _forced_attention(path: str) -> Iterator[None]:
-    """Runners that are made inside the context use this attention path; empty: the default path."""
+    """Forces an attention path for runners that are made inside the context; empty: the default path."""
     previous = os.environ.get(dispatch.ENVIRONMENT_VARIABLE)
     if path:
         os.environ[dispatch.ENVIRONMENT_VARIABLE] = path
@@ -193,15 +194,15 @@ def _forced_attention(path: str) -> Iterator[None]:
 
 
 def _part_ms(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean milliseconds of a round's parts, from each prompt's seconds."""
+    """Returns the mean milliseconds of each part of a round. ``seconds``: by part, for each batch."""
     if not seconds:
         return {}
-    parts = {f"{part}_ms": 1000 * mean(profile[part] for profile in seconds) for part in seconds[0]}
-    return {**parts, "verify_ms": parts["attention_ms"] + parts["forward_ms"]}
+    part_ms = {f"{part}_ms": 1000 * mean(by_part[part] for by_part in seconds) for part in seconds[0]}
+    return {**part_ms, "verify_ms": part_ms["attention_ms"] + part_ms["forward_ms"]}
 
 
 def plan_needles(scaled: ScaledTable, loaded: LoadedModel, sources: SampleSources, drafts: Drafts) -> TablePlan:
-    """The plan of a table of needles: how well drafters predict a sentence of a long text. A line is a drafter's view.
+    """Plans a table of needles: how well drafters predict a sentence of a long text. A line is a drafter's view.
 
     Raises:
         CapabilityError: a view's draft is missing.
@@ -211,13 +212,13 @@ def plan_needles(scaled: ScaledTable, loaded: LoadedModel, sources: SampleSource
     (column,) = scaled.table.columns
     views = {line.name: (line.method, scaled.options(line, column)) for line in scaled.table.lines}
     bench = NeedleBench(loaded, views, {kind: KINDS[kind].load(path) for kind, path in drafts.items()})
-    tokens, limit = scaled.prompt_tokens(column) or 0, bench.runner.context_length
-    if tokens > limit and not scaled.small:
-        raise ContextError(f"Haystacks of {tokens:,} tokens exceed the context of {limit:,}: take --scale small.")
-    length = min(tokens, bench.max_haystack_tokens)
+    length, context = scaled.prompt_tokens(column) or 0, bench.runner.context_length
+    if length > context and not scaled.is_small:
+        raise ContextError(f"Haystacks of {length:,} tokens exceed the context of {context:,}: take --scale small.")
+    length = min(length, bench.max_haystack_tokens)
     if path := sources.files.get(column.dataset):
         file, origin = Path(path).expanduser(), ""
-    elif sources.stand_ins:
+    elif sources.use_stand_ins:
         file, origin = tasks.module_source(MODULES[0]), " of Python's library"
     else:
         raise PromptError(
@@ -228,17 +229,15 @@ def plan_needles(scaled: ScaledTable, loaded: LoadedModel, sources: SampleSource
         return {"tokens": bench.measure(haystack, tick), "context_tokens": len(haystack.token_ids)}
 
     def figures(entry: TableEntry, results: Sequence[UnitResult]) -> Figures:
-        predictions = [TokenPrediction(*x) for result in results for x in result["tokens"][entry.name]]
+        predictions = [TokenPrediction(*fields) for result in results for fields in result["tokens"][entry.name]]
         values = {"accuracy": accuracy(predictions), "perplexity": perplexity(predictions)}
         return values, {
             "view": contender_name(entry.line.method, entry.options),
             "context_tokens": round(mean(result["context_tokens"] for result in results)),
-            "haystacks": len(results),
-            "tokens": len(predictions),
-            **values,
-        }
+            "haystacks": len(results), "tokens": len(predictions), **values,
+        }  # fmt: skip
 
-    haystacks = make_haystacks(file, length, loaded.tokenizer, scaled.prompts or 1, **scaled.template_kwargs)
+    haystacks = make_haystacks(file, length, loaded.tokenizer, scaled.num_prompts or 1, **scaled.template_kwargs)
     units = {
         f"haystack {i}, needle at {haystack.sample.needles[0][0]:g}": Unit(len(views), partial(measure, haystack))
         for i, haystack in enumerate(haystacks, 1)
@@ -249,28 +248,29 @@ def plan_needles(scaled: ScaledTable, loaded: LoadedModel, sources: SampleSource
 
 
 def plan_quality(scaled: ScaledTable, loaded: LoadedModel, prompts: Prompts, drafts: Drafts) -> TablePlan:
-    """The plan of a table of ``bench quality``: partial verification's output against full verification's.
+    """Plans a table of ``bench quality``, which compares the output of partial and of full verification.
 
     Raises:
         CapabilityError: the drafter's draft is missing, or rouge-score is not installed.
     """
-    rouge_l()  # raises now, not after the first measurement
+    rouge_l()  # raises CapabilityError now, not after the first measurement
     table = scaled.table
-    names: dict[str, str] = {}  # line -> contender
+    names: dict[str, str] = {}  # by line: the name of the contender
     variants: quality.Variants = {}
     common: dict[str, Any] = {}
     for line in table.lines:
         names[line.name] = FULL
         line_options = scaled.options(line, table.columns[0])
-        common |= {name: line_options.pop(name) for name in ("drafter",) if name in line_options}
+        if "drafter" in line_options:  # all lines have the same drafter
+            common["drafter"] = line_options.pop("drafter")
         if line.method != FULL:
             variant = {**quality.VARIANT_DEFAULTS, **line_options}
             names[line.name] = contender_name(METHOD, variant)
             variants[names[line.name]] = variant
     options = add_draft(METHOD, common, drafts)
-    bench = QualityBench(loaded, QualitySettings(variants, scaled.max_tokens, scaled.small, options=options))
-    lengths = [len(prompt.token_ids) + scaled.max_tokens for group in prompts.values() for prompt in group]
-    units_of = {
+    bench = QualityBench(loaded, QualitySettings(variants, scaled.max_tokens, scaled.is_small, options=options))
+    context_lengths = [len(prompt.token_ids) + scaled.max_tokens for group in prompts.values() for prompt in group]
+    column_units = {
         column.name: {
             f"{column.name}, prompt {i}": Unit(len(bench.names), partial(bench.measure, prompt))
             for i, prompt in enumerate(prompts[column.name], 1)
@@ -280,23 +280,21 @@ def plan_quality(scaled: ScaledTable, loaded: LoadedModel, prompts: Prompts, dra
 
     def figures(entry: TableEntry, results: Sequence[UnitResult]) -> Figures:
         runs = [result["runs"][entry.name] for result in results]
-        row = quality.quality_figures(runs)
+        row = quality.quality_figures(runs)  # with shares from 0 to 1, while the papers have per cent
         as_published = {
             "rouge_l": 100 * row["rouge_l_mean"],
             "score": None if row["score"] is None else 100 * row["score"],
             **table.acceptance_stats((run["tokens"] - 1, run["rounds"]) for run in runs),
             "tokens_per_second": row["tokens_per_second"],
         }
+        context_tokens = round(median(result["context_tokens"] for result in results))
         return as_published, {
-            "method": entry.name,
-            "dataset": entry.column.dataset,
-            "context_tokens": round(median(result["context_tokens"] for result in results)),
-            **row,
-        }
+            "method": entry.name, "dataset": entry.column.dataset, "context_tokens": context_tokens, **row,
+        }  # fmt: skip
 
     entries = [
-        TableEntry(line, column, names[line.name], scaled.options(line, column), list(units_of[column.name]))
+        TableEntry(line, column, names[line.name], scaled.options(line, column), list(column_units[column.name]))
         for column, line in product(table.columns, table.lines)
     ]
-    units = {name: unit for column_units in units_of.values() for name, unit in column_units.items()}
-    return TablePlan(units, entries, figures, bench.notes_on_short_prompts(lengths))
+    units = {name: unit for by_name in column_units.values() for name, unit in by_name.items()}
+    return TablePlan(units, entries, figures, bench.notes_on_short_prompts(context_lengths))

@@ -1,4 +1,4 @@
-"""Prepares a paper's table for measurement, and reports it: the paper's rows below ours."""
+"""Prepares the measurement of a paper's table, and reports it with the paper's rows below ours."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from longdraft.bench.tables import Report, environment_info, format_cell, group_
 from longdraft.model.checkpoints import LoadedModel, Progress
 
 FORMAT = "longdraft-reproduce"
-MAX_COLUMNS = 8  # of figures, side by side
+MAX_COLUMNS = 8  # columns of figures that fit side by side
+_MAX_LISTED_COLUMNS = 3  # more columns are named "all columns"
 
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Reproduction:
-    """A table, ready to be measured.
+    """A paper's table with the plan of its measurement.
 
     Attributes:
-        header: the header of the results file: all that the figures depend on.
+        header: the header of the results file, which holds everything that the figures depend on.
     """
 
     paper: Paper
@@ -43,7 +44,7 @@ class Reproduction:
     header: Mapping[str, Any]
 
     def report(self, records: Sequence[UnitRecord], complete: bool) -> Report:
-        """The report of the records so far. ``complete``: no unit is missing."""
+        """Makes the report of the records so far. ``complete``: True if no unit is missing."""
         table, model = self.scaled_table.table, self.header["model"]
         rows = self.plan.rows(table, {record["unit"]: record["measured"] for record in records})
         hardware = self.header["hardware"]
@@ -54,20 +55,11 @@ class Reproduction:
             *self.scaled_table.differences(),
         ]
         document = {
-            "paper": self.paper.name,
-            "reference": self.paper.reference,
-            "table": table.name,
-            "title": table.title,
-            "scale": self.header["scale"],
-            "model": model["name"],
-            "figures": list(table.shown_figures),
-            "rows": rows,
-            "differs": differences,
-            "remarks": list(table.remarks),
-            "notes": list(self.plan.notes),
-            **environment_info(),
-            "complete": complete,
-        }
+            "paper": self.paper.name, "reference": self.paper.reference, "table": table.name, "title": table.title,
+            "scale": self.header["scale"], "model": model["name"], "figures": list(table.shown_figures), "rows": rows,
+            "differs": differences, "remarks": list(table.remarks), "notes": list(self.plan.notes),
+            **environment_info(), "complete": complete,
+        }  # fmt: skip
         name = f"{table.heading} of {self.paper.name}"
         remarks = [f"All rows: {'; '.join(differences)}.", *_remarks(rows), *table.remarks, *self.plan.notes]
         tables = list(_tables(name, table, rows))
@@ -75,21 +67,19 @@ class Reproduction:
 
 
 def prepare(
-    paper: Paper,
-    scaled: ScaledTable,
-    loaded: LoadedModel,
-    model: str,
-    sources: SampleSources,
-    drafts: Sequence[Path] = (),
-    load_dequantized: Callable[[], LoadedModel] | None = None,
+    paper: Paper, scaled: ScaledTable, loaded: LoadedModel, model: str, sources: SampleSources,
+    drafts: Sequence[Path] = (), load_dequantized: Callable[[], LoadedModel] | None = None,
     progress: Progress = lambda message: None,
-) -> Reproduction:
-    """Encodes a table's prompts and plans its measurement.
+) -> Reproduction:  # fmt: skip
+    """Encodes the prompts of a table, and plans the measurement.
 
     Args:
-        model: the model's name as the user wrote it.
+        scaled: the table, at the scale to measure.
+        loaded, model: the target, and its name as the user wrote it.
+        sources: where the samples come from.
         drafts: draft folders and files, one of each kind; the package's drafts serve the other kinds.
         load_dequantized: see :class:`~longdraft.bench.run.Bench`.
+        progress: called with a line of text before a step that takes long.
     """
     by_kind, table = drafts_by_kind(drafts), scaled.table
     prompts: dict[str, list[Prompt]] = {}
@@ -97,8 +87,9 @@ def prepare(
         plan = measures.plan_needles(scaled, loaded, sources, by_kind)
     else:
         differences: dict[str, list[str]] = {}
-        count = scaled.prompts and max(scaled.prompts, *(column.batch for column in table.columns))
-        samples = {name: sources.samples(name, count) for name in table.datasets}
+        # A batch needs at least as many prompts; None: all rows.
+        num_prompts = scaled.num_prompts and max(scaled.num_prompts, *(column.batch for column in table.columns))
+        samples = {name: sources.samples(name, num_prompts) for name in table.datasets}
         encoded: dict[tuple[Any, ...], tuple[list[Prompt], list[str]]] = {}  # columns may share their prompts
         for column in table.columns:
             key = column.dataset, scaled.prompt_tokens(column), column.batch
@@ -114,10 +105,10 @@ def prepare(
     content = {
         "paper": paper.name,
         "table": table.name,
-        "scale": "small" if scaled.small else "paper",
+        "scale": "small" if scaled.is_small else "paper",
         "settings": {
             "max_tokens": scaled.max_tokens,
-            "prompts": scaled.prompts,
+            "prompts": scaled.num_prompts,
             "plan": scaled.plan,
             **({"foresee": False} if any(table.temperatures) else {}),
         },
@@ -130,49 +121,50 @@ def prepare(
 
 
 def _definitions(table: Table) -> list[str]:
-    """Definitions of the figures, which follow the paper."""
-    lines = ["Definitions are the paper's; --json has longdraft's too (docs/figures.md)."]
+    """Makes the lines that define the figures as the paper does."""
+    definitions = ["Definitions are the paper's; --json has longdraft's too (docs/figures.md)."]
     if "accepted" in table.figures:
         counts = "counts" if table.counts_bonus else "does not count"
-        how = "sums over all prompts" if table.length_average == "pooled" else "the mean of the prompts"
-        lines.append(f"accepted length: the paper {counts} the bonus token; {how}; ±: one standard error (jackknife).")
+        average = "sums over all prompts" if table.length_average == "pooled" else "the mean of the prompts"
+        accepted = f"accepted length: the paper {counts} the bonus token; {average}"
+        definitions.append(f"{accepted}; ±: one standard error (jackknife).")
     if table.kind == "speed" and not table.is_profiled:
-        over = table.baseline if table.baseline != "hf-eager" else "transformers' generate with eager attention"
+        baseline = table.baseline if table.baseline != "hf-eager" else "transformers' generate with eager attention"
         prefill = "with the prefill" if table.includes_prefill else "without the prefill"
-        how = "sums over all prompts" if table.rate_average == "pooled" else "the mean of the prompts"
-        lines.append(f"tokens/s: {prefill}, {how}; speed-ups are their quotients, over {over}.")
-    return lines
+        average = "sums over all prompts" if table.rate_average == "pooled" else "the mean of the prompts"
+        definitions.append(f"tokens/s: {prefill}, {average}; speed-ups are their quotients, over {baseline}.")
+    return definitions
 
 
 def _tables(name: str, table: Table, rows: Sequence[Row]) -> Iterator[tuple[str, RichTable]]:
-    """Yields a title and a table for each temperature, figure and group of columns. Below our row of a line is the
-    paper's row for each model. Rows and tables without figures are left out."""
+    """Yields a title and a table for each temperature, figure and group of columns. Each line of the paper has our row,
+    and below it the paper's row for each model. Rows and tables without figures are left out."""
     for group in group_by(rows, "temperature"):
-        t = group[0]["temperature"]
+        temperature = group[0]["temperature"]
         for key in table.shown_figures:
-            form = FIGURES[key][1]
-            cells = {  # (source, line, column) -> text
-                ("ours", row["line"], row["column"]): format_cell(row["as_published"], key, form) for row in group
+            title, pattern = FIGURES[key]
+            cells = {  # (whose row: ours or the paper's, line, column) -> text
+                ("ours", row["line"], row["column"]): format_cell(row["as_published"], key, pattern) for row in group
             }
             for (model, line, column, figure), value in table.published.items():
-                if figure == key and t == table.temperatures[0]:
-                    cells["paper" if model == "-" else f"paper, {model}", line, column] = form.format(value)
+                if figure == key and temperature == table.temperatures[0]:
+                    cells["paper" if model == "-" else f"paper, {model}", line, column] = pattern.format(value)
             for columns in _column_groups(table.columns):
                 rich_table = new_table(["method", "whose"], [column.name for column in columns])
                 for line in (line.name for line in table.lines):
-                    heading = line  # only in the line's first row
-                    for source in dict.fromkeys(source for source, *_ in cells):
-                        texts = [cells.get((source, line, column.name), "-") for column in columns]
+                    heading = line  # only the first row of a line shows the name
+                    for whose in dict.fromkeys(whose for whose, *_ in cells):
+                        texts = [cells.get((whose, line, column.name), "-") for column in columns]
                         if any(text != "-" for text in texts):
-                            style = "" if source == "ours" else "dim"
-                            rich_table.add_row(Text(heading), *(Text(text, style=style) for text in (source, *texts)))
+                            style = "" if whose == "ours" else "dim"
+                            rich_table.add_row(Text(heading), *(Text(text, style=style) for text in (whose, *texts)))
                             heading = ""
                 if rich_table.row_count:
-                    yield f"{name}: {FIGURES[key][0]}, {format_temperature(t)}", rich_table
+                    yield f"{name}: {title}, {format_temperature(temperature)}", rich_table
 
 
 def _column_groups(columns: Sequence[Column]) -> Iterator[Sequence[Column]]:
-    """Groups of at most :data:`MAX_COLUMNS` columns. With several groups, each has one data set."""
+    """Splits columns into groups of at most :data:`MAX_COLUMNS`. If a split is needed, each group has one data set."""
     groups = [list(columns)]
     if len(columns) > MAX_COLUMNS:
         groups = [list(group) for _, group in groupby(columns, key=lambda column: (column.dataset, column.line_names))]
@@ -181,12 +173,15 @@ def _column_groups(columns: Sequence[Column]) -> Iterator[Sequence[Column]]:
 
 
 def _remarks(rows: Sequence[Row]) -> list[str]:
-    """Differences from the paper that concern some lines or columns."""
+    """Describes the differences from the paper that concern only some lines or columns."""
     remarks = []
     all_lines = {row["line"] for row in rows}
     for difference in dict.fromkeys(text for row in rows for text in row["differs"]):
         affected = [row for row in rows if difference in row["differs"]]
         lines, columns = (list(dict.fromkeys(row[key] for row in affected)) for key in ("line", "column"))
-        where = lines if set(lines) != all_lines else columns if len(columns) < 4 else ["all columns"]
-        remarks.append(f"{', '.join(where)}: {difference}.")
+        if set(lines) != all_lines:
+            names = lines
+        else:
+            names = columns if len(columns) <= _MAX_LISTED_COLUMNS else ["all columns"]
+        remarks.append(f"{', '.join(names)}: {difference}.")
     return remarks

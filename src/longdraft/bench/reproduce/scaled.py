@@ -1,4 +1,4 @@
-"""A paper's table at the paper's or the small scale, and the plan of its measurement."""
+"""A paper's table at a scale (the paper's, or a small one), and the plan that measures the table."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from longdraft.model.runner import TargetRunner
 from longdraft.recipes import recipe_for, resolve
 
 UnitResult = Mapping[str, Any]
-"""The result of a unit, as a JSON object."""
+"""The result of a unit of measurement, as a JSON object."""
 Figures = tuple[dict[str, float | None], dict[str, Any]]
-"""Figures by the paper's definitions (keys: :data:`~longdraft.bench.papers.table.FIGURES`), and a row by longdraft's
-(docs/figures.md)."""
+"""Figures by the paper's definitions (keys: :data:`~longdraft.bench.papers.table.FIGURES`), and a row of figures by
+longdraft's definitions (keys: docs/figures.md)."""
 
 
 @dataclass(frozen=True)
@@ -28,60 +28,63 @@ class ScaledTable:
     """A table at a scale.
 
     Attributes:
-        small: True: the small scale; False: the paper's.
+        is_small: True: the small scale; False: the paper's scale.
         max_tokens_override: replaces the scale's new tokens; None: no override.
-        prompts_override: replaces the scale's prompts of a column; None: no override.
-        plan: "fixed": the paper's trees; "auto": a planner fits trees to this machine.
+        num_prompts_override: replaces the scale's prompts of a column; None: no override.
+        plan: "fixed": draft trees as in the paper; "auto": a planner fits draft trees to this machine.
         template_kwargs: ``system`` and arguments of the chat template, such as ``enable_thinking``.
     """
 
     table: Table
-    small: bool
+    is_small: bool
     max_tokens_override: int | None = None
-    prompts_override: int | None = None
+    num_prompts_override: int | None = None
     plan: str = "fixed"
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def shrink(self) -> int:
-        """Divisor of prompt lengths, KV budgets and numbers of chunks."""
-        return self.table.small.shrink if self.small else 1
+    def size_divisor(self) -> int:
+        """The number by which prompt lengths, KV budgets and numbers of chunks are divided."""
+        return self.table.small_scale.size_divisor if self.is_small else 1
 
     @property
     def max_tokens(self) -> int:
         """New tokens of each prompt, at most."""
-        return self.max_tokens_override or (self.table.small.max_tokens if self.small else self.table.max_tokens)
+        scale = self.table.small_scale if self.is_small else self.table
+        return self.max_tokens_override or scale.max_tokens
 
     @property
-    def prompts(self) -> int | None:
+    def num_prompts(self) -> int | None:
         """Prompts of each column; None: all rows of the data set."""
-        return self.prompts_override or (self.table.small.prompts if self.small else self.table.prompts)
+        scale = self.table.small_scale if self.is_small else self.table
+        return self.num_prompts_override or scale.num_prompts
 
     def prompt_tokens(self, column: Column) -> int | None:
         """Length of a column's prompts; None: prompts are not cut."""
         if column.tokens is not None:
-            return column.tokens // self.shrink
-        return self.table.small.context if self.small else None
+            return column.tokens // self.size_divisor
+        return self.table.small_scale.context if self.is_small else None
 
     def options(self, line: Line, column: Column) -> dict[str, Any]:
-        """The options of a cell's method, at this scale."""
+        """Returns the options of a cell's method, at this scale."""
         method_options = METHODS[line.method].options if line.method in METHODS else ()
-        options = {**line.options, **{name: x for name, x in column.options.items() if name in method_options}}
-        return {name: max(1, x // self.shrink) if name in SCALED_OPTIONS else x for name, x in options.items()}
+        options = {**line.options, **{name: column.options[name] for name in column.options if name in method_options}}
+        scaled = {name: max(1, options[name] // self.size_divisor) for name in options if name in SCALED_OPTIONS}
+        return options | scaled
 
     def differences(self) -> list[str]:
-        """Descriptions of how this scale differs from the paper in all rows."""
+        """Describes the differences of this scale from the paper that concern all rows."""
         texts = []
         if self.max_tokens != self.table.max_tokens:
             texts.append(f"up to {self.max_tokens:,} new tokens (paper: {self.table.max_tokens:,})")
-        if self.prompts != self.table.prompts:
-            texts.append(f"prompts a column: {self.prompts} (paper: {self.table.prompts or 'all rows'})")
-        if self.shrink > 1:
-            part = {2: "half", 4: "a quarter", 8: "an eighth"}.get(self.shrink, f"1/{self.shrink}")
-            texts.append(f"prompts, KV budgets and counts of chunks are {part} of the paper's")
-        elif self.small and any(column.tokens is None for column in self.table.columns):
-            texts.append(f"prompts are cut to {self.table.small.context:,} tokens")
-        if self.small:
+        if self.num_prompts != self.table.num_prompts:
+            texts.append(f"prompts a column: {self.num_prompts} (paper: {self.table.num_prompts or 'all rows'})")
+        if self.size_divisor > 1:
+            fraction = {2: "half", 4: "a quarter", 8: "an eighth"}.get(self.size_divisor, f"1/{self.size_divisor}")
+            texts.append(f"prompts, KV budgets and counts of chunks are {fraction} of the paper's")
+        elif self.is_small and any(column.tokens is None for column in self.table.columns):
+            texts.append(f"prompts are cut to {self.table.small_scale.context:,} tokens")
+        if self.is_small:
             texts.append("answers have all of their tokens: EOS is ignored")
         if self.plan != "fixed":
             texts.append("trees are fitted to this machine by the planner; the paper's are fixed")
@@ -90,30 +93,30 @@ class ScaledTable:
 
 @dataclass(frozen=True)
 class TableEntry:
-    """A line in a column.
+    """A cell to measure: a line in a column, at a sampling temperature.
 
     Attributes:
-        name: the measured contender or view.
-        options: options of its method, without the draft.
-        units: names of the units whose results give the entry's figures.
+        name: the contender or the view that is measured.
+        options: options of the line's method, without the draft.
+        unit_names: names of the units whose results give the figures of the cell.
     """
 
     line: Line
     column: Column
     name: str
     options: Mapping[str, Any]
-    units: Sequence[str]
+    unit_names: Sequence[str]
     temperature: float = 0.0
 
 
 @dataclass
 class TablePlan:
-    """The measurement of a table.
+    """What to measure for a table, and how the figures follow from the results.
 
     Attributes:
         units: the units to measure, by name.
         entries: the cells of the table.
-        figures: (entry, results of its units) -> the entry's figures.
+        figures: computes the figures of an entry from the results of the entry's units.
         notes: remarks on texts and methods.
         differences: differences from the paper, by column.
     """
@@ -124,46 +127,41 @@ class TablePlan:
     notes: Sequence[str] = ()
     differences: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
-    def rows(self, table: Table, done: Mapping[str, UnitResult]) -> list[dict[str, Any]]:
-        """Rows of the JSON object (docs/figures.md). ``done``: results by the unit's name."""
+    def rows(self, table: Table, results: Mapping[str, UnitResult]) -> list[dict[str, Any]]:
+        """Makes the rows of the JSON object (docs/figures.md). ``results``: by the unit's name, the results so far."""
         rows = []
         for entry in self.entries:
-            if not (results := [done[unit] for unit in entry.units if unit in done]):
+            if not (entry_results := [results[name] for name in entry.unit_names if name in results]):
                 continue
-            as_published, row = self.figures(entry, results)
+            as_published, row = self.figures(entry, entry_results)
             published: dict[str, dict[str, Any]] = {}
             for (model, line, column, key), value in table.published.items():
-                # Published numbers are those of the table's first temperature.
+                # The published numbers are those of the table's first temperature.
                 if (line, column, table.temperatures[0]) == (entry.line.name, entry.column.name, entry.temperature):
                     published.setdefault(model, {"model": model})[key] = value
-            rows.append(
-                {
-                    "line": entry.line.name,
-                    "column": entry.column.name,
-                    "temperature": entry.temperature,
-                    **row,
-                    "as_published": as_published,
-                    "published": list(published.values()),
-                    "differs": _entry_differences(entry, self.differences.get(entry.column.name, ())),
-                }
-            )
+            differences = _entry_differences(entry, self.differences.get(entry.column.name, ()))
+            rows.append({
+                "line": entry.line.name, "column": entry.column.name, "temperature": entry.temperature, **row,
+                "as_published": as_published, "published": list(published.values()), "differs": differences,
+            })  # fmt: skip
         return rows
 
 
-def _entry_differences(entry: TableEntry, of_column: Sequence[str]) -> list[str]:
-    """Differences from the paper: the line's note, the column's differences, and changed options."""
-    paper = entry.line.options
-    changed = [f"{name} {format_option(x)}" for name, x in entry.options.items() if x != paper.get(name)]
-    return [*filter(None, (entry.line.note, *of_column, f"with {', '.join(changed)}" if changed else ""))]
+def _entry_differences(entry: TableEntry, column_differences: Sequence[str]) -> list[str]:
+    """Lists an entry's differences from the paper: the line's note, those of the column, and options that differ."""
+    options, paper_options = entry.options, entry.line.options
+    changed = [f"{name} {format_option(options[name])}" for name in options if options[name] != paper_options.get(name)]
+    differences = (entry.line.note, *column_differences, f"with {', '.join(changed)}" if changed else "")
+    return [difference for difference in differences if difference]
 
 
 def drafts_by_kind(folders: Sequence[Path]) -> dict[str, Path]:
-    """Draft folders and files by kind of draft.
+    """Sorts draft folders and files by the kind of draft.
 
     Raises:
-        CheckpointError: a folder or file is no draft.
+        CheckpointError: a folder or file holds no draft.
     """
-    # A path that does not exist is taken for the hub id of a small language model.
+    # A path that does not exist is the hub id of a small language model.
     return {kind_of(folder).name if folder.exists() else "small-lm": folder for folder in folders}
 
 
@@ -171,14 +169,14 @@ def add_draft(method: str, options: Mapping[str, Any], drafts: Mapping[str, Path
     """Adds the user's draft to the options, if there is one of the method's kind."""
     if method not in METHODS:
         return dict(options)
-    # A method with a ``drafter`` option takes its drafter's draft. A method that needs no draft gets none.
+    # The option ``drafter`` names another method, whose draft is needed. A method that needs no draft gets none.
     drafting_method = METHODS[options.get("drafter", method)]
     kind = drafting_method.draft_kind if drafting_method.needs_draft else None
     return {**options, **({"draft": drafts[kind]} if kind is not None and kind in drafts else {})}
 
 
 def refusal(method: str, options: Mapping[str, Any], runner: TargetRunner) -> str | None:
-    """Why a method cannot run on a target: its draft is missing, or does not fit the options; None if it can run."""
+    """Returns why a method cannot run on a target, such as a missing draft; None if the method can run."""
     try:
         if method in METHODS:
             recipe_for(*resolve(method, options), runner)
@@ -188,7 +186,7 @@ def refusal(method: str, options: Mapping[str, Any], runner: TargetRunner) -> st
 
 
 def describe_needs(table: Table) -> str:
-    """The kinds of drafts and the data sets that a table needs, in words."""
+    """Describes the kinds of drafts and the data sets that a table needs."""
     kinds: dict[str, None] = {}
     for line in table.lines:
         if line.method in METHODS:

@@ -1,4 +1,4 @@
-"""The prompts of a table: from the user's files, from data sets by name, or from sources of Python's library."""
+"""Makes the prompts of a table: from the user's files, data sets of the hub, or modules of Python's library."""
 
 from __future__ import annotations
 
@@ -20,53 +20,53 @@ MODULES = (
     "argparse", "typing", "inspect", "tarfile", "doctest", "pydoc", "_pydecimal", "subprocess", "mailbox", "difflib",
     "locale", "ipaddress", "pickle", "optparse", "threading", "imaplib",
 )  # fmt: skip
-# Instructions for the modules, by the data set that they stand in for.
+# By data set: the instruction for the modules that stand in for the data set.
 _CODE, _SUMMARY = "Write the line of code that comes next.", "Write a summary of this module, about one page long."
 _INSTRUCTIONS = {
     "lcc": _CODE,
     "repobench-p": _CODE,
-    "qmsum": "What does this module offer? Answer in a candidates sentences.",
+    "qmsum": "What does this module offer? Answer in a few sentences.",
     "multi_news": "Which classes does this module have, and what is each for?",
     "pg19": "Go on with this text where it stops.",
     "aime24": "Think step by step: which part of this is the most likely to go wrong, and how would you test it?",
 }
-# Rows read for each prompt, as some rows are too short.
+# Rows to read for each prompt that is needed: some rows are too short.
 _ROWS_PER_PROMPT = 8
 
 
 @dataclass(frozen=True)
 class SampleSources:
-    """Where a table's samples come from.
+    """Says where the samples of a table come from.
 
     Attributes:
         files: the user's files, by data set.
-        stand_ins: modules of Python's library stand in for a data set without a file; if False, the Hugging Face hub.
+        use_stand_ins: where a data set has no file, use modules of Python's library; False: the Hugging Face hub.
     """
 
     files: Mapping[str, str]
-    stand_ins: bool
+    use_stand_ins: bool
 
-    def samples(self, dataset: str, count: int | None) -> list[Sample]:
-        """Samples of a data set: several times ``count``, as some may be too short; None: all.
+    def samples(self, dataset: str, num_prompts: int | None) -> list[Sample]:
+        """Reads enough samples of a data set for ``num_prompts`` prompts, although some may be too short; None: all.
 
         Raises:
             PromptError: a file or a row cannot be used.
             CapabilityError: the hub cannot be reached.
         """
-        limit = None if count is None else _ROWS_PER_PROMPT * count
+        limit = None if num_prompts is None else _ROWS_PER_PROMPT * num_prompts
         if (file := self.files.get(dataset)) is None:
-            return stand_in_samples(dataset) if self.stand_ins else tasks.load_samples([dataset], limit)
+            return stand_in_samples(dataset) if self.use_stand_ins else tasks.load_samples([dataset], limit)
         try:
             loaded = tasks.load_samples([f"{dataset}={file}"], limit)
         except PromptError:
             if not file.endswith(".jsonl"):
                 raise
-            loaded = data.read_samples([Path(file).expanduser()], limit)  # prompts instead of the data set's rows
+            loaded = data.read_samples([Path(file).expanduser()], limit)  # a file of prompts
         return [replace(sample, dataset=dataset) for sample in loaded]
 
 
 def stand_in_samples(dataset: str) -> list[Sample]:
-    """Long modules, each with an instruction like the data set's."""
+    """Makes a sample of each of :data:`MODULES`, with an instruction that resembles those of the data set."""
     instruction = _INSTRUCTIONS.get(dataset, _SUMMARY)
     files = map(tasks.module_source, MODULES)
     return [Sample(path.read_text(encoding="utf-8"), instruction, dataset, path.name) for path in files]
@@ -75,38 +75,39 @@ def stand_in_samples(dataset: str) -> list[Sample]:
 def column_prompts(
     column: Column, scaled: ScaledTable, sources: SampleSources, loaded: LoadedModel, samples: Sequence[Sample]
 ) -> tuple[list[Prompt], list[str]]:
-    """A column's prompts, and how they differ from the paper's.
+    """Returns the prompts of a column, and descriptions of how the prompts differ from the paper's.
 
     Raises:
         ContextError: the prompts exceed the model's context.
         PromptError: no sample is long enough.
     """
-    limit = TargetRunner(loaded.model).context_length - scaled.max_tokens
+    max_length = TargetRunner(loaded.model).context_length - scaled.max_tokens
     length = scaled.prompt_tokens(column)
-    if limit < 1 or (length is not None and length > limit and not scaled.small):
+    if max_length < 1 or (length is not None and length > max_length and not scaled.is_small):
         raise ContextError(
             f"{column.name} needs {f'{length:,} + ' if length else ''}{scaled.max_tokens:,} tokens, and the model's "
-            f"context is {limit + scaled.max_tokens:,}: stretch it with --rope-factor, or take --scale small."
+            f"context is {max_length + scaled.max_tokens:,}: stretch it with --rope-factor, or take --scale small."
         )
-    count = None if scaled.prompts is None else max(scaled.prompts, column.batch)
-    is_stand_in = sources.stand_ins and column.dataset not in sources.files
+    num_prompts = None if scaled.num_prompts is None else max(scaled.num_prompts, column.batch)
+    is_stand_in = sources.use_stand_ins and column.dataset not in sources.files
     differences = [f"modules of Python's library in the place of {column.dataset}"] if is_stand_in else []
     tokenizer, kwargs = loaded.tokenizer, scaled.template_kwargs
     if length is None:
-        prompts = [Prompt(s, tuple(encode_truncated(s, tokenizer, limit, **kwargs))) for s in samples[:count]]
+        uncut = samples[:num_prompts]
+        prompts = [Prompt(sample, tuple(encode_truncated(sample, tokenizer, max_length, **kwargs))) for sample in uncut]
         return prompts, differences
-    if length > limit:
-        differences.append(f"cut to {limit:,} tokens, which is all that fits the model's context")
-        length = limit
-    # Encoding takes time: try the first samples, and all of them only if some are too short.
-    candidates = samples if count is None else samples[: _ROWS_PER_PROMPT * count]
-    prompts, notes = prompts_of_length(candidates[:count], length, limit, tokenizer, "leave", **kwargs)
-    if count is not None and len(prompts) < count:
-        short: ShortTextPolicy = "join" if scaled.small else "leave"
-        prompts, notes = prompts_of_length(candidates, length, limit, tokenizer, short, **kwargs)
+    if length > max_length:
+        differences.append(f"cut to {max_length:,} tokens, which is all that fits the model's context")
+        length = max_length
+    # Encoding takes time: try the first samples, and the further ones only if some of the first are too short.
+    candidates = samples if num_prompts is None else samples[: _ROWS_PER_PROMPT * num_prompts]
+    prompts, notes = prompts_of_length(candidates[:num_prompts], length, max_length, tokenizer, "leave", **kwargs)
+    if num_prompts is not None and len(prompts) < num_prompts:
+        short: ShortTextPolicy = "join" if scaled.is_small else "leave"
+        prompts, notes = prompts_of_length(candidates, length, max_length, tokenizer, short, **kwargs)
     if not prompts:
         raise PromptError(f"{column.name}: {' '.join(notes)} Give longer ones with --data {column.dataset}=FILE.")
-    prompts = prompts[:count]
+    prompts = prompts[:num_prompts]
     if any(prompt.joined for prompt in prompts):
         differences.append("texts go on with the texts of the next rows")
     return prompts, differences
