@@ -68,11 +68,11 @@ def count_and_digest(path: Path) -> tuple[int, str]:
     return num_rows, digest.hexdigest()
 
 
-class _AnyRow(protocol.StrictModel, extra="allow"):
+class _AnyRow(protocol.ApiModel, extra="allow"):
     """A row in either format."""
 
 
-class _OpenAIRow(protocol.StrictModel):
+class _OpenAIRow(protocol.ApiModel):
     """A row in OpenAI's format."""
 
     custom_id: str | None = None

@@ -68,6 +68,7 @@ def batch(
         with options.settings_checked():
             spec.use(loaded.model, loaded.tokenizer)
         engine = BatchEngine(spec, defaults, slots or default_batch_size(spec.runner().device.type), context)
+        # A run continues an output file only if the header is the same.
         header = {"input": f"{total} rows, SHA-256 {digest}", **engine.reproducibility_settings}
         with OutputFile(answers, header, (line.line_number for line in read_lines(source))) as file:
             if file.rows_at_start:
@@ -75,13 +76,13 @@ def batch(
             if file.rows_at_start < total:
                 engine.prepare(status)
             status.close()
-            first_row = file.rows
+            num_rows_done = file.rows
             with ThroughputBar("", "rows", total) as bar, Cancel(sigterm=True) as cancel:
 
                 def draw(counts: RunCounts) -> None:
                     bar.update(file.rows, counts.new_tokens, f", {file.errors} errors" if file.errors else "")
 
-                counts = engine.run_with(lambda: run(read_lines(source, first_row), file, engine, draw, cancel))
+                counts = engine.run_with(lambda: run(read_lines(source, num_rows_done), file, engine, draw, cancel))
             seconds = bar.seconds
     console.note(
         f"{answers}: {file.rows:,} of {total:,} rows, {file.errors:,} of them errors; {counts.new_tokens:,} new tokens "

@@ -55,6 +55,7 @@ def read_document(name: str) -> str:
 
 
 def _join(documents: Sequence[tuple[str, str]]) -> str:
+    """Joins (name, text) documents. Names are written above the texts if there are several documents."""
     if len(documents) < 2:
         return "".join(text for _, text in documents)
     names = ["standard input" if name == STDIN else Path(name).name for name, _ in documents]
@@ -90,7 +91,7 @@ def _decode(data: bytes, name: str) -> str:
 
 
 def _piped(needed: bool) -> bool:
-    """True if standard input is a pipe or a file, or anything but a terminal if it is ``needed`` for the prompt."""
+    """True if standard input is a pipe or a file. ``needed``: also True for any other input but a terminal."""
     if sys.stdin is None or sys.stdin.isatty():
         return False
     try:
@@ -132,7 +133,5 @@ def _decode_pdf(data: bytes, name: str) -> str:
     except Exception as error:  # pypdf raises many types of errors for broken files
         raise PromptError(f"{name} is a PDF that cannot be read: {reason_of(error)}. Convert it to text.") from error
     if not text.strip():
-        raise PromptError(
-            f"{name} is a PDF without text, such as scanned pages: run text recognition (OCR) on it first."
-        )
+        raise PromptError(f"{name} is a PDF without text, like scanned pages: run text recognition (OCR) on it first.")
     return text
