@@ -35,7 +35,7 @@ def acceptance(
     *,
     prompt_options: measure_options.SeededPromptOptions,
     lengths: Annotated[str, typer.Option(help=_LENGTHS_HELP)] = DEFAULT_LENGTHS,
-    short: measure_options.ShortPrompts = "leave",
+    short: measure_options.ShortTexts = "leave",
     methods: Annotated[
         str | None,
         typer.Option(
@@ -68,7 +68,7 @@ def acceptance(
     if not temperatures or not prompt_lengths:
         raise options.SettingError("--lengths and --temperature must have at least one value.")
     for t in temperatures:
-        longdraft.Sampling(temperature=t)
+        longdraft.Sampling(temperature=t)  # raises for a bad temperature
     output.check_writable(svg=svg)
     if svg is not None:
         charts.check_available()
@@ -98,7 +98,7 @@ def bench_length(
     lengths: Annotated[
         str | None, typer.Option(help=_LENGTHS_HELP, show_default="1024, 2048, ... up to the model's context")
     ] = None,
-    short: measure_options.ShortPrompts = "join",
+    short: measure_options.ShortTexts = "join",
     methods: Annotated[
         str | None,
         typer.Option(
@@ -128,7 +128,8 @@ def bench_length(
 
     _measure(
         length_reports.break_even_report, methods, draft_options, prompt_options, model_options, output, lengths_for,
-        short, (0.0,), (REFERENCE,), ("self",), repeats, contexts=prompt_lengths or (None,), plan=plan,
+        short, temperatures=(0.0,), always_measured=(REFERENCE,), fallback_methods=("self",), repeats=repeats,
+        contexts=prompt_lengths or (None,), plan=plan,
     )  # fmt: skip
 
 
@@ -173,7 +174,7 @@ def _measure(
         with options.settings_checked():
             return Settings(
                 tuple(dict.fromkeys((*always_measured, *contenders))), draft_options=draft_options.options(),
-                contender_options=method_options.contender_options(contenders), **settings_kwargs,
+                contender_options=method_options.parse_contenders(contenders), **settings_kwargs,
             )  # fmt: skip
 
     settings = None if names is None else make_settings(names)

@@ -70,7 +70,8 @@ def batch(
         engine = BatchEngine(spec, defaults, slots or default_batch_size(spec.runner().device.type), context)
         # A run continues an output file only if the header is the same.
         header = {"input": f"{total} rows, SHA-256 {digest}", **engine.reproducibility_settings}
-        with OutputFile(answers, header, (line.line_number for line in read_lines(source))) as file:
+        line_numbers = (line.line_number for line in read_lines(source))  # rows in the file are checked against them
+        with OutputFile(answers, header, line_numbers) as file:
             if file.rows_at_start:
                 console.note(f"{answers}: {file.rows_at_start:,} of {total:,} rows are done; continuing after them.")
             if file.rows_at_start < total:
@@ -79,10 +80,12 @@ def batch(
             num_rows_done = file.rows
             with ThroughputBar("", "rows", total) as bar, Cancel(sigterm=True) as cancel:
 
-                def draw(counts: RunCounts) -> None:
+                def show_progress(counts: RunCounts) -> None:
                     bar.update(file.rows, counts.new_tokens, f", {file.errors} errors" if file.errors else "")
 
-                counts = engine.run_with(lambda: run(read_lines(source, num_rows_done), file, engine, draw, cancel))
+                counts = engine.run_with(
+                    lambda: run(read_lines(source, num_rows_done), file, engine, show_progress, cancel)
+                )
             seconds = bar.seconds
     console.note(
         f"{answers}: {file.rows:,} of {total:,} rows, {file.errors:,} of them errors; {counts.new_tokens:,} new tokens "

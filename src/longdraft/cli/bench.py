@@ -111,13 +111,10 @@ def bench(
         names = tuple(kind_of(draft_options.draft).name if name == SELF_DRAFTING else name for name in names)
     with options.settings_checked():
         settings = Settings(
-            names, max_tokens, contexts, method_options.parse_ints("--batch", batch), repeats,
-            sampling_options.sampling(), prompt_options.seed, prompt_options.raw, prompt_options.ignore_eos, cold,
-            draft_options=draft_options.options(),
-            plan=plan,
-            offload=offload,
-            contender_options=method_options.contender_options(names),
-            profile=profile,
+            names, max_tokens, contexts, batches=method_options.parse_ints("--batch", batch), repeats=repeats,
+            sampling=sampling_options.sampling(), seed=prompt_options.seed, raw=prompt_options.raw,
+            ignore_eos=prompt_options.ignore_eos, cold=cold, draft_options=draft_options.options(), plan=plan,
+            contender_options=method_options.parse_contenders(names), offload=offload, profile=profile,
             template_kwargs=prompt_options.chat_prompt_kwargs,
         )  # fmt: skip
     processes.check_options({"--results": output.results, "--profile": profile})

@@ -16,9 +16,7 @@ from longdraft.memory.memory_info import format_bytes
 if TYPE_CHECKING:
     from longdraft.bench.ties import Difference
 
-ACCEPTED_LENGTH_DEFINITION = (
-    "mean accepted length: new tokens / target forwards, without the prefill's token; plain decoding: 1.0"
-)
+ACCEPTED_NOTE = "mean accepted length: new tokens / target forwards, without the prefill's token; plain decoding: 1.0"
 
 DRAFTED_STYLE = "green"
 _RESULT_KEYS = (
@@ -66,7 +64,7 @@ def footer(result: longdraft.Result, kernels: str, colored: bool) -> Group:
     rows |= {"kernels": kernels, "memory": f"{format_bytes(result.peak_memory_bytes)} at peak"}
     for name, text in rows.items():
         grid.add_row(name, Text(text))
-    return Group(title, grid, *([Text(ACCEPTED_LENGTH_DEFINITION, style="dim")] if result.rounds else []))
+    return Group(title, grid, *([Text(ACCEPTED_NOTE, style="dim")] if result.rounds else []))
 
 
 def _describe_prefill(result: longdraft.Result) -> str:

@@ -23,7 +23,7 @@ Plan = Annotated[
     Literal["fixed", "auto"],
     typer.Option("--plan", help="fixed: the methods' own trees; auto: the fastest trees on this machine, if any."),
 ]
-ShortPrompts = Annotated[
+ShortTexts = Annotated[
     ShortTextPolicy,
     typer.Option(help="Texts shorter than a length: leave them out, join them with the next texts, or keep them."),
 ]

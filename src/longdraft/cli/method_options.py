@@ -26,7 +26,7 @@ Number = TypeVar("Number", int, float)
 # Options that every method of a benchmark takes, in addition to its own.
 SHARED_OPTIONS = ("plan", "kv_dtype")
 CATALOGUE = Path(__file__).with_name("catalogue.json")
-_KINDS = {kind.__name__: kind for kind in (int, float, bool, str, tuple, object)}
+_TYPES = {value_type.__name__: value_type for value_type in (int, float, bool, str, tuple, object)}
 
 
 def _tree_flag(name: str, flag: str = "") -> Any:
@@ -97,7 +97,8 @@ def parse_options(method: str | None, pairs: Iterable[str], flags: Mapping[str, 
     """Parses options: ``["branches=2"]`` -> ``{"branches": 2}``. Values are numbers, true, false, or text.
 
     Args:
-        method: None: the options of all default methods are allowed, because the model decides which is used.
+        method: None: options of any default method are allowed, because the model decides which method is used.
+        pairs: options as ``name=value``.
         flags: further options, from flags such as --nodes.
 
     Raises:
@@ -168,21 +169,21 @@ def _read_catalogue() -> dict[str, Any]:
 
 def _make_option(entry: Mapping[str, Any]) -> Option:
     """Makes an option from an entry of the catalogue, which has names of types instead of types."""
-    types: dict[str, Any] = {name: _KINDS[entry[name]] for name in ("kind", "items") if name in entry}
+    types: dict[str, Any] = {name: _TYPES[entry[name]] for name in ("kind", "items") if name in entry}
     return Option(**{**entry, **types})
 
 
-def contender_options(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+def parse_contenders(contenders: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Parses the options of contenders such as ``specpv:budget=512:margin=8``. Returns {contender: options}."""
-    options_by_name = {}
-    for name in names:
-        method, *pairs = name.split(":")
+    options_by_contender = {}
+    for contender in contenders:
+        method, *pairs = contender.split(":")
         values = {key.strip(): _parse_value(value.strip()) for key, _, value in (pair.partition("=") for pair in pairs)}
         method_pairs = [pair for pair in pairs if pair.partition("=")[0].strip() not in SHARED_OPTIONS]
         if pairs:  # the benchmark's Settings check the shared options
             shared = {key: values[key] for key in SHARED_OPTIONS if key in values}
-            options_by_name[name] = parse_options(method, method_pairs) | shared
-    return options_by_name
+            options_by_contender[contender] = parse_options(method, method_pairs) | shared
+    return options_by_contender
 
 
 def _parse_value(text: str) -> Any:
@@ -204,8 +205,8 @@ def parse_floats(name: str, text: str) -> tuple[float, ...]:
     return _parse_numbers(name, text, float, "numbers")
 
 
-def _parse_numbers(name: str, text: str, parse: Callable[[str], Number], kind: str) -> tuple[Number, ...]:
+def _parse_numbers(name: str, text: str, parse: Callable[[str], Number], noun: str) -> tuple[Number, ...]:
     try:
         return tuple(parse(part) for part in split_commas(text))
     except ValueError:
-        raise SettingError(f"{name} takes {kind} separated by commas, not {text!r}.") from None
+        raise SettingError(f"{name} takes {noun} separated by commas, not {text!r}.") from None

@@ -39,10 +39,10 @@ _PANELS = {
         "dtype", "device", "weights", "arithmetic", "rope_factor", "threads", "offload", "kv_dtype",
         "deterministic", "kv_cache", "prefix_gib", "snapshots", "snapshot_gib",
     ),
-    "Limits": ("queue", "timeout", "max_body", "allow_host", "allow_origin"),
+    "Limits": ("queue", "timeout", "allow_host", "allow_origin"),
     "Ray": ("ray", "replicas", "ray_config"),
-    "Data": ("short", "limit", "preface", "split", "column"),
-    "Everything else": ("load", "user_files", "debug", "profile"),
+    "Data": ("short", "limit"),
+    "Everything else": ("user_files", "debug", "profile"),
 }  # fmt: skip
 
 
@@ -350,5 +350,5 @@ def _with_panel(parameter: Parameter) -> Any:
 
 
 def settings_checked() -> AbstractContextManager[None]:
-    """Returns a context manager that turns a ValueError or TypeError, about a user's value, into a SettingError."""
+    """Returns a context manager that turns a ValueError or TypeError into a SettingError, for checks of user values."""
     return values_checked(SettingError, (ValueError, TypeError))

@@ -82,9 +82,7 @@ def _decode(data: bytes, name: str) -> str:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise PromptError(
-            f"{name} is binary or not in UTF-8 (byte {error.start}): convert it, as with `iconv -t UTF-8`."
-        ) from None
+        raise PromptError(f"{name} is binary or not in UTF-8 (byte {error.start}): use `iconv -t UTF-8`.") from None
     if not text.strip():
         raise PromptError(f"{name} is empty.")
     return text

@@ -34,9 +34,7 @@ def reproduce(
             show_default="small: modules of Python's library; paper: the Hugging Face hub",
         ),
     ] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Number of prompts for each column.", show_default="by --scale")
-    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each column.", show_default="by --scale")] = None,
     max_tokens: Annotated[
         int | None,
         typer.Option("--max-tokens", "-n", min=2, help="Maximum number of new tokens.", show_default="by --scale"),

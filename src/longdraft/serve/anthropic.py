@@ -103,6 +103,8 @@ class Block(TypedObject):
 
 
 class InputMessage(TypedObject):
+    """A message of a request."""
+
     type: str = "message"
     role: Literal["system", "user", "assistant"]
     content: Blocks

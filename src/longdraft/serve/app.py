@@ -138,12 +138,12 @@ class Endpoints:
         yield DONE_EVENT
 
     async def respond(self, request: Request) -> Response:
-        return await self._adapted(*await self._parse(request, ResponsesRequest, create_response), request)
+        return await self._adapt(*await self._parse(request, ResponsesRequest, create_response), request)
 
     async def message(self, request: Request) -> Response:
-        return await self._adapted(*await self._parse(request, MessagesRequest, create_message), request)
+        return await self._adapt(*await self._parse(request, MessagesRequest, create_message), request)
 
-    async def _adapted(self, body: protocol.GenerationRequest, pending: AdaptedResponse, request: Request) -> Response:
+    async def _adapt(self, body: protocol.GenerationRequest, pending: AdaptedResponse, request: Request) -> Response:
         pending.submit()
         if not body.stream:
             return await self._full_response(pending, request)

@@ -22,13 +22,13 @@ BACKLOG = 64  # connections that the operating system may queue before they are 
 
 
 def _max_connections() -> int:
-    """Returns how many connections may be open: 16 to 4096, at most half of the file descriptors (others are files)."""
+    """Returns how many connections may be open: half of the file descriptors (files need the rest), but 16 to 4096."""
     try:
         import resource
 
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     except ImportError:  # on Windows
-        descriptors = 512
+        descriptors = 512  # the C library's default
     descriptors = 65536 if descriptors < 0 else descriptors  # -1: no limit
     return max(16, min(4096, descriptors // 2 - 2 * BACKLOG))  # the backlog's connections have descriptors too
 
@@ -45,6 +45,7 @@ class LimitedConnection(H11Protocol):
         super().connection_made(transport)
         if len(self.connections) > self.max_connections:  # connections: uvicorn's set of all open connections
             idle = [c for c in self.connections if isinstance(c, LimitedConnection) and c._timer is not None]
+            # The timer that will end first belongs to the connection that has been idle for longest.
             longest_idle = min(idle, key=lambda c: c._timer.when() if c._timer else 0.0, default=self)
             longest_idle._cancel_timer()
             longest_idle.transport.abort()
@@ -75,7 +76,7 @@ class LimitedConnection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Drains on SIGTERM and Ctrl-C: running requests are answered, new ones get 503. A second signal ends everything.
+    """A uvicorn server. SIGTERM or Ctrl-C drains it: running requests are answered, new ones get 503. A second ends it.
 
     Args:
         port: the port to listen on; 0: any free port.

@@ -168,12 +168,12 @@ def create_chat_completion(service: Service, body: ChatCompletionRequest, tenant
     constraint = tools.tool_constraint(
         service.tokenizer, callable_tools, tool_choice, body.parallel_tool_calls, len(prompt), in_reasoning, schema
     )
-    new_constraint = None if constraint is None else constraint_factory(constraint)
+    make_constraint = None if constraint is None else constraint_factory(constraint)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true.", param="top_logprobs")
     num_logprobs = body.top_logprobs if body.logprobs else None
     max_tokens = body.max_completion_tokens or body.max_tokens
-    choices = service.make_choices(prompt, body, max_tokens, tenant, num_logprobs, new_constraint)
+    choices = service.make_choices(prompt, body, max_tokens, tenant, num_logprobs, make_constraint)
     names = [tool["function"]["name"] for tool in callable_tools]
     return PendingResponse(service, choices, [
         ChatChoiceBuilder(

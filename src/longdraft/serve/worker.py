@@ -227,6 +227,7 @@ class Worker:
         return startable
 
     def _start(self, state: RequestState) -> None:
+        """Adds a request to the session of its method; ends a cancelled request."""
         if state.cancelled:
             self._end(state, _CANCELLED)
             return
@@ -243,6 +244,7 @@ class Worker:
         self._running[state.method][sequence_id] = state
 
     def _step(self, method: str, session: Session) -> None:
+        """Decodes one step of a session, and reports it to the listeners."""
         running = self._running[method]
         try:
             steps = session.step()
@@ -281,6 +283,7 @@ class Worker:
         self._running.clear()
 
     def _end(self, state: RequestState, outcome: Result | Exception) -> None:
+        """Records the end of a request, and reports the result or the error."""
         state.end_time = time.monotonic()
         if state.start_time:
             self._durations.append(state.end_time - state.start_time)
