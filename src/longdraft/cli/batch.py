@@ -18,8 +18,8 @@ _EXIT_ROW_ERRORS = 1  # exit code if a prompt has no answer
 
 def batch(
     *,
-    source: Annotated[Path, typer.Argument(metavar="IN", help="JSONL file: rows with `prompt` or `messages`.")],
-    answers: Annotated[Path, typer.Argument(metavar="OUT", help="JSONL file to write: answers in the same order.")],
+    in_path: Annotated[Path, typer.Argument(metavar="IN", help="JSONL file: rows with `prompt` or `messages`.")],
+    out_path: Annotated[Path, typer.Argument(metavar="OUT", help="JSONL file to write: answers in the same order.")],
     method: options.Method = None,
     option: options.MethodOptionPairs = None,
     slots: Annotated[
@@ -58,11 +58,11 @@ def batch(
         sampling = sampling_options.sampling()
         spec = longdraft.Speculator(method, **decoding.speculator_kwargs, **method_args)
         defaults = Defaults(max_tokens, sampling, seed, normalize_stop(stop or ()), raw, decoding.model_name)
-    if source.resolve() == answers.resolve():
-        raise options.SettingError(f"{answers} is the file of prompts: name another file for the answers.")
-    total, digest = count_and_digest(source)
+    if in_path.resolve() == out_path.resolve():
+        raise options.SettingError(f"{out_path} is the file of prompts: name another file for the answers.")
+    total, digest = count_and_digest(in_path)
     if not total:
-        raise CheckpointError(f"{source} has no rows: name a file with a JSON object on each line.")
+        raise CheckpointError(f"{in_path} has no rows: name a file with a JSON object on each line.")
     with console.status() as status:
         loaded = decoding.model_options.load(status)
         with options.settings_checked():
@@ -70,26 +70,24 @@ def batch(
         engine = BatchEngine(spec, defaults, slots or default_batch_size(spec.runner().device.type), context)
         # A run continues an output file only if the header is the same.
         header = {"input": f"{total} rows, SHA-256 {digest}", **engine.reproducibility_settings}
-        line_numbers = (line.line_number for line in read_lines(source))  # rows in the file are checked against them
-        with OutputFile(answers, header, line_numbers) as file:
+        line_numbers = (line.line_number for line in read_lines(in_path))  # to check the rows that are done
+        with OutputFile(out_path, header, line_numbers) as file:
             if file.rows_at_start:
-                console.note(f"{answers}: {file.rows_at_start:,} of {total:,} rows are done; continuing after them.")
+                console.note(f"{out_path}: {file.rows_at_start:,} of {total:,} rows are done; continuing after them.")
             if file.rows_at_start < total:
                 engine.prepare(status)
             status.close()
-            num_rows_done = file.rows
+            remaining_rows = read_lines(in_path, file.rows)
             with ThroughputBar("", "rows", total) as bar, Cancel(sigterm=True) as cancel:
 
                 def show_progress(counts: RunCounts) -> None:
                     bar.update(file.rows, counts.new_tokens, f", {file.errors} errors" if file.errors else "")
 
-                counts = engine.run_with(
-                    lambda: run(read_lines(source, num_rows_done), file, engine, show_progress, cancel)
-                )
+                counts = engine.run_with(lambda: run(remaining_rows, file, engine, show_progress, cancel))
             seconds = bar.seconds
     console.note(
-        f"{answers}: {file.rows:,} of {total:,} rows, {file.errors:,} of them errors; {counts.new_tokens:,} new tokens "
-        f"in {seconds:,.1f} s, mean accepted length {counts.spec_stats.mean_accepted_length:.2f}."
+        f"{out_path}: {file.rows:,} of {total:,} rows, {file.errors:,} of them errors; {counts.new_tokens:,} new "
+        f"tokens in {seconds:,.1f} s, mean accepted length {counts.spec_stats.mean_accepted_length:.2f}."
     )
     output.print_json(
         {

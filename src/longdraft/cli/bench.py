@@ -135,7 +135,7 @@ def bench(
     if output.results is not None:
         header = bench_header(bench, prompts, model_options.name, prompt_options.sources, prompt_options.limit)
         file = RecordFile(output.results, header, BatchResult)
-    for size, count in left_over.items():
+    for size, count in left_over.items():  # batch size, number of samples
         if count:
             console.note(f"{count} sample{'s are' if count > 1 else ' is'} left out of batches of {size}: too few.")
     experiment = Experiment(bench.steps(batches), lambda result: result.key, file)

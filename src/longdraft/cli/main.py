@@ -165,5 +165,5 @@ def _report_error(error: Exception) -> int:
 
 
 def run() -> None:
-    """The entry point of the command."""
+    """Runs the command line and exits: the entry point of the installed script."""
     sys.exit(main())

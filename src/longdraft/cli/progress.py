@@ -56,7 +56,7 @@ class ProgressBar:
         """
         total, now = self._total if total is None else total, time.monotonic()
         is_new = self._activity is None or self._activity[0] != activity
-        if self._activity is None or is_new:
+        if self._activity is None or is_new:  # the first condition is for mypy
             self._activity = activity, now, done
             self._bar.reset(self._task, total=total, completed=done, description=activity, figures=figures)
         if self._is_bar:
@@ -111,14 +111,14 @@ class RunsBar(ProgressBar):
 
     def __init__(self, total: int) -> None:
         super().__init__("runs", total)
-        self._started = 0
+        self._num_started = 0
 
     def ticker(self, label: str) -> Callable[[str], None]:
         """Returns a function that draws the bar. It is called with a method's name before a run of the method."""
 
         def tick(name: str) -> None:
-            self.draw("", self._started, figures=f"{label}: {name}")
-            self._started += 1
+            self.draw("", self._num_started, figures=f"{label}: {name}")
+            self._num_started += 1
 
         return tick
 

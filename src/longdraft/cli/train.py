@@ -57,8 +57,7 @@ def _with_settings(title: str, get_config_class: Callable[[], type[Any]], base: 
 
 
 _SETTINGS_TITLE = "those of every run; each kind has more: longdraft train KIND --help"
-# Imports RunConfig only when the help is shown.
-_RUN_CONFIG = partial(resolve_name, "longdraft.training.config:RunConfig")
+_RUN_CONFIG = partial(resolve_name, "longdraft.training.config:RunConfig")  # imports it when the help is shown
 
 
 class TrainCommandGroup(_with_settings(_SETTINGS_TITLE, _RUN_CONFIG, TyperGroup)):  # type: ignore[misc]
@@ -74,7 +73,7 @@ class TrainCommandGroup(_with_settings(_SETTINGS_TITLE, _RUN_CONFIG, TyperGroup)
 
 
 def _get_training(command: str) -> Training:
-    """Returns the training of a kind of draft, by the name of its command."""
+    """Returns the training that a command of ``longdraft train`` runs."""
     from longdraft.drafts.kinds import KINDS
 
     trainings = {kind.name: kind.training for kind in KINDS.values()}

@@ -77,7 +77,7 @@ class DiskPromptCache(PromptCache):
         # Slots that were written since a request last used them. A slot is not written again if its file is deleted:
         # two slots that do not fit the folder together would replace each other for ever.
         self._written: set[int] = set()
-        self._warned: set[str] = set()
+        self._warned: set[str] = set()  # keys of the warnings that were logged
         create_snapshot_folder(folder)
         with file_errors(folder, f"Prompts cannot be kept in {folder}"):
             self._scan_folder()

@@ -51,6 +51,7 @@ class GuardMiddleware:
         await self._outermost(scope, receive, send)
 
     async def _check_and_pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request that fails a check with the error. Passes any other request to the application."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -13,7 +13,7 @@ const showNotice = (text) => { $("notice").textContent = text; };
 const readSession = (name) => JSON.parse(sessionStorage.getItem(name));
 
 /* A turn: {system, question, documents: [{name, size, text}], answers: [answer, ...]}; the last answer with text is sent as history.
-   An answer's state is "running", "done", "stopped" or "failed"; its rounds are the server's traces of rounds. */
+   An answer's state is "running", "done", "stopped" or "failed"; rounds are the server's traces; thought is the reasoning. */
 let turns = readSession("turns") ?? [];
 let model = null;        // the entry of /v1/models
 let documents = [];      // the documents of the next turn
@@ -63,7 +63,7 @@ function addChunk(answer, { error, trace, choices, usage }) {
   if (trace?.phase === "prefill") answer.prefill = trace;
   if (trace?.phase === "round") answer.rounds.push(trace);
   answer.text += choices[0]?.delta?.content ?? "";
-  answer.reasoning += choices[0]?.delta?.reasoning_content ?? "";
+  answer.thought += choices[0]?.delta?.reasoning_content ?? "";
   answer.finish = choices[0]?.finish_reason ?? answer.finish;
   answer.usage = usage ?? answer.usage;
 }
@@ -144,7 +144,7 @@ function startAnswer(turn, conversation = turns) {
   const settings = running ? null : readSettings();
   if (!settings) return false;
   turns = conversation;
-  const answer = { ...settings, rounds: [], text: "", reasoning: "", usage: null };
+  const answer = { ...settings, rounds: [], text: "", thought: "", usage: null };
   turn.answers = [...turn.answers.filter((other) => other.state !== "failed"), answer];
   answerTurn(turn, answer);
   return true;
@@ -188,8 +188,8 @@ function copyButton(text) {
 /* The answer as Markdown, with its reasoning folded. */
 function answerElements(answer) {
   const fold = make("details", { open: answer.unfolded ?? false, ontoggle: () => { answer.unfolded = fold.open; } });
-  fold.append(make("summary", { textContent: answer.text ? "Thought" : "Thinking …" }), markdown(answer.reasoning));
-  return [answer.reasoning.trim() && fold, answer.text && markdown(answer.text)];
+  fold.append(make("summary", { textContent: answer.text ? "Thought" : "Thinking …" }), markdown(answer.thought));
+  return [answer.thought.trim() && fold, answer.text && markdown(answer.text)];
 }
 
 /* The tokens, coloured by who proposed them; a click shows the tree of their round. */
@@ -246,7 +246,7 @@ function showAnswer(answer) {
   const turn = turns.find((t) => t.answers.includes(answer)), view = views.get(answer);
   if (!turn || !view) return;
   const distanceToEnd = $("log").scrollHeight - $("log").scrollTop - $("log").clientHeight; // in pixels; near it (120), the page follows the text
-  const busy = answer.state === "running", isWaiting = busy && !answer.text && !answer.reasoning;
+  const busy = answer.state === "running", isWaiting = busy && !answer.text && !answer.thought;
   const heading = `${answer.method || "default method"} · ${answer.temperature ? `temperature ${answer.temperature}` : "greedy"}, seed ${answer.seed}`;
   const tools = busy ? [] : [
     answer.text && copyButton(answer.text), button(answer.state === "failed" ? "Try again" : "Again", () => startAnswer(turn)),

@@ -49,7 +49,7 @@ class LogprobRecorder:
 
     def _add_position(self, logits: torch.Tensor) -> None:
         logprobs = logits.float().log_softmax(-1)
-        topk = logprobs.topk(max(1, self.num_logprobs))  # of 0, pop() drops the one
+        topk = logprobs.topk(max(1, self.num_logprobs))  # at least one; pop() cuts the list
         self.pending.append((topk.values.tolist(), topk.indices.tolist(), logprobs))
 
     def pop(self, token: int) -> tuple[float, list[tuple[int, float]]]:

@@ -78,6 +78,8 @@ class FunctionCall(ApiModel):
 
 
 class ToolCall(ApiModel):
+    """A tool call of an earlier answer."""
+
     id: str = ""
     function: FunctionCall = Field(validation_alias=pydantic.AliasChoices("function", "custom"))
 
@@ -93,6 +95,8 @@ class ToolCall(ApiModel):
 
 
 class ChatMessage(ApiModel):
+    """A message of a chat."""
+
     unserved = dict.fromkeys(("audio", "function_call", "images"))
 
     role: Literal["system", "developer", "user", "assistant", "tool"]

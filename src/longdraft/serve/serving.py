@@ -77,7 +77,7 @@ class PendingResponse:
             await self.chunks(i, delta)
         envelope, object_type = self.envelope(), self.builders[0].object_type
         return await self.service.executor.run(
-            lambda: envelope.wrap(object_type, [x.full_choice() for x in self.builders], **self.final_fields())
+            lambda: envelope.wrap(object_type, [b.full_choice() for b in self.builders], **self.final_fields())
         )
 
     def envelope(self) -> ResponseEnvelope:
@@ -104,7 +104,7 @@ class PendingResponse:
             return None
         spec = self.service.speculator(self.service.settings.methods[0])
         text = spec.texts.decoder_for_stops(stop_strings)(result.token_ids)
-        # The first one in the text; of those that begin at one position, the shortest.
+        # The stop string that comes first in the text. Of several that begin at one position, the shortest.
         return min((stop for stop in sorted(stop_strings, key=len) if stop in text), key=text.find, default=None)
 
     async def chunks(self, i: int, delta: Delta) -> list[dict[str, Any]]:

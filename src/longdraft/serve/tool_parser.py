@@ -20,12 +20,10 @@ _BARE_SUFFIX = regex.compile(r"[\s\]}]{0,16}+(?:```\s{0,16}+)?+(?=[^\s`])")
 ARGUMENTS_KEY = r'\s{0,16},\s{0,16}"arguments"\s{0,16}:\s{0,16}(?=\{)'
 
 
-def call_start_pattern(names: Iterable[str], after_name: str = "") -> Any:
+def call_start_pattern(names: Iterable[str], after: str = "") -> Any:  # after: regex for what follows the name
     """Makes a regex for the start of a tagged call, or of a bare call (groups ``bare`` and ``name``) on a new line."""
     alternatives = "|".join(regex.escape(json.dumps(name, ensure_ascii=False)[1:-1]) for name in names)
-    bare = (
-        rf'|{_BARE_PREFIX}(?P<bare>\{{\{{?\s{{0,16}}"name"\s{{0,16}}:\s{{0,16}}"(?P<name>{alternatives})"{after_name})'
-    )
+    bare = rf'|{_BARE_PREFIX}(?P<bare>\{{\{{?\s{{0,16}}"name"\s{{0,16}}:\s{{0,16}}"(?P<name>{alternatives})"{after})'
     return regex.compile(TOOL_CALL_START + (bare if alternatives else ""))
 
 
@@ -40,7 +38,7 @@ class ToolParser:
     Args:
         names: names of the functions, which may be called without tags.
         calls_only: the text has nothing but calls.
-        calls_at_start: if the text does not begin with a call, it has none.
+        calls_at_start: a text that does not begin with a call has no calls.
         tool_types: {name: type} of tools that are not functions. Their calls are reported when complete, not streamed.
     """
 
@@ -55,7 +53,7 @@ class ToolParser:
         self._last_char = "\n"  # the character before the pending text
         self._whitespace = ""  # white space at the start, or after a call; dropped if a call follows
         self._has_text = False  # text other than that white space
-        self._state: Literal["text", "tag", "arguments", "end"] = "text"
+        self._state: Literal["text", "tag", "arguments", "end"] = "text"  # tag: before a name; end: after the arguments
         self._is_tagged = True
         self._arguments = ""  # of the call in progress, as JSON
         self._num_calls = 0  # complete calls
@@ -78,8 +76,8 @@ class ToolParser:
             truncated: a limit or stop string ended the text. An incomplete call is then dropped.
         """
         text, self._pending = (TOOL_CALL_START if self._state == "tag" else "") + self._pending, ""
-        is_tagged_call = (self._calls_only and text) or text.startswith("<tool")  # TOOL_CALL_START, perhaps incomplete
-        is_call = is_tagged_call or self._name_pattern.search(self._last_char + text, 1)  # looks behind at _last_char
+        begins_call = (self._calls_only and text) or text.startswith("<tool")  # TOOL_CALL_START, perhaps incomplete
+        is_call = begins_call or self._name_pattern.search(self._last_char + text, 1)  # looks behind at _last_char
         is_text = self._state in ("text", "tag") and not (truncated and is_call)
         deltas = self._text_deltas(text) if is_text else []
         if self._whitespace and not self._num_calls:
