@@ -38,9 +38,7 @@ def generate(
         Path | None,
         typer.Option("--kv-cache", help="Save the prompt's KV cache to this file, and reuse it in the next run."),
     ] = None,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Also decode without drafts, and compare speed and tokens.")
-    ] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Decode with ar too; compare speed and tokens.")] = False,
     decoding: method_options.DecodingOptions,
     output: options.OutputOptions,
 ) -> None:

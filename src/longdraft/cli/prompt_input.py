@@ -73,6 +73,7 @@ def _read_file(name: str) -> str:
 
 
 def _decode(data: bytes, name: str) -> str:
+    """Returns the text of a UTF-8 file or a PDF. Raises PromptError for other formats and empty files."""
     if b"%PDF-" in data[:1024]:  # the format allows a few other bytes before
         return _decode_pdf(data, name)
     if data.startswith(b"PK\x03\x04"):

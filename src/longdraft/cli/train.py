@@ -86,9 +86,7 @@ def keep_user_files(ctx: typer.Context, user_files: options.UserFiles = None) ->
 
 
 def presets(
-    name: Annotated[
-        str | None, typer.Argument(help="Preset to print, as a template for your own file.", show_default="")
-    ] = None,
+    name: Annotated[str | None, typer.Argument(help="Preset to print: a template for a file.", show_default="")] = None,
 ) -> None:
     """List the presets that --config takes, or print one."""
     from longdraft.training.config import preset_path, preset_paths

@@ -38,6 +38,7 @@ class SpecDecodingStats:
     num_emitted_tokens: int = 0  # by all verifications
 
     def observe(self, step: Step) -> None:
+        """Counts a verification and its drafted tokens."""
         if step.tree is None:  # a prefill step
             return
         self.num_rounds += 1

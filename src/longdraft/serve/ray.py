@@ -124,7 +124,7 @@ class Replica:
         return make_app(self._service)
 
     def check_health(self) -> None:
-        """Ray calls it, and replaces the replica if it raises."""
+        """Raises RuntimeError if the engine thread has ended. Ray then replaces the replica."""
         if not self._service.worker.alive:
             raise RuntimeError("the engine thread has ended")
 

@@ -112,6 +112,7 @@ class ResponsesAdapter:
             yield self._event("response.content_part.added", **self._position(), part=item["content"][0])
 
     def _end_item(self, status: str) -> Iterator[str]:
+        """Yields the events that end the item in progress, if there is one."""
         item_type = self._current_item_type()
         if item_type is None:
             return
@@ -133,6 +134,7 @@ class ResponsesAdapter:
         return sse_event({"type": name, "sequence_number": self._sequence_number - 1, **content}, name)
 
     def response_object(self, status: str, usage: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Returns the response object. ``usage``: a chat completion's usage; None before the end."""
         envelope, body = self._envelope, self._body
         token_counts = None if usage is None else {
             "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
