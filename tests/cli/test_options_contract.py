@@ -9,7 +9,7 @@ from dataclasses import fields
 import pytest
 
 from longdraft import Speculator, huge_pages
-from longdraft.cli.method_options import CATALOGUE, DraftOptions, method_options
+from longdraft.cli.method_options import CATALOGUE, DraftOptions, parse_options
 from longdraft.cli.options import ModelOptions
 from longdraft.methods import METHODS
 from longdraft.options import declared
@@ -43,8 +43,8 @@ def test_a_value_out_of_range_or_an_option_that_there_is_not(method):
 def test_words_of_the_command_line_are_values_of_the_options_kind():
     pairs = ["lookup=true", "threshold=0.5", "draft=x=y", "top-k=3", "widths=4,4"]
     given = {"lookup": True, "threshold": 0.5, "draft": "x=y", "top_k": 3, "widths": (4, 4)}
-    assert method_options("longspec", pairs) == given
-    assert method_options(None, ["branches=2", "max-n=3"]) == {"branches": 2, "max_n": 3}
+    assert parse_options("longspec", pairs) == given
+    assert parse_options(None, ["branches=2", "max-n=3"]) == {"branches": 2, "max_n": 3}
 
 
 def test_the_file_of_the_command_line_is_that_of_the_catalogue_and_trees_have_a_flag_each():

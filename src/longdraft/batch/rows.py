@@ -68,12 +68,12 @@ def count_and_digest(path: Path) -> tuple[int, str]:
     return num_rows, digest.hexdigest()
 
 
-class _AnyRow(protocol.StrictModel, extra="allow"):
-    """A row in either format. Only nulls are removed: the format is known, and checked, afterwards."""
+class _AnyRow(protocol.ApiModel, extra="allow"):
+    """A row in either format."""
 
 
-class _OpenAIRow(protocol.StrictModel):
-    """A row in OpenAI's format; the fields are those of OpenAI's documentation."""
+class _OpenAIRow(protocol.ApiModel):
+    """A row in OpenAI's format."""
 
     custom_id: str | None = None
     method: Literal["POST"] | None = None

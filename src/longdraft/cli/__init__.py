@@ -1,4 +1,4 @@
-"""The command line: one file for each command.
+"""The command line: one file for each command, and what commands share (options, console, progress).
 
 May import: everything.
 """

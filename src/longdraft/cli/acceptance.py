@@ -19,8 +19,8 @@ from longdraft.errors import CapabilityError
 if TYPE_CHECKING:
     from longdraft.model.runner import TargetRunner
 
-LENGTHS = "512,1024,2048,4096,8192,16384,32768"
-MIN_LENGTH, MAX_LENGTH = 1024, 131072
+DEFAULT_LENGTHS = "512,1024,2048,4096,8192,16384,32768"
+MIN_LENGTH, MAX_LENGTH = 1024, 131072  # the default lengths of ``bench length`` lie between them
 _LENGTHS_HELP = "Prompt lengths in tokens; texts are cut to each. Beyond the model's context, YaRN is used."
 
 
@@ -34,8 +34,8 @@ class LengthPromptOptions(measure_options.SeededPromptOptions):
 def acceptance(
     *,
     prompt_options: measure_options.SeededPromptOptions,
-    lengths: Annotated[str, typer.Option(help=_LENGTHS_HELP)] = LENGTHS,
-    short: measure_options.ShortPrompts = "leave",
+    lengths: Annotated[str, typer.Option(help=_LENGTHS_HELP)] = DEFAULT_LENGTHS,
+    short: measure_options.ShortTexts = "leave",
     methods: Annotated[
         str | None,
         typer.Option(
@@ -55,7 +55,7 @@ def acceptance(
     model_options: options.ModelOptions,
     output: measure_options.ReportOptions,
     svg: Annotated[Path | None, typer.Option(help="Write a chart to this SVG file, one for each temperature.")] = None,
-    user_files: options.Load = None,
+    user_files: options.UserFiles = None,
 ) -> None:
     """Measure mean accepted length by context length, greedy and sampled, with each method's own draft trees.
 
@@ -68,16 +68,17 @@ def acceptance(
     if not temperatures or not prompt_lengths:
         raise options.SettingError("--lengths and --temperature must have at least one value.")
     for t in temperatures:
-        longdraft.Sampling(temperature=t)
+        longdraft.Sampling(temperature=t)  # raises for a bad temperature
     output.check_writable(svg=svg)
     if svg is not None:
         charts.check_available()
 
-    def make_report(*arguments: Any) -> Report:
-        report = length_reports.acceptance_report(*arguments)
+    def make_report(*report_args: Any) -> Report:
+        report = length_reports.acceptance_report(*report_args)
         if svg is not None:
             by_temperature = group_by(report.document["rows"], "temperature")
             for rows in by_temperature:
+                # Each temperature has its own file: chart-t0.svg, chart-t1.svg.
                 suffix = "" if len(by_temperature) == 1 else f"-t{rows[0]['temperature']:g}"
                 path = svg.with_name(f"{svg.stem}{suffix}{svg.suffix}")
                 measure_options.write_file(path, length_reports.acceptance_chart(rows))
@@ -97,7 +98,7 @@ def bench_length(
     lengths: Annotated[
         str | None, typer.Option(help=_LENGTHS_HELP, show_default="1024, 2048, ... up to the model's context")
     ] = None,
-    short: measure_options.ShortPrompts = "join",
+    short: measure_options.ShortTexts = "join",
     methods: Annotated[
         str | None,
         typer.Option(
@@ -110,9 +111,9 @@ def bench_length(
     repeats: Annotated[int, typer.Option(min=1, help="Number of timed runs; the median counts.")] = 2,
     model_options: options.ModelOptions,
     output: measure_options.ReportOptions,
-    user_files: options.Load = None,
+    user_files: options.UserFiles = None,
 ) -> None:
-    """Measure, by prompt length, the mean accepted length that a draft needs to pay off, and what drafts reach.
+    """Measure, for each prompt length, the mean accepted length that a draft needs to pay off, and what drafts reach.
 
     Decoding is greedy. Ctrl-C ends the run and shows the results so far.
     """
@@ -127,37 +128,33 @@ def bench_length(
 
     _measure(
         length_reports.break_even_report, methods, draft_options, prompt_options, model_options, output, lengths_for,
-        short, (0.0,), (REFERENCE,), ("self",), repeats, contexts=prompt_lengths or (None,), plan=plan,
+        short, temperatures=(0.0,), always_measured=(REFERENCE,), fallback_methods=("self",), repeats=repeats,
+        contexts=prompt_lengths or (None,), plan=plan,
     )  # fmt: skip
 
 
 def _measure(
-    make_report: Callable[..., Report],
-    methods: str | None,
-    draft_options: method_options.DraftOptions,
-    prompt_options: measure_options.SeededPromptOptions,
-    model_options: options.ModelOptions,
-    output: measure_options.ReportOptions,
-    lengths_for: Callable[[int], Sequence[int]],
-    short: ShortTextPolicy,
-    temperatures: tuple[float, ...],
-    always: Sequence[str] = (),
-    fallback: Sequence[str] = (),
-    repeats: int = 1,
-    scheme: SamplingScheme = "coupled",
-    **settings_args: Any,
-) -> None:
+    make_report: Callable[..., Report], methods: str | None, draft_options: method_options.DraftOptions,
+    prompt_options: measure_options.SeededPromptOptions, model_options: options.ModelOptions,
+    output: measure_options.ReportOptions, lengths_for: Callable[[int], Sequence[int]], short_texts: ShortTextPolicy,
+    temperatures: tuple[float, ...], always_measured: Sequence[str] = (), fallback_methods: Sequence[str] = (),
+    repeats: int = 1, scheme: SamplingScheme = "coupled", **settings_kwargs: Any,
+) -> None:  # fmt: skip
     """Measures methods on prompts of several lengths. The model is loaded again for each YaRN factor.
 
     Args:
         make_report: makes a report from (records, methods, notes, True if no record is missing).
-        methods: names, by commas; None: of --draft, else of the drafts that ship for the model, else ``fallback``.
+        methods: method names, separated by commas. None: the method of --draft, or else of the drafts that ship for the
+            model, or else ``fallback_methods``.
         lengths_for: returns the prompt lengths for a model's context length.
-        always: methods that are measured in any case, before others.
-        settings_args: further arguments of the benchmark's Settings.
+        short_texts: what to do with texts that are shorter than a prompt length.
+        always_measured: methods that are measured first, in any case.
+        repeats: number of timed runs.
+        scheme: how the target is sampled above temperature 0.
+        settings_kwargs: further arguments of the benchmark's Settings.
 
     Raises:
-        SettingError: a method is not longdraft's, or none of the methods has an option that is set.
+        SettingError: a method is not longdraft's, or an option is set that no method has.
     """
     from longdraft.bench.acceptance import AcceptanceBench, default_methods, open_records
     from longdraft.bench.experiment import Experiment
@@ -168,16 +165,16 @@ def _measure(
     names = None if methods is None else method_options.split_commas(methods)
     if names is None and draft_options.draft is not None:
         names = [kind_of(draft_options.draft).name]
-    settings_args |= {name: getattr(prompt_options, name) for name in ("max_tokens", "seed", "raw", "ignore_eos")}
-    settings_args |= {"template_kwargs": prompt_options.chat_prompt_kwargs}
+    settings_kwargs |= {name: getattr(prompt_options, name) for name in ("max_tokens", "seed", "raw", "ignore_eos")}
+    settings_kwargs |= {"template_kwargs": prompt_options.chat_prompt_kwargs}
 
-    def make_settings(names: Sequence[str]) -> Settings:
-        if not names or any(name in PEERS for name in names):
+    def make_settings(contenders: Sequence[str]) -> Settings:
+        if not contenders or any(name in PEERS for name in contenders):
             raise options.SettingError("--methods takes one or more of the methods in `longdraft methods`.")
         with options.settings_checked():
             return Settings(
-                tuple(dict.fromkeys((*always, *names))), draft_options=draft_options.options(),
-                contender_options=method_options.contender_options(names), **settings_args,
+                tuple(dict.fromkeys((*always_measured, *contenders))), draft_options=draft_options.options(),
+                contender_options=method_options.parse_contenders(contenders), **settings_kwargs,
             )  # fmt: skip
 
     settings = None if names is None else make_settings(names)
@@ -185,25 +182,25 @@ def _measure(
     def settings_for(target: TargetRunner) -> Settings:
         if settings is not None:
             return settings
-        if not (shipped := default_methods(target) or fallback):
+        if not (default_names := default_methods(target) or fallback_methods):
             raise CapabilityError("No draft for this model comes with longdraft: name one with --draft, or --methods.")
-        return make_settings(shipped)
+        return make_settings(default_names)
 
     samples = prompt_options.read()
     with console.status() as status:
 
-        def load(factor: float | None) -> longdraft.LoadedModel:
-            if factor is None:
+        def load(yarn_factor: float | None) -> longdraft.LoadedModel:
+            if yarn_factor is None:
                 return model_options.load(status)
             # No messages, because the progress bar is on the screen.
-            stretched = replace(model_options, rope_factor=factor * (model_options.rope_factor or 1))
+            stretched = replace(model_options, rope_factor=yarn_factor * (model_options.rope_factor or 1))
             return stretched.load(lambda message: None)
 
         with options.settings_checked():
             bench = AcceptanceBench(load, settings_for, temperatures, model_options.name, status, repeats, scheme)
         lengths = lengths_for(bench.context_length)
         status(f"Cutting {len(samples)} texts to {len(set(lengths))} lengths")
-        steps = bench.steps(samples, lengths, short)
+        steps = bench.steps(samples, lengths, short_texts)
     for note in bench.notes:
         console.note(note)
     file = None if output.results is None else open_records(output.results, bench.settings, bench.model_entry)

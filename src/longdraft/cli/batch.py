@@ -18,8 +18,8 @@ _EXIT_ROW_ERRORS = 1  # exit code if a prompt has no answer
 
 def batch(
     *,
-    source: Annotated[Path, typer.Argument(metavar="IN", help="JSONL file: rows with `prompt` or `messages`.")],
-    answers: Annotated[Path, typer.Argument(metavar="OUT", help="JSONL file to write: answers in the same order.")],
+    in_path: Annotated[Path, typer.Argument(metavar="IN", help="JSONL file: rows with `prompt` or `messages`.")],
+    out_path: Annotated[Path, typer.Argument(metavar="OUT", help="JSONL file to write: answers in the same order.")],
     method: options.Method = None,
     option: options.MethodOptionPairs = None,
     slots: Annotated[
@@ -58,36 +58,37 @@ def batch(
         sampling = sampling_options.sampling()
         spec = longdraft.Speculator(method, **decoding.speculator_kwargs, **method_args)
         defaults = Defaults(max_tokens, sampling, seed, normalize_stop(stop or ()), raw, decoding.model_name)
-    if source.resolve() == answers.resolve():
-        raise options.SettingError(f"{answers} is the file of prompts: name another file for the answers.")
-    total, digest = count_and_digest(source)
+    if in_path.resolve() == out_path.resolve():
+        raise options.SettingError(f"{out_path} is the file of prompts: name another file for the answers.")
+    total, digest = count_and_digest(in_path)
     if not total:
-        raise CheckpointError(f"{source} has no rows: name a file with a JSON object on each line.")
+        raise CheckpointError(f"{in_path} has no rows: name a file with a JSON object on each line.")
     with console.status() as status:
         loaded = decoding.model_options.load(status)
         with options.settings_checked():
             spec.use(loaded.model, loaded.tokenizer)
         engine = BatchEngine(spec, defaults, slots or default_batch_size(spec.runner().device.type), context)
+        # A run continues an output file only if the header is the same.
         header = {"input": f"{total} rows, SHA-256 {digest}", **engine.reproducibility_settings}
-        with OutputFile(answers, header, (line.line_number for line in read_lines(source))) as file:
-            if file.num_rows_at_start:
-                console.note(f"{answers}: {file.num_rows:,} of {total:,} rows are done; continuing after them.")
-            if file.num_rows_at_start < total:
+        line_numbers = (line.line_number for line in read_lines(in_path))  # to check the rows that are done
+        with OutputFile(out_path, header, line_numbers) as file:
+            if file.rows_at_start:
+                console.note(f"{out_path}: {file.rows_at_start:,} of {total:,} rows are done; continuing after them.")
+            if file.rows_at_start < total:
                 engine.prepare(status)
             status.close()
+            remaining_rows = read_lines(in_path, file.rows)
             with ThroughputBar("", "rows", total) as bar, Cancel(sigterm=True) as cancel:
 
-                def draw(counts: RunCounts) -> None:
-                    errors = f", {file.num_errors} errors" if file.num_errors else ""
-                    bar.update(file.num_rows, counts.num_new_tokens, errors)
+                def show_progress(counts: RunCounts) -> None:
+                    bar.update(file.rows, counts.new_tokens, f", {file.errors} errors" if file.errors else "")
 
-                lines = read_lines(source, file.num_rows_at_start)
-                counts = engine.run_with(lambda: run(lines, file, engine, draw, cancel))
+                counts = engine.run_with(lambda: run(remaining_rows, file, engine, show_progress, cancel))
             seconds = bar.seconds
     mean_accepted_length = counts.spec_stats.mean_accepted_length
     console.note(
-        f"{answers}: {file.num_rows:,} of {total:,} rows, {file.num_errors:,} of them errors; "
-        f"{counts.num_new_tokens:,} new tokens in {seconds:,.1f} s, mean accepted length {mean_accepted_length:.2f}."
+        f"{out_path}: {file.rows:,} of {total:,} rows, {file.errors:,} of them errors; {counts.new_tokens:,} new "
+        f"tokens in {seconds:,.1f} s, mean accepted length {counts.spec_stats.mean_accepted_length:.2f}."
     )
     output.print_json(
         {

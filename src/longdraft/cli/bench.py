@@ -13,9 +13,9 @@ from longdraft.cli import console, measure_options, method_options, options, pro
 
 SELF_DRAFTING = "self:lookup=true"  # the default method on a CPU
 DEFAULT_METHODS = ("ar", "prompt-lookup", SELF_DRAFTING, "hf")
-# Defaults without and with --quick: the built-in prompts are long, but two CPU cores only need minutes.
+# Defaults without --quick and with it. With these limits, the built-in prompts take minutes on two CPU cores.
 BUILT_IN_CONTEXT, QUICK_CONTEXT = 2048, 1024
-TOKENS, QUICK_TOKENS = 64, 32
+MAX_TOKENS, QUICK_MAX_TOKENS = 64, 32
 REPEATS, QUICK_REPEATS = 3, 1
 QUICK_ROWS = 2
 
@@ -25,8 +25,9 @@ class BenchPromptOptions(measure_options.SeededPromptOptions):
     """Options of the prompts of ``bench``."""
 
     max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", "-n", help="Maximum number of new tokens.", show_default=f"{TOKENS}")
-    ] = None  # type: ignore[assignment]
+        int | None,
+        typer.Option("--max-tokens", "-n", help="Maximum number of new tokens.", show_default=f"{MAX_TOKENS}"),
+    ] = None  # type: ignore[assignment]  # None: MAX_TOKENS, or QUICK_MAX_TOKENS
 
 
 def bench(
@@ -44,7 +45,7 @@ def bench(
         bool,
         typer.Option(
             "--quick",
-            help=f"Use {QUICK_ROWS} rows of each file, {QUICK_TOKENS} new tokens, one repeat, where no option is set.",
+            help=f"Use {QUICK_ROWS} rows of a file, {QUICK_MAX_TOKENS} new tokens, one repeat, where no option is set.",
         ),
     ] = False,
     draft_options: method_options.DraftOptions,
@@ -74,7 +75,7 @@ def bench(
         bool, typer.Option("--profile", help="Profile some rounds after the timed ones, to show where the time goes.")
     ] = False,
     output: measure_options.ReportOptions,
-    user_files: options.Load = None,
+    user_files: options.UserFiles = None,
 ) -> None:
     """Measure methods on the same prompts, in turn, against ar (plain decoding) and hf (transformers).
 
@@ -95,10 +96,11 @@ def bench(
         prompt_options = replace(
             prompt_options,
             limit=prompt_options.limit or QUICK_ROWS,
-            max_tokens=QUICK_TOKENS if prompt_options.max_tokens is None else prompt_options.max_tokens,
+            max_tokens=QUICK_MAX_TOKENS if prompt_options.max_tokens is None else prompt_options.max_tokens,
         )
-    tokens = TOKENS if prompt_options.max_tokens is None else prompt_options.max_tokens
-    num_repeats = repeats if repeats is not None else QUICK_REPEATS if quick else REPEATS
+    max_tokens = MAX_TOKENS if prompt_options.max_tokens is None else prompt_options.max_tokens
+    if repeats is None:
+        repeats = QUICK_REPEATS if quick else REPEATS
     contexts: tuple[int | None, ...] = (None,)
     if context is not None:
         contexts = method_options.parse_ints("--context", context)
@@ -109,13 +111,10 @@ def bench(
         names = tuple(kind_of(draft_options.draft).name if name == SELF_DRAFTING else name for name in names)
     with options.settings_checked():
         settings = Settings(
-            names, tokens, contexts, method_options.parse_ints("--batch", batch), num_repeats,
-            sampling_options.sampling(), prompt_options.seed, prompt_options.raw, prompt_options.ignore_eos, cold,
-            draft_options=draft_options.options(),
-            plan=plan,
-            offload=offload,
-            contender_options=method_options.contender_options(names),
-            profile=profile,
+            names, max_tokens, contexts, batches=method_options.parse_ints("--batch", batch), repeats=repeats,
+            sampling=sampling_options.sampling(), seed=prompt_options.seed, raw=prompt_options.raw,
+            ignore_eos=prompt_options.ignore_eos, cold=cold, draft_options=draft_options.options(), plan=plan,
+            contender_options=method_options.parse_contenders(names), offload=offload, profile=profile,
             template_kwargs=prompt_options.chat_prompt_kwargs,
         )  # fmt: skip
     processes.check_options({"--results": output.results, "--profile": profile})
@@ -128,7 +127,7 @@ def bench(
         status(f"Encoding {len(samples)} samples")
         prompts = encode_prompts(samples, loaded, settings)
         batches, left_over = make_batches(prompts, settings.batches)
-        float_options = replace(model_options, weights="float32", arithmetic=None)
+        float_options = replace(model_options, weights="float32", arithmetic=None)  # for hf and hf-eager
         load_dequantized = (lambda: float_options.load(status)) if has_stored_weights(loaded.model) else None
         with options.settings_checked():
             bench = Bench(loaded, settings, progress=status, load_dequantized=load_dequantized)
@@ -136,7 +135,7 @@ def bench(
     if output.results is not None:
         header = bench_header(bench, prompts, model_options.name, prompt_options.sources, prompt_options.limit)
         file = RecordFile(output.results, header, BatchResult)
-    for size, count in left_over.items():
+    for size, count in left_over.items():  # batch size, number of samples
         if count:
             console.note(f"{count} sample{'s are' if count > 1 else ' is'} left out of batches of {size}: too few.")
     experiment = Experiment(bench.steps(batches), lambda result: result.key, file)

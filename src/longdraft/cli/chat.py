@@ -51,7 +51,7 @@ def chat(
 
         with options.settings_checked():
             spec = make_speculator(method, method_args)
-            spec.planner(status)
+            spec.planner(status)  # measures the cost of verifications before the first question
     conversation = Chat(loaded, spec, make_speculator, settings, template_options, documents)
     console.note(f"{decoding.model_name}, decoded with {spec.method.name}. /help lists the commands, Ctrl-D ends.")
     conversation.run()
@@ -66,14 +66,16 @@ class ChatSettings:
     seed: int
 
     def with_value(self, name: str, text: str) -> ChatSettings:
-        """A copy with one setting changed. Raises RequestError for an unknown name or a bad value."""
-        is_int, sampling_names = name in ("max_tokens", "seed"), [f.name for f in fields(longdraft.Sampling)]
+        """Returns a copy with one setting changed. Raises RequestError for an unknown name or a bad value."""
+        is_int = name in ("max_tokens", "seed")
+        sampling_names = [f.name for f in fields(longdraft.Sampling)]
         if not is_int and name not in sampling_names:
             raise RequestError(f"/set takes max_tokens, seed, {', '.join(sampling_names)}, not {name!r}")
         values = (method_options.parse_ints if is_int else method_options.parse_floats)(name, text)
         if len(values) != 1:
             raise RequestError(f"/set {name} takes one number, not {text!r}")
         (value,) = values
+        # top_k and repetition_window must be integers, so 20.0 becomes 20.
         change: dict[str, Any] = {name: int(value) if float(value).is_integer() else value}
         return replace(self, **change) if is_int else replace(self, sampling=replace(self.sampling, **change))
 
@@ -82,19 +84,19 @@ class Chat:
     """A conversation with a model, with its /commands.
 
     Args:
+        loaded: the model and its tokenizer.
+        spec: the speculator to start with.
         make_speculator: makes a speculator from a method's name (None: the default method) and options.
+        settings: the settings to start with.
+        template_options: the system message, and whether the model thinks.
         documents: texts to put before the first question.
     """
 
     def __init__(
-        self,
-        loaded: longdraft.LoadedModel,
-        spec: longdraft.Speculator,
-        make_speculator: Callable[[str | None, dict[str, Any]], longdraft.Speculator],
-        settings: ChatSettings,
-        template_options: options.TemplateOptions,
-        documents: list[str] | None = None,
-    ) -> None:
+        self, loaded: longdraft.LoadedModel, spec: longdraft.Speculator,
+        make_speculator: Callable[[str | None, dict[str, Any]], longdraft.Speculator], settings: ChatSettings,
+        template_options: options.TemplateOptions, documents: list[str] | None = None,
+    ) -> None:  # fmt: skip
         self._loaded, self._spec, self._make_speculator, self._settings = loaded, spec, make_speculator, settings
         self._system, self._documents = template_options.system, list(documents or [])
         self._template_kwargs = template_options.template_kwargs
@@ -108,18 +110,18 @@ class Chat:
 
     def run(self) -> None:
         """Reads lines and answers them until the input ends."""
-        terminal = sys.stdin.isatty()
-        if terminal:
+        is_terminal = sys.stdin.isatty()
+        if is_terminal:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401  (arrow keys and history in input())
         leaving = False  # True if the last input was Ctrl-C
         while True:
             try:
-                line = input("> " if terminal else "").strip()
+                line = input("> " if is_terminal else "").strip()
             except (EOFError, KeyboardInterrupt) as end:
-                if terminal:
+                if is_terminal:
                     console.print_line("")
-                if leaving or not terminal or isinstance(end, EOFError):
+                if leaving or not is_terminal or isinstance(end, EOFError):
                     return
                 leaving = True
                 console.note("Press Ctrl-C again to end, or type exit or Ctrl-D.")
@@ -129,7 +131,7 @@ class Chat:
                 return
             try:
                 if line.startswith("/"):
-                    if self._command(line) is False:
+                    if not self._run_command(line):
                         return
                 elif line:
                     self.ask(line)
@@ -139,9 +141,8 @@ class Chat:
                 console.error(str(error) if line.startswith("/") else console.with_flag_names(str(error)))
 
     def ask(self, text: str) -> longdraft.Result | None:
-        """Asks a question and shows the answer as it comes. Returns None if Ctrl-C stopped it before a token."""
-        question = "\n\n".join([*self._documents, text])
-        messages = [*self._messages, {"role": "user", "content": question}]
+        """Asks a question and shows the answer as it comes. Returns None if Ctrl-C came before the first token."""
+        messages = [*self._messages, {"role": "user", "content": "\n\n".join([*self._documents, text])}]
         system = [{"role": "system", "content": self._system}] if self._system else []
         prompt = encode_conversation(self._loaded.tokenizer, [*system, *messages], **self._template_kwargs)
         settings = self._settings
@@ -165,7 +166,8 @@ class Chat:
 
     # --- commands: /help shows their docstrings ---
 
-    def _command(self, line: str) -> bool | None:
+    def _run_command(self, line: str) -> bool:
+        """Runs a line such as ``/set seed 1``. Returns False if the line ends the conversation."""
         name, _, rest = line[1:].partition(" ")
         if name in ("quit", "exit"):
             return False
@@ -174,7 +176,7 @@ class Chat:
             advice = f"; did you mean /{matches[0]}?" if matches else "."
             raise RequestError(f"There is no command /{name}{advice} /help lists the commands.")
         self._commands[name](rest.strip())
-        return None
+        return True
 
     def _command_help(self, _: str) -> None:
         """show this list"""
@@ -186,7 +188,7 @@ class Chat:
         """NAME [option=value ...]: decode with another method; without NAME: show the method in use"""
         if text:
             name, *pairs = text.split()
-            spec = self._make_speculator(name, method_options.method_options(name, pairs))
+            spec = self._make_speculator(name, method_options.parse_options(name, pairs))
             with console.status() as status:
                 spec.planner(status)
             self._spec = spec
@@ -220,12 +222,11 @@ class Chat:
 
 
 def _describe(result: longdraft.Result) -> str:
-    """The line below an answer: tokens, speed, mean accepted length, prompt tokens, and why the answer ended."""
+    """Returns the line below an answer: tokens, speed, mean accepted length, prompt tokens, and whether it was cut."""
     parts = [f"{result.new_tokens} tokens"]
     if result.rounds:
         parts += [f"{result.tokens_per_second:.1f} tokens/s", f"{result.mean_accepted_length:.2f} a forward"]
-    read = result.prompt_tokens - result.cached_tokens
-    parts.append(f"{read:,} of {result.prompt_tokens:,} prompt tokens read")
+    parts.append(f"{result.prompt_tokens - result.cached_tokens:,} of {result.prompt_tokens:,} prompt tokens read")
     if result.finish_reason in ("length", "cancelled"):
         parts.append("stopped" if result.finish_reason == "cancelled" else "cut at max_tokens")
     return ", ".join(parts)

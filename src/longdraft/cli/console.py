@@ -18,15 +18,17 @@ NO_TERMINAL_WIDTH = 200
 
 
 def stdout() -> Console:
-    return _console(stderr=False)
+    """Returns a console that prints on stdout."""
+    return _console(to_stderr=False)
 
 
 def stderr() -> Console:
-    return _console(stderr=True)
+    """Returns a console that prints on stderr."""
+    return _console(to_stderr=True)
 
 
-def _console(stderr: bool) -> Console:
-    console = Console(stderr=stderr, highlight=False, soft_wrap=True)
+def _console(to_stderr: bool) -> Console:
+    console = Console(stderr=to_stderr, highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = NO_TERMINAL_WIDTH
     return console
@@ -38,17 +40,17 @@ def has_colors(console: Console) -> bool:
     return supports_color and not console.no_color
 
 
-def print_renderable(target: Console, renderable: RenderableType) -> None:
+def print_renderable(out: Console, renderable: RenderableType) -> None:
     """Prints a table or another renderable, without trailing blanks if the output is not a terminal."""
-    if target.is_terminal:
-        # Too wide a table is printed in full, and the terminal wraps its lines: rich would drop columns.
-        width = max(target.width, target.measure(renderable).minimum)
-        target.print(renderable, soft_wrap=False, width=width, crop=False)
+    if out.is_terminal:
+        # rich would drop columns of a table that is wider than the terminal. With this width the terminal wraps lines.
+        width = max(out.width, out.measure(renderable).minimum)
+        out.print(renderable, soft_wrap=False, width=width, crop=False)
         return
-    with target.capture() as captured:
-        target.print(renderable)
-    target.file.write("".join(line.rstrip() + "\n" for line in captured.get().splitlines()))
-    target.file.flush()
+    with out.capture() as captured:
+        out.print(renderable)
+    out.file.write("".join(line.rstrip() + "\n" for line in captured.get().splitlines()))
+    out.file.flush()
 
 
 def print_report(
@@ -80,15 +82,14 @@ def print_line(text: str) -> None:
     sys.stdout.flush()
 
 
-def progress_bar(fraction: float, width: int = 20) -> Text:
-    """A bar of ``width`` columns for a fraction that is done."""
+def render_bar(fraction: float, width: int = 20) -> Text:
+    """Draws a bar of ``width`` columns. ``fraction``: how much of the bar is green."""
     done = round(min(max(fraction, 0.0), 1.0) * width)
     return Text.assemble(("━" * done, "green"), ("━" * (width - done), "dim"))
 
 
 class Status:
-    """Shows messages on stderr: beside a spinner on a terminal, else on a line each. Close it before anything is timed,
-    because the spinner's thread wakes up many times a second."""
+    """Shows messages on stderr: beside a spinner on a terminal, else on a line each."""
 
     def __init__(self) -> None:
         self._console, self._last_message = stderr(), ""
@@ -98,13 +99,14 @@ class Status:
         # Messages of long steps have an attribute: the fraction that is done.
         text, fraction = Text(message + " ..."), getattr(message, "share", None)
         if self._spinner is not None:
-            self._spinner.update(text if fraction is None else Text.assemble(progress_bar(fraction), " ", text))
+            self._spinner.update(text if fraction is None else Text.assemble(render_bar(fraction), " ", text))
             self._spinner.start()
-        elif fraction is None or message != self._last_message:
+        elif fraction is None or message != self._last_message:  # a line for each message, not for each fraction
             self._console.print(text)
         self._last_message = message
 
     def close(self) -> None:
+        """Ends the spinner. Call it before anything is timed: the spinner's thread wakes up many times a second."""
         if self._spinner is not None:
             self._spinner.stop()
 
@@ -137,7 +139,7 @@ def warnings_once() -> Iterator[None]:
         logger.removeFilter(is_new)
 
 
-# Names of Python arguments -> flags. An error about ``top_k`` is about trees: typer checks sampling's --top-k.
+# Names of Python arguments -> flags. ``top_k`` is --tree-top-k, because typer itself checks the --top-k of sampling.
 _FLAGS = {
     name: f"--{name.replace('_', '-')}"
     for name in (

@@ -24,7 +24,7 @@ class TextOutput:
     def __init__(self, silent: bool = False) -> None:
         out = console.stdout()
         self._silent = silent
-        self._last_char, self._terminal = "", out.is_terminal
+        self._last_char, self._is_terminal = "", out.is_terminal
         self.colored = console.has_colors(out) and not silent
 
     def write(self, deltas: Sequence[TextDelta]) -> None:
@@ -34,8 +34,8 @@ class TextOutput:
         for text, drafted in deltas:
             self._last_char = text[-1:]
             # Not printed with rich, because rich wraps lines, expands tabs, and reads brackets as markup.
-            color = (_GREEN, _RESET) if drafted and self.colored else ("", "")
-            sys.stdout.write((_printable(text) if self._terminal else text).join(color))
+            before, after = (_GREEN, _RESET) if drafted and self.colored else ("", "")
+            sys.stdout.write(before + (_printable(text) if self._is_terminal else text) + after)
         sys.stdout.flush()
 
     def end(self) -> None:
@@ -51,17 +51,17 @@ def _printable(text: str) -> str:
 
 
 def display_run(run: longdraft.Generation, prompt_tokens: int, output: TextOutput) -> longdraft.Result:
-    """Decodes a run: shows a progress bar of the prefill, then the text. ``prompt_tokens``: length of the prompt."""
+    """Decodes a run of ``prompt_tokens`` prompt tokens. Shows a progress bar of the prefill, then writes the text."""
     try:
         with ThroughputBar("Reading the prompt", "tokens", prompt_tokens) as bar:
             bar.update(0, 0)
             for step in run:
                 if step.mode == "prefill" and step.prefilled < prompt_tokens:
-                    bar.update(step.prefilled, tokens=step.prefilled)  # what is done, and what tokens/s counts
+                    bar.update(step.prefilled, tokens=step.prefilled)
                 elif step.mode == "prefill":
                     bar.close()
                 output.write(step.pieces)
     finally:
-        # Also after KeyboardInterrupt, so that the shell's prompt begins a new line.
+        # Also after KeyboardInterrupt, so that the shell's prompt begins on a new line.
         output.end()
     return run.results()[0]

@@ -26,7 +26,7 @@ def doctor(
     *,
     model_options: options.ModelOptions,
     draft: Annotated[Path | None, typer.Option("--draft", help="Also check this draft folder or .gguf file.")] = None,
-    user_files: options.Load = None,
+    user_files: options.UserFiles = None,
     output: options.OutputOptions,
 ) -> None:
     """Check machine, model and drafts. The exit code is 1 if the model, or the draft in --draft, cannot be used."""
@@ -49,9 +49,9 @@ def doctor(
         info["model"] = {"name": model_options.model, "hosted": reason is None, "reason": reason}
         if loaded is not None:
             _check_model(info, loaded.model, runner)
-        info["drafts"] = [_check_draft(folder, runner, True) for folder in shipped.folders()]
+        info["drafts"] = [_check_draft(folder, runner, shipped=True) for folder in shipped.folders()]
         if draft is not None:
-            info["drafts"].append(_check_draft(draft, runner, False))
+            info["drafts"].append(_check_draft(draft, runner, shipped=False))
     _show(info, console.stdout())
     output.print_json(info)
     if not info["model"]["hosted"] or any(d["reason"] is not None for d in info["drafts"] if not d["shipped"]):
@@ -67,28 +67,24 @@ def _check_model(info: dict[str, Any], model: Any, runner: TargetRunner | None) 
     from longdraft.model.stored_model import num_parameters
 
     info["model"] |= {
-        "name": model.name_or_path or type(model).__name__,
-        "class": type(model).__name__,
-        "parameters": num_parameters(model),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": str(model.device),
-        "layers": describe_layers(model),
-        "context_tokens": hosting.context_length(model),
-        "kv_bytes_per_1k_tokens": None,
-        "kv_tokens_that_fit": None,
-    }
+        "name": model.name_or_path or type(model).__name__, "class": type(model).__name__,
+        "parameters": num_parameters(model), "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device), "layers": describe_layers(model),
+        "context_tokens": hosting.context_length(model), "kv_bytes_per_1k_tokens": None, "kv_tokens_that_fit": None,
+    }  # fmt: skip
     try:
-        shape = layout_of(model).shape
+        kv_shape = layout_of(model).shape
     except LongdraftError:
         return
-    shape = shape if runner is None else replace(shape, dtype=runner.kv_dtype)
+    if runner is not None:  # the KV cache may have a smaller dtype than the model
+        kv_shape = replace(kv_shape, dtype=runner.kv_dtype)
     free = memory_info.available_bytes(model.device)
     info["model"] |= {
-        "kv_bytes_per_1k_tokens": 1024 * shape.bytes_per_token,
-        "kv_tokens_that_fit": None if free is None else free // shape.bytes_per_token,
+        "kv_bytes_per_1k_tokens": 1024 * kv_shape.bytes_per_token,
+        "kv_tokens_that_fit": None if free is None else free // kv_shape.bytes_per_token,
     }
     device, dtype = model.device, model.dtype
-    reasons = {name: dispatch.why_unavailable(name, device, dtype, shape.head_dim) for name in dispatch.PATHS}
+    reasons = {name: dispatch.why_unavailable(name, device, dtype, kv_shape.head_dim) for name in dispatch.PATHS}
     path = None if runner is None else runner.attention_path
     info["attention"] = {
         "path": path,
@@ -114,21 +110,23 @@ def _check_draft(folder: Path, runner: TargetRunner | None, shipped: bool) -> di
         ("name", "shipped", "method", "parameters", "vocabulary", "trained_length", "fits", "reason", "remarks")
     )
     info |= {"name": folder.name if shipped else str(folder), "shipped": shipped, "remarks": []}
-    loaded = False
+    is_loaded = False
     try:
         draft = kind_of(folder).load(folder)
-        loaded = True
-        info |= {"method": draft.kind} | {n: getattr(draft, n) for n in ("parameters", "vocabulary", "trained_length")}
+        is_loaded = True
+        info |= {"method": draft.kind, "parameters": draft.parameters, "vocabulary": draft.vocabulary}
+        info["trained_length"] = draft.trained_length
         if runner is not None:
             draft.check(runner)
             info |= {"fits": True, "remarks": draft.remarks(runner)}
     except LongdraftError as error:
-        info |= {"fits": False, "reason": None if shipped and loaded else str(error)}
+        # A shipped draft that loads is for another target, which is no error.
+        info |= {"fits": False, "reason": None if shipped and is_loaded else str(error)}
     return info
 
 
 def _show(info: dict[str, Any], out: Console) -> None:
-    """Prints the results as a table."""
+    """Prints what the checks found, as a table."""
     from longdraft.attention import dispatch
 
     grid = Table.grid(padding=(0, 2))
@@ -149,7 +147,7 @@ def _show(info: dict[str, Any], out: Console) -> None:
         row("GPU", f"{gpu['name']}, {memory(gpu)}")
     if not hardware["gpus"]:
         row("GPU", "none that torch can use")
-    irrelevant = () if hardware["gpus"] else ("hybrid", "triton")  # an attention path and a package of GPUs
+    irrelevant = () if hardware["gpus"] else ("hybrid", "triton")  # hybrid attention and triton need a GPU
     versions = [f"{name} {version or 'none'}" for name, version in info["versions"].items() if name not in irrelevant]
     row("versions", ", ".join(versions))
     row("kernels", info["kernels"]["line"], "yellow" if info["kernels"]["cost"] else "")
@@ -162,8 +160,8 @@ def _show(info: dict[str, Any], out: Console) -> None:
             reason = attention["no_graphs"]
             row("CUDA graphs", "for verification, one for each tree size" if reason is None else f"none: {reason}")
     if "class" in model:
-        kind = f"{model['class']}, {model['parameters'] / 1e6:,.0f}M parameters, {model['dtype']} on {model['device']}"
-        row("model", f"{model['name']}: {kind}")
+        size = f"{model['parameters'] / 1e6:,.0f}M parameters"
+        row("model", f"{model['name']}: {model['class']}, {size}, {model['dtype']} on {model['device']}")
         row("", model["layers"])
         row("context", f"{model['context_tokens']:,} tokens")
     if attention is not None:
@@ -175,18 +173,19 @@ def _show(info: dict[str, Any], out: Console) -> None:
         row("hosted", "yes: every method can decode with this model", "green")
     else:
         row("hosted", f"no: {model['reason']}", "red")
-    for d in info["drafts"]:
-        name = f"{d['name']} (comes with longdraft)" if d["shipped"] else d["name"]
-        if d["parameters"] is not None:
-            name += f": {d['method']}, {d['parameters'] / 1e6:,.1f}M parameters"
-        if d["reason"] is None:
-            row("draft", f"{name}; {'fits' if d['fits'] else 'for another target'}", "green" if d["fits"] else "dim")
+    for entry in info["drafts"]:
+        name = f"{entry['name']} (comes with longdraft)" if entry["shipped"] else entry["name"]
+        if entry["parameters"] is not None:
+            name += f": {entry['method']}, {entry['parameters'] / 1e6:,.1f}M parameters"
+        if entry["reason"] is None:
+            fits, style = ("fits", "green") if entry["fits"] else ("for another target", "dim")
+            row("draft", f"{name}; {fits}", style)
         else:
-            row("draft", f"{name}; cannot be used: {d['reason']}", "red")
-        for remark in d["remarks"]:
+            row("draft", f"{name}; cannot be used: {entry['reason']}", "red")
+        for remark in entry["remarks"]:
             row("", remark, "yellow")
-        if d["fits"] and not d["shipped"]:
-            row("", f"measure whether it pays off: longdraft bench length --draft {d['name']}", "dim")
+        if entry["fits"] and not entry["shipped"]:
+            row("", f"measure whether it pays off: longdraft bench length --draft {entry['name']}", "dim")
     if not info["drafts"]:
         row("draft", "none comes with longdraft; --draft DIR checks one", "dim")
     console.print_renderable(out, grid)

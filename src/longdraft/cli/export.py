@@ -17,7 +17,6 @@ def export(
     verifier: Annotated[
         str | None,
         typer.Option(
-            "--verifier",
             help="For speculators: the target that vLLM will serve, a Hugging Face id or a folder.",
             show_default="required for speculators",
         ),
@@ -34,7 +33,7 @@ def export(
     ] = 5,
     bits: Annotated[
         Literal["8", "4"],
-        typer.Option("--bits", help="For longdraft: bits of a weight; a scale is for a row (8) or 32 weights (4)."),
+        typer.Option("--bits", help="For longdraft: bits of a weight. A row (8) or 32 weights (4) share a scale."),
     ] = "8",
     debug: options.Debug = False,
 ) -> None:
@@ -63,7 +62,7 @@ def _export_quantized(draft: Path, out: Path, bits: int) -> None:
 
 
 def _export_speculators(draft: Path, out: Path, verifier: str, max_position: int, speculative_tokens: int) -> list[str]:
-    """Writes a draft for vLLM; returns notes for the user."""
+    """Writes a draft in the layout of speculators, for vLLM. Returns notes for the user."""
     from longdraft.drafts.kinds import kind_of
     from longdraft.drafts.speculators import to_speculators
     from longdraft.model.shared_parts import causal_lm_class_name

@@ -16,7 +16,7 @@ from longdraft.memory.memory_info import format_bytes
 if TYPE_CHECKING:
     from longdraft.bench.ties import Difference
 
-DEFINITION = "mean accepted length: new tokens / target forwards, without the prefill's token; plain decoding: 1.0"
+ACCEPTED_NOTE = "mean accepted length: new tokens / target forwards, without the prefill's token; plain decoding: 1.0"
 
 DRAFTED_STYLE = "green"
 _RESULT_KEYS = (
@@ -24,17 +24,15 @@ _RESULT_KEYS = (
     "decode_seconds", "tokens_per_second", "mean_accepted_length", "rounds", "peak_memory_bytes", "arithmetic",
 )  # fmt: skip
 _ENDINGS = {
-    "eos": "ended by itself",
-    "stop": "ended by a stop string",
-    "length": "ended by --max-tokens",
+    "eos": "ended by itself", "stop": "ended by a stop string", "length": "ended by --max-tokens",
     "cancelled": "cancelled",
-}
+}  # fmt: skip
 
 
 def result_json(result: longdraft.Result) -> dict[str, Any]:
-    """Returns the JSON object of a run. It has metrics of partial verification if any round verified partially."""
-    partial = ("partial_rounds", "partial_tokens", "rolled_back") if result.partial_rounds else ()
-    return {name: getattr(result, name) for name in (*_RESULT_KEYS, *partial)}
+    """Returns the JSON object of a run, with metrics of partial verification if a round verified partially."""
+    partial_keys = ("partial_rounds", "partial_tokens", "rolled_back") if result.partial_rounds else ()
+    return {name: getattr(result, name) for name in (*_RESULT_KEYS, *partial_keys)}
 
 
 def footer(result: longdraft.Result, kernels: str, colored: bool) -> Group:
@@ -53,8 +51,8 @@ def footer(result: longdraft.Result, kernels: str, colored: bool) -> Group:
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column()
     rate = f", {result.tokens_per_second:.1f} tokens/s" if result.rounds else ""
-    new = f"{result.new_tokens:,} tokens in {result.decode_seconds:.2f} s{rate}; {_ENDINGS[result.finish_reason]}"
-    rows = {"prompt": _prompt(result), "new": new}
+    output = f"{result.new_tokens:,} tokens in {result.decode_seconds:.2f} s{rate}; {_ENDINGS[result.finish_reason]}"
+    rows = {"prompt": _describe_prefill(result), "new": output}
     if result.rounds:
         drafts = f"{result.accepted:,} of {result.drafted:,} drafted tokens were right"
         rows["accepted"] = (
@@ -62,15 +60,16 @@ def footer(result: longdraft.Result, kernels: str, colored: bool) -> Group:
             f"{drafts if result.drafted else 'nothing was drafted'}"
         )
     if result.partial_rounds:
-        rows["partial"] = _partial(result)
+        rows["partial"] = _describe_partial_rounds(result)
     rows |= {"kernels": kernels, "memory": f"{format_bytes(result.peak_memory_bytes)} at peak"}
     for name, text in rows.items():
         grid.add_row(name, Text(text))
-    return Group(title, grid, *([Text(DEFINITION, style="dim")] if result.rounds else []))
+    return Group(title, grid, *([Text(ACCEPTED_NOTE, style="dim")] if result.rounds else []))
 
 
-def _prompt(result: longdraft.Result) -> str:
+def _describe_prefill(result: longdraft.Result) -> str:
     seconds, computed = result.prefill_seconds, result.prompt_tokens - result.cached_tokens
+    # Of a cached prompt only the last token is computed, which makes no rate.
     rate = f" ({computed / seconds:,.0f} tokens/s)" if seconds > 0 and computed > 1 else ""
     cached = f", {result.cached_tokens:,} of them from the KV cache" if result.cached_tokens else ""
     if result.finish_reason == "cancelled" and not result.token_ids:
@@ -78,7 +77,7 @@ def _prompt(result: longdraft.Result) -> str:
     return f"{result.prompt_tokens:,} tokens{cached}; {computed:,} read in {seconds:.2f} s{rate}"
 
 
-def _partial(result: longdraft.Result) -> str:
+def _describe_partial_rounds(result: longdraft.Result) -> str:
     rounds = f"{result.partial_rounds:,} of the forwards read a part of the cache"
     if not result.exact:
         return f"{rounds}; the {result.partial_tokens:,} tokens that they accepted were not verified on the full cache"
@@ -86,20 +85,20 @@ def _partial(result: longdraft.Result) -> str:
 
 
 def comparison_json(result: longdraft.Result, ar: longdraft.Result, difference: Difference | None) -> dict[str, Any]:
-    """Returns the value of ``compare`` in the JSON object. ``near_tie`` (the logits of the first two tokens that differ
-    are equal up to rounding) is None if all tokens agree, ``speedup_vs_ar`` is None if a run decoded nothing."""
-    return {
-        "ar": result_json(ar),
-        "speedup_vs_ar": ratio(result.tokens_per_second or None, ar.tokens_per_second),
-        "tokens_agree": difference is None,
-        "near_tie": None if difference is None else difference.near_tie,
-    }
+    """Returns the value of ``compare`` in the JSON object: the run with ``ar``, and how the two runs differ.
+
+    ``speedup_vs_ar`` is None if a run decoded nothing. ``near_tie`` is None if all tokens agree. It is True if the
+    logits of the first two tokens that differ are equal up to rounding.
+    """
+    speedup = ratio(result.tokens_per_second or None, ar.tokens_per_second)
+    near_tie = None if difference is None else difference.near_tie
+    return {"ar": result_json(ar), "speedup_vs_ar": speedup, "tokens_agree": difference is None, "near_tie": near_tie}
 
 
 def comparison_view(
     result: longdraft.Result, ar: longdraft.Result, difference: Difference | None, decode: Callable[[list[int]], str]
 ) -> Group:
-    """Returns a table of both runs, the speedup, and the first token that differs."""
+    """Returns a table of a run and the run with ``ar``, the speedup, and the first token that differs."""
     view = new_table(["compared"], ["tokens/s", "decode", "tokens", "forwards", "accepted"])
     for run in (result, ar):
         view.add_row(
@@ -111,11 +110,12 @@ def comparison_view(
         line = Text(f"{speedup:.2f} times the tokens/s of ar", style="bold")
         lines.append(line.append(" (one run each; `longdraft bench` measures medians)", style="not bold"))
     text = f"all {result.new_tokens:,} tokens agree with ar"
-    if (d := difference) is not None:
-        style = "" if d.near_tie or not result.exact else "red"
-        tokens = ("the end" if t is None else repr(decode([t])) for t in (d.token, d.reference))
-        text = "tokens first differ at new token {}: {}, ar has {}".format(d.position + 1, *tokens)
-        if d.token is not None and d.reference is not None:
-            near = f"a near tie: the logits are {d.gap:.1g} apart, which is rounding"
-            text += f"; {near if d.near_tie else f'no near tie, the logits are {d.gap:.3g} apart'}"
+    if difference is not None:
+        token_ids, gap = (difference.token, difference.reference), difference.gap
+        style = "" if difference.near_tie or not result.exact else "red"
+        tokens = ("the end" if token is None else repr(decode([token])) for token in token_ids)
+        text = "tokens first differ at new token {}: {}, ar has {}".format(difference.position + 1, *tokens)
+        if None not in token_ids:
+            near_tie = f"a near tie: the logits are {gap:.1g} apart, which is rounding"
+            text += f"; {near_tie if difference.near_tie else f'no near tie, the logits are {gap:.3g} apart'}"
     return Group(view, *lines, Text(text, style=style))

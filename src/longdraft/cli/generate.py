@@ -10,7 +10,7 @@ import typer
 
 import longdraft
 from longdraft.cli import console, method_options, options, processes, prompt_input
-from longdraft.cli.cancel import EXIT_CODE, Cancel
+from longdraft.cli.cancel import CTRL_C_EXIT_CODE, Cancel
 from longdraft.cli.display import TextOutput, display_run
 from longdraft.cli.figures import comparison_json, comparison_view, footer, result_json
 from longdraft.errors import CheckpointError
@@ -38,9 +38,7 @@ def generate(
         Path | None,
         typer.Option("--kv-cache", help="Save the prompt's KV cache to this file, and reuse it in the next run."),
     ] = None,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Also decode without drafts, and compare speed and tokens.")
-    ] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Decode with ar too; compare speed and tokens.")] = False,
     decoding: method_options.DecodingOptions,
     output: options.OutputOptions,
 ) -> None:
@@ -80,19 +78,19 @@ def generate(
             token_ids = chat_prompt(loaded.tokenizer, parts.instruction, **kwargs)
     if not sampling.greedy and seed is None:
         tp_rank = spec.runner().tp_rank
-        seed = random.randrange(2**32) if tp_rank is None else tp_rank.shared_seed()
+        seed = random.randrange(2**32) if tp_rank is None else tp_rank.shared_seed()  # processes share the seed
         console.note(f"Sampling with --seed {seed}")
     cache, restored = longdraft.PromptCache(), False
     if kv_cache is not None and kv_cache.exists():
         cache, restored = longdraft.PromptCache.restored(kv_cache, spec.runner().fingerprint), True
     with Cancel() as cancel:
-        arguments: dict[str, Any] = {
+        stream_args: dict[str, Any] = {
             "max_new_tokens": max_tokens, "sampling": sampling, "seed": seed, "stop": stops, "cache": cache,
             "cancelled": cancel,
         }  # fmt: skip
         text_output = TextOutput(silent=output.as_json)
-        result = display_run(spec.stream(token_ids, **arguments), len(token_ids), text_output)
-        restored = restored and not cache.snapshot_damaged
+        result = display_run(spec.stream(token_ids, **stream_args), len(token_ids), text_output)
+        restored = restored and not cache.snapshot_damaged  # a damaged file is replaced below
         if restored:
             console.note(f"{kv_cache}: {result.cached_tokens:,} of {len(token_ids):,} prompt tokens reused")
         console.stderr().print()
@@ -100,7 +98,7 @@ def generate(
         console.print_renderable(console.stderr(), footer(result, kernels, text_output.colored))
         report: dict[str, Any] = result_json(result)
         if compare:
-            report["compare"] = None if cancel() else _compare_with_ar(spec, result, loaded, token_ids, arguments)
+            report["compare"] = None if cancel() else _compare_with_ar(spec, result, loaded, token_ids, stream_args)
     output.print_json(report)  # printed before the KV cache is saved, which may fail
     if kv_cache is not None and not restored and result.token_ids:
         assert cache.store is not None
@@ -110,7 +108,7 @@ def generate(
         console.note(f"{kv_cache}: saved {len(token_ids):,} prompt tokens for the next run")
     if cancel():
         console.note("Cancelled.")
-        raise typer.Exit(EXIT_CODE)
+        raise typer.Exit(CTRL_C_EXIT_CODE)
 
 
 def _compare_with_ar(
@@ -118,17 +116,18 @@ def _compare_with_ar(
     result: longdraft.Result,
     loaded: longdraft.LoadedModel,
     token_ids: list[int],
-    arguments: dict[str, Any],
+    stream_args: dict[str, Any],
 ) -> dict[str, Any] | None:
     """Decodes the prompt again with ``ar``, prints the comparison, and returns it for the JSON object."""
     from longdraft.bench.ties import compare_outputs
 
-    same: dict[str, Any] = {"offload": spec.offload, "deterministic": spec.deterministic}
+    shared_kwargs: dict[str, Any] = {"offload": spec.offload, "deterministic": spec.deterministic}
+    ar_spec = longdraft.Speculator("ar", loaded.model, loaded.tokenizer, **shared_kwargs)
     console.note("Decoding the same prompt plainly (ar) ...")
-    ar = longdraft.Speculator("ar", loaded.model, loaded.tokenizer, **same).stream(token_ids, **arguments).results()[0]
-    if arguments["cancelled"]():
+    ar = ar_spec.stream(token_ids, **stream_args).results()[0]
+    if stream_args["cancelled"]():
         return None
-    sampling, cache = arguments["sampling"], arguments["cache"]
+    sampling, cache = stream_args["sampling"], stream_args["cache"]
     difference = compare_outputs(spec.runner(), token_ids, result.token_ids, ar.token_ids, sampling, cache)
     console.stderr().print()
     console.print_renderable(console.stderr(), comparison_view(result, ar, difference, spec.decode))

@@ -25,7 +25,7 @@ from longdraft.cli.methods import methods
 from longdraft.cli.quality import quality
 from longdraft.cli.reproduce import reproduce
 from longdraft.cli.serve import serve
-from longdraft.cli.train import TrainCommandGroup, load_user_files, presets
+from longdraft.cli.train import TrainCommandGroup, keep_user_files, presets
 from longdraft.cli.train_data import data
 from longdraft.errors import CapabilityError, ConfigError, LongdraftError, memory_checked
 
@@ -46,20 +46,20 @@ class CommandGroup(TyperGroup):
         return [item for item in super().shell_complete(ctx, incomplete) if " " not in item.value]
 
 
-class PrefixCommand(TyperCommand):
-    """A subcommand such as ``bench``. Shells also complete its second words, such as ``quality``."""
+class Subcommand(TyperCommand):
+    """A subcommand of one word. After ``bench``, shells also complete second words, such as ``quality``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
         except USAGE_ERROR as error:
-            if ctx.info_name == "generate" and "extra argument" in error.message:
+            if ctx.info_name == "generate" and "extra argument" in error.message:  # `longdraft generate PROMPT`
                 error.message += ". Write the prompt after -p: -p 'Summarise this.'"
             raise
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         items = super().shell_complete(ctx, incomplete)
-        item_class = type(super().shell_complete(ctx, "--help")[0])
+        item_class = type(super().shell_complete(ctx, "--help")[0])  # CompletionItem of the click that typer uses
         second_words = [name.split()[1] for name in ctx.parent.command.commands if name.startswith(f"{ctx.info_name} ")]
         return [*items, *(item_class(word) for word in second_words if word.startswith(incomplete))]
 
@@ -80,12 +80,12 @@ for command, panel in (
     (methods, LOOK), (doctor, LOOK), (processes.distributed(bench), MEASURE), (reproduce, MEASURE),
     (export, TRAIN),
 ):  # fmt: skip
-    app.command(rich_help_panel=panel, cls=PrefixCommand)(interruptible(options.expand_groups(command)))
+    app.command(rich_help_panel=panel, cls=Subcommand)(interruptible(options.expand_groups(command)))
 for name, command in (("acceptance", acceptance), ("length", bench_length), ("quality", quality)):
     app.command(f"bench {name}", rich_help_panel=MEASURE)(interruptible(options.expand_groups(command)))
 
 training = typer.Typer(cls=TrainCommandGroup, no_args_is_help=True)
-training.callback()(load_user_files)
+training.callback()(keep_user_files)
 training.command()(interruptible(options.expand_groups(data)))
 training.command()(interruptible(presets))
 app.add_typer(training, name="train", rich_help_panel=TRAIN)
@@ -94,7 +94,7 @@ BAD_SETTING, FAILED = 2, 1  # exit codes
 _STDOUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EBADF)
 
 
-def _version(requested: bool) -> None:
+def _print_version(requested: bool) -> None:
     if requested:
         from longdraft import __version__
 
@@ -106,7 +106,7 @@ def _version(requested: bool) -> None:
 def _root_options(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
     debug: options.Debug = False,
 ) -> None:
@@ -114,11 +114,11 @@ def _root_options(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command line and returns the exit code: 0, 2 for a bad setting, 1 for a failure, 130 for Ctrl-C."""
+    """Runs a command line. Returns the exit code: 0, 2 for a bad setting, 1 for a failure, 130 for Ctrl-C."""
     options.reset_debug()
     if sys.stdout is None:  # stdout is closed: reserve its descriptor, and let writing fail
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
-    code = _run(arguments)
+    code = _run_app(arguments)
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _run(arguments: Sequence[str] | None) -> int:
+def _run_app(arguments: Sequence[str] | None) -> int:
     try:
         with memory_checked():
             app(args=None if arguments is None else list(arguments), prog_name="longdraft")
@@ -136,7 +136,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         # An OSError about a file has the file's name; without a name, it is about stdout.
         if isinstance(error, OSError) and error.errno in _STDOUT_ERRORS and error.filename is None:
             return _stdout_failed(error)
-        return _failed(error)
+        return _report_error(error)
     return 0
 
 
@@ -148,7 +148,8 @@ def _stdout_failed(error: OSError) -> int:
     return FAILED
 
 
-def _failed(error: Exception) -> int:
+def _report_error(error: Exception) -> int:
+    """Prints an error that ended a command, and returns the exit code."""
     if options.debugging():
         traceback.print_exception(error)
     if isinstance(error, LongdraftError):
@@ -164,5 +165,5 @@ def _failed(error: Exception) -> int:
 
 
 def run() -> None:
-    """The entry point of the command."""
+    """Runs the command line and exits: the entry point of the installed script."""
     sys.exit(main())

@@ -14,7 +14,7 @@ from longdraft.bench.data import Sample, ShortTextPolicy
 from longdraft.bench.experiment import Experiment
 from longdraft.bench.tables import Report, to_markdown
 from longdraft.cli import console, options, processes
-from longdraft.cli.cancel import EXIT_CODE
+from longdraft.cli.cancel import CTRL_C_EXIT_CODE
 from longdraft.cli.progress import RunsBar
 from longdraft.errors import CheckpointError
 from longdraft.files import file_errors
@@ -23,7 +23,7 @@ Plan = Annotated[
     Literal["fixed", "auto"],
     typer.Option("--plan", help="fixed: the methods' own trees; auto: the fastest trees on this machine, if any."),
 ]
-ShortPrompts = Annotated[
+ShortTexts = Annotated[
     ShortTextPolicy,
     typer.Option(help="Texts shorter than a length: leave them out, join them with the next texts, or keep them."),
 ]
@@ -36,7 +36,6 @@ class PromptOptions(options.TemplateOptions):
     data: Annotated[
         list[str] | None,
         typer.Option(
-            "--data",
             help="JSONL file (rows with `text`, or `context` and `input`); or a data set of the hub "
             f"({', '.join(tasks.NAMES)}); or NAME=PATH, a data set in files; repeatable.",
             show_default="long modules of Python's standard library",
@@ -51,7 +50,7 @@ class PromptOptions(options.TemplateOptions):
 
     @property
     def sources(self) -> list[str]:
-        """Names of the data sets and files."""
+        """Names of the data sets and files of --data, or of the built-in data set."""
         return self.data or [tasks.BUILT_IN]
 
     def read(self) -> list[Sample]:
@@ -90,15 +89,16 @@ class ReportOptions(options.OutputOptions):
                 raise CheckpointError(f"--{option} {path}: name a file in a folder that exists.")
 
     def run(self, experiment: Experiment[Any, Any], make_report: Callable[[bool], Report], unit: str = "runs") -> None:
-        """Measures what the results file lacks, and shows a report; after Ctrl-C, a report of the results so far.
+        """Measures what the results file lacks, then shows a report. Ctrl-C shows a report of the results so far.
 
         Args:
+            experiment: what to measure, and the results file.
             make_report: makes the report; its argument is True if no result is missing.
             unit: name of the results in messages, in the plural.
         """
         if experiment.records and experiment.file is not None:
-            done, left = len(experiment.records), len(experiment.keys) - len(experiment.records)
-            console.note(f"{done} {unit} are in {experiment.file.path} already; {left} are left.")
+            num_done, num_all = len(experiment.records), len(experiment.keys)
+            console.note(f"{num_done} {unit} are in {experiment.file.path} already; {num_all - num_done} are left.")
         complete = True
         with console.warnings_once(), RunsBar(experiment.num_runs_left) as bar:
             try:
@@ -110,11 +110,11 @@ class ReportOptions(options.OutputOptions):
         if not complete:
             hint = "" if experiment.file is not None else " They are not saved: name a file with --results."
             console.note(f"Stopped after {len(experiment.records)} of {len(experiment.keys)} {unit}.{hint}")
-            raise typer.Exit(EXIT_CODE)
+            raise typer.Exit(CTRL_C_EXIT_CODE)
 
     def show(self, report: Report) -> None:
         """Shows a report on stdout, the JSON object last, and writes the Markdown file."""
-        if report.document.get("rows", True):
+        if report.document.get("rows", True):  # Ctrl-C may have left no rows
             console.print_report(report.tables, report.remarks, report.definitions)
             if self.markdown is not None and processes.is_main_process():
                 write_file(self.markdown, to_markdown(report).encode())

@@ -26,11 +26,11 @@ Number = TypeVar("Number", int, float)
 # Options that every method of a benchmark takes, in addition to its own.
 SHARED_OPTIONS = ("plan", "kv_dtype")
 CATALOGUE = Path(__file__).with_name("catalogue.json")
-_KINDS = {kind.__name__: kind for kind in (int, float, bool, str, tuple, object)}
+_TYPES = {value_type.__name__: value_type for value_type in (int, float, bool, str, tuple, object)}
 
 
 def _tree_flag(name: str, flag: str = "") -> Any:
-    """Makes the flag of a tree option."""
+    """Makes the flag of a tree option. ``flag``: the flag's name, if it differs from the option's."""
     tree_option = declared(TreeOptions)[name]
     help_text = f"{tree_option.help[0].upper()}{tree_option.help[1:]}."
     return typer.Option(flag or f"--{name}", help=help_text, show_default=tree_option.usual)
@@ -43,7 +43,6 @@ class DraftOptions(OptionGroup):
     draft: Annotated[
         Path | None,
         typer.Option(
-            "--draft",
             help="Draft to use: a draft folder, a hub id, or a small model's .gguf file.",
             show_default="the one that ships for the model",
         ),
@@ -56,8 +55,8 @@ class DraftOptions(OptionGroup):
     threshold: Annotated[float | None, _tree_flag("threshold")] = None
 
     def options(self) -> dict[str, Any]:
-        """Returns the flags that were set, as options of a method. Raises SettingError for malformed widths."""
-        values = {field.name.removeprefix("tree_"): getattr(self, field.name) for field in fields(self)}
+        """Returns the flags that were set, as {option: value}. Raises SettingError for malformed widths."""
+        values = {field.name.removeprefix("tree_"): getattr(self, field.name) for field in fields(self)}  # tree_top_k
         if self.widths is not None:
             values["widths"] = parse_ints("widths", self.widths)
         return {name: value for name, value in values.items() if value is not None}
@@ -73,7 +72,7 @@ class DecodingOptions(OptionGroup):
     offload: options.Offload = None
     kv_dtype: options.KVDtype = None
     deterministic: options.Deterministic = False
-    user_files: options.Load = None
+    user_files: options.UserFiles = None
 
     @property
     def speculator_kwargs(self) -> dict[str, Any]:
@@ -86,27 +85,28 @@ class DecodingOptions(OptionGroup):
         return Path(self.model_options.name).name
 
     def resolve_options(self, method: str | None, pairs: Iterable[str] | None) -> dict[str, Any]:
-        """Returns a method's options from ``-o name=value`` and from flags. Raises as :func:`method_options`."""
-        return method_options(method, pairs or (), self.draft_options.options())
+        """Parses a method's options, from ``-o name=value`` and flags. Raises as :func:`parse_options`."""
+        return parse_options(method, pairs or (), self.draft_options.options())
 
     def with_threads(self, threads: int) -> DecodingOptions:
-        """Returns a copy with a number of threads, which --threads overrides."""
+        """Returns a copy that computes with ``threads`` CPU threads, unless --threads is set."""
         return replace(self, model_options=replace(self.model_options, threads=self.model_options.threads or threads))
 
 
-def method_options(method: str | None, pairs: Iterable[str], flags: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def parse_options(method: str | None, pairs: Iterable[str], flags: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Parses options: ``["branches=2"]`` -> ``{"branches": 2}``. Values are numbers, true, false, or text.
 
     Args:
-        method: None: the options of all default methods are allowed, because the model decides which is used.
+        method: None: options of any default method are allowed, because the model decides which method is used.
+        pairs: options as ``name=value``.
         flags: further options, from flags such as --nodes.
 
     Raises:
         SettingError: a pair is not ``name=value``, an option is unknown, or an option does not take its value.
         UnknownMethodError: the method is unknown.
     """
-    methods, defaults = catalogue()
-    candidates = {name: find_method(methods, name) for name in (defaults if method is None else [method])}
+    methods, default_methods = catalogue()
+    candidates = {name: method_in(methods, name) for name in (default_methods if method is None else [method])}
     by_name = {name: option for declared_options in candidates.values() for name, option in declared_options.items()}
     by_name |= {alias: option for option in by_name.values() for alias in option.aliases if alias not in by_name}
     values: dict[str, Any] = {}
@@ -115,7 +115,7 @@ def method_options(method: str | None, pairs: Iterable[str], flags: Mapping[str,
         if not equals or not name:
             raise SettingError(f"--option takes name=value, not {pair!r}.")
         name = name.replace("-", "_")
-        option = by_name.get(name, Option(name))
+        option = by_name.get(name, Option(name))  # an unknown name is reported below
         value = parse_ints(name, text) if option.kind is tuple else _parse_value(text)
         try:
             option.check(value)
@@ -125,7 +125,7 @@ def method_options(method: str | None, pairs: Iterable[str], flags: Mapping[str,
     values |= flags or {}
     with settings_checked():
         if method is not None:
-            checked(f"Method {method}", values, candidates[method])
+            checked(f"Method {method}", values, candidates[method])  # raises
         for name, value in values.items():
             if name not in by_name:
                 raise unknown_option_error(name, by_name, methods)
@@ -134,15 +134,16 @@ def method_options(method: str | None, pairs: Iterable[str], flags: Mapping[str,
 
 
 def catalogue() -> tuple[Mapping[str, Mapping[str, Option]], tuple[str, ...]]:
-    """Returns the options of each method, and the default methods."""
+    """Returns {method: {option name: option}}, and the default methods."""
     if methods_loaded():
         from longdraft.methods import DEFAULT_METHODS, METHODS
 
         return {name: method.options for name, method in METHODS.items()}, DEFAULT_METHODS
     content = _read_catalogue()
-    options_list = [_make_option(entry) for entry in content["options"]]
-    methods = {name: [options_list[i] for i in indices] for name, indices in content["methods"].items()}
-    return {name: {o.name: o for o in listed} for name, listed in methods.items()}, tuple(content["defaults"])
+    all_options = [_make_option(entry) for entry in content["options"]]
+    methods = {name: [all_options[i] for i in indices] for name, indices in content["methods"].items()}
+    options_by_method = {name: {option.name: option for option in chosen} for name, chosen in methods.items()}
+    return options_by_method, tuple(content["defaults"])
 
 
 def methods_loaded() -> bool:
@@ -151,7 +152,7 @@ def methods_loaded() -> bool:
 
 
 def train_commands() -> dict[str, str]:
-    """Returns the commands of ``longdraft train`` -> their summaries."""
+    """Returns {command of ``longdraft train``: its summary}, for the commands that train a draft."""
     if methods_loaded():
         from longdraft.drafts.kinds import KINDS
 
@@ -167,22 +168,22 @@ def _read_catalogue() -> dict[str, Any]:
 
 
 def _make_option(entry: Mapping[str, Any]) -> Option:
-    kinds = {name: _KINDS[entry[name]] for name in ("kind", "items") if name in entry}
-    values: dict[str, Any] = {**entry, **kinds}
-    return Option(**values)
+    """Makes an option from an entry of the catalogue, which has names of types instead of types."""
+    types: dict[str, Any] = {name: _TYPES[entry[name]] for name in ("kind", "items") if name in entry}
+    return Option(**{**entry, **types})
 
 
-def contender_options(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Parses the options in a benchmark's methods, such as ``specpv:budget=512:margin=8``. Returns name -> options."""
-    options_by_name = {}
-    for name in names:
-        method, *pairs = name.split(":")
+def parse_contenders(contenders: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Parses the options of contenders such as ``specpv:budget=512:margin=8``. Returns {contender: options}."""
+    options_by_contender = {}
+    for contender in contenders:
+        method, *pairs = contender.split(":")
         values = {key.strip(): _parse_value(value.strip()) for key, _, value in (pair.partition("=") for pair in pairs)}
         method_pairs = [pair for pair in pairs if pair.partition("=")[0].strip() not in SHARED_OPTIONS]
-        if pairs:
+        if pairs:  # the benchmark's Settings check the shared options
             shared = {key: values[key] for key in SHARED_OPTIONS if key in values}
-            options_by_name[name] = method_options(method, method_pairs) | shared
-    return options_by_name
+            options_by_contender[contender] = parse_options(method, method_pairs) | shared
+    return options_by_contender
 
 
 def _parse_value(text: str) -> Any:
@@ -204,8 +205,8 @@ def parse_floats(name: str, text: str) -> tuple[float, ...]:
     return _parse_numbers(name, text, float, "numbers")
 
 
-def _parse_numbers(name: str, text: str, parse: Callable[[str], Number], kind: str) -> tuple[Number, ...]:
+def _parse_numbers(name: str, text: str, parse: Callable[[str], Number], noun: str) -> tuple[Number, ...]:
     try:
         return tuple(parse(part) for part in split_commas(text))
     except ValueError:
-        raise SettingError(f"{name} takes {kind} separated by commas, not {text!r}.") from None
+        raise SettingError(f"{name} takes {noun} separated by commas, not {text!r}.") from None

@@ -16,11 +16,9 @@ if TYPE_CHECKING:
 
 
 def methods(
-    name: Annotated[
-        str | None, typer.Argument(help="Show the options of this method.", show_default="all methods")
-    ] = None,
+    name: Annotated[str | None, typer.Argument(help="Show this method's options.", show_default="all methods")] = None,
     *,
-    user_files: options.Load = None,
+    user_files: options.UserFiles = None,
     output: options.OutputOptions,
 ) -> None:
     """List the methods, or the options of one. An exact method writes what the model alone would write."""
@@ -38,24 +36,19 @@ def methods(
         summary = Text(METHODS[entry["name"]].summary)
         if entry["paper"]:
             summary.append("\n" + entry["paper"], style="dim")
-        view.add_row(
-            Text(entry["name"]),
-            "yes" if entry["exact"] else "approximate",
-            "needed" if entry["needs_draft"] else "none",
-            "yes" if entry["available"] else "no",
-            summary,
-        )
+        exact, draft = "yes" if entry["exact"] else "approximate", "needed" if entry["needs_draft"] else "none"
+        view.add_row(Text(entry["name"]), exact, draft, "yes" if entry["available"] else "no", summary)
     console.print_renderable(console.stdout(), view)
     output.print_json(method_entries())
 
 
 def _show_options(method: Method) -> None:
+    """Prints a table of a method's options."""
     view = new_table(["-o name=value"])
     view.add_column("what it is, what it takes, and its default")
     for option in method.options.values():
-        takes = "; ".join(
-            filter(None, (option.range_in_words, option.default_in_words and f"default {option.default_in_words}"))
-        )
+        default = option.default_in_words and f"default {option.default_in_words}"
+        takes = "; ".join(filter(None, (option.range, default)))
         view.add_row(Text(option.name), Text.assemble(option.help or "a drafter's option", "\n", (takes, "dim")))
     console.print_line(f"{method.name}: {method.summary}")
     console.print_renderable(console.stdout(), view)

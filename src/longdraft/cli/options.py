@@ -39,10 +39,10 @@ _PANELS = {
         "dtype", "device", "weights", "arithmetic", "rope_factor", "threads", "offload", "kv_dtype",
         "deterministic", "kv_cache", "prefix_gib", "snapshots", "snapshot_gib",
     ),
-    "Limits": ("queue", "timeout", "max_body", "allow_host", "allow_origin"),
+    "Limits": ("queue", "timeout", "allow_host", "allow_origin"),
     "Ray": ("ray", "replicas", "ray_config"),
-    "Data": ("short", "limit", "preface", "split", "column"),
-    "Everything else": ("load", "user_files", "debug", "profile"),
+    "Data": ("short", "limit"),
+    "Everything else": ("user_files", "debug", "profile"),
 }  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def debugging() -> bool:
 
 
 def set_debug(value: bool) -> bool:
-    """Turns tracebacks and logs on if ``value``, which it returns. (``longdraft`` itself has --debug too.)"""
+    """Turns tracebacks and logs on if ``value`` is True. False turns nothing off: --debug may precede the command."""
     global _debug
     if value:
         _debug = True
@@ -86,7 +86,7 @@ def run_user_files(paths: list[Path] | None) -> list[Path] | None:
     return paths
 
 
-Load = Annotated[
+UserFiles = Annotated[
     list[Path] | None,
     typer.Option(
         "--load",
@@ -97,14 +97,11 @@ Load = Annotated[
         show_default="none",
     ),
 ]
-Debug = Annotated[
-    bool, typer.Option("--debug", callback=set_debug, is_eager=True, help="Show log messages and full tracebacks.")
-]
+Debug = Annotated[bool, typer.Option("--debug", callback=set_debug, is_eager=True, help="Show logs and tracebacks.")]
 Json = Annotated[bool, typer.Option("--json", help="Print a JSON object as the last line of stdout.")]
 Offload = Annotated[
     str | None,
     typer.Option(
-        "--offload",
         help="On a GPU: offload the KV cache to host memory. host: the GPU keeps the layers that fit; host:N: it keeps "
         "N layers.",
         show_default="no offload",
@@ -113,7 +110,6 @@ Offload = Annotated[
 KVDtype = Annotated[
     str | None,
     typer.Option(
-        "--kv-dtype",
         help="Quantize the KV cache to bfloat16 or int8 (float32 models on a CPU), or int8 (on a GPU). It takes less "
         "memory and time, but the text may differ from the model's own.",
         show_default="the model's dtype",
@@ -144,7 +140,6 @@ def _method_names(incomplete: str) -> list[str]:
 Method = Annotated[
     str | None,
     typer.Option(
-        "--method",
         autocompletion=_method_names,
         help="Decoding method; `longdraft methods` lists them.",
         show_default="the first of self, longspec and prompt-lookup that suits the model",
@@ -156,7 +151,6 @@ MethodOptionPairs = Annotated[
 Plan = Annotated[
     str | None,
     typer.Option(
-        "--plan",
         help="auto: draft trees of the size that is fastest on this machine, or no drafts; fixed: the method's trees.",
         show_default="auto; fixed if a tree option is set",
     ),
@@ -170,7 +164,7 @@ Threads = Annotated[
 
 
 class OptionGroup:
-    """Base class of options that a command, or another group, takes as one parameter; see :func:`expand_groups`."""
+    """Base class: options that are one parameter of a command or of another group; see :func:`expand_groups`."""
 
 
 @dataclass(frozen=True)
@@ -197,12 +191,12 @@ class TemplateOptions(OptionGroup):
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """Arguments of the template that differ from the default."""
+        """Variables of the chat template, if they differ from its defaults."""
         return {} if self.think else {"enable_thinking": False}
 
     @property
     def chat_prompt_kwargs(self) -> dict[str, Any]:
-        """Arguments of ``chat_prompt`` that differ from the default."""
+        """Arguments of ``chat_prompt``: the system message, if there is one, and :attr:`template_kwargs`."""
         return self.template_kwargs if self.system is None else {"system": self.system, **self.template_kwargs}
 
 
@@ -251,12 +245,13 @@ class ModelOptions(OptionGroup):
 
     def preload(self) -> None:
         """Starts to allocate memory for :meth:`load` in the background, while torch and transformers are imported."""
+        # Weights that are converted to floats need other memory.
         as_floats = "float32" in (self.weights, self.arithmetic) or self.dtype not in ("auto", "float32")
         if self.device in (None, "cpu") and not as_floats:
             huge_pages.prefault(self.model, memory_info.available_host_bytes())
 
     def load(self, progress: Progress) -> longdraft.LoadedModel:
-        """Loads the model and its tokenizer."""
+        """Loads the model and its tokenizer. Under torchrun, each process loads a part of the model."""
         self.preload()
         import torch
 
@@ -264,16 +259,15 @@ class ModelOptions(OptionGroup):
 
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        arguments = dict(vars(self))
-        model, _ = arguments.pop("model"), arguments.pop("threads")
+        arguments = {name: value for name, value in vars(self).items() if name not in ("model", "threads")}
         if processes.num_processes() == 1:
             try:
-                return longdraft.load(model, **arguments, progress=progress)
+                return longdraft.load(self.model, **arguments, progress=progress)
             finally:
                 huge_pages.drop_prefaulted()
         for name in (name for name, value in arguments.items() if name != "dtype" and value is not None):
             raise SettingError(f"{name} cannot be set under torchrun, where processes share a model: leave it out.")
-        return loading.load_tensor_parallel(model, self.dtype, progress)
+        return loading.load_tensor_parallel(self.model, self.dtype, progress)
 
 
 @dataclass(frozen=True)
@@ -296,14 +290,12 @@ class SamplingOptions(OptionGroup):
     ] = None
     repetition_window: Annotated[
         int | None,
-        typer.Option(
-            "--repetition-window", help="Number of last tokens that the penalty applies to.", show_default="all"
-        ),
+        typer.Option(help="Number of last tokens that the penalty applies to.", show_default="all"),
     ] = None
     foresee: Foresee = True
 
     def sampling(self) -> longdraft.Sampling:
-        """Makes the sampling settings. Raises RequestError for bad values."""
+        """Makes the sampling settings. Notes flags without effect. Raises RequestError for bad values."""
         sampling = longdraft.Sampling(**vars(self))
         unused = [f"--{name.replace('_', '-')}" for name in ("top_k", "top_p", "min_p") if vars(self)[name] is not None]
         if sampling.greedy and unused:
@@ -311,47 +303,46 @@ class SamplingOptions(OptionGroup):
         return sampling
 
 
-def expand_groups(verb: Callable[..., None]) -> Callable[..., None]:
-    """Wraps a command for typer: each option of its groups becomes a parameter."""
-    flat = list(_flatten(verb))
-    parameters = [p.replace(kind=Parameter.KEYWORD_ONLY, annotation=_with_panel(p.name, p.annotation)) for p in flat]
+def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Wraps a command for typer: each option of the command's groups becomes a parameter."""
+    parameters = [p.replace(kind=Parameter.KEYWORD_ONLY, annotation=_with_panel(p)) for p in _flatten(command)]
 
-    @functools.wraps(verb)
+    @functools.wraps(command)
     def expanded(**values: Any) -> None:
-        verb(**_nest(verb, values))
+        command(**_nest(command, values))
 
     expanded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     expanded.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return expanded
 
 
-def _parameters(call: Callable[..., Any]) -> list[tuple[Parameter, type[OptionGroup] | None]]:
-    """Returns the parameters of a command or a group, each with its option group, or None for a single option."""
-    hints = get_type_hints(call, include_extras=True)  # resolves inherited annotations in their own modules
-    resolved = [p.replace(annotation=hints[p.name]) for p in inspect.signature(call).parameters.values()]
+def _parameters(owner: Callable[..., Any]) -> list[tuple[Parameter, type[OptionGroup] | None]]:
+    """Returns (parameter, its option group or None) for each parameter of ``owner``, a command or an option group."""
+    hints = get_type_hints(owner, include_extras=True)  # resolves inherited annotations in their own modules
+    resolved = [p.replace(annotation=hints[p.name]) for p in inspect.signature(owner).parameters.values()]
     is_group = [isinstance(p.annotation, type) and issubclass(p.annotation, OptionGroup) for p in resolved]
     return [(p, p.annotation if group else None) for p, group in zip(resolved, is_group, strict=True)]
 
 
-def _flatten(call: Callable[..., Any]) -> Iterator[Parameter]:
-    """Yields all single options of a command or group."""
-    for parameter, group in _parameters(call):
+def _flatten(owner: Callable[..., Any]) -> Iterator[Parameter]:
+    """Yields all single options of ``owner``, those of its groups included."""
+    for parameter, group in _parameters(owner):
         yield from [parameter] if group is None else _flatten(group)
 
 
-def _nest(call: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a command or group, with its groups made from the values of single options."""
-    parameters = _parameters(call)
+def _nest(owner: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of ``owner``. Groups among the arguments are made from the values of single options."""
+    parameters = _parameters(owner)
     return {p.name: values[p.name] if group is None else group(**_nest(group, values)) for p, group in parameters}
 
 
-def _with_panel(name: str, annotation: Any) -> Any:
-    """Returns a parameter's annotation, with its option put into a help panel."""
-    panel = next((panel for panel, names in _PANELS.items() if name in names), None)
-    if panel is None or get_origin(annotation) is not Annotated:
-        return annotation
+def _with_panel(parameter: Parameter) -> Any:
+    """Returns the parameter's annotation, with the option put into a help panel."""
+    panel = next((panel for panel, names in _PANELS.items() if parameter.name in names), None)
+    if panel is None or get_origin(parameter.annotation) is not Annotated:
+        return parameter.annotation
     # Options are copied, because commands share them.
-    parts = [copy(part) if isinstance(part, OptionInfo) else part for part in get_args(annotation)]
+    parts = [copy(part) if isinstance(part, OptionInfo) else part for part in get_args(parameter.annotation)]
     for part in parts:
         if isinstance(part, OptionInfo):
             part.rich_help_panel = panel
@@ -359,5 +350,5 @@ def _with_panel(name: str, annotation: Any) -> Any:
 
 
 def settings_checked() -> AbstractContextManager[None]:
-    """Returns a context manager that turns a ValueError or TypeError, about a user's value, into a SettingError."""
+    """Returns a context manager that turns a ValueError or TypeError into a SettingError, for checks of user values."""
     return values_checked(SettingError, (ValueError, TypeError))

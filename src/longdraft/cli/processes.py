@@ -17,7 +17,7 @@ _DISTRIBUTED = ("generate", "bench", "train", "methods")
 
 
 def num_processes() -> int:
-    """The number of processes of this command."""
+    """Returns the number of processes of this command."""
     # LOCAL_RANK is checked too, because some clusters set WORLD_SIZE for single processes.
     return int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else 1
 
@@ -42,22 +42,22 @@ def check_options(values: Mapping[str, object]) -> None:
         raise CapabilityError(f"{option} cannot be used under torchrun: leave it out.")
 
 
-def distributed(verb: Callable[..., None]) -> Callable[..., None]:
+def distributed(command: Callable[..., None]) -> Callable[..., None]:
     """Makes a command run under torchrun: only the main process prints, and no process reads standard input."""
 
-    @functools.wraps(verb)
+    @functools.wraps(command)
     def wrapped(**options: Any) -> None:
         if num_processes() == 1:
-            verb(**options)
+            command(**options)
             return
         with ExitStack() as stack:
             stack.callback(setattr, sys, "stdin", sys.stdin)
-            sys.stdin = None
+            sys.stdin = None  # prompt_input then reads nothing
             if not is_main_process():
                 devnull = stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
                 stack.enter_context(redirect_stdout(devnull))
                 stack.enter_context(redirect_stderr(devnull))
-            verb(**options)
+            command(**options)
         import torch
 
         if torch.distributed.is_initialized():

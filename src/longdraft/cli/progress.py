@@ -25,29 +25,24 @@ class ProgressBar:
     """A progress bar, which disappears at the end of its ``with`` block.
 
     Args:
-        unit: name of the counted things, in the plural.
-        total: their number at the end; None: unknown.
+        unit: what is counted, in the plural.
+        total: the count at the end; None: unknown.
+        silent: print nothing.
     """
 
     def __init__(self, unit: str = "", total: int | None = None, silent: bool = False) -> None:
         self._err, self._silent = console.stderr(), silent
         self._is_bar = self._err.is_terminal and not silent
         self._bar = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            *([TextColumn(unit)] if unit else []),
-            TimeRemainingColumn(),
+            TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn(),
+            *([TextColumn(unit)] if unit else []), TimeRemainingColumn(),
             TextColumn("{task.fields[figures]}", markup=False, style="dim"),
-            console=self._err,
-            transient=True,
-            # The bar is drawn on updates only: a drawing thread would slow down measurements.
-            auto_refresh=False,
-            disable=not self._is_bar,
-        )
+            console=self._err, transient=True, disable=not self._is_bar,
+            auto_refresh=False,  # draws on updates only: a drawing thread would slow down measurements
+        )  # fmt: skip
         self._task = self._bar.add_task("", total=total, figures="")
         self._unit, self._total, self._began = unit, total, time.monotonic()
-        self._activity: tuple[str, float, int] | None = None  # (name, time at its start, number done at its start)
+        self._activity: tuple[str, float, int] | None = None  # (name, start time, count at the start)
         self._last_line = 0.0
 
     def draw(self, activity: str, done: int, total: int | None = None, figures: str = "") -> None:
@@ -55,11 +50,13 @@ class ProgressBar:
 
         Args:
             activity: what is being done; a new activity restarts the estimate of the time left.
-            total: None: the total of the constructor.
+            done: the count so far.
+            total: the count at the end; None: the constructor's.
+            figures: further text, such as tokens/s.
         """
         total, now = self._total if total is None else total, time.monotonic()
         is_new = self._activity is None or self._activity[0] != activity
-        if self._activity is None or is_new:
+        if self._activity is None or is_new:  # the first condition is for mypy
             self._activity = activity, now, done
             self._bar.reset(self._task, total=total, completed=done, description=activity, figures=figures)
         if self._is_bar:
@@ -67,11 +64,11 @@ class ProgressBar:
             self._bar.update(self._task, completed=done, total=total, figures=figures, refresh=True)
         elif is_new or now - self._last_line >= LINE_INTERVAL or done == total:
             self._last_line = now
-            _, began, first = self._activity
+            _, start_time, start_count = self._activity
             count = f"{done:,} of {total:,}" if total is not None else f"{done:,}"
             time_left = ""
-            if total is not None and first < done < total:
-                left = (now - began) / (done - first) * (total - done)
+            if total is not None and start_count < done < total:
+                left = (now - start_time) / (done - start_count) * (total - done)
                 time_left = f"about {timedelta(seconds=round(left))} left"
             text = ", ".join(filter(None, (f"{count} {self._unit}".rstrip(), figures, time_left)))
             self.print_line(f"{activity}: {text}" if activity else text)
@@ -97,7 +94,7 @@ class ThroughputBar(ProgressBar):
 
     def __init__(self, activity: str, unit: str, total: int | None = None) -> None:
         super().__init__(unit, total)
-        self._name = activity
+        self._activity_name = activity
 
     @property
     def seconds(self) -> float:
@@ -105,8 +102,8 @@ class ThroughputBar(ProgressBar):
         return time.monotonic() - self._began
 
     def update(self, done: int, tokens: int, suffix: str = "") -> None:
-        """Draws the bar. ``tokens``: tokens since the start; ``suffix``: text behind the tokens/s."""
-        self.draw(self._name, done, figures=f"{tokens / max(1e-9, self.seconds):,.0f} tokens/s{suffix}")
+        """Draws the bar. ``tokens``: tokens since the start, for tokens/s; ``suffix``: text behind tokens/s."""
+        self.draw(self._activity_name, done, figures=f"{tokens / max(1e-9, self.seconds):,.0f} tokens/s{suffix}")
 
 
 class RunsBar(ProgressBar):
@@ -114,14 +111,14 @@ class RunsBar(ProgressBar):
 
     def __init__(self, total: int) -> None:
         super().__init__("runs", total)
-        self._started = 0
+        self._num_started = 0
 
-    def ticker(self, run: str) -> Callable[[str], None]:
-        """Returns a function that is called with the method's name before each of its runs."""
+    def ticker(self, label: str) -> Callable[[str], None]:
+        """Returns a function that draws the bar. It is called with a method's name before a run of the method."""
 
         def tick(name: str) -> None:
-            self.draw("", self._started, figures=f"{run}: {name}")
-            self._started += 1
+            self.draw("", self._num_started, figures=f"{label}: {name}")
+            self._num_started += 1
 
         return tick
 
@@ -129,7 +126,7 @@ class RunsBar(ProgressBar):
 class TrainingBar(ProgressBar):
     """A progress bar of a training run's steps."""
 
-    _agreement = ""
+    _agreement = ""  # text of the last agreement; most steps do not report one
 
     def show_step(self, report: StepReport) -> None:
         """Shows a step's metrics on the bar, and prints a line for a measurement."""
@@ -137,10 +134,10 @@ class TrainingBar(ProgressBar):
             levels = range(1, max(report.agreement) + 1)
             self._agreement = f", agreement {_percent([report.agreement.get(j) for j in levels])}"
         if report.simulated is not None:
-            s = report.simulated
+            simulated = report.simulated
             self.print_line(
-                f"step {report.step:,}: held out: agreement {_percent(s.agreement)}, simulated acceptance "
-                f"{s.chain:.2f} (chain) {s.tree:.2f} (tree) tokens a round"
+                f"step {report.step:,}: held out: agreement {_percent(simulated.agreement)}, simulated acceptance "
+                f"{simulated.chain:.2f} (chain) {simulated.tree:.2f} (tree) tokens a round"
             )
         figures = f"loss {report.loss:.3f}{self._agreement}, {report.tokens_per_second:,.0f} tokens/s"
         self.draw("training", report.step, report.steps, figures)

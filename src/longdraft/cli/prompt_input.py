@@ -55,6 +55,7 @@ def read_document(name: str) -> str:
 
 
 def _join(documents: Sequence[tuple[str, str]]) -> str:
+    """Joins (name, text) documents. Names are written above the texts if there are several documents."""
     if len(documents) < 2:
         return "".join(text for _, text in documents)
     names = ["standard input" if name == STDIN else Path(name).name for name, _ in documents]
@@ -72,6 +73,7 @@ def _read_file(name: str) -> str:
 
 
 def _decode(data: bytes, name: str) -> str:
+    """Returns the text of a UTF-8 file or a PDF. Raises PromptError for other formats and empty files."""
     if b"%PDF-" in data[:1024]:  # the format allows a few other bytes before
         return _decode_pdf(data, name)
     if data.startswith(b"PK\x03\x04"):
@@ -81,16 +83,14 @@ def _decode(data: bytes, name: str) -> str:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise PromptError(
-            f"{name} is binary or not in UTF-8 (byte {error.start}): convert it, as with `iconv -t UTF-8`."
-        ) from None
+        raise PromptError(f"{name} is binary or not in UTF-8 (byte {error.start}): use `iconv -t UTF-8`.") from None
     if not text.strip():
         raise PromptError(f"{name} is empty.")
     return text
 
 
 def _piped(needed: bool) -> bool:
-    """True if standard input is a pipe or a file, or anything but a terminal if it is ``needed`` for the prompt."""
+    """True if standard input is a pipe or a file. ``needed``: also True for any other input but a terminal."""
     if sys.stdin is None or sys.stdin.isatty():
         return False
     try:
@@ -132,7 +132,5 @@ def _decode_pdf(data: bytes, name: str) -> str:
     except Exception as error:  # pypdf raises many types of errors for broken files
         raise PromptError(f"{name} is a PDF that cannot be read: {reason_of(error)}. Convert it to text.") from error
     if not text.strip():
-        raise PromptError(
-            f"{name} is a PDF without text, such as scanned pages: run text recognition (OCR) on it first."
-        )
+        raise PromptError(f"{name} is a PDF without text, like scanned pages: run text recognition (OCR) on it first.")
     return text

@@ -14,7 +14,7 @@ from longdraft.cli import console, measure_options, method_options, options
 
 @dataclass(frozen=True, kw_only=True)
 class QualityPromptOptions(measure_options.PromptOptions):
-    """Prompt options, of which --data is required."""
+    """Prompt options. --data is required: field() removes the default of the base class."""
 
     data: Annotated[list[str], typer.Option("--data", help="JSONL or data sets, as for bench; repeatable.")] = field()
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Maximum number of new tokens.")] = 128
@@ -55,18 +55,14 @@ def quality(
     from longdraft.bench.results import unit_header
     from longdraft.bench.settings import Settings
 
-    method_args = method_options.method_options(METHOD, option or []) | draft_options.options()
+    method_args = method_options.parse_options(METHOD, option or []) | draft_options.options()
     method_args |= {} if drafter is None else {"drafter": drafter}
     budgets, margins = method_options.parse_ints("--budget", budget), method_options.parse_ints("--margin", margin)
     with options.settings_checked():
         settings = QualitySettings(
-            make_variants(budgets, margins, method_options.split_commas(selector)),
-            prompt_options.max_tokens,
-            prompt_options.ignore_eos,
-            tuple(method_options.split_commas(kv_dtype or "")),
-            method_args,
-            temperature,
-        )
+            make_variants(budgets, margins, method_options.split_commas(selector)), prompt_options.max_tokens,
+            prompt_options.ignore_eos, tuple(method_options.split_commas(kv_dtype or "")), method_args, temperature,
+        )  # fmt: skip
         kwargs: dict[str, Any] = {"raw": prompt_options.raw, "template_kwargs": prompt_options.chat_prompt_kwargs}
         prompt_settings = Settings(max_tokens=settings.max_tokens, contexts=(context,), **kwargs)
     output.check_writable()
@@ -81,8 +77,8 @@ def quality(
             bench = QualityBench(loaded, settings)
         for note in bench.notes_on_short_prompts([len(p.token_ids) + settings.max_tokens for p in prompts.values()]):
             console.note(note)
-    tokens = [prompt.token_ids for prompt in prompts.values()]
-    header = unit_header("longdraft-quality", settings.header(), loaded, model_options.name, tokens)
+    token_ids = [prompt.token_ids for prompt in prompts.values()]
+    header = unit_header("longdraft-quality", settings.header(), loaded, model_options.name, token_ids)
     units = {name: Unit(len(bench.names), partial(bench.measure, prompt)) for name, prompt in prompts.items()}
     experiment = unit_experiment(units, output.results, header)
     output.run(experiment, lambda done: bench.report([r["measured"] for r in experiment.records], done), "prompts")

@@ -30,14 +30,11 @@ def reproduce(
     data: Annotated[
         list[str] | None,
         typer.Option(
-            "--data",
             help="NAME=FILE: read a data set of the table from a file; repeatable.",
             show_default="small: modules of Python's library; paper: the Hugging Face hub",
         ),
     ] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Number of prompts for each column.", show_default="by --scale")
-    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each column.", show_default="by --scale")] = None,
     max_tokens: Annotated[
         int | None,
         typer.Option("--max-tokens", "-n", min=2, help="Maximum number of new tokens.", show_default="by --scale"),
@@ -46,7 +43,7 @@ def reproduce(
     template_options: options.TemplateOptions,
     model_options: options.ModelOptions,
     output: measure_options.ReportOptions,
-    user_files: options.Load = None,
+    user_files: options.UserFiles = None,
 ) -> None:
     """Measure a paper's table with this model, and show it beside the paper's numbers, with notes on differences.
 
@@ -65,16 +62,16 @@ def reproduce(
     kwargs = template_options.chat_prompt_kwargs
     scaled = ScaledTable(get_table(selected, table), scale == "small", max_tokens, limit, plan, kwargs)
     output.check_writable()
-    files = dict(pair.partition("=")[::2] for pair in data or [])
+    files = {name: file for name, _, file in (pair.partition("=") for pair in data or [])}
     if not all(files.values()):
         raise options.SettingError("--data takes NAME=FILE, such as gov_report=rows.jsonl.")
     sources = SampleSources(files, scaled.is_small)
     with console.status() as status:
         loaded = model_options.load(status)
         float_options = replace(model_options, weights="float32", arithmetic=None)
-        load_floats = (lambda: float_options.load(lambda message: None)) if has_stored_weights(loaded.model) else None
+        load_dequantized = (lambda: float_options.load(lambda _: None)) if has_stored_weights(loaded.model) else None
         with options.settings_checked():
-            run = prepare(selected, scaled, loaded, model_options.name, sources, draft or [], load_floats, status)
+            run = prepare(selected, scaled, loaded, model_options.name, sources, draft or [], load_dequantized, status)
     for note in run.plan.notes:
         console.note(note)
     experiment = unit_experiment(run.plan.units, output.results, run.header)
@@ -88,16 +85,12 @@ def _list_tables(paper: Paper | None, output: options.OutputOptions) -> None:
     papers = list(PAPERS.values()) if paper is None else [paper]
     rows = [
         {
-            "paper": p.name,
-            "title": p.title,
-            "reference": p.reference,
-            "table": table.name,
-            "shows": table.title,
+            "paper": p.name, "title": p.title, "reference": p.reference, "table": table.name, "shows": table.title,
             "needs": describe_needs(table),
         }
         for p in papers
         for table in p.tables
-    ]
+    ]  # fmt: skip
     overview = new_table(["paper", "table"])
     for heading in ("what it shows", "what it needs"):
         overview.add_column(heading)

@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ServiceOptions:
-    """The options from which a service is made, in this process or in a replica.
+class ServiceFactory:
+    """Makes a service from options, in this process or in a replica.
 
     Attributes:
+        decoding: options of the model and of decoding.
         first_method_options: options of the first method; further methods have none.
         num_services: number of services that share the memory of this machine, or of the device.
     """
@@ -37,11 +38,11 @@ class ServiceOptions:
         from longdraft.serve.service import make_service
 
         loaded, kwargs = self.decoding.model_options.load(progress), self.decoding.speculator_kwargs
-        first, count = self.first_method_options, self.num_services
-        return make_service(loaded, settings, kwargs, first, count, progress, console.note)
+        first_options, num_services = self.first_method_options, self.num_services
+        return make_service(loaded, settings, kwargs, first_options, num_services, progress, console.note)
 
     def make_replica_service(self, settings: ServerSettings) -> Service:
-        options.run_user_files(self.decoding.user_files)
+        options.run_user_files(self.decoding.user_files)  # a replica is a new process
         return self.make_service(settings, lambda _: None)
 
 
@@ -114,7 +115,7 @@ def serve(
 ) -> None:
     """Serve the model over HTTP: OpenAI's API (chat, completions, responses), Anthropic's API, and a chat page."""
     methods = tuple(word.strip() for word in method.split(",")) if method else ()
-    first = decoding.resolve_options(methods[0] if methods else None, option)
+    first_method_options = decoding.resolve_options(methods[0] if methods else None, option)
     if not ray:  # with Ray, the replicas load the model
         decoding.model_options.preload()
     try:
@@ -127,8 +128,8 @@ def serve(
 
     with options.settings_checked():
         keys = {} if api_key_file is None else read_api_keys(api_key_file)
-        for i, name_or_none in enumerate(methods or (None,)):  # raises for bad options before the model is loaded
-            longdraft.Speculator(name_or_none, **decoding.speculator_kwargs, **({} if i else first))
+        for i, method_name in enumerate(methods or (None,)):  # raises for bad options before the model is loaded
+            longdraft.Speculator(method_name, **decoding.speculator_kwargs, **({} if i else first_method_options))
         settings = ServerSettings(
             name or decoding.model_name, methods, slots, context or 0, queue,
             max_tokens, timeout, keys=keys, think=think,
@@ -136,7 +137,7 @@ def serve(
             origins=normalize_origins(allow_origin or ()), earlier=earlier, snapshots=snapshots,
             snapshot_bytes=int(snapshot_gib * 2**30), prefix_cache_bytes=int(prefix_gib * 2**30),
         )  # fmt: skip
-    factory = ServiceOptions(decoding, first)
+    factory = ServiceFactory(decoding, first_method_options)
     if ray:
         _on_ray(factory, settings, replicas, ray_config, host, port)
         return
@@ -151,24 +152,24 @@ def serve(
 
 
 def _on_ray(
-    factory: ServiceOptions, settings: ServerSettings, replicas: str, config: Path | None, host: str, port: int
+    factory: ServiceFactory, settings: ServerSettings, replicas: str, config_file: Path | None, host: str, port: int
 ) -> None:
     """Serves with replicas on Ray until Ctrl-C."""
     from longdraft.serve import ray
 
-    if not replicas.isdigit() or not (count := int(replicas)):
+    if not replicas.isdigit() or not (num_replicas := int(replicas)):
         raise RequestError("--replicas takes a number; for autoscaling, set autoscaling_config in --ray-config.")
     model_options = factory.decoding.model_options
-    cores = 1 if model_options.uses_gpu else max(1, (os.cpu_count() or 1) // count)  # CPU cores of a replica
+    cores = 1 if model_options.uses_gpu else max(1, (os.cpu_count() or 1) // num_replicas)  # CPU cores of a replica
     # Replicas share this machine's memory, unless Ray runs on a cluster.
-    num_services = 1 if os.environ.get("RAY_ADDRESS") else count
+    num_services = 1 if os.environ.get("RAY_ADDRESS") else num_replicas
     factory = replace(factory, num_services=num_services, decoding=factory.decoding.with_threads(cores))
     threads, gpus = factory.decoding.model_options.threads or 1, int(model_options.uses_gpu)
-    deployment = ray.deployment_options(settings, count, threads, gpus, config, drain_timeout=300.0)
+    deployment = ray.deployment_options(settings, num_replicas, threads, gpus, config_file, drain_timeout=300.0)
     with console.status() as status:
         status("Starting Ray and the replicas")
-        if config is None:
-            ray.check_resources(ray.connect(), count, threads, gpus)
+        if config_file is None:
+            ray.check_resources(ray.connect(), num_replicas, threads, gpus)
 
         def on_listening(port: int) -> None:
             status.close()

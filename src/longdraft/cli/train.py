@@ -28,11 +28,13 @@ if TYPE_CHECKING:
     from longdraft.training.config import RunConfig
 
 
-def _with_settings(title: str, config: Callable[[], type[Any]], base: type[Any] = TyperCommand) -> type[Any]:
+def _with_settings(title: str, get_config_class: Callable[[], type[Any]], base: type[Any] = TyperCommand) -> type[Any]:
     """Makes a command class whose help ends with a table of settings.
 
     Args:
-        config: returns the config class; called when the help is shown.
+        title: text above the table.
+        get_config_class: returns the class that has the settings; called when the help is shown.
+        base: class of commands, or of command groups.
     """
 
     class WithSettings(base):
@@ -45,7 +47,7 @@ def _with_settings(title: str, config: Callable[[], type[Any]], base: type[Any] 
             table.add_column("default", no_wrap=True)
             table.add_column("values")
             table.add_column("meaning", ratio=1)
-            for row in settings_table(config()):
+            for row in settings_table(get_config_class()):
                 table.add_row(*map(Text, row))
             out = console.stdout()
             out.print(Text(f" Settings: {title}"))
@@ -55,7 +57,7 @@ def _with_settings(title: str, config: Callable[[], type[Any]], base: type[Any] 
 
 
 _SETTINGS_TITLE = "those of every run; each kind has more: longdraft train KIND --help"
-_RUN_CONFIG = partial(resolve_name, "longdraft.training.config:RunConfig")
+_RUN_CONFIG = partial(resolve_name, "longdraft.training.config:RunConfig")  # imports it when the help is shown
 
 
 class TrainCommandGroup(_with_settings(_SETTINGS_TITLE, _RUN_CONFIG, TyperGroup)):  # type: ignore[misc]
@@ -70,23 +72,21 @@ class TrainCommandGroup(_with_settings(_SETTINGS_TITLE, _RUN_CONFIG, TyperGroup)
         return command if summary is None else _make_command(cmd_name, summary)
 
 
-def _training(command: str) -> Training:
-    """Returns the training of a kind of draft, by the name of its command."""
+def _get_training(command: str) -> Training:
+    """Returns the training that a command of ``longdraft train`` runs."""
     from longdraft.drafts.kinds import KINDS
 
     trainings = {kind.name: kind.training for kind in KINDS.values()}
     return next(t for name, t in trainings.items() if t is not None and command == (t.command or name))
 
 
-def load_user_files(ctx: typer.Context, user_files: options.Load = None) -> None:
+def keep_user_files(ctx: typer.Context, user_files: options.UserFiles = None) -> None:
     """Train a draft for a model, or prepare its training data."""
-    ctx.obj = user_files
+    ctx.obj = user_files  # --load has run them; train() names them in its last message
 
 
 def presets(
-    name: Annotated[
-        str | None, typer.Argument(help="Preset to print, as a template for your own file.", show_default="")
-    ] = None,
+    name: Annotated[str | None, typer.Argument(help="Preset to print: a template for a file.", show_default="")] = None,
 ) -> None:
     """List the presets that --config takes, or print one."""
     from longdraft.training.config import preset_path, preset_paths
@@ -98,13 +98,12 @@ def presets(
     table.add_column("preset", no_wrap=True)
     table.add_column("", ratio=1)
     for preset, path in preset_paths().items():
-        first_line = path.read_text(encoding="utf-8").splitlines()[0]
-        table.add_row(preset, Text(first_line.removeprefix("#").strip()))
+        table.add_row(preset, Text(path.read_text(encoding="utf-8").splitlines()[0].removeprefix("#").strip()))
     console.print_renderable(console.stdout(), table)
 
 
 def _make_command(name: str, summary: str) -> Any:
-    """Makes the command that trains a kind of draft. ``summary``: the first sentence of its help."""
+    """Makes the command ``name``, which trains a kind of draft. ``summary``: the first sentence of the help."""
 
     def train(
         ctx: typer.Context,
@@ -116,22 +115,18 @@ def _make_command(name: str, summary: str) -> Any:
             Path | None,
             typer.Option("--config", "-c", help="YAML file of settings, or a preset (see `longdraft train presets`)."),
         ] = None,
-        dry_run: Annotated[
-            bool, typer.Option(help="Only estimate memory and hours of the run; nothing is trained.")
-        ] = False,
+        dry_run: Annotated[bool, typer.Option(help="Only estimate memory and hours of the run; do not train.")] = False,
         gpu: Annotated[str, typer.Option(help="For --dry-run: a100, b200, h100, h200, l40s or rtx4090.")] = "h100",
         gpus: Annotated[int, typer.Option(min=1, help="For --dry-run: number of GPUs.")] = 1,
         tokens: Annotated[
             float | None,
-            typer.Option(
-                min=1, help="For --dry-run: tokens of the data in the loss, such as 6e9.", show_default="counted"
-            ),
+            typer.Option(min=1, help="For --dry-run: tokens in the loss, such as 6e9.", show_default="counted"),
         ] = None,
         output: options.OutputOptions,
     ) -> None:
         from longdraft.training.config import read_config
 
-        training = _training(name)
+        training = _get_training(name)
         # Under torchrun or accelerate launch, only the main process prints errors and progress.
         is_main = int(os.environ.get("RANK", "0")) == 0
         try:
@@ -141,7 +136,7 @@ def _make_command(name: str, summary: str) -> Any:
         except ConfigError:
             if is_main:
                 raise
-            raise typer.Exit(2) from None
+            raise typer.Exit(2) from None  # as main.BAD_SETTING
         if dry_run:
             output.print_json(_show_estimate(name, run_config, gpu, gpus, tokens))
         else:
@@ -156,7 +151,7 @@ def _make_command(name: str, summary: str) -> Any:
     )
     app.command(
         name,
-        cls=_with_settings(title, lambda: _training(name).load_settings()),
+        cls=_with_settings(title, lambda: _get_training(name).load_settings()),
         help=f"{summary}; continues a run in the same folder. Ctrl-C writes a checkpoint and ends.",
     )(interruptible(options.expand_groups(train)))
     return typer.main.get_command(app)
@@ -196,8 +191,8 @@ def _train(
         console.note(f"Stopped {where}. The same command continues from there.")
         raise typer.Exit(cancel.exit_code)
     best = Path(settings.out) / "best"
-    pairs = [("--model", settings.target), *(("--load", path) for path in user_files or ())]
-    flags = "".join(f"{flag} {shlex.quote(str(value))} " for flag, value in pairs if value)
+    flag_values = [("--model", settings.target), *(("--load", path) for path in user_files or ())]
+    flags = "".join(f"{flag} {shlex.quote(str(value))} " for flag, value in flag_values if value)
     console.note(f"The draft is in {best} (the draft of the last step in {best.with_name('last')}). To use it:")
     console.note(f"  longdraft generate {flags}--draft {shlex.quote(str(best))} --prompt ...")
     payload: dict[str, Any] = {"draft": str(best)}
@@ -207,12 +202,12 @@ def _train(
     output.print_json(payload)
 
 
-def _show_estimate(kind: str, config: RunConfig, gpu: str, gpus: int, tokens: float | None) -> dict[str, Any]:
+def _show_estimate(command: str, run_config: RunConfig, gpu: str, gpus: int, tokens: float | None) -> dict[str, Any]:
     """Prints and returns the estimate of a run (:func:`longdraft.training.dry_run.estimate`)."""
     from longdraft.memory.memory_info import format_bytes
     from longdraft.training.dry_run import GPUS, estimate
 
-    estimated = estimate(kind, config, gpu, gpus, tokens)
+    estimated = estimate(command, run_config, gpu, gpus, tokens)
     speed, gpu_bytes = GPUS[gpu]
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("memory of a GPU")
@@ -222,14 +217,14 @@ def _show_estimate(kind: str, config: RunConfig, gpu: str, gpus: int, tokens: fl
     fits = "fits" if estimated["fits"] else "does not fit"
     verdict = f"{format_bytes(estimated['total_bytes'])} of {format_bytes(int(gpu_bytes))}: {fits}"
     table.add_row(Text("together", style="bold"), Text(verdict, style="bold"))
-    size = f"{estimated['tokens'] / 1e9:.2f}B tokens, {estimated['hours']:,.1f} hours"
+    cost = f"{estimated['tokens'] / 1e9:.2f}B tokens, {estimated['hours']:,.1f} hours"
     steps = "steps unknown without --tokens" if not estimated["steps"] else f"{estimated['steps']:,} steps"
-    draft, target = (estimated[f"{part}_operations"] / 1e9 for part in ("draft", "target"))
+    draft_gflop, target_gflop = (estimated[f"{part}_operations"] / 1e9 for part in ("draft", "target"))
     hint = "" if estimated["fits"] else " To need less, set recompute=true, or smaller rows or max_length."
     definitions = [
         f"Hours are an estimate: {estimated['utilisation']:.0%} of a {gpu}'s {speed / 1e12:,.0f} bfloat16 TFLOP/s; a "
-        f"token takes {draft:.2f} GFLOP of the draft and {target:.2f} of the target, which reads every text "
-        f"{'once' if estimated['target_reads'] < 1 else 'each time'}.",
+        f"token takes {draft_gflop:.2f} GFLOP of the draft and {target_gflop:.2f} of the target. The target reads "
+        f"every text {'once' if estimated['target_reads'] < 1 else 'each time'}.",
         f"Memory is for documents of max_length tokens, all in the loss. Every GPU holds the whole target.{hint}",
     ]
     weights = f"{estimated['draft_weights'] / 1e6:,.1f}M weights to train, {estimated['step_tokens']:,} tokens a step"
@@ -238,5 +233,5 @@ def _show_estimate(kind: str, config: RunConfig, gpu: str, gpus: int, tokens: fl
             f"cache: {format_bytes(estimated['cache_bytes'])} on disk for these tokens, "
             f"{estimated['feature_bytes']:,} bytes each. Without it the target reads every text in every epoch."
         )
-    console.print_report([(f"{weights}: {steps}, {size}", table)], definitions=definitions)
+    console.print_report([(f"{weights}: {steps}, {cost}", table)], definitions=definitions)
     return estimated

@@ -99,7 +99,7 @@ def data(
 
     skipped = documents.SkipCounts()
     if url is None:
-        count, figures = _encode(files, out, target, rows, skipped, template), {}
+        num_rows, usage = _encode(files, out, target, rows, skipped, template), {}
     else:
         from longdraft.training import answers
 
@@ -113,18 +113,18 @@ def data(
                 template=template,
                 progress=lambda: bar.update(file.num_answers, file.new_tokens),
             )  # fmt: skip
-        count, figures = file.num_answers, _show_usage(file, bar.seconds)
-        _exit_if(cancel, skipped)
+        num_rows, usage = file.num_answers, _show_usage(file, bar.seconds)
+        _exit_if_cancelled(cancel, skipped)
     if skipped:
         console.note(f"Left out: {skipped}.")
-    console.note(f"{out}: {count:,} rows. Train on them: longdraft train longspec --config FILE data={out}")
-    output.print_json({"out": str(out), "rows": count, "left_out": dict(skipped)} | figures)
+    console.note(f"{out}: {num_rows:,} rows. Train on them: longdraft train longspec --config FILE data={out}")
+    output.print_json({"out": str(out), "rows": num_rows, "left_out": dict(skipped)} | usage)
 
 
-def _documents(
+def _encode_documents(
     files: list[Path], target: str | None, skipped: SkipCounts, template: dict[str, Any], num_done: int = 0
 ) -> tuple[Iterator[Document | None], PreTrainedTokenizerBase]:
-    """Returns the documents of the rows after the first ``num_done``, and the target's tokenizer."""
+    """Returns (documents of the rows after the first ``num_done``, the target's tokenizer)."""
     from longdraft.model.loading import load
     from longdraft.model.stored import weight_shape
     from longdraft.training import documents
@@ -140,7 +140,7 @@ def _show_examples(files: list[Path], target: str | None, count: int, template: 
     from longdraft.training.documents import SkipCounts
 
     skipped = SkipCounts()
-    encoded, tokenizer = _documents(files, target, skipped, template)
+    encoded, tokenizer = _encode_documents(files, target, skipped, template)
     num_shown, out = 0, console.stdout()
     for document in islice(filter(None, encoded), count):
         num_shown += 1
@@ -159,20 +159,20 @@ def _show_examples(files: list[Path], target: str | None, count: int, template: 
 def _encode(
     files: list[Path], out: Path, target: str | None, rows: int | None, skipped: SkipCounts, template: dict[str, Any]
 ) -> int:
-    """Encodes the rows and writes shards; returns the number of documents that were added."""
+    """Encodes the rows and writes shards. Returns the number of documents that were added."""
     from longdraft.training import dataset
 
-    done = dataset.num_examples_done(out)
-    encoded, tokenizer = _documents(files, target, skipped, template, done)
-    remaining = islice(encoded, None if rows is None else max(0, rows - done))
+    num_done = dataset.num_examples_done(out)
+    encoded, tokenizer = _encode_documents(files, target, skipped, template, num_done)
+    remaining = islice(encoded, None if rows is None else max(0, rows - num_done))
     with Cancel(sigterm=True) as cancel, ThroughputBar("Encoding", "rows") as bar:
         added = dataset.write_shards(out, remaining, tokenizer, bar.update, cancel)
-    _exit_if(cancel, skipped)
+    _exit_if_cancelled(cancel, skipped)
     return added
 
 
 def _read_texts(files: list[Path], skipped: SkipCounts) -> list[tuple[str, str]]:
-    """Returns (text, its file or folder) of all rows that have text."""
+    """Returns (text, name of its file or folder) of all rows that have text."""
     from longdraft.training import documents
 
     texts = []
@@ -185,8 +185,8 @@ def _read_texts(files: list[Path], skipped: SkipCounts) -> list[tuple[str, str]]
     return texts
 
 
-def _exit_if(cancel: Cancel, skipped: SkipCounts) -> None:
-    """Ends the command if Ctrl-C was pressed."""
+def _exit_if_cancelled(cancel: Cancel, skipped: SkipCounts) -> None:
+    """Notes what was left out and ends the command, if Ctrl-C was pressed."""
     if not cancel():
         return
     if skipped:
@@ -196,7 +196,7 @@ def _exit_if(cancel: Cancel, skipped: SkipCounts) -> None:
 
 
 def _show_usage(file: AnswerFile, seconds: float) -> dict[str, Any]:
-    """Prints the number of tokens and hours of the answers; returns them for the JSON object."""
+    """Prints tokens and hours of the answers. Returns them as fields of the JSON object."""
     prompt_tokens, completion_tokens = file.usage
     if file.num_refused:
         console.note(f"{file.num_refused:,} prompts were refused, or answered without text.")

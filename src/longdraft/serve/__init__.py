@@ -1,4 +1,4 @@
-"""A server that speaks OpenAI's API.
+"""A server with OpenAI's and Anthropic's APIs.
 
 May import: everything but the command line.
 """

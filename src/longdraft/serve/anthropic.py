@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: its requests become chat completions, whose chunks become its messages and events."""
+"""Anthropic's Messages API. A request is answered as a chat completion, which is converted to a message or events."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pydantic_core import from_json
 
 from longdraft.serve.errors import ApiError
 from longdraft.serve.openai import sse_event
-from longdraft.serve.protocol import ChatCompletionRequest, GenerationRequest, StrictModel, validate
+from longdraft.serve.protocol import ApiModel, ChatCompletionRequest, GenerationRequest, validate
 from longdraft.serve.service import Service
 from longdraft.serve.serving import AdaptedResponse, PendingResponse, create_chat_completion
 
 logger = logging.getLogger(__name__)
 
-# Fields that are refused, because they would change the answer: features of Anthropic's servers, and OpenAI's fields.
+# Fields that change the answer, and are refused: Anthropic's features; OpenAI's fields but the shared service_tier.
 _UNSERVED = {"compaction", "container", "mcp_servers", "thread", *ChatCompletionRequest.model_fields} - {"service_tier"}
 # Claude Code begins its system prompt with this line. It is dropped: it changes, and the prefix cache would not match.
 _BILLING_HEADER = "x-anthropic-billing-header:"
@@ -30,16 +30,16 @@ _REQUIRED = {"thinking": ("thinking",), "tool_use": ("id", "name"), "tool_result
            "custom": ("name", "input_schema")}  # fmt: skip
 
 
-class TypedObject(StrictModel):
-    """A tool choice, ``thinking``, a tool or a block. Unknown fields are ignored: clients of newer models send them."""
+class TypedObject(ApiModel):
+    """Base of all objects with a ``type``. Unknown fields are ignored: clients of newer models send them."""
 
     model_config = ConfigDict(extra="ignore")
 
     type: str
     name: str | None = None
-    disable_parallel_tool_use: bool = False
-    display: str | None = None
-    data: str = ""  # a document's text
+    disable_parallel_tool_use: bool = False  # of a tool choice
+    display: str | None = None  # of ``thinking``: "omitted" hides the reasoning
+    data: str = ""  # text of a document's source
 
     @model_validator(mode="after")
     def _check_required(self) -> TypedObject:
@@ -58,6 +58,7 @@ class Tool(TypedObject):
     defer_loading: bool = False
 
     def as_chat_tool(self) -> dict[str, Any]:
+        """Returns the tool as an entry of a chat completion's ``tools``."""
         function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
         return {"type": "function", "function": {name: x for name, x in function.items() if x is not None}}
 
@@ -67,7 +68,7 @@ Blocks = Annotated["list[Block]", BeforeValidator(lambda x: [{"type": "text", "t
 
 
 class Block(TypedObject):
-    """A part of a message or of another block: text, a document's source, a tool call, a tool to add or remove."""
+    """A part of a message or of another block: text, a document, its source, a tool call, a tool to add or remove."""
 
     text: str | None = None
     thinking: str | None = None
@@ -76,15 +77,15 @@ class Block(TypedObject):
     tool_use_id: str | None = None
     content: Blocks = Field(default_factory=list)
     is_error: bool = False
-    source: Block | str | None = None
-    title: str = ""
+    source: Block | str | None = None  # of a document: its content; of a search result: an address
+    title: str = ""  # of a document or a search result, like context
     context: str = ""
-    tool_name: str | None = None
-    tool: Block | None = None
-    definition: Tool | None = None
+    tool_name: str | None = None  # of a tool_reference
+    tool: Block | None = None  # of a tool_addition or tool_removal
+    definition: Tool | None = None  # of an added tool, if the request's tools do not have it
 
     def as_text(self) -> str | None:
-        """The block as text; None if it has no text."""
+        """Returns the block as text; None if the block has no text."""
         if self.type == "text":
             return self.text
         if self.type == "tool_reference":
@@ -96,12 +97,14 @@ class Block(TypedObject):
         return "\n".join(filter(None, (self.title, heading, source.data or source.content_text()))) + "\n\n"
 
     def content_text(self) -> str:
-        """The block's ``content`` as text, with a note in place of blocks without text."""
+        """Returns the block's ``content`` as text, with a note in place of each block without text."""
         texts = [(block.as_text(), block.type) for block in self.content]
         return "\n".join(f"[{name} left out: the model reads text]" if text is None else text for text, name in texts)
 
 
 class InputMessage(TypedObject):
+    """A message of a request."""
+
     type: str = "message"
     role: Literal["system", "user", "assistant"]
     content: Blocks
@@ -124,7 +127,7 @@ class CountTokensRequest(GenerationRequest):
     output_format: dict[str, Any] | None = None
 
     def as_chat(self) -> ChatCompletionRequest:
-        """Converts it to a request for ``/v1/chat/completions``. Raises ApiError for a field that is not served."""
+        """Converts the body to one of ``/v1/chat/completions``. Raises ApiError for a field that is not served."""
         if wrong := [name for name, value in (self.model_extra or {}).items() if value and name in _UNSERVED]:
             raise ApiError(400, f"{wrong[0]} is not served: leave it out.", param=wrong[0])
         messages, tools = self._conversation()
@@ -143,26 +146,26 @@ class CountTokensRequest(GenerationRequest):
         })  # fmt: skip
 
     def _conversation(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """The chat's messages, consecutive messages of one role merged, and the tools that may be called at its end."""
+        """Returns (the chat's messages, the tools that the answer may call). Merges successive messages of one role."""
         messages: list[dict[str, Any]] = []
         if unserved := {tool.type for tool in self.tools} - {"custom"}:
             logger.warning("Tools of types that only Anthropic serves are left out: %s.", ", ".join(sorted(unserved)))
         tools = {tool.name: tool for tool in self.tools if tool.type == "custom"}
         active_tools = {name: tool for name, tool in tools.items() if not tool.defer_loading}
 
-        def get_message(role: str) -> dict[str, Any]:  # the last message, if it has this role, else a new one
+        def get_message(role: str) -> dict[str, Any]:  # the last message if it has this role, else a new message
             if not messages or messages[-1]["role"] != role:
                 messages.append({"role": role, "content": ""})
             return messages[-1]
 
         system = InputMessage(role="system", content=self.system)
-        for message_index, source in enumerate([system, *self.messages], -1):  # the system prompt has index -1
-            separator, role = "\n\n", source.role
+        for message_index, input_message in enumerate([system, *self.messages], -1):  # the system prompt has index -1
+            separator, role = "\n\n", input_message.role  # the separator stands before the next text
             if role == "system" and messages and messages[-1]["role"] != "system":
                 role = "user"  # many templates refuse a system message after the first turn
-            for i, block in enumerate(source.content):
+            for i, block in enumerate(input_message.content):
                 if (text := block.as_text()) is not None:
-                    if source.role != "system" or (text and not text.startswith(_BILLING_HEADER)):
+                    if input_message.role != "system" or (text and not text.startswith(_BILLING_HEADER)):
                         message = get_message(role)
                         message["content"] += (separator if message["content"] else "") + text
                         separator = separator if role == "system" else ""  # only in system is each block a paragraph
@@ -173,7 +176,7 @@ class CountTokensRequest(GenerationRequest):
                     call = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
                     get_message(role).setdefault("tool_calls", []).append({"id": block.id, "function": call})
                 elif block.type == "tool_result":
-                    content = "Error: " * block.is_error + block.content_text()
+                    content = ("Error: " if block.is_error else "") + block.content_text()
                     messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
                     # A tool search's result activates the deferred tools that it names.
                     names = [part.tool_name for part in block.content]
@@ -185,8 +188,8 @@ class CountTokensRequest(GenerationRequest):
                 elif block.type != "redacted_thinking":
                     path = f"messages.{message_index}.content.{i}" if message_index >= 0 else f"system.{i}"
                     raise ApiError(400, f"{path}: {block.type} is not served: send text.", param=path)
-        may_call = self.tool_choice.type != "none"
-        return messages, [tool.as_chat_tool() for tool in active_tools.values() if may_call]
+        callable_tools = [] if self.tool_choice.type == "none" else active_tools.values()
+        return messages, [tool.as_chat_tool() for tool in callable_tools]
 
 
 class MessagesRequest(CountTokensRequest):
@@ -213,16 +216,16 @@ class MessagesAdapter:
         yield _event("message_start", message=self.full_response)
 
     def push(self, choice: Mapping[str, Any]) -> Iterator[str]:
-        """The events for the choice of a chat completion's chunk."""
-        message, self._has_calls = choice["delta"], choice["finish_reason"] == "tool_calls"
+        """Yields the events for an entry of ``choices`` in a chat completion's chunk."""
+        delta, self._has_calls = choice["delta"], choice["finish_reason"] == "tool_calls"
         for block_type, key in (("thinking", "reasoning_content"), ("text", "content")):
-            if text := message.get(key):
+            if text := delta.get(key):
                 if not self._blocks or self._blocks[-1]["type"] != block_type:
                     signature = {"signature": ""} if block_type == "thinking" else {}
                     yield from self._begin_block({"type": block_type, block_type: "", **signature})
                 self._blocks[-1][block_type] += text
                 yield self._block_delta(f"{block_type}_delta", block_type, text)
-        for call in message.get("tool_calls", ()):
+        for call in delta.get("tool_calls", ()):
             function = call["function"]
             if "id" in call:
                 tool_use = {"id": call["id"].replace("call_", "toolu_"), "name": function["name"], "input": {}}
@@ -232,7 +235,7 @@ class MessagesAdapter:
                 yield self._block_delta("input_json_delta", "partial_json", function["arguments"])
 
     def finish(self, truncated: bool, usage: Mapping[str, Any]) -> Iterator[str]:
-        """The last events."""
+        """Yields the last events."""
         if not self._blocks:
             yield from self._begin_block({"type": "text", "text": ""})
         yield from self._end_block()
@@ -268,16 +271,16 @@ class MessagesAdapter:
             yield self._block_delta("signature_delta", "signature", block["signature"])
         yield _event("content_block_stop", index=len(self._blocks) - 1)
 
-    def _block_delta(self, kind: str, name: str, text: str) -> str:
-        return _event("content_block_delta", index=len(self._blocks) - 1, delta={"type": kind, name: text})
+    def _block_delta(self, delta_type: str, field: str, text: str) -> str:
+        return _event("content_block_delta", index=len(self._blocks) - 1, delta={"type": delta_type, field: text})
 
     def error_event(self, error: ApiError) -> str:
-        """The last event of a message that ends with an error."""
+        """Returns the last event of a message that ends with an error."""
         return sse_event(error.anthropic_body(), "error")
 
 
 def create_message(service: Service, body: MessagesRequest, tenant: str | None = None) -> AdaptedResponse:
-    """The pending response of ``/v1/messages``. Raises as :func:`create_chat_completion`."""
+    """Makes the pending response of ``/v1/messages``. Raises as :func:`create_chat_completion`."""
     chat = create_chat_completion(service, body.as_chat(), tenant)
     return AdaptedResponse(service, chat.choices, chat.builders, adapter=MessagesAdapter(chat))
 
@@ -287,7 +290,7 @@ def _event(name: str, **content: Any) -> str:
 
 
 def _usage(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> dict[str, Any]:
-    """Anthropic's usage object. Caching is automatic, so no tokens count as written to the cache."""
+    """Returns Anthropic's usage object. Caching is automatic, so no tokens count as written to the cache."""
     return {
         "input_tokens": prompt_tokens - cached_tokens, "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached_tokens, "output_tokens": output_tokens,

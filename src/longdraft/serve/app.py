@@ -24,24 +24,24 @@ from longdraft.serve.service import Service
 from longdraft.serve.serving import KEEP_ALIVE, AdaptedResponse, PendingResponse, create_response
 
 T = TypeVar("T")
-Body = TypeVar("Body", bound=protocol.StrictModel)
+Body = TypeVar("Body", bound=protocol.ApiModel)
 # Path -> the field that has the prompt, if that is not "messages".
 _PROMPT_FIELDS = {"/v1/completions": "prompt", "/tokenize": "prompt", "/v1/responses": "input"}
 
 
 def make_app(service: Service) -> FastAPI:
-    """The web application of a service whose worker is running."""
-    app = FastAPI(title="longdraft", docs_url=None, redoc_url=None)  # its pages load scripts from other hosts
+    """Makes the web application of a service whose worker is running."""
+    app = FastAPI(title="longdraft", docs_url=None, redoc_url=None)  # FastAPI's docs load scripts from other hosts
     endpoints, settings = Endpoints(service), service.settings
     app.add_middleware(GuardMiddleware, settings=settings, is_draining=lambda: service.worker.draining)
-    for path, post, model in (
+    for path, post, body_class in (
         ("/v1/chat/completions", endpoints.chat, ChatCompletionRequest),
         ("/v1/completions", endpoints.complete, CompletionRequest),
         ("/v1/responses", endpoints.respond, ResponsesRequest), ("/v1/messages", endpoints.message, MessagesRequest),
         ("/v1/messages/count_tokens", endpoints.count, CountTokensRequest),
         ("/tokenize", endpoints.tokenize, TokenizeRequest),
     ):  # fmt: skip
-        request_body = {"content": {"application/json": {"schema": model.model_json_schema()}}, "required": True}
+        request_body = {"content": {"application/json": {"schema": body_class.model_json_schema()}}, "required": True}
         app.post(path, response_model=None, openapi_extra={"requestBody": request_body})(post)
     for path, get in (
         ("/v1/models", endpoints.models), ("/v1/models/{name:path}", endpoints.model), ("/health", endpoints.health),
@@ -56,22 +56,22 @@ def make_app(service: Service) -> FastAPI:
 
 
 def _keep_alive_comment(choices: Sequence[Choice]) -> str:
-    """An SSE comment, which clients ignore. It keeps proxies from closing an idle connection."""
+    """Returns an SSE comment, which clients ignore. It keeps proxies from closing an idle connection."""
     choice = choices[0]
     return f": {choice.num_prefilled_tokens} of {len(choice.request.prompt)} tokens of the prompt have been read\n\n"
 
 
 class Endpoints:
-    """The endpoints' handlers, one method each."""
+    """The handlers of the endpoints, a method for each path of :func:`make_app`."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def on_error(self, request: Request, error: Exception) -> Response:
-        """The response to a request that raised an error."""
+        """Returns the response to a request that raised an error."""
         if isinstance(error, HTTPException):
             message, code, headers = f"{error.detail}: {request.method} {request.url.path}.", None, error.headers
-            if error.status_code == 405:  # the router's Allow header has one route's methods, not all routes'
+            if error.status_code == 405:  # the router's Allow header has the methods of one route only
                 allowed = {m for r in request.app.routes if r.matches(request.scope)[0].value for m in r.methods}
                 headers = {"Allow": ", ".join(sorted(allowed | ({"HEAD"} if "GET" in allowed else set())))}
             if error.status_code == 404:
@@ -83,14 +83,14 @@ class Endpoints:
         return api_error.response(request.scope)
 
     async def _parse(
-        self, request: Request, model: type[Body], create: Callable[[Service, Body, str | None], T]
+        self, request: Request, body_class: type[Body], create: Callable[[Service, Body, str | None], T]
     ) -> tuple[Body, T]:
-        """Parses the request's body and calls ``create`` with it, in the executor. Returns both results."""
+        """Returns the request's parsed body and what ``create`` makes of it. Both are made in the executor."""
         raw_body, tenant = await request.body(), request.state.tenant
         content_type = request.headers.get("content-type", "")
 
         def work() -> tuple[Body, T]:
-            body = parse_body(model, raw_body, content_type)
+            body = parse_body(body_class, raw_body, content_type)
             return body, create(self._service, body, tenant)
 
         return await self._service.executor.run(work, len(raw_body) + 1)  # + 1: size 0 would mean no limits
@@ -134,17 +134,16 @@ class Endpoints:
             for chunk in chunks:
                 yield sse_event(envelope.wrap(object_type, [chunk], **usage))
         if options.include_usage:
-            final_fields = await self._service.executor.run(pending.final_fields)
-            yield sse_event(envelope.wrap(object_type, [], **final_fields))
+            yield sse_event(envelope.wrap(object_type, [], **await self._service.executor.run(pending.final_fields)))
         yield DONE_EVENT
 
     async def respond(self, request: Request) -> Response:
-        return await self._adapted(*await self._parse(request, ResponsesRequest, create_response), request)
+        return await self._adapt(*await self._parse(request, ResponsesRequest, create_response), request)
 
     async def message(self, request: Request) -> Response:
-        return await self._adapted(*await self._parse(request, MessagesRequest, create_message), request)
+        return await self._adapt(*await self._parse(request, MessagesRequest, create_message), request)
 
-    async def _adapted(self, body: protocol.GenerationRequest, pending: AdaptedResponse, request: Request) -> Response:
+    async def _adapt(self, body: protocol.GenerationRequest, pending: AdaptedResponse, request: Request) -> Response:
         pending.submit()
         if not body.stream:
             return await self._full_response(pending, request)
@@ -157,14 +156,14 @@ class Endpoints:
     def _stream(
         self, events: AsyncIterator[str], error_event: Callable[[ApiError], str] = lambda error: sse_event(error.body)
     ) -> StreamingResponse:
-        """A response that streams events. ``error_event``: makes the last event of a response that fails."""
+        """Returns a response that streams ``events``. ``error_event`` makes the last event of a stream that fails."""
 
         async def with_errors() -> AsyncIterator[str]:
             try:
                 async for event in events:
                     yield event
             except (GeneratorExit, asyncio.CancelledError):
-                self._service.metrics.count_failure(499)
+                self._service.metrics.count_failure(499)  # nginx's status: the client disconnected
                 raise
             except Exception as error:  # the HTTP status has been sent, so the error is an event
                 api_error = to_api_error(error)

@@ -24,7 +24,7 @@ FINISH_REASONS: dict[str | None, str] = {"eos": "stop", "stop": "stop", "length"
 
 @dataclass
 class SpecDecodingStats:
-    """Draft statistics with vLLM's definitions: a draft is a verification that had drafted tokens.
+    """Draft statistics with vLLM's definitions: each verification of drafted tokens counts as one draft.
 
     Attributes:
         num_accepted_tokens_per_pos: {position in the draft, from 0: number of drafts whose token there was accepted}.
@@ -38,6 +38,7 @@ class SpecDecodingStats:
     num_emitted_tokens: int = 0  # by all verifications
 
     def observe(self, step: Step) -> None:
+        """Counts a verification and its drafted tokens."""
         if step.tree is None:  # a prefill step
             return
         self.num_rounds += 1
@@ -68,27 +69,23 @@ class SpecDecodingStats:
         return round(metrics.average([(self.num_emitted_tokens, self.num_rounds)]) or 1.0, 4)
 
     def as_dict(self) -> dict[str, Any]:
+        """Returns the field ``speculation`` of the usage object."""
         return {
-            "mean_acceptance_length": round(self.mean_acceptance_length, 4),
-            "num_drafts": self.num_drafts,
-            "num_draft_tokens": self.num_draft_tokens,
-            "num_accepted_tokens": self.num_accepted_tokens,
-            "accepted_tokens_per_pos": self.accepted_per_pos,
-            "mean_accepted_length": self.mean_accepted_length,
-        }
+            "mean_acceptance_length": round(self.mean_acceptance_length, 4), "num_drafts": self.num_drafts,
+            "num_draft_tokens": self.num_draft_tokens, "num_accepted_tokens": self.num_accepted_tokens,
+            "accepted_tokens_per_pos": self.accepted_per_pos, "mean_accepted_length": self.mean_accepted_length,
+        }  # fmt: skip
 
     def as_vllm(self) -> dict[str, Any]:
-        """The statistics in the form of vLLM's responses. ``num_spec_tokens`` is null: drafts differ in length here."""
+        """Returns the statistics as in vLLM's responses. ``num_spec_tokens`` is null, because drafts vary in length."""
         at_least = [self.num_drafts, *self.accepted_per_pos, 0]  # [i]: number of drafts with i accepted tokens or more
         return {
             "mean_acceptance_length": self.mean_acceptance_length,
             "draft_acceptance_rate": self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0,
             "acceptance_histogram": [n - n_next for n, n_next in pairwise(at_least)],
-            "num_spec_steps": self.num_drafts,
-            "num_accepted_draft_tokens": self.num_accepted_tokens,
-            "num_draft_tokens": self.num_draft_tokens,
-            "num_spec_tokens": None,
-        }
+            "num_spec_steps": self.num_drafts, "num_accepted_draft_tokens": self.num_accepted_tokens,
+            "num_draft_tokens": self.num_draft_tokens, "num_spec_tokens": None,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -123,16 +120,20 @@ class Delta:
 
 
 class Choice(RequestState):
-    """One of a request's ``n`` answers.
+    """One of a request's ``n`` answers. See :class:`RequestState` for arguments that are missing here.
 
     Args:
+        decode: returns the text of token ids.
         num_logprobs: how many of the most probable tokens to report at each position; None: no log-probabilities.
         include_trace: report what each round drafted.
         echo: the prompt as text, to put before the answer; None: no echo.
 
     Attributes:
         text: the text reported so far.
-        num_tokens: number of tokens reported so far.
+        num_reported_tokens: number of tokens reported so far. A restarted request decodes them again.
+        num_prefilled_tokens: number of prompt tokens read so far.
+        result: the engine's result; None until the choice ends.
+        spec_stats: draft statistics since the start or the last restart.
         first_token_time: ``time.monotonic()`` at the first token; 0 before it.
     """
 
@@ -141,10 +142,10 @@ class Choice(RequestState):
         processor_factories: ProcessorFactories = (), num_logprobs: int | None = None, include_trace: bool = False,
         echo: str | None = None,
     ) -> None:  # fmt: skip
-        new_recorder = [] if num_logprobs is None else [self._new_recorder]
-        super().__init__(request, method, processor_factories=[*new_recorder, *processor_factories])
+        recorder_factories = [] if num_logprobs is None else [self._new_recorder]
+        super().__init__(request, method, processor_factories=[*recorder_factories, *processor_factories])
         self._decode, self._num_logprobs, self._include_trace, self._echo = decode, num_logprobs, include_trace, echo
-        self.text, self.num_tokens, self.num_prefilled_tokens = "", 0, 0
+        self.text, self.num_reported_tokens, self.num_prefilled_tokens = "", 0, 0
         self._reset()
         self.result: Result | None = None
         self.first_token_time = 0.0
@@ -179,10 +180,10 @@ class Choice(RequestState):
         recorder = self._recorder
         logprobs = [] if recorder is None else [TokenLogprob(token, *recorder.pop(token)) for token in update.token_ids]
         # A restarted request repeats tokens that have been reported.
-        num_repeated = max(0, self.num_tokens - self._num_decoded)
-        self._num_decoded += len(update.token_ids)
-        self.num_tokens = max(self.num_tokens, self._num_decoded)
-        trace = self._trace(update, self._num_decoded, self._detokenizer) if self._include_trace else None
+        num_repeated = max(0, self.num_reported_tokens - self._num_decoded_tokens)
+        self._num_decoded_tokens += len(update.token_ids)
+        self.num_reported_tokens = max(self.num_reported_tokens, self._num_decoded_tokens)
+        trace = self._trace(update) if self._include_trace else None
         new_text = self._decoded_text[len(self.text) :]
         token_ids = update.token_ids[num_repeated:]
         if new_text or token_ids or trace:
@@ -191,7 +192,7 @@ class Choice(RequestState):
 
     def _reset(self) -> None:
         """Forgets the decoded tokens: the request starts, or restarts and will repeat them."""
-        self._decoded_text, self._num_decoded, self._detokenizer = "", 0, Detokenizer(self._decode)
+        self._decoded_text, self._num_decoded_tokens, self._detokenizer = "", 0, Detokenizer(self._decode)
         self.spec_stats = SpecDecodingStats()
 
     @property
@@ -199,40 +200,38 @@ class Choice(RequestState):
         return cast("list[int]", self.request.prompt)
 
     def _prompt_logprobs(self) -> Iterator[TokenLogprob]:
-        """Log-probabilities of the prompt's tokens, if the request asks for them."""
+        """Yields log-probabilities of the prompt's tokens, if the request asks for them."""
         if isinstance(self._recorder, PromptLogprobRecorder):
             yield TokenLogprob(self._prompt[0], None, [])
             for token, logprobs in zip(self._prompt[1:], self._recorder.prompt_logprobs, strict=True):
                 yield TokenLogprob(token, *logprobs)
 
-    def _trace(self, step: Step, num_tokens: int, detokenizer: Detokenizer) -> dict[str, Any]:
-        """The field ``trace``: progress of the prefill, or a round's drafted tree and who proposed each new token."""
+    def _trace(self, step: Step) -> dict[str, Any]:
+        """Returns the field ``trace``: progress of the prefill, or a round's drafted tree and each token's proposer."""
         if step.mode == "prefill" and not step.token_ids:
             return {"phase": "prefill", "read": step.prefilled, "of": len(self.request.prompt)}
         if step.tree is None and not step.token_ids:
             return {}
         tree, drafted_tree = step.tree, None
-        sources = ["target"] * len(step.token_ids)
+        proposers = ["target"] * len(step.token_ids)
         if tree is not None:
-            node_sources = ["target", *(_proposer(tree, i) for i in range(1, tree.size))]
+            node_proposers = ["target", *(_proposer(tree, i) for i in range(1, tree.size))]
             for i, node in enumerate(step.path[1:][: step.from_draft]):  # path[0] is the root, not a new token
-                sources[i] = node_sources[node]
+                proposers[i] = node_proposers[node]
             drafted_tree = {
                 "tokens": [self._decode([token]) for token in tree.tokens], "parents": tree.parents,
-                "sources": node_sources, "accepted": step.path, "logprobs": [round(x, 3) for x in tree.logprobs],
+                "sources": node_proposers, "accepted": step.path, "logprobs": [round(x, 3) for x in tree.logprobs],
             }  # fmt: skip
-        pieces = [[detokenizer.push(token), source] for token, source in zip(step.token_ids, sources, strict=True)]
-        seconds = time.monotonic() - self.first_token_time  # in which num_tokens - 1 tokens followed
+        pieces = [[self._detokenizer.push(token), by] for token, by in zip(step.token_ids, proposers, strict=True)]
+        seconds, num_later_tokens = time.monotonic() - self.first_token_time, self._num_decoded_tokens - 1
         return {
             "phase": "round", "round": self.spec_stats.num_rounds, "tree": drafted_tree,
             "pieces": [piece for piece in pieces if piece[0]],
-            "tokens_per_second": round(metrics.tokens_per_second(num_tokens - 1, seconds) or 0.0, 2),
+            "tokens_per_second": round(metrics.tokens_per_second(num_later_tokens, seconds) or 0.0, 2),
             "mean_accepted_length": self.spec_stats.mean_accepted_length,
         }  # fmt: skip
 
 
 def _proposer(tree: TokenTree, node: int) -> str:
-    """Who proposed a node of a drafted tree."""
-    if node in tree.lookup_nodes:
-        return "lookup"
-    return "grammar" if node in tree.forced_nodes else "draft"
+    """Returns who proposed a node of a drafted tree: "lookup", "grammar" or "draft"."""
+    return "lookup" if node in tree.lookup_nodes else "grammar" if node in tree.forced_nodes else "draft"

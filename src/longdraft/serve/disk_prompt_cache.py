@@ -27,7 +27,7 @@ from longdraft.memory.token_ids import common_prefix_len, to_array
 logger = logging.getLogger("longdraft")
 
 _FILE_SUFFIX = ".kv.safetensors"
-_MAX_HEADER_BYTES = 1024
+_MAX_HEADER_BYTES = 1024  # an estimate of a file's size adds this for the header
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,10 @@ class DiskPromptCache(PromptCache):
         folder: created if missing. Only one server at a time may use it.
         fingerprint: identifies the target. Snapshots of other targets count towards ``max_bytes``, but are not read.
         max_bytes: limit of all snapshots in the folder. The least recently used are deleted first.
-        min_tokens: a slot is written if at least this many of its tokens, and a quarter of them, are in no file. A file
-            is read if this saves the prefill of so many tokens.
-        feature_layers, tree_bytes: see :class:`PromptCache`. Snapshots without the needed hidden states are not read.
+        min_tokens: a slot is written if this many tokens, and a quarter of the slot's tokens, are in no file. A file is
+            read if it has this many tokens of the prompt more than memory has.
+        feature_layers: see :class:`PromptCache`. Snapshots without the needed hidden states are not read.
+        tree_bytes: limit of the prefix tree, see :class:`PromptCache`.
 
     Raises:
         CheckpointError: the folder cannot be created or read.
@@ -70,19 +71,19 @@ class DiskPromptCache(PromptCache):
         feature_layers: tuple[int, ...] = (), tree_bytes: int = 0,
     ) -> None:  # fmt: skip
         super().__init__(feature_layers, tree_bytes)
-        self._folder, self._target = folder, fingerprint
+        self._folder, self._fingerprint = folder, fingerprint
         self._max_bytes, self._min_tokens = max_bytes, max(1, min_tokens)
         self._files: OrderedDict[Path, _SnapshotFile] = OrderedDict()  # the least recently used file is the first
         # Slots that were written since a request last used them. A slot is not written again if its file is deleted:
         # two slots that do not fit the folder together would replace each other for ever.
         self._written: set[int] = set()
-        self._warned: set[str] = set()
+        self._warned: set[str] = set()  # keys of the warnings that were logged
         create_snapshot_folder(folder)
         with file_errors(folder, f"Prompts cannot be kept in {folder}"):
             self._scan_folder()
 
     def reuse_prefix(self, slot: int, prompt: Sequence[int], chunk_size: int = 1, rope_regime: str = "") -> int:
-        """:meth:`PromptCache.reuse_prefix` after loading a file, if one has more of the prompt than memory has."""
+        """Loads a file if it has more of the prompt than memory has, then calls :meth:`PromptCache.reuse_prefix`."""
         self._written.discard(slot)
         prompt = to_array(prompt)
         tokens = prompt[:-1]  # the last token is always computed, for its logits
@@ -93,7 +94,7 @@ class DiskPromptCache(PromptCache):
         if path is not None and len_in_file >= self._min_tokens:
             self._mark_used(path)
             if len_in_file >= len_in_memory + self._min_tokens:
-                self._save_to_tree(slot, 0)  # the slot's old content, which is overwritten next
+                self._save_to_tree(slot, 0)  # from token 0 on, because the slot is overwritten next
                 self._load(path, slot, len_in_file, rope_regime)
         return super().reuse_prefix(slot, prompt, chunk_size, rope_regime)
 
@@ -118,7 +119,7 @@ class DiskPromptCache(PromptCache):
         return False
 
     def _best_match(self, tokens: array[int], rope_regime: str) -> tuple[Path | None, int]:
-        """The usable file that shares the longest prefix with ``tokens``, and the length of this prefix."""
+        """Returns (the usable file that shares the longest prefix with ``tokens``, the prefix's length)."""
         assert self.store is not None
         feature_layers, best_path, best_len = self.store.feature_layers, None, 0
         for path, file in self._files.items():
@@ -129,19 +130,19 @@ class DiskPromptCache(PromptCache):
         return best_path, best_len
 
     def _write(self, slot: int, tokens: array[int]) -> bool:
-        """Writes a slot, and deletes files that the new one makes superfluous. Returns False if that fails."""
+        """Writes a slot, and deletes files that the new file makes superfluous. Returns False if that fails."""
         assert self.store is not None
         store, rope_regime = self.store, self.rope_regimes[slot]
         size = len(tokens) * (store.shape.bytes_per_token + tokens.itemsize) + _MAX_HEADER_BYTES
         if store.features is not None:
-            size += len(tokens) * store.features[slot, 0].nbytes
-        superfluous = [path for path, file in self._files.items() if self._is_prefix(file, tokens, rope_regime)]
+            size += len(tokens) * store.features[slot, 0].nbytes  # [slot, 0]: the hidden states of one token
+        superfluous = [path for path, file in self._files.items() if self._is_superfluous(file, tokens, rope_regime)]
         evicted = self._choose_evicted(size, superfluous)
         if evicted is None:
             problem = f"A text of {len(tokens)} tokens takes {size} bytes, more than --snapshot-gib allows: raise it."
             self._warn("large", problem)
             return False
-        key = (self._target, store.feature_layers, *([rope_regime] if rope_regime else []))
+        key = (self._fingerprint, store.feature_layers, *([rope_regime] if rope_regime else []))
         name = hashlib.sha256(repr(key).encode() + tokens.tobytes()).hexdigest()
         path = self._folder / (name[:24] + _FILE_SUFFIX)
         try:
@@ -150,7 +151,7 @@ class DiskPromptCache(PromptCache):
                 raise CheckpointError(f"{size} bytes are needed on the disk of {self._folder}, {free_bytes} are free.")
             for old in evicted:
                 self._drop(old)
-            snapshot.save(store, slot, tokens, self._target, path, rope_regime)
+            snapshot.save(store, slot, tokens, self._fingerprint, path, rope_regime)
             self._files[path] = _SnapshotFile(tokens, store.feature_layers, path.stat().st_size, rope_regime)
         except (OSError, MemoryBudgetError, RuntimeError) as error:  # RuntimeError: a GPU is out of memory
             self._warn("write", str(error))
@@ -159,18 +160,18 @@ class DiskPromptCache(PromptCache):
             self._drop(old)
         return True
 
-    def _is_prefix(self, file: _SnapshotFile, tokens: array[int], rope_regime: str) -> bool:
-        """True if a new file with ``tokens`` has all that an old file of this target has."""
+    def _is_superfluous(self, file: _SnapshotFile, tokens: array[int], rope_regime: str) -> bool:
+        """True if a new file with ``tokens`` will have all that ``file`` has."""
         assert self.store is not None
         same_kind = file.rope_regime == rope_regime and file.feature_layers in ((), self.store.feature_layers)
         return same_kind and 0 < len(file.tokens) == common_prefix_len(file.tokens, tokens)
 
-    def _choose_evicted(self, size: int, first: list[Path]) -> list[Path] | None:
-        """Files to delete before a file of ``size`` bytes is written: ``first``, then the least recently used. None if
-        deleting all files is not enough."""
+    def _choose_evicted(self, size: int, superfluous: list[Path]) -> list[Path] | None:
+        """Returns the files to delete before ``size`` bytes are written: ``superfluous`` files, then the least recently
+        used. Returns None if deleting all files is not enough."""
         total = size + sum(file.size for file in self._files.values())
         evicted: list[Path] = []
-        for path in dict.fromkeys((*first, *self._files)):
+        for path in dict.fromkeys((*superfluous, *self._files)):
             if total > self._max_bytes:
                 evicted.append(path)
                 total -= self._files[path].size
@@ -186,7 +187,7 @@ class DiskPromptCache(PromptCache):
         """Loads a file's first ``num_tokens`` tokens into a slot. A damaged file is deleted."""
         assert self.store is not None
         try:
-            tokens = snapshot.load(self.store, slot, self._target, path, num_tokens)
+            tokens = snapshot.load(self.store, slot, self._fingerprint, path, num_tokens)
         except (CheckpointError, MemoryBudgetError) as error:
             self._warn(str(path), str(error))
             tokens = []
@@ -215,7 +216,7 @@ class DiskPromptCache(PromptCache):
                 headers |= {} if header is None else {path: header}
         for path in sorted(headers, key=lambda path: path.stat().st_mtime_ns):
             header = headers[path]
-            tokens = header.tokens if header.target_fingerprint == self._target else to_array(())
+            tokens = header.tokens if header.target_fingerprint == self._fingerprint else to_array(())
             self._files[path] = _SnapshotFile(tokens, header.feature_layers, path.stat().st_size, header.rope_regime)
 
     def _drop(self, path: Path) -> None:

@@ -9,15 +9,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import Scope
 
-from longdraft.errors import (
-    CapabilityError,
-    ContextError,
-    LongdraftError,
-    MemoryBudgetError,
-    PromptError,
-    RequestError,
-    UnknownMethodError,
-)
+from longdraft import errors
 from longdraft.serve.worker import Draining, QueueFull
 
 # HTTP status -> type of Anthropic's error object. Any other status below 500 is an "invalid_request_error".
@@ -36,7 +28,10 @@ class ApiError(Exception):
     """An HTTP error response: status and OpenAI's error object.
 
     Args:
+        status: the HTTP status.
+        error_type: ``type`` of OpenAI's error object.
         param: the request's field that is wrong; None if no single field is.
+        code: ``code`` of OpenAI's error object, for programs.
         headers: further headers of the response.
     """
 
@@ -49,11 +44,11 @@ class ApiError(Exception):
         self.body: dict[str, Any] = {"error": {"message": message, "type": error_type, "param": param, "code": code}}
 
     def body_for(self, scope: Scope) -> dict[str, Any]:
-        """The error object of the API that the request used."""
+        """Returns the error object of the API that the request used."""
         return self.anthropic_body() if is_anthropic_request(scope) else self.body
 
     def anthropic_body(self, message: str = "") -> dict[str, Any]:
-        """Anthropic's error object. ``message`` replaces the error's own, unless it is empty."""
+        """Returns Anthropic's error object. ``message`` replaces the error's own message, unless it is empty."""
         error_type = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         error = {"type": error_type, "message": message or str(self)}
         return {"type": "error", "error": error, "request_id": f"req_{secrets.token_hex(12)}"}
@@ -87,7 +82,7 @@ class ContextOverflow(ApiError):
 
 
 def to_api_error(error: Exception, prompt_field: str = "messages") -> ApiError:
-    """The error response for an exception. Clients do not see the messages of unexpected exceptions.
+    """Returns the error response for an exception. Clients do not see the messages of unexpected exceptions.
 
     Args:
         prompt_field: the request's field that has the prompt.
@@ -103,16 +98,15 @@ def to_api_error(error: Exception, prompt_field: str = "messages") -> ApiError:
             return ApiError(503, message, "server_error", code="shutting_down", headers={"Retry-After": "5"})
         case TimeoutError():
             return ApiError(504, "The request took longer than the server allows.", "server_error", code="timeout")
-        case ContextError():
+        case errors.ContextError():
             return ApiError(400, message, param=prompt_field, code="context_length_exceeded")
-        case PromptError():
+        case errors.PromptError():
             return ApiError(400, message, param=prompt_field)
-        case MemoryBudgetError():
+        case errors.MemoryBudgetError():
             return ApiError(503, message, "server_error", code="no_memory")
-        case RequestError() | CapabilityError() | UnknownMethodError():
+        case errors.RequestError() | errors.CapabilityError() | errors.UnknownMethodError():
             return ApiError(400, message)
-        case LongdraftError():
+        case errors.LongdraftError():
             return ApiError(500, message, "server_error")
         case _:
-            hint = f"The server failed with {type(error).__name__}: see its log."
-            return ApiError(500, hint, "server_error")
+            return ApiError(500, f"The server failed with {type(error).__name__}: see its log.", "server_error")

@@ -15,7 +15,7 @@ _LARGE_BYTES = 1 << 18
 
 
 class RequestExecutor:
-    """Three threads for small requests and one for large ones.
+    """Runs work in three threads for small requests and one for large requests.
 
     Args:
         max_pending: number of requests that may be queued or running.
@@ -31,7 +31,7 @@ class RequestExecutor:
         """Runs ``work`` in a thread and returns its result.
 
         Args:
-            size: bytes of the request; 0 for work on a response, to which neither limit applies.
+            size: bytes of the request. 0: work on a response, without the limits of pending requests and time.
 
         Raises:
             QueueFull: too many requests are pending.

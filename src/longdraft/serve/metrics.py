@@ -45,13 +45,13 @@ class Metrics:
         self._drafts = counter("spec_decode_num_drafts", "Verifications that had drafted tokens.")
         self._draft_tokens = counter("spec_decode_num_draft_tokens", "Drafted tokens.")
         self._accepted_tokens = counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
-        help_text = "Drafted tokens that were accepted, by their position in the draft."
-        self._accepted_per_pos = counter("spec_decode_num_accepted_tokens_per_pos", help_text, "position")
+        per_pos_help = "Drafted tokens that were accepted, by their position in the draft."
+        self._accepted_per_pos = counter("spec_decode_num_accepted_tokens_per_pos", per_pos_help, "position")
         self._verifications = counter("verifications", "Forwards of the target, prefill excluded.")
         self._verified_tokens = counter("verification_tokens", "Tokens emitted by verifications.")
         self._ttft = histogram("time_to_first_token_seconds", "Seconds to a request's first token.", _REQUEST_SECONDS)
-        help_text = "Mean time between the output tokens of a request."
-        self._tpot = histogram("time_per_output_token_seconds", help_text, _SECONDS_PER_TOKEN)
+        tpot_help = "Mean time between the output tokens of a request."
+        self._tpot = histogram("time_per_output_token_seconds", tpot_help, _SECONDS_PER_TOKEN)
         self._latency = histogram("e2e_request_latency_seconds", "Seconds to a request's end.", _REQUEST_SECONDS)
 
     def observe_choice(self, choice: Choice, reason: str) -> None:
@@ -81,5 +81,5 @@ class Metrics:
         self._failures.labels(self._model, status).inc()
 
     def render(self) -> bytes:
-        """The metrics in Prometheus's text format."""
+        """Returns the metrics in Prometheus's text format."""
         return generate_latest(self._registry)

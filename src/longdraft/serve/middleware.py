@@ -31,6 +31,7 @@ class GuardMiddleware:
     """ASGI middleware that checks requests and passes valid ones to ``app``.
 
     Args:
+        app: the application that answers the checked requests.
         settings: the allowed host names and origins, the API keys, and the limits of bodies.
         is_draining: if it returns True, connections are closed after their response. A client could otherwise keep the
             server from shutting down, with one request after another on a connection.
@@ -50,6 +51,7 @@ class GuardMiddleware:
         await self._outermost(scope, receive, send)
 
     async def _check_and_pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request that fails a check with the error. Passes any other request to the application."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -67,18 +69,20 @@ class GuardMiddleware:
             if length.isdigit() and int(length) > self._max_body_bytes:
                 raise self._too_large()
             body = await self._read_body(receive)
-            encoding = headers.get("content-encoding", "").strip().lower().removeprefix("x-")
+            encoding = headers.get("content-encoding", "").strip().lower().removeprefix("x-")  # x-gzip is gzip
             if body and encoding not in ("", "identity"):
                 body = await asyncio.to_thread(self._decompress, body, encoding)
         except ApiError as error:
-            unread = body is None and error.status not in (408, 499)  # the body timed out, or the client is gone
+            # After a timeout of the body (408) or a disconnect (499) there is nothing left to read.
+            unread = body is None and error.status not in (408, 499)
             await error.response(scope, connection="close")(scope, receive, lambda x: send({**x, "more_body": unread}))
             if unread:  # if the connection closed now, a client that still sends would not see the error
                 with contextlib.suppress(ApiError):
                     await self._read_body(receive, discard=True)
                 await send({"type": "http.response.body"})
             return
-        if scope["method"] == "HEAD" and not scope["path"].startswith("/v1/messages"):  # uvicorn drops the body of GET
+        # HEAD is answered like GET, and uvicorn leaves the body out. Only /v1/messages has a HEAD endpoint.
+        if scope["method"] == "HEAD" and not scope["path"].startswith("/v1/messages"):
             scope = {**scope, "method": "GET"}
         await self._app(scope, replay_body(body, receive), send)
 
@@ -92,7 +96,7 @@ class GuardMiddleware:
         raise ApiError(403, f"The host name {name!r} is not allowed: start the server with --allow-host.", code="host")
 
     def _authenticate(self, path: str, headers: Headers) -> str | None:
-        """The tenant of the request's API key; None if no key is needed. Raises ApiError if the key is not valid."""
+        """Returns the tenant of the request's API key; None if no key is needed. Raises ApiError for a wrong key."""
         if not self._keys or path in PUBLIC_PATHS:
             return None
         scheme, _, credentials = headers.get("authorization", "").partition(" ")
@@ -111,7 +115,7 @@ class GuardMiddleware:
         return tenant
 
     async def _read_body(self, receive: Receive, discard: bool = False) -> bytes:
-        """The request's body. Raises ApiError if it is too large or too slow, or the client disconnects."""
+        """Reads the body (``discard``: returns b""). Raises ApiError for a large or slow body, or a lost connection."""
         parts, size, deadline = [], 0, time.monotonic() + self._body_timeout
         while True:
             try:
@@ -134,8 +138,8 @@ class GuardMiddleware:
                 415, f"Bodies may be in gzip or deflate, not in {encoding!r}.", param="Content-Encoding",
                 headers={"Accept-Encoding": "gzip, deflate"},
             )  # fmt: skip
-        # zlib's window_bits: 31 for gzip, 15 for deflate, -15 for deflate without zlib's header, as some clients send
-        # it. The low four bits of that header are 8.
+        # zlib's window_bits: 31 for gzip, 15 for deflate, -15 for deflate without zlib's header, which some clients
+        # leave out. The header's first byte has 8 in the low four bits.
         window_bits = 31 if encoding == "gzip" else 15 if body[:1] and body[0] & 15 == 8 else -15
         decompressor = zlib.decompressobj(window_bits)
         with contextlib.suppress(zlib.error):
@@ -151,7 +155,7 @@ class GuardMiddleware:
 
 
 def _with_connection_close(send: Send) -> Send:
-    """A ``send`` that adds ``Connection: close`` to the response."""
+    """Returns a ``send`` that adds ``Connection: close`` to the response."""
 
     async def send_and_close(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -162,12 +166,10 @@ def _with_connection_close(send: Send) -> Send:
 
 
 def replay_body(body: bytes, receive: Receive) -> Receive:
-    """A ``receive`` that first returns a body that was read before, then further messages, such as a disconnect."""
+    """Returns a ``receive`` that first gives ``body``, which was read before, then further messages (a disconnect)."""
     pending = [body]
 
     async def replay() -> Message:
-        if not pending:
-            return await receive()
-        return {"type": "http.request", "body": pending.pop(), "more_body": False}
+        return {"type": "http.request", "body": pending.pop(), "more_body": False} if pending else await receive()
 
     return replay

@@ -20,7 +20,7 @@ PARTIAL_CHAR_PREFIX = "bytes:"
 
 
 def sse_event(content: Any, name: str | None = None) -> str:
-    """A server-sent event with JSON content."""
+    """Returns a server-sent event with JSON content."""
     event_line = f"event: {name}\n" if name else ""
     return f"{event_line}data: {json.dumps(content, ensure_ascii=False)}\n\n"
 
@@ -41,7 +41,10 @@ class ChoiceBuilder(ABC):
     """Builds the JSON of one choice, complete or in chunks.
 
     Args:
+        index: the choice's index in ``choices``.
         token_to_piece: maps a token id to its text and bytes.
+        include_logprobs: report log-probabilities.
+        include_token_ids: report ``token_ids``.
     """
 
     object_type: str  # "object" of the full response
@@ -59,15 +62,15 @@ class ChoiceBuilder(ABC):
 
     @abstractmethod
     def empty_chunk(self) -> dict[str, Any]:
-        """The entry of a chunk's ``choices`` that has no text."""
+        """Returns an entry of a chunk's ``choices`` without text."""
 
     @abstractmethod
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        """The ``choices`` entries for a delta, one a chunk; none if the delta adds nothing to report."""
+        """Returns the ``choices`` entry of each chunk for a delta; [] if there is nothing to report."""
 
     @abstractmethod
     def full_choice(self) -> dict[str, Any]:
-        """The complete choice, once all deltas have been passed to :meth:`chunks`."""
+        """Returns the complete ``choices`` entry. Call it when all deltas have been passed to :meth:`chunks`."""
 
     def _add_tokens(self, delta: Delta) -> dict[str, Any]:
         """Records a delta's tokens. Returns {"token_ids": ...} for the chunk, or {} if none are new or requested."""
@@ -77,8 +80,8 @@ class ChoiceBuilder(ABC):
         self._token_ids += delta.token_ids
         return {"token_ids": list(delta.token_ids)}
 
-    def _with_token_ids(self, choice: dict[str, Any]) -> dict[str, Any]:
-        return choice if self._token_ids is None else choice | {"token_ids": self._token_ids}
+    def _with_token_ids(self, choice_json: dict[str, Any]) -> dict[str, Any]:
+        return choice_json if self._token_ids is None else choice_json | {"token_ids": self._token_ids}
 
 
 class ChatChoiceBuilder(ChoiceBuilder):
@@ -114,8 +117,8 @@ class ChatChoiceBuilder(ChoiceBuilder):
         text, finish_reason = delta.text, FINISH_REASONS.get(delta.finish_reason)
         if self._reasoning_parser is not None and (text or finish_reason):
             reasoning, text = self._reasoning_parser.push(text, last=finish_reason is not None)
-            is_reasoning = self._reasoning_parser.in_reasoning or reasoning
-            self.reasoning_tokens += len(delta.token_ids) * bool(is_reasoning)
+            if self._reasoning_parser.in_reasoning or reasoning:
+                self.reasoning_tokens += len(delta.token_ids)
             message_deltas = [{"reasoning_content": reasoning}] if reasoning and self._include_reasoning else []
         if text:
             message_deltas += [{"content": text}] if self._tool_parser is None else self._tool_parser.push(text)
@@ -125,10 +128,10 @@ class ChatChoiceBuilder(ChoiceBuilder):
             finish_reason = tool_reason or finish_reason
         token_ids = self._add_tokens(delta)
         if not message_deltas and (delta.logprobs or token_ids or finish_reason):
-            message_deltas = [{}]
+            message_deltas = [{}]  # a chunk without text, for the other fields
         self._finish_reason = finish_reason
         chunks = []
-        for i, message_delta in enumerate(message_deltas):
+        for i, message_delta in enumerate(message_deltas):  # the first has the log-probabilities and token ids
             self._add_message_delta(message_delta)
             role = {} if self._role_sent else {"role": "assistant", "content": ""}
             self._role_sent = True
@@ -158,14 +161,14 @@ class ChatChoiceBuilder(ChoiceBuilder):
         if self._reasoning:
             message["reasoning_content"] = self._reasoning
         logprobs = self._logprobs_object(self._logprobs) if self._include_logprobs else None
-        choice = {"index": self._index, "message": message, "logprobs": logprobs, "finish_reason": self._finish_reason}
-        return self._with_token_ids(choice)
+        entry = {"index": self._index, "message": message, "logprobs": logprobs, "finish_reason": self._finish_reason}
+        return self._with_token_ids(entry)
 
     def _logprobs_object(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         content = []
-        for entry in logprobs:
-            top_logprobs = [self._token_object(*top) for top in entry.top_logprobs]
-            content.append(self._token_object(entry.token_id, entry.logprob) | {"top_logprobs": top_logprobs})
+        for token in logprobs:
+            top_logprobs = [self._token_object(*top) for top in token.top_logprobs]
+            content.append(self._token_object(token.token_id, token.logprob) | {"top_logprobs": top_logprobs})
         return {"content": content, "refusal": None}
 
     def _token_object(self, token: int, logprob: float | None) -> dict[str, Any]:
@@ -178,7 +181,7 @@ class CompletionChoiceBuilder(ChoiceBuilder):
     """Builds one choice of ``/v1/completions``."""
 
     object_type, chunk_object_type, id_prefix = "text_completion", "text_completion", "cmpl"
-    _text = ""
+    _text = ""  # the choice's text so far
 
     def empty_chunk(self) -> dict[str, Any]:
         return {"index": self._index, "finish_reason": None, "text": ""}
@@ -196,10 +199,11 @@ class CompletionChoiceBuilder(ChoiceBuilder):
         return self._with_token_ids(self._choice(self._text, self._logprobs, 0))
 
     def _choice(self, text: str, logprobs: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-        """A ``choices`` entry. ``offset``: number of characters of the choice before ``text``."""
+        """Returns a ``choices`` entry. ``offset``: number of characters of the choice before ``text``."""
         logprobs_object = None
         if self._include_logprobs:
             tokens = [self._token_to_piece(x.token_id)[0] for x in logprobs]
+            # A partial character adds nothing to the text until the character is complete.
             lengths = [0 if token.startswith(PARTIAL_CHAR_PREFIX) else len(token) for token in tokens]
             logprobs_object = {
                 "tokens": tokens,
@@ -209,14 +213,14 @@ class CompletionChoiceBuilder(ChoiceBuilder):
             }
         return {"index": self._index, "text": text, "logprobs": logprobs_object, "finish_reason": self._finish_reason}
 
-    def _top_logprobs(self, entry: TokenLogprob) -> dict[str, float] | None:
-        if entry.logprob is None:
+    def _top_logprobs(self, token_logprob: TokenLogprob) -> dict[str, float] | None:
+        if token_logprob.logprob is None:
             return None
-        return {self._token_to_piece(token)[0]: round(logprob, 6) for token, logprob in entry.top_logprobs}
+        return {self._token_to_piece(token)[0]: round(logprob, 6) for token, logprob in token_logprob.top_logprobs}
 
 
 def usage(choices: Sequence[Choice], reasoning_tokens: int = 0) -> dict[str, Any]:
-    """OpenAI's usage object of choices that have ended, with draft statistics."""
+    """Returns OpenAI's usage object of choices that have ended, with draft statistics."""
     cached_tokens = sum(max(c.result.cached_tokens if c.result else 0 for c in group) for group in _by_prompt(choices))
     return usage_so_far(choices) | {
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
@@ -226,12 +230,12 @@ def usage(choices: Sequence[Choice], reasoning_tokens: int = 0) -> dict[str, Any
 
 
 def _by_prompt(choices: Sequence[Choice]) -> list[list[Choice]]:
-    """The choices grouped by prompt: the ``n`` choices of one prompt count its tokens once."""
+    """Groups choices by prompt. The ``n`` choices of a prompt share one list of token ids, which usage counts once."""
     return [list(group) for _, group in groupby(choices, key=lambda choice: id(choice.request.prompt))]
 
 
 def timings_and_metrics(choice: Choice) -> dict[str, Any]:
-    """llama.cpp's field ``timings`` and vLLM's ``metrics`` for a choice that has ended."""
+    """Returns llama.cpp's field ``timings`` and vLLM's ``metrics`` for a choice that has ended."""
     result, stats = choice.result, choice.spec_stats
     if result is None:
         return {}
@@ -258,7 +262,7 @@ def _timings(phase: str, num_tokens: int, milliseconds: float) -> dict[str, floa
 
 
 def usage_so_far(choices: Sequence[Choice]) -> dict[str, int]:
-    """The token counts of choices in progress."""
+    """Returns the token counts of choices in progress."""
     prompt_tokens = sum(len(group[0].request.prompt) for group in _by_prompt(choices))
-    new_tokens = sum(choice.num_tokens for choice in choices)
+    new_tokens = sum(choice.num_reported_tokens for choice in choices)
     return {"prompt_tokens": prompt_tokens, "completion_tokens": new_tokens, "total_tokens": prompt_tokens + new_tokens}

@@ -6,14 +6,14 @@ const make = (tag, properties = {}, ...children) => {
   return element;
 };
 const button = (textContent, onclick) => make("button", { type: "button", textContent, onclick });
-const number = (x, digits = 0) => x.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
-const plural = (n, noun) => `${number(n)} ${noun}${n === 1 ? "" : "s"}`;
-const estimateTokens = (text) => Math.ceil(text.length / 4);
+const formatNumber = (x, digits = 0) => x.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+const plural = (n, noun) => `${formatNumber(n)} ${noun}${n === 1 ? "" : "s"}`;
+const estimateTokens = (text) => Math.ceil(text.length / 4); // about four characters a token in English
 const showNotice = (text) => { $("notice").textContent = text; };
 const readSession = (name) => JSON.parse(sessionStorage.getItem(name));
 
 /* A turn: {system, question, documents: [{name, size, text}], answers: [answer, ...]}; the last answer with text is sent as history.
-   An answer's state is "running", "done", "stopped" or "failed"; its rounds are the server's traces of rounds. */
+   An answer's state is "running", "done", "stopped" or "failed"; rounds are the server's traces; thought is the reasoning. */
 let turns = readSession("turns") ?? [];
 let model = null;        // the entry of /v1/models
 let documents = [];      // the documents of the next turn
@@ -212,7 +212,7 @@ function tokenElements(answer) {
 function roundTitle({ round, tree }) {
   const drafted = (tree?.tokens.length ?? 1) - 1, accepted = (tree?.accepted.length ?? 1) - 1;
   if (!round) return "The first token: reading the prompt gave it.";
-  return `Round ${number(round)}: ${drafted ? `${accepted} of ${plural(drafted, "drafted token")} accepted` : "nothing was drafted"}.`;
+  return `Round ${formatNumber(round)}: ${drafted ? `${accepted} of ${plural(drafted, "drafted token")} accepted` : "nothing was drafted"}.`;
 }
 
 /* A tree as lines: ● accepted, ○ rejected; branches off the accepted path are indented. */
@@ -229,33 +229,33 @@ function footer(answer, first) {
   const cached = usage?.prompt_tokens_details?.cached_tokens, isRepeat = answer !== first && answer.state !== "running";
   return [
     answer.state === "stopped" && "Stopped", answer.finish === "length" && "Cut off at the limit of tokens, or by the server's timeout",
-    lastRound && `${number(lastRound.tokens_per_second, 1)} tokens/s · mean accepted length ${number(lastRound.mean_accepted_length, 2)}`,
+    lastRound && `${formatNumber(lastRound.tokens_per_second, 1)} tokens/s · mean accepted length ${formatNumber(lastRound.mean_accepted_length, 2)}`,
     usage && `${plural(usage.completion_tokens, "token")} · prompt ${plural(usage.prompt_tokens, "token")}`,
-    cached && `${number(cached)} from the cache`,
+    cached && `${formatNumber(cached)} from the cache`,
     isRepeat && `the text ${answer.text === first.text ? "equals" : "differs from"} the first answer's`,
   ].filter(Boolean).join(" · ");
 }
 
-/* Progress of the prefill. */
+/* Shows the progress of the prefill, and the seconds so far. */
 function prefillProgress({ prefill, began }) {
-  const text = `Reading the prompt: ${prefill ? `${number(prefill.read)} of ${plural(prefill.of, "token")}, ` : ""}${plural(Math.round((Date.now() - began) / 1000), "second")}`;
+  const text = `Reading the prompt: ${prefill ? `${formatNumber(prefill.read)} of ${plural(prefill.of, "token")}, ` : ""}${plural(Math.round((Date.now() - began) / 1000), "second")}`;
   return [text, make("progress", { ariaLabel: "Prompt read", ...(prefill && { max: prefill.of, value: prefill.read }) })];
 }
 
 function showAnswer(answer) {
   const turn = turns.find((t) => t.answers.includes(answer)), view = views.get(answer);
   if (!turn || !view) return;
-  const distanceToEnd = $("log").scrollHeight - $("log").scrollTop - $("log").clientHeight;
+  const distanceToEnd = $("log").scrollHeight - $("log").scrollTop - $("log").clientHeight; // in pixels; near it (120), the page follows the text
   const busy = answer.state === "running", isWaiting = busy && !answer.text && !answer.thought;
   const heading = `${answer.method || "default method"} · ${answer.temperature ? `temperature ${answer.temperature}` : "greedy"}, seed ${answer.seed}`;
   const tools = busy ? [] : [
     answer.text && copyButton(answer.text), button(answer.state === "failed" ? "Try again" : "Again", () => startAnswer(turn)),
     answer.finish === "length" && answer.text && button("Continue", () => running || answerTurn(turn, answer, { role: "assistant", content: answer.text })),
-    answer.rounds.length && button(answer.colours ? "As text" : "Who wrote it", () => { answer.colours = !answer.colours; showAnswer(answer); }),
+    answer.rounds.length && button(answer.showsSources ? "As text" : "Who wrote it", () => { answer.showsSources = !answer.showsSources; showAnswer(answer); }),
   ];
   view.ariaBusy = String(busy);
   view.replaceChildren(
-    make("small", { textContent: heading }), ...(answer.colours ? tokenElements(answer) : answerElements(answer)).filter(Boolean),
+    make("small", { textContent: heading }), ...(answer.showsSources ? tokenElements(answer) : answerElements(answer)).filter(Boolean),
     make("div", { role: "status" }, ...(isWaiting ? prefillProgress(answer) : [])),
     ...(answer.state === "failed" ? [make("p", { className: "failed", role: "alert", textContent: answer.error })] : []),
     make("small", { className: "figures", textContent: footer(answer, turn.answers[0]) }), make("div", { className: "row" }, ...tools),
@@ -292,16 +292,17 @@ function showConversation() {
 
 /* ---- Documents ---- */
 
+const MAX_FILE_BYTES = 20e6;
 function chip(file, remove) {
-  const textContent = `${file.name} · ${number(file.size / 1000, 1)} kB · about ${plural(estimateTokens(file.text), "token")} `;
+  const textContent = `${file.name} · ${formatNumber(file.size / 1000, 1)} kB · about ${plural(estimateTokens(file.text), "token")} `;
   return make("li", { textContent }, remove && Object.assign(button("✕", remove), { ariaLabel: `Remove ${file.name}` }));
 }
 
 async function addFiles(files) {
   const wrong = [];
   for (const file of files) {
-    const text = file.size < 20e6 && (await file.arrayBuffer().then((bytes) => new TextDecoder("utf-8", { fatal: true }).decode(bytes)).catch(() => null));
-    if (file.size >= 20e6) wrong.push(`${file.name} is too large: a document may have 20 MB at most.`);
+    const text = file.size < MAX_FILE_BYTES && (await file.arrayBuffer().then((bytes) => new TextDecoder("utf-8", { fatal: true }).decode(bytes)).catch(() => null));
+    if (file.size >= MAX_FILE_BYTES) wrong.push(`${file.name} is too large: a document may have 20 MB at most.`);
     else if (text === null || text.includes("\0")) wrong.push(`${file.name} is not a text file in UTF-8.`);
     else documents.push({ name: file.name, size: file.size, text });
   }
@@ -321,7 +322,7 @@ function showContextUse() {
   const context = model?.longdraft?.context, box = { system: $("system").value, question: $("question").value, documents };
   const earlierTurns = editing ? turns.slice(0, turns.indexOf(editing)) : turns;
   const tokens = messagesOf(box, earlierTurns).reduce((sum, message) => sum + estimateTokens(message.content), 0);
-  $("context-use").textContent = context && tokens ? `about ${number(tokens)} of ${plural(context, "token")}` : "";
+  $("context-use").textContent = context && tokens ? `about ${formatNumber(tokens)} of ${plural(context, "token")}` : "";
   $("context-use").classList.toggle("over", tokens > context);
 }
 

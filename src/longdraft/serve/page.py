@@ -7,7 +7,7 @@ from importlib.resources import files
 
 
 def render_page() -> str:
-    """The page's HTML, with its script files inlined."""
+    """Returns the page's HTML, with the script files inlined."""
     package = files("longdraft.serve")
     html = package.joinpath("page.html").read_text(encoding="utf-8")
 

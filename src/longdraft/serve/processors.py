@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 
 import torch
 
+# (token ids so far (1, n), logits of the next token (1, vocabulary)) -> the logits, changed
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ProcessorFactories = Sequence[Callable[[], Processor]]
 
 
 @dataclass
 class Penalties:
-    """OpenAI's presence and frequency penalties. They count output tokens only, after the ``prompt_len`` tokens."""
+    """OpenAI's presence and frequency penalties, for tokens after the first ``prompt_len``, which are the prompt."""
 
     prompt_len: int
     presence: float = 0.0
@@ -35,8 +36,8 @@ class LogprobRecorder:
 
     Attributes:
         num_logprobs: how many of the most probable tokens to record at each position.
-        pending: what :meth:`pop` has not returned yet. An entry has a position's top log-probabilities, their token
-            ids, and the log-probabilities of all tokens, (vocabulary,).
+        pending: positions that :meth:`pop` has not returned yet. An entry is (the top log-probabilities, their token
+            ids, the log-probabilities of all tokens (vocabulary,)).
     """
 
     num_logprobs: int
@@ -48,11 +49,11 @@ class LogprobRecorder:
 
     def _add_position(self, logits: torch.Tensor) -> None:
         logprobs = logits.float().log_softmax(-1)
-        topk = logprobs.topk(max(1, self.num_logprobs))
+        topk = logprobs.topk(max(1, self.num_logprobs))  # at least one; pop() cuts the list
         self.pending.append((topk.values.tolist(), topk.indices.tolist(), logprobs))
 
     def pop(self, token: int) -> tuple[float, list[tuple[int, float]]]:
-        """The emitted token's log-probability at the oldest pending position, and the top (id, log-probability)."""
+        """Takes the oldest pending position. Returns (log-probability of ``token``, the top (id, log-probability))."""
         topk_logprobs, topk_ids, logprobs = self.pending.popleft()
         return float(logprobs[token]), list(zip(topk_ids, topk_logprobs, strict=True))[: self.num_logprobs]
 
@@ -69,7 +70,7 @@ class PromptLogprobRecorder(LogprobRecorder):
     prompt_logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
 
     def prompt_logits(self, start: int, logits: torch.Tensor) -> None:
-        """The engine passes the logits (n, vocabulary) at n positions of the prompt, from ``start`` on."""
+        """Records logits (n, vocabulary) at n positions of the prompt, from ``start`` on. The engine calls it."""
         for token_logits, token in zip(logits, self.prompt[start + 1 :], strict=False):
             self._add_position(token_logits)
             self.prompt_logprobs.append(self.pop(token))

@@ -23,8 +23,8 @@ _MAX_DEPTH = 96
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-class StrictModel(BaseModel):
-    """Refuses fields in ``unserved``, and treats null as a missing field.
+class ApiModel(BaseModel):
+    """Base of bodies and their parts. Refuses fields in ``unserved``, ignores unknown fields, and drops null.
 
     Attributes:
         unserved: {field that would change the answer: its neutral value}. None: any empty value is neutral.
@@ -35,13 +35,14 @@ class StrictModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, data: Any) -> Any:
+    def _drop_nulls_and_check(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
         fields = {name: x for name, x in data.items() if x is not None}
         for name in sorted(fields.keys() & cls.unserved.keys() - cls.model_fields.keys()):
             value, neutral = fields[name], cls.unserved[name]
-            if value == {} or (value if neutral is None else value != neutral):  # {} is a schema: any JSON
+            has_effect = bool(value) if neutral is None else value != neutral
+            if has_effect or value == {}:  # {} has an effect too: as a schema it means any JSON
                 raise PydanticCustomError("unserved", "It is not served", {"name": name})
         return fields
 
@@ -49,7 +50,7 @@ class StrictModel(BaseModel):
 _TEXT_TYPES = Literal["text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal"]
 
 
-class ContentPart(StrictModel):
+class ContentPart(ApiModel):
     """A part of a message; only text is served."""
 
     type: _TEXT_TYPES
@@ -57,7 +58,7 @@ class ContentPart(StrictModel):
 
 
 def replace_non_text(tool_result: Any) -> Any:
-    """A tool's result with a note in place of each image or file: the client cannot choose what tools return."""
+    """Returns a tool's result with a note in place of each image or file. (Clients do not choose what tools return.)"""
 
     def replace(part: Any) -> Any:
         if not isinstance(part, dict) or part.get("type") in get_args(_TEXT_TYPES):
@@ -68,7 +69,7 @@ def replace_non_text(tool_result: Any) -> Any:
     return [replace(part) for part in tool_result] if isinstance(tool_result, list) else tool_result
 
 
-class FunctionCall(StrictModel):
+class FunctionCall(ApiModel):
     """A function's name and arguments. A custom tool has ``input`` instead of ``arguments``."""
 
     name: str
@@ -76,12 +77,14 @@ class FunctionCall(StrictModel):
     input: str | None = None
 
 
-class ToolCall(StrictModel):
+class ToolCall(ApiModel):
+    """A tool call of an earlier answer."""
+
     id: str = ""
     function: FunctionCall = Field(validation_alias=pydantic.AliasChoices("function", "custom"))
 
     def for_template(self) -> dict[str, Any]:
-        """The call as chat templates take it, with the arguments as an object."""
+        """Returns the call as chat templates take it, with the arguments as an object."""
         arguments: Any = self.function.arguments or "{}"
         if self.function.input is not None:
             arguments = {"input": self.function.input}
@@ -91,7 +94,9 @@ class ToolCall(StrictModel):
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 
-class ChatMessage(StrictModel):
+class ChatMessage(ApiModel):
+    """A message of a chat."""
+
     unserved = dict.fromkeys(("audio", "function_call", "images"))
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -109,7 +114,7 @@ class ChatMessage(StrictModel):
         return replace_non_text(content) if info.data.get("role") == "tool" else content
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates take it."""
+        """Returns the message as chat templates take it."""
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": join_text(self.content or self.refusal or "")}
         if self.tool_calls:
@@ -124,7 +129,7 @@ class ChatMessage(StrictModel):
         return message
 
 
-class StreamOptions(StrictModel):
+class StreamOptions(ApiModel):
     """Reports of a stream besides the answer."""
 
     include_usage: bool = False
@@ -165,7 +170,7 @@ _UNSERVED: dict[str, Any] = dict.fromkeys(_UNSERVED_NAMES.split()) | {
 }  # fmt: skip
 
 
-class GenerationRequest(StrictModel):
+class GenerationRequest(ApiModel):
     """The fields of all endpoints that generate text.
 
     Attributes:
@@ -209,7 +214,7 @@ class SampledRequest(GenerationRequest):
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class ChatTemplateFields(StrictModel):
+class ChatTemplateFields(ApiModel):
     """Fields that concern the chat template.
 
     If the last message is the assistant's, the answer continues it, unless ``add_generation_prompt`` starts a new turn.
@@ -259,11 +264,11 @@ class TokenizeRequest(ChatTemplateFields):
     add_special_tokens: bool = True
 
 
-T = TypeVar("T", bound=StrictModel)
+T = TypeVar("T", bound=ApiModel)
 
 
-def parse_body(model: type[T], body: bytes, content_type: str) -> T:
-    """Parses a request body. Raises ApiError if it is not JSON, or not a valid ``model``."""
+def parse_body(model_class: type[T], body: bytes, content_type: str) -> T:
+    """Parses a request body. Raises ApiError if it is not JSON, or not a valid ``model_class``."""
     if "json" not in content_type:
         raise ApiError(415, f"The body must be JSON, with the header Content-Type: application/json, not "
                        f"{content_type or 'none'!r}.", param="Content-Type")  # fmt: skip
@@ -276,18 +281,18 @@ def parse_body(model: type[T], body: bytes, content_type: str) -> T:
         raise ApiError(400, f"The body is not JSON in UTF-8: {error}.") from None
     if _is_too_deep(values):
         raise ApiError(400, f"The body has more than {_MAX_DEPTH} levels of nested objects and lists.")
-    return validate(model, values)
+    return validate(model_class, values)
 
 
-def validate(model: type[T], values: Any) -> T:
-    """Makes a ``model`` of JSON values. If they are not valid, raises ApiError, which names the field."""
+def validate(model_class: type[T], values: Any) -> T:
+    """Makes a ``model_class`` of JSON values. Raises ApiError, with the field's name, if a value is not valid."""
     try:
-        return model.model_validate(values)
+        return model_class.model_validate(values)
     except ValidationError as error:
-        # A union has an error for each type. The deepest one belongs to the type that was meant.
+        # A union has an error for each type. The deepest error belongs to the type that was meant.
         deepest = max(error.errors(), key=lambda e: len(e["loc"]))
         unserved = [deepest["ctx"]["name"]] if deepest["type"] == "unserved" else []
-        # Pydantic's path of the field also names types of the union ("str", "list[...]"): these are left out.
+        # Types of a union ("str", "list[...]") in pydantic's path of the field are left out.
         field = ".".join(str(x) for x in (*deepest["loc"], *unserved) if str(x) != "str" and "[" not in str(x))
         problem = "is not served" if unserved else f"cannot be used: {deepest['msg']}"
         if deepest["type"] == "literal_error":
@@ -303,10 +308,10 @@ def _finite(number: str) -> float:
 
 
 def _is_too_deep(value: Any) -> bool:
-    level = [value]
+    values = [value]  # all values of one level
     for _ in range(_MAX_DEPTH):
-        containers = [x for x in level if isinstance(x, dict | list)]
-        level = [inner for x in containers for inner in (x.values() if isinstance(x, dict) else x)]
-        if not level:
+        containers = [x for x in values if isinstance(x, dict | list)]
+        values = [inner for x in containers for inner in (x.values() if isinstance(x, dict) else x)]
+        if not values:
             return False
     return True

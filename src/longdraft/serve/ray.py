@@ -50,10 +50,11 @@ def connect() -> Any:
 
 
 def check_resources(ray: Any, num_processes: int, cpus: float, gpus: float) -> None:
-    """Refuses processes that would wait for ever for resources. ``cpus`` and ``gpus`` are those of each process.
+    """Raises CapabilityError if this machine has too few CPUs or GPUs: the processes would wait for ever.
 
-    Raises:
-        CapabilityError: this machine has too few CPUs or GPUs.
+    Args:
+        cpus: number of CPUs of each process.
+        gpus: number of GPUs of each process.
     """
     if os.environ.get("RAY_ADDRESS"):  # a cluster may add machines
         return
@@ -67,7 +68,7 @@ def check_resources(ray: Any, num_processes: int, cpus: float, gpus: float) -> N
 
 
 def error_line(message: str) -> str:
-    """The last line of Ray's message that names an error. If none does: the last line."""
+    """Returns the last line of Ray's message that names an error, or else the last line."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line.split(":")[0] and ":" in line]
     return (errors or lines or ["unknown"])[-1]
@@ -76,11 +77,12 @@ def error_line(message: str) -> str:
 def deployment_options(
     settings: ServerSettings, replicas: int, cpus: int, gpus: int, config_file: Path | None, drain_timeout: float
 ) -> dict[str, Any]:
-    """Options of Ray Serve's deployment.
+    """Returns options of Ray Serve's deployment.
 
     Args:
         replicas: number of replicas, unless the file has ``num_replicas`` or ``autoscaling_config``.
-        cpus, gpus: number of each replica's CPUs and GPUs.
+        cpus: number of CPUs of each replica.
+        gpus: number of GPUs of each replica.
         config_file: YAML or JSON with further options, which override these.
         drain_timeout: seconds in which a replica must answer its last requests.
 
@@ -97,7 +99,7 @@ def deployment_options(
             raise RequestError(f"--ray-config {config_file} must hold options of a Ray Serve deployment (name: value).")
     options = {
         "ray_actor_options": {"num_cpus": cpus, "num_gpus": gpus},
-        # 16 more than a replica takes, so that it refuses requests itself (429) and Ray does not queue them.
+        # 16 more than a replica takes: the replica then refuses requests itself (429), and Ray does not queue them.
         "max_ongoing_requests": settings.slots + settings.queue + 16,
         "graceful_shutdown_timeout_s": drain_timeout,
         "health_check_period_s": 5,
@@ -114,8 +116,7 @@ class Replica:
         from ray import serve
 
         if settings.snapshots is not None:  # only one server may use a folder of snapshots
-            rank = serve.get_replica_context().rank.rank
-            settings = replace(settings, snapshots=settings.snapshots / str(rank))
+            settings = replace(settings, snapshots=settings.snapshots / str(serve.get_replica_context().rank.rank))
         self._service = make_service(settings)
         self._service.worker.start()
 
@@ -123,11 +124,11 @@ class Replica:
         return make_app(self._service)
 
     def check_health(self) -> None:
-        """Ray calls it, and replaces the replica if it raises."""
+        """Raises RuntimeError if the engine thread has ended. Ray then replaces the replica."""
         if not self._service.worker.alive:
             raise RuntimeError("the engine thread has ended")
 
-    def __del__(self) -> None:
+    def __del__(self) -> None:  # Ray calls it when it stops the replica
         if hasattr(self, "_service"):
             self._service.worker.close(0)
 
@@ -180,7 +181,7 @@ def serve(
 
 
 def _free_port(host: str) -> int:
-    """A port that is not in use."""
+    """Returns a port that is not in use."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]

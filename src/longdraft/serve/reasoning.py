@@ -18,7 +18,7 @@ class ReasoningParser:
     """
 
     def __init__(self, in_reasoning: bool = False) -> None:
-        self._pending = ""
+        self._pending = ""  # text that has not been returned
         # "opened" and "closed" are the states just after a tag, in which line breaks are skipped.
         self._state: Literal["start", "opened", "reasoning", "closed", "answer"] = "opened" if in_reasoning else "start"
 
@@ -27,7 +27,7 @@ class ReasoningParser:
         return self._state in ("opened", "reasoning")
 
     def push(self, text: str, last: bool = False) -> tuple[str, str]:
-        """Splits new text into reasoning and answer, without line breaks next to tags. ``last``: no text follows."""
+        """Splits new text into (reasoning, answer), without line breaks next to tags. ``last``: no text follows."""
         self._pending += text
         reasoning = answer = ""
         if self._state == "start":  # only a tag at the very start opens reasoning
@@ -40,12 +40,12 @@ class ReasoningParser:
             self._pending = self._pending.lstrip("\n")
             self._state = "reasoning" if self._pending else "opened"
         if self._state == "reasoning":
-            end = _THINK_END_PATTERN.search(self._pending, partial=True)  # text that may become </think> stays pending
-            reasoning = self._pending[: end.start()]
-            self._pending = self._pending[end.start() if end.partial else end.end() :]
-            if last and end.partial:
+            match = _THINK_END_PATTERN.search(self._pending, partial=True)  # a partial </think> stays pending
+            reasoning = self._pending[: match.start()]
+            self._pending = self._pending[match.start() if match.partial else match.end() :]
+            if last and match.partial:
                 reasoning, self._pending = reasoning + self._pending.rstrip("\n"), ""
-            self._state = "reasoning" if end.partial else "closed"
+            self._state = "reasoning" if match.partial else "closed"
         if self._state == "closed":
             self._pending = self._pending.lstrip("\n")
             self._state = "answer" if self._pending else "closed"

@@ -10,7 +10,7 @@ from longdraft.serve.errors import ApiError
 from longdraft.serve.openai import ResponseEnvelope, sse_event
 from longdraft.serve.responses_request import ResponsesRequest
 
-# Type of an item with text -> (type of its content part, further fields of that part, further fields of its events).
+# Type of an item with text -> (type of the item's content part, further fields of the part, further fields of events).
 _TEXT_ITEMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "message": ("output_text", {"annotations": [], "logprobs": []}, {"logprobs": []}),
     "reasoning": ("reasoning_text", {}, {}),
@@ -21,7 +21,12 @@ _ID_PREFIXES = {
 
 
 class ResponsesAdapter:
-    """Builds one response: reasoning, text and tool calls become output items, in the order in which they come."""
+    """Builds one response: reasoning, text and tool calls become output items, in the order in which they come.
+
+    Args:
+        envelope: the response's id, time and model.
+        store_items: called with the output items, if the request asks to store them.
+    """
 
     keep_alive_event = ""  # the API has no keep-alive event
 
@@ -37,16 +42,16 @@ class ResponsesAdapter:
         yield self._event("response.in_progress", response=self.response_object("in_progress"))
 
     def push(self, choice: Mapping[str, Any]) -> Iterator[str]:
-        """The events for the choice of a chat completion's chunk."""
-        message = choice["delta"]
+        """Yields the events for an entry of ``choices`` in a chat completion's chunk."""
+        message_delta = choice["delta"]
         for item_type, key in (("reasoning", "reasoning_content"), ("message", "content")):
-            if text := message.get(key):
-                if self._open_item_type() != item_type:
+            if text := message_delta.get(key):
+                if self._current_item_type() != item_type:
                     yield from self._begin_item(item_type)
                 self._items[-1]["content"][0]["text"] += text
-                part_type, _, fields = _TEXT_ITEMS[item_type]
-                yield self._event(f"response.{part_type}.delta", **self._position(), delta=text, **fields)
-        for call in message.get("tool_calls", ()):
+                part_type, _, event_fields = _TEXT_ITEMS[item_type]
+                yield self._event(f"response.{part_type}.delta", **self._position(), delta=text, **event_fields)
+        for call in message_delta.get("tool_calls", ()):
             if call.get("type") == "local_shell":
                 action = {"type": "exec", "env": {}, **call["local_shell"]}
                 yield from self._begin_item("local_shell_call", call_id=call["id"], action=action)
@@ -66,7 +71,7 @@ class ResponsesAdapter:
                 yield self._event("response.function_call_arguments.delta", **self._position(), delta=arguments)
 
     def finish(self, truncated: bool, usage: Mapping[str, Any]) -> Iterator[str]:
-        """The last events."""
+        """Yields the last events."""
         if not self._items:
             yield from self._begin_item("message")
         status = "incomplete" if truncated else "completed"
@@ -77,21 +82,21 @@ class ResponsesAdapter:
         yield self._event(f"response.{status}", response=self.full_response)
 
     def error_event(self, error: ApiError) -> str:
-        """The last event of a response that ends with an error."""
+        """Returns the last event of a response that ends with an error."""
         return self._event("response.failed", response=self.response_object("failed") | {"error": error.body["error"]})
 
-    def _open_item_type(self) -> str | None:
-        """The type of the item in progress; None if there is none."""
+    def _current_item_type(self) -> str | None:
+        """Returns the type of the item in progress; None if no item is in progress."""
         is_open = self._items and self._items[-1]["status"] == "in_progress"
         return str(self._items[-1]["type"]) if is_open else None
 
     def _position(self) -> dict[str, Any]:
-        """An event's fields for the item in progress."""
+        """Returns the fields by which an event names the item in progress."""
         position = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
         return position | ({"content_index": 0} if self._items[-1]["type"] in _TEXT_ITEMS else {})
 
     def _begin_item(self, item_type: str, **fields: Any) -> Iterator[str]:
-        """The events that end the item in progress and begin the next one."""
+        """Yields the events that end the item in progress and begin a new item."""
         yield from self._end_item("completed")
         item_id = f"{_ID_PREFIXES[item_type]}_{secrets.token_hex(12)}"
         item = {"id": item_id, "type": item_type, "status": "in_progress", **fields}
@@ -107,14 +112,15 @@ class ResponsesAdapter:
             yield self._event("response.content_part.added", **self._position(), part=item["content"][0])
 
     def _end_item(self, status: str) -> Iterator[str]:
-        item_type = self._open_item_type()
+        """Yields the events that end the item in progress, if there is one."""
+        item_type = self._current_item_type()
         if item_type is None:
             return
         item = self._items[-1]
         item["status"] = status
         if item_type in _TEXT_ITEMS:
-            part, (part_type, _, fields) = item["content"][0], _TEXT_ITEMS[item_type]
-            yield self._event(f"response.{part_type}.done", **self._position(), text=part["text"], **fields)
+            part, (part_type, _, event_fields) = item["content"][0], _TEXT_ITEMS[item_type]
+            yield self._event(f"response.{part_type}.done", **self._position(), text=part["text"], **event_fields)
             yield self._event("response.content_part.done", **self._position(), part=part)
         elif item_type == "custom_tool_call":
             yield self._event("response.custom_tool_call_input.done", **self._position(), input=item["input"])
@@ -128,6 +134,7 @@ class ResponsesAdapter:
         return sse_event({"type": name, "sequence_number": self._sequence_number - 1, **content}, name)
 
     def response_object(self, status: str, usage: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Returns the response object. ``usage``: a chat completion's usage; None before the end."""
         envelope, body = self._envelope, self._body
         token_counts = None if usage is None else {
             "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],

@@ -9,11 +9,11 @@ from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
 from longdraft.serve import protocol
 from longdraft.serve.errors import ApiError
-from longdraft.serve.protocol import ChatCompletionRequest, ContentPart, Effort, MaxTokens, SampledRequest, StrictModel
+from longdraft.serve.protocol import ApiModel, ChatCompletionRequest, ContentPart, Effort, MaxTokens, SampledRequest
 from longdraft.serve.tool_types import SHELL_PARAMETERS, is_unserved_item
 
 
-class ResponseItem(StrictModel):
+class ResponseItem(ApiModel):
     """An input item of ``/v1/responses``: a message, or an output item of an earlier response."""
 
     type: Literal[
@@ -78,11 +78,11 @@ class ResponseStore:
 
     def put(self, tenant: str | None, items: Sequence[dict[str, Any]]) -> None:
         self._items |= {(tenant, item["id"]): item for item in items}
-        for oldest in list(self._items)[: -self._max_items]:
+        for oldest in list(self._items)[: -self._max_items]:  # a dict keeps the order of insertion
             del self._items[oldest]
 
     def resolve(self, tenant: str | None, item: ResponseItem) -> ResponseItem:
-        """Returns the item, or the stored item to which it refers. Raises ApiError if that is not stored any more."""
+        """Returns ``item``, or the stored item that it refers to. Raises ApiError if that item is no longer stored."""
         if item.type != "item_reference":
             return item
         stored_item = self._items.get((tenant, str(item.call_id)))
@@ -92,7 +92,7 @@ class ResponseStore:
         return ResponseItem.model_validate({**stored_item, "call_id": stored_item.get("call_id", stored_item["id"])})
 
 
-class TextFormat(StrictModel):
+class TextFormat(ApiModel):
     """The ``text.format`` of ``/v1/responses``, which is the ``response_format`` of chats."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
@@ -103,11 +103,11 @@ class TextFormat(StrictModel):
         return {"type": self.type} if self.schema_ is None else {"type": self.type, "schema": self.schema_}
 
 
-class TextOptions(StrictModel):
+class TextOptions(ApiModel):
     format: TextFormat = Field(default_factory=lambda: TextFormat())
 
 
-class Reasoning(StrictModel):
+class Reasoning(ApiModel):
     effort: Effort | None = None
 
 
@@ -116,7 +116,7 @@ class _ConvertedRequest(ChatCompletionRequest):
 
 
 def _without_unserved(items: Any) -> Any:
-    """Drops calls and outputs of tools that OpenAI runs. Logs a warning."""
+    """Drops calls and outputs of tools that only OpenAI runs. Logs a warning for each type."""
     if not isinstance(items, list):
         return items
     return [item for item in items if not (isinstance(item, dict) and is_unserved_item(item.get("type")))]
@@ -126,7 +126,7 @@ class ResponsesRequest(SampledRequest):
     """The body of ``/v1/responses``."""
 
     input: Annotated[str | Annotated[list[ResponseItem], Field(min_length=1)], BeforeValidator(_without_unserved)]
-    n: Annotated[int, Field(ge=1, le=1)] = 1
+    n: Annotated[int, Field(ge=1, le=1)] = 1  # this API has one answer
     instructions: str | None = None
     store: bool = True
     max_output_tokens: MaxTokens = None
@@ -138,7 +138,7 @@ class ResponsesRequest(SampledRequest):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     def as_chat(self, resolve: Callable[[ResponseItem], ResponseItem] = lambda item: item) -> ChatCompletionRequest:
-        """Converts it to a request for ``/v1/chat/completions``. ``resolve``: see :meth:`ResponseStore.resolve`."""
+        """Converts the body to one of ``/v1/chat/completions``. ``resolve``: see :meth:`ResponseStore.resolve`."""
         messages: list[dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})

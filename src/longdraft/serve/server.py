@@ -22,15 +22,15 @@ BACKLOG = 64  # connections that the operating system may queue before they are 
 
 
 def _max_connections() -> int:
-    """Half of the process's file descriptors, minus twice the backlog, between 16 and 4096."""
+    """Returns how many connections may be open: half of the file descriptors (files need the rest), but 16 to 4096."""
     try:
         import resource
 
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     except ImportError:  # on Windows
-        descriptors = 512
+        descriptors = 512  # the C library's default
     descriptors = 65536 if descriptors < 0 else descriptors  # -1: no limit
-    return max(16, min(4096, descriptors // 2 - 2 * BACKLOG))
+    return max(16, min(4096, descriptors // 2 - 2 * BACKLOG))  # the backlog's connections have descriptors too
 
 
 class LimitedConnection(H11Protocol):
@@ -40,11 +40,12 @@ class LimitedConnection(H11Protocol):
     max_connections: int  # if there are more, the connection that has been idle for longest is closed
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None  # runs while the connection is idle
         self._update_timer()
         super().connection_made(transport)
-        if len(self.connections) > self.max_connections:
+        if len(self.connections) > self.max_connections:  # connections: uvicorn's set of all open connections
             idle = [c for c in self.connections if isinstance(c, LimitedConnection) and c._timer is not None]
+            # The timer that will end first belongs to the connection that has been idle for longest.
             longest_idle = min(idle, key=lambda c: c._timer.when() if c._timer else 0.0, default=self)
             longest_idle._cancel_timer()
             longest_idle.transport.abort()
@@ -63,7 +64,7 @@ class LimitedConnection(H11Protocol):
 
     def _update_timer(self) -> None:
         """Starts the timer while the next request's headers have not arrived; stops it otherwise."""
-        if self.conn.their_state is not h11.IDLE:
+        if self.conn.their_state is not h11.IDLE:  # conn: h11's state, set by H11Protocol
             self._cancel_timer()
         elif self._timer is None:
             self._timer = self.loop.call_later(self.header_timeout, lambda: self.transport.close())
@@ -75,10 +76,12 @@ class LimitedConnection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Drains on SIGTERM and Ctrl-C: running requests are answered, new ones get 503. A second signal ends everything.
+    """A uvicorn server. SIGTERM or Ctrl-C drains it: running requests are answered, new ones get 503. A second ends it.
 
     Args:
+        port: the port to listen on; 0: any free port.
         drain_timeout: seconds after which running requests fail.
+        access_log: log each request.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             make_app(service), host=host, port=port,
             log_level="info" if access_log else "error",  # warnings about bad requests would fill the log
+            # uvicorn makes connections from the class alone, so the limits are attributes of a subclass.
             access_log=access_log, timeout_keep_alive=30, http=type("Limited", (LimitedConnection,), limits), ws="none",
             backlog=BACKLOG, timeout_graceful_shutdown=10,  # seconds; _drain has waited for the requests
         )  # fmt: skip
@@ -101,7 +105,7 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: Any) -> None:
         self._num_signals += 1
         if self._num_signals > 1:
-            self.force_exit = self.should_exit = True
+            self.force_exit = self.should_exit = True  # uvicorn then ends without waiting for responses
             return
         threading.Thread(target=self._drain, name="longdraft drain").start()
 
@@ -123,7 +127,7 @@ class Server(uvicorn.Server):
         for sig in (signal.SIGINT, signal.SIGTERM):
             signal.signal(sig, self.handle_exit)
         http_thread.start()
-        while http_thread.is_alive() and not self.started:
+        while http_thread.is_alive() and not self.started:  # started: set by uvicorn once it listens
             time.sleep(0.01)
         if not self.started:
             raise RequestError(

@@ -44,6 +44,7 @@ class Service:
         new_speculator: makes the speculator of a method.
 
     Attributes:
+        worker: the engine thread.
         executor: runs long work outside the event loop.
         response_store: output items of ``/v1/responses``, which later requests may refer to.
     """
@@ -68,13 +69,13 @@ class Service:
         return self._disk_cache is not None and self._disk_cache.save_next()
 
     def speculator(self, method: str) -> Speculator:
-        """The speculator of a method, made on first use."""
+        """Returns the speculator of a method. The first call makes it."""
         if method not in self._speculators:
             self._speculators[method] = self._new_speculator(method)
         return self._speculators[method]
 
     def new_session(self, method: str) -> Session:
-        """A session with a new prompt cache: if the old session failed, its KV may be the cause."""
+        """Makes a session with a new prompt cache: if an old session failed, the old KV may be the cause."""
         spec, settings = self.speculator(method), self.settings
         feature_layers, tree_bytes = spec.feature_layers(), settings.prefix_cache_bytes
         if method != settings.methods[0]:  # only the default method keeps prefixes that lost their slot
@@ -101,7 +102,7 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def token_to_piece(self, token: int) -> tuple[str, bytes]:
-        """A token's text and bytes. The text of a partial UTF-8 character is OpenAI's notation ``bytes:\\xe2\\x80``."""
+        """Returns a token's text and bytes. The text of a partial UTF-8 character is OpenAI's ``bytes:\\xe2\\x80``."""
         text = str(self.tokenizer.decode([token]))
         if REPLACEMENT_CHARACTER not in text:
             return text, text.encode()
@@ -113,9 +114,11 @@ class Service:
         num_logprobs: int | None = None, constraint_factory: Callable[[], Processor] | None = None,
         stop_token_ids: Sequence[int] = (), echo: str | None = None,
     ) -> list[Choice]:  # fmt: skip
-        """The ``n`` choices of a request, to be submitted. Raises ApiError if a value cannot be used.
+        """Makes the ``n`` choices of a request, to be submitted. Raises ApiError if a value cannot be used.
 
         Args:
+            max_tokens: limit of new tokens; None: what the context leaves.
+            tenant: owner of the request's API key; None if no key is needed.
             num_logprobs: how many of the most probable tokens to report; None: no log-probabilities.
             constraint_factory: makes the logits processor that follows the request's grammar.
             stop_token_ids: further tokens that end the answer, besides the model's own.
@@ -144,8 +147,8 @@ class Service:
         if eos_ids is None and (stop_token_ids or body.min_tokens):
             eos_ids = self._eos_ids(stop_token_ids)
         if body.min_tokens and eos_ids:
-            arguments = len(prompt), body.min_tokens, eos_ids, runner.device
-            factories.append(partial(MinNewTokensLengthLogitsProcessor, *arguments))
+            min_length_args = len(prompt), body.min_tokens, eos_ids, runner.device
+            factories.append(partial(MinNewTokensLengthLogitsProcessor, *min_length_args))
         if constraint_factory is not None:
             factories.append(constraint_factory)
         greedy = body.temperature == 0
@@ -157,7 +160,7 @@ class Service:
             repetition_penalty=None if body.repetition_penalty == 1 else body.repetition_penalty,
             repetition_window=body.repetition_window, foresee=settings.foresee,
         )  # fmt: skip
-        # A restarted request must repeat its tokens, so it needs a seed.
+        # A restarted request must repeat its tokens, so it needs a seed, below 2^63 like all seeds.
         seed = self._random.randrange(2**62) if body.seed is None else body.seed
         max_new_tokens = min(max_tokens or tokens_left, settings.max_tokens or tokens_left, tokens_left)
         request = Request(
@@ -165,16 +168,16 @@ class Service:
             reuse=body.cache_prompt,
         )  # fmt: skip
         requests = [replace(request, seed=(seed + i) % 2**63) for i in range(body.n)]
-        options = factories, num_logprobs, body.stream_options.include_trace, echo
-        return [Choice(request, method, self.decode, *options) for request in requests]
+        choice_args = factories, num_logprobs, body.stream_options.include_trace, echo
+        return [Choice(request, method, self.decode, *choice_args) for request in requests]
 
     def _eos_ids(self, stop_token_ids: Sequence[int]) -> list[int]:
-        """All tokens that end an answer: the model's own and ``stop_token_ids``."""
+        """Returns all tokens that end an answer: the model's own and ``stop_token_ids``."""
         spec = self.speculator(self.settings.methods[0])
         return sorted({*spec.runner().eos_token_ids, *spec.texts.eos_token_ids, *stop_token_ids})
 
     def model_object(self) -> dict[str, Any]:
-        """The model as ``/v1/models`` lists it."""
+        """Returns the model as ``/v1/models`` lists it."""
         settings = self.settings
         spec = self._speculators.get(settings.methods[0])
         return {
@@ -195,7 +198,7 @@ def make_service(
     first_method_options: Mapping[str, Any], num_services: int = 1, progress: Progress | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Service:  # fmt: skip
-    """A service that is ready to answer.
+    """Makes a service that is ready to answer.
 
     Args:
         settings: the settings. Empty ``methods`` select the best method for the model, and ar. ``context`` 0 selects
@@ -217,7 +220,7 @@ def make_service(
             options |= first_method_options
         if settings.earlier and (method is None or "earlier" in get_method(method).options):
             options |= {"earlier": settings.earlier}
-            if method not in (None, "suffix", "prompt-lookup"):
+            if method not in (None, "suffix", "prompt-lookup"):  # these two are lookups already
                 options["lookup"] = True
         return Speculator(method, loaded.model, loaded.tokenizer, **options)
 
@@ -237,18 +240,19 @@ def make_service(
 def _resolve_context(
     runner: TargetRunner, settings: ServerSettings, num_methods: int, num_services: int, note: Callable[[str], None]
 ) -> int:
-    """Tokens of each slot: the setting, or else what the model and 80 % of the free memory allow."""
+    """Returns the tokens of a slot: ``settings.context``, or if it is 0, what the model and the free memory allow."""
     context, model_context, slots = settings.context, runner.context_length, settings.slots
     if context > model_context:
         raise RequestError(f"--context {context}: the model's context holds {model_context} (--rope-factor: more).")
     # kv_dtype, in which the KV is stored, may be smaller than the dtype of kv_shape.
     bytes_per_token = runner.kv_shape.bytes_per_token * runner.kv_dtype.itemsize // runner.kv_shape.dtype.itemsize
-    free = memory_info.available_bytes(runner.device)
-    if free is None or runner.offload is not None:  # the limit is unknown, or the KV is not on the device
+    free_bytes = memory_info.available_bytes(runner.device)
+    if free_bytes is None or runner.offload is not None:  # the limit is unknown, or the KV is not on the device
         max_tokens = model_context
     else:
+        # The prefix cache is in host memory. A fifth of the rest is left for activations.
         reserved = settings.prefix_cache_bytes * num_services if runner.device.type == "cpu" else 0
-        max_tokens = int(0.8 * max(0, free - reserved) / (bytes_per_token * slots * num_methods * num_services))
+        max_tokens = int(0.8 * max(0, free_bytes - reserved) / (bytes_per_token * slots * num_methods * num_services))
     if context > max_tokens:
         raise MemoryBudgetError(
             f"--context {context}: the free memory holds {max_tokens} tokens in each of {slots} slots. Choose a "

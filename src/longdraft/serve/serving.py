@@ -46,6 +46,7 @@ class PendingResponse:
     """A request's choices in progress, each with the builder of its JSON. Call :meth:`submit` first.
 
     Attributes:
+        builders: the builder of each choice.
         updates: (choice's index, update) from the worker.
     """
 
@@ -76,38 +77,38 @@ class PendingResponse:
             await self.chunks(i, delta)
         envelope, object_type = self.envelope(), self.builders[0].object_type
         return await self.service.executor.run(
-            lambda: envelope.wrap(object_type, [x.full_choice() for x in self.builders], **self.final_fields())
+            lambda: envelope.wrap(object_type, [b.full_choice() for b in self.builders], **self.final_fields())
         )
 
     def envelope(self) -> ResponseEnvelope:
-        """A new response id, with the other fields that all chunks share."""
+        """Makes a new response id, with the other fields that all chunks share."""
         return ResponseEnvelope(self.builders[0].id_prefix, self.service.settings.name)
 
     def final_fields(self) -> dict[str, Any]:
-        """The last fields of the response object: usage, and for a single choice timings and metrics."""
-        single = openai.timings_and_metrics(self.choices[0]) if len(self.choices) == 1 else {}
-        return {"usage": self.usage(), **single}
+        """Returns the last fields of the response object: usage, and for a single choice timings and metrics."""
+        timings = openai.timings_and_metrics(self.choices[0]) if len(self.choices) == 1 else {}
+        return {"usage": self.usage(), **timings}
 
     @property
     def num_new_tokens(self) -> int:
-        return sum(choice.num_tokens for choice in self.choices)
+        return sum(choice.num_reported_tokens for choice in self.choices)
 
     def usage(self) -> dict[str, Any]:
         reasoning_tokens = sum(b.reasoning_tokens for b in self.builders if isinstance(b, ChatChoiceBuilder))
         return openai.usage(self.choices, reasoning_tokens)
 
     def matched_stop(self) -> str | None:
-        """The stop string that ended the first choice; None if it ended for another reason."""
+        """Returns the stop string that ended the first choice; None if the choice ended for another reason."""
         result, stop_strings = self.choices[0].result, self.choices[0].request.stop or ()
         if result is None or result.finish_reason != "stop":
             return None
         spec = self.service.speculator(self.service.settings.methods[0])
         text = spec.texts.decoder_for_stops(stop_strings)(result.token_ids)
-        # The first one in the text; of those that begin at one position, the shortest.
+        # The stop string that comes first in the text. Of several that begin at one position, the shortest.
         return min((stop for stop in sorted(stop_strings, key=len) if stop in text), key=text.find, default=None)
 
     async def chunks(self, i: int, delta: Delta) -> list[dict[str, Any]]:
-        """The entries of ``choices`` in OpenAI's chunks for a delta of choice ``i``."""
+        """Returns the ``choices`` entry of each chunk for a delta of choice ``i``."""
         if len(delta.logprobs) < _MANY_LOGPROBS:
             return self.builders[i].chunks(delta)
         return await self.service.executor.run(lambda: self.builders[i].chunks(delta))
@@ -115,7 +116,7 @@ class PendingResponse:
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
         """Yields (choice's index, delta) when a delta comes, and KEEP_ALIVE after ``sse_ping_interval`` without one.
 
-        The request's timeout ends all choices; their text so far is the answer.
+        The request's timeout ends all choices. The text so far is then the answer.
 
         Raises:
             TimeoutError: no token came before the timeout.
@@ -128,11 +129,11 @@ class PendingResponse:
             while num_running:
                 seconds_left = deadline - time.monotonic()
                 if seconds_left <= 0:
-                    if not any(choice.num_tokens for choice in self.choices):
+                    if not any(choice.num_reported_tokens for choice in self.choices):
                         raise TimeoutError
                     for choice in self.choices:
-                        worker.cancel(choice)  # the queue still receives its result
-                    deadline = seconds_left = math.inf
+                        worker.cancel(choice)  # the queue still receives the choice's result
+                    deadline = seconds_left = math.inf  # the results come within one round
                 # asyncio.wait_for of Python 3.10 and 3.11 may lose a cancellation that comes with a result.
                 await asyncio.wait((next_update,), timeout=min(seconds_left, settings.sse_ping_interval))
                 if not next_update.done():
@@ -158,7 +159,7 @@ def constraint_factory(constraint: structured.Constraint) -> Callable[[], struct
 
 
 def create_chat_completion(service: Service, body: ChatCompletionRequest, tenant: str | None = None) -> PendingResponse:
-    """The pending response of ``/v1/chat/completions``. Raises LongdraftError or ApiError if it cannot be served."""
+    """Makes the pending response of ``/v1/chat/completions``. Raises LongdraftError or ApiError if it is not served."""
     service.check_model(body.model)
     functions, tool_types = as_functions(body.tools)
     tool_choice, callable_tools = tools.resolve_tool_choice(functions, body.tool_choice)
@@ -167,16 +168,17 @@ def create_chat_completion(service: Service, body: ChatCompletionRequest, tenant
     constraint = tools.tool_constraint(
         service.tokenizer, callable_tools, tool_choice, body.parallel_tool_calls, len(prompt), in_reasoning, schema
     )
-    new_constraint = None if constraint is None else constraint_factory(constraint)
+    make_constraint = None if constraint is None else constraint_factory(constraint)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true.", param="top_logprobs")
     num_logprobs = body.top_logprobs if body.logprobs else None
     max_tokens = body.max_completion_tokens or body.max_tokens
-    choices = service.make_choices(prompt, body, max_tokens, tenant, num_logprobs, new_constraint)
+    choices = service.make_choices(prompt, body, max_tokens, tenant, num_logprobs, make_constraint)
     names = [tool["function"]["name"] for tool in callable_tools]
     return PendingResponse(service, choices, [
         ChatChoiceBuilder(
             i, service.token_to_piece, body.logprobs, body.return_token_ids,
+            # A named or required tool: nothing but calls. With a schema: calls or an answer.
             ToolParser(names, tool_choice != "auto", schema is not None, tool_types) if callable_tools else None,
             ReasoningParser(in_reasoning) if body.reasoning_format != "none" else None, body.include_reasoning,
         )
@@ -187,10 +189,10 @@ def create_chat_completion(service: Service, body: ChatCompletionRequest, tenant
 def render_chat_prompt(
     service: Service, body: ChatCompletionRequest | TokenizeRequest, tools_offered: Sequence[dict[str, Any]] = ()
 ) -> tuple[list[int], bool]:
-    """The prompt's token ids, up to where the model's answer begins, and whether they end inside ``<think>``."""
+    """Returns (the prompt's token ids, up to the start of the model's answer; True if they end inside ``<think>``)."""
     messages, answer_start = [message.for_template() for message in body.messages or ()], ""
-    must_continue, last = body.continue_final_message, messages[-1]
-    can_continue = last["role"] == "assistant" and "tool_calls" not in last
+    must_continue, last_message = body.continue_final_message, messages[-1]
+    can_continue = last_message["role"] == "assistant" and "tool_calls" not in last_message
     if must_continue and (body.add_generation_prompt or not can_continue):
         message = "continue_final_message needs a last message of the assistant, and no add_generation_prompt."
         raise ApiError(400, message, param="continue_final_message")
@@ -204,7 +206,7 @@ def render_chat_prompt(
 
 
 def _template_kwargs(service: Service, body: ChatTemplateFields) -> dict[str, Any]:
-    """Variables for the chat template. Raises ApiError if the request sets an argument of apply_chat_template."""
+    """Returns variables of the chat template. Raises ApiError for a variable that apply_chat_template takes itself."""
     kwargs: dict[str, Any] = {} if service.settings.think else {"enable_thinking": False}
     if body.reasoning_effort == "none":
         kwargs["enable_thinking"] = False
@@ -230,10 +232,10 @@ class ApiAdapter(Protocol):
     keep_alive_event: str
     full_response: dict[str, Any]
 
-    def begin(self) -> Iterator[str]: ...
-    def push(self, choice: Mapping[str, Any]) -> Iterator[str]: ...
-    def finish(self, truncated: bool, usage: Mapping[str, Any]) -> Iterator[str]: ...
-    def error_event(self, error: ApiError) -> str: ...
+    def begin(self) -> Iterator[str]: ...  # the first events
+    def push(self, choice: Mapping[str, Any]) -> Iterator[str]: ...  # events for a choice of a chunk
+    def finish(self, truncated: bool, usage: Mapping[str, Any]) -> Iterator[str]: ...  # the last events
+    def error_event(self, error: ApiError) -> str: ...  # the last event after an error
 
 
 @dataclass(frozen=True)
@@ -269,11 +271,13 @@ class AdaptedResponse(PendingResponse):
 
 
 def create_response(service: Service, body: ResponsesRequest, tenant: str | None = None) -> AdaptedResponse:
-    """The pending response of ``/v1/responses``. Raises as :func:`create_chat_completion`."""
-    store = service.response_store
-    adapter = ResponsesAdapter(ResponseEnvelope("resp", service.settings.name), body, partial(store.put, tenant))
+    """Makes the pending response of ``/v1/responses``. Raises as :func:`create_chat_completion`."""
+    response_store = service.response_store
+    adapter = ResponsesAdapter(
+        ResponseEnvelope("resp", service.settings.name), body, partial(response_store.put, tenant)
+    )
     try:
-        chat = create_chat_completion(service, body.as_chat(partial(store.resolve, tenant)), tenant)
+        chat = create_chat_completion(service, body.as_chat(partial(response_store.resolve, tenant)), tenant)
     except ContextOverflow as error:
         if not body.stream:
             raise
@@ -282,7 +286,7 @@ def create_response(service: Service, body: ResponsesRequest, tenant: str | None
 
 
 def create_completion(service: Service, body: CompletionRequest, tenant: str | None = None) -> PendingResponse:
-    """The pending response of ``/v1/completions``. Raises as :func:`create_chat_completion`."""
+    """Makes the pending response of ``/v1/completions``. Raises as :func:`create_chat_completion`."""
     service.check_model(body.model)
     prompts: Any = body.prompt
     if not isinstance(prompts, list) or not prompts or isinstance(prompts[0], int):
@@ -303,7 +307,7 @@ def create_completion(service: Service, body: CompletionRequest, tenant: str | N
 
 
 def _encode_prompt(service: Service, prompt: str | list[int], suffix: str) -> tuple[list[int], list[int]]:
-    """Token ids of a prompt of ``/v1/completions``, and the stop token ids that fill-in-the-middle adds."""
+    """Returns (token ids of a prompt of ``/v1/completions``, stop token ids that fill-in-the-middle adds)."""
     if not isinstance(prompt, str):
         if suffix:
             raise ApiError(400, "suffix needs a prompt that is text, not token ids.", param="suffix")
@@ -323,10 +327,9 @@ def _encode_prompt(service: Service, prompt: str | list[int], suffix: str) -> tu
 
 
 def tokenize(service: Service, body: TokenizeRequest) -> list[int]:
-    """Token ids of a text or a chat, for ``/tokenize``."""
+    """Returns the token ids of a text or a chat, for ``/tokenize``."""
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "Give either prompt or messages.", param="prompt")
     if body.messages is not None:
         return render_chat_prompt(service, body, as_functions(body.tools)[0])[0]
-    encoded = service.tokenizer(body.prompt, add_special_tokens=body.add_special_tokens, verbose=False)
-    return list(encoded["input_ids"])
+    return list(service.tokenizer(body.prompt, add_special_tokens=body.add_special_tokens, verbose=False)["input_ids"])

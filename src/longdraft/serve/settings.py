@@ -28,7 +28,7 @@ class ServerSettings:
     sse_ping_interval: float = 5.0  # a stream sends a keep-alive after this many seconds without an event
     think: bool = True  # chat templates enable thinking, unless the request says otherwise
     foresee: bool = True  # drafts may use the random numbers with which the target will be sampled
-    max_body_bytes: int = 8 << 20
+    max_body_bytes: int = 8 << 20  # limit of a request's body, before and after decompression
     body_timeout: float = 30.0  # seconds in which a request's headers must arrive, and as many for its body
     connections: int | None = None  # limit of open connections; None: half of the process's file descriptors
     keys: dict[str, str] = field(default_factory=dict, repr=False)  # {tenant: API key}; empty: no key is needed

@@ -35,12 +35,12 @@ _SUBSCHEMA = {"items", "prefixItems", "anyOf", "oneOf", "allOf", "additionalProp
 _NAMED_SUBSCHEMAS = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
 # ... and keywords that may allow properties which ``properties`` does not list.
 _OPEN_KEYWORDS = {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "anyOf", "oneOf", "if"}
-# Options for tools' schemas: llguidance ignores keywords that it does not support. Without them it refuses the schema.
+# llguidance's options for tools' schemas: it ignores unsupported keywords. By default it refuses such a schema.
 LENIENT = {"lenient": True, "coerce_one_of": True}
 
 
 def response_schema(response_format: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The JSON schema of OpenAI's ``response_format``; None if it is text. Raises RequestError if it has none."""
+    """Returns the JSON schema of OpenAI's ``response_format``; None for type text. Raises RequestError without one."""
     kind = response_format.get("type")
     if kind == "text":
         return None
@@ -56,10 +56,10 @@ def response_schema(response_format: Mapping[str, Any]) -> Mapping[str, Any] | N
 
 
 def json_grammar(schema: Mapping[str, Any], rules: str = "start: answer") -> str:
-    """The grammar of a JSON schema, without white space or unlisted properties, in which small models get lost.
+    """Returns the grammar of a JSON schema. White space and unlisted properties, where small models get lost, are out.
 
     Args:
-        rules: the start and further rules in Lark's notation, in which ``answer`` is the schema.
+        rules: Lark's rule ``start``, and any others. They name the schema ``answer``.
 
     Raises:
         RequestError: llguidance does not accept the schema.
@@ -86,7 +86,7 @@ def _close_objects(schema: Any) -> Any:
 
 
 def _map_subschemas(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """The schema with ``change`` applied to its direct subschemas."""
+    """Returns the schema with ``change`` applied to each direct subschema."""
     changed = dict(schema)
     for key, value in schema.items():
         if key in _NAMED_SUBSCHEMAS and isinstance(value, Mapping):
@@ -97,7 +97,7 @@ def _map_subschemas(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> 
 
 
 def rebase_refs(schema: Any, pointer: str) -> Any:
-    """Makes the ``$ref`` of a schema relative to ``pointer`` (``#/$defs/a``), where another schema will embed it."""
+    """Makes each ``$ref`` of a schema relative to ``pointer`` (``#/$defs/a``), where another schema will embed it."""
     if not isinstance(schema, Mapping):
         return schema
     # An $id would change what references are relative to.
@@ -120,8 +120,8 @@ def relax_tool_schema(schema: Mapping[str, Any], def_name: str, tool_name: str) 
     schema = close_objects(rebase_refs(schema, f"#/$defs/{def_name}"))
     (refused, warnings), relaxed = check(schema), []
     if refused and isinstance(properties := schema.get("properties"), Mapping):
-        alone = {name: {**schema, "properties": {name: x}, "required": []} for name, x in properties.items()}
-        relaxed = [name for name, schema_of_one in alone.items() if check(schema_of_one)[0]]
+        single = {name: {**schema, "properties": {name: x}, "required": []} for name, x in properties.items()}
+        relaxed = [name for name, schema_of_one in single.items() if check(schema_of_one)[0]]
         schema = {**schema, "properties": {**properties, **dict.fromkeys(relaxed, True)}}
         refused, warnings = check(schema)
     if refused:
@@ -145,7 +145,7 @@ def lark_grammar(rules: str) -> str:
 
 
 def lark_tag(tokenizer: PreTrainedTokenizerBase, tag: str) -> str:
-    """Lark's notation for a tag such as ``<tool_call>``: a special token if the vocabulary has it, else text."""
+    """Returns Lark's notation for a tag such as ``<tool_call>``: a special token if there is one, else text."""
     ll = ll_tokenizer(tokenizer)
     tokens = ll.tokenize_str(tag)
     return tag if len(tokens) == 1 and ll.is_special_token(tokens[0]) else json.dumps(tag)
@@ -155,6 +155,7 @@ class Constraint:
     """A request's logits processor that follows a grammar; implements :class:`~longdraft.engine.grammar.Grammar`.
 
     Args:
+        tokenizer: the model's tokenizer.
         grammar: a grammar in llguidance's format.
         prompt_len: number of the prompt's tokens.
         in_reasoning: the prompt ends inside ``<think>``. Text up to ``</think>`` is then unconstrained.
@@ -168,7 +169,7 @@ class Constraint:
         self._matcher = LLMatcher(self._ll_tokenizer, grammar)
         self._prompt_len, self._num_consumed = prompt_len, 0
         self._eos_id = tokenizer.eos_token_id
-        self._check_prefix(self._matcher, self._matcher.compute_ff_tokens())
+        self._check_prefix(self._matcher, self._matcher.compute_ff_tokens())  # ff: tokens that the grammar forces
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Constraint:
         clone = copy.copy(self)
@@ -184,8 +185,8 @@ class Constraint:
             allowed[self._eos_id] = True
         else:
             # llguidance returns a byte for each token, 0 if it is forbidden. The head may have more tokens, or fewer.
-            bits = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8) > 0
-            allowed = torch.nn.functional.pad(bits[: scores.shape[-1]], (0, max(0, scores.shape[-1] - len(bits))))
+            mask = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8) > 0
+            allowed = torch.nn.functional.pad(mask[: scores.shape[-1]], (0, max(0, scores.shape[-1] - len(mask))))
         return scores.masked_fill(~allowed.to(scores.device), float("-inf"))
 
     def _consume(self, token_ids: list[int]) -> None:
@@ -219,7 +220,7 @@ class Constraint:
         if matcher.is_error():
             raise RequestError(f"This schema cannot be followed: {matcher.get_error().splitlines()[0]}")
 
-    # --- Grammar, for drafts ---
+    # --- the methods of Grammar, for drafts ---
 
     def advance_to(self, output: Sequence[int]) -> None:
         self._consume(list(output[self._num_consumed :]))
@@ -228,11 +229,11 @@ class Constraint:
         if self._unconstrained:
             return []
         if self._matcher.is_stopped():
-            return [] if self._matcher.stop_reason() == "EndOfSentence" else [self._eos_id]
+            return [] if self._matcher.stop_reason() == "EndOfSentence" else [self._eos_id]  # []: it has been emitted
         return list(self._matcher.compute_ff_tokens())
 
     def likely_tokens(self) -> list[int]:
-        """The first token of the text that the grammar forces. The model may write that text with other tokens."""
+        """Returns the first token of the text that the grammar forces. The model may use other tokens for the text."""
         if self._unconstrained:
             return []
         return list(self._ll_tokenizer.tokenize_bytes(self._matcher.compute_ff_bytes())[:1])
@@ -249,7 +250,7 @@ class Constraint:
 
 
 def ll_tokenizer(tokenizer: PreTrainedTokenizerBase) -> LLTokenizer:
-    """llguidance's tokenizer for a transformers tokenizer. Raises CapabilityError if there can be none."""
+    """Returns llguidance's tokenizer for a transformers tokenizer. Raises CapabilityError if it cannot be made."""
     if tokenizer not in _ll_tokenizers:
         if tokenizer.eos_token_id is None:
             raise CapabilityError("Structured output needs a tokenizer with an end-of-sequence token.")

@@ -20,10 +20,10 @@ _BARE_SUFFIX = regex.compile(r"[\s\]}]{0,16}+(?:```\s{0,16}+)?+(?=[^\s`])")
 ARGUMENTS_KEY = r'\s{0,16},\s{0,16}"arguments"\s{0,16}:\s{0,16}(?=\{)'
 
 
-def call_start_pattern(names: Iterable[str], suffix: str = "") -> Any:
-    """The regex for the start of a tagged call, or of a bare call (groups ``bare`` and ``name``) on a new line."""
+def call_start_pattern(names: Iterable[str], after: str = "") -> Any:  # after: regex for what follows the name
+    """Makes a regex for the start of a tagged call, or of a bare call (groups ``bare`` and ``name``) on a new line."""
     alternatives = "|".join(regex.escape(json.dumps(name, ensure_ascii=False)[1:-1]) for name in names)
-    bare = rf'|{_BARE_PREFIX}(?P<bare>\{{\{{?\s{{0,16}}"name"\s{{0,16}}:\s{{0,16}}"(?P<name>{alternatives})"{suffix})'
+    bare = rf'|{_BARE_PREFIX}(?P<bare>\{{\{{?\s{{0,16}}"name"\s{{0,16}}:\s{{0,16}}"(?P<name>{alternatives})"{after})'
     return regex.compile(TOOL_CALL_START + (bare if alternatives else ""))
 
 
@@ -38,7 +38,7 @@ class ToolParser:
     Args:
         names: names of the functions, which may be called without tags.
         calls_only: the text has nothing but calls.
-        calls_at_start: if the text does not begin with a call, it has none.
+        calls_at_start: a text that does not begin with a call has no calls.
         tool_types: {name: type} of tools that are not functions. Their calls are reported when complete, not streamed.
     """
 
@@ -53,31 +53,31 @@ class ToolParser:
         self._last_char = "\n"  # the character before the pending text
         self._whitespace = ""  # white space at the start, or after a call; dropped if a call follows
         self._has_text = False  # text other than that white space
-        self._state: Literal["text", "tag", "arguments", "end"] = "text"
+        self._state: Literal["text", "tag", "arguments", "end"] = "text"  # tag: before a name; end: after the arguments
         self._is_tagged = True
         self._arguments = ""  # of the call in progress, as JSON
         self._num_calls = 0  # complete calls
 
     def push(self, text: str) -> list[dict[str, Any]]:
-        """OpenAI's message deltas for new text."""
+        """Returns OpenAI's message deltas for new text."""
         self._pending += text
         deltas: list[dict[str, Any]] = []
         while self._pending:
-            old_progress = self._state, len(self._pending)
+            before = self._state, len(self._pending)
             deltas += getattr(self, f"_in_{self._state}")()  # a method for each state
-            if (self._state, len(self._pending)) == old_progress:  # more text is needed
+            if (self._state, len(self._pending)) == before:  # more text is needed
                 break
         return deltas
 
     def finish(self, truncated: bool = False) -> tuple[list[dict[str, Any]], str | None]:
-        """The last deltas, and the finish reason "tool_calls" if there were complete calls.
+        """Returns (the last deltas, "tool_calls" as the finish reason if there were complete calls, else None).
 
         Args:
             truncated: a limit or stop string ended the text. An incomplete call is then dropped.
         """
         text, self._pending = (TOOL_CALL_START if self._state == "tag" else "") + self._pending, ""
-        is_call = (self._calls_only and text) or text.startswith("<tool")  # TOOL_CALL_START, perhaps incomplete
-        is_call = is_call or self._name_pattern.search(self._last_char + text, 1)  # looks behind at _last_char
+        begins_call = (self._calls_only and text) or text.startswith("<tool")  # TOOL_CALL_START, perhaps incomplete
+        is_call = begins_call or self._name_pattern.search(self._last_char + text, 1)  # looks behind at _last_char
         is_text = self._state in ("text", "tag") and not (truncated and is_call)
         deltas = self._text_deltas(text) if is_text else []
         if self._whitespace and not self._num_calls:
@@ -85,7 +85,7 @@ class ToolParser:
         return deltas, "tool_calls" if self._num_calls and (is_text or self._state == "end") else None
 
     def _text_deltas(self, text: str) -> list[dict[str, Any]]:
-        """The delta for text outside calls. Leading white space is held back."""
+        """Returns the delta for text outside calls. Leading white space is held back."""
         self._last_char = text[-1:] or self._last_char
         self._has_text = self._has_text or bool(text.strip())
         if not self._has_text:
@@ -96,11 +96,11 @@ class ToolParser:
 
     def _in_text(self) -> list[dict[str, Any]]:
         """Reports text up to the start of a call, complete or partial."""
-        find, start = self._start_pattern.search, 1  # position 0 is _last_char
-        if self._calls_at_start:
-            find, start = self._start_pattern.match, 1 + len(self._pending) - len(self._pending.lstrip())
+        search, start = self._start_pattern.search, 1  # position 0 is _last_char
+        if self._calls_at_start:  # only white space may come before the call
+            search, start = self._start_pattern.match, 1 + len(self._pending) - len(self._pending.lstrip())
         is_answer = self._calls_at_start and self._has_text
-        match = None if is_answer else find(self._last_char + self._pending, start, partial=True)
+        match = None if is_answer else search(self._last_char + self._pending, start, partial=True)
         if match is None:
             text, self._pending = self._pending, ""
             return self._text_deltas(text)
@@ -113,7 +113,7 @@ class ToolParser:
         if self._is_tagged:
             self._state = "tag"
             return deltas
-        return [*deltas, *self._begin_call(json.loads(f'"{match["name"]}"'))]
+        return [*deltas, *self._begin_call(json.loads(f'"{match["name"]}"'))]  # the name is in JSON's notation
 
     def _in_tag(self) -> list[dict[str, Any]]:
         """Reads the name of a tagged call. Tags around anything else are text."""
@@ -137,7 +137,7 @@ class ToolParser:
         with contextlib.suppress(ValueError, RecursionError):  # raised while the arguments are incomplete
             if "}" in text:
                 values, end = _DECODER.raw_decode(self._arguments)
-                end += len(text) - len(self._arguments)  # its position in the new text
+                end += len(text) - len(self._arguments)  # from a position in _arguments to one in the new text
                 text, self._pending = text[:end], text[end:]
                 self._state, self._last_char = "end", "\n"
         is_complete, tool_type = self._state == "end", self._tool_types.get(self._name)
@@ -163,7 +163,7 @@ class ToolParser:
 
 
 def _call_delta(index: int, name: str | None, arguments: str) -> dict[str, Any]:
-    """OpenAI's delta of a tool call. With a name it begins the call; without a name it adds arguments."""
+    """Returns OpenAI's delta of a tool call. With a name the delta begins the call, without one it adds arguments."""
     if name is None:
         return {"tool_calls": [{"index": index, "function": {"arguments": arguments}}]}
     function = {"name": name, "arguments": arguments}

@@ -21,7 +21,7 @@ from longdraft.serve import structured
 from longdraft.serve.reasoning import THINK_END, THINK_START
 from longdraft.serve.structured import Constraint, json_grammar, lark_grammar, lark_tag
 from longdraft.serve.tool_parser import ARGUMENTS_KEY, TOOL_CALL_END, TOOL_CALL_START, call_start_pattern
-from longdraft.serve.tool_types import tool_type
+from longdraft.serve.tool_types import get_tool_type
 
 _JSON_SPACE, _LARK_SPACE = r"[ \n\t]{0,40}", r"/\s{0,40}/"  # white space in a call's JSON, and around it
 # The braces are escaped twice: for this f-string, and for the call of format().
@@ -34,7 +34,7 @@ and nothing else."""
 def resolve_tool_choice(
     tools: Sequence[dict[str, Any]], tool_choice: str | Mapping[str, Any] | None
 ) -> tuple[str, list[dict[str, Any]]]:
-    """Returns "none", "auto", "required" or the name of the function to call, and the tools that may be called.
+    """Returns ("none", "auto", "required" or the name of the function to call; the tools that may be called).
 
     Raises:
         RequestError: a tool is not a named function, or the choice is unknown.
@@ -51,8 +51,8 @@ def resolve_tool_choice(
     allowed = list(by_name)
     if isinstance(tool_choice, Mapping) and tool_choice.get("type") == "allowed_tools":
         fields = _choice_fields(tool_choice)
-        listed = fields.get("tools")
-        names = [_choice_name(x) for x in listed if isinstance(x, Mapping)] if isinstance(listed, list) else []
+        choices = fields.get("tools")
+        names = [_choice_name(x) for x in choices if isinstance(x, Mapping)] if isinstance(choices, list) else []
         allowed, tool_choice = [name for name in names if name in by_name], fields.get("mode", "auto")
         if not allowed:
             raise RequestError(f"tool_choice allows {_join_names(names)}, but tools has {_join_names(by_name)}")
@@ -72,14 +72,14 @@ def resolve_tool_choice(
 
 
 def _choice_fields(choice: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A tool choice's fields: ``{"type": T, T: fields}`` in chats, ``{"type": T, **fields}`` in responses."""
-    fields = choice.get(tool_type(choice))
+    """Returns a tool choice's fields. Chats write ``{"type": T, T: fields}``, responses ``{"type": T, **fields}``."""
+    fields = choice.get(get_tool_type(choice))
     return fields if isinstance(fields, Mapping) else choice
 
 
 def _choice_name(choice: Mapping[str, Any]) -> str:
-    """The function's name, or the choice's type if it names none."""
-    return str(_choice_fields(choice).get("name") or tool_type(choice))
+    """Returns the function's name, or the choice's type if no function is named."""
+    return str(_choice_fields(choice).get("name") or get_tool_type(choice))
 
 
 def _join_names(names: Iterable[str]) -> str:
@@ -90,18 +90,20 @@ def tool_constraint(
     tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]], tool_choice: str, parallel: bool,
     prompt_len: int, in_reasoning: bool = False, answer_schema: Mapping[str, Any] | None = None,
 ) -> Constraint | None:  # fmt: skip
-    """The logits processor for an answer that may ("auto") or must call tools; None if nothing constrains the answer.
+    """Makes the logits processor of an answer that may ("auto") or must call tools; None if nothing is constrained.
 
     Args:
+        tools: the tools that may be called.
+        tool_choice: "auto", "required" or the name of the function to call.
         parallel: several calls are allowed.
         prompt_len: number of the prompt's tokens.
         in_reasoning: the prompt ends inside ``<think>``, where nothing is constrained.
         answer_schema: JSON schema of an answer without calls; None: any text.
     """
     start = r"start: /\n{0,2}/" if in_reasoning else "start:"  # line breaks may follow </think>
-    answer = "" if answer_schema is None else json_grammar(answer_schema, f"{start} answer")
+    answer_grammar = "" if answer_schema is None else json_grammar(answer_schema, f"{start} answer")
     if not tools:
-        return Constraint(tokenizer, answer, prompt_len, in_reasoning) if answer else None
+        return Constraint(tokenizer, answer_grammar, prompt_len, in_reasoning) if answer_grammar else None
 
     def build(tools: Sequence[Mapping[str, Any]]) -> Constraint:
         if tool_choice == "auto" and answer_schema is None:
@@ -115,11 +117,11 @@ def tool_constraint(
         # One call or, with parallel, several: all in tags, or all bare.
         tagged, bare = (f"{rule} ({_LARK_SPACE} {rule})*" if parallel else rule for rule in ("tagged", "function"))
         tagged_call = f" {_LARK_SPACE} function {_LARK_SPACE} ".join(tags)
-        calls = f"calls: {tagged} | {bare}\ntagged: {tagged_call}\nfunction: %json {function}\n"
-        calls_or_answer = json_grammar(answer_schema or {}, f"{start} (calls | answer)\n{calls}")
-        calls_only = lark_grammar(f"{start} calls\n{calls}")
+        call_rules = f"calls: {tagged} | {bare}\ntagged: {tagged_call}\nfunction: %json {function}\n"
+        grammar = json_grammar(answer_schema or {}, f"{start} (calls | answer)\n{call_rules}")
+        grammars = grammar, lark_grammar(f"{start} calls\n{call_rules}"), answer_grammar
         names = [tool["function"]["name"] for tool in tools]
-        return _CallOrAnswerConstraint(tokenizer, calls_or_answer, calls_only, answer, names, prompt_len, in_reasoning)
+        return _CallOrAnswerConstraint(tokenizer, *grammars, names, prompt_len, in_reasoning)
 
     try:
         return build(tools)
@@ -130,45 +132,45 @@ def tool_constraint(
 
 
 def _call_schema(tools: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """The JSON schema of a call of one of the tools, with ``options`` of llguidance.
+    """Returns the JSON schema of a call of one of the tools, with ``options`` of llguidance.
 
     Parts of the parameters' schemas that llguidance does not support allow any value.
     """
-    calls, parameters = [], {}
+    call_schemas, definitions = [], {}
     for number, function in enumerate(tool["function"] for tool in tools):
         schema, def_name = function.get("parameters"), f"f{number}"
         schema = schema if isinstance(schema, Mapping) else {}
         if "$ref" not in schema:
             schema = {**schema, "type": "object"}
-        parameters[def_name] = structured.relax_tool_schema(schema, def_name, function["name"])
-        calls.append({
+        definitions[def_name] = structured.relax_tool_schema(schema, def_name, function["name"])
+        call_schemas.append({
             "type": "object", "required": ["name", "arguments"], "additionalProperties": False,
             "properties": {"name": {"const": function["name"]}, "arguments": {"$ref": f"#/$defs/{def_name}"}},
         })  # fmt: skip
     guidance = {"whitespace_flexible": False, **structured.LENIENT, **options}
-    return json.dumps({"anyOf": calls, "$defs": parameters, "x-guidance": guidance})
+    return json.dumps({"anyOf": call_schemas, "$defs": definitions, "x-guidance": guidance})
 
 
 class _CallOrAnswerConstraint(Constraint):
     """Constrains a text to either calls or an answer with a schema.
 
     The first tokens decide. If the most probable text cannot begin a call, an answer follows. If the tokens begin a
-    call, calls follow, even where an answer could begin like this too.
+    call, calls follow, even if an answer could begin with the same tokens.
 
     Args:
         grammar: accepts calls or an answer.
-        calls: the grammar of calls alone.
-        answer: the grammar of an answer alone.
+        call_grammar: accepts calls alone.
+        answer_grammar: accepts an answer alone.
         names: names of the functions.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, grammar: str, calls: str, answer: str, names: Iterable[str],
-        prompt_len: int, in_reasoning: bool,
+        self, tokenizer: PreTrainedTokenizerBase, grammar: str, call_grammar: str, answer_grammar: str,
+        names: Iterable[str], prompt_len: int, in_reasoning: bool,
     ) -> None:  # fmt: skip
         super().__init__(tokenizer, grammar, prompt_len, in_reasoning)
-        self._calls_matcher = LLMatcher(self._ll_tokenizer, calls)
-        self._answer_matcher = LLMatcher(self._ll_tokenizer, answer)
+        self._call_matcher = LLMatcher(self._ll_tokenizer, call_grammar)
+        self._answer_matcher = LLMatcher(self._ll_tokenizer, answer_grammar)
         self._start_pattern = call_start_pattern(names, ARGUMENTS_KEY)
         self._undecided: list[int] | None = []  # the answer's tokens; None after the decision
 
@@ -188,7 +190,7 @@ class _CallOrAnswerConstraint(Constraint):
         match = self._start_pattern.match("\n" + str(self._tokenizer.decode(tokens)).lstrip(), 1, partial=True)
         if match and match.partial:
             return
-        self._undecided, matcher = None, self._calls_matcher.deep_copy()
+        self._undecided, matcher = None, self._call_matcher.deep_copy()
         if match and matcher.try_consume_tokens(tokens) == len(tokens):
             self._matcher = matcher
 
@@ -213,7 +215,7 @@ class ToolCallConstraint(Constraint):
         self._bare_matcher = LLMatcher(self._ll_tokenizer, lark_grammar(bare))
         names = [tool["function"]["name"] for tool in tools]
         for name in names:
-            prefix = json.dumps({"name": name, "arguments": {}}, ensure_ascii=False)[:-2]  # without the last }}
+            prefix = json.dumps({"name": name, "arguments": {}}, ensure_ascii=False)[:-2]  # without the closing }}
             self._check_prefix(self._bare_matcher, self._ll_tokenizer.tokenize_bytes(prefix.encode()))
         self._start_pattern = call_start_pattern(names)
         self._parallel, self._in_reasoning = parallel, in_reasoning
@@ -221,6 +223,7 @@ class ToolCallConstraint(Constraint):
         self._last_char = "\n"  # the character before the tail
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Constraint:
+        # Unconstrained text does not change the matcher.
         return copy.copy(self) if self._unconstrained else super().__deepcopy__(memo)
 
     def _advance(self, token: int) -> None:
@@ -256,13 +259,14 @@ class ToolCallConstraint(Constraint):
             self._matcher, self._unconstrained = matcher, matcher.is_accepting() and self._parallel
 
     def forced_tokens(self) -> list[int]:
+        # After a call, another call may follow instead of the end.
         return [] if self._parallel and self._matcher.is_stopped() else super().forced_tokens()
 
 
 def messages_with_tools(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The messages for the chat template, and the template's further arguments."""
+    """Returns (the messages for the chat template, further arguments of the template)."""
     if tools and _supports_tools(tokenizer, list(tools)):
         return messages, {"tools": list(tools)}
     messages = [_with_calls_as_text(message) for message in messages]
@@ -288,7 +292,7 @@ def _supports_tools(tokenizer: PreTrainedTokenizerBase, tools: list[Mapping[str,
 
 
 def _with_calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with tool calls and results written as text, for templates that do not support tools."""
+    """Returns the message with tool calls and results as text, for templates that do not support tools."""
     content = message["content"]
     other_fields = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
     for call in message.get("tool_calls", ()):

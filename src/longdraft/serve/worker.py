@@ -54,7 +54,7 @@ class RequestState:
     isolated: bool = False  # the request was in a forward that failed, and must be decoded alone
 
     def with_processors(self) -> Request:
-        """The request with new processors."""
+        """Returns the request with new processors."""
         new_processors = [factory() for factory in self.processor_factories]
         return replace(self.request, processors=[*self.request.processors, *new_processors])
 
@@ -95,7 +95,7 @@ class Worker:
         self._started, self._ended = threading.Event(), threading.Event()
 
     def run(self) -> None:
-        """Decodes until :meth:`close` is called. Prefill is a fifth faster on the main thread."""
+        """Decodes until :meth:`close` is called. Call it on the main thread, where prefill is a fifth faster."""
         self._started.set()
         try:
             self._run()
@@ -128,11 +128,11 @@ class Worker:
         with self._condition:
             if self._draining:
                 raise Draining("The server is shutting down.")
-            waiting = len(self._waiting)
-            running = len(self._running.get(states[0].method, ()))
-            if waiting + running + len(states) > capacity:
-                seconds = (waiting + 1) / self._slots * sum(self._durations) / len(self._durations)
-                raise QueueFull(waiting, max(1.0, seconds))
+            num_waiting = len(self._waiting)
+            num_running = len(self._running.get(states[0].method, ()))
+            if num_waiting + num_running + len(states) > capacity:
+                seconds = (num_waiting + 1) / self._slots * sum(self._durations) / len(self._durations)
+                raise QueueFull(num_waiting, max(1.0, seconds))
             self._waiting.extend(states)
             self._condition.notify()
 
@@ -141,7 +141,7 @@ class Worker:
         state.cancelled = True
 
     def close(self, timeout: float | None = None) -> None:
-        """Refuses new requests and waits for the end of all others. After ``timeout`` seconds these fail."""
+        """Refuses new requests and waits for the end of the others, which fail after ``timeout`` seconds."""
         with self._condition:
             self._draining = True
             self._condition.notify()
@@ -163,10 +163,10 @@ class Worker:
 
     @property
     def load(self) -> tuple[int, int]:
-        """Number of running requests and number of waiting requests."""
+        """(number of running requests, number of waiting requests)"""
         with self._condition:
-            waiting = len(self._waiting)
-        return sum(map(len, list(self._running.values()))), waiting
+            num_waiting = len(self._waiting)
+        return sum(map(len, list(self._running.values()))), num_waiting
 
     # --- called in the engine thread ---
 
@@ -210,13 +210,13 @@ class Worker:
 
     def _take_startable(self) -> list[RequestState]:
         """Removes from the queue, in order, cancelled requests, and requests for which a slot is free."""
-        running = [state for states in self._running.values() for state in states.values()]
+        all_running = [state for states in self._running.values() for state in states.values()]
         free_slots = {method: self._slots - len(states) for method, states in self._running.items()}
         startable: list[RequestState] = []
         with self._condition:
             for state in list(self._waiting):
                 if not state.cancelled:
-                    active = [*running, *startable]
+                    active = [*all_running, *startable]
                     if active and (state.isolated or any(other.isolated for other in active)):
                         break  # an isolated request is not overtaken
                     if free_slots.setdefault(state.method, self._slots) < 1:
@@ -227,6 +227,7 @@ class Worker:
         return startable
 
     def _start(self, state: RequestState) -> None:
+        """Adds a request to the session of its method; ends a cancelled request."""
         if state.cancelled:
             self._end(state, _CANCELLED)
             return
@@ -243,6 +244,7 @@ class Worker:
         self._running[state.method][sequence_id] = state
 
     def _step(self, method: str, session: Session) -> None:
+        """Decodes one step of a session, and reports it to the listeners."""
         running = self._running[method]
         try:
             steps = session.step()
@@ -281,6 +283,7 @@ class Worker:
         self._running.clear()
 
     def _end(self, state: RequestState, outcome: Result | Exception) -> None:
+        """Records the end of a request, and reports the result or the error."""
         state.end_time = time.monotonic()
         if state.start_time:
             self._durations.append(state.end_time - state.start_time)
