@@ -72,22 +72,26 @@ def batch(
         header = {"input": f"{total} rows, SHA-256 {digest}", **engine.reproducibility_settings}
         line_numbers = (line.line_number for line in read_lines(in_path))  # to check the rows that are done
         with OutputFile(out_path, header, line_numbers) as file:
-            if file.rows_at_start:
-                console.note(f"{out_path}: {file.rows_at_start:,} of {total:,} rows are done; continuing after them.")
-            if file.rows_at_start < total:
+            if file.num_rows_at_start:
+                console.note(
+                    f"{out_path}: {file.num_rows_at_start:,} of {total:,} rows are done; continuing after them."
+                )
+            if file.num_rows_at_start < total:
                 engine.prepare(status)
             status.close()
-            remaining_rows = read_lines(in_path, file.rows)
+            remaining_rows = read_lines(in_path, file.num_rows)
             with ThroughputBar("", "rows", total) as bar, Cancel(sigterm=True) as cancel:
 
                 def show_progress(counts: RunCounts) -> None:
-                    bar.update(file.rows, counts.new_tokens, f", {file.errors} errors" if file.errors else "")
+                    bar.update(
+                        file.num_rows, counts.num_new_tokens, f", {file.num_errors} errors" if file.num_errors else ""
+                    )
 
                 counts = engine.run_with(lambda: run(remaining_rows, file, engine, show_progress, cancel))
             seconds = bar.seconds
     mean_accepted_length = counts.spec_stats.mean_accepted_length
     console.note(
-        f"{out_path}: {file.rows:,} of {total:,} rows, {file.errors:,} of them errors; {counts.new_tokens:,} new "
+        f"{out_path}: {file.num_rows:,} of {total:,} rows, {file.num_errors:,} of them errors; {counts.num_new_tokens:,} new "
         f"tokens in {seconds:,.1f} s, mean accepted length {counts.spec_stats.mean_accepted_length:.2f}."
     )
     output.print_json(

@@ -106,7 +106,7 @@ def parse_options(method: str | None, pairs: Iterable[str], flags: Mapping[str, 
         UnknownMethodError: the method is unknown.
     """
     methods, default_methods = catalogue()
-    candidates = {name: method_in(methods, name) for name in (default_methods if method is None else [method])}
+    candidates = {name: find_method(methods, name) for name in (default_methods if method is None else [method])}
     by_name = {name: option for declared_options in candidates.values() for name, option in declared_options.items()}
     by_name |= {alias: option for option in by_name.values() for alias in option.aliases if alias not in by_name}
     values: dict[str, Any] = {}

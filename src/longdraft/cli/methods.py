@@ -48,7 +48,7 @@ def _show_options(method: Method) -> None:
     view.add_column("what it is, what it takes, and its default")
     for option in method.options.values():
         default = option.default_in_words and f"default {option.default_in_words}"
-        takes = "; ".join(filter(None, (option.range, default)))
+        takes = "; ".join(filter(None, (option.range_in_words, default)))
         view.add_row(Text(option.name), Text.assemble(option.help or "a drafter's option", "\n", (takes, "dim")))
     console.print_line(f"{method.name}: {method.summary}")
     console.print_renderable(console.stdout(), view)

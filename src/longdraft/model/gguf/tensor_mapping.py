@@ -169,9 +169,9 @@ def _load_layer_experts(
     input_projections = ["gate_up"] if name.format("gate_up") + "weight" in tensors else ["gate", "up"]
     weights: dict[str, torch.Tensor | QuantizedMatrix] = {}
     biases: dict[str, torch.Tensor] = {}
-    for projection in (*input_projections, LAST):
+    for projection in (*input_projections, DOWN):
         in_rows = 2 * intermediate_size if projection == "gate_up" else intermediate_size
-        num_rows, num_columns = (hidden_size, intermediate_size) if projection == LAST else (in_rows, hidden_size)
+        num_rows, num_columns = (hidden_size, intermediate_size) if projection == DOWN else (in_rows, hidden_size)
         weight, bias = (tensors.get(name.format(projection) + leaf) for leaf in ("weight", "bias"))
         if weight is None:
             yield f"{path}.{projection} (not there)"
