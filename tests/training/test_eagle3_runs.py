@@ -92,7 +92,7 @@ def loss_of(config: Eagle3Config, draft: Eagle3Draft) -> float:
     trainer = Eagle3Trainer(
         draft.trainable_module(), session.runner.shared_parts, rotary, draft.draft_to_target_ids, config
     ).train()
-    rows = sum(trainer.num_loss_tokens(len(d.token_ids), d.start, 0) for d in documents)
+    rows = sum(trainer.count_labels(len(d.token_ids), d.start, 0) for d in documents)
     with torch.no_grad():
         return float(trainer(documents).loss) / rows
 
