@@ -1,4 +1,4 @@
-"""Layouts of EAGLE-1 to EAGLE-3.1 and P-EAGLE: their modules' sizes, and their entries in the table of formats.
+"""Layouts of EAGLE-1 to EAGLE-3.1 and P-EAGLE: sizes of the modules, and the layouts' entries in the table of formats.
 
 Tensors of a published EAGLE-3 draft have the names of our module. `speculators`, EAGLE-1 and EAGLE-2 call the layer
 ``layers.0.`` instead of ``midlayer.``. A folder may contain an embedding, which is dropped unless it was trained with
@@ -18,9 +18,9 @@ EAGLE = "eagle"  # EAGLE-1 and EAGLE-2
 PEAGLE = "peagle"
 # Flags of EAGLE-3.1, at the top of config.json or in eagle_config.
 _NORMS = ("norm_before_fc", "fc_norm", "norm_output")
-# Flag of a module -> the tensor of its first layer that is there if the flag is set.
+# Flag of a module -> a tensor that the first layer has if the flag is set.
 _FLAG_TENSORS = {"attention_bias": "q_proj.bias", "output_bias": "o_proj.bias", "qk_norm": "q_norm.weight"}
-# First parts of our tensors' names. A prefix before them names a model around the draft, and is removed.
+# First parts of our tensors' names. A prefix before a first part names a model around the draft, and is removed.
 _NAME_STARTS = "fc|midlayer|layers|norm|lm_head|embed_tokens|input_norm|fc_norm|mask_hidden|d2t|t2d"
 _RENAME_RULES = (
     # Names of EAGLE-1's parts in the first versions of `speculators`.
@@ -33,12 +33,13 @@ _RENAME_RULES = (
 
 @dataclass(frozen=True)
 class Eagle3Shape:
-    """Sizes of an EAGLE-3 module; g is the output of fc, the fused hidden states. Head counts may differ from the
-    target's, as the module has a KV cache of its own.
+    """Sizes of an EAGLE-3 module. The layer fc fuses the target's hidden states of a token to one vector g.
+
+    Head counts may differ from the target's, because the module has a KV cache of its own.
 
     Attributes:
         feature_size: size of one token's concatenated hidden states, usually three times the target's hidden size.
-        vocabulary: rows of the draft's head.
+        vocabulary: number of rows of the draft's head.
         norm_before_residual: the residual stream starts from the normed g instead of g (a flag of `speculators`).
         attention_bias: q, k and v have biases.
         output_bias: o has a bias.
@@ -46,7 +47,7 @@ class Eagle3Shape:
         norm_before_fc: the concatenated hidden states are normed before fc.
         fc_norm: number of norms before fc, one for each hidden state; None: no such norms.
         norm_output: the next step's g is the normed output instead of the output (EAGLE-3.1).
-        embedding: rows of the draft's own embedding; None: it uses the target's.
+        embedding: number of rows of the draft's own embedding; None: it uses the target's.
         decoder_layers: number of layers; all but the first are plain decoder layers.
     """
 
@@ -103,12 +104,13 @@ def _parse(published: PublishedDraft) -> tuple[dict[str, Any], dict[str, Any]]:
         "fc_norm": sum(name.startswith("fc_norm.") for name in tensors) if overrides["fc_norm"] else None,
         "feature_size": tensors["fc.weight"].shape[1] if "fc.weight" in tensors else 3 * sizes.get("hidden_size", 0),
         "vocab_size": config.get("draft_vocab_size") or sizes.get("vocab_size"),
-        # Without a flag, as in vLLM: True for folders of `speculators`.
+        # Without the flag, vLLM's default: True for folders of `speculators`.
         "norm_before_residual": bool(config.get("norm_before_residual", config.get(MODEL_TYPE) == KIND)),
         "decoder_layers": len({name.split(".")[1] for name in tensors if name.startswith("layers.")}) + 1,
     }
     if published.kind == PEAGLE:
         methods = published.nested("speculators_config").get("proposal_methods") or [{}]
+        # 8, if the folder does not say how many tokens a forward proposes.
         slots = methods[0].get("speculative_tokens") or config.get("num_speculative_tokens") or 8
         settings |= {"slots": int(slots), "mask_token": read_mask_token(config, folder)}
     return overrides, settings

@@ -1,4 +1,4 @@
-"""The catalogue of kinds of trained drafts. The file of a kind's drafter registers the kind."""
+"""The catalogue of kinds of trained drafts. The file with the drafter for a kind registers the kind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Training:
         run: the training function: (settings, progress, stop) -> a report for each step; see
             :mod:`longdraft.training.session`.
         summary: help text of the command.
-        command: name of the command; empty: the kind's name.
+        command: name of the command; "": the kind's name.
     """
 
     settings: str | type[Any]
@@ -37,11 +37,11 @@ class Training:
     command: str = ""
 
     def load_settings(self) -> type[Any]:
-        """The class of the settings."""
+        """Returns the class of the settings."""
         return self.settings if isinstance(self.settings, type) else pkgutil.resolve_name(self.settings)
 
     def load_run(self) -> Callable[..., Iterator[Any]]:
-        """The training function."""
+        """Returns the training function."""
         return pkgutil.resolve_name(self.run) if isinstance(self.run, str) else self.run
 
 
@@ -52,7 +52,8 @@ class Kind(Method):
     Attributes:
         load: reads a draft folder of this kind.
         training: how ``longdraft train`` trains a draft of this kind; None if it cannot.
-        in_checkpoint: True for a target's checkpoint (folder or GGUF file) that contains such a draft; None: never.
+        in_checkpoint: tells if a target's checkpoint (folder or GGUF file) contains a draft of this kind; None: targets
+            never contain one.
     """
 
     _: KW_ONLY
@@ -75,11 +76,8 @@ def register(kind: Kind) -> Method:
 
 @reports_file_errors("The draft in", "Copy it again.")
 def kind_of(folder: Path | str) -> Kind:
-    """The kind of draft in a folder or hub repository.
-
-    Raises:
-        CheckpointError: the folder holds no draft, or one of an unknown kind.
-    """
+    """Returns the kind of the draft in a folder or hub repository.
+    Raises CheckpointError if there is no draft, or a draft of an unknown kind."""
     folder = hub.local_folder(folder)
     name = draft_folder.detect_kind(folder)
     if name in KINDS:

@@ -1,7 +1,7 @@
 """Exports an EAGLE-3 draft to the layout of `speculators`, which vLLM serves.
 
-The target's embedding is left out: vLLM then uses the target's, with which the draft was trained. ``d2t`` and ``t2d``
-are written both, or neither for a draft of the full vocabulary.
+The exported draft has no embedding. vLLM then uses the target's embedding, as in training. A draft of the full
+vocabulary has neither ``d2t`` nor ``t2d``, any other draft has both.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def to_speculators(
     Raises:
         CapabilityError: the draft folder does not say how large the target's vocabulary is.
         CheckpointError: ``out`` cannot be written, or is the draft's own folder.
-        ValueError: numbers below 1.
+        ValueError: ``max_position`` or ``speculative_tokens`` is below 1.
     """
     for name, number in (("max_position", max_position), ("speculative_tokens", speculative_tokens)):
         if number < 1:
@@ -76,7 +76,7 @@ def to_speculators(
         # vLLM applies the window only to layers of the type sliding_attention.
         layer |= {"sliding_window": draft.window, "layer_types": ["sliding_attention"] * shape.decoder_layers}
     proposal = {"proposal_type": "greedy", "speculative_tokens": speculative_tokens}
-    proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
+    proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}  # accept the target's first choice alone
     config: dict[str, Any] = {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -104,6 +104,7 @@ def to_speculators(
 
 
 def _tensors(draft: EagleDraft[Any], vocab_size: int) -> dict[str, torch.Tensor]:
+    """Returns the draft's tensors by the layout's names. ``vocab_size``: size of the target's vocabulary."""
     dtype = draft.weights["norm.weight"].dtype  # the dtype that packed matrices had before
     tensors = {
         "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name: tensor.to(dtype)
