@@ -23,49 +23,30 @@ _UNSUPPORTED_SETTINGS = ("attention_sink_bias", "attention_value_scale", "add_sw
 
 @dataclass(frozen=True)
 class DFlashShape:
-    """Sizes of a DFlash or DSpark module.
-
-    Attributes:
-        feature_size: size of one token's concatenated hidden states.
-        vocabulary: number of rows of the head, the draft's or the target's.
-        decoder_layers: number of layers.
-        block_size: number of tokens of a draft block, the anchor (the last committed token) included.
-        mask_token: the token whose embedding stands for unknown tokens.
-        from_anchor: True if the output at the anchor proposes a token, too.
-        attention_bias: True if q, k, v and o have biases.
-        own_head: True if the draft has a head of its own; False: it uses the target's.
-        own_mask: True if the draft has a separate embedding of the mask token.
-        embedding: number of rows of the draft's own embedding; None: it uses the target's.
-        markov_rank: rank of DSpark's Markov head, which corrects logits by the previous token; None: no such head.
-        gated: True if the token's output gates the Markov head.
-        recurrent: True if the Markov head is an RNN, with a state along the path.
-        embedding_scale: factor of the input embeddings.
-        logit_scale: factor of the logits.
-        softcap: soft cap of the logits; None: no cap.
-    """
+    """Sizes of a DFlash or DSpark module."""
 
     hidden_size: int
     intermediate_size: int
     heads: int
     kv_heads: int
     head_dim: int
-    feature_size: int
-    vocabulary: int
-    decoder_layers: int
-    block_size: int
-    mask_token: int
-    from_anchor: bool = False
+    feature_size: int  # size of one token's concatenated hidden states
+    vocabulary: int  # number of rows of the head, the draft's or the target's
+    decoder_layers: int  # number of layers
+    block_size: int  # number of tokens of a draft block, the anchor (the last committed token) included
+    mask_token: int  # the token whose embedding stands for unknown tokens
+    from_anchor: bool = False  # True if the output at the anchor proposes a token, too
     rms_norm_eps: float = 1e-6
-    attention_bias: bool = False
-    own_head: bool = False
-    own_mask: bool = False
-    embedding: int | None = None
-    markov_rank: int | None = None
-    gated: bool = False
-    recurrent: bool = False
-    embedding_scale: float = 1.0
-    logit_scale: float = 1.0
-    softcap: float | None = None
+    attention_bias: bool = False  # True if q, k, v and o have biases
+    own_head: bool = False  # True if the draft has a head of its own; False: it uses the target's
+    own_mask: bool = False  # True if the draft has a separate embedding of the mask token
+    embedding: int | None = None  # number of rows of the draft's own embedding; None: it uses the target's
+    markov_rank: int | None = None  # rank of DSpark's Markov head (corrects logits by the last token); None: no head
+    gated: bool = False  # True if the token's output gates the Markov head
+    recurrent: bool = False  # True if the Markov head is an RNN, with a state along the path
+    embedding_scale: float = 1.0  # factor of the input embeddings
+    logit_scale: float = 1.0  # factor of the logits
+    softcap: float | None = None  # soft cap of the logits; None: no cap
 
     @property
     def slots(self) -> int:

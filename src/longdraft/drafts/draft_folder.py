@@ -52,28 +52,18 @@ Shape = TypeVar("Shape")
 
 @dataclass(frozen=True)
 class DraftFolder:
-    """Contents of a draft folder.
+    """Contents of a draft folder."""
 
-    Attributes:
-        kind: the kind of draft, e.g. "longspec".
-        config: sizes and settings, JSON.
-        tensors: name -> tensor, on the CPU.
-        target: the draft's target, as :func:`~longdraft.model.shared_parts.describe_target` gives it; empty if unknown.
-    """
-
-    kind: str
-    config: dict[str, Any]
-    tensors: dict[str, torch.Tensor]
-    target: dict[str, Any] = field(default_factory=dict)
+    kind: str  # the kind of draft, e.g. "longspec".
+    config: dict[str, Any]  # sizes and settings, JSON
+    tensors: dict[str, torch.Tensor]  # name -> tensor, on the CPU
+    target: dict[str, Any] = field(default_factory=dict)  # the target's description; empty if unknown
 
 
 def from_training(
-    kind: str,
-    config: Mapping[str, Any],
-    weights: Mapping[str, torch.Tensor],
-    draft_to_target_ids: torch.Tensor | None,
+    kind: str, config: Mapping[str, Any], weights: Mapping[str, torch.Tensor], draft_to_target_ids: torch.Tensor | None,
     target: Mapping[str, Any],
-) -> DraftFolder:
+) -> DraftFolder:  # fmt: skip
     """Returns the folder contents of a newly trained draft, with weights in bfloat16.
     ``draft_to_target_ids``: (draft vocabulary,) target id of each draft id; None: the target's full vocabulary."""
     tensors = {name: t.to(torch.bfloat16) for name, t in weights.items()}
@@ -191,21 +181,17 @@ def read_tensors(config: Mapping[str, Any], folder: Path | str) -> dict[str, tor
 
 
 def read_shape(
-    shape: type[Shape],
-    config: Mapping[str, Any],
-    folder: Path | str,
-    label: str,
+    shape: type[Shape], config: Mapping[str, Any], folder: Path | str, label: str,
     names: Mapping[str, str] | None = None,
-) -> Shape:
+) -> Shape:  # fmt: skip
     """Reads a module's sizes from a config.json.
+
+    Raises CheckpointError, which names the entries, if entries are missing or impossible.
 
     Args:
         shape: dataclass of the sizes, whose fields are positive numbers and flags.
         label: the kind of draft in messages, e.g. "LongSpec".
         names: name of a field -> name of the entry in config.json, where the two differ.
-
-    Raises:
-        CheckpointError: entries are missing or impossible; the message names these entries.
     """
     keys = {size: (names or {}).get(size.name, size.name) for size in fields(shape)}  # type: ignore[arg-type]
     values = {size: config[key] for size, key in keys.items() if config.get(key) is not None}

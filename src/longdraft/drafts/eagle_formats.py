@@ -36,19 +36,6 @@ class Eagle3Shape:
     """Sizes of an EAGLE-3 module. The layer fc fuses the target's hidden states of a token to one vector g.
 
     Head counts may differ from the target's, because the module has a KV cache of its own.
-
-    Attributes:
-        feature_size: size of one token's concatenated hidden states, usually three times the target's hidden size.
-        vocabulary: number of rows of the draft's head.
-        norm_before_residual: the residual stream starts from the normed g instead of g (a flag of `speculators`).
-        attention_bias: q, k and v have biases.
-        output_bias: o has a bias.
-        qk_norm: each head of q and k is normed before RoPE, as in Qwen3's layers.
-        norm_before_fc: the concatenated hidden states are normed before fc.
-        fc_norm: number of norms before fc, one for each hidden state; None: no such norms.
-        norm_output: the next step's g is the normed output instead of the output (EAGLE-3.1).
-        embedding: number of rows of the draft's own embedding; None: it uses the target's.
-        decoder_layers: number of layers; all but the first are plain decoder layers.
     """
 
     hidden_size: int
@@ -56,29 +43,25 @@ class Eagle3Shape:
     heads: int
     kv_heads: int
     head_dim: int
-    feature_size: int
-    vocabulary: int
+    feature_size: int  # size of one token's concatenated hidden states, usually three times the target's hidden size
+    vocabulary: int  # number of rows of the draft's head
     rms_norm_eps: float = 1e-6
-    norm_before_residual: bool = False
-    attention_bias: bool = False
-    output_bias: bool = False
-    qk_norm: bool = False
-    norm_before_fc: bool = False
-    fc_norm: int | None = None
-    norm_output: bool = False
-    embedding: int | None = None
-    decoder_layers: int = 1
+    norm_before_residual: bool = False  # the residual stream starts from the normed g (a flag of `speculators`)
+    attention_bias: bool = False  # q, k and v have biases
+    output_bias: bool = False  # o has a bias
+    qk_norm: bool = False  # each head of q and k is normed before RoPE, as in Qwen3's layers
+    norm_before_fc: bool = False  # the concatenated hidden states are normed before fc
+    fc_norm: int | None = None  # number of norms before fc, one for each hidden state; None: no such norms
+    norm_output: bool = False  # the next step's g is the normed output instead of the output (EAGLE-3.1)
+    embedding: int | None = None  # number of rows of the draft's own embedding; None: it uses the target's
+    decoder_layers: int = 1  # number of layers; all but the first are plain decoder layers
 
 
 @dataclass(frozen=True)
 class EagleShape(Eagle3Shape):
-    """Sizes of an EAGLE-1 or EAGLE-2 module. Feature size and vocabulary are the target's hidden size and vocabulary.
+    """Sizes of an EAGLE-1 or 2 module. Feature size and vocabulary are the target's hidden size and vocabulary."""
 
-    Attributes:
-        fc_bias: fc has a bias.
-    """
-
-    fc_bias: bool = False
+    fc_bias: bool = False  # fc has a bias
 
 
 def _parse(published: PublishedDraft) -> tuple[dict[str, Any], dict[str, Any]]:

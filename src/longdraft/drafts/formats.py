@@ -57,23 +57,14 @@ _UNSUPPORTED_PARTS = {
 
 @dataclass(frozen=True)
 class PublishedDraft:
-    """A draft folder of another project.
+    """A draft folder of another project."""
 
-    Attributes:
-        kind: the kind of draft, by our names.
-        folder: the folder, for messages.
-        config: the content of config.json.
-        sizes: the complete sizes of the draft's layers, as transformers names them.
-        tensors: the draft's tensors by our names.
-        is_speculators: True if the folder has the layout of `speculators`.
-    """
-
-    kind: str
-    folder: Path | str
-    config: dict[str, Any]
-    sizes: dict[str, Any]
-    tensors: dict[str, torch.Tensor]
-    is_speculators: bool
+    kind: str  # the kind of draft, by our names
+    folder: Path | str  # the folder, for messages
+    config: dict[str, Any]  # the content of config.json
+    sizes: dict[str, Any]  # the complete sizes of the draft's layers, as transformers names them
+    tensors: dict[str, torch.Tensor]  # the draft's tensors by our names
+    is_speculators: bool  # True if the folder has the layout of `speculators`
 
     def nested(self, name: str) -> Mapping[str, Any]:
         """Returns a section of config.json; {} if there is none."""

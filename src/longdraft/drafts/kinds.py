@@ -22,19 +22,13 @@ class Training:
     """The training of a kind of draft by ``longdraft train``.
 
     ``settings`` and ``run`` may be "module:name" strings, as importing the training code takes seconds.
-
-    Attributes:
-        settings: class of the run's settings, a :class:`longdraft.training.config.RunConfig`.
-        run: the training function: (settings, progress, stop) -> a report for each step; see
-            :mod:`longdraft.training.session`.
-        summary: help text of the command.
-        command: name of the command; "": the kind's name.
     """
 
-    settings: str | type[Any]
+    settings: str | type[Any]  # class of the run's settings, a :class:`longdraft.training.config.RunConfig`
+    # The training function: (settings, progress, stop) -> reports; see :mod:`longdraft.training.session`.
     run: str | Callable[..., Iterator[Any]]
-    summary: str
-    command: str = ""
+    summary: str  # help text of the command
+    command: str = ""  # name of the command; "": the kind's name
 
     def load_settings(self) -> type[Any]:
         """Returns the class of the settings."""

@@ -29,17 +29,11 @@ KIND = "small-lm"
 
 @dataclass(frozen=True)
 class BoundLM:
-    """A small language model, in its target's dtype and on its device.
+    """A small language model, in its target's dtype and on its device."""
 
-    Attributes:
-        runner: runs the model. The inputs are target ids; the logits are over the draft's vocabulary.
-        draft_to_target_ids: (draft vocabulary,) target id of each draft id, on the device; None if both ids are equal.
-        fused_lm: computes a forward of few tokens in one kernel call; None if our kernels do not support the model.
-    """
-
-    runner: TargetRunner
-    draft_to_target_ids: torch.Tensor | None
-    fused_lm: FusedLM | None = None
+    runner: TargetRunner  # runs the model. The inputs are target ids; the logits are over the draft's vocabulary.
+    draft_to_target_ids: torch.Tensor | None  # (draft vocabulary,) target id of each draft id; None: ids are equal
+    fused_lm: FusedLM | None = None  # computes a forward of few tokens in one kernel call; None: not supported
 
 
 class SmallLMDraft(Draft[BoundLM]):

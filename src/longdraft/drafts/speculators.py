@@ -22,13 +22,9 @@ _SIZES = ("hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim", "
 
 
 def to_speculators(
-    draft: EagleDraft[Any],
-    out: Path | str,
-    verifier: str,
-    architecture: str | None = None,
-    max_position: int = 131_072,
-    speculative_tokens: int = 5,
-) -> list[str]:
+    draft: EagleDraft[Any], out: Path | str, verifier: str, architecture: str | None = None,
+    max_position: int = 131_072, speculative_tokens: int = 5,
+) -> list[str]:  # fmt: skip
     """Writes a draft to a folder of `speculators`.
 
     Args:

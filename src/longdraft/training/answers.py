@@ -40,27 +40,19 @@ AnswerRow = dict[str, Any]
 
 @dataclass(frozen=True)
 class AnswerPrompt:
-    """A prompt, with the sampling temperature of its answer.
-
-    Attributes:
-        kind: the key of :data:`PROMPTS` that the question belongs to.
-        source: the file or corpus of the passage.
-    """
+    """A prompt, with the sampling temperature of its answer."""
 
     text: str
     temperature: float
-    kind: str = ""
-    source: str = ""
+    kind: str = ""  # the key of :data:`PROMPTS` that the question belongs to
+    source: str = ""  # the file or corpus of the passage
 
 
 def sample_prompts(
-    texts: Sequence[tuple[str, str]],
-    passage_tokens: tuple[int, int],
-    per_passage: int,
-    temperatures: Sequence[float],
+    texts: Sequence[tuple[str, str]], passage_tokens: tuple[int, int], per_passage: int, temperatures: Sequence[float],
     seed: int,
-) -> Iterator[list[AnswerPrompt]]:
-    """Samples passages endlessly, and yields for each passage a list of at most ``per_passage`` prompts about it.
+) -> Iterator[list[AnswerPrompt]]:  # fmt: skip
+    """Samples passages endlessly, and yields the prompts about each passage. Raises PromptError if all texts are empty.
 
     Args:
         texts: (document, its file or corpus). A document's weight in sampling is the square root of its length, so that
@@ -69,9 +61,6 @@ def sample_prompts(
         per_passage: largest number of prompts about a passage.
         temperatures: temperatures of answers; the prompts of a passage take them in turn.
         seed: random seed of passages and prompts.
-
-    Raises:
-        PromptError: all texts are empty.
     """
     if not any(text.strip() for text, _ in texts):
         raise PromptError("There is no text to ask about: give files whose rows have `text`.")
@@ -160,19 +149,10 @@ class AnswerFile:
 
 
 def generate_answers(
-    prompts: Iterator[list[AnswerPrompt]],
-    file: AnswerFile,
-    url: str,
-    api_key: str = "",
-    model: str | None = None,
-    *,
-    rows: int,
-    batch: int,
-    max_new_tokens: int,
-    template: Mapping[str, Any] | None = None,
-    progress: Callable[[], None] = lambda: None,
-    stop: Callable[[], bool] = lambda: False,
-) -> None:
+    prompts: Iterator[list[AnswerPrompt]], file: AnswerFile, url: str, api_key: str = "", model: str | None = None, *,
+    rows: int, batch: int, max_new_tokens: int, template: Mapping[str, Any] | None = None,
+    progress: Callable[[], None] = lambda: None, stop: Callable[[], bool] = lambda: False,
+) -> None:  # fmt: skip
     """Has a server answer the prompts that have no answer in the file, and appends each answer as it arrives.
 
     Args:

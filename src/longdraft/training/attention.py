@@ -30,14 +30,10 @@ KVPair = tuple[torch.Tensor, torch.Tensor]
 
 
 def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    shift: int = 0,
-    window: int | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shift: int = 0, window: int | None = None,
     per_query_kv: KVPair | None = None,
-) -> torch.Tensor:
-    """Computes the attention of a document's last n positions.
+) -> torch.Tensor:  # fmt: skip
+    """Computes the attention of a document's last n positions, (Hq, n, d).
 
     Args:
         q: (Hq, n, d), after RoPE.
@@ -46,9 +42,6 @@ def attend(
         shift: number of positions from a query back to the newest key that the query sees.
         window: a query sees the keys less than this many positions before it; None: all of them.
         per_query_kv: i further keys and values of each query, hidden from all other queries, (Hkv, n, i, d) each.
-
-    Returns:
-        (Hq, n, d).
     """
     query_len, num_visible = q.shape[1], k.shape[1] - shift
     first = k.shape[1] - query_len  # the position of a block's first query

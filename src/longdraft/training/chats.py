@@ -41,8 +41,7 @@ _MARK = "\u2400-cut-\u2400 "
 def chat_messages(example: Mapping[str, Any]) -> list[Message] | None:
     """Returns the messages of an example's chat up to the last answer; None: the example holds no chat.
 
-    Raises:
-        ValueError: there is no answer, or a turn is not text. All messages of this file continue "3 rows ...".
+    Raises ValueError if there is no answer, or a turn is not text. All messages of this file continue "3 rows ...".
     """
     turns = next((example[key] for key in _TURNS if key in example), None)
     if turns is None and "data" in example:  # UltraChat
@@ -96,21 +95,15 @@ def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def encode_chat(
-    messages: Sequence[Message],
-    tokenizer: PreTrainedTokenizerBase,
-    tools: list[Any] | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
-    truncated: bool = False,
-) -> tuple[list[int], list[bool]]:
-    """Encodes a chat up to the end of its last answer.
+    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, tools: list[Any] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None, truncated: bool = False,
+) -> tuple[list[int], list[bool]]:  # fmt: skip
+    """Encodes a chat up to the end of its last answer. Returns token ids, and for each True if the assistant wrote it.
 
     Args:
         tools: the tools that the chat template shows.
         template_kwargs: further arguments of the chat template.
         truncated: the last answer reached a token limit, so it has no end-of-turn token.
-
-    Returns:
-        The token ids, and for each token True if the assistant wrote it.
 
     Raises:
         ValueError, PromptError: the template refuses the chat, or hides a part of it.

@@ -27,10 +27,7 @@ EVAL_DEPTH = 5
 @dataclass(frozen=True)
 class RunConfig(Options):
     """The settings of every training run. Paths are relative to the working directory.
-
-    Raises:
-        ConfigError: a value is outside its range.
-    """
+    Raises ConfigError if a value is outside its range."""
 
     data: tuple[str, ...] = option((), help="training data: files, folders of files, or folders of encoded tokens")
     out: str = option("draft", help="folder of the run: checkpoints, log, and the draft in best and last")
@@ -203,10 +200,7 @@ def settings_table(config: type[Any]) -> list[tuple[str, str, str, str]]:
 
 def read_config(path: Path | str | None, overrides: Sequence[str], config_class: type[Config]) -> Config:
     """Makes a ``config_class`` from a YAML file or a preset's name, and ``key=value`` overrides.
-
-    Raises:
-        ConfigError: an unreadable file, an unknown setting or a wrong value.
-    """
+    Raises ConfigError for an unreadable file, an unknown setting or a wrong value."""
     values = {} if path is None else _read_yaml(preset_path(path))
     for override in overrides:
         key, equals, text = override.partition("=")

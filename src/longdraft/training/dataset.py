@@ -46,18 +46,13 @@ _PROBE = "Tokens, encodés once: 2 + 2 = 4\n\tdef f(x): return x  # 漢字 🙂"
 
 
 class TokenShard(NamedTuple):
-    """Documents end to end. The fields are the tensors of a shard's file.
+    """Documents end to end. The fields are the tensors of a shard's file."""
 
-    Attributes:
-        ids: (tokens,) int32 token ids; ~id marks a token behind ``start`` that does not count in the loss (a user's
-            turn).
-        ends: (documents,) int64, the end of each document in ``ids``.
-        starts: (documents,) int32, the :attr:`Document.start` of each document.
-    """
-
-    ids: torch.Tensor
-    ends: torch.Tensor
-    starts: torch.Tensor
+    ids: (
+        torch.Tensor
+    )  # (tokens,) int32 token ids; ~id: a token behind ``start`` that is not in the loss (a user's turn)
+    ends: torch.Tensor  # (documents,) int64, the end of each document in ``ids``
+    starts: torch.Tensor  # (documents,) int32, the :attr:`Document.start` of each document
 
     @classmethod
     def from_documents(cls, documents: Iterable[Document | None]) -> TokenShard:
@@ -274,12 +269,9 @@ def most_frequent_tokens(
 
 
 def read_dataset(
-    sources: Iterable[str],
-    tokenizer: PreTrainedTokenizerBase,
-    skipped: SkipCounts,
-    vocab_size: int,
+    sources: Iterable[str], tokenizer: PreTrainedTokenizerBase, skipped: SkipCounts, vocab_size: int,
     template: Mapping[str, Any] | None = None,
-) -> TokenDataset:
+) -> TokenDataset:  # fmt: skip
     """Encodes files and folders into memory, and maps folders of shards. The arguments are :func:`encode_documents`'s.
 
     Raises CheckpointError if a folder's shards are incomplete, damaged, or of another tokenizer.
@@ -298,12 +290,9 @@ def read_dataset(
 
 
 def write_shards(
-    folder: Path,
-    documents: Iterable[Document | None],
-    tokenizer: PreTrainedTokenizerBase,
-    progress: Callable[[int, int], None] = lambda rows, tokens: None,
-    stop: Callable[[], bool] = lambda: False,
-) -> int:
+    folder: Path, documents: Iterable[Document | None], tokenizer: PreTrainedTokenizerBase,
+    progress: Callable[[int, int], None] = lambda rows, tokens: None, stop: Callable[[], bool] = lambda: False,
+) -> int:  # fmt: skip
     """Writes the shards that a folder lacks, and returns the number of documents that were added.
 
     Args:

@@ -32,17 +32,11 @@ FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst", ".json", ".pa
 
 @dataclass(frozen=True)
 class Document:
-    """The token ids of one text or chat.
+    """The token ids of one text or chat."""
 
-    Attributes:
-        token_ids: all tokens, end of sequence included.
-        start: index of the first token that counts in the loss; tokens before it (a chat's prompt) are context.
-        loss_mask: for each token, whether it counts in the loss; None: all from ``start`` on do.
-    """
-
-    token_ids: list[int]
-    start: int = 1
-    loss_mask: list[bool] | None = None
+    token_ids: list[int]  # all tokens, end of sequence included
+    start: int = 1  # index of the first token that counts in the loss; tokens before it (a chat's prompt) are context
+    loss_mask: list[bool] | None = None  # for each token, whether it counts in the loss; None: all from ``start`` on do
 
     def __post_init__(self) -> None:
         if not 1 <= self.start < len(self.token_ids):
@@ -60,13 +54,9 @@ class SkipCounts(Counter[str]):
 
 
 def encode_documents(
-    sources: Iterable[Path | str],
-    tokenizer: PreTrainedTokenizerBase,
-    skipped: SkipCounts,
-    vocab_size: int,
-    num_done: int = 0,
-    template: Mapping[str, Any] | None = None,
-) -> Iterator[Document | None]:
+    sources: Iterable[Path | str], tokenizer: PreTrainedTokenizerBase, skipped: SkipCounts, vocab_size: int,
+    num_done: int = 0, template: Mapping[str, Any] | None = None,
+) -> Iterator[Document | None]:  # fmt: skip
     """Yields the document of each row after the first ``num_done``; None for a row that is left out and counted.
 
     A row has ``tokens`` (ids) and ``start``, or ``text``, or a chat (:func:`~longdraft.training.chats.chat_messages`)

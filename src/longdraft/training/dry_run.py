@@ -45,56 +45,35 @@ GPUS = {
 
 
 class Sizes(NamedTuple):
-    """Sizes of the target (``target_...``) and of a new draft. Those without an owner are equal in both.
+    """Sizes of the target and of a new draft."""
 
-    Attributes:
-        q_size: elements of a token's queries in one layer, all heads together.
-        kv: layers, KV heads and head size of the target's KV cache.
-        vocab_size: size of the draft's vocabulary.
-        mlp_size: size of the hidden layer of the draft's MLP.
-        target_length: longest context of the target in tokens.
-        target_weights: number of the target's weights.
-        matmul_weights: number of the target's weights without a separate embedding, which is not multiplied.
-    """
-
-    hidden_size: int
-    q_size: int
-    kv: KVShape
-    vocab_size: int
-    mlp_size: int
+    hidden_size: int  # of both
+    q_size: int  # elements of a token's queries in one layer, all heads together; of both
+    kv: KVShape  # the target's layers, KV heads and head size
+    vocab_size: int  # the draft's vocabulary
+    mlp_size: int  # hidden layer of the draft's MLP
     target_vocab_size: int
     target_mlp_size: int
-    target_length: int
-    target_weights: int
-    matmul_weights: int
+    target_length: int  # longest context of the target in tokens
+    target_weights: int  # number of the target's weights
+    matmul_weights: int  # the same without a separate embedding, which is not multiplied
 
 
 class DraftCosts(NamedTuple):
-    """The counts of one kind of draft from which its costs follow.
+    """The counts of one kind of draft from which its costs follow."""
 
-    Attributes:
-        layer_weights: number of weights in the layers that one forward uses.
-        feature_size: elements of the target's features of a token.
-        num_forwards: forwards of a token: steps of the training-time test, or chained heads.
-        num_attentions: attention operations of a forward.
-        input_weights: number of weights that are used once for a token, not in every forward, such as fc.
-        head_weights: number of weights in the draft's own LM head; 0: the draft uses the target's.
-        has_own_layers: each forward has its own layers; False: all forwards share them.
-    """
-
-    layer_weights: int
-    feature_size: int
-    num_forwards: int = 1
-    num_attentions: int = 1
-    input_weights: int = 0
-    head_weights: int = 0
-    has_own_layers: bool = False
+    layer_weights: int  # number of weights in the layers that one forward uses
+    feature_size: int  # elements of the target's features of a token
+    num_forwards: int = 1  # forwards of a token: steps of the training-time test, or chained heads
+    num_attentions: int = 1  # attention operations of a forward
+    input_weights: int = 0  # number of weights that are used once for a token, not in every forward, such as fc
+    head_weights: int = 0  # number of weights in the draft's own LM head; 0: the draft uses the target's
+    num_copies: int = 1  # of the layers: chained heads differ, all other forwards share one set of layers
 
     @property
     def num_weights(self) -> int:
         """Number of weights to train."""
-        copies = self.num_forwards if self.has_own_layers else 1
-        return self.layer_weights * copies + self.input_weights + self.head_weights
+        return self.layer_weights * self.num_copies + self.input_weights + self.head_weights
 
 
 def estimate(kind: str, config: Any, gpu: str = "h100", gpus: int = 1, tokens: float | None = None) -> dict[str, Any]:
@@ -102,7 +81,7 @@ def estimate(kind: str, config: Any, gpu: str = "h100", gpus: int = 1, tokens: f
 
     Args:
         kind: the training command, such as "eagle3".
-        config: the run's settings, a :class:`RunConfig`.
+        config: the run's settings, a subclass of :class:`RunConfig`.
         gpu: a key of :data:`GPUS`.
         gpus: number of GPUs, one for each process.
         tokens: tokens in the loss of the data, if the data are not in shards; None: unknown.
@@ -119,7 +98,7 @@ def estimate(kind: str, config: Any, gpu: str = "h100", gpus: int = 1, tokens: f
     Raises:
         ConfigError: the GPU is unknown, the target cannot be trained for, or the kind has no formula.
     """
-    run: RunConfig = config  # the settings of every kind; those of one kind are read from ``config``
+    run: RunConfig = config  # with the settings of every kind; ``config`` also has those of one kind
     if gpu not in GPUS:
         raise ConfigError(f"--gpu {gpu} is unknown: use one of {', '.join(GPUS)}.")
     sizes = _sizes(run)
@@ -133,8 +112,8 @@ def estimate(kind: str, config: Any, gpu: str = "h100", gpus: int = 1, tokens: f
     step_tokens, data_tokens = batch_tokens * run.accumulate * gpus, _count_data_tokens(run) or tokens
     num_steps = run.max_steps
     if data_tokens is not None:
-        num_steps = max(1, round(data_tokens * run.epochs / step_tokens))
-        num_steps = min(num_steps, run.max_steps or num_steps)
+        steps_of_data = max(1, round(data_tokens * run.epochs / step_tokens))
+        num_steps = min(steps_of_data, run.max_steps or steps_of_data)
     trained_tokens = DEFAULT_TOKENS if num_steps is None else num_steps * step_tokens
     # With a cache, the first epoch alone runs the target.
     target_reads = 1.0 if run.cache is None else min(1.0, 1 / run.epochs)
@@ -179,16 +158,15 @@ def _draft_costs(kind: str, config: Any, sizes: Sizes) -> DraftCosts:
     kinds = {
         # Cross-attention has q and o alone. The features are the keys and values of one layer.
         "longspec": DraftCosts(layer + 2 * h * q, kv, num_attentions=2),
-        # fc projects the states of all feature layers.
+        # fc projects the states of all feature layers; below, an embedding and a state.
         "eagle3": DraftCosts(eagle3_layer, states, ttt, input_weights=states * h, head_weights=vocab * h),
+        "eagle": DraftCosts(layer, h, input_weights=2 * h * h),
         # The bigram is a matrix (rank) for the previous token, and one beside the head.
         "onepass": DraftCosts(
             eagle3_layer, states, ttt, input_weights=states * h + vocab * rank, head_weights=vocab * (h + rank)
         ),
-        # fc projects an embedding and a state.
-        "eagle": DraftCosts(layer, h, input_weights=2 * h * h),
         "lm": DraftCosts(layers * layer, 0, num_attentions=layers),
-        "heads": DraftCosts(h * h, h, heads, num_attentions=0, has_own_layers=True),
+        "heads": DraftCosts(h * h, h, heads, num_attentions=0, num_copies=heads),
     }
     if kind not in kinds:
         raise ConfigError(f"--dry-run has no formula for {kind}: run it with max_steps=2 instead.")

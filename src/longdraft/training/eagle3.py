@@ -71,14 +71,9 @@ class Eagle3Trainer(DraftTrainer):
     ttt_steps, retain = 1, 1.0
 
     def __init__(
-        self,
-        block: Eagle3Block,
-        parts: SharedParts,
-        rotary: RotaryEmbedding,
-        draft_to_target: torch.Tensor | None,
-        config: RunConfig,
-        window: int | None = None,
-    ) -> None:
+        self, block: Eagle3Block, parts: SharedParts, rotary: RotaryEmbedding, draft_to_target: torch.Tensor | None,
+        config: RunConfig, window: int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(block, parts, draft_to_target, config)
         self.rotary, self.window = rotary, window
         if isinstance(config, Eagle3Config):
@@ -160,9 +155,8 @@ class Eagle3Trainer(DraftTrainer):
     def states_and_head(self, hidden: torch.Tensor, previous_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns states (N, size) and a head (W, size). The logits are ``states @ head.T``.
 
-        Args:
-            hidden: (N, hidden size), the block's outputs after its norm.
-            previous_ids: (N,) draft ids of the tokens before the predicted tokens; -1: not in the draft's vocabulary.
+        ``hidden``: (N, hidden size), the block's outputs after the final norm. ``previous_ids``: (N,) draft ids of the
+        tokens before the predicted tokens; -1: not in the draft's vocabulary.
         """
         return hidden, self.block.lm_head.weight.to(self.matmul_dtype)
 
@@ -250,13 +244,9 @@ def train_onepass(config: OnePassConfig, progress: Progress = no_progress, stop:
 
 
 def _train(
-    config: Eagle3Config,
-    kind: str,
-    trainer_class: type[Eagle3Trainer],
-    convert: Callable[[Eagle3Block], Eagle3Block],
-    progress: Progress,
-    stop: Stop,
-) -> Reports:
+    config: Eagle3Config, kind: str, trainer_class: type[Eagle3Trainer], convert: Callable[[Eagle3Block], Eagle3Block],
+    progress: Progress, stop: Stop,
+) -> Reports:  # fmt: skip
     """Trains a draft with EAGLE-3's layer. ``convert`` makes the block to train from an EAGLE-3 block."""
     init: Eagle3Draft | None = None
     if config.init is not None:  # read before the target is loaded, to report a wrong folder at once

@@ -119,15 +119,9 @@ class FeatureReader:
     """
 
     def __init__(
-        self,
-        runner: TargetRunner,
-        dtype: torch.dtype = torch.bfloat16,
-        layers: tuple[int, ...] | None = (),
-        with_last: bool = False,
-        cache: Path | None = None,
-        identity: Any = None,
-        with_argmax: bool = True,
-    ) -> None:
+        self, runner: TargetRunner, dtype: torch.dtype = torch.bfloat16, layers: tuple[int, ...] | None = (),
+        with_last: bool = False, cache: Path | None = None, identity: Any = None, with_argmax: bool = True,
+    ) -> None:  # fmt: skip
         self.runner, self.dtype, self.layers, self.with_argmax = runner, dtype, layers or (), with_argmax
         add_last = with_last and runner.num_layers - 1 not in self.layers
         self.taps = self.layers + (runner.num_layers - 1,) * add_last

@@ -115,31 +115,23 @@ class BatchSampler:
 
 @dataclass(frozen=True)
 class StepReport:
-    """The metrics of a step, over all processes.
+    """The metrics of a step, over all processes."""
 
-    Attributes:
-        step: number of this step, from 1.
-        steps: number of steps of the run.
-        loss: mean over the tokens in the loss, in nats.
-        agreement: share of the tokens in the loss that are the draft's first choice, by level 1, 2, ...
-        tokens_per_second: tokens in the loss (without prompts) / seconds of the step, without measurements.
-        simulated: simulated acceptance on held-out documents; None if this step did not measure it.
-    """
-
-    step: int
-    steps: int
-    loss: float
+    step: int  # number of this step, from 1
+    steps: int  # number of steps of the run
+    loss: float  # mean over the tokens in the loss, in nats
     lr: float
-    agreement: dict[int, float]
-    tokens_per_second: float
-    simulated: SimulatedAcceptance | None = None
+    agreement: dict[int, float]  # share of the tokens in the loss that are the draft's first choice, by level
+    tokens_per_second: float  # tokens in the loss (without prompts) / seconds of the step, without measurements
+    simulated: SimulatedAcceptance | None = None  # on held-out documents; None: not measured at this step
 
 
 Reports = Iterator[StepReport]
 
 
 class TrainingLoop:
-    """Trains a draft on a session's documents, and writes log, checkpoints and drafts.
+    """Trains a draft on a session's documents, and writes log, checkpoints and drafts. Raises PromptError if the data
+    make fewer batches than there are processes.
 
     Args:
         layers: decoder layers whose output states the draft reads; (): the last layer's KV; None: token ids alone.
@@ -149,24 +141,13 @@ class TrainingLoop:
         eval_levels: depth of simulated acceptance.
         max_shift: largest shift of a document.
         on_start: called with the features of the first document before the first step.
-
-    Raises:
-        PromptError: the data make fewer batches than there are processes.
     """
 
     def __init__(
-        self,
-        session: TrainingSession,
-        trainer: DraftTrainer,
-        layers: tuple[int, ...] | None,
-        kind: str,
-        draft_config: Mapping[str, Any],
-        *,
-        levels: int,
-        eval_levels: int = EVAL_DEPTH,
-        max_shift: int = 1,
+        self, session: TrainingSession, trainer: DraftTrainer, layers: tuple[int, ...] | None, kind: str,
+        draft_config: Mapping[str, Any], *, levels: int, eval_levels: int = EVAL_DEPTH, max_shift: int = 1,
         on_start: Callable[[Features], None] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         config, accelerator, held_out = session.config, session.accelerator, session.held_out
         self.session, self.config, self.accelerator, self.trainer = session, config, accelerator, trainer
         self.kind, self.draft_config = kind, {"base_model": hub.base_model_name(config.target), **draft_config}
@@ -185,10 +166,9 @@ class TrainingLoop:
         stride = max(1, len(usable) // MAX_EVAL_DOCUMENTS)
         self.held_out = [held_out[i] for i in usable[::stride][:MAX_EVAL_DOCUMENTS]]
         loss_tokens = array("i", (self._count_loss_tokens(i, 0) for i in range(len(self._documents))))
-        num_processes = accelerator.num_processes
-        self.sampler = BatchSampler(loss_tokens, config, max_shift, num_processes)
+        self.sampler = BatchSampler(loss_tokens, config, max_shift, accelerator.num_processes)
         if not self.sampler.batches(0):
-            problem = f"The data make fewer batches than {num_processes} processes"
+            problem = f"The data make fewer batches than {accelerator.num_processes} processes"
             raise PromptError(f"{problem}: give more text, or lower rows.")
         weights, betas = list(trainer.parameters()), (config.betas[0], config.betas[1])
         groups: list[dict[str, Any]] = [
@@ -397,9 +377,7 @@ class TrainingLoop:
 
     def _resume(self) -> None:
         """Loads the newest checkpoint, if there is one. A finished run may continue with more epochs or steps.
-
-        Raises CheckpointError if the checkpoint is damaged, or belongs to a run with other settings or data.
-        """
+        Raises CheckpointError if the checkpoint is damaged, or belongs to a run with other settings or data."""
         for path in self._checkpoints()[-1:]:
             with file_errors(path, f"The checkpoint {path} cannot be read", "Delete it to resume from the one before."):
                 state, identity = read_json(path / STATE), self._identity

@@ -16,21 +16,13 @@ LOGITS_CHUNK = 512  # tokens
 
 
 class TargetDistribution(NamedTuple):
-    """The target's distribution over the draft's vocabulary: softmax(softcap(scale * state @ head.T)).
+    """The target's distribution over the draft's vocabulary: softmax(softcap(scale * state @ head.T))."""
 
-    Attributes:
-        states: (number of states, hidden size) last hidden states, after the final norm.
-        state_indices: (N,) for each label, the row of its state.
-        head: (W, hidden size) rows of the target's head for the draft's vocabulary, in the dtype of matrix products.
-        scale: factor of the target's logits.
-        softcap: soft cap of the target's logits; None: no cap.
-    """
-
-    states: torch.Tensor
-    state_indices: torch.Tensor
-    head: torch.Tensor
-    scale: float = 1.0
-    softcap: float | None = None
+    states: torch.Tensor  # (number of states, hidden size) last hidden states, after the final norm
+    state_indices: torch.Tensor  # (N,) for each label, the row of its state
+    head: torch.Tensor  # (W, hidden size) rows of the target's head for the draft's vocabulary, in the products' dtype
+    scale: float = 1.0  # factor of the target's logits
+    softcap: float | None = None  # soft cap of the target's logits; None: no cap
 
     def write_probabilities(self, tokens: slice, products: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Writes the probabilities of a slice of n tokens to ``out`` (n, W), float32, and returns ``out``.
@@ -53,14 +45,9 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        head: torch.Tensor,
-        labels: torch.Tensor,
-        weights: torch.Tensor,
-        target: TargetDistribution | None,
-        chunk: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx: Any, hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor,
+        target: TargetDistribution | None, chunk: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_head = torch.zeros(head.shape, device=head.device) if ctx.needs_input_grad[1] else None
@@ -112,14 +99,9 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
 
 def soft_cross_entropy(
-    hidden: torch.Tensor,
-    head: torch.Tensor,
-    labels: torch.Tensor,
-    weights: torch.Tensor | float = 1.0,
-    target: TargetDistribution | None = None,
-    distill: float = 0.0,
-    chunk: int = LOGITS_CHUNK,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | float = 1.0,
+    target: TargetDistribution | None = None, distill: float = 0.0, chunk: int = LOGITS_CHUNK,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Computes the cross-entropy with the text's tokens and with the target's distribution, summed over tokens.
 
     Args:

@@ -48,20 +48,17 @@ def never_stop() -> bool:
 
 class TrainingSession:
     """The accelerator, the target, and the documents of a run.
+    Raises CapabilityError if a tracker is not installed, or unknown to accelerate.
 
     Args:
         levels: number of drafted tokens. A document must have more tokens in the loss than ``levels``.
-        progress: called with messages before the first step.
-        stop: called after each step; if it returns True, the run ends.
+        progress: see the module's docstring, as for ``stop``.
 
     Attributes:
         tokenizer: the target's tokenizer.
         runner: runs the target.
         train_documents: the documents to train on.
         held_out: the documents to measure on.
-
-    Raises:
-        CapabilityError: a tracker is not installed, or accelerate does not know it.
     """
 
     def __init__(self, config: RunConfig, levels: int, progress: Progress = no_progress, stop: Stop = never_stop):

@@ -32,28 +32,18 @@ NO_RANK = 1 << 30
 
 @dataclass(frozen=True)
 class SimulatedAcceptance:
-    """Simulated acceptance on some documents.
+    """Simulated acceptance on some documents."""
 
-    Attributes:
-        agreement: share of the tokens that are the draft's first choice, by level.
-        chain: mean accepted length (tokens a round, bonus token included) of a chain with all levels.
-        tree: mean accepted length of a tree in which each node at level d has the top ``TREE_WIDTHS[d]`` tokens as
-            children. Decoding's trees keep the best paths instead.
-    """
-
-    agreement: tuple[float, ...]
-    chain: float
-    tree: float
+    agreement: tuple[float, ...]  # share of the tokens that are the draft's first choice, by level
+    chain: float  # mean accepted length (tokens a round, bonus token included) of a chain with all levels
+    tree: float  # mean accepted length of a tree whose nodes have TREE_WIDTHS children (decoding keeps the best paths)
 
 
 @torch.no_grad()
 def simulate(
-    trainer: Callable[..., StepOutput],
-    documents: Iterable[Features],
-    levels: int = EVAL_DEPTH,
-    level_mode: LevelMode = "step",
-    all_reduce: Callable[[torch.Tensor], torch.Tensor] = lambda counts: counts,
-) -> SimulatedAcceptance:
+    trainer: Callable[..., StepOutput], documents: Iterable[Features], levels: int = EVAL_DEPTH,
+    level_mode: LevelMode = "step", all_reduce: Callable[[torch.Tensor], torch.Tensor] = lambda counts: counts,
+) -> SimulatedAcceptance:  # fmt: skip
     """Measures simulated acceptance on documents.
 
     Args:
@@ -102,10 +92,7 @@ def _loss_spans(loss_mask: list[bool]) -> list[tuple[int, int]]:
 
 def _simulate_rounds(is_drafted: list[list[bool]], position: int) -> tuple[int, int]:
     """Simulates decoding with the token at ``position`` as the first root, and returns (emitted tokens, rounds).
-
-    Args:
-        is_drafted: by level and position t, True if the draft proposes token t + 1 at that level.
-    """
+    ``is_drafted``: by level and position t, True if the draft proposes token t + 1 at that level."""
     levels, length = len(is_drafted), len(is_drafted[0])
     tokens = rounds = 0
     while position < length:

@@ -33,35 +33,21 @@ LevelMode = Literal["shift", "step", "text"]
 
 
 class StepOutput(NamedTuple):
-    """The result of a training step on N labels. FSDP finds the loss in it, because it is a tuple.
+    """The result of a training step on N labels. FSDP finds the loss in it, because it is a tuple."""
 
-    Attributes:
-        loss: the sum over labels, with its autograd graph.
-        ranks: (N,) number of tokens that the draft ranks above the label; 0: the draft's first choice is right.
-        depths: (N,) the level of a draft tree that the label belongs to; 1: the root's children.
-        loss_mask: (N,) bool, True for labels that count in the loss; None: all count.
-    """
-
-    loss: torch.Tensor
-    ranks: torch.Tensor
-    depths: torch.Tensor
-    loss_mask: torch.Tensor | None = None
+    loss: torch.Tensor  # the sum over labels, with its autograd graph
+    ranks: torch.Tensor  # (N,) number of tokens that the draft ranks above the label; 0: the first choice is right
+    depths: torch.Tensor  # (N,) the level of a draft tree that the label belongs to; 1: the root's children
+    loss_mask: torch.Tensor | None = None  # (N,) bool, True for labels that count in the loss; None: all count
 
 
 class Labels(NamedTuple):
-    """N labels as draft ids; -1 stands for a token that the draft's vocabulary lacks.
+    """N labels as draft ids; -1 stands for a token that the draft's vocabulary lacks."""
 
-    Attributes:
-        token_ids: (N,) the text's tokens.
-        target_argmax: (N,) the target's argmax, or ``token_ids`` for a trainer that does not need it.
-        loss_mask: (N,) bool, True for labels that count in the loss.
-        target_distribution: the target's distribution; None without distillation.
-    """
-
-    token_ids: torch.Tensor
-    target_argmax: torch.Tensor
-    loss_mask: torch.Tensor
-    target_distribution: TargetDistribution | None
+    token_ids: torch.Tensor  # (N,) the text's tokens
+    target_argmax: torch.Tensor  # (N,) the target's argmax, or ``token_ids`` for a trainer that does not need it
+    loss_mask: torch.Tensor  # (N,) bool, True for labels that count in the loss
+    target_distribution: TargetDistribution | None  # the target's distribution; None without distillation
 
 
 class Span(NamedTuple):
@@ -133,12 +119,9 @@ class DraftTrainer(nn.Module):
     """True if a label's weight depends on the target's argmax. The argmax takes logits over the target's vocabulary."""
 
     def __init__(
-        self,
-        block: nn.Module,
-        parts: SharedParts,
-        draft_to_target: torch.Tensor | None = None,
+        self, block: nn.Module, parts: SharedParts, draft_to_target: torch.Tensor | None = None,
         config: RunConfig | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         config = config or RunConfig(precision="no")
         self.block, self.parts, self.draft_to_target, self.distill = block, parts, draft_to_target, config.distill
@@ -165,11 +148,8 @@ class DraftTrainer(nn.Module):
 
     @torch.no_grad()
     def measure_logit_scale(self, runner: TargetRunner) -> None:
-        """Measures :attr:`logit_scale` on a few tokens.
-
-        Raises:
-            UnsupportedModelError: the target's logits are not a multiple of a product with its head.
-        """
+        """Measures :attr:`logit_scale` on a few tokens. Raises UnsupportedModelError if the target's logits are not a
+        multiple of the product of state and head."""
         ids, cap = list(range(8)), self.parts.softcap  # any few tokens do: the scale is the same for all
         store = runner.new_store(1, len(ids), (runner.num_layers - 1,))
         out = runner.forward(store.make_forward_batch([0], [ids], is_prefill=True, prompt_len=len(ids)), store)
@@ -232,13 +212,9 @@ class DraftTrainer(nn.Module):
             return Labels(ids[indices], argmax[indices], mask[indices], target)
 
     def compute_loss(
-        self,
-        hidden: torch.Tensor,
-        head: torch.Tensor,
-        labels: Labels,
-        depths: torch.Tensor,
+        self, hidden: torch.Tensor, head: torch.Tensor, labels: Labels, depths: torch.Tensor,
         weights: torch.Tensor | float = 1.0,
-    ) -> StepOutput:
+    ) -> StepOutput:  # fmt: skip
         """Computes the loss of labels. A label that the draft's vocabulary lacks gets the rank W.
 
         Args:

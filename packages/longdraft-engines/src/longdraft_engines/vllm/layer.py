@@ -18,7 +18,7 @@ _VEC_PACKING = "vec"
 
 
 class AttentionLayer:
-    """Reads the KV cache of a decoder layer in vLLM.
+    """Reads the KV cache of a decoder layer in vLLM. Raises CapabilityError if the model has no such layer.
 
     The cache has the shape (pages, kv_heads, block_size, 2 * head_dim). On a GPU (FlashAttention, Triton,
     FlexAttention) a token's value follows the token's key. On a CPU with packing "vec", in float32, a page has for each
@@ -31,9 +31,6 @@ class AttentionLayer:
     Attributes:
         name: vLLM's name of the attention module.
         attention: the attention module.
-
-    Raises:
-        CapabilityError: the model has no such layer.
     """
 
     def __init__(self, config: Any, index: int) -> None:

@@ -11,8 +11,8 @@ from longdraft_engines.vllm.proposer import Proposer
 class Lookup(Proposer):
     """Drafts from token ids alone. So it works with any model and any attention backend.
 
-    Options: ``min_n`` and ``max_n``, the shortest and longest match; ``earlier``, the number of tokens of ended requests
-    that are searched too. Leave ``earlier`` at 0 if tenants must not learn of each other.
+    Options: ``min_n`` and ``max_n``, the shortest and longest match; ``earlier``, the number of tokens of ended
+    requests that are searched too. Leave ``earlier`` at 0 if tenants must not learn of each other.
     """
 
     @staticmethod

@@ -19,21 +19,13 @@ from longdraft.trees.tree import TokenTree
 
 @dataclass
 class TrackedRequest:
-    """A request that gets drafts.
+    """A request that gets drafts."""
 
-    Attributes:
-        sequence: the request as longdraft's drafters see it.
-        req_index: the request's index in vLLM's input batch in this step.
-        new_token_ids: the tokens that this step added.
-        is_new: True until the drafter has observed the request.
-        queries: queries of this step, if the drafter needs any; see :attr:`RoundResult.queries`.
-    """
-
-    sequence: Sequence
-    req_index: int = -1
-    new_token_ids: tuple[int, ...] = ()
-    is_new: bool = True
-    queries: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    sequence: Sequence  # the request as longdraft's drafters see it
+    req_index: int = -1  # the request's index in vLLM's input batch in this step
+    new_token_ids: tuple[int, ...] = ()  # the tokens that this step added
+    is_new: bool = True  # True until the drafter has observed the request
+    queries: Mapping[int, torch.Tensor] = field(default_factory=dict)  # of this step; see :attr:`RoundResult.queries`
 
     @property
     def num_computed_tokens(self) -> int:

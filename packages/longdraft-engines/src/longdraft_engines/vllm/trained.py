@@ -28,7 +28,8 @@ _VIEW_OPTIONS = ("chunk", "chunks", "every", "layer", "recent")
 
 
 class EngineTarget:
-    """vLLM's model on one device, with the attributes of :class:`TargetRunner` that drafts read.
+    """vLLM's model on one device, with the attributes of :class:`TargetRunner` that drafts read. Raises CapabilityError
+    if the draft cannot share the embedding or the head.
 
     Args:
         text_config: the configuration of the language model, as in transformers.
@@ -41,9 +42,6 @@ class EngineTarget:
     Attributes:
         num_layers: number of decoder layers.
         model: the configuration, because drafts read only the folder's name from a target's model.
-
-    Raises:
-        CapabilityError: the draft cannot share the embedding or the head.
     """
 
     tp_rank = None  # the target is on one device
