@@ -81,8 +81,8 @@ def _parse(published: PublishedDraft) -> tuple[dict[str, Any], dict[str, Any]]:
     # The anchor proposes a token in DSpark and DeepSpec. In new folders of `speculators` a flag says so.
     from_anchor = settings.get("sample_from_anchor", settings.get("shift_label"))
     if from_anchor is None and ("markov_rank" in settings or "dspark" in str(settings.get("architectures")).lower()):
-        methods = published.nested("speculators_config").get("proposal_methods") or [{}]
-        from_anchor = methods[0].get("speculative_tokens") in (None, settings.get("block_size"))
+        proposals = published.nested("speculators_config").get("proposal_methods") or [{}]
+        from_anchor = proposals[0].get("speculative_tokens") in (None, settings.get("block_size"))
     overrides = {
         "decoder_layers": num_layers,
         "feature_size": tensors["fc.weight"].shape[1] if "fc.weight" in tensors else None,

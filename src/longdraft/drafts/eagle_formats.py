@@ -92,9 +92,9 @@ def _parse(published: PublishedDraft) -> tuple[dict[str, Any], dict[str, Any]]:
         "decoder_layers": len({name.split(".")[1] for name in tensors if name.startswith("layers.")}) + 1,
     }
     if published.kind == PEAGLE:
-        methods = published.nested("speculators_config").get("proposal_methods") or [{}]
+        proposals = published.nested("speculators_config").get("proposal_methods") or [{}]
         # 8, if the folder does not say how many tokens a forward proposes.
-        slots = methods[0].get("speculative_tokens") or config.get("num_speculative_tokens") or 8
+        slots = proposals[0].get("speculative_tokens") or config.get("num_speculative_tokens") or 8
         settings |= {"slots": int(slots), "mask_token": read_mask_token(config, folder)}
     return overrides, settings
 

@@ -63,7 +63,8 @@ class BatchSampler:
     the epoch has one step, whose number of batches is a multiple of ``num_processes`` (possibly 0).
 
     Args:
-        loss_tokens: tokens in the loss of each document. A batch has at most ``config.rows`` of them, or one document.
+        loss_tokens: number of tokens in the loss of each document. A batch has one document, or several documents with
+            at most ``config.rows`` tokens in the loss.
         max_shift: shifts are uniform in 1 .. max_shift.
 
     Attributes:
@@ -163,7 +164,7 @@ class TrainingLoop:
         usable = [i for i, (length, start, masked) in enumerate(sizes) if length - start - masked > eval_levels]
         if config.held_out and not usable:
             raise PromptError(f"No held-out document has more than {eval_levels} tokens in the loss: raise held_out.")
-        stride = max(1, len(usable) // MAX_EVAL_DOCUMENTS)
+        stride = max(1, len(usable) // MAX_EVAL_DOCUMENTS)  # evenly spread over the data
         self.held_out = [held_out[i] for i in usable[::stride][:MAX_EVAL_DOCUMENTS]]
         loss_tokens = array("i", (self._count_loss_tokens(i, 0) for i in range(len(self._documents))))
         self.sampler = BatchSampler(loss_tokens, config, max_shift, accelerator.num_processes)
@@ -254,9 +255,9 @@ class TrainingLoop:
                 out: StepOutput = self.module(documents, batch.shifts)
                 # DDP averages gradients over processes. The factor ``num_processes`` makes the average a sum.
                 self.accelerator.backward(out.loss * (num_processes / loss_tokens))
-            correct, mask = out.ranks == 0, slice(None) if out.loss_mask is None else out.loss_mask
-            depths = out.depths[mask][correct[mask]], out.depths[mask]
-            counts = (d.cpu().bincount(minlength=levels + 1)[1:] for d in depths)
+            mask = slice(None) if out.loss_mask is None else out.loss_mask
+            depths, is_correct = out.depths[mask], (out.ranks == 0)[mask]
+            counts = (d.cpu().bincount(minlength=levels + 1)[1:] for d in (depths[is_correct], depths))
             sums += torch.cat([out.loss.detach().cpu()[None], *counts])
         if num_processes > 1:
             sums = self._all_reduce(sums.float()).double()  # not every device has float64
@@ -280,8 +281,8 @@ class TrainingLoop:
         if not self.held_out:
             return None
         self.module.eval()
-        # Every process measures all documents. The sum over processes is the same number in every process, even if the
-        # processes' results differ by rounding: so all agree on which draft is the best.
+        # Every process measures all documents. The results may differ by rounding; the sum over processes does not. So
+        # all processes agree on which draft is the best.
         held_out = map(self._reader.read, self.held_out)
         simulated = simulate(self.module, held_out, self.eval_levels, self.trainer.level_mode, self._all_reduce)
         self._simulated = simulated

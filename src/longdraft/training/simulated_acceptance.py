@@ -48,7 +48,7 @@ def simulate(
 
     Args:
         trainer: a :class:`DraftTrainer` in eval mode.
-        levels: depth of chain and tree, which may differ from the draft's in training.
+        levels: depth of chain and tree, which may differ from the depth that the draft was trained for.
         level_mode: how the trainer computes its levels.
         all_reduce: sums integers over processes.
     """
