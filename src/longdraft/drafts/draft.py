@@ -90,10 +90,7 @@ class Draft(ABC, Generic[BoundT]):
         return []
 
     def bind(self, runner: TargetRunner) -> BoundT:
-        """Returns the object that drafts for a target. It is made once, and freed with the target.
-
-        Raises the errors of :meth:`check`.
-        """
+        """Returns the object that drafts for a target, which is made once. Raises the errors of :meth:`check`."""
         bound = self._bound.get(runner)
         if bound is None:
             with file_errors(self.folder, f"The draft in {self.folder} cannot be used", REMEDY):
@@ -122,6 +119,7 @@ class Draft(ABC, Generic[BoundT]):
 
 class TrainedDraft(Draft[BoundT]):
     """A draft that is one torch module. A subclass defines the module and :meth:`make`.
+    Raises CheckpointError if the sizes are impossible, or the tensors do not fit the module.
 
     Args:
         folder: the folder that ``contents`` were read from, for messages.
@@ -131,9 +129,6 @@ class TrainedDraft(Draft[BoundT]):
         config: sizes and settings from config.json.
         weights: the module's state dict, on the CPU.
         draft_to_target_ids: (draft vocabulary,) target id of each draft id; None: the target's full vocabulary.
-
-    Raises:
-        CheckpointError: the sizes are impossible, or the tensors do not fit the module.
     """
 
     label: ClassVar[str] = ""

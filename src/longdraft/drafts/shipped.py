@@ -20,13 +20,11 @@ def folders() -> list[Path]:
 
 def find_draft(description: Mapping[str, Any], kind: str | None = None) -> Path | None:
     """Returns the folder of a shipped draft that fits a target, preferably a draft trained with the same weights.
+    Raises CheckpointError if a shipped draft's config.json is damaged.
 
     Args:
         description: the target's description, from :func:`~longdraft.model.shared_parts.describe_target`.
         kind: the kind of draft ("longspec"); None: any.
-
-    Raises:
-        CheckpointError: a shipped draft's config.json is damaged.
     """
     candidates: list[tuple[bool, Path]] = []  # (True if the weights are the same, folder)
     for folder in folders():

@@ -107,6 +107,7 @@ def _sample_questions(passage: str, num_questions: int, rng: random.Random) -> l
 
 class AnswerFile:
     """A JSONL file of answers, to which each answer is appended as it arrives. A file of an earlier run is continued.
+    Raises CheckpointError, without changing the file, if it cannot be read, or its rows are not answers.
 
     A row has these keys:
 
@@ -121,9 +122,6 @@ class AnswerFile:
         usage: prompt and completion tokens that the server reports, summed over all answers.
         new_tokens: number of completion tokens of this run.
         num_refused: number of prompts of this run without an answer.
-
-    Raises:
-        CheckpointError: the file cannot be read, or its rows are not answers. The file is not changed.
     """
 
     def __init__(self, path: Path) -> None:

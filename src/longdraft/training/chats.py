@@ -1,8 +1,7 @@
 """Encodes chats for training: converts chats of various formats to token ids, and marks the assistant's tokens.
 
-An answer lies between the generation prompt and the end of the assistant's turn. Its place is searched in the rendered
-chat. Some templates drop reasoning (DeepSeek-R1, QwQ). The reasoning of the last answer is inserted again, because the
-model wrote it.
+An answer lies between the generation prompt and the end of the assistant's turn. Both are searched in the rendered
+chat. Some templates drop reasoning (DeepSeek-R1, QwQ): in the last answer, which the model wrote, it is inserted again.
 """
 
 from __future__ import annotations
@@ -99,14 +98,12 @@ def encode_chat(
     template_kwargs: Mapping[str, Any] | None = None, truncated: bool = False,
 ) -> tuple[list[int], list[bool]]:  # fmt: skip
     """Encodes a chat up to the end of its last answer. Returns token ids, and for each True if the assistant wrote it.
+    Raises ValueError or PromptError if the template refuses the chat, or hides a part of the chat.
 
     Args:
         tools: the tools that the chat template shows.
         template_kwargs: further arguments of the chat template.
         truncated: the last answer reached a token limit, so it has no end-of-turn token.
-
-    Raises:
-        ValueError, PromptError: the template refuses the chat, or hides a part of it.
     """
     if (template := chat_template_arguments(tokenizer)) is None:
         raise ValueError("with a chat, for which the tokenizer has no template")

@@ -151,7 +151,8 @@ class TokenDataset(Sequence[Document]):
 def split_dataset(
     dataset: TokenDataset, skipped: SkipCounts, config: RunConfig, levels: int, max_target_length: int = 1 << 30
 ) -> tuple[TokenDataset, TokenDataset]:
-    """Cuts and filters documents, and returns (documents to train on, documents to measure on).
+    """Cuts and filters documents, and returns (documents to train on, documents to measure on). Raises PromptError if
+    nothing is left to train on or to measure on.
 
     Plain text is cut into segments of ``max_length`` tokens. A document with a prompt loses its end, and is left out if
     the prompt alone fills ``max_length``. For a language model, a document with a prompt loses its beginning; with
@@ -167,17 +168,15 @@ def split_dataset(
         config: the run's settings.
         levels: number of drafted tokens (the largest shift). A document must have more tokens in the loss than this.
         max_target_length: longest input of the target, in tokens.
-
-    Raises:
-        PromptError: there is nothing to train on, or nothing to measure on.
     """
     max_length, keep_end = min(config.max_length, max_target_length), isinstance(config, LmConfig)
     learn_prompts = isinstance(config, LmConfig) and config.learn_prompts
     train, held_out = TokenDataset(dataset.shards), TokenDataset(dataset.shards)
     content_starts = _find_content_starts(dataset)
     fractions = array("d", (_hash_fraction(dataset, i, content_starts[i], "held out") for i in range(len(dataset))))
-    lowest = sorted(set(fractions))[:2]
-    held_out_below = max(config.held_out, lowest[1]) if config.held_out and len(lowest) > 1 else config.held_out
+    lowest, held_out_below = sorted(set(fractions))[:2], config.held_out
+    if config.held_out and len(lowest) > 1:
+        held_out_below = max(config.held_out, lowest[1])  # at least the passage with the lowest fraction
     for i, (length, start) in enumerate(zip(dataset.lengths, dataset.starts, strict=True)):
         # (first token, number of tokens, start) of each segment
         if start == 1:  # plain text
@@ -205,12 +204,12 @@ def split_dataset(
             else:
                 segment_start = 1 if learns_prompt else segment_start
                 split.add_segment(dataset, i, first, segment_length, segment_start, num_masked)
-    counts = f"left out: {skipped}; held out: {len(held_out)}"
+    summary = f"left out: {skipped}; held out: {len(held_out)}"
     if not len(train):
-        raise PromptError(f"Nothing to train on ({counts}): give more rows with `text`, `messages` or `tokens`.")
+        raise PromptError(f"Nothing to train on ({summary}): give more rows with `text`, `messages` or `tokens`.")
     if config.held_out and not len(held_out):
         raise PromptError(
-            f"Nothing is held out of {len(train)} documents to measure on ({counts}): raise held_out, give more texts, "
+            f"Nothing is held out of {len(train)} documents to measure on ({summary}): raise held_out, give more text, "
             "or set held_out=0, which keeps the last draft as the best."
         )
     return train, held_out

@@ -113,9 +113,7 @@ def _encode(
 def read_examples(sources: Iterable[Path | str], skipped: SkipCounts) -> Iterator[Example | None]:
     """Yields the rows of files and folders; None for a row that is not a JSON object. A ``.txt`` file is one row.
 
-    Raises:
-        PromptError: a source is missing, has no file to read, or cannot be read.
-        CapabilityError: a format needs a package that is not installed.
+    Raises PromptError if a source has no readable file, CapabilityError if a format needs a package that is missing.
     """
     for source in map(Path, sources):
         files = [source]

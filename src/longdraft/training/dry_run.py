@@ -98,7 +98,7 @@ def estimate(kind: str, config: Any, gpu: str = "h100", gpus: int = 1, tokens: f
     Raises:
         ConfigError: the GPU is unknown, the target cannot be trained for, or the kind has no formula.
     """
-    run: RunConfig = config  # with the settings of every kind; ``config`` also has those of one kind
+    run: RunConfig = config  # typed; settings that one kind alone has are read from ``config``
     if gpu not in GPUS:
         raise ConfigError(f"--gpu {gpu} is unknown: use one of {', '.join(GPUS)}.")
     sizes = _sizes(run)
@@ -149,7 +149,8 @@ def _sizes(config: RunConfig) -> Sizes:
 
 def _draft_costs(kind: str, config: Any, sizes: Sizes) -> DraftCosts:
     """Returns the counts of a new draft. Raises ConfigError if there is no formula for its kind."""
-    h, q, kv, vocab = sizes.hidden_size, sizes.q_size, 2 * sizes.kv.kv_heads * sizes.kv.head_dim, sizes.vocab_size
+    h, q, vocab = sizes.hidden_size, sizes.q_size, sizes.vocab_size
+    kv = 2 * sizes.kv.kv_heads * sizes.kv.head_dim  # elements of a token's keys and values in one layer
     layer = h * (2 * q + kv) + 3 * h * sizes.mlp_size  # q and o, k and v; gate, up and down
     eagle3_layer = layer + h * (q + kv)  # the input of q, k and v is twice as large
     ttt, layers, rank, heads = (getattr(config, name, 0) for name in ("ttt", "layers", "rank", "heads"))
@@ -161,7 +162,7 @@ def _draft_costs(kind: str, config: Any, sizes: Sizes) -> DraftCosts:
         # fc projects the states of all feature layers; below, an embedding and a state.
         "eagle3": DraftCosts(eagle3_layer, states, ttt, input_weights=states * h, head_weights=vocab * h),
         "eagle": DraftCosts(layer, h, input_weights=2 * h * h),
-        # The bigram is a matrix (rank) for the previous token, and one beside the head.
+        # The bigram has a matrix (vocab, rank) for the previous token, and another one beside the head.
         "onepass": DraftCosts(
             eagle3_layer, states, ttt, input_weights=states * h + vocab * rank, head_weights=vocab * (h + rank)
         ),
@@ -181,8 +182,9 @@ def _draft_operations(draft: DraftCosts, config: Any, sizes: Sizes, length: int)
     num_keys = min(length / 2, getattr(config, "window", None) or length)  # keys of a query, on average
     # For each element of a query and each key, 4 operations forward and 10 backward: five products, one recomputed.
     attention = 14 * draft.num_attentions * sizes.q_size * num_keys
+    # A weight: 2 operations forward, 4 backward, 2 more if the backward pass recomputes the layer.
     layer = draft.layer_weights * (8 if config.recompute else 6) + attention
-    # The head: 2 for logits, 2 for the input's gradient, 2 for its own if it is trained, 2 for the target's logits.
+    # The head: 2 for logits, 2 for the input's gradient, 2 for a trained head's gradient, 2 for the target's logits.
     head = sizes.vocab_size * sizes.hidden_size * (4 + 2 * bool(draft.head_weights) + 2 * bool(config.distill))
     # The features need no gradient, so input weights cost 2 operations forward and 2 backward.
     return draft.num_forwards * (layer + head) + 4 * draft.input_weights
@@ -194,6 +196,11 @@ def _memory_bytes(draft: DraftCosts, run: RunConfig, sizes: Sizes, length: int, 
     target_layer = 2 * (TARGET_HIDDEN_TENSORS * h + TARGET_MLP_TENSORS * sizes.target_mlp_size)
     # Layers with activations until the backward pass. Fitted: LongSpec's two attentions are in one layer.
     num_saved_layers = (1 if run.recompute else draft.num_forwards) * max(1, draft.num_attentions // 2)
+    activations = batch_tokens * draft.num_forwards * OUTPUT_BYTES * h
+    activations += batch_tokens * num_saved_layers * (LAYER_BYTES * h + MLP_BYTES * mlp_size)
+    activations += DRAFT_LOGIT_BYTES * LOGITS_CHUNK * sizes.vocab_size
+    activations += 2 * draft.num_weights  # bfloat16 copies of the weights (autocast)
+    activations += 4 * draft.head_weights  # the head's float32 gradient, which losses.py keeps
     return {
         "target: weights": 2 * sizes.target_weights,
         "target: keys, values and states of a text":
@@ -203,10 +210,7 @@ def _memory_bytes(draft: DraftCosts, run: RunConfig, sizes: Sizes, length: int, 
         "draft: weights (float32)": 4 * draft.num_weights,
         "draft: gradients": 4 * draft.num_weights,
         "draft: optimizer (AdamW)": 8 * draft.num_weights,  # two moments
-        "draft: between forward and backward": batch_tokens * draft.num_forwards * OUTPUT_BYTES * h
-        + batch_tokens * num_saved_layers * (LAYER_BYTES * h + MLP_BYTES * mlp_size)
-        + DRAFT_LOGIT_BYTES * LOGITS_CHUNK * sizes.vocab_size
-        + 2 * draft.num_weights + 4 * draft.head_weights,  # bfloat16 copies; the head's gradient in losses.py
+        "draft: between forward and backward": activations,
     }  # fmt: skip
 
 

@@ -132,15 +132,12 @@ class FeatureReader:
         self._store: KVStore | None = None
 
     def read(self, document: Document, offset: int = 0, cached_offset: int | None = None) -> Features:
-        """Returns the features of a document with an anchor-offset, from the cache if there is one.
+        """Returns the features of a document with an anchor-offset, from the cache if there is one. Raises
+        CheckpointError if a cache file is damaged or cannot be written, MemoryBudgetError if the KV does not fit.
 
         Args:
             cached_offset: the document's offset in the cache; None: ``offset``. Cached keys are rotated to ``offset``.
                 Values and states stay, because the offset hardly changes them (LongSpec, section 3.2).
-
-        Raises:
-            CheckpointError: a file of the cache is damaged, or cannot be written.
-            MemoryBudgetError: the document's KV does not fit.
         """
         if self.cache is None:
             return self.compute(document, offset)

@@ -57,19 +57,19 @@ def train_heads(config: HeadsConfig, progress: Progress = no_progress, stop: Sto
     """Trains chained heads; see :mod:`longdraft.training.session`."""
     # Read before the target is loaded, to report a wrong folder at once.
     init = None if config.init is None else HeadsDraft.load(config.init)
-    heads = config.heads if init is None else init.shape.heads
-    session = TrainingSession(config, heads, progress, stop)
+    num_heads = config.heads if init is None else init.shape.heads
+    session = TrainingSession(config, num_heads, progress, stop)
     runner, on_start = session.runner, None
     if init is None:
         draft_to_target = session.vocabulary()
-        block = HeadsBlock(HeadsShape(runner.shared_parts.hidden_size, heads, runner.shared_parts.rms_norm_eps))
+        block = HeadsBlock(HeadsShape(runner.shared_parts.hidden_size, num_heads, runner.shared_parts.rms_norm_eps))
         on_start = partial(_initialize, block, runner)
     else:
         init.check(runner)
         draft_to_target, block = init.draft_to_target_ids, init.trainable_module()
     trainer = HeadsTrainer(block, runner.shared_parts, draft_to_target, config)
     draft_config = asdict(block.shape) | {"trained_length": config.max_length}
-    layers, levels = (runner.num_layers - 1,), {"levels": heads, "eval_levels": heads}
+    layers, levels = (runner.num_layers - 1,), {"levels": num_heads, "eval_levels": num_heads}
     yield from TrainingLoop(session, trainer, layers, KIND, draft_config, **levels, on_start=on_start).run()
 
 

@@ -184,9 +184,8 @@ class TrainingLoop:
         self._simulated: SimulatedAcceptance | None = None
 
     def run(self) -> Reports:
-        """Trains to the end and yields a report for each step, the same in every process.
-
-        If ``session.stop()`` returns True in any process, all processes write a checkpoint and end.
+        """Trains to the end and yields a report for each step, the same in every process. If ``session.stop()`` returns
+        True in any process, all processes write a checkpoint and end.
 
         Raises:
             CheckpointError: a checkpoint is damaged or of other settings or data, or the disk is full.

@@ -52,7 +52,8 @@ class TrainingSession:
 
     Args:
         levels: number of drafted tokens. A document must have more tokens in the loss than ``levels``.
-        progress: see the module's docstring, as for ``stop``.
+        progress: called with messages before the first step.
+        stop: called after each step; if it returns True, the run ends.
 
     Attributes:
         tokenizer: the target's tokenizer.
