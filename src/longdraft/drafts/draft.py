@@ -40,12 +40,12 @@ class Draft(ABC, Generic[BoundT]):
 
     kind: ClassVar[str]
     loads_hub_files: ClassVar[bool] = True
-    """True: for a hub id, ``load`` receives the folder of the downloaded files. False: it receives the id."""
+    """True: for a hub id, ``load`` receives the folder of the downloaded files. False: ``load`` receives the id."""
     trained_length: int | None = None
     retrieval_layer: int | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Wraps a subclass's ``load``: it downloads a hub id first, and errors about a bad folder name the folder."""
+        """Wraps a subclass's ``load``. The wrapper downloads a hub id first, and names a bad folder in errors."""
         super().__init_subclass__(**kwargs)
         if (load := vars(cls).get("load")) is not None:
 
@@ -99,7 +99,7 @@ class Draft(ABC, Generic[BoundT]):
         return bound
 
     def warn_beyond_trained_length(self, trained_length: int, seen: str, consequence: str) -> None:
-        """Warns, once for each draft, that it sees more tokens than it was trained on.
+        """Warns, once for each draft, that the draft sees more tokens than it was trained on.
 
         Args:
             seen: a clause that says how many tokens the draft sees.
@@ -164,7 +164,7 @@ class TrainedDraft(Draft[BoundT]):
 
     @classmethod
     def load(cls: type[DraftT], folder: Path | str) -> DraftT:
-        """Reads a draft folder. Raises CheckpointError if it is unreadable, or not a draft of this kind."""
+        """Reads a draft folder. Raises CheckpointError if the folder is unreadable, or holds another kind of draft."""
         return cls(folder, draft_folder.load(folder, cls.kind))
 
     def save(self, folder: Path | str, bits: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Draft folders: reads and writes ``config.json`` and ``model.safetensors``, and checks them against a target."""
+"""Draft folders: reads and writes ``config.json`` and ``model.safetensors``, and checks a draft against a target."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def save(folder: Path | str, draft: DraftFolder, bits: int | None = None) -> Non
     """Writes a draft folder, and a card if it has none. Each file appears complete or not at all.
 
     Args:
-        bits: 8 or 4 packs matrices (:mod:`longdraft.drafts.packing`); None keeps their dtype.
+        bits: 8 or 4 packs matrices (:mod:`longdraft.drafts.packing`); None keeps the matrices' dtype.
 
     Raises:
         CheckpointError: the folder cannot be written (no space, no permission).

@@ -46,7 +46,7 @@ class EagleDraft(TrainedDraft[BoundT]):
 
     @classmethod
     def load(cls: type[DraftT], folder: Path | str) -> DraftT:
-        """Reads a draft folder of any layout. Raises CheckpointError if it is unreadable, or not of this kind."""
+        """Reads a draft folder of any layout. Raises CheckpointError if it is unreadable, or holds another kind."""
         return cls(folder, *formats.read(folder, cls.kind))
 
     @cached_property

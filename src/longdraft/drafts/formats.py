@@ -80,7 +80,7 @@ class DraftFormat:
         shape: dataclass of the module's sizes.
         label: the kind in messages.
         parse: returns two dicts: entries of ``shape`` that are not in :attr:`PublishedDraft.sizes` or replace them, and
-            entries of our config.json. Its entry ``any_vocabulary`` is true if targets of any vocabulary fit. ``parse``
+            entries of our config.json. The entry ``any_vocabulary`` is true if targets of any vocabulary fit. ``parse``
             may remove tensors.
         rename_rules: (pattern in a tensor's name, replacement), applied in order.
         drop_pattern: pattern of the names, after renaming, of tensors that the draft does not need.
@@ -183,7 +183,7 @@ def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
 
 def _feature_layers(config: Mapping[str, Any], folder: Path | str) -> list[int] | None:
     """Returns the layers, from 0, whose outputs a published config.json names; None if it names no layers.
-    Warns if the project that wrote the ids, and so their offset, is uncertain."""
+    Warns if the offset of the ids is uncertain, because projects differ."""
     sections = ((config.get(key) if key else config, name, offset) for key, name, offset in LAYER_IDS)
     entries = ((x[name], name, offset) for x, name, offset in sections if isinstance(x, dict) and x.get(name))
     ids, name, offset = next(entries, (None, "", 0))

@@ -53,7 +53,7 @@ def base_model_name(target: str | None) -> str:
 
 
 def write_card(folder: Path | str, kind: str, config: Mapping[str, Any]) -> None:
-    """Writes a draft folder's card, unless it has one. Raises CheckpointError if it cannot be written."""
+    """Writes a draft folder's card, unless the folder has one. Raises CheckpointError if the card cannot be written."""
     path = Path(folder) / CARD
     if not path.exists():
         with atomic_write(path) as part:

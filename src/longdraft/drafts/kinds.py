@@ -41,11 +41,11 @@ class Training:
 
 @dataclass(frozen=True, eq=False)
 class Kind(Method):
-    """A kind of trained draft, which is also a method with its name. The method's drafter takes a ``draft``.
+    """A kind of trained draft, and the method of the same name, whose drafter takes a ``draft``.
 
     Attributes:
         load: reads a draft folder of this kind.
-        training: how ``longdraft train`` trains a draft of this kind; None if it cannot.
+        training: how ``longdraft train`` trains a draft of this kind; None: this kind cannot be trained.
         in_checkpoint: tells if a target's checkpoint (folder or GGUF file) contains a draft of this kind; None: targets
             never contain one.
     """

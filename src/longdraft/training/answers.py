@@ -1,7 +1,7 @@
 """Generates training data: samples prompts about passages of documents, and has a server answer them.
 
-A draft learns best from the target's own answers; trained on plain text, it does poorly on answers. All prompts about a
-passage begin with the passage, so a server with a prefix cache computes the passage's KV once. The server needs
+A draft learns best from the target's own answers: a draft trained on plain text does poorly on answers. All prompts
+about a passage begin with the passage, so a server with a prefix cache computes the passage's KV once. The server needs
 OpenAI's API: vLLM, SGLang, llama.cpp, longdraft serve.
 """
 
@@ -107,14 +107,14 @@ def _sample_questions(passage: str, num_questions: int, rng: random.Random) -> l
 
 class AnswerFile:
     """A JSONL file of answers, to which each answer is appended as it arrives. A file of an earlier run is continued.
-    Raises CheckpointError, without changing the file, if it cannot be read, or its rows are not answers.
+    Raises CheckpointError, without changing the file, if the file cannot be read or holds other rows than answers.
 
     A row has these keys:
 
         messages: the prompt and the answer, with ``reasoning_content`` if the server separates it.
         cut: true if the answer reached max_new_tokens.
         usage: [prompt tokens, completion tokens], as the server reports.
-        temperature, source, kind: those of the prompt.
+        temperature, source, kind: the prompt's fields.
         at: [index of the passage, index of the prompt, number of prompts of the passage].
 
     Attributes:

@@ -23,7 +23,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-# Queries of a block. A block has a key for each of its queries and steps, so its mask grows with the square.
+# Number of queries in a block. A query adds a row to the block's mask, and a column for each per-query key.
 QUERY_BLOCK = 128
 
 KVPair = tuple[torch.Tensor, torch.Tensor]

@@ -1,7 +1,7 @@
 """Encodes chats for training: converts chats of various formats to token ids, and marks the assistant's tokens.
 
 An answer lies between the generation prompt and the end of the assistant's turn. Both are searched in the rendered
-chat. Some templates drop reasoning (DeepSeek-R1, QwQ): in the last answer, which the model wrote, it is inserted again.
+chat. Some templates drop reasoning (DeepSeek-R1, QwQ). The last answer's reasoning, which the model wrote, is added.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def encode_chat(
 def _render_chat(
     render_prompt: Render, render_turns: Render, messages: Sequence[Message], truncated: bool, has_think_tags: bool
 ) -> str:
-    """Renders a chat up to the end of its last answer, with reasoning in <think> tags if the template drops it.
-    Returns "" if the template drops reasoning and has no <think> tags."""
+    """Renders a chat up to the end of the last answer. If the template drops reasoning, adds the answer's reasoning in
+    <think> tags. Returns "" if the template drops reasoning and has no <think> tags."""
     *before, last = messages
     prompt, content, reasoning = render_prompt(before), last["content"], last.get("reasoning_content", "")
     question = [message for message in before if message["role"] == "user"][-1:]

@@ -106,7 +106,7 @@ class TokenDataset(Sequence[Document]):
         self.shards.append(ShardIds(shard.ids, disk_digest or shard.digest()))
 
     def add_shard_file(self, path: Path) -> None:
-        """Adds the documents of a shard's file. Raises CheckpointError if it is missing or damaged."""
+        """Adds the documents of a shard's file. Raises CheckpointError if the file is missing or damaged."""
         with open_safetensors(path, ADVICE) as file:
             self.add_shard(TokenShard(*map(file.get_tensor, TokenShard._fields)), file.metadata()["digest"])
 
@@ -219,7 +219,7 @@ def _find_content_starts(dataset: TokenDataset) -> array[int]:
     """Returns, for each document, the index of the first token behind a prefix of many documents (a system prompt)."""
     content_starts, groups = array("i", bytes(4 * len(dataset))), [torch.arange(len(dataset))]
     min_documents = max(2, min(SYSTEM_PROMPT_DOCUMENTS, len(dataset) / 2))
-    while groups:  # groups of documents that share a prefix, behind which they may share more tokens
+    while groups:  # the documents of a group share a prefix, and may share more tokens behind the prefix
         members = groups.pop()
         prefixes = (dataset.token_ids(i, content_starts[i], PASSAGE_PREFIX) for i in members.tolist())
         hashes = torch.tensor(array("q", map(_hash, prefixes)))

@@ -1,7 +1,7 @@
 """Estimates a training run by formula: GPU memory, tokens, steps and hours, from the target's ``config.json`` alone.
 
-A weight costs 2 operations a token in the forward pass (a multiplication and an addition), 2 for the gradient of its
-input, 2 for its own gradient, and 2 more if the backward pass recomputes its layer. Activation memory is proportional
+A weight costs 2 operations a token in the forward pass (a multiplication and an addition), 2 for the input's gradient,
+2 for the weight's gradient, and 2 more if the backward pass recomputes the layer. Activation memory is proportional
 to tokens, hidden size and MLP size. The factors marked as fitted come from training steps under torch's FakeTensorMode;
 a test allows an error of a fifth.
 """
@@ -56,11 +56,11 @@ class Sizes(NamedTuple):
     target_mlp_size: int
     target_length: int  # longest context of the target in tokens
     target_weights: int  # number of the target's weights
-    matmul_weights: int  # the same without a separate embedding, which is not multiplied
+    matmul_weights: int  # number of the target's weights without a separate embedding, which is not multiplied
 
 
 class DraftCosts(NamedTuple):
-    """The counts of one kind of draft from which its costs follow."""
+    """The counts that determine the costs of a draft."""
 
     layer_weights: int  # number of weights in the layers that one forward uses
     feature_size: int  # elements of the target's features of a token
@@ -87,7 +87,7 @@ def estimate(kind: str, config: Any, gpu: str = "h100", gpus: int = 1, tokens: f
         tokens: tokens in the loss of the data, if the data are not in shards; None: unknown.
 
     Returns:
-        memory_bytes, total_bytes: bytes of a GPU by part, and their sum; ``fits``: True if the GPU has as many.
+        memory_bytes, total_bytes: bytes of a GPU by part, and their sum; ``fits``: True if the sum fits the GPU.
         draft_weights: number of weights to train.
         draft_operations, target_operations: for a token in the loss, forward and backward.
         target_reads: the target's passes over the data in an epoch.

@@ -45,12 +45,12 @@ from longdraft.training.loop import Reports, TrainingLoop
 from longdraft.training.session import Progress, Stop, TrainingSession, never_stop, no_progress
 from longdraft.training.trainer import Attention, DraftTrainer, PackedBatch, StepOutput
 
-# Size of the random weights of a new ``fc``, relative to its identity matrix for the last layer.
+# Size of the random weights of a new ``fc``, relative to the identity matrix that passes the last layer through.
 FC_NOISE = 0.3
 
 
 class Eagle3Trainer(DraftTrainer):
-    """A training step of an EAGLE-3 block, whose head is trained too.
+    """A training step of an EAGLE-3 block. The block's head is trained too.
 
     Args:
         rotary: the draft's rotary embedding.

@@ -345,7 +345,7 @@ class TrainingLoop:
             values |= {"simulated/chain": report.simulated.chain, "simulated/tree": report.simulated.tree}
         self.accelerator.log(values, report.step)
 
-    # --- checkpoints: folders, complete once they hold the state file; all processes must see the same disk ---
+    # --- checkpoints: a folder is complete once it holds the state file; all processes must see the same disk ---
 
     def _checkpoints(self) -> list[Path]:
         """Returns the folders of complete checkpoints, oldest first."""
@@ -381,7 +381,7 @@ class TrainingLoop:
         for path in self._checkpoints()[-1:]:
             with file_errors(path, f"The checkpoint {path} cannot be read", "Delete it to resume from the one before."):
                 state, identity = read_json(path / STATE), self._identity
-                # A setting that an old checkpoint lacks had its default.
+                # Settings that an old checkpoint lacks did not exist then: the run had the defaults.
                 saved = {f.name: f.default for f in dataclasses.fields(self.config)} | state["config"] | state
                 current = identity | identity["config"]
                 is_extended = state["step"] == state["steps"] < self.sampler.steps

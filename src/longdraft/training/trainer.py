@@ -33,7 +33,7 @@ LevelMode = Literal["shift", "step", "text"]
 
 
 class StepOutput(NamedTuple):
-    """The result of a training step on N labels. FSDP finds the loss in it, because it is a tuple."""
+    """The result of a training step on N labels. A tuple, because FSDP finds the loss in tuples alone."""
 
     loss: torch.Tensor  # the sum over labels, with its autograd graph
     ranks: torch.Tensor  # (N,) number of tokens that the draft ranks above the label; 0: the first choice is right
@@ -78,7 +78,7 @@ class PackedBatch:
     @property
     def label_indices(self) -> torch.Tensor:
         """(N,) indices of the inputs that have labels."""
-        ends = accumulate(self.input_lengths)  # in the pack; the inputs with labels are the last ones of a document
+        ends = accumulate(self.input_lengths)  # of each document; the inputs with labels are a document's last ones
         return torch.cat([torch.arange(end - n, end) for end, n in zip(ends, self.num_labels, strict=True)])
 
     def gather(self, values: Sequence[torch.Tensor], shift: int = 0) -> torch.Tensor:
@@ -95,7 +95,7 @@ class PackedBatch:
 
 
 class DraftTrainer(nn.Module):
-    """Wraps a draft's module for training: its forward computes the loss of a batch.
+    """Wraps a draft's module for training. The wrapper's forward computes the loss of a batch.
 
     Args:
         block: the module to train.
@@ -168,14 +168,14 @@ class DraftTrainer(nn.Module):
         self.logit_scale = 1.0 if abs(scale - 1) < 0.01 else scale  # a smaller difference is rounding
 
     def run_layer(self, compute: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
-        """Returns ``compute(*arguments)``; with ``recompute``, it is called again in the backward pass."""
+        """Returns ``compute(*arguments)``; with ``recompute``, the backward pass calls ``compute`` again."""
         if not self.recompute or not torch.is_grad_enabled():
             return compute(*arguments)
         out: torch.Tensor = checkpoint(compute, *arguments, use_reentrant=False, preserve_rng_state=False)
         return out
 
     def count_labels(self, num_tokens: int, start: int, shift: int) -> int:
-        """Returns the number of labels of a document. ``start``: index of its first token in the loss."""
+        """Returns the number of labels of a document. ``start``: index of the first token in the loss."""
         return num_tokens - start - self.label_shift + 1
 
     def pack(

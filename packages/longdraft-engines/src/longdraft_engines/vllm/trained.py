@@ -137,8 +137,8 @@ class LongSpec(TrainedProposer):
 
 
 class SpecExtend(TrainedProposer):
-    """Drafts chains with a small language model, which attends only to the chunks of its own KV that a layer of the
-    target attends to (SpecExtend, section 2.2).
+    """Drafts chains with a small language model (SpecExtend, section 2.2). A layer of the target ranks chunks of the
+    context by attention. The small model attends to the best chunks of its own KV alone.
 
     Further options: ``chunk``, ``chunks``, ``every``, ``layer``, ``sink``, ``recent``, as in method ``specextend``.
     """
