@@ -74,8 +74,9 @@ def _parse(published: PublishedDraft) -> tuple[dict[str, Any], dict[str, Any]]:
         raise CheckpointError(
             f"{published.folder} sets {', '.join(unsupported)}, which longdraft's DFlash does not support."
         )
+    # None and 0: not set. The embedding of a draft with the target's hidden size is a copy of the target's.
     if config.get("target_hidden_size") in (None, 0, sizes.get("hidden_size")) and D2T in tensors:
-        tensors.pop(EMBEDDING, None)  # a copy of the target's
+        tensors.pop(EMBEDDING, None)
     markov_type = settings.get("markov_head_type") or "vanilla"
     num_layers = sizes.get("num_hidden_layers")
     # The anchor proposes a token in DSpark and DeepSpec. In new folders of `speculators` a flag says so.

@@ -78,12 +78,8 @@ class Draft(ABC, Generic[BoundT]):
 
     @abstractmethod
     def check(self, runner: TargetRunner) -> None:
-        """Refuses a target that the draft does not fit.
-
-        Raises:
-            CheckpointError: the target differs from the required one; the message says in what.
-            UnsupportedModelError: the target has no embedding and head that a draft could share.
-        """
+        """Raises CheckpointError if the target differs from the required one; the message says in what.
+        Raises UnsupportedModelError if the target has no embedding and head that a draft could share."""
 
     def remarks(self, runner: TargetRunner) -> list[str]:
         """Returns a sentence for each property of a target that :meth:`check` accepts but that may lower acceptance."""

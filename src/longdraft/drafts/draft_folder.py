@@ -258,7 +258,7 @@ def _list_names(names: list[str]) -> str:
 def check_target(required_target: Mapping[str, Any], target: Mapping[str, Any], folder: Path | str) -> None:
     """Raises CheckpointError if a draft was made for another target; the message says in what the targets differ.
 
-    A target that differs in its weights alone (another fine-tune, another quantization) gets a warning: output stays
+    A target that differs in its weights alone (another fine-tune, another quantisation) gets a warning: output stays
     exact, but acceptance may be lower.
     """
     differing = [

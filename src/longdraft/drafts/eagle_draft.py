@@ -108,7 +108,7 @@ class EagleDraft(TrainedDraft[BoundT]):
                 f"The draft in {self.folder} has {shape.vocabulary} tokens, this target {vocab_size}, and the draft's "
                 f"weights lack {D2T}, the table of target ids: copy the draft again."
             )
-        self.rotary(torch.float32, "cpu")  # raises the error of RoPE parameters that cannot be computed
+        self.rotary(torch.float32, "cpu")  # raises if the RoPE parameters cannot be computed
 
     def remarks(self, runner: TargetRunner) -> list[str]:
         remarks = []

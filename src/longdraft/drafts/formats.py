@@ -51,7 +51,7 @@ LAYER_IDS: tuple[tuple[str, str, int | None], ...] = (
 _UNSUPPORTED_PARTS = {
     r"\.experts?\.|\.shared_experts?\.": "a mixture of experts",
     r"\.(kv_a|q_a|kv_b)_": "latent attention (MLA)",
-    r"_scale(_inv|_2)?$|\.scales$|\.(weight_packed|qweight|absmax)$": "quantized weights (get it in bfloat16)",
+    r"_scale(_inv|_2)?$|\.scales$|\.(weight_packed|qweight|absmax)$": "quantised weights (get it in bfloat16)",
 }
 
 
@@ -125,6 +125,7 @@ def read(folder: Path | str, kind: str) -> tuple[DraftFolder, dict[str, Any]]:
 
 
 def _convert_longdraft(contents: DraftFolder, folder: Path | str) -> tuple[DraftFolder, dict[str, Any]]:
+    """Returns a folder of our layout without ``t2d``, which drafting does not need, and the RoPE parameters."""
     config, layers = contents.config, contents.config.get("feature_layers")
     if not isinstance(layers, list) or not layers or not all(type(i) is int for i in layers):
         raise CheckpointError(f"config.json of {folder} lacks feature_layers, the layers of the target that it reads.")
@@ -138,13 +139,14 @@ def _convert_longdraft(contents: DraftFolder, folder: Path | str) -> tuple[Draft
 
 
 def _convert_published(original: DraftFolder, folder: Path | str) -> tuple[DraftFolder, dict[str, Any]]:
+    """Returns the contents of another project's folder in our layout, and the RoPE parameters."""
     kind, config, tensors = original.kind, original.config, original.tensors
     draft_format, is_speculators = FORMATS[kind], MODEL_TYPE in config
-    layer = config.get("transformer_layer_config") if is_speculators else config
-    if not isinstance(layer, dict):
+    layer_config = config.get("transformer_layer_config") if is_speculators else config
+    if not isinstance(layer_config, dict):
         raise CheckpointError(f"config.json of {folder} lacks transformer_layer_config: copy the draft again.")
     # `speculators` leaves out sizes that equal transformers' defaults.
-    sizes = draft_folder.with_derived_sizes(complete_config(layer) if is_speculators else layer)
+    sizes = draft_folder.with_derived_sizes(complete_config(layer_config) if is_speculators else layer_config)
     if sizes.get("hidden_act") not in (None, "silu"):
         raise CheckpointError(f"{folder} has hidden_act {sizes['hidden_act']}: longdraft's drafts know silu alone.")
     renamed = draft_format.rename_tensors(tensors, folder)

@@ -21,9 +21,10 @@ from typing import Any
 from longdraft.errors import CapabilityError, LongdraftError, PromptError, reason_of
 from longdraft.json_lines import JsonLines
 
-# Parts of prompts. "openings": before a passage; "free": whole prompts without a passage, with {} for a topic; every
-# other key is a kind of question: after a passage.
+# Parts of prompts by key. "openings": sentences before a passage. "free": prompts without a passage, with {} for a
+# topic. Every other key is a kind of question, which comes after a passage.
 PROMPTS: dict[str, list[str]] = json.loads(files(__package__).joinpath("prompts.json").read_text(encoding="utf-8"))
+# A line of code begins with one of these words.
 CODE_LINE = re.compile(r"^\s*(def|class|import|from|return|if|for|#include|fn|let|pub|self\.)\b", re.M)
 # Fraction of the passages that are replaced by prompts without a passage.
 FREE_PROMPT_SHARE = 0.12

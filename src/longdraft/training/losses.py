@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-LOGITS_CHUNK = 512  # tokens
+LOGITS_CHUNK = 512  # tokens whose logits are in memory at once
 
 
 class TargetDistribution(NamedTuple):
@@ -26,7 +26,7 @@ class TargetDistribution(NamedTuple):
 
     def write_probabilities(self, tokens: slice, products: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Writes the probabilities of a slice of n tokens to ``out`` (n, W), float32, and returns ``out``.
-        ``products`` (n, W) is overwritten; its dtype is that of ``head``."""
+        ``products`` (n, W) is scratch memory in the dtype of ``head``."""
         states = self.states[self.state_indices[tokens]].to(self.head.dtype)
         logits = out.copy_(torch.mm(states, self.head.T, out=products)).mul_(self.scale)
         if self.softcap is not None:
@@ -90,7 +90,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_hidden, grad_head = ctx.saved_tensors
-        factor = grads[0]
+        factor = grads[0]  # the gradient of the loss; ranks have none
         return (
             None if grad_hidden is None else grad_hidden * factor.to(grad_hidden.dtype),
             None if grad_head is None else (grad_head * factor).to(ctx.head_dtype),
@@ -117,7 +117,7 @@ def soft_cross_entropy(
     Returns:
         The loss, a scalar, and (N,) the rank of each label: how many other ids have a logit at least as large.
     """
-    if not torch.is_grad_enabled():  # an autograd function's forward cannot see that, and would compute gradients
+    if not torch.is_grad_enabled():  # an autograd function's forward cannot see this, and would compute gradients
         hidden, head = hidden.detach(), head.detach()
     token_weights = (torch.ones_like(labels) * weights).float()
     hard, soft = token_weights * (1 - distill) * (labels >= 0), token_weights * distill
