@@ -107,7 +107,9 @@ class Eagle3Config(RunConfig):
 
     ttt: int = option(5, help="TTT steps (training-time test), each on the draft's outputs of the step before", min=1)
     decay: float = option(0.8, help="weight of a TTT step in the loss, relative to the one before", above=0, most=1)
-    retain: float = option(1.0, help="fraction of a batch's texts that each further TTT step sees", above=0, most=1)
+    retain: float = option(
+        1.0, help="fraction of the documents that a TTT step keeps of the one before", above=0, most=1
+    )
     feature_layers: tuple[int, ...] = option((), help="target layers to read, of L; none: 1, L//2-1 and L-4, or init's")
     window: int | None = option(None, help="sliding window in tokens, the query included; none: off", min=1)
     distill: float = option(1.0, help="share of the loss that distils the target's distribution", min=0, most=1)

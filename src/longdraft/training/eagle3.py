@@ -97,7 +97,7 @@ class Eagle3Trainer(DraftTrainer):
         embeddings = self.embed(batch.gather([d.token_ids for d in documents], shift=1))
         cos, sin = self.rotary(batch.gather([d.positions for d in documents]).to(device))
         features = self.project_features(batch, shifts)
-        # num_queries: of each document in the present step. step_kv: keys and values by step, then by document.
+        # num_queries: by document, in the present step. step_kv: keys and values by step, then by document.
         num_queries, step_kv = batch.num_labels, list[list[KVPair]]()
         attention = [self._step_attention(batch.input_lengths, num_queries, step_kv)]
         outputs = [self.run_layer(self.block, embeddings, features, cos, sin, attention, label_indices)]
@@ -136,7 +136,7 @@ class Eagle3Trainer(DraftTrainer):
         return self.block.project_features(features).float()
 
     def adjust_loss(self, batch: PackedBatch, states: torch.Tensor, result: StepOutput) -> StepOutput:
-        """Returns ``result``, which has the cross-entropy. Subclasses change the loss. ``states``: of all steps."""
+        """Returns ``result`` with the final loss: here the cross-entropy. ``states``: the block's outputs of all steps."""
         return result
 
     def step_inputs(

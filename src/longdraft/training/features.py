@@ -182,18 +182,18 @@ class FeatureReader:
             self._store = self.runner.new_store(1, max(MIN_STORE_TOKENS, length), self.taps)
         store, positions = self._store, anchor_offset_positions(length, offset).tolist()
         store.truncate(0, 0)
-        argmax, done = [], 0
-        while done < length:
+        argmax, begin = [], 0
+        while begin < length:
             # Logits are needed from the token before ``start`` on. The last token is computed too, for its KV.
-            needs_logits = self.with_argmax and done >= start - 1
-            end = min(done + PREFILL_CHUNK, length if needs_logits or not self.with_argmax else start - 1)
-            depths = [[p - done for p in positions[done:end]]]  # positions, counted from the end of the store
-            batch = store.make_forward_batch([0], [ids[done:end]], depths=depths, is_prefill=True, prompt_len=length)
+            needs_logits = self.with_argmax and begin >= start - 1
+            end = min(begin + PREFILL_CHUNK, length if needs_logits or not self.with_argmax else start - 1)
+            depths = [[p - begin for p in positions[begin:end]]]  # positions, counted from the end of the store
+            batch = store.make_forward_batch([0], [ids[begin:end]], depths=depths, is_prefill=True, prompt_len=length)
             out = self.runner.forward(batch, store, logits="all" if needs_logits else "none")
-            store.commit(0, range(end - done))
+            store.commit(0, range(end - begin))
             if out.logits is not None:
                 argmax.append(out.logits[0].argmax(-1))
-            done = end
+            begin = end
         # Copies, because the next document overwrites the store.
         tensors: dict[str, torch.Tensor] = {}
         if store.features is not None:
