@@ -136,7 +136,7 @@ class Eagle3Trainer(DraftTrainer):
         return self.block.project_features(features).float()
 
     def adjust_loss(self, batch: PackedBatch, states: torch.Tensor, result: StepOutput) -> StepOutput:
-        """Returns ``result`` with the final loss: here the cross-entropy. ``states``: the block's outputs of all steps."""
+        """Returns ``result`` with the final loss: the cross-entropy. ``states``: the block's outputs in all steps."""
         return result
 
     def step_inputs(
