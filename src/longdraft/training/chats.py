@@ -136,16 +136,16 @@ def _render_chat(
     <think> tags. Returns "" if the template drops reasoning and has no <think> tags."""
     *before, last = messages
     prompt, content, reasoning = render_prompt(before), last["content"], last.get("reasoning_content", "")
-    question = [message for message in before if message["role"] == "user"][-1:]
+    last_question = [message for message in before if message["role"] == "user"][-1:]
     if (
-        before != question
-        and question
+        before != last_question
+        and last_question
         and not render_turns(messages).startswith((prompt, render_turns(before).rstrip()))
     ):
         # The answer changes how earlier turns are rendered (Mistral, gpt-oss). The model saw them as in ``prompt``, so
         # the answer is rendered behind the last question alone, and appended to ``prompt``.
-        short_prompt = render_prompt(question)
-        short_chat = _render_chat(render_prompt, render_turns, [*question, last], truncated, has_think_tags)
+        short_prompt = render_prompt(last_question)
+        short_chat = _render_chat(render_prompt, render_turns, [*last_question, last], truncated, has_think_tags)
         return prompt + short_chat.removeprefix(short_prompt) if short_chat.startswith(short_prompt) else short_chat
     # An answer of tool calls alone, or an empty one, has no text whose end could be marked.
     if not content and ("tool_calls" in last or not reasoning) and reasoning in (rendered := render_turns(messages)):
@@ -166,19 +166,18 @@ def _render_chat(
 def _find_answer(
     text: str, render_turns: Render, messages: Sequence[Message], i: int, start: int | None
 ) -> tuple[int, int]:
-    """Returns (start, end) in ``text`` of the answer in message i, or (0, 0) if the template hides the answer.
-
-    ``start`` is the answer's start, or None if it is unknown. The last answer of a chat is not searched in this way.
-    """
+    """Returns (start, end) in ``text`` of the answer in message i, which is not the last answer, or (0, 0) if the
+    template hides it. ``start``: None if the start is unknown."""
     if start is not None and text.startswith(prefix := render_turns(messages[: i + 1]).rstrip()):
         return start, len(prefix)
     # Many templates render the last answer differently: with reasoning (Qwen3), or with another end (gpt-oss).
-    content, edges = messages[i]["content"], list[int]()
+    content, edges = messages[i]["content"], list[int]()  # edges: start and end of the content in ``text``
     for marked in (_MARK + content, content + _MARK):
         rendered = render_turns([*messages[:i], {**messages[i], "content": marked}, *messages[i + 1 :]])
         edges.append(common_prefix_len(rendered, text))
         if not rendered[edges[-1] :].lstrip().startswith(_MARK.strip()):
             return 0, 0
+    # tail: what follows the content of a last answer. The part of the tail that ``text`` has too ends the turn.
     as_last = render_turns([*messages[:i], {**messages[i], "content": content + _MARK}])
     tail, rest = as_last.rpartition(_MARK.strip())[2].strip(), text[edges[1] :].lstrip()
     ending = tail if rest.startswith(tail) else _PARTIAL_TOKEN.sub("", rest[: common_prefix_len(tail, rest)]).rstrip()
@@ -191,7 +190,7 @@ def _choose_arguments_form(render_turns: Render, messages: Sequence[Message]) ->
     with_json = _map_functions(messages, lambda f: f | {"arguments": json.dumps(f["arguments"], ensure_ascii=False)})
     for candidate in (messages, with_json):
         try:
-            # A template that shows tool calls renders others without the functions' names.
+            # If the template shows tool calls, the chat looks different without the functions' names.
             without_names = _map_functions(candidate, lambda f: f | {"name": ""})
             if with_json == messages or render_turns(candidate) != render_turns(without_names):
                 return candidate

@@ -127,7 +127,7 @@ class Proposer(ABC):
             trees = self.drafter.propose([request.sequence for request in requests])
             for request, tree in zip(requests, trees, strict=True):
                 max_drafted = max(0, min(self.num_speculative_tokens, request.sequence.remaining - 1))
-                drafts[request.req_index] = list(tree.tokens[1 : 1 + max_drafted])
+                drafts[request.req_index] = list(tree.tokens[1 : 1 + max_drafted])  # without the root
         return drafts
 
     def _track(self, req_id: str, req_index: int, token_ids: NDArray[Any], num_new: int) -> TrackedRequest | None:
