@@ -24,7 +24,7 @@ from longdraft.native.boundary import CPU_FLOAT32
 
 SCALES = ".scales"
 BITS = (8, 4)
-QUANT_BLOCK = 32
+QUANT_BLOCK = 32  # columns that share a 4-bit scale
 # Candidate scales of a 4-bit block, relative to the scale that represents the block's largest weight exactly: in steps
 # of 0.025, because a smaller or larger scale may round the other weights better.
 _SCALE_FACTORS = torch.linspace(0.75, 1.2, 19, **CPU_FLOAT32)
@@ -53,16 +53,17 @@ def unpack(tensors: Mapping[str, torch.Tensor], folder: Path | str) -> dict[str,
     integers = {name for name, t in unpacked.items() if t.dtype in (torch.int8, torch.uint8)}
     if lone := sorted(integers ^ set(scales)):
         raise _damaged(folder, f"{lone[0]} has {'no scales' if lone[0] in integers else 'scales without numbers'}")
-    for name, scale in scales.items():
+    for name, row_scales in scales.items():
         numbers = unpacked[name]
-        is_8bit, rows = numbers.dtype == torch.int8, len(numbers)
-        size = (rows, 1) if is_8bit else (rows, 2 * numbers.shape[-1] // QUANT_BLOCK)
-        fits = numbers.dim() == 2 and (is_8bit or 2 * numbers.shape[-1] % QUANT_BLOCK == 0)
-        if not fits or scale.shape != size or scale.dtype != (torch.float32 if is_8bit else torch.float16):
+        is_8bit, num_rows = numbers.dtype == torch.int8, len(numbers)
+        num_columns = numbers.shape[-1] if is_8bit else 2 * numbers.shape[-1]  # two 4-bit numbers share a byte
+        shape = (num_rows, 1) if is_8bit else (num_rows, num_columns // QUANT_BLOCK)
+        fits = numbers.dim() == 2 and (is_8bit or num_columns % QUANT_BLOCK == 0)
+        if not fits or row_scales.shape != shape or row_scales.dtype != (torch.float32 if is_8bit else torch.float16):
             raise _damaged(folder, f"{name} and its scales do not belong together")
-        if not bool(scale.isfinite().all()):
+        if not bool(row_scales.isfinite().all()):
             raise _damaged(folder, f"{name} has scales that are not finite")
-        unpacked[name] = numbers * scale if is_8bit else _unpack4(numbers, scale)
+        unpacked[name] = numbers * row_scales if is_8bit else _unpack4(numbers, row_scales)
     return unpacked
 
 

@@ -25,7 +25,7 @@ def to_speculators(
     draft: EagleDraft[Any], out: Path | str, verifier: str, architecture: str | None = None,
     max_position: int = 131_072, speculative_tokens: int = 5,
 ) -> list[str]:  # fmt: skip
-    """Writes a draft to a folder of `speculators`.
+    """Writes a draft to the folder ``out``, in the layout of `speculators`.
 
     Args:
         verifier: name or path of the target, under which vLLM loads it.
@@ -55,7 +55,7 @@ def to_speculators(
         )
     shape, rope = draft.shape, dict(draft.rope)
     theta = rope.pop("rope_theta")
-    layer = {
+    layer_config = {
         "model_type": "qwen3" if shape.qk_norm else "llama",
         "architectures": ["Qwen3ForCausalLM" if shape.qk_norm else "LlamaForCausalLM"],
         **{HF_NAMES.get(name, name): getattr(shape, name) for name in _SIZES},
@@ -70,7 +70,7 @@ def to_speculators(
     }
     if draft.window is not None:
         # vLLM applies the window only to layers of the type sliding_attention.
-        layer |= {"sliding_window": draft.window, "layer_types": ["sliding_attention"] * shape.decoder_layers}
+        layer_config |= {"sliding_window": draft.window, "layer_types": ["sliding_attention"] * shape.decoder_layers}
     proposal = {"proposal_type": "greedy", "speculative_tokens": speculative_tokens}
     proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}  # accept the target's first choice alone
     config: dict[str, Any] = {
@@ -82,7 +82,7 @@ def to_speculators(
         "fc_norm": shape.fc_norm is not None,
         "embed_requires_grad": shape.embedding is not None,
         "tie_word_embeddings": False,
-        "transformer_layer_config": layer,
+        "transformer_layer_config": layer_config,
         "speculators_config": {
             "algorithm": "eagle3",
             "proposal_methods": [proposal],

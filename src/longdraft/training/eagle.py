@@ -74,7 +74,7 @@ class EagleTrainer(Eagle3Trainer):
 def train_eagle(config: EagleConfig, progress: Progress = no_progress, stop: Stop = never_stop) -> Reports:
     """Trains an EAGLE-1 draft; see :mod:`longdraft.training.session`."""
     init = None if config.init is None else EagleDraft.load(config.init)
-    session = TrainingSession(config, EVAL_DEPTH, progress, stop)
+    session = TrainingSession(config, levels=EVAL_DEPTH, progress=progress, stop=stop)
     runner = session.runner
     feature_layers: tuple[int, ...] = (runner.num_layers - 1,)
     if init is None:

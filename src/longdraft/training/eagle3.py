@@ -16,7 +16,7 @@ A one-pass draft differs in steps i > 0. Position t has the anchor t - i. The bl
 and features, each plus a learned vector of step i. The query sees the keys of step 0 up to the anchor, and the keys of
 steps 1 .. i that have the same anchor. The bigram's input is the true previous token.
 
-Shapes: N tokens, W tokens in the draft's vocabulary, Hq and Hkv heads of d numbers.
+Shapes: N labels, W tokens in the draft's vocabulary.
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ def _train(
         assert isinstance(loaded, Eagle3Draft)
         init = loaded
     # A document needs a label for each step, in training and in measurements.
-    session = TrainingSession(config, max(config.ttt, EVAL_DEPTH), progress, stop)
+    session = TrainingSession(config, levels=max(config.ttt, EVAL_DEPTH), progress=progress, stop=stop)
     runner, window = session.runner, config.window
     rope = make_rope_parameters(float(runner.shared_parts.description.get("rope_theta") or DEFAULT_ROPE_THETA))
     if init is None:
@@ -282,8 +282,8 @@ def _train(
     }
     if factor is None and rope["rope_type"] != "default":  # RoPE scaling of a draft from elsewhere
         draft_config["rope_parameters"] = rope
-    scale = None if init is not None else partial(scale_to_features, block, len(layers))
-    yield from TrainingLoop(session, trainer, layers, kind, draft_config, levels=config.ttt, on_start=scale).run()
+    on_start = None if init is not None else partial(scale_to_features, block, len(layers))
+    yield from TrainingLoop(session, trainer, layers, kind, draft_config, levels=config.ttt, on_start=on_start).run()
 
 
 def scale_to_features(block: Eagle3Block, num_layers: int, document: Features) -> None:
@@ -321,7 +321,7 @@ def _new_block(
 
 
 def _init_feature_layers(config: Eagle3Config, init: Eagle3Draft, runner: TargetRunner) -> tuple[int, ...]:
-    """Returns the target layers that the draft in ``init`` reads. Raises if this draft cannot be trained further."""
+    """Returns the target layers that ``init`` reads. Raises CheckpointError or ConfigError if it cannot be trained."""
     init.check(runner)
     if init.shape.embedding is not None or init.shape.decoder_layers > 1:
         raise ConfigError(f"{init.folder} has its own embedding or several layers: such drafts cannot be trained.")

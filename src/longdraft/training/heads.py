@@ -58,7 +58,7 @@ def train_heads(config: HeadsConfig, progress: Progress = no_progress, stop: Sto
     # Read before the target is loaded, to report a wrong folder at once.
     init = None if config.init is None else HeadsDraft.load(config.init)
     num_heads = config.heads if init is None else init.shape.heads
-    session = TrainingSession(config, num_heads, progress, stop)
+    session = TrainingSession(config, levels=num_heads, progress=progress, stop=stop)
     runner, on_start = session.runner, None
     if init is None:
         draft_to_target = session.vocabulary()
