@@ -92,7 +92,7 @@ def loss_of(config: Eagle3Config, draft: Eagle3Draft) -> float:
     trainer = Eagle3Trainer(
         draft.trainable_module(), session.runner.shared_parts, rotary, draft.draft_to_target_ids, config
     ).train()
-    rows = sum(trainer.num_loss_tokens(len(d.token_ids), d.start, 0) for d in documents)
+    rows = sum(trainer.count_labels(len(d.token_ids), d.start, 0) for d in documents)
     with torch.no_grad():
         return float(trainer(documents).loss) / rows
 
@@ -178,7 +178,7 @@ def test_published_folders_that_cannot_be_trained_further(eagle3, theirs, tmp_pa
     refused(short, "pytorch_model.bin", target=str(tmp_path / "not read"))
     refused(theirs("wrong", intermediate_size=97), r"\(96, 48\) where config.json asks for \(97, 48\)")
     refused(theirs("other", vocab_size=62), r"vocab_size 62 \(this target: 61\)")
-    refused(theirs("deep", eagle_config=None), "must be there and increase")
+    refused(theirs("deep", eagle_config=None), "must increase")
     refused(theirs("unsaid", max_position_embeddings=None), "in tokens: set both", rope_factor=4.0)
     tensors = torch.load(theirs("first") / "pytorch_model.bin", weights_only=True)
     first = {n.replace("midlayer", "layers.0"): t for n, t in tensors.items() if "norm" not in n}

@@ -31,7 +31,7 @@ def test_features_are_the_models_own(family, start, offset, monkeypatch):
     monkeypatch.setattr(features, "PREFILL_CHUNK", 16)  # several forwards
     model = tiny_model(family)
     text = document(40, start, 1)
-    by_kv, by_hidden = (FeatureReader(TargetRunner(model), torch.float32, x, last=True) for x in ((), LAYERS))
+    by_kv, by_hidden = (FeatureReader(TargetRunner(model), torch.float32, x, with_last=True) for x in ((), LAYERS))
     found, hidden = by_kv.read(text, offset), by_hidden.read(text, offset).hidden
     assert by_kv.tensor_names == ("keys", "values", "last") and by_hidden.tensor_names == (
         "hidden",

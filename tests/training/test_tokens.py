@@ -40,7 +40,7 @@ def test_shards_hold_what_the_files_do_and_go_on_after_a_stop(text, tmp_path, mo
         dataset.read_dataset([str(folder)], TOKENIZER, SkipCounts(), 61)
     write(folder, many)
     shards = dataset.read_dataset([str(folder)], TOKENIZER, SkipCounts(), 61)
-    assert len(shards.sources) > 3 and list(shards) == whole
+    assert len(shards.shards) > 3 and list(shards) == whole
     assert write(folder, many) == 0 and dataset.num_examples_done(folder) == len(whole) + 2
     config = RunConfig(max_length=50, min_length=9, held_out=0.2)
     one, two = (split_dataset(found, SkipCounts(), config, 3) for found in (in_memory(whole), shards))

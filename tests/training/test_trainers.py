@@ -40,7 +40,7 @@ def features(runner):
     """Features of texts with an early and with a late start, as a kind reads them."""
 
     def read(kind: str) -> list[Features]:
-        reader = FeatureReader(runner, torch.float32, READS[kind], last=True)
+        reader = FeatureReader(runner, torch.float32, READS[kind], with_last=True)
         g = torch.Generator().manual_seed(0)
         made = [(20, 1, 0), (19, 8, 0), (25, 15, 90), (9, 1, 7), (30, 23, 0), (9, 6, 0)]
         texts = [(Document(torch.randint(0, 61, (n,), generator=g).tolist(), s), offset) for n, s, offset in made]
@@ -147,10 +147,10 @@ def test_the_targets_distribution_is_its_own_heads(kind, kept):
     trainer = LmTrainer(nn.Identity(), runner.shared_parts, kept, LmConfig(distill=1.0, precision="no"))
     trainer.measure_logit_scale(runner)
     assert (trainer.logit_scale == 1.0) == (kind not in ("granite", "cohere"))
-    document = FeatureReader(runner, torch.float32, None, last=True).read(Document([*range(40, 7, -1)], 5))
-    labels = trainer.labels(trainer.pack([document]))
+    document = FeatureReader(runner, torch.float32, None, with_last=True).read(Document([*range(40, 7, -1)], 5))
+    labels = trainer.make_labels(trainer.pack([document]))
     size = len(labels.token_ids), len(trainer.target_head)
-    found = labels.target_distribution.probabilities(slice(None), torch.empty(size), torch.empty(size))
+    found = labels.target_distribution.write_probabilities(slice(None), torch.empty(size), torch.empty(size))
     with torch.no_grad():
         logits = runner.model(document.token_ids[None]).logits[0, 4:-1]
     wanted = (logits if kept is None else logits[:, kept]).softmax(-1)

@@ -160,11 +160,11 @@ class DFlashDraft(Eagle3Draft):
         vocab_size = self.config.get("target_vocabulary") or self.shape.vocabulary
         return DFlashBlock(self.shape, vocab_size, self.config["causal"], self.config["windows"])
 
-    def default_feature_layers(self, count: int) -> tuple[int, ...]:
-        """Returns EAGLE-3's layers (`speculators`), or layers evenly spaced from the second to the fourth last."""
-        n = self.shape.feature_size // self.required_target["hidden_size"]
-        evenly_spaced = (count // 2,) if n == 1 else tuple(round(1 + i * (count - 4) / (n - 1)) for i in range(n))
-        return super().default_feature_layers(count) if self.layout == "speculators" else evenly_spaced
+    def default_feature_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Evenly spaced from the second layer to the fourth last (the authors' code), or EAGLE-3's (`speculators`)."""
+        n, span = self.shape.feature_size // self.required_target["hidden_size"], num_layers - 4
+        evenly_spaced = (num_layers // 2,) if n == 1 else tuple(round(1 + i * span / (n - 1)) for i in range(n))
+        return super().default_feature_layers(num_layers) if self.layout == "speculators" else evenly_spaced
 
     def check(self, runner: TargetRunner) -> None:
         super().check(runner)

@@ -75,8 +75,8 @@ class EagleDraft(Eagle3Draft):
     shape_type, module_type = EagleShape, EagleBlock
     default_depth = 6  # levels of the authors' trees
 
-    def default_feature_layers(self, count: int) -> tuple[int, ...]:
-        return (count - 1,)
+    def default_feature_layers(self, num_layers: int) -> tuple[int, ...]:
+        return (num_layers - 1,)
 
     def load_module(self, runner: TargetRunner) -> EagleBlock:
         block: EagleBlock = super().load_module(runner)

@@ -129,8 +129,8 @@ class MtpDraft(Eagle3Draft):
         """None, because the layer has the target's context length."""
         return
 
-    def default_feature_layers(self, count: int) -> tuple[int, ...]:
-        return (count - 1,)
+    def default_feature_layers(self, num_layers: int) -> tuple[int, ...]:
+        return (num_layers - 1,)
 
     def check(self, runner: TargetRunner) -> None:
         draft_folder.check_target(self.required_target, runner.shared_parts.description, self.folder)

@@ -1,8 +1,8 @@
 """Layouts of DFlash and DSpark: sizes of the module, and the layouts' entry in the table of formats.
 
-A draft with the target's vocabulary has neither embedding nor head, and uses the target's. DSpark's settings lie in
-dflash_config (SpecForge, Model-Optimizer), dspark_config (sglang), at the top level (DeepSpec), or with the prefix
-``dspark_``.
+A draft with the target's vocabulary has neither embedding nor head, and uses the target's. DSpark's settings are in
+dflash_config (SpecForge, Model-Optimizer), in dspark_config (sglang), or at the top level of config.json (DeepSpec).
+Their names may have the prefix ``dspark_``.
 """
 
 from __future__ import annotations
@@ -23,56 +23,37 @@ _UNSUPPORTED_SETTINGS = ("attention_sink_bias", "attention_value_scale", "add_sw
 
 @dataclass(frozen=True)
 class DFlashShape:
-    """Sizes of a DFlash or DSpark module.
-
-    Attributes:
-        feature_size: size of one token's concatenated hidden states.
-        vocabulary: rows of the head, the draft's or the target's.
-        decoder_layers: number of layers.
-        block_size: tokens of a draft block, the anchor (the last committed token) included.
-        mask_token: the token whose embedding stands for tokens not known yet.
-        from_anchor: the anchor's output proposes a token, too.
-        attention_bias: True if q, k, v and o have biases.
-        own_head: True if the draft has a head of its own; False: it uses the target's.
-        own_mask: True if the draft has a separate embedding of the mask token.
-        embedding: rows of the draft's own embedding; None: it uses the target's.
-        markov_rank: rank of DSpark's Markov head, which corrects logits by the previous token; None: no such head.
-        gated: the Markov head is gated by the token's output.
-        recurrent: the Markov head is an RNN, with a state along the path.
-        embedding_scale: factor of the input embeddings.
-        logit_scale: factor of the logits.
-        softcap: soft cap of the logits; None: no cap.
-    """
+    """Sizes of a DFlash or DSpark module."""
 
     hidden_size: int
     intermediate_size: int
     heads: int
     kv_heads: int
     head_dim: int
-    feature_size: int
-    vocabulary: int
-    decoder_layers: int
-    block_size: int
-    mask_token: int
-    from_anchor: bool = False
+    feature_size: int  # size of one token's concatenated hidden states
+    vocabulary: int  # number of rows of the head, the draft's or the target's
+    decoder_layers: int  # number of layers
+    block_size: int  # number of tokens of a draft block, the anchor (the last committed token) included
+    mask_token: int  # the token whose embedding stands for unknown tokens
+    from_anchor: bool = False  # True if the output at the anchor proposes a token, too
     rms_norm_eps: float = 1e-6
-    attention_bias: bool = False
-    own_head: bool = False
-    own_mask: bool = False
-    embedding: int | None = None
-    markov_rank: int | None = None
-    gated: bool = False
-    recurrent: bool = False
-    embedding_scale: float = 1.0
-    logit_scale: float = 1.0
-    softcap: float | None = None
+    attention_bias: bool = False  # True if q, k, v and o have biases
+    own_head: bool = False  # True if the draft has a head of its own; False: it uses the target's
+    own_mask: bool = False  # True if the draft has a separate embedding of the mask token
+    embedding: int | None = None  # number of rows of the draft's own embedding; None: it uses the target's
+    markov_rank: int | None = None  # rank of DSpark's Markov head (corrects logits by the last token); None: no head
+    gated: bool = False  # True if the token's output gates the Markov head
+    recurrent: bool = False  # True if the Markov head is an RNN, with a state along the path
+    embedding_scale: float = 1.0  # factor of the input embeddings
+    logit_scale: float = 1.0  # factor of the logits
+    softcap: float | None = None  # soft cap of the logits; None: no cap
 
     @property
     def slots(self) -> int:
-        """Tokens that one forward proposes."""
+        """Number of tokens that one forward proposes."""
         return self.block_size if self.from_anchor else self.block_size - 1
 
-    # Attributes that the decoder layer reads of every shape, and that DFlash fixes.
+    # Attributes that the decoder layer reads of every shape, and that are equal in all DFlash drafts.
     norm_before_residual: ClassVar[bool] = False
     qk_norm: ClassVar[bool] = True
 
@@ -84,23 +65,25 @@ class DFlashShape:
 def _parse(published: PublishedDraft) -> tuple[dict[str, Any], dict[str, Any]]:
     """Reads sizes, flags and attention windows; see :attr:`DraftFormat.parse`."""
     config, sizes, tensors = published.config, published.sizes, published.tensors
+    # nested: the sections. settings: sections and top level, without the prefix.
     nested = {**published.nested("dflash_config"), **published.nested("dspark_config")}
     settings = nested | {name.removeprefix("dspark_"): x for name, x in config.items() if x is not None}
     unsupported = [name for name in _UNSUPPORTED_SETTINGS if settings.get(name)]
-    unsupported += ["is_neox_style"] if config.get("is_neox_style") is False else []
+    unsupported += ["is_neox_style"] if config.get("is_neox_style") is False else []  # RoPE of interleaved pairs
     if unsupported:
         raise CheckpointError(
             f"{published.folder} sets {', '.join(unsupported)}, which longdraft's DFlash does not support."
         )
+    # None and 0: not set. The embedding of a draft with the target's hidden size is a copy of the target's.
     if config.get("target_hidden_size") in (None, 0, sizes.get("hidden_size")) and D2T in tensors:
-        tensors.pop(EMBEDDING, None)  # a copy of the target's
-    markov = settings.get("markov_head_type") or "vanilla"
+        tensors.pop(EMBEDDING, None)
+    markov_type = settings.get("markov_head_type") or "vanilla"
     num_layers = sizes.get("num_hidden_layers")
-    # DSpark's and DeepSpec's anchors propose a token. New folders of `speculators` have a flag for that.
+    # The anchor proposes a token in DSpark and DeepSpec. In new folders of `speculators` a flag says so.
     from_anchor = settings.get("sample_from_anchor", settings.get("shift_label"))
     if from_anchor is None and ("markov_rank" in settings or "dspark" in str(settings.get("architectures")).lower()):
-        methods = published.nested("speculators_config").get("proposal_methods") or [{}]
-        from_anchor = methods[0].get("speculative_tokens") in (None, settings.get("block_size"))
+        proposals = published.nested("speculators_config").get("proposal_methods") or [{}]
+        from_anchor = proposals[0].get("speculative_tokens") in (None, settings.get("block_size"))
     overrides = {
         "decoder_layers": num_layers,
         "feature_size": tensors["fc.weight"].shape[1] if "fc.weight" in tensors else None,
@@ -112,8 +95,8 @@ def _parse(published: PublishedDraft) -> tuple[dict[str, Any], dict[str, Any]]:
         "own_head": HEAD in tensors,
         "own_mask": MASK in tensors,
         "markov_rank": settings.get("markov_rank") or None,
-        "gated": markov == "gated",
-        "recurrent": markov == "rnn",
+        "gated": markov_type == "gated",
+        "recurrent": markov_type == "rnn",
         "embedding_scale": nested.get("input_embedding_scale"),
         "logit_scale": nested.get("output_multiplier"),
         "softcap": nested.get("final_logit_softcapping") or None,
@@ -123,26 +106,28 @@ def _parse(published: PublishedDraft) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _layer_attention(
-    config: Mapping[str, Any], nested: Mapping[str, Any], sizes: Mapping[str, Any], layers: int
+    config: Mapping[str, Any], nested: Mapping[str, Any], sizes: Mapping[str, Any], num_layers: int
 ) -> tuple[list[int | None], list[bool]]:
-    """By layer: the window in tokens (None: full attention); True if tokens of the draft block attend causally."""
+    """Returns two lists by layer: the window in tokens (None: full attention), and True for causal attention between
+    the tokens of a draft block."""
     types = sizes.get("layer_types") or []
-    is_sliding = [i < len(types) and types[i] == _SLIDING for i in range(layers)]
-    if nested.get("use_swa") and not any(is_sliding):
-        is_sliding = [True] * layers
-        causal = [False] * layers
+    sliding_by_layer = [i < len(types) and types[i] == _SLIDING for i in range(num_layers)]
+    if nested.get("use_swa") and not any(sliding_by_layer):
+        sliding_by_layer = [True] * num_layers
+        causal_by_layer = [False] * num_layers
     else:
-        causal = [sliding and not config.get("sliding_window_non_causal") for sliding in is_sliding]
+        causal_by_layer = [slides and not config.get("sliding_window_non_causal") for slides in sliding_by_layer]
     window = nested.get("swa_window_size") or sizes.get("sliding_window")
-    is_causal = config.get("is_causal", nested.get("causal"))
-    causal = causal if is_causal is None else [bool(is_causal)] * layers
-    return [int(window) if sliding and window else None for sliding in is_sliding], causal
+    all_causal = config.get("is_causal", nested.get("causal"))
+    causal_by_layer = causal_by_layer if all_causal is None else [bool(all_causal)] * num_layers
+    return [int(window) if slides and window else None for slides in sliding_by_layer], causal_by_layer
 
 
-# SpecForge's first DSpark drafts wrap head and model in modules. Model-Optimizer's Markov head lacks its module's name.
+# In SpecForge's first DSpark drafts, names begin with a module around model or head. In Model-Optimizer's drafts, names
+# of the Markov head lack the module's name.
 _MARKOV = r"^(?=(markov_w[12]|gate_proj|joint_proj)\.)"
 _RENAME_RULES = ((r"^model\.", ""), (r"^logit_head\.", ""), (_MARKOV, "markov_head."))
-# The confidence head is dropped: the planner learns acceptance itself.
+# The confidence head is dropped, because the planner measures acceptance.
 FORMATS[KIND] = DraftFormat(
     DFlashShape, "DFlash", _parse, _RENAME_RULES, rf"confidence_(head|proj)\.|{LEFTOVER_TENSORS}", default_theta=1e6
 )

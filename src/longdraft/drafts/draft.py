@@ -1,4 +1,4 @@
-"""Base classes of trained drafts: weights in a folder, made for one target."""
+"""Base classes of trained drafts. A draft is weights in a folder, made for one target."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from longdraft.model.tensor_parallel import full_tensor
 from longdraft.native.quantized_matrix import QuantizedMatrix
 
 REMEDY = "Correct the value in its config.json, or copy the draft again."
-_ID_DTYPES = (torch.int64, torch.int32)
+_ID_DTYPES = (torch.int64, torch.int32)  # of the tensor d2t
 logger = logging.getLogger("longdraft")
 BoundT = TypeVar("BoundT")
 DraftT = TypeVar("DraftT", bound="TrainedDraft[Any]")
 
 
 class Draft(ABC, Generic[BoundT]):
-    """Trained weights of a drafter. All runs on a target share the result of :meth:`bind`.
+    """Trained weights of a drafter. All runs on a target share one object, which :meth:`bind` makes.
 
     Attributes:
         kind: name of the kind in config.json, and of the method that drafts with it.
         folder: the folder that the draft was read from, or the hub id.
-        trained_length: tokens of the longest training example; None if unknown.
+        trained_length: number of tokens of the longest training example; None if unknown.
         retrieval_layer: the target's layer whose attention ranks chunks of the context best; None if unknown.
         required_target: entries that the target's description must have, by name.
     """
 
     kind: ClassVar[str]
     loads_hub_files: ClassVar[bool] = True
-    """True: for a hub id, ``load`` receives the folder of the downloaded files. False: it receives the id."""
+    """True: for a hub id, ``load`` receives the folder of the downloaded files. False: ``load`` receives the id."""
     trained_length: int | None = None
     retrieval_layer: int | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Wraps a subclass's ``load``: it downloads a hub id first, and errors about a bad folder name the folder."""
+        """Wraps a subclass's ``load``. The wrapper downloads a hub id first, and names a bad folder in errors."""
         super().__init_subclass__(**kwargs)
         if (load := vars(cls).get("load")) is not None:
 
@@ -69,7 +69,7 @@ class Draft(ABC, Generic[BoundT]):
     @property
     @abstractmethod
     def parameters(self) -> int:
-        """Number of parameters, without those shared with the target."""
+        """Number of parameters, without the parameters of the target."""
 
     @property
     def vocabulary(self) -> int | None:
@@ -78,19 +78,15 @@ class Draft(ABC, Generic[BoundT]):
 
     @abstractmethod
     def check(self, runner: TargetRunner) -> None:
-        """Refuses a target that the draft does not fit.
-
-        Raises:
-            CheckpointError: the target differs from the required one; the message says in what.
-            UnsupportedModelError: the target has no embedding and head that a draft could share.
-        """
+        """Raises CheckpointError if the target differs from the required one; the message says in what.
+        Raises UnsupportedModelError if the target has no embedding and head that a draft could share."""
 
     def remarks(self, runner: TargetRunner) -> list[str]:
-        """Warnings about a target that :meth:`check` accepts, a sentence each: what may lower acceptance."""
+        """Returns a sentence for each property of a target that :meth:`check` accepts but that may lower acceptance."""
         return []
 
     def bind(self, runner: TargetRunner) -> BoundT:
-        """The draft bound to a target; made once, and freed with the target. Raises the errors of :meth:`check`."""
+        """Returns the object that drafts for a target, which is made once. Raises the errors of :meth:`check`."""
         bound = self._bound.get(runner)
         if bound is None:
             with file_errors(self.folder, f"The draft in {self.folder} cannot be used", REMEDY):
@@ -99,7 +95,7 @@ class Draft(ABC, Generic[BoundT]):
         return bound
 
     def warn_beyond_trained_length(self, trained_length: int, seen: str, consequence: str) -> None:
-        """Warns, once for each draft, that it sees more tokens than it was trained on.
+        """Warns, once for each draft, that the draft sees more tokens than it was trained on.
 
         Args:
             seen: a clause that says how many tokens the draft sees.
@@ -118,7 +114,8 @@ class Draft(ABC, Generic[BoundT]):
 
 
 class TrainedDraft(Draft[BoundT]):
-    """A draft whose weights are those of one torch module. A subclass defines the module and :meth:`make`.
+    """A draft that is one torch module. A subclass defines the module and :meth:`make`.
+    Raises CheckpointError if the sizes are impossible, or the tensors do not fit the module.
 
     Args:
         folder: the folder that ``contents`` were read from, for messages.
@@ -128,9 +125,6 @@ class TrainedDraft(Draft[BoundT]):
         config: sizes and settings from config.json.
         weights: the module's state dict, on the CPU.
         draft_to_target_ids: (draft vocabulary,) target id of each draft id; None: the target's full vocabulary.
-
-    Raises:
-        CheckpointError: the sizes are impossible, or the tensors are not those of the module.
     """
 
     label: ClassVar[str] = ""
@@ -151,25 +145,26 @@ class TrainedDraft(Draft[BoundT]):
         for name, tensor in self.weights.items():
             if not (tensor.dtype in _ID_DTYPES if name == D2T else tensor.is_floating_point()):
                 raise CheckpointError(f"{name} of {folder} has the wrong dtype {tensor.dtype}: copy the draft again.")
+        # Checked before the module is made, so that a damaged number does not make a huge module.
         if (layers := self.config.get(self.layer_count_key) or 0) > len(self.weights):
             raise CheckpointError(
-                f"{CONFIG} of {folder} has {self.layer_count_key} {layers}, more than it has tensors."
+                f"{CONFIG} of {folder} has {self.layer_count_key} {layers}, more than the folder has tensors."
             )
-        sizes = {name: t.shape for name, t in self._meta_module().state_dict().items()}
+        shapes = {name: t.shape for name, t in self._meta_module().state_dict().items()}
         if (vocab_size := self.config.get("draft_vocab_size")) is not None:
-            sizes[D2T] = torch.Size([vocab_size])
-        draft_folder.check_tensors(self.weights, sizes, folder, self.label or self.kind)
+            shapes[D2T] = torch.Size([vocab_size])
+        draft_folder.check_tensors(self.weights, shapes, folder, self.label or self.kind)
         d2t = self.weights.pop(D2T, None)
         self.draft_to_target_ids = None if d2t is None else d2t.long() + torch.arange(len(d2t), device="cpu")
         self.required_target = self.needs() | contents.target
 
     @classmethod
     def load(cls: type[DraftT], folder: Path | str) -> DraftT:
-        """Reads a draft folder. Raises CheckpointError if it is unreadable, or not a draft of this kind."""
+        """Reads a draft folder. Raises CheckpointError if the folder is unreadable, or holds another kind of draft."""
         return cls(folder, draft_folder.load(folder, cls.kind))
 
     def save(self, folder: Path | str, bits: int | None = None) -> None:
-        """Writes the draft to a folder in our layout, with its card; ``bits`` and errors: :func:`draft_folder.save`."""
+        """Writes the draft and its card to a folder in our layout; ``bits`` and errors: :func:`draft_folder.save`."""
         hub.copy_card(self.folder, Path(folder))
         ids = self.draft_to_target_ids
         d2t = {} if ids is None else {D2T: ids - torch.arange(len(ids), device="cpu")}
@@ -181,12 +176,12 @@ class TrainedDraft(Draft[BoundT]):
         return draft_folder.read_shape(self.shape_type, self.config, self.folder, self.label or self.kind)
 
     def module(self) -> nn.Module:
-        """A new module of the sizes in :attr:`config`, without the draft's weights."""
+        """Makes a module of the sizes in :attr:`config`, without the draft's weights."""
         module: nn.Module = self.module_type(self.shape)
         return module
 
     def needs(self) -> dict[str, Any]:
-        """Entries that the target's description must have, even if the folder does not describe its target."""
+        """Returns entries that the target's description must have, even if the folder does not describe a target."""
         return {}
 
     @property
@@ -208,20 +203,21 @@ class TrainedDraft(Draft[BoundT]):
             )
 
     def load_module(self, runner: TargetRunner) -> Any:
-        """The module with its weights, in the target's dtype and on its device."""
+        """Returns the module with the draft's weights, in the target's dtype and on the target's device."""
         device, dtype = runner.device, runner.kv_shape.dtype
         module = self._meta_module()
         module.load_state_dict({name: t.to(device, dtype) for name, t in self.weights.items()}, assign=True)
         return module.requires_grad_(False).eval()
 
     def trainable_module(self) -> Any:
-        """The module with its weights in float32, for further training."""
+        """Returns the module with the draft's weights in float32, for further training."""
         module = self.module()
         module.load_state_dict({name: t.float() for name, t in self.weights.items()})
         return module
 
     def head(self, runner: TargetRunner) -> tuple[torch.Tensor | QuantizedMatrix, torch.Tensor | None]:
-        """The target's head for the draft's vocabulary, (vocabulary, hidden), and each row's target id; None: all."""
+        """Returns the rows of the target's head for the draft's vocabulary, (vocabulary, hidden), and the target id of
+        each row (None: the rows are all target ids in order)."""
         head: torch.Tensor | QuantizedMatrix = runner.shared_parts.head
         if self.draft_to_target_ids is None:
             return head, None
@@ -229,6 +225,6 @@ class TrainedDraft(Draft[BoundT]):
         return (head.select_rows(ids) if isinstance(head, QuantizedMatrix) else full_tensor(head)[ids]), ids
 
     def _meta_module(self) -> nn.Module:
-        """A new module on the meta device, where its tensors take no memory."""
+        """Makes the module on the meta device, where tensors take no memory."""
         with torch.device("meta"):
             return self.module()

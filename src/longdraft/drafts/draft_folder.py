@@ -1,4 +1,4 @@
-"""Draft folders: reads and writes ``config.json`` and ``model.safetensors``, and checks them against a target."""
+"""Draft folders: reads and writes ``config.json`` and ``model.safetensors``, and checks a draft against a target."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from longdraft.errors import CheckpointError
 from longdraft.files import atomic_write, check_numbers, read_json
 from longdraft.folders import is_gguf
 
-FORMAT = 1
+FORMAT = 1  # version of our layout
 CONFIG = "config.json"
-# Name of the table of a reduced draft vocabulary: target id - draft id, for each draft id.
+# Name of the tensor for a draft vocabulary that is smaller than the target's: target id - draft id, for each draft id.
 D2T = "d2t"
-# Our name of a size -> its name in configurations of transformers, where they differ.
+# Our name of a size -> the name in configurations of transformers, where they differ.
 HF_NAMES = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "vocabulary": "vocab_size"}
 # Kinds of `speculators` that are variants of one of our kinds.
 KIND_ALIASES = {"dspark": "dflash"}
-# Kind -> pattern of a tensor name that identifies it, if config.json looks like a full Llama's. The first match counts.
+# Kind -> pattern of a tensor name that only this kind has. Used if config.json looks like that of a plain Llama. If
+# several patterns match, the first one counts.
 KIND_BY_TENSOR = {
     "peagle": r"(.*\.)?mask_hidden",
     "dflash": r"(model\.)?hidden_norm\.weight",
@@ -51,33 +52,20 @@ Shape = TypeVar("Shape")
 
 @dataclass(frozen=True)
 class DraftFolder:
-    """Contents of a draft folder.
+    """Contents of a draft folder."""
 
-    Attributes:
-        kind: the kind of draft, e.g. "longspec".
-        config: sizes and settings, JSON.
-        tensors: name -> tensor, on the CPU.
-        target: the draft's target, as :func:`~longdraft.model.shared_parts.describe_target` gives it; empty if unknown.
-    """
-
-    kind: str
-    config: dict[str, Any]
-    tensors: dict[str, torch.Tensor]
-    target: dict[str, Any] = field(default_factory=dict)
+    kind: str  # the kind of draft, e.g. "longspec".
+    config: dict[str, Any]  # sizes and settings, JSON
+    tensors: dict[str, torch.Tensor]  # name -> tensor, on the CPU
+    target: dict[str, Any] = field(default_factory=dict)  # the target's description; empty if unknown
 
 
 def from_training(
-    kind: str,
-    config: Mapping[str, Any],
-    weights: Mapping[str, torch.Tensor],
-    draft_to_target_ids: torch.Tensor | None,
+    kind: str, config: Mapping[str, Any], weights: Mapping[str, torch.Tensor], draft_to_target_ids: torch.Tensor | None,
     target: Mapping[str, Any],
-) -> DraftFolder:
-    """The folder contents of a newly trained draft: weights in bfloat16, with the table of its vocabulary.
-
-    Args:
-        draft_to_target_ids: (draft vocabulary,) target id of each draft id; None: the target's full vocabulary.
-    """
+) -> DraftFolder:  # fmt: skip
+    """Returns the folder contents of a newly trained draft, with weights in bfloat16.
+    ``draft_to_target_ids``: (draft vocabulary,) target id of each draft id; None: the target's full vocabulary."""
     tensors = {name: t.to(torch.bfloat16) for name, t in weights.items()}
     if draft_to_target_ids is not None:
         tensors[D2T] = draft_to_target_ids - torch.arange(len(draft_to_target_ids), device="cpu")
@@ -89,7 +77,7 @@ def save(folder: Path | str, draft: DraftFolder, bits: int | None = None) -> Non
     """Writes a draft folder, and a card if it has none. Each file appears complete or not at all.
 
     Args:
-        bits: 8 or 4 packs matrices (:mod:`longdraft.drafts.packing`); None keeps their dtype.
+        bits: 8 or 4 packs matrices (:mod:`longdraft.drafts.packing`); None keeps the matrices' dtype.
 
     Raises:
         CheckpointError: the folder cannot be written (no space, no permission).
@@ -111,28 +99,26 @@ def write(folder: Path | str, config: Mapping[str, Any], tensors: Mapping[str, t
 
 
 def is_draft_folder(path: Path | str) -> bool:
-    """True for a folder with a config.json."""
+    """True if ``path`` is a folder with a config.json."""
     return (Path(path) / CONFIG).is_file()
 
 
 def detect_kind(folder: Path | str) -> str:
-    """The kind of a draft folder, or "small-lm" for a language model; empty if unknown.
-
-    Raises:
-        CheckpointError: no such folder, no valid config.json, or unreadable weights where their names are needed.
-    """
+    """Returns the kind of a draft folder, "small-lm" for a language model, or "" if the kind is unknown.
+    Raises CheckpointError if the folder, its config.json or its weights cannot be read."""
     return SMALL_LM if is_gguf(folder) else _kind(read_config(folder), folder)
 
 
 def _kind(config: Mapping[str, Any], folder: Path | str) -> str:
-    """The kind that config.json states, or that its entries and the tensors' names show in another project's folder."""
+    """Returns the kind from config.json. In other projects' folders, several entries and the tensors' names show it."""
     if "drafter" in config or config.get("speculators_model_type"):
         name = str(config.get("drafter") or config["speculators_model_type"])
         return KIND_ALIASES.get(name, name)
     if "longdraft_format" in config:
         return ""
     hints = [config.get(name) for name in ("architectures", "model_type", "dflash_config")]
-    if not (hints[1] and tensor_files.has_safetensors(folder)):  # a full model's config.json may mention drafts
+    # The keys of a full model's config.json may mention drafts.
+    if not (config.get("model_type") and tensor_files.has_safetensors(folder)):
         hints.append(list(config))
     if (unsupported := re.search(UNSUPPORTED_KINDS, str(hints).lower())) is not None:
         return unsupported[0]
@@ -165,19 +151,15 @@ def read_config(folder: Path | str) -> dict[str, Any]:
 
 
 def _run_advice(folder: Path) -> str:
-    """Advice if the folder is a training run or one of its checkpoints; otherwise empty."""
+    """Returns advice if the folder is a training run or one of its checkpoints, otherwise ""."""
     runs = (run for run in (folder, *folder.absolute().parents[:2]) if (run / "checkpoints").is_dir())
     return next((f"the draft of the training run {run} is in {run / 'best'} or {run / 'last'}." for run in runs), "")
 
 
 def load(folder: Path | str, kind: str | None = None) -> DraftFolder:
-    """Reads a draft folder.
+    """Reads a draft folder. ``kind``: the expected kind; None: any.
 
-    Args:
-        kind: the expected kind of draft.
-
-    Raises:
-        CheckpointError: no such folder, no valid config.json, missing or truncated weights, or another kind.
+    Raises CheckpointError if the folder cannot be read, lacks weights, or holds another kind of draft.
     """
     config = read_config(folder)
     actual_kind = _kind(config, folder)
@@ -191,8 +173,7 @@ def load(folder: Path | str, kind: str | None = None) -> DraftFolder:
 def read_tensors(config: Mapping[str, Any], folder: Path | str) -> dict[str, torch.Tensor]:
     """Reads a folder's tensors by name, on the CPU; packed matrices of our layout become float32.
 
-    Raises:
-        CheckpointError: missing, truncated or damaged weights, or a number of the configuration outside its range.
+    Raises CheckpointError if weights are missing or damaged, or a number in ``config`` is outside its range.
     """
     tensors = tensor_files.read(folder)
     check_numbers(config, Path(folder) / CONFIG)
@@ -200,35 +181,32 @@ def read_tensors(config: Mapping[str, Any], folder: Path | str) -> dict[str, tor
 
 
 def read_shape(
-    shape: type[Shape],
-    config: Mapping[str, Any],
-    folder: Path | str,
-    label: str,
+    shape: type[Shape], config: Mapping[str, Any], folder: Path | str, label: str,
     names: Mapping[str, str] | None = None,
-) -> Shape:
+) -> Shape:  # fmt: skip
     """Reads a module's sizes from a config.json.
+
+    Raises CheckpointError, which names the entries, if entries are missing or impossible.
 
     Args:
         shape: dataclass of the sizes, whose fields are positive numbers and flags.
         label: the kind of draft in messages, e.g. "LongSpec".
-        names: name of a field -> its name in config.json, where the two differ.
-
-    Raises:
-        CheckpointError: entries are missing or impossible; the message names them.
+        names: name of a field -> name of the entry in config.json, where the two differ.
     """
-    keys = {f: (names or {}).get(f.name, f.name) for f in fields(shape)}  # type: ignore[arg-type]
-    values = {f: config[key] for f, key in keys.items() if config.get(key) is not None}
-    if missing := [key for f, key in keys.items() if f not in values and f.default is MISSING]:
+    keys = {size: (names or {}).get(size.name, size.name) for size in fields(shape)}  # type: ignore[arg-type]
+    values = {size: config[key] for size, key in keys.items() if config.get(key) is not None}
+    if missing := [key for size, key in keys.items() if size not in values and size.default is MISSING]:
         raise CheckpointError(f"{CONFIG} of {folder} lacks {', '.join(missing)}: is it a draft of the kind {label}?")
-    flags = {f: bool(x) for f, x in values.items() if f.type in ("bool", bool)}
-    wrong = [
-        keys[f]
-        for f, x in values.items()
-        if f not in flags and (not isinstance(x, int | float) or x <= 0 or (f.type in ("int", int) and x % 1))
+    flags = {size: bool(value) for size, value in values.items() if size.type in ("bool", bool)}
+    numbers = {size: value for size, value in values.items() if size not in flags}
+    invalid = [
+        keys[size]
+        for size, value in numbers.items()
+        if not isinstance(value, int | float) or value <= 0 or (size.type in ("int", int) and value % 1)
     ]
-    if wrong:
-        raise CheckpointError(f"{CONFIG} of {folder} has an impossible value for {', '.join(wrong)}: correct it.")
-    return shape(**{f.name: x for f, x in {**values, **flags}.items()})
+    if invalid:
+        raise CheckpointError(f"{CONFIG} of {folder} has an impossible value for {', '.join(invalid)}: correct it.")
+    return shape(**{size.name: value for size, value in {**values, **flags}.items()})
 
 
 def optional_int(config: Mapping[str, Any], name: str, folder: Path | str, minimum: int = 1) -> int | None:
@@ -240,7 +218,7 @@ def optional_int(config: Mapping[str, Any], name: str, folder: Path | str, minim
 
 
 def with_derived_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Completes a published configuration with the sizes that transformers derives from others."""
+    """Returns a published configuration together with the sizes that transformers derives from other sizes."""
     complete, heads = dict(config), config.get("num_attention_heads")
     if heads and not complete.get("num_key_value_heads"):
         complete["num_key_value_heads"] = heads
@@ -250,25 +228,23 @@ def with_derived_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_tensors(
-    tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, torch.Size], folder: Path | str, kind: str
+    tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size], folder: Path | str, kind: str
 ) -> None:
-    """Checks a draft's tensors against its sizes.
+    """Raises CheckpointError, which names the tensors, if tensors are missing, unexpected or misshapen.
 
     Args:
+        shapes: name of a tensor -> its shape according to config.json.
         kind: the kind of draft in the message, e.g. "LongSpec".
-
-    Raises:
-        CheckpointError: tensors are missing, unexpected or misshapen; the message names them.
     """
-    wrong = [
-        f"{name} {tuple(tensors[name].shape)} where config.json asks for {tuple(size)}"
-        for name, size in sizes.items()
-        if name in tensors and tensors[name].shape != size
+    misshapen = [
+        f"{name} {tuple(tensors[name].shape)} where config.json asks for {tuple(shape)}"
+        for name, shape in shapes.items()
+        if name in tensors and tensors[name].shape != shape
     ]
     problems = {
-        "missing": [name for name in sizes if name not in tensors],
-        "unexpected": [name for name in tensors if name not in sizes],
-        "of a wrong shape": wrong,
+        "missing": [name for name in shapes if name not in tensors],
+        "unexpected": [name for name in tensors if name not in shapes],
+        "of a wrong shape": misshapen,
     }
     if clauses := [f"{problem}: {_list_names(names)}" for problem, names in problems.items() if names]:
         raise CheckpointError(f"{folder} is no {kind} draft as its config.json describes it. {'; '.join(clauses)}.")
@@ -280,13 +256,10 @@ def _list_names(names: list[str]) -> str:
 
 
 def check_target(required_target: Mapping[str, Any], target: Mapping[str, Any], folder: Path | str) -> None:
-    """Refuses a draft that was made for another target.
+    """Raises CheckpointError if a draft was made for another target; the message says in what the targets differ.
 
-    A target with the same shape and vocabulary and other weights (another fine-tune, another quantisation) is allowed
-    with a warning: output stays exact, but acceptance may suffer.
-
-    Raises:
-        CheckpointError: the targets differ; the message says in what.
+    A target that differs in its weights alone (another fine-tune, another quantisation) gets a warning: output stays
+    exact, but acceptance may be lower.
     """
     differing = [
         f"{key} {required_target[key]} (this target: {target.get(key)})"

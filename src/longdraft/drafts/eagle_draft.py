@@ -1,4 +1,4 @@
-"""EAGLE-like drafts: reads their folders of any layout, and checks them against a target."""
+"""EAGLE-like drafts: reads folders of any layout, and checks drafts against a target."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ DraftT = TypeVar("DraftT", bound="EagleDraft[Any]")
 
 
 class EagleDraft(TrainedDraft[BoundT]):
-    """An EAGLE-like draft in any layout. The drafter's file defines the module.
+    """An EAGLE-like draft in any layout. Subclasses beside the drafters define the module.
 
     Attributes:
-        layout: "longdraft", "published" or "speculators".
+        layout: the layout that the folder has: "longdraft", "published" or "speculators".
         rope: RoPE parameters as transformers names them.
         configured_layers: target layers whose outputs the draft reads, from config.json; None: the default layers.
-        window: number of keys that a query attends to, its own included; None: all.
+        window: number of keys that a query attends to, the query's own key included; None: all.
         decoder_layers: number of the module's layers.
     """
 
@@ -46,7 +46,7 @@ class EagleDraft(TrainedDraft[BoundT]):
 
     @classmethod
     def load(cls: type[DraftT], folder: Path | str) -> DraftT:
-        """Reads a draft folder of any layout. Raises CheckpointError if it is unreadable, or not of this kind."""
+        """Reads a draft folder of any layout. Raises CheckpointError if it is unreadable, or holds another kind."""
         return cls(folder, *formats.read(folder, cls.kind))
 
     @cached_property
@@ -60,7 +60,7 @@ class EagleDraft(TrainedDraft[BoundT]):
 
     @property
     def max_context(self) -> int | None:
-        """Longest context that the draft's RoPE supports, YaRN included; None if unknown."""
+        """Longest context, in tokens, that the draft's RoPE supports, YaRN included; None if unknown."""
         rope = self.rope
         if rope["rope_type"] == "yarn":
             return int(float(rope["factor"]) * int(rope["original_max_position_embeddings"]))
@@ -69,24 +69,21 @@ class EagleDraft(TrainedDraft[BoundT]):
         return self.trained_length
 
     def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """Decoder layers of the target whose outputs the draft reads, low to high.
-
-        Raises:
-            CheckpointError: the target lacks one of these layers.
-        """
-        count = runner.num_layers
-        layers = self.configured_layers or self.default_feature_layers(count)
-        if min(layers) < 0 or max(layers) >= count or list(layers) != sorted(set(layers)):
+        """Returns the target's decoder layers whose outputs the draft reads, low to high.
+        Raises CheckpointError if the target lacks one of these layers."""
+        num_layers = runner.num_layers
+        layers = self.configured_layers or self.default_feature_layers(num_layers)
+        if min(layers) < 0 or max(layers) >= num_layers or list(layers) != sorted(set(layers)):
             raise CheckpointError(
-                f"The draft in {self.folder} reads the outputs of layers {_join(layers)} of its target: they must be "
-                f"there and increase, and this target has layers 0 to {count - 1}. Load the target it was trained "
-                "with, or set feature_layers in its config.json."
+                f"The draft in {self.folder} reads the outputs of layers {_join(layers)} of its target. The numbers "
+                f"must increase, and this target has layers 0 to {num_layers - 1}. Load the target that the draft was "
+                "trained with, or set feature_layers in the draft's config.json."
             )
         return layers
 
-    def default_feature_layers(self, count: int) -> tuple[int, ...]:
-        """The layers of a target with ``count`` layers that are read if the folder names none."""
-        return formats.default_feature_layers(count)
+    def default_feature_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Returns the layers that the draft reads of a target with ``num_layers`` layers if its folder names none."""
+        return formats.default_feature_layers(num_layers)
 
     def needs(self) -> dict[str, Any]:
         return {"hidden_size": self.shape.hidden_size} if self.shape.embedding is None else {}
@@ -105,16 +102,15 @@ class EagleDraft(TrainedDraft[BoundT]):
                 f"The draft in {self.folder} reads hidden states of {shape.feature_size} numbers; {len(layers)} layers "
                 f"of this target give {len(layers) * hidden_size}. Load the target it was trained with."
             )
-        size = runner.shared_parts.head.shape[0]
-        if self.draft_to_target_ids is None and shape.vocabulary != size:
+        vocab_size = runner.shared_parts.head.shape[0]
+        if self.draft_to_target_ids is None and shape.vocabulary != vocab_size:
             raise CheckpointError(
-                f"The draft in {self.folder} has {shape.vocabulary} tokens, this target {size}, and its weights lack "
-                f"{D2T}, the table of target ids: copy the draft again."
+                f"The draft in {self.folder} has {shape.vocabulary} tokens, this target {vocab_size}, and the draft's "
+                f"weights lack {D2T}, the table of target ids: copy the draft again."
             )
-        self.rotary(torch.float32, "cpu")  # raises the error of RoPE parameters that cannot be computed
+        self.rotary(torch.float32, "cpu")  # raises if the RoPE parameters cannot be computed
 
     def remarks(self, runner: TargetRunner) -> list[str]:
-        """Settings that may cost acceptance, not correctness, a sentence each."""
         remarks = []
         target, head_dim = runner.shared_parts.description, self.shape.head_dim
         target_theta, theta = target["rope_theta"], self.rope["rope_theta"]
@@ -125,10 +121,10 @@ class EagleDraft(TrainedDraft[BoundT]):
             )
         if head_dim != target["head_dim"]:
             remarks.append(f"its head size is {head_dim}, the target's {target['head_dim']}: check head_dim")
-        default, layers = self.default_feature_layers(runner.num_layers), self.feature_layers(runner)
-        if layers != default:
+        default_layers, layers = self.default_feature_layers(runner.num_layers), self.feature_layers(runner)
+        if layers != default_layers:
             remarks.append(
-                f"it reads the outputs of layers {_join(layers)}; usual for this target are {_join(default)}"
+                f"it reads the outputs of layers {_join(layers)}; usual for this target are {_join(default_layers)}"
             )
         length, ids = self.max_context, self.draft_to_target_ids
         if self.window is None and length is not None and length < runner.context_length:
@@ -141,7 +137,7 @@ class EagleDraft(TrainedDraft[BoundT]):
         return remarks
 
     def rotary(self, dtype: torch.dtype, device: torch.device | str) -> RotaryEmbedding:
-        """The draft's rotary embedding, whose base and scaling may differ from the target's."""
+        """Makes the draft's rotary embedding. Base and scaling may differ from the target's."""
         return RotaryEmbedding(self.shape.head_dim, self.rope, dtype, device)
 
 

@@ -1,4 +1,4 @@
-"""Layouts of EAGLE-1 to EAGLE-3.1 and P-EAGLE: their modules' sizes, and their entries in the table of formats.
+"""Layouts of EAGLE-1 to EAGLE-3.1 and P-EAGLE: sizes of the modules, and the layouts' entries in the table of formats.
 
 Tensors of a published EAGLE-3 draft have the names of our module. `speculators`, EAGLE-1 and EAGLE-2 call the layer
 ``layers.0.`` instead of ``midlayer.``. A folder may contain an embedding, which is dropped unless it was trained with
@@ -18,9 +18,9 @@ EAGLE = "eagle"  # EAGLE-1 and EAGLE-2
 PEAGLE = "peagle"
 # Flags of EAGLE-3.1, at the top of config.json or in eagle_config.
 _NORMS = ("norm_before_fc", "fc_norm", "norm_output")
-# Flag of a module -> the tensor of its first layer that is there if the flag is set.
+# Flag of a module -> a tensor that the first layer has if the flag is set.
 _FLAG_TENSORS = {"attention_bias": "q_proj.bias", "output_bias": "o_proj.bias", "qk_norm": "q_norm.weight"}
-# First parts of our tensors' names. A prefix before them names a model around the draft, and is removed.
+# First parts of our tensors' names. A prefix before a first part names a model around the draft, and is removed.
 _NAME_STARTS = "fc|midlayer|layers|norm|lm_head|embed_tokens|input_norm|fc_norm|mask_hidden|d2t|t2d"
 _RENAME_RULES = (
     # Names of EAGLE-1's parts in the first versions of `speculators`.
@@ -33,21 +33,9 @@ _RENAME_RULES = (
 
 @dataclass(frozen=True)
 class Eagle3Shape:
-    """Sizes of an EAGLE-3 module; g is the output of fc, the fused hidden states. Head counts may differ from the
-    target's, as the module has a KV cache of its own.
+    """Sizes of an EAGLE-3 module. The layer fc fuses the target's hidden states of a token to one vector g.
 
-    Attributes:
-        feature_size: size of one token's concatenated hidden states, usually three times the target's hidden size.
-        vocabulary: rows of the draft's head.
-        norm_before_residual: the residual stream starts from the normed g instead of g (a flag of `speculators`).
-        attention_bias: q, k and v have biases.
-        output_bias: o has a bias.
-        qk_norm: each head of q and k is normed before RoPE, as in Qwen3's layers.
-        norm_before_fc: the concatenated hidden states are normed before fc.
-        fc_norm: number of norms before fc, one for each hidden state; None: no such norms.
-        norm_output: the next step's g is the normed output instead of the output (EAGLE-3.1).
-        embedding: rows of the draft's own embedding; None: it uses the target's.
-        decoder_layers: number of layers; all but the first are plain decoder layers.
+    Head counts may differ from the target's, because the module has a KV cache of its own.
     """
 
     hidden_size: int
@@ -55,29 +43,25 @@ class Eagle3Shape:
     heads: int
     kv_heads: int
     head_dim: int
-    feature_size: int
-    vocabulary: int
+    feature_size: int  # size of one token's concatenated hidden states, usually three times the target's hidden size
+    vocabulary: int  # number of rows of the draft's head
     rms_norm_eps: float = 1e-6
-    norm_before_residual: bool = False
-    attention_bias: bool = False
-    output_bias: bool = False
-    qk_norm: bool = False
-    norm_before_fc: bool = False
-    fc_norm: int | None = None
-    norm_output: bool = False
-    embedding: int | None = None
-    decoder_layers: int = 1
+    norm_before_residual: bool = False  # the residual stream starts from the normed g (a flag of `speculators`)
+    attention_bias: bool = False  # q, k and v have biases
+    output_bias: bool = False  # o has a bias
+    qk_norm: bool = False  # each head of q and k is normed before RoPE, as in Qwen3's layers
+    norm_before_fc: bool = False  # the concatenated hidden states are normed before fc
+    fc_norm: int | None = None  # number of norms before fc, one for each hidden state; None: no such norms
+    norm_output: bool = False  # the next step's g is the normed output instead of the output (EAGLE-3.1)
+    embedding: int | None = None  # number of rows of the draft's own embedding; None: it uses the target's
+    decoder_layers: int = 1  # number of layers; all but the first are plain decoder layers
 
 
 @dataclass(frozen=True)
 class EagleShape(Eagle3Shape):
-    """Sizes of an EAGLE-1 or EAGLE-2 module. Feature size and vocabulary are the target's hidden size and vocabulary.
+    """Sizes of an EAGLE-1 or 2 module. Feature size and vocabulary are the target's hidden size and vocabulary."""
 
-    Attributes:
-        fc_bias: fc has a bias.
-    """
-
-    fc_bias: bool = False
+    fc_bias: bool = False  # fc has a bias
 
 
 def _parse(published: PublishedDraft) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -103,13 +87,14 @@ def _parse(published: PublishedDraft) -> tuple[dict[str, Any], dict[str, Any]]:
         "fc_norm": sum(name.startswith("fc_norm.") for name in tensors) if overrides["fc_norm"] else None,
         "feature_size": tensors["fc.weight"].shape[1] if "fc.weight" in tensors else 3 * sizes.get("hidden_size", 0),
         "vocab_size": config.get("draft_vocab_size") or sizes.get("vocab_size"),
-        # Without a flag, as in vLLM: True for folders of `speculators`.
+        # Without the flag, vLLM's default: True for folders of `speculators`.
         "norm_before_residual": bool(config.get("norm_before_residual", config.get(MODEL_TYPE) == KIND)),
         "decoder_layers": len({name.split(".")[1] for name in tensors if name.startswith("layers.")}) + 1,
     }
     if published.kind == PEAGLE:
-        methods = published.nested("speculators_config").get("proposal_methods") or [{}]
-        slots = methods[0].get("speculative_tokens") or config.get("num_speculative_tokens") or 8
+        proposals = published.nested("speculators_config").get("proposal_methods") or [{}]
+        # 8, if the folder does not say how many tokens a forward proposes.
+        slots = proposals[0].get("speculative_tokens") or config.get("num_speculative_tokens") or 8
         settings |= {"slots": int(slots), "mask_token": read_mask_token(config, folder)}
     return overrides, settings
 

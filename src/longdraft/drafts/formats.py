@@ -1,7 +1,7 @@
 """Converts draft folders of other projects to our layout, with a table of published formats by kind.
 
-Each paper's authors publish folders in a layout of their own. `speculators` has one layout for all kinds, with the
-layer's sizes nested. ``eagle_formats`` and ``dflash_formats`` fill the table. ``draft_folder`` detects the kind.
+The authors of each paper publish folders in a layout of their own. `speculators` has one layout for all kinds, with the
+layer's sizes in a section. ``eagle_formats`` and ``dflash_formats`` fill the table. ``draft_folder`` detects the kind.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ T2D, EMBEDDING, MODEL_TYPE = "t2d", "embed_tokens.weight", "speculators_model_ty
 DEFAULT_ROPE_THETA = 10000.0
 # Copies of the target's tensors that training saved, and RoPE frequencies, which old versions of transformers saved.
 LEFTOVER_TENSORS = r"verifier_norm\.|verifier_lm_head\.|(.*\.)?inv_freq$"
-# Names in config.json of the token that stands for one not known yet, in parallel drafting.
+# Names in config.json of the mask token, which stands for unknown tokens in parallel drafting.
 MASK_TOKENS = ("mask_token_id", *VLLM_MASK_TOKENS, "noise_token_id")
-# Entries of config.json that list the target's layers; the first one present counts: (section, "" for the top level;
-# name; 0 if an id is that of the layer's output, 1 if of its input, an index into hidden_states; None if unclear).
 _IDS = "eagle_aux_hidden_state_layer_ids"
+# Entries of config.json that list the target's layers; the first entry present counts. An entry has a section of
+# config.json ("": top level), a name, and an id offset: 0 if id i means the output of layer i, 1 if it means the input
+# of layer i (which is the output of layer i - 1, and hidden_states[i] in transformers), None if projects differ.
 LAYER_IDS: tuple[tuple[str, str, int | None], ...] = (
-    ("", "feature_layers", 0),  # longdraft's, with which a user can override all other entries
+    ("", "feature_layers", 0),  # longdraft's entry, with which a user can override all others
     # speculators: models/utils.py ([2, L // 2, L - 3]), convert/dflash/converter.py. vLLM: worker/gpu_model_runner.py.
     ("", "aux_hidden_state_layer_ids", 1),
     ("", _IDS, 1),
@@ -56,24 +57,17 @@ _UNSUPPORTED_PARTS = {
 
 @dataclass(frozen=True)
 class PublishedDraft:
-    """A draft folder of another project.
+    """A draft folder of another project."""
 
-    Attributes:
-        config: its config.json.
-        sizes: the complete sizes of its layers, as transformers names them.
-        tensors: its tensors by our names.
-        is_speculators: the folder has the layout of `speculators`.
-    """
-
-    kind: str
-    folder: Path | str
-    config: dict[str, Any]
-    sizes: dict[str, Any]
-    tensors: dict[str, torch.Tensor]
-    is_speculators: bool
+    kind: str  # the kind of draft, by our names
+    folder: Path | str  # the folder, for messages
+    config: dict[str, Any]  # the content of config.json
+    sizes: dict[str, Any]  # the complete sizes of the draft's layers, as transformers names them
+    tensors: dict[str, torch.Tensor]  # the draft's tensors by our names
+    is_speculators: bool  # True if the folder has the layout of `speculators`
 
     def nested(self, name: str) -> Mapping[str, Any]:
-        """A section of its config.json; empty if there is none."""
+        """Returns a section of config.json; {} if there is none."""
         section = self.config.get(name)
         return section if isinstance(section, dict) else {}
 
@@ -85,11 +79,12 @@ class DraftFormat:
     Attributes:
         shape: dataclass of the module's sizes.
         label: the kind in messages.
-        parse: returns entries of the shape that differ from ``sizes``, and entries for our config.json, with
-            ``any_vocabulary`` true if targets of another vocabulary fit, too. It may remove tensors.
+        parse: returns two dicts: entries of ``shape`` that are not in :attr:`PublishedDraft.sizes` or replace them, and
+            entries of our config.json. The entry ``any_vocabulary`` is true if targets of any vocabulary fit. ``parse``
+            may remove tensors.
         rename_rules: (pattern in a tensor's name, replacement), applied in order.
-        drop_pattern: pattern of tensors, by our names, that are no part of the draft.
-        default_theta: RoPE base if a folder that is not of `speculators` states none.
+        drop_pattern: pattern of the names, after renaming, of tensors that the draft does not need.
+        default_theta: RoPE base of a folder that states none. Folders of `speculators` have another default.
     """
 
     shape: type[Any]
@@ -100,7 +95,7 @@ class DraftFormat:
     default_theta: float = DEFAULT_ROPE_THETA
 
     def rename_tensors(self, tensors: Mapping[str, torch.Tensor], folder: Path | str) -> dict[str, torch.Tensor]:
-        """The tensors by our module's names. Raises CheckpointError if two tensors get the same name."""
+        """Returns the tensors by our module's names. Raises CheckpointError if two tensors get the same name."""
         renamed: dict[str, torch.Tensor] = {}
         for original, tensor in tensors.items():
             name = original
@@ -118,14 +113,10 @@ FORMATS: dict[str, DraftFormat] = {}
 
 
 def read(folder: Path | str, kind: str) -> tuple[DraftFolder, dict[str, Any]]:
-    """Reads a draft of ``kind`` in any layout.
+    """Reads a draft of ``kind`` in any layout. Returns the contents in our layout (the entry ``layout`` names the
+    original layout) and RoPE parameters as transformers names them.
 
-    Returns:
-        The contents in our layout (``layout`` in its config names the original one), and RoPE parameters as
-        transformers names them.
-
-    Raises:
-        CheckpointError: unreadable, another kind of draft, or impossible settings.
+    Raises CheckpointError if the folder is unreadable, has impossible settings, or holds another kind of draft.
     """
     original = draft_folder.load(folder, kind)
     convert = _convert_longdraft if "longdraft_format" in original.config else _convert_published
@@ -134,6 +125,7 @@ def read(folder: Path | str, kind: str) -> tuple[DraftFolder, dict[str, Any]]:
 
 
 def _convert_longdraft(contents: DraftFolder, folder: Path | str) -> tuple[DraftFolder, dict[str, Any]]:
+    """Returns a folder of our layout without ``t2d``, which drafting does not need, and the RoPE parameters."""
     config, layers = contents.config, contents.config.get("feature_layers")
     if not isinstance(layers, list) or not layers or not all(type(i) is int for i in layers):
         raise CheckpointError(f"config.json of {folder} lacks feature_layers, the layers of the target that it reads.")
@@ -147,20 +139,21 @@ def _convert_longdraft(contents: DraftFolder, folder: Path | str) -> tuple[Draft
 
 
 def _convert_published(original: DraftFolder, folder: Path | str) -> tuple[DraftFolder, dict[str, Any]]:
+    """Returns the contents of another project's folder in our layout, and the RoPE parameters."""
     kind, config, tensors = original.kind, original.config, original.tensors
     draft_format, is_speculators = FORMATS[kind], MODEL_TYPE in config
-    layer = config.get("transformer_layer_config") if is_speculators else config
-    if not isinstance(layer, dict):
+    layer_config = config.get("transformer_layer_config") if is_speculators else config
+    if not isinstance(layer_config, dict):
         raise CheckpointError(f"config.json of {folder} lacks transformer_layer_config: copy the draft again.")
     # `speculators` leaves out sizes that equal transformers' defaults.
-    sizes = draft_folder.with_derived_sizes(complete_config(layer) if is_speculators else layer)
+    sizes = draft_folder.with_derived_sizes(complete_config(layer_config) if is_speculators else layer_config)
     if sizes.get("hidden_act") not in (None, "silu"):
         raise CheckpointError(f"{folder} has hidden_act {sizes['hidden_act']}: longdraft's drafts know silu alone.")
     renamed = draft_format.rename_tensors(tensors, folder)
     published = PublishedDraft(kind, folder, config, sizes, renamed, is_speculators)
     for pattern, part in _UNSUPPORTED_PARTS.items():
-        if example := next((name for name in tensors if re.search(pattern, name)), None):
-            raise CheckpointError(f"{folder} has {part} ({example}), which longdraft's drafts do not support.")
+        if tensor_name := next((name for name in tensors if re.search(pattern, name)), None):
+            raise CheckpointError(f"{folder} has {part} ({tensor_name}), which longdraft's drafts do not support.")
     t2d = published.tensors.pop(T2D, None)
     overrides, settings = draft_format.parse(published)
     embedding = published.tensors.get(EMBEDDING)
@@ -178,18 +171,21 @@ def _convert_published(original: DraftFolder, folder: Path | str) -> tuple[Draft
         "target_vocabulary": vocabulary,
         "feature_layers": _feature_layers(config, folder),
     }
-    converted |= {name: config[name] for name in ("retrieval_layer",) if name in config}
+    if "retrieval_layer" in config:
+        converted["retrieval_layer"] = config["retrieval_layer"]
     rope = rope_from_config(sizes, DEFAULT_ROPE_THETA if is_speculators else draft_format.default_theta)
     return DraftFolder(kind, converted | settings, published.tensors, target), rope
 
 
-def default_feature_layers(layers: int) -> tuple[int, int, int]:
-    """The layers whose outputs EAGLE-3 reads if the target has L: hidden_states[2], [L // 2] and [L - 3]."""
-    return 1, layers // 2 - 1, layers - 4
+def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
+    """Returns the layers whose outputs EAGLE-3 reads: in transformers hidden_states[2], [L // 2] and [L - 3], where L
+    is the target's number of layers, and hidden_states[i + 1] is the output of layer i."""
+    return 1, num_layers // 2 - 1, num_layers - 4
 
 
 def _feature_layers(config: Mapping[str, Any], folder: Path | str) -> list[int] | None:
-    """The layers whose outputs a published config.json names, from 0; None if it names none. Warns if it is unclear."""
+    """Returns the layers, from 0, whose outputs a published config.json names; None if it names no layers.
+    Warns if the offset of the ids is uncertain, because projects differ."""
     sections = ((config.get(key) if key else config, name, offset) for key, name, offset in LAYER_IDS)
     entries = ((x[name], name, offset) for x, name, offset in sections if isinstance(x, dict) and x.get(name))
     ids, name, offset = next(entries, (None, "", 0))
@@ -198,27 +194,29 @@ def _feature_layers(config: Mapping[str, Any], folder: Path | str) -> list[int] 
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
         raise CheckpointError(f"config.json of {folder} has no list of layers in {name}: copy it again.")
     ids = sorted(ids) if name == _IDS else ids  # features are collected in layer order; Model-Optimizer writes a set
-    certain = name != _IDS or ids[0] != 1
-    if offset is None and (certain := any(config.get(key) is not None for key in VLLM_MASK_TOKENS)):
+    is_certain = name != _IDS or ids[0] != 1
+    if offset is None and (is_certain := any(config.get(key) is not None for key in VLLM_MASK_TOKENS)):
         offset = 1
     elif offset is None:
         offset = int(ids[0] > 1)
-        # Certain if the layers are the default ones of a target whose middle layer is the middle id.
-        count = 2 * (ids[len(ids) // 2] - offset + 1)
-        certain = ids[0] < 1 or tuple(i - offset for i in ids) in map(default_feature_layers, (count, count + 1))
-    layers, other = [i - offset for i in ids], [i - 1 + offset for i in ids]
+        # Certain if the ids are the default layers of a target whose number of layers follows from the middle id.
+        num_layers = 2 * (ids[len(ids) // 2] - offset + 1)
+        defaults = map(default_feature_layers, (num_layers, num_layers + 1))
+        is_certain = ids[0] < 1 or tuple(i - offset for i in ids) in defaults
+    layers, alternative = [i - offset for i in ids], [i - 1 + offset for i in ids]
     if min(layers) < 0:
         raise CheckpointError(f"{name} of {folder} names the embedding, which longdraft's drafts do not read.")
-    if not certain:
+    if not is_certain:
         logger.warning(
             f"The draft in {folder} names layers {ids}, read as outputs of {layers}: projects differ. If few tokens "
-            f"are accepted, set feature_layers to {other} in its config.json (`longdraft bench acceptance` compares)."
+            f"are accepted, set feature_layers to {alternative} in its config.json (`longdraft bench acceptance` "
+            "compares)."
         )
     return layers
 
 
 def read_mask_token(config: Mapping[str, Any], folder: Path | str) -> int:
-    """Reads the token whose embedding stands for tokens not known yet. Raises CheckpointError if there is none."""
+    """Reads the token whose embedding stands for unknown tokens. Raises CheckpointError if there is none."""
     token = next((config[name] for name in MASK_TOKENS if config.get(name) is not None), None)
     if type(token) is not int or token < 0:
         raise CheckpointError(
@@ -228,7 +226,7 @@ def read_mask_token(config: Mapping[str, Any], folder: Path | str) -> int:
 
 
 def check_mask_token(shape: Any, vocabulary: int, folder: Path | str) -> None:
-    """Raises CheckpointError if the embedding, the draft's or the target's, has no row for the mask token."""
+    """Raises CheckpointError if the embedding has no row for the mask token. ``vocabulary``: rows of the target's."""
     token, rows = shape.mask_token, shape.embedding or vocabulary
     if token >= rows:
         raise CheckpointError(
@@ -238,7 +236,7 @@ def check_mask_token(shape: Any, vocabulary: int, folder: Path | str) -> None:
 
 
 def rope_from_config(config: Mapping[str, Any], default_theta: float = DEFAULT_ROPE_THETA) -> dict[str, Any]:
-    """RoPE parameters from a configuration of transformers, of any version."""
+    """Returns RoPE parameters from a configuration of any version of transformers."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     theta = rope.get("rope_theta") or config.get("rope_theta") or default_theta
@@ -249,13 +247,14 @@ def rope_from_config(config: Mapping[str, Any], default_theta: float = DEFAULT_R
 def scale_rope(
     rope: dict[str, Any], trained_length: int | None, theta: float | None, factor: float | None, folder: Path | str
 ) -> dict[str, Any]:
-    """RoPE parameters with a new base or YaRN factor, and with the original length for YaRN.
+    """Returns RoPE parameters with a new base or YaRN factor, and with the original length for YaRN.
 
     Args:
         rope: the draft's parameters.
-        trained_length: length that YaRN scales, unless ``rope`` names another.
-        theta: the new base; None keeps the draft's.
+        trained_length: the length that YaRN scales, if ``rope`` names no length.
+        theta: the new base; None keeps the draft's base.
         factor: the new YaRN factor; None keeps the draft's scaling.
+        folder: the draft's folder, for messages.
     """
     rope = rope if theta is None else rope | {"rope_theta": float(theta)}
     length = rope.get("original_max_position_embeddings") or trained_length

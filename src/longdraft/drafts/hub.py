@@ -1,4 +1,4 @@
-"""Drafts on the Hugging Face hub: download by hub id, and the card of a folder."""
+"""Drafts on the Hugging Face hub: downloads drafts by hub id, and writes the card of a draft folder."""
 
 from __future__ import annotations
 
@@ -21,12 +21,10 @@ _PICKLED = ("*.bin",)
 
 
 def local_folder(draft: Path | str) -> Path | str:
-    """The folder of a hub id's files, downloaded if needed; any other name is returned as it is.
+    """Returns the folder of a hub id's files, downloaded if needed. Any other ``draft`` is returned as it is.
 
-    A name is a hub id if it has the form ``owner/name`` and there is no folder ``owner`` here.
-
-    Raises:
-        CheckpointError: the hub has no such repository, or cannot be reached.
+    A name is a hub id if it has the form ``owner/name`` and the working directory has no folder ``owner``.
+    Raises CheckpointError if the hub has no such repository, or cannot be reached.
     """
     name = os.fspath(draft)
     is_local = is_gguf(name) or not _ID.fullmatch(name) or Path(name).parent.exists()
@@ -38,7 +36,7 @@ def download(name: str) -> Path:
     """Downloads a hub id's files, once in a process. Raises CheckpointError if the download fails."""
     from huggingface_hub import snapshot_download
 
-    failure = f"{name} is no folder here, and fetching it from the Hugging Face hub failed"
+    failure = f"There is no folder {name}, and fetching it from the Hugging Face hub failed"
     with file_errors(name, failure, "Check the name."):
         folder = Path(snapshot_download(name, allow_patterns=list(_FILES)))
         if not any(folder.glob("*.safetensors")):
@@ -47,14 +45,15 @@ def download(name: str) -> Path:
 
 
 def base_model_name(target: str | None) -> str:
-    """The target's name for a draft's card: a hub id or a folder's name. ``target``: see :func:`longdraft.load`."""
+    """Returns the target's name for a draft's card: a hub id or a folder's name.
+    ``target``: see :func:`longdraft.load`."""
     if target is None:
         return EMBEDDED_ID
     return target if _ID.fullmatch(target) and not Path(target).exists() else Path(target).resolve().name
 
 
 def write_card(folder: Path | str, kind: str, config: Mapping[str, Any]) -> None:
-    """Writes a draft folder's card, unless it has one. Raises CheckpointError if it cannot be written."""
+    """Writes a draft folder's card, unless the folder has one. Raises CheckpointError if the card cannot be written."""
     path = Path(folder) / CARD
     if not path.exists():
         with atomic_write(path) as part:
@@ -69,33 +68,30 @@ def copy_card(folder: Path, out: Path) -> None:
 
 
 def render_card(kind: str, config: Mapping[str, Any]) -> str:
-    """The text of a draft's card, with the header that the hub reads.
-
-    Args:
-        config: the draft's config.json; its optional ``base_model`` and ``license`` go into the header.
-    """
+    """Returns the text of a draft's card, with the header that the hub reads. ``config``: the draft's config.json."""
     from huggingface_hub import ModelCardData
 
-    base, length = config.get("base_model"), config.get("trained_length")
+    base_model, length = config.get("base_model"), config.get("trained_length")
     header = ModelCardData(
-        base_model=base,
+        base_model=base_model,
         library_name="longdraft",
         license=config.get("license") or "other",
         tags=["longdraft", "speculative-decoding", kind],
         pipeline_tag="text-generation",
     )
-    target, trained = base or "its target", f" It was trained on texts of up to {length} tokens." if length else ""
+    target = base_model or "its target"
+    trained = f" It was trained on texts of up to {length} tokens." if length else ""
     return (
         f"---\n{header}\n---\n\n# {kind} draft for {target}\n\n"
         f"A draft model for speculative decoding with longdraft, of the kind `{kind}`. It proposes tokens and {target} "
         f"verifies them, so the text is that of {target} alone.{trained}\n\n{_history(config.get('training'))}"
-        f"```\nlongdraft generate --model {base or 'TARGET'} --draft THIS -p '...'\n```\n\n"
+        f"```\nlongdraft generate --model {base_model or 'TARGET'} --draft THIS -p '...'\n```\n\n"
         "`THIS` is this folder or its hub id.\n"
     )
 
 
 def _history(training: Any) -> str:
-    """The card's table of training data and held-out metrics; "" if config.json has none."""
+    """Returns the card's table of training data and held-out metrics; "" if config.json has none."""
     if not isinstance(training, dict) or not training.get("steps"):
         return ""
     data = ", ".join(f"`{name}`" for name in training.get("data") or ["?"])

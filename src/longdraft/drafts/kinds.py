@@ -1,4 +1,4 @@
-"""The catalogue of kinds of trained drafts. The file of a kind's drafter registers the kind."""
+"""The catalogue of kinds of trained drafts. The file with the drafter for a kind registers the kind."""
 
 from __future__ import annotations
 
@@ -22,37 +22,32 @@ class Training:
     """The training of a kind of draft by ``longdraft train``.
 
     ``settings`` and ``run`` may be "module:name" strings, as importing the training code takes seconds.
-
-    Attributes:
-        settings: class of the run's settings, a :class:`longdraft.training.config.RunConfig`.
-        run: the training function: (settings, progress, stop) -> a report for each step; see
-            :mod:`longdraft.training.session`.
-        summary: help text of the command.
-        command: name of the command; empty: the kind's name.
     """
 
-    settings: str | type[Any]
+    settings: str | type[Any]  # class of the run's settings, a :class:`longdraft.training.config.RunConfig`
+    # The training function: (settings, progress, stop) -> reports; see :mod:`longdraft.training.session`.
     run: str | Callable[..., Iterator[Any]]
-    summary: str
-    command: str = ""
+    summary: str  # help text of the command
+    command: str = ""  # name of the command; "": the kind's name
 
     def load_settings(self) -> type[Any]:
-        """The class of the settings."""
+        """Returns the class of the settings."""
         return self.settings if isinstance(self.settings, type) else pkgutil.resolve_name(self.settings)
 
     def load_run(self) -> Callable[..., Iterator[Any]]:
-        """The training function."""
+        """Returns the training function."""
         return pkgutil.resolve_name(self.run) if isinstance(self.run, str) else self.run
 
 
 @dataclass(frozen=True, eq=False)
 class Kind(Method):
-    """A kind of trained draft, which is also a method with its name. The method's drafter takes a ``draft``.
+    """A kind of trained draft, and the method of the same name, whose drafter takes a ``draft``.
 
     Attributes:
         load: reads a draft folder of this kind.
-        training: how ``longdraft train`` trains a draft of this kind; None if it cannot.
-        in_checkpoint: True for a target's checkpoint (folder or GGUF file) that contains such a draft; None: never.
+        training: how ``longdraft train`` trains a draft of this kind; None: this kind cannot be trained.
+        in_checkpoint: tells if a target's checkpoint (folder or GGUF file) contains a draft of this kind; None: targets
+            never contain one.
     """
 
     _: KW_ONLY
@@ -75,11 +70,8 @@ def register(kind: Kind) -> Method:
 
 @reports_file_errors("The draft in", "Copy it again.")
 def kind_of(folder: Path | str) -> Kind:
-    """The kind of draft in a folder or hub repository.
-
-    Raises:
-        CheckpointError: the folder holds no draft, or one of an unknown kind.
-    """
+    """Returns the kind of the draft in a folder or hub repository.
+    Raises CheckpointError if there is no draft, or a draft of an unknown kind."""
     folder = hub.local_folder(folder)
     name = draft_folder.detect_kind(folder)
     if name in KINDS:

@@ -1,7 +1,7 @@
-"""Small language models as drafts: read from a folder, checked against a target, and draft_runner like a target.
+"""Small language models as drafts: reads them, checks them against a target, and runs them with a TargetRunner.
 
-A draft is one of two things. A folder of ``longdraft train lm`` holds a decoder that uses the target's embedding and
-head. Any other folder, and a GGUF file, is a complete causal language model with the target's vocabulary.
+There are two kinds. A folder of ``longdraft train lm`` holds a decoder that uses the target's embedding and head. Any
+other folder, a GGUF file or a hub id is a complete causal language model with the target's vocabulary.
 """
 
 from __future__ import annotations
@@ -29,21 +29,15 @@ KIND = "small-lm"
 
 @dataclass(frozen=True)
 class BoundLM:
-    """A small language model, in its target's dtype and on its device.
+    """A small language model, in its target's dtype and on its device."""
 
-    Attributes:
-        runner: the draft_runner model. It reads target ids; its logits are over the draft's vocabulary.
-        draft_to_target_ids: (draft vocabulary,) target id of each draft id, on the device; None if they are equal.
-        fused_lm: computes a forward of few tokens in one kernel call; None if our kernels do not support the model.
-    """
-
-    runner: TargetRunner
-    draft_to_target_ids: torch.Tensor | None
-    fused_lm: FusedLM | None = None
+    runner: TargetRunner  # runs the model. The inputs are target ids; the logits are over the draft's vocabulary.
+    draft_to_target_ids: torch.Tensor | None  # (draft vocabulary,) target id of each draft id; None: ids are equal
+    fused_lm: FusedLM | None = None  # computes a forward of few tokens in one kernel call; None: not supported
 
 
 class SmallLMDraft(Draft[BoundLM]):
-    """A language model that drafts."""
+    """A small language model as a draft, of one of the two kinds."""
 
     kind = KIND
     loads_hub_files = False  # transformers downloads models by itself
@@ -52,10 +46,7 @@ class SmallLMDraft(Draft[BoundLM]):
     @classmethod
     def load(cls, folder: Path | str) -> SmallLMDraft:
         """Reads one of our draft folders, or the configuration of a model (a folder, a GGUF file or a hub id).
-
-        Raises:
-            CheckpointError: unreadable, another kind of draft, or missing, unexpected or misshapen tensors.
-        """
+        Raises CheckpointError if the files cannot be read, the kind is another, or tensors do not fit."""
         name = os.fspath(folder)
         path = Path(name).expanduser()
         if path.is_dir() and "longdraft_format" in draft_folder.read_config(path):
@@ -63,13 +54,10 @@ class SmallLMDraft(Draft[BoundLM]):
         return PublishedLM(str(path) if path.is_dir() or is_gguf(path) else name)
 
     def with_trimmed_vocab(self, vocabulary: int | None = None) -> SmallLMDraft:
-        """The draft with a smaller head, which takes less time to read.
+        """Returns the draft with a smaller head, which a forward reads in less time (FR-Spec, arXiv:2502.14856).
 
-        Args:
-            vocabulary: the head keeps token ids below this number (FR-Spec, arXiv:2502.14856); None: all.
-
-        Raises:
-            CapabilityError: the draft is a :class:`TrainedLM`, whose vocabulary was chosen in training.
+        The head keeps token ids below ``vocabulary``; None: all ids. Raises CapabilityError if the draft is a
+        :class:`TrainedLM`, whose vocabulary was chosen in training.
         """
         if vocabulary is None:
             return self
@@ -116,10 +104,10 @@ class TrainedLM(TrainedDraft[BoundLM], SmallLMDraft):
 
 
 class PublishedLM(SmallLMDraft):
-    """A causal language model in a folder, a GGUF file or on the hub. Its weights are read when it is bound.
+    """A causal language model in a folder, a GGUF file or on the hub. :meth:`make` reads the weights.
 
     The model must have the target's vocabulary. If both tokenizers are available, they are compared, and the heads may
-    be padded to different sizes. If the target's origin is unknown, only the heads' sizes are compared.
+    be padded to different sizes. If the target's origin is unknown, only the sizes of the heads are compared.
     """
 
     def __init__(self, name: str) -> None:

@@ -24,7 +24,7 @@ from longdraft.native import QuantizedMatrix
 
 _MTP_NAME = re.compile(r"^(?:model\.)?mtp(?:_layers\.0)?\.(.+)$")
 _LAYER_NAME = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.(.+)$")
-# Names of modules in any layout -> their names in our module.
+# Name of a module in any layout -> name in our module.
 _RENAMES = {
     "fc": "eh_proj",
     "pre_fc_norm_embedding": "enorm",
@@ -51,10 +51,7 @@ def has_mtp_layer(folder: Path | str) -> bool:
 
 def read(folder: Path | str) -> dict[str, torch.Tensor | QuantizedMatrix]:
     """Reads the first MTP layer, by our module's names: ``eh_proj``, ``enorm``, ``hnorm``, ``norm``, ``layer.*``.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be read, or has no MTP layer.
-    """
+    Raises CheckpointError if the checkpoint cannot be read, or has no MTP layer."""
     path = Path(folder)
     if is_gguf(path):
         layer = mtp.read_mtp_layer(path) if path.is_file() else None
@@ -81,32 +78,38 @@ def _no_layer(folder: Path | str) -> CheckpointError:
 
 
 def _select_tensors(names: Iterable[str]) -> dict[str, str]:
-    """Name in the checkpoint -> name in our module, for the tensors of the first MTP layer."""
-    tails: dict[str, str] = {}  # a tensor's name -> the part after the MTP module or the layer's number
+    """Maps the tensors of the first MTP layer from their names in the checkpoint to their names in our module."""
+    # Full name -> the part after the MTP module's name, or after the layer's number.
+    suffixes: dict[str, str] = {}
     by_layer: dict[int, dict[str, str]] = {}
     for name in names:
         if (match := _MTP_NAME.match(name)) is not None:
-            tails[name] = match[1]
+            suffixes[name] = match[1]
         elif (match := _LAYER_NAME.match(name)) is not None:
             by_layer.setdefault(int(match[1]), {})[name] = match[2]
-    if not any(tail in ("fc.weight", "input_proj.weight") for tail in tails.values()):
-        mtp_layers = [i for i, layer_tails in by_layer.items() if "eh_proj.weight" in layer_tails.values()]
-        tails = by_layer[min(mtp_layers)] if mtp_layers else {}
-    tails = {name: x for name, x in tails.items() if not x.startswith(_TARGET_COPIES) and not x.endswith("inv_freq")}
-    return {name: _rename(tail) for name, tail in tails.items() if not re.match(r"layers\.[1-9]", tail)}
+    # Without a projection in an MTP module, the MTP layers have numbers behind the target's layers.
+    if not any(suffix in ("fc.weight", "input_proj.weight") for suffix in suffixes.values()):
+        mtp_layers = [i for i, layer_suffixes in by_layer.items() if "eh_proj.weight" in layer_suffixes.values()]
+        suffixes = by_layer[min(mtp_layers)] if mtp_layers else {}
+    unused = re.compile(r"layers\.[1-9]|.*inv_freq$")  # further MTP layers; RoPE frequencies
+    return {
+        name: _rename(suffix)
+        for name, suffix in suffixes.items()
+        if not suffix.startswith(_TARGET_COPIES) and not unused.match(suffix)
+    }
 
 
 def _rename(name: str) -> str:
-    """A tensor's name in our module."""
-    path, _, leaf = name.rpartition(".")
-    renamed = _RENAMES.get(path, path)
+    """Returns a tensor's name in our module."""
+    module, _, parameter = name.rpartition(".")
+    renamed = _RENAMES.get(module, module)
     if renamed in _OUTER_NAMES:
-        return f"{renamed}.{leaf}"
+        return f"{renamed}.{parameter}"
     return f"layer.{name.removeprefix('layers.0.')}"
 
 
 def stack_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Stacks the matrices of single experts as transformers does; all other tensors stay as they are."""
+    """Stacks the matrices of single experts as transformers does, and returns all other tensors unchanged."""
     pattern = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
     experts: dict[str, dict[str, dict[int, torch.Tensor]]] = {}
     stacked: dict[str, torch.Tensor] = {}

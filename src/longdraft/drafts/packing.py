@@ -24,22 +24,19 @@ from longdraft.native.boundary import CPU_FLOAT32
 
 SCALES = ".scales"
 BITS = (8, 4)
-QUANT_BLOCK = 32
-# Candidate scales of a 4-bit block, relative to the one that represents its largest weight exactly.
+QUANT_BLOCK = 32  # columns that share a 4-bit scale
+# Candidate scales of a 4-bit block, relative to the scale that represents the block's largest weight exactly: in steps
+# of 0.025, because a smaller or larger scale may round the other weights better.
 _SCALE_FACTORS = torch.linspace(0.75, 1.2, 19, **CPU_FLOAT32)
 
 
 def pack(tensors: Mapping[str, torch.Tensor], bits: int) -> dict[str, torch.Tensor]:
     """Packs a draft's matrices. Norms, biases, slot embeddings and the vocabulary table stay as they are.
 
-    Args:
-        bits: 8 or 4. With 4, a matrix whose number of columns is no multiple of 32 still takes 8.
-
-    Raises:
-        ValueError: other bits.
+    ``bits`` is 8 or 4; with 4, a matrix whose number of columns is no multiple of 32 still takes 8 bits.
     """
     if bits not in BITS:
-        raise ValueError(f"matrices are packed in 8 or 4 bits, got {bits}")
+        raise ValueError(f"bits must be 8 or 4, got {bits}")
     packed = dict(tensors)
     for name, tensor in tensors.items():
         if tensor.dim() == 2 and name.endswith("weight") and tensor.is_floating_point():
@@ -50,25 +47,23 @@ def pack(tensors: Mapping[str, torch.Tensor], bits: int) -> dict[str, torch.Tens
 
 def unpack(tensors: Mapping[str, torch.Tensor], folder: Path | str) -> dict[str, torch.Tensor]:
     """Unpacks a draft's matrices to float32. Other tensors stay as they are.
-
-    Raises:
-        CheckpointError: numbers or scales are missing, of a wrong shape or dtype, or not finite.
-    """
+    Raises CheckpointError if numbers or scales are missing, of a wrong shape or dtype, or not finite."""
     unpacked = {name: t for name, t in tensors.items() if not name.endswith(SCALES)}
     scales = {name.removesuffix(SCALES): t for name, t in tensors.items() if name.endswith(SCALES)}
     integers = {name for name, t in unpacked.items() if t.dtype in (torch.int8, torch.uint8)}
     if lone := sorted(integers ^ set(scales)):
         raise _damaged(folder, f"{lone[0]} has {'no scales' if lone[0] in integers else 'scales without numbers'}")
-    for name, scale in scales.items():
+    for name, row_scales in scales.items():
         numbers = unpacked[name]
-        is_8bit, rows = numbers.dtype == torch.int8, len(numbers)
-        size = (rows, 1) if is_8bit else (rows, 2 * numbers.shape[-1] // QUANT_BLOCK)
-        fits = numbers.dim() == 2 and (is_8bit or 2 * numbers.shape[-1] % QUANT_BLOCK == 0)
-        if not fits or scale.shape != size or scale.dtype != (torch.float32 if is_8bit else torch.float16):
+        is_8bit, num_rows = numbers.dtype == torch.int8, len(numbers)
+        num_columns = numbers.shape[-1] if is_8bit else 2 * numbers.shape[-1]  # two 4-bit numbers share a byte
+        shape = (num_rows, 1) if is_8bit else (num_rows, num_columns // QUANT_BLOCK)
+        fits = numbers.dim() == 2 and (is_8bit or num_columns % QUANT_BLOCK == 0)
+        if not fits or row_scales.shape != shape or row_scales.dtype != (torch.float32 if is_8bit else torch.float16):
             raise _damaged(folder, f"{name} and its scales do not belong together")
-        if not bool(scale.isfinite().all()):
+        if not bool(row_scales.isfinite().all()):
             raise _damaged(folder, f"{name} has scales that are not finite")
-        unpacked[name] = numbers * scale if is_8bit else _unpack4(numbers, scale)
+        unpacked[name] = numbers * row_scales if is_8bit else _unpack4(numbers, row_scales)
     return unpacked
 
 
@@ -78,8 +73,8 @@ def _pack8(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _pack4(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each block takes the candidate scale with the smallest squared error. The weight of largest magnitude becomes -8
-    or a number near it, as -8 has no positive counterpart."""
+    """Packs each block with the candidate scale that has the smallest squared error. The weight of largest magnitude
+    becomes -8 or a number near -8, because -8 has no positive counterpart."""
     blocks = weights.unflatten(1, (-1, QUANT_BLOCK))
     largest = blocks.gather(2, blocks.abs().argmax(2, keepdim=True))
     best_error = torch.full_like(largest, torch.inf)

@@ -9,26 +9,24 @@ from typing import Any
 from longdraft.files import read_json, reports_file_errors
 
 FOLDER = Path(__file__).parent
-# Entry of a description: a digest of the weights. It need not match, because output is exact with any weights.
+# The entry of a target's description that is a digest of the weights. A draft fits other weights too: output is exact.
 _DIGEST = "weights"
 
 
 def folders() -> list[Path]:
-    """The shipped draft folders, by name."""
+    """Returns the shipped draft folders, in the order of their names."""
     return sorted(path.parent for path in FOLDER.glob("*/config.json"))
 
 
 def find_draft(description: Mapping[str, Any], kind: str | None = None) -> Path | None:
-    """The folder of a shipped draft that fits a target, preferably one trained with exactly these weights.
+    """Returns the folder of a shipped draft that fits a target, preferably a draft trained with the same weights.
+    Raises CheckpointError if a shipped draft's config.json is damaged.
 
     Args:
         description: the target's description, from :func:`~longdraft.model.shared_parts.describe_target`.
         kind: the kind of draft ("longspec"); None: any.
-
-    Raises:
-        CheckpointError: a shipped draft's config.json is damaged.
     """
-    candidates: list[tuple[bool, Path]] = []
+    candidates: list[tuple[bool, Path]] = []  # (True if the weights are the same, folder)
     for folder in folders():
         draft_kind, required_target = _read_description(folder)
         if kind not in (None, draft_kind):

@@ -1,7 +1,7 @@
 """Exports an EAGLE-3 draft to the layout of `speculators`, which vLLM serves.
 
-The target's embedding is left out: vLLM then uses the target's, with which the draft was trained. ``d2t`` and ``t2d``
-are written both, or neither for a draft of the full vocabulary.
+The exported draft has no embedding. vLLM then uses the target's embedding, as in training. A draft of the full
+vocabulary has neither ``d2t`` nor ``t2d``, any other draft has both.
 """
 
 from __future__ import annotations
@@ -22,14 +22,10 @@ _SIZES = ("hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim", "
 
 
 def to_speculators(
-    draft: EagleDraft[Any],
-    out: Path | str,
-    verifier: str,
-    architecture: str | None = None,
-    max_position: int = 131_072,
-    speculative_tokens: int = 5,
-) -> list[str]:
-    """Writes a draft to a folder of `speculators`.
+    draft: EagleDraft[Any], out: Path | str, verifier: str, architecture: str | None = None,
+    max_position: int = 131_072, speculative_tokens: int = 5,
+) -> list[str]:  # fmt: skip
+    """Writes a draft to the folder ``out``, in the layout of `speculators`.
 
     Args:
         verifier: name or path of the target, under which vLLM loads it.
@@ -43,7 +39,7 @@ def to_speculators(
     Raises:
         CapabilityError: the draft folder does not say how large the target's vocabulary is.
         CheckpointError: ``out`` cannot be written, or is the draft's own folder.
-        ValueError: numbers below 1.
+        ValueError: ``max_position`` or ``speculative_tokens`` is below 1.
     """
     for name, number in (("max_position", max_position), ("speculative_tokens", speculative_tokens)):
         if number < 1:
@@ -59,7 +55,7 @@ def to_speculators(
         )
     shape, rope = draft.shape, dict(draft.rope)
     theta = rope.pop("rope_theta")
-    layer = {
+    layer_config = {
         "model_type": "qwen3" if shape.qk_norm else "llama",
         "architectures": ["Qwen3ForCausalLM" if shape.qk_norm else "LlamaForCausalLM"],
         **{HF_NAMES.get(name, name): getattr(shape, name) for name in _SIZES},
@@ -74,9 +70,9 @@ def to_speculators(
     }
     if draft.window is not None:
         # vLLM applies the window only to layers of the type sliding_attention.
-        layer |= {"sliding_window": draft.window, "layer_types": ["sliding_attention"] * shape.decoder_layers}
+        layer_config |= {"sliding_window": draft.window, "layer_types": ["sliding_attention"] * shape.decoder_layers}
     proposal = {"proposal_type": "greedy", "speculative_tokens": speculative_tokens}
-    proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
+    proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}  # accept the target's first choice alone
     config: dict[str, Any] = {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -86,7 +82,7 @@ def to_speculators(
         "fc_norm": shape.fc_norm is not None,
         "embed_requires_grad": shape.embedding is not None,
         "tie_word_embeddings": False,
-        "transformer_layer_config": layer,
+        "transformer_layer_config": layer_config,
         "speculators_config": {
             "algorithm": "eagle3",
             "proposal_methods": [proposal],
@@ -104,6 +100,7 @@ def to_speculators(
 
 
 def _tensors(draft: EagleDraft[Any], vocab_size: int) -> dict[str, torch.Tensor]:
+    """Returns the draft's tensors by the layout's names. ``vocab_size``: size of the target's vocabulary."""
     dtype = draft.weights["norm.weight"].dtype  # the dtype that packed matrices had before
     tensors = {
         "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name: tensor.to(dtype)

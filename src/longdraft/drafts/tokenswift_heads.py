@@ -1,4 +1,4 @@
-"""Reads TokenSwift's published heads: tensors ``model.medusa_layers.N.*`` in the folder of their model.
+"""Reads TokenSwift's published heads: tensors ``model.medusa_layers.N.*`` in the folder of the target.
 
     h_i = h_{i-1} + linear(RMSNorm(h_{i-1}; input_layernorm));   logits_i = target_head(RMSNorm(h_i; post_layernorm))
 
@@ -18,32 +18,29 @@ _HEAD = re.compile(r"^(?:model\.)?medusa_layers\.(\d+)\.(linear|input_layernorm|
 
 
 def has_heads(folder: Path | str) -> bool:
-    """True if a model's folder contains TokenSwift heads."""
+    """True if a target's folder contains TokenSwift heads."""
     return bool(tensor_files.select_names(folder, _select_heads))
 
 
 def read(folder: Path | str) -> DraftFolder | None:
-    """Reads the heads in a model's folder as the contents of a draft folder; None without heads.
-
-    Raises:
-        CheckpointError: the folder cannot be read.
-    """
+    """Reads the heads in a target's folder as the contents of a draft folder; None if there are no heads.
+    Raises CheckpointError if the folder cannot be read."""
     names = tensor_files.select_names(folder, _select_heads)
     if not names:
         return None
     tensors = tensor_files.read(folder, list(names))
     config = draft_folder.read_config(folder)
     heads = {name.split(".")[1] for name in names.values()}
-    size = next(iter(tensors.values())).shape[-1]
+    hidden_size = next(iter(tensors.values())).shape[-1]
     draft_config = {
-        "hidden_size": size,
+        "hidden_size": hidden_size,
         "heads": len(heads),
         "rms_norm_eps": config.get("rms_norm_eps") or 1e-6,
         "own_norms": True,
         "draft_vocab_size": None,
     }
     vocabulary = config.get("vocab_size")
-    target = {"hidden_size": size} | ({"vocab_size": vocabulary} if vocabulary else {})
+    target = {"hidden_size": hidden_size} | ({"vocab_size": vocabulary} if vocabulary else {})
     return DraftFolder("heads", draft_config, {names[name]: tensor for name, tensor in tensors.items()}, target)
 
 

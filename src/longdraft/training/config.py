@@ -27,10 +27,7 @@ EVAL_DEPTH = 5
 @dataclass(frozen=True)
 class RunConfig(Options):
     """The settings of every training run. Paths are relative to the working directory.
-
-    Raises:
-        ConfigError: a value is outside its range.
-    """
+    Raises ConfigError if a value is outside its range."""
 
     data: tuple[str, ...] = option((), help="training data: files, folders of files, or folders of encoded tokens")
     out: str = option("draft", help="folder of the run: checkpoints, log, and the draft in best and last")
@@ -108,9 +105,11 @@ class LongSpecConfig(RunConfig):
 class Eagle3Config(RunConfig):
     """An EAGLE-3 run. The draft has the target's head counts, head size and rotary base."""
 
-    ttt: int = option(5, help="steps of the training-time test, each on the draft's outputs of the step before", min=1)
-    decay: float = option(0.8, help="weight of a step in the loss, relative to the step before it", above=0, most=1)
-    retain: float = option(1.0, help="fraction of a batch's documents that each further step keeps", above=0, most=1)
+    ttt: int = option(5, help="TTT steps (training-time test), each on the draft's outputs of the step before", min=1)
+    decay: float = option(0.8, help="weight of a TTT step in the loss, relative to the one before", above=0, most=1)
+    retain: float = option(
+        1.0, help="fraction of the documents that a TTT step keeps of the one before", above=0, most=1
+    )
     feature_layers: tuple[int, ...] = option((), help="target layers to read, of L; none: 1, L//2-1 and L-4, or init's")
     window: int | None = option(None, help="sliding window in tokens, the query included; none: off", min=1)
     distill: float = option(1.0, help="share of the loss that distils the target's distribution", min=0, most=1)
@@ -125,7 +124,8 @@ class Eagle3Config(RunConfig):
             raise ConfigError("rope_factor_inference needs rope_factor, the factor in training: set both.")
         if self.window is not None and self.window <= max(self.ttt, EVAL_DEPTH):
             raise ConfigError(
-                f"window {self.window} must be larger than {max(self.ttt, EVAL_DEPTH)}, the drafted tokens of a round."
+                f"window {self.window} must be larger than {max(self.ttt, EVAL_DEPTH)}, the number of tokens drafted "
+                "in a round."
             )
 
 
@@ -146,7 +146,7 @@ class EagleConfig(RunConfig):
 class OnePassConfig(Eagle3Config):
     """A run that trains a one-pass draft. ``init`` may be an EAGLE-3 draft or a one-pass draft."""
 
-    ttt: int = option(6, help="tokens drafted by one forward; a one-pass draft in init keeps its number", min=1)
+    ttt: int = option(6, help="tokens drafted by one forward; a one-pass draft in init keeps its number of them", min=1)
     rank: int = option(128, help="rank of the bigram matrix; a one-pass draft in init keeps its rank", min=1)
 
 
@@ -182,47 +182,45 @@ class HeadsConfig(RunConfig):
     unused_settings = ("anchor_offset", "intermediate_size")
 
 
-def parse_template_kwargs(words: Sequence[str]) -> dict[str, Any]:
+def parse_template_kwargs(arguments: Sequence[str]) -> dict[str, Any]:
     """Parses ``name=value``, with values in YAML, into arguments of a chat template. Raises ConfigError."""
-    malformed = [word for word in words if not re.fullmatch(r"\w+=.*", word, re.S)]
+    malformed = [argument for argument in arguments if not re.fullmatch(r"\w+=.*", argument, re.S)]
     if malformed:
         raise ConfigError(f"chat_template takes name=value, such as enable_thinking=false, not {malformed[0]!r}.")
     try:
-        return {name: yaml.safe_load(value) for name, _, value in (word.partition("=") for word in words)}
+        return {name: yaml.safe_load(value) for name, _, value in (argument.partition("=") for argument in arguments)}
     except yaml.YAMLError as error:
         raise ConfigError(f"chat_template has a value that is not YAML: {error}") from None
 
 
 def settings_table(config: type[Any]) -> list[tuple[str, str, str, str]]:
     """Returns (name, default, values, meaning) of each setting of a config class, inherited settings last."""
-    not_inherited = inspect.get_annotations(config)
-    settings = sorted(declared(config).values(), key=lambda setting: setting.name not in not_inherited)
-    return [(s.name, s.default_in_words or "none", s.range_in_words, s.help) for s in settings]
+    class_settings = inspect.get_annotations(config)  # without inherited ones
+    settings = sorted(declared(config).values(), key=lambda setting: setting.name not in class_settings)
+    return [(setting.name, setting.default_in_words or "none", setting.range, setting.help) for setting in settings]
 
 
 def read_config(path: Path | str | None, overrides: Sequence[str], config_class: type[Config]) -> Config:
     """Makes a ``config_class`` from a YAML file or a preset's name, and ``key=value`` overrides.
-
-    Raises:
-        ConfigError: an unreadable file, an unknown setting or a wrong value.
-    """
+    Raises ConfigError for an unreadable file, an unknown setting or a wrong value."""
     values = {} if path is None else _read_yaml(preset_path(path))
-    for word in overrides:
-        key, equals, text = word.partition("=")
+    for override in overrides:
+        key, equals, text = override.partition("=")
         if not equals:
-            raise ConfigError(f"{word!r} is not of the form key=value, such as lr=1e-4.")
+            raise ConfigError(f"{override!r} is not of the form key=value, such as lr=1e-4.")
         try:
             values[key.strip()] = yaml.safe_load(text) if text.strip() else None
         except yaml.YAMLError:
-            values[key.strip()] = text.strip()  # a text that is no YAML, such as a path with a colon
+            values[key.strip()] = text.strip()  # not YAML, such as a path with a colon
     with prefix_errors_with(path or ""):
         settings = declared(config_class)
         if unknown := sorted(map(str, set(values) - {*settings})):
             close = get_close_matches(unknown[0], settings, n=1)
             advice = f"Did you mean {close[0]}? " if close else ""
             raise ConfigError(f"No setting {', '.join(unknown)}. {advice}Settings: {', '.join(sorted(settings))}.")
-        make: Any = config_class
-        config: Config = make(**{n: _convert(settings[n], v) for n, v in values.items()}, fields_set=tuple(values))
+        converted = {name: _convert(settings[name], value) for name, value in values.items()}
+        make: Any = config_class  # Config is any type, whose arguments a type checker does not know
+        config: Config = make(**converted, fields_set=tuple(values))
         return config
 
 
@@ -232,10 +230,10 @@ def preset_paths() -> dict[str, Path]:
 
 
 def preset_path(path: Path | str) -> Path:
-    """Returns the YAML file that a path or a preset's name names. Raises ConfigError if there is none."""
+    """Returns the YAML file at a path, or of the preset with this name. Raises ConfigError if there is none."""
     if Path(path).exists():
         return Path(path)
-    name = Path(path).as_posix().removeprefix("configs/").removesuffix(".yaml")
+    name = Path(path).as_posix().removeprefix("configs/").removesuffix(".yaml")  # configs/: the older place of presets
     if name in (all_presets := preset_paths()):
         return all_presets[name]
     close = get_close_matches(name, all_presets, n=1)
@@ -256,8 +254,8 @@ def _read_yaml(path: Path | str) -> dict[str, Any]:
 def _convert(setting: Option, value: Any) -> Any:
     """Converts a YAML value to the setting's type if possible: YAML reads 5e-4 as text, 1e3 as float, no as false."""
     if setting.kind is tuple and value is not None:
-        item = replace(setting, kind=setting.items)
-        return tuple(_convert(item, element) for element in (value if isinstance(value, list) else [value]))
+        element_setting = replace(setting, kind=setting.items)
+        return tuple(_convert(element_setting, element) for element in (value if isinstance(value, list) else [value]))
     if isinstance(value, bool):
         return "no" if "no" in setting.choices and not value else value
     if setting.kind is str:

@@ -25,23 +25,18 @@ from longdraft.training.chats import chat_messages, encode_chat
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# A row of a file, as JSON.
 Example = dict[str, Any]
 FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst", ".json", ".parquet", ".txt")
 
 
 @dataclass(frozen=True)
 class Document:
-    """The token ids of one text or chat.
+    """The token ids of one text or chat."""
 
-    Attributes:
-        token_ids: all tokens, end of sequence included.
-        start: index of the first token that counts in the loss; tokens before it (a chat's prompt) are context.
-        loss_mask: for each token, whether it counts in the loss; None: all from ``start`` on do.
-    """
-
-    token_ids: list[int]
-    start: int = 1
-    loss_mask: list[bool] | None = None
+    token_ids: list[int]  # all tokens, end of sequence included
+    start: int = 1  # index of the first token that counts in the loss; tokens before it (a chat's prompt) are context
+    loss_mask: list[bool] | None = None  # for each token, whether it counts in the loss; None: all from ``start`` on do
 
     def __post_init__(self) -> None:
         if not 1 <= self.start < len(self.token_ids):
@@ -52,25 +47,25 @@ class SkipCounts(Counter[str]):
     """Counts the rows that were left out, by reason. A reason follows a number, as in "3 without text"."""
 
     def __str__(self) -> str:
-        reasons = [f"{count} {reason}" for reason, count in self.most_common(8)]
-        others = sum(self.values()) - sum(count for _, count in self.most_common(8))
+        most_common = self.most_common(8)
+        reasons = [f"{count} {reason}" for reason, count in most_common]
+        others = sum(self.values()) - sum(count for _, count in most_common)
         return ", ".join([*reasons, *([f"{others} for other reasons"] if others else [])]) or "none"
 
 
 def encode_documents(
-    sources: Iterable[Path | str],
-    tokenizer: PreTrainedTokenizerBase,
-    skipped: SkipCounts,
-    vocab_size: int,
-    num_done: int = 0,
-    template: Mapping[str, Any] | None = None,
-) -> Iterator[Document | None]:
+    sources: Iterable[Path | str], tokenizer: PreTrainedTokenizerBase, skipped: SkipCounts, vocab_size: int,
+    num_done: int = 0, template: Mapping[str, Any] | None = None,
+) -> Iterator[Document | None]:  # fmt: skip
     """Yields the document of each row after the first ``num_done``; None for a row that is left out and counted.
 
     A row has ``tokens`` (ids) and ``start``, or ``text``, or a chat (:func:`~longdraft.training.chats.chat_messages`)
     with ``tools`` and ``chat_template_kwargs``. The answers of a chat count in the loss.
 
     Args:
+        sources: files and folders; see :func:`read_examples`.
+        skipped: counts the rows that are left out.
+        vocab_size: size of the target's vocabulary. Rows with larger token ids are left out.
         num_done: number of rows to skip, which an earlier run encoded.
         template: arguments of the chat template; the ``chat_template_kwargs`` of a row take precedence.
     """
@@ -82,6 +77,7 @@ def encode_documents(
             except PromptError as error:
                 skipped[f"that cannot be encoded ({str(error)[:200]})"] += 1
             except (KeyError, TypeError, ValueError, AttributeError) as error:
+                # Our own errors are plain ValueErrors. Others come from rows of another form.
                 why = str(error) if type(error) is ValueError else "with text, messages or tokens of another form"
                 skipped[f"{why} (keys: {', '.join(map(str, example))})"] += 1
         if document is not None and not all(0 <= t < vocab_size for t in document.token_ids):
@@ -104,7 +100,7 @@ def _encode(
         kwargs = {**(template or {}), **(kwargs or {})}
         ids, mask = encode_chat(messages, tokenizer, tools or None, kwargs, bool(example.get("cut")))
         if not any(mask):
-            raise ValueError("whose answers are no tokens")
+            raise ValueError("whose answers have no tokens")
         start, end = mask.index(True), len(mask) - mask[::-1].index(True)
         return Document(ids[:end], start, None if all(mask[start:end]) else mask[:end])
     if "text" in example:
@@ -117,9 +113,7 @@ def _encode(
 def read_examples(sources: Iterable[Path | str], skipped: SkipCounts) -> Iterator[Example | None]:
     """Yields the rows of files and folders; None for a row that is not a JSON object. A ``.txt`` file is one row.
 
-    Raises:
-        PromptError: a source is missing, has no file to read, or cannot be read.
-        CapabilityError: a format needs a package that is not installed.
+    Raises PromptError if a source has no readable file, CapabilityError if a format needs a package that is missing.
     """
     for source in map(Path, sources):
         files = [source]
@@ -130,7 +124,7 @@ def read_examples(sources: Iterable[Path | str], skipped: SkipCounts) -> Iterato
             raise PromptError(f"There is no file {source}, or no text in it ({suffixes}). Name a file or a folder.")
         for path in files:
             try:
-                for example in _read(path):
+                for example in _read_rows(path):
                     if not isinstance(example, dict):
                         skipped["not JSON" if example is None else "not an object"] += 1
                     yield example if isinstance(example, dict) else None
@@ -138,17 +132,17 @@ def read_examples(sources: Iterable[Path | str], skipped: SkipCounts) -> Iterato
                 raise PromptError(f"{path} cannot be read ({error}): check the file and its format.") from None
 
 
-def _read(path: Path) -> Iterator[Any]:
+def _read_rows(path: Path) -> Iterator[Any]:
     """Yields the rows of a file; None for a line that is not JSON."""
     if path.suffix == ".txt":
         yield {"text": path.read_text(encoding="utf-8", errors="replace")}
     elif path.suffix == ".json":
         yield from json.loads(path.read_text(encoding="utf-8"))
     elif path.suffix == ".parquet":
-        for batch in _arrow(path).parquet.ParquetFile(path).iter_batches(256):
+        for batch in _import_pyarrow(path).parquet.ParquetFile(path).iter_batches(256):  # rows in memory at once
             yield from batch.to_pylist()
     else:
-        zst = partial(_arrow(path).input_stream, compression="zstd") if path.suffix == ".zst" else None
+        zst = partial(_import_pyarrow(path).input_stream, compression="zstd") if path.suffix == ".zst" else None
         open_binary: Any = zst or {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, partial(open, mode="rb"))
         with io.TextIOWrapper(open_binary(path), "utf-8", "replace") as lines:
             for line in filter(str.strip, lines):
@@ -158,7 +152,8 @@ def _read(path: Path) -> Iterator[Any]:
                     yield None
 
 
-def _arrow(path: Path) -> Any:
+def _import_pyarrow(path: Path) -> Any:
+    """Returns the package pyarrow. Raises CapabilityError, which names ``path``, if the package is missing."""
     try:
         import pyarrow
         import pyarrow.parquet

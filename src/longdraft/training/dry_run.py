@@ -1,34 +1,42 @@
 """Estimates a training run by formula: GPU memory, tokens, steps and hours, from the target's ``config.json`` alone.
 
-A weight costs 2 operations a token in the forward pass, 4 in the backward pass, and 2 more if its layer is recomputed.
-Activation memory is proportional to tokens, hidden size and MLP size. The factors were fitted to training steps under
-torch's FakeTensorMode; a test allows an error of a fifth.
+A weight costs 2 operations a token in the forward pass (a multiplication and an addition), 2 for the input's gradient,
+2 for the weight's gradient, and 2 more if the backward pass recomputes the layer. Activation memory is proportional
+to tokens, hidden size and MLP size. The factors marked as fitted come from training steps under torch's FakeTensorMode;
+a test allows an error of a fifth.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from longdraft.errors import ConfigError
-from longdraft.memory.store import KVStore
+from longdraft.memory.store import KVShape, KVStore
 from longdraft.model import hosting, shared_parts
 from longdraft.model.layout import config_kv_shape
 from longdraft.model.loading import load
 from longdraft.training.config import RunConfig
 from longdraft.training.dataset import TokenDataset, shard_paths
-from longdraft.training.features import PREFILL_CHUNK
+from longdraft.training.features import MIN_STORE_TOKENS, PREFILL_CHUNK
 from longdraft.training.losses import LOGITS_CHUNK
 
 # Assumed share of a GPU's peak speed.
 UTILIZATION = 0.4
-# Assumed tokens of a run if the size of its data is unknown.
+# Assumed tokens of a run if neither shards, nor --tokens, nor max_steps tell the number.
 DEFAULT_TOKENS = 1e9
-# Activation bytes of a token: of its output and of a layer, times the hidden size; of an MLP, times the MLP's size.
+# Fitted bytes of a token's activations until the backward pass. OUTPUT_BYTES and LAYER_BYTES: of a forward's output and
+# of a layer, for each element of the hidden size. MLP_BYTES: of a layer, for each element of the MLP size.
 OUTPUT_BYTES, LAYER_BYTES, MLP_BYTES = 32, 20, 18
+# Tensors of the hidden size and of the MLP size that one layer of the target has in memory in a forward (fitted).
+TARGET_HIDDEN_TENSORS, TARGET_MLP_TENSORS = 8, 3
+# Bytes of a logit: of the target, float32 and a copy; of the draft, the buffers of losses.py (bfloat16, 2 * float32).
+TARGET_LOGIT_BYTES, DRAFT_LOGIT_BYTES = 4 + 4, 2 + 4 + 4
+# Kinds whose features contain the target's argmax, an int32 for each token.
+KINDS_WITH_ARGMAX, ARGMAX_BYTES = ("eagle3", "onepass", "eagle"), 4
 # Name -> (dense bfloat16 operations a second, bytes of memory), from the data sheets.
 GPUS = {
     "a100": (312e12, 80e9), "b200": (2250e12, 180e9), "h100": (989e12, 80e9), "h200": (989e12, 141e9),
@@ -36,96 +44,177 @@ GPUS = {
 }  # fmt: skip
 
 
+class Sizes(NamedTuple):
+    """Sizes of the target and of a new draft."""
+
+    hidden_size: int  # of both
+    q_size: int  # elements of a token's queries in one layer, all heads together; of both
+    kv: KVShape  # the target's layers, KV heads and head size
+    vocab_size: int  # the draft's vocabulary
+    mlp_size: int  # hidden layer of the draft's MLP
+    target_vocab_size: int
+    target_mlp_size: int
+    target_length: int  # longest context of the target in tokens
+    target_weights: int  # number of the target's weights
+    matmul_weights: int  # number of the target's weights without a separate embedding, which is not multiplied
+
+
+class DraftCosts(NamedTuple):
+    """The counts that determine the costs of a draft."""
+
+    layer_weights: int  # number of weights in the layers that one forward uses
+    feature_size: int  # elements of the target's features of a token
+    num_forwards: int = 1  # forwards of a token: steps of the training-time test, or chained heads
+    num_attentions: int = 1  # attention operations of a forward
+    input_weights: int = 0  # number of weights that are used once for a token, not in every forward, such as fc
+    head_weights: int = 0  # number of weights in the draft's own LM head; 0: the draft uses the target's
+    num_copies: int = 1  # of the layers: chained heads differ, all other forwards share one set of layers
+
+    @property
+    def num_weights(self) -> int:
+        """Number of weights to train."""
+        return self.layer_weights * self.num_copies + self.input_weights + self.head_weights
+
+
 def estimate(kind: str, config: Any, gpu: str = "h100", gpus: int = 1, tokens: float | None = None) -> dict[str, Any]:
     """Estimates a run. Assumes that a draft in ``init`` has the sizes of a new one.
 
     Args:
         kind: the training command, such as "eagle3".
+        config: the run's settings, a subclass of :class:`RunConfig`.
+        gpu: a key of :data:`GPUS`.
         gpus: number of GPUs, one for each process.
         tokens: tokens in the loss of the data, if the data are not in shards; None: unknown.
 
     Returns:
-        ``memory_bytes`` of a GPU by part, ``total_bytes``, and whether the run ``fits``; ``draft_weights`` to train;
-        ``draft_operations`` (forward and backward) and ``target_operations`` for a token in the loss; ``target_reads``,
-        the target's passes over the data, per epoch; ``feature_bytes`` of a token on disk, and ``cache_bytes`` of all
-        data (None: no cache); ``step_tokens`` of all GPUs; ``steps`` (None: unknown); ``hours`` for ``tokens``.
+        memory_bytes, total_bytes: bytes of a GPU by part, and their sum; ``fits``: True if the sum fits the GPU.
+        draft_weights: number of weights to train.
+        draft_operations, target_operations: for a token in the loss, forward and backward.
+        target_reads: the target's passes over the data in an epoch.
+        feature_bytes: bytes of a token in the cache; ``cache_bytes``: of all data (None: no cache).
+        step_tokens: tokens in the loss of an optimizer step, over all GPUs.
+        steps: number of optimizer steps (None: unknown); ``tokens``: tokens in the loss; ``hours``: for these tokens.
 
     Raises:
         ConfigError: the GPU is unknown, the target cannot be trained for, or the kind has no formula.
     """
-    run: RunConfig = config
+    run: RunConfig = config  # typed; settings that one kind alone has are read from ``config``
     if gpu not in GPUS:
         raise ConfigError(f"--gpu {gpu} is unknown: use one of {', '.join(GPUS)}.")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(_target_config(run), dtype=torch.bfloat16)
-    parts, kv = shared_parts.shared_parts(model, shared_parts.describe_config(model)), config_kv_shape(model)
-    # h: hidden size; width: of all heads; m: size of the MLP; v: size of the draft's vocabulary
-    h, width, kv_width = parts.hidden_size, parts.num_heads * kv.head_dim, 2 * kv.kv_heads * kv.head_dim
-    m, vocab = run.intermediate_size or parts.intermediate_size, parts.head.shape[0]
-    v = min(run.vocabulary or vocab, vocab)
-    attention, mlp = h * (2 * width + kv_width), 3 * h * m
-    eagle3_attention = attention + h * (width + kv_width)  # the input of Q, K and V is twice the hidden size
-    steps, layers, rank = (getattr(config, name, 0) for name in ("ttt", "layers", "rank"))
-    states = h * len(getattr(config, "feature_layers", ()) or (1, 2, 3))
-    # (weights of layers, of a trained head, other weights, forwards of a token, attentions of each, size of features)
-    drafts = {
-        "longspec": (attention + 2 * h * width + mlp, 0, 0, 1, 2, kv_width),
-        "eagle3": (eagle3_attention + mlp, v * h, states * h, steps, 1, states),
-        "onepass": (eagle3_attention + mlp, v * (h + rank), states * h + v * rank, steps, 1, states),
-        "eagle": (attention + mlp, 0, 2 * h * h, 1, 1, h),
-        "lm": (layers * (attention + mlp), 0, 0, 1, layers, 0),
-        "heads": (h * h, 0, 0, getattr(config, "heads", 0), 0, h),
-    }
-    if kind not in drafts:
-        raise ConfigError(f"--dry-run has no formula for {kind}: run it with max_steps=2 instead.")
-    layer_weights, head_weights, other_weights, forwards, attentions, feature_size = drafts[kind]
-    length = min(run.max_length, hosting.context_length(model))
-    batch_tokens = max(1, run.rows // length) * length
-    keys = min(length / 2, getattr(config, "window", None) or length)
-    # Attention: 4 operations for each query, key and unit of width in the forward pass, 10 in the backward pass.
-    layer_operations = layer_weights * (8 if run.recompute else 6) + 14 * attentions * width * keys
-    # The head: 2 operations for logits, 2 for the input's gradient, 2 for its own, 2 for the target's logits.
-    head_operations = v * h * (4 + 2 * bool(head_weights) + 2 * bool(run.distill))
-    operations = forwards * (layer_operations + head_operations) + 4 * other_weights
-    weights = layer_weights * (forwards if kind == "heads" else 1) + head_weights + other_weights
-    target_weights = sum(weight.numel() for weight in model.parameters())
-    embedding = 0 if model.config.get_text_config().tie_word_embeddings else vocab * h
-    has_last_state = kind in ("eagle", "heads") or kv.layers - 1 in getattr(config, "feature_layers", ())
-    feature_size += h * bool(run.distill) * (not has_last_state)
-    saved_tokens = batch_tokens * (1 if run.recompute else forwards) * max(1, attentions // 2)
-    memory = {
-        "target: weights": 2 * target_weights,
-        "target: keys, values and states of a text":
-        KVStore.bytes_for(kv, 1, max(2048, length)) + 2 * length * feature_size,
-        "target: a forward, with logits": PREFILL_CHUNK * (2 * (8 * h + 3 * parts.intermediate_size) + 8 * vocab),
-        "features": 2 * batch_tokens * feature_size,
-        "draft: weights (float32)": 4 * weights,
-        "draft: gradients": 4 * weights,
-        "draft: optimizer (AdamW)": 8 * weights,
-        "draft: between forward and backward": batch_tokens * forwards * OUTPUT_BYTES * h
-        + saved_tokens * (LAYER_BYTES * h + MLP_BYTES * m * bool(attentions)) + 10 * LOGITS_CHUNK * v
-        + 2 * weights + 4 * head_weights,
-    }  # fmt: skip
-    step_tokens, data_tokens = batch_tokens * run.accumulate * gpus, _data_tokens(run) or tokens
+    sizes = _sizes(run)
+    draft = _draft_costs(kind, config, sizes)
+    length = min(run.max_length, sizes.target_length)
+    batch_tokens = max(1, run.rows // length) * length  # documents of the largest length
+    memory = _memory_bytes(draft, run, sizes, length, batch_tokens)
+    draft_operations = _draft_operations(draft, config, sizes, length)
+    # Attention in a layer: 4 operations for each element of a query and each of its length / 2 keys (on average).
+    target_operations = 2 * sizes.matmul_weights + 2 * sizes.kv.layers * sizes.q_size * length
+    step_tokens, data_tokens = batch_tokens * run.accumulate * gpus, _count_data_tokens(run) or tokens
     num_steps = run.max_steps
     if data_tokens is not None:
-        num_steps = min(max(1, round(data_tokens * run.epochs / step_tokens)), run.max_steps or 1 << 62)
+        steps_of_data = max(1, round(data_tokens * run.epochs / step_tokens))
+        num_steps = min(steps_of_data, run.max_steps or steps_of_data)
     trained_tokens = DEFAULT_TOKENS if num_steps is None else num_steps * step_tokens
-    target_reads = min(1.0, 1 / run.epochs) if run.cache is not None else 1.0
-    feature_bytes = 2 * feature_size + 4 * (kind in ("eagle3", "onepass", "eagle"))  # 4: the target's argmax
-    target_operations = 2 * (target_weights - embedding) + 2 * kv.layers * width * length
+    # With a cache, the first epoch alone runs the target.
+    target_reads = 1.0 if run.cache is None else min(1.0, 1 / run.epochs)
+    operations = trained_tokens * (draft_operations + target_operations * target_reads)
+    feature_bytes = 2 * draft.feature_size + ARGMAX_BYTES * (kind in KINDS_WITH_ARGMAX)
     (speed, gpu_bytes), total = GPUS[gpu], sum(memory.values())
     return {
-        "memory_bytes": memory, "total_bytes": total, "fits": total <= gpu_bytes, "draft_weights": weights,
-        "draft_operations": operations, "target_operations": target_operations, "target_reads": target_reads,
+        "memory_bytes": memory, "total_bytes": total, "fits": total <= gpu_bytes, "draft_weights": draft.num_weights,
+        "draft_operations": draft_operations, "target_operations": target_operations, "target_reads": target_reads,
         "step_tokens": step_tokens, "feature_bytes": feature_bytes, "steps": num_steps, "tokens": trained_tokens,
         "cache_bytes": None if run.cache is None else round(trained_tokens / run.epochs * feature_bytes),
-        "hours": trained_tokens * (operations + target_operations * target_reads) / (gpus * speed * UTILIZATION) / 3600,
+        "hours": operations / (gpus * speed * UTILIZATION) / 3600,
         "gpu": gpu, "gpus": gpus, "utilisation": UTILIZATION,
     }  # fmt: skip
 
 
-def _data_tokens(config: RunConfig) -> int:
+def _sizes(config: RunConfig) -> Sizes:
+    """Reads the target's sizes from its config, without its weights."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(_target_config(config), dtype=torch.bfloat16)
+    parts, kv = shared_parts.shared_parts(model, shared_parts.describe_config(model)), config_kv_shape(model)
+    vocab_size, num_weights = parts.head.shape[0], sum(weight.numel() for weight in model.parameters())
+    # A tied embedding is the head's matrix too, so tokens are multiplied with it.
+    embedding = 0 if model.config.get_text_config().tie_word_embeddings else vocab_size * parts.hidden_size
+    return Sizes(
+        hidden_size=parts.hidden_size, q_size=parts.num_heads * kv.head_dim, kv=kv,
+        vocab_size=min(config.vocabulary or vocab_size, vocab_size),
+        mlp_size=config.intermediate_size or parts.intermediate_size,
+        target_vocab_size=vocab_size, target_mlp_size=parts.intermediate_size,
+        target_length=hosting.context_length(model), target_weights=num_weights, matmul_weights=num_weights - embedding,
+    )  # fmt: skip
+
+
+def _draft_costs(kind: str, config: Any, sizes: Sizes) -> DraftCosts:
+    """Returns the counts of a new draft. Raises ConfigError if there is no formula for its kind."""
+    h, q, vocab = sizes.hidden_size, sizes.q_size, sizes.vocab_size
+    kv = 2 * sizes.kv.kv_heads * sizes.kv.head_dim  # elements of a token's keys and values in one layer
+    layer = h * (2 * q + kv) + 3 * h * sizes.mlp_size  # q and o, k and v; gate, up and down
+    eagle3_layer = layer + h * (q + kv)  # the input of q, k and v is twice as large
+    ttt, layers, rank, heads = (getattr(config, name, 0) for name in ("ttt", "layers", "rank", "heads"))
+    feature_layers = getattr(config, "feature_layers", ())
+    states = h * len(feature_layers or (1, 2, 3))  # EAGLE-3 reads three layers by default
+    kinds = {
+        # Cross-attention has q and o alone. The features are the keys and values of one layer.
+        "longspec": DraftCosts(layer + 2 * h * q, kv, num_attentions=2),
+        # fc projects the states of all feature layers; below, an embedding and a state.
+        "eagle3": DraftCosts(eagle3_layer, states, ttt, input_weights=states * h, head_weights=vocab * h),
+        "eagle": DraftCosts(layer, h, input_weights=2 * h * h),
+        # The bigram has a matrix (vocab, rank) for the previous token, and another one beside the head.
+        "onepass": DraftCosts(
+            eagle3_layer, states, ttt, input_weights=states * h + vocab * rank, head_weights=vocab * (h + rank)
+        ),
+        "lm": DraftCosts(layers * layer, 0, num_attentions=layers),
+        "heads": DraftCosts(h * h, h, heads, num_attentions=0, num_copies=heads),
+    }
+    if kind not in kinds:
+        raise ConfigError(f"--dry-run has no formula for {kind}: run it with max_steps=2 instead.")
+    # Distillation needs the last layer's states, which some drafts read anyway.
+    has_last_state = kind in ("eagle", "heads") or sizes.kv.layers - 1 in feature_layers
+    extra = 0 if has_last_state or not config.distill else h
+    return kinds[kind]._replace(feature_size=kinds[kind].feature_size + extra)
+
+
+def _draft_operations(draft: DraftCosts, config: Any, sizes: Sizes, length: int) -> float:
+    """Returns the draft's operations for a token in the loss, forward and backward."""
+    num_keys = min(length / 2, getattr(config, "window", None) or length)  # keys of a query, on average
+    # For each element of a query and each key, 4 operations forward and 10 backward: five products, one recomputed.
+    attention = 14 * draft.num_attentions * sizes.q_size * num_keys
+    # A weight: 2 operations forward, 4 backward, 2 more if the backward pass recomputes the layer.
+    layer = draft.layer_weights * (8 if config.recompute else 6) + attention
+    # The head: 2 for logits, 2 for the input's gradient, 2 for a trained head's gradient, 2 for the target's logits.
+    head = sizes.vocab_size * sizes.hidden_size * (4 + 2 * bool(draft.head_weights) + 2 * bool(config.distill))
+    # The features need no gradient, so input weights cost 2 operations forward and 2 backward.
+    return draft.num_forwards * (layer + head) + 4 * draft.input_weights
+
+
+def _memory_bytes(draft: DraftCosts, run: RunConfig, sizes: Sizes, length: int, batch_tokens: int) -> dict[str, int]:
+    """Returns the bytes of a GPU by part. The target's weights, states and features take 2 bytes an element."""
+    h, mlp_size = sizes.hidden_size, sizes.mlp_size if draft.num_attentions else 0  # chained heads have no MLP
+    target_layer = 2 * (TARGET_HIDDEN_TENSORS * h + TARGET_MLP_TENSORS * sizes.target_mlp_size)
+    # Layers with activations until the backward pass. Fitted: LongSpec's two attentions are in one layer.
+    num_saved_layers = (1 if run.recompute else draft.num_forwards) * max(1, draft.num_attentions // 2)
+    activations = batch_tokens * draft.num_forwards * OUTPUT_BYTES * h
+    activations += batch_tokens * num_saved_layers * (LAYER_BYTES * h + MLP_BYTES * mlp_size)
+    activations += DRAFT_LOGIT_BYTES * LOGITS_CHUNK * sizes.vocab_size
+    activations += 2 * draft.num_weights  # bfloat16 copies of the weights (autocast)
+    activations += 4 * draft.head_weights  # the head's float32 gradient, which losses.py keeps
+    return {
+        "target: weights": 2 * sizes.target_weights,
+        "target: keys, values and states of a text":
+        KVStore.bytes_for(sizes.kv, 1, max(MIN_STORE_TOKENS, length)) + 2 * length * draft.feature_size,
+        "target: a forward, with logits": PREFILL_CHUNK * (target_layer + TARGET_LOGIT_BYTES * sizes.target_vocab_size),
+        "features": 2 * batch_tokens * draft.feature_size,
+        "draft: weights (float32)": 4 * draft.num_weights,
+        "draft: gradients": 4 * draft.num_weights,
+        "draft: optimizer (AdamW)": 8 * draft.num_weights,  # two moments
+        "draft: between forward and backward": activations,
+    }  # fmt: skip
+
+
+def _count_data_tokens(config: RunConfig) -> int:
     """Returns the number of tokens in the loss of the run's shards; 0 if the data are not in shards."""
     dataset = TokenDataset()
     for path in (path for source in config.data for path in shard_paths(Path(source))):

@@ -1,7 +1,9 @@
 """Computes the target's features (a draft's inputs for each token) and the target's argmax tokens.
 
-The features of a LongSpec draft are the last layer's keys and values, those of an EAGLE-3 draft the hidden states of a
-few layers. A small language model reads token ids alone.
+The features of a LongSpec draft are the last layer's keys and values. The features of an EAGLE-3 draft are the hidden
+states of a few layers. A small language model reads token ids alone.
+
+Shapes: a document has L tokens; the target has Hkv KV heads of d numbers.
 """
 
 from __future__ import annotations
@@ -23,19 +25,19 @@ from longdraft.model.stored import dequantize
 from longdraft.native import QuantizedMatrix
 from longdraft.training.documents import Document
 
-# Tokens of a prefill chunk.
-PREFILL_CHUNK = 1024
+# Tokens of a prefill chunk, and fewest tokens of the KV store, which a longer document replaces by a larger one.
+PREFILL_CHUNK, MIN_STORE_TOKENS = 1024, 2048
 # Added to the error about a damaged file of the cache.
-ADVICE = "Delete the file: it is computed again."
-# Number of first tokens without the anchor-offset. LongSpec calls them anchors; they are attention sinks.
+ADVICE = "Delete the file: its features are computed again."
+# Number of first tokens that keep their positions. LongSpec calls them anchors: they are attention sinks.
 NUM_ANCHORS = 4
 
 
 def anchor_offset_positions(length: int, offset: int) -> torch.Tensor:
-    """Anchor-offset indices (LongSpec, section 3.2), (length,) int64: 0 .. 3, then 4 + offset, 5 + offset, ...
+    """Returns anchor-offset indices (LongSpec, section 3.2), (length,) int64: 0 .. 3, then 4 + offset, 5 + offset, ...
 
-    With offsets sampled over the whole context, a draft that is trained on short text sees every position. The target
-    runs at the same positions, which hardly changes its output.
+    With random offsets over the whole context, a draft that is trained on short text sees every position. The target
+    runs at the same positions, which hardly changes the target's output.
     """
     positions = torch.arange(length)
     positions[NUM_ANCHORS:] += offset
@@ -54,7 +56,7 @@ class Features:
             or ``hidden`` (L, layers * hidden size), output states of some layers, or none. For distillation also
             ``last`` (L, hidden size), the last layer's output before the final norm, unless ``hidden`` ends with it.
         target_argmax: (L - start,) int64, the target's argmax for each of token_ids[start:]; None: not computed.
-        document_mask: the document's ``loss_mask``; None: all tokens from ``start`` on count in the loss.
+        document_mask: :attr:`Document.loss_mask`; None: all tokens from ``start`` on count in the loss.
     """
 
     token_ids: torch.Tensor
@@ -66,24 +68,24 @@ class Features:
 
     @property
     def loss_mask(self) -> torch.Tensor:
-        """(L,) bool, the tokens that count in the loss."""
+        """(L,) bool, True for tokens that count in the loss."""
         if self.document_mask is not None:
             return torch.tensor(self.document_mask)
         return torch.arange(len(self.token_ids)) >= self.start
 
     @property
     def keys(self) -> torch.Tensor:
-        """(Hkv, L, d)."""
+        """(Hkv, L, d), the last layer's keys."""
         return self.tensors["keys"].transpose(0, 1)
 
     @property
     def values(self) -> torch.Tensor:
-        """(Hkv, L, d)."""
+        """(Hkv, L, d), the last layer's values."""
         return self.tensors["values"].transpose(0, 1)
 
     @property
     def hidden(self) -> torch.Tensor:
-        """(L, layers * hidden size)."""
+        """(L, layers * hidden size), output states of some layers."""
         return self.tensors["hidden"]
 
     @property
@@ -93,7 +95,7 @@ class Features:
 
     @property
     def positions(self) -> torch.Tensor:
-        """(L,) int64."""
+        """(L,) int64, the positions at which the target reads the tokens."""
         return anchor_offset_positions(len(self.token_ids), self.offset)
 
 
@@ -101,13 +103,14 @@ class FeatureReader:
     """Computes the features of documents, one document at a time.
 
     Args:
+        runner: runs the target.
         dtype: dtype of the features.
         layers: decoder layers, from 0, whose output states the draft reads; (): the last layer's keys and values; None:
             token ids alone.
-        last: add the last layer's output, for distillation.
-        cache: a folder with a file of features for each document, which runs may share: the file's name is a hash of
-            everything that the features depend on.
-        identity: a value for that hash, which stands for the target and the dtypes.
+        with_last: add the last layer's output, for distillation.
+        cache: a folder with a file of features for each document. Runs may share the folder, because a file's name is
+            a hash of everything that the features depend on. None: features are not stored.
+        identity: the target and the dtypes, as a value whose ``repr`` goes into the hash.
         with_argmax: compute the target's argmax too, which takes logits over the target's vocabulary.
 
     Attributes:
@@ -116,17 +119,11 @@ class FeatureReader:
     """
 
     def __init__(
-        self,
-        runner: TargetRunner,
-        dtype: torch.dtype = torch.bfloat16,
-        layers: tuple[int, ...] | None = (),
-        last: bool = False,
-        cache: Path | None = None,
-        identity: Any = None,
-        with_argmax: bool = True,
-    ) -> None:
+        self, runner: TargetRunner, dtype: torch.dtype = torch.bfloat16, layers: tuple[int, ...] | None = (),
+        with_last: bool = False, cache: Path | None = None, identity: Any = None, with_argmax: bool = True,
+    ) -> None:  # fmt: skip
         self.runner, self.dtype, self.layers, self.with_argmax = runner, dtype, layers or (), with_argmax
-        add_last = last and runner.num_layers - 1 not in self.layers
+        add_last = with_last and runner.num_layers - 1 not in self.layers
         self.taps = self.layers + (runner.num_layers - 1,) * add_last
         reads_kv = layers == ()
         is_needed = {"hidden": bool(layers), "keys": reads_kv, "values": reads_kv, "last": add_last}
@@ -135,15 +132,12 @@ class FeatureReader:
         self._store: KVStore | None = None
 
     def read(self, document: Document, offset: int = 0, cached_offset: int | None = None) -> Features:
-        """Returns the features of a document with an anchor-offset, from the cache if there is one.
+        """Returns the features of a document with an anchor-offset, from the cache if there is one. Raises
+        CheckpointError if a cache file is damaged or cannot be written, MemoryBudgetError if the KV does not fit.
 
         Args:
-            cached_offset: the document's offset in the cache; None: ``offset``. Cached keys are rotated from it to
-                ``offset``; values and states stay, because the offset hardly changes them (LongSpec, section 3.2).
-
-        Raises:
-            CheckpointError: a file of the cache is damaged, or cannot be written.
-            MemoryBudgetError: the document's KV does not fit.
+            cached_offset: the document's offset in the cache; None: ``offset``. Cached keys are rotated to ``offset``.
+                Values and states stay, because the offset hardly changes them (LongSpec, section 3.2).
         """
         if self.cache is None:
             return self.compute(document, offset)
@@ -152,19 +146,19 @@ class FeatureReader:
         if offset != cached_offset and "keys" in self.tensor_names:
             positions, keys = torch.tensor([0, abs(offset - cached_offset)]), features.tensors["keys"]
             cos, sin = (t.to(keys.device) for t in self.runner.shared_parts.rotary(positions.to(self.runner.device)))
+            sin = sin if offset > cached_offset else -sin  # a negative angle has the opposite sine
             # cos at position 0 is YaRN's attention factor (1 without YaRN), which the keys have already.
-            sin = sin if offset > cached_offset else -sin
             keys[NUM_ANCHORS:] = apply_rotary(keys[NUM_ANCHORS:], cos[1:] / cos[:1], sin[1:] / cos[:1])
         features.offset = offset
         return features
 
     def _read_cached(self, document: Document, offset: int) -> Features:
-        """Reads features from the cache, or computes and stores them. The file lacks the loss mask."""
+        """Reads features from the cache, or computes and stores them. The loss mask is not stored."""
         assert self.cache is not None
         hashed = hashlib.sha256(f"{self._identity}/{document.start}/{offset}/".encode())
         hashed.update(array("q", document.token_ids).tobytes())
-        name = hashed.hexdigest()[:32]
-        path = self.cache / name[:2] / f"{name}.safetensors"
+        digest = hashed.hexdigest()[:32]
+        path = self.cache / digest[:2] / f"{digest}.safetensors"
         names = {*self.tensor_names} | ({"likeliest"} if self.with_argmax else set())
         if path.exists():
             with open_safetensors(path, ADVICE) as file:
@@ -185,21 +179,21 @@ class FeatureReader:
         """Computes the features of a document with an anchor-offset, in prefill chunks, without the cache."""
         ids, start, length = document.token_ids, document.start, len(document.token_ids)
         if self._store is None or self._store.capacity < length:
-            self._store = self.runner.new_store(1, max(2048, length), self.taps)
+            self._store = self.runner.new_store(1, max(MIN_STORE_TOKENS, length), self.taps)
         store, positions = self._store, anchor_offset_positions(length, offset).tolist()
         store.truncate(0, 0)
-        argmax, done = [], 0
-        while done < length:
+        argmax, begin = [], 0
+        while begin < length:
             # Logits are needed from the token before ``start`` on. The last token is computed too, for its KV.
-            needs_logits = self.with_argmax and done >= start - 1
-            end = min(done + PREFILL_CHUNK, length if needs_logits or not self.with_argmax else start - 1)
-            depths = [[p - done for p in positions[done:end]]]
-            batch = store.make_forward_batch([0], [ids[done:end]], depths=depths, is_prefill=True, prompt_len=length)
+            needs_logits = self.with_argmax and begin >= start - 1
+            end = min(begin + PREFILL_CHUNK, length if needs_logits or not self.with_argmax else start - 1)
+            depths = [[p - begin for p in positions[begin:end]]]  # positions, counted from the end of the store
+            batch = store.make_forward_batch([0], [ids[begin:end]], depths=depths, is_prefill=True, prompt_len=length)
             out = self.runner.forward(batch, store, logits="all" if needs_logits else "none")
-            store.commit(0, range(end - done))
+            store.commit(0, range(end - begin))
             if out.logits is not None:
                 argmax.append(out.logits[0].argmax(-1))
-            done = end
+            begin = end
         # Copies, because the next document overwrites the store.
         tensors: dict[str, torch.Tensor] = {}
         if store.features is not None:

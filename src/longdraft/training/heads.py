@@ -1,7 +1,7 @@
 """Trains chained heads: the step with its loss (:class:`HeadsTrainer`), and the run (:func:`train_heads`).
 
-TokenSwift (Wu et al. 2025). The input at position t is the target's hidden state before the final norm. From it, the
-target predicts token t + 1, and head i = 1, 2, ... predicts token t + 1 + i. The target is not trained.
+TokenSwift (Wu et al. 2025). The input at position t is the target's hidden state before the final norm. The target
+predicts token t + 1 from this state, and head i = 1, 2, ... predicts token t + 1 + i. The target is not trained.
 """
 
 from __future__ import annotations
@@ -32,47 +32,49 @@ class HeadsTrainer(DraftTrainer):
     def forward(
         self, documents: Sequence[Features], shifts: Sequence[int] = (), levels: int | None = None
     ) -> StepOutput:
-        """Returns the loss of packed documents: sum over tokens and heads i of decay^(i - 1) * cross-entropy.
+        """Returns the loss of packed documents: sum over labels and heads i of decay^(i - 1) * cross-entropy.
 
         ``shifts`` and ``levels`` are not used; all heads are computed. ``depths`` of the result are i.
         """
-        pack = self.pack(documents, context=0)
-        # Head i + 1 at index r has the label of head 1 at index r + i, so the last i indices of a document have none.
-        bounds = list(pairwise(accumulate(pack.loss_lengths, initial=0)))
-        indices = [
-            torch.cat([torch.arange(begin, max(begin, end - i)) for begin, end in bounds])
-            for i in range(self.block.shape.heads)
+        batch = self.pack(documents, context=0)
+        # Head i predicts i - 1 tokens further than head 1. So its label at index t is head 1's label at t + i - 1, and
+        # the last i - 1 indices of a document have no label.
+        bounds = list(pairwise(accumulate(batch.num_labels, initial=0)))
+        indices = [  # by head
+            torch.cat([torch.arange(begin, max(begin, end - distance)) for begin, end in bounds])
+            for distance in range(self.block.shape.heads)
         ]
         # The residual stream is float32; autocast chooses the dtype of matrix products.
-        states = self.block(pack.gather([d.hidden for d in documents]).to(self.device).float())
-        hidden = torch.cat([state[index.to(self.device)] for state, index in zip(states, indices, strict=True)])
-        labels = self.labels(pack, torch.cat([index + i for i, index in enumerate(indices)]).to(self.device))
-        depths = torch.cat([torch.full_like(index, i + 1) for i, index in enumerate(indices)]).to(self.device)
-        return self.output(hidden, self.target_head, labels, depths, self.decay ** (depths - 1))
+        states = self.block(batch.gather([d.hidden for d in documents]).to(self.device).float())
+        hidden = torch.cat([state[positions.to(self.device)] for state, positions in zip(states, indices, strict=True)])
+        label_indices = torch.cat([positions + distance for distance, positions in enumerate(indices)])
+        labels = self.make_labels(batch, label_indices.to(self.device))
+        depths = torch.cat([torch.full_like(positions, i) for i, positions in enumerate(indices, 1)]).to(self.device)
+        return self.compute_loss(hidden, self.target_head, labels, depths, self.decay ** (depths - 1))
 
 
 def train_heads(config: HeadsConfig, progress: Progress = no_progress, stop: Stop = never_stop) -> Reports:
     """Trains chained heads; see :mod:`longdraft.training.session`."""
     # Read before the target is loaded, to report a wrong folder at once.
     init = None if config.init is None else HeadsDraft.load(config.init)
-    heads = config.heads if init is None else init.shape.heads
-    session = TrainingSession(config, heads, progress, stop)
+    num_heads = config.heads if init is None else init.shape.heads
+    session = TrainingSession(config, levels=num_heads, progress=progress, stop=stop)
     runner, on_start = session.runner, None
     if init is None:
         draft_to_target = session.vocabulary()
-        block = HeadsBlock(HeadsShape(runner.shared_parts.hidden_size, heads, runner.shared_parts.rms_norm_eps))
+        block = HeadsBlock(HeadsShape(runner.shared_parts.hidden_size, num_heads, runner.shared_parts.rms_norm_eps))
         on_start = partial(_initialize, block, runner)
     else:
         init.check(runner)
         draft_to_target, block = init.draft_to_target_ids, init.trainable_module()
     trainer = HeadsTrainer(block, runner.shared_parts, draft_to_target, config)
-    draft_config, layers = asdict(block.shape) | {"trained_length": config.max_length}, (runner.num_layers - 1,)
-    depths = {"levels": heads, "eval_levels": heads}
-    yield from TrainingLoop(session, trainer, layers, KIND, draft_config, **depths, on_start=on_start).run()
+    draft_config = asdict(block.shape) | {"trained_length": config.max_length}
+    layers, levels = (runner.num_layers - 1,), {"levels": num_heads, "eval_levels": num_heads}
+    yield from TrainingLoop(session, trainer, layers, KIND, draft_config, **levels, on_start=on_start).run()
 
 
 def _initialize(block: HeadsBlock, runner: TargetRunner, document: Features) -> None:
-    """Initializes new heads with the target's final norm and the size of its states."""
+    """Initializes new heads with the weight of the target's final norm and the scale of the target's states."""
     # The median, because the state of the first token can be a thousand times as large as other states.
-    size = float(document.hidden.cpu().float().square().mean(-1).sqrt().median())
-    block.initialize(final_norm_weight(runner.model).cpu(), size)
+    scale = float(document.hidden.cpu().float().square().mean(-1).sqrt().median())
+    block.initialize(final_norm_weight(runner.model).cpu(), scale)

@@ -1,7 +1,7 @@
 """Trains small language models as drafts: the step with its loss (:class:`LmTrainer`), and the run (:func:`train_lm`).
 
-The input at position t is token t, the label is token t + 1. Documents are short, because the model's context is short
-in drafting too: SpecExtend (section 3) selects chunks and rotates their keys to the positions of a short context.
+The input at position t is token t, the label is token t + 1. Documents are short, because the draft never sees a long
+context: in drafting, SpecExtend (section 3) selects chunks and rotates their keys to the positions of a short one.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ class LmTrainer(DraftTrainer):
 
     def forward(self, documents: Sequence[Features], shifts: Sequence[int] = ()) -> StepOutput:
         """Returns the loss of packed documents. ``shifts`` are not used; all ``depths`` of the result are 1."""
-        pack = self.pack(documents)
-        x = self.embed(pack.gather([d.token_ids for d in documents]))
-        positions = pack.gather([d.positions for d in documents]).to(self.device)
-        attention = partial(pack.attend, attend)
-        hidden = self.run_layer(small_llama.hidden_states, self.block, x, positions, attention)
-        labels, hidden = self.labels(pack), hidden[pack.loss_indices.to(self.device)]
-        return self.output(hidden, self.target_head, labels, torch.ones_like(labels.token_ids))
+        batch = self.pack(documents)
+        embeddings = self.embed(batch.gather([d.token_ids for d in documents]))
+        positions = batch.gather([d.positions for d in documents]).to(self.device)
+        attention = partial(batch.attend, attend)
+        hidden = self.run_layer(small_llama.hidden_states, self.block, embeddings, positions, attention)
+        labels, hidden = self.make_labels(batch), hidden[batch.label_indices.to(self.device)]
+        return self.compute_loss(hidden, self.target_head, labels, torch.ones_like(labels.token_ids))
 
 
 def train_lm(config: LmConfig, progress: Progress = no_progress, stop: Stop = never_stop) -> Reports:
     """Distils a small Llama from the target; see :mod:`longdraft.training.session`."""
-    session = TrainingSession(config, 0, progress, stop)
+    session = TrainingSession(config, levels=0, progress=progress, stop=stop)  # one label suffices
     runner = session.runner
     if config.init is None:
         sizes = small_llama.small_llama_config(

@@ -1,8 +1,8 @@
 """Trains LongSpec drafts: the step with its loss (:class:`LongSpecTrainer`), and the run (:func:`train_longspec`).
 
 LongSpec, section 3.2, flash noisy training. The input at position t is token t, the label is token t + 1.
-Self-attention has a sliding window. Cross-attention sees the target's last-layer KV up to position t - j, for a random
-shift j of 1 .. ``noise``: in drafting, the newest verified key lies j positions before a node at level j of the tree.
+Self-attention has a sliding window. Cross-attention sees the target's last-layer KV up to position t - j. The shift j
+is random in 1 .. ``noise``: in drafting, the newest verified key lies j positions before a node at level j of the tree.
 """
 
 from __future__ import annotations
@@ -28,29 +28,32 @@ class LongSpecTrainer(DraftTrainer):
     block: LongSpecBlock
     level_mode = "shift"
 
-    def num_loss_tokens(self, num_tokens: int, start: int, shift: int) -> int:
+    def count_labels(self, num_tokens: int, start: int, shift: int) -> int:
         """Returns a document's number of labels. Positions below ``shift`` have none, because they see no key."""
         return num_tokens - 1 - max(start - 1, shift)
 
     def forward(self, documents: Sequence[Features], shifts: Sequence[int]) -> StepOutput:
         """Returns the loss of packed documents, with a shift j for each. ``depths`` of the result are the shifts."""
         window = self.block.shape.window
-        pack = self.pack(documents, shifts, window - 1)
-        x = self.embed(pack.gather([d.token_ids for d in documents]))
-        cos, sin = self.parts.rotary(pack.gather([d.positions for d in documents]).to(self.device))
-        self_attend = partial(pack.attend, partial(attend, window=window))
+        batch = self.pack(documents, shifts, window - 1)
+        embeddings = self.embed(batch.gather([d.token_ids for d in documents]))
+        cos, sin = self.parts.rotary(batch.gather([d.positions for d in documents]).to(self.device))
+        self_attend = partial(batch.attend, partial(attend, window=window))
 
-        def cross_attend(q: torch.Tensor) -> torch.Tensor:
-            # The last token has no label, so its KV is dropped: the queries are the last positions of the rest.
-            queries = zip(q.split(pack.loss_lengths, 1), documents, shifts, strict=True)
-            out = [attend(q, d.keys[:, :-1].to(q.device), d.values[:, :-1].to(q.device), j) for q, d, j in queries]
+        def cross_attend(queries: torch.Tensor) -> torch.Tensor:
+            out = []
+            for q, document, shift in zip(queries.split(batch.num_labels, 1), documents, shifts, strict=True):
+                # attend takes queries of the last positions of k. The last token has no label, and so no query.
+                k, v = (x[:, :-1].to(q.device) for x in (document.keys, document.values))
+                out.append(attend(q, k, v, shift))
             return torch.cat(out, 1)
 
-        in_loss = pack.loss_indices.to(self.device)
-        hidden = self.block.norm(self.run_layer(self.block, x, None, cos, sin, [self_attend], in_loss, cross_attend))
-        counts = zip(shifts, pack.loss_lengths, strict=True)
-        depths = torch.cat([torch.full((count,), shift, device=self.device) for shift, count in counts])
-        return self.output(hidden, self.target_head, self.labels(pack), depths)
+        label_indices = batch.label_indices.to(self.device)
+        # None: the block has no second input.
+        hidden = self.run_layer(self.block, embeddings, None, cos, sin, [self_attend], label_indices, cross_attend)
+        labels_of_shift = zip(shifts, batch.num_labels, strict=True)
+        depths = torch.cat([torch.full((n,), shift, device=self.device) for shift, n in labels_of_shift])
+        return self.compute_loss(self.block.norm(hidden), self.target_head, self.make_labels(batch), depths)
 
 
 def train_longspec(config: LongSpecConfig, progress: Progress = no_progress, stop: Stop = never_stop) -> Reports:
@@ -58,7 +61,7 @@ def train_longspec(config: LongSpecConfig, progress: Progress = no_progress, sto
 
     A draft in ``config.init`` keeps its sizes and vocabulary; its ``window`` may change.
     """
-    session = TrainingSession(config, config.noise, progress, stop)
+    session = TrainingSession(config, levels=config.noise, progress=progress, stop=stop)
     check_rotary(session.runner)
     if config.init is None:
         shape = LongSpecShape(**session.draft_sizes(), window=config.window, final_norm=config.final_norm)
@@ -72,6 +75,6 @@ def train_longspec(config: LongSpecConfig, progress: Progress = no_progress, sto
         if "window" in config.fields_set:
             block.shape = replace(block.shape, window=config.window)
     trainer = LongSpecTrainer(block, session.runner.shared_parts, draft_to_target, config)
-    lengths = {"trained_length": config.max_length, "trained_positions": config.max_length + config.anchor_offset}
-    draft_config = asdict(block.shape) | lengths
+    trained = {"trained_length": config.max_length, "trained_positions": config.max_length + config.anchor_offset}
+    draft_config = asdict(block.shape) | trained
     yield from TrainingLoop(session, trainer, (), KIND, draft_config, levels=config.noise, max_shift=config.noise).run()

@@ -33,7 +33,7 @@ from longdraft.training.trainer import DraftTrainer, StepOutput
 
 LOG, CHECKPOINTS, STATE = "log.jsonl", "checkpoints", "state.json"
 MAX_EVAL_DOCUMENTS = 48  # documents of a measurement: enough to compare drafts, few enough to be quick
-# Devices with a fused AdamW in torch.
+# Devices on which torch has a fused AdamW.
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 # Settings that a resumed run may change, because they do not affect the weights.
 RESUME_MAY_CHANGE = {"out", "save_every", "keep", "track", "threads", "cache", "measure_every", "device"}
@@ -41,21 +41,30 @@ RESUME_MAY_CHANGE |= {"accumulate", "recompute"}
 
 
 class BatchIndices(NamedTuple):
-    """A batch: indices of its documents, a shift j for each (flash noisy training), and the epoch, from 0."""
+    """A batch: indices of documents, a shift j for each document (flash noisy training), and the epoch, from 0."""
 
     documents: Sequence[int]
     shifts: Sequence[int]
     epoch: int = 0
 
 
-class BatchSampler:
-    """Samples the ``processes * accumulate`` batches of each step, by the seed alone.
+class ShuffledEpoch(NamedTuple):
+    """An epoch: indices of documents in random order, a shift for each, and the end of each batch in that order."""
 
-    The last batches of an epoch are dropped if they do not fill a step. An epoch without a full step has one step, with
-    as many batches as divide evenly among the processes (or none).
+    order: array[int]
+    shifts: array[int]
+    ends: array[int]
+
+
+class BatchSampler:
+    """Samples the ``num_processes * accumulate`` batches of each step, by the seed alone.
+
+    The last batches of an epoch are dropped if they do not fill a step. If all batches of an epoch do not fill a step,
+    the epoch has one step, whose number of batches is a multiple of ``num_processes`` (possibly 0).
 
     Args:
-        loss_tokens: tokens in the loss of each document. A batch has at most ``config.rows`` of them, or one document.
+        loss_tokens: number of tokens in the loss of each document. A batch has one document, or several documents with
+            at most ``config.rows`` tokens in the loss.
         max_shift: shifts are uniform in 1 .. max_shift.
 
     Attributes:
@@ -64,14 +73,19 @@ class BatchSampler:
         batches_per_step: number of batches of a step, of all processes together.
     """
 
-    def __init__(self, loss_tokens: Sequence[int], config: RunConfig, max_shift: int = 1, processes: int = 1) -> None:
-        self._loss_tokens, self._config, self._max_shift, self._processes = loss_tokens, config, max_shift, processes
-        self._epoch = lru_cache(1)(self._shuffle_epoch)
-        self.batches_per_step = per_step = processes * config.accumulate
-        counts = [max(1, len(self._epoch(i)[2]) // per_step) for i in range(math.ceil(config.epochs))]
-        if config.epochs % 1:
-            counts[-1] = max(1, int(counts[-1] * (config.epochs % 1)))
-        self.steps_per_epoch, self.steps = counts, min(sum(counts), config.max_steps or sum(counts))
+    def __init__(
+        self, loss_tokens: Sequence[int], config: RunConfig, max_shift: int = 1, num_processes: int = 1
+    ) -> None:
+        self._loss_tokens, self._config = loss_tokens, config
+        self._max_shift, self._num_processes = max_shift, num_processes
+        self._epoch = lru_cache(1)(self._shuffle_epoch)  # successive steps need the same epoch
+        self.batches_per_step = num_processes * config.accumulate
+        epochs = map(self._epoch, range(math.ceil(config.epochs)))
+        steps_per_epoch = [max(1, len(epoch.ends) // self.batches_per_step) for epoch in epochs]
+        if config.epochs % 1:  # the last epoch is a part
+            steps_per_epoch[-1] = max(1, int(steps_per_epoch[-1] * (config.epochs % 1)))
+        self.steps_per_epoch, num_steps = steps_per_epoch, sum(steps_per_epoch)
+        self.steps = min(num_steps, config.max_steps or num_steps)
 
     def batches(self, step: int) -> list[BatchIndices]:
         """Returns the batches of a step. Process i of n takes the batches i, i + n, i + 2n, ..."""
@@ -81,12 +95,12 @@ class BatchSampler:
             epoch += 1
         order, shifts, ends = self._epoch(epoch)
         first = step * self.batches_per_step
-        count = min(self.batches_per_step, len(ends) - first) // self._processes * self._processes
-        slices = [slice(ends[i - 1] if i else 0, ends[i]) for i in range(first, first + count)]
+        num_batches = min(self.batches_per_step, len(ends) - first) // self._num_processes * self._num_processes
+        slices = [slice(ends[i - 1] if i else 0, ends[i]) for i in range(first, first + num_batches)]
         return [BatchIndices(order[part], shifts[part], epoch) for part in slices]
 
-    def _shuffle_epoch(self, epoch: int) -> tuple[array[int], array[int], array[int]]:
-        """Shuffles an epoch's documents. Returns their order, their shifts, and the end of each batch."""
+    def _shuffle_epoch(self, epoch: int) -> ShuffledEpoch:
+        """Shuffles an epoch's documents, and divides them into batches."""
         rng = random.Random(f"{self._config.seed}/{epoch}")
         order = array("i", range(len(self._loss_tokens)))
         rng.shuffle(order)
@@ -97,61 +111,44 @@ class BatchSampler:
                 filled = 0
             filled += self._loss_tokens[i]
         ends.append(len(order))
-        return order, array("i", (rng.randint(1, self._max_shift) for _ in order)), ends
+        return ShuffledEpoch(order, array("i", (rng.randint(1, self._max_shift) for _ in order)), ends)
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """The metrics of a step, over all processes.
+    """The metrics of a step, over all processes."""
 
-    Attributes:
-        step, steps: number of this step, from 1, and of the run's last step.
-        loss: mean over the tokens in the loss, in nats.
-        agreement: share of the tokens in the loss that are the draft's first choice, by level 1, 2, ...
-        tokens_per_second: tokens in the loss (without prompts) / seconds of the step, without measurements.
-        simulated: simulated acceptance on held-out documents; None if this step did not measure it.
-    """
-
-    step: int
-    steps: int
-    loss: float
+    step: int  # number of this step, from 1
+    steps: int  # number of steps of the run
+    loss: float  # mean over the tokens in the loss, in nats
     lr: float
-    agreement: dict[int, float]
-    tokens_per_second: float
-    simulated: SimulatedAcceptance | None = None
+    agreement: dict[int, float]  # share of the tokens in the loss that are the draft's first choice, by level
+    tokens_per_second: float  # tokens in the loss (without prompts) / seconds of the step, without measurements
+    simulated: SimulatedAcceptance | None = None  # on held-out documents; None: not measured at this step
 
 
 Reports = Iterator[StepReport]
 
 
 class TrainingLoop:
-    """Trains a draft on a session's documents, and writes log, checkpoints and drafts.
+    """Trains a draft on a session's documents, and writes log, checkpoints and drafts. Raises PromptError if the data
+    make fewer batches than there are processes.
 
     Args:
         layers: decoder layers whose output states the draft reads; (): the last layer's KV; None: token ids alone.
         kind: name of the draft's kind.
         draft_config: entries of the draft's config.json that its kind needs.
-        levels, eval_levels: largest depth in the trainer's results, and depth of simulated acceptance.
+        levels: largest depth in the trainer's results.
+        eval_levels: depth of simulated acceptance.
         max_shift: largest shift of a document.
         on_start: called with the features of the first document before the first step.
-
-    Raises:
-        PromptError: the data make fewer batches than there are processes.
     """
 
     def __init__(
-        self,
-        session: TrainingSession,
-        trainer: DraftTrainer,
-        layers: tuple[int, ...] | None,
-        kind: str,
-        draft_config: Mapping[str, Any],
-        *,
-        levels: int,
-        eval_levels: int = EVAL_DEPTH,
-        max_shift: int = 1,
+        self, session: TrainingSession, trainer: DraftTrainer, layers: tuple[int, ...] | None, kind: str,
+        draft_config: Mapping[str, Any], *, levels: int, eval_levels: int = EVAL_DEPTH, max_shift: int = 1,
         on_start: Callable[[Features], None] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         config, accelerator, held_out = session.config, session.accelerator, session.held_out
         self.session, self.config, self.accelerator, self.trainer = session, config, accelerator, trainer
         self.kind, self.draft_config = kind, {"base_model": hub.base_model_name(config.target), **draft_config}
@@ -167,12 +164,13 @@ class TrainingLoop:
         usable = [i for i, (length, start, masked) in enumerate(sizes) if length - start - masked > eval_levels]
         if config.held_out and not usable:
             raise PromptError(f"No held-out document has more than {eval_levels} tokens in the loss: raise held_out.")
-        stride = max(1, len(usable) // MAX_EVAL_DOCUMENTS)
+        stride = max(1, len(usable) // MAX_EVAL_DOCUMENTS)  # evenly spread over the data
         self.held_out = [held_out[i] for i in usable[::stride][:MAX_EVAL_DOCUMENTS]]
-        loss_tokens = array("i", (self._num_loss_tokens(i, 0) for i in range(len(self._documents))))
-        self.sampler = BatchSampler(loss_tokens, config, max_shift, processes := accelerator.num_processes)
+        loss_tokens = array("i", (self._count_loss_tokens(i, 0) for i in range(len(self._documents))))
+        self.sampler = BatchSampler(loss_tokens, config, max_shift, accelerator.num_processes)
         if not self.sampler.batches(0):
-            raise PromptError(f"The data make fewer batches than {processes} processes: give more text, or lower rows.")
+            problem = f"The data make fewer batches than {accelerator.num_processes} processes"
+            raise PromptError(f"{problem}: give more text, or lower rows.")
         weights, betas = list(trainer.parameters()), (config.betas[0], config.betas[1])
         groups: list[dict[str, Any]] = [
             {"params": [p for p in weights if p.ndim > 1], "weight_decay": config.weight_decay},
@@ -186,9 +184,8 @@ class TrainingLoop:
         self._simulated: SimulatedAcceptance | None = None
 
     def run(self) -> Reports:
-        """Trains to the end and yields a report for each step, the same in every process.
-
-        If ``session.stop()`` returns True in any process, all processes write a checkpoint and end.
+        """Trains to the end and yields a report for each step, the same in every process. If ``session.stop()`` returns
+        True in any process, all processes write a checkpoint and end.
 
         Raises:
             CheckpointError: a checkpoint is damaged or of other settings or data, or the disk is full.
@@ -225,42 +222,45 @@ class TrainingLoop:
             for tracker in accelerator.trackers:
                 tracker.finish()
 
-    def _num_loss_tokens(self, i: int, shift: int) -> int:
-        """Returns the number of tokens in the loss of document i with a shift."""
-        d = self._documents
-        return self.trainer.num_loss_tokens(d.lengths[i], d.starts[i], shift) - d.masked_counts[i]
+    def _count_loss_tokens(self, i: int, shift: int) -> int:
+        """Returns the number of labels of document i, with a shift, that count in the loss."""
+        documents = self._documents
+        num_labels = self.trainer.count_labels(documents.lengths[i], documents.starts[i], shift)
+        return num_labels - documents.masked_counts[i]
 
     def _features(self, i: int, epoch: int) -> Features:
+        """Returns the features of document i with the anchor-offset of an epoch. The cache has those of epoch 0."""
         offset = self.session.anchor_offset
         return self._reader.read(self._documents[i], offset(i, epoch), cached_offset=offset(i, 0))
 
     def _step(self) -> StepReport:
         """Takes a step of the optimizer, and measures simulated acceptance if a measurement is due."""
         started, config, steps = time.perf_counter(), self.config, self.sampler.steps
-        world, levels = self.accelerator.num_processes, self.levels
+        num_processes, levels = self.accelerator.num_processes, self.levels
         lr = learning_rate(self.step, steps, config)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         batches = self.sampler.batches(self.step)
-        # Every process counts the tokens of all processes, which needs no communication before the backward pass.
-        count = sum(self._num_loss_tokens(i, j) for b in batches for i, j in zip(b.documents, b.shifts, strict=True))
-        local_batches = batches[self.accelerator.process_index :: world]
-        # (the loss, the correct tokens of each level, the tokens of each level)
+        # Every process counts the tokens in all processes' batches, so that the counts need not be communicated.
+        pairs = (pair for batch in batches for pair in zip(batch.documents, batch.shifts, strict=True))
+        loss_tokens = sum(self._count_loss_tokens(i, shift) for i, shift in pairs)
+        local_batches = batches[self.accelerator.process_index :: num_processes]
+        # The loss, then the number of correct tokens of each level, then the number of tokens of each level.
         sums = torch.zeros(1 + 2 * levels, dtype=torch.float64)
         self.module.train()
         for batch in local_batches:
             documents = [self._features(i, batch.epoch) for i in batch.documents]
             with nullcontext() if batch is local_batches[-1] else self.accelerator.no_sync(self.module):
                 out: StepOutput = self.module(documents, batch.shifts)
-                # DDP averages gradients over processes. The factor ``world`` makes the average a sum.
-                self.accelerator.backward(out.loss * (world / count))
-            correct, mask = out.ranks == 0, slice(None) if out.loss_mask is None else out.loss_mask
-            depths = out.depths[mask][correct[mask]], out.depths[mask]
-            counts = (d.cpu().bincount(minlength=levels + 1)[1:] for d in depths)
-            sums += torch.cat([out.loss.detach().cpu()[None], *counts])  # not every device has float64
-        if world > 1:
-            sums = self._all_reduce(sums.float()).double()
-        loss = float(sums[0]) / count
+                # DDP averages gradients over processes. The factor ``num_processes`` makes the average a sum.
+                self.accelerator.backward(out.loss * (num_processes / loss_tokens))
+            mask = slice(None) if out.loss_mask is None else out.loss_mask
+            depths, is_correct = out.depths[mask], (out.ranks == 0)[mask]
+            counts = (d.cpu().bincount(minlength=levels + 1)[1:] for d in (depths[is_correct], depths))
+            sums += torch.cat([out.loss.detach().cpu()[None], *counts])
+        if num_processes > 1:
+            sums = self._all_reduce(sums.float()).double()  # not every device has float64
+        loss = float(sums[0]) / loss_tokens
         norm = float(self.accelerator.clip_grad_norm_(self.module.parameters(), config.clip))
         for name, value in (("loss", loss), ("gradient's norm", norm)):
             if not math.isfinite(value):
@@ -268,10 +268,10 @@ class TrainingLoop:
                 raise NumericalError(f"{problem}. Lower lr: the last checkpoint is kept.")
         self.optimizer.step()
         self.optimizer.zero_grad()
-        speed = count / (time.perf_counter() - started)
+        speed = loss_tokens / (time.perf_counter() - started)
         self.step += 1
         num_correct, num_tokens = sums[1:].view(2, levels).tolist()
-        agreement = {j + 1: num_correct[j] / num_tokens[j] for j in range(levels) if num_tokens[j]}
+        agreement = {i + 1: num_correct[i] / num_tokens[i] for i in range(levels) if num_tokens[i]}
         due = self.step == steps or _due(self.step, config.measure_every)
         return StepReport(self.step, steps, loss, lr, agreement, speed, self._measure() if due else None)
 
@@ -280,7 +280,8 @@ class TrainingLoop:
         if not self.held_out:
             return None
         self.module.eval()
-        # Every process measures all documents. Sums over processes are equal in all, even if their rounding differs.
+        # Every process measures all documents. The results may differ by rounding; the sum over processes does not. So
+        # all processes agree on which draft is the best.
         held_out = map(self._reader.read, self.held_out)
         simulated = simulate(self.module, held_out, self.eval_levels, self.trainer.level_mode, self._all_reduce)
         self._simulated = simulated
@@ -295,6 +296,7 @@ class TrainingLoop:
         return total.cpu()
 
     def _save_draft(self, *names: str) -> None:
+        """Writes the draft to the folders ``names`` in the run's folder."""
         weights = self.accelerator.get_state_dict(self.module)  # in every process, because each may hold a shard
         if self.accelerator.is_main_process:
             tensors = {name.removeprefix("block."): t for name, t in weights.items()}
@@ -343,7 +345,7 @@ class TrainingLoop:
             values |= {"simulated/chain": report.simulated.chain, "simulated/tree": report.simulated.tree}
         self.accelerator.log(values, report.step)
 
-    # --- checkpoints: folders, complete once they hold the state file; all processes must see the same disk ---
+    # --- checkpoints: a folder is complete once it holds the state file; all processes must see the same disk ---
 
     def _checkpoints(self) -> list[Path]:
         """Returns the folders of complete checkpoints, oldest first."""
@@ -368,25 +370,24 @@ class TrainingLoop:
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        """Settings and data, as JSON values. A checkpoint and the run that resumes from it must have the same."""
+        """Settings and data, as JSON values. They must be equal in a checkpoint and in the run that resumes from it."""
         config = {name: value for name, value in self.config.as_dict().items() if name not in RESUME_MAY_CHANGE}
         data = {"documents": self._documents.digest(), "width": self.sampler.batches_per_step}
         return dict(json.loads(json.dumps({"config": config, "steps": self.sampler.steps, **data})))
 
     def _resume(self) -> None:
-        """Loads the newest checkpoint, if there is one. Raises CheckpointError if it is damaged, or has other settings
-        or data. A finished run may continue with more epochs or steps.
-        """
+        """Loads the newest checkpoint, if there is one. A finished run may continue with more epochs or steps.
+        Raises CheckpointError if the checkpoint is damaged, or belongs to a run with other settings or data."""
         for path in self._checkpoints()[-1:]:
             with file_errors(path, f"The checkpoint {path} cannot be read", "Delete it to resume from the one before."):
                 state, identity = read_json(path / STATE), self._identity
-                # A setting that an old checkpoint lacks had its default.
+                # Settings that an old checkpoint lacks did not exist then: the run had the defaults.
                 saved = {f.name: f.default for f in dataclasses.fields(self.config)} | state["config"] | state
                 current = identity | identity["config"]
                 is_extended = state["step"] == state["steps"] < self.sampler.steps
                 names = sorted({*current} - {"config"} - ({"epochs", "max_steps", "steps"} if is_extended else set()))
-                pairs = {n: (saved.get(n), current[n]) for n in names if saved.get(n) != current[n]}
-                differences = [f"{n}: {old} there, {new} here" for n, (old, new) in pairs.items()]
+                changed = [name for name in names if saved.get(name) != current[name]]
+                differences = [f"{name}: {saved.get(name)} there, {current[name]} here" for name in changed]
                 if differences:
                     problem = f"{self.out} holds a run with other settings or data ({'; '.join(differences)})"
                     raise CheckpointError(f"{problem}. Give another `out`, or delete its checkpoints.")
@@ -395,6 +396,7 @@ class TrainingLoop:
 
 
 def _due(step: int, every: int) -> bool:
+    """True if ``step`` is a multiple of ``every``; 0: never."""
     return every > 0 and step % every == 0
 
 

@@ -2,6 +2,8 @@
 
 With a chunk's logits, the forward pass also computes the gradients of the chunk's hidden states, and of the head if the
 head is trained. The backward pass only needs these gradients (as in Liger-Kernel).
+
+Shapes: N tokens; W ids in the draft's vocabulary.
 """
 
 from __future__ import annotations
@@ -10,48 +12,42 @@ from typing import Any, NamedTuple
 
 import torch
 
-LOGITS_CHUNK = 512  # tokens
+LOGITS_CHUNK = 512  # tokens whose logits are in memory at once
 
 
 class TargetDistribution(NamedTuple):
-    """The target's distribution over the draft's vocabulary: softmax(softcap(scale * state W^T)).
+    """The target's distribution over the draft's vocabulary: softmax(softcap(scale * state @ head.T))."""
 
-    Attributes:
-        states: (M, hidden size) last hidden states, after the final norm.
-        state_indices: (N,) for each label, the row of its state.
-        head: (V, hidden size) rows of the target's head for the draft's vocabulary, in the dtype of matrix products.
-        scale, softcap: factor and softcap of the target's logits; softcap None: no cap.
-    """
+    states: torch.Tensor  # (number of states, hidden size) last hidden states, after the final norm
+    state_indices: torch.Tensor  # (N,) for each label, the row of its state
+    head: torch.Tensor  # (W, hidden size) rows of the target's head for the draft's vocabulary, in the products' dtype
+    scale: float = 1.0  # factor of the target's logits
+    softcap: float | None = None  # soft cap of the target's logits; None: no cap
 
-    states: torch.Tensor
-    state_indices: torch.Tensor
-    head: torch.Tensor
-    scale: float = 1.0
-    softcap: float | None = None
-
-    def probabilities(self, tokens: slice, products: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Writes the probabilities of some labels to ``out`` (n, V) float32. ``products``: scratch, head's dtype."""
+    def write_probabilities(self, tokens: slice, products: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Writes the probabilities of a slice of n tokens to ``out`` (n, W), float32, and returns ``out``.
+        ``products`` (n, W) is scratch memory in the dtype of ``head``."""
         states = self.states[self.state_indices[tokens]].to(self.head.dtype)
-        z = out.copy_(torch.mm(states, self.head.T, out=products)).mul_(self.scale)
+        logits = out.copy_(torch.mm(states, self.head.T, out=products)).mul_(self.scale)
         if self.softcap is not None:
-            z.div_(self.softcap).tanh_().mul_(self.softcap)
-        return torch.softmax(z, -1, out=z)
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return torch.softmax(logits, -1, out=logits)
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
-    """Loss = -(sum over tokens of a log softmax(z)_label + b sum over k of p_k log softmax(z)_k), with z = h W^T.
-    ``weights`` (N, 2) are a and b of each token, p is the target's distribution."""
+    """Cross-entropy of log_p = log_softmax(hidden @ head.T), summed over tokens:
+
+        loss = -(hard * log_p[label] + soft * sum over ids k of p[k] * log_p[k])
+
+    hard and soft are the two columns of ``weights`` (N, 2), and p is the target's distribution. The arguments are those
+    of :func:`soft_cross_entropy`.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        head: torch.Tensor,
-        labels: torch.Tensor,
-        weights: torch.Tensor,
-        target: TargetDistribution | None,
-        chunk: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx: Any, hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor,
+        target: TargetDistribution | None, chunk: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_head = torch.zeros(head.shape, device=head.device) if ctx.needs_input_grad[1] else None
@@ -65,25 +61,25 @@ class _SoftCrossEntropy(torch.autograd.Function):
         part_rows = LOGITS_CHUNK if head.device.type == "cpu" else len(head)
         for start in range(0, hidden.shape[0], chunk):
             tokens = slice(start, start + chunk)
-            h = hidden[tokens].to(head.dtype)
-            (hard, soft), i, n = weights[tokens].split(1, 1), labels[tokens, None], len(h)
-            z = logits[:n].copy_(torch.mm(h, head.T, out=products[:n]))
+            states = hidden[tokens].to(head.dtype)
+            (hard, soft), label, n = weights[tokens].split(1, 1), labels[tokens, None], len(states)
+            z = logits[:n].copy_(torch.mm(states, head.T, out=products[:n]))
             # A tie or NaN counts as wrong. torch.lt writes floats, because a CPU sums booleans ten times slower.
-            ranks[tokens] = len(head) - 1 - torch.lt(z, z.gather(1, i), out=scratch[:n]).sum(-1).long()
+            ranks[tokens] = len(head) - 1 - torch.lt(z, z.gather(1, label), out=scratch[:n]).sum(-1).long()
             log_p = torch.log_softmax(z, -1, out=scratch[:n])
-            loss -= (hard * log_p.gather(1, i)).sum()
-            p = None if target is None else target.probabilities(tokens, products[:n], z)
+            loss -= (hard * log_p.gather(1, label)).sum()
+            p = None if target is None else target.write_probabilities(tokens, products[:n], z)
             if p is not None:
                 loss -= (soft * torch.bmm(p[:, None], log_p[:, :, None])[:, 0]).sum()
             if grad_hidden is None and grad_head is None:
                 continue
-            # The gradient of the logits: (a + b) softmax(z) - a onehot(label) - b p.
-            g = log_p.exp_().mul_(hard + soft).scatter_add_(1, i, -hard)
-            g = products[:n].copy_(g if p is None else g.sub_(p.mul_(soft)))
+            # The gradient of the logits: (hard + soft) * softmax(z) - hard * onehot(label) - soft * p.
+            grad_z = log_p.exp_().mul_(hard + soft).scatter_add_(1, label, -hard)
+            grad_z = products[:n].copy_(grad_z if p is None else grad_z.sub_(p.mul_(soft)))
             if grad_hidden is not None:
-                grad_hidden[tokens] = g @ head
+                grad_hidden[tokens] = grad_z @ head
             if grad_head is not None and chunk_grad is not None:
-                torch.mm(g.T, h, out=chunk_grad)
+                torch.mm(grad_z.T, states, out=chunk_grad)
                 for total, part in zip(grad_head.split(part_rows), chunk_grad.split(part_rows), strict=True):
                     total += part
         ctx.save_for_backward(grad_hidden, grad_head)
@@ -94,38 +90,35 @@ class _SoftCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_hidden, grad_head = ctx.saved_tensors
-        factor = grads[0]
+        factor = grads[0]  # the gradient of the loss; ranks have none
         return (
             None if grad_hidden is None else grad_hidden * factor.to(grad_hidden.dtype),
             None if grad_head is None else (grad_head * factor).to(ctx.head_dtype),
-            *[None] * 4,
+            *[None] * 4,  # labels, weights, target and chunk
         )
 
 
 def soft_cross_entropy(
-    hidden: torch.Tensor,
-    head: torch.Tensor,
-    labels: torch.Tensor,
-    weights: torch.Tensor | float = 1.0,
-    target: TargetDistribution | None = None,
-    distill: float = 0.0,
-    chunk: int = LOGITS_CHUNK,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy with the text's tokens and with the target's distribution, summed over N tokens.
+    hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | float = 1.0,
+    target: TargetDistribution | None = None, distill: float = 0.0, chunk: int = LOGITS_CHUNK,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Computes the cross-entropy with the text's tokens and with the target's distribution, summed over tokens.
 
     Args:
-        hidden: (N, hidden size).
-        head: (V, hidden size), frozen or trained, bfloat16 or float32: the dtype of matrix products. Log-sum-exp and
+        hidden: (N, hidden size) states of the draft.
+        head: (W, hidden size), frozen or trained, bfloat16 or float32: the dtype of matrix products. Log-sum-exp and
             sums are float32.
         labels: (N,) draft ids of the text's next tokens; -1 for a token that the draft's vocabulary lacks.
         weights: (N,), the weight of each token.
+        target: the target's distribution; None if ``distill`` is 0.
         distill: share of the loss that is the cross-entropy with ``target``.
+        chunk: number of tokens whose logits are in memory at once.
 
     Returns:
         The loss, a scalar, and (N,) the rank of each label: how many other ids have a logit at least as large.
     """
-    if not torch.is_grad_enabled():  # an autograd function's forward cannot see that, and would compute gradients
+    if not torch.is_grad_enabled():  # an autograd function's forward cannot see this, and would compute gradients
         hidden, head = hidden.detach(), head.detach()
     token_weights = (torch.ones_like(labels) * weights).float()
-    hard_soft = torch.stack([token_weights * (1 - distill) * (labels >= 0), token_weights * distill], 1)
-    return _SoftCrossEntropy.apply(hidden, head, labels.clamp_min(0), hard_soft, target, chunk)
+    hard, soft = token_weights * (1 - distill) * (labels >= 0), token_weights * distill
+    return _SoftCrossEntropy.apply(hidden, head, labels.clamp_min(0), torch.stack([hard, soft], 1), target, chunk)

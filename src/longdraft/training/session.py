@@ -48,16 +48,18 @@ def never_stop() -> bool:
 
 class TrainingSession:
     """The accelerator, the target, and the documents of a run.
+    Raises CapabilityError if a tracker is not installed, or unknown to accelerate.
 
     Args:
-        levels: number of drafted tokens. A document must have more tokens in the loss.
+        levels: number of drafted tokens. A document must have more tokens in the loss than ``levels``.
+        progress: called with messages before the first step.
+        stop: called after each step; if it returns True, the run ends.
 
     Attributes:
+        tokenizer: the target's tokenizer.
+        runner: runs the target.
         train_documents: the documents to train on.
         held_out: the documents to measure on.
-
-    Raises:
-        CapabilityError: a tracker is not installed, or accelerate does not know it.
     """
 
     def __init__(self, config: RunConfig, levels: int, progress: Progress = no_progress, stop: Stop = never_stop):
@@ -77,13 +79,14 @@ class TrainingSession:
             kwargs_handlers=[InitProcessGroupKwargs(timeout=PROCESS_TIMEOUT)],
         )
         device = accelerator.device if accelerator.num_processes > 1 or not config.device else config.device
-        factor, skipped = config.target_rope_factor, SkipCounts()
+        rope_factor = config.target_rope_factor
         with accelerator.main_process_first():  # one process downloads the model and compiles kernels
             loaded = load(
-                config.target, dtype=config.target_dtype, device=device, rope_factor=factor, progress=progress
+                config.target, dtype=config.target_dtype, device=device, rope_factor=rope_factor, progress=progress
             )
         model, self.tokenizer = loaded
         self.runner = runner = TargetRunner(model)
+        skipped = SkipCounts()
         documents = dataset.read_dataset(
             config.data, self.tokenizer, skipped, runner.vocab_size, config.template_kwargs
         )
@@ -92,7 +95,7 @@ class TrainingSession:
         progress(f"{len(self.train_documents):,} documents, {len(self.held_out):,} held out; left out: {skipped}")
 
     def draft_sizes(self) -> dict[str, Any]:
-        """Returns the sizes of a new draft's block, which are the target's."""
+        """Returns the sizes of a new draft's block. They equal the target's, but for the MLP if the settings say so."""
         parts, kv = self.runner.shared_parts, self.runner.kv_shape
         return {
             "hidden_size": parts.hidden_size,
@@ -104,7 +107,7 @@ class TrainingSession:
         }
 
     def vocabulary(self) -> torch.Tensor | None:
-        """Returns the target ids of a new draft's vocabulary; None: all."""
+        """Returns the target ids of a new draft's vocabulary; None: all target ids."""
         config, runner = self.config, self.runner
         if config.vocabulary is None or config.vocabulary >= runner.vocab_size:
             return None

@@ -1,4 +1,7 @@
-"""One attention layer of vLLM's target: its paged KV cache, and the queries that vLLM computes."""
+"""Reads keys, values and queries of one attention layer of vLLM's target.
+
+vLLM calls a page of its KV cache a block. ``block_size`` is the number of tokens in a page.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ _VEC_PACKING = "vec"
 
 
 class AttentionLayer:
-    """Reads the KV cache of a decoder layer in vLLM.
+    """Reads the KV cache of a decoder layer in vLLM. Raises CapabilityError if the model has no such layer.
 
-    A page has (kv_heads, block_size, 2 head_dim) numbers. On a GPU (FlashAttention, Triton, FlexAttention) each token's
-    value follows its key. On a CPU with packing "vec", in float32, a head has its keys as (head_dim, block_size), then
-    its values as (block_size, head_dim).
+    The cache has the shape (pages, kv_heads, block_size, 2 * head_dim). On a GPU (FlashAttention, Triton,
+    FlexAttention) a token's value follows the token's key. On a CPU with packing "vec", in float32, a page has for each
+    head all keys as (head_dim, block_size), then all values as (block_size, head_dim).
 
     Args:
         config: vLLM's ``VllmConfig``.
@@ -28,9 +31,6 @@ class AttentionLayer:
     Attributes:
         name: vLLM's name of the attention module.
         attention: the attention module.
-
-    Raises:
-        CapabilityError: the model has no such layer.
     """
 
     def __init__(self, config: Any, index: int) -> None:
@@ -47,15 +47,14 @@ class AttentionLayer:
         self._layout_checked = False
 
     def read(self, runner: Any, req_index: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values (kv_heads, stop - start, head_dim) of a request.
+        """Returns keys and values (kv_heads, stop - start, head_dim) of a request.
+        Raises CapabilityError if the layout of the cache is not supported.
 
         Args:
             runner: vLLM's model runner.
             req_index: the request's index in vLLM's input batch.
-            start, stop: the first position, and the position after the last.
-
-        Raises:
-            CapabilityError: the cache has a layout that cannot be read here.
+            start: the first position.
+            stop: the position after the last one.
         """
         cache: torch.Tensor = self.attention.kv_cache
         if not self._layout_checked:
@@ -75,19 +74,20 @@ class AttentionLayer:
         packing = getattr(self.attention, "isa", _VEC_PACKING)
         if cache.device.type == "cpu" and (packing != _VEC_PACKING or cache.dtype != torch.float32):
             raise CapabilityError(
-                f"vLLM packs this CPU's KV cache for {packing} in {cache.dtype}, which cannot be read here: serve in "
+                f"vLLM packs this CPU's KV cache for {packing} in {cache.dtype}, which longdraft cannot read: serve in "
                 "float32 (--dtype float32), or use longdraft_engines.vllm.Lookup."
             )
+        # A page of another attention backend has another number of dimensions; fp8 takes one byte.
         if cache.dim() != 4 or not cache.dtype.is_floating_point or cache.dtype.itemsize < 2:
             raise CapabilityError(
-                f"A KV cache of {tuple(cache.shape)} in {cache.dtype} cannot be read here: use "
+                f"longdraft cannot read a KV cache of {tuple(cache.shape)} in {cache.dtype}: use "
                 "longdraft_engines.vllm.Lookup."
             )
         self._layout_checked = True
 
 
 def read_interleaved_pages(cache: Tensor, block_ids: Tensor, block_offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values (n, kv_heads, head_dim) of n tokens from pages (pages, kv_heads, block_size, 2 head_dim).
+    """Returns keys and values (n, kv_heads, head_dim) of n tokens from a GPU's cache; see :class:`AttentionLayer`.
 
     Args:
         block_ids: (n,) the page of each token.
@@ -98,19 +98,19 @@ def read_interleaved_pages(cache: Tensor, block_ids: Tensor, block_offsets: Tens
 
 
 def read_vec_pages(cache: Tensor, block_ids: Tensor, block_offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`read_interleaved_pages` for pages with the CPU backend's packing "vec"."""
-    pages, heads, block_size, kv_size = cache.shape  # kv_size: 2 head_dim
+    """Returns what :func:`read_interleaved_pages` returns, from a CPU's cache with packing "vec"."""
+    pages, heads, block_size, head_dim = *cache.shape[:3], cache.shape[3] // 2
     keys, values = cache.view(pages, heads, 2, -1).unbind(2)
-    keys = keys.view(pages, heads, kv_size // 2, block_size)
-    values = values.view(pages, heads, block_size, kv_size // 2)
+    keys = keys.view(pages, heads, head_dim, block_size)
+    values = values.view(pages, heads, block_size, head_dim)
     return keys[block_ids, :, :, block_offsets], values[block_ids, :, block_offsets]
 
 
 class StepQueries:
-    """A layer's queries, after RoPE, of the tokens that vLLM computed in its last step.
+    """Keeps a layer's queries, after RoPE, of the tokens that vLLM computed in its last step.
 
-    Wraps the implementation of the layer's attention, which vLLM's compiled models and CUDA graphs call as one opaque
-    operation. The wrapper copies the queries to a fixed buffer, so that replays of a graph copy them too.
+    Replaces the forward of the layer's attention, which vLLM's compiled models and CUDA graphs call as one opaque
+    operation. The new forward copies the queries to a fixed buffer, so that replays of a graph copy them too.
     """
 
     def __init__(self, layer: AttentionLayer, device: torch.device) -> None:
@@ -128,16 +128,17 @@ class StepQueries:
         self._buffer = buffer
 
     def read(self, runner: Any, req_index: int, stop: int, num_positions: int) -> torch.Tensor | None:
-        """Queries (heads, n, head_dim) of a request at the ``num_positions`` positions before ``stop``.
+        """Returns queries (heads, n, head_dim) of a request at the last n positions before ``stop``.
 
-        n is smaller if the step computed fewer of these positions. Returns None if it did not compute ``stop - 1``.
+        n is ``num_positions``, or the number of these positions that the step computed if that is smaller. Returns None
+        if the step did not compute position ``stop - 1``.
 
         Args:
             runner: vLLM's model runner, after the step.
             req_index: the request's index in vLLM's input batch.
         """
         first = int(runner.input_batch.num_computed_tokens_cpu[req_index])  # position of the step's first token
-        # Where the request's queries are in the buffer.
+        # start_loc, end_loc: where the request's queries are in the buffer.
         start_loc, end_loc = runner.query_start_loc.np[req_index : req_index + 2].tolist()
         if not first < stop <= first + end_loc - start_loc:
             return None

@@ -9,10 +9,10 @@ from longdraft_engines.vllm.proposer import Proposer
 
 
 class Lookup(Proposer):
-    """Drafts without a draft model and without reading the target, so for any model and attention backend.
+    """Drafts from token ids alone. So it works with any model and any attention backend.
 
-    Options: ``min_n``, ``max_n`` (lengths of matches); ``earlier`` (also search this many tokens of all tenants' ended
-    requests: leave it at 0 if tenants must not learn of each other).
+    Options: ``min_n`` and ``max_n``, the shortest and longest match; ``earlier``, the number of tokens of ended
+    requests that are searched too. Leave ``earlier`` at 0 if tenants must not learn of each other.
     """
 
     @staticmethod
@@ -21,5 +21,6 @@ class Lookup(Proposer):
 
     def load_model(self, model: Any) -> None:
         del model
-        k = self.num_speculative_tokens
-        self.drafter = SuffixDrafter(max_draft=k, max_nodes=k, branches=1, **self.options)  # one branch: a chain
+        num_tokens = self.num_speculative_tokens
+        # One branch makes a chain.
+        self.drafter = SuffixDrafter(max_draft=num_tokens, max_nodes=num_tokens, branches=1, **self.options)

@@ -21,35 +21,36 @@ from longdraft.trees.tree import TokenTree
 class TrackedRequest:
     """A request that gets drafts."""
 
-    sequence: Sequence
-    req_index: int = -1  # index in vLLM's input batch in this step
-    new_token_ids: tuple[int, ...] = ()  # tokens of this step
-    is_new: bool = True  # the drafter has not observed the request yet
-    # Queries of this step, if the drafter needs any: see longdraft.engine.round_result.RoundResult.
-    queries: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    sequence: Sequence  # the request as longdraft's drafters see it
+    req_index: int = -1  # the request's index in vLLM's input batch in this step
+    new_token_ids: tuple[int, ...] = ()  # the tokens that this step added
+    is_new: bool = True  # True until the drafter has observed the request
+    queries: Mapping[int, torch.Tensor] = field(default_factory=dict)  # of this step; see :attr:`RoundResult.queries`
 
     @property
     def num_computed_tokens(self) -> int:
-        """Number of tokens with KV in vLLM's cache: all but the newest."""
+        """Number of tokens with KV in vLLM's cache: all but the newest token."""
         return len(self.sequence.prompt) + len(self.sequence.output) - 1
 
 
 class Proposer(ABC):
-    """Proposes drafts inside vLLM, in place of its own proposer.
+    """Proposes drafts inside vLLM, in place of vLLM's own proposer.
 
     Tracks requests by vLLM's ids. A request that is missing from a step's batch (ended, aborted, preempted) is dropped.
-    If it comes back, it is tracked as a new request, whose prompt is all its tokens so far.
+    A preempted request that continues is tracked as a new request, whose prompt is all its tokens so far.
 
-    Drafted tokens are the most probable ones, for sampled text too. vLLM accepts a drafted token with its probability
-    under the target, which keeps the target's distribution if drafts are not sampled.
+    Drafted tokens are the most probable ones, for sampled text too. As drafts are not sampled, the output keeps the
+    target's distribution if vLLM accepts a drafted token with the token's probability under the target.
 
     Args:
         config: vLLM's ``VllmConfig``.
 
     Attributes:
         drafter: longdraft's drafter, made by :meth:`load_model`.
+        options: the drafter's options by name, defaults included.
         runner: vLLM's model runner; :mod:`~longdraft_engines.vllm.plugin` sets it.
         max_model_len: limit of a request's tokens, prompt and output.
+        free_slots: slots of the drafter's memory that no request has.
     """
 
     drafter: Drafter
@@ -72,20 +73,20 @@ class Proposer(ABC):
 
     @staticmethod
     def default_options() -> dict[str, Any]:
-        """The options and their defaults."""
+        """Returns the options with their defaults."""
         return {}
 
     @property
     def slots(self) -> int:
-        """Number of requests that can get drafts at a time; all others get none."""
+        """Number of requests that can get drafts at a time. Further requests get no drafts."""
         return int(self.config.scheduler_config.max_num_seqs)
 
     @abstractmethod
     def load_model(self, model: Any) -> None:
-        """Makes the drafter. vLLM calls it with the loaded target."""
+        """Makes the drafter. vLLM calls this method with the loaded target."""
 
     def prepare(self, requests: list[TrackedRequest]) -> None:
-        """Copies the target's KV and queries that the drafter reads. Called before each step's drafts."""
+        """Copies the target's KV and queries that the drafter reads. Called in each step before drafting."""
         del requests
 
     @torch.inference_mode()
@@ -93,7 +94,7 @@ class Proposer(ABC):
         self, sampled_token_ids: list[list[int]], num_tokens_no_spec: NDArray[Any], token_ids_cpu: NDArray[Any],
         slot_mappings: Any = None,
     ) -> list[list[int]]:  # fmt: skip
-        """Drafted tokens for each request of vLLM's input batch.
+        """Returns drafted tokens for each request of vLLM's input batch.
 
         Args:
             sampled_token_ids: the new tokens of each request; [] during its prefill.
@@ -126,13 +127,14 @@ class Proposer(ABC):
             trees = self.drafter.propose([request.sequence for request in requests])
             for request, tree in zip(requests, trees, strict=True):
                 max_drafted = max(0, min(self.num_speculative_tokens, request.sequence.remaining - 1))
-                drafts[request.req_index] = list(tree.tokens[1 : 1 + max_drafted])
+                drafts[request.req_index] = list(tree.tokens[1 : 1 + max_drafted])  # without the root
         return drafts
 
     def _track(self, req_id: str, req_index: int, token_ids: NDArray[Any], num_new: int) -> TrackedRequest | None:
-        """The request, updated by its ``num_new`` new tokens; None if no slot is free."""
+        """Returns the request after adding its last ``num_new`` tokens; None if no slot is free."""
         request = self._tracked.get(req_id)
-        if request is not None and len(token_ids) != request.num_computed_tokens + 1 + num_new:  # it missed a step
+        # With another number of tokens, the request missed a step.
+        if request is not None and len(token_ids) != request.num_computed_tokens + 1 + num_new:
             self._drop(req_id)
             request = None
         if request is None:
@@ -148,6 +150,7 @@ class Proposer(ABC):
         return request
 
     def _observe(self, request: TrackedRequest) -> None:
+        """Tells the drafter the request's new tokens, as a round whose tree is the token before them alone."""
         sequence, new_token_ids = request.sequence, request.new_token_ids
         num_new, mode = len(new_token_ids), "prefill" if request.is_new else "full"
         root = TokenTree((sequence.tokens[-num_new - 1],), (-1,))
@@ -160,6 +163,7 @@ class Proposer(ABC):
         request.is_new = False
 
     def _drop(self, req_id: str) -> None:
+        """Stops tracking a request, and frees its slot."""
         request = self._tracked.pop(req_id)
         self.free_slots.append(request.sequence.slot)
         if not request.is_new:

@@ -34,12 +34,14 @@ def patch_sampling() -> None:
 def expand_batch_to_tokens(
     x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> torch.Tensor:
-    """Repeats each request's value, (n,), for each of its drafted tokens: (num_tokens,).
+    """Repeats the value of each request for each drafted token of the request, and returns (num_tokens,).
 
     Args:
-        cu_num_tokens: (n,) cumulative number of drafted tokens.
+        x: (requests,), the values.
+        cu_num_tokens: (requests,) cumulative number of drafted tokens.
         num_tokens: number of all drafted tokens.
-        replace_from, replace_to: values equal to ``replace_from`` become ``replace_to``.
+        replace_from: values equal to this one are replaced.
+        replace_to: the replacement.
     """
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     return torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(counts, output_size=num_tokens)

@@ -28,27 +28,27 @@ _VIEW_OPTIONS = ("chunk", "chunks", "every", "layer", "recent")
 
 
 class EngineTarget:
-    """vLLM's model on one device, with the attributes of :class:`TargetRunner` that drafts read.
+    """vLLM's model on one device, with the attributes of :class:`TargetRunner` that drafts read. Raises CapabilityError
+    if the draft cannot share the embedding or the head.
 
     Args:
         text_config: the configuration of the language model, as in transformers.
         model: vLLM's loaded model.
-        weights: digest of the weights that the draft was trained for. The target claims to have it, because vLLM's
-            weights are fused and packed and have another digest.
+        head_dim: size of a head.
+        kv_heads: number of KV heads.
+        weights: digest of the weights that the draft was trained for. The target claims to have this digest, because
+            vLLM's weights are fused and packed, so that their own digest differs.
 
     Attributes:
-        last: index of the last layer.
-        model: the configuration, which names the model's folder.
-
-    Raises:
-        CapabilityError: the draft cannot share the embedding or the head.
+        num_layers: number of decoder layers.
+        model: the configuration, because drafts read only the folder's name from a target's model.
     """
 
     tp_rank = None  # the target is on one device
     buffer_arena = None  # a draft's memory lasts as long as the engine
 
     def __init__(self, text_config: Any, model: Any, head_dim: int, kv_heads: int, weights: str | None) -> None:
-        heads, self.last = int(text_config.num_attention_heads), int(text_config.num_hidden_layers) - 1
+        heads, self.num_layers = int(text_config.num_attention_heads), int(text_config.num_hidden_layers)
         embedding = _weight(model, "embed_tokens")
         head = embedding if text_config.tie_word_embeddings else _weight(model, "lm_head")
         embedding, head = embedding[: text_config.vocab_size], head[: text_config.vocab_size]
@@ -66,7 +66,7 @@ class EngineTarget:
             intermediate_size=int(text_config.intermediate_size), hidden_size=int(text_config.hidden_size),
             description={
                 "model_type": text_config.model_type, "vocab_size": self.vocab_size,
-                "hidden_size": int(text_config.hidden_size), "layers": self.last + 1, "heads": heads,
+                "hidden_size": int(text_config.hidden_size), "layers": self.num_layers, "heads": heads,
                 "kv_heads": kv_heads, "head_dim": head_dim, "rope_theta": rope.get("rope_theta"), "weights": weights,
             },
             _rotary=rotary.module, _hidden_like=torch.empty(1, 1, dtype=dtype, device=self.device),
@@ -76,9 +76,9 @@ class EngineTarget:
 class TrainedProposer(Proposer):
     """Copies the new keys and values of one of the target's layers in each step, for a limited number of requests.
 
-    The copy frees the draft from knowing how vLLM packs its pages, and which prefixes were cached.
+    With a copy, the draft need not know how vLLM packs pages, nor which prefixes were cached.
 
-    Options: ``draft``, the draft's folder; ``slots``, number of requests that get drafts at a time.
+    Options: ``draft``, the draft's folder; ``slots``, the number of requests that get drafts at a time.
     """
 
     @staticmethod
@@ -94,11 +94,11 @@ class TrainedProposer(Proposer):
         """Loads a draft from its folder, and makes its drafter."""
 
     def layer_index(self, num_layers: int) -> int:
-        """The index of the target's layer to copy."""
+        """Returns the index of the target's layer to copy."""
         return num_layers - 1
 
     def load_model(self, model: Any) -> None:
-        """Raises CheckpointError if the draft belongs to another target, RequestError if none is given."""
+        """Raises CheckpointError if the draft belongs to another target, RequestError without the option ``draft``."""
         folder = self.options["draft"]
         if folder is None:
             raise RequestError(
@@ -113,7 +113,7 @@ class TrainedProposer(Proposer):
         head_dim, kv_heads = int(model_config.get_head_size()), int(model_config.get_total_num_kv_heads())
         weights = draft.required_target.get("weights")
         self.target = target = EngineTarget(model_config.hf_text_config, model, head_dim, kv_heads, weights)
-        self.layer = AttentionLayer(self.config, self.layer_index(target.last + 1))
+        self.layer = AttentionLayer(self.config, self.layer_index(target.num_layers))
         transposed = dispatch.prefers_transposed_keys(target.attention_path, target.kv_shape.dtype)
         self._store = KVStore(target.kv_shape, self.slots, self.max_model_len, target.device, transposed)
         self.drafter.bind(target, self._store)  # type: ignore[arg-type]
@@ -137,8 +137,8 @@ class LongSpec(TrainedProposer):
 
 
 class SpecExtend(TrainedProposer):
-    """Drafts chains with a small language model, which attends only to the chunks of its own KV that a layer of the
-    target attends to (SpecExtend, section 2.2).
+    """Drafts chains with a small language model (SpecExtend, section 2.2). A layer of the target ranks chunks of the
+    context by attention. The small model attends to the best chunks of its own KV alone.
 
     Further options: ``chunk``, ``chunks``, ``every``, ``layer``, ``sink``, ``recent``, as in method ``specextend``.
     """
@@ -172,7 +172,7 @@ class SpecExtend(TrainedProposer):
 
 
 def _weight(model: Any, name: str) -> torch.Tensor:
-    """The weight (vocabulary, hidden) of the embedding or head, by the last part of its module's name."""
+    """Returns the weight (vocabulary, hidden) of the embedding or head. ``name``: last part of the module's name."""
     module = next((m for n, m in model.named_modules() if n.split(".")[-1] == name), None)
     weight = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not weight.dtype.is_floating_point:
