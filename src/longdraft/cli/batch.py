@@ -91,8 +91,8 @@ def batch(
             seconds = bar.seconds
     mean_accepted_length = counts.spec_stats.mean_accepted_length
     console.note(
-        f"{out_path}: {file.num_rows:,} of {total:,} rows, {file.num_errors:,} of them errors; {counts.num_new_tokens:,} new "
-        f"tokens in {seconds:,.1f} s, mean accepted length {counts.spec_stats.mean_accepted_length:.2f}."
+        f"{out_path}: {file.num_rows:,} of {total:,} rows, {file.num_errors:,} of them errors; "
+        f"{counts.num_new_tokens:,} new tokens in {seconds:,.1f} s, mean accepted length {mean_accepted_length:.2f}."
     )
     output.print_json(
         {

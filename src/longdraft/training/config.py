@@ -197,7 +197,7 @@ def settings_table(config: type[Any]) -> list[tuple[str, str, str, str]]:
     """Returns (name, default, values, meaning) of each setting of a config class, inherited settings last."""
     class_settings = inspect.get_annotations(config)  # without inherited ones
     settings = sorted(declared(config).values(), key=lambda setting: setting.name not in class_settings)
-    return [(setting.name, setting.default_in_words or "none", setting.range_in_words, setting.help) for setting in settings]
+    return [(x.name, x.default_in_words or "none", x.range_in_words, x.help) for x in settings]
 
 
 def read_config(path: Path | str | None, overrides: Sequence[str], config_class: type[Config]) -> Config:
