@@ -45,7 +45,7 @@ struct Prefetcher {
 
 // Computes a tile of scores: s (R, BLOCK) = q (R, d) times C x LANES columns of kt (d, keys).
 template <int R, int C, typename E>
-inline void score(const float *q, int64_t d, const E *kt, int64_t kt_stride, PrefetchRange prefetch_range, float *s) {
+inline void score_tile(const float *q, int64_t d, const E *kt, int64_t kt_stride, PrefetchRange prefetch_range, float *s) {
   vec acc[R * C] = {};
   Prefetcher prefetcher(prefetch_range);
   for (int64_t i = 0; i < d; i++, prefetcher.step()) {
@@ -63,8 +63,8 @@ inline void score(const float *q, int64_t d, const E *kt, int64_t kt_stride, Pre
 
 // Adds a tile of weighted values: out (R, d) += p (R, BLOCK) times C x LANES columns of v (n_keys, d).
 template <int R, int C, typename E>
-inline void accumulate_pv(const float *p, int64_t n_keys, const E *v, int64_t v_row_stride, PrefetchRange prefetch_range, float *out,
-                          int64_t d) {
+inline void accumulate_pv_tile(const float *p, int64_t n_keys, const E *v, int64_t v_row_stride, PrefetchRange prefetch_range, float *out,
+                               int64_t d) {
   vec acc[R * C];
   UNROLL for (int r = 0; r < R; r++) {
     UNROLL for (int c = 0; c < C; c++) acc[r * C + c] = load(out + r * d + c * LANES);
@@ -93,9 +93,9 @@ template <int R, typename E>
 void score_rows(const float *q, int64_t d, const E *kt, int64_t kt_stride, int64_t n_keys, PrefetchRange prefetch_range, float *s) {
   int64_t j = 0;
   for (; j + TILE_COLUMNS * LANES <= n_keys; j += TILE_COLUMNS * LANES) {
-    score<R, TILE_COLUMNS>(q, d, kt + j, kt_stride, skip_columns<E>(prefetch_range, j), s + j);
+    score_tile<R, TILE_COLUMNS>(q, d, kt + j, kt_stride, skip_columns<E>(prefetch_range, j), s + j);
   }
-  for (; j + LANES <= n_keys; j += LANES) score<R, 1>(q, d, kt + j, kt_stride, skip_columns<E>(prefetch_range, j), s + j);
+  for (; j + LANES <= n_keys; j += LANES) score_tile<R, 1>(q, d, kt + j, kt_stride, skip_columns<E>(prefetch_range, j), s + j);
   for (; j < n_keys; j++) {
     for (int r = 0; r < R; r++) {
       float score = 0;
@@ -111,9 +111,9 @@ void accumulate_pv_rows(const float *p, int64_t n_keys, const E *v, int64_t v_ro
                         int64_t d) {
   int64_t c = 0;
   for (; c + TILE_COLUMNS * LANES <= d; c += TILE_COLUMNS * LANES) {
-    accumulate_pv<R, TILE_COLUMNS>(p, n_keys, v + c, v_row_stride, skip_columns<E>(prefetch_range, c), out + c, d);
+    accumulate_pv_tile<R, TILE_COLUMNS>(p, n_keys, v + c, v_row_stride, skip_columns<E>(prefetch_range, c), out + c, d);
   }
-  for (; c < d; c += LANES) accumulate_pv<R, 1>(p, n_keys, v + c, v_row_stride, skip_columns<E>(prefetch_range, c), out + c, d);
+  for (; c < d; c += LANES) accumulate_pv_tile<R, 1>(p, n_keys, v + c, v_row_stride, skip_columns<E>(prefetch_range, c), out + c, d);
 }
 
 // Transposes a block of keys: kt (d, BLOCK) = k (n_keys, d)^T, where d is a multiple of LANES.

@@ -38,7 +38,7 @@ from longdraft.native.structures import (
 
 logger = logging.getLogger("longdraft")
 
-SWITCH = "LONGDRAFT_NATIVE"  # environment variable; 0: no kernels; v3, v4, ...: the instruction set (_select_level)
+NATIVE_ENV = "LONGDRAFT_NATIVE"  # environment variable; 0: no kernels; v3, v4, ...: the instruction set (_select_level)
 # For messages: the cost of running without kernels (docs/cpu.md).
 NO_KERNELS_COST = "Decoding takes 1.5 to 4.5 times as long, the most where weights are stored in few bits"
 HEAD_DIM_MULTIPLE = 16  # attention kernels support head sizes that are multiples of this
@@ -314,8 +314,8 @@ _lock = threading.Lock()
 
 
 def _load_once(progress: Callable[[str], None] | None = None) -> tuple[Kernels | None, str | None]:
-    if os.environ.get(SWITCH) == "0":
-        return None, f"{SWITCH}=0"
+    if os.environ.get(NATIVE_ENV) == "0":
+        return None, f"{NATIVE_ENV}=0"
     with _lock:
         if not load_result:
             try:
@@ -332,10 +332,10 @@ def _load_once(progress: Callable[[str], None] | None = None) -> tuple[Kernels |
 
 def _select_level() -> str:
     """Returns the instruction set that LONGDRAFT_NATIVE names (v3, v4, v4-vnni, v4-amx), else the widest supported."""
-    supported, requested = supported_levels(), f"x86-64-{os.environ.get(SWITCH, '1')}"
+    supported, requested = supported_levels(), f"x86-64-{os.environ.get(NATIVE_ENV, '1')}"
     if requested in LEVELS["x86_64"]:
         if requested not in supported:
-            raise OSError(f"{SWITCH}={os.environ[SWITCH]}, which this processor does not execute: unset it")
+            raise OSError(f"{NATIVE_ENV}={os.environ[NATIVE_ENV]}, which this processor does not execute: unset it")
         return requested
     if not supported:
         raise UnsupportedPlatformError("the processor has no AVX2")

@@ -71,16 +71,16 @@ class TreeOrder:
     Args:
         parents: index of each token's parent; -1 for a token that starts from the committed state.
         order: indices of the tokens to compute, parents first.
-        first: index of the first token that has an output; all tokens behind it have one too.
+        first_output: index of the first token that has an output; all tokens behind it have one too.
     """
 
-    def __init__(self, parents: Sequence[int], order: Sequence[int], first: int) -> None:
+    def __init__(self, parents: Sequence[int], order: Sequence[int], first_output: int) -> None:
         inner_nodes = {parents[token] for token in order}
         has_children = [token in inner_nodes for token in order]
         self._keepalive = [(Int64 * len(x))(*x) for x in (parents, order, has_children)]
-        self.first_output = first
+        self.first_output = first_output
         # The fields of RecurrentSequence in kernels.h from `parents` to `first_output`.
-        self.fields = (*map(ctypes.addressof, self._keepalive), len(order), first)
+        self.fields = (*map(ctypes.addressof, self._keepalive), len(order), first_output)
 
 
 class RecurrentSequence(NamedTuple):

@@ -39,7 +39,7 @@ class ViewKernels:
         self,
         scorer: str,
         use_max: bool,
-        source: tuple[torch.Tensor, int, int],
+        cached_keys: tuple[torch.Tensor, int, int],
         chunk_size: int,
         summaries: Summaries | None,
         queries: torch.Tensor,
@@ -52,7 +52,7 @@ class ViewKernels:
             scorer: one of :data:`SCORERS`.
             use_max: how scores are reduced over queries: True: to their maximum, only with :data:`SUMMARY_SCORERS`;
                 False: to their mean.
-            source: keys (layers, slots, KV heads, capacity, d), the slot, and the number of its KV entries.
+            cached_keys: keys (layers, slots, KV heads, capacity, d), the slot, and the number of its KV entries.
             summaries: summaries of the chunks; None for scorers that read keys.
             queries: (layers, query heads, queries of a head, d).
             candidates: ids of the chunks to select from.
@@ -60,7 +60,7 @@ class ViewKernels:
         Returns:
             (layers, KV heads, count) int64.
         """
-        keys, slot, kv_len = source
+        keys, slot, kv_len = cached_keys
         layers, _, heads, _, d = keys.shape
         assert scorer in SUMMARY_SCORERS or not use_max
         if scorer == "mean-key" and not use_max:  # q . k is linear in q, so the mean query gives the mean score
