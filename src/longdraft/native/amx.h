@@ -50,7 +50,7 @@ template <int FIRST, int COUNT> inline void zero() {
   if constexpr (COUNT > 1) zero<FIRST + 1, COUNT - 1>();
 }
 
-// Tile SUM += tile X of int8 times tile W of int8, or of uint8 if UNSIGNED.
+// dot_int8 and dot_bf16 add tile X times tile W to tile SUM. X of dot_int8 is int8, W is int8, or uint8 if UNSIGNED.
 template <int SUM, int X, int W, bool UNSIGNED> inline void dot_int8() {
   if constexpr (UNSIGNED) {
     asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(X), "i"(W));

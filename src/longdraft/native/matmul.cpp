@@ -8,7 +8,7 @@
 namespace {
 
 // Numbers of outputs that a work item computes.
-constexpr int64_t FLOAT_OUTPUTS = 24;                              // with float activations: a multiple of every tile's outputs
+constexpr int64_t FLOAT_OUTPUTS = 24;                            // with float activations: a multiple of every tile's outputs
 constexpr int64_t FEW_ROWS_OUTPUTS = 2 * INT8_OUTPUT_MULTIPLE;   // with int8 activations of at most ROW_GROUP rows
 constexpr int64_t MANY_ROWS_OUTPUTS = 8 * INT8_OUTPUT_MULTIPLE;  // with int8 activations of more rows
 constexpr int64_t PREFILL_OUTPUTS = 16 * INT8_OUTPUT_MULTIPLE;   // in prefill

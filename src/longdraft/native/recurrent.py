@@ -39,7 +39,7 @@ class LinearRecurrence:
     def struct(
         self, num_v_heads: int, num_k_heads: int, head_k_dim: int, head_v_dim: int, decay_per_key: bool
     ) -> ctypes.Structure:
-        """Returns its structure. decay_per_key: True: a decay for each key dimension; False: one for each head."""
+        """Returns a layer's structure. decay_per_key: True: a decay for each key dimension; False: for each head."""
         l2norm_eps = 1e-6  # as in transformers
         return STRUCTURES["LinearRecurrence"](
             *(num_v_heads, num_k_heads, head_k_dim, head_v_dim),

@@ -127,7 +127,7 @@ static inline vec fmadd(vec a, vec b, vec c) { return (vec)_mm256_fmadd_ps((__m2
 static inline vec fmadd(vec a, vec b, vec c) { return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
 #endif
 
-// Returns lanes I of a and b together: numbers below LANES are a's lanes, the others b's.
+// Returns lanes I of a and b, where numbers below LANES mean lanes of a, and the others lanes of b.
 template <int... I> static inline vec shuffle(vec a, vec b) {
 #if defined(__clang__)
   return __builtin_shufflevector(a, b, I...);
