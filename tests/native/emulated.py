@@ -80,7 +80,7 @@ class _Function:
         self.restype: Any = ctypes.c_int
 
     def __call__(self, *args: Any) -> int:
-        if self._name == "longdraft_threads":  # this process's threads are none of the emulator's
+        if self._name == "longdraft_set_parallel_entry":  # this process's threads are none of the emulator's
             return 0
         floats = [x for x, kind in zip(args, self.argtypes, strict=True) if kind is ctypes.c_float]
         ints = [x for x, kind in zip(args, self.argtypes, strict=True) if kind is not ctypes.c_float]

@@ -10,7 +10,7 @@ import pytest
 
 from longdraft import native
 from longdraft.native import build
-from longdraft.native.library import SWITCH, Kernels
+from longdraft.native.library import NATIVE_ENV, Kernels
 from tests.native import emulated
 
 # `make test-arm` names it.
@@ -19,7 +19,7 @@ EMULATED = os.environ.get("LONGDRAFT_EMULATED")
 
 def _levels() -> list[str]:
     """Those of this machine where there is a compiler, or kernels: ones that cannot be compiled are a failure."""
-    compiler = os.environ.get(SWITCH) != "0" and any(map(shutil.which, ("g++", "clang++", "c++")))
+    compiler = os.environ.get(NATIVE_ENV) != "0" and any(map(shutil.which, ("g++", "clang++", "c++")))
     try:
         return build.supported_levels() if compiler or native.kernels() is not None else []
     except OSError:  # there are none for this kind of machine

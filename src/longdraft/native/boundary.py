@@ -1,7 +1,7 @@
 """Checks tensors before a C++ kernel gets their addresses.
 
-torch's default dtype and device can change at any time, even in another thread that loads a model. So every tensor here
-is created with an explicit dtype and device, and :func:`address` checks both.
+torch's default dtype and device can change at any time, even in another thread that loads a model. So this package
+creates every tensor with an explicit dtype and device, and :func:`address` checks both.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ _HUGE_PAGE_MIN_BYTES = 4 << 20  # from this size on a buffer contains a whole hu
 def address(
     x: torch.Tensor | None, dtype: torch.dtype = torch.float32, min_numel: int | None = None, strided_rows: bool = False
 ) -> int | None:
-    """The address of a tensor for a kernel; None (a null pointer) for None.
+    """Returns the address of a tensor for a kernel, or None (a null pointer) if ``x`` is None.
 
     Args:
+        x: the tensor, on the CPU, or None.
+        dtype: the dtype that the kernel reads.
         min_numel: number of elements that the kernel accesses; None: not checked.
-        strided_rows: only the last dimension must be contiguous, because the kernel is told the other strides.
+        strided_rows: True: only the last dimension must be contiguous, because the kernel gets the other strides.
 
     Raises:
         TypeError: the tensor has a wrong dtype, device or layout, or too few elements.
@@ -41,7 +43,7 @@ def address(
 
 
 def allocate_bytes(size: int) -> torch.Tensor:
-    """An uninitialized byte buffer; a large one is in huge pages."""
+    """Returns an uninitialized buffer (size,) uint8, in huge pages if it is large."""
     pages = allocate(size) if size >= _HUGE_PAGE_MIN_BYTES else None
     if pages is None:
         return torch.empty(size, dtype=torch.uint8, device="cpu")

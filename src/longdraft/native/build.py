@@ -1,4 +1,4 @@
-"""Compiles the kernels once for each instruction set, and caches the shared object.
+"""Compiles the kernels once for each instruction set (``level``), and caches the shared object.
 
 A shared object depends only on the sources and the instruction set, and works with any build of torch. Wheels contain
 some of them: setup.py loads this file alone, so it imports nothing of the package at module level.
@@ -30,13 +30,13 @@ _HEADERS = tuple(sorted(file.name for file in _SOURCE_DIR.glob("*.h")))
 # No -ffast-math: NaN and infinity keep their meaning. No contraction: fmadd() is explicit (vectors.h). No scheduling
 # before register allocation (GCC's default on aarch64): register tiles fill all registers, and would spill.
 _FLAGS = ("-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-schedule-insns", "-Wno-psabi")
-_TIMEOUT = 600  # seconds for a file, which takes a tenth of this on a quiet machine
-# Source -> flag instead of -O3. matmul_int8.cpp unrolls its loops itself: -O3 only triples the time of compiling it.
+_TIMEOUT = 600  # seconds to compile a file; an idle machine takes a tenth of this
+# Source -> the flag that replaces -O3. matmul_int8.cpp unrolls its loops itself: -O3 only triples its compile time.
 _OPTIMIZATION = {"matmul_int8.cpp": "-O2"}
-# System call number and arguments by which a process asks for AMX: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
+# Number and arguments of the system call that asks for AMX: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 
-# Machine -> {instruction set (called level here), the widest first: its flags in /proc/cpuinfo}.
+# Machine -> {instruction set: the flags in /proc/cpuinfo that it adds to the next one}, the widest first.
 LEVELS = {
     "x86_64": {
         "x86-64-v4-amx": "amx_tile amx_int8 amx_bf16 avx512_bf16",  # int8 and bfloat16 tiles
@@ -46,7 +46,7 @@ LEVELS = {
     },
     "aarch64": {"armv8-a": ""},  # every aarch64 processor has NEON
 }
-# Instruction set -> the name that users see.
+# Instruction set -> its name in messages.
 LEVEL_NAMES = {
     "x86-64-v4-amx": "AVX-512 with AMX",
     "x86-64-v4-vnni": "AVX-512 with VNNI",
@@ -54,21 +54,21 @@ LEVEL_NAMES = {
     "x86-64-v3": "AVX2",
     "armv8-a": "NEON",
 }
-# Compiler flags of instruction sets that are no -march. AMX is written in assembly (amx.h), so older compilers suffice.
+# Compiler flags of instruction sets that -march has no name for. Old compilers suffice: AMX is in assembly (amx.h).
 _TARGET_FLAGS = {
     "x86-64-v4-amx": ("-march=x86-64-v4", "-mavx512vnni", "-DLONGDRAFT_AMX"),
     "x86-64-v4-vnni": ("-march=x86-64-v4", "-mavx512vnni"),
 }
-# The folder of a wheel's shared objects, beside the sources.
+# Folder for the shared objects of a wheel, beside the sources.
 PREBUILT_DIR = "compiled"
 
 
 class UnsupportedPlatformError(OSError):
-    """This processor or operating system is not supported by the kernels."""
+    """The kernels do not support this processor or operating system."""
 
 
 def platform_levels() -> dict[str, str]:
-    """The entry of :data:`LEVELS` for this machine; raises UnsupportedPlatformError if there is none."""
+    """Returns the instruction sets of :data:`LEVELS` for this machine; raises UnsupportedPlatformError without any."""
     if sys.platform != "linux" or platform.machine() not in LEVELS:
         supported = " and ".join(LEVELS)
         raise UnsupportedPlatformError(
@@ -78,7 +78,7 @@ def platform_levels() -> dict[str, str]:
 
 
 def supported_levels() -> list[str]:
-    """The instruction sets that this machine executes, the widest first; raises UnsupportedPlatformError."""
+    """Returns the instruction sets that this machine executes, the widest first; raises UnsupportedPlatformError."""
     levels, flags = platform_levels(), set[str]()
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
@@ -87,18 +87,18 @@ def supported_levels() -> list[str]:
                 break
     if "amx_tile" in flags and not request_amx_permission():
         flags.remove("amx_tile")
-    # A level requires the flags of all narrower levels too.
+    # An instruction set requires the flags of all narrower ones too.
     names = list(levels)
     return [name for i, name in enumerate(names) if all(flags >= set(levels[below].split()) for below in names[i:])]
 
 
 def request_amx_permission() -> bool:
-    """Asks Linux to let this process and its children use AMX tiles; True if Linux permits it."""
+    """Asks Linux to let this process and its children use AMX tiles; returns True if Linux permits it."""
     return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0
 
 
 def load_library(level: str, progress: Callable[[str], None] | None = None) -> ctypes.CDLL:
-    """Loads the kernels for an instruction set, from a file that only this user or root can have written. progress: see
+    """Loads the kernels for an instruction set, from a file that only this user or root can write. Arguments are as in
     :func:`ensure_compiled`. Raises OSError if the kernels cannot be compiled or loaded."""
     if level.endswith("amx") and not request_amx_permission():
         raise OSError("the system does not let this process use AMX tiles: set LONGDRAFT_NATIVE=v4-vnni")
@@ -109,34 +109,34 @@ def load_library(level: str, progress: Callable[[str], None] | None = None) -> c
     with suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
     folder = folder.resolve()  # checked and used without symbolic links
-    shared_dir = _find_shared_dir(folder)
-    if shared_dir is not None:
+    unsafe_folder = _find_unsafe_folder(folder)
+    if unsafe_folder is not None:
         logger.warning(
             "Other users can write to %s: kernels are not loaded from there, but compiled for this process alone. Run "
             "chmod go-w on it, or set LONGDRAFT_CACHE to a folder of your own.",
-            shared_dir,
+            unsafe_folder,
         )
-    with nullcontext(folder) if shared_dir is None else tempfile.TemporaryDirectory(prefix="longdraft-") as place:
-        return ctypes.CDLL(f"/proc/self/fd/{_open_private(ensure_compiled(level, Path(place), progress))}")
+    with nullcontext(folder) if unsafe_folder is None else tempfile.TemporaryDirectory(prefix="longdraft-") as safe:
+        return ctypes.CDLL(f"/proc/self/fd/{_open_private(ensure_compiled(level, Path(safe), progress))}")
 
 
 def ensure_compiled(level: str, folder: Path | None = None, progress: Callable[[str], None] | None = None) -> Path:
-    """The shared object for an instruction set. Compiles it if it is missing, which takes some seconds.
+    """Returns the shared object for an instruction set. Compiles it if it is missing, which takes some seconds.
 
     Args:
         level: an instruction set of :data:`LEVELS`.
-        folder: of shared objects; None for the package's cache.
+        folder: the folder of shared objects; None for the package's cache.
         progress: called with a line of text before compiling.
 
     Raises:
-        OSError: there is no compiler, it fails, or the folder is not writable.
+        OSError: there is no compiler, compiling fails, or the folder is not writable.
     """
     folder = folder or _cache_dir()
     file = folder / library_file_name(level)
     try:
         os.close(_open_private(file))
     except OSError:
-        _find_compiler()  # raises before the line below is printed
+        _find_compiler()  # without a compiler, raises before progress() is called
         line = "Compiling kernels for this processor (once; a few seconds)"
         logger.info(line)
         if progress is not None:
@@ -153,15 +153,15 @@ def ensure_compiled(level: str, folder: Path | None = None, progress: Callable[[
 
 
 def compile_kernels(level: str, folder: Path) -> Path:
-    """Compiles the kernels for an instruction set into a folder. This machine need not support the instruction set.
+    """Compiles the kernels for an instruction set, which this machine need not support; returns the file in ``folder``.
 
     Raises:
-        OSError: there is no compiler, or it fails; the folder is not writable (only then the error has an errno).
+        OSError: without an errno, there is no compiler or compiling fails; with an errno, the folder is not writable.
     """
     compiler = _find_compiler()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".compiling-") as place:
-        library = _compile(compiler, level, _SOURCE_DIR, Path(place))
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".compiling-") as temp_folder:
+        library = _compile(compiler, level, _SOURCE_DIR, Path(temp_folder))
         library.chmod(0o755)  # whatever the user's umask is
         return library.replace(folder / library_file_name(level))
 
@@ -173,38 +173,38 @@ def _cache_dir() -> Path:
 
 
 def library_file_name(level: str) -> str:
-    """The file name of the shared object, with a digest of the sources and the flags."""
+    """Returns the file name of the shared object, which contains a digest of the sources and the flags."""
     parts = [(_SOURCE_DIR / name).read_bytes() for name in (*SOURCES, *_HEADERS)]
     digest = hashlib.sha256(b"\0".join([*parts, repr((_FLAGS, _OPTIMIZATION)).encode()])).hexdigest()[:16]
     return f"kernels-{level}-{digest}.so"
 
 
-def _compile(compiler: list[str], level: str, sources: Path, place: Path) -> Path:
+def _compile(compiler: list[str], level: str, source_dir: Path, output_dir: Path) -> Path:
     def compile_one(name: str) -> str:
-        output = str(place / f"{name}.o")
+        output = str(output_dir / f"{name}.o")
         flags = (_OPTIMIZATION.get(name, "-O3"), *_FLAGS, *_TARGET_FLAGS.get(level, (f"-march={level}",)))
-        _run_compiler([*compiler, *flags, "-c", str(sources / name), "-o", output])
+        _run_compiler([*compiler, *flags, "-c", str(source_dir / name), "-o", output])
         return output
 
     with ThreadPoolExecutor() as pool:
         objects = list(pool.map(compile_one, SOURCES))
-    _run_compiler([*compiler, "-shared", *objects, "-o", str(place / "kernels.so")])
-    return place / "kernels.so"
+    _run_compiler([*compiler, "-shared", *objects, "-o", str(output_dir / "kernels.so")])
+    return output_dir / "kernels.so"
 
 
 def _run_compiler(command: list[str]) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
     except subprocess.TimeoutExpired:
         raise OSError(f"{command[0]} took longer than {_TIMEOUT} seconds") from None
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+    if result.returncode:
+        lines = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
         error = next((line for line in lines if "error" in line), lines[-1])
         raise OSError(f"{command[0]} failed: {error}")
 
 
 def _find_compiler() -> list[str]:
-    """$CXX with its arguments (such as ``ccache g++``), else the first of g++, clang++ and c++ that is installed."""
+    """Returns $CXX, split into arguments (``ccache g++``), or else the first installed of g++, clang++ and c++."""
     requested = os.environ.get("CXX")
     for name in (requested,) if requested else ("g++", "clang++", "c++"):
         command = shlex.split(name)
@@ -215,8 +215,8 @@ def _find_compiler() -> list[str]:
 
 
 def _open_private(file: Path) -> int:
-    """Opens a file; raises OSError if it is missing, a symbolic link, or writable by another user. The library is
-    loaded by this descriptor, because another file could take the path in between."""
+    """Opens a file; raises OSError if it is missing, a symbolic link, or writable by others. Returns a descriptor: at
+    the file's path, another file could replace the checked one."""
     descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or not _is_private(status):
@@ -226,18 +226,18 @@ def _open_private(file: Path) -> int:
 
 
 def _is_private(status: os.stat_result) -> bool:
-    """True if only this user or root can write to the file or folder."""
-    return status.st_uid in (os.getuid(), 0) and not status.st_mode & 0o022
+    """Returns True if only this user or root can write to the file or folder."""
+    return status.st_uid in (os.getuid(), 0) and not status.st_mode & 0o022  # no write bit of the group or of others
 
 
-def _find_shared_dir(folder: Path) -> Path | None:
-    """The first of a folder and its parents that other users can write to; None if they can write to none of them."""
+def _find_unsafe_folder(folder: Path) -> Path | None:
+    """Returns ``folder`` or its nearest parent that other users can write to; None if they can write to none."""
     for path in (folder, *folder.parents):
         try:
             status = path.stat()
         except OSError:  # does not exist yet
             continue
-        # In a sticky folder such as /tmp, other users cannot rename this user's files.
+        # A parent that is sticky, such as /tmp, is safe: other users cannot rename this user's files in it.
         sticky = path != folder and status.st_mode & stat.S_ISVTX and status.st_uid in (os.getuid(), 0)
         if not (sticky or _is_private(status)):
             return path

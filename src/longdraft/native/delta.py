@@ -14,7 +14,7 @@ from longdraft.native.header import STRUCTURES, Pointer
 from longdraft.native.recurrent import CausalConv, LinearRecurrence, RecurrentSequence, SequenceStruct
 from longdraft.native.structures import StackLayer, matrix_struct
 
-_NORMS = ("norm", "mlp_norm", "out_norm")
+_NORM_NAMES = ("norm", "mlp_norm", "out_norm")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class DeltaNetDims:
 
     @property
     def cached_shapes(self) -> list[tuple[int, ...]]:
-        """Shapes of a token's cached tensors: input of the convolution, q, k, v, log decay, beta."""
+        """Shapes of what is cached for a token: the convolution's input, q, k, v, log decay, beta."""
         k_shape, v_shape = (self.cached_k_heads, self.head_k_dim), (self.num_v_heads, self.head_v_dim)
         return [(self.conv_dim,), k_shape, k_shape, v_shape, (self.num_v_heads,), (self.num_v_heads,)]
 
@@ -49,10 +49,10 @@ class GatedDeltaNetLayer(StackLayer):
 
     Attributes:
         norms: "norm" and "mlp_norm" (hidden_size,); "out_norm" (head_v_dim,), applied to each head's output.
-        projections: qkv, z, b, a and output of the DeltaNet; gate, up and down of the MLP.
-        conv: weight (channels, kernel_size) and bias (channels,) or None.
-        neg_exp_a, dt_bias: (num_v_heads,), -exp(A_log) and dt_bias of the log decay.
-        head_order: (num_v_heads,) int64, the value head at each place of output's input; None: ascending.
+        projections: qkv, z, b, a and o (output) of the DeltaNet; gate, up and down of the MLP.
+        conv, dims: weight (channels, kernel_size) and bias (channels,) or None of the convolution; sizes.
+        neg_exp_a, dt_bias: (num_v_heads,): log decay = neg_exp_a * softplus(a + dt_bias), neg_exp_a = -exp(A_log).
+        head_order: (num_v_heads,) int64, ids of the value heads in the order of o's input; None: ascending.
         gelu: True: the MLP's activation is GELU by tanh; False: SiLU.
         norm_weight_offset: added to the weights of "norm" and "mlp_norm".
     """
@@ -69,29 +69,29 @@ class GatedDeltaNetLayer(StackLayer):
     def __post_init__(self) -> None:
         dims, (weight, bias) = self.dims, self.conv
         rule = LinearRecurrence(delta_rule=True, qk_l2norm=True, scale=float(dims.head_k_dim**-0.5))
-        norms = [self.norms[name] for name in _NORMS]
+        norms, (gate_weight, _) = [self.norms[name] for name in _NORM_NAMES], self.projections[5]
         self.struct = STRUCTURES["GatedDeltaNetLayer"](
             *(address(norm) for norm, _ in norms), *(eps for _, eps in norms), self.norm_weight_offset,
             *map(matrix_struct, self.projections), CausalConv(*weight.shape, address(weight), address(bias), True),
             rule.struct(dims.num_v_heads, dims.cached_k_heads, dims.head_k_dim, dims.head_v_dim, decay_per_key=False),
             *(address(x, min_numel=dims.num_v_heads) for x in (self.neg_exp_a, self.dt_bias)),
             address(self.head_order, torch.long, dims.num_v_heads),
-            dims.num_k_heads, self.hidden_size, self.projections[5][0].shape[0], self.gelu,
+            dims.num_k_heads, self.hidden_size, gate_weight.shape[0], self.gelu,
         )  # fmt: skip
 
     @property
     def conv_kernel_size(self) -> int:
-        """Number of inputs that the convolution takes for a token."""
+        """Number of tokens whose inputs the convolution combines."""
         return self.conv[0].shape[1]
 
 
 class DeltaNetSequence(NamedTuple):
-    """The tokens of one sequence in one layer. The kernel writes the inputs of new tokens.
+    """The tokens of one sequence in one layer. The kernel writes the inputs of new tokens into these tensors.
 
     Attributes:
-        conv_state: (kernel_size - 1, channels), inputs of the convolution from before the tokens.
-        conv_inputs: (tokens, channels), inputs of the convolution.
-        recurrence: q, k, v, log decay and beta of the tokens, and the state.
+        conv_state: (kernel_size - 1, channels), inputs of the convolution for the last tokens before these.
+        conv_inputs: (tokens, channels), inputs of the convolution for these tokens.
+        recurrence: the recurrence's state, and q, k, v, log decay and beta of these tokens.
     """
 
     conv_state: torch.Tensor
@@ -104,7 +104,7 @@ class DeltaNetBatch:
 
     Args:
         sequences: a DeltaNetSequence for each layer and sequence, layer by layer.
-        conv_indices: for each sequence ``input_indices`` (T, kernel_size) of :func:`~.recurrent.convolve`.
+        conv_indices: for each sequence, ``input_indices`` of :func:`~.recurrent.convolve` (new tokens, kernel_size).
     """
 
     def __init__(self, sequences: Sequence[DeltaNetSequence], conv_indices: Sequence[torch.Tensor]) -> None:

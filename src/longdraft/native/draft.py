@@ -1,4 +1,4 @@
-"""Structures of kernels.h for a draft. The classes build them from tensors, and keep the tensors alive."""
+"""Builds the structures of kernels.h for a draft (``struct``) from tensors, and keeps the tensors alive."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class DraftBlock:
     Attributes:
         norms: name in :data:`NORM_NAMES` -> weight (hidden_size,); ``feature_norm`` for EAGLE-3 only.
         projections: name in :data:`PROJECTION_NAMES` -> weights.
-        head_dim: size of a head, a multiple of 16.
+        num_heads, num_kv_heads, head_dim: number of query heads; of KV heads; size of a head, a multiple of 16.
         eps: epsilon of all norms.
-        norm_before_residual: True: the attention's residual is the normalized input.
-        vocab_size: number of the head's outputs.
+        norm_before_residual: True: the attention's residual is the normalized input; False: the input itself.
+        vocab_size: number of tokens in the head's output, which may be fewer than the target's.
     """
 
     norms: Mapping[str, torch.Tensor]
@@ -51,18 +51,21 @@ class DraftBlock:
 
 @dataclass(eq=False)
 class DraftLevelInput:
-    """New tokens of B sequences. KV is written for all tokens; only the last W of each sequence have outputs.
+    """The new tokens of all sequences, one sequence behind the other. The kernel writes the KV of all new tokens, but
+    computes outputs only for the last ``query_len`` tokens of each sequence.
 
     Attributes:
-        query_len: W.
-        num_tokens: number of new tokens of each sequence, at least W.
-        slots: each sequence's slot, in the draft's cache and in the target's store alike.
+        query_len: number of tokens of each sequence that have outputs.
+        num_tokens: number of new tokens of each sequence, at least query_len.
+        slots: slot of each sequence, the same in the draft's and in the target's KV cache.
         embeds: token embeddings (tokens, hidden_size).
-        features: (tokens, hidden_size), concatenated with ``embeds`` by EAGLE-3; None for LongSpec.
+        features: features of the target (tokens, hidden_size) for EAGLE-3; None for LongSpec.
         cos, sin: RoPE (tokens, head_dim).
-        kv_starts, kv_lens: each sequence sees entries [start, len) of the draft's KV, of which the new tokens are last.
-        mask: (B, W, S) bool, True where a token sees one of the last S entries; None if it sees all.
-        target_kv_lens: LongSpec only: number of the target's KV entries that each sequence sees.
+        kv_starts, kv_lens: a sequence sees entries [start, len) of the draft's KV, the last of which are new tokens'.
+        mask: (sequences, query_len, width) bool, True where a token sees one of the last ``width`` entries; tokens see
+            all entries before these. None: tokens see all entries.
+        target_kv_lens: for LongSpec: number of the target's KV entries that each sequence sees; else None.
+        num_queries: number of tokens that have outputs, of all sequences.
     """
 
     query_len: int
@@ -80,7 +83,7 @@ class DraftLevelInput:
     def __post_init__(self) -> None:
         self.num_queries = len(self.num_tokens) * self.query_len
         inputs = self.embeds, self.features, self.cos, self.sin, self.mask
-        tensors = [None if t is None else t.contiguous() for t in inputs]
+        embeds, features, cos, sin, mask = tensors = [None if t is None else t.contiguous() for t in inputs]
         lists = self.num_tokens, self.slots, self.kv_starts, self.kv_lens, self.target_kv_lens
         numbers = [None if n is None else (Int64 * len(n))(*n) for n in lists]
         self._keepalive = tensors, numbers
@@ -88,6 +91,7 @@ class DraftLevelInput:
             None if n is None else ctypes.addressof(n) for n in numbers
         )
         self.struct = STRUCTURES["DraftLevelInput"](
-            *(len(self.num_tokens), self.query_len, num_tokens, slots, *map(address, tensors[:4]), kv_starts, kv_lens),
-            *(address(tensors[4], torch.bool), 0 if self.mask is None else self.mask.shape[-1], target_kv_lens),
+            *(len(self.num_tokens), self.query_len, num_tokens, slots),
+            *(*map(address, (embeds, features, cos, sin)), kv_starts, kv_lens),
+            *(address(mask, torch.bool), 0 if mask is None else mask.shape[-1], target_kv_lens),
         )

@@ -17,13 +17,13 @@ from longdraft.native.structures import Matrix
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The weights of one projection, such as gate, for all E experts of a layer.
+    """The weights of one projection, such as gate, for all experts of a layer.
 
     Attributes:
-        weight: (E, out, in) float32 with contiguous rows, or quantized (E * out, in).
-        bias: (E, out) float32, or None.
-        transposed: True: the float32 weight is (E, in, out).
-        num_experts: E; only needed for a quantized weight.
+        weight: (num_experts, out, in) float32 with contiguous rows, or quantized (num_experts * out, in).
+        bias: (num_experts, out) float32, or None.
+        transposed: True: the float32 weight is (num_experts, in, out).
+        num_experts: number of experts; only needed for a quantized weight.
     """
 
     weight: torch.Tensor | QuantizedMatrix
@@ -33,7 +33,7 @@ class ExpertWeights:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(E, out, in)."""
+        """(num_experts, out, in)."""
         if isinstance(self.weight, QuantizedMatrix):
             rows, in_features = self.weight.shape
             return self.num_experts, rows // self.num_experts, in_features
@@ -41,7 +41,7 @@ class ExpertWeights:
         return (num_experts, columns, rows) if self.transposed else (num_experts, rows, columns)
 
     def expert_struct(self, expert_id: int) -> ctypes.Structure:
-        """The structure Matrix of one expert, without an address for outputs."""
+        """Returns the structure Matrix of one expert; its field y (memory for outputs) is null."""
         w, out_features = self.weight, self.shape[1]
         bias = None if self.bias is None else address(self.bias[expert_id], min_numel=out_features)
         if isinstance(w, QuantizedMatrix):
@@ -53,26 +53,28 @@ class ExpertWeights:
 
 
 class GroupedGemm:
-    """Multiplies groups of rows, each with its expert's matrix from each of ``weights``, which have one shape."""
+    """Multiplies each group of rows with its expert's matrices: one from each of ``weights``, which have one shape."""
 
     def __init__(self, kernels: Kernels, weights: Sequence[ExpertWeights]) -> None:
         num_experts, self._out_features, _ = weights[0].shape
         if any(w.shape != weights[0].shape for w in weights):
             raise ValueError("all matrices of a grouped GEMM must have one shape")
-        self._weights = tuple(weights)  # keeps them alive
+        self._weights = tuple(weights)  # keeps the memory alive
         structs = [w.expert_struct(e) for e in range(num_experts) for w in weights]
-        self._table = (Matrix * len(structs))(*structs)
+        self._matrices = (Matrix * len(structs))(*structs)
         self._call = kernels.call
 
     def __call__(self, x: torch.Tensor, expert_ids: Sequence[int], offsets: Sequence[int]) -> torch.Tensor:
-        """x (rows, in) -> (len(weights), rows, out).
+        """Returns the products (len(weights), rows, out).
 
         Args:
+            x: (rows, in).
             expert_ids: id of each group's expert.
             offsets: boundaries of the groups: group i is rows [offsets[i], offsets[i + 1]) of x, at least one row.
         """
-        x, per_expert, groups = x.contiguous(), len(self._weights), len(expert_ids)
+        x, per_expert, num_groups = x.contiguous(), len(self._weights), len(expert_ids)
         out = torch.empty(per_expert, x.shape[0], self._out_features, **CPU_FLOAT32)
-        ids, starts = (Int64 * groups)(*expert_ids), (Int64 * (groups + 1))(*offsets)
-        self._call("grouped_gemm", address(x), x.shape[1], self._table, per_expert, ids, starts, groups, address(out))
+        ids, starts = (Int64 * num_groups)(*expert_ids), (Int64 * (num_groups + 1))(*offsets)
+        experts = x.shape[1], self._matrices, per_expert, ids
+        self._call("grouped_gemm", address(x), *experts, starts, num_groups, address(out))
         return out

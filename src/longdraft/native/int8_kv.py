@@ -1,4 +1,4 @@
-"""The int8 KV cache: keys or values in int8, with a scale for each entry of a head."""
+"""An int8 KV cache: keys or values in int8, with a float32 scale for each entry of a head."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ KV_DTYPE_IDS = {getattr(torch, name.lower()): number for name, number in ENUMS["
 
 
 class Int8KV:
-    """An int8 replacement for a tensor (..., entries, head_dim), with indexing (of the last dimension by slices only).
+    """Stands in for a tensor (..., entries, head_dim) of keys or values, and stores it in int8.
 
-    An entry is scale * quants, where scale = the entry's largest magnitude / 127. A slice of an entry keeps its scale.
+    An entry is scale * quants, where scale = the entry's largest magnitude / 127. Supports indexing like a tensor; the
+    last dimension by slices only, because a part of an entry keeps the entry's scale.
 
     Args:
-        quants: (..., entries, head_dim) int8.
-        scales: (..., entries) float32.
+        quants: the quantized numbers (..., entries, head_dim), int8.
+        scales: the scale of each entry (..., entries), float32.
     """
 
     dtype = torch.int8
@@ -30,9 +31,9 @@ class Int8KV:
 
     @classmethod
     def quantize(cls, x: torch.Tensor) -> Int8KV:
-        """Quantizes floats. An entry that is not finite gets a scale that is not finite."""
+        """Quantizes floats (..., entries, head_dim). A NaN or infinite number makes its scale not finite."""
         x = x.float()
-        # The divisor is a tensor: by a Python number, torch on a GPU would multiply by the inverse.
+        # The divisor is a tensor, because on a GPU torch replaces division by a Python number by a multiplication.
         scales = x.abs().amax(-1) / torch.full((), 127.0, dtype=torch.float32, device=x.device)
         tiny = torch.finfo(torch.float32).tiny  # avoids 0 / 0 in entries of zeros
         return cls((x / scales.clamp_min(tiny)[..., None]).round_().to(torch.int8), scales)
@@ -41,19 +42,19 @@ class Int8KV:
         return Int8KV(self.quants[index], self.scales[self._scale_index(index)])
 
     def __setitem__(self, index: Any, entries: torch.Tensor | Int8KV) -> None:
-        new = entries if isinstance(entries, Int8KV) else Int8KV.quantize(entries)
-        self.quants[index], self.scales[self._scale_index(index)] = new.quants, new.scales
+        quantized = entries if isinstance(entries, Int8KV) else Int8KV.quantize(entries)
+        self.quants[index], self.scales[self._scale_index(index)] = quantized.quants, quantized.scales
 
     def _scale_index(self, index: Any) -> Any:
-        """The index without its part for the last dimension."""
+        """Returns an index of quants as an index of scales, which have no last dimension."""
         return index[:-1] if isinstance(index, tuple) and len(index) == self.quants.ndim else index
 
     def index_select(self, dim: int, index: torch.Tensor) -> Int8KV:
-        """Selects like a tensor; ``dim`` is not negative, and not the last dimension."""
+        """Does Tensor.index_select(); ``dim`` must be neither negative nor the last dimension."""
         return Int8KV(self.quants.index_select(dim, index), self.scales.index_select(dim, index))
 
     def transpose(self, first: int, second: int) -> Int8KV:
-        """Transposes like a tensor; both dimensions are not negative, and not the last dimension."""
+        """Does Tensor.transpose(); neither dimension may be negative or the last."""
         return Int8KV(self.quants.transpose(first, second), self.scales.transpose(first, second))
 
     def data_ptr(self) -> int:
@@ -65,8 +66,9 @@ class Int8KV:
         return self
 
     def to(self, dtype: torch.dtype) -> torch.Tensor:
-        """Dequantizes to a tensor."""
+        """Returns a dequantized tensor."""
         return (self.quants * self.scales[..., None]).to(dtype)
 
 
 KVTensor: TypeAlias = torch.Tensor | Int8KV
+KVPair: TypeAlias = tuple[KVTensor, KVTensor]  # keys and values

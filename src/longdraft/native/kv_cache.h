@@ -1,10 +1,9 @@
-// The KV cache in float32, in bfloat16 (the default of int8 arithmetic), or in int8 with a scale for each entry of a head.
-// 16- and 8-bit entries are converted in registers, sums are float32. K is stored transposed unless it is float32.
+// Addresses and writes the KV cache: in float32, in bfloat16 (the default with int8 arithmetic), or in int8 with a scale for each entry of a
+// head. Entries of 16 and 8 bits are converted in registers, sums are float32. K is stored transposed unless it is float32.
 #pragma once
 
 #include "kernels.h"
 #include "packed_rows.h"
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -13,59 +12,58 @@ namespace {
 
 using std::int64_t;
 
-// Calls f with p as a pointer to elements of the dtype.
-template <typename Fn>
-inline void dispatch_dtype(void *p, KVDtype dtype, const Fn &f) {
+// Calls f(p) with p as a pointer to elements of the dtype.
+template <typename Fn> inline void dispatch_dtype(void *p, KVDtype dtype, const Fn &f) {
   if (dtype == KVDtype::BFLOAT16) return f(static_cast<BFloat16 *>(p));
   if (dtype == KVDtype::INT8) return f(static_cast<std::int8_t *>(p));
   f(static_cast<float *>(p));
 }
 
-// The cache of layer i.
+// Returns the part of a cache that belongs to its layer i.
 inline KVCache kv_layer(KVCache kv, int64_t i) {
-  dispatch_dtype(kv.k, kv.dtype, [&](auto *k) { kv.k = k + i * kv.k_layer; });
-  dispatch_dtype(kv.v, kv.dtype, [&](auto *v) { kv.v = v + i * kv.v_layer; });
+  dispatch_dtype(kv.k, kv.dtype, [&](auto *k) { kv.k = k + i * kv.k_layer_stride; });
+  dispatch_dtype(kv.v, kv.dtype, [&](auto *v) { kv.v = v + i * kv.v_layer_stride; });
   if (kv.k_scale) {
-    kv.k_scale += i * kv.scale_layer;
-    kv.v_scale += i * kv.scale_layer;
+    kv.k_scale += i * kv.scale_layer_stride;
+    kv.v_scale += i * kv.scale_layer_stride;
   }
   return kv;
 }
 
-// The cache of one KV head of a slot.
+// The part of a cache that belongs to one KV head of a slot; strides are as in KVCache.
 struct KVHead {
   void *k, *v;
-  int64_t k_row, k_dim, v_row;
+  int64_t k_row_stride, k_dim_stride, v_row_stride;
   KVDtype dtype;
   float *k_scale, *v_scale;  // null except for INT8
 };
 
 inline KVHead kv_head(const KVCache &kv, int64_t slot, int64_t head) {
-  KVHead out{kv.k, kv.v, kv.k_row, kv.k_dim, kv.v_row, kv.dtype, kv.k_scale, kv.v_scale};
-  dispatch_dtype(kv.k, kv.dtype, [&](auto *k) { out.k = k + slot * kv.k_slot + head * kv.k_head; });
-  dispatch_dtype(kv.v, kv.dtype, [&](auto *v) { out.v = v + slot * kv.v_slot + head * kv.v_head; });
+  KVHead out{kv.k, kv.v, kv.k_row_stride, kv.k_dim_stride, kv.v_row_stride, kv.dtype, kv.k_scale, kv.v_scale};
+  dispatch_dtype(kv.k, kv.dtype, [&](auto *k) { out.k = k + slot * kv.k_slot_stride + head * kv.k_head_stride; });
+  dispatch_dtype(kv.v, kv.dtype, [&](auto *v) { out.v = v + slot * kv.v_slot_stride + head * kv.v_head_stride; });
   for (float **scale : {&out.k_scale, &out.v_scale}) {
-    if (*scale) *scale += slot * kv.scale_slot + head * kv.scale_head;
+    if (*scale) *scale += slot * kv.scale_slot_stride + head * kv.scale_head_stride;
   }
   return out;
 }
 
-// Writes x (d,) as elements that are `step` apart, rounded to their type. scale: an int8 entry's scale is written there.
-inline void quantize(const float *x, int64_t d, float *to, int64_t step, float *) {
-  for (int64_t i = 0; i < d; i++) to[i * step] = x[i];
+// Each quantize() converts x (d,) to the type of `to` and writes element i to to[i * stride]. With int8, it writes the entry's scale too.
+inline void quantize(const float *x, int64_t d, float *to, int64_t stride, float *) {
+  for (int64_t i = 0; i < d; i++) to[i * stride] = x[i];
 }
 
-inline void quantize(const float *x, int64_t d, BFloat16 *to, int64_t step, float *) {
+inline void quantize(const float *x, int64_t d, BFloat16 *to, int64_t stride, float *) {
   for (int64_t i = 0; i < d; i++) {
     std::uint32_t bits;
     std::memcpy(&bits, x + i, sizeof bits);
     // Rounds to nearest, ties to even; NaN stays NaN (0x7fc0).
-    to[i * step].bits = static_cast<std::uint16_t>(x[i] == x[i] ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0);
+    to[i * stride].bits = static_cast<std::uint16_t>(x[i] == x[i] ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0);
   }
 }
 
-// If x is not finite, the scale is not finite.
-inline void quantize(const float *x, int64_t d, std::int8_t *to, int64_t step, float *scale) {
+// If a number of x is not finite, the scale is not finite either.
+inline void quantize(const float *x, int64_t d, std::int8_t *to, int64_t stride, float *scale) {
   float max = 0, sum = 0;
   for (int64_t i = 0; i < d; i++) {
     max = std::max(max, std::abs(x[i]));
@@ -78,16 +76,17 @@ inline void quantize(const float *x, int64_t d, std::int8_t *to, int64_t step, f
     const float shifted = x[i] / divisor + 12582912.0f;
     std::int32_t bits;
     std::memcpy(&bits, &shifted, sizeof bits);
-    to[i * step] = static_cast<std::int8_t>(bits);
+    to[i * stride] = static_cast<std::int8_t>(bits);
   }
 }
 
-// Writes the key and value (d,) of a head as entry `row` of a slot.
-inline void write_kv(const KVCache &kv, int64_t slot, int64_t head, int64_t row, const float *key, const float *value,
-                     int64_t d) {
+// Writes the key and value (d,) of a head as entry number `entry` of a slot.
+inline void write_kv(const KVCache &kv, int64_t slot, int64_t head, int64_t entry, const float *key, const float *value, int64_t d) {
   const KVHead cache = kv_head(kv, slot, head);
-  dispatch_dtype(cache.k, cache.dtype, [&](auto *k) { quantize(key, d, k + row * cache.k_row, cache.k_dim, cache.k_scale + row); });
-  dispatch_dtype(cache.v, cache.dtype, [&](auto *v) { quantize(value, d, v + row * cache.v_row, 1, cache.v_scale + row); });
+  dispatch_dtype(cache.k, cache.dtype, [&](auto *k) {
+    quantize(key, d, k + entry * cache.k_row_stride, cache.k_dim_stride, cache.k_scale + entry);
+  });
+  dispatch_dtype(cache.v, cache.dtype, [&](auto *v) { quantize(value, d, v + entry * cache.v_row_stride, 1, cache.v_scale + entry); });
 }
 
 }  // namespace

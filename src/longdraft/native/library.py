@@ -1,4 +1,4 @@
-"""Wraps the C++ kernels in methods that take tensors."""
+"""Loads the C++ kernels, and wraps them in methods that take tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from longdraft.native.boundary import CPU_FLOAT32, CPU_INT64, address, allocate_
 from longdraft.native.build import LEVELS, UnsupportedPlatformError, library_file_name, load_library, supported_levels
 from longdraft.native.draft import DraftBlock, DraftLevelInput
 from longdraft.native.header import FUNCTIONS, STATUSES, STRUCTURES, Pointer
-from longdraft.native.int8_kv import KV_DTYPE_IDS, KVTensor
+from longdraft.native.int8_kv import KV_DTYPE_IDS, KVPair, KVTensor
 from longdraft.native.quantized_matrix import QuantizedMatrix
 from longdraft.native.structures import (
     AttentionMetadata,
@@ -38,16 +38,17 @@ from longdraft.native.structures import (
 
 logger = logging.getLogger("longdraft")
 
-SWITCH = "LONGDRAFT_NATIVE"  # environment variable; 0: no kernels; else an instruction set, see _select_level
+NATIVE_ENV = "LONGDRAFT_NATIVE"  # environment variable; 0: no kernels; v3, v4, ...: the instruction set (_select_level)
 # For messages: the cost of running without kernels (docs/cpu.md).
 NO_KERNELS_COST = "Decoding takes 1.5 to 4.5 times as long, the most where weights are stored in few bits"
-HEAD_DIM_MULTIPLE = 16  # attention kernels support multiples of it
+HEAD_DIM_MULTIPLE = 16  # attention kernels support head sizes that are multiples of this
 
 
 class Kernels:
     """The compiled kernels. Tensors are float32 on the CPU, except keys and values; gradients are not computed.
 
-    The bits of an output row depend neither on the other rows nor on the number of threads.
+    The bits of an output row depend neither on the other rows nor on the number of threads. In shapes, B is the number
+    of sequences, T the number of new tokens of each, and d the size of a head.
 
     Attributes:
         level: the instruction set, one of :data:`~longdraft.native.build.LEVELS`.
@@ -62,8 +63,8 @@ class Kernels:
             function.restype, function.argtypes, function.errcheck = ctypes.c_int, arguments, _check_status
             self._functions[name] = function
         self.lanes = int(library.longdraft_lanes())
-        library.longdraft_threads.argtypes = [Pointer]
-        library.longdraft_threads(_find_gomp_parallel())
+        library.longdraft_set_parallel_entry.argtypes = [Pointer]
+        library.longdraft_set_parallel_entry(_find_gomp_parallel())
 
     def call(self, name: str, *arguments: Any) -> None:
         """Calls ``longdraft_NAME`` of kernels.h with torch's number of threads; profilers show ``longdraft::NAME``.
@@ -76,7 +77,7 @@ class Kernels:
             self._functions[name](*arguments, torch.get_num_threads())
 
     def linear(self, x: torch.Tensor, weights: Sequence[LinearWeights], prefill: bool = False) -> list[torch.Tensor]:
-        """Applies several linear layers to one x (..., in); returns (..., out) for each. prefill: AMX uses bfloat16."""
+        """Applies linear layers to one x (..., in); returns (..., out) for each. prefill: True: AMX uses bfloat16."""
         x = x.contiguous()
         in_features = x.shape[-1]
         outs = [torch.empty(*x.shape[:-1], w.shape[0], **CPU_FLOAT32) for w, _ in weights]
@@ -89,21 +90,21 @@ class Kernels:
     def dequantize(self, weights: QuantizedMatrix) -> torch.Tensor:
         """Dequantizes weights to float32 (out, in)."""
         out, data = torch.empty(weights.shape, **CPU_FLOAT32), weights.data
-        matrix = address(data, torch.uint8, strided_rows=True), weights.format_id, *weights.shape, data.stride(0)
-        self.call("dequantize", *matrix, address(out))
+        matrix_fields = address(data, torch.uint8, strided_rows=True), weights.format_id, *weights.shape, data.stride(0)
+        self.call("dequantize", *matrix_fields, address(out))
         return out
 
     def can_repack(self, weights: QuantizedMatrix, out_features: int | None = None) -> bool:
-        """True if :meth:`repack` supports the weights. out_features: rows of one expert; None without experts."""
+        """Returns True if :meth:`repack` supports the weights. out_features: of one expert; None without experts."""
         return weights.is_quantized and (out_features or weights.shape[0]) % self.lanes == 0
 
     def repack(self, weights: QuantizedMatrix, out: torch.Tensor | None = None) -> QuantizedMatrix:
-        """Adds a copy with interleaved rows (packed_rows.h) for int8 arithmetic. out: memory for the copy, or None."""
-        data, (rows, size) = weights.data, weights.shape
+        """Adds an interleaved copy (packed_rows.h) for int8 arithmetic to weights. out: memory for it, or None."""
+        data = weights.data
         out = allocate_bytes(data.numel()) if out is None else out
-        matrix = address(data, torch.uint8, strided_rows=True), weights.format_id, rows, size, data.stride(0)
-        self.call("repack", *matrix, address(out, torch.uint8, data.numel()))
-        return replace(weights, repacked=out.view(rows // self.lanes, self.lanes, data.shape[1]))
+        matrix_fields = address(data, torch.uint8, strided_rows=True), weights.format_id, *weights.shape, data.stride(0)
+        self.call("repack", *matrix_fields, address(out, torch.uint8, data.numel()))
+        return replace(weights, repacked=out.view(len(data) // self.lanes, self.lanes, data.shape[1]))
 
     def attend(
         self,
@@ -121,16 +122,18 @@ class Kernels:
         """Computes attention of a tree's tokens, or causal attention of a prompt's chunk.
 
         Args:
-            q: queries (Hkv, G*T, d), d a multiple of 16. Row g*T + t of a KV head is token t of its query head g. With
-                prefill (Hq, T, d).
-            k, v: (Hkv, n, d), n KV entries. Keys are stored transposed (float32 keys may be rows too), values as rows.
-                With prefill the last T entries are the chunk's.
-            tree_mask: (T, W) bool, True where a token sees one of the last W entries. Tokens see all entries before.
-                None if tokens see all entries, and with prefill.
-            window_start: (T,) int32, the first rank that a token sees. An entry's rank is its index; among the last W,
-                entries on the token's path are counted alone. None: no window.
+            q: queries (KV heads, group_size * T, d), d a multiple of 16. Row g * T + t of a KV head belongs to token t
+                and to query head g of the KV head. With prefill (query heads, T, d).
+            k, v: (KV heads, entries, d). Keys are stored transposed (float32 keys may be rows too), values as rows.
+                With prefill, the last T entries are the chunk's.
+            tree_mask: (T, width) bool, True where a token sees one of the last ``width`` entries; tokens see all
+                entries before these. None: tokens see all entries. None with prefill.
+            scale: factor of the scores q . k.
+            prefill: True: causal attention of a prompt's chunk.
+            window_start: (T,) int32, the lowest rank that a token sees, where ranks number the entries that it sees
+                without a window. None: no window.
             softcap: replaces scores s by softcap * tanh(s / softcap); None: no cap.
-            sinks: (Hq,) additional scores in the softmax's denominator, which have no values.
+            sinks: (query heads,) additional scores in the softmax's denominator, which have no values; None: none.
 
         Returns:
             The attention's output, shaped like q.
@@ -141,17 +144,18 @@ class Kernels:
         tree_mask, window_start = _contiguous(tree_mask), _contiguous(window_start, torch.int32)
         sinks = _contiguous(sinks, torch.float32)
         kv_and_slot = kv_struct(k[None, None], v[None, None]), 0
-        results = SoftmaxParams(scale, softcap or 0.0, address(sinks)), address(out)
+        softmax_and_out = SoftmaxParams(scale, softcap or 0.0, address(sinks)), address(out)
         if prefill:
             sizes = heads, heads // k.shape[0], rows, d, k.shape[1]
-            starts = address(window_start, torch.int32, rows)
-            self.call("attend_prefill", address(q), *kv_and_slot, *sizes, starts, *results)
+            window = address(window_start, torch.int32, rows)
+            self.call("attend_prefill", address(q), *kv_and_slot, *sizes, window, *softmax_and_out)
             return out
+        # T: from the mask or window, or from the sinks' number of query heads. Else it does not matter.
         num_tokens = rows if sinks is None else rows * heads // len(sinks)
         num_tokens = next((len(x) for x in (tree_mask, window_start) if x is not None), num_tokens)
         mask_width = 0 if tree_mask is None else tree_mask.shape[1]
         mask = address(tree_mask, torch.bool), num_tokens, mask_width, address(window_start, torch.int32)
-        self.call("attend", address(q), *kv_and_slot, heads, rows, d, k.shape[1], *mask, *results)
+        self.call("attend", address(q), *kv_and_slot, heads, rows, d, k.shape[1], *mask, *softmax_and_out)
         return out
 
     def run_stack(
@@ -172,9 +176,10 @@ class Kernels:
         """Runs decoder layers, and writes the KV of the new tokens.
 
         Args:
-            metadata, keys, values: of the first KV group; KV is (layers, slots, kv_heads, capacity, head_dim).
-            x: the first layer's input (B, T, hidden_size); the last layer's output overwrites it.
-            query_layers, hidden_layers: layers whose queries and layers whose outputs are returned.
+            metadata: the new tokens, for the first KV group.
+            keys, values: KV cache of the first KV group (layers, slots, kv_heads, capacity, head_dim).
+            x: the first layer's input (B, T, hidden_size), which is overwritten by the last layer's output.
+            query_layers, hidden_layers: ids of layers whose queries are returned, and of layers whose outputs are.
             logits: tokens whose logits are computed; a number n means the last n tokens of each sequence.
             topk: return only the top k of these logits; 0: return all logits.
             more_kv_groups: metadata, keys and values of the other KV groups.
@@ -199,7 +204,7 @@ class Kernels:
             for i, tensor in tensors.items():
                 pointers[i] = address(tensor)
         groups = [(metadata, keys, values), *more_kv_groups]
-        num_last = 0 if logits == "all" else num_logits  # 0 means all
+        num_last = 0 if logits == "all" else num_logits  # n_last of longdraft_stack, where 0 means all
         structs = (STRUCTURES["AttentionMetadata"] * len(groups))(*(group.struct for group, _, _ in groups))
         kv = (KVCache * len(groups))(*(kv_struct(k, v) for _, k, v in groups))
         self.call(
@@ -210,23 +215,22 @@ class Kernels:
         return out
 
     def draft_level(
-        self,
-        block: DraftBlock,
-        batch: DraftLevelInput,
-        draft_kv: tuple[torch.Tensor, torch.Tensor],
-        target_kv: tuple[torch.Tensor, torch.Tensor] | None,
-        topk: int,
+        self, block: DraftBlock, batch: DraftLevelInput, draft_kv: KVPair, target_kv: KVPair | None, topk: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Runs a draft's block, head and top k for one level of its tree, and writes the KV of the new tokens.
 
         Args:
+            block: the draft's block and head.
+            batch: the new tokens.
             draft_kv: the draft's keys and values (slots, kv_heads, capacity, head_dim).
             target_kv: keys and values of the target's last layer for LongSpec; None for EAGLE-3.
-            topk: number of tokens to return for each row; 0: return logits instead.
+            topk: number of tokens to return for each token that has outputs; 0: return logits instead.
 
         Returns:
-            For the last W tokens of each sequence: the block's output before the final norm (tokens, hidden_size);
-            logits (tokens, vocab_size), empty with topk; log-probabilities, and rows of the head, (tokens, topk).
+            The block's output before the final norm (num_queries, hidden_size).
+            The logits (num_queries, vocab_size); with topk (0, vocab_size).
+            The largest log-probabilities (num_queries, topk).
+            The rows of the head that they belong to (num_queries, topk).
         """
         topk = min(topk, block.vocab_size)
         out = torch.empty(batch.num_queries, block.hidden_size, **CPU_FLOAT32)
@@ -241,13 +245,14 @@ class Kernels:
 
 @dataclass
 class StackOutput:
-    """The result of :meth:`Kernels.run_stack`; the last layer's output is in its argument x.
+    """The result of :meth:`Kernels.run_stack`, which writes the last layer's output to its argument x.
 
     Attributes:
-        logits: (B, T or n, vocab_size), or None.
-        topk_logprobs, topk_indices: (B, T or n, topk), the largest log-probabilities, their rows of the head; or None.
-        queries: layer -> (B, num_heads, T, head_dim) after RoPE.
-        hidden: layer -> (B, T, hidden_size).
+        logits: (B, tokens with logits, vocab_size), or None.
+        topk_logprobs: the largest log-probabilities (B, tokens with logits, topk), or None.
+        topk_indices: rows of the head that belong to topk_logprobs, or None.
+        queries: layer -> its queries after RoPE (B, num_heads, T, head_dim).
+        hidden: layer -> its output (B, T, hidden_size).
     """
 
     logits: torch.Tensor | None = None
@@ -276,7 +281,7 @@ def _contiguous(x: torch.Tensor | None, dtype: torch.dtype | None = None) -> tor
 
 
 def supports_attention(q: torch.Tensor, k: KVTensor, v: KVTensor) -> bool:
-    """True if :meth:`Kernels.attend` supports the dtypes, device, head size and strides of these tensors."""
+    """Returns True if :meth:`Kernels.attend` supports the dtypes, device, head size and strides of these tensors."""
     if q.dtype != torch.float32 or any(x.device.type != "cpu" for x in (q, k, v)):
         return False
     if k.dtype != v.dtype or not q.shape[-1] == k.shape[-1] == v.shape[-1]:
@@ -287,30 +292,30 @@ def supports_attention(q: torch.Tensor, k: KVTensor, v: KVTensor) -> bool:
 
 
 def kernels(progress: Callable[[str], None] | None = None) -> Kernels | None:
-    """The kernels for this machine, compiled at the first call. None if LONGDRAFT_NATIVE=0 disables them, or without a
-    compiler or a supported processor, which the log says. progress: called with a line of text before compiling."""
+    """Returns the kernels for this machine, compiled at the first call; None with LONGDRAFT_NATIVE=0, and without a
+    compiler or a supported processor, which is logged. progress: called with a line of text before compiling."""
     return _load_once(progress)[0]
 
 
 def unavailable_reason() -> str | None:
-    """Why the kernels are unavailable; None if they are available."""
+    """Returns why the kernels are unavailable, or None if they are available."""
     return _load_once()[1]
 
 
 def library_name() -> str | None:
-    """File name of the shared object, which identifies instruction set and sources; None without kernels."""
+    """Returns the shared object's file name, which identifies instruction set and sources; None without kernels."""
     loaded = kernels()
     return None if loaded is None else library_file_name(loaded.level)
 
 
-# Empty at first, then the result of :func:`_load_once`: the kernels, or the reason why they are unavailable.
+# Empty before the first call of :func:`_load_once`, then its result: (kernels, None), or (None, why there are none).
 load_result: list[tuple[Kernels | None, str | None]] = []
 _lock = threading.Lock()
 
 
 def _load_once(progress: Callable[[str], None] | None = None) -> tuple[Kernels | None, str | None]:
-    if os.environ.get(SWITCH) == "0":
-        return None, f"{SWITCH}=0"
+    if os.environ.get(NATIVE_ENV) == "0":
+        return None, f"{NATIVE_ENV}=0"
     with _lock:
         if not load_result:
             try:
@@ -326,11 +331,11 @@ def _load_once(progress: Callable[[str], None] | None = None) -> tuple[Kernels |
 
 
 def _select_level() -> str:
-    """The widest supported instruction set, or the one that LONGDRAFT_NATIVE names (v3, v4, v4-vnni, v4-amx)."""
-    supported, requested = supported_levels(), f"x86-64-{os.environ.get(SWITCH, '1')}"
+    """Returns the instruction set that LONGDRAFT_NATIVE names (v3, v4, v4-vnni, v4-amx), else the widest supported."""
+    supported, requested = supported_levels(), f"x86-64-{os.environ.get(NATIVE_ENV, '1')}"
     if requested in LEVELS["x86_64"]:
         if requested not in supported:
-            raise OSError(f"{SWITCH}={os.environ[SWITCH]}, which this processor does not execute: unset it")
+            raise OSError(f"{NATIVE_ENV}={os.environ[NATIVE_ENV]}, which this processor does not execute: unset it")
         return requested
     if not supported:
         raise UnsupportedPlatformError("the processor has no AVX2")
@@ -339,7 +344,7 @@ def _select_level() -> str:
 
 @cache
 def _find_gomp_parallel() -> int | None:
-    """Address of GOMP_parallel in torch's OpenMP library; without it (None) kernels use one thread."""
+    """Returns the address of GOMP_parallel in torch's OpenMP library. None: not found, so kernels use one thread."""
     with suppress(OSError):
         for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
             match = re.search(r"/\S*/lib(gomp|iomp5|omp)[^/]*\.so[.\d]*$", line)

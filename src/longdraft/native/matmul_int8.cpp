@@ -1,38 +1,35 @@
-// y = x w^T + bias in int8 arithmetic: quantized weights times int8 activations, like ggml's vec_dot_q4_K_q8_K.
+// Computes y = x w^T + bias in int8 arithmetic: quantized weights times int8 activations, like ggml's vec_dot_q4_K_q8_K.
 //
-// LANES outputs are computed at once (quants.h). For few rows codes are unpacked in registers, once for a group of rows: a sub-block
-// takes eight dot products of 4 bytes in each lane, and one multiplication by its scale. For many rows codes are unpacked to memory
-// first: all codes of up to some hundred outputs, or with AMX a few sub-blocks of LANES outputs. In all cases a row's operations have
-// one order, or differ only where results are exact.
+// LANES outputs are computed at once (quants.h), in one of three ways:
+//   few rows:  codes are unpacked in registers, once for a group of rows. A sub-block takes eight dot products of 4 bytes in each lane, and
+//              one multiplication by its scale.
+//   many rows: all codes of up to some hundred outputs are first unpacked to memory.
+//   AMX:       the weights of a few sub-blocks are unpacked to memory at a time.
+// A row's bits do not depend on the way, because operations that round have one order.
 #include "outputs.h"
 #include "matmul.h"
 #include "threads.h"
 #include "amx.h"
 
-#include <algorithm>
-#include <type_traits>
-
 namespace {
 
-constexpr int64_t MANY_ROWS = 32;          // above this many rows, codes are unpacked to memory first
-constexpr int64_t UNPACKED_BYTES = 384 << 10; // memory for unpacked codes
-constexpr int64_t AMX_MIN_ROWS = 9;          // from this many rows on AMX is faster
+constexpr int64_t MANY_ROWS = 32;              // above this many rows, codes are unpacked to memory first
+constexpr int64_t UNPACKED_BYTES = 384 << 10;  // memory for unpacked codes
+constexpr int64_t AMX_MIN_ROWS = 9;            // AMX is faster from this many rows on
 
-// dot4_accumulate: in each lane, sum += the dot product of 4 codes (unsigned, up to MAX_CODE) with 4 activations (-127 to 127).
 #if !defined(__AVX512VNNI__)
-// Without VNNI, maddubs saturates for codes above 127. So their sign bit is flipped, which subtracts 128; initial_sum() corrects that.
-template <int MAX_CODE>
-constexpr bool FLIP_SIGN = MAX_CODE > 127;
+// True if dot4_accumulate() subtracts 128 from codes, by flipping their highest bit. Without VNNI, its instructions would saturate for
+// codes above 127. initial_sum() adds what the subtraction takes away.
+template <int MAX_CODE> constexpr bool FLIP_SIGN = MAX_CODE > 127;
 #else
-template <int MAX_CODE>
-constexpr bool FLIP_SIGN = false;
+template <int MAX_CODE> constexpr bool FLIP_SIGN = false;
 #endif
 
-// Four activations as one number, which the compiler must assume to be written as bytes.
+// Four activations as one number. It may alias, because the activations are written as bytes.
 typedef std::int32_t aliasing_int32 __attribute__((may_alias));
 
-template <int MAX_CODE>
-inline ivec dot4_accumulate(ivec sum, ivec w, const std::int8_t *x4) {
+// In each lane, adds to `sum` the dot product of 4 codes w (0 to MAX_CODE) with the 4 activations at x4 (-127 to 127).
+template <int MAX_CODE> inline ivec dot4_accumulate(ivec sum, ivec w, const std::int8_t *x4) {
 #if defined(__AVX512VNNI__)
   // In assembly, for its embedded broadcast: compilers would broadcast by a separate instruction, which takes a third longer.
   asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*reinterpret_cast<const aliasing_int32 *>(x4)));
@@ -66,66 +63,68 @@ inline ivec dot4_accumulate(ivec sum, ivec w, const std::int8_t *x4) {
 #endif
 }
 
-// The initial value of a sum of code * q, which turns it into the sum of (code - ZERO_POINT) * q. neg_qsum: -sum(q).
-template <typename F>
-ALWAYS_INLINE inline ivec initial_sum(std::int32_t neg_qsum) {
+// Returns the value from which a sum of code * q must start to become the sum of (code - ZERO_POINT) * q. neg_sum: -sum(q).
+template <typename F> ALWAYS_INLINE inline ivec initial_sum(std::int32_t neg_sum) {
   constexpr int OFFSET = F::ZERO_POINT - (FLIP_SIGN<F::MAX_CODE> ? 128 : 0);
   if constexpr (OFFSET == 0) return ivec{};
   if constexpr (OFFSET > 0 && (OFFSET & (OFFSET - 1)) == 0)
-    return broadcast(neg_qsum) << __builtin_ctz(OFFSET);  // a shift is faster than a multiplication
-  return broadcast(neg_qsum) * OFFSET;
+    return broadcast(neg_sum) << __builtin_ctz(OFFSET);  // a shift is faster than a multiplication
+  return broadcast(neg_sum) * OFFSET;
 }
 
-// The factor of a sub-block's dot product: the integer sc in K-quants (int32, or float where sums are exact), else the scale.
-template <typename F>
-using SumScale = std::conditional_t<F::INT32_SUMS, ivec, vec>;
+// The type of the factor of a sub-block's dot product. In K-quants the factor is SubBlockScale's int_scale, as int32, or as float where sums
+// stay exact; in other formats it is the scale.
+template <typename F> using SumScale = std::conditional_t<F::INT32_SUMS, ivec, vec>;
 
-template <typename F, typename S>
-ALWAYS_INLINE inline SumScale<F> sum_scale(const S &scale) {
-  if constexpr (F::INT32_SUMS) return scale.sc;
-  if constexpr (F::SUB_BLOCKS_PER_SCALE > 1 && !F::INT32_SUMS) return to_float(scale.sc);
-  if constexpr (F::SUB_BLOCKS_PER_SCALE == 1) return scale;
+template <typename F, typename S> ALWAYS_INLINE inline SumScale<F> sum_scale(const S &scale) {
+  if constexpr (F::INT32_SUMS) return scale.int_scale;
+  if constexpr (F::SUB_BLOCKS_PER_ACT_SCALE > 1 && !F::INT32_SUMS) return to_float(scale.int_scale);
+  if constexpr (F::SUB_BLOCKS_PER_ACT_SCALE == 1) return scale;
 }
 
 ALWAYS_INLINE inline vec block_scale(const SubBlockScale &scale) { return scale.d; }
-ALWAYS_INLINE inline vec block_scale(vec scale) { return scale; }  // for formats that do not use the result
+ALWAYS_INLINE inline vec block_scale(vec scale) { return scale; }  // unused: these formats have no d
 
 ALWAYS_INLINE inline vec accumulate_scaled(ivec products, vec scale, vec sum) { return fmadd(to_float(products), scale, sum); }
 ALWAYS_INLINE inline ivec accumulate_scaled(ivec products, ivec scale, ivec sum) { return products * scale + sum; }
 
-// y (R) += R rows of x times a sub-block. n, b: qs and blocks of x for this sub-block, row after row. sums (R): sums over the sub-blocks
-// that share an activation scale; exact (floats stay below 2^24). The last of these sub-blocks scales sums and adds them to y.
+// Multiplies R rows of x with a sub-block w of LANES outputs, and adds the products to y (R).
+//   qs, blocks  activations of this sub-block (Int8Activations): a block for each row
+//   sums (R)    sums over the sub-blocks that share an activation scale. They are exact: as floats they stay below 2^24.
+//   last        true for the last of these sub-blocks: sums are scaled by d, added to y, and set to 0
 template <typename F, int R, typename W>
 ALWAYS_INLINE inline void mul_accumulate(const W &w, const SumScale<F> *sum_scales, vec d, const vec *min, bool last,
-                                         const std::int8_t *n, const Int8Activations::Block *b, SumScale<F> *sums, vec *y) {
-  constexpr int COLUMNS_PER_SCALE = COLUMNS_PER_SUB_BLOCK / F::SCALES;
-  UNROLL for (int s = 0; s < F::SCALES; s++) {
+                                         const std::int8_t *qs, const Int8Activations::Block *blocks, SumScale<F> *sums, vec *y) {
+  constexpr int COLUMNS_PER_SCALE = COLUMNS_PER_SUB_BLOCK / F::SCALES_PER_SUB_BLOCK;
+  UNROLL for (int s = 0; s < F::SCALES_PER_SUB_BLOCK; s++) {
     ivec products[R];
-    UNROLL for (int r = 0; r < R; r++) products[r] = initial_sum<F>(F::SCALES == 1 ? b[r].neg_qsum : b[r].neg_half_qsum[s]);
+    UNROLL for (int r = 0; r < R; r++) {
+      products[r] = initial_sum<F>(F::SCALES_PER_SUB_BLOCK == 1 ? blocks[r].neg_sum : blocks[r].neg_half_sums[s]);
+    }
     UNROLL for (int i = s * COLUMNS_PER_SCALE; i < (s + 1) * COLUMNS_PER_SCALE; i++) {
       const ivec codes = w(i);
-      UNROLL for (int r = 0; r < R; r++) {
-        products[r] = dot4_accumulate<F::MAX_CODE>(products[r], codes, n + r * SUB_BLOCK + 4 * i);
-      }
+      UNROLL for (int r = 0; r < R; r++) products[r] = dot4_accumulate<F::MAX_CODE>(products[r], codes, qs + r * SUB_BLOCK + 4 * i);
     }
     UNROLL for (int r = 0; r < R; r++) {
-      if constexpr (F::HAS_MIN) y[r] = fmadd(broadcast(F::SCALES == 1 ? b[r].sum : b[r].half_sum[s]), min[s], y[r]);
-      if constexpr (F::SUB_BLOCKS_PER_SCALE == 1) {
-        y[r] = fmadd(broadcast(b[r].scale), to_float(products[r]) * sum_scales[s], y[r]);
+      if constexpr (F::HAS_MIN) {
+        y[r] = fmadd(broadcast(F::SCALES_PER_SUB_BLOCK == 1 ? blocks[r].scaled_sum : blocks[r].scaled_half_sums[s]), min[s], y[r]);
+      }
+      if constexpr (F::SUB_BLOCKS_PER_ACT_SCALE == 1) {
+        y[r] = fmadd(broadcast(blocks[r].scale), to_float(products[r]) * sum_scales[s], y[r]);
       } else {
         sums[r] = accumulate_scaled(products[r], sum_scales[s], sums[r]);
       }
     }
   }
-  if (F::SUB_BLOCKS_PER_SCALE == 1 || !last) return;
+  if (F::SUB_BLOCKS_PER_ACT_SCALE == 1 || !last) return;
   UNROLL for (int r = 0; r < R; r++) {
-    y[r] = fmadd(broadcast(b[r].scale), __builtin_convertvector(sums[r], vec) * d, y[r]);
+    y[r] = fmadd(broadcast(blocks[r].scale), __builtin_convertvector(sums[r], vec) * d, y[r]);
     sums[r] = SumScale<F>{};
   }
 }
 
-template <int R = Int8Activations::ROW_GROUP, typename Fn>
-inline void dispatch_rows(int64_t group_rows, const Fn &f) {
+// Calls f with group_rows as a compile-time constant: 1 to 8, but not 5 or 7, which Int8Activations pads.
+template <int R = Int8Activations::ROW_GROUP, typename Fn> inline void dispatch_rows(int64_t group_rows, const Fn &f) {
   if constexpr (R == 5 || R == 7) return dispatch_rows<R - 1>(group_rows, f);
   if (group_rows == R) return f(std::integral_constant<int, R>{});
   if constexpr (R > 1) return dispatch_rows<R - 1>(group_rows, f);
@@ -133,34 +132,36 @@ inline void dispatch_rows(int64_t group_rows, const Fn &f) {
 }
 
 // True for the last of the sub-blocks that share an activation scale.
-template <typename F>
-ALWAYS_INLINE inline bool completes_scale(int sub_block) { return sub_block % F::SUB_BLOCKS_PER_SCALE == F::SUB_BLOCKS_PER_SCALE - 1; }
+template <typename F> ALWAYS_INLINE inline bool completes_scale(int sub_block) {
+  return sub_block % F::SUB_BLOCKS_PER_ACT_SCALE == F::SUB_BLOCKS_PER_ACT_SCALE - 1;
+}
 
-// One group of rows, with codes unpacked in registers. prefetch_next: also prefetch the weights of the next outputs.
+// Multiplies a group of R rows, from `row` on, with LANES outputs, and unpacks codes in registers. prefetch_next: true: also prefetches the
+// weights of the next outputs.
 template <typename F, int R>
 void matmul_few_rows(const Int8Activations &x, int64_t row, const Matrix &m, const OutputVector &outputs, InterleavedRows in,
                      bool prefetch_next) {
   constexpr int64_t SUB_BLOCK_BYTES = F::BYTES * LANES * SUB_BLOCK / F::WEIGHTS;
-  // Every EVERY bytes, a second line is prefetched AHEAD bytes later, which starts the hardware prefetcher earlier. With more than 2 rows
-  // fewer such lines, in the next page, were faster on an Intel Xeon.
-  constexpr int64_t AHEAD = R <= 2 ? 2048 : 4096, EVERY = R <= 2 ? 64 : 512;
+  // Each FAR_INTERVAL bytes, a second cache line is prefetched, FAR_DISTANCE bytes behind the first, which starts the hardware prefetcher
+  // earlier. For more than 2 rows, fewer such lines, in the next page, were faster on an Intel Xeon.
+  constexpr int64_t FAR_DISTANCE = R <= 2 ? 2048 : 4096, FAR_INTERVAL = R <= 2 ? 64 : 512;
   vec y[R] = {};
   SumScale<F> sums[R] = {};
   const int64_t block_index = x.block_index(row, 0);
   const std::int8_t *qs = x.qs + block_index * SUB_BLOCK;
   const Int8Activations::Block *blocks = x.blocks + block_index;
-  Address next = address_of(outputs.first(m)) + LANES * m.w_stride, prefetch_end = next;
+  Address next = address_of(outputs.weights(m)) + LANES * m.w_stride, prefetch_end = next;
   for (int64_t i = 0; i < x.n_in; i += F::WEIGHTS, in = in.advance(F::BYTES)) {
-    F::block(in, [&](int sub_block, const auto &w, const auto *scale, const vec *min) ALWAYS_INLINE {
+    F::unpack_block(in, [&](int sub_block, const auto &w, const auto *scale, const vec *min) ALWAYS_INLINE {
       // A few cache lines at a time: many at once would delay the loads of this block.
       if (prefetch_next) {
         for (prefetch_end += SUB_BLOCK_BYTES; next < prefetch_end; next += 64) {
           prefetch<2>(next);
-          if (next % EVERY < 64) prefetch<2>(next + AHEAD);
+          if (next % FAR_INTERVAL < 64) prefetch<2>(next + FAR_DISTANCE);
         }
       }
-      SumScale<F> sum_scales[F::SCALES];
-      UNROLL for (int s = 0; s < F::SCALES; s++) sum_scales[s] = sum_scale<F>(scale[s]);
+      SumScale<F> sum_scales[F::SCALES_PER_SUB_BLOCK];
+      UNROLL for (int s = 0; s < F::SCALES_PER_SUB_BLOCK; s++) sum_scales[s] = sum_scale<F>(scale[s]);
       mul_accumulate<F, R>([&](int i) { return apply_codebook<F>(w(i)); }, sum_scales, block_scale(*scale), min,
                            completes_scale<F>(sub_block), qs + sub_block * R * SUB_BLOCK, blocks + sub_block * R, sums, y);
     });
@@ -171,31 +172,31 @@ void matmul_few_rows(const Int8Activations &x, int64_t row, const Matrix &m, con
   for (int64_t r = 0; r < count; r++) outputs.write(m, row + r, y[r]);
 }
 
+// A sub-block of LANES outputs, unpacked: the arguments of mul_accumulate().
 template <typename F>
 struct UnpackedSubBlock {
   ivec w[COLUMNS_PER_SUB_BLOCK];
-  SumScale<F> sum_scales[F::SCALES];
-  vec d[F::SUB_BLOCKS_PER_SCALE > 1], min[F::HAS_MIN ? F::SCALES : 0];
+  SumScale<F> sum_scales[F::SCALES_PER_SUB_BLOCK];
+  vec d[F::SUB_BLOCKS_PER_ACT_SCALE > 1], min[F::HAS_MIN ? F::SCALES_PER_SUB_BLOCK : 0];
 };
 
 // Unpacks LANES outputs, sub-block by sub-block in the order of F::emit_order.
-template <typename F>
-void unpack_outputs(InterleavedRows in, int64_t n_in, UnpackedSubBlock<F> *to) {
+template <typename F> void unpack_outputs(InterleavedRows in, int64_t n_in, UnpackedSubBlock<F> *to) {
   for (int64_t i = 0; i < n_in; i += F::WEIGHTS, in = in.advance(F::BYTES)) {
-    F::block(in, [&](int, const auto &w, const auto *scale, const vec *min) ALWAYS_INLINE {
+    F::unpack_block(in, [&](int, const auto &w, const auto *scale, const vec *min) ALWAYS_INLINE {
       UNROLL for (int i = 0; i < COLUMNS_PER_SUB_BLOCK; i++) to->w[i] = apply_codebook<F>(w(i));
-      UNROLL for (int s = 0; s < F::SCALES; s++) {
+      UNROLL for (int s = 0; s < F::SCALES_PER_SUB_BLOCK; s++) {
         to->sum_scales[s] = sum_scale<F>(scale[s]);
         if constexpr (F::HAS_MIN) to->min[s] = min[s];
       }
-      if constexpr (F::SUB_BLOCKS_PER_SCALE > 1) to->d[0] = scale[0].d;
+      if constexpr (F::SUB_BLOCKS_PER_ACT_SCALE > 1) to->d[0] = scale[0].d;
       to++;
     });
   }
 }
 
-template <typename F, int R>
-void multiply(const UnpackedSubBlock<F> *p, const Int8Activations &x, int64_t row, vec *y) {
+// Multiplies a group of R rows, from `row` on, with all sub-blocks of LANES outputs: y (R).
+template <typename F, int R> void multiply(const UnpackedSubBlock<F> *w, const Int8Activations &x, int64_t row, vec *y) {
   constexpr int N_SUB_BLOCKS = F::WEIGHTS / SUB_BLOCK;
   vec totals[R] = {};
   SumScale<F> sums[R] = {};
@@ -203,18 +204,17 @@ void multiply(const UnpackedSubBlock<F> *p, const Int8Activations &x, int64_t ro
   const std::int8_t *qs = x.qs + block_index * SUB_BLOCK;
   const Int8Activations::Block *blocks = x.blocks + block_index;
   for (int64_t i = 0; i < x.n_in; i += F::WEIGHTS, qs += F::WEIGHTS * R, blocks += N_SUB_BLOCKS * R) {
-    for (int k = 0; k < N_SUB_BLOCKS; k++, p++) {
+    for (int k = 0; k < N_SUB_BLOCKS; k++, w++) {
       const int sub_block = F::emit_order(k);
-      mul_accumulate<F, R>([&](int c) { return p->w[c]; }, p->sum_scales, F::SUB_BLOCKS_PER_SCALE > 1 ? p->d[0] : vec{}, p->min,
+      mul_accumulate<F, R>([&](int i) { return w->w[i]; }, w->sum_scales, F::SUB_BLOCKS_PER_ACT_SCALE > 1 ? w->d[0] : vec{}, w->min,
                            completes_scale<F>(sub_block), qs + sub_block * R * SUB_BLOCK, blocks + sub_block * R, sums, totals);
     }
   }
   UNROLL for (int r = 0; r < R; r++) y[r] = totals[r];
 }
 
-// Many rows: unpacks all codes of some outputs, then multiplies all rows with them.
-template <typename F>
-void matmul_many_rows(const Int8Activations &x, const Matrix &m, int64_t from, int64_t to) {
+// Computes outputs for many rows: unpacks all codes of some outputs, then multiplies all rows with them.
+template <typename F> void matmul_many_rows(const Int8Activations &x, const Matrix &m, int64_t from, int64_t to) {
   static thread_local Scratch scratch, interleave_scratch;
   const int64_t per_vector = x.n_in / SUB_BLOCK, floats_per_vector = per_vector * sizeof(UnpackedSubBlock<F>) / 4;
   const int64_t max_vectors = std::max<int64_t>(1, UNPACKED_BYTES / (4 * floats_per_vector));
@@ -223,7 +223,7 @@ void matmul_many_rows(const Int8Activations &x, const Matrix &m, int64_t from, i
   for (int64_t first = from; first < to; first += max_vectors * LANES) {
     const int64_t end = std::min(to, first + max_vectors * LANES);
     for (int64_t out = first, i = 0; out < end; out += LANES, i++) {
-      unpack_outputs<F>(OutputVector(m, out).interleaved<F>(m, 0, x.n_in, interleave_scratch), x.n_in, sub_blocks + i * per_vector);
+      unpack_outputs<F>(OutputVector(m, out).interleaved_weights<F>(m, 0, x.n_in, interleave_scratch), x.n_in, sub_blocks + i * per_vector);
     }
     for (int64_t row = 0; row < x.rows; row += Int8Activations::ROW_GROUP) {
       const int64_t rows = std::min(Int8Activations::ROW_GROUP, x.rows - row);
@@ -240,60 +240,59 @@ void matmul_many_rows(const Int8Activations &x, const Matrix &m, int64_t from, i
 }
 
 #if defined(LONGDRAFT_AMX)
-constexpr int64_t AMX_WEIGHTS_AT_A_TIME = 4;  // AmxWeights of LANES outputs: 18 KB, which stay in the L1 cache for all rows
-constexpr int64_t AMX_ROW_BLOCK = 512;        // rows whose activations and sums stay in the L2 cache, for all outputs
+constexpr int64_t AMX_WEIGHTS_AT_A_TIME = 4;  // AmxWeights that are unpacked at a time: 18 KB, which stay in the L1 cache for all rows
+constexpr int64_t AMX_ROW_BLOCK = 512;        // rows that are computed at a time: activations and sums stay in the L2 cache
 
-// The 4 sub-blocks of LANES outputs that share an activation scale: code * sc, split into two bytes (amx.h), with 4 weights of an output
-// in a lane. 64 inputs fill a tile.
+// The weights of LANES outputs in the 4 sub-blocks that share an activation scale: integers (code - ZERO_POINT) * int_scale, split into two
+// bytes (amx.h), with 4 weights of an output in a lane. Two sub-blocks (64 inputs) fill a tile.
 template <typename F>
 struct AmxWeights {
   typedef amx::SplitWeights<F::ZERO_POINT> SplitWeights;
 
   ivec low[2][2 * COLUMNS_PER_SUB_BLOCK], high[2][2 * COLUMNS_PER_SUB_BLOCK];
-  vec d, min[F::HAS_MIN ? F::SUB_BLOCKS_PER_SCALE : 0];
+  vec d, min[F::HAS_MIN ? F::SUB_BLOCKS_PER_ACT_SCALE : 0];
 };
 
-// next: weights of the next outputs, to prefetch.
-template <typename F>
-void unpack_amx(InterleavedRows in, int64_t n_in, Address next, AmxWeights<F> *to) {
+// Unpacks LANES outputs. next: address of the next outputs' weights, which are prefetched.
+template <typename F> void unpack_amx(InterleavedRows in, int64_t n_in, Address next, AmxWeights<F> *to) {
   constexpr int64_t SUB_BLOCK_BYTES = F::BYTES * LANES * SUB_BLOCK / F::WEIGHTS;
   Address prefetch_end = next;
-  for (int64_t i = 0; i < n_in; i += F::WEIGHTS, in = in.advance(F::BYTES), to += F::WEIGHTS / SUB_BLOCK / F::SUB_BLOCKS_PER_SCALE) {
-    F::block(in, [&](int sub_block, const auto &w, const auto *scale, const vec *min) ALWAYS_INLINE {
+  for (int64_t i = 0; i < n_in; i += F::WEIGHTS, in = in.advance(F::BYTES), to += F::WEIGHTS / SUB_BLOCK / F::SUB_BLOCKS_PER_ACT_SCALE) {
+    F::unpack_block(in, [&](int sub_block, const auto &w, const auto *scale, const vec *min) ALWAYS_INLINE {
       for (prefetch_end += SUB_BLOCK_BYTES; next < prefetch_end; next += 64) prefetch<2>(next);
-      AmxWeights<F> &dst = to[sub_block / F::SUB_BLOCKS_PER_SCALE];
-      const int part = sub_block % F::SUB_BLOCKS_PER_SCALE, column = part % 2 * COLUMNS_PER_SUB_BLOCK;
-      UNROLL for (int s = 0; s < F::SCALES; s++) {
-        constexpr int COLUMNS_PER_SCALE = COLUMNS_PER_SUB_BLOCK / F::SCALES;
-        const typename AmxWeights<F>::SplitWeights split(scale[s].sc);
+      AmxWeights<F> &dst = to[sub_block / F::SUB_BLOCKS_PER_ACT_SCALE];
+      const int index = sub_block % F::SUB_BLOCKS_PER_ACT_SCALE, column = index % 2 * COLUMNS_PER_SUB_BLOCK;
+      UNROLL for (int s = 0; s < F::SCALES_PER_SUB_BLOCK; s++) {
+        constexpr int COLUMNS_PER_SCALE = COLUMNS_PER_SUB_BLOCK / F::SCALES_PER_SUB_BLOCK;
+        const typename AmxWeights<F>::SplitWeights split(scale[s].int_scale);
         UNROLL for (int i = s * COLUMNS_PER_SCALE; i < (s + 1) * COLUMNS_PER_SCALE; i++) {
-          split.split(apply_codebook<F>(w(i)), dst.low[part / 2][column + i], dst.high[part / 2][column + i]);
+          split.split(apply_codebook<F>(w(i)), dst.low[index / 2][column + i], dst.high[index / 2][column + i]);
         }
-        if constexpr (F::HAS_MIN) dst.min[part] = min[s];
+        if constexpr (F::HAS_MIN) dst.min[index] = min[s];
       }
       dst.d = scale[0].d;
     });
   }
 }
 
-// Scales the integer sums of one AmxWeights and adds them to y, for all rows of a tile.
+// Scales the sums of products with one AmxWeights, low and high (TILE_ROWS, LANES), and adds them to y (TILE_ROWS).
 template <int TILE_ROWS, typename F>
 ALWAYS_INLINE inline void add_sums(const AmxWeights<F> &w, const std::int32_t *low, const std::int32_t *high,
                                    const Int8Activations::Block128 *x, vec *y) {
   UNROLL for (int r = 0; r < TILE_ROWS; r++) {
     if constexpr (F::HAS_MIN) {
-      UNROLL for (int p = 0; p < F::SUB_BLOCKS_PER_SCALE; p++) y[r] = fmadd(broadcast(x[r].sums[p]), w.min[p], y[r]);
+      UNROLL for (int p = 0; p < F::SUB_BLOCKS_PER_ACT_SCALE; p++) y[r] = fmadd(broadcast(x[r].scaled_sums[p]), w.min[p], y[r]);
     }
     const ivec sum = amx::load(low + r * LANES) + (amx::load(high + r * LANES) << AmxWeights<F>::SplitWeights::SHIFT);
     y[r] = fmadd(broadcast(x[r].scale), to_float(sum) * w.d, y[r]);
   }
 }
 
-// y (rows [row, end), LANES) += x times w[0, count), the AmxWeights from number `first` on; count is even. Software pipelining: sums of
-// one AmxWeights are stored and added while tiles of the next are multiplied.
+// Multiplies rows [row, end) of x with `count` AmxWeights (an even number), and adds the products to y (rows, LANES). first: number of w[0]
+// in its outputs. Software pipelining: the sums of one AmxWeights are stored and scaled while tiles of the next one are multiplied.
 template <int TILE_ROWS, typename F>
 void multiply_tiles(const AmxWeights<F> *w, int64_t first, int64_t count, const Int8Activations &x, int64_t row, int64_t end, float *y) {
-  constexpr int64_t SCALE_INPUTS = F::SUB_BLOCKS_PER_SCALE * SUB_BLOCK;
+  constexpr int64_t SCALE_INPUTS = F::SUB_BLOCKS_PER_ACT_SCALE * SUB_BLOCK;
   constexpr bool UNSIGNED = AmxWeights<F>::SplitWeights::UNSIGNED;
   alignas(64) std::int32_t low[TILE_ROWS * LANES], high[TILE_ROWS * LANES];
   vec acc[TILE_ROWS];
@@ -319,10 +318,9 @@ void multiply_tiles(const AmxWeights<F> *w, int64_t first, int64_t count, const 
   }
 }
 
-// Outputs [from, to) by AMX: unpacks a few weights of LANES outputs at a time, and multiplies many rows with them.
-template <int TILE_ROWS, typename F>
-void matmul_amx(const Int8Activations &x, const Matrix &m, int64_t from, int64_t to) {
-  constexpr int64_t SCALE_INPUTS = F::SUB_BLOCKS_PER_SCALE * SUB_BLOCK;
+// Computes outputs [from, to) on AMX: unpacks a few AmxWeights of LANES outputs at a time, and multiplies many rows with them.
+template <int TILE_ROWS, typename F> void matmul_amx(const Int8Activations &x, const Matrix &m, int64_t from, int64_t to) {
+  constexpr int64_t SCALE_INPUTS = F::SUB_BLOCKS_PER_ACT_SCALE * SUB_BLOCK;
   static thread_local Scratch sums_scratch, interleave_scratch;
   alignas(64) AmxWeights<F> w[AMX_WEIGHTS_AT_A_TIME];
   const amx::TileConfig config(TILE_ROWS);
@@ -335,9 +333,9 @@ void matmul_amx(const Int8Activations &x, const Matrix &m, int64_t from, int64_t
       const int64_t count = std::min(AMX_WEIGHTS_AT_A_TIME, n_weights - first);
       for (int64_t v = 0; v < vectors; v++) {
         const OutputVector outputs(m, from + v * LANES);
-        const Address next = address_of(outputs.first(m)) + LANES * (m.w_stride + first * SCALE_INPUTS / F::WEIGHTS * F::BYTES);
-        unpack_amx<F>(outputs.interleaved<F>(m, first * SCALE_INPUTS, count * SCALE_INPUTS, interleave_scratch), count * SCALE_INPUTS,
-                      next, w);
+        const Address next = address_of(outputs.weights(m)) + LANES * (m.w_stride + first * SCALE_INPUTS / F::WEIGHTS * F::BYTES);
+        unpack_amx<F>(outputs.interleaved_weights<F>(m, first * SCALE_INPUTS, count * SCALE_INPUTS, interleave_scratch),
+                      count * SCALE_INPUTS, next, w);
         multiply_tiles<TILE_ROWS>(w, first, count, x, row, end, sums + v * sums_size);
       }
     }
@@ -348,10 +346,9 @@ void matmul_amx(const Int8Activations &x, const Matrix &m, int64_t from, int64_t
 }
 #endif
 
-template <typename F>
-void matmul_outputs(const Int8Activations &x, const Matrix &m, int64_t from, int64_t to) {
+template <typename F> void matmul_outputs(const Int8Activations &x, const Matrix &m, int64_t from, int64_t to) {
 #if defined(LONGDRAFT_AMX)
-  if constexpr (F::SUB_BLOCKS_PER_SCALE > 1) {
+  if constexpr (F::SUB_BLOCKS_PER_ACT_SCALE > 1) {
     if (x.tile_rows == 8) return matmul_amx<8, F>(x, m, from, to);
     if (x.tile_rows == 12) return matmul_amx<12, F>(x, m, from, to);
     if (x.tile_rows == 16) return matmul_amx<16, F>(x, m, from, to);
@@ -361,7 +358,7 @@ void matmul_outputs(const Int8Activations &x, const Matrix &m, int64_t from, int
   static thread_local Scratch interleave_scratch;
   for (int64_t out = from; out < to; out += LANES) {
     const OutputVector outputs(m, out);
-    const InterleavedRows in = outputs.interleaved<F>(m, 0, x.n_in, interleave_scratch);
+    const InterleavedRows in = outputs.interleaved_weights<F>(m, 0, x.n_in, interleave_scratch);
     for (int64_t row = 0; row < x.rows; row += Int8Activations::ROW_GROUP) {
       dispatch_rows(x.group_rows(row), [&](auto group_rows) { matmul_few_rows<F, group_rows.value>(x, row, m, outputs, in, row == 0); });
     }
@@ -372,14 +369,14 @@ void matmul_outputs(const Int8Activations &x, const Matrix &m, int64_t from, int
 
 int64_t sub_blocks_per_act_scale(Format format) {
   int64_t sub_blocks = 0;
-  dispatch_format(format, [&](auto f) { sub_blocks = decltype(f)::SUB_BLOCKS_PER_SCALE; });
+  dispatch_format(format, [&](auto f) { sub_blocks = decltype(f)::SUB_BLOCKS_PER_ACT_SCALE; });
   return sub_blocks;
 }
 
 Int8Activations int8_activations(int64_t rows, int64_t n_in, int64_t sub_blocks) {
   Int8Activations result{nullptr, nullptr, rows, n_in, sub_blocks, 0};
   if (!HAVE_AMX || sub_blocks == 1 || rows < AMX_MIN_ROWS) return result;
-  // As few tiles as possible, and as few rows of a tile as these need.
+  // Splits rows evenly into as few tiles as possible, of 8, 12 or 16 rows.
   const int64_t n_tiles = (rows + 15) / 16, max_rows = (rows + n_tiles - 1) / n_tiles;
   result.tile_rows = max_rows <= 8 ? 8 : max_rows <= 12 ? 12 : 16;
   return result;

@@ -1,17 +1,15 @@
-// The MLP of a decoder layer, and products that are added to the residual.
+// Computes the MLP of a decoder layer, and matrix products that are added to the residual x.
 #pragma once
 
 #include <array>
-
 #include "kv_cache.h"
 #include "ops.h"
 #include "matmul.h"
 
 namespace {
 
-// Splits a buffer into arrays (rows, size), one for each of `sizes`.
-template <int N>
-inline std::array<float *, N> split_scratch(Scratch &scratch, int64_t rows, const int64_t (&sizes)[N]) {
+// Splits a scratch buffer into N arrays (rows, size), where sizes has the size of each.
+template <int N> inline std::array<float *, N> split_scratch(Scratch &scratch, int64_t rows, const int64_t (&sizes)[N]) {
   int64_t n_floats = 0;
   for (int64_t n : sizes) n_floats += Scratch::round_up_to_line(rows * n);
   std::array<float *, N> buffers;
@@ -20,7 +18,8 @@ inline std::array<float *, N> split_scratch(Scratch &scratch, int64_t rows, cons
   return buffers;
 }
 
-// x += y, or += RMS norm of y unless `norm` is null, where multiply(m) computes y into m.y. buffer: as large as x.
+// Adds y to x, or with `norm` the RMS norm of y. multiply(m) computes y (rows, m.n_out) into m.y. norm: weights of the norm, or null.
+// buffer: memory of x's size.
 template <typename Product>
 inline void add_product(const Matrix &m, const Product &multiply, const float *norm, float eps, float norm_offset, float *x, int64_t rows,
                         float *buffer, int threads) {
@@ -30,23 +29,23 @@ inline void add_product(const Matrix &m, const Product &multiply, const float *n
   elementwise(x, buffer, rows, m.n_out, threads, [](vec a, vec b) { return a + b; });
 }
 
-// x += the product of m and x_in.
+// Adds a linear layer's outputs to x: x += m(x_in).
 inline void add_product(const Matrix &m, const float *x_in, int64_t n_in, float *x, int64_t rows, bool prefill, int threads) {
   const Matrix matrix = with_output(m, x, true);
   check(longdraft_linear(x_in, rows, n_in, &matrix, 1, prefill, threads));
 }
 
-// x += y, or += RMS norm of y unless post_mlp_norm is null, where y = MLP(norm(x)). L: a structure with the MLP's fields.
-template <typename L>
-inline void compute_mlp(const L &l, float eps, float norm_offset, bool gelu, const float *post_mlp_norm, float post_mlp_eps, float *x,
-                        int64_t rows, bool prefill, int threads) {
+// Adds the MLP's output to x: x += MLP(norm(x)), or with post_mlp_norm its RMS norm. Layer: a structure with mlp_norm, gate, up and down.
+template <typename Layer>
+inline void compute_mlp(const Layer &layer, float eps, float norm_offset, bool use_gelu, const float *post_mlp_norm, float post_mlp_eps,
+                        float *x, int64_t rows, bool prefill, int threads) {
   static thread_local Scratch scratch;
-  float *normed = scratch.get(rows * l.hidden_size);
-  rms_norm(x, rows, l.hidden_size, l.mlp_norm, eps, normed, norm_offset, threads);
+  float *normed = scratch.get(rows * layer.hidden_size);
+  rms_norm(x, rows, layer.hidden_size, layer.mlp_norm, eps, normed, norm_offset, threads);
   const auto multiply = [&](const Matrix &down) {
-    gated_mlp(normed, rows, l.hidden_size, l.gate, l.up, gelu, down, prefill, threads);
+    gated_mlp(normed, rows, layer.hidden_size, layer.gate, layer.up, use_gelu, down, prefill, threads);
   };
-  add_product(l.down, multiply, post_mlp_norm, post_mlp_eps, norm_offset, x, rows, normed, threads);
+  add_product(layer.down, multiply, post_mlp_norm, post_mlp_eps, norm_offset, x, rows, normed, threads);
 }
 
 }  // namespace

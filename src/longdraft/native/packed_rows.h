@@ -1,14 +1,16 @@
-// Loads of 8- and 16-bit numbers, and access to the bytes of quantized rows: of a single row, or of LANES interleaved rows.
+// Loads 8- and 16-bit numbers as vectors, and reads the bytes of quantized rows: of a single row, or of LANES interleaved rows.
+//
+// Interleaved rows alternate in units of 4 bytes, so that unit i of all rows is one vector with a lane for each row. With LANES = 4:
+//     row 0: a0 a1 a2 ...   -->   a0 b0 c0 d0  a1 b1 c1 d1  a2 b2 c2 d2 ...
+//     row 1: b0 b1 b2 ...         '-vector 0-' '-vector 1-' '-vector 2-'
+// Units are smaller where a block's length requires it: 2 bytes for a float16 at its begin or end, 1 byte for an exponent (quants.h).
 #pragma once
 
 #include "vectors.h"
 
-#include <cstdint>
-#include <cstring>
-
 typedef std::uint8_t byte;
 
-// For functions with unpacked weights in registers: a call would spill them to memory.
+// For functions that keep unpacked weights in registers, which a call would spill to memory.
 #define ALWAYS_INLINE __attribute__((always_inline))
 
 struct BFloat16 {
@@ -19,7 +21,7 @@ struct Float16 {
   std::uint16_t bits;
 };
 
-// Loads and widens LANES numbers, by intrinsics: compilers convert vectors of bytes element by element.
+// Load LANES numbers and widen them to 32 bits. By intrinsics, because compilers would convert vectors of bytes element by element.
 #if defined(__AVX512F__)
 static inline __m128i load_16_bytes(const void *p) { return _mm_loadu_si128(static_cast<const __m128i *>(p)); }
 static inline __m256i load_16_shorts(const void *p) { return _mm256_loadu_si256(static_cast<const __m256i *>(p)); }
@@ -42,9 +44,7 @@ static inline uint8x8_t load_4_bytes(const void *p) {
 }
 static inline uint16x4_t load_4_shorts(const void *p) { return vreinterpret_u16_u8(vld1_u8(static_cast<const byte *>(p))); }
 static inline ivec load_u8(const byte *p) { return (ivec)vmovl_u16(vget_low_u16(vmovl_u8(load_4_bytes(p)))); }
-static inline ivec load_i8(const void *p) {
-  return (ivec)vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(load_4_bytes(p)))));
-}
+static inline ivec load_i8(const void *p) { return (ivec)vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(load_4_bytes(p))))); }
 static inline ivec load_u16(const void *p) { return (ivec)vmovl_u16(load_4_shorts(p)); }
 static inline vec load(const Float16 *p) { return (vec)vcvt_f32_f16(vreinterpret_f16_u16(load_4_shorts(p))); }
 #endif
@@ -67,7 +67,7 @@ static inline float load_scalar(const BFloat16 *p) {
   return x;
 }
 
-// The float16 in the lower 16 bits of each lane, as float32.
+// Converts the float16 in the lower 16 bits of each lane to float32.
 ALWAYS_INLINE inline vec fp16_to_float(ivec x) {
 #if defined(__AVX512F__)
   return (vec)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)x));
@@ -80,7 +80,7 @@ ALWAYS_INLINE inline vec fp16_to_float(ivec x) {
 #endif
 }
 
-// A float16 as float32 in every lane.
+// Broadcasts a float16, as float32.
 ALWAYS_INLINE inline vec broadcast_fp16(std::uint16_t bits) {
 #if defined(__AVX512F__)
   return (vec)_mm512_cvtph_ps(_mm256_set1_epi16(static_cast<short>(bits)));
@@ -92,7 +92,7 @@ ALWAYS_INLINE inline vec broadcast_fp16(std::uint16_t bits) {
 }
 ALWAYS_INLINE inline vec fp16_to_float(std::int32_t x) { return broadcast_fp16(static_cast<std::uint16_t>(x)); }
 
-// 32 bytes, whatever LANES is.
+// Vectors of 32 bytes on every instruction set, for a sub-block of a single row.
 typedef std::int32_t int32x8 __attribute__((vector_size(32)));
 typedef byte uint8x32 __attribute__((vector_size(32)));
 
@@ -118,10 +118,10 @@ static inline int32x8 lookup16(const byte *table, int32x8 x) {
 }
 #endif
 
-// An index that selects all columns of a single row at once.
+// The index that selects all columns of a single row at once (RowColumns).
 struct AllColumns {};
 
-// A cursor in the bytes of one row of a quantized matrix: u8(), u32() and fp16() read a number at the cursor.
+// A position in the bytes of one quantized row. u8(), u32() and fp16() read a number there.
 struct SingleRow {
   typedef std::int32_t Int;
   const byte *ptr;
@@ -140,8 +140,7 @@ struct SingleRow {
   }
 };
 
-// A cursor in LANES rows that are interleaved in units of 4 bytes (2 for a float16, 1 for a byte): unit i of all rows is one vector,
-// with a lane for each row. So a dot product needs no horizontal sum.
+// A position in LANES interleaved rows; u8(), u32() and fp16() read a number of each row. advance() counts the bytes of one row.
 struct InterleavedRows {
   typedef ivec Int;
   const byte *ptr;
@@ -152,7 +151,7 @@ struct InterleavedRows {
   vec fp16() const { return load(reinterpret_cast<const Float16 *>(ptr)); }
 };
 
-// N columns. A column has 4 bytes (4 codes) of each row.
+// N consecutive columns of a block. A column is 4 bytes, so mostly 4 codes, of each row.
 template <int N>
 struct InterleavedColumns {
   ivec col[N];
@@ -166,9 +165,10 @@ struct InterleavedColumns {
   }
 };
 
+// N columns of a single row, 4 or 8.
 template <int N>
 struct RowColumns {
-  int32x8 bytes;  // for N = 4 the 16 bytes twice, for N = 8 32 bytes
+  int32x8 bytes;  // 8 columns, or 4 columns twice
 
   ALWAYS_INLINE explicit RowColumns(SingleRow in) {
     constexpr int SIZE = N == 8 ? 32 : 16;
@@ -179,10 +179,11 @@ struct RowColumns {
   ALWAYS_INLINE void shift_right(int bits) { bytes >>= bits; }
 };
 
+// Loads N columns.
 template <int N> ALWAYS_INLINE inline InterleavedColumns<N> columns(InterleavedRows in) { return InterleavedColumns<N>(in); }
 template <int N> ALWAYS_INLINE inline RowColumns<N> columns(SingleRow in) { return RowColumns<N>(in); }
 
-// Loads 16 bytes of every fourth of LANES rows: with AVX-512 of rows 0, 4, 8 and 12.
+// Loads a vector with 16 bytes from each of LANES / 4 rows: rows 0, 4, 8 and 12 with AVX-512, 0 and 4 with AVX2, 0 with NEON.
 ALWAYS_INLINE inline vec load_quarters(const byte *rows, std::int64_t w_stride) {
 #if defined(__AVX2__)
   const auto load_two = [=](const byte *p) ALWAYS_INLINE {
@@ -198,13 +199,13 @@ ALWAYS_INLINE inline vec load_quarters(const byte *rows, std::int64_t w_stride) 
 #endif
 }
 
-// In each 128-bit part: elements FIRST and FIRST + 1 of a and b, alternating if GROUP is 1, else a's before b's.
+// Takes elements FIRST and FIRST + 1 from each 128-bit part of a and of b: in the order a b a b if GROUP is 1, and a a b b if it is 2.
 template <int FIRST, int GROUP, int... I>
 ALWAYS_INLINE inline vec interleave_quarters(vec a, vec b, std::integer_sequence<int, I...>) {
   return shuffle<(I / 4 * 4 + FIRST + (GROUP == 1 ? I % 4 / 2 : I % 2) + (GROUP == 1 ? I % 2 : I % 4 / 2) * LANES)...>(a, b);
 }
 
-// Interleaves 16 bytes of LANES rows as four columns: 4 x 4 transposes of 32-bit units.
+// Interleaves 16 bytes (4 columns) of LANES rows, by 4 x 4 transposes of 32-bit units.
 ALWAYS_INLINE inline void repack_16(const byte *rows, std::int64_t w_stride, byte *to) {
   constexpr auto ALL = std::make_integer_sequence<int, LANES>{};
   vec a[4], b[4];
@@ -219,15 +220,15 @@ ALWAYS_INLINE inline void repack_16(const byte *rows, std::int64_t w_stride, byt
   }
 }
 
-// Interleaves LANES rows of quant blocks. A block's first HEAD_BYTES are one unit, and its last TAIL_BYTES are one.
-template <typename F>
-void repack(const byte *rows, std::int64_t w_stride, std::int64_t blocks, byte *to) {
+// Interleaves LANES rows of n_blocks quant blocks of format F (quants.h). The first HEAD_BYTES of a block are one unit, and so are its last
+// TAIL_BYTES.
+template <typename F> void repack(const byte *rows, std::int64_t w_stride, std::int64_t n_blocks, byte *to) {
   const auto copy_units = [&](std::int64_t offset, auto size) ALWAYS_INLINE {
     for (int l = 0; l < LANES; l++, to += size.value) std::memcpy(to, rows + l * w_stride + offset, size.value);
   };
   std::int64_t bytes = F::BYTES;
-  if constexpr (F::HEAD_BYTES + F::TAIL_BYTES == 0) bytes *= std::exchange(blocks, 1);
-  for (; blocks > 0; blocks--, rows += bytes) {
+  if constexpr (F::HEAD_BYTES + F::TAIL_BYTES == 0) bytes *= std::exchange(n_blocks, 1);  // the row is like one long block
+  for (; n_blocks > 0; n_blocks--, rows += bytes) {
     std::int64_t offset = F::HEAD_BYTES, end = bytes - F::TAIL_BYTES;
     if constexpr (F::HEAD_BYTES > 0) copy_units(0, std::integral_constant<int, F::HEAD_BYTES>{});
     for (; offset + 16 <= end; offset += 16, to += 16 * LANES) repack_16(rows + offset, w_stride, to);

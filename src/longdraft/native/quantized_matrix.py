@@ -10,13 +10,13 @@ import torch
 from longdraft.native.boundary import CPU_FLOAT32, address
 from longdraft.native.header import ENUMS
 
-# Name of a ggml type -> (weights, bytes) of a block.
+# Name of a format (a ggml type) -> (number of weights, number of bytes) in a block.
 QUANT_SIZES = {
     "Q4_0": (32, 18), "Q4_1": (32, 20), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
     "BF16": (32, 64), "F16": (32, 64), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q2_K": (256, 84), "Q3_K": (256, 110),
     "IQ4_NL": (32, 18), "IQ4_XS": (256, 136), "MXFP4": (32, 17),
 }  # fmt: skip
-# Types that are not quantized -> torch dtype.
+# Name of a format of 16-bit floats -> torch dtype.
 HALF_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -26,10 +26,10 @@ class QuantizedMatrix:
 
     Attributes:
         data: (out, bytes of a row) uint8 with contiguous rows, often a mapped file. Kernels need it on the CPU.
-        format: name of the block's type in :data:`QUANT_SIZES`.
-        int8: True: activations are quantized to int8 (:func:`fake_quantize_int8`). Not for bfloat16 and float16.
-        repacked: a copy with interleaved rows for int8 arithmetic (:meth:`Kernels.repack`), (groups of rows, lanes,
-            bytes of a row); or None.
+        format: a name in :data:`QUANT_SIZES`.
+        int8: True: activations are quantized to int8 too (:func:`fake_quantize_int8`). Not for bfloat16 and float16.
+        repacked: None, or a copy with interleaved rows for int8 arithmetic (:meth:`Kernels.repack`):
+            (out / lanes, lanes, bytes of a row), where groups of ``lanes`` rows are interleaved.
 
     Raises:
         ValueError: the format is unknown, or rows are not whole blocks.
@@ -58,23 +58,23 @@ class QuantizedMatrix:
     @property
     def bits_per_weight(self) -> float:
         """Bits per weight, scales included."""
-        weights, size = QUANT_SIZES[self.format]
-        return 8 * size / weights
+        num_weights, num_bytes = QUANT_SIZES[self.format]
+        return 8 * num_bytes / num_weights
 
     def with_int8(self, int8: bool) -> QuantizedMatrix:
-        """These weights for int8 arithmetic if ``int8`` and they are quantized, else for float32 arithmetic."""
+        """Returns a matrix of these weights for int8 arithmetic if ``int8``; 16-bit floats keep float32 arithmetic."""
         return QuantizedMatrix(self.data, self.format, int8 and self.is_quantized, self.repacked)
 
     @classmethod
     def from_half(cls, weight: torch.Tensor) -> QuantizedMatrix:
-        """A view of a bfloat16 or float16 matrix (out, in), where in is a multiple of 32."""
+        """Wraps a bfloat16 or float16 matrix (out, in) without a copy; in must be a multiple of 32."""
         return cls(weight.detach().view(torch.uint8), "BF16" if weight.dtype == torch.bfloat16 else "F16")
 
     @property
     def shape(self) -> tuple[int, int]:
         """(out, in)."""
-        weights, size = QUANT_SIZES[self.format]
-        return self.data.shape[0], self.data.shape[1] // size * weights
+        num_weights, num_bytes = QUANT_SIZES[self.format]
+        return self.data.shape[0], self.data.shape[1] // num_bytes * num_weights
 
     @property
     def device(self) -> torch.device:
@@ -82,22 +82,22 @@ class QuantizedMatrix:
 
     @property
     def format_id(self) -> int:
-        """The format's number in the enumeration Format of kernels.h."""
+        """Number of the format in the enumeration Format of kernels.h."""
         return ENUMS["Format"][self.format]
 
     def kernel_address(self, first_row: int = 0) -> tuple[int | None, int, int]:
-        """The address of row ``first_row``, and w_stride and int8_layout of Matrix (kernels.h)."""
+        """Returns three fields of Matrix (kernels.h) for the rows from ``first_row`` on: w, w_stride, int8_layout."""
         if not self.int8 or self.repacked is None:
             return address(self.data[first_row:], torch.uint8, strided_rows=True), self.data.stride(0), int(self.int8)
-        lanes, size = self.repacked.shape[1:]
-        return address(self.repacked[first_row // lanes :], torch.uint8, strided_rows=True), size, lanes
+        lanes, row_bytes = self.repacked.shape[1:]
+        return address(self.repacked[first_row // lanes :], torch.uint8, strided_rows=True), row_bytes, lanes
 
     def select_rows(self, ids: torch.Tensor) -> QuantizedMatrix:
-        """A matrix of the rows with indices ``ids`` (n,)."""
+        """Returns a matrix of the rows whose indices are ``ids`` (n,)."""
         return QuantizedMatrix(self.data[ids], self.format, self.int8)
 
     def dequantize(self) -> torch.Tensor:
-        """The weights as float32 (out, in), by the package gguf. Used without kernels, and in their tests."""
+        """Returns float32 weights (out, in), computed by the package gguf. For CPUs without kernels, and for tests."""
         data = self.data.contiguous()
         if (dtype := HALF_DTYPES.get(self.format)) is not None:
             return data.view(dtype).float()
@@ -108,19 +108,19 @@ class QuantizedMatrix:
 
 
 def fake_quantize_int8(x: torch.Tensor, format: str) -> torch.Tensor:
-    """Quantizes activations (..., in) to int8 for weights of a format, and dequantizes them. The scale of 32 numbers,
-    or of 128 for K-quants except Q2_K, is their largest magnitude / 127. Tests compare quantize_rows.cpp with this.
-    """
-    blocks = x.float().unflatten(-1, (-1, 128 if QUANT_SIZES[format][0] == 256 and format != "Q2_K" else 32))
+    """Quantizes activations (..., in) to int8, as kernels do for weights of a format, and dequantizes them. Tests
+    compare quantize_rows.cpp with this function."""
+    block_size = 128 if QUANT_SIZES[format][0] == 256 and format != "Q2_K" else 32  # numbers that share a scale
+    blocks = x.float().unflatten(-1, (-1, block_size))
     largest = blocks.abs().amax(-1, keepdim=True)
-    # The dividend is a tensor, because torch computes 127 / x by a reciprocal. Infinite if all are tiny.
+    # The dividend is a tensor, because torch computes 127 / x by a reciprocal.
     inverse_scale = torch.tensor(127.0, **CPU_FLOAT32) / largest
-    quants = torch.where(inverse_scale.isfinite(), blocks * inverse_scale, 0.0).round()
+    quants = torch.where(inverse_scale.isfinite(), blocks * inverse_scale, 0.0).round()  # infinite for tiny numbers
     return (quants * (largest / 127)).flatten(-2)
 
 
 def quantize_blocks(rows: torch.Tensor, format: Literal["Q8_0", "Q4_0"]) -> torch.Tensor:
-    """Quantizes floats (n, in) to blocks as ggml does; returns their bytes (n, bytes of a row)."""
+    """Quantizes floats (n, in) as ggml does; returns the bytes of the blocks (n, bytes of a row) uint8."""
     blocks = rows.float().unflatten(1, (-1, 32))
     largest = blocks.gather(2, blocks.abs().argmax(2, keepdim=True))
     scales = largest.abs() / 127 if format == "Q8_0" else largest / -8
@@ -128,6 +128,6 @@ def quantize_blocks(rows: torch.Tensor, format: Literal["Q8_0", "Q4_0"]) -> torc
     if format == "Q8_0":
         packed = quants.round().to(torch.int8).view(torch.uint8)
     else:
-        nibbles = (quants + 8.5).clamp_(0, 15).to(torch.uint8)  # codes with the offset 8, rounded by 0.5
+        nibbles = (quants + 8.5).clamp_(0, 15).to(torch.uint8)  # the zero point 8; 0.5 rounds to the nearest code
         packed = nibbles[..., :16] | nibbles[..., 16:] << 4
     return torch.cat([scales.half().view(torch.uint8), packed], 2).flatten(1)

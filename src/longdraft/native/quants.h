@@ -1,20 +1,23 @@
-// ggml's quant blocks (ggml-quants: block_q4_0, ..., block_q6_K, block_iq4_xs, block_mxfp4), unpacked to 8-bit codes and scales.
+// ggml's quant blocks (block_q4_0, ..., block_q6_K, block_iq4_xs, block_mxfp4 in ggml-common.h), unpacked to codes of 8 bits and scales.
 //
-// Blocks are read from one row, or from LANES interleaved rows (packed_rows.h). The latter give vectors with a lane for each row
-// (output) and 4 codes in a lane. So one dpbusd multiplies 4 activations with the codes of all outputs, a scale is one vector, no
-// horizontal sum is needed, and every instruction set adds up an output's blocks in one order.
+// Blocks are read from one row, or from LANES interleaved rows (packed_rows.h). Interleaved rows give vectors with a lane for each output
+// (row) and 4 codes in a lane. So one vpdpbusd multiplies 4 activations with the codes of all outputs, a scale is one vector, no horizontal
+// sum is needed, and every instruction set adds up an output's blocks in one order.
 //
-// A format F has WEIGHTS and BYTES of a block, and block(in, emit), which unpacks one into sub-blocks of 32 weights and calls
-// emit(sub_block, w, scale, min) for each: w(i) gives the codes of weights 4i to 4i + 3, i < COLUMNS_PER_SUB_BLOCK.
-//   HEAD_BYTES, TAIL_BYTES  bytes before and after the units of 4 bytes that are interleaved (packed_rows.h)
-//   SCALES         scales of a sub-block: 1, or 2 (one for 16 weights)
-//   HAS_MIN        weight = scale * code + min; else weight = scale * (code - ZERO_POINT). MAX_CODE: the largest (unsigned) code
-//   HAS_CODEBOOK   w(i) gives indices into CODEBOOK, whose entries are codes
-//   SUB_BLOCKS_PER_SCALE  sub-blocks that share one activation scale (matmul.h): 4 in blocks of 256 weights, whose scales are d times an
-//                  integer, so that integer sums of 4 sub-blocks are added before they are scaled; else 1
-//   INT32_SUMS     these integer sums exceed the 24 bits that floats represent exactly
-//   emit_order(i)  the sub-block of the i-th call of emit; the last sub-block of an activation scale is emitted last
-// Weights as floats have gguf's bits: exact, or rounded once.
+// A format F is a struct with these members. A block has WEIGHTS weights in BYTES bytes, in sub-blocks of 32 weights.
+//   unpack_block(in, emit)  unpacks the block at `in`: calls emit(sub_block, w, scale, min) for each sub-block, where w(i) returns the codes
+//                           of weights 4i to 4i + 3, i < COLUMNS_PER_SUB_BLOCK, and scale and min point to SCALES_PER_SUB_BLOCK numbers
+//   HEAD_BYTES, TAIL_BYTES  bytes of a block before and after the units of 4 bytes that are interleaved (packed_rows.h)
+//   SCALES_PER_SUB_BLOCK    1, or 2: one for each 16 weights
+//   HAS_MIN                 true: weight = scale * code + min; false: weight = scale * (code - ZERO_POINT)
+//   MAX_CODE                largest code; the smallest is 0
+//   HAS_CODEBOOK            true: w(i) returns indices into CODEBOOK, whose entries are the codes
+//   SUB_BLOCKS_PER_ACT_SCALE  sub-blocks that share an activation scale (matmul.h): 1; or 4 if weights' scales are d times an integer, so
+//                           that integer sums of 4 sub-blocks are added up before they are scaled
+//   INT32_SUMS              true: these integer sums are int32, because they exceed the 24 bits that floats represent exactly
+//   emit_order(i)           the sub-block of the i-th call of emit. The last sub-block of an activation scale is emitted last.
+// Dequantized weights have the bits of the package gguf: they are exact, or rounded once. A block's layout is in its comment: type, name and
+// length of each field, as in ggml-common.h.
 #pragma once
 
 #include "kernels.h"
@@ -25,12 +28,13 @@ namespace {
 using std::int64_t;
 
 constexpr int SUB_BLOCK = 32, VECTORS_PER_SUB_BLOCK = SUB_BLOCK / LANES;
-constexpr int COLUMNS_PER_SUB_BLOCK = 8;  // vectors with 4 codes of each output
+constexpr int COLUMNS_PER_SUB_BLOCK = 8;  // a column has 4 codes of each row (packed_rows.h)
 
+// The members that most formats have in common.
 template <int N, int SIZE, int N_SCALES, int HEAD = 0, int TAIL = 0>
 struct QuantBlock {
-  static constexpr int WEIGHTS = N, BYTES = SIZE, SCALES = N_SCALES, HEAD_BYTES = HEAD, TAIL_BYTES = TAIL;
-  static constexpr int SUB_BLOCKS_PER_SCALE = N == 256 ? 4 : 1;
+  static constexpr int WEIGHTS = N, BYTES = SIZE, SCALES_PER_SUB_BLOCK = N_SCALES, HEAD_BYTES = HEAD, TAIL_BYTES = TAIL;
+  static constexpr int SUB_BLOCKS_PER_ACT_SCALE = N == 256 ? 4 : 1;
   static constexpr bool HAS_CODEBOOK = false, INT32_SUMS = false;
   static constexpr int emit_order(int i) { return i; }
 };
@@ -38,18 +42,18 @@ struct QuantBlock {
 template <typename I> ALWAYS_INLINE inline I low_nibbles(I x) { return x & 0x0f0f0f0f; }
 template <typename I> ALWAYS_INLINE inline I high_nibbles(I x) { return x >> 4 & 0x0f0f0f0f; }
 
-// Bits of x where the mask is 1, of y elsewhere.
+// Takes the bits of x where the mask is 1, and the bits of y elsewhere.
 template <typename I> ALWAYS_INLINE inline I blend_bits(I x, I y, std::int32_t mask) { return (x & mask) | (y & ~mask); }
 
-// Column i of 32 nibbles in 16 bytes (4 columns): the low nibbles are weights 0 to 15, the high ones 16 to 31.
+// Returns column i of 32 codes of 4 bits in 16 bytes (4 columns): weights 0 to 15 are in low nibbles, weights 16 to 31 in high nibbles.
 template <typename Columns>
 ALWAYS_INLINE inline auto nibble(const Columns &bytes, int i) { return i < 4 ? low_nibbles(bytes[i]) : high_nibbles(bytes[i - 4]); }
-template <typename Columns>
-ALWAYS_INLINE inline int32x8 nibble(const Columns &bytes, AllColumns i) {
+template <typename Columns> ALWAYS_INLINE inline int32x8 nibble(const Columns &bytes, AllColumns i) {
   return bytes[i] >> int32x8{0, 0, 0, 0, 4, 4, 4, 4} & 0x0f0f0f0f;
 }
 
-// The fifth bits of codes, from qh of block_q5_0 and block_q5_1: moves bits 4i to 4i + 3 of a lane to bit 4 of its four bytes.
+// Returns the fifth bits of column i's codes, from qh of Q5_0 and Q5_1: moves bits 4i to 4i + 3 of a lane to bit 4 of its four bytes.
+// 0x02040810 copies bit b to bit 4 of byte b, and the mask 0x10101010 drops all others.
 ALWAYS_INLINE inline ivec fifth_bits(ivec bits, int i) {
 #if defined(__AVX512F__)
   // Looks the product up by the lowest 4 bits, because vpmulld is slow.
@@ -63,47 +67,44 @@ ALWAYS_INLINE inline int32x8 fifth_bits(std::int32_t bits, AllColumns) {
   return (bits >> int32x8{0, 4, 8, 12, 16, 20, 24, 28} & 15) * 0x02040810 & 0x10101010;
 }
 
-// Q4_0 {d, qs} and Q5_0 {d, qh, qs}, ggml's type-0: w = d * (q - ZERO_POINT).
+// Q4_0: {fp16 d; u8 qs[16]}. Q5_0: {fp16 d; u8 qh[4]; u8 qs[16]}. ggml's type-0: weight = d * (code - ZERO_POINT).
 template <int BITS>
 struct Type0 : QuantBlock<32, 2 + 4 * BITS, 1, 2> {
   static constexpr int MAX_CODE = (1 << BITS) - 1, ZERO_POINT = 1 << (BITS - 1);
   static constexpr bool HAS_MIN = false;
-  template <typename In, typename Emit>
-  ALWAYS_INLINE static void block(In in, const Emit &emit) {
-    const auto bytes = columns<4>(in.advance(4 * BITS - 14));
+  template <typename In, typename Emit> ALWAYS_INLINE static void unpack_block(In in, const Emit &emit) {
+    const auto bytes = columns<4>(in.advance(4 * BITS - 14));  // qs, at byte 2 or 6
     const auto bits = in.advance(2).u32();
     const auto scale = in.fp16();
     emit(0, [&](auto i) { return BITS == 5 ? nibble(bytes, i) | fifth_bits(bits, i) : nibble(bytes, i); }, &scale, nullptr);
   }
 };
 
-// Q4_1 {d, m, qs} and Q5_1 {d, m, qh, qs}, ggml's type-1: w = d * q + m.
+// Q4_1: {fp16 d, m; u8 qs[16]}. Q5_1: {fp16 d, m; u8 qh[4]; u8 qs[16]}. ggml's type-1: weight = d * code + m.
 template <int BITS>
 struct Type1 : QuantBlock<32, 4 + 4 * BITS, 1> {
   static constexpr int MAX_CODE = (1 << BITS) - 1, ZERO_POINT = 0;
   static constexpr bool HAS_MIN = true;
-  template <typename In, typename Emit>
-  ALWAYS_INLINE static void block(In in, const Emit &emit) {
-    const auto bytes = columns<4>(in.advance(4 * BITS - 12));
+  template <typename In, typename Emit> ALWAYS_INLINE static void unpack_block(In in, const Emit &emit) {
+    const auto bytes = columns<4>(in.advance(4 * BITS - 12));  // qs, at byte 4 or 8
     const auto d_m = in.u32(), bits = in.advance(4).u32();
     const auto scale = fp16_to_float(d_m), min = fp16_to_float(d_m >> 16);
     emit(0, [&](auto i) { return BITS == 5 ? nibble(bytes, i) | fifth_bits(bits, i) : nibble(bytes, i); }, &scale, &min);
   }
 };
 
-// {d, qs}: the sign bit is flipped, which makes codes unsigned.
+// {fp16 d; i8 qs[32]}. Sign bits are flipped, which adds 128 and so makes codes unsigned.
 struct Q8_0 : QuantBlock<32, 34, 1, 2> {
   static constexpr int MAX_CODE = 255, ZERO_POINT = 128;
   static constexpr bool HAS_MIN = false;
-  template <typename In, typename Emit>
-  ALWAYS_INLINE static void block(In in, const Emit &emit) {
+  template <typename In, typename Emit> ALWAYS_INLINE static void unpack_block(In in, const Emit &emit) {
     const auto bytes = columns<8>(in.advance(2));
     const auto scale = in.fp16();
     emit(0, [&](auto i) { return bytes[i] ^ static_cast<std::int32_t>(0x80808080); }, &scale, nullptr);
   }
 };
 
-// Codebooks (kvalues_iq4nl, kvalues_mxfp4), with ZERO_POINT added so that entries are unsigned.
+// ggml's codebooks kvalues_iq4nl and kvalues_mxfp4, with ZERO_POINT added so that entries are unsigned.
 struct IQ4Codebook {
   static constexpr int ZERO_POINT = 128, MAX_CODE = 241;
   static constexpr bool HAS_MIN = false, HAS_CODEBOOK = true;
@@ -115,129 +116,130 @@ struct MXFP4Codebook {  // entries are twice the values, like ggml's
   static constexpr byte CODEBOOK[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 };
 
+// {fp16 d; u8 qs[16]}.
 struct IQ4_NL : QuantBlock<32, 18, 1, 2>, IQ4Codebook {
   using IQ4Codebook::HAS_CODEBOOK;
-  template <typename In, typename Emit>
-  ALWAYS_INLINE static void block(In in, const Emit &emit) {
+  template <typename In, typename Emit> ALWAYS_INLINE static void unpack_block(In in, const Emit &emit) {
     const auto bytes = columns<4>(in.advance(2));
     const auto scale = in.fp16();
     emit(0, [&](auto i) { return nibble(bytes, i); }, &scale, nullptr);
   }
 };
 
+// {u8 e; u8 qs[16]}: e is the exponent of the scale.
 struct MXFP4 : QuantBlock<32, 17, 1, 1>, MXFP4Codebook {
   using MXFP4Codebook::HAS_CODEBOOK;
-  template <typename In, typename Emit>
-  ALWAYS_INLINE static void block(In in, const Emit &emit) {
+  template <typename In, typename Emit> ALWAYS_INLINE static void unpack_block(In in, const Emit &emit) {
     const auto bytes = columns<4>(in.advance(1));
-    // 2^(e - 128), as GGML_E8M0_TO_FP32_HALF: subnormal for e < 2.
+    // The scale is 2^(e - 128), as in GGML_E8M0_TO_FP32_HALF: for e < 2 a subnormal float, whose exponent bits are 0.
     const auto e = in.u8(), subnormal = ((e & 1) << 21) + (1 << 21);
     const auto scale = float_from_bits(e < 2 ? subnormal : (e - 1) << 23);
     emit(0, [&](auto i) { return nibble(bytes, i); }, &scale, nullptr);
   }
 };
 
-// The scale of an interleaved sub-block, kept as two factors: the block's d and the sub-block's integer sc.
+// The scale of an interleaved sub-block as two factors: d of the block, and the integer that ggml calls sc or scales[i].
 struct SubBlockScale {
   vec d;
-  ivec sc;
+  ivec int_scale;
 
-  ALWAYS_INLINE operator vec() const { return d * to_float(sc); }
+  ALWAYS_INLINE operator vec() const { return d * to_float(int_scale); }
 };
-ALWAYS_INLINE inline SubBlockScale make_scale(vec d, ivec sc) { return {d, sc}; }
-ALWAYS_INLINE inline vec make_scale(vec d, std::int32_t sc) { return d * to_float(sc); }
+ALWAYS_INLINE inline SubBlockScale make_scale(vec d, ivec int_scale) { return {d, int_scale}; }
+ALWAYS_INLINE inline vec make_scale(vec d, std::int32_t int_scale) { return d * to_float(int_scale); }
 
-// Scales d * (byte - OFFSET) of a block's sub-blocks, from N columns with 4 bytes each.
+// The scales of a block's sub-blocks, d * (byte - OFFSET), for interleaved rows. bytes: 4 in each of N columns.
 template <int N, int OFFSET = 0>
 struct InterleavedScales {
-  vec scale;
+  vec d;
   ivec bytes[N];
 
-  ALWAYS_INLINE SubBlockScale operator[](int i) const { return {scale, (bytes[i / 4] >> (i % 4 * 8) & 255) - OFFSET}; }
+  ALWAYS_INLINE SubBlockScale operator[](int i) const { return {d, (bytes[i / 4] >> (i % 4 * 8) & 255) - OFFSET}; }
 };
 
+// These scales for a single row, with the bytes of columns c0 to c3.
 template <int N, int OFFSET = 0>
 struct RowScales {
   float values[16];
 
-  ALWAYS_INLINE RowScales(vec scale, std::int32_t a, std::int32_t b, std::int32_t c = 0, std::int32_t d = 0) {
-    const int32x8 columns{a, b, c, d};
+  ALWAYS_INLINE RowScales(vec d, std::int32_t c0, std::int32_t c1, std::int32_t c2 = 0, std::int32_t c3 = 0) {
+    const int32x8 columns{c0, c1, c2, c3};
     byte bytes[32];
     std::memcpy(bytes, &columns, sizeof bytes);
-    for (int i = 0; i < 4 * N; i += LANES) store(values + i, to_float(load_u8(bytes + i) - OFFSET) * scale);
+    for (int i = 0; i < 4 * N; i += LANES) store(values + i, to_float(load_u8(bytes + i) - OFFSET) * d);
   }
   ALWAYS_INLINE vec operator[](int i) const { return broadcast(values[i]); }
 };
 
 template <int OFFSET = 0, typename... Columns>
-ALWAYS_INLINE inline auto unpack_scales(vec scale, Columns... columns) {
+ALWAYS_INLINE inline auto unpack_scales(vec d, Columns... columns) {
   constexpr int N = sizeof...(columns);
   if constexpr ((std::is_same_v<Columns, ivec> && ...)) {
-    return InterleavedScales<N, OFFSET>{scale, {columns...}};
+    return InterleavedScales<N, OFFSET>{d, {columns...}};
   } else {
-    return RowScales<N, OFFSET>(scale, columns...);
+    return RowScales<N, OFFSET>(d, columns...);
   }
 }
 
-// {scales, qs, d, dmin}: 2-bit codes; a 4-bit scale and a 4-bit min for each 16 weights.
+// {u8 scales[16]; u8 qs[64]; fp16 d, dmin}. Codes of 2 bits. scales[i]: for weights 16i to 16i + 15, a scale in the low nibble and a min in
+// the high nibble. Bits 2p and 2p + 1 of qs[32h] to qs[32h + 31] are the codes of sub-block 4h + p.
 struct Q2_K : QuantBlock<256, 84, 2> {
-  static constexpr int MAX_CODE = 3, ZERO_POINT = 0, SUB_BLOCKS_PER_SCALE = 1;  // no AMX: mins are for 16 weights
+  static constexpr int MAX_CODE = 3, ZERO_POINT = 0, SUB_BLOCKS_PER_ACT_SCALE = 1;  // no AMX: mins are for 16 weights
   static constexpr bool HAS_MIN = true;
-  template <typename In, typename Emit>
-  ALWAYS_INLINE static void block(In in, const Emit &emit) {
+  template <typename In, typename Emit> ALWAYS_INLINE static void unpack_block(In in, const Emit &emit) {
     const auto a = in.u32(), b = in.advance(4).u32(), c = in.advance(8).u32(), d = in.advance(12).u32(), d_dmin = in.advance(80).u32();
     const auto scale = unpack_scales(fp16_to_float(d_dmin), low_nibbles(a), low_nibbles(b), low_nibbles(c), low_nibbles(d));
     const auto min = unpack_scales(-fp16_to_float(d_dmin >> 16), high_nibbles(a), high_nibbles(b), high_nibbles(c), high_nibbles(d));
     for (int half = 0; half < 2; half++) {
       const auto bytes = columns<8>(in.advance(16 + half * 32));
-      for (int pair = 0; pair < 4; pair++) {
-        const int sub_block = 4 * half + pair;
+      for (int p = 0; p < 4; p++) {
+        const int sub_block = 4 * half + p;
         const decltype(scale[0]) sub_scales[] = {scale[2 * sub_block], scale[2 * sub_block + 1]};
         const vec sub_mins[] = {min[2 * sub_block], min[2 * sub_block + 1]};
-        emit(sub_block, [&](auto i) { return bytes[i] >> (pair * 2) & 0x03030303; }, sub_scales, sub_mins);
+        emit(sub_block, [&](auto i) { return bytes[i] >> (p * 2) & 0x03030303; }, sub_scales, sub_mins);
       }
     }
   }
 };
 
-// {hmask, qs, scales, d}: 2 + 1 bits; a 6-bit scale for each 16 weights.
+// {u8 hmask[32]; u8 qs[64]; u8 scales[12]; fp16 d}. Codes of 3 bits: the lower 2 in qs as in Q2_K, the upper one of sub-block i in bit i of
+// hmask. Scales of 6 bits for each 16 weights: the lower 4 bits in scales[0] to [7], the upper 2 in scales[8] to [11].
 struct Q3_K : QuantBlock<256, 110, 2, 0, 2> {
   static constexpr int MAX_CODE = 7, ZERO_POINT = 4;
   static constexpr bool HAS_MIN = false;
-  template <typename In, typename Emit>
-  ALWAYS_INLINE static void block(In in, const Emit &emit) {
+  template <typename In, typename Emit> ALWAYS_INLINE static void unpack_block(In in, const Emit &emit) {
     const auto high = columns<8>(in);
     const auto a = in.advance(96).u32(), b = in.advance(100).u32(), upper = in.advance(104).u32();
-    const auto add_high_bits = [&](auto low, int pair) { return low | (upper >> (2 * pair) & 0x03030303) << 4; };
+    const auto add_high_bits = [&](auto low, int column) { return low | (upper >> (2 * column) & 0x03030303) << 4; };
     const auto scale = unpack_scales<32>(in.advance(108).fp16(), add_high_bits(low_nibbles(a), 0), add_high_bits(low_nibbles(b), 1),
                                   add_high_bits(high_nibbles(a), 2), add_high_bits(high_nibbles(b), 3));
     for (int half = 0; half < 2; half++) {
       const auto bytes = columns<8>(in.advance(32 + half * 32));
-      for (int pair = 0; pair < 4; pair++) {
-        const int sub_block = 4 * half + pair;
+      for (int p = 0; p < 4; p++) {
+        const int sub_block = 4 * half + p;
         const decltype(scale[0]) sub_scales[] = {scale[2 * sub_block], scale[2 * sub_block + 1]};
-        const auto w = [&](auto i) { return (bytes[i] >> (pair * 2) & 0x03030303) | (high[i] >> sub_block & 0x01010101) << 2; };
+        const auto w = [&](auto i) { return (bytes[i] >> (p * 2) & 0x03030303) | (high[i] >> sub_block & 0x01010101) << 2; };
         emit(sub_block, w, sub_scales, nullptr);
       }
     }
   }
 };
 
-// Q4_K {d, dmin, scales, qs} and Q5_K {d, dmin, scales, qh, qs}.
+// Q4_K: {fp16 d, dmin; u8 scales[12]; u8 qs[128]}. Q5_K: {fp16 d, dmin; u8 scales[12]; u8 qh[32]; u8 qs[128]}. Scales and mins have 6 bits.
+// Sub-blocks 2p and 2p + 1 are the low and the high nibbles of qs[32p] to qs[32p + 31]; the fifth bits of sub-block i are bits i of qh.
 template <int BITS>
 struct Q45_K : QuantBlock<256, 16 + 32 * BITS, 1> {
   static constexpr int MAX_CODE = (1 << BITS) - 1, ZERO_POINT = 0;
   static constexpr bool HAS_MIN = true, INT32_SUMS = BITS == 5;
-  template <typename In, typename Emit>
-  ALWAYS_INLINE static void block(In in, const Emit &emit) {
-    // get_scale_min_k4: 6-bit scales and mins. Of sub-blocks 4 to 7 the lower 4 bits are in the last column, the upper 2 above the
-    // bits of sub-blocks 0 to 3.
-    const auto d_dmin = in.u32(), a = in.advance(4).u32(), b = in.advance(8).u32(), last = in.advance(12).u32();
-    const auto scale = unpack_scales(fp16_to_float(d_dmin), a & 0x3f3f3f3f, low_nibbles(last) | (a >> 2 & 0x30303030));
-    const auto min = unpack_scales(-fp16_to_float(d_dmin >> 16), b & 0x3f3f3f3f, high_nibbles(last) | (b >> 2 & 0x30303030));
-    auto high = columns<8>(in.advance(16));
+  template <typename In, typename Emit> ALWAYS_INLINE static void unpack_block(In in, const Emit &emit) {
+    // As get_scale_min_k4: the 12 bytes of scales are 3 columns of 4. Bytes of `scales` and `mins` have the 6 bits of sub-blocks 0 to 3, and
+    // above them the upper 2 bits of sub-blocks 4 to 7, whose lower 4 bits are in `last`.
+    const auto d_dmin = in.u32(), scales = in.advance(4).u32(), mins = in.advance(8).u32(), last = in.advance(12).u32();
+    const auto scale = unpack_scales(fp16_to_float(d_dmin), scales & 0x3f3f3f3f, low_nibbles(last) | (scales >> 2 & 0x30303030));
+    const auto min = unpack_scales(-fp16_to_float(d_dmin >> 16), mins & 0x3f3f3f3f, high_nibbles(last) | (mins >> 2 & 0x30303030));
+    auto high = columns<8>(in.advance(16));  // qh of Q5_K; Q4_K does not use it
     for (int pair = 0; pair < 4; pair++) {
-      const auto bytes = columns<8>(in.advance(32 * BITS - 112 + 32 * pair));
+      const auto bytes = columns<8>(in.advance(32 * BITS - 112 + 32 * pair));  // qs begins at byte 16 or 48
       UNROLL for (int upper = 0; upper < 2; upper++) {
         const auto w = [&](auto i) {
           if constexpr (BITS == 4) return upper ? high_nibbles(bytes[i]) : low_nibbles(bytes[i]);
@@ -252,16 +254,14 @@ struct Q45_K : QuantBlock<256, 16 + 32 * BITS, 1> {
   }
 };
 
-// {ql, qh, scales, d}: 4 + 2 bits; an int8 scale for each 16 weights.
+// {u8 ql[128]; u8 qh[64]; i8 scales[16]; fp16 d}. Codes of 6 bits: the lower 4 in ql, the upper 2 in qh. An int8 scale for each 16 weights.
 struct Q6_K : QuantBlock<256, 210, 2, 0, 2> {
   static constexpr int MAX_CODE = 63, ZERO_POINT = 32;
   static constexpr bool HAS_MIN = false, INT32_SUMS = true;
   static constexpr int emit_order(int i) { return (i & 4) | (i & 1) << 1 | (i & 2) >> 1; }
-  template <typename In, typename Emit>
-  ALWAYS_INLINE static void block(In in, const Emit &emit) {
-    const auto scale_column = [&](int i) {
-      return in.advance(192 + 4 * i).u32() ^ static_cast<std::int32_t>(0x80808080);
-    };  // int8: flips the sign bit
+  template <typename In, typename Emit> ALWAYS_INLINE static void unpack_block(In in, const Emit &emit) {
+    // Sign bits of scales are flipped, which adds 128; unpack_scales<128> subtracts it.
+    const auto scale_column = [&](int i) { return in.advance(192 + 4 * i).u32() ^ static_cast<std::int32_t>(0x80808080); };
     const auto scale = unpack_scales<128>(in.advance(208).fp16(), scale_column(0), scale_column(1), scale_column(2), scale_column(3));
     // Each half of the block has 64 bytes of ql and 32 of qh. Sub-block 4 half + 2 upper + byte_half takes ql's low or high nibbles,
     // and two bits of qh.
@@ -283,26 +283,25 @@ struct Q6_K : QuantBlock<256, 210, 2, 0, 2> {
   }
 };
 
-// {d, scales_h, scales_l, qs}: codebook indices; a 6-bit scale for each 32 weights.
+// {fp16 d; u16 scales_h; u8 scales_l[4]; u8 qs[128]}. Codebook indices of 4 bits; a scale of 6 bits for each sub-block i: its lower 4 are
+// bits 4i to 4i + 3 of scales_l, its upper 2 are bits 2i and 2i + 1 of scales_h.
 struct IQ4_XS : QuantBlock<256, 136, 1>, IQ4Codebook {
   static constexpr bool INT32_SUMS = true;
   using IQ4Codebook::HAS_CODEBOOK;
-  template <typename In, typename Emit>
-  ALWAYS_INLINE static void block(In in, const Emit &emit) {
+  template <typename In, typename Emit> ALWAYS_INLINE static void unpack_block(In in, const Emit &emit) {
     const auto d_scales_h = in.u32(), scales_l = in.advance(4).u32();
     const auto d = fp16_to_float(d_scales_h);
     for (int sub_block = 0; sub_block < 8; sub_block++) {
       const auto bytes = columns<4>(in.advance(8 + 16 * sub_block));
-      const auto s = (scales_l >> (4 * sub_block) & 15) | (d_scales_h >> (16 + 2 * sub_block) & 3) << 4;
-      const auto sub_scales = make_scale(d, s - 32);
+      const auto int_scale = (scales_l >> (4 * sub_block) & 15) | (d_scales_h >> (16 + 2 * sub_block) & 3) << 4;
+      const auto sub_scales = make_scale(d, int_scale - 32);
       emit(sub_block, [&](auto i) { return nibble(bytes, i); }, &sub_scales, nullptr);
     }
   }
 };
 
 // Calls f(F{}) with the quantized format F. Stops the process for any other format, which is a bug of a caller.
-template <typename Fn>
-inline void dispatch_format(Format format, const Fn &f) {
+template <typename Fn> inline void dispatch_format(Format format, const Fn &f) {
   switch (format) {
     case Format::Q4_0: return f(Type0<4>{});
     case Format::Q5_0: return f(Type0<5>{});

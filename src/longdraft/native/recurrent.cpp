@@ -1,33 +1,27 @@
 // Linear recurrences (gated DeltaNet, Mamba-2) and causal convolutions for trees of tokens: each token starts from its parent's state.
 //
-// A head's state S (head_k_dim, head_v_dim) gives a token's output and the next state:
+// From its parent's state S (head_k_dim, head_v_dim), a token with query q, key k, value v, decay d (one, or one for each key dimension) and
+// weight beta computes for each head
 //     u = (v - (d S)^T k) beta     or, without the delta rule, u = v beta
-//     out = (d S)^T q + (k q) u    and    S' = d S + k u^T
-// with a decay d for the head or for each key dimension. So a token reads the state once for both products, and writes a new state only
-// if it has children. Columns of S are independent: a few at a time stay in the L1 cache for all tokens.
-#include <cmath>
+//     out = (d S)^T q + (k . q) u  and its own state S' = d S + k u^T.
+// So a token reads S once for both products, and writes S' only if it has children. Columns of S are independent: COLUMNS at a time are
+// computed for all tokens, and stay in the L1 cache.
 #include <vector>
-
-#include "kernels.h"
 #include "ops.h"
-#include "threads.h"
-#include "vectors.h"
 
 namespace {
 
-using std::int64_t;
+constexpr int N_VECTORS = 2;  // vectors of columns that are computed at a time
+constexpr int64_t COLUMNS = N_VECTORS * LANES;
+constexpr int N_PARTIAL_SUMS = 4;  // partial sums over key dimensions, for each vector
 
-constexpr int N_VECTORS = 2;                         // vectors of columns that are processed at a time
-constexpr int64_t COLUMNS = N_VECTORS * LANES;  // columns that are processed at a time
-constexpr int N_PARTIAL_SUMS = 4;                    // partial sums over key dimensions, for each vector
-
-// A token's inputs for one head: arrays (head_k_dim,), and scalars.
+// A token's inputs for one head, prepared for run_token().
 struct TokenInputs {
-  float *decay, *decayed_key, *key, *decayed_query;
-  float key_query, beta, skip;
+  float *decay, *decayed_key, *key, *decayed_query;  // (head_k_dim,)
+  float key_query, beta, skip;                       // k . q; weight of v in u; weight of v in the output (Mamba-2's D)
 };
 
-// A dot product whose order of additions is the same on every instruction set.
+// Computes a dot product, with the same order of additions on every instruction set.
 float dot(const float *a, const float *b, int64_t size) {
   float part[16] = {};
   for (int64_t i = 0; i < size; i++) part[i % 16] = fmadd(a[i], b[i], part[i % 16]);
@@ -37,7 +31,7 @@ float dot(const float *a, const float *b, int64_t size) {
   return part[0];
 }
 
-// Computes a token's inputs. memory: for the four arrays, each rounded up to whole cache lines.
+// Prepares a token's inputs. memory: for the four arrays of TokenInputs, each rounded up to whole cache lines.
 TokenInputs prepare(const LinearRecurrence &r, const RecurrentInputs &inputs, int64_t token, int64_t head, float *memory) {
   const int64_t n = r.head_k_dim, size = Scratch::round_up_to_line(n), k_head = head / (r.n_v_heads / r.n_k_heads);
   const float *q = inputs.q + (token * r.n_k_heads + k_head) * n, *k = inputs.k + (token * r.n_k_heads + k_head) * n;
@@ -70,16 +64,16 @@ TokenInputs prepare(const LinearRecurrence &r, const RecurrentInputs &inputs, in
   return out;
 }
 
-// For COLUMNS columns of a state (n_keys, COLUMNS): predicted_v = (d S)^T k if DELTA_RULE, and output = (d S)^T q if READS.
+// Reads COLUMNS columns s (n_keys, COLUMNS) of a state: computes predicted_v = (d S)^T k if DELTA_RULE, and output = (d S)^T q if READS.
 template <bool DELTA_RULE, bool READS>
 inline void read_state(const float *s, const TokenInputs &token, int64_t n_keys, vec *predicted_v, vec *output) {
-  vec m[N_PARTIAL_SUMS][N_VECTORS] = {}, f[N_PARTIAL_SUMS][N_VECTORS] = {};
+  vec v_sums[N_PARTIAL_SUMS][N_VECTORS] = {}, out_sums[N_PARTIAL_SUMS][N_VECTORS] = {};
   const auto add_row = [&](int64_t i, int j) {
     const vec k = broadcast(token.decayed_key[i]), q = broadcast(token.decayed_query[i]);
     UNROLL for (int w = 0; w < N_VECTORS; w++) {
       const vec x = load(s + i * COLUMNS + w * LANES);
-      if constexpr (DELTA_RULE) m[j][w] = fmadd(x, k, m[j][w]);
-      if constexpr (READS) f[j][w] = fmadd(x, q, f[j][w]);
+      if constexpr (DELTA_RULE) v_sums[j][w] = fmadd(x, k, v_sums[j][w]);
+      if constexpr (READS) out_sums[j][w] = fmadd(x, q, out_sums[j][w]);
     }
   };
   int64_t i = 0;
@@ -88,14 +82,14 @@ inline void read_state(const float *s, const TokenInputs &token, int64_t n_keys,
   }
   for (; i < n_keys; i++) add_row(i, 0);
   UNROLL for (int w = 0; w < N_VECTORS; w++) {
-    predicted_v[w] = (m[0][w] + m[1][w]) + (m[2][w] + m[3][w]);
-    output[w] = (f[0][w] + f[1][w]) + (f[2][w] + f[3][w]);
+    predicted_v[w] = (v_sums[0][w] + v_sums[1][w]) + (v_sums[2][w] + v_sums[3][w]);
+    output[w] = (out_sums[0][w] + out_sums[1][w]) + (out_sums[2][w] + out_sums[3][w]);
   }
 }
 
-// Runs one token: writes its output into `out` unless null, and the next state into `after` unless null.
+// Runs one token from the state `before`, for the first n_columns columns. Writes its output to `out` and its state to `after`, unless null.
 void run_token(const float *before, float *after, const TokenInputs &token, int64_t n_keys, bool delta_rule, const float *v, float *out,
-             int64_t n_columns) {
+               int64_t n_columns) {
   vec predicted_v[N_VECTORS], output[N_VECTORS], u[N_VECTORS];
   if (delta_rule) {
     out ? read_state<true, true>(before, token, n_keys, predicted_v, output)
@@ -122,21 +116,21 @@ void run_token(const float *before, float *after, const TokenInputs &token, int6
   }
 }
 
-// Copies n_columns columns of a head's state. pad: fill up to COLUMNS with zeros.
-void copy_columns(const float *from, int64_t from_row, float *to, int64_t to_row, int64_t n_keys, int64_t n_columns, bool pad) {
+// Copies n_columns columns of a head's state, whose rows are from_stride and to_stride floats apart. pad: fills up to COLUMNS with zeros.
+void copy_columns(const float *from, int64_t from_stride, float *to, int64_t to_stride, int64_t n_keys, int64_t n_columns, bool pad) {
   for (int64_t i = 0; i < n_keys; i++) {
-    std::memcpy(to + i * to_row, from + i * from_row, sizeof(float) * n_columns);
-    if (pad) std::memset(to + i * to_row + n_columns, 0, sizeof(float) * (COLUMNS - n_columns));
+    std::memcpy(to + i * to_stride, from + i * from_stride, sizeof(float) * n_columns);
+    if (pad) std::memset(to + i * to_stride + n_columns, 0, sizeof(float) * (COLUMNS - n_columns));
   }
 }
 
-// Runs one head of one sequence: pending tokens, then the tree.
+// Runs one head of one sequence: first the pending tokens, which change the committed state, then the tree.
 void run_head(const LinearRecurrence &r, const RecurrentSequence &s, int64_t head) {
   static thread_local Scratch scratch;
   static thread_local std::vector<TokenInputs> prepared;  // of pending tokens, then of the tree's
-  const int64_t n = r.head_k_dim, state = n * COLUMNS, n_tokens = s.pending.n_tokens + s.tree.n_tokens;
+  const int64_t n = r.head_k_dim, state_size = n * COLUMNS, n_tokens = s.pending.n_tokens + s.tree.n_tokens;
   const int64_t token_size = 4 * Scratch::round_up_to_line(n);
-  float *memory = scratch.get(token_size * n_tokens + (s.tree.n_tokens + 1) * state), *states = memory + token_size * n_tokens;
+  float *memory = scratch.get(token_size * n_tokens + (s.tree.n_tokens + 1) * state_size), *states = memory + token_size * n_tokens;
   prepared.resize(n_tokens);
   const auto prepare_at = [&](const RecurrentInputs &inputs, int64_t token, int64_t index) {
     prepared[index] = prepare(r, inputs, token, head, memory + token_size * index);
@@ -155,20 +149,20 @@ void run_head(const LinearRecurrence &r, const RecurrentSequence &s, int64_t hea
       run_token(current, current, prepared[token], n, r.delta_rule, values(s.pending, token), nullptr, n_columns);
     }
     if (s.pending.n_tokens) copy_columns(current, COLUMNS, head_state + first, r.head_v_dim, n, n_columns, false);
-    // states + 0 is the committed state, states + (i + 1) * state the state after tree token i.
+    // `states` has the committed state, then the states of the tree's tokens.
     for (int64_t i = 0; i < s.n_computed; i++) {
       const int64_t token = s.order[i];
       float *out = token < s.first_output ? nullptr : s.out + ((token - s.first_output) * r.n_v_heads + head) * r.head_v_dim + first;
-      float *after = s.has_children[i] ? states + (token + 1) * state : nullptr;
-      const float *before = states + (s.parents[token] + 1) * state;
+      float *after = s.has_children[i] ? states + (token + 1) * state_size : nullptr;
+      const float *before = states + (s.parents[token] + 1) * state_size;
       run_token(before, after, prepared[s.pending.n_tokens + token], n, r.delta_rule, values(s.tree, token), out, n_columns);
     }
   }
 }
 
-// Channels [first, end) of all tokens of a sequence.
+// Convolves channels [first, end) of all tokens of a sequence.
 void convolve_channels(const CausalConv &c, const CausalConvSequence &s, int64_t first, int64_t end) {
-  constexpr int MAX_CACHED = 8;  // taps (i) whose weights stay in registers
+  constexpr int MAX_CACHED = 8;  // number of taps (i) whose weights stay in registers
   for (int64_t channel = first; channel < end; channel += LANES) {
     const int64_t n_lanes = std::min<int64_t>(LANES, end - channel);
     const auto load_lanes = [&](const float *p) { return n_lanes == LANES ? load(p) : load_partial(p, n_lanes); };
@@ -197,8 +191,7 @@ void convolve_channels(const CausalConv &c, const CausalConvSequence &s, int64_t
 
 }  // namespace
 
-Status longdraft_linear_recurrence(const LinearRecurrence *recurrence, const RecurrentSequence *sequences, int64_t count,
-                                   int threads) try {
+Status longdraft_linear_recurrence(const LinearRecurrence *recurrence, const RecurrentSequence *sequences, int64_t count, int threads) try {
   const LinearRecurrence &r = *recurrence;
   parallel_for(threads, count * r.n_v_heads, [&](int64_t item) { run_head(r, sequences[item / r.n_v_heads], item % r.n_v_heads); });
   return OK;

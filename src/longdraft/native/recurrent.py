@@ -1,4 +1,4 @@
-"""Linear recurrences and causal convolutions of recurrent layers, for trees of tokens (recurrent.cpp)."""
+"""Runs linear recurrences and causal convolutions of recurrent layers on trees of tokens (recurrent.cpp)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from longdraft.native.header import STRUCTURES, Int64
 from longdraft.native.library import Kernels
 
 CausalConv, SequenceStruct = STRUCTURES["CausalConv"], STRUCTURES["RecurrentSequence"]
-# A :class:`RecurrentInputs`, or an empty sequence for no tokens.
+# The fields of a :class:`RecurrentInputs`; empty if there are no tokens.
 Inputs = Sequence[torch.Tensor | None]
 
 
 @dataclass(frozen=True)
 class LinearRecurrence:
-    """A recurrence S' = decay S + k u^T, with a state S (head_k_dim, head_v_dim) for each head.
+    """A recurrence of a state S (head_k_dim, head_v_dim) for each head. A token with key k sets S to decay S + k u^T.
 
     Attributes:
-        delta_rule: True: u = beta (v - S^T k), so the state's value for k is replaced; False: u = beta v.
-        qk_l2norm: True: q and k are divided by their L2 norms first.
+        delta_rule: True: u = beta (v - (decay S)^T k), v minus what the state predicts for it; False: u = beta v.
+        qk_l2norm: True: q and k are first divided by their L2 norms.
         scale: factor of q.
         a, dt_bias, d_skip: Mamba-2's A, dt_bias and D (num_v_heads,); None for other recurrences.
     """
@@ -39,10 +39,11 @@ class LinearRecurrence:
     def struct(
         self, num_v_heads: int, num_k_heads: int, head_k_dim: int, head_v_dim: int, decay_per_key: bool
     ) -> ctypes.Structure:
-        """decay_per_key: True: a decay for each key dimension; False: one for each head."""
+        """Returns a layer's structure. decay_per_key: True: a decay for each key dimension; False: for each head."""
+        l2norm_eps = 1e-6  # as in transformers
         return STRUCTURES["LinearRecurrence"](
             *(num_v_heads, num_k_heads, head_k_dim, head_v_dim),
-            *(self.delta_rule, self.qk_l2norm, decay_per_key, self.scale, 1e-6),
+            *(self.delta_rule, self.qk_l2norm, decay_per_key, self.scale, l2norm_eps),
             *(address(x, min_numel=num_v_heads) for x in (self.a, self.dt_bias, self.d_skip)),
         )
 
@@ -65,27 +66,29 @@ class RecurrentInputs(NamedTuple):
 
 
 class TreeOrder:
-    """The tokens of a tree to compute, and their order.
+    """The order in which the tokens of a tree are computed.
 
     Args:
-        parents: index of each token's parent, -1 for the committed state.
+        parents: index of each token's parent; -1 for a token that starts from the committed state.
         order: indices of the tokens to compute, parents first.
-        first: index of the first token with an output; the tokens before it have none.
+        first_output: index of the first token that has an output; all tokens behind it have one too.
     """
 
-    def __init__(self, parents: Sequence[int], order: Sequence[int], first: int) -> None:
+    def __init__(self, parents: Sequence[int], order: Sequence[int], first_output: int) -> None:
         inner_nodes = {parents[token] for token in order}
         has_children = [token in inner_nodes for token in order]
         self._keepalive = [(Int64 * len(x))(*x) for x in (parents, order, has_children)]
-        self.first_output, self.fields = first, (*map(ctypes.addressof, self._keepalive), len(order), first)
+        self.first_output = first_output
+        # The fields of RecurrentSequence in kernels.h from `parents` to `first_output`.
+        self.fields = (*map(ctypes.addressof, self._keepalive), len(order), first_output)
 
 
 class RecurrentSequence(NamedTuple):
-    """The new tokens of one sequence.
+    """The state and the new tokens of one sequence.
 
     Attributes:
-        state: the committed state (num_v_heads, head_k_dim, head_v_dim) float32; the kernel adds the pending tokens.
-        pending: inputs of committed tokens that the state does not contain yet.
+        state: the committed state (num_v_heads, head_k_dim, head_v_dim), to which the kernel adds the pending tokens.
+        pending: inputs of the pending tokens: committed tokens that the state does not contain yet.
         inputs: inputs of a tree's tokens.
         order: the order in which the tree's tokens are computed.
     """
@@ -96,13 +99,14 @@ class RecurrentSequence(NamedTuple):
     order: TreeOrder
 
     def struct(self, out: torch.Tensor | None = None) -> ctypes.Structure:
-        """out: memory for the outputs, or None if the kernel sets it."""
-        return SequenceStruct(address(self.state), *map(_inputs_struct, self[1:3]), *self.order.fields, address(out))
+        """Returns the structure RecurrentSequence of kernels.h. out: memory for the outputs; None: C++ sets it."""
+        inputs = map(_inputs_struct, (self.pending, self.inputs))
+        return SequenceStruct(address(self.state), *inputs, *self.order.fields, address(out))
 
 
 def _inputs_struct(inputs: Inputs) -> ctypes.Structure:
-    count = len(inputs[0]) if inputs and inputs[0] is not None else 0
-    return STRUCTURES["RecurrentInputs"](count, *map(address, inputs))
+    num_tokens = len(inputs[0]) if inputs and inputs[0] is not None else 0
+    return STRUCTURES["RecurrentInputs"](num_tokens, *map(address, inputs))
 
 
 def convolve(
@@ -113,12 +117,12 @@ def convolve(
     histories: Sequence[tuple[torch.Tensor, torch.Tensor]],
     input_indices: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Convolves tokens of B sequences (depthwise, causal); returns (B, T, channels). Tensors are float32 on the CPU.
+    """Convolves T tokens of each of B sequences (depthwise, causal); returns (B, T, channels).
 
     Args:
         weight, bias: (channels, kernel_size); (channels,) or None.
-        silu: apply SiLU to the results.
-        histories: for each sequence the state (kernel_size - 1, channels), and the inputs of new tokens.
+        silu: True: applies SiLU to the results.
+        histories: for each sequence, the state (kernel_size - 1, channels), and the inputs of newer tokens.
         input_indices: for each sequence (T, kernel_size) int64: indices of each token's inputs in the concatenation of
             state and inputs, the oldest first.
     """
@@ -138,13 +142,14 @@ def convolve(
     return out
 
 
-def run_recurrence(kernels: Kernels, recurrence: LinearRecurrence, trees: Sequence[RecurrentSequence]) -> torch.Tensor:
-    """Runs a recurrence; returns (B, T, num_v_heads, head_v_dim), each tree's outputs from ``first_output`` on."""
-    num_v_heads, head_k_dim, head_v_dim = trees[0].state.shape
-    inputs, first = RecurrentInputs(*trees[0].inputs), trees[0].order.first_output  # type: ignore[arg-type]  # not None
+def run_recurrence(kernels: Kernels, recurrence: LinearRecurrence, batch: Sequence[RecurrentSequence]) -> torch.Tensor:
+    """Runs a recurrence on sequences whose trees have one size. Returns the outputs of each tree's tokens from
+    ``first_output`` on, which is the same in all trees: (sequences, tokens, num_v_heads, head_v_dim)."""
+    num_v_heads, head_k_dim, head_v_dim = batch[0].state.shape
+    inputs, first = RecurrentInputs(*batch[0].inputs), batch[0].order.first_output  # type: ignore[arg-type]  # not None
     decay_per_key = inputs.g.dim() == 3
     struct = recurrence.struct(num_v_heads, inputs.k.shape[1], head_k_dim, head_v_dim, decay_per_key)
-    out = torch.empty(len(trees), len(inputs.v) - first, num_v_heads, head_v_dim, **CPU_FLOAT32)
-    sequences = (SequenceStruct * len(trees))(*(tree.struct(y) for tree, y in zip(trees, out, strict=True)))
-    kernels.call("linear_recurrence", struct, sequences, len(trees))
+    out = torch.empty(len(batch), len(inputs.v) - first, num_v_heads, head_v_dim, **CPU_FLOAT32)
+    sequences = (SequenceStruct * len(batch))(*(sequence.struct(y) for sequence, y in zip(batch, out, strict=True)))
+    kernels.call("linear_recurrence", struct, sequences, len(batch))
     return out

@@ -1,6 +1,6 @@
 // parallel_for on the threads of torch's OpenMP library, because a second thread pool would compete for the cores.
 //
-// The library is not linked: Python passes its entry point to longdraft_threads(), so one shared object works with any build of torch.
+// The library is not linked: Python passes its entry point to longdraft_set_parallel_entry(), so a shared object works with any torch.
 #pragma once
 
 #include <algorithm>

@@ -74,8 +74,7 @@ template <int LOCALITY = 3>
 inline void prefetch(Address address) { __builtin_prefetch(reinterpret_cast<const void *>(address), 0, LOCALITY); }
 
 // Calls f with n, MIN <= n <= MAX, as a compile-time constant. Stops the process for any other n, which is a bug of a caller.
-template <int MAX, int MIN = 1, typename F>
-inline void dispatch(std::int64_t n, const F &f) {
+template <int MAX, int MIN = 1, typename F> inline void dispatch(std::int64_t n, const F &f) {
   if (n == MAX) return f(std::integral_constant<int, MAX>{});
   if constexpr (MAX > MIN) {
     dispatch<MAX - 1, MIN>(n, f);
@@ -85,8 +84,7 @@ inline void dispatch(std::int64_t n, const F &f) {
 }
 
 // Calls f with 0, ..., N - 1 as compile-time constants.
-template <int N, typename F>
-inline void static_for(const F &f) {
+template <int N, typename F> inline void static_for(const F &f) {
   if constexpr (N > 1) static_for<N - 1>(f);
   f(std::integral_constant<int, N - 1>{});
 }
@@ -111,15 +109,15 @@ static inline vec load_partial(const float *p, std::int64_t n) {
 
 static inline void store_partial(float *p, vec x, std::int64_t n) { std::memcpy(p, &x, sizeof(float) * n); }
 
-// Broadcasts by x - 0, which is x for every x, so compilers compute nothing. 0 + x would change -0.
+// Broadcasts x by subtracting 0, for which compilers emit no instruction, because x - 0 is x for every x. 0 + x would change -0.
 static inline vec broadcast(float x) { return x - vec{}; }
 static inline ivec broadcast(std::int32_t x) { return x - ivec{}; }
 
 static inline vec v_max(vec a, vec b) { return a > b ? a : b; }
 static inline vec v_abs(vec x) { return x < 0 ? -x : x; }
 
-// Fused multiply-add: a * b + c, rounded once. Compilers must not contract other expressions (-ffp-contract=off): they would do so
-// in some places only, and a row's bits would depend on its tile.
+// Fused multiply-add: a * b + c, rounded once. Compilers must not fuse other expressions (-ffp-contract=off): they would do so in some
+// places only, and a row's bits would depend on its tile.
 static inline float fmadd(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 #if defined(__AVX512F__)
 static inline vec fmadd(vec a, vec b, vec c) { return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
@@ -129,9 +127,8 @@ static inline vec fmadd(vec a, vec b, vec c) { return (vec)_mm256_fmadd_ps((__m2
 static inline vec fmadd(vec a, vec b, vec c) { return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
 #endif
 
-// A permutation I of the lanes of a (0 to LANES - 1) and b (LANES to 2 LANES - 1).
-template <int... I>
-static inline vec shuffle(vec a, vec b) {
+// Returns lanes I of a and b, where numbers below LANES mean lanes of a, and the others lanes of b.
+template <int... I> static inline vec shuffle(vec a, vec b) {
 #if defined(__clang__)
   return __builtin_shufflevector(a, b, I...);
 #else
@@ -149,16 +146,16 @@ struct Max {
 
 template <typename Op, int STEP, int... I>
 static inline vec fold_pair(vec a, vec b, std::integer_sequence<int, I...>) {
-  // The lower half of the result combines pairs of a's lanes that are STEP apart, the upper half pairs of b's.
+  // Combines lanes that are STEP apart: of a in the lower half of the result, of b in the upper half. With 4 lanes and STEP = 2:
+  // a0 a1 a2 a3, b0 b1 b2 b3 --> a0+a2 a1+a3 b0+b2 b1+b3.
   constexpr int HALF = LANES / 2;
   return Op::apply(shuffle<(I / HALF * LANES + I % HALF / STEP * 2 * STEP + I % STEP)...>(a, b),
                    shuffle<(I / HALF * LANES + I % HALF / STEP * 2 * STEP + I % STEP + STEP)...>(a, b));
 }
 
-// Horizontal sums (or maxima) of N <= LANES vectors: lane i of the result is the sum of v[i]. Vectors are folded in pairs, which takes
+// Reduces each of N <= LANES vectors to its sum (or maximum), which is lane i of the result for v[i]. Folds vectors in pairs, which takes
 // fewer than three operations for each vector.
-template <typename Op, int N, int STEP = LANES / 2>
-static inline vec reduce_lanes(const vec *v) {
+template <typename Op, int N, int STEP = LANES / 2> static inline vec reduce_lanes(const vec *v) {
   static_assert(0 < N && N <= 2 * STEP);
   constexpr int PAIRS = (N + 1) / 2;
   vec folded[PAIRS];
@@ -172,23 +169,21 @@ static inline vec reduce_lanes(const vec *v) {
   }
 }
 
-// Sixteen partial sums, however many lanes a vector has, so that every instruction set adds up in one order.
+// A sum in sixteen parts, however many lanes a vector has, so that every instruction set adds up in one order.
 struct Sum16 {
   static constexpr int VECTORS = 16 / LANES;
-  vec lanes[VECTORS] = {};
+  vec parts[VECTORS] = {};
 
-  // Adds partial sums until LANES are left.
+  // Adds up parts until LANES are left.
   vec fold_to_vector() const {
-    if constexpr (VECTORS == 4) return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
-    if constexpr (VECTORS == 2) return lanes[0] + lanes[1];
-    return lanes[0];
+    if constexpr (VECTORS == 4) return (parts[0] + parts[2]) + (parts[1] + parts[3]);
+    if constexpr (VECTORS == 2) return parts[0] + parts[1];
+    return parts[0];
   }
 };
 
-template <int N>
-static inline vec horizontal_sums(const vec *v) {
-  return reduce_lanes<Add, N>(v);
-}
+// Returns the sum of vector v[i] in lane i.
+template <int N> static inline vec horizontal_sums(const vec *v) { return reduce_lanes<Add, N>(v); }
 
 template <int... I>
 static inline void zip_lanes(vec a, vec b, vec *out, std::integer_sequence<int, I...>) {
@@ -197,25 +192,23 @@ static inline void zip_lanes(vec a, vec b, vec *out, std::integer_sequence<int, 
   out[1] = shuffle<(I / 2 + I % 2 * LANES + LANES / 2)...>(a, b);
 }
 
-// Transposes LANES x LANES floats by log2(LANES) perfect shuffles.
+// Transposes LANES x LANES floats: zips vectors i and i + LANES / 2, log2(LANES) times.
 static inline void transpose(vec *a) {
   vec b[LANES];
   for (int step = 1; step < LANES; step *= 2) {
-    UNROLL for (int i = 0; i < LANES / 2; i++) {
-      zip_lanes(a[i], a[i + LANES / 2], b + 2 * i, std::make_integer_sequence<int, LANES>{});
-    }
+    UNROLL for (int i = 0; i < LANES / 2; i++) zip_lanes(a[i], a[i + LANES / 2], b + 2 * i, std::make_integer_sequence<int, LANES>{});
     UNROLL for (int i = 0; i < LANES; i++) a[i] = b[i];
   }
 }
 
-// e^x for x <= 0, with an absolute error below 2^-22; 0 below -87. NaN stays NaN.
+// Returns e^x for x <= 0, with an absolute error below 2^-22; 0 for x below -87. NaN stays NaN.
 static inline vec v_exp(vec x) {
   const vec lowest = broadcast(-87.0f);
   const vec shift = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, which is then in the mantissa's lowest bits
-  const vec y = (lowest > x ? lowest : x) * 1.44269504088896341f;
+  const vec y = (lowest > x ? lowest : x) * 1.44269504088896341f;  // log2(e): e^x = 2^y = 2^n * 2^f, where n is an integer
   const vec t = y + shift;
   const vec f = y - (t - shift);
-  vec p = broadcast(1.326472707e-03f);  // p = 2^f, a polynomial for f from -0.5 to 0.5
+  vec p = broadcast(1.326472707e-03f);  // p = 2^f, by a polynomial for f from -0.5 to 0.5
   p = fmadd(p, f, broadcast(9.671512649e-03f));
   p = fmadd(p, f, broadcast(5.550733744e-02f));
   p = fmadd(p, f, broadcast(2.402224209e-01f));
@@ -230,9 +223,10 @@ static inline vec v_exp(vec x) {
   return x < lowest ? vec{} : p;
 }
 
-// tanh(x), within about an ulp. NaN stays NaN.
+// Returns tanh(x), within about an ulp. NaN stays NaN.
 static inline vec v_tanh(vec x) {
-  // Near 0, 1 - e would cancel: below 0.625 the result is x + x^3 P(x^2), with P fitted to the relative error.
+  // tanh(x) = (1 - e) / (1 + e) with e = e^(-2x), but near 0, 1 - e would lose bits: below 0.625 the result is x + x^3 P(x^2), where the
+  // polynomial P is fitted to the relative error.
   const vec z = x * x, size = v_abs(x);
   vec p = broadcast(-5.7049873e-03f);
   p = fmadd(p, z, broadcast(2.0639088e-02f));

@@ -1,4 +1,4 @@
-"""Kernels for views of a KV cache (views.cpp): summaries of chunks of keys, selection of chunks, copies of entries."""
+"""Kernels for views of a KV cache (views.cpp): they summarize chunks of keys, select chunks, and copy entries."""
 
 from __future__ import annotations
 
@@ -9,30 +9,25 @@ import torch
 
 from longdraft.native.boundary import CPU_INT64, address
 from longdraft.native.header import ENUMS, STRUCTURES
-from longdraft.native.int8_kv import KVTensor
+from longdraft.native.int8_kv import KVPair
 from longdraft.native.library import Kernels
 from longdraft.native.structures import kv_struct
 
-SCORERS = tuple(name.lower().replace("_", "-") for name in ENUMS["Scorer"])
+SCORERS = tuple(name.lower().replace("_", "-") for name in ENUMS["Scorer"])  # mean-key, minmax, quest, tokens, ...
 SUMMARY_SCORERS = SCORERS[:3]  # scorers that read only summaries, not keys
-SUMMARY_NAMES = ("largest", "smallest", "mean")
+SUMMARY_NAMES = ("largest", "smallest", "mean")  # max, min and mean of ChunkSummaries (kernels.h)
+# Name in SUMMARY_NAMES -> (layers, KV heads, chunks, d). All have the same strides; that of chunks is 1.
+Summaries = Mapping[str, torch.Tensor]
 
 
 class ViewKernels:
-    """Calls the kernels. Tensors are float32 on the CPU, d a multiple of 16. Summaries map a name of SUMMARY_NAMES to a
-    tensor (layers, KV heads, chunks, d); strides are equal, and 1 for chunks."""
+    """Calls the kernels. Tensors are float32 on the CPU; d, the size of a head, is a multiple of 16."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._call = kernels.call
 
     def summarize_chunks(
-        self,
-        keys: torch.Tensor,
-        slot: int,
-        chunk_size: int,
-        summaries: Mapping[str, torch.Tensor],
-        first_chunk: int,
-        end_chunk: int,
+        self, keys: torch.Tensor, slot: int, chunk_size: int, summaries: Summaries, first_chunk: int, end_chunk: int
     ) -> None:
         """Summarizes chunks [first_chunk, end_chunk) of a slot's keys (layers, slots, KV heads, capacity, d)."""
         layers, _, heads, _, d = keys.shape
@@ -44,23 +39,28 @@ class ViewKernels:
         self,
         scorer: str,
         use_max: bool,
-        source: tuple[torch.Tensor, int, int],
+        cached_keys: tuple[torch.Tensor, int, int],
         chunk_size: int,
-        summaries: Mapping[str, torch.Tensor] | None,
+        summaries: Summaries | None,
         queries: torch.Tensor,
         candidates: range,
         count: int,
     ) -> torch.Tensor:
-        """Returns ids of the ``count`` best chunks of ``candidates``, (layers, KV heads, count) int64, ascending.
+        """Returns ids of the ``count`` chunks of ``candidates`` with the highest scores, ascending.
 
         Args:
             scorer: one of :data:`SCORERS`.
-            use_max: True: reduce scores over queries by the maximum, not the mean; only for :data:`SUMMARY_SCORERS`.
-            source: keys (layers, slots, KV heads, capacity, d), the slot, and the number of its KV entries.
+            use_max: how scores are reduced over queries: True: to their maximum, only with :data:`SUMMARY_SCORERS`;
+                False: to their mean.
+            cached_keys: keys (layers, slots, KV heads, capacity, d), the slot, and the number of its KV entries.
             summaries: summaries of the chunks; None for scorers that read keys.
-            queries: M queries of each query head (layers, query heads, M, d).
+            queries: (layers, query heads, queries of a head, d).
+            candidates: ids of the chunks to select from.
+
+        Returns:
+            (layers, KV heads, count) int64.
         """
-        keys, slot, kv_len = source
+        keys, slot, kv_len = cached_keys
         layers, _, heads, _, d = keys.shape
         assert scorer in SUMMARY_SCORERS or not use_max
         if scorer == "mean-key" and not use_max:  # q . k is linear in q, so the mean query gives the mean score
@@ -72,15 +72,15 @@ class ViewKernels:
         chunk_ids = torch.empty(layers, heads, count, **CPU_INT64)
         summary_fields = (None, None, None, 0, 0, 0) if summaries is None else _summary_fields(summaries)
         kv_fields = (ctypes.pointer(kv_struct(keys, keys)), slot, kv_len, chunk_size)
-        choice = (candidates.start, candidates.stop, count, SCORERS.index(scorer), int(use_max))
-        selection = STRUCTURES["ChunkSelection"](*summary_fields, *kv_fields, *sizes, *choice)
+        options = (candidates.start, candidates.stop, count, SCORERS.index(scorer), int(use_max))
+        selection = STRUCTURES["ChunkSelection"](*summary_fields, *kv_fields, *sizes, *options)
         self._call("select_chunks", selection, address(queries), address(chunk_ids, torch.long))
         return chunk_ids
 
     def copy_view(
         self,
-        source: tuple[torch.Tensor, torch.Tensor],
-        view_kv: tuple[KVTensor, KVTensor],
+        source: KVPair,
+        view_kv: KVPair,
         slot: int,
         chunk_ids: torch.Tensor,
         resident_chunks: torch.Tensor,
@@ -88,36 +88,30 @@ class ViewKernels:
         sink: int,
         window: range,
     ) -> None:
-        """Copies a slot's first ``sink`` entries, selected chunks and ``window`` to the view, one behind the other.
+        """Copies a slot's first ``sink`` entries, then the selected chunks, then the entries of ``window`` to the view.
 
         Args:
             source, view_kv: keys and values (layers, slots, KV heads, capacity, d), values contiguous. The view may
                 have another dtype and transposed keys.
             chunk_ids: ids of the selected chunks (layers, KV heads, count), ascending.
-            resident_chunks: ids of the chunks in the view, shaped like ``chunk_ids``; -1 for none. Updated: chunks that
-                are selected again stay in place.
+            resident_chunks: ids of the chunks in the view, shaped like ``chunk_ids``; -1 for none. The kernel updates
+                them. Selected chunks that are resident are not copied but stay in place.
+            window: indices of the last entries that the view gets.
         """
         layers, _, heads, _, d = source[0].shape
         sizes = (chunk_ids.shape[2], chunk_size, sink, window.start, window.stop)
         chunks = address(chunk_ids, torch.long), address(resident_chunks, torch.long)
         self._call("copy_view", kv_struct(*source), kv_struct(*view_kv), slot, layers, heads, d, *chunks, *sizes)
 
-    def copy_entries(
-        self,
-        source: tuple[torch.Tensor, torch.Tensor],
-        view_kv: tuple[KVTensor, KVTensor],
-        slot: int,
-        positions: range,
-        destination: int,
-    ) -> None:
-        """Copies a slot's entries at ``positions`` to the view, from ``destination`` on (see :meth:`copy_view`)."""
+    def copy_entries(self, source: KVPair, view_kv: KVPair, slot: int, positions: range, destination: int) -> None:
+        """Copies a slot's entries at ``positions`` to the view's entries from ``destination`` on, as in copy_view()."""
         layers, _, heads, _, d = source[0].shape
         sizes = (slot, layers, heads, d, positions.start, destination, len(positions))
         self._call("copy_entries", kv_struct(*source), kv_struct(*view_kv), *sizes)
 
 
-def _summary_fields(summaries: Mapping[str, torch.Tensor]) -> tuple[int | None, ...]:
-    """Addresses of the summaries, and their strides of layers, heads and dimensions."""
+def _summary_fields(summaries: Summaries) -> tuple[int | None, ...]:
+    """Returns the fields of ChunkSummaries: addresses of summaries, then strides of layers, heads and dimensions."""
     layer, head, chunk, dim = next(iter(summaries.values())).stride()
     assert chunk == 1
     data = (address(summaries[n].mT, strided_rows=True) if n in summaries else None for n in SUMMARY_NAMES)
