@@ -19,7 +19,7 @@ def model():
 
 def test_specpv_says_that_it_is_approximate(model):
     result = Speculator("specpv", target=model, drafter="ar", **SMALL).generate([PROMPTS[0]], max_new_tokens=40)[0]
-    assert not result.exact and len(result.token_ids) == 40 and result.rolled_back == 0
+    assert not result.exact and len(result.token_ids) == 40
 
 
 def test_two_runs_on_one_prompt_cache(model):

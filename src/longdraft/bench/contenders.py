@@ -60,7 +60,6 @@ class Run:
         accepted: for each round, how many drafted tokens were accepted, and how many ``max_tokens`` allowed.
         partial_rounds: number of rounds that verified on a part of the target's KV.
         partial_tokens: number of tokens that the partial rounds emitted.
-        rolled_back: always 0; in files of old versions, how many of ``partial_tokens`` were rejected later.
         view: describes the KV entries that the draft or a partial verification sees; empty: all.
     """
 
@@ -71,7 +70,6 @@ class Run:
     accepted: tuple[tuple[int, int], ...] = ()
     partial_rounds: int = 0
     partial_tokens: int = 0
-    rolled_back: int = 0
     view: str = ""
 
     @property
@@ -160,7 +158,6 @@ class MethodContender(Contender):
             rounds=tuple(result.rounds for result in results), accepted=tuple(accepted),
             partial_rounds=sum(result.partial_rounds for result in results),
             partial_tokens=sum(result.partial_tokens for result in results),
-            rolled_back=sum(result.rolled_back for result in results),
             view="; ".join(f"{view.size:,} = {view}" for view in generation.views),
         )  # fmt: skip
 

@@ -58,7 +58,7 @@ VIEW = ("view", "view", "{}")
 COLUMNS = (
     ("tokens/s", "tokens_per_second", "{:.1f}"), ("vs ar", "speedup_vs_ar", "{:.2f}x"),
     ("faster", "faster_than_ar", "{}"), ("slower", "slower_than_ar", "{}"), ("vs hf", "speedup_vs_hf", "{:.2f}x"),
-    ("accepted", "mean_accepted_length", "{:.2f}"), ("rolled back", "rolled_back", "{:.1%}"),
+    ("accepted", "mean_accepted_length", "{:.2f}"),
     ("score", "score", "{:.3f}"), ("first token", "ttft_seconds", "{:.2f} s"), VIEW,
 )  # fmt: skip
 _COUNT_KEYS = ("faster_than_ar", "slower_than_ar")
@@ -114,8 +114,6 @@ def _row(name: str, measured: Sequence[BatchResult], names: Sequence[str]) -> di
         "scored": first.scored or None,
         "score": mean_of(score for result in measured for score in result.scores.get(name, ())),
     }
-    if partial_tokens := sum(run.partial_tokens for run in runs):
-        row["rolled_back"] = sum(run.rolled_back for run in runs) / partial_tokens
     if profiles := [result.profiles[name] for result in measured if name in result.profiles]:
         row["profile"] = _mean_profile(profiles)
     return row

@@ -31,7 +31,7 @@ _ENDINGS = {
 
 def result_json(result: longdraft.Result) -> dict[str, Any]:
     """Returns the JSON object of a run, with metrics of partial verification if a round verified partially."""
-    partial_keys = ("partial_rounds", "partial_tokens", "rolled_back") if result.partial_rounds else ()
+    partial_keys = ("partial_rounds", "partial_tokens") if result.partial_rounds else ()
     return {name: getattr(result, name) for name in (*_RESULT_KEYS, *partial_keys)}
 
 
@@ -79,9 +79,7 @@ def _describe_prefill(result: longdraft.Result) -> str:
 
 def _describe_partial_rounds(result: longdraft.Result) -> str:
     rounds = f"{result.partial_rounds:,} of the forwards read a part of the cache"
-    if not result.exact:
-        return f"{rounds}; the {result.partial_tokens:,} tokens that they accepted were not verified on the full cache"
-    return f"{rounds}; of {result.partial_tokens:,} tokens that they accepted, {result.rolled_back:,} were rolled back"
+    return f"{rounds}; the {result.partial_tokens:,} tokens that they accepted were not verified on the full cache"
 
 
 def comparison_json(result: longdraft.Result, ar: longdraft.Result, difference: Difference | None) -> dict[str, Any]:

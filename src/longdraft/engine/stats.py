@@ -72,7 +72,6 @@ class Result:
         peak_memory_bytes: peak memory of the process (CPU) or of torch's allocator (GPU).
         partial_rounds: number of verification forwards on a partial KV cache.
         partial_tokens: number of tokens emitted by partial rounds.
-        rolled_back: always 0; kept for scripts that read this field.
         cached_tokens: number of prompt tokens whose KV was in the prompt cache.
         from_draft: for each token of ``token_ids``, whether it was drafted.
         pieces: the text in parts, each with a flag whether it was drafted.
@@ -93,7 +92,6 @@ class Result:
     peak_memory_bytes: int = 0
     partial_rounds: int = 0
     partial_tokens: int = 0
-    rolled_back: int = 0
     cached_tokens: int = 0
     from_draft: list[bool] = field(default_factory=list)
     pieces: list[TextDelta] = field(default_factory=list)

@@ -47,7 +47,7 @@ def batch(forwards: tuple[int, ...], tokens: int = TOKENS, runs: int = 2, second
         return {
             "tokens": [[0] * tokens] * len(rounds), "first_token_seconds": 0.5, "decode_seconds": seconds,
             "rounds": list(rounds), "accepted": [], "partial_rounds": 0, "partial_tokens": 0,
-            "rolled_back": 0, "view": "",
+            "view": "",
         }  # fmt: skip
 
     plain = tuple(tokens - 1 for _ in forwards)
