@@ -106,7 +106,7 @@ def dflash(
 ) -> Row:
     config = config or {}
     first = 0 if config.get("sample_from_anchor") else 1
-    own = {"first": first, "head": config.get("markov_head_type", "vanilla")} | settings
+    own = {"first": first} | settings
 
     def write(folder: Path, model: Any) -> Path:
         tensors = published.dflash_tensors(**sizes)
@@ -218,11 +218,7 @@ ROWS = {
     "dflash with retrieval": dflash({}, options=COVERING),
     "dspark": dflash({"rank": 6}, "dspark", ANCHOR),
     "dspark kept": dflash({"rank": 6, "kept": KEPT}, "dspark", ANCHOR),
-    "dspark gated": dflash(
-        {"rank": 6, "head": "gated"}, "dspark",
-        {"markov_rank": 6, "markov_head_type": "gated", "sample_from_anchor": False},
-    ),
-    "dspark rnn": dflash({"rank": 6, "head": "rnn"}, "dspark", ANCHOR | {"markov_head_type": "rnn"}),
+    "dspark from the first mask": dflash({"rank": 6}, "dspark", {"markov_rank": 6, "sample_from_anchor": False}),
     "dspark without head": dflash({}, "dspark", {"markov_rank": 0, "sample_from_anchor": True}),
     "dflash of its authors": dflash({}, config={"dflash_config": IDS}, authors=True),
     "dflash nested": dflash({}, config={"block_size": "drop", "dflash_config": {"block_size": 4, **IDS}}, authors=True),

@@ -214,6 +214,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
     "dflash": [
         ({"mask_token_id": "drop"}, "mask_token_id"), ({"block_size": "drop"}, "block_size"),
         ({"is_neox_style": False}, "is_neox_style"), ({"mask_token_id": 11}, "mask_token_id"),
+        ({"markov_rank": 6, "markov_head_type": "rnn"}, "markov_head_type=rnn"),
     ],
 }  # fmt: skip
 

@@ -349,13 +349,13 @@ def peagle(
 
 
 def dflash(
-    model: Any, w: Weights, block: int = 4, first: int = 1, head: str = "vanilla",
+    model: Any, w: Weights, block: int = 4, first: int = 1,
     windows: tuple[Any, ...] = (None, None), causal: tuple[bool, ...] = (False, False), window: int | None = None,
 ) -> DraftLogprobs:  # fmt: skip
     """DFlash: a block of mask tokens with bidirectional attention to itself and to the text's features; DSpark's heads.
 
     Args:
-        first: index of the token that predicts the first level. head: DSpark's kind of head.
+        first: index of the token that predicts the first level.
         windows, causal: for each layer. window: for all layers.
     """
 
@@ -379,27 +379,14 @@ def dflash(
         logits = hidden @ w.get("lm_head.weight", model.get_output_embeddings().weight).T
         return hidden[first:], logits[first:]
 
-    return parallel_draft(rows_of, lambda path, rows: _correction(w, path, rows, head), 11)
+    return parallel_draft(rows_of, lambda path, rows: _correction(w, path), 11)
 
 
-def _correction(w: Weights, path: list[int], hidden: torch.Tensor, head: str) -> Any:
-    """The correction of DSpark's Markov heads after a path, whose hidden states are ``hidden``."""
+def _correction(w: Weights, path: list[int]) -> Any:
+    """The correction of DSpark's Markov head after a path."""
     if "markov_head.markov_w1.weight" not in w:
         return 0.0
-    table = w["markov_head.markov_w1.weight"]
-    known = table[path[-1]]
-    if head == "gated":
-        both = torch.cat([hidden[-1], known])
-        known = F.linear(both, w["markov_head.gate_proj.weight"], w["markov_head.gate_proj.bias"]).sigmoid() * known
-    if head == "rnn":
-        state = torch.zeros_like(known)
-        for token, row in zip(path, hidden, strict=True):
-            z = torch.cat([state, table[token], row])
-            joint = F.linear(z, w["markov_head.joint_proj.weight"], w["markov_head.joint_proj.bias"])
-            gate, candidate, out = joint.chunk(3)
-            state = gate.sigmoid() * state + (1 - gate.sigmoid()) * candidate.tanh()
-        known = out.tanh()
-    return w["markov_head.markov_w2.weight"] @ known
+    return w["markov_head.markov_w2.weight"] @ w["markov_head.markov_w1.weight"][path[-1]]
 
 
 # --- comparing ---

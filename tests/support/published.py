@@ -175,12 +175,12 @@ def peagle_tensors(model: PreTrainedModel, *, kept: Any = None, embedding: int =
 
 def dflash_tensors(
     *, vocab: int = 11, layers: int = 2, kept: Any = None, bias: bool = False, rank: int | None = None,
-    head: str = "vanilla", mask: bool = False,
+    mask: bool = False,
 ) -> Tensors:  # fmt: skip
     """Random tensors of DFlash and its variants.
 
     Args:
-        rank, head: DSpark's rank and kind of head.
+        rank: rank of DSpark's Markov head.
         mask: with an embedding of the mask token.
     """
     shapes: Shapes = {"fc.weight": (HIDDEN, 3 * HIDDEN), "hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
@@ -198,10 +198,6 @@ def dflash_tensors(
         shapes["lm_head.weight"] = (vocabulary, HIDDEN)
     if rank:
         shapes |= {"markov_head.markov_w1.weight": (vocab, rank), "markov_head.markov_w2.weight": (vocabulary, rank)}
-        part, size = {"vanilla": ("", 0), "gated": ("gate", rank), "rnn": ("joint", 3 * rank)}[head]
-        if part:
-            inputs = HIDDEN + (rank if head == "gated" else 2 * rank)
-            shapes |= {f"markov_head.{part}_proj.weight": (size, inputs), f"markov_head.{part}_proj.bias": (size,)}
         shapes |= {"confidence_head.proj.weight": (1, HIDDEN + rank), "confidence_head.proj.bias": (1,)}
     if mask:
         shapes["mask_embedding"] = (HIDDEN,)

@@ -8,11 +8,7 @@
 
 A prefill projects c to the context's keys and values, which the draft caches, and runs no other layer. All tokens of a
 block except the anchor are masks, so DFlash drafts each token without knowing the drafted tokens before it. DSpark
-therefore corrects the logits of a level by the token t of the level before. The correction is the Markov head:
-
-    plain        W2 W1[t]
-    gated        W2 (sigmoid(W [x_k, W1[t]]) W1[t])
-    recurrent    W2 tanh(o), where o is the output of an RNN over W1[t] and x_k along the path from the root
+therefore corrects the logits of a level by the token t of the level before: its Markov head adds W2 W1[t].
 
 DFlash: arXiv:2602.06036; DSpark: arXiv:2607.05147. Shapes: B sequences, T tokens, W nodes of a level for each sequence.
 """
@@ -49,10 +45,6 @@ class MarkovHead(nn.Module):
         super().__init__()
         self.markov_w1 = nn.Embedding(vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, shape.vocabulary, bias=False)
-        if shape.gated:
-            self.gate_proj = nn.Linear(shape.hidden_size + rank, rank)
-        elif shape.recurrent:
-            self.joint_proj = nn.Linear(2 * rank + shape.hidden_size, 3 * rank)
 
 
 class DFlashBlock(nn.Module):
@@ -191,8 +183,6 @@ class DFlashRound(SingleForwardRound):
     def __init__(self, drafter: DFlashDrafter, sequences: list[Sequence], depth: int) -> None:
         super().__init__(drafter, sequences, depth)
         self._shape: DFlashShape = drafter.draft.shape
-        # {sequence index: states (W, rank) of the recurrent Markov head at the nodes of the level drafted last}
-        self._head_states: dict[int, torch.Tensor] = {}
 
     @property
     def num_candidates(self) -> int:
@@ -225,30 +215,11 @@ class DFlashRound(SingleForwardRound):
         return x * shape.embedding_scale if shape.embedding_scale != 1 else x
 
     def corrected_scores(self, level: TreeLevel, topk: LevelTopk) -> torch.Tensor:
-        width, shape = level.tokens.shape[1], self._shape
-        if shape.markov_rank is None:
-            return topk.logprobs.expand(-1, width, -1)  # DFlash
-        head, outputs = self._bound.block.markov_head, topk.correction_inputs.expand(-1, width, -1)
-        features = head.markov_w1(level.tokens)
-        if shape.gated:
-            features = torch.sigmoid(head.gate_proj(torch.cat([outputs, features], -1))) * features
-        elif shape.recurrent:
-            features = self._recurrent_step(level, features, outputs)
+        if self._shape.markov_rank is None:
+            return topk.logprobs.expand(-1, level.tokens.shape[1], -1)  # DFlash
+        head = self._bound.block.markov_head
         candidate_weights = head.markov_w2.weight[topk.ids[:, 0]]
-        return topk.logprobs + (features @ candidate_weights.mT).float()
-
-    def _recurrent_step(self, level: TreeLevel, embeddings: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
-        """Returns the recurrent head's output (B, W, rank) at each node of a level, and stores the node's state."""
-        if level.depth == 0:
-            state = torch.zeros_like(embeddings)
-        else:
-            state = torch.stack([self._head_states[n][level.parents[i]] for i, n in enumerate(level.sequence_indices)])
-        projected = self._bound.block.markov_head.joint_proj(torch.cat([state, embeddings, outputs], -1))
-        gate, candidate, out = projected.chunk(3, -1)
-        gate = torch.sigmoid(gate)
-        state = gate * state + (1 - gate) * torch.tanh(candidate)
-        self._head_states = dict(zip(level.sequence_indices, state, strict=True))
-        return torch.tanh(out)
+        return topk.logprobs + (head.markov_w1(level.tokens) @ candidate_weights.mT).float()
 
 
 class DFlashDrafter(OnePassDrafter):

@@ -42,8 +42,6 @@ class DFlashShape:
     own_mask: bool = False  # True if the draft has a separate embedding of the mask token
     embedding: int | None = None  # number of rows of the draft's own embedding; None: it uses the target's
     markov_rank: int | None = None  # rank of DSpark's Markov head (corrects logits by the last token); None: no head
-    gated: bool = False  # True if the token's output gates the Markov head
-    recurrent: bool = False  # True if the Markov head is an RNN, with a state along the path
     embedding_scale: float = 1.0  # factor of the input embeddings
     logit_scale: float = 1.0  # factor of the logits
     softcap: float | None = None  # soft cap of the logits; None: no cap
@@ -69,6 +67,9 @@ def _parse(published: PublishedDraft) -> tuple[dict[str, Any], dict[str, Any]]:
     nested = {**published.nested("dflash_config"), **published.nested("dspark_config")}
     settings = nested | {name.removeprefix("dspark_"): x for name, x in config.items() if x is not None}
     unsupported = [name for name in _UNSUPPORTED_SETTINGS if settings.get(name)]
+    markov_type = settings.get("markov_head_type") or "vanilla"
+    if markov_type != "vanilla" and settings.get("markov_rank"):
+        unsupported.append(f"markov_head_type={markov_type}")
     unsupported += ["is_neox_style"] if config.get("is_neox_style") is False else []  # RoPE of interleaved pairs
     if unsupported:
         raise CheckpointError(
@@ -77,7 +78,6 @@ def _parse(published: PublishedDraft) -> tuple[dict[str, Any], dict[str, Any]]:
     # None and 0: not set. The embedding of a draft with the target's hidden size is a copy of the target's.
     if config.get("target_hidden_size") in (None, 0, sizes.get("hidden_size")) and D2T in tensors:
         tensors.pop(EMBEDDING, None)
-    markov_type = settings.get("markov_head_type") or "vanilla"
     num_layers = sizes.get("num_hidden_layers")
     # The anchor proposes a token in DSpark and DeepSpec. In new folders of `speculators` a flag says so.
     from_anchor = settings.get("sample_from_anchor", settings.get("shift_label"))
@@ -95,8 +95,6 @@ def _parse(published: PublishedDraft) -> tuple[dict[str, Any], dict[str, Any]]:
         "own_head": HEAD in tensors,
         "own_mask": MASK in tensors,
         "markov_rank": settings.get("markov_rank") or None,
-        "gated": markov_type == "gated",
-        "recurrent": markov_type == "rnn",
         "embedding_scale": nested.get("input_embedding_scale"),
         "logit_scale": nested.get("output_multiplier"),
         "softcap": nested.get("final_logit_softcapping") or None,

@@ -129,7 +129,7 @@ def test_ids_that_are_no_layers_are_refused_by_name(config, tmp_path):
 
 # --- DSpark, as its settings and tensors are nested ---
 
-MARKOV = {"markov_rank": 6, "markov_head_type": "gated"}
+MARKOV = {"markov_rank": 6, "markov_head_type": "vanilla"}
 IN_MODULE = {"markov_head.": "logit_head.markov_head.", "confidence_head.": "logit_head.confidence_head."}
 OUTSIDE = {"markov_head.": "", "confidence_head.proj": "confidence_proj"}
 TAPS = {"target_layer_ids": [1, 2, 4], "mask_token_id": 9}
@@ -159,7 +159,7 @@ def outcome(folder, model) -> list[Any]:
 
 @pytest.mark.parametrize("project", DSPARK)
 def test_dspark_drafts_alike_however_it_is_nested(project, tmp_path):
-    model, tensors = target(), published.dflash_tensors(rank=6, head="gated")
+    model, tensors = target(), published.dflash_tensors(rank=6)
     flat = {"architectures": ["Qwen3DSparkModel"], **LAYER, "block_size": 4, **MARKOV, **TAPS}
     expected = outcome(published.save(tmp_path / "deepspec", flat, tensors), model)
     config, renamed = DSPARK[project]
