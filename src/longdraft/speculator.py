@@ -227,7 +227,8 @@ class Speculator:
         Without this call, each batch shape is captured at its third use, which takes as long as two rounds.
 
         Args:
-            batch, context: as for :meth:`session`.
+            batch: as for :meth:`session`.
+            context: as for :meth:`session`.
             progress: called with a line of text now and then.
 
         Returns:

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from longdraft import Speculator
-from longdraft.errors import CapabilityError, ContextError, UnsupportedModelError
+from longdraft.errors import ContextError, UnsupportedModelError
 from longdraft.model.runner import TargetRunner
 from tests.support.forwards import forward
 from tests.support.simulated_gpu import simulate_gpu, to_simulated_gpu
@@ -141,8 +141,6 @@ def test_a_layer_that_mixes_tokens_without_the_interface_is_noticed():
 
 
 @pytest.mark.parametrize("kind", ["bloom", "gpt_neo", "falcon"])
-def test_queries_of_a_model_that_attends_itself_are_not_shown_and_a_method_that_needs_them_says_so(kind):
-    model = zoo_model(kind)
-    assert TargetRunner(model).has_custom_attention
-    with pytest.raises(CapabilityError, match="does not show its queries"):
-        Speculator("self", target=model, view="snapkv", budget=24, window=4).generate([text(6)], max_new_tokens=4)
+def test_a_model_with_attention_code_of_its_own_is_refused_and_the_way_is_named(kind):
+    with pytest.raises(UnsupportedModelError, match=r"decode it with its own generate"):
+        Speculator("prompt-lookup", target=zoo_model(kind)).generate([text(6)], max_new_tokens=4)

@@ -112,7 +112,7 @@ def test_the_hint_names_what_the_draft_needs(shell, target, text, tmp_path):
     hint = f"longdraft generate --model {target} --load '{own}' --draft '{tmp_path / 'a run' / 'best'}'"
     assert hint in " ".join(made.err.split())
     card = (tmp_path / "a run" / "last" / "README.md").read_text()
-    assert "`text.jsonl`: " in card and "| steps | 2 " in card and "tokens a round, simulated" in card
+    assert "`text.jsonl`: " in card and "| steps | 2 " in card and "tokens a round, estimated" in card
 
 
 def test_a_finished_run_goes_on(shell, target, text, tmp_path):

@@ -1,7 +1,7 @@
 """Makes samples of RULER's needle tasks and variable tracking (Hsieh et al. 2024, sections 3.1 and 3.2).
 
-Needles (sentences) are inserted into RULER's noise or into a text. Cutting a prompt to a length keeps the depth of each
-needle. Two things of RULER are left out: the worked example before variable tracking, and haystacks made of needles.
+Needles (sentences) are inserted into RULER's noise or into a text. A needle's depth is a fraction of the text, so that
+it stays when a caller shortens the text. Left out: the example before variable tracking, and haystacks of needles.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _needles(num_keys: int = 1, num_values: int = 1, num_queries: int = 1) -> Ca
 
 
 def _variable_chain(generator: random.Random) -> Needles:
-    """Makes assignments that give variables the same value: the first sets the value, each other copies a variable."""
+    """Makes assignments that give variables the same value: the first sets it, later ones copy the variable before."""
     names = ["".join(generator.choices(string.ascii_uppercase, k=5)) for _ in range(_HOPS + 1)]
     value = str(generator.randrange(10_000, 100_000))
     right_sides = [value, *(f"VAR {name}" for name in names)]
@@ -55,7 +55,7 @@ TASKS: dict[str, Callable[[random.Random], Needles]] = {
     "niah_single": _needles(), "niah_multikey": _needles(num_keys=4), "niah_multivalue": _needles(num_values=4),
     "niah_multiquery": _needles(num_keys=4, num_queries=4), "vt": _variable_chain,
 }  # fmt: skip
-"""By the name of a task: makes the needles of a sample. ``niah_single`` is RULER's ``niah_single_1`` in noise, and
+"""Task -> function that makes the needles of one sample. ``niah_single`` is RULER's ``niah_single_1`` in noise, and
 RULER's ``niah_single_2`` in a text."""
 
 
@@ -72,7 +72,7 @@ def make_samples(task: str, template: str, haystack: str | None = None, num_samp
     for i in range(NUM_SAMPLES if num_samples is None else num_samples):
         generator = random.Random(f"{task} {i}")
         sentences, query, answers = TASKS[task](generator)
-        # One random depth in each of as many equal parts of the text as there are sentences.
+        # The text has len(sentences) equal parts; each part gets one needle at a random depth.
         depths = [(part + generator.random()) / len(sentences) for part in range(len(sentences))]
         noun, prompt = "numbers", template
         if len(answers) == 1:  # the template is in the plural

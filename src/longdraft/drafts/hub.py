@@ -48,7 +48,7 @@ def base_model_name(target: str | None) -> str:
     """Returns the target's name for a draft's card: a hub id or a folder's name.
     ``target``: see :func:`longdraft.load`."""
     if target is None:
-        return EMBEDDED_ID
+        return EMBEDDED_ID  # the model that a package on PyPI brings along
     return target if _ID.fullmatch(target) and not Path(target).exists() else Path(target).resolve().name
 
 
@@ -96,12 +96,14 @@ def _history(training: Any) -> str:
         return ""
     data = ", ".join(f"`{name}`" for name in training.get("data") or ["?"])
     rows = [
-        ("data", f"{data}: {training.get('documents', 0):,} texts, {training.get('tokens', 0):,} learned tokens"),
+        ("data", f"{data}: {training.get('documents', 0):,} texts, {training.get('tokens', 0):,} tokens with a loss"),
         ("steps", f"{training['steps']:,} ({training.get('epochs', 1):g} epochs)"),
     ]
     rows += [("begun from", f"`{training['init']}`")] if training.get("init") else []
     if isinstance(simulated := training.get("simulated"), dict):
         levels = ", ".join(f"{share:.0%}" for share in simulated["agreement"])
-        rows.append(("agreement by level", f"{levels} ({training.get('held_out', 0)} held-out texts)"))
-        rows.append(("tokens a round, simulated", f"{simulated['chain']:.2f} (chain), {simulated['tree']:.2f} (tree)"))
+        rows.append(
+            ("target's tokens guessed, by position", f"{levels} ({training.get('held_out', 0)} held-out texts)")
+        )
+        rows.append(("tokens a round, estimated", f"{simulated['chain']:.2f} (chain), {simulated['tree']:.2f} (tree)"))
     return "".join(["| | |\n|---|---|\n", *(f"| {name} | {value} |\n" for name, value in rows), "\n"])

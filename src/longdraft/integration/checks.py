@@ -66,11 +66,11 @@ def check_call(
     # Masked tokens between unmasked tokens would still count in sliding windows and recurrent states. A token is
     # enclosed if an unmasked token is at or before it, and another at or after it.
     is_enclosed = is_token.int().cummax(-1).values & is_token.int().flip(-1).cummax(-1).values.flip(-1)
-    has_local_state = layout.windows or layout.recurrent or layout.custom_cache_layers
+    has_local_state = layout.windows or layout.recurrent
     if has_local_state and bool((is_enclosed.bool() & ~is_token).any()):
         raise CapabilityError(
-            "The attention_mask masks tokens in the middle, which still count in sliding windows, recurrent layers and "
-            "custom attention, as this model has: take them out of input_ids, or leave custom_generate out."
+            "The attention_mask masks tokens in the middle, which still count in sliding windows and recurrent layers, "
+            "as this model has: take them out of input_ids, or leave custom_generate out."
         )
     _check_positions(model_kwargs.get("position_ids"), is_token)
 

@@ -25,7 +25,7 @@ from longdraft.memory.store import KVShape, KVStore
 
 # None: no offload. "host": as many layers stay on the GPU as fit. "host:N": N layers stay on the GPU.
 Offload = str | None
-# Resident layers of "host" may take this fraction of the device's free memory. Drafts and views need the rest later.
+# Resident layers of "host" take at most this fraction of the free memory; the KV caches of drafts need the rest later.
 DEVICE_MEMORY_FRACTION = 0.6
 
 
@@ -83,8 +83,8 @@ class OffloadedKVStore(KVStore):
 
     ``keys`` and ``values`` are the streamed layers on the host. :meth:`slot_kv` and :meth:`write_entries` work for any
     layer, and wait for pending copies. :meth:`layer` returns tensors on the device, which are read-only and valid until
-    the next call of :meth:`layer`. The heads of a token are adjacent in memory, so a range of entries is one copy, and
-    keys cannot be transposed. Features stay on the device. ``streamed_layers`` has the indices of the streamed layers.
+    the next call of :meth:`layer`. In memory the heads of a token are adjacent, so that a range of entries is one copy; the
+    option ``transposed_keys`` is not supported. Features stay on the device. ``streamed_layers``: the streamed layers.
 
     Args:
         device: the device that computes attention. Other arguments are as in :class:`KVStore`, which documents the
@@ -118,7 +118,7 @@ class OffloadedKVStore(KVStore):
             keys, values = (torch.empty(layer_size, dtype=shape.dtype, device=self.device) for _ in range(2))
             self._stages.append(_Stage((keys, values), layer, [0] * slots))
         self._current_stage: _Stage | None = self._stages[0] if self._stages else None
-        # The layer that the current forward wrote last. The stage of this layer has its uncommitted entries too.
+        # The layer that the current forward wrote last: its stage has all entries, so layer() copies nothing.
         self._written_layer: int | None = None
 
     def _allocate(self, transposed_keys: bool, feature_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,7 +137,7 @@ class OffloadedKVStore(KVStore):
         size, dtype = (self.slots, self.capacity, self.shape.kv_heads, self.shape.head_dim), self.shape.dtype
         self._host = [torch.empty(num_streamed, *size, dtype=dtype, pin_memory=pinned, device="cpu") for _ in range(2)]
         self._resident = [torch.empty(num_resident, *size, dtype=dtype, device=self.device) for _ in range(2)]
-        # For each layer: its index in ``_host`` or ``_resident``; the next streamed layer, after the last the first.
+        # For each layer: its index in ``_host`` or ``_resident``, and the next streamed layer, cyclically.
         is_streamed = [layer in self.streamed_layers for layer in range(layers)]
         self._tensor_index = [is_streamed[:layer].count(is_streamed[layer]) for layer in range(layers)]
         self._next_streamed = [
@@ -158,7 +158,7 @@ class OffloadedKVStore(KVStore):
         return tuple(i * layers // num_streamed for i in range(num_streamed))
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> None:
-        # (slot, first new entry). Attention reads all entries before, which the stage may lack.
+        # (slot, index of the first new entry). The stage may lack entries before it, so they are copied first.
         starts = [(slot, n + batch.tree_offset) for slot, n in zip(batch.slots, batch.prefix_lens, strict=True)]
         if layer not in self.streamed_layers:
             for kv, new in zip(self._resident, (k, v), strict=True):

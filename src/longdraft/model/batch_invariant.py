@@ -29,17 +29,12 @@ _TENSOR_KEYWORDS = frozenset({"input", "other", "mat2", "out"})
 
 
 class BatchInvariantMode(TorchFunctionMode):
-    """Makes torch's functions batch invariant inside a ``with``. Each call of torch takes about a microsecond longer.
-    ``products``: True replaces matmul, addmm and bmm, False leaves them to torch. ``F.linear`` is always replaced."""
-
-    def __init__(self, products: bool = True) -> None:
-        super().__init__()
-        self._replacements = _BASE_REPLACEMENTS | _PRODUCT_REPLACEMENTS if products else _BASE_REPLACEMENTS
+    """Makes torch's functions batch invariant inside a ``with``. Each call of torch takes a microsecond longer."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        replacement, kwargs = self._replacements.get(func), kwargs or {}
+        replacement, kwargs = _REPLACEMENTS.get(func), kwargs or {}
         result = None
         if replacement is not None and not _TENSOR_KEYWORDS & kwargs.keys():
             result = replacement(func, *args, **kwargs)
@@ -140,13 +135,11 @@ def _torch_functions(*names: str) -> list[Any]:
     return [function for space in namespaces for name in names if (function := getattr(space, name, None)) is not None]
 
 
-_BASE_REPLACEMENTS: dict[Any, Callable[..., Any]] = {
+_REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_torch_functions(*_ACTIVATIONS, *_MATH_FUNCTIONS), _elementwise),
     **dict.fromkeys(_torch_functions("glu"), _glu),
     **dict.fromkeys(_torch_functions("mul", "__mul__"), _complex_mul),
     **dict.fromkeys(_torch_functions("linear"), _linear),
-}
-_PRODUCT_REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_torch_functions("matmul", "__matmul__", "mm"), _matmul),
     **dict.fromkeys(_torch_functions("addmm"), _addmm),
     **dict.fromkeys(_torch_functions("bmm"), _bmm),

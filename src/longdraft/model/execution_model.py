@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from longdraft.attention import custom_ops
 from longdraft.errors import UnsupportedModelError
-from longdraft.model import custom_attention, experts, external_quant, hosting, positions, recurrent, stored, support
+from longdraft.model import experts, external_quant, hosting, positions, recurrent, stored, support
 from longdraft.model.batch_invariant import BatchInvariantMode
 from longdraft.model.called_functions import replaced_functions
 from longdraft.model.fused import FusedLayers
@@ -72,10 +72,8 @@ class ExecutionModel:
         self._placement = placement_of(model)
 
     def _validate(self, model: PreTrainedModel) -> None:
-        """Compares hosted logits with the model's own. Falls back to the model's custom attention code."""
-        layout = traced_layouts[model] = traced_layouts[self.model] = validate_hosting(model)
-        if layout.custom_cache_layers:
-            hosting.set_attention(self.model, hosting.decoder_config(model)._attn_implementation)
+        """Compares hosted logits with the model's own."""
+        traced_layouts[model] = traced_layouts[self.model] = validate_hosting(model)
 
     @cached_property
     def shared_parts(self) -> SharedParts:
@@ -96,11 +94,10 @@ class ExecutionModel:
             hosting.add_hidden_hook(self.model, layer)
             self._layers_with_hooks.add(layer)
         module = self.model if head else hosting.decoder_of(self.model)
-        is_custom = bool(self.layout.custom_cache_layers)
         make_invariant = self._batch_invariant and not ctx.batch.is_prefill
-        with BatchInvariantMode(products=not is_custom) if make_invariant else nullcontext():
-            out = (custom_attention.run if is_custom else hosting.run)(module, ctx, **kwargs)
-        if not is_custom and ctx.num_attention_calls != len(self.layout.locations):
+        with BatchInvariantMode() if make_invariant else nullcontext():
+            out = hosting.run(module, ctx, **kwargs)
+        if ctx.num_attention_calls != len(self.layout.locations):
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} called the attention interface {ctx.num_attention_calls} times, and "
                 f"{len(self.layout.locations)} times before: longdraft needs the same layers in every forward."

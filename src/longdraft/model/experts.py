@@ -42,7 +42,7 @@ class Experts:
 
     @cached_property
     def _products(self) -> tuple[GroupedGemm, GroupedGemm]:
-        """The matrix products before and behind the activation."""
+        """The matrix products before and after the activation."""
         cpu_kernels = kernels()
         assert cpu_kernels is not None
         return GroupedGemm(cpu_kernels, self.gate_up), GroupedGemm(cpu_kernels, [self.down])
@@ -54,7 +54,8 @@ class Experts:
         module, (gate_up_product, down_product) = self.module, self._products
         with torch._C.DisableTorchFunction():  # our products are batch invariant already
             expert_ids, starts, order = _group_by_expert(top_k_index.reshape(-1))
-            products = gate_up_product(x[order // k].float(), expert_ids, starts)  # order // k: each pair's token
+            # (1 or 2 matrices, pairs, out); order // k is each pair's token.
+            products = gate_up_product(x[order // k].float(), expert_ids, starts)
             hidden = fuse_gate_up([*products.to(x.dtype)], module.is_concatenated)
         gated: torch.Tensor = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
         with torch._C.DisableTorchFunction():
@@ -94,7 +95,9 @@ def _kernel_forward(module: Any) -> Callable[..., torch.Tensor]:
         parameters = [module._parameters.get(name) for name in names]
         if not cached or any(a is not b for a, b in zip(cached, parameters, strict=False)):
             experts = _experts_of(module, names)
-            if any(parameter is None for parameter in parameters):  # an adapter computed tensors for this forward only
+            if any(
+                parameter is None for parameter in parameters
+            ):  # an adapter put a tensor of this forward in its place
                 return experts
             cached[:] = [*parameters, experts]
         result: Experts | None = cached[-1]
@@ -128,9 +131,8 @@ def _experts_of(module: Any, names: tuple[str, str]) -> Experts | None:
 
 
 def _group_by_expert(expert_ids: torch.Tensor) -> tuple[list[int], list[int], torch.Tensor]:
-    """Sorts (token, expert) pairs by expert, from the expert of each pair.
-    Returns the experts that have pairs, the index of each expert's first sorted pair with the number of pairs at the
-    end, and the index that each sorted pair had before."""
+    """Sorts (token, expert) pairs by expert; ``expert_ids`` has the expert of each pair. Returns the experts that have
+    pairs; where the pairs of each begin after sorting, then the number of pairs; each sorted pair's old index."""
     order = expert_ids.argsort(stable=True)
     experts: list[int] = []
     starts: list[int] = []
@@ -142,7 +144,8 @@ def _group_by_expert(expert_ids: torch.Tensor) -> tuple[list[int], list[int], to
 
 
 def fuse_gate_up(parts: list[torch.Tensor], is_concatenated: bool) -> torch.Tensor:
-    """Joins gate and up, two tensors (pairs or experts, out, ...), along ``out``: concatenated or interleaved."""
+    """Joins gate and up along dimension 1, concatenated or interleaved: activations (pairs, out), weights (experts,
+    out, in) or biases (experts, out). Returns a single tensor unchanged."""
     if len(parts) == 1:
         return parts[0]
     return torch.cat(parts, 1) if is_concatenated else torch.stack(parts, 2).flatten(1, 2)

@@ -38,7 +38,7 @@ _KINDS = ("full", "window", "chunk", "recurrent", "sparse")
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call of the attention function, or one layer of a cache (:mod:`.custom_attention`).
+    """One call of the attention function.
 
     Attributes:
         class_name: class name of the attention module.
@@ -109,14 +109,12 @@ class KVLayout(NamedTuple):
         locations: the KV location of each attention call, in order.
         shape: shape of the full-context store. Its number of layers may be 0.
         windows: shapes of the window caches.
-        recurrent: index of a recurrent layer, in module order -> shape of its state.
-        custom_cache_layers: layers of transformers' cache if the model has custom attention code; else empty."""
+        recurrent: index of a recurrent layer, in module order -> shape of its state."""
 
     locations: tuple[KVLocation, ...]
     shape: KVShape
     windows: tuple[WindowShape, ...] = ()
     recurrent: Mapping[int, RecurrentShape] = {}
-    custom_cache_layers: tuple[AttentionCall, ...] = ()
 
 
 traced_layouts: WeakKeyDictionary[PreTrainedModel, KVLayout] = WeakKeyDictionary()
@@ -136,18 +134,15 @@ def build_layout(
     model: PreTrainedModel,
     calls: tuple[AttentionCall, ...],
     recurrent: Mapping[int, RecurrentShape],
-    has_custom_attention: bool,
 ) -> KVLayout:
     """Builds the layout that follows from a forward's attention calls.
 
     Args:
         model: the traced model.
-        calls: the attention calls, in order; for custom attention code, the layers of transformers' cache.
-        recurrent: index of a recurrent layer, in module order -> shape of its state.
-        has_custom_attention: True if the model has custom attention code."""
+        calls: the attention calls, in order.
+        recurrent: index of a recurrent layer, in module order -> shape of its state."""
     config = decoder_config(model)
-    # Custom code applies its windows itself.
-    spans = [None if has_custom_attention else _span(config, call) for call in calls]
+    spans = [_span(config, call) for call in calls]
     window_spans = sorted({span for span in spans if span is not None}, key=lambda span: (span.size, span.is_chunked))
     layer_counts = dict.fromkeys([None, *window_spans], 0)
     locations: list[KVLocation] = []
@@ -168,7 +163,7 @@ def build_layout(
     heads, dim, padded = largest_sizes(None)
     windows = tuple(WindowShape(s, layer_counts[s], *largest_sizes(s)[:2], model.dtype) for s in window_spans)
     shape = KVShape(layer_counts[None], heads, dim, model.dtype, padded)
-    return KVLayout(tuple(locations), shape, windows, recurrent, calls if has_custom_attention else ())
+    return KVLayout(tuple(locations), shape, windows, recurrent)
 
 
 def config_kv_shape(model: PreTrainedModel) -> KVShape:
@@ -235,14 +230,13 @@ def _span_if_shorter(config: Any, span: AttentionSpan) -> AttentionSpan | None:
 
 def layer_type_names(model: PreTrainedModel) -> tuple[str, ...]:
     """Returns the kinds of layers that a model has ("full", "window", "chunk", "recurrent", "sparse") and its features.
-    Features are "latent" (attention), "experts", "shared KV", and, of a hosted model, "own code" of attention."""
+    Features are "latent" (attention), "experts" and "shared KV"."""
     config = decoder_config(model)
     counts = _layer_counts(model)
     features = {
         "latent": bool(getattr(config, "kv_lora_rank", None)),
         "experts": any(_int_setting(config, name) > 1 for name in _NUM_EXPERTS_SETTINGS),
         "shared KV": _int_setting(config, "num_kv_shared_layers") > 0,
-        "own code": model in traced_layouts and bool(traced_layouts[model].custom_cache_layers),
     }
     return (*(kind for kind in _KINDS if counts[kind]), *(name for name, is_present in features.items() if is_present))
 

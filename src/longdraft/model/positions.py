@@ -38,7 +38,7 @@ def patch_position_ids(model: PreTrainedModel) -> None:
 
 def _add_position_ids(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     ctx = hosting.current_forward()
-    if ctx is None or ctx.layout.custom_cache_layers or len(args) > 2:  # a third argument may be position_ids
+    if ctx is None or len(args) > 2:  # a third argument may be position_ids
         return None
     return args, kwargs | {"position_ids": ctx.batch.positions}
 
@@ -46,7 +46,7 @@ def _add_position_ids(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
 def _reshape_output(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
     """Reshapes the output to (B, T, hidden). A module that expects positions (T,) adds a dimension to our (B, T)."""
     ctx = hosting.current_forward()
-    if ctx is None or ctx.layout.custom_cache_layers or ctx.batch.positions is None:
+    if ctx is None or ctx.batch.positions is None:
         return output
     return output.reshape(*ctx.batch.positions.shape, -1)
 

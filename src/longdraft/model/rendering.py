@@ -28,7 +28,7 @@ from longdraft.errors import PromptError
 MAX_WALL_SECONDS = 60
 # Limits of the memory that a template takes, in bytes, and of the text that it renders, in characters.
 _MAX_MEMORY_BYTES, _MAX_CHARACTERS = 256 << 20, 1 << 22
-_EXTRA_PER_INPUT_BYTE = 32  # for each byte of the request both limits are higher by this number
+_EXTRA_PER_INPUT_BYTE = 32  # both limits above grow by this much for each byte of the request
 
 
 class TemplateRenderer:

@@ -103,10 +103,10 @@ class TargetRunner:
         if self.kv_is_rounded:
             support.check_kv_dtype(self, self.kv_dtype, "kv_dtype")
         self.has_recurrent_layers = bool(self.execution_model.layout.recurrent)
-        self.branching_is_expensive = self.has_recurrent_layers or self.has_custom_attention
+        self.branching_is_expensive = self.has_recurrent_layers
         layout = self.execution_model.layout
         # A CUDA graph cannot capture collectives, sliding window caches, or a loop over tokens.
-        can_capture = self.tp_rank is None and not (layout.windows or layout.recurrent or layout.custom_cache_layers)
+        can_capture = self.tp_rank is None and not (layout.windows or layout.recurrent)
         self.graphs = CudaGraphs.for_device(self.device, self.attention_path) if can_capture else CudaGraphs(None)
         # Resident stores have their own arena, so that they do not take buffers of stores that use offload.
         self._arena, self._resident_arena = BufferArena(), BufferArena()
@@ -129,11 +129,6 @@ class TargetRunner:
     def execution_model(self) -> ExecutionModel:
         """The copy that computes in place of the user's model."""
         return self._host.execution_model
-
-    @property
-    def has_custom_attention(self) -> bool:
-        """True if the model has custom attention code (:mod:`longdraft.model.custom_attention`)."""
-        return bool(self.execution_model.layout.custom_cache_layers)
 
     @property
     def is_stale(self) -> bool:
@@ -203,7 +198,7 @@ class TargetRunner:
     @property
     def can_round_kv(self) -> bool:
         """True if the attention path reads KV in any dtype, as our CPU kernels do for float32 models."""
-        return not self.has_custom_attention and self.attention_path == "cpu" and self.kv_shape.dtype == torch.float32
+        return self.attention_path == "cpu" and self.kv_shape.dtype == torch.float32
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -281,12 +276,7 @@ class TargetRunner:
 
         Raises:
             NumericalError: a computed logit is NaN.
-            CapabilityError: taps request queries of custom attention code, or :meth:`sync_with_model` raises it."""
-        if taps.queries and self.has_custom_attention:
-            raise CapabilityError(
-                f"{type(self.model).__name__} has custom attention code, which does not show its queries: take a "
-                "method that does not choose KV by attention scores, such as prompt-lookup or small-lm."
-            )
+            CapabilityError: :meth:`sync_with_model` raises it."""
         with self.lock:
             # Another runner of the same model may have replaced the model's copy.
             if self.execution_model.was_moved or self.store_compat_key != self._first_compat_key:
@@ -389,7 +379,6 @@ class TargetRunner:
             model.run(ctx, head=False)
             return None, ctx.hidden, ctx.queries
         num_last = logits if isinstance(logits, int) else int(logits == "last")  # 0 for all, as in transformers
-        keep_all = num_last > 1 and self.has_custom_attention  # which computes all logits or the last token's
-        out = model.run(ctx, head=True, logits_to_keep=0 if keep_all else num_last)
+        out = model.run(ctx, head=True, logits_to_keep=num_last)
         # The slice is for models that ignore logits_to_keep.
         return out.logits[:, -num_last:], ctx.hidden, ctx.queries

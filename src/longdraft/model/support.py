@@ -186,8 +186,8 @@ def _kv_dtype_problem(runner: TargetRunner, dtype: torch.dtype) -> str | None:
     shape = runner.kv_shape
     if dtype == shape.dtype or runner.can_round_kv:
         return None
-    if runner.has_custom_attention or shape.padded:
-        return "the model has custom attention code, or keys and values of several sizes"
+    if shape.padded:
+        return "the model has keys and values of several sizes"
     if runner.device.type != "cuda":
         setup = f"{shape.dtype} on {runner.device} ({runner.attention_path})"
         return f"other KV dtypes need a float32 model on a CPU with our kernels, and this one is {setup}"

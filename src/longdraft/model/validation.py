@@ -22,7 +22,7 @@ from longdraft.errors import LongdraftError, UnsupportedModelError, reason_of
 from longdraft.memory.recurrent import RecurrentStates
 from longdraft.memory.store import KVStore
 from longdraft.memory.windows import WindowKVCache
-from longdraft.model import custom_attention, external_quant, hosting, positions, recurrent, stored, stored_model
+from longdraft.model import external_quant, hosting, positions, recurrent, stored, stored_model
 from longdraft.model.checkpoints import quiet
 from longdraft.model.layout import AttentionTrace, KVLayout, build_layout, layout_of, traced_layouts
 from longdraft.model.model_copy import copy_without_hooks
@@ -111,22 +111,11 @@ def validate_hosting(model: PreTrainedModel) -> KVLayout:
     external_quant.replace_by_random_products(copy)
     positions.patch_position_ids(copy)
     recurrent.patch_mixers(copy)
-    try:
-        return _try_hosting(copy, is_custom=False)
-    except UnsupportedModelError as error:
-        is_sparse = "sparse" in str(getattr(hosting.decoder_config(copy), "attention_type", ""))
-        # Custom attention code is hosted by filling its cache with KV. These models may need more in a cache than KV.
-        if recurrent.find_mixers(copy) or copy._is_stateful or is_sparse:
-            raise
-        try:
-            return _try_hosting(copy, is_custom=True)
-        except UnsupportedModelError:
-            raise error from None
+    return _try_hosting(copy)
 
 
-def _try_hosting(copy: PreTrainedModel, is_custom: bool) -> KVLayout:
-    """Compares a copy's hosted logits with the logits of the model's own code, and returns the layout.
-    ``is_custom``: True hosts the copy by :mod:`.custom_attention`."""
+def _try_hosting(copy: PreTrainedModel) -> KVLayout:
+    """Compares a copy's hosted logits with the logits of the model's own code, and returns the layout."""
     name, implementation = type(copy).__name__, hosting.decoder_config(copy)._attn_implementation
     generator = torch.Generator().manual_seed(0)
     shape = (_PREFIX_LEN + len(_TREE_MASK),)
@@ -138,28 +127,27 @@ def _try_hosting(copy: PreTrainedModel, is_custom: bool) -> KVLayout:
                 token_ids = torch.randint(vocab_size, shape, generator=generator, device="cpu").tolist()
                 hosting.set_attention(copy, implementation)
                 try:
-                    expected = _model_logits(copy, token_ids, is_custom or bool(recurrent.find_mixers(copy)))
+                    expected = _model_logits(copy, token_ids, bool(recurrent.find_mixers(copy)))
                 except Exception as error:  # the model's own code may raise any type
                     raise UnsupportedModelError(f"{name} computes no text by itself: {reason_of(error)}.") from error
-                if not is_custom:
-                    hosting.set_attention(copy)
+                hosting.set_attention(copy)
                 try:
-                    agrees = _logits_agree(_hosted_logits(copy, token_ids, is_custom), expected)
+                    agrees = _logits_agree(_hosted_logits(copy, token_ids), expected)
                 except LongdraftError:
                     raise
                 except Exception as error:
                     raise UnsupportedModelError(
                         f"{name} computes attention with code of its own, so longdraft cannot host it "
-                        f"({reason_of(error)})."
+                        f"({reason_of(error)}): decode it with its own generate."
                     ) from error
                 if agrees:
                     break
             else:
                 raise UnsupportedModelError(
                     f"{name} computes something else than attention to the text before each token (a bias, a mask of "
-                    "its own), so longdraft cannot host it exactly."
+                    "its own), so longdraft cannot host it exactly: decode it with its own generate."
                 )
-        return _trace_layout(copy, token_ids, is_custom) if has_windows else traced_layouts[copy]
+        return _trace_layout(copy, token_ids) if has_windows else traced_layouts[copy]
     finally:
         hosting.set_attention(copy, implementation)
 
@@ -208,38 +196,35 @@ def _model_logits(copy: PreTrainedModel, token_ids: list[int], is_stepwise: bool
 
 
 @torch.inference_mode()
-def _hosted_logits(copy: PreTrainedModel, token_ids: list[int], is_custom: bool) -> torch.Tensor:
+def _hosted_logits(copy: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
     """Returns the logits of :func:`_model_logits`, computed with our attention and our store."""
-    layout = traced_layouts[copy] = _trace_layout(copy, token_ids, is_custom)
+    layout = traced_layouts[copy] = _trace_layout(copy, token_ids)
     capacity = _PREFIX_LEN + len(_TREE_MASK)
     store = KVStore(layout.shape, 1, capacity, copy.device)
     store.attach_states(*hosting.new_layer_states(copy, 1, capacity))
-    run = custom_attention.run if is_custom else hosting.run
     for chunk in (token_ids[:_CHUNK_LEN], token_ids[_CHUNK_LEN:_PREFIX_LEN]):  # as a long prompt is prefilled
         prefill = store.make_forward_batch([0], [chunk], is_prefill=True)
-        run(hosting.decoder_of(copy), hosting.ForwardContext(store, prefill, attend, layout))
+        hosting.run(hosting.decoder_of(copy), hosting.ForwardContext(store, prefill, attend, layout))
         store.commit(0, range(len(chunk)))
     mask = torch.tensor([_TREE_MASK], dtype=torch.bool, device="cpu")
     batch = store.make_forward_batch([0], [token_ids[_PREFIX_LEN:]], depths=[_DEPTHS], mask=mask)
-    logits: torch.Tensor = run(copy, hosting.ForwardContext(store, batch, attend, layout)).logits
+    logits: torch.Tensor = hosting.run(copy, hosting.ForwardContext(store, batch, attend, layout)).logits
     return logits[0]
 
 
 @torch.inference_mode()
-def _trace_layout(copy: PreTrainedModel, token_ids: list[int], is_custom: bool) -> KVLayout:
+def _trace_layout(copy: PreTrainedModel, token_ids: list[int]) -> KVLayout:
     """Builds the layout from a traced forward of two tokens."""
     input_ids, trace = to_device([token_ids[:2]], copy.device), AttentionTrace()
-    if is_custom:
-        trace.calls += custom_attention.trace_cache_layers(copy, input_ids)
-    else:
-        with hosting.forward_scope(trace):
-            copy(input_ids=input_ids, position_ids=_position_ids(input_ids), use_cache=False)
+    with hosting.forward_scope(trace):
+        copy(input_ids=input_ids, position_ids=_position_ids(input_ids), use_cache=False)
     calls, shapes = tuple(trace.calls), recurrent.recurrent_shapes(trace)
     if not (calls or shapes):
         raise UnsupportedModelError(
-            f"{type(copy).__name__} does not go through transformers' attention interface, so longdraft cannot host it."
+            f"{type(copy).__name__} does not go through transformers' attention interface, so longdraft cannot host "
+            "it: decode it with its own generate."
         )
-    return build_layout(copy, calls, shapes, is_custom)
+    return build_layout(copy, calls, shapes)
 
 
 def _position_ids(input_ids: torch.Tensor) -> torch.Tensor:

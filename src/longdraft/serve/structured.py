@@ -28,19 +28,19 @@ logger = logging.getLogger(__name__)
 # A cache, because making an LLTokenizer takes up to a second.
 _ll_tokenizers: WeakKeyDictionary[PreTrainedTokenizerBase, LLTokenizer] = WeakKeyDictionary()
 
-# Keywords of JSON schema whose value is a schema or a list of schemas, ...
+# Keywords of JSON schema whose value is a schema or a list of schemas.
 _SUBSCHEMA = {"items", "prefixItems", "anyOf", "oneOf", "allOf", "additionalProperties", "additionalItems", "not", "if",
           "then", "else", "contains", "propertyNames", "unevaluatedProperties", "unevaluatedItems"}  # fmt: skip
-# ... a {name: schema} object, ...
+# Keywords whose value is a {name: schema} object.
 _NAMED_SUBSCHEMAS = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
-# ... and keywords that may allow properties which ``properties`` does not list.
+# Keywords that may allow properties which ``properties`` does not list.
 _OPEN_KEYWORDS = {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "anyOf", "oneOf", "if"}
 # llguidance's options for tools' schemas: it ignores unsupported keywords. By default it refuses such a schema.
 LENIENT = {"lenient": True, "coerce_one_of": True}
 
 
 def response_schema(response_format: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Returns the JSON schema of OpenAI's ``response_format``; None for type text. Raises RequestError without one."""
+    """Returns the schema of OpenAI's ``response_format``, None for type text; raises RequestError if it lacks one."""
     kind = response_format.get("type")
     if kind == "text":
         return None
@@ -56,10 +56,10 @@ def response_schema(response_format: Mapping[str, Any]) -> Mapping[str, Any] | N
 
 
 def json_grammar(schema: Mapping[str, Any], rules: str = "start: answer") -> str:
-    """Returns the grammar of a JSON schema. White space and unlisted properties, where small models get lost, are out.
+    """Returns the grammar of a JSON schema. It allows no white space and no unlisted properties.
 
     Args:
-        rules: Lark's rule ``start``, and any others. They name the schema ``answer``.
+        rules: Lark rules, among them ``start``. They refer to the schema by the rule ``answer``.
 
     Raises:
         RequestError: llguidance does not accept the schema.
@@ -229,11 +229,11 @@ class Constraint:
         if self._unconstrained:
             return []
         if self._matcher.is_stopped():
-            return [] if self._matcher.stop_reason() == "EndOfSentence" else [self._eos_id]  # []: it has been emitted
+            return [] if self._matcher.stop_reason() == "EndOfSentence" else [self._eos_id]
         return list(self._matcher.compute_ff_tokens())
 
     def likely_tokens(self) -> list[int]:
-        """Returns the first token of the text that the grammar forces. The model may use other tokens for the text."""
+        """Returns the usual first token of a text that the grammar forces, which other tokens could write too."""
         if self._unconstrained:
             return []
         return list(self._ll_tokenizer.tokenize_bytes(self._matcher.compute_ff_bytes())[:1])

@@ -45,7 +45,7 @@ def fixed_batch_rows_for(runner: TargetRunner) -> int | None:
         reason = "on a CPU it needs float32 and longdraft's kernels (`longdraft doctor` says why they are missing)"
     elif device.type != "cuda":
         reason = f"it is for NVIDIA GPUs and CPUs, the model is on {device}"
-    elif layout.windows or layout.recurrent or layout.custom_cache_layers:
+    elif layout.windows or layout.recurrent:
         reason = "it is for models whose layers all see the whole text"
     elif runner.tp_rank is not None or runner.offload is not None:
         reason = "it is for models in one process whose KV is not offloaded"
