@@ -83,7 +83,7 @@ class OffloadedKVStore(KVStore):
 
     ``keys`` and ``values`` are the streamed layers on the host. :meth:`slot_kv` and :meth:`write_entries` work for any
     layer, and wait for pending copies. :meth:`layer` returns tensors on the device, which are read-only and valid until
-    the next call of :meth:`layer`. In memory the heads of a token are adjacent, so that a range of entries is one copy; the
+    the next call of :meth:`layer`. In memory the heads of a token are adjacent, so a range of entries is one copy; the
     option ``transposed_keys`` is not supported. Features stay on the device. ``streamed_layers``: the streamed layers.
 
     Args:
