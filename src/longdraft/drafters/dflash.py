@@ -145,8 +145,7 @@ class DFlashDraft(Eagle3Draft):
     def shape(self) -> DFlashShape:
         shape: DFlashShape = super().shape
         if shape.slots < 1:
-            problem = f"block_size in config.json of {self.folder} is too small to draft any token"
-            raise CheckpointError(f"{problem}. Download the draft again.")
+            raise CheckpointError(f"block_size in {self.folder} is too small to draft any token. Download it again.")
         return shape
 
     def module(self) -> DFlashBlock:
@@ -154,8 +153,7 @@ class DFlashDraft(Eagle3Draft):
         return DFlashBlock(self.shape, vocab_size, self.config["causal"], self.config["windows"])
 
     def default_feature_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Returns evenly spaced layer indices from 1 to num_layers - 3, as in the authors' code; for the layout of
-        `speculators`, EAGLE-3's layers."""
+        """Returns evenly spaced layers from 1 to num_layers - 3 (the authors' code); for `speculators`, EAGLE-3's."""
         n, span = self.shape.feature_size // self.required_target["hidden_size"], num_layers - 4
         evenly_spaced = (num_layers // 2,) if n == 1 else tuple(round(1 + i * span / (n - 1)) for i in range(n))
         return super().default_feature_layers(num_layers) if self.layout == "speculators" else evenly_spaced
@@ -188,9 +186,7 @@ class DFlashRound(SingleForwardRound):
 
     @property
     def num_candidates(self) -> int:
-        return (
-            NUM_CANDIDATES if self._shape.markov_rank is not None else 1
-        )  # 1: no level is corrected, so top_k candidates suffice
+        return NUM_CANDIDATES if self._shape.markov_rank is not None else 1  # 1: nothing is corrected, top_k suffice
 
     def forward_all_levels(self, level: TreeLevel, k: int) -> tuple[torch.Tensor, ...]:
         """Caches the keys and values of the new tokens, and runs the forward over one block for each sequence."""

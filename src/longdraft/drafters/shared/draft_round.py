@@ -120,10 +120,8 @@ def _cross_attend(
     ``slots``, ``kv_lens``: tensors of ``batch``, or inputs of a CUDA graph, with lengths up to ``max_kv_len``."""
     query_len = q.shape[1] // len(slots)
     if kv_lens is not batch.prefix_lens_t:  # inside a CUDA graph: slots and lengths come from the tensors,
-        placeholders = (-1,) * len(slots)  # so the values on the host are placeholders
-        batch = ForwardBatch(
-            placeholders, (max_kv_len,) * len(slots), query_len, None, slots, kv_lens, is_captured=True
-        )
+        no_slots = (-1,) * len(slots)  # so the values on the host are placeholders
+        batch = ForwardBatch(no_slots, (max_kv_len,) * len(slots), query_len, None, slots, kv_lens, is_captured=True)
     queries = q.unflatten(1, (-1, query_len)).transpose(0, 1)
     return prefix_attend(queries, keys, values, batch, keys.shape[3] ** -0.5).transpose(0, 1).flatten(1, 2)
 
