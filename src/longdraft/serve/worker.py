@@ -260,6 +260,7 @@ class Worker:
             state = running.get(step.sequence)
             if state is not None:
                 self._notify(state, step)
+                # finish_reason: no later step in ``steps``. ended: none in a later call, so take() is allowed.
                 if step.finish_reason is not None and session.ended(step.sequence):
                     del running[step.sequence]
                     self._end(state, session.take(step.sequence))

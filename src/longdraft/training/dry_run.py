@@ -77,7 +77,7 @@ class DraftCosts(NamedTuple):
 
 
 def estimate(kind: str, config: Any, gpu: str = "h100", gpus: int = 1, tokens: float | None = None) -> dict[str, Any]:
-    """Estimates a run. If the run continues from a draft (``init``), the draft is assumed to have the sizes of a new one.
+    """Estimates a run. A draft from which the run continues (init) is assumed to have the sizes of a new one.
 
     Args:
         kind: the training command, such as "eagle3".
@@ -155,19 +155,19 @@ def _draft_costs(kind: str, config: Any, sizes: Sizes) -> DraftCosts:
     eagle3_layer = layer + h * (q + kv)  # the input of q, k and v is twice as large
     ttt, layers, rank, heads = (getattr(config, name, 0) for name in ("ttt", "layers", "rank", "heads"))
     feature_layers = getattr(config, "feature_layers", ())
-    states_size = h * len(feature_layers or (1, 2, 3))  # EAGLE-3 reads three layers by default
+    state_size = h * len(feature_layers or (1, 2, 3))  # EAGLE-3 reads three layers by default
     kinds = {
         # Cross-attention has q and o alone. The features are the keys and values of one layer.
         "longspec": DraftCosts(layer + 2 * h * q, kv, num_attentions=2),
         # fc projects the states of all feature layers; below, an embedding and a state.
-        "eagle3": DraftCosts(eagle3_layer, states_size, ttt, input_weights=states_size * h, head_weights=vocab * h),
+        "eagle3": DraftCosts(eagle3_layer, state_size, ttt, input_weights=state_size * h, head_weights=vocab * h),
         "eagle": DraftCosts(layer, h, input_weights=2 * h * h),
         # The bigram has a matrix (vocab, rank) for the previous token, and another one beside the head.
         "onepass": DraftCosts(
             eagle3_layer,
-            states_size,
+            state_size,
             ttt,
-            input_weights=states_size * h + vocab * rank,
+            input_weights=state_size * h + vocab * rank,
             head_weights=vocab * (h + rank),
         ),
         "lm": DraftCosts(layers * layer, 0, num_attentions=layers),
