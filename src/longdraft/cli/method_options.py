@@ -30,8 +30,8 @@ _TYPES = {value_type.__name__: value_type for value_type in (int, float, bool, s
 
 
 def _tree_flag(name: str, flag: str = "") -> Any:
-    """Makes the flag of a tree option. ``flag``: its name, if it is not the option's. ``usual``: the default."""
-    tree_option = declared(TreeOptions)[name]
+    """Makes the flag of a tree option. ``flag``: the flag's name, if it differs from the option's."""
+    tree_option = declared(TreeOptions)[name]  # the field ``usual`` is the default in words
     help_text = f"{tree_option.help[0].upper()}{tree_option.help[1:]}."
     return typer.Option(flag or f"--{name}", help=help_text, show_default=tree_option.usual)
 

@@ -25,7 +25,10 @@ def reproduce(
     ] = "small",
     draft: Annotated[
         list[Path] | None,
-        typer.Option(help="Draft folder or small model; repeat for one of each kind.", show_default="shipped ones"),
+        typer.Option(
+            help="Draft folder or small model. Repeat the option to give one draft of each kind.",
+            show_default="those that ship",
+        ),
     ] = None,
     data: Annotated[
         list[str] | None,

@@ -186,7 +186,7 @@ class DFlashRound(SingleForwardRound):
 
     @property
     def num_candidates(self) -> int:
-        return NUM_CANDIDATES if self._shape.markov_rank is not None else 1  # 1: nothing is corrected, top_k suffice
+        return NUM_CANDIDATES if self._shape.markov_rank is not None else 1  # 1: no correction, so top_k is enough
 
     def forward_all_levels(self, level: TreeLevel, k: int) -> tuple[torch.Tensor, ...]:
         """Caches the keys and values of the new tokens, and runs the forward over one block for each sequence."""

@@ -192,14 +192,14 @@ class OnePassDrafter(Eagle3Drafter):
     draft: OnePassDraft
 
     def adapt_tree(self, tree: TreeConfig, draft: Eagle3Draft, options: Mapping[str, Any]) -> TreeConfig:
-        slots: int = draft.shape.slots
+        max_levels: int = draft.shape.slots
         set_by_user = [name for name in ("widths", "depth") if options.get(name) is not None]
-        if set_by_user and tree.depth > slots:
+        if set_by_user and tree.depth > max_levels:
             raise ValueError(
-                f"a tree of {tree.depth} levels is deeper than the {slots} tokens that the draft proposes: "
-                f"give {set_by_user[0]} of {slots} levels at most"
+                f"a tree of {tree.depth} levels is deeper than the {max_levels} tokens that the draft proposes: "
+                f"give {set_by_user[0]} of {max_levels} levels at most"
             )
-        return tree.limit_depth(slots)
+        return tree.limit_depth(max_levels)
 
     @property
     def scratch_entries(self) -> int:

@@ -70,7 +70,7 @@ class ChoiceBuilder(ABC):
 
     @abstractmethod
     def full_choice(self) -> dict[str, Any]:
-        """Returns the complete ``choices`` entry. Call it when all deltas have been passed to :meth:`build_choice_entries`."""
+        """Returns the complete ``choices`` entry. Call it after the last :meth:`build_choice_entries`."""
 
     def _add_tokens(self, delta: Delta) -> dict[str, Any]:
         """Records a delta's tokens. Returns {"token_ids": ...} for the chunk, or {} if none are new or requested."""

@@ -164,11 +164,7 @@ def _draft_costs(kind: str, config: Any, sizes: Sizes) -> DraftCosts:
         "eagle": DraftCosts(layer, h, input_weights=2 * h * h),
         # The bigram has a matrix (vocab, rank) for the previous token, and another one beside the head.
         "onepass": DraftCosts(
-            eagle3_layer,
-            state_size,
-            ttt,
-            input_weights=state_size * h + vocab * rank,
-            head_weights=vocab * (h + rank),
+            eagle3_layer, state_size, ttt, input_weights=state_size * h + vocab * rank, head_weights=vocab * (h + rank)
         ),
         "lm": DraftCosts(layers * layer, 0, num_attentions=layers),
         "heads": DraftCosts(h * h, h, heads, num_attentions=0, num_copies=heads),

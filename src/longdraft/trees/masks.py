@@ -68,7 +68,7 @@ class AncestorMask:
 
 
 @lru_cache(maxsize=64)
-@torch.inference_mode(False)  # a cached inference tensor could not be used outside inference mode
+@torch.inference_mode(False)  # so that the cached tensor may be used outside inference mode too
 def _identity_mask(width: int, device: torch.device) -> torch.Tensor:
     """Returns the mask (width, width) of nodes that attend to themselves only; cached."""
     return torch.eye(width, dtype=torch.bool, device=device)

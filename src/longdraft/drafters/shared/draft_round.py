@@ -161,7 +161,8 @@ class DraftRound:
         return tuple(result)
 
     def root_inputs(self, level: TreeLevel) -> tuple[DraftBatch, Inputs]:
-        """Reserves and commits cache entries for new tokens (the root last), which the returned forward fills."""
+        """Reserves and commits cache entries for each sequence's new tokens, the root last. Returns the batch and the
+        inputs of the forward that fills them."""
         drafter, cache = self._drafter, self._cache
         sequences = [self.sequences[i] for i in level.sequence_indices]
         ends = [drafter.num_input_tokens(s) for s in sequences]

@@ -26,29 +26,26 @@ def rope_scaling(header: GGUFHeader, config: Any) -> dict[str, Any]:
         CapabilityError: transformers lacks this scaling, or the file's rotary dimension differs from the config's.
     """
     if any(name.startswith(_LONGROPE_PREFIX) for name in header.tensors):
-        raise _unsupported_error(header, "longrope")
+        raise _unsupported_error(header, "longrope scaling")
     factors = None if header.rope_freqs is None else torch.from_numpy(header.rope_freqs)
     if factors is not None and bool((factors == 1).all()):  # divisors of 1 scale nothing
         factors = None
     fields = _scaling_fields(header, config.max_position_embeddings)
     file_dim, rotary_dim = header("rope.dimension_count"), _rotary_dim(config)
     if file_dim is not None and int(file_dim) != rotary_dim:
-        raise CapabilityError(f"{header.path} rotates {file_dim} dimensions of a head, not {rotary_dim}: {_ADVICE}.")
+        raise _unsupported_error(header, f"RoPE of only {file_dim} of each head's {config.head_dim} dimensions")
     if factors is None:
         return fields
     if fields:
-        raise _unsupported_error(header, f"{fields['rope_type']} together with rope_freqs")
+        raise _unsupported_error(header, f"{fields['rope_type']} scaling together with rope_freqs")
     if len(factors) != rotary_dim // 2:
         raise _unsupported_error(header, f"rope_freqs for {len(factors)} frequencies, not {rotary_dim // 2}")
     return _from_factors(factors.double(), config)
 
 
-_ADVICE = "give the model's Hugging Face folder or id"
-
-
-def _unsupported_error(header: GGUFHeader, scaling: str) -> CapabilityError:
+def _unsupported_error(header: GGUFHeader, feature: str) -> CapabilityError:
     return CapabilityError(
-        f"{header.path} scales its rotary frequencies ({scaling}), which is not read from GGUF files: {_ADVICE}."
+        f"{header.path} needs {feature}, which is not read from GGUF files: give the model's Hugging Face folder or id."
     )
 
 
@@ -58,8 +55,7 @@ def _rotary_dim(config: Any) -> int:
 
 
 def _scaling_fields(header: GGUFHeader, context_length: int) -> dict[str, Any]:
-    """Returns ``rope_parameters`` from fields ``rope.scaling.*``.
-    ``context_length``: the original context length if the file does not state it."""
+    """Returns ``rope_parameters``. ``context_length``: the original context length if the file does not state it."""
 
     def field(name: str) -> Any:
         return header(f"rope.scaling.{name}")
@@ -74,12 +70,12 @@ def _scaling_fields(header: GGUFHeader, context_length: int) -> dict[str, Any]:
     if rope_type == "linear":
         return {"rope_type": "linear", "factor": float(factor)}
     if rope_type != "yarn":
-        raise _unsupported_error(header, rope_type)
+        raise _unsupported_error(header, f"{rope_type} scaling")
     if not factor or factor < 1:
-        raise _unsupported_error(header, f"yarn with a factor of {factor}")
+        raise _unsupported_error(header, f"yarn scaling with a factor of {factor}")
     for name, neutral_value in _UNSUPPORTED_YARN.items():
         if (value := field(name)) is not None and value != neutral_value:
-            raise _unsupported_error(header, f"yarn with {name} {value:g}")
+            raise _unsupported_error(header, f"yarn scaling with {name} {value:g}")
     fields: dict[str, Any] = {
         "rope_type": "yarn",
         "factor": float(factor),
