@@ -15,9 +15,7 @@ Average = Literal["pooled", "mean"]
 
 def average(samples: Iterable[tuple[float, float]], how: Average = "pooled") -> float | None:
     """Averages ratios x / y of samples (x, y). Skips samples with y = 0, and returns None if there are no others.
-
-    The pooled average of :data:`TokenCounts` is the mean accepted length.
-    """
+    The pooled average of :data:`TokenCounts` is the mean accepted length."""
     pairs = [(x, y) for x, y in samples if y > 0]
     if not pairs:
         return None

@@ -1,8 +1,9 @@
 """Triton kernels for :mod:`.fixed_order`, which run in this order: prefix_attention, path_attention, merge_splits.
 
 Each split of the keys has a softmax of its own: m, z and acc of :func:`.triton_kernels.online_softmax`. Float32 buffers
-hold them for all splits and rows: split_m and split_z (splits, B*Hkv*R), split_acc (splits, B*Hkv*R, d). Letters are
-those of :mod:`.triton_kernels`. All tiles have one size, so one instruction multiplies a row in any batch.
+hold them for all splits and rows: split_m and split_z (splits, B*Hkv*R), split_acc (splits, B*Hkv*R, d). DOT is the
+type of tl.dot's operands; other letters, such as R, are those of :mod:`.triton_kernels`. Keys are added up in a fixed
+order, in tiles of one size, so a token gets equal bits in any batch, and in a tree as in plain decoding.
 """
 
 # Triton reads the annotations of a kernel's parameters, so run-time parameters have none.
@@ -47,7 +48,7 @@ def prefix_attention_kernel(
     SPLIT: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Computes the softmax of one split for a tile of rows, over the full tiles of the prefix in the split's ranks.
+    """Computes the softmax of one split for a tile of rows, over the full tiles of the prefix in the split.
     Grid: (row tiles, B*Hkv, splits)."""
     sequence_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -65,9 +66,9 @@ def prefix_attention_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     split_end = tl.minimum((split + 1) * SPLIT, prefix_end)
     for start in range(split * SPLIT, split_end, BLOCK_N):
-        ranks = start + tl.arange(0, BLOCK_N)
-        entry = ranks.to(tl.int64)
-        key_mask = ranks < split_end
+        key_indices = start + tl.arange(0, BLOCK_N)
+        entry = key_indices.to(tl.int64)
+        key_mask = key_indices < split_end
         k_tile = load_tile(k_base, entry * k_n, key_mask, k_d, HEAD_DIM, BLOCK_D)
         v_tile = load_tile(v_base, entry * v_n, key_mask, v_d, HEAD_DIM, BLOCK_D)
         scores = scores_of(q_tile, k_tile, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), scale, DOT)
@@ -99,30 +100,30 @@ def path_attention_kernel(
     q_tile = load_tile(q_base, g.to(tl.int64) * q_head, row_mask, q_d, HEAD_DIM, BLOCK_D)
     k_base = k + slot * k_slot + h * k_head
     v_base = v + slot * v_slot + h * v_head
-    sequence_row = sequence_head * GROUP * T + g * T + t
+    row_in_split = sequence_head * GROUP * T + g * T + t
     rows_per_split = tl.num_programs(1).to(tl.int64) * GROUP * T
-    first_rank = prefix_len // BLOCK_N * BLOCK_N
-    flat_rows = (first_rank // SPLIT).to(tl.int64) * rows_per_split + sequence_row
+    first_index = prefix_len // BLOCK_N * BLOCK_N
+    flat_rows = (first_index // SPLIT).to(tl.int64) * rows_per_split + row_in_split
     m = tl.load(split_m + flat_rows, mask=row_mask, other=float("-inf"))
     z = tl.load(split_z + flat_rows, mask=row_mask, other=0.0)
     acc_mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
     acc = tl.load(split_acc + flat_rows[:, None] * HEAD_DIM + dims[None, :], mask=acc_mask, other=0.0)
-    for start in range(first_rank, end, BLOCK_N):
+    for start in range(first_index, end, BLOCK_N):
         begins_split = start % SPLIT == 0
         m = tl.where(begins_split, float("-inf"), m)
         z = tl.where(begins_split, 0.0, z)
         acc = tl.where(begins_split, 0.0, acc)
-        ranks = start + tl.arange(0, BLOCK_N)
-        key_mask = ranks < end
-        path_offsets = (b * T + t) * tree_len + (ranks - prefix_len)
-        node = tl.load(paths + path_offsets, mask=key_mask & (ranks >= prefix_len), other=0)
-        entry = tl.where(ranks < prefix_len, ranks, prefix_len + node).to(tl.int64)
+        key_indices = start + tl.arange(0, BLOCK_N)
+        key_mask = key_indices < end
+        path_offsets = (b * T + t) * tree_len + (key_indices - prefix_len)
+        node = tl.load(paths + path_offsets, mask=key_mask & (key_indices >= prefix_len), other=0)
+        entry = tl.where(key_indices < prefix_len, key_indices, prefix_len + node).to(tl.int64)
         k_tile = load_tile(k_base, entry * k_n, key_mask, k_d, HEAD_DIM, BLOCK_D)
         v_tile = load_tile(v_base, entry * v_n, key_mask, v_d, HEAD_DIM, BLOCK_D)
         scores = scores_of(q_tile, k_tile, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), scale, DOT)
         scores = tl.where(key_mask[None, :], scores, float("-inf"))
         m, z, acc = online_softmax(m, z, acc, scores, v_tile, DOT)
-        flat_rows = start // SPLIT * rows_per_split + sequence_row
+        flat_rows = start // SPLIT * rows_per_split + row_in_split
         _store_split(split_m, split_z, split_acc, flat_rows, row_mask, m, z, acc, HEAD_DIM, BLOCK_D)
 
 
@@ -180,7 +181,7 @@ def fixed_order_attention(
     if group > tile_len:  # a program of path_attention_kernel has one tile of query heads
         raise CapabilityError(
             f"deterministic=True takes up to {tile_len} query heads a KV head in {q.dtype} with head size {d}, this "
-            f"model has {group}: leave it out."
+            f"model has {group}. Do not set deterministic=True."
         )
     rows = batch_size * num_heads * query_len
     split_m, split_z = torch.empty(2, num_splits, rows, dtype=torch.float32, device=q.device)

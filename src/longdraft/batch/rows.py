@@ -1,7 +1,7 @@
 """Converts a row of the input to a request to the server, and the server's response to a row of the output.
 
 A row has one of two formats. OpenAI's batch format is ``{"custom_id": ..., "body": {...}}``. The native format has the
-fields of a chat or a completion request, plus ``id`` and ``metadata``; a native row may have no unknown field.
+fields of a chat or a completion request, plus ``id`` and ``metadata``; unknown fields in a native row are an error.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Row:
             self._parse_error = error
 
     def create_response(self, service: Service) -> PendingResponse:
-        """Makes a response, for the caller to submit. Raises LongdraftError or ApiError if the row is not valid."""
+        """Creates the pending response, which the caller submits to the engine. Raises LongdraftError or ApiError."""
         if self._parse_error is not None:
             raise self._parse_error
         request = self._openai_request() if self._is_openai else self._native_request()

@@ -49,12 +49,17 @@ def acceptance(
     ] = "0,1",
     sampling: Annotated[
         SamplingScheme,
-        typer.Option(help="Above temperature 0. coupled: the target is sampled at each node; standard: rejection."),
+        typer.Option(
+            help="How drafts are verified at temperatures above 0: coupled samples the target at each node; standard "
+            "uses rejection sampling."
+        ),
     ] = "coupled",
     foresee: options.Foresee = True,
     model_options: options.ModelOptions,
     output: measure_options.ReportOptions,
-    svg: Annotated[Path | None, typer.Option(help="Write a chart to this SVG file, one for each temperature.")] = None,
+    svg: Annotated[
+        Path | None, typer.Option(help="Write a chart to this SVG file; with several temperatures, one file for each.")
+    ] = None,
     user_files: options.UserFiles = None,
 ) -> None:
     """Measure mean accepted length by context length, greedy and sampled, with each method's own draft trees.
@@ -86,8 +91,9 @@ def acceptance(
         return report
 
     _measure(
-        make_report, methods, draft_options, prompt_options, model_options, output, lambda context: prompt_lengths,
-        short, temperatures, scheme=sampling, contexts=prompt_lengths, plan="fixed",
+        make_report, methods=methods, draft_options=draft_options, prompt_options=prompt_options,
+        model_options=model_options, output=output, lengths_for=lambda context_length: prompt_lengths,
+        short_texts=short, temperatures=temperatures, scheme=sampling, contexts=prompt_lengths, plan="fixed",
         sampling=longdraft.Sampling(foresee=foresee),
     )  # fmt: skip
 
@@ -108,12 +114,12 @@ def bench_length(
     ] = None,
     draft_options: method_options.DraftOptions,
     plan: measure_options.Plan = "fixed",
-    repeats: Annotated[int, typer.Option(min=1, help="Number of timed runs; the median counts.")] = 2,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of timed runs; the median is reported.")] = 2,
     model_options: options.ModelOptions,
     output: measure_options.ReportOptions,
     user_files: options.UserFiles = None,
 ) -> None:
-    """Measure, for each prompt length, the mean accepted length that a draft needs to pay off, and what drafts reach.
+    """For each prompt length, measure the mean accepted length to break even, and the one that each draft reaches.
 
     Decoding is greedy. Ctrl-C ends the run and shows the results so far.
     """
@@ -123,12 +129,13 @@ def bench_length(
     output.check_writable()
     prompt_lengths = None if lengths is None else method_options.parse_ints("--lengths", lengths)
 
-    def lengths_for(context: int) -> Sequence[int]:
-        return prompt_lengths or length_reports.doubling_lengths(MIN_LENGTH, min(context, MAX_LENGTH))
+    def lengths_for(context_length: int) -> Sequence[int]:
+        return prompt_lengths or length_reports.doubling_lengths(MIN_LENGTH, min(context_length, MAX_LENGTH))
 
     _measure(
-        length_reports.break_even_report, methods, draft_options, prompt_options, model_options, output, lengths_for,
-        short, temperatures=(0.0,), always_measured=(REFERENCE,), fallback_methods=("self",), repeats=repeats,
+        length_reports.break_even_report, methods=methods, draft_options=draft_options, prompt_options=prompt_options,
+        model_options=model_options, output=output, lengths_for=lengths_for, short_texts=short, temperatures=(0.0,),
+        always_measured=(REFERENCE,), fallback_methods=("self",), repeats=repeats,
         contexts=prompt_lengths or (None,), plan=plan,
     )  # fmt: skip
 
@@ -144,8 +151,8 @@ def _measure(
 
     Args:
         make_report: makes a report from (records, methods, notes, True if no record is missing).
-        methods: method names, separated by commas. None: the method of --draft, or else of the drafts that ship for the
-            model, or else ``fallback_methods``.
+        methods: method names, separated by commas; None: the method of --draft.
+        fallback_methods: used if there are neither --methods nor --draft, and no drafts ship for the model.
         lengths_for: returns the prompt lengths for a model's context length.
         short_texts: what to do with texts that are shorter than a prompt length.
         always_measured: methods that are measured first, in any case.
@@ -200,10 +207,10 @@ def _measure(
             bench = AcceptanceBench(load, settings_for, temperatures, model_options.name, status, repeats, scheme)
         lengths = lengths_for(bench.context_length)
         status(f"Cutting {len(samples)} texts to {len(set(lengths))} lengths")
-        steps = bench.steps(samples, lengths, short_texts)
+        measurements = bench.steps(samples, lengths, short_texts)
     for note in bench.notes:
         console.note(note)
     file = None if output.results is None else open_records(output.results, bench.settings, bench.model_entry)
-    experiment = Experiment(steps, lambda run: run.asked, file)
+    experiment = Experiment(measurements, lambda run: run.asked, file)
     methods_run, notes = bench.settings.methods, bench.notes
     output.run(experiment, lambda complete: make_report(experiment.records, methods_run, notes, complete))

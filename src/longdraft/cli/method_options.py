@@ -1,4 +1,4 @@
-"""Options of methods on the command line: ``-o name=value``, ``specpv:budget=512``, and flags for drafts and trees.
+"""Parses options of methods on the command line: ``-o name=value``, ``specpv:budget=512``, flags for drafts and trees.
 
 Names, types and help come from the option dataclasses (:mod:`longdraft.options`). Importing the methods takes seconds,
 so the options of the package's methods are read from catalogue.json, which ``python -m tests.options_page`` writes.
@@ -23,7 +23,7 @@ from longdraft.trees.options import TreeOptions
 
 Number = TypeVar("Number", int, float)
 
-# Options that every method of a benchmark takes, in addition to its own.
+# Options that every method of a benchmark takes, in addition to its own. plan: adapt tree sizes, or keep them fixed.
 SHARED_OPTIONS = ("plan", "kv_dtype")
 CATALOGUE = Path(__file__).with_name("catalogue.json")
 _TYPES = {value_type.__name__: value_type for value_type in (int, float, bool, str, tuple, object)}
@@ -31,7 +31,7 @@ _TYPES = {value_type.__name__: value_type for value_type in (int, float, bool, s
 
 def _tree_flag(name: str, flag: str = "") -> Any:
     """Makes the flag of a tree option. ``flag``: the flag's name, if it differs from the option's."""
-    tree_option = declared(TreeOptions)[name]
+    tree_option = declared(TreeOptions)[name]  # the field ``usual`` is the default in words
     help_text = f"{tree_option.help[0].upper()}{tree_option.help[1:]}."
     return typer.Option(flag or f"--{name}", help=help_text, show_default=tree_option.usual)
 
@@ -72,7 +72,7 @@ class DecodingOptions(OptionGroup):
     offload: options.Offload = None
     kv_dtype: options.KVDtype = None
     deterministic: options.Deterministic = False
-    user_files: options.UserFiles = None
+    user_files: options.UserFiles = None  # Python files that --load has run already
 
     @property
     def speculator_kwargs(self) -> dict[str, Any]:
@@ -97,12 +97,12 @@ def parse_options(method: str | None, pairs: Iterable[str], flags: Mapping[str, 
     """Parses options: ``["branches=2"]`` -> ``{"branches": 2}``. Values are numbers, true, false, or text.
 
     Args:
-        method: None: options of any default method are allowed, because the model decides which method is used.
+        method: None: the model chooses the method later, so options of all methods that it may choose are accepted.
         pairs: options as ``name=value``.
         flags: further options, from flags such as --nodes.
 
     Raises:
-        SettingError: a pair is not ``name=value``, an option is unknown, or an option does not take its value.
+        SettingError: a pair is not ``name=value``, an option is unknown, or a value is not valid for its option.
         UnknownMethodError: the method is unknown.
     """
     methods, default_methods = catalogue()
@@ -147,7 +147,7 @@ def catalogue() -> tuple[Mapping[str, Mapping[str, Option]], tuple[str, ...]]:
 
 
 def methods_loaded() -> bool:
-    """True if longdraft.methods is imported. Only then can the user have defined methods."""
+    """True if longdraft.methods is imported. If it is not imported, no user-defined methods can exist."""
     return "longdraft.methods" in sys.modules
 
 

@@ -25,16 +25,22 @@ def reproduce(
     ] = "small",
     draft: Annotated[
         list[Path] | None,
-        typer.Option(help="Draft folder or small model; repeatable for other kinds.", show_default="those that ship"),
+        typer.Option(
+            help="Draft folder or small model. Repeat the option to give one draft of each kind.",
+            show_default="those that ship",
+        ),
     ] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
             help="NAME=FILE: read a data set of the table from a file; repeatable.",
-            show_default="small: modules of Python's library; paper: the Hugging Face hub",
+            show_default="Python's standard library for --scale small, the Hugging Face hub for --scale paper",
         ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each column.", show_default="by --scale")] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of prompts for each column of the table.", show_default="by --scale"),
+    ] = None,
     max_tokens: Annotated[
         int | None,
         typer.Option("--max-tokens", "-n", min=2, help="Maximum number of new tokens.", show_default="by --scale"),

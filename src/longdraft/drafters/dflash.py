@@ -53,7 +53,7 @@ class DFlashBlock(nn.Module):
     Args:
         vocab_size: size of the target's vocabulary.
         causal: one flag for each layer; True: a token of the block attends to no later tokens of the block.
-        windows: one number for each layer: the layer attends to so many last tokens of the context; None: to all.
+        windows: for each layer, how many of the context's last tokens it attends to; None: all.
     """
 
     has_fused_kernel = False  # our CPU kernels do not compute these layers
@@ -69,7 +69,7 @@ class DFlashBlock(nn.Module):
         if shape.own_head:
             self.lm_head = nn.Linear(size, shape.vocabulary, bias=False)
         if shape.embedding is not None:
-            self.embed_tokens = nn.Embedding(shape.embedding, size)
+            self.embed_tokens = nn.Embedding(shape.embedding, size)  # shape.embedding: its number of rows
         if shape.own_mask:
             self.mask_embedding = nn.Parameter(torch.zeros(size, dtype=torch.float32))
         if shape.markov_rank is not None:
@@ -92,8 +92,8 @@ class DFlashBlock(nn.Module):
     def keys_values(
         self, x: torch.Tensor, g: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the context's keys after RoPE and values (layers, KV heads, T, head_dim) from ``g``, which is c.
-        ``x`` is unused, because these keys do not depend on token embeddings."""
+        """Returns the context's keys after RoPE and values (layers, KV heads, T, head_dim).
+        ``g``: the context c of the module docstring. ``x`` is unused."""
         by_layer = [layer.self_attn.keys_values(g, cos, sin) for layer in self.draft_layers]
         return torch.stack([k for k, _ in by_layer]), torch.stack([v for _, v in by_layer])
 
@@ -145,7 +145,7 @@ class DFlashDraft(Eagle3Draft):
     def shape(self) -> DFlashShape:
         shape: DFlashShape = super().shape
         if shape.slots < 1:
-            raise CheckpointError(f"block_size in config.json of {self.folder} leaves no token to draft: copy it anew.")
+            raise CheckpointError(f"block_size in {self.folder} is too small to draft any token. Download it again.")
         return shape
 
     def module(self) -> DFlashBlock:
@@ -153,7 +153,7 @@ class DFlashDraft(Eagle3Draft):
         return DFlashBlock(self.shape, vocab_size, self.config["causal"], self.config["windows"])
 
     def default_feature_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Evenly spaced from the second layer to the fourth last (the authors' code), or EAGLE-3's (`speculators`)."""
+        """Returns evenly spaced layers from 1 to num_layers - 3 (the authors' code); for `speculators`, EAGLE-3's."""
         n, span = self.shape.feature_size // self.required_target["hidden_size"], num_layers - 4
         evenly_spaced = (num_layers // 2,) if n == 1 else tuple(round(1 + i * span / (n - 1)) for i in range(n))
         return super().default_feature_layers(num_layers) if self.layout == "speculators" else evenly_spaced
@@ -171,7 +171,7 @@ class DFlashDraft(Eagle3Draft):
 
     @property
     def is_multi_layer(self) -> bool:
-        return False  # keys and values of all layers are projections of the target's hidden states
+        return False  # a prefill runs no layer: all keys and values are projections of the target's hidden states
 
     def trainable_module(self) -> Any:
         raise CapabilityError(f"{self.folder} holds a DFlash draft, which longdraft does not train.")
@@ -186,14 +186,14 @@ class DFlashRound(SingleForwardRound):
 
     @property
     def num_candidates(self) -> int:
-        return NUM_CANDIDATES if self._shape.markov_rank is not None else 1  # 1: nothing is corrected
+        return NUM_CANDIDATES if self._shape.markov_rank is not None else 1  # 1: no correction, so top_k is enough
 
     def forward_all_levels(self, level: TreeLevel, k: int) -> tuple[torch.Tensor, ...]:
         """Caches the keys and values of the new tokens, and runs the forward over one block for each sequence."""
         block, shape, cache = self._bound.block, self._shape, self._cache
         positions, context_kv = [], []
         for s in (self.sequences[i] for i in level.sequence_indices):
-            self._drafter.prefill(s, self._drafter.num_inputs(s))
+            self._drafter.prefill(s, self._drafter.num_input_tokens(s))
             cache.make_room(s.slot, 0)
             positions += [cache.next_position(s.slot) + i for i in range(shape.block_size)]
             visible = slice(cache.window_start(s.slot), cache.store.lengths[s.slot])
@@ -215,8 +215,9 @@ class DFlashRound(SingleForwardRound):
         return x * shape.embedding_scale if shape.embedding_scale != 1 else x
 
     def corrected_scores(self, level: TreeLevel, topk: LevelTopk) -> torch.Tensor:
+        """Returns scores (B, W, M): ``topk.logprobs`` (B, 1, M), in DSpark plus the Markov head's W2 W1[token]."""
         if self._shape.markov_rank is None:
-            return topk.logprobs.expand(-1, level.tokens.shape[1], -1)  # DFlash
+            return topk.logprobs.expand(-1, level.tokens.shape[1], -1)
         head = self._bound.block.markov_head
         candidate_weights = head.markov_w2.weight[topk.ids[:, 0]]
         return topk.logprobs + (head.markov_w1(level.tokens) @ candidate_weights.mT).float()

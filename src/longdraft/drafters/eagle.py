@@ -1,4 +1,4 @@
-"""EAGLE-1 and EAGLE-2: a one-layer draft that predicts the target's last hidden states, from published drafts.
+"""EAGLE-1 and EAGLE-2: a one-layer draft that predicts the target's last hidden states; loads published weights.
 
     f_t                                     the target's last hidden state at position t, after its final norm
     n_t = fc([embed(token_{t+1}), f_t])     fc maps the concatenated vectors back to the hidden size
@@ -7,8 +7,8 @@
     logits of token_{t+2} = target_head(o_t)
 
 o_t predicts f_{t+1}, which is normed already, so there is no norm before the head. In the nodes of a tree, o_t replaces
-f_{t+1}. Embedding, final norm and head are the target's, by reference. EAGLE-2 changed only the tree. A round runs as
-in EAGLE-3 (:mod:`longdraft.drafters.eagle3`), but the module differs, and the features come from one layer only.
+f_{t+1}. Embedding, final norm and head are the target's, by reference. EAGLE-2 changed only the tree. Drafting
+works as in EAGLE-3 (:mod:`longdraft.drafters.eagle3`), but with this module, and features from the last layer only.
 Paper: Li et al. 2024, arXiv:2401.15077, section 3.1; EAGLE-2: arXiv:2406.16858.
 """
 
@@ -42,7 +42,7 @@ class EagleBlock(Eagle3Block):
     def borrow_target_head(
         self, runner: TargetRunner, head: Callable[[torch.Tensor], torch.Tensor] | None = None
     ) -> None:
-        """Sets the final norm to the target's, and the head to ``head``; None: to the target's head.
+        """Makes this block use the target's final norm, and ``head`` (default: the target's).
 
         Raises:
             UnsupportedModelError: the target has no norm before its head.
@@ -60,9 +60,9 @@ class EagleBlock(Eagle3Block):
         return out
 
     def combine_inputs(self, x: torch.Tensor, g: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        assert g is not None
+        assert g is not None  # f_t of the module docstring
         n = self.fc(torch.cat([x, g], -1))
-        return n, n
+        return n, n  # no norm: attention reads the residual stream itself
 
     def logits(self, out: torch.Tensor) -> torch.Tensor:
         return self.head(out)

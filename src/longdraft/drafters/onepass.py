@@ -1,10 +1,10 @@
 """One pass: all levels of a tree from one forward of EAGLE-3's layer (P-EAGLE, arXiv:2602.01469; DSpark, 2607.05147).
 
-    input 0:       x = embed(root),         g = fc(f_t)         the root, as in EAGLE-3
+    input 0:       x = embed(root),         g = fc(f_t)         the root, where the target's features are f_t
     input k > 0:   x = embed(root) + m_k,   g = fc(f_t) + s_k   mask token k, with learned vectors m_k and s_k
-    logits_k = head(RMSNorm(o_k)) + W_out W_in[parent]          a low-rank bigram
+    logits_k = head(RMSNorm(o_k)) + W_out W_in[parent]          o_k: the layer's output at input k; low-rank bigram
 
-Mask tokens stand for unknown tokens, one for each level after the first; input k attends to inputs 0 .. k. The bigram
+Mask tokens stand for unknown tokens, one for each level after the first; input k attends to inputs 0..k. The bigram
 corrects a level's logits by the parent token. The KV cache is a window, so memory does not grow with the context.
 
 P-EAGLE's published drafts have x = embed(mask) and g = fc(s) for all k > 0, and no bigram, so a level's logits do not
@@ -37,7 +37,7 @@ from longdraft.trees.tree_config import TreeConfig
 
 @dataclass(frozen=True, kw_only=True)
 class OnePassShape(Eagle3Shape):
-    """Sizes of the module. ``slots``: number of levels that one forward predicts. ``rank``: of the bigram."""
+    """Sizes of the module. ``slots``: levels: one for the root and each mask token. ``rank``: the bigram's."""
 
     slots: int
     rank: int
@@ -100,7 +100,7 @@ class OnePassDraft(Eagle3Draft):
     shape_type, module_type = OnePassShape, OnePassBlock
 
 
-NUM_CANDIDATES = 24  # candidates of a level: the likeliest tokens before the correction; others stay uncorrected
+NUM_CANDIDATES = 24  # the likeliest tokens before the correction; the others count in the normalization, uncorrected
 # Cost of one more level, in forwards of the draft: a mask token in the same forward, and a correction.
 LEVEL_COST = 0.1
 
@@ -121,13 +121,12 @@ class LevelTopk(NamedTuple):
 
 
 class SingleForwardRound(DraftRound):
-    """Drafts the trees of one round with one forward, and corrects each level's logits by the tokens of the paths."""
+    """Base of OnePassRound and DFlashRound: drafts with one forward, and corrects each level by the paths' tokens."""
 
     def __init__(self, drafter: Eagle3Drafter, sequences: list[Sequence], depth: int) -> None:
         super().__init__(drafter, sequences, depth)
-        # The level of the roots, and the forward's result for all levels.
-        self._roots: TreeLevel | None = None
-        self._topk: LevelTopk | None = None
+        self._roots: TreeLevel | None = None  # the level of the roots
+        self._topk: LevelTopk | None = None  # the forward's result for all levels
 
     @abstractmethod
     def forward_all_levels(self, level: TreeLevel, k: int) -> tuple[torch.Tensor, ...]:
@@ -168,7 +167,7 @@ class OnePassRound(SingleForwardRound):
     """Drafts the trees of one round with mask tokens."""
 
     def forward_all_levels(self, level: TreeLevel, k: int) -> tuple[torch.Tensor, ...]:
-        """Runs the forward over the new tokens, and mask tokens after each root."""
+        """Runs the forward over new and mask tokens. ``_next_rotary``: the mask tokens' cos and sin, of root_inputs."""
         bound, block, num_masks = self._bound, self._bound.block, self._depth - 1
         batch, (tokens, cos, sin, features) = self.root_inputs(level)
         x, g = bound.embedding(tokens), block.project_features(features)
@@ -193,14 +192,14 @@ class OnePassDrafter(Eagle3Drafter):
     draft: OnePassDraft
 
     def adapt_tree(self, tree: TreeConfig, draft: Eagle3Draft, options: Mapping[str, Any]) -> TreeConfig:
-        slots: int = draft.shape.slots
+        max_levels: int = draft.shape.slots
         set_by_user = [name for name in ("widths", "depth") if options.get(name) is not None]
-        if set_by_user and tree.depth > slots:
+        if set_by_user and tree.depth > max_levels:
             raise ValueError(
-                f"a tree of {tree.depth} levels is deeper than the {slots} tokens that the draft proposes: "
-                f"give {set_by_user[0]} of {slots} levels at most"
+                f"a tree of {tree.depth} levels is deeper than the {max_levels} tokens that the draft proposes: "
+                f"give {set_by_user[0]} of {max_levels} levels at most"
             )
-        return tree.limit_depth(slots)
+        return tree.limit_depth(max_levels)
 
     @property
     def scratch_entries(self) -> int:
@@ -238,7 +237,7 @@ class PEagleShape(Eagle3Shape):
 
 
 class PEagleBlock(Eagle3Block):
-    """EAGLE-3's module with one mask token. Its state dict is the published layout."""
+    """EAGLE-3's module with one mask token. Its parameter names are those of the published checkpoints."""
 
     shape: PEagleShape
 
@@ -249,7 +248,7 @@ class PEagleBlock(Eagle3Block):
     def mask_token_inputs(
         self, x: torch.Tensor, g: torch.Tensor, indices: slice, embedding: nn.Module
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns x and g (B, number of mask tokens, hidden). All mask tokens are equal, so ``g`` is not read."""
+        """Returns the mask tokens' x and g. All are equal, so only their number counts, and ``g`` is not read."""
         expanded_shape = len(x), indices.stop, x.shape[2]
         mask = torch.full((1,), self.shape.mask_token, device=x.device, dtype=torch.long)
         features = self.project_features(self.mask_hidden.view(1, -1))

@@ -73,33 +73,33 @@ class SmallLMDrafter(RetrievalDrafter):
 
     def __init__(self, draft: SmallLMDraft, **options: Any) -> None:
         tree_options, view_options = parse("small-lm", options, *self.options)
-        view, sink, recent = view_options.view, view_options.sink, view_options.recent
-        user_chunk_options = view_options.user_chunk_options(view == "retrieval", "view=retrieval")
-        self.tree = tree_options.config("opt" if view == "retrieval" else "dynamic")
-        self.draft, self.view = draft.with_trimmed_vocab(view_options.vocabulary), view
-        # The view leaves space for this number of new tokens, at least for the tokens of a round.
+        view_name, sink, recent = view_options.view, view_options.sink, view_options.recent
+        user_options = view_options.user_chunk_options(is_enabled=view_name == "retrieval", remedy="view=retrieval")
+        self.tree = tree_options.config("opt" if view_name == "retrieval" else "dynamic")
+        self.draft, self.view = draft.with_trimmed_vocab(view_options.vocabulary), view_name
+        # Space after the view for new tokens: enough for one round at least.
         new_tokens = max(draft_cache.MIN_NEW_ENTRIES, self.tree.depth + 1)
         max_tokens = draft.trained_length - self.tree.depth - new_tokens
         make_streaming = partial(_make_streaming_retrieval, sink, recent, max_tokens, new_tokens)
         # Without ``view``, :meth:`bind` makes a streaming view if the context can outgrow the trained length.
         self._make_default_retrieval = make_streaming if max_tokens > sink else None
-        if view == "streaming":
+        if view_name == "streaming":
             self.retrieval = make_streaming()
-        elif view == "retrieval":
-            chunk_options = {"layer": draft.retrieval_layer} | user_chunk_options
+        elif view_name == "retrieval":
+            chunk_options = {"layer": draft.retrieval_layer} | user_options
             chunk_options |= {"sink": sink, "recent": RETRIEVAL_RECENT if recent is None else recent}
             self.retrieval = make_retrieval(**chunk_options, max_tokens=max_tokens, new_tokens=new_tokens)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         self.bound, self._store = self.draft.bind(runner), store
         model, trained_length = self.bound.runner, self.draft.trained_length
-        # No sequence has more tokens than the target's store has entries, so that capacity bounds the draft's context.
+        # The target's store bounds every sequence, so its capacity also bounds the draft's context.
         slots, capacity, scratch = store.slots, store.capacity, self.tree.max_expanded_nodes
         may_outgrow = capacity > trained_length and rotary_module(model.model) is not None
         if self.view is None and may_outgrow and self._make_default_retrieval and not model.has_recurrent_layers:
             self.retrieval = self._make_default_retrieval()
         self.cache: DraftCache = (
-            # At least MIN_NEW_ENTRIES, because short chains of new tokens are padded to the longest chain of a batch.
+            # The scratch space is at least MIN_NEW_ENTRIES: padding of short chains is written there too.
             DraftCache(model.new_store(slots, capacity + max(scratch, MIN_NEW_ENTRIES)), scratch)
             if self.retrieval is None
             else make_repositioned_cache(model, slots, capacity, scratch, self.retrieval, trained_length)
@@ -153,7 +153,7 @@ class SmallLMDrafter(RetrievalDrafter):
         self.fed_token_ids[slot] += tokens
 
     def _truncate(self, slot: int, length: int) -> None:
-        length = self.cache.restorable_length(slot, length)
+        length = self.cache.restorable_length(slot, length)  # recurrent states may only have a shorter one
         self.cache.truncate(slot, length)
         del self.fed_token_ids[slot][length:]
 
@@ -183,13 +183,13 @@ class SmallLMDrafter(RetrievalDrafter):
 
 
 def _make_streaming_retrieval(sink: int, recent: int | None, max_tokens: int, new_tokens: int) -> Retrieval:
-    """Makes a view of the first and the last tokens. Raises ValueError if the view exceeds ``max_tokens``."""
+    """Makes a Retrieval without chunks: first and last tokens. Raises ValueError for more than ``max_tokens``."""
     if recent is None:
         recent = max(1, min(STREAMING_RECENT, max_tokens - sink))
     if sink + recent > max_tokens:
         raise ValueError(
-            f"a view of {sink + recent} tokens is too large: the draft's trained length leaves {max_tokens} tokens, "
-            "without those of a round. Lower sink, recent or the tree's depth"
+            f"a view of {sink + recent} tokens is too large: only {max_tokens} tokens of the draft's trained length "
+            "are left after those of a round. Lower sink, recent or the tree's depth"
         )
     return Retrieval(View("streaming", 0, sink, recent, max_new=new_tokens, shared_by_heads=True))
 

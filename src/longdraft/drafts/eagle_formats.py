@@ -34,9 +34,7 @@ _RENAME_RULES = (
 @dataclass(frozen=True)
 class Eagle3Shape:
     """Sizes of an EAGLE-3 module. The layer fc fuses the target's hidden states of a token to one vector g.
-
-    Head counts may differ from the target's, because the module has a KV cache of its own.
-    """
+    Head counts may differ from the target's, because the module has a KV cache of its own."""
 
     hidden_size: int
     intermediate_size: int

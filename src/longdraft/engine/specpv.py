@@ -188,10 +188,8 @@ class SpecPV(Verifier):
         self, slot: int, queries: dict[int, torch.Tensor], path: list[int], query_indices: SequenceOf[int]
     ) -> None:
         """Fills the partial cache of a slot with the chunks that the queries of a refresh score highest.
-
         ``queries`` are those of all tokens of the forward. The tokens at ``query_indices`` score the chunks; with
-        reduction "last" only the last token of ``path``, the indices of the accepted tokens.
-        """
+        reduction "last" only the last token of ``path``, the indices of the accepted tokens."""
         if self.view.reduction == "last":
             query_indices = path[-1:]
         index = to_device(list(query_indices), self.runner.device)

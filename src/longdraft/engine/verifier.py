@@ -113,7 +113,5 @@ def verify_trees(
     taps: Taps = NO_TAPS,
 ) -> TargetOutput:
     """Runs one forward on a tree for each slot, padded to the largest tree. The KV is written to scratch entries.
-
-    Logits are not checked for NaN here, because :func:`~longdraft.engine.accept.sample_target_tokens` checks them.
-    """
+    Logits are not checked for NaN here, because :func:`~longdraft.engine.accept.sample_target_tokens` checks them."""
     return runner.forward(make_tree_batch(store, slots, trees, root_positions), store, taps=taps, check_nan=False)

@@ -203,10 +203,8 @@ class KVStore:
 
     def slot_kv(self, slot: int, layers: slice, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns views of a slot's keys and values, (layers, kv_heads, capacity, head_dim), for copies.
-
         The views are valid until the next call of any method. ``layers`` is one of :attr:`layer_groups`. The caller may
-        change only entries from ``start`` on. Attention reads :meth:`layer`.
-        """
+        change only entries from ``start`` on. Attention reads :meth:`layer`."""
         return self.keys[layers, slot], self.values[layers, slot]
 
     @property
@@ -264,10 +262,8 @@ class KVStore:
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> None:
         """Writes a batch's keys and values of a layer behind the committed entries, without committing them.
-
         ``k`` and ``v`` are (B, kv_heads, T, head_dim), keys after RoPE. In a padded shape a layer may have fewer or
-        smaller heads.
-        """
+        smaller heads."""
         keys, values = self.layer(layer)
         if self.shape.padded:
             keys, values = keys[:, : k.shape[1], :, : k.shape[3]], values[:, : v.shape[1], :, : v.shape[3]]

@@ -3,7 +3,7 @@
 transformers lets a registered function (AttentionInterface) replace a model's attention. Our function calls the
 :class:`ForwardContext`, a keyword argument of the model's forward. The context receives a layer's queries, keys (after
 RoPE) and values, writes keys and values to the KV store, and attends to the store. transformers' cache is unused. The
-model that runs is longdraft's copy of the user's model (execution_model).
+model that runs is longdraft's copy of the user's model (:mod:`longdraft.model.execution_model`).
 Shapes: B sequences of T tokens, Hq query heads, Hkv KV heads, head size d.
 """
 
@@ -77,7 +77,7 @@ class ForwardContext:
         """Attends: query (B, Hq, T, d), key and value (B, Hkv, T, d) -> (B, T, Hq, d). ``s_aux`` are sinks too."""
         name = type(module).__name__
         if position_bias is not None:
-            raise UnsupportedModelError(f"{name} uses position_bias, which longdraft does not host exactly.")
+            raise UnsupportedModelError(f"{name} uses position_bias, which longdraft does not support.")
         if attention_mask is not None:
             raise UnsupportedModelError(
                 f"{name} does not attend to the whole text before each token (it brings its own mask), so longdraft "
@@ -85,10 +85,10 @@ class ForwardContext:
             )
         if self.num_attention_calls >= len(self.layout.locations):
             raise UnsupportedModelError(f"{name} calls attention more often than in the forward that was traced.")
-        # Calls are counted to find their KV, as layers may share a module, and a layer may attend twice.
+        # The call's number, not the module, tells where its KV is: layers may share a module, or attend twice.
         location = self.layout.locations[self.num_attention_calls]
         self.num_attention_calls += 1
-        with torch._C.DisableTorchFunction():  # our attention is batch invariant by itself
+        with torch._C.DisableTorchFunction():  # no batch-invariant replacements of operators: attention needs none
             batch, (keys, values) = self._write(location, key, value)
             if location.window_index is None and location.writes_kv and location.layer in self.query_layers:
                 self.queries[location.layer] = query
@@ -100,7 +100,8 @@ class ForwardContext:
             is_plain = softcap is None and sinks is None
             modifiers = NO_MODIFIERS if is_plain else ScoreModifiers(softcap, None if sinks is None else sinks.detach())
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            out = self.attend(query, keys, values, batch.last_tokens(query.shape[2]), scale, modifiers)
+            last_tokens = batch.last_tokens(query.shape[2])  # a layer may compute the last tokens only
+            out = self.attend(query, keys, values, last_tokens, scale, modifiers)
             return out[..., : value.shape[3]].transpose(1, 2).contiguous(), None
 
     def _write(
@@ -130,7 +131,7 @@ def current_forward() -> ForwardContext | None:
 
 
 def in_decode() -> bool:
-    """True while this thread decodes, when results must be batch invariant (``ForwardBatch.is_prefill`` is False)."""
+    """True while this thread computes a batch that is not a prefill. Results must then be batch invariant."""
     ctx = current_forward()
     return ctx is not None and not ctx.batch.is_prefill
 
@@ -193,7 +194,7 @@ def new_layer_states(
     model: PreTrainedModel, slots: int, capacity: int, transposed: bool = False, dtype: torch.dtype | None = None
 ) -> list[LayerStates]:
     """Makes the window caches and recurrent states of a store with ``slots`` sequences of ``capacity`` KV entries.
-    Window caches have ``transposed`` keys or not, and the ``dtype``; None takes the model's."""
+    ``transposed``: layout of the window caches' keys. ``dtype``: their dtype; None: the model's."""
     layout = layout_of(model)
     shapes = layout.windows
     if dtype is not None:

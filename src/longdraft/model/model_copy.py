@@ -1,4 +1,4 @@
-"""Copies a model's modules without its weights, detects later changes of the model, and replaces forwards."""
+"""Copies a model's modules but not its weights, detects later changes of the original, and replaces forwards."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _MAX_DEPTH = 3
 def copy_model(model: PreTrainedModel) -> PreTrainedModel:
     """Copies a model's modules, in eval mode. The copies share the parameters and buffers of ``model``.
 
-    A reference from one module to another leads to the copy, also in methods, partial functions and closures that
-    replace a ``forward``. Configurations are copied. Everything else is shared, such as the user's hooks.
+    In the copy, references between modules point to copies. This covers bound methods, partials, and closures of a
+    replaced forward. Configurations are copied. Everything else is shared, such as the user's hooks.
 
     Raises UnsupportedModelError if a module cannot be copied."""
     name = type(model).__name__
@@ -51,7 +51,7 @@ def copy_model(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def copy_without_hooks(model: PreTrainedModel) -> PreTrainedModel:
-    """Copies a model (:func:`copy_model`) for trial forwards, whose made-up tokens the user's hooks must not see."""
+    """Copies a model without hooks, for forwards that only probe the model with made-up tokens."""
     copied = copy_model(model)
     for module in copied.modules():
         module._forward_hooks.clear()
@@ -66,8 +66,8 @@ class _Copier:
         modules = list(model.modules())
         # id of an original object -> its copy
         self._copies: dict[int, Any] = {id(m): object.__new__(type(m)) for m in modules}
-        # The modules inside wrappers of torch.compile replace the wrappers, which would compile again for each number
-        # of tokens. Inner wrappers are resolved first.
+        # A wrapper of torch.compile is replaced by the module it wraps: the wrapper would recompile for each number of
+        # tokens. Inner wrappers are resolved first.
         for module in reversed(modules):
             if _COMPILED_MODULE in module._modules:
                 self._copies[id(module)] = self._copies[id(module._modules[_COMPILED_MODULE])]
@@ -85,21 +85,21 @@ class _Copier:
                     attributes[name] = self._copy(getattr(value, _COMPILED_FUNCTION, value), name == "forward")
         self.model: PreTrainedModel = self._copies[id(model)]
 
-    def _copy(self, value: Any, is_forward: bool, depth: int = 0) -> Any:
+    def _copy(self, value: Any, copy_closure: bool, depth: int = 0) -> Any:
         """Returns an attribute's value for the copied modules: a copy if it refers to modules, else ``value`` itself.
 
-        ``is_forward``: True if the value replaces a ``forward``, so its closure is copied too. ``depth``: the number of
-        containers and closures around the value."""
+        ``copy_closure``: copy the closure of a function too; True if the value replaces a ``forward``. ``depth``: the
+        number of containers and closures around the value."""
         if id(value) in self._copies:
             return self._copies[id(value)]
         if isinstance(value, PretrainedConfig):
             return copy.deepcopy(value, self._copies)
         if isinstance(value, MethodType):
-            bound_object = self._copy(value.__self__, is_forward, depth)
+            bound_object = self._copy(value.__self__, copy_closure, depth)
             return value if bound_object is value.__self__ else MethodType(value.__func__, bound_object)
         if isinstance(value, partial):
             return self._copy_partial(value, depth)
-        if isinstance(value, FunctionType) and is_forward:
+        if isinstance(value, FunctionType) and copy_closure:
             return self._copy_function(value, depth)
         if type(value) in (list, tuple, dict, OrderedDict) and depth < _MAX_DEPTH:
             items = list(value.values() if isinstance(value, dict) else value)
@@ -150,7 +150,7 @@ def signature(model: PreTrainedModel) -> list[Any]:
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedModelError(
-                f"{type(model).__name__} has scripted modules, which longdraft cannot host: load it without torch.jit."
+                f"{type(model).__name__} has scripted modules, which longdraft cannot run: load it without torch.jit."
             )
         parts += (module, type(module))
         for name, value in list(vars(module).items()):
@@ -164,7 +164,7 @@ def signature(model: PreTrainedModel) -> list[Any]:
             elif name not in MODULE_ATTRIBUTES and name not in IGNORED_ATTRIBUTES:
                 parts.append(name)
                 parts += _describe(value, seen_configs)
-    # Weak references keep no model alive. They can be compared by identity, as an object has one ref() while it lives.
+    # Weak references keep no model alive. They may be compared with `is`: ref(x) returns one object while x lives.
     return [ref(part) if isinstance(part, nn.Module | MethodType) else part for part in parts]
 
 

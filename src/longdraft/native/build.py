@@ -27,8 +27,8 @@ logger = logging.getLogger("longdraft")
 _SOURCE_DIR = Path(__file__).parent
 SOURCES = tuple(sorted(file.name for file in _SOURCE_DIR.glob("*.cpp")))
 _HEADERS = tuple(sorted(file.name for file in _SOURCE_DIR.glob("*.h")))
-# No -ffast-math: NaN and infinity keep their meaning. No contraction: fmadd() is explicit (vectors.h). No scheduling
-# before register allocation (GCC's default on aarch64): register tiles fill all registers, and would spill.
+# No -ffast-math: NaN and infinity keep their meaning. -ffp-contract=off: fmadd() is explicit (vectors.h).
+# -fno-schedule-insns: GCC on aarch64 schedules before register allocation, which makes full register tiles spill.
 _FLAGS = ("-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-schedule-insns", "-Wno-psabi")
 _TIMEOUT = 600  # seconds to compile a file; an idle machine takes a tenth of this
 # Source -> the flag that replaces -O3. matmul_int8.cpp unrolls its loops itself: -O3 only triples its compile time.
@@ -36,7 +36,7 @@ _OPTIMIZATION = {"matmul_int8.cpp": "-O2"}
 # Number and arguments of the system call that asks for AMX: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 
-# Machine -> {instruction set: the flags in /proc/cpuinfo that it adds to the next one}, the widest first.
+# For each machine its instruction sets (levels), widest first, with the /proc/cpuinfo flags that each adds to the next.
 LEVELS = {
     "x86_64": {
         "x86-64-v4-amx": "amx_tile amx_int8 amx_bf16 avx512_bf16",  # int8 and bfloat16 tiles
@@ -46,7 +46,7 @@ LEVELS = {
     },
     "aarch64": {"armv8-a": ""},  # every aarch64 processor has NEON
 }
-# Instruction set -> its name in messages.
+# Instruction set -> its name in messages. LONGDRAFT_NATIVE takes names without ``x86-64-``, such as v4-vnni.
 LEVEL_NAMES = {
     "x86-64-v4-amx": "AVX-512 with AMX",
     "x86-64-v4-vnni": "AVX-512 with VNNI",

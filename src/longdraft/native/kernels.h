@@ -282,9 +282,9 @@ Status longdraft_linear_recurrence(const LinearRecurrence *recurrence, const Rec
 
 Status longdraft_causal_conv(const CausalConv *conv, const CausalConvSequence *sequences, std::int64_t count, int threads);
 
-// Summarizes chunks [from, to) of a slot's float32 keys.
+// Summarizes chunks [begin, end) of a slot's float32 keys.
 Status longdraft_summarize_chunks(const KVCache *kv, std::int64_t slot, std::int64_t n_layers, std::int64_t n_kv_heads, std::int64_t d,
-                                  std::int64_t chunk_size, const ChunkSummaries *out, std::int64_t from, std::int64_t to, int threads);
+                                  std::int64_t chunk_size, const ChunkSummaries *out, std::int64_t begin, std::int64_t end, int threads);
 
 // Writes the ids of the chunks with the highest scores, ascending, to chunk_ids (n_layers, n_kv_heads, n_selected); of equal scores, the
 // earlier chunk wins. queries (n_layers, n_kv_heads, group_size, n_queries, d): multiplied by the softmax scale for ATTENTION and SNAPKV.

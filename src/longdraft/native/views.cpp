@@ -6,21 +6,21 @@
 
 namespace {
 
-// Computes scores (chunks,) for one layer and KV head by a scorer that reads summaries (views/scorers.py): reduces scores over the
-// queries of a query head, then adds them up over the query heads of the KV head.
+// Computes scores (chunks,) for one layer and KV head by a scorer that reads summaries (views/scorers.py): MEAN_KEY, QUEST or MINMAX, the
+// unnamed branch. Reduces scores over the queries of a query head, then adds them up over the query heads of the KV head.
 void score_by_summaries(const ChunkSelection &in, const float *q, int64_t layer, int64_t head, float *scores, float *buffer) {
-  const int64_t rows = in.group_size * in.n_queries, offset = layer * in.layer_stride + head * in.head_stride + in.first_chunk;
-  float *scores0 = buffer, *scores1 = scores0 + rows * BLOCK, *positive = scores1 + rows * BLOCK, *negative = positive + rows * in.d;
+  const int64_t n_rows = in.group_size * in.n_queries, offset = layer * in.layer_stride + head * in.head_stride + in.first_chunk;
+  float *scores0 = buffer, *scores1 = scores0 + n_rows * BLOCK, *positive = scores1 + n_rows * BLOCK, *negative = positive + n_rows * in.d;
   if (in.scorer == Scorer::QUEST) {
-    for (int64_t i = 0; i < rows * in.d; i++) {
+    for (int64_t i = 0; i < n_rows * in.d; i++) {
       positive[i] = std::max(q[i], 0.0f);
       negative[i] = std::min(q[i], 0.0f);
     }
   }
-  // Multiplies queries with `count` summaries from chunk first_chunk + first on, as if the summaries were keys.
+  // Scores `count` summaries, from chunk first_chunk + first, as score_block scores keys.
   const auto score = [&](const float *queries, const float *summaries, int64_t first, int64_t count, float *s) {
     const KVHead source{const_cast<float *>(summaries + offset), nullptr, 1, in.dim_stride, 0, KVDtype::FLOAT32, nullptr, nullptr};
-    score_block({queries, rows, in.d, {}}, source, first, count, s, nullptr);
+    score_block({queries, n_rows, in.d, {}}, source, first, count, s, nullptr);
   };
   const int64_t chunks = in.end_chunk - in.first_chunk;
   for (int64_t first = 0; first < chunks; first += BLOCK) {
@@ -30,7 +30,7 @@ void score_by_summaries(const ChunkSelection &in, const float *q, int64_t layer,
     } else {
       score(in.scorer == Scorer::QUEST ? positive : q, in.max, first, count, scores0);
       score(in.scorer == Scorer::QUEST ? negative : q, in.min, first, count, scores1);
-      for (int64_t r = 0; r < rows; r++) {
+      for (int64_t r = 0; r < n_rows; r++) {
         for (int64_t j = r * BLOCK; j < r * BLOCK + count; j++) {
           scores0[j] = in.scorer == Scorer::QUEST ? scores0[j] + scores1[j] : std::max(scores0[j], scores1[j]);
         }
@@ -50,24 +50,24 @@ void score_by_summaries(const ChunkSelection &in, const float *q, int64_t layer,
 }
 
 // Computes scores (chunks,) for one layer and KV head by a scorer that reads all keys. Scores every key for every query, block by block,
-// into token_scores (blocks, rows, BLOCK). Then TOKENS takes each chunk's highest score. ATTENTION and SNAPKV add up attention weights,
-// softmax(token_scores), over the queries (weight_sums), then over a chunk's keys.
+// into token_scores (blocks, query heads x queries, BLOCK). Then TOKENS takes each chunk's highest score. ATTENTION and SNAPKV add up
+// softmax(token_scores) over the queries (weight_sums, whose last block is spare), then over a chunk's keys.
 void score_by_keys(const ChunkSelection &in, const float *q, int64_t layer, int64_t head, float *scores, Scratch &scratch) {
   constexpr int64_t POOL = 5;  // SnapKV pools a key's weight over this many neighbouring keys
-  const int64_t rows = in.group_size * in.n_queries, end = in.scorer == Scorer::ATTENTION ? in.kv_len : in.end_chunk * in.chunk_size;
-  const int64_t blocks = (end + BLOCK - 1) / BLOCK, block_size = rows * BLOCK;
+  const int64_t n_rows = in.group_size * in.n_queries, end = in.scorer == Scorer::ATTENTION ? in.kv_len : in.end_chunk * in.chunk_size;
+  const int64_t blocks = (end + BLOCK - 1) / BLOCK, block_size = n_rows * BLOCK;
   float *token_scores = scratch.get((blocks + 1) * (block_size + BLOCK) + in.d * BLOCK);
-  float *weight_sums = token_scores + blocks * block_size, *kt = weight_sums + (blocks + 1) * BLOCK;
+  float *weight_sums = token_scores + blocks * block_size, *transposed_keys = weight_sums + (blocks + 1) * BLOCK;
   const KVHead source = kv_head(kv_layer(*in.kv, layer), in.slot, head);
   for (int64_t first = 0; first < end; first += BLOCK) {
     float *block_scores = token_scores + first / BLOCK * block_size;
     std::fill_n(block_scores, block_size, MASKED);
-    score_block({q, rows, in.d, {}}, source, first, std::min(BLOCK, end - first), block_scores, kt);
+    score_block({q, n_rows, in.d, {}}, source, first, std::min(BLOCK, end - first), block_scores, transposed_keys);
   }
   const int64_t chunks = in.end_chunk - in.first_chunk;
   std::fill_n(scores, chunks, 0.0f);
   if (in.scorer == Scorer::TOKENS) {
-    for (int64_t r = 0; r < rows; r++) {
+    for (int64_t r = 0; r < n_rows; r++) {
       for (int64_t c = 0; c < chunks; c++) {
         float max_score = MASKED;
         for (int64_t j = (in.first_chunk + c) * in.chunk_size; j < (in.first_chunk + c + 1) * in.chunk_size; j++) {
@@ -79,7 +79,7 @@ void score_by_keys(const ChunkSelection &in, const float *q, int64_t layer, int6
     return;
   }
   std::fill_n(weight_sums, (blocks + 1) * BLOCK, 0.0f);
-  for (int64_t r = 0; r < rows; r++) {
+  for (int64_t r = 0; r < n_rows; r++) {
     float max_score = MASKED;
     for (int64_t b = 0; b < blocks; b++) {
       for (int64_t j = 0; j < BLOCK; j++) max_score = std::max(max_score, token_scores[b * block_size + r * BLOCK + j]);
@@ -116,7 +116,7 @@ struct CopyRange {
   int64_t from, to, count;
 };
 
-// Copies keys dimension by dimension, because transposed keys have one dimension of neighbouring entries side by side.
+// Copies keys dimension by dimension, because in transposed keys, a dimension's values of consecutive entries are contiguous.
 template <typename E> void copy_keys(const KVHead &source, const KVHead &view, int64_t d, const std::vector<CopyRange> &ranges) {
   const auto *k = static_cast<const E *>(source.k);
   auto *k_to = static_cast<E *>(view.k);
@@ -136,7 +136,7 @@ template <typename E> void copy_keys(const KVHead &source, const KVHead &view, i
 
 // Copies keys to a view of another dtype entry by entry, because an int8 scale depends on all dimensions of an entry.
 template <typename E> void quantize_keys(const KVHead &source, const KVHead &view, int64_t d, const std::vector<CopyRange> &ranges) {
-  constexpr int64_t ENTRIES_AT_A_TIME = 64;  // so a dimension is read by whole cache lines
+  constexpr int64_t ENTRIES_AT_A_TIME = 64;  // so that each read of a dimension uses whole cache lines
   static thread_local Scratch scratch;
   float *rows = scratch.get(ENTRIES_AT_A_TIME * d);
   const auto *k = static_cast<const E *>(source.k);
@@ -176,8 +176,8 @@ void copy_ranges(const KVHead &source, const KVHead &view, int64_t d, const std:
   (source.dtype == KVDtype::BFLOAT16 ? copy_ranges<BFloat16> : copy_ranges<float>)(source, view, d, ranges);
 }
 
-// Replaces the chunks of a view that are not selected by the selected chunks that it lacks. chunk_ids (count,): ids of the selected
-// chunks. resident (count,): ids of the view's chunks, which are updated. Calls copy_chunk(chunk id, index in the view) for new chunks.
+// Puts selected chunks that the view lacks in the place of chunks that are no longer selected. chunk_ids (count,): ids of the selected
+// chunks, sorted. resident (count,): ids of the view's chunks, which are updated. Calls copy_chunk(chunk id, index in the view).
 template <typename CopyChunk>
 void replace_chunks(const int64_t *chunk_ids, int64_t *resident, int64_t count, const CopyChunk &copy_chunk) {
   static thread_local std::vector<int64_t> sorted, incoming;
@@ -194,11 +194,11 @@ void replace_chunks(const int64_t *chunk_ids, int64_t *resident, int64_t count, 
   }
 }
 
-// Summarizes one dimension of the keys of chunks [from, to). k: that dimension of key 0. offset: index of chunk 0's summary.
+// Summarizes one dimension of the keys of chunks [begin, end). k: that dimension of key 0. offset: index of chunk 0's summary.
 template <typename E>
-void summarize_dimension(const E *k, int64_t k_row_stride, int64_t chunk_size, const ChunkSummaries *out, int64_t offset, int64_t from,
-                         int64_t to) {
-  for (int64_t c = from; c < to; c++) {
+void summarize_dimension(const E *k, int64_t k_row_stride, int64_t chunk_size, const ChunkSummaries *out, int64_t offset, int64_t begin,
+                         int64_t end) {
+  for (int64_t c = begin; c < end; c++) {
     const E *keys = k + c * chunk_size * k_row_stride;
     float key_max = load_scalar(keys), key_min = key_max, sum = 0.0f;
     for (int64_t j = 0; j < chunk_size; j++) {
@@ -216,14 +216,14 @@ void summarize_dimension(const E *k, int64_t k_row_stride, int64_t chunk_size, c
 }  // namespace
 
 Status longdraft_summarize_chunks(const KVCache *kv, int64_t slot, int64_t n_layers, int64_t n_kv_heads, int64_t d,
-                                  int64_t chunk_size, const ChunkSummaries *out, int64_t from, int64_t to, int threads) try {
+                                  int64_t chunk_size, const ChunkSummaries *out, int64_t begin, int64_t end, int threads) try {
   parallel_for(threads, n_layers * n_kv_heads, [&](int64_t item) {
     const int64_t layer = item / n_kv_heads, head = item % n_kv_heads;
     const KVHead source = kv_head(kv_layer(*kv, layer), slot, head);
     const int64_t offset = layer * out->layer_stride + head * out->head_stride;
     for (int64_t i = 0; i < d; i++) {
       dispatch_dtype(source.k, source.dtype, [&](auto *k) {
-        summarize_dimension(k + i * source.k_dim_stride, source.k_row_stride, chunk_size, out, offset + i * out->dim_stride, from, to);
+        summarize_dimension(k + i * source.k_dim_stride, source.k_row_stride, chunk_size, out, offset + i * out->dim_stride, begin, end);
       });
     }
   });

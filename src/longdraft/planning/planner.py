@@ -183,10 +183,8 @@ class Plan:
 
     def _new_fraction(self, s: Sequence, tree: TokenTree, added_tokens: float) -> float:
         """Returns the fraction of the draft model's tokens that ``tree`` does not propose already.
-
         A draft model that adds ``added_tokens`` on average is accepted to depth k with probability a^k. It adds nothing
-        there if a path of ``tree`` to depth k is accepted too. The two events are assumed to be independent.
-        """
+        there if a path of ``tree`` to depth k is accepted too. The two events are assumed to be independent."""
         a = added_tokens / (1.0 + added_tokens)
         proposed = zip(self._path_probabilities(s, tree)[1:], tree.depths[1:], strict=True)
         return max(0.0, 1.0 - sum(p * a**depth for p, depth in proposed) / max(added_tokens, 1e-9))

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API. A request is answered as a chat completion, which is converted to a message or events."""
+"""Anthropic's Messages API: converts requests to chat completions, and their chunks to a message or its events."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from longdraft.serve.serving import AdaptedResponse, PendingResponse, create_cha
 
 logger = logging.getLogger(__name__)
 
-# Fields that change the answer, and are refused: Anthropic's features; OpenAI's fields but the shared service_tier.
+# Fields that are refused, because they change the answer: features of Anthropic, and fields that only OpenAI's API has.
 _UNSERVED = {"compaction", "container", "mcp_servers", "thread", *ChatCompletionRequest.model_fields} - {"service_tier"}
 # Claude Code begins its system prompt with this line. It is dropped: it changes, and the prefix cache would not match.
 _BILLING_HEADER = "x-anthropic-billing-header:"
@@ -131,13 +131,13 @@ class CountTokensRequest(GenerationRequest):
         if wrong := [name for name, value in (self.model_extra or {}).items() if value and name in _UNSERVED]:
             raise ApiError(400, f"{wrong[0]} is not served: leave it out.", param=wrong[0])
         messages, tools = self._conversation()
-        choice, thinking = self.tool_choice, self.thinking.type
+        tool_choice, thinking = self.tool_choice, self.thinking.type
         shared_fields = ("model", "max_tokens", "temperature", "top_p", "top_k", "seed", "method", "user")
         return validate(ChatCompletionRequest, {
             **{name: getattr(self, name) for name in shared_fields}, "messages": messages, "stop": self.stop_sequences,
-            "tools": tools, "tool_choice": {"function": {"name": choice.name}} if choice.type == "tool"
-            else "required" if choice.type == "any" else choice.type,
-            "parallel_tool_calls": not choice.disable_parallel_tool_use,
+            "tools": tools, "tool_choice": {"function": {"name": tool_choice.name}} if tool_choice.type == "tool"
+            else "required" if tool_choice.type == "any" else tool_choice.type,
+            "parallel_tool_calls": not tool_choice.disable_parallel_tool_use,
             # "adaptive" leaves thinking to the server's default.
             "reasoning_effort": "none" if thinking == "disabled" else self.output_config.get("effort"),
             "chat_template_kwargs": {"enable_thinking": True} if thinking == "enabled" else {},
@@ -146,7 +146,7 @@ class CountTokensRequest(GenerationRequest):
         })  # fmt: skip
 
     def _conversation(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Returns (the chat's messages, the tools that the answer may call). Merges successive messages of one role."""
+        """Returns the chat messages (adjacent messages of one role are merged) and the tools active at the end."""
         messages: list[dict[str, Any]] = []
         if unserved := {tool.type for tool in self.tools} - {"custom"}:
             logger.warning("Tools of types that only Anthropic serves are left out: %s.", ", ".join(sorted(unserved)))
@@ -215,9 +215,9 @@ class MessagesAdapter:
     def begin(self) -> Iterator[str]:
         yield _event("message_start", message=self.full_response)
 
-    def push(self, choice: Mapping[str, Any]) -> Iterator[str]:
-        """Yields the events for an entry of ``choices`` in a chat completion's chunk."""
-        delta, self._has_calls = choice["delta"], choice["finish_reason"] == "tool_calls"
+    def push(self, chunk_choice: Mapping[str, Any]) -> Iterator[str]:
+        """Yields the events for one entry of a chunk's ``choices``."""
+        delta, self._has_calls = chunk_choice["delta"], chunk_choice["finish_reason"] == "tool_calls"
         for block_type, key in (("thinking", "reasoning_content"), ("text", "content")):
             if text := delta.get(key):
                 if not self._blocks or self._blocks[-1]["type"] != block_type:

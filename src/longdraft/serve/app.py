@@ -126,7 +126,7 @@ class Endpoints:
                 continue
             if options.include_usage and options.continuous_usage_stats:
                 usage = {"usage": usage_so_far(choices)}
-            chunks = await pending.chunks(i, delta)
+            chunks = await pending.build_choice_entries(i, delta)
             if delta.trace is not None:
                 chunks = chunks or [builders[i].empty_chunk()]
                 yield sse_event(envelope.wrap(object_type, chunks, trace=delta.trace, **usage))

@@ -18,13 +18,14 @@ from longdraft.serve.processors import LogprobRecorder, ProcessorFactories, Prom
 from longdraft.serve.worker import RequestState, Restarted, Update
 from longdraft.trees.tree import TokenTree
 
-# longdraft's finish reason -> OpenAI's. Only a choice that the server's timeout ended is reported as "cancelled".
+# longdraft's finish reason -> OpenAI's. The engine's "cancelled" reaches a response only when the server's timeout
+# ended the choice; OpenAI has no such reason, so it becomes "length".
 FINISH_REASONS: dict[str | None, str] = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "length"}
 
 
 @dataclass
 class SpecDecodingStats:
-    """Draft statistics with vLLM's definitions: each verification of drafted tokens counts as one draft.
+    """Draft statistics with vLLM's definitions. ``num_drafts`` counts the verifications that had drafted tokens.
 
     Attributes:
         num_accepted_tokens_per_pos: {position in the draft, from 0: number of drafts whose token there was accepted}.
@@ -54,7 +55,7 @@ class SpecDecodingStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """vLLM's metric: mean number of tokens that a draft emitted, its bonus token included."""
+        """vLLM's metric and JSON key: mean number of tokens by verifications with a draft, bonus token included."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
     @property
@@ -65,7 +66,7 @@ class SpecDecodingStats:
 
     @property
     def mean_accepted_length(self) -> float:
-        """longdraft's metric: mean number of tokens that a verification emitted, with a draft or without."""
+        """longdraft's metric and JSON key: mean number of tokens by all verifications, with a draft or without."""
         return round(metrics.average([(self.num_emitted_tokens, self.num_rounds)]) or 1.0, 4)
 
     def as_dict(self) -> dict[str, Any]:
@@ -123,6 +124,7 @@ class Choice(RequestState):
     """One of a request's ``n`` answers. See :class:`RequestState` for arguments that are missing here.
 
     Args:
+        method: name of the decoding method.
         decode: returns the text of token ids.
         num_logprobs: how many of the most probable tokens to report at each position; None: no log-probabilities.
         include_trace: report what each round drafted.
@@ -191,7 +193,7 @@ class Choice(RequestState):
             yield Delta(new_text, tuple(logprobs[num_repeated:]), trace, token_ids=token_ids)
 
     def _reset(self) -> None:
-        """Forgets the decoded tokens: the request starts, or restarts and will repeat them."""
+        """Clears the decoded state, at the start or when a restarted request decodes its tokens again."""
         self._decoded_text, self._num_decoded_tokens, self._detokenizer = "", 0, Detokenizer(self._decode)
         self.spec_stats = SpecDecodingStats()
 

@@ -65,12 +65,12 @@ class ChoiceBuilder(ABC):
         """Returns an entry of a chunk's ``choices`` without text."""
 
     @abstractmethod
-    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+    def build_choice_entries(self, delta: Delta) -> list[dict[str, Any]]:
         """Returns the ``choices`` entry of each chunk for a delta; [] if there is nothing to report."""
 
     @abstractmethod
     def full_choice(self) -> dict[str, Any]:
-        """Returns the complete ``choices`` entry. Call it when all deltas have been passed to :meth:`chunks`."""
+        """Returns the complete ``choices`` entry. Call it after the last :meth:`build_choice_entries`."""
 
     def _add_tokens(self, delta: Delta) -> dict[str, Any]:
         """Records a delta's tokens. Returns {"token_ids": ...} for the chunk, or {} if none are new or requested."""
@@ -112,7 +112,7 @@ class ChatChoiceBuilder(ChoiceBuilder):
     def empty_chunk(self) -> dict[str, Any]:
         return {"index": self._index, "finish_reason": None, "delta": {}}
 
-    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+    def build_choice_entries(self, delta: Delta) -> list[dict[str, Any]]:
         message_deltas: list[dict[str, Any]] = []
         text, finish_reason = delta.text, FINISH_REASONS.get(delta.finish_reason)
         if self._reasoning_parser is not None and (text or finish_reason):
@@ -186,7 +186,7 @@ class CompletionChoiceBuilder(ChoiceBuilder):
     def empty_chunk(self) -> dict[str, Any]:
         return {"index": self._index, "finish_reason": None, "text": ""}
 
-    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+    def build_choice_entries(self, delta: Delta) -> list[dict[str, Any]]:
         offset = len(self._text)
         self._text += delta.text
         self._finish_reason = FINISH_REASONS.get(delta.finish_reason)

@@ -41,9 +41,9 @@ class ResponsesAdapter:
         yield self._event("response.created", response=self.response_object("in_progress"))
         yield self._event("response.in_progress", response=self.response_object("in_progress"))
 
-    def push(self, choice: Mapping[str, Any]) -> Iterator[str]:
+    def push(self, chunk_choice: Mapping[str, Any]) -> Iterator[str]:
         """Yields the events for an entry of ``choices`` in a chat completion's chunk."""
-        message_delta = choice["delta"]
+        message_delta = chunk_choice["delta"]
         for item_type, key in (("reasoning", "reasoning_content"), ("message", "content")):
             if text := message_delta.get(key):
                 if self._current_item_type() != item_type:

@@ -41,7 +41,7 @@ class ResponseItem(ApiModel):
         return self
 
     def add_to(self, messages: list[dict[str, Any]]) -> None:
-        """Appends the item to a chat's messages, or to the last message if both are the assistant's."""
+        """Adds the item to the messages, or merges it into the last message if both are the assistant's."""
         if self.type.endswith("_output"):
             messages.append({"role": "tool", "tool_call_id": self.call_id, "content": protocol.join_text(self.output)})
             return
@@ -87,7 +87,7 @@ class ResponseStore:
             return item
         stored_item = self._items.get((tenant, str(item.call_id)))
         if stored_item is None:
-            message = f"Item {item.call_id!r} is not stored any more: send it in full, as clients do with store: false."
+            message = f"Item {item.call_id!r} is no longer stored. Send the item itself instead of a reference to it."
             raise ApiError(404, message, param="input", code="item_not_found")
         return ResponseItem.model_validate({**stored_item, "call_id": stored_item.get("call_id", stored_item["id"])})
 
@@ -115,7 +115,7 @@ class _ConvertedRequest(ChatCompletionRequest):
     prompt_field = "input"  # error messages name this field instead of "messages"
 
 
-def _without_unserved(items: Any) -> Any:
+def _drop_hosted_tool_items(items: Any) -> Any:
     """Drops calls and outputs of tools that only OpenAI runs. Logs a warning for each type."""
     if not isinstance(items, list):
         return items
@@ -125,7 +125,7 @@ def _without_unserved(items: Any) -> Any:
 class ResponsesRequest(SampledRequest):
     """The body of ``/v1/responses``."""
 
-    input: Annotated[str | Annotated[list[ResponseItem], Field(min_length=1)], BeforeValidator(_without_unserved)]
+    input: Annotated[str | Annotated[list[ResponseItem], Field(min_length=1)], BeforeValidator(_drop_hosted_tool_items)]
     n: Annotated[int, Field(ge=1, le=1)] = 1  # this API has one answer
     instructions: str | None = None
     store: bool = True

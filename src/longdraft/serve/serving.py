@@ -74,7 +74,7 @@ class PendingResponse:
     async def full_response(self) -> dict[str, Any]:
         """Waits for the end of all choices and returns OpenAI's response object. Raises as :meth:`deltas`."""
         async for i, delta in self.deltas():
-            await self.chunks(i, delta)
+            await self.build_choice_entries(i, delta)
         envelope, object_type = self.envelope(), self.builders[0].object_type
         return await self.service.executor.run(
             lambda: envelope.wrap(object_type, [b.full_choice() for b in self.builders], **self.final_fields())
@@ -107,11 +107,11 @@ class PendingResponse:
         # The stop string that comes first in the text. Of several that begin at one position, the shortest.
         return min((stop for stop in sorted(stop_strings, key=len) if stop in text), key=text.find, default=None)
 
-    async def chunks(self, i: int, delta: Delta) -> list[dict[str, Any]]:
+    async def build_choice_entries(self, i: int, delta: Delta) -> list[dict[str, Any]]:
         """Returns the ``choices`` entry of each chunk for a delta of choice ``i``."""
         if len(delta.logprobs) < _MANY_LOGPROBS:
-            return self.builders[i].chunks(delta)
-        return await self.service.executor.run(lambda: self.builders[i].chunks(delta))
+            return self.builders[i].build_choice_entries(delta)
+        return await self.service.executor.run(lambda: self.builders[i].build_choice_entries(delta))
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
         """Yields (choice's index, delta) when a delta comes, and KEEP_ALIVE after ``sse_ping_interval`` without one.
@@ -162,11 +162,11 @@ def create_chat_completion(service: Service, body: ChatCompletionRequest, tenant
     """Makes the pending response of ``/v1/chat/completions``. Raises LongdraftError or ApiError if it is not served."""
     service.check_model(body.model)
     functions, tool_types = as_functions(body.tools)
-    tool_choice, callable_tools = tools.resolve_tool_choice(functions, body.tool_choice)
+    tool_choice, allowed_tools = tools.resolve_tool_choice(functions, body.tool_choice)
     schema = structured.response_schema(body.response_format) if body.response_format else None
-    prompt, in_reasoning = render_chat_prompt(service, body, functions if callable_tools else [])
+    prompt, in_reasoning = render_chat_prompt(service, body, functions if allowed_tools else [])
     constraint = tools.tool_constraint(
-        service.tokenizer, callable_tools, tool_choice, body.parallel_tool_calls, len(prompt), in_reasoning, schema
+        service.tokenizer, allowed_tools, tool_choice, body.parallel_tool_calls, len(prompt), in_reasoning, schema
     )
     make_constraint = None if constraint is None else constraint_factory(constraint)
     if body.top_logprobs and not body.logprobs:
@@ -174,12 +174,12 @@ def create_chat_completion(service: Service, body: ChatCompletionRequest, tenant
     num_logprobs = body.top_logprobs if body.logprobs else None
     max_tokens = body.max_completion_tokens or body.max_tokens
     choices = service.make_choices(prompt, body, max_tokens, tenant, num_logprobs, make_constraint)
-    names = [tool["function"]["name"] for tool in callable_tools]
+    names = [tool["function"]["name"] for tool in allowed_tools]
     return PendingResponse(service, choices, [
         ChatChoiceBuilder(
             i, service.token_to_piece, body.logprobs, body.return_token_ids,
             # A named or required tool: nothing but calls. With a schema: calls or an answer.
-            ToolParser(names, tool_choice != "auto", schema is not None, tool_types) if callable_tools else None,
+            ToolParser(names, tool_choice != "auto", schema is not None, tool_types) if allowed_tools else None,
             ReasoningParser(in_reasoning) if body.reasoning_format != "none" else None, body.include_reasoning,
         )
         for i in range(body.n)
@@ -191,7 +191,7 @@ def render_chat_prompt(
 ) -> tuple[list[int], bool]:
     """Returns (the prompt's token ids, up to the start of the model's answer; True if they end inside ``<think>``)."""
     messages, answer_start = [message.for_template() for message in body.messages or ()], ""
-    must_continue, last_message = body.continue_final_message, messages[-1]
+    must_continue, last_message = body.continue_final_message, messages[-1]  # None: continue if possible
     can_continue = last_message["role"] == "assistant" and "tool_calls" not in last_message
     if must_continue and (body.add_generation_prompt or not can_continue):
         message = "continue_final_message needs a last message of the assistant, and no add_generation_prompt."
@@ -233,7 +233,7 @@ class ApiAdapter(Protocol):
     full_response: dict[str, Any]
 
     def begin(self) -> Iterator[str]: ...  # the first events
-    def push(self, choice: Mapping[str, Any]) -> Iterator[str]: ...  # events for a choice of a chunk
+    def push(self, chunk_choice: Mapping[str, Any]) -> Iterator[str]: ...  # events for an entry of a chunk's choices
     def finish(self, truncated: bool, usage: Mapping[str, Any]) -> Iterator[str]: ...  # the last events
     def error_event(self, error: ApiError) -> str: ...  # the last event after an error
 
@@ -262,8 +262,8 @@ class AdaptedResponse(PendingResponse):
                 yield None
                 continue
             truncated = FINISH_REASONS.get(delta.finish_reason) == "length"
-            for choice in await self.chunks(0, delta):
-                for event in self.adapter.push(choice):
+            for chunk_choice in await self.build_choice_entries(0, delta):
+                for event in self.adapter.push(chunk_choice):
                     yield event
         usage = await self.service.executor.run(self.usage)
         for event in self.adapter.finish(truncated, usage):

@@ -1,8 +1,8 @@
 """The engine thread: decodes requests from many threads, and reports to each request's listener.
 
-Each method has its own session, made on first use. If a logits processor raises, the forward of all running requests
-fails. The requests are then restarted one at a time, and repeat their tokens, because each has a seed. A request that
-fails while it is decoded alone ends with the error.
+Each decoding method has its own session, made on first use. If a logits processor raises, the forward of all running
+requests fails. The requests are then restarted one at a time, and repeat their tokens, because each has a seed. A
+request that fails while it is decoded alone ends with the error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from longdraft.serve.processors import ProcessorFactories
 logger = logging.getLogger("longdraft")
 
 # The result of a request that was cancelled in the queue: no tokens, no time.
-_CANCELLED = Result("", [], 0, "", True, "cancelled", 0.0, 0.0, 0)
+_CANCELLED = Result(
+    text="", token_ids=[], prompt_tokens=0, method="", exact=True, finish_reason="cancelled", prefill_seconds=0.0,
+    decode_seconds=0.0, rounds=0,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -90,12 +93,13 @@ class Worker:
         self._running: dict[str, dict[int, RequestState]] = {}  # {method: {sequence id: its request}}
         self._condition = threading.Condition()  # guards the queue and the flags, which any thread may change
         self._waiting: deque[RequestState] = deque()
-        self._draining = self._stopping = False  # no new requests; running requests end with an error
+        self._draining = False  # True: no new requests are taken
+        self._stopping = False  # True: running requests end with an error
         self._durations: deque[float] = deque([1.0], maxlen=32)  # seconds of the last requests; 1 s is a first guess
         self._started, self._ended = threading.Event(), threading.Event()
 
     def run(self) -> None:
-        """Decodes until :meth:`close` is called. Call it on the main thread, where prefill is a fifth faster."""
+        """Decodes until :meth:`close` is called. Prefer the main thread: prefill was measured a fifth faster there."""
         self._started.set()
         try:
             self._run()
@@ -178,7 +182,7 @@ class Worker:
                         session.abort(sequence_id)
                 if session.busy:
                     self._step(method, session)
-        while not self._stopping and self._run_idle():  # saves the KV of the last requests
+        while not self._stopping and self._run_idle():  # lets on_idle finish, such as saving the last requests' KV
             pass
         for session in self._sessions.values():
             session.close()
@@ -256,6 +260,7 @@ class Worker:
             state = running.get(step.sequence)
             if state is not None:
                 self._notify(state, step)
+                # finish_reason: no later step in ``steps``. ended: none in a later call, so take() is allowed.
                 if step.finish_reason is not None and session.ended(step.sequence):
                     del running[step.sequence]
                     self._end(state, session.take(step.sequence))

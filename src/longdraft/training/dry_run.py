@@ -28,10 +28,10 @@ from longdraft.training.losses import LOGITS_CHUNK
 UTILIZATION = 0.4
 # Assumed tokens of a run if neither shards, nor --tokens, nor max_steps tell the number.
 DEFAULT_TOKENS = 1e9
-# Fitted bytes of a token's activations until the backward pass. OUTPUT_BYTES and LAYER_BYTES: of a forward's output and
-# of a layer, for each element of the hidden size. MLP_BYTES: of a layer, for each element of the MLP size.
-OUTPUT_BYTES, LAYER_BYTES, MLP_BYTES = 32, 20, 18
-# Tensors of the hidden size and of the MLP size that one layer of the target has in memory in a forward (fitted).
+# Fitted bytes of a token's activations until the backward pass.
+OUTPUT_BYTES = 32  # of a forward's output, for each element of the hidden size
+LAYER_BYTES, MLP_BYTES = 20, 18  # of a layer, for each element of the hidden size and of the MLP size
+# Number of (tokens, hidden) and (tokens, MLP) tensors alive at the peak of a target layer's forward (fitted).
 TARGET_HIDDEN_TENSORS, TARGET_MLP_TENSORS = 8, 3
 # Bytes of a logit: of the target, float32 and a copy; of the draft, the buffers of losses.py (bfloat16, 2 * float32).
 TARGET_LOGIT_BYTES, DRAFT_LOGIT_BYTES = 4 + 4, 2 + 4 + 4
@@ -56,7 +56,7 @@ class Sizes(NamedTuple):
     target_mlp_size: int
     target_length: int  # longest context of the target in tokens
     target_weights: int  # number of the target's weights
-    matmul_weights: int  # number of the target's weights without a separate embedding, which is not multiplied
+    matmul_weights: int  # target_weights minus the embedding if it is untied: a lookup is no matmul
 
 
 class DraftCosts(NamedTuple):
@@ -64,7 +64,7 @@ class DraftCosts(NamedTuple):
 
     layer_weights: int  # number of weights in the layers that one forward uses
     feature_size: int  # elements of the target's features of a token
-    num_forwards: int = 1  # forwards of a token: steps of the training-time test, or chained heads
+    num_forwards: int = 1  # forwards of a token: steps of the training-time test, or chained heads (TokenSwift)
     num_attentions: int = 1  # attention operations of a forward
     input_weights: int = 0  # number of weights that are used once for a token, not in every forward, such as fc
     head_weights: int = 0  # number of weights in the draft's own LM head; 0: the draft uses the target's
@@ -77,14 +77,14 @@ class DraftCosts(NamedTuple):
 
 
 def estimate(kind: str, config: Any, gpu: str = "h100", gpus: int = 1, tokens: float | None = None) -> dict[str, Any]:
-    """Estimates a run. Assumes that a draft in ``init`` has the sizes of a new one.
+    """Estimates a run. A draft from which the run continues (init) is assumed to have the sizes of a new one.
 
     Args:
         kind: the training command, such as "eagle3".
         config: the run's settings, a subclass of :class:`RunConfig`.
         gpu: a key of :data:`GPUS`.
         gpus: number of GPUs, one for each process.
-        tokens: tokens in the loss of the data, if the data are not in shards; None: unknown.
+        tokens: number of the data's tokens that are in the loss; used if the data are not in shards. None: unknown.
 
     Returns:
         memory_bytes, total_bytes: bytes of a GPU by part, and their sum; ``fits``: True if the sum fits the GPU.
@@ -155,16 +155,16 @@ def _draft_costs(kind: str, config: Any, sizes: Sizes) -> DraftCosts:
     eagle3_layer = layer + h * (q + kv)  # the input of q, k and v is twice as large
     ttt, layers, rank, heads = (getattr(config, name, 0) for name in ("ttt", "layers", "rank", "heads"))
     feature_layers = getattr(config, "feature_layers", ())
-    states = h * len(feature_layers or (1, 2, 3))  # EAGLE-3 reads three layers by default
+    state_size = h * len(feature_layers or (1, 2, 3))  # EAGLE-3 reads three layers by default
     kinds = {
         # Cross-attention has q and o alone. The features are the keys and values of one layer.
         "longspec": DraftCosts(layer + 2 * h * q, kv, num_attentions=2),
         # fc projects the states of all feature layers; below, an embedding and a state.
-        "eagle3": DraftCosts(eagle3_layer, states, ttt, input_weights=states * h, head_weights=vocab * h),
+        "eagle3": DraftCosts(eagle3_layer, state_size, ttt, input_weights=state_size * h, head_weights=vocab * h),
         "eagle": DraftCosts(layer, h, input_weights=2 * h * h),
         # The bigram has a matrix (vocab, rank) for the previous token, and another one beside the head.
         "onepass": DraftCosts(
-            eagle3_layer, states, ttt, input_weights=states * h + vocab * rank, head_weights=vocab * (h + rank)
+            eagle3_layer, state_size, ttt, input_weights=state_size * h + vocab * rank, head_weights=vocab * (h + rank)
         ),
         "lm": DraftCosts(layers * layer, 0, num_attentions=layers),
         "heads": DraftCosts(h * h, h, heads, num_attentions=0, num_copies=heads),
@@ -194,7 +194,7 @@ def _memory_bytes(draft: DraftCosts, run: RunConfig, sizes: Sizes, length: int, 
     """Returns the bytes of a GPU by part. The target's weights, states and features take 2 bytes an element."""
     h, mlp_size = sizes.hidden_size, sizes.mlp_size if draft.num_attentions else 0  # chained heads have no MLP
     target_layer = 2 * (TARGET_HIDDEN_TENSORS * h + TARGET_MLP_TENSORS * sizes.target_mlp_size)
-    # Layers with activations until the backward pass. Fitted: LongSpec's two attentions are in one layer.
+    # Layers with activations until the backward pass: half of the attentions, as LongSpec's layer has two (fitted).
     num_saved_layers = (1 if run.recompute else draft.num_forwards) * max(1, draft.num_attentions // 2)
     activations = batch_tokens * draft.num_forwards * OUTPUT_BYTES * h
     activations += batch_tokens * num_saved_layers * (LAYER_BYTES * h + MLP_BYTES * mlp_size)

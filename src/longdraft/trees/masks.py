@@ -17,7 +17,7 @@ from longdraft.trees.tree import TokenTree
 def padded_ancestor_mask(trees: Sequence[TokenTree], size: int) -> torch.Tensor:
     """Returns (number of trees, size, size) bool on the host: [b, i, j] is True if node i of tree b attends to node j.
     Padding nodes attend to themselves only."""
-    # Built as bytes, because torch would need three calls for each node.
+    # Built in bytearrays: torch operations for each node are slow.
     rows: list[bytearray] = []
     for tree in trees:
         tree_rows = [bytearray(size) for _ in range(size)]
@@ -32,8 +32,8 @@ def padded_ancestor_mask(trees: Sequence[TokenTree], size: int) -> torch.Tensor:
 def make_tree_batch(
     store: KVStore, slots: Sequence[int], trees: Sequence[TokenTree], root_positions: Sequence[int] | None = None
 ) -> ForwardBatch:
-    """Makes the batch of a forward over one tree for each slot. Small trees are padded with nodes that no node of a
-    tree attends to. ``root_positions``: position of each root; None: the position after the slot's committed tokens."""
+    """Makes the batch of a forward over one tree for each slot. Smaller trees are padded; no real node attends
+    to padding. ``root_positions``: position of each root; None: the position after the slot's committed tokens."""
     if all(tree.is_chain for tree in trees):
         return store.make_forward_batch(slots, [tree.tokens for tree in trees], root_positions=root_positions)
     size = max(tree.size for tree in trees)
@@ -52,11 +52,11 @@ class AncestorMask:
 
     def __init__(self) -> None:
         self._level: TreeLevel | None = None
-        self._mask = torch.empty(0, **CPU_FLOAT32)
+        self._mask = torch.empty(0, **CPU_FLOAT32)  # a placeholder, which add() replaces
 
     def add(self, level: TreeLevel) -> torch.Tensor:
-        """Adds a level of W nodes for each of B sequences. Returns (B, W, S) bool on the level's device: which of the S
-        nodes added so far a node of the level attends to. In the first level a node attends to itself only."""
+        """Adds a level of W nodes. Returns its mask over all S nodes so far, (B, W, S) bool: True where a new node
+        attends to an old or new one. B: the sequences that still grow. In the first level, a node sees itself only."""
         batch_size, width = level.tokens.shape
         mask = _identity_mask(width, level.tokens.device).expand(batch_size, -1, -1)
         if self._level is not None:
@@ -68,7 +68,7 @@ class AncestorMask:
 
 
 @lru_cache(maxsize=64)
-@torch.inference_mode(False)
+@torch.inference_mode(False)  # so that the cached tensor may be used outside inference mode too
 def _identity_mask(width: int, device: torch.device) -> torch.Tensor:
     """Returns the mask (width, width) of nodes that attend to themselves only; cached."""
     return torch.eye(width, dtype=torch.bool, device=device)

@@ -89,9 +89,7 @@ class DraftCache:
 
     def append(self, slot: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Appends and commits entries that no forward on this cache has written.
-
-        ``keys`` and ``values`` are (layers, Hkv, n, d), with n at most ``keep_last``.
-        """
+        ``keys`` and ``values`` are (layers, Hkv, n, d), with n at most ``keep_last``."""
         self.make_room(slot, keys.shape[2])
         self.store.write_entries(slot, self.store.lengths[slot], keys, values)
         self.commit(slot, keys.shape[2])

@@ -190,9 +190,7 @@ class SparseKVCache:
 
     def buffer_path(self, slot: int, path: Sequence[int]) -> None:
         """Buffers the accepted path of a forward on the sparse cache, and writes it to the full store for drafters.
-
-        In the full store the entries are unverified: inexact, and overwritten by the next full verification.
-        """
+        In the full store the entries are unverified: inexact, and overwritten by the next full verification."""
         start = self.store.lengths[slot]
         self.store.commit(slot, path)
         for states in self.full_store.states:
@@ -218,10 +216,8 @@ def _queries_of(queries: Queries, layers: slice) -> torch.Tensor:
 
 def gather_kv(source: torch.Tensor, kv_indices: torch.Tensor) -> torch.Tensor:
     """Gathers entries of a layer's keys or values ``source`` (Hkv, entries, d). Returns (Hkv, selected, d).
-
     ``kv_indices`` is (Hkv, selected) int64, or (1, selected) if all KV heads share the entries. All tensors may have a
-    leading dimension for several layers.
-    """
+    leading dimension for several layers."""
     entry_dim = len(source.shape) - 2
     if kv_indices.shape[:-1].numel() == 1:  # index_select is faster than advanced indexing
         return source.index_select(entry_dim, kv_indices.flatten())

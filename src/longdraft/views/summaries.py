@@ -32,10 +32,8 @@ def view_kernels(full_store: KVStore, copy_store: KVStore | None = None) -> View
 
 def layer_groups(store: KVStore, bytes_per_layer: int) -> list[slice]:
     """Groups a store's layers. A caller processes one group at a time.
-
     On a CPU a group is one layer, whose data stays in the CPU's caches. In an offloaded store a group is one layer too.
-    ``bytes_per_layer`` are the bytes of the temporary tensors for processing one layer.
-    """
+    ``bytes_per_layer`` are the bytes of the temporary tensors for processing one layer."""
     layers_per_group = 1
     if store.device.type != "cpu" and _is_in_memory(store):
         layers_per_group = max(1, MAX_TEMPORARY_BYTES // max(1, bytes_per_layer))

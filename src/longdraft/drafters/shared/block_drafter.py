@@ -75,7 +75,7 @@ class BlockDrafter(RetrievalDrafter):
         """Prefills a prompt, and updates the retrieval. Emitted tokens are fed by the next round."""
         if round_result.is_prefill:
             self.cache.truncate(round_result.sequence.slot, 0)
-            self.prefill(round_result.sequence, self.num_inputs(round_result.sequence) - 1)
+            self.prefill(round_result.sequence, self.num_input_tokens(round_result.sequence) - 1)
         self.update_retrieval(self.store, round_result)
 
     @torch.inference_mode()
@@ -84,7 +84,7 @@ class BlockDrafter(RetrievalDrafter):
         ids, device = self.bound.draft_to_target_ids, self.runner.device
         return self.grow(sequences, draft_round.draft_logits, ids, device, limit, draft_round.draft_topk)
 
-    def num_inputs(self, sequence: Sequence) -> int:
+    def num_input_tokens(self, sequence: Sequence) -> int:
         """Returns the number of positions of a sequence whose input tokens are known."""
         return sequence.length - self.token_shift
 

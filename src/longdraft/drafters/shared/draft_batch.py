@@ -82,7 +82,7 @@ class DraftBatch:
         """Returns each layer's self-attention, a function that also writes keys and values to the cache. In a draft of
         several layers all tokens are queries, because the next layer computes keys from the outputs of all tokens."""
         num_layers = cache.store.shape.layers
-        if num_layers == 1 and attends_batched(cache):
+        if num_layers == 1 and supports_batched_attend(cache):
             return [batched_attend(cache, DeviceBatch.make(cache, self), self.max_kv_len)]
         visible_to = self._visible_to_outputs if num_layers == 1 else self._visible_to_all
         visible = [visible_to(cache, i) for i in range(len(self.slots))]
@@ -127,8 +127,8 @@ class DraftBatch:
 _VisibleKV = tuple[int, int, torch.Tensor | None]
 
 
-def attends_batched(cache: DraftCache) -> bool:
-    """True if one call computes the attention of all sequences."""
+def supports_batched_attend(cache: DraftCache) -> bool:
+    """True if one call (:func:`batched_attend`) can compute the attention of all sequences."""
     shape = cache.store.shape
     return shape.layers == 1 and hybrid.why_unavailable(cache.store.device, shape.dtype, shape.head_dim) is None
 

@@ -20,7 +20,7 @@ from torch import nn
 from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.attention.prefix import PrefixAttentionFunction
 from longdraft.attention.transfer import to_device
-from longdraft.drafters.shared.draft_batch import DeviceBatch, DraftBatch, attends_batched, batched_attend
+from longdraft.drafters.shared.draft_batch import DeviceBatch, DraftBatch, batched_attend, supports_batched_attend
 from longdraft.drafters.shared.fused_level import BlockInputs, FusedLevel, draft_kernels
 from longdraft.engine.sequence import Sequence
 from longdraft.model.gpu.cuda_graphs import padded_batch_size
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 # Maximum number of new tokens that a round feeds to the block. Earlier new tokens are prefilled: keys and values only.
 MAX_NEW_TOKENS = 64
 # Inputs of W tokens of each of B sequences: token ids (B, W) or embeddings (B, W, hidden); cos and sin (B, W, d), or
-# (B, 1, d) if all W tokens have one position; and only for EAGLE's drafts features (B, W, size), which are the target's
-# hidden states for new tokens, and the parent nodes' outputs for nodes of a tree.
+# (B, 1, d) if all W tokens have one position. EAGLE's drafts have a fourth input, features (B, W, size): the target's
+# hidden states for new tokens, the outputs at their parents for tree nodes.
 Inputs = tuple[torch.Tensor, ...]
 # Cross-attention to the target's KV: (slots, KV lengths, q) -> output.
 CrossFn = Callable[..., torch.Tensor]
@@ -49,7 +49,7 @@ class BoundDraft:
     Args:
         runner: the target.
         block: the draft's module.
-        rotary: function of positions (T,) that returns cos and sin (T, d).
+        rotary: function of N positions (N,) that returns cos and sin (N, d).
         draft_to_target_ids: (draft vocabulary,) target id of each draft id; None: both vocabularies are the same.
         head: (draft vocabulary, hidden) weight of the target's head; None: the draft has a head of its own.
 
@@ -89,17 +89,17 @@ class BoundDraft:
 
 
 def _run_block(
-    bound: BoundDraft, uses_target_features: bool, cross: CrossFn | None, top_k: int, num_inputs: int, *args: Any
+    bound: BoundDraft, uses_target_features: bool, cross: CrossFn | None, top_k: int, num_tensors: int, *args: Any
 ) -> tuple[torch.Tensor, ...]:
     """Runs the block in torch. A CUDA graph can capture this function, because its only side effect is on KV caches.
     For the results and the other arguments see :meth:`DraftRound.forward`.
 
     Args:
         cross: cross-attention to the target's KV; None: the block has no cross-attention.
-        num_inputs: number of tensors in :data:`Inputs`.
+        num_tensors: number of input tensors, which :data:`Inputs` lists.
         args: the inputs; slots and KV lengths if there is ``cross``; then ``attend_fns`` and ``output_rows``.
     """
-    inputs, (*cross_tensors, attend_fns, output_rows) = args[:num_inputs], args[num_inputs:]
+    inputs, (*cross_tensors, attend_fns, output_rows) = args[:num_tensors], args[num_tensors:]
     cross_attend = None if cross is None else partial(cross, *cross_tensors)
     out = bound.block(*bound.block_inputs(uses_target_features, *inputs), attend_fns, output_rows, cross_attend)
     logits = bound.block.logits(out)
@@ -119,8 +119,8 @@ def _cross_attend(
     """Returns the attention of q (query heads, B * T, d) to the target's keys and values before each sequence's root.
     ``slots``, ``kv_lens``: tensors of ``batch``, or inputs of a CUDA graph, with lengths up to ``max_kv_len``."""
     query_len = q.shape[1] // len(slots)
-    if kv_lens is not batch.prefix_lens_t:  # a CUDA graph reads only the tensors, so the slots on the host are dummies
-        no_slots = (-1,) * len(slots)
+    if kv_lens is not batch.prefix_lens_t:  # inside a CUDA graph: slots and lengths come from the tensors,
+        no_slots = (-1,) * len(slots)  # so the values on the host are placeholders
         batch = ForwardBatch(no_slots, (max_kv_len,) * len(slots), query_len, None, slots, kv_lens, is_captured=True)
     queries = q.unflatten(1, (-1, query_len)).transpose(0, 1)
     return prefix_attend(queries, keys, values, batch, keys.shape[3] ** -0.5).transpose(0, 1).flatten(1, 2)
@@ -161,10 +161,11 @@ class DraftRound:
         return tuple(result)
 
     def root_inputs(self, level: TreeLevel) -> tuple[DraftBatch, Inputs]:
-        """Commits each sequence's new tokens, the root last, to the cache. Returns their forward's batch and inputs."""
+        """Reserves and commits cache entries for each sequence's new tokens, the root last. Returns the batch and the
+        inputs of the forward that fills them."""
         drafter, cache = self._drafter, self._cache
         sequences = [self.sequences[i] for i in level.sequence_indices]
-        ends = [drafter.num_inputs(s) for s in sequences]
+        ends = [drafter.num_input_tokens(s) for s in sequences]
         width = self._num_fed_tokens(sequences, ends)
         spans = [(s, end - width, end) for s, end in zip(sequences, ends, strict=True)]
         for s, start, end in spans:
@@ -191,7 +192,7 @@ class DraftRound:
         assert self._root_level is not None
         rotary = (self._root_level.index_select(level.sequence_indices, x) for x in self._next_rotary)
         cos, sin = (x[:, level.depth - 1, None] for x in rotary)
-        if not self._drafter.token_shift:
+        if not self._drafter.token_shift:  # only EAGLE's drafts, whose input tokens are shifted, read features
             return batch, (level.tokens, cos, sin)
         assert self._last_level is not None and self._last_features is not None
         last_features = self._last_level.index_select(level.sequence_indices, self._last_features)
@@ -199,12 +200,13 @@ class DraftRound:
         return batch, (level.tokens, cos, sin, features)
 
     def _num_fed_tokens(self, sequences: list[Sequence], ends: list[int]) -> int:
-        """Returns W: the largest number of new tokens of a sequence, within the limits of the cache and the graphs."""
+        """Returns W: the largest number of new tokens of a sequence, within the limits of the graphs and of the cache:
+        ``max_new_entries`` tokens fit a forward, and ``keep_last`` entries a window (None: no window)."""
         cache = self._cache
         num_new = [end - cache.context_len(s.slot) for s, end in zip(sequences, ends, strict=True)]
         limit = max(1, min(MAX_NEW_TOKENS, cache.max_new_entries, cache.keep_last or MAX_NEW_TOKENS))
         width = max(1, min(max(num_new), limit))
-        if attends_batched(cache) and self._drafter.is_capturable:
+        if supports_batched_attend(cache) and self._drafter.is_capturable:
             width = min(self._graphs.padded_query_len(width) or width, limit)
         # An old token may be fed again only if the cache holds all entries from this token on.
         max_fed = (cache.contiguous_suffix_len(s.slot) + n for s, n in zip(sequences, num_new, strict=True))
@@ -241,7 +243,7 @@ class DraftRound:
             return self._bound.block.next_features(out), *result
         cross, cross_tensors, cross_key = self._cross_attention(batch)
         run_block = partial(_run_block, self._bound, uses_target_features, cross, top_k, len(inputs))
-        if self._drafter.is_capturable and not inputs[0].is_floating_point() and attends_batched(self._cache):
+        if self._drafter.is_capturable and not inputs[0].is_floating_point() and supports_batched_attend(self._cache):
             key = cross_key, self._bound.block, uses_target_features, top_k
             replayed = self._replay(batch, inputs, cross_tensors, run_block, key)
             if replayed is not None:
@@ -257,8 +259,8 @@ class DraftRound:
         key: Hashable,
     ) -> tuple[torch.Tensor, ...] | None:
         """Replays ``run_block`` from a captured CUDA graph; returns None if no graph fits. ``key``: what ``run_block``
-        depends on. Levels are padded to a captured size; new tokens already have one, if ``_num_fed_tokens`` found one.
-        """
+        depends on. Tree levels are padded here to a captured length. ``_num_fed_tokens`` has already chosen one for new
+        tokens where it could."""
         graphs, cache = self._graphs, self._cache
         query_len = graphs.padded_query_len(batch.query_len)
         has_all_outputs = batch.num_outputs == batch.query_len
@@ -273,7 +275,8 @@ class DraftRound:
             padded = [torch.cat(x) for x in zip(cross_tensors, padding, strict=True)] if num_padding else cross_tensors
             return [*inputs, *padded, *DeviceBatch.make(cache, batch, query_len, batch_size)]
 
-        # The graph outlives the cache. It holds a copy that shares the tensors, but does not keep the arena's memory.
+        # The graph outlives the cache. So it holds a copy of the cache with the same tensors but without a reference to
+        # the arena (the pool of buffers), which would otherwise never be freed.
         graph_cache = copy(cache)
         graph_cache.store = copy(cache.store)
         graph_cache.store.arena_buffers = None
@@ -287,7 +290,7 @@ class DraftRound:
             results = run_block(*tensors, [attend], padded_batch.output_rows(tensors[0].device))
             return tuple(x.unflatten(0, (batch_size, -1)) for x in results)
 
-        graph_key = key, max_kv_len, cache.scratch, has_all_outputs
+        graph_key = key, max_kv_len, cache.scratch, has_all_outputs  # masks are padded to the cache's scratch entries
         owner = cache.store.arena_buffers or cache.store  # the graph lives as long as this memory
         results = graphs.run_draft(owner, graph_key, (batch_size, query_len), make_inputs, padded_forward)
         return None if results is None else tuple(x[:, : batch.num_outputs].flatten(0, 1) for x in results)

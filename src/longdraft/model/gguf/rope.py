@@ -15,7 +15,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 _YARN_BETAS = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}  # llama.cpp's name -> transformers'
 # Both tensors of LongRoPE, with the factors for short and for long contexts, have names that begin so.
 _LONGROPE_PREFIX = "rope_factors_"
-# Parameter of YaRN that transformers lacks -> its neutral field. Only the neutral field is accepted.
+# YaRN parameters that transformers lacks -> the value that has no effect. Other values are refused.
 _UNSUPPORTED_YARN = {"yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
 
 
@@ -26,27 +26,26 @@ def rope_scaling(header: GGUFHeader, config: Any) -> dict[str, Any]:
         CapabilityError: transformers lacks this scaling, or the file's rotary dimension differs from the config's.
     """
     if any(name.startswith(_LONGROPE_PREFIX) for name in header.tensors):
-        raise _unsupported_error(header, "longrope")
+        raise _unsupported_error(header, "longrope scaling")
     factors = None if header.rope_freqs is None else torch.from_numpy(header.rope_freqs)
     if factors is not None and bool((factors == 1).all()):  # divisors of 1 scale nothing
         factors = None
     fields = _scaling_fields(header, config.max_position_embeddings)
     file_dim, rotary_dim = header("rope.dimension_count"), _rotary_dim(config)
     if file_dim is not None and int(file_dim) != rotary_dim:
-        raise _unsupported_error(header, f"{file_dim} of each head's {config.head_dim} dimensions are rotated")
+        raise _unsupported_error(header, f"RoPE of only {file_dim} of each head's {config.head_dim} dimensions")
     if factors is None:
         return fields
     if fields:
-        raise _unsupported_error(header, f"{fields['rope_type']} together with rope_freqs")
+        raise _unsupported_error(header, f"{fields['rope_type']} scaling together with rope_freqs")
     if len(factors) != rotary_dim // 2:
         raise _unsupported_error(header, f"rope_freqs for {len(factors)} frequencies, not {rotary_dim // 2}")
     return _from_factors(factors.double(), config)
 
 
-def _unsupported_error(header: GGUFHeader, scaling: str) -> CapabilityError:
+def _unsupported_error(header: GGUFHeader, feature: str) -> CapabilityError:
     return CapabilityError(
-        f"{header.path} scales its rotary frequencies ({scaling}), which is not read from GGUF files: give the model's "
-        "Hugging Face folder or id."
+        f"{header.path} needs {feature}, which is not read from GGUF files: give the model's Hugging Face folder or id."
     )
 
 
@@ -56,7 +55,7 @@ def _rotary_dim(config: Any) -> int:
 
 
 def _scaling_fields(header: GGUFHeader, context_length: int) -> dict[str, Any]:
-    """Returns ``rope_parameters`` from fields ``rope.scaling.*``; ``context_length`` is the default original length."""
+    """Returns ``rope_parameters``. ``context_length``: the original context length if the file does not state it."""
 
     def field(name: str) -> Any:
         return header(f"rope.scaling.{name}")
@@ -71,19 +70,19 @@ def _scaling_fields(header: GGUFHeader, context_length: int) -> dict[str, Any]:
     if rope_type == "linear":
         return {"rope_type": "linear", "factor": float(factor)}
     if rope_type != "yarn":
-        raise _unsupported_error(header, rope_type)
+        raise _unsupported_error(header, f"{rope_type} scaling")
     if not factor or factor < 1:
-        raise _unsupported_error(header, f"yarn with a factor of {factor}")
-    for name, neutral in _UNSUPPORTED_YARN.items():
-        if (value := field(name)) is not None and value != neutral:
-            raise _unsupported_error(header, f"yarn with {name} {value:g}")
+        raise _unsupported_error(header, f"yarn scaling with a factor of {factor}")
+    for name, neutral_value in _UNSUPPORTED_YARN.items():
+        if (value := field(name)) is not None and value != neutral_value:
+            raise _unsupported_error(header, f"yarn scaling with {name} {value:g}")
     fields: dict[str, Any] = {
         "rope_type": "yarn",
         "factor": float(factor),
         "original_max_position_embeddings": int(field("original_context_length") or context_length),
     }
     fields |= {hf_name: float(beta) for name, hf_name in _YARN_BETAS.items() if (beta := field(name)) is not None}
-    # yarn_attn_factor is transformers' attention_factor. attn_factor multiplies that, or YaRN's default, 0.1 ln(s) + 1.
+    # attention_factor = (yarn_attn_factor, by default 0.1 ln(factor) + 1) * attn_factor.
     if (yarn_factor := field("yarn_attn_factor")) is not None:
         fields["attention_factor"] = float(yarn_factor)
     if (attn_factor := field("attn_factor")) is not None:

@@ -174,9 +174,7 @@ class CudaGraphs:
 
     def capture_sizes(self, store: KVStore, max_query_len: int) -> list[tuple[int, int, int]]:
         """Lists (batch_size, query_len, KV length) of the sizes up to ``max_query_len``, at most ``max_graphs``.
-
-        Short contexts come first. Of one context, large forwards come first: smaller ones then reuse the memory.
-        """
+        Short contexts come first. Of one context, large forwards come first: smaller ones then reuse the memory."""
         if self._backend is None or not store.is_resident:
             return []
         largest = self.padded_query_len(min(max_query_len, CAPTURE_QUERY_LENS[-1])) or 0
