@@ -200,7 +200,7 @@ constexpr int64_t AMX_WEIGHTS_AT_A_TIME = 4;  // AmxWeights that are unpacked at
 constexpr int64_t AMX_ROW_BLOCK = 512;        // rows that are computed at a time: activations and sums stay in the L2 cache
 
 // The weights of LANES outputs in the 4 sub-blocks that share an activation scale: integers (code - ZERO_POINT) * int_scale, split into two
-// bytes (amx.h), with 4 weights of an output in a lane. Two sub-blocks (64 inputs) fill a tile.
+// bytes (isa/amx.h), with 4 weights of an output in a lane. Two sub-blocks (64 inputs) fill a tile.
 template <typename F>
 struct AmxWeights {
   typedef amx::SplitWeights<F::ZERO_POINT> SplitWeights;

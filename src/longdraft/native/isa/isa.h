@@ -1,17 +1,17 @@
-// Chooses the file of the instruction set that is compiled for, which defines (AMX is in amx.h):
-//   vec, ivec          vectors of floats and of int32, by GNU C++'s vector extensions, which clang has too
-//   MAX_SUMS           accumulators of a register tile; the other registers hold its operands
-//   fmadd(a, b, c)     a * b + c, rounded once
-//   load_u8(p), load_i8(p), load_u16(p), load_fp16(p)   load a number for each lane, and widen it to 32 bits. By intrinsics, because
-//                      compilers would convert vectors of bytes element by element.
-//   store_i8(p, x)     stores the lowest byte of each lane
-//   fp16_to_float(x)   converts the float16 in the lower 16 bits of each lane to float32
-//   broadcast_fp16(x)  broadcasts a float16, as float32
-//   lookup16(table, x)  looks up each byte of x, at most 15, in a table of 16 bytes; x: ivec or int32x8
-//   spread_bits(x)     moves bits 0 to 3 of a lane to bit 4 of its four bytes; all other bits of the result are 0
-//   load_quarters(rows, stride)  loads 16 bytes from each of LANES / 4 rows: rows 0, 4, 8 and 12 with 16 lanes, 0 and 4 with 8, 0 with 4
-//   dot4_accumulate<MAX_CODE>(sum, w, x4)  in each lane, adds to `sum` the dot product of 4 codes w (0 to MAX_CODE) with the 4 activations
-//                      at x4 (-127 to 127). If MAX_CODE > DOT4_MAX_CODE, subtracts 128 from codes, by flipping their highest bit.
+// Chooses the file of the instruction set that is compiled for. Each of these files defines (AMX is in amx.h):
+//   vec, ivec                     vectors of LANES floats and int32, by GNU C++'s vector extensions, which clang has too
+//   MAX_SUMS                      accumulators of a register tile; the other registers hold its operands
+//   fmadd(a, b, c)                a * b + c, rounded once
+//   load_u8, _i8, _u16, _fp16(p)  load LANES numbers and widen them to 32 bits. By intrinsics, because compilers would convert vectors of
+//                                 bytes element by element.
+//   store_i8(p, x)                stores the lowest byte of each lane
+//   fp16_to_float(x)              converts the float16 in the lower 16 bits of each lane to float32
+//   broadcast_fp16(bits)          broadcasts a float16, as float32
+//   lookup16(table, x)            looks up each byte of x (ivec or int32x8), at most 15, in a table of 16 bytes
+//   spread_bits(x)                moves bits 0 to 3 of a lane to bit 4 of its four bytes; all other bits of the result are 0
+//   load_quarters(rows, stride)   loads 16 bytes from each of LANES / 4 rows: 0, 4, 8 and 12 with AVX-512, 0 and 4 with AVX2, 0 with NEON
+//   dot4_accumulate(sum, w, x4)   in each lane, adds to `sum` the dot product of 4 codes w (0 to MAX_CODE) with the 4 activations at x4
+//                                 (-127 to 127). Subtracts 128 from codes, by flipping their highest bit, if MAX_CODE > DOT4_MAX_CODE.
 #pragma once
 
 #include <cstdint>
