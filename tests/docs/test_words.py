@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCES = [ROOT / "src" / "longdraft", ROOT / "packages" / "longdraft-engines" / "src"]
 FILES = sorted(file for folder in SOURCES for file in folder.rglob("*.py"))
-NATIVE = sorted(file for kind in ("*.cpp", "*.h") for file in (SOURCES[0] / "native").glob(kind))
+NATIVE = sorted(file for kind in ("*.cpp", "*.h") for file in (SOURCES[0] / "native").rglob(kind))
 # Participles, pronouns and fillers, which say of nothing what it is, and words that only this project used.
 _NAMES = """given asked told stated found theirs each going said kept placed known mine ours whole beside wanted shown
 own more of at what here there like woven brief lighter quicken few_rows twin hosted unpaid paid avoid_forks rehearsal

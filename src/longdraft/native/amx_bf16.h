@@ -6,10 +6,8 @@
 #pragma once
 
 #include "packed_rows.h"
-#include "amx.h"
+#include "isa/amx.h"
 #include <algorithm>
-
-#if defined(LONGDRAFT_AMX)
 
 namespace bf16 {
 
@@ -20,6 +18,7 @@ constexpr int64_t TILE_SIDE = 16;   // rows of a tile, and columns of a tile of 
 
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
+#if defined(LONGDRAFT_AMX)
 // Rounds 32 floats to bfloat16: the result's lower half is from a, its upper half from b (vcvtne2ps2bf16).
 inline ivec round_to_bf16(vec a, vec b) {
   ivec pair;
@@ -153,6 +152,21 @@ inline void accumulate_pv(const float *p, int64_t p_stride, int64_t rows, const 
   interleave_row_pairs(row_ptr, depth, d, d, p_stride * v_row_stride, operands.rhs);
   multiply(operands.lhs, round_up(rows, TILE_SIDE), depth, operands.rhs, d, out, d, true);
 }
+#else
+// What attention names that HAVE_AMX keeps from running.
+struct Operands {
+  BFloat16 *lhs;
+  ivec *rhs;
+  Operands(int64_t rows, int64_t depth, int64_t width);
+};
+void round_matrix(const float *x, int64_t x_stride, int64_t rows, int64_t columns, float scale, int64_t depth, BFloat16 *to);
+template <typename RowPtr> void interleave_row_pairs(const RowPtr &, int64_t, int64_t, int64_t, int64_t, ivec *) {}
+void multiply(const BFloat16 *lhs, int64_t rows, int64_t depth, const ivec *rhs, int64_t width, float *sums, int64_t sums_stride,
+              bool accumulate);
+void round_queries(const float *q, int64_t rows, int64_t d, float scale, BFloat16 *to);
+void score(const BFloat16 *q, int64_t rows, int64_t d, const BFloat16 *kt, int64_t kt_stride, int64_t n_keys, float *s, int64_t s_stride);
+void accumulate_pv(const float *p, int64_t p_stride, int64_t rows, const BFloat16 *v, int64_t v_row_stride, int64_t from, int64_t n_keys,
+                   int64_t d, float *out);
+#endif
 
 }  // namespace bf16
-#endif

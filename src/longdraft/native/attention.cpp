@@ -39,7 +39,6 @@ int64_t tail_size(int64_t rows, int64_t d, int64_t n_tree_keys) {
   return BLOCK * (round_up_rows(rows) * ((BLOCK + n_tree_keys + BLOCK - 1) / BLOCK + 2) + d);
 }
 
-#if defined(LONGDRAFT_AMX)
 // Adds the weighted values of a block in path order to part.out, on AMX: n_prefix keys of the prefix from key first_key on, without the
 // first n_unseen, then each row's tree keys from path index first_rank on. Tree key 0 is key tree_start of the cache. Tiles whose keys all
 // belong to the prefix are shared by all rows. The others are computed token by token, because a tile must have the path's keys.
@@ -74,7 +73,6 @@ void accumulate_pv_tail(const AttentionInput &in, const KVHead &head_kv, int64_t
     for (int64_t h = 0; h < heads; h++) std::copy_n(token_out + h * in.d, in.d, in.part.out + (h * paths.n_tokens + t) * in.d);
   }
 }
-#endif
 
 // Attends to the tail, from key tail_start on: the last n_tail_prefix keys of the prefix, and the tree's keys. Row r belongs to token
 // r % paths.n_tokens. Computes only the blocks in path order that begin in [from, to).
@@ -103,12 +101,10 @@ void attend_tail(const AttentionInput &in, const KVHead &head_kv, int64_t tail_s
     mask_before_window(path_scores, in.rows, first_key, n_keys, window_start, paths.n_tokens);
     online_softmax_update(path_scores, in.rows, n_keys, in.d, in.part);
     const int64_t n_unseen = std::min(n_prefix, std::max<int64_t>(0, in.window_begin - first_key));
-#if defined(LONGDRAFT_AMX)
-    if (in.bf16) {
+    if (HAVE_AMX && in.bf16) {
       accumulate_pv_tail(in, head_kv, tail_start + n_tail_prefix, first_key, n_unseen, n_prefix, paths, first_rank, path_scores);
       continue;
     }
-#endif
     if (n_unseen < n_prefix) accumulate_pv_block(in, head_kv, first_key, n_unseen, n_prefix, path_scores);
     // Values of the tree are read in storage order, once for all rows. Keys that a row does not see get weight 0, which changes no bit.
     for (int64_t first = 0; first < paths.n_keys; first += BLOCK) {

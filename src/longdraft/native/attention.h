@@ -219,17 +219,13 @@ bool use_amx_bf16(const KVCache &kv) { return HAVE_AMX && kv.dtype == KVDtype::B
 
 // Returns the number of floats that scale_queries() writes.
 int64_t scaled_queries_size(int64_t rows, int64_t d, bool bf16) {
-#if defined(LONGDRAFT_AMX)
-  if (bf16) return bf16::round_up(rows, bf16::TILE_SIDE) * bf16::round_up(d, bf16::TILE_DEPTH) / 2;
-#endif
+  if (HAVE_AMX && bf16) return bf16::round_up(rows, bf16::TILE_SIDE) * bf16::round_up(d, bf16::TILE_DEPTH) / 2;
   return Scratch::round_up_to_line(rows * d);
 }
 
 // Multiplies queries (rows, d) by the softmax scale. bf16: also rounds them to bfloat16 for AMX.
 void scale_queries(const float *q, int64_t rows, int64_t d, float scale, bool bf16, float *to) {
-#if defined(LONGDRAFT_AMX)
-  if (bf16) return bf16::round_queries(q, rows, d, scale, reinterpret_cast<BFloat16 *>(to));
-#endif
+  if (HAVE_AMX && bf16) return bf16::round_queries(q, rows, d, scale, reinterpret_cast<BFloat16 *>(to));
   for (int64_t i = 0; i < rows * d; i++) to[i] = q[i] * scale;
 }
 
@@ -262,10 +258,10 @@ void score_block(const AttentionInput &in, const KVHead &kv, int64_t first_key, 
     });
   };
   if (in.bf16) {
-#if defined(LONGDRAFT_AMX)
-    bf16::score(reinterpret_cast<const BFloat16 *>(in.q), in.rows, in.d, static_cast<BFloat16 *>(kv.k) + first_key, kv.k_dim_stride, n_keys,
-                s, BLOCK);
-#endif
+    if (HAVE_AMX) {
+      bf16::score(reinterpret_cast<const BFloat16 *>(in.q), in.rows, in.d, static_cast<BFloat16 *>(kv.k) + first_key, kv.k_dim_stride,
+                  n_keys, s, BLOCK);
+    }
   } else if (kv.dtype == KVDtype::FLOAT32 && kv.k_row_stride != 1) {
     transpose_block(static_cast<float *>(kv.k) + first_key * kv.k_row_stride, kv.k_row_stride, n_keys, in.d, kt);
     score_keys(kt, BLOCK, 0);
@@ -279,12 +275,10 @@ void score_block(const AttentionInput &in, const KVHead &kv, int64_t first_key, 
 // Adds the weighted values of keys [first_key + from, first_key + n_keys) to part.out. p (rows, BLOCK) has the weights of keys from
 // first_key on, and is overwritten.
 void accumulate_pv_block(const AttentionInput &in, const KVHead &kv, int64_t first_key, int64_t from, int64_t n_keys, float *p) {
-#if defined(LONGDRAFT_AMX)
-  if (in.bf16) {
+  if (HAVE_AMX && in.bf16) {
     const BFloat16 *v = static_cast<BFloat16 *>(kv.v) + first_key * kv.v_row_stride;
     return bf16::accumulate_pv(p, BLOCK, in.rows, v, kv.v_row_stride, from, n_keys, in.d, in.part.out);
   }
-#endif
   first_key += from, n_keys -= from, p += from;
   if (kv.v_scale) scale_keys(p, in.rows, n_keys, kv.v_scale + first_key);
   dispatch_dtype(kv.v, kv.dtype, [&](auto *values) {

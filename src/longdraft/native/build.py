@@ -26,7 +26,7 @@ logger = logging.getLogger("longdraft")
 
 _SOURCE_DIR = Path(__file__).parent
 SOURCES = tuple(sorted(file.name for file in _SOURCE_DIR.glob("*.cpp")))
-_HEADERS = tuple(sorted(file.name for file in _SOURCE_DIR.glob("*.h")))
+_HEADERS = tuple(sorted(str(file.relative_to(_SOURCE_DIR)) for file in _SOURCE_DIR.rglob("*.h")))
 # No -ffast-math: NaN and infinity keep their meaning. -ffp-contract=off: fmadd() is explicit (vectors.h).
 # -fno-schedule-insns: GCC on aarch64 schedules before register allocation, which makes full register tiles spill.
 _FLAGS = ("-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-schedule-insns", "-Wno-psabi")
@@ -54,7 +54,7 @@ LEVEL_NAMES = {
     "x86-64-v3": "AVX2",
     "armv8-a": "NEON",
 }
-# Compiler flags of instruction sets that -march has no name for. Old compilers suffice: AMX is in assembly (amx.h).
+# Compiler flags of instruction sets that -march has no name for. Old compilers suffice: AMX is in assembly (isa/amx.h).
 _TARGET_FLAGS = {
     "x86-64-v4-amx": ("-march=x86-64-v4", "-mavx512vnni", "-DLONGDRAFT_AMX"),
     "x86-64-v4-vnni": ("-march=x86-64-v4", "-mavx512vnni"),

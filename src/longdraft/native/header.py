@@ -1,16 +1,33 @@
-"""Parses kernels.h into constants and ctypes types: enumerations, structures and functions."""
+"""Parses formats.h and kernels.h into constants and ctypes types: formats, enumerations, structures and functions."""
 
 from __future__ import annotations
 
 import ctypes
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 Int64, Pointer = ctypes.c_int64, ctypes.c_void_p
 
 _SCALARS: dict[str, Any] = {"std::int64_t": Int64, "float": ctypes.c_float, "int": ctypes.c_int}
-_SOURCE = re.sub(r"//.*", "", Path(__file__).with_name("kernels.h").read_text(encoding="utf-8"))
+_FILES = (Path(__file__).with_name(name) for name in ("formats.h", "kernels.h"))
+_SOURCE = "".join(re.sub(r"//.*", "", file.read_text(encoding="utf-8")) for file in _FILES)
+
+
+class QuantFormat(NamedTuple):
+    """The first numbers of a row of QUANT_FORMATS, which has all of them."""
+
+    block_weights: int
+    block_bytes: int
+    act_weights: int
+
+
+# Name of a format of quant blocks -> its numbers.
+QUANT_FORMATS = {
+    name: QuantFormat(*map(int, numbers))
+    for name, *numbers in re.findall(r"\bROW\((\w+), +(\d+), +(\d+), +(\d+),", _SOURCE)
+}
+_SOURCE = _SOURCE.replace("QUANT_FORMATS(FORMAT_NAME)", "".join(f"{name}, " for name in QUANT_FORMATS))
 # Name of an enumeration -> {name of a member: its number}.
 ENUMS: dict[str, dict[str, int]] = {
     name: {member.strip(): number for number, member in enumerate(names.split(","))}

@@ -3,6 +3,7 @@
 // B: number of sequences. T: number of new tokens in each. d: size of a head. A slot is a sequence's part of the KV cache.
 #pragma once
 
+#include "formats.h"
 #include <cstdint>
 #include <exception>
 #include <new>
@@ -29,11 +30,6 @@ inline void check(Status status) {
 constexpr std::int64_t FEW_TOKENS = 32;
 
 extern "C" {
-
-// Formats of weights: float32, ggml's quant blocks of 32 or 256 weights (quants.h), 16-bit floats, and float32 stored as (n_in, n_out).
-enum class Format : std::int64_t {
-  FLOAT32, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4, BF16, F16, FLOAT32_TRANSPOSED
-};
 
 // Element types of the KV cache.
 enum class KVDtype : std::int64_t { FLOAT32, BFLOAT16, INT8 };

@@ -2,7 +2,7 @@
 #include "matmul.h"
 
 #include "ops.h"
-#include "amx.h"
+#include "isa/amx.h"
 #include <vector>
 
 namespace {

@@ -9,7 +9,7 @@
 #include "outputs.h"
 #include "matmul.h"
 #include "threads.h"
-#include "amx.h"
+#include "isa/amx.h"
 
 namespace {
 
@@ -17,55 +17,12 @@ constexpr int64_t MANY_ROWS = 32;              // above this many rows, codes ar
 constexpr int64_t UNPACKED_BYTES = 384 << 10;  // memory for unpacked codes
 constexpr int64_t AMX_MIN_ROWS = 9;            // AMX is faster from this many rows on
 
-#if !defined(__AVX512VNNI__)
-// True if dot4_accumulate() subtracts 128 from codes, by flipping their highest bit. Without VNNI, its instructions would saturate for
-// codes above 127. initial_sum() adds what the subtraction takes away.
-template <int MAX_CODE> constexpr bool FLIP_SIGN = MAX_CODE > 127;
-#else
-template <int MAX_CODE> constexpr bool FLIP_SIGN = false;
-#endif
-
-// Four activations as one number. It may alias, because the activations are written as bytes.
-typedef std::int32_t aliasing_int32 __attribute__((may_alias));
-
-// In each lane, adds to `sum` the dot product of 4 codes w (0 to MAX_CODE) with the 4 activations at x4 (-127 to 127).
-template <int MAX_CODE> inline ivec dot4_accumulate(ivec sum, ivec w, const std::int8_t *x4) {
-#if defined(__AVX512VNNI__)
-  // In assembly, for its embedded broadcast: compilers would broadcast by a separate instruction, which takes a third longer.
-  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*reinterpret_cast<const aliasing_int32 *>(x4)));
-  return sum;
-#else
-  std::int32_t x4_bits;
-  std::memcpy(&x4_bits, x4, sizeof x4_bits);
-  const ivec x = broadcast(x4_bits);
-#if defined(__AVX512BW__)
-  __m512i a = (__m512i)w, b = (__m512i)x;
-  if constexpr (FLIP_SIGN<MAX_CODE>) {
-    a = _mm512_xor_si512(a, _mm512_set1_epi8(-128));
-    b = _mm512_mask_sub_epi8(b, _mm512_movepi8_mask(a), _mm512_setzero_si512(), b);
-    a = _mm512_abs_epi8(a);
-  }
-  return sum + (ivec)_mm512_madd_epi16(_mm512_maddubs_epi16(a, b), _mm512_set1_epi16(1));
-#elif defined(__AVX2__)
-  __m256i a = (__m256i)w, b = (__m256i)x;
-  if constexpr (FLIP_SIGN<MAX_CODE>) {
-    a = _mm256_xor_si256(a, _mm256_set1_epi8(-128));
-    b = _mm256_sign_epi8(b, a);
-    a = _mm256_abs_epi8(a);
-  }
-  return sum + (ivec)_mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16(1));
-#else
-  int8x16_t a = (int8x16_t)w, b = (int8x16_t)x;
-  if constexpr (FLIP_SIGN<MAX_CODE>) a = veorq_s8(a, vdupq_n_s8(-128));
-  const int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(a), vget_low_s8(b)));
-  return sum + (ivec)vpaddq_s32(low, vpaddlq_s16(vmull_high_s8(a, b)));
-#endif
-#endif
-}
+// True if dot4_accumulate() subtracts 128 from codes. initial_sum() adds what the subtraction takes away.
+template <typename F> constexpr bool FLIP_SIGN = F::MAX_CODE > DOT4_MAX_CODE;
 
 // Returns the value from which a sum of code * q must start to become the sum of (code - ZERO_POINT) * q. neg_sum: -sum(q).
 template <typename F> ALWAYS_INLINE inline ivec initial_sum(std::int32_t neg_sum) {
-  constexpr int OFFSET = F::ZERO_POINT - (FLIP_SIGN<F::MAX_CODE> ? 128 : 0);
+  constexpr int OFFSET = F::ZERO_POINT - (FLIP_SIGN<F> ? 128 : 0);
   if constexpr (OFFSET == 0) return ivec{};
   if constexpr (OFFSET > 0 && (OFFSET & (OFFSET - 1)) == 0)
     return broadcast(neg_sum) << __builtin_ctz(OFFSET);  // a shift is faster than a multiplication
@@ -239,12 +196,11 @@ template <typename F> void matmul_many_rows(const Int8Activations &x, const Matr
   }
 }
 
-#if defined(LONGDRAFT_AMX)
 constexpr int64_t AMX_WEIGHTS_AT_A_TIME = 4;  // AmxWeights that are unpacked at a time: 18 KB, which stay in the L1 cache for all rows
 constexpr int64_t AMX_ROW_BLOCK = 512;        // rows that are computed at a time: activations and sums stay in the L2 cache
 
 // The weights of LANES outputs in the 4 sub-blocks that share an activation scale: integers (code - ZERO_POINT) * int_scale, split into two
-// bytes (amx.h), with 4 weights of an output in a lane. Two sub-blocks (64 inputs) fill a tile.
+// bytes (isa/amx.h), with 4 weights of an output in a lane. Two sub-blocks (64 inputs) fill a tile.
 template <typename F>
 struct AmxWeights {
   typedef amx::SplitWeights<F::ZERO_POINT> SplitWeights;
@@ -344,16 +300,13 @@ template <int TILE_ROWS, typename F> void matmul_amx(const Int8Activations &x, c
     }
   }
 }
-#endif
 
 template <typename F> void matmul_outputs(const Int8Activations &x, const Matrix &m, int64_t from, int64_t to) {
-#if defined(LONGDRAFT_AMX)
-  if constexpr (F::SUB_BLOCKS_PER_ACT_SCALE > 1) {
+  if constexpr (HAVE_AMX && F::SUB_BLOCKS_PER_ACT_SCALE > 1) {
     if (x.tile_rows == 8) return matmul_amx<8, F>(x, m, from, to);
     if (x.tile_rows == 12) return matmul_amx<12, F>(x, m, from, to);
     if (x.tile_rows == 16) return matmul_amx<16, F>(x, m, from, to);
   }
-#endif
   if (x.rows > MANY_ROWS) return matmul_many_rows<F>(x, m, from, to);
   static thread_local Scratch interleave_scratch;
   for (int64_t out = from; out < to; out += LANES) {

@@ -8,11 +8,6 @@
 
 #include "vectors.h"
 
-typedef std::uint8_t byte;
-
-// For functions that keep unpacked weights in registers, which a call would spill to memory.
-#define ALWAYS_INLINE __attribute__((always_inline))
-
 struct BFloat16 {
   std::uint16_t bits;
 };
@@ -21,37 +16,11 @@ struct Float16 {
   std::uint16_t bits;
 };
 
-// Load LANES numbers and widen them to 32 bits. By intrinsics, because compilers would convert vectors of bytes element by element.
-#if defined(__AVX512F__)
-static inline __m128i load_16_bytes(const void *p) { return _mm_loadu_si128(static_cast<const __m128i *>(p)); }
-static inline __m256i load_16_shorts(const void *p) { return _mm256_loadu_si256(static_cast<const __m256i *>(p)); }
-static inline ivec load_u8(const byte *p) { return (ivec)_mm512_cvtepu8_epi32(load_16_bytes(p)); }
-static inline ivec load_i8(const void *p) { return (ivec)_mm512_cvtepi8_epi32(load_16_bytes(p)); }
-static inline ivec load_u16(const void *p) { return (ivec)_mm512_cvtepu16_epi32(load_16_shorts(p)); }
-static inline vec load(const Float16 *p) { return (vec)_mm512_cvtph_ps(load_16_shorts(p)); }
-#elif defined(__AVX2__)
-static inline __m128i load_8_bytes(const void *p) { return _mm_loadl_epi64(static_cast<const __m128i *>(p)); }
-static inline __m128i load_8_shorts(const void *p) { return _mm_loadu_si128(static_cast<const __m128i *>(p)); }
-static inline ivec load_u8(const byte *p) { return (ivec)_mm256_cvtepu8_epi32(load_8_bytes(p)); }
-static inline ivec load_i8(const void *p) { return (ivec)_mm256_cvtepi8_epi32(load_8_bytes(p)); }
-static inline ivec load_u16(const void *p) { return (ivec)_mm256_cvtepu16_epi32(load_8_shorts(p)); }
-static inline vec load(const Float16 *p) { return (vec)_mm256_cvtph_ps(load_8_shorts(p)); }
-#else
-static inline uint8x8_t load_4_bytes(const void *p) {
-  std::uint32_t bytes;
-  std::memcpy(&bytes, p, 4);
-  return vcreate_u8(bytes);
-}
-static inline uint16x4_t load_4_shorts(const void *p) { return vreinterpret_u16_u8(vld1_u8(static_cast<const byte *>(p))); }
-static inline ivec load_u8(const byte *p) { return (ivec)vmovl_u16(vget_low_u16(vmovl_u8(load_4_bytes(p)))); }
-static inline ivec load_i8(const void *p) { return (ivec)vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(load_4_bytes(p))))); }
-static inline ivec load_u16(const void *p) { return (ivec)vmovl_u16(load_4_shorts(p)); }
-static inline vec load(const Float16 *p) { return (vec)vcvt_f32_f16(vreinterpret_f16_u16(load_4_shorts(p))); }
-#endif
-
 static inline vec to_float(ivec x) { return __builtin_convertvector(x, vec); }
 static inline vec to_float(std::int32_t x) { return broadcast(static_cast<float>(x)); }
 
+// Load LANES numbers.
+static inline vec load(const Float16 *p) { return load_fp16(p); }
 static inline vec load(const BFloat16 *p) { return (vec)(load_u16(p) << 16); }
 static inline vec load(const std::int8_t *p) { return to_float(load_i8(p)); }
 
@@ -67,56 +36,7 @@ static inline float load_scalar(const BFloat16 *p) {
   return x;
 }
 
-// Converts the float16 in the lower 16 bits of each lane to float32.
-ALWAYS_INLINE inline vec fp16_to_float(ivec x) {
-#if defined(__AVX512F__)
-  return (vec)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)x));
-#elif defined(__AVX2__)
-  const __m256i low = _mm256_and_si256((__m256i)x, _mm256_set1_epi32(0xffff));
-  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, low), 0x88);
-  return (vec)_mm256_cvtph_ps(_mm256_castsi256_si128(packed));
-#else
-  return (vec)vcvt_f32_f16(vreinterpret_f16_u16(vmovn_u32((uint32x4_t)x)));
-#endif
-}
-
-// Broadcasts a float16, as float32.
-ALWAYS_INLINE inline vec broadcast_fp16(std::uint16_t bits) {
-#if defined(__AVX512F__)
-  return (vec)_mm512_cvtph_ps(_mm256_set1_epi16(static_cast<short>(bits)));
-#elif defined(__AVX2__)
-  return (vec)_mm256_cvtph_ps(_mm_set1_epi16(static_cast<short>(bits)));
-#else
-  return (vec)vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(bits)));
-#endif
-}
 ALWAYS_INLINE inline vec fp16_to_float(std::int32_t x) { return broadcast_fp16(static_cast<std::uint16_t>(x)); }
-
-// Vectors of 32 bytes on every instruction set, for a sub-block of a single row.
-typedef std::int32_t int32x8 __attribute__((vector_size(32)));
-typedef byte uint8x32 __attribute__((vector_size(32)));
-
-// Looks up each byte of x, at most 15, in a table of 16 bytes (pshufb, tbl).
-#if defined(__AVX2__)
-static inline int32x8 lookup16(const byte *table, int32x8 x) {
-  const __m128i table_vector = _mm_loadu_si128(reinterpret_cast<const __m128i *>(table));
-  return (int32x8)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table_vector), (__m256i)x);
-}
-#if defined(__AVX512F__)
-static inline ivec lookup16(const byte *table, ivec x) {
-  return (ivec)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load_16_bytes(table)), (__m512i)x);
-}
-#endif
-#else
-static inline ivec lookup16(const byte *table, ivec x) { return (ivec)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)x); }
-static inline int32x8 lookup16(const byte *table, int32x8 x) {
-  ivec halves[2];
-  std::memcpy(halves, &x, sizeof x);
-  for (ivec &part : halves) part = lookup16(table, part);
-  std::memcpy(&x, halves, sizeof x);
-  return x;
-}
-#endif
 
 // The index that selects all columns of a single row at once (RowColumns).
 struct AllColumns {};
@@ -182,22 +102,6 @@ struct RowColumns {
 // Loads N columns.
 template <int N> ALWAYS_INLINE inline InterleavedColumns<N> columns(InterleavedRows in) { return InterleavedColumns<N>(in); }
 template <int N> ALWAYS_INLINE inline RowColumns<N> columns(SingleRow in) { return RowColumns<N>(in); }
-
-// Loads a vector with 16 bytes from each of LANES / 4 rows: rows 0, 4, 8 and 12 with AVX-512, 0 and 4 with AVX2, 0 with NEON.
-ALWAYS_INLINE inline vec load_quarters(const byte *rows, std::int64_t w_stride) {
-#if defined(__AVX2__)
-  const auto load_two = [=](const byte *p) ALWAYS_INLINE {
-    return _mm256_loadu2_m128i(reinterpret_cast<const __m128i *>(p + 4 * w_stride), reinterpret_cast<const __m128i *>(p));
-  };
-#if defined(__AVX512F__)
-  return (vec)_mm512_inserti64x4(_mm512_castsi256_si512(load_two(rows)), load_two(rows + 8 * w_stride), 1);
-#else
-  return (vec)load_two(rows);
-#endif
-#else
-  return load(reinterpret_cast<const float *>(rows));
-#endif
-}
 
 // Takes elements FIRST and FIRST + 1 from each 128-bit part of a and of b: in the order a b a b if GROUP is 1, and a a b b if it is 2.
 template <int FIRST, int GROUP, int... I>

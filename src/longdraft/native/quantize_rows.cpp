@@ -58,12 +58,7 @@ void quantize_blocks(const float *x, const Int8Activations &out, int64_t first_b
         sum += shifted - ROUND_MAGIC;
         const ivec q = (ivec)shifted - 0x4b400000;  // the bits of ROUND_MAGIC
         if (b >= n_blocks) continue;
-        std::int8_t *qs = out.qs + block_index(b) * SUB_BLOCK + offset;
-#if defined(__AVX512F__)
-        _mm_storeu_si128(reinterpret_cast<__m128i *>(qs), _mm512_cvtepi32_epi8((__m512i)q));
-#else
-        for (int l = 0; l < LANES; l++) qs[l] = static_cast<std::int8_t>(q[l]);
-#endif
+        store_i8(out.qs + block_index(b) * SUB_BLOCK + offset, q);
       }
       half_sums[h][b] = sum;
     }

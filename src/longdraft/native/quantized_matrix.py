@@ -8,16 +8,13 @@ from typing import Literal
 import torch
 
 from longdraft.native.boundary import CPU_FLOAT32, address
-from longdraft.native.header import ENUMS
+from longdraft.native.header import ENUMS, QUANT_FORMATS
 
-# Name of a format (a ggml type) -> (number of weights, number of bytes) in a block.
-QUANT_SIZES = {
-    "Q4_0": (32, 18), "Q4_1": (32, 20), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
-    "BF16": (32, 64), "F16": (32, 64), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q2_K": (256, 84), "Q3_K": (256, 110),
-    "IQ4_NL": (32, 18), "IQ4_XS": (256, 136), "MXFP4": (32, 17),
-}  # fmt: skip
 # Name of a format of 16-bit floats -> torch dtype.
 HALF_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
+# Name of a format (a ggml type) -> (number of weights, number of bytes) in a block.
+QUANT_SIZES = {name: (row.block_weights, row.block_bytes) for name, row in QUANT_FORMATS.items()}
+QUANT_SIZES |= dict.fromkeys(HALF_DTYPES, (32, 64))
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,7 @@ class QuantizedMatrix:
 
     @property
     def format_id(self) -> int:
-        """Number of the format in the enumeration Format of kernels.h."""
+        """Number of the format in the enumeration Format of formats.h."""
         return ENUMS["Format"][self.format]
 
     def kernel_address(self, first_row: int = 0) -> tuple[int | None, int, int]:
@@ -110,8 +107,7 @@ class QuantizedMatrix:
 def fake_quantize_int8(x: torch.Tensor, format: str) -> torch.Tensor:
     """Quantizes activations (..., in) to int8, as kernels do for weights of a format, and dequantizes them. Tests
     compare quantize_rows.cpp with this function."""
-    block_size = 128 if QUANT_SIZES[format][0] == 256 and format != "Q2_K" else 32  # numbers that share a scale
-    blocks = x.float().unflatten(-1, (-1, block_size))
+    blocks = x.float().unflatten(-1, (-1, QUANT_FORMATS[format].act_weights))  # of numbers that share a scale
     largest = blocks.abs().amax(-1, keepdim=True)
     # The dividend is a tensor, because torch computes 127 / x by a reciprocal.
     inverse_scale = torch.tensor(127.0, **CPU_FLOAT32) / largest

@@ -4,17 +4,9 @@
 // (row) and 4 codes in a lane. So one vpdpbusd multiplies 4 activations with the codes of all outputs, a scale is one vector, no horizontal
 // sum is needed, and every instruction set adds up an output's blocks in one order.
 //
-// A format F is a struct with these members. A block has WEIGHTS weights in BYTES bytes, in sub-blocks of 32 weights.
+// A format F is a struct with the numbers of its row in formats.h (QuantBlock), and two functions:
 //   unpack_block(in, emit)  unpacks the block at `in`: calls emit(sub_block, w, scale, min) for each sub-block, where w(i) returns the codes
 //                           of weights 4i to 4i + 3, i < COLUMNS_PER_SUB_BLOCK, and scale and min point to SCALES_PER_SUB_BLOCK numbers
-//   HEAD_BYTES, TAIL_BYTES  bytes of a block before and after the units of 4 bytes that are interleaved (packed_rows.h)
-//   SCALES_PER_SUB_BLOCK    1, or 2: one for each 16 weights
-//   HAS_MIN                 true: weight = scale * code + min; false: weight = scale * (code - ZERO_POINT)
-//   MAX_CODE                largest code; the smallest is 0
-//   HAS_CODEBOOK            true: w(i) returns indices into CODEBOOK, whose entries are the codes
-//   SUB_BLOCKS_PER_ACT_SCALE  sub-blocks that share an activation scale (matmul.h): 1; or 4 if weights' scales are d times an integer, so
-//                           that integer sums of 4 sub-blocks are added up before they are scaled
-//   INT32_SUMS              true: these integer sums are int32, because they exceed the 24 bits that floats represent exactly
 //   emit_order(i)           the sub-block of the i-th call of emit. The last sub-block of an activation scale is emitted last.
 // Dequantized weights have the bits of the package gguf: they are exact, or rounded once. A block's layout is in its comment: type, name and
 // length of each field, as in ggml-common.h.
@@ -22,6 +14,7 @@
 
 #include "kernels.h"
 #include "packed_rows.h"
+#include <algorithm>
 
 namespace {
 
@@ -30,13 +23,59 @@ using std::int64_t;
 constexpr int SUB_BLOCK = 32, VECTORS_PER_SUB_BLOCK = SUB_BLOCK / LANES;
 constexpr int COLUMNS_PER_SUB_BLOCK = 8;  // a column has 4 codes of each row (packed_rows.h)
 
-// The members that most formats have in common.
-template <int N, int SIZE, int N_SCALES, int HEAD = 0, int TAIL = 0>
+// ggml's codebooks kvalues_iq4nl and kvalues_mxfp4, with the zero point added so that entries are unsigned. Entries of FP4 are twice the
+// values, like ggml's.
+constexpr byte IQ4NL[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+constexpr byte FP4[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+// A row of QUANT_FORMATS.
+struct QuantFormat {
+  int weights, bytes, act_weights, scales, bits, zero;
+  bool has_min;
+  int int_scale, head, tail;
+  const byte *codebook;
+
+  constexpr int max_code() const {
+    int max = codebook ? 0 : (1 << bits) - 1;
+    for (int i = 0; codebook && i < 1 << bits; i++) max = std::max<int>(max, codebook[i]);
+    return max;
+  }
+};
+
+#define FORMAT_ROW(NAME, ...) {__VA_ARGS__},
+constexpr QuantFormat FORMAT_ROWS[] = {QUANT_FORMATS(FORMAT_ROW)};
+
+// The numbers of a format, and the rules that code relies on.
+template <Format FORMAT>
 struct QuantBlock {
-  static constexpr int WEIGHTS = N, BYTES = SIZE, SCALES_PER_SUB_BLOCK = N_SCALES, HEAD_BYTES = HEAD, TAIL_BYTES = TAIL;
-  static constexpr int SUB_BLOCKS_PER_ACT_SCALE = N == 256 ? 4 : 1;
-  static constexpr bool HAS_CODEBOOK = false, INT32_SUMS = false;
+  static constexpr QuantFormat ROW = FORMAT_ROWS[static_cast<int>(FORMAT) - static_cast<int>(Format::Q4_0)];
+  static constexpr int WEIGHTS = ROW.weights, BYTES = ROW.bytes, HEAD_BYTES = ROW.head, TAIL_BYTES = ROW.tail, BITS = ROW.bits;
+  static constexpr int SCALES_PER_SUB_BLOCK = ROW.scales, SUB_BLOCKS_PER_ACT_SCALE = ROW.act_weights / SUB_BLOCK;
+  static constexpr int MAX_CODE = ROW.max_code(), ZERO_POINT = ROW.zero;
+  static constexpr bool HAS_MIN = ROW.has_min, HAS_CODEBOOK = ROW.codebook;
+  static constexpr const byte *CODEBOOK = ROW.codebook;
   static constexpr int emit_order(int i) { return i; }
+
+  static_assert(WEIGHTS % ROW.act_weights == 0 && (ROW.act_weights == 32 || ROW.act_weights == 128));
+  static_assert((BYTES - HEAD_BYTES - TAIL_BYTES) % 4 == 0);  // repack() interleaves units of 4 bytes
+  static_assert(SCALES_PER_SUB_BLOCK == 1 || SCALES_PER_SUB_BLOCK == 2);
+  static_assert(!HAS_MIN || ZERO_POINT == 0);
+  static_assert(ZERO_POINT <= 128 && MAX_CODE - ZERO_POINT <= 127);  // float arithmetic stores code - ZERO_POINT as int8
+
+  // Integer sums of the sub-blocks that share an activation scale are int32 if they exceed the 24 bits that floats represent exactly.
+  static constexpr bool SHARES_ACT_SCALE = SUB_BLOCKS_PER_ACT_SCALE > 1;
+  static constexpr std::int64_t MAX_FACTOR = std::max(ZERO_POINT, MAX_CODE - ZERO_POINT) * ROW.int_scale;
+  static constexpr std::int64_t MAX_SUM = ROW.act_weights * 127 * MAX_FACTOR;  // activations are -127 to 127
+  static constexpr bool INT32_SUMS = SHARES_ACT_SCALE && MAX_SUM >= 1 << 24;
+  static_assert(MAX_SUM < std::int64_t{1} << 31);
+  static_assert(!SHARES_ACT_SCALE || ROW.int_scale > 0);  // SubBlockScale
+
+  // AMX multiplies formats that share an activation scale: two scales' weights at a time, with one min for each sub-block (Block128), and
+  // with factors of weights that fit the bytes and the 16-bit products of amx::SplitWeights.
+  static_assert(!SHARES_ACT_SCALE || WEIGHTS % (2 * ROW.act_weights) == 0);
+  static_assert(!SHARES_ACT_SCALE || !HAS_MIN || SCALES_PER_SUB_BLOCK == 1);
+  static_assert(!SHARES_ACT_SCALE || (ZERO_POINT > 0 ? MAX_CODE * ROW.int_scale < 1 << 15 && ROW.int_scale <= 128
+                                                     : MAX_CODE * 7 <= 255 && ROW.int_scale < 64));
 };
 
 template <typename I> ALWAYS_INLINE inline I low_nibbles(I x) { return x & 0x0f0f0f0f; }
@@ -53,25 +92,15 @@ template <typename Columns> ALWAYS_INLINE inline int32x8 nibble(const Columns &b
 }
 
 // Returns the fifth bits of column i's codes, from qh of Q5_0 and Q5_1: moves bits 4i to 4i + 3 of a lane to bit 4 of its four bytes.
-// 0x02040810 copies bit b to bit 4 of byte b, and the mask 0x10101010 drops all others.
-ALWAYS_INLINE inline ivec fifth_bits(ivec bits, int i) {
-#if defined(__AVX512F__)
-  // Looks the product up by the lowest 4 bits, because vpmulld is slow.
-  const ivec index = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, spread = index * 0x02040810 & 0x10101010;
-  return (ivec)_mm512_permutexvar_epi32((__m512i)(bits >> (4 * i)), (__m512i)spread);
-#else
-  return (bits >> (4 * i) & 15) * 0x02040810 & 0x10101010;
-#endif
-}
+ALWAYS_INLINE inline ivec fifth_bits(ivec bits, int i) { return spread_bits(bits >> (4 * i)); }
 ALWAYS_INLINE inline int32x8 fifth_bits(std::int32_t bits, AllColumns) {
   return (bits >> int32x8{0, 4, 8, 12, 16, 20, 24, 28} & 15) * 0x02040810 & 0x10101010;
 }
 
 // Q4_0: {fp16 d; u8 qs[16]}. Q5_0: {fp16 d; u8 qh[4]; u8 qs[16]}. ggml's type-0: weight = d * (code - ZERO_POINT).
-template <int BITS>
-struct Type0 : QuantBlock<32, 2 + 4 * BITS, 1, 2> {
-  static constexpr int MAX_CODE = (1 << BITS) - 1, ZERO_POINT = 1 << (BITS - 1);
-  static constexpr bool HAS_MIN = false;
+template <Format FORMAT>
+struct Type0 : QuantBlock<FORMAT> {
+  static constexpr int BITS = QuantBlock<FORMAT>::BITS;
   template <typename In, typename Emit> ALWAYS_INLINE static void unpack_block(In in, const Emit &emit) {
     const auto bytes = columns<4>(in.advance(4 * BITS - 14));  // qs, at byte 2 or 6
     const auto bits = in.advance(2).u32();
@@ -81,10 +110,9 @@ struct Type0 : QuantBlock<32, 2 + 4 * BITS, 1, 2> {
 };
 
 // Q4_1: {fp16 d, m; u8 qs[16]}. Q5_1: {fp16 d, m; u8 qh[4]; u8 qs[16]}. ggml's type-1: weight = d * code + m.
-template <int BITS>
-struct Type1 : QuantBlock<32, 4 + 4 * BITS, 1> {
-  static constexpr int MAX_CODE = (1 << BITS) - 1, ZERO_POINT = 0;
-  static constexpr bool HAS_MIN = true;
+template <Format FORMAT>
+struct Type1 : QuantBlock<FORMAT> {
+  static constexpr int BITS = QuantBlock<FORMAT>::BITS;
   template <typename In, typename Emit> ALWAYS_INLINE static void unpack_block(In in, const Emit &emit) {
     const auto bytes = columns<4>(in.advance(4 * BITS - 12));  // qs, at byte 4 or 8
     const auto d_m = in.u32(), bits = in.advance(4).u32();
@@ -94,9 +122,7 @@ struct Type1 : QuantBlock<32, 4 + 4 * BITS, 1> {
 };
 
 // {fp16 d; i8 qs[32]}. Sign bits are flipped, which adds 128 and so makes codes unsigned.
-struct Q8_0 : QuantBlock<32, 34, 1, 2> {
-  static constexpr int MAX_CODE = 255, ZERO_POINT = 128;
-  static constexpr bool HAS_MIN = false;
+struct Q8_0 : QuantBlock<Format::Q8_0> {
   template <typename In, typename Emit> ALWAYS_INLINE static void unpack_block(In in, const Emit &emit) {
     const auto bytes = columns<8>(in.advance(2));
     const auto scale = in.fp16();
@@ -104,21 +130,8 @@ struct Q8_0 : QuantBlock<32, 34, 1, 2> {
   }
 };
 
-// ggml's codebooks kvalues_iq4nl and kvalues_mxfp4, with ZERO_POINT added so that entries are unsigned.
-struct IQ4Codebook {
-  static constexpr int ZERO_POINT = 128, MAX_CODE = 241;
-  static constexpr bool HAS_MIN = false, HAS_CODEBOOK = true;
-  static constexpr byte CODEBOOK[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
-};
-struct MXFP4Codebook {  // entries are twice the values, like ggml's
-  static constexpr int ZERO_POINT = 12, MAX_CODE = 24;
-  static constexpr bool HAS_MIN = false, HAS_CODEBOOK = true;
-  static constexpr byte CODEBOOK[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-};
-
 // {fp16 d; u8 qs[16]}.
-struct IQ4_NL : QuantBlock<32, 18, 1, 2>, IQ4Codebook {
-  using IQ4Codebook::HAS_CODEBOOK;
+struct IQ4_NL : QuantBlock<Format::IQ4_NL> {
   template <typename In, typename Emit> ALWAYS_INLINE static void unpack_block(In in, const Emit &emit) {
     const auto bytes = columns<4>(in.advance(2));
     const auto scale = in.fp16();
@@ -127,8 +140,7 @@ struct IQ4_NL : QuantBlock<32, 18, 1, 2>, IQ4Codebook {
 };
 
 // {u8 e; u8 qs[16]}: e is the exponent of the scale.
-struct MXFP4 : QuantBlock<32, 17, 1, 1>, MXFP4Codebook {
-  using MXFP4Codebook::HAS_CODEBOOK;
+struct MXFP4 : QuantBlock<Format::MXFP4> {
   template <typename In, typename Emit> ALWAYS_INLINE static void unpack_block(In in, const Emit &emit) {
     const auto bytes = columns<4>(in.advance(1));
     // The scale is 2^(e - 128), as in GGML_E8M0_TO_FP32_HALF: for e < 2 a subnormal float, whose exponent bits are 0.
@@ -183,9 +195,7 @@ ALWAYS_INLINE inline auto unpack_scales(vec d, Columns... columns) {
 
 // {u8 scales[16]; u8 qs[64]; fp16 d, dmin}. Codes of 2 bits. scales[i]: for weights 16i to 16i + 15, a scale in the low nibble and a min in
 // the high nibble. Bits 2p and 2p + 1 of qs[32h] to qs[32h + 31] are the codes of sub-block 4h + p.
-struct Q2_K : QuantBlock<256, 84, 2> {
-  static constexpr int MAX_CODE = 3, ZERO_POINT = 0, SUB_BLOCKS_PER_ACT_SCALE = 1;  // no AMX: mins are for 16 weights
-  static constexpr bool HAS_MIN = true;
+struct Q2_K : QuantBlock<Format::Q2_K> {
   template <typename In, typename Emit> ALWAYS_INLINE static void unpack_block(In in, const Emit &emit) {
     const auto a = in.u32(), b = in.advance(4).u32(), c = in.advance(8).u32(), d = in.advance(12).u32(), d_dmin = in.advance(80).u32();
     const auto scale = unpack_scales(fp16_to_float(d_dmin), low_nibbles(a), low_nibbles(b), low_nibbles(c), low_nibbles(d));
@@ -204,9 +214,7 @@ struct Q2_K : QuantBlock<256, 84, 2> {
 
 // {u8 hmask[32]; u8 qs[64]; u8 scales[12]; fp16 d}. Codes of 3 bits: the lower 2 in qs as in Q2_K, the upper one of sub-block i in bit i of
 // hmask. Scales of 6 bits for each 16 weights: the lower 4 bits in scales[0] to [7], the upper 2 in scales[8] to [11].
-struct Q3_K : QuantBlock<256, 110, 2, 0, 2> {
-  static constexpr int MAX_CODE = 7, ZERO_POINT = 4;
-  static constexpr bool HAS_MIN = false;
+struct Q3_K : QuantBlock<Format::Q3_K> {
   template <typename In, typename Emit> ALWAYS_INLINE static void unpack_block(In in, const Emit &emit) {
     const auto high = columns<8>(in);
     const auto a = in.advance(96).u32(), b = in.advance(100).u32(), upper = in.advance(104).u32();
@@ -227,10 +235,9 @@ struct Q3_K : QuantBlock<256, 110, 2, 0, 2> {
 
 // Q4_K: {fp16 d, dmin; u8 scales[12]; u8 qs[128]}. Q5_K: {fp16 d, dmin; u8 scales[12]; u8 qh[32]; u8 qs[128]}. Scales and mins have 6 bits.
 // Sub-blocks 2p and 2p + 1 are the low and the high nibbles of qs[32p] to qs[32p + 31]; the fifth bits of sub-block i are bits i of qh.
-template <int BITS>
-struct Q45_K : QuantBlock<256, 16 + 32 * BITS, 1> {
-  static constexpr int MAX_CODE = (1 << BITS) - 1, ZERO_POINT = 0;
-  static constexpr bool HAS_MIN = true, INT32_SUMS = BITS == 5;
+template <Format FORMAT>
+struct Q45_K : QuantBlock<FORMAT> {
+  static constexpr int BITS = QuantBlock<FORMAT>::BITS;
   template <typename In, typename Emit> ALWAYS_INLINE static void unpack_block(In in, const Emit &emit) {
     // As get_scale_min_k4: the 12 bytes of scales are 3 columns of 4. Bytes of `scales` and `mins` have the 6 bits of sub-blocks 0 to 3, and
     // above them the upper 2 bits of sub-blocks 4 to 7, whose lower 4 bits are in `last`.
@@ -255,9 +262,7 @@ struct Q45_K : QuantBlock<256, 16 + 32 * BITS, 1> {
 };
 
 // {u8 ql[128]; u8 qh[64]; i8 scales[16]; fp16 d}. Codes of 6 bits: the lower 4 in ql, the upper 2 in qh. An int8 scale for each 16 weights.
-struct Q6_K : QuantBlock<256, 210, 2, 0, 2> {
-  static constexpr int MAX_CODE = 63, ZERO_POINT = 32;
-  static constexpr bool HAS_MIN = false, INT32_SUMS = true;
+struct Q6_K : QuantBlock<Format::Q6_K> {
   static constexpr int emit_order(int i) { return (i & 4) | (i & 1) << 1 | (i & 2) >> 1; }
   template <typename In, typename Emit> ALWAYS_INLINE static void unpack_block(In in, const Emit &emit) {
     // Sign bits of scales are flipped, which adds 128; unpack_scales<128> subtracts it.
@@ -285,9 +290,7 @@ struct Q6_K : QuantBlock<256, 210, 2, 0, 2> {
 
 // {fp16 d; u16 scales_h; u8 scales_l[4]; u8 qs[128]}. Codebook indices of 4 bits; a scale of 6 bits for each sub-block i: its lower 4 are
 // bits 4i to 4i + 3 of scales_l, its upper 2 are bits 2i and 2i + 1 of scales_h.
-struct IQ4_XS : QuantBlock<256, 136, 1>, IQ4Codebook {
-  static constexpr bool INT32_SUMS = true;
-  using IQ4Codebook::HAS_CODEBOOK;
+struct IQ4_XS : QuantBlock<Format::IQ4_XS> {
   template <typename In, typename Emit> ALWAYS_INLINE static void unpack_block(In in, const Emit &emit) {
     const auto d_scales_h = in.u32(), scales_l = in.advance(4).u32();
     const auto d = fp16_to_float(d_scales_h);
@@ -300,22 +303,30 @@ struct IQ4_XS : QuantBlock<256, 136, 1>, IQ4Codebook {
   }
 };
 
+typedef Type0<Format::Q4_0> Q4_0;
+typedef Type0<Format::Q5_0> Q5_0;
+typedef Type1<Format::Q4_1> Q4_1;
+typedef Type1<Format::Q5_1> Q5_1;
+typedef Q45_K<Format::Q4_K> Q4_K;
+typedef Q45_K<Format::Q5_K> Q5_K;
+
+// True if the sub-blocks of an activation scale are emitted together, the last of them last.
+template <typename F> constexpr bool keeps_act_scales() {
+  for (int i = 0; i < F::WEIGHTS / SUB_BLOCK; i++) {
+    const int sub_block = F::emit_order(i), scale = i / F::SUB_BLOCKS_PER_ACT_SCALE, last = (scale + 1) * F::SUB_BLOCKS_PER_ACT_SCALE - 1;
+    if (sub_block / F::SUB_BLOCKS_PER_ACT_SCALE != scale || (sub_block == last) != (i == last)) return false;
+  }
+  return true;
+}
+
 // Calls f(F{}) with the quantized format F. Stops the process for any other format, which is a bug of a caller.
 template <typename Fn> inline void dispatch_format(Format format, const Fn &f) {
   switch (format) {
-    case Format::Q4_0: return f(Type0<4>{});
-    case Format::Q5_0: return f(Type0<5>{});
-    case Format::Q4_1: return f(Type1<4>{});
-    case Format::Q5_1: return f(Type1<5>{});
-    case Format::Q8_0: return f(Q8_0{});
-    case Format::Q2_K: return f(Q2_K{});
-    case Format::Q3_K: return f(Q3_K{});
-    case Format::Q4_K: return f(Q45_K<4>{});
-    case Format::Q5_K: return f(Q45_K<5>{});
-    case Format::Q6_K: return f(Q6_K{});
-    case Format::IQ4_NL: return f(IQ4_NL{});
-    case Format::IQ4_XS: return f(IQ4_XS{});
-    case Format::MXFP4: return f(MXFP4{});
+#define CASE(NAME, ...)                    \
+  static_assert(keeps_act_scales<NAME>()); \
+  case Format::NAME: return f(NAME{});
+    QUANT_FORMATS(CASE)
+#undef CASE
     default: __builtin_trap();
   }
 }

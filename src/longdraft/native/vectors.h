@@ -1,32 +1,13 @@
-// SIMD vectors of floats by GNU C++'s vector extensions, which clang has too: 16 lanes with AVX-512, 8 with AVX2, 4 with NEON.
+// Operations on SIMD vectors of floats that are written once for all instruction sets, and memory for them.
 #pragma once
 
-#include <cstdint>
+#include "isa/isa.h"
 #include <cstdlib>
-#include <cstring>
 #include <new>
 #include <sys/mman.h>
 #include <type_traits>
 #include <utility>
-#if defined(__AVX2__)
-#include <immintrin.h>
-#else
-#include <arm_neon.h>
-#endif
 
-#if defined(__AVX512F__)
-constexpr int LANES = 16;
-constexpr int MAX_SUMS = 24;  // accumulators of a register tile; the other registers hold its operands
-#elif defined(__AVX2__)
-constexpr int LANES = 8;
-constexpr int MAX_SUMS = 12;
-#else
-constexpr int LANES = 4;
-constexpr int MAX_SUMS = 24;
-#endif
-
-typedef float vec __attribute__((vector_size(4 * LANES)));
-typedef std::int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef float unaligned_vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 // A buffer that is reused from call to call, so that a decoding step allocates nothing. Large buffers use huge pages where possible,
@@ -116,16 +97,9 @@ static inline ivec broadcast(std::int32_t x) { return x - ivec{}; }
 static inline vec v_max(vec a, vec b) { return a > b ? a : b; }
 static inline vec v_abs(vec x) { return x < 0 ? -x : x; }
 
-// Fused multiply-add: a * b + c, rounded once. Compilers must not fuse other expressions (-ffp-contract=off): they would do so in some
-// places only, and a row's bits would depend on its tile.
+// Fused multiply-add: a * b + c, rounded once; that of vectors is in isa/. Compilers must not fuse other expressions (-ffp-contract=off):
+// they would do so in some places only, and a row's bits would depend on its tile.
 static inline float fmadd(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
-#if defined(__AVX512F__)
-static inline vec fmadd(vec a, vec b, vec c) { return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
-#elif defined(__AVX2__)
-static inline vec fmadd(vec a, vec b, vec c) { return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
-#else
-static inline vec fmadd(vec a, vec b, vec c) { return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
-#endif
 
 // Returns lanes I of a and b, where numbers below LANES mean lanes of a, and the others lanes of b.
 template <int... I> static inline vec shuffle(vec a, vec b) {

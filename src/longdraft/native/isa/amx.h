@@ -2,7 +2,7 @@
 // and adds the product to a third tile, of int32 or float32. Template arguments TILE, SUM, X and W are numbers of tiles, 0 to 7.
 #pragma once
 
-#include "vectors.h"
+#include "../vectors.h"
 
 #if defined(LONGDRAFT_AMX)
 constexpr bool HAVE_AMX = true;
@@ -131,7 +131,15 @@ class SplitWeights<0> {
 #else
 constexpr bool HAVE_AMX = false;
 
+// What code names that HAVE_AMX keeps from running.
 namespace amx {
-struct TileConfig {};
+struct TileConfig {
+  explicit TileConfig(std::uint8_t = 16) {}
+};
+template <int TILE> void load(const void *from, std::int64_t stride);
+ivec load(const std::int32_t *p);
+template <int TILE> void store(void *to);
+template <int SUM, int ROWS, bool UNSIGNED> void multiply(const std::int8_t *x, const ivec *low, const ivec *high);
+template <int ZERO_POINT> class SplitWeights;
 }  // namespace amx
 #endif

@@ -1,0 +1,37 @@
+// Chooses the file of the instruction set that is compiled for. Each of these files defines (AMX is in amx.h):
+//   vec, ivec                     vectors of LANES floats and int32, by GNU C++'s vector extensions, which clang has too
+//   MAX_SUMS                      accumulators of a register tile; the other registers hold its operands
+//   fmadd(a, b, c)                a * b + c, rounded once
+//   load_u8, _i8, _u16, _fp16(p)  load LANES numbers and widen them to 32 bits. By intrinsics, because compilers would convert vectors of
+//                                 bytes element by element.
+//   store_i8(p, x)                stores the lowest byte of each lane
+//   fp16_to_float(x)              converts the float16 in the lower 16 bits of each lane to float32
+//   broadcast_fp16(bits)          broadcasts a float16, as float32
+//   lookup16(table, x)            looks up each byte of x (ivec or int32x8), at most 15, in a table of 16 bytes
+//   spread_bits(x)                moves bits 0 to 3 of a lane to bit 4 of its four bytes; all other bits of the result are 0
+//   load_quarters(rows, stride)   loads 16 bytes from each of LANES / 4 rows: 0, 4, 8 and 12 with AVX-512, 0 and 4 with AVX2, 0 with NEON
+//   dot4_accumulate(sum, w, x4)   in each lane, adds to `sum` the dot product of 4 codes w (0 to MAX_CODE) with the 4 activations at x4
+//                                 (-127 to 127). Subtracts 128 from codes, by flipping their highest bit, if MAX_CODE > DOT4_MAX_CODE.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+typedef std::uint8_t byte;
+
+// Vectors of 32 bytes on every instruction set, for a sub-block of a single row.
+typedef std::int32_t int32x8 __attribute__((vector_size(32)));
+typedef byte uint8x32 __attribute__((vector_size(32)));
+
+// For functions that keep unpacked weights in registers, which a call would spill to memory.
+#define ALWAYS_INLINE __attribute__((always_inline))
+
+#if defined(__AVX512F__)
+#include "avx512.h"
+#elif defined(__AVX2__)
+#include "avx2.h"
+#else
+#include "neon.h"
+#endif
+
+constexpr int LANES = sizeof(vec) / sizeof(float);
