@@ -43,6 +43,7 @@ class Option:
 
     Attributes:
         kind: type of the value: int, float, bool, str, tuple or object (any).
+        default: a value that is always allowed, such as None; ``...``: there is none.
         help: what the option does, in a few words.
         usual: the default in words, if it depends on other options.
         least, above, most, below: a number, or every item of a tuple, must be >=, >, <=, < this; None: no limit.
@@ -272,6 +273,5 @@ def suggestion(name: str, allowed: Iterable[str]) -> str:
 
 def whole_number(name: str, value: Any, least: int, most: int | None = None) -> int:
     """Returns ``value`` as an int. Raises RequestError unless it is a whole number from ``least`` to ``most``."""
-    # No value is the default ``...``, so that None too is refused.
     Option(name, int, ..., least=least, most=most).check(value, RequestError)
     return int(value)
