@@ -25,7 +25,7 @@ import torch
 
 import longdraft
 from longdraft.bench import machine
-from longdraft.bench.data import read_samples
+from longdraft.bench.tasks import read_samples
 from longdraft.model.chat import encode
 from longdraft.model.runner import TargetRunner
 

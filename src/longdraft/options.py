@@ -18,7 +18,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from numbers import Integral, Real
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -43,6 +43,7 @@ class Option:
 
     Attributes:
         kind: type of the value: int, float, bool, str, tuple or object (any).
+        default: a value that is always allowed, such as None; ``...``: there is none.
         help: what the option does, in a few words.
         usual: the default in words, if it depends on other options.
         least, above, most, below: a number, or every item of a tuple, must be >=, >, <=, < this; None: no limit.
@@ -74,7 +75,7 @@ class Option:
             return f"{', '.join(others)} or {last}" if others else last
         is_tuple = self.kind is tuple
         noun = (_TUPLE_NAMES if is_tuple else _VALUE_NAMES).get(self.items if is_tuple else self.kind, "")
-        limits = " and ".join(f"{words} {limit:g}" for words, _, limit in self._limits)
+        limits = " and ".join(f"{words} {limit}" for words, _, limit in self._limits)
         return " ".join(filter(None, ("" if self.size is None else str(self.size), noun, limits)))
 
     @property
@@ -86,18 +87,19 @@ class Option:
             return f"[{', '.join(map(str, self.default))}]"
         return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
 
-    def check(self, value: Any) -> None:
-        """Raises ValueError for a value that is not allowed. The default itself, such as None, is always allowed."""
-        if value is not self.default and not self._allows(value):
-            raise ValueError(f"{self.name} must be {self.range_in_words}, got {value!r}")
+    def check(self, value: Any, error_type: type[Exception] = ValueError) -> None:
+        """Raises an error for a value that is not allowed. The default itself, such as None, is always allowed."""
+        if value is not self.default and not self.allows(value):
+            raise error_type(f"{self.name} must be {self.range_in_words}, got {value!r}")
 
-    @property
+    @cached_property
     def _limits(self) -> list[tuple[str, Callable[[Any, Any], bool], float]]:
         """(the limit in words, the comparison, the limit) for each limit that is set."""
         limits = ((words, holds, getattr(self, name)) for name, (words, holds) in _COMPARISONS.items())
         return [(words, holds, limit) for words, holds, limit in limits if limit is not None]
 
-    def _allows(self, value: Any) -> bool:
+    def allows(self, value: Any) -> bool:
+        """Returns True for a value of the right type, finite and within the limits."""
         if self.choices:
             return value in self.choices
         if self.kind is not tuple:
@@ -127,7 +129,7 @@ def parse_number(text: str) -> int | float | str:
     return text
 
 
-def option(default: Any = None, *, help: str, min: float | None = None, **attributes: Any) -> Any:
+def option(default: Any = None, *, help: str = "", min: float | None = None, **attributes: Any) -> Any:
     """Declares an option: makes a field of an :class:`Options` dataclass.
 
     Args:
@@ -271,16 +273,5 @@ def suggestion(name: str, allowed: Iterable[str]) -> str:
 
 def whole_number(name: str, value: Any, least: int, most: int | None = None) -> int:
     """Returns ``value`` as an int. Raises RequestError unless it is a whole number from ``least`` to ``most``."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise RequestError(f"{name} must be a whole number, got {value!r}")
-    number = int(value)
-    if number < least or (most is not None and number > most):
-        limits = f"at least {least}" if most is None else f"from {least} to {most}"
-        raise RequestError(f"{name} must be {limits}, got {number}")
-    return number
-
-
-def check_number(name: str, value: Any) -> None:
-    """Raises RequestError unless the value is a finite number."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        raise RequestError(f"{name} must be a number, got {value!r}")
+    Option(name, int, ..., least=least, most=most).check(value, RequestError)
+    return int(value)

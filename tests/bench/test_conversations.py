@@ -78,7 +78,7 @@ def test_every_answer_of_an_agent_is_a_sample(tmp_path, row):
     assert second.messages[:2] == first.messages and second.messages[-1]["content"] == "a.py b.py"
     assert second.messages[2]["tool_calls"][0]["function"]["arguments"] == {"command": "ls"}  # as templates want them
     assert (first.origin, second.origin) == (f"{path}:1.1", f"{path}:1.2")
-    assert not first.continues_previous and second.continues_previous and json.loads(second.tools) == TOOLS
+    assert not first.continues_previous and second.continues_previous and second.tools == TOOLS
 
 
 def test_a_chat_template_gets_the_messages_and_the_tools(tmp_path):

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from longdraft.bench import tasks
-from longdraft.bench.data import Sample, encode_truncated, insert_needles, read_samples
+from longdraft.bench.data import Sample, encode_truncated, insert_needles
+from longdraft.bench.tasks import read_samples
 from longdraft.errors import ContextError, PromptError
 from tests.support.tiny import tiny_tokenizer
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from longdraft.bench import scores
+from longdraft.bench import scores, tasks
 from longdraft.bench.data import Sample
 
 
@@ -69,7 +69,9 @@ def test_several_references():
 
 def test_classes_and_first_lines():
     names = ("Animal", "Animal and plant", "City")
-    sample = Sample("x", "", "trec", "", answers=("Animal and plant",), metric="classes", classes=names)
+    sample = Sample(
+        "x", "", "any", "", answers=("Animal and plant",), metric="classes", score_first_line=True, classes=names
+    )
     assert (
         scores.score_answer(sample, "\nAnimal and plant\nQuestion: City") == 1
     )  # part of the answer's name; another line
@@ -78,10 +80,7 @@ def test_classes_and_first_lines():
 
 
 def test_every_score_is_some_data_sets_or_can_be_asked_for():
-    assert {scores.metric_of_dataset(n) for n in ("qmsum", "hotpotqa", "lcc", "longbench-v2", "aime24", "vt")} == {
-        "rouge_l", "f1", "edit_similarity", "choice", "number", "found",
-    }  # fmt: skip
-    assert scores.metric_of_dataset("mine") == ""
+    assert {task.metric for task in tasks.TASKS.values()} - {""} == set(scores.METRICS)
     assert scores.score_answer(Sample("x", "", "qmsum", ""), "text") is None
 
 

@@ -1,7 +1,6 @@
 """Makes samples from the trajectories of agents: one sample for each turn of the assistant.
 
-The prompt of a sample is the messages before the turn. The last of them is the sample's instruction; each earlier
-message is a line of JSON in the sample's document. Cutting a prompt drops whole messages at the end of the document.
+The prompt of a sample is the messages before the turn. Cutting a prompt drops whole messages before the last one.
 """
 
 from __future__ import annotations
@@ -20,28 +19,26 @@ _MESSAGE_COLUMNS = ("messages", "turns", "trajectory")
 
 def turn_samples(example: Example) -> Iterator[Sample]:
     """Yields a sample for each message of the assistant that follows another message."""
-    messages, turn = _messages(example), 0
+    messages, tools, turn = _messages(example), _tools(example), 0
     for i, message in enumerate(messages):
         if message["role"] == "assistant" and i:
             turn += 1
-            *earlier, last = messages[:i]
             yield Sample(
-                "\n".join(map(json.dumps, earlier)), last["content"], "trajectories", f"{example.origin}.{turn}",
-                last_message=json.dumps({key: value for key, value in last.items() if key != "content"}),
-                tools=_tools(example), continues_previous=turn > 1,
+                "", "", "trajectories", f"{example.origin}.{turn}", messages=messages[:i], tools=tools,
+                continues_previous=turn > 1,
             )  # fmt: skip
     if not turn:
         raise PromptError(f"{example.origin}: no message of an assistant follows another message: give other rows.")
 
 
-def _tools(example: Example) -> str:
-    """Returns the functions that the assistant may call, as JSON; empty if there are none."""
+def _tools(example: Example) -> Any:
+    """Returns the functions that the assistant may call; None if there are none."""
     extras = _parse(example.columns.get("extras"))
     tools = _parse(example.columns.get("tools") or (extras.get("tools") if isinstance(extras, dict) else None))
-    return json.dumps(_without_nulls(tools)) if tools else ""
+    return _without_nulls(tools) if tools else None
 
 
-def _messages(example: Example) -> list[dict[str, Any]]:
+def _messages(example: Example) -> tuple[dict[str, Any], ...]:
     """Returns the messages of a row, normalised for chat templates. Raises PromptError if the row has none."""
     messages = _parse(next((example.columns[c] for c in _MESSAGE_COLUMNS if example.columns.get(c)), None))
     valid = isinstance(messages, list) and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages)
@@ -50,7 +47,7 @@ def _messages(example: Example) -> list[dict[str, Any]]:
             f"{example.origin} is no row of trajectories: it has no list of messages with roles; it has "
             f"{', '.join(example.columns)}."
         )
-    return [_normalize_message(message) for message in messages]
+    return tuple(_normalize_message(message) for message in messages)
 
 
 def _normalize_message(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from longdraft.bench import data
-from longdraft.bench.data import Sample
+from longdraft.bench.data import Sample, encode_truncated
 from longdraft.bench.experiment import Tick
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.tables import mean_of
+from longdraft.bench.tasks import read_document
 from longdraft.drafters.shared.tree_drafter import TreeDrafter
 from longdraft.drafts.draft import Draft
 from longdraft.engine import sequence
@@ -66,7 +66,7 @@ def make_haystacks(
         ContextError: the context leaves no room for text.
     """
     # A token seldom has more than 16 characters, so the beginning of the text is enough.
-    token_ids = encode(tokenizer, data.read_document(path)[: 16 * context_tokens * num_texts])
+    token_ids = encode(tokenizer, read_document(path)[: 16 * context_tokens * num_texts])
     stride = max(0, min(context_tokens, (len(token_ids) - context_tokens) // max(1, num_texts - 1)))
     prompts = []
     for i in range(num_texts):
@@ -76,7 +76,7 @@ def make_haystacks(
             colour, code = generator.choice(COLOURS), str(generator.randrange(10000, 100000))
             needles, question = ((depth, NEEDLE.format(colour=colour, code=code)),), QUESTION.format(colour=colour)
             sample = Sample(haystack, question, "needle", f"{path}:{i + 1}", answers=(code,), needles=needles)
-            tokens = data.encode_truncated(sample, tokenizer, context_tokens, **template_kwargs)
+            tokens = encode_truncated(sample, tokenizer, context_tokens, **template_kwargs)
             if len(tokens) < context_tokens - SLACK:
                 raise PromptError(f"{path} has {len(token_ids):,} tokens, not {context_tokens:,}: give a longer text.")
             prompts.append(Prompt(sample, tuple(tokens), context_tokens))

@@ -87,7 +87,7 @@ def prompts_of_length(
     num_tokens, prompts, short_lengths = min(length, max_prompt_tokens), [], []
     for i, sample in enumerate(samples):
         longer = sample
-        if short == "join" and not sample.last_message:  # conversations are not joined
+        if short == "join" and not sample.messages:  # conversations are not joined
             others = [*samples[i + 1 :], *samples[:i]]
             longer = _join_texts(sample, others, num_tokens, tokenizer, raw, **template_kwargs)
         token_ids = encode_truncated(longer, tokenizer, num_tokens, raw, **template_kwargs)

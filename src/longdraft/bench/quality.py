@@ -47,6 +47,7 @@ from longdraft.engine.specpv import SpecPV
 from longdraft.methods import get_method
 from longdraft.metrics import tokens_per_second
 from longdraft.model.checkpoints import LoadedModel
+from longdraft.options import whole_number
 from longdraft.recipes import resolve
 from longdraft.speculator import Speculator
 from longdraft.views.scorers import SCORERS
@@ -121,8 +122,7 @@ class QualitySettings:
 
     def __post_init__(self) -> None:
         Sampling(self.temperature)
-        if self.max_tokens < 2:
-            raise ValueError(f"max-tokens must be at least 2, got {self.max_tokens}")
+        whole_number("max-tokens", self.max_tokens, 2)
         if varied := sorted(VARIANT_DEFAULTS.keys() & self.options):
             raise ValueError(f"{', '.join(varied)} differs between variants: give it as --{varied[0]}, a list")
         for name in self.kv_dtypes:

@@ -11,7 +11,7 @@ import string
 from collections.abc import Callable
 
 from longdraft.bench.data import Sample
-from longdraft.bench.scores import metric_of_dataset
+from longdraft.bench.scores import CONTAINS
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
 _NOISE_REPEATS = 6_000  # about 140,000 tokens, before prompts are cut to length
@@ -82,7 +82,7 @@ def make_samples(task: str, template: str, haystack: str | None = None, num_samp
         samples.append(
             Sample(
                 haystack or NOISE * _NOISE_REPEATS, after, task, f"{task}:{i + 1}", before, separator="",
-                answers=answers, metric=metric_of_dataset(task), needles=needles,
+                answers=answers, metric=CONTAINS, needles=needles,
             )
         )  # fmt: skip
     return samples

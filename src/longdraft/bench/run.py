@@ -201,7 +201,7 @@ class Bench:
         for name in comparable:
             runs = [*rounds[name], *([cold[name]] if name in cold else [])]
             differences += self._differences(prompts, name, runs, rounds)
-        is_conversation = bool(prompts[0].sample.last_message)  # the next turn can continue the KV of this turn
+        is_conversation = bool(prompts[0].sample.messages)  # the next turn can continue the KV of this turn
         for name, contender in self.contenders.items():
             if settings.cold or name not in self.methods or not is_conversation:
                 contender.release()

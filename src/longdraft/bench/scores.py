@@ -1,4 +1,4 @@
-"""Scores answers against reference answers, from 0 to 1, and says which metric a data set has.
+"""Scores answers against reference answers, from 0 to 1.
 
 F1, edit similarity, classes and numbers are defined as in LongBench (Bai et al. 2024, ``metrics.py``), choices as in
 LongBench v2, needles as in RULER. The package rouge-score computes ROUGE-L.
@@ -11,16 +11,11 @@ import string
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from difflib import SequenceMatcher
-from typing import TYPE_CHECKING
 
+from longdraft.bench.data import Sample
 from longdraft.errors import CapabilityError
 
-if TYPE_CHECKING:
-    from longdraft.bench.data import Sample
-
 _NUMBER_PATTERN = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-# Few-shot data sets of LongBench. After the answer models write more examples, so only the first line is scored.
-_FIRST_LINE_DATASETS = ("trec", "triviaqa", "samsum")
 
 
 def _words(text: str) -> list[str]:
@@ -110,21 +105,6 @@ _METRIC_FUNCTIONS: dict[str, Callable[[str, str], float]] = {
 }  # fmt: skip
 METRICS = (*_METRIC_FUNCTIONS, ROUGE, CLASSES)
 """Names of all metrics."""
-_DATASETS_OF_METRIC = {
-    "f1": ("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "triviaqa"),
-    ROUGE: ("gov_report", "qmsum", "multi_news", "samsum", "booksum"),
-    "edit_similarity": ("lcc", "repobench-p"),
-    "numbers": ("passage_count", "passage_retrieval_en"),
-    CLASSES: ("trec",),
-    "choice": ("longbench-v2",),
-    "number": ("aime24",),
-    CONTAINS: ("ruler", "niah_single", "niah_multikey", "niah_multivalue", "niah_multiquery", "vt"),
-}
-
-
-def metric_of_dataset(name: str) -> str:
-    """Returns the metric of a data set; empty if the data set has none."""
-    return next((metric for metric, datasets in _DATASETS_OF_METRIC.items() if name in datasets), "")
 
 
 def score_answer(sample: Sample, text: str) -> float | None:
@@ -132,7 +112,7 @@ def score_answer(sample: Sample, text: str) -> float | None:
     Returns None if the sample has no references or no metric, or if ROUGE is not installed."""
     if not sample.answers or not sample.metric:
         return None
-    if sample.dataset in _FIRST_LINE_DATASETS:
+    if sample.score_first_line:
         text = text.lstrip("\n").split("\n")[0]
     if sample.metric == ROUGE:
         try:

@@ -19,6 +19,7 @@ from longdraft.folders import is_gguf
 from longdraft.memory import offload as offloading
 from longdraft.methods import METHODS
 from longdraft.model.checkpoints import LoadedModel, Progress
+from longdraft.options import whole_number
 from longdraft.planning import plans
 from longdraft.recipes import resolve
 from longdraft.speculator import Speculator
@@ -73,8 +74,8 @@ class Settings:
             "context": tuple(length for length in self.contexts if length is not None),
         }  # fmt: skip
         for name, values in counts.items():
-            if values and min(values) < 1:
-                raise ValueError(f"{name} must be at least 1, got {min(values)}")
+            for value in values:
+                whole_number(name, value, 1)
         if not self.contexts or not self.batches:
             raise ValueError("context and batch must name one value at least")
         for name in self.methods:

@@ -14,17 +14,15 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from longdraft.bench import data, examples, ruler
+from longdraft.bench import examples, ruler
 from longdraft.bench.conversations import turn_samples
 from longdraft.bench.data import Sample
 from longdraft.bench.examples import Example
-from longdraft.bench.scores import metric_of_dataset
+from longdraft.bench.scores import CLASSES, CONTAINS, ROUGE
 from longdraft.errors import CapabilityError, PromptError
 
 # One archive of LongBench's repository holds all data sets. It is read without the repository's loading script.
 _LONGBENCH = "zip://data/{name}.jsonl::hf://datasets/THUDM/LongBench/data.zip"
-# LongBench uses no chat template for these tasks.
-_NO_CHAT_TEMPLATE = ("trec", "triviaqa", "samsum", "lcc", "repobench-p")
 _TEMPLATES: dict[str, str] = json.loads(resources.files(__package__).joinpath("templates.json").read_text("utf-8"))
 # Rows of SPEED-Bench begin with this notice if SPEED-Bench may not publish their text.
 _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
@@ -48,7 +46,7 @@ class Task:
         document_columns: columns that may hold the document; the first one present in a row is used.
         answer_columns: columns that may hold the reference answers; the first one present in a row is used.
         hub: arguments of ``datasets.load_dataset``; empty: the data set is read from files only.
-        no_chat_template, truncate_middle: see :class:`~longdraft.bench.data.Sample`.
+        metric, score_first_line, no_chat_template, truncate_middle: see :class:`~longdraft.bench.data.Sample`.
         map_columns: returns the columns for the template. A column ``part`` extends the data set's name in reports.
         make_samples: makes the samples of a row in place of the template; used for conversations.
     """
@@ -57,15 +55,17 @@ class Task:
     document_columns: tuple[str, ...] = ("context",)
     answer_columns: tuple[str, ...] = ("answers", "answer")
     hub: Columns = field(default_factory=dict)
+    metric: str = ""
+    score_first_line: bool = False
     no_chat_template: bool = False
     truncate_middle: bool = False
     map_columns: Callable[[Example], Columns] = lambda example: example.columns
     make_samples: Callable[[Example], Iterable[Sample]] | None = None
 
 
-def _longbench(name: str) -> Task:
+def _longbench(name: str, **attributes: Any) -> Task:
     hub = {"path": "json", "data_files": _LONGBENCH.format(name=name), "split": "train"}
-    return Task(_TEMPLATES[name], hub=hub, no_chat_template=name in _NO_CHAT_TEMPLATE, truncate_middle=True)
+    return Task(_TEMPLATES[name], hub=hub, truncate_middle=True, **attributes)
 
 
 def _spec_bench(example: Example) -> Columns:
@@ -92,12 +92,32 @@ def _speed_bench(example: Example) -> Columns:
     return {"context": turn, "part": "/".join([*split[-1:], str(example.columns.get("category", ""))])}
 
 
+_FEW_SHOT = {"no_chat_template": True, "score_first_line": True}
+_LONGBENCH_TASKS: dict[str, dict[str, Any]] = {
+    "narrativeqa": {"metric": "f1"},
+    "qasper": {"metric": "f1"},
+    "multifieldqa_en": {"metric": "f1"},
+    "hotpotqa": {"metric": "f1"},
+    "2wikimqa": {"metric": "f1"},
+    "musique": {"metric": "f1"},
+    "gov_report": {"metric": ROUGE},
+    "qmsum": {"metric": ROUGE},
+    "multi_news": {"metric": ROUGE},
+    "trec": {"metric": CLASSES, **_FEW_SHOT},
+    "triviaqa": {"metric": "f1", **_FEW_SHOT},
+    "samsum": {"metric": ROUGE, **_FEW_SHOT},
+    "passage_count": {"metric": "numbers"},
+    "passage_retrieval_en": {"metric": "numbers"},
+    "lcc": {"metric": "edit_similarity", "no_chat_template": True},
+    "repobench-p": {"metric": "edit_similarity", "no_chat_template": True},
+}
 TASKS = {
-    **{name: _longbench(name) for name in _TEMPLATES if name.split("-")[0] not in ("longbench", "niah", "vt")},
+    **{name: _longbench(name, **attributes) for name, attributes in _LONGBENCH_TASKS.items()},
     "longbench-v2": Task(
-        _TEMPLATES["longbench-v2"], hub={"path": "THUDM/LongBench-v2", "split": "train"}, truncate_middle=True
+        _TEMPLATES["longbench-v2"], hub={"path": "THUDM/LongBench-v2", "split": "train"}, metric="choice",
+        truncate_middle=True,
     ),
-    "ruler": Task("{context}", ("input",), ("outputs",)),
+    "ruler": Task("{context}", ("input",), ("outputs",), metric=CONTAINS),
     "spec-bench": Task("{context}", map_columns=_spec_bench),
     "speed-bench": Task("{context}", map_columns=_speed_bench),
     "trajectories": Task("", make_samples=turn_samples),
@@ -106,11 +126,11 @@ TASKS = {
     ),
     "booksum": Task(
         "This is a chapter of a novel.\n\n{context}\n\nWrite a summary of this chapter.",
-        ("chapter", "text"), ("summary_text", "summary"), {"path": "kmfoda/booksum", "split": "test"},
+        ("chapter", "text"), ("summary_text", "summary"), {"path": "kmfoda/booksum", "split": "test"}, ROUGE,
     ),
     "aime24": Task(
         "{context}\n\nThink step by step, and end with the answer, which is a whole number from 0 to 999.",
-        ("problem", "Problem"), ("answer", "Answer"), {"path": "HuggingFaceH4/aime_2024", "split": "train"},
+        ("problem", "Problem"), ("answer", "Answer"), {"path": "HuggingFaceH4/aime_2024", "split": "train"}, "number",
     ),
 }  # fmt: skip
 NAMES = (*TASKS, *ruler.TASKS, BUILT_IN)
@@ -122,8 +142,8 @@ def load_samples(names: Sequence[str], limit: int | None = None) -> list[Sample]
 
     Args:
         names: what to read. ``TASK``: rows from the Hugging Face hub. ``TASK=PATH``: a file, folder or archive in the
-            task's format. ``FILE``: prompts, see :func:`~longdraft.bench.data.read_samples`. ``niah_single`` or another
-            task of RULER: samples made in noise; with ``=FILE``, in the file's text. ``stdlib``: the built-in samples.
+            task's format. ``FILE``: prompts, see :func:`read_samples`. ``niah_single`` or another task of RULER:
+            samples made in noise; with ``=FILE``, in the file's text. ``stdlib``: the built-in samples.
 
     Raises:
         PromptError: a file or a row cannot be used.
@@ -140,7 +160,7 @@ def _load(name: str, limit: int | None) -> list[Sample]:
     path = Path(file).expanduser()
     if task in ruler.TASKS:
         template = _TEMPLATES["vt" if task == "vt" else "niah"]
-        return ruler.make_samples(task, template, data.read_document(path) if equals else None, limit)
+        return ruler.make_samples(task, template, read_document(path) if equals else None, limit)
     if task in TASKS:
         if not equals and not TASKS[task].hub:
             raise CapabilityError(f"{task} is not fetched from the hub: give --data {task}=PATH (file or folder).")
@@ -149,7 +169,48 @@ def _load(name: str, limit: int | None) -> list[Sample]:
     path = Path(name).expanduser()
     if not path.exists() and not path.suffix:
         raise PromptError(f"{name} is neither a file nor the name of a data set ({', '.join(NAMES)}).")
-    return data.read_samples([path], limit)
+    return read_samples([path], limit)
+
+
+def read_samples(paths: Iterable[Path], limit: int | None = None) -> list[Sample]:
+    """Makes a sample of each of the first ``limit`` rows of each JSONL file.
+
+    A row has ``text`` (a whole prompt), or ``context`` and ``input`` as in LongBench.
+
+    Raises:
+        PromptError: a file is missing, empty or not JSONL, or a row has no text. The message names file and line.
+    """
+    return [_make_plain_sample(example) for path in paths for example in examples.read_jsonl(path, limit)]
+
+
+def _make_plain_sample(example: Example) -> Sample:
+    """Makes a sample of a row that has no task's template. It is scored like the task that the row's data set names."""
+    columns, origin = example.columns, example.origin
+    if "text" in columns:
+        document, instruction = columns["text"], ""
+    elif "context" in columns:
+        document, instruction = columns["context"], columns.get("input") or ""
+    else:
+        raise PromptError(
+            f"{origin} has neither `text` nor `context` and `input`; it has {', '.join(columns) or 'nothing'}."
+        )
+    if not isinstance(document, str) or not isinstance(instruction, str) or not document.strip():
+        raise PromptError(f"{origin}: its text is empty or not a string.")
+    dataset = str(columns.get("dataset") or example.stem)
+    answers = _reference_answers(columns, "answers", "answer")
+    task = TASKS.get("ruler" if dataset in ruler.TASKS else dataset)
+    return Sample(document, instruction, dataset, origin, **_scoring(task, columns, answers))
+
+
+def read_document(path: Path) -> str:
+    """Returns the text of a plain file, or the documents of a JSONL file, joined by blank lines.
+
+    Raises:
+        PromptError: the file cannot be read.
+    """
+    if path.suffix == ".jsonl":
+        return "\n\n".join(sample.document for sample in read_samples([path]))
+    return examples.read_text(path)
 
 
 def built_in_samples() -> list[Sample]:
@@ -193,12 +254,25 @@ def _make_samples(name: str, example: Example) -> Iterable[Sample]:
         used = " or ".join((document_column, *placeholders))
         raise PromptError(f"{example.origin}: its {used} is empty or not a string.")
     before, after = (re.sub(r"\{(\w+)\}", lambda match: values[match[1]], part) for part in template_parts)
-    answers = data.reference_answers(columns, *task.answer_columns)
+    answers = _reference_answers(columns, *task.answer_columns)
     dataset = f"{name}/{columns['part']}" if "part" in columns else name
     return [
         Sample(
-            document, after, dataset, example.origin, before, separator="", answers=answers,
-            metric=metric_of_dataset(name) if answers else "", classes=tuple(columns.get("all_classes") or ()),
+            document, after, dataset, example.origin, before, separator="", **_scoring(task, columns, answers),
             no_chat_template=task.no_chat_template, truncate_middle=task.truncate_middle,
         )
     ]  # fmt: skip
+
+
+def _reference_answers(row: Mapping[str, Any], *columns: str) -> tuple[str, ...]:
+    """Returns a row's reference answers, from the first of ``columns`` that the row has; empty if it has none."""
+    answers = next((row[column] for column in columns if row.get(column) is not None), ())
+    return tuple(map(str, answers)) if isinstance(answers, list | tuple) else (str(answers),)
+
+
+def _scoring(task: Task | None, columns: Columns, answers: tuple[str, ...]) -> dict[str, Any]:
+    """Returns the attributes of a Sample that say how an answer is scored."""
+    attributes: dict[str, Any] = {"answers": answers, "classes": tuple(columns.get("all_classes") or ())}
+    if task and answers:
+        attributes |= {"metric": task.metric, "score_first_line": task.score_first_line}
+    return attributes

@@ -15,6 +15,7 @@ from longdraft.cli.display import TextOutput, display_run
 from longdraft.cli.figures import comparison_json, comparison_view, footer, result_json
 from longdraft.errors import CheckpointError
 from longdraft.model.chat import chat_prompt, encode
+from longdraft.options import whole_number
 
 
 def generate(
@@ -53,10 +54,8 @@ def generate(
         sampling = sampling_options.sampling()
         # The draft is read before the model is loaded, to report a wrong one at once.
         spec = longdraft.Speculator(method, **decoding.speculator_kwargs, **method_args)
-        if max_tokens < 1:
-            raise ValueError(f"--max-tokens must be at least 1, got {max_tokens}")
-        if seed is not None and not 0 <= seed < 2**63:
-            raise ValueError(f"--seed must be a number from 0 to 2^63 - 1, got {seed}")
+        whole_number("--max-tokens", max_tokens, 1)
+        whole_number("--seed", seed or 0, 0, 2**63 - 1)
         stops = normalize_stop(stop or ())
     processes.check_options({"--kv-cache": kv_cache, "standard input": prompt_input.STDIN in (file or [])})
     if kv_cache is not None and kv_cache.is_dir():

@@ -22,10 +22,9 @@ from longdraft.engine.drafter import Drafter
 from longdraft.engine.method import Method, register
 from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
-from longdraft.options import declared, option, parse, takes
+from longdraft.options import declared, option, parse, takes, whole_number
 from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import NodeLimit, TokenTree, tree_from_paths
-from longdraft.views.view import check_sizes
 
 # Number of tokens of a phrase, and of phrases to propose, in the paper.
 PHRASE_LENGTH, NUM_PHRASES = 4, 20
@@ -82,8 +81,8 @@ class ReuseDrafter(Drafter):
 
     def __init__(self, n: int = PHRASE_LENGTH, k: int | None = None) -> None:
         self.n, self.k, self._has_user_k = n, NUM_PHRASES if k is None else k, k is not None
-        check_sizes(2, reuse_n=n)
-        check_sizes(1, reuse_k=self.k)
+        whole_number("reuse_n", n, 2)
+        whole_number("reuse_k", self.k, 1)
         self.max_nodes = self.k * (n - 1)
         self._phrases: dict[int, PhraseTable] = {}
 

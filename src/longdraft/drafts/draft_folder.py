@@ -18,6 +18,7 @@ from longdraft.drafts.tensor_files import WEIGHTS
 from longdraft.errors import CheckpointError
 from longdraft.files import atomic_write, check_numbers, read_json
 from longdraft.folders import is_gguf
+from longdraft.options import Option
 
 FORMAT = 1  # version of our layout
 CONFIG = "config.json"
@@ -198,12 +199,8 @@ def read_shape(
     if missing := [key for size, key in keys.items() if size not in values and size.default is MISSING]:
         raise CheckpointError(f"{CONFIG} of {folder} lacks {', '.join(missing)}: is it a draft of the kind {label}?")
     flags = {size: bool(value) for size, value in values.items() if size.type in ("bool", bool)}
-    numbers = {size: value for size, value in values.items() if size not in flags}
-    invalid = [
-        keys[size]
-        for size, value in numbers.items()
-        if not isinstance(value, int | float) or value <= 0 or (size.type in ("int", int) and value % 1)
-    ]
+    limits = {size: Option(size.name, int if size.type in ("int", int) else float, above=0) for size in values}
+    invalid = [keys[size] for size, value in values.items() if size not in flags and not limits[size].allows(value)]
     if invalid:
         raise CheckpointError(f"{CONFIG} of {folder} has an impossible value for {', '.join(invalid)}: correct it.")
     return shape(**{size.name: value for size, value in {**values, **flags}.items()})
@@ -212,7 +209,7 @@ def read_shape(
 def optional_int(config: Mapping[str, Any], name: str, folder: Path | str, minimum: int = 1) -> int | None:
     """Reads an optional whole number of a config.json. Raises CheckpointError for any other value."""
     value = config.get(name)
-    if value is not None and (type(value) is not int or value < minimum):
+    if value is not None and not Option(name, int, least=minimum).allows(value):
         raise CheckpointError(f"{CONFIG} of {folder} has an impossible value for {name}: correct it.")
     return value
 

@@ -17,6 +17,7 @@ from longdraft.drafts.eagle_draft import EagleDraft
 from longdraft.drafts.formats import T2D
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.native.boundary import CPU_FLOAT32
+from longdraft.options import whole_number
 
 _SIZES = ("hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim", "rms_norm_eps", "attention_bias")
 
@@ -39,11 +40,10 @@ def to_speculators(
     Raises:
         CapabilityError: the draft folder does not say how large the target's vocabulary is.
         CheckpointError: ``out`` cannot be written, or is the draft's own folder.
-        ValueError: ``max_position`` or ``speculative_tokens`` is below 1.
+        RequestError: ``max_position`` or ``speculative_tokens`` is below 1.
     """
-    for name, number in (("max_position", max_position), ("speculative_tokens", speculative_tokens)):
-        if number < 1:
-            raise ValueError(f"{name} must be at least 1, got {number}")
+    whole_number("max_position", max_position, 1)
+    whole_number("speculative_tokens", speculative_tokens, 1)
     if Path(out).resolve() == draft.folder.resolve():
         raise CheckpointError(f"{out} is the draft itself: name another folder to write to.")
     ids, vocab_size = draft.draft_to_target_ids, draft.required_target.get("vocab_size")

@@ -10,7 +10,7 @@ from typing import Any, TypedDict, cast
 
 from longdraft.engine.sampler import Sampling
 from longdraft.errors import ArgumentError, PromptError, RequestError
-from longdraft.options import listed, suggestion, whole_number
+from longdraft.options import Option, listed, suggestion, whole_number
 
 Prompt = str | list[int]
 
@@ -213,7 +213,11 @@ def _are_token_ids(values: list[Any]) -> bool:
 def _normalize_ids(name: str, value: object) -> list[int] | None:
     if value is None:
         return None
-    return [whole_number(name, token, 0) for token in ([value] if _is_token_id(value) else _list_argument(name, value))]
+    tokens = [value] if _is_token_id(value) else _list_argument(name, value)
+    token_option = Option(name, int, ..., least=0)  # made once, because there may be many tokens
+    for token in tokens:
+        token_option.check(token, RequestError)
+    return list(map(int, tokens))
 
 
 def _list_argument(name: str, value: object) -> list[Any]:

@@ -24,7 +24,7 @@ from transformers import (
 
 from longdraft.engine import logits_processors
 from longdraft.errors import RequestError
-from longdraft.options import check_number, whole_number
+from longdraft.options import declared, option
 
 # (token ids (1, n), scores (1, vocabulary)) -> scores: the interface of transformers' LogitsProcessor.
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -105,15 +105,6 @@ class WindowedRepetitionPenalty(LogitsProcessor):
         return penalized
 
 
-# Setting -> (whether a value is allowed, the allowed range as the error message says it).
-_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    "temperature": (lambda x: x >= 0, "at least 0"),
-    "top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
-    "min_p": (lambda x: 0 <= x <= 1, "from 0 to 1"),
-    "repetition_penalty": (lambda x: x > 0, "above 0"),
-}
-
-
 @dataclass(frozen=True)
 class Sampling:
     """Sampling settings.
@@ -131,24 +122,17 @@ class Sampling:
         RequestError: a value has a wrong type or is out of range.
     """
 
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    repetition_window: int | None = None
+    temperature: float = option(0.0, min=0)
+    top_k: int | None = option(min=0)
+    top_p: float | None = option(above=0, most=1)
+    min_p: float | None = option(min=0, most=1)
+    repetition_penalty: float | None = option(above=0)
+    repetition_window: int | None = option(min=1)
     foresee: bool = True
 
     def __post_init__(self) -> None:
-        for name, (is_valid, allowed) in _RANGES.items():
-            value = getattr(self, name)
-            if value is not None or name == "temperature":
-                check_number(name, value)
-                if not is_valid(value):
-                    raise RequestError(f"{name} must be {allowed}, got {value}")
-        for name, minimum in (("top_k", 0), ("repetition_window", 1)):
-            if getattr(self, name) is not None:
-                whole_number(name, getattr(self, name), minimum)
+        for name, setting in declared(type(self)).items():
+            setting.check(getattr(self, name), RequestError)
         if self.repetition_window is not None and self.repetition_penalty is None:
             raise RequestError("repetition_window needs repetition_penalty: give both")
 

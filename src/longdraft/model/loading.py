@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from longdraft.model.external_quant import decompress_to
 from longdraft.model.gc_pause import gc_paused
 from longdraft.model.gguf.loading import Arithmetic, WeightFormat, int8_unavailable_error, load_gguf
 from longdraft.model.gpu import merged_linear
+from longdraft.options import Option
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -56,8 +56,7 @@ def load(
         raise CapabilityError(f"weights are stored or float32, got {weights!r}.")
     if arithmetic not in (None, "int8", "float32"):
         raise CapabilityError(f"arithmetic is int8 or float32, got {arithmetic!r}.")
-    is_finite = isinstance(rope_factor, int | float) and math.isfinite(rope_factor)
-    if rope_factor is not None and not (is_finite and rope_factor > 1):
+    if rope_factor is not None and not Option("rope_factor", float, above=1).allows(rope_factor):
         raise ContextError(f"rope_factor is {rope_factor}: give a finite number above 1, or leave it out.")
     memory_info.check_process_limits()
     target_device = _resolve_device(device)

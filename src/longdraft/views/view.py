@@ -18,17 +18,11 @@ from dataclasses import dataclass
 
 import torch
 
+from longdraft.options import whole_number
 from longdraft.views.scorers import SCORERS, CandidateChunks, score_chunks
 
 # Value of the option view_dtype -> dtype to which the keys and values of a view are rounded.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
-
-
-def check_sizes(minimum: int, **sizes: object) -> None:
-    """Raises ValueError unless all sizes are integers of at least ``minimum``."""
-    for name, size in sizes.items():
-        if type(size) is not int or size < minimum:
-            raise ValueError(f"{name} must be a whole number of at least {minimum}, got {size!r}")
 
 
 def check_multiples(divisor_name: str, divisor: int, **sizes: int) -> None:
@@ -75,8 +69,11 @@ class View:
     shared_by_heads: bool = False
 
     def __post_init__(self) -> None:
-        check_sizes(0, num_selected=self.num_selected, sink=self.sink, max_new=self.max_new)
-        check_sizes(1, window=self.window, chunk=self.chunk_size)
+        whole_number("num_selected", self.num_selected, 0)
+        whole_number("sink", self.sink, 0)
+        whole_number("max_new", self.max_new, 0)
+        whole_number("window", self.window, 1)
+        whole_number("chunk", self.chunk_size, 1)
         check_multiples("chunk", self.chunk_size, sink=self.sink)
 
     @property

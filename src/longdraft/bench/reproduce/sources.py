@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from longdraft.bench import data, tasks
+from longdraft.bench import tasks
 from longdraft.bench.data import Sample, ShortTextPolicy, encode_truncated
 from longdraft.bench.papers.table import Column
 from longdraft.bench.prompts import Prompt, prompts_of_length
@@ -61,7 +61,7 @@ class SampleSources:
         except PromptError:
             if not file.endswith(".jsonl"):
                 raise
-            loaded = data.read_samples([Path(file).expanduser()], limit)  # a file of prompts
+            loaded = tasks.read_samples([Path(file).expanduser()], limit)  # a file of prompts
         return [replace(sample, dataset=dataset) for sample in loaded]
 
 

@@ -11,6 +11,8 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 
+from longdraft.options import whole_number
+
 # A new token starts matches at this number of its latest occurrences. At most twice as many matches are kept at a time.
 MAX_MATCHES = 16
 # A match of at least this length survives one differing token, because the text after a changed word is often the same.
@@ -66,15 +68,11 @@ class RequestHistory:
         max_tokens: capacity. The oldest request is dropped first. A longer request is cut to its end.
 
     Raises:
-        ValueError: ``max_tokens`` is not a whole number of at least 2.
+        RequestError: ``max_tokens`` is not a whole number of at least 2.
     """
 
     def __init__(self, max_tokens: int) -> None:
-        if type(max_tokens) is not int or max_tokens < 2:
-            raise ValueError(
-                f"earlier must be a whole number of tokens, at least 2 (0: no history), got {max_tokens!r}"
-            )
-        self.max_tokens = max_tokens
+        self.max_tokens = whole_number("earlier (0: no history)", max_tokens, 2)
         self.index = OccurrenceIndex()
         self._request_lengths: deque[int] = deque()  # with the separators
         self._tenants: dict[str, RequestHistory] = {}
