@@ -146,7 +146,7 @@ DSPARK: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     ),
     "sglang": ({"block_size": 4, "dspark_config": MARKOV | TAPS}, {}),
     "prefixed": (
-        {"dspark_block_size": 4, "dspark_markov_rank": 6, "dspark_markov_head_type": "gated",
+        {"dspark_block_size": 4, "dspark_markov_rank": 6, "dspark_markov_head_type": "vanilla",
          "dspark_target_layer_ids": [1, 2, 4], "dspark_noise_token_id": 9}, {},
     ),
 }  # fmt: skip
